@@ -1,0 +1,209 @@
+"""One launch that writes the metadata of every step and row of a forward, or of a whole draft round.
+
+Grid, known on the host: `num_steps` programs write lengths, prefix sums and the DeepGEMM schedule of one step each;
+`num_requests * splits` programs copy page tables, `splits` of them taking turns at the column blocks of one request. A
+program past the end of its request stops at once, so the grid depends on no value that only the GPU knows and one long
+request is spread over as many programs as a short one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nsa_backend.buffers import MetadataBuffers
+from nsa_backend.kernels.checks import check_arguments
+from nsa_backend.kernels.lengths import (
+    write_cu_seqlens_q,
+    write_request_lengths,
+    write_row_lengths,
+    write_schedule,
+)
+from nsa_backend.kernels.page_tables import copy_page_tables
+from nsa_backend.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
+
+ROW_BLOCK = 128
+COLUMN_BLOCK = 2048
+TARGET_TABLE_PROGRAMS = 1024
+"""Table programs wanted in flight: enough for 132 SMs, few enough that idle ones cost nothing measurable."""
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_rows", "row_offset", "cache_offset", "table_offset", "splits"])
+def metadata_kernel(
+    seq_lens_ptr,  # int32 | int64 [num_requests]
+    req_pool_indices_ptr,  # int32 | int64 [num_requests]
+    req_to_token_ptr,  # int32 [pool, req_to_token_stride]
+    extend_lens_ptr,  # int32 | int64 [num_requests], read where rows are ragged
+    cache_seqlens_ptr,  # int32 [num_steps, cache_seqlens_stride]
+    cu_seqlens_k_ptr,  # int32 [num_steps, cu_seqlens_k_stride]
+    seqlens_expanded_ptr,  # int32 [num_steps, seqlens_expanded_stride]
+    nsa_cache_seqlens_ptr,  # int32 [num_steps, nsa_cache_seqlens_stride]
+    nsa_cu_seqlens_k_ptr,  # int32 [num_steps, nsa_cu_seqlens_k_stride]
+    schedule_ptr,  # int32 [num_steps, NUM_SMS + 1, 2], not written where NUM_SMS is 0
+    page_table_1_ptr,  # int32 [num_requests, page_table_1_stride]
+    real_page_table_ptr,  # int32 [num_rows, real_page_table_stride]
+    cu_seqlens_q_ptr,  # int32 [num_requests + 1], written where rows are ragged
+    token_to_batch_idx_ptr,  # int32 [num_rows], written where rows are ragged
+    req_to_token_stride,
+    cache_seqlens_stride,
+    cu_seqlens_k_stride,
+    seqlens_expanded_stride,
+    nsa_cache_seqlens_stride,
+    nsa_cu_seqlens_k_stride,
+    page_table_1_stride,
+    real_page_table_stride,
+    num_requests,
+    num_rows,
+    row_offset,
+    cache_offset,
+    table_offset,
+    max_len,
+    index_topk,
+    splits,
+    NUM_STEPS: tl.constexpr,
+    ROWS_PER_REQUEST: tl.constexpr,
+    NUM_SMS: tl.constexpr,
+    SM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT_KV: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr,
+):
+    step = tl.program_id(0)
+    if step < NUM_STEPS:
+        write_request_lengths(
+            seq_lens_ptr,
+            cache_seqlens_ptr + step * cache_seqlens_stride,
+            cu_seqlens_k_ptr + step * cu_seqlens_k_stride,
+            num_requests,
+            cache_offset + step,
+            max_len,
+            BLOCK=ROW_BLOCK,
+        )
+        lens_ptr = seqlens_expanded_ptr + step * seqlens_expanded_stride
+        segments = write_row_lengths(
+            seq_lens_ptr,
+            extend_lens_ptr,
+            lens_ptr,
+            nsa_cache_seqlens_ptr + step * nsa_cache_seqlens_stride,
+            nsa_cu_seqlens_k_ptr + step * nsa_cu_seqlens_k_stride,
+            token_to_batch_idx_ptr,
+            num_requests,
+            num_rows,
+            row_offset + step,
+            max_len,
+            index_topk,
+            ROWS_PER_REQUEST=ROWS_PER_REQUEST,
+            SPLIT_KV=SPLIT_KV,
+            BLOCK=ROW_BLOCK,
+        )
+        if ROWS_PER_REQUEST == 0:
+            write_cu_seqlens_q(extend_lens_ptr, cu_seqlens_q_ptr, num_requests, num_rows, BLOCK=ROW_BLOCK)
+        if NUM_SMS > 0:
+            # The lengths above are read back here, possibly by other threads of this program.
+            tl.debug_barrier()
+            write_schedule(
+                lens_ptr,
+                schedule_ptr + step * (2 * (NUM_SMS + 1)),
+                num_rows,
+                segments,
+                NUM_SMS=NUM_SMS,
+                SM_BLOCK=SM_BLOCK,
+                SPLIT_KV=SPLIT_KV,
+                BLOCK=ROW_BLOCK,
+            )
+    else:
+        table_program = step - NUM_STEPS
+        copy_page_tables(
+            table_program // splits,
+            table_program % splits,
+            splits,
+            seq_lens_ptr,
+            req_pool_indices_ptr,
+            req_to_token_ptr,
+            req_to_token_stride,
+            extend_lens_ptr,
+            page_table_1_ptr,
+            page_table_1_stride,
+            real_page_table_ptr,
+            real_page_table_stride,
+            num_requests,
+            num_rows,
+            table_offset,
+            max_len,
+            ROWS_PER_REQUEST=ROWS_PER_REQUEST,
+            PAGE=PAGE,
+            ROW_BLOCK=ROW_BLOCK,
+            COLUMN_BLOCK=COLUMN_BLOCK,
+        )
+
+
+def write_metadata(
+    plan: MetadataPlan,
+    buffers: MetadataBuffers,
+    *,
+    seq_lens: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    index_topk: int,
+    extend_lens: torch.Tensor | None = None,
+) -> None:
+    """Write every field of `plan` into `buffers` with one launch on the current stream; allocates and synchronises nothing.
+
+    Args:
+        plan: the mode and its shape; `buffers` must have room for it.
+        buffers: where to write. Only the first `plan.num_requests` requests and `plan.num_rows` rows are touched.
+        seq_lens: int32 or int64 [num_requests], contiguous; what SGLang calls seq_lens in this mode.
+        req_pool_indices: int32 or int64 [num_requests], contiguous; rows of `req_to_token`.
+        req_to_token: int32 [pool, width], rows contiguous; KV slot of every token.
+        index_topk: tokens the sparse attention keeps.
+        extend_lens: int32 or int64 [num_requests], contiguous; rows of each request, for a ragged plan only.
+
+    Raises:
+        ValueError: a tensor has another shape, dtype, device or layout, or `buffers` is too small.
+    """
+    check_arguments(plan, buffers, seq_lens, req_pool_indices, req_to_token, extend_lens)
+    blocks = triton.cdiv(buffers.table_width, COLUMN_BLOCK)
+    splits = max(1, min(blocks, triton.cdiv(TARGET_TABLE_PROGRAMS, max(plan.num_requests, 1))))
+    num_sms = 0 if buffers.schedule is None else buffers.schedule.shape[1] - 1
+    metadata_kernel[(plan.num_steps + plan.num_requests * splits,)](
+        seq_lens,
+        req_pool_indices,
+        req_to_token,
+        seq_lens if extend_lens is None else extend_lens,
+        buffers.cache_seqlens,
+        buffers.cu_seqlens_k,
+        buffers.seqlens_expanded,
+        buffers.nsa_cache_seqlens,
+        buffers.nsa_cu_seqlens_k,
+        buffers.cache_seqlens if buffers.schedule is None else buffers.schedule,
+        buffers.page_table_1,
+        buffers.real_page_table,
+        buffers.cu_seqlens_q,
+        buffers.token_to_batch_idx,
+        req_to_token.stride(0),
+        buffers.cache_seqlens.stride(0),
+        buffers.cu_seqlens_k.stride(0),
+        buffers.seqlens_expanded.stride(0),
+        buffers.nsa_cache_seqlens.stride(0),
+        buffers.nsa_cu_seqlens_k.stride(0),
+        buffers.page_table_1.stride(0),
+        buffers.real_page_table.stride(0),
+        plan.num_requests,
+        plan.num_rows,
+        plan.row_offset,
+        plan.cache_offset,
+        plan.table_offset,
+        min(req_to_token.shape[1], buffers.table_width),
+        index_topk,
+        splits,
+        NUM_STEPS=plan.num_steps,
+        ROWS_PER_REQUEST=plan.rows_per_request,
+        NUM_SMS=num_sms,
+        SM_BLOCK=triton.next_power_of_2(num_sms + 1),
+        PAGE=PAGE_SIZE,
+        SPLIT_KV=SCHEDULE_SPLIT_KV,
+        ROW_BLOCK=ROW_BLOCK,
+        COLUMN_BLOCK=COLUMN_BLOCK,
+    )

@@ -1,0 +1,84 @@
+"""The torch twin of `metadata.write_metadata`: the same fields, into the same buffers, by the formulas of `nsa_backend.plan`.
+
+It is what the kernel is compared with, field by field and exactly. It allocates and, for ragged rows, synchronises.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nsa_backend.buffers import MetadataBuffers
+from nsa_backend.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
+
+
+def write_metadata_torch(
+    plan: MetadataPlan,
+    buffers: MetadataBuffers,
+    *,
+    seq_lens: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    index_topk: int,
+    extend_lens: torch.Tensor | None = None,
+) -> None:
+    """Write every field of `plan` into `buffers`; arguments as `metadata.write_metadata` takes them."""
+    requests, rows = plan.num_requests, plan.num_rows
+    max_len = min(req_to_token.shape[1], buffers.table_width)
+    seq_lens = seq_lens.long()
+    request_of_row, base_len = _rows(plan, seq_lens, extend_lens)
+    if plan.ragged:
+        buffers.token_to_batch_idx[:rows] = request_of_row
+        buffers.cu_seqlens_q[: requests + 1] = _exclusive_sum(extend_lens)
+        buffers.cu_seqlens_q[requests] = rows
+
+    for step in range(plan.num_steps):
+        cache_seqlens = (seq_lens + plan.cache_offset + step).clamp(1, max_len)
+        lens = (base_len + step).clamp(1, max_len)
+        clipped = lens.clamp(max=index_topk)
+        buffers.cache_seqlens[step, :requests] = cache_seqlens
+        buffers.cu_seqlens_k[step, : requests + 1] = _exclusive_sum(cache_seqlens)
+        buffers.seqlens_expanded[step, :rows] = lens
+        buffers.nsa_cache_seqlens[step, :rows] = clipped
+        buffers.nsa_cu_seqlens_k[step, : rows + 1] = _exclusive_sum(clipped)
+        if buffers.schedule is not None:
+            buffers.schedule[step] = paged_mqa_schedule(lens, buffers.schedule.shape[1] - 1)
+
+    table_lens = (seq_lens + plan.table_offset).clamp(1, max_len)
+    for request in range(requests):
+        length = int(table_lens[request])
+        slots = req_to_token[int(req_pool_indices[request]), :length]
+        buffers.page_table_1[request, :length] = slots
+        pages = torch.div(slots[::PAGE_SIZE], PAGE_SIZE, rounding_mode="floor")
+        buffers.real_page_table[:rows][request_of_row == request, : pages.shape[0]] = pages
+
+
+def paged_mqa_schedule(lens: torch.Tensor, num_sms: int) -> torch.Tensor:
+    """DeepGEMM's schedule, int32 [num_sms + 1, 2], of rows with lengths `lens` [num_rows].
+
+    Row m is (query row, split) where SM m starts; the rule is that of
+    deep_gemm/include/deep_gemm/scheduler/paged_mqa_logits.cuh with one query token a row.
+    """
+    ends = torch.cumsum((lens.long() + SCHEDULE_SPLIT_KV - 1) // SCHEDULE_SPLIT_KV, 0)
+    total = int(ends[-1]) if len(ends) else 0
+    sm = torch.arange(num_sms + 1, device=lens.device)
+    first = sm * (total // num_sms) + sm.clamp(max=total % num_sms)
+    row = torch.searchsorted(ends, first, right=True)
+    padded = torch.cat([ends.new_zeros(1), ends])
+    return torch.stack([row, first - padded[row]], dim=1).to(torch.int32)
+
+
+def _rows(plan: MetadataPlan, seq_lens: torch.Tensor, extend_lens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Request of every row, and its length at step 0 before clamping."""
+    row = torch.arange(plan.num_rows, device=seq_lens.device)
+    if not plan.ragged:
+        request = row // plan.rows_per_request
+        return request, seq_lens[request] + plan.row_offset + row % plan.rows_per_request
+    ends = torch.cumsum(extend_lens.long(), 0)
+    request = torch.searchsorted(ends, row, right=True)
+    past = request >= plan.num_requests
+    request = request.clamp(max=plan.num_requests - 1)
+    return request, torch.where(past, 1, seq_lens[request] + 1 + row - ends[request])
+
+
+def _exclusive_sum(values: torch.Tensor) -> torch.Tensor:
+    return torch.cat([values.new_zeros(1), torch.cumsum(values, 0)])

@@ -1,0 +1,61 @@
+"""Device functions that copy the page tables of one request from the request-to-token pool."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _count_rows_before(extend_lens_ptr, request, BLOCK: tl.constexpr):
+    rows = 0
+    for start in range(0, request, BLOCK):
+        r = start + tl.arange(0, BLOCK)
+        rows += tl.sum(tl.load(extend_lens_ptr + r, mask=r < request, other=0).to(tl.int32), 0)
+    return rows
+
+
+@triton.jit
+def copy_page_tables(
+    request,
+    split,
+    splits,
+    seq_lens_ptr,
+    req_pool_indices_ptr,  # int32 | int64 [num_requests]
+    req_to_token_ptr,  # int32 [pool, table_width]
+    req_to_token_stride,
+    extend_lens_ptr,
+    page_table_1_ptr,  # int32 [num_requests, page_table_1_stride]
+    page_table_1_stride,
+    real_page_table_ptr,  # int32 [num_rows, real_page_table_stride]
+    real_page_table_stride,
+    num_requests,
+    num_rows,
+    table_offset,
+    max_len,
+    ROWS_PER_REQUEST: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr,
+):
+    table_len = tl.load(seq_lens_ptr + request).to(tl.int32) + table_offset
+    table_len = tl.minimum(tl.maximum(table_len, 1), max_len)
+    slot = tl.load(req_pool_indices_ptr + request).to(tl.int64)
+    source_ptr = req_to_token_ptr + slot * req_to_token_stride
+    target_ptr = page_table_1_ptr + request.to(tl.int64) * page_table_1_stride
+    if ROWS_PER_REQUEST == 0:
+        row_begin = _count_rows_before(extend_lens_ptr, request, ROW_BLOCK)
+        row_end = row_begin + tl.load(extend_lens_ptr + request).to(tl.int32)
+        row_end = tl.where(request == num_requests - 1, num_rows, row_end)
+    else:
+        row_begin = request * ROWS_PER_REQUEST
+        row_end = row_begin + ROWS_PER_REQUEST
+    for start in range(split * COLUMN_BLOCK, table_len, splits * COLUMN_BLOCK):
+        column = start + tl.arange(0, COLUMN_BLOCK)
+        mask = column < table_len
+        tl.store(target_ptr + column, tl.load(source_ptr + column, mask=mask), mask=mask)
+        page = start // PAGE + tl.arange(0, COLUMN_BLOCK // PAGE)
+        page_mask = page * PAGE < table_len
+        page_index = tl.load(source_ptr + page * PAGE, mask=page_mask) // PAGE
+        for row in range(row_begin, row_end):
+            tl.store(real_page_table_ptr + row * real_page_table_stride + page, page_index, mask=page_mask)

@@ -1,0 +1,83 @@
+"""The tensors one metadata launch writes: replay buffers of a captured graph, or fresh ones for an eager forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nsa_backend.plan import PAGE_SIZE, MetadataPlan
+
+
+@dataclass(frozen=True)
+class MetadataBuffers:
+    """Storage for up to `max_requests` requests, `max_rows` query rows and `num_steps` draft steps.
+
+    Lengths, prefix sums and schedules exist once a step; page tables once for all steps, because the columns of a request
+    are the same for every step. A captured graph holds these addresses: they are written in place, never replaced.
+    """
+
+    cache_seqlens: torch.Tensor  # int32 [num_steps, max_requests]
+    cu_seqlens_k: torch.Tensor  # int32 [num_steps, max_requests + 1], exclusive prefix sum of cache_seqlens
+    seqlens_expanded: torch.Tensor  # int32 [num_steps, max_rows], len of each row; is cache_seqlens where rows are requests
+    nsa_cache_seqlens: torch.Tensor  # int32 [num_steps, max_rows], min(len, index_topk)
+    nsa_cu_seqlens_k: torch.Tensor  # int32 [num_steps, max_rows + 1], exclusive prefix sum of nsa_cache_seqlens
+    schedule: torch.Tensor | None  # int32 [num_steps, num_sms + 1, 2], DeepGEMM's paged-MQA schedule; None without DeepGEMM
+    page_table_1: torch.Tensor  # int32 [max_requests, pages * 64], slot of every token
+    real_page_table: torch.Tensor  # int32 [max_rows, pages], page of every 64 tokens
+    cu_seqlens_q: torch.Tensor  # int32 [max_requests + 1], rows before each request
+    token_to_batch_idx: torch.Tensor  # int32 [max_rows], request of each row
+    arange: torch.Tensor  # int32 [max_rows + 1], 0, 1, 2, ...: nsa_cu_seqlens_q
+
+    @classmethod
+    def allocate(
+        cls,
+        plan: MetadataPlan,
+        *,
+        table_width: int,
+        num_sms: int,
+        device: torch.device | str,
+    ) -> MetadataBuffers:
+        """Room for `plan` and for every plan of the same mode with fewer requests.
+
+        Args:
+            plan: the largest plan to serve.
+            table_width: tokens that a row of the page tables must reach.
+            num_sms: SMs that DeepGEMM schedules for; 0 where no schedule is wanted.
+        """
+        steps, requests, rows = plan.num_steps, plan.num_requests, plan.num_rows
+        pages = -(-table_width // PAGE_SIZE)
+
+        def int32(*shape: int, fill: int = 0) -> torch.Tensor:
+            return torch.full(shape, fill, dtype=torch.int32, device=device)
+
+        cache_seqlens = int32(steps, requests, fill=1)
+        rows_are_requests = not plan.expanded
+        arange = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        return cls(
+            cache_seqlens=cache_seqlens,
+            cu_seqlens_k=int32(steps, requests + 1),
+            seqlens_expanded=cache_seqlens if rows_are_requests else int32(steps, rows, fill=1),
+            nsa_cache_seqlens=int32(steps, rows, fill=1),
+            nsa_cu_seqlens_k=int32(steps, rows + 1),
+            schedule=int32(steps, num_sms + 1, 2) if num_sms else None,
+            page_table_1=int32(requests, pages * PAGE_SIZE),
+            real_page_table=int32(rows, pages),
+            cu_seqlens_q=(
+                int32(requests + 1) if plan.ragged else arange[:: plan.rows_per_request][: requests + 1].contiguous()
+            ),
+            token_to_batch_idx=(
+                int32(rows) if plan.ragged else torch.div(arange[:rows], plan.rows_per_request, rounding_mode="floor")
+            ),
+            arange=arange,
+        )
+
+    @property
+    def table_width(self) -> int:
+        """Tokens that a row of the page tables holds."""
+        return self.page_table_1.shape[1]
+
+    def nbytes(self) -> int:
+        """Bytes of device memory, storage shared between fields counted once."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in vars(self).values() if t is not None}
+        return sum(storages.values())

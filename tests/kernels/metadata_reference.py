@@ -1,0 +1,109 @@
+"""Plain-Python metadata of every mode, written from the definitions of the fields and from nothing else.
+
+`expected_buffers` starts from poison and fills exactly what a launch must write, so that comparing whole storages shows an
+element that was left out as well as one that was written too far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+POISON = -7777
+PAGE = 64
+SPLIT_KV = 256
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One random batch, as SGLang would hand it over."""
+
+    mode: str  # decode | draft_decode | target_verify | draft_extend_v2 | draft_extend_v1
+    seq_lens: list[int]
+    slots: list[int]
+    req_to_token: np.ndarray  # int32 [pool, width]
+    index_topk: int
+    num_sms: int  # 0: no schedule
+    num_steps: int = 3  # N
+    num_draft_tokens: int = 4  # D
+    extend_lens: list[int] = field(default_factory=list)
+    tail_rows: int = 0  # rows of a captured graph past sum(extend_lens)
+
+
+def row_lengths(batch: Batch) -> list[list[tuple[int, int]]]:
+    """For every step, (request, length before clamping) of every row."""
+    n, d = batch.num_steps, batch.num_draft_tokens
+    requests = list(enumerate(batch.seq_lens))
+    if batch.mode == "decode":
+        return [[(r, length) for r, length in requests]]
+    if batch.mode == "draft_decode":
+        return [[(r, length + i + 1) for r, length in requests] for i in range(n - 1)]
+    if batch.mode == "target_verify":
+        return [[(r, length + j + 1) for r, length in requests for j in range(d)]]
+    if batch.mode == "draft_extend_v2":
+        return [[(r, length - d + j + 1) for r, length in requests for j in range(d)]]
+    assert batch.mode == "draft_extend_v1"
+    rows = [(r, length - batch.extend_lens[r] + j + 1) for r, length in requests for j in range(batch.extend_lens[r])]
+    return [rows + [(len(requests) - 1, 1)] * batch.tail_rows]
+
+
+def cache_lengths(batch: Batch) -> list[list[int]]:
+    """For every step, cache_seqlens of every request before clamping."""
+    n, d = batch.num_steps, batch.num_draft_tokens
+    extra = {"decode": [0], "draft_decode": range(1, n), "target_verify": [d]}.get(batch.mode, [0])
+    return [[length + e for length in batch.seq_lens] for e in extra]
+
+
+def table_lengths(batch: Batch) -> list[int]:
+    """Columns of the page table that must be valid for every request, before clamping."""
+    reach = {"draft_decode": batch.num_steps, "target_verify": batch.num_draft_tokens}.get(batch.mode, 0)
+    return [length + reach for length in batch.seq_lens]
+
+
+def schedule(lengths: list[int], num_sms: int) -> np.ndarray:
+    """DeepGEMM's schedule by walking over all segments one by one."""
+    segments = [(row, split) for row, length in enumerate(lengths) for split in range(-(-length // SPLIT_KV))]
+    segments.append((len(lengths), 0))
+    share, rest = divmod(len(segments) - 1, num_sms)
+    first = [sm * share + min(sm, rest) for sm in range(num_sms + 1)]
+    return np.array([segments[g] for g in first], dtype=np.int32)
+
+
+def expected_buffers(batch: Batch, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Whole storages after one launch into poisoned buffers of these shapes."""
+    out = {name: np.full(shape, POISON, dtype=np.int32) for name, shape in shapes.items()}
+    width = min(batch.req_to_token.shape[1], shapes["page_table_1"][1])
+
+    def clamp(value: int) -> int:
+        return min(max(value, 1), width)
+
+    for step, (rows, cache) in enumerate(zip(row_lengths(batch), cache_lengths(batch), strict=True)):
+        lengths = [clamp(length) for _, length in rows]
+        clipped = [min(length, batch.index_topk) for length in lengths]
+        cache = [clamp(length) for length in cache]
+        out["cache_seqlens"][step, : len(cache)] = cache
+        out["cu_seqlens_k"][step, : len(cache) + 1] = np.cumsum([0, *cache])
+        out["nsa_cache_seqlens"][step, : len(rows)] = clipped
+        out["nsa_cu_seqlens_k"][step, : len(rows) + 1] = np.cumsum([0, *clipped])
+        out["seqlens_expanded"][step, : len(rows)] = lengths
+        if batch.num_sms:
+            out["schedule"][step] = schedule(lengths, batch.num_sms)
+    _expect_tables(batch, out, [clamp(length) for length in table_lengths(batch)])
+    return out
+
+
+def _expect_tables(batch: Batch, out: dict[str, np.ndarray], lengths: list[int]) -> None:
+    for request, length in enumerate(lengths):
+        slots = batch.req_to_token[batch.slots[request], :length]
+        out["page_table_1"][request, :length] = slots
+        for row, (owner, _) in enumerate(row_lengths(batch)[0]):
+            if owner == request:
+                for page in range(-(-length // PAGE)):
+                    out["real_page_table"][row, page] = slots[page * PAGE] // PAGE
+    if batch.mode == "draft_extend_v1":
+        owners = [owner for owner, _ in row_lengths(batch)[0]]
+        out["token_to_batch_idx"][: len(owners)] = owners
+        ends = np.cumsum([0, *batch.extend_lens])
+        ends[-1] += batch.tail_rows
+        out["cu_seqlens_q"][: len(ends)] = ends

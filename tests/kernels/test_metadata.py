@@ -1,0 +1,187 @@
+"""Every metadata field of every mode: kernel and torch twin against plain Python, exactly, on poisoned buffers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from metadata_reference import POISON, Batch, expected_buffers, schedule
+
+from nsa_backend import plan as plans
+from nsa_backend.buffers import MetadataBuffers
+from nsa_backend.kernels.metadata import write_metadata
+from nsa_backend.kernels.metadata_torch import write_metadata_torch
+
+WRITERS = {"kernel": write_metadata, "twin": write_metadata_torch}
+COMMON = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+
+
+def make_plan(batch: Batch, requests: int | None = None) -> plans.MetadataPlan:
+    requests = len(batch.seq_lens) if requests is None else requests
+    if batch.mode == "decode":
+        return plans.plan_decode(requests)
+    if batch.mode == "draft_decode":
+        return plans.plan_draft_decode(requests, batch.num_steps)
+    if batch.mode == "target_verify":
+        return plans.plan_target_verify(requests, batch.num_draft_tokens)
+    if batch.mode == "draft_extend_v2":
+        return plans.plan_draft_extend_v2(requests, batch.num_draft_tokens)
+    spare = (requests - len(batch.seq_lens)) * batch.num_draft_tokens
+    return plans.plan_draft_extend_v1(requests, sum(batch.extend_lens) + batch.tail_rows + spare)
+
+
+def poisoned(buffers: MetadataBuffers, plan: plans.MetadataPlan) -> MetadataBuffers:
+    constant = set() if plan.ragged else {"cu_seqlens_q", "token_to_batch_idx"}
+    for name, tensor in vars(buffers).items():
+        if tensor is not None and name != "arange" and name not in constant:
+            tensor.fill_(POISON)
+    return buffers
+
+
+def run_and_compare(batch: Batch, device: str, writer: str, dtype: torch.dtype, spare: int = 0) -> None:
+    """Launch into buffers with room for `spare` requests more, and compare every storage as a whole."""
+    plan = make_plan(batch)
+    room = make_plan(batch, len(batch.seq_lens) + spare)
+    table_width = batch.req_to_token.shape[1]
+    buffers = MetadataBuffers.allocate(room, table_width=table_width, num_sms=batch.num_sms, device=device)
+    poisoned(buffers, room)
+    WRITERS[writer](
+        plan,
+        buffers,
+        seq_lens=torch.tensor(batch.seq_lens, dtype=dtype, device=device),
+        req_pool_indices=torch.tensor(batch.slots, dtype=torch.int64, device=device),
+        req_to_token=torch.from_numpy(batch.req_to_token).to(device),
+        index_topk=batch.index_topk,
+        extend_lens=torch.tensor(batch.extend_lens, dtype=torch.int32, device=device) if plan.ragged else None,
+    )
+    got = {name: t.cpu().numpy() for name, t in vars(buffers).items() if t is not None}
+    want = expected_buffers(batch, {name: array.shape for name, array in got.items()})
+    written = [name for name in got if name != "arange" and (plan.ragged or name not in ("cu_seqlens_q", "token_to_batch_idx"))]
+    for name in written:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=f"{batch.mode}: {name}")
+
+
+def near_pages(draw, longest: int, reach: int) -> int:
+    """A length at random, on a page boundary, or where a draft step opens a new page."""
+    page = 64 * draw(st.integers(0, longest // 64))
+    choices = [draw(st.integers(1, longest)), page + draw(st.integers(-2, 1)), page - draw(st.integers(0, reach + 1))]
+    return min(max(draw(st.sampled_from(choices)), 1), longest)
+
+
+@st.composite
+def batches(draw, mode: str, longest: int = 700) -> Batch:
+    requests = draw(st.one_of(st.integers(1, 6), st.integers(1, 130)))
+    n, d = draw(st.integers(2, 9)), draw(st.integers(2, 9))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    lengths = [near_pages(draw, longest, n) for _ in range(min(requests, 8))]
+    lengths += rng.integers(1, longest + 1, requests - len(lengths)).tolist()
+    extend = rng.integers(1, d + 1, requests).tolist()
+    if mode == "draft_extend_v2":
+        lengths = [length + d for length in lengths]
+    if mode == "draft_extend_v1":
+        lengths = [length + a for length, a in zip(lengths, extend, strict=True)]
+    slots = (1 + rng.permutation(2 * requests)[:requests]).tolist()
+    padding = draw(st.integers(0, requests - 1))
+    for r in range(requests - padding, requests):
+        lengths[r], slots[r] = 1, 0
+    pool = rng.integers(0, 2**20, (2 * requests + 1, longest + 10 + draw(st.integers(0, 9)))).astype(np.int32)
+    return Batch(
+        mode=mode,
+        seq_lens=lengths,
+        slots=slots,
+        req_to_token=pool,
+        index_topk=draw(st.sampled_from([16, lengths[0], lengths[0] + 1, 2048])),
+        num_sms=draw(st.sampled_from([0, 1, 78, 132])),
+        num_steps=n,
+        num_draft_tokens=d,
+        extend_lens=extend if mode == "draft_extend_v1" else [],
+        tail_rows=draw(st.integers(0, d)) if mode == "draft_extend_v1" else 0,
+    )
+
+
+MODES = ["decode", "draft_decode", "target_verify", "draft_extend_v2", "draft_extend_v1"]
+
+
+@pytest.mark.parametrize("writer", ["kernel", "twin"])
+@pytest.mark.parametrize("mode", MODES)
+@given(data=st.data())
+@COMMON
+def test_random_batches(device, mode, writer, data):
+    batch = data.draw(batches(mode))
+    dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    run_and_compare(batch, device, writer, dtype, spare=data.draw(st.integers(0, 3)))
+
+
+@pytest.mark.parametrize("writer", ["kernel", "twin"])
+@pytest.mark.parametrize("length", [62, 63, 64, 65, 126, 127, 128, 129])
+@pytest.mark.parametrize("num_steps", [2, 3, 5, 9])
+def test_draft_steps_around_a_new_page(device, writer, num_steps, length):
+    pool = np.arange(4 * 200, dtype=np.int32).reshape(4, 200)[:, ::-1].copy()
+    batch = Batch("draft_decode", [length, 1, length + 1], [2, 0, 3], pool, 2048, 132, num_steps=num_steps)
+    run_and_compare(batch, device, writer, torch.int32)
+
+
+@pytest.mark.parametrize("writer", ["kernel", "twin"])
+@pytest.mark.parametrize("mode", MODES)
+def test_context_limit_clips(device, writer, mode):
+    """L + N beyond the table clips to its width; nothing is read or written past it."""
+    pool = np.arange(3 * 130, dtype=np.int32).reshape(3, 130)
+    batch = Batch(
+        mode, [130, 129, 127], [2, 1, 0], pool, 64, 132, num_steps=6, num_draft_tokens=7,
+        extend_lens=[7, 1, 3] if mode == "draft_extend_v1" else [],
+    )  # fmt: skip
+    run_and_compare(batch, device, writer, torch.int64)
+
+
+@pytest.mark.parametrize("writer", ["kernel", "twin"])
+def test_one_long_request_among_short_ones(device, writer):
+    rng = np.random.default_rng(0)
+    pool = rng.integers(0, 2**30, (6, 20_000)).astype(np.int32)
+    batch = Batch("target_verify", [5, 19_990, 1, 64], [1, 5, 0, 3], pool, 2048, 132)
+    run_and_compare(batch, device, writer, torch.int64)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 127, 128, 129, 500, 1024])
+@pytest.mark.parametrize("longest", [1, 300, 5000, 163_840])
+def test_schedule_of_many_rows(device, rows, longest):
+    """Up to 1024 rows and 163840 tokens. All rows share one row of the page tables, which would be 670 MB otherwise."""
+    if device == "cpu" and rows * longest > 2**22:
+        rows = max(1, 2**22 // longest)  # the interpreter copies 2 MB of table a second
+    rng = np.random.default_rng(rows)
+    lengths = rng.integers(1, longest + 1, rows).tolist()
+    lengths[rows // 2] = longest
+    plan = plans.plan_decode(rows)
+    buffers = MetadataBuffers.allocate(plan, table_width=64, num_sms=132, device=device)
+    pages = -(-longest // 64)
+    wide = torch.zeros(1, pages * 64, dtype=torch.int32, device=device).expand(rows, -1)
+    buffers = replace(buffers, page_table_1=wide, real_page_table=wide[:, :pages])
+    for writer in WRITERS.values():
+        buffers.schedule.fill_(POISON)
+        writer(
+            plan,
+            buffers,
+            seq_lens=torch.tensor(lengths, device=device),
+            req_pool_indices=torch.zeros(rows, dtype=torch.int64, device=device),
+            req_to_token=torch.zeros(1, longest, dtype=torch.int32, device=device),
+            index_topk=2048,
+        )
+        np.testing.assert_array_equal(buffers.schedule[0].cpu().numpy(), schedule(lengths, 132))
+
+
+def test_empty_batch(device):
+    plan = plans.plan_decode(0)
+    buffers = poisoned(MetadataBuffers.allocate(plan, table_width=64, num_sms=132, device=device), plan)
+    write_metadata(
+        plan,
+        buffers,
+        seq_lens=torch.empty(0, dtype=torch.int64, device=device),
+        req_pool_indices=torch.empty(0, dtype=torch.int64, device=device),
+        req_to_token=torch.zeros(1, 64, dtype=torch.int32, device=device),
+        index_topk=2048,
+    )
+    assert buffers.cu_seqlens_k.tolist() == [[0]]
+    assert buffers.schedule.abs().sum().item() == 0
