@@ -1,0 +1,38 @@
+"""Sparse MLA in plain torch, float32 inside: what runs on a machine without a GPU and what kernels are compared with."""
+
+from __future__ import annotations
+
+import torch
+
+from nsa_backend.attention.common import AttentionConfig, SparseInputs
+
+
+def supports(config: AttentionConfig) -> str | None:
+    """Why the torch reference may not run, or None."""
+    if config.device_sm:
+        return "it is the reference for machines without a GPU"
+    return None
+
+
+def build(config: AttentionConfig) -> TorchSparseAttention:
+    return TorchSparseAttention()
+
+
+class TorchSparseAttention:
+    """softmax(sm_scale * (q_nope . latent + q_rope . rope)) @ latent over the slots of each row."""
+
+    def forward(self, inputs: SparseInputs) -> torch.Tensor:
+        valid = inputs.topk_slots >= 0
+        slots = inputs.topk_slots.clamp(min=0).long()
+        gathered = inputs.kv_cache[:, 0].float()[slots]  # [rows, index_topk, latent + rope]
+        # A masked slot is read through index 0, which may hold anything: 0 * NaN would survive the mask.
+        gathered = torch.where(valid[..., None], gathered, 0.0)
+        query = torch.cat([inputs.q_nope, inputs.q_rope], dim=-1).float()
+        scores = torch.einsum("rhd,rkd->rhk", query, gathered) * inputs.sm_scale
+        if inputs.logit_cap:
+            scores = inputs.logit_cap * torch.tanh(scores / inputs.logit_cap)
+        scores = scores.masked_fill(~valid[:, None], float("-inf"))
+        weights = torch.softmax(scores, dim=-1)
+        weights = torch.where(valid.any(dim=-1)[:, None, None], weights, 0.0)
+        latent = gathered[..., : inputs.q_nope.shape[-1]]
+        return torch.einsum("rhk,rkd->rhd", weights, latent).to(inputs.q_nope.dtype)
