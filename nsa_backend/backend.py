@@ -1,0 +1,183 @@
+"""The attention backend of one model: metadata of every mode, eager and captured, and attention on top of it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from nsa_backend import __version__, host
+from nsa_backend.attention import build_attention
+from nsa_backend.attention.common import SparseAttention
+from nsa_backend.config import BackendConfig
+from nsa_backend.dense_prefill import DensePrefill
+from nsa_backend.eager import eager_metadata
+from nsa_backend.graph import CapturedMetadata
+from nsa_backend.indexer import IndexerMetadata
+from nsa_backend.kernels.topk_slots import topk_slots
+from nsa_backend.metadata import NSAMetadata
+from nsa_backend.queries import pad_topk_rows, sparse_inputs
+from nsa_backend.topk import SglTopK, TorchTopK
+
+logger = logging.getLogger(__name__)
+
+
+class NativeSparseAttnBackend(host.AttentionBackend):
+    """DeepSeek sparse attention behind SGLang's `AttentionBackend` interface."""
+
+    def __init__(self, model_runner: host.ModelRunner, skip_prefill: bool = False):
+        """Build for `model_runner`; raises ValueError where the model, the GPU or an option cannot be served.
+
+        Args:
+            model_runner: target or draft model, with its KV pool and request-to-token pool allocated.
+            skip_prefill: accepted because SGLang's factories pass it; prefill is always ready.
+        """
+        super().__init__()
+        self.config = BackendConfig.from_runner(model_runner)
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.kv_cache_dtype = model_runner.kv_cache_dtype
+        self.decode_attention = build_attention(self.config.decode_impl, "--nsa-decode-backend", self.config.attention)
+        self.prefill_attention = build_attention(self.config.prefill_impl, "--nsa-prefill-backend", self.config.attention)
+        self.dense_prefill = DensePrefill(self.config)
+        self.topk = SglTopK() if self.config.device.type == "cuda" else TorchTopK()
+        self.captured = CapturedMetadata(self.config, self.req_to_token)
+        self.forward_metadata: NSAMetadata | None = None
+        self.use_mha = False  # SGLang's model reads it to choose between dense and absorbed prefill
+
+    # Metadata
+
+    def init_forward_metadata(self, forward_batch: host.ForwardBatch) -> None:
+        """Metadata of an eager forward, in memory of its own."""
+        self.captured.forget_launch()
+        self.use_mha = self.dense_prefill.fits(forward_batch)
+        self.forward_metadata = eager_metadata(self.config, self.req_to_token, forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Remember how large captured batches get; buffers are allocated when the first mode is captured."""
+        self.captured.reserve(max_bs, max_num_tokens)
+
+    def init_forward_metadata_capture_cuda_graph(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None,
+        forward_mode: host.ForwardMode,
+        spec_info: host.SpecInput | None,
+    ) -> None:
+        """Prepare a capture. The metadata launch itself is recorded in the graph, when the first layer asks for it.
+
+        `seq_lens` and `req_pool_indices` are the graph runner's static buffers: every replay reads what they hold then.
+        """
+        self.use_mha = False
+        extend_lens = spec_info.num_accept_tokens if forward_mode.is_draft_extend() else None
+        self.forward_metadata = self.captured.capture(
+            forward_mode, bs, num_tokens, seq_lens=seq_lens, req_pool_indices=req_pool_indices, extend_lens=extend_lens
+        )
+
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_sum: int,
+        encoder_lens: torch.Tensor | None,
+        forward_mode: host.ForwardMode,
+        spec_info: host.SpecInput | None,
+        seq_lens_cpu: torch.Tensor | None,
+        out_cache_loc: torch.Tensor | None = None,
+        actual_forward_mode: host.ForwardMode | None = None,
+    ) -> None:
+        """Nothing on the device: the graph writes its own metadata."""
+        self.use_mha = False
+        self.forward_metadata = self.captured.replay(forward_mode, bs, seq_lens, req_pool_indices)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of a padding request: 1, because DeepGEMM's schedule reads out of bounds when all lengths are 0."""
+        return 1
+
+    def get_verify_buffers_to_fill_after_draft(self) -> list[None]:
+        """No tree mask and no positions: one chain of drafts needs neither."""
+        return [None, None]
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: host.SpecInput, cuda_graph_bs: int | None) -> None:
+        """Nothing depends on the drafted tokens, so nothing planned before them has to be corrected."""
+
+    def get_indexer_metadata(self, layer_id: int, forward_batch: host.ForwardBatch) -> IndexerMetadata:
+        """Called by every layer before it reads any metadata; in a capture, the first layer's call records the launch."""
+        self.captured.launch_at_first_layer(layer_id)
+        return IndexerMetadata(self.forward_metadata, self.topk, host.fuse_topk())
+
+    # Attention
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **mla_args) -> torch.Tensor:
+        """Write the new tokens' KV and attend with the decode implementation; see `_forward_sparse`."""
+        return self._forward_sparse(self.decode_attention, q, k, layer, forward_batch, save_kv_cache, **mla_args)
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **mla_args) -> torch.Tensor:
+        """Dense prefill for short contexts, else sparse: target_verify and draft_extend use the decode implementation."""
+        mode = forward_batch.forward_mode
+        if mode.is_target_verify() or mode.is_draft_extend(include_v2=True):
+            attention = self.decode_attention
+        elif self.use_mha:
+            if save_kv_cache and k is not None:
+                raise ValueError("dense prefill got KV to save, which SGLang saves itself: it would be written twice")
+            return self.dense_prefill.forward(q, k, v, layer, self.forward_metadata)
+        else:
+            attention = self.prefill_attention
+        return self._forward_sparse(attention, q, k, layer, forward_batch, save_kv_cache, **mla_args)
+
+    def _forward_sparse(
+        self,
+        attention: SparseAttention,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        layer: host.RadixAttention,
+        forward_batch: host.ForwardBatch,
+        save_kv_cache: bool,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        topk_indices: torch.Tensor | None = None,
+        **unused,
+    ) -> torch.Tensor:
+        """Absorbed MLA over the chosen slots.
+
+        Args:
+            q: [rows, heads * latent], or [rows, heads * (latent + rope)] where `q_rope` is None.
+            k: [rows, 1, latent], the latent KV of the new tokens; `k_rope` [rows, 1, rope].
+            q_rope: [rows, heads * rope].
+            topk_indices: int32 [rows, index_topk], what `IndexerMetadata.topk_transform` returned.
+
+        Returns:
+            [rows, heads, latent].
+        """
+        pool = forward_batch.token_to_kv_pool
+        if k is not None and save_kv_cache:
+            if not forward_batch.out_cache_loc.is_contiguous():
+                raise ValueError(
+                    "out_cache_loc is strided and SGLang's KV writer reads it as if it were dense: the KV of all requests "
+                    "but the first would land in wrong slots"
+                )
+            pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
+        metadata = self.forward_metadata
+        rows = q.shape[0]
+        if not host.fuse_topk():
+            topk_indices = topk_slots(
+                topk_indices[: metadata.token_to_batch_idx.shape[0]], metadata.page_table_1, metadata.token_to_batch_idx
+            )
+        return attention.forward(
+            sparse_inputs(q, q_rope, layer, pool.get_key_buffer(layer.layer_id), pad_topk_rows(topk_indices, rows), metadata)
+        )
+
+    def log_start(self, draft_steps: int) -> None:
+        """The one line that tells an operator that this backend serves."""
+        logger.info(
+            "nsa_backend %s is active: decode=%s, prefill=%s (dense MHA up to %d tokens), draft steps=%d, page size=64",
+            __version__,
+            self.config.decode_impl,
+            self.config.prefill_impl,
+            host.dense_prefill_limit(),
+            draft_steps,
+        )

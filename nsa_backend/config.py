@@ -1,0 +1,62 @@
+"""Everything the backend reads from SGLang's model runner, once, at server start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nsa_backend import host
+from nsa_backend.attention.common import AttentionConfig
+from nsa_backend.plan import PAGE_SIZE
+
+GPU_INDEX_TOPK = 2048
+"""The only top-k that sgl-kernel's fast_topk kernels are built for."""
+
+
+@dataclass(frozen=True)
+class BackendConfig:
+    """Frozen configuration of one backend."""
+
+    device: torch.device
+    attention: AttentionConfig
+    decode_impl: str
+    prefill_impl: str
+    num_draft_tokens: int  # D; 0 without speculative decoding
+    table_width: int  # tokens that a row of req_to_token holds
+    num_sms: int  # DeepGEMM's; 0 without a GPU
+
+    @classmethod
+    def from_runner(cls, runner: host.ModelRunner) -> BackendConfig:
+        """Read and check; raises ValueError with one sentence where the model or the GPU cannot be served."""
+        args, hf_config = runner.server_args, runner.model_config.hf_config
+        if not host.is_deepseek_nsa(hf_config):
+            raise ValueError(
+                f"--attention-backend nsa serves models with an index_topk (DeepSeek-V3.2 and its kin), and "
+                f"{hf_config.architectures[0]} has none: choose another --attention-backend"
+            )
+        if runner.page_size != PAGE_SIZE:
+            raise ValueError(f"nsa_backend does not serve --page-size {runner.page_size}: pass --page-size {PAGE_SIZE}")
+        device = torch.device(runner.device)
+        index_topk = host.get_nsa_index_topk(hf_config)
+        if device.type == "cuda" and index_topk != GPU_INDEX_TOPK:
+            raise ValueError(
+                f"this model keeps index_topk = {index_topk} tokens and sgl-kernel's top-k is built for {GPU_INDEX_TOPK}: "
+                "only models with that top-k can be served on a GPU"
+            )
+        return cls(
+            device=device,
+            attention=AttentionConfig(
+                device_sm=host.device_sm(device),
+                num_heads=runner.model_config.num_attention_heads // host.get_attention_tp_size(),
+                kv_cache_dtype=runner.token_to_kv_pool.dtype,
+                index_topk=index_topk,
+                deterministic=args.enable_deterministic_inference,
+            ),
+            decode_impl=args.nsa_decode_backend,
+            # With a bfloat16 KV cache, the only one served, SGLang's flashmla_auto means flashmla_sparse.
+            prefill_impl=args.nsa_prefill_backend.replace("flashmla_auto", "flashmla_sparse"),
+            num_draft_tokens=args.speculative_num_draft_tokens or 0,
+            table_width=runner.req_to_token_pool.req_to_token.shape[1],
+            num_sms=host.deep_gemm_num_sms() if device.type == "cuda" else 0,
+        )

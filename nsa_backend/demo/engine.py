@@ -1,0 +1,262 @@
+"""Greedy decoding of several requests, plain and speculative, in the order of calls of SGLang's spec v2 worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
+from sglang.srt.speculative.eagle_info import EagleDraftInput
+from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+
+from nsa_backend.demo.cpu_host import make_runner
+from nsa_backend.demo.model import ModelShape, TinySparseMla
+from nsa_backend.demo.pool import CpuKVPool, PageAllocator
+from nsa_backend.registration import create_backend
+
+
+class CpuGraph:
+    """Stands in for a CUDA graph: `arm` is the capture call, and replaying runs again what the capture ran."""
+
+    def __init__(self, arm: Callable[[], None], run: Callable[[], torch.Tensor]):
+        self._arm, self._run = arm, run
+        arm()
+        run()
+
+    def replay(self) -> torch.Tensor:
+        self._arm()
+        return self._run()
+
+
+class Model:
+    """One model with KV memory and an attention backend of its own: the target, or the draft."""
+
+    def __init__(self, engine: Engine, is_draft_worker: bool):
+        shape = engine.shape
+        self.pool = CpuKVPool(engine.num_pages, shape.latent + shape.rope, shape.index_dim)
+        self.net = TinySparseMla(shape, self.pool, RadixAttention)
+        self.runner = make_runner(
+            shape,
+            engine.req_to_token_pool,
+            self.pool,
+            num_steps=engine.num_steps,
+            num_draft_tokens=engine.num_draft_tokens,
+            is_draft_worker=is_draft_worker,
+        )
+        self.backend = create_backend(self.runner)
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        return self.net.forward(batch.input_ids, batch.positions, batch)
+
+
+class Engine:
+    """A batch of prompts, prefilled at once, then decoded to `max_new_tokens`."""
+
+    def __init__(self, prompts: list[list[int]], *, num_steps: int, padding: int = 1, multi_step=None, seed: int = 0):
+        self.shape = ModelShape()
+        self.num_steps, self.num_draft_tokens = num_steps, num_steps + 1
+        self.prompts, self.num_requests = prompts, len(prompts)
+        self.padded = self.num_requests + padding  # the captured batch is larger, as SGLang's often are
+        width = max(len(p) for p in prompts) + 128
+        self.num_pages = 2 + (-(-width // 64)) * self.num_requests
+        self.req_to_token_pool = ReqToTokenPool(2 * self.num_requests, width, "cpu", enable_memory_saver=False)
+        self.target, self.draft = Model(self, False), Model(self, True)
+        self.multi_step = multi_step
+        self._assign_slots(width, seed)
+
+    def _assign_slots(self, width: int, seed: int) -> None:
+        allocator = PageAllocator(self.num_pages, seed)
+        slots = torch.randperm(2 * self.num_requests, generator=torch.Generator().manual_seed(seed))[: self.num_requests] + 1
+        self.req_pool_indices = slots.to(torch.int64)
+        for slot in slots.tolist():
+            self.req_to_token_pool.write(slot, allocator.slots(width))
+
+    def locations(self, starts: torch.Tensor, count: int) -> torch.Tensor:
+        """Slots of `count` tokens from `starts` on, request-major; padding requests write to slot 0."""
+        columns = starts[:, None] + torch.arange(count)
+        real = self.req_to_token_pool.req_to_token[self.req_pool_indices[:, None], columns[: self.num_requests]]
+        return torch.cat([real.flatten().long(), torch.zeros((len(starts) - self.num_requests) * count, dtype=torch.long)])
+
+    def batch(self, mode: ForwardMode, model: Model, input_ids, positions, seq_lens, out_cache_loc, **fields) -> ForwardBatch:
+        """SGLang's ForwardBatch over this engine's pools; `req_pool_indices` are padded with 0 like the graph runners'."""
+        padding = torch.zeros(len(seq_lens) - self.num_requests, dtype=torch.int64)
+        return ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(seq_lens),
+            input_ids=input_ids,
+            req_pool_indices=torch.cat([self.req_pool_indices, padding]),
+            seq_lens=seq_lens,
+            seq_lens_cpu=seq_lens.clone(),
+            seq_lens_sum=int(seq_lens.sum()),
+            out_cache_loc=out_cache_loc,
+            positions=positions,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool=model.pool,
+            attn_backend=model.backend,
+            **fields,
+        )
+
+    def prefill(self, model: Model, tokens: list[list[int]]) -> torch.Tensor:
+        """Run prompts eagerly in two chunks, the second on a cached prefix; returns the last logits of each request."""
+        done = [0] * len(tokens)
+        for share in (0.5, 1.0):
+            ends = [max(1, int(share * len(t))) for t in tokens]
+            new = [t[a:b] for t, a, b in zip(tokens, done, ends, strict=True)]
+            positions = torch.cat([torch.arange(a, b) for a, b in zip(done, ends, strict=True)])
+            lens = [b - a for a, b in zip(done, ends, strict=True)]
+            request = torch.repeat_interleave(self.req_pool_indices, torch.tensor(lens))
+            batch = self.batch(
+                ForwardMode.EXTEND,
+                model,
+                torch.tensor(sum(new, [])),
+                positions,
+                torch.tensor(ends),
+                self.req_to_token_pool.req_to_token[request, positions].long(),
+                extend_seq_lens=torch.tensor(lens, dtype=torch.int32),
+                extend_seq_lens_cpu=lens,
+                extend_prefix_lens_cpu=done,
+                extend_num_tokens=sum(lens),
+            )
+            model.backend.init_forward_metadata(batch)
+            logits = model.run(batch)
+            done = ends
+        return logits[torch.tensor(lens).cumsum(0) - 1]
+
+    def pad(self, values: torch.Tensor, fill: int) -> torch.Tensor:
+        return torch.nn.functional.pad(values, (0, self.padded - len(values)), value=fill)
+
+
+def decode_plain(engine: Engine, max_new_tokens: int) -> list[list[int]]:
+    """One token a step through a captured decode graph."""
+    target, bs = engine.target, engine.padded
+    tokens = [engine.prefill(target, engine.prompts).argmax(-1)]
+    seq_lens = torch.ones(bs, dtype=torch.int32)  # the runner's static buffer
+    batch = engine.batch(ForwardMode.DECODE, target, torch.zeros(bs).long(), torch.zeros(bs).long(), seq_lens, None)
+    batch.out_cache_loc = torch.zeros(bs, dtype=torch.long)
+    graph = capture(target, batch, bs)
+    length = torch.tensor([len(p) for p in engine.prompts])
+    for _ in range(max_new_tokens - 1):
+        batch.input_ids[: engine.num_requests] = tokens[-1]
+        batch.positions[: engine.num_requests] = length
+        seq_lens.copy_(engine.pad(length + 1, 1))
+        batch.out_cache_loc.copy_(engine.locations(engine.pad(length, 0), 1))
+        tokens.append(replay(target, graph, batch, bs)[: engine.num_requests].argmax(-1))
+        length = length + 1
+    return torch.stack(tokens, 1).tolist()
+
+
+def capture(model: Model, batch: ForwardBatch, rows: int, spec_info=None) -> CpuGraph:
+    model.backend.init_cuda_graph_state(batch.batch_size, rows)
+
+    def arm() -> None:
+        model.backend.init_forward_metadata_capture_cuda_graph(
+            batch.batch_size, rows, batch.req_pool_indices, batch.seq_lens, None, batch.forward_mode, spec_info
+        )
+
+    return CpuGraph(arm, lambda: model.run(batch))
+
+
+def replay(model: Model, graph: CpuGraph, batch: ForwardBatch, rows: int) -> torch.Tensor:
+    model.backend.init_forward_metadata_replay_cuda_graph(
+        batch.batch_size, batch.req_pool_indices, batch.seq_lens, 0, None, batch.forward_mode, None, batch.seq_lens
+    )
+    return graph.replay()
+
+
+class SpeculativeDecoder:
+    """draft, target_verify, draft_extend (v2), with graphs for all three and SGLang's own `draft_forward`."""
+
+    def __init__(self, engine: Engine):
+        self.engine, n, d, bs = engine, engine.num_steps, engine.num_draft_tokens, engine.padded
+        draft = engine.draft
+        factory = DraftBackendFactory(draft.runner.server_args, draft.runner, 1, n)
+        backend = factory.create_decode_backend() if engine.multi_step is None else engine.multi_step(draft.runner, 1, n)
+        self.worker = SimpleNamespace(
+            hot_token_id=None,
+            topk=1,
+            speculative_num_steps=n,
+            speculative_num_draft_tokens=d,
+            draft_attn_backend=backend,
+            draft_runner=SimpleNamespace(forward=self._draft_step),
+        )
+        self.seq_lens = {mode: torch.ones(bs, dtype=torch.int32) for mode in ("draft", "verify", "extend")}
+        self.draft_batch = self._static(ForwardMode.DECODE, draft, 1, self.seq_lens["draft"], n)
+        self.draft_batch.spec_info = EagleDraftInput(
+            topk_p=torch.ones(bs, 1), topk_index=torch.zeros(bs, 1).long(), hidden_states=torch.zeros(bs, 1)
+        )
+        self.draft_batch.spec_info.capture_hidden_mode = CaptureHiddenMode.LAST
+        backend.init_cuda_graph_state(bs, bs)
+        self.draft_graph = CpuGraph(
+            lambda: backend.init_forward_metadata_capture_cuda_graph(self.draft_batch), self._draft_round
+        )
+        self.verify_batch = self._static(ForwardMode.TARGET_VERIFY, engine.target, d, self.seq_lens["verify"], d)
+        self.verify_graph = capture(engine.target, self.verify_batch, bs * d)
+        self.extend_batch = self._static(ForwardMode.DRAFT_EXTEND_V2, draft, d, self.seq_lens["extend"], d)
+        self.extend_graph = capture(draft, self.extend_batch, bs * d)
+
+    def _static(self, mode: ForwardMode, model: Model, rows: int, seq_lens: torch.Tensor, slots: int) -> ForwardBatch:
+        bs = self.engine.padded
+        zeros = torch.zeros(bs * rows, dtype=torch.long)
+        return self.engine.batch(mode, model, zeros, zeros.clone(), seq_lens, torch.zeros(bs * slots, dtype=torch.long))
+
+    def _draft_step(self, batch: ForwardBatch, skip_attn_backend_init: bool) -> SimpleNamespace:
+        logits = self.engine.draft.run(batch)
+        return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits, hidden_states=logits[:, :1]))
+
+    def _draft_round(self) -> torch.Tensor:
+        backup = self.draft_batch.out_cache_loc, self.draft_batch.spec_info.hidden_states, self.draft_batch.attn_backend
+        _, _, tokens = EagleDraftWorker.draft_forward(self.worker, self.draft_batch)
+        self.draft_batch.out_cache_loc, self.draft_batch.spec_info.hidden_states, self.draft_batch.attn_backend = backup
+        self.draft_batch.positions.sub_(self.engine.num_steps - 1)
+        return tokens
+
+    def decode(self, max_new_tokens: int) -> tuple[list[list[int]], list[int]]:
+        """Returns the new tokens of each request and the accept length (drafts and bonus) of every request and round."""
+        engine, n_req = self.engine, self.engine.num_requests
+        first = engine.prefill(engine.target, engine.prompts).argmax(-1)
+        shifted = [[*p[1:], int(t)] for p, t in zip(engine.prompts, first, strict=True)]
+        draft_token = engine.prefill(engine.draft, shifted).argmax(-1)
+        tokens = [[int(t)] for t in first]
+        length = torch.tensor([len(p) for p in engine.prompts])
+        accepted: list[int] = []
+        while min(len(t) for t in tokens) < max_new_tokens:
+            drafts = self._draft(draft_token, length)
+            bonus = torch.tensor([t[-1] for t in tokens])
+            predicted = self._verify(torch.cat([bonus[:, None], drafts], 1), length)
+            matches = (predicted[:, :-1] == drafts).long().cumprod(1).sum(1)
+            for request in range(n_req):
+                tokens[request] += predicted[request, : matches[request] + 1].tolist()
+            accepted += (matches + 1).tolist()
+            draft_token = self._extend(predicted, length)[torch.arange(n_req), matches]
+            length = length + matches + 1
+        return [t[:max_new_tokens] for t in tokens], accepted
+
+    def _draft(self, draft_token: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        engine, batch = self.engine, self.draft_batch
+        self.seq_lens["draft"].copy_(engine.pad(length, 1))
+        batch.positions.copy_(engine.pad(length, 0))
+        batch.out_cache_loc.copy_(engine.locations(engine.pad(length, 0), engine.num_steps))
+        batch.spec_info.topk_index[: engine.num_requests, 0] = draft_token
+        self.worker.draft_attn_backend.init_forward_metadata_replay_cuda_graph(batch, engine.padded)
+        return self.draft_graph.replay()[: engine.num_requests]
+
+    def _verify(self, rows: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        self._fill(self.verify_batch, rows, length, engine_length=length)
+        logits = replay(self.engine.target, self.verify_graph, self.verify_batch, rows.numel())
+        return logits.argmax(-1).view(self.engine.padded, -1)[: self.engine.num_requests]
+
+    def _extend(self, rows: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        self._fill(self.extend_batch, rows, length, engine_length=length + self.engine.num_draft_tokens)
+        logits = replay(self.engine.draft, self.extend_graph, self.extend_batch, rows.numel())
+        return logits.argmax(-1).view(self.engine.padded, -1)[: self.engine.num_requests]
+
+    def _fill(self, batch: ForwardBatch, rows: torch.Tensor, start: torch.Tensor, *, engine_length: torch.Tensor) -> None:
+        engine, d = self.engine, self.engine.num_draft_tokens
+        batch.seq_lens.copy_(engine.pad(engine_length, 1))
+        batch.input_ids[: rows.numel()] = rows.flatten()
+        batch.positions[: rows.numel()] = (start[:, None] + torch.arange(d)).flatten()
+        batch.out_cache_loc.copy_(engine.locations(engine.pad(start, 0), d))

@@ -1,0 +1,19 @@
+"""The defect the package exists for, to show what it costs: every draft step attends with the length L of the round."""
+
+from __future__ import annotations
+
+from nsa_backend.buffers import MetadataBuffers
+from nsa_backend.metadata import step_metadata
+from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
+from nsa_backend.plan import MetadataPlan, plan_decode
+
+
+class SharedLengthMultiStepBackend(NativeSparseAttnMultiStepBackend):
+    """What SGLang 0.5.12.post1 gives its draft steps; a draft token sees neither itself nor the drafts before it."""
+
+    def plan(self, num_requests: int) -> MetadataPlan:
+        return plan_decode(num_requests)
+
+    def _hand_out(self, plan: MetadataPlan, buffers: MetadataBuffers) -> None:
+        for backend in self.attn_backends:
+            backend.forward_metadata = step_metadata(plan, buffers)

@@ -1,0 +1,114 @@
+"""Replay buffers and the recorded metadata launch of captured forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from nsa_backend import host
+from nsa_backend.buffers import MetadataBuffers
+from nsa_backend.config import BackendConfig
+from nsa_backend.kernels.metadata import write_metadata
+from nsa_backend.metadata import NSAMetadata, step_metadata
+from nsa_backend.modes import plan_for
+
+
+@dataclass(frozen=True)
+class CapturedBatch:
+    """What one captured graph reads and writes."""
+
+    metadata: NSAMetadata
+    seq_lens: torch.Tensor
+    req_pool_indices: torch.Tensor
+
+
+class CapturedMetadata:
+    """Metadata of the graphs of one backend. All batch sizes of a mode share one set of buffers.
+
+    SGLang calls the backend before a capture, not inside it. The launch is therefore kept here and made when the first layer
+    asks for its indexer metadata, which happens inside the capture and before anything reads metadata. A replay then costs
+    no launch: the graph reads the runner's static `seq_lens` and `req_pool_indices` itself.
+    """
+
+    def __init__(self, config: BackendConfig, req_to_token: torch.Tensor):
+        self._config = config
+        self._req_to_token = req_to_token
+        self._max_requests = self._max_rows = 0
+        self._buffers: dict[host.ForwardMode, MetadataBuffers] = {}
+        self._batches: dict[tuple[host.ForwardMode, int], CapturedBatch] = {}
+        self._launch: Callable[[], None] | None = None
+        self._first_layer: int | None = None
+
+    def reserve(self, max_requests: int, max_rows: int) -> None:
+        """Set the largest captured batch; what was captured for another size is forgotten."""
+        self._max_requests, self._max_rows = max_requests, max_rows
+        self._buffers.clear()
+        self._batches.clear()
+
+    def capture(
+        self,
+        mode: host.ForwardMode,
+        num_requests: int,
+        num_rows: int,
+        *,
+        seq_lens: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        extend_lens: torch.Tensor | None,
+    ) -> NSAMetadata:
+        """Views for a graph of `num_requests` requests and the launch that fills them; tensors are the runner's own."""
+        plan = plan_for(mode, num_requests, num_rows)
+        if mode not in self._buffers:
+            self._buffers[mode] = MetadataBuffers.allocate(
+                plan_for(mode, self._max_requests, self._max_rows),
+                table_width=self._config.table_width,
+                num_sms=self._config.num_sms,
+                device=self._config.device,
+            )
+        self._launch = partial(
+            write_metadata,
+            plan,
+            self._buffers[mode],
+            seq_lens=seq_lens,
+            req_pool_indices=req_pool_indices,
+            req_to_token=self._req_to_token,
+            index_topk=self._config.attention.index_topk,
+            extend_lens=extend_lens,
+        )
+        metadata = step_metadata(plan, self._buffers[mode])
+        self._batches[mode, num_requests] = CapturedBatch(metadata, seq_lens, req_pool_indices)
+        return metadata
+
+    def launch_at_first_layer(self, layer_id: int) -> None:
+        """Make the launch of the capture under way, once a forward."""
+        if self._launch is None:
+            return
+        if self._first_layer is None:
+            self._first_layer = layer_id
+        if layer_id == self._first_layer:
+            self._launch()
+
+    def forget_launch(self) -> None:
+        """An eager forward or a replay follows: the captures are over."""
+        self._launch = None
+
+    def replay(
+        self, mode: host.ForwardMode, num_requests: int, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor
+    ) -> NSAMetadata:
+        """Metadata of a captured graph; raises ValueError where it was not captured or reads other tensors."""
+        self.forget_launch()
+        batch = self._batches.get((mode, num_requests))
+        if batch is None:
+            raise ValueError(f"no graph of {num_requests} requests was captured for {mode}: there is no metadata to replay")
+        for name, captured, given in (
+            ("seq_lens", batch.seq_lens, seq_lens),
+            ("req_pool_indices", batch.req_pool_indices, req_pool_indices),
+        ):
+            if captured.data_ptr() != given.data_ptr():
+                raise ValueError(
+                    f"the graph of {num_requests} requests for {mode} reads the {name} it was captured with, and the replay "
+                    "brings another tensor: it would attend with the lengths of an earlier batch"
+                )
+        return batch.metadata

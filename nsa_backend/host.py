@@ -1,0 +1,124 @@
+"""The host boundary: every import from SGLang, for release 0.5.12.post1.
+
+Nothing else in the package imports `sglang`, so another host release costs another file like this one. Imports that need a
+GPU or its libraries stay inside functions, so that the package loads on a machine without one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.configs.model_config import get_nsa_index_topk, is_deepseek_nsa
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.nsa.nsa_indexer import BaseIndexerMetadata
+from sglang.srt.layers.attention.nsa.utils import pad_nsa_cache_seqlens
+from sglang.srt.layers.attention.utils import concat_mla_absorb_q_general
+from sglang.srt.layers.dp_attention import get_attention_tp_size
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.spec_info import SpecInput
+
+__all__ = [
+    "ATTENTION_BACKENDS",
+    "AttentionBackend",
+    "BaseIndexerMetadata",
+    "DraftBackendFactory",
+    "ForwardBatch",
+    "ForwardMode",
+    "ModelRunner",
+    "RadixAttention",
+    "ServerArgs",
+    "SpecInput",
+    "concat_mla_absorb_q_general",
+    "get_attention_tp_size",
+    "get_nsa_index_topk",
+    "is_deepseek_nsa",
+    "pad_nsa_cache_seqlens",
+    "register_attention_backend",
+]
+
+DRAFT_WORKERS = (
+    ("sglang.srt.speculative.eagle_worker_v2", "EagleDraftWorker"),
+    ("sglang.srt.speculative.eagle_worker", "EAGLEWorker"),
+)
+"""The workers whose `draft_forward` runs our multi-step backend: spec v2 (overlap scheduling) and spec v1."""
+
+
+def fuse_topk() -> bool:
+    """Whether the indexer's top-k returns KV slots (SGLANG_NSA_FUSE_TOPK=1, the default) or token positions."""
+    return envs.SGLANG_NSA_FUSE_TOPK.get()
+
+
+def dense_prefill_limit() -> int:
+    """Longest KV length, in tokens, that prefill still computes densely; SGLang sets it to index_topk."""
+    return envs.SGLANG_NSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get()
+
+
+def deep_gemm_num_sms() -> int:
+    """SMs that DeepGEMM's paged-MQA logits kernel schedules for on this GPU."""
+    import deep_gemm
+
+    return deep_gemm.get_num_sms()
+
+
+def fa3_functions() -> tuple[Callable, Callable]:
+    """`(flash_attn_with_kvcache, flash_attn_varlen_func)` of SGLang's FA3."""
+    from sglang.jit_kernel.flash_attention import flash_attn_varlen_func, flash_attn_with_kvcache
+
+    return flash_attn_with_kvcache, flash_attn_varlen_func
+
+
+def hook(target: str, function: Callable, kind: HookType) -> None:
+    """Hook `target`, a dotted path, through SGLang's registry at once; raises RuntimeError where that did not take.
+
+    The registry logs a failure and goes on, which would leave the built-in backend serving in part.
+    """
+    HookRegistry.register(target, function, kind)
+    HookRegistry.apply_hooks()
+    if target not in HookRegistry._patched:
+        raise RuntimeError(
+            f"nsa_backend could not hook {target}; the log above says why. Set NSA_BACKEND_DISABLE=1 to serve with "
+            "SGLang's built-in nsa backend"
+        )
+
+
+def hook_draft_workers(method: str, function: Callable) -> None:
+    """Wrap `method` of every draft worker that this process has loaded.
+
+    Not done when the plugin loads: the workers' modules import sgl_kernel, which needs libcuda, and SGLang loads plugins in
+    processes that never see a GPU.
+    """
+    for module, worker in DRAFT_WORKERS:
+        target = f"{module}.{worker}.{method}"
+        if module in sys.modules and target not in HookRegistry._hooks:
+            hook(target, function, HookType.AROUND)
+
+
+def draft_extend_graph_runner(worker):
+    """Capture the draft-extend graphs of a draft worker, `num_steps + 1` rows a request."""
+    from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
+
+    return EAGLEDraftExtendCudaGraphRunner(worker)
+
+
+def is_rocm() -> bool:
+    return torch.version.hip is not None
+
+
+def device_sm(device: torch.device | str) -> int:
+    """Compute capability of a CUDA device as one number, 90 for Hopper; 0 without a GPU."""
+    if torch.device(device).type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

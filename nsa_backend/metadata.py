@@ -1,0 +1,55 @@
+"""The metadata of one forward, as the indexer and the attention implementations read it: views into buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nsa_backend.buffers import MetadataBuffers
+from nsa_backend.plan import MetadataPlan
+
+
+@dataclass(frozen=True)
+class NSAMetadata:
+    """Views of one step. `rows` are query tokens; a decode row is a request."""
+
+    cache_seqlens_int32: torch.Tensor  # int32 [requests], tokens of each request in the KV cache after this forward
+    cu_seqlens_q: torch.Tensor  # int32 [requests + 1], rows before each request
+    cu_seqlens_k: torch.Tensor  # int32 [requests + 1], exclusive prefix sum of cache_seqlens_int32
+    page_table_1: torch.Tensor  # int32 [requests, width], slot of every token
+    real_page_table: torch.Tensor  # int32 [rows, pages] in paged modes, [requests, pages] in extend
+    nsa_cache_seqlens_int32: torch.Tensor  # int32 [rows], min(len, index_topk)
+    nsa_cu_seqlens_q: torch.Tensor  # int32 [rows + 1], 0, 1, 2, ...
+    nsa_cu_seqlens_k: torch.Tensor  # int32 [rows + 1], exclusive prefix sum of nsa_cache_seqlens_int32
+    nsa_seqlens_expanded: torch.Tensor  # int32 [rows], len of each row
+    nsa_extend_seq_lens_list: list[int]  # rows of each request, on the host; their sum is the number of rows
+    token_to_batch_idx: torch.Tensor  # int32 [rows], request of each row
+    paged_mqa_schedule_metadata: torch.Tensor | None = None  # int32 [num_sms + 1, 2], DeepGEMM's schedule
+    max_seq_len_q: int = 1  # extend only: most rows of a request
+    max_seq_len_k: int = 0  # extend only: longest request
+    indexer_k_start_end: tuple[torch.Tensor, torch.Tensor] | None = None  # extend only: int32 [rows] each
+    indexer_seq_lens_cpu: torch.Tensor | None = None  # extend only: [requests], on the host
+    indexer_seq_lens: torch.Tensor | None = None  # extend only: [requests]
+    topk_indices_offset: None = None  # ragged top-k belongs to fp8 KV; SGLang's indexer asks for the field
+
+
+def step_metadata(plan: MetadataPlan, buffers: MetadataBuffers, step: int = 0) -> NSAMetadata:
+    """Views of draft step `step` (0 in every other mode) for `plan`."""
+    requests, rows = plan.num_requests, plan.num_rows
+    # Of ragged rows only the sum is asked for, and how they are packed is known on the GPU alone.
+    extend_lens = [rows] if plan.ragged else [plan.rows_per_request] * requests
+    return NSAMetadata(
+        cache_seqlens_int32=buffers.cache_seqlens[step, :requests],
+        cu_seqlens_q=buffers.cu_seqlens_q[: requests + 1],
+        cu_seqlens_k=buffers.cu_seqlens_k[step, : requests + 1],
+        page_table_1=buffers.page_table_1[:requests],
+        real_page_table=buffers.real_page_table[:rows],
+        nsa_cache_seqlens_int32=buffers.nsa_cache_seqlens[step, :rows],
+        nsa_cu_seqlens_q=buffers.arange[: rows + 1],
+        nsa_cu_seqlens_k=buffers.nsa_cu_seqlens_k[step, : rows + 1],
+        nsa_seqlens_expanded=buffers.seqlens_expanded[step, :rows],
+        nsa_extend_seq_lens_list=extend_lens,
+        token_to_batch_idx=buffers.token_to_batch_idx[:rows],
+        paged_mqa_schedule_metadata=None if buffers.schedule is None else buffers.schedule[step],
+    )

@@ -1,0 +1,123 @@
+"""The draft side: N - 1 decode backends, one a draft step, whose metadata one launch writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from nsa_backend import host
+from nsa_backend.backend import NativeSparseAttnBackend
+from nsa_backend.buffers import MetadataBuffers
+from nsa_backend.eager import eager_buffers, write_batch
+from nsa_backend.kernels.metadata import write_metadata
+from nsa_backend.metadata import step_metadata
+from nsa_backend.plan import MetadataPlan, plan_draft_decode
+
+
+class NativeSparseAttnMultiStepBackend:
+    """Draft step i writes the token at position L + i and attends to L + i + 1 tokens.
+
+    SGLang hands every step the same length L. Here each step has lengths and a DeepGEMM schedule in storage of its own, and
+    all steps share one page table that reaches L + N.
+    """
+
+    def __init__(self, model_runner: host.ModelRunner, topk: int, speculative_num_steps: int):
+        """Build N - 1 step backends.
+
+        Args:
+            model_runner: the draft model's.
+            topk: `--speculative-eagle-topk`; one chain of drafts, so 1.
+            speculative_num_steps: N, at least 2: the first draft token comes out of draft-extend.
+        """
+        if topk != 1:
+            raise ValueError(f"nsa_backend does not serve --speculative-eagle-topk {topk}: pass --speculative-eagle-topk 1")
+        if speculative_num_steps < 2:
+            raise ValueError(f"a multi-step draft needs N >= 2 draft steps, got {speculative_num_steps}")
+        self.topk = topk
+        self.speculative_num_steps = speculative_num_steps
+        self.attn_backends = [NativeSparseAttnBackend(model_runner) for _ in range(speculative_num_steps - 1)]
+        self._first = self.attn_backends[0]
+        self._buffers: MetadataBuffers | None = None
+        self._captured_sizes: set[int] = set()
+        self._launch: Callable[[], None] | None = None
+
+    def plan(self, num_requests: int) -> MetadataPlan:
+        """What one launch writes for all steps of a draft round."""
+        return plan_draft_decode(num_requests, self.speculative_num_steps)
+
+    def init_forward_metadata(self, forward_batch: host.ForwardBatch) -> None:
+        """Metadata of an eager draft round, in memory of its own."""
+        self._launch = None
+        config = self._first.config
+        plan = self.plan(forward_batch.batch_size)
+        buffers = eager_buffers(config, plan, forward_batch, num_sms=config.num_sms)
+        write_batch(config, plan, buffers, self._first.req_to_token, forward_batch)
+        self._hand_out(plan, buffers)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate the replay buffers of all steps for up to `max_bs` requests."""
+        config = self._first.config
+        self._buffers = MetadataBuffers.allocate(
+            self.plan(max_bs),
+            table_width=config.table_width,
+            num_sms=config.num_sms,
+            device=config.device,
+        )
+        self._captured_sizes.clear()
+
+    def init_forward_metadata_capture_cuda_graph(self, forward_batch: host.ForwardBatch) -> None:
+        """Prepare a capture; `begin_draft_round` records the launch inside it, on the runner's static tensors."""
+        plan = self.plan(forward_batch.batch_size)
+        self._launch = partial(
+            write_metadata,
+            plan,
+            self._buffers,
+            seq_lens=forward_batch.seq_lens,
+            req_pool_indices=forward_batch.req_pool_indices,
+            req_to_token=self._first.req_to_token,
+            index_topk=self._first.config.attention.index_topk,
+        )
+        self._captured_sizes.add(forward_batch.batch_size)
+        self._hand_out(plan, self._buffers)
+
+    def init_forward_metadata_replay_cuda_graph(self, forward_batch: host.ForwardBatch, bs: int) -> None:
+        """Nothing on the device: the draft graph writes its own metadata."""
+        self._launch = None
+        if bs not in self._captured_sizes:
+            raise ValueError(f"no draft graph of {bs} requests was captured: there is no metadata to replay")
+
+    def begin_draft_round(self, forward_batch: host.ForwardBatch) -> None:
+        """Runs at the head of every draft round, inside the graph where one is captured.
+
+        Makes the draft KV locations dense and, in a capture, launches the metadata of all steps.
+        """
+        if forward_batch.forward_mode.is_idle() or not forward_batch.batch_size:
+            return
+        forward_batch.out_cache_loc = contiguous_by_step(
+            forward_batch.out_cache_loc, forward_batch.batch_size, self.speculative_num_steps
+        )
+        if self._launch is not None:
+            self._launch()
+
+    def _hand_out(self, plan: MetadataPlan, buffers: MetadataBuffers) -> None:
+        for step, backend in enumerate(self.attn_backends):
+            backend.forward_metadata = step_metadata(plan, buffers, step)
+
+
+def contiguous_by_step(out_cache_loc: torch.Tensor, num_requests: int, num_steps: int) -> torch.Tensor:
+    """Lay the draft KV locations out so that SGLang's `draft_forward` hands each step a contiguous vector.
+
+    SGLang reshapes `out_cache_loc` to (num_requests, 1, N), permutes it and takes row i. From request-major memory that row
+    is strided, and the MLA KV writer reads it as if it were dense: every request but the first writes its draft KV to wrong
+    slots (SGLang 0.5.12.post1). The tensor returned here has the same values in the same logical order, in step-major
+    memory, so that the same three operations are views and the row is contiguous. Costs one small copy a round.
+
+    Args:
+        out_cache_loc: [num_requests * N], the N locations of request 0, then those of request 1, ...
+
+    Returns:
+        [num_requests, N] with strides (1, num_requests).
+    """
+    return out_cache_loc.view(num_requests, num_steps).t().contiguous().t()

@@ -1,0 +1,85 @@
+"""What SGLang's built-in nsa backend can do and this one cannot yet: refused at server start, one sentence an option."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nsa_backend import host
+
+WAY_BACK = "or set NSA_BACKEND_DISABLE=1 to serve with SGLang's built-in nsa backend"
+DECODE_IMPLEMENTATIONS = ("fa3", "flashmla_sparse")
+PREFILL_IMPLEMENTATIONS = ("flashmla_sparse", "fa3", "flashmla_auto")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One option; `accepts` tells whether its value is served, `advice` what to change."""
+
+    attribute: str
+    option: str
+    accepts: Callable[[Any], bool]
+    advice: str
+
+    def refusal(self, server_args: host.ServerArgs) -> str | None:
+        value = getattr(server_args, self.attribute)
+        if self.accepts(value):
+            return None
+        shown = self.option if value is True else f"{self.option} {value}"
+        return f"nsa_backend does not serve {shown}: {self.advice}, {WAY_BACK}"
+
+
+def _one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+def _off(value: Any) -> bool:
+    return not value
+
+
+RULES = (
+    Rule("device", "--device", _one_of("cuda"), "use an NVIDIA GPU"),
+    Rule("kv_cache_dtype", "--kv-cache-dtype", _one_of("auto", "bfloat16", "bf16"), "pass --kv-cache-dtype bfloat16"),
+    Rule("page_size", "--page-size", _one_of(64), "pass --page-size 64"),
+    Rule(
+        "nsa_decode_backend",
+        "--nsa-decode-backend",
+        _one_of(None, *DECODE_IMPLEMENTATIONS),
+        f"choose one of {', '.join(DECODE_IMPLEMENTATIONS)}",
+    ),
+    Rule(
+        "nsa_prefill_backend",
+        "--nsa-prefill-backend",
+        _one_of(None, *PREFILL_IMPLEMENTATIONS),
+        f"choose one of {', '.join(PREFILL_IMPLEMENTATIONS)}",
+    ),
+    Rule("enable_nsa_prefill_context_parallel", "--enable-nsa-prefill-context-parallel", _off, "drop the option"),
+    Rule("enable_hisparse", "--enable-hisparse", _off, "drop the option"),
+    Rule("enable_two_batch_overlap", "--enable-two-batch-overlap", _off, "drop the option"),
+    Rule("enable_pdmux", "--enable-pdmux", _off, "drop the option"),
+    Rule("enable_multi_layer_eagle", "--enable-multi-layer-eagle", _off, "drop the option"),
+    Rule("enforce_piecewise_cuda_graph", "--enforce-piecewise-cuda-graph", _off, "drop the option"),
+    Rule(
+        "speculative_algorithm",
+        "--speculative-algorithm",
+        _one_of(None, "EAGLE", "EAGLE3", "NEXTN"),
+        "choose EAGLE, which runs the model's MTP layer",
+    ),
+    Rule("speculative_eagle_topk", "--speculative-eagle-topk", _one_of(None, 1), "pass --speculative-eagle-topk 1"),
+)
+
+
+def refusals(server_args: host.ServerArgs) -> list[str]:
+    """One sentence for each option that is set to something this backend does not serve."""
+    found = [rule.refusal(server_args) for rule in RULES]
+    if host.is_rocm():
+        found.append("nsa_backend does not serve ROCm: use an NVIDIA Hopper GPU, " + WAY_BACK)
+    return [sentence for sentence in found if sentence]
+
+
+def refuse_unsupported(server_args: host.ServerArgs) -> None:
+    """Raise ValueError with every refusal, one a line."""
+    found = refusals(server_args)
+    if found:
+        raise ValueError("\n".join(found))
