@@ -30,10 +30,11 @@ def prepare_process() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    _start_single_rank()
+    start_single_rank()
 
 
-def _start_single_rank() -> None:
+def start_single_rank() -> None:
+    """SGLang's parallel state for one process, which its attention code asks for group sizes."""
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
 
     if model_parallel_is_initialized():

@@ -112,7 +112,7 @@ class Engine:
             batch = self.batch(
                 ForwardMode.EXTEND,
                 model,
-                torch.tensor(sum(new, [])),
+                torch.tensor([token for part in new for token in part]),
                 positions,
                 torch.tensor(ends),
                 self.req_to_token_pool.req_to_token[request, positions].long(),

@@ -1,0 +1,197 @@
+"""Metadata of one replay: ours beside SGLang's released path, in one process and interleaved.
+
+    python benchmarks/bench_metadata.py OUT.json [--quick]
+
+draft decode compares with the built-in multi-step backend's replay (precompute once, fused copies); target_verify and
+draft_extend with the built-in backend's replay. CPU time is the wall time of the replay call alone, before the graph is
+launched. GPU time is summed over kernels by torch's profiler; ours is recorded in the graph, so its graph is replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from common import environment, fake_runner, print_table, start_host
+
+HBM_BYTES_PER_US = 4.3e6  # device copies on an H200, read and written bytes together
+LAUNCH_US = 1.3
+SHAPES = [(1, 4096), (8, 16384), (32, 32768), (64, 65536)]
+
+
+def static_batch(bs: int, length: int, num_steps: int) -> SimpleNamespace:
+    """A graph runner's tensors, lengths a little apart so that nothing is uniform."""
+    lengths = length - torch.arange(bs, device="cuda") % 50
+    return SimpleNamespace(
+        batch_size=bs,
+        seq_lens=lengths.to(torch.int32),
+        seq_lens_cpu=lengths.cpu().to(torch.int32),
+        req_pool_indices=torch.randperm(bs, device="cuda") + 1,
+        spec_info=SimpleNamespace(num_accept_tokens=torch.full((bs,), num_steps, dtype=torch.int32, device="cuda")),
+    )
+
+
+class Ours:
+    """One mode of this package: a graph that contains the launch, and the call SGLang makes before it."""
+
+    def __init__(self, runner, mode: str, batch: SimpleNamespace, num_steps: int):
+        from nsa_backend.backend import NativeSparseAttnBackend
+        from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
+
+        bs, rows = batch.batch_size, batch.batch_size * (num_steps + 1)
+        if mode == "draft_decode":
+            self.backend = NativeSparseAttnMultiStepBackend(runner, 1, num_steps)
+            self.backend.init_cuda_graph_state(bs, bs)
+            self.backend.init_forward_metadata_capture_cuda_graph(batch)
+            launch = self.backend._launch
+            self.call = lambda: self.backend.init_forward_metadata_replay_cuda_graph(batch, bs)
+        else:
+            forward_mode = forward_modes()[mode]
+            self.backend = NativeSparseAttnBackend(runner)
+            self.backend.init_cuda_graph_state(bs, rows)
+            self.backend.init_forward_metadata_capture_cuda_graph(
+                bs, rows, batch.req_pool_indices, batch.seq_lens, None, forward_mode, batch.spec_info
+            )
+            launch = self.backend.captured._launch
+            self.call = lambda: self.backend.init_forward_metadata_replay_cuda_graph(
+                bs, batch.req_pool_indices, batch.seq_lens, 0, None, forward_mode, batch.spec_info, batch.seq_lens_cpu
+            )
+        launch()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        self.device = graph.replay
+
+
+class Builtin:
+    """SGLang's own: everything happens in the call."""
+
+    def __init__(self, runner, mode: str, batch: SimpleNamespace, num_steps: int):
+        from sglang.srt.layers.attention.nsa_backend import NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend
+
+        bs, rows = batch.batch_size, batch.batch_size * (num_steps + 1)
+        if mode == "draft_decode":
+            self.backend = NativeSparseAttnMultiStepBackend(runner, 1, num_steps)
+            self.backend.init_cuda_graph_state(bs, bs)
+            self.backend.init_forward_metadata_capture_cuda_graph(batch)
+            self.call = lambda: self.backend.init_forward_metadata_replay_cuda_graph(batch, bs)
+        else:
+            forward_mode = forward_modes()[mode]
+            self.backend = NativeSparseAttnBackend(runner)
+            self.backend.init_cuda_graph_state(bs, rows)
+            self.backend.init_forward_metadata_capture_cuda_graph(
+                bs, rows, batch.req_pool_indices, batch.seq_lens, None, forward_mode, batch.spec_info
+            )
+            self.call = lambda: self.backend.init_forward_metadata_replay_cuda_graph(
+                bs, batch.req_pool_indices, batch.seq_lens, 0, None, forward_mode, batch.spec_info, batch.seq_lens_cpu
+            )
+        self.device = self.call
+
+
+def forward_modes() -> dict:
+    from nsa_backend.host import ForwardMode
+
+    return {"target_verify": ForwardMode.TARGET_VERIFY, "draft_extend": ForwardMode.DRAFT_EXTEND}
+
+
+def cpu_us(call, repeats: int) -> list[float]:
+    out = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        call()
+        out.append(1e6 * (time.perf_counter() - started))
+    return out
+
+
+def gpu_us(call, repeats: int) -> tuple[float, float]:
+    """(kernel microseconds, kernel launches) of one call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(e.device_time_total for e in events) / repeats, len(events) / repeats
+
+
+def floor_us(mode: str, bs: int, length: int, num_steps: int) -> float:
+    """Bytes of the page tables, read once and written once, over the copy bandwidth, and one launch."""
+    page_rows = bs if mode == "draft_decode" else bs * (num_steps + 1)
+    moved = 4 * (2 * bs * length + page_rows * length / 64)
+    return LAUNCH_US + moved / HBM_BYTES_PER_US
+
+
+def measure(mode: str, bs: int, length: int, num_steps: int, rounds: int, repeats: int) -> dict:
+    batch = static_batch(bs, length, num_steps)
+    runner = fake_runner(num_steps=num_steps, context=max(length + 64, 8192), max_requests=bs + 1)
+    req_to_token = runner.req_to_token_pool.req_to_token
+    req_to_token.copy_(torch.randint(0, 2**20, req_to_token.shape, device="cuda"))
+    sides = {name: side(runner, mode, batch, num_steps) for name, side in (("ours", Ours), ("builtin", Builtin))}
+    samples = {name: {"cpu": [], "gpu": [], "launches": 0} for name in sides}
+    for _ in range(rounds):
+        for name, side in sides.items():
+            samples[name]["cpu"] += cpu_us(side.call, repeats)
+            gpu, samples[name]["launches"] = gpu_us(side.device, repeats)
+            samples[name]["gpu"].append(gpu)
+    row = {
+        "mode": mode,
+        "steps": num_steps,
+        "bs": bs,
+        "length": length,
+        "floor_us": round(floor_us(mode, bs, length, num_steps), 2),
+    }
+    for name, sample in samples.items():
+        row[name] = {
+            "cpu_us": round(statistics.median(sample["cpu"]), 2),
+            "cpu_us_p10_p90": [round(q, 2) for q in quantiles(sample["cpu"])],
+            "gpu_us": round(statistics.median(sample["gpu"]), 2),
+            "gpu_us_min_max": [round(min(sample["gpu"]), 2), round(max(sample["gpu"]), 2)],
+            "launches": samples[name]["launches"],
+        }
+    return row
+
+
+def quantiles(values: list[float]) -> tuple[float, float]:
+    tenths = statistics.quantiles(values, n=10)
+    return tenths[0], tenths[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="two shapes, four steps")
+    args = parser.parse_args()
+    start_host()
+    shapes = SHAPES[:2] if args.quick else SHAPES
+    rows = []
+    for num_steps in (4,) if args.quick else (4, 8):
+        rows += [measure("draft_decode", bs, length, num_steps, rounds=5, repeats=40) for bs, length in shapes]
+    for mode in ("target_verify", "draft_extend"):
+        rows += [measure(mode, bs, length, 3, rounds=5, repeats=40) for bs, length in shapes]
+    args.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
+    columns = ("mode", "N", "bs x L", "ours GPU us", "builtin GPU us", "floor", "ours CPU us", "builtin CPU us", "launches")
+    print_table(
+        columns,
+        [
+            (r["mode"], r["steps"], f"{r['bs']} x {r['length']}", r["ours"]["gpu_us"], r["builtin"]["gpu_us"], r["floor_us"],
+             r["ours"]["cpu_us"], r["builtin"]["cpu_us"], f"{r['ours']['launches']:.0f} / {r['builtin']['launches']:.0f}")
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

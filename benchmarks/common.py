@@ -1,0 +1,79 @@
+"""What every benchmark shares: the environment it ran in, a model runner without a model, a table."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+
+import torch
+
+
+def start_host() -> None:
+    """Load SGLang's plugins and its single-rank parallel state."""
+    from sglang.srt.plugins import load_plugins
+
+    from nsa_backend.demo.cpu_host import start_single_rank
+
+    load_plugins()
+    start_single_rank()
+
+
+def environment() -> dict:
+    """GPU, versions, commit and date, for the head of a result file."""
+    packages = {}
+    for name in ("torch", "triton", "sglang", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    commit = (
+        os.environ.get("NSA_BENCH_COMMIT")
+        or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    )
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "packages": packages,
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def fake_runner(*, num_steps: int, context: int, max_requests: int, heads: int = 64) -> SimpleNamespace:
+    """What both backends read from SGLang's ModelRunner, in DeepSeek-V3.2's shape."""
+    width = context + 4 + num_steps + 1
+    slots = torch.zeros(max_requests + 1, width, dtype=torch.int32, device="cuda")
+    return SimpleNamespace(
+        device="cuda",
+        page_size=64,
+        is_draft_worker=True,
+        kv_cache_dtype=torch.bfloat16,
+        req_to_token_pool=SimpleNamespace(req_to_token=slots, size=max_requests),
+        token_to_kv_pool=SimpleNamespace(
+            dtype=torch.bfloat16, page_size=64, nsa_kv_cache_store_fp8=False, kv_cache_dim=576, start_layer=0
+        ),
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=2048),
+            num_attention_heads=heads,
+            context_len=context,
+            qk_nope_head_dim=128,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+        ),
+        server_args=SimpleNamespace(
+            nsa_decode_backend="fa3",
+            nsa_prefill_backend="flashmla_sparse",
+            enable_deterministic_inference=False,
+            speculative_num_steps=num_steps,
+            speculative_num_draft_tokens=num_steps + 1,
+            speculative_eagle_topk=1,
+        ),
+    )
+
+
+def print_table(columns: tuple[str, ...], rows: list[tuple]) -> None:
+    from tabulate import tabulate
+
+    print(tabulate(rows, headers=columns, tablefmt="github", floatfmt=".1f"))

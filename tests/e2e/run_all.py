@@ -1,0 +1,170 @@
+"""Run every case with ours and with SGLang's built-in backend on one GPU, several engines side by side, and judge.
+
+    python tests/e2e/run_all.py OUT.json [--cases 'n3 fa3' ...] [--jobs 4] [--logs DIR]
+
+Exits with 1 where an accept length is below its floor, a case failed, or an output differs without a tie to explain it.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+import faithful_checkpoint
+from workloads import CASES, WORKLOADS
+
+BACKENDS = {"ours": "0", "builtin": "1"}
+TIE = 0.05
+"""A gap between the two best logits of one bfloat16 forward below which either may win under another batch shape."""
+
+
+def launch(checkpoint: Path, case, backend: str, logs: Path, port: int) -> tuple[dict | None, str]:
+    out, log = logs / f"{case.name}-{backend}.json".replace(" ", "_"), logs / f"{case.name}-{backend}.log".replace(" ", "_")
+    environment = os.environ | {"NSA_BACKEND_DISABLE": BACKENDS[backend]}
+    command = [sys.executable, str(HERE / "run_case.py"), str(checkpoint), case.name, str(out), "--port", str(port)]
+    with log.open("w") as stream:
+        code = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, timeout=540).returncode
+    text = log.read_text(errors="replace")
+    if code or not out.exists():
+        return None, text
+    return json.loads(out.read_text()), text
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+
+
+def differences(case, ours: dict, builtin: dict) -> list[dict]:
+    """Where outputs part, with the prompt that leads there."""
+    found = []
+    for workload in case.workloads:
+        flat = [p for wave in WORKLOADS[workload]() for p in wave]
+        pairs = zip(flat, ours[workload]["output_ids"], builtin[workload]["output_ids"], strict=True)
+        for request, (prompt, mine, theirs) in enumerate(pairs):
+            at = first_difference(mine, theirs)
+            if at is not None:
+                found.append(
+                    {"case": case.name, "workload": workload, "request": request, "position": at,
+                     "ours": mine[at], "builtin": theirs[at], "prompt": prompt + mine[:at]}
+                )  # fmt: skip
+    return found
+
+
+def judge_ties(checkpoint: Path, found: list[dict], logs: Path) -> None:
+    """Add the two best log-probabilities at every parting point, from one forward without speculation."""
+    if not found:
+        return
+    questions, answers, log = logs / "ties-in.json", logs / "ties-out.json", logs / "ties.log"
+    questions.write_text(json.dumps([d["prompt"] for d in found]))
+    with log.open("w") as stream:
+        subprocess.run(
+            [sys.executable, str(HERE / "next_token.py"), str(checkpoint), str(questions), str(answers)],
+            stdout=stream, stderr=subprocess.STDOUT, env=os.environ | {"NSA_BACKEND_DISABLE": "1"}, timeout=300, check=True,
+        )  # fmt: skip
+    for difference, best in zip(found, json.loads(answers.read_text()), strict=True):
+        (first, token_1), (second, token_2) = best
+        difference["gap"] = round(first - second, 5)
+        both = {token_1, token_2} == {difference["ours"], difference["builtin"]}
+        difference["tie"] = both and difference["gap"] < TIE
+
+
+def verdicts(case, ours: dict) -> list[str]:
+    """Sentences about accept lengths below their floors."""
+    bad = []
+    for workload, floor in case.floors.items():
+        accept = ours[workload]["accept"]
+        mean, worst = sum(accept) / len(accept), min(accept)
+        if mean < floor * (case.steps + 1):
+            bad.append(f"{case.name}, {workload}: mean accept length {mean:.3f} < {floor * (case.steps + 1):.3f}")
+        least = case.request_floors.get(workload, 0) * (case.steps + 1)
+        if worst < least:
+            bad.append(f"{case.name}, {workload}: worst request {worst:.3f} < {least:.3f}")
+    return bad
+
+
+def summary(case, results: dict[str, dict | None]) -> dict:
+    row = {"case": case.name, "steps": case.steps, "decode": case.decode, "workloads": {}}
+    for workload in case.workloads:
+        cell = {}
+        for backend, result in results.items():
+            if result is not None:
+                accept = result[workload]["accept"]
+                cell[backend] = {"mean": round(sum(accept) / len(accept), 4), "requests": accept}
+        row["workloads"][workload] = cell
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--cases", nargs="*", help="all by default")
+    parser.add_argument("--backends", nargs="*", default=list(BACKENDS))
+    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "nsa-e2e")
+    args = parser.parse_args()
+    args.logs.mkdir(parents=True, exist_ok=True)
+    checkpoint = faithful_checkpoint.write(args.logs / "checkpoint")
+    cases = [c for c in CASES if not args.cases or c.name in args.cases]
+    started = time.time()
+
+    def job(item):
+        number, case, backend = item
+        if number >= 1:
+            time.sleep(3 * (number % args.jobs))  # engines measure free memory when they start
+        return launch(checkpoint, case, backend, args.logs, 30000 + 50 * number)
+
+    jobs = [(i, case, backend) for i, (case, backend) in enumerate((c, b) for c in cases for b in args.backends)]
+    # The first start compiles kernels that all others load, so it runs alone.
+    done = [job(jobs[0])]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        done += list(pool.map(job, jobs[1:]))
+
+    rows, failures, found, problems = [], [], [], []
+    for case in cases:
+        results = {b: done[i] for i, c, b in jobs if c is case}
+        for backend, (result, log) in results.items():
+            if result is None:
+                failures.append({"case": case.name, "backend": backend, "log": log[-3000:]})
+            elif backend == "ours" and "is active" not in log:
+                problems.append(f"{case.name}: the log has no line that says the backend is active")
+        rows.append(summary(case, {b: r for b, (r, _) in results.items()}))
+        ours, builtin = (results.get(b, (None, ""))[0] for b in BACKENDS)
+        if ours is not None:
+            problems += verdicts(case, ours)
+        if ours is not None and builtin is not None:
+            found += differences(case, ours, builtin)
+    judge_ties(checkpoint, found, args.logs)
+    problems += [
+        f"{d['case']}, {d['workload']}: request {d['request']} differs at {d['position']}, no tie"
+        for d in found
+        if not d["tie"]
+    ]
+    for difference in found:
+        difference["prompt"] = f"{len(difference['prompt'])} tokens"
+    report = {"rows": rows, "differences": found, "failures": failures, "problems": problems, "seconds": time.time() - started}
+    args.out.write_text(json.dumps(report, indent=1))
+    for row in rows:
+        for workload, cell in row["workloads"].items():
+            print(
+                row["case"],
+                "|",
+                workload,
+                "|",
+                " ".join(f"{b} {v['mean']} (worst {min(v['requests'])})" for b, v in cell.items()),
+            )
+    print(f"{len(found)} of the outputs differ from the built-in backend's, {sum(d['tie'] for d in found)} of them at ties")
+    for failure in failures:
+        print("FAILED", failure["case"], failure["backend"], failure["log"][-1500:])
+    print("\n".join(problems) or "all floors met")
+    return 1 if failures or problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

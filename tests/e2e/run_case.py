@@ -1,0 +1,86 @@
+"""Run one case in this process with the backend that the environment selects, and write what came out as JSON.
+
+    python tests/e2e/run_case.py CHECKPOINT 'n3 fa3' OUT.json [--port 30000]
+
+NSA_BACKEND_DISABLE=1 selects SGLang's built-in backend.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from workloads import CASES, NEW_TOKENS, WORKLOADS, Case
+
+
+def engine_arguments(case: Case, checkpoint: str, port: int) -> dict:
+    """Arguments of sglang.Engine; the same for both backends."""
+    arguments = {
+        "model_path": checkpoint,
+        "skip_tokenizer_init": True,
+        "grammar_backend": "none",
+        "attention_backend": "nsa",
+        "nsa_decode_backend": case.decode,
+        "nsa_prefill_backend": "flashmla_sparse",
+        "kv_cache_dtype": "bfloat16",
+        "mem_fraction_static": 0.15,
+        "max_total_tokens": 65536,
+        "max_running_requests": 32,
+        "cuda_graph_bs": [1, 2, 4, 8],
+        "random_seed": 0,
+        "port": port,
+        "log_level": "info",
+    }
+    if case.steps:
+        arguments |= {
+            "speculative_algorithm": "EAGLE",
+            "speculative_num_steps": case.steps,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": case.steps + 1,
+        }
+    return arguments | case.engine
+
+
+def accept_length(histogram: list[int]) -> float:
+    """Mean tokens a round (accepted drafts and the bonus) of a request."""
+    rounds = sum(histogram)
+    return sum((drafts + 1) * count for drafts, count in enumerate(histogram)) / rounds if rounds else 0.0
+
+
+def run(engine, case: Case) -> dict:
+    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    out = {}
+    for name in case.workloads:
+        answers = [a for wave in WORKLOADS[name]() for a in engine.generate(input_ids=wave, sampling_params=sampling)]
+        histograms = [a["meta_info"].get("spec_correct_drafts_histogram") or [] for a in answers]
+        out[name] = {
+            "output_ids": [a["output_ids"] for a in answers],
+            "accept": [round(accept_length(h), 4) for h in histograms],
+            "histograms": histograms,
+            "cached_tokens": [a["meta_info"].get("cached_tokens") for a in answers],
+        }
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint")
+    parser.add_argument("case", choices=[case.name for case in CASES])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--port", type=int, default=30000)
+    args = parser.parse_args()
+    case = next(c for c in CASES if c.name == args.case)
+    os.environ.update(case.environment)
+    import sglang
+
+    engine = sglang.Engine(**engine_arguments(case, args.checkpoint, args.port))
+    try:
+        args.out.write_text(json.dumps(run(engine, case)))
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Prompts and engine configurations of the end-to-end runs, the same for ours and for SGLang's built-in backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+VOCAB = 2048
+NEW_TOKENS = 128
+
+
+def prompts(count: int, first: int, step: int = 37, seed: int = 0) -> list[list[int]]:
+    """`count` random prompts of first, first + step, ... tokens."""
+    generator = torch.Generator().manual_seed(seed * 1000 + first)
+    return [torch.randint(2, VOCAB, (first + step * i,), generator=generator).tolist() for i in range(count)]
+
+
+def shared_prefix(seed: int = 5) -> list[list[int]]:
+    """Four prompts with a common prefix of 400 tokens and tails of their own."""
+    prefix = prompts(1, 400, seed=seed)[0]
+    return [prefix + tail for tail in prompts(4, 60, seed=seed + 1)]
+
+
+WORKLOADS = {
+    # name: list of waves; a wave is one batched generate call
+    "8x300": lambda: [prompts(8, 300)],
+    "4x3000": lambda: [prompts(4, 3000)],
+    "sizes between and above the captured": lambda: [prompts(3, 200, seed=2), prompts(5, 250, seed=3), prompts(12, 90, seed=4)],
+    "shared prefix": lambda: [shared_prefix()[:1], shared_prefix()],
+    "short": lambda: [prompts(4, 5, step=20, seed=7)],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine start. `floors` are the least mean accept length of a workload, as a share of N + 1."""
+
+    name: str
+    steps: int  # N; 0 without speculation
+    workloads: tuple[str, ...]
+    decode: str = "fa3"
+    environment: dict[str, str] = field(default_factory=dict)
+    engine: dict = field(default_factory=dict)
+    floors: dict[str, float] = field(default_factory=dict)  # mean accept length over N + 1
+    request_floors: dict[str, float] = field(default_factory=dict)  # the same for the worst request
+
+
+FLOORS = {"8x300": 3.9 / 4, "4x3000": 3.85 / 4}
+STANDARD = ("8x300", "4x3000")
+
+CASES = [
+    Case(
+        "n3 fa3",
+        3,
+        ("8x300", "4x3000", "sizes between and above the captured", "shared prefix", "short"),
+        floors=FLOORS,
+        request_floors={"8x300": 3.75 / 4},
+    ),
+    Case("n3 flashmla_sparse", 3, STANDARD, decode="flashmla_sparse", floors=FLOORS, request_floors={"8x300": 3.75 / 4}),
+    Case("n2 fa3", 2, STANDARD, floors={"8x300": 0.95}),
+    Case("n5 fa3", 5, STANDARD, floors={"8x300": 0.95}),
+    Case("n8 fa3", 8, STANDARD, floors={"8x300": 0.95}),
+    Case(
+        "n3 spec v1",
+        3,
+        ("8x300", "4x3000", "sizes between and above the captured"),
+        environment={"SGLANG_ENABLE_SPEC_V2": "0"},
+        floors=FLOORS,
+    ),
+    Case("n3 without CUDA graphs", 3, STANDARD, engine={"disable_cuda_graph": True}, floors=FLOORS),
+    Case(
+        "n3 spec v1 without CUDA graphs",
+        3,
+        ("8x300",),
+        environment={"SGLANG_ENABLE_SPEC_V2": "0"},
+        engine={"disable_cuda_graph": True},
+        floors=FLOORS,
+    ),
+    Case("n3 chunked prefill", 3, STANDARD, engine={"chunked_prefill_size": 1024}, floors=FLOORS),
+    Case("n3 unfused top-k", 3, STANDARD, environment={"SGLANG_NSA_FUSE_TOPK": "0"}, floors=FLOORS),
+    Case("no speculation", 0, (*STANDARD, "sizes between and above the captured")),
+    Case("no speculation, flashmla_sparse", 0, STANDARD, decode="flashmla_sparse"),
+]

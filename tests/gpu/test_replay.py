@@ -1,0 +1,162 @@
+"""Captured graphs of every mode: 1000 random batches through one graph a batch size, every field against the twin.
+
+Replays run under torch's synchronisation check and must not allocate.
+"""
+
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+SIZES = (1, 3, 8, 33)
+REPLAYS = 1000
+N, D = 4, 5
+
+
+def static_batch(bs: int) -> SimpleNamespace:
+    """The tensors that SGLang's graph runners keep: int32 lengths, int64 slots, int32 accept counts."""
+    return SimpleNamespace(
+        batch_size=bs,
+        seq_lens=torch.ones(bs, dtype=torch.int32, device="cuda"),
+        req_pool_indices=torch.zeros(bs, dtype=torch.int64, device="cuda"),
+        accept=torch.ones(bs, dtype=torch.int32, device="cuda"),
+    )
+
+
+def randomise(batch: SimpleNamespace, mode: str, longest: int, pool: int) -> None:
+    bs = batch.batch_size
+    lengths = torch.randint(1, longest, (bs,), device="cuda")
+    lengths = torch.where(torch.rand(bs, device="cuda") < 0.2, lengths // 64 * 64 + 62, lengths)
+    batch.accept.copy_(torch.randint(1, D + 1, (bs,), device="cuda"))
+    if mode == "draft_extend_v1":
+        lengths = lengths + batch.accept
+    if mode == "draft_extend_v2":
+        lengths = lengths + D
+    real = torch.arange(bs, device="cuda") < torch.randint(1, bs + 1, (1,), device="cuda")
+    batch.seq_lens.copy_(torch.where(real, lengths, 1))
+    slots = 1 + torch.randperm(pool - 1, device="cuda")[:bs]
+    batch.req_pool_indices.copy_(torch.where(real, slots, 0))
+
+
+def capture_mode(backend, mode: str, batch: SimpleNamespace):
+    """Capture through the entry points SGLang calls; returns (graph, plan, replay function)."""
+    from nsa_backend.host import ForwardMode
+    from nsa_backend.modes import plan_for
+
+    bs = batch.batch_size
+    forward_mode = {
+        "decode": ForwardMode.DECODE,
+        "target_verify": ForwardMode.TARGET_VERIFY,
+        "draft_extend_v2": ForwardMode.DRAFT_EXTEND_V2,
+        "draft_extend_v1": ForwardMode.DRAFT_EXTEND,
+    }[mode]
+    rows = bs if mode == "decode" else bs * D
+    spec_info = SimpleNamespace(num_accept_tokens=batch.accept)
+    backend.init_forward_metadata_capture_cuda_graph(
+        bs, rows, batch.req_pool_indices, batch.seq_lens, None, forward_mode, spec_info
+    )
+    graph = record(lambda: backend.get_indexer_metadata(0, None))
+    plan = plan_for(forward_mode, bs, rows)
+
+    def replay():
+        backend.init_forward_metadata_replay_cuda_graph(
+            bs, batch.req_pool_indices, batch.seq_lens, 0, None, forward_mode, spec_info, None
+        )
+        graph.replay()
+        return [backend.forward_metadata]
+
+    return plan, replay
+
+
+def record(run) -> torch.cuda.CUDAGraph:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def capture_draft(multi_step, batch: SimpleNamespace):
+    from nsa_backend.plan import plan_draft_decode
+
+    multi_step.init_forward_metadata_capture_cuda_graph(batch)
+    graph = record(multi_step._launch)
+    views = [b.forward_metadata for b in multi_step.attn_backends]
+
+    def replay():
+        multi_step.init_forward_metadata_replay_cuda_graph(batch, batch.batch_size)
+        graph.replay()
+        return views
+
+    return plan_draft_decode(batch.batch_size, N), replay
+
+
+def poison(metadata) -> None:
+    constant = {"nsa_cu_seqlens_q", "cu_seqlens_q", "token_to_batch_idx"}
+    for field in fields(metadata):
+        tensor = getattr(metadata, field.name)
+        if isinstance(tensor, torch.Tensor) and field.name not in constant:
+            tensor.fill_(-7777)
+
+
+def compare(got: list, plan, batch: SimpleNamespace, req_to_token: torch.Tensor, num_sms: int) -> None:
+    from nsa_backend.buffers import MetadataBuffers
+    from nsa_backend.kernels.metadata_torch import write_metadata_torch
+    from nsa_backend.metadata import step_metadata
+
+    buffers = MetadataBuffers.allocate(plan, table_width=req_to_token.shape[1], num_sms=num_sms, device="cuda")
+    buffers.page_table_1.fill_(-7777)
+    buffers.real_page_table.fill_(-7777)
+    write_metadata_torch(
+        plan,
+        buffers,
+        seq_lens=batch.seq_lens,
+        req_pool_indices=batch.req_pool_indices,
+        req_to_token=req_to_token,
+        index_topk=2048,
+        extend_lens=batch.accept if plan.ragged else None,
+    )
+    for step, metadata in enumerate(got):
+        want = step_metadata(plan, buffers, step)
+        for field in fields(metadata):
+            mine, theirs = getattr(metadata, field.name), getattr(want, field.name)
+            if isinstance(mine, torch.Tensor):
+                assert torch.equal(mine, theirs), f"step {step}: {field.name}"
+
+
+@pytest.mark.parametrize("mode", ["decode", "draft_decode", "target_verify", "draft_extend_v2", "draft_extend_v1"])
+def test_a_thousand_replays(make_runner, mode):
+    from nsa_backend.backend import NativeSparseAttnBackend
+    from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
+
+    runner = make_runner(num_steps=N, context=1500)
+    req_to_token = runner.req_to_token_pool.req_to_token
+    req_to_token.copy_(torch.randint(0, 2**30, req_to_token.shape, device="cuda"))
+    if mode == "draft_decode":
+        backend = NativeSparseAttnMultiStepBackend(runner, 1, N)
+        backend.init_cuda_graph_state(max(SIZES), max(SIZES))
+        num_sms = backend.attn_backends[0].config.num_sms
+    else:
+        backend = NativeSparseAttnBackend(runner)
+        backend.init_cuda_graph_state(max(SIZES), max(SIZES) * (1 if mode == "decode" else D))
+        num_sms = backend.config.num_sms
+    for bs in SIZES:
+        batch = static_batch(bs)
+        plan, replay = capture_draft(backend, batch) if mode == "draft_decode" else capture_mode(backend, mode, batch)
+        for _ in range(REPLAYS // len(SIZES)):
+            randomise(batch, mode, 1480, req_to_token.shape[0])
+            for metadata in replay():
+                poison(metadata)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                got = replay()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+            compare(got, plan, batch, req_to_token, num_sms)
