@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import environment, fake_runner, print_table, start_host
+from common import environment, fake_runner, kernel_us, print_table, start_host
 
 HBM_BYTES_PER_US = 4.3e6  # device copies on an H200, read and written bytes together
 LAUNCH_US = 1.3
@@ -113,20 +113,6 @@ def cpu_us(call, repeats: int) -> list[float]:
     return out
 
 
-def gpu_us(call, repeats: int) -> tuple[float, float]:
-    """(kernel microseconds, kernel launches) of one call."""
-    from torch.profiler import ProfilerActivity, profile
-
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(repeats):
-            call()
-        torch.cuda.synchronize()
-    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(e.device_time_total for e in events) / repeats, len(events) / repeats
-
-
 def floor_us(mode: str, bs: int, length: int, num_steps: int) -> float:
     """Bytes of the page tables, read once and written once, over the copy bandwidth, and one launch."""
     page_rows = bs if mode == "draft_decode" else bs * (num_steps + 1)
@@ -144,7 +130,7 @@ def measure(mode: str, bs: int, length: int, num_steps: int, rounds: int, repeat
     for _ in range(rounds):
         for name, side in sides.items():
             samples[name]["cpu"] += cpu_us(side.call, repeats)
-            gpu, samples[name]["launches"] = gpu_us(side.device, repeats)
+            gpu, samples[name]["launches"] = kernel_us(side.device, repeats)
             samples[name]["gpu"].append(gpu)
     row = {
         "mode": mode,

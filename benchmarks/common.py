@@ -41,6 +41,20 @@ def environment() -> dict:
     }
 
 
+def kernel_us(call, repeats: int) -> tuple[float, float]:
+    """(kernel microseconds, kernel launches) of one call, by torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(e.device_time_total for e in events) / repeats, len(events) / repeats
+
+
 def fake_runner(*, num_steps: int, context: int, max_requests: int, heads: int = 64) -> SimpleNamespace:
     """What both backends read from SGLang's ModelRunner, in DeepSeek-V3.2's shape."""
     width = context + 4 + num_steps + 1

@@ -23,13 +23,21 @@ from nsa_backend.kernels.lengths import (
 from nsa_backend.kernels.page_tables import copy_page_tables
 from nsa_backend.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
 
+# The variant that loses least over all modes and shapes in benchmarks/results/tune_metadata_h200.json.
 ROW_BLOCK = 128
-COLUMN_BLOCK = 2048
-TARGET_TABLE_PROGRAMS = 1024
-"""Table programs wanted in flight: enough for 132 SMs, few enough that idle ones cost nothing measurable."""
+COLUMN_BLOCK = 4096
+NUM_WARPS = 4
+TARGET_TABLE_PROGRAMS = 2048
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_rows", "row_offset", "cache_offset", "table_offset", "splits"])
+# Values that change from batch to batch; a special one (1, or a multiple of 16) must not compile the kernel again.
+UNSPECIALIZED = [
+    "num_requests", "num_rows", "row_offset", "cache_offset", "table_offset", "max_len", "splits",
+    "request_search_steps", "row_search_steps",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def metadata_kernel(
     seq_lens_ptr,  # int32 | int64 [num_requests]
     req_pool_indices_ptr,  # int32 | int64 [num_requests]
@@ -40,6 +48,7 @@ def metadata_kernel(
     seqlens_expanded_ptr,  # int32 [num_steps, seqlens_expanded_stride]
     nsa_cache_seqlens_ptr,  # int32 [num_steps, nsa_cache_seqlens_stride]
     nsa_cu_seqlens_k_ptr,  # int32 [num_steps, nsa_cu_seqlens_k_stride]
+    segment_ends_ptr,  # int32 [num_steps, nsa_cache_seqlens_stride]
     schedule_ptr,  # int32 [num_steps, NUM_SMS + 1, 2], not written where NUM_SMS is 0
     page_table_1_ptr,  # int32 [num_requests, page_table_1_stride]
     real_page_table_ptr,  # int32 [num_rows, real_page_table_stride]
@@ -61,6 +70,8 @@ def metadata_kernel(
     max_len,
     index_topk,
     splits,
+    request_search_steps,
+    row_search_steps,
     NUM_STEPS: tl.constexpr,
     ROWS_PER_REQUEST: tl.constexpr,
     NUM_SMS: tl.constexpr,
@@ -81,37 +92,40 @@ def metadata_kernel(
             max_len,
             BLOCK=ROW_BLOCK,
         )
-        lens_ptr = seqlens_expanded_ptr + step * seqlens_expanded_stride
+        if ROWS_PER_REQUEST == 0:
+            write_cu_seqlens_q(extend_lens_ptr, cu_seqlens_q_ptr, num_requests, num_rows, BLOCK=ROW_BLOCK)
+            # Read back below, by other threads of this program.
+            tl.debug_barrier()
+        ends_ptr = segment_ends_ptr + step * nsa_cache_seqlens_stride
         segments = write_row_lengths(
             seq_lens_ptr,
             extend_lens_ptr,
-            lens_ptr,
+            cu_seqlens_q_ptr,
+            seqlens_expanded_ptr + step * seqlens_expanded_stride,
             nsa_cache_seqlens_ptr + step * nsa_cache_seqlens_stride,
             nsa_cu_seqlens_k_ptr + step * nsa_cu_seqlens_k_stride,
+            ends_ptr,
             token_to_batch_idx_ptr,
             num_requests,
             num_rows,
             row_offset + step,
             max_len,
             index_topk,
+            request_search_steps,
             ROWS_PER_REQUEST=ROWS_PER_REQUEST,
             SPLIT_KV=SPLIT_KV,
             BLOCK=ROW_BLOCK,
         )
-        if ROWS_PER_REQUEST == 0:
-            write_cu_seqlens_q(extend_lens_ptr, cu_seqlens_q_ptr, num_requests, num_rows, BLOCK=ROW_BLOCK)
         if NUM_SMS > 0:
-            # The lengths above are read back here, possibly by other threads of this program.
             tl.debug_barrier()
             write_schedule(
-                lens_ptr,
+                ends_ptr,
                 schedule_ptr + step * (2 * (NUM_SMS + 1)),
                 num_rows,
                 segments,
+                row_search_steps,
                 NUM_SMS=NUM_SMS,
                 SM_BLOCK=SM_BLOCK,
-                SPLIT_KV=SPLIT_KV,
-                BLOCK=ROW_BLOCK,
             )
     else:
         table_program = step - NUM_STEPS
@@ -177,6 +191,7 @@ def write_metadata(
         buffers.seqlens_expanded,
         buffers.nsa_cache_seqlens,
         buffers.nsa_cu_seqlens_k,
+        buffers.segment_ends,
         buffers.cache_seqlens if buffers.schedule is None else buffers.schedule,
         buffers.page_table_1,
         buffers.real_page_table,
@@ -198,6 +213,8 @@ def write_metadata(
         min(req_to_token.shape[1], buffers.table_width),
         index_topk,
         splits,
+        plan.num_requests.bit_length(),
+        plan.num_rows.bit_length(),
         NUM_STEPS=plan.num_steps,
         ROWS_PER_REQUEST=plan.rows_per_request,
         NUM_SMS=num_sms,
@@ -206,4 +223,5 @@ def write_metadata(
         SPLIT_KV=SCHEDULE_SPLIT_KV,
         ROW_BLOCK=ROW_BLOCK,
         COLUMN_BLOCK=COLUMN_BLOCK,
+        num_warps=NUM_WARPS,
     )

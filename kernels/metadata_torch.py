@@ -40,6 +40,7 @@ def write_metadata_torch(
         buffers.seqlens_expanded[step, :rows] = lens
         buffers.nsa_cache_seqlens[step, :rows] = clipped
         buffers.nsa_cu_seqlens_k[step, : rows + 1] = _exclusive_sum(clipped)
+        buffers.segment_ends[step, :rows] = torch.cumsum((lens + SCHEDULE_SPLIT_KV - 1) // SCHEDULE_SPLIT_KV, 0)
         if buffers.schedule is not None:
             buffers.schedule[step] = paged_mqa_schedule(lens, buffers.schedule.shape[1] - 1)
 

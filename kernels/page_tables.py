@@ -53,9 +53,11 @@ def copy_page_tables(
     for start in range(split * COLUMN_BLOCK, table_len, splits * COLUMN_BLOCK):
         column = start + tl.arange(0, COLUMN_BLOCK)
         mask = column < table_len
-        tl.store(target_ptr + column, tl.load(source_ptr + column, mask=mask), mask=mask)
         page = start // PAGE + tl.arange(0, COLUMN_BLOCK // PAGE)
         page_mask = page * PAGE < table_len
-        page_index = tl.load(source_ptr + page * PAGE, mask=page_mask) // PAGE
+        # Both loads before the stores, so that one does not wait for the other.
+        token_slot = tl.load(source_ptr + column, mask=mask)
+        page_slot = tl.load(source_ptr + page * PAGE, mask=page_mask)
+        tl.store(target_ptr + column, token_slot, mask=mask)
         for row in range(row_begin, row_end):
-            tl.store(real_page_table_ptr + row * real_page_table_stride + page, page_index, mask=page_mask)
+            tl.store(real_page_table_ptr + row * real_page_table_stride + page, page_slot // PAGE, mask=page_mask)

@@ -79,6 +79,8 @@ def verdicts(case, ours: dict) -> list[str]:
     """Sentences about accept lengths below their floors."""
     bad = []
     for workload, floor in case.floors.items():
+        if workload not in case.workloads:
+            continue
         accept = ours[workload]["accept"]
         mean, worst = sum(accept) / len(accept), min(accept)
         if mean < floor * (case.steps + 1):
