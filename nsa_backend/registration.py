@@ -13,10 +13,10 @@ FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 
 def take_over_nsa() -> None:
     """Register everything; raises RuntimeError where SGLang did not take a hook."""
-    host.register_attention_backend("nsa")(create_backend)
     host.hook(f"{FACTORY}._create_nsa_decode_backend", create_multi_step_backend, host.HookType.REPLACE)
     host.hook(f"{FACTORY}._create_nsa_prefill_backend", create_draft_extend_backend, host.HookType.REPLACE)
     host.hook("sglang.srt.server_args.ServerArgs.check_server_args", check_server_args, host.HookType.AROUND)
+    host.register_attention_backend("nsa")(create_backend)  # last: nothing is taken over by halves
 
 
 def create_backend(runner: host.ModelRunner) -> NativeSparseAttnBackend:
@@ -47,5 +47,10 @@ def check_server_args(original, server_args: host.ServerArgs) -> None:
 
 
 def _hook_draft_workers() -> None:
+    if host.ATTENTION_BACKENDS["nsa"] is not create_backend:
+        raise RuntimeError(
+            "nsa_backend took over the draft side and not the target: another plugin registered the attention backend nsa, "
+            "or the log above says why this one did not load. Set NSA_BACKEND_DISABLE=1 to serve with SGLang's built-in one"
+        )
     host.hook_draft_workers("draft_forward", run_draft_round)
     host.hook_draft_workers("init_cuda_graphs", capture_draft_extend)

@@ -1,0 +1,29 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup demo test test-gpu lint bench
+
+setup: $(VENV)/.ready  ## SGLang, this package in place, and what the tests need (9.5 GB, 3 to 4 minutes)
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable ".[test]"
+	touch $@
+
+demo: setup  ## decode speculatively on the CPU
+	$(BIN)/python -W ignore -m nsa_backend.demo
+
+test: setup  ## everything that needs no GPU; kernels run through Triton's interpreter, in a process of their own
+	$(BIN)/python -m pytest -q tests/kernels
+	$(BIN)/python -m pytest -q tests/host
+
+test-gpu:  ## on an H200 with SGLang installed; see tests/e2e/run_all.py for the engine runs
+	python3 -m pytest -q -m gpu tests/kernels tests/gpu
+
+bench:  ## on an H200
+	python3 benchmarks/bench_metadata.py benchmarks/results/metadata_h200.json
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .

@@ -1,0 +1,113 @@
+"""forward_decode and forward_extend through SGLang's RadixAttention, fused and unfused top-k alike."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers.radix_attention import RadixAttention
+
+from nsa_backend.demo.pool import CpuKVPool
+from nsa_backend.host import ForwardBatch, ForwardMode
+from nsa_backend.registration import create_backend
+
+HEADS, LATENT, ROPE, TOPK = 4, 8, 4, 16
+
+
+def prepared(make_runner, mode: ForwardMode):
+    runner = make_runner(num_steps=1, index_topk=TOPK, table_width=64)
+    table = runner.req_to_token_pool.req_to_token
+    table.copy_(torch.randperm(table.numel())[: table.numel()].view_as(table) % 640)
+    pool = CpuKVPool(10, LATENT + ROPE, 1)
+    pool.kv.normal_()
+    extend = [2, 2]
+    rows = 2 if mode.is_decode() else 4
+    lengths = torch.tensor([9, 30])
+    batch = ForwardBatch(
+        forward_mode=mode,
+        batch_size=2,
+        input_ids=None,
+        req_pool_indices=torch.tensor([3, 7]),
+        seq_lens=lengths,
+        seq_lens_cpu=lengths.clone(),
+        seq_lens_sum=39,
+        out_cache_loc=torch.tensor([600, 601, 602, 603])[:rows],
+        extend_seq_lens=torch.tensor(extend),
+        extend_seq_lens_cpu=extend,
+        token_to_kv_pool=pool,
+        attn_backend=create_backend(runner),
+    )
+    batch.attn_backend.init_forward_metadata(batch)
+    return batch, rows
+
+
+def attend(batch: ForwardBatch, rows: int, positions: torch.Tensor, out_cache_loc=None) -> torch.Tensor:
+    if out_cache_loc is not None:
+        batch.out_cache_loc = out_cache_loc
+    generator = torch.Generator().manual_seed(1)
+    layer = RadixAttention(HEADS, LATENT + ROPE, 0.4, 1, layer_id=0, v_head_dim=LATENT)
+    k = torch.randn(rows, 1, LATENT, generator=generator)
+    q = torch.randn(rows, HEADS * LATENT, generator=generator)
+    return layer(
+        q, k, k, batch,
+        q_rope=torch.randn(rows, HEADS * ROPE, generator=generator),
+        k_rope=torch.randn(rows, 1, ROPE, generator=generator),
+        topk_indices=positions,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.EXTEND]
+)
+def test_fused_and_unfused_topk_give_the_same_output(make_runner, mode):
+    batch, rows = prepared(make_runner, mode)
+    metadata = batch.attn_backend.forward_metadata
+    positions = torch.full((rows, TOPK), -1, dtype=torch.int32)
+    for row, length in enumerate(metadata.nsa_seqlens_expanded.tolist()):
+        count = min(length, TOPK)
+        positions[row, :count] = torch.randperm(length)[:count].int()
+    owners = metadata.token_to_batch_idx.long()
+    slots = torch.where(positions < 0, -1, torch.gather(metadata.page_table_1[owners], 1, positions.clamp(min=0).long()))
+    with envs.SGLANG_NSA_FUSE_TOPK.override(True):
+        fused = attend(batch, rows, slots.int())
+    with envs.SGLANG_NSA_FUSE_TOPK.override(False):
+        unfused = attend(batch, rows, positions)
+    assert fused.shape == (rows, HEADS, LATENT)
+    assert fused.isfinite().all()
+    assert torch.equal(fused, unfused)
+
+
+def test_new_tokens_are_written_to_their_slots(make_runner):
+    batch, rows = prepared(make_runner, ForwardMode.DECODE)
+    before = batch.token_to_kv_pool.kv.clone()
+    attend(batch, rows, torch.full((rows, TOPK), -1, dtype=torch.int32))
+    changed = (before != batch.token_to_kv_pool.kv).flatten(1).any(1).nonzero().flatten()
+    assert changed.tolist() == [600, 601]
+
+
+def test_strided_locations_are_refused_before_anything_is_written(make_runner):
+    batch, rows = prepared(make_runner, ForwardMode.DECODE)
+    before = batch.token_to_kv_pool.kv.clone()
+    with pytest.raises(ValueError, match="would land in wrong slots"):
+        attend(batch, rows, torch.full((rows, TOPK), -1, dtype=torch.int32), torch.arange(4)[::2])
+    assert torch.equal(before, batch.token_to_kv_pool.kv)
+
+
+def test_dense_prefill_only_on_hopper_and_only_when_short(make_runner, monkeypatch):
+    from nsa_backend import dense_prefill, host
+
+    batch, _ = prepared(make_runner, ForwardMode.EXTEND)
+    config = batch.attn_backend.config
+    assert not batch.attn_backend.use_mha
+    hopper = SimpleNamespace(attention=SimpleNamespace(device_sm=90, kv_cache_dtype=torch.bfloat16))
+    assert not dense_prefill.DensePrefill(config).fits(batch)
+    dense = dense_prefill.DensePrefill(hopper)
+    monkeypatch.setattr(host, "dense_prefill_limit", lambda: 30)
+    assert dense.fits(batch)
+    monkeypatch.setattr(host, "dense_prefill_limit", lambda: 29)
+    assert not dense.fits(batch)
+    monkeypatch.setattr(host, "dense_prefill_limit", lambda: 30)
+    with envs.SGLANG_MAX_KV_CHUNK_CAPACITY.override(38):
+        assert not dense.fits(batch)
+    batch.forward_mode = ForwardMode.TARGET_VERIFY
+    assert not dense.fits(batch)

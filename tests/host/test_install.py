@@ -1,0 +1,47 @@
+"""The package as it is installed: the kernels folder, the wheel, the demo as a command."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str, cwd: Path = ROOT) -> str:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_INTERPRET", "PYTHONPATH"))}
+    done = subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_pypi_kernels_is_not_shadowed_from_the_root_of_a_checkout():
+    """SGLang imports PyPI's `kernels`; python puts the current folder first on sys.path."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    where = run(sys.executable, "-c", "import kernels; print(kernels.__file__)").strip()
+    assert "site-packages" in where
+
+
+def test_our_kernels_are_nsa_backend_kernels():
+    where = run(sys.executable, "-c", "import nsa_backend.kernels.checks as c; print(c.__file__)", cwd=Path("/")).strip()
+    assert Path(where) == ROOT / "kernels" / "checks.py"
+
+
+def test_wheel_holds_every_module(tmp_path):
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT))
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "nsa_backend").rglob("*.py")}
+    sources |= {f"nsa_backend/kernels/{p.name}" for p in (ROOT / "kernels").glob("*.py")}
+    assert sources <= names
+    assert not any(name.startswith("kernels/") or name == "nsa_backend/kernels/__init__.py" for name in names)
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 6])
+def test_demo_accepts_every_draft(num_steps):
+    out = run(sys.executable, "-m", "nsa_backend.demo", "--steps", str(num_steps), "--requests", "3", "--tokens", "14")
+    assert f"{num_steps + 1}.00 of {num_steps + 1}" in out
+    assert "per-step lengths True" in out

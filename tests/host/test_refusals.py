@@ -1,0 +1,121 @@
+"""What stops a server at start: one sentence each, with the option, the value, what to change and the way back."""
+
+from dataclasses import MISSING, fields
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.server_args import ServerArgs
+
+from nsa_backend import config, host, registration
+from nsa_backend.attention import build_attention
+from nsa_backend.attention.common import AttentionConfig
+from nsa_backend.refusals import refusals
+
+
+def server_args(**changed) -> SimpleNamespace:
+    """ServerArgs with the defaults of a DeepSeek-V3.2 server on Hopper; constructing a real one needs a model."""
+    values = {f.name: None if f.default is MISSING else f.default for f in fields(ServerArgs)}
+    values |= {"device": "cuda", "page_size": 64, "kv_cache_dtype": "bfloat16", "attention_backend": "nsa"}
+    values |= {"nsa_decode_backend": "fa3", "nsa_prefill_backend": "flashmla_sparse"}
+    return SimpleNamespace(**values | changed, get_attention_backends=lambda: ("nsa", "nsa"))
+
+
+def test_a_default_server_is_served():
+    assert refusals(server_args()) == []
+    spec = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_num_steps": 3}
+    assert refusals(server_args(**spec)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "option"),
+    [
+        ({"device": "cpu"}, "--device cpu"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3"),
+        ({"page_size": 1}, "--page-size 1"),
+        ({"nsa_decode_backend": "tilelang"}, "--nsa-decode-backend tilelang"),
+        ({"nsa_decode_backend": "aiter"}, "--nsa-decode-backend aiter"),
+        ({"nsa_decode_backend": "trtllm"}, "--nsa-decode-backend trtllm"),
+        ({"nsa_decode_backend": "flashmla_kv"}, "--nsa-decode-backend flashmla_kv"),
+        ({"nsa_prefill_backend": "tilelang"}, "--nsa-prefill-backend tilelang"),
+        ({"nsa_prefill_backend": "flashmla_kv"}, "--nsa-prefill-backend flashmla_kv"),
+        ({"enable_nsa_prefill_context_parallel": True}, "--enable-nsa-prefill-context-parallel"),
+        ({"enable_hisparse": True}, "--enable-hisparse"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+        ({"enable_pdmux": True}, "--enable-pdmux"),
+        ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
+        ({"enforce_piecewise_cuda_graph": True}, "--enforce-piecewise-cuda-graph"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM"),
+        ({"speculative_eagle_topk": 4}, "--speculative-eagle-topk 4"),
+    ],
+)
+def test_one_sentence_names_option_value_and_way_back(change, option):
+    (sentence,) = refusals(server_args(**change))
+    assert sentence.startswith(f"nsa_backend does not serve {option}: ")
+    assert "NSA_BACKEND_DISABLE=1" in sentence
+    assert "\n" not in sentence
+
+
+def test_rocm_is_refused(monkeypatch):
+    monkeypatch.setattr(host, "is_rocm", lambda: True)
+    (sentence,) = refusals(server_args())
+    assert "ROCm" in sentence
+
+
+def test_server_stops_in_its_argument_check_with_every_refusal():
+    bad = server_args(page_size=1, enable_hisparse=True)
+    with pytest.raises(ValueError, match=r"(?s)--page-size 1.*\n.*--enable-hisparse"):
+        registration.check_server_args(lambda args: None, bad)
+
+
+def test_other_attention_backends_are_left_alone():
+    bad = server_args(page_size=1)
+    bad.get_attention_backends = lambda: ("fa3", "fa3")
+    registration.check_server_args(lambda args: None, bad)
+
+
+def test_model_without_index_topk(make_runner):
+    runner = make_runner()
+    runner.model_config.hf_config.index_topk = None
+    with pytest.raises(ValueError, match="DeepseekV32ForCausalLM has none: choose another --attention-backend"):
+        config.BackendConfig.from_runner(runner)
+
+
+def test_page_size_of_the_pool(make_runner):
+    runner = make_runner()
+    runner.page_size = 32
+    with pytest.raises(ValueError, match="--page-size 32: pass --page-size 64"):
+        config.BackendConfig.from_runner(runner)
+
+
+def test_topk_that_sgl_kernel_cannot_select(make_runner):
+    runner = make_runner(index_topk=1024)
+    runner.device = "cuda"
+    with pytest.raises(ValueError, match="keeps index_topk = 1024 tokens and sgl-kernel's top-k is built for 2048"):
+        config.BackendConfig.from_runner(runner)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "reason"),
+    [
+        ("fa3", {"device_sm": 100}, r"FA3 is built for Hopper \(SM90\) and this device is SM100"),
+        ("fa3", {"device_sm": 0}, "this device is no GPU"),
+        ("fa3", {"kv_cache_dtype": torch.float8_e4m3fn}, "reads a bfloat16 KV cache and this one is torch.float8_e4m3fn"),
+        ("flashmla_sparse", {"device_sm": 100}, r"Hopper \(SM90\) alone"),
+        ("flashmla_sparse", {"kv_cache_dtype": torch.float8_e4m3fn}, "reads a bfloat16 KV cache"),
+        ("torch", {}, "reference for machines without a GPU"),
+        ("tilelang", {}, "no such implementation"),
+    ],
+)
+def test_an_implementation_that_cannot_run_says_why_and_which_can(name, changed, reason):
+    facts = {"device_sm": 90, "num_heads": 64, "kv_cache_dtype": torch.bfloat16, "index_topk": 2048} | changed
+    with pytest.raises(ValueError, match=rf"--nsa-decode-backend {name} cannot run here: .*{reason}.*Choose one of: "):
+        build_attention(name, "--nsa-decode-backend", AttentionConfig(**facts))
+
+
+@pytest.mark.parametrize(("topk", "num_steps", "message"), [(2, 3, "--speculative-eagle-topk 2"), (1, 1, "N >= 2")])
+def test_multi_step_refuses(make_runner, topk, num_steps, message):
+    from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
+
+    with pytest.raises(ValueError, match=message):
+        NativeSparseAttnMultiStepBackend(make_runner(), topk, num_steps)

@@ -1,0 +1,129 @@
+"""The torch implementations that the demo runs and the GPU tests compare with, against loops."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nsa_backend.attention.common import SparseInputs
+from nsa_backend.attention.torch_reference import TorchSparseAttention
+from nsa_backend.indexer import IndexerMetadata
+from nsa_backend.queries import pad_topk_rows, sparse_inputs
+from nsa_backend.topk import TorchTopK
+
+NAN = float("nan")
+
+
+def random_logits(rng, rows: int, width: int):
+    """Logits with NaN wherever a row may not look, row starts and lengths."""
+    starts = rng.integers(0, width, rows)
+    lengths = np.array([rng.integers(1, width - s + 1) for s in starts])
+    logits = np.full((rows, width), NAN, dtype=np.float32)
+    for i in range(rows):
+        logits[i, starts[i] : starts[i] + lengths[i]] = rng.permutation(lengths[i])
+    return logits, starts.astype(np.int32), lengths.astype(np.int32)
+
+
+@given(rows=st.integers(1, 9), width=st.integers(1, 60), topk=st.integers(1, 70), seed=st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=60)
+def test_topk_reads_only_its_window(rows, width, topk, seed):
+    logits, starts, lengths = random_logits(np.random.default_rng(seed), rows, width)
+    got = TorchTopK().positions(torch.from_numpy(logits), torch.from_numpy(lengths), topk, torch.from_numpy(starts))
+    assert got.shape == (rows, topk)
+    assert got.dtype == torch.int32
+    for i in range(rows):
+        window = logits[i, starts[i] : starts[i] + lengths[i]]
+        best = set(np.argsort(-window)[:topk].tolist())
+        chosen = got[i].tolist()
+        assert set(chosen) - {-1} == best
+        assert chosen.count(-1) == topk - len(best)
+
+
+def indexer(fuse: bool) -> tuple[IndexerMetadata, torch.Tensor]:
+    table = torch.arange(2 * 40, dtype=torch.int32).view(2, 40) + 1000
+    attn_metadata = SimpleNamespace(
+        nsa_seqlens_expanded=torch.tensor([3, 2, 4], dtype=torch.int32),
+        page_table_1=table,
+        cu_seqlens_q=torch.tensor([0, 2, 3], dtype=torch.int32),
+        token_to_batch_idx=torch.tensor([0, 0, 1], dtype=torch.int32),
+    )
+    return IndexerMetadata(attn_metadata, TorchTopK(), fuse), table
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_transform_gives_slots_where_fused_and_positions_where_not(fuse):
+    metadata, table = indexer(fuse)
+    logits = torch.tensor([[1.0, 3, 2, NAN], [5, 1, NAN, NAN], [1, 2, 3, 4]])
+    got = metadata.topk_transform(logits, 2)
+    positions = torch.tensor([[1, 2], [0, 1], [3, 2]])
+    want = table[torch.tensor([[0], [0], [1]]), positions] if fuse else positions
+    assert got.tolist() == want.tolist()
+
+
+def test_a_chunk_of_a_prefill_finds_its_requests():
+    metadata, table = indexer(True)
+    got = metadata.topk_transform(
+        torch.tensor([[NAN, 5.0, 1, NAN]]),
+        1,
+        ks=torch.tensor([1], dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([1]),
+        ke_offset=torch.tensor([2], dtype=torch.int32),
+        batch_idx_list=torch.tensor([1]),
+    )
+    assert got.tolist() == [[table[1, 0].item()]]
+
+
+def test_ragged_topk_is_refused():
+    with pytest.raises(ValueError, match="ragged top-k"):
+        indexer(True)[0].topk_transform(torch.zeros(3, 4), 1, topk_indices_offset_override=torch.zeros(3))
+
+
+@given(rows=st.integers(1, 5), heads=st.integers(1, 3), topk=st.integers(1, 12), seed=st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=40)
+def test_attention_against_a_loop_with_poison(rows, heads, topk, seed):
+    rng = np.random.default_rng(seed)
+    latent, rope, slots = 6, 4, 30
+    chosen = np.full((rows, topk), -1, dtype=np.int32)
+    for i in range(rows):
+        count = rng.integers(0, topk + 1)
+        chosen[i, :count] = rng.permutation(slots)[:count]
+    kv = np.full((slots, 1, latent + rope), NAN, dtype=np.float32)
+    used = np.unique(chosen[chosen >= 0])
+    kv[used] = rng.normal(size=(len(used), 1, latent + rope))
+    q = rng.normal(size=(rows, heads, latent + rope)).astype(np.float32)
+    inputs = SparseInputs(
+        q_nope=torch.from_numpy(q[..., :latent]), q_rope=torch.from_numpy(q[..., latent:]), kv_cache=torch.from_numpy(kv),
+        topk_slots=torch.from_numpy(chosen), cache_seqlens=None, cu_seqlens_q=None, cu_seqlens_k=None, sm_scale=0.3,
+        logit_cap=0.0,
+    )  # fmt: skip
+    got = TorchSparseAttention().forward(inputs).numpy()
+    for i in range(rows):
+        keys = kv[chosen[i][chosen[i] >= 0], 0]
+        for h in range(heads):
+            weights = [math.exp(0.3 * float(q[i, h] @ key)) for key in keys]
+            want = sum(w * key[:latent] for w, key in zip(weights, keys, strict=True)) / sum(weights) if weights else 0
+            np.testing.assert_allclose(got[i, h], want, rtol=1e-4, atol=1e-5)
+
+
+def test_queries_are_split_the_same_way_joined_or_not():
+    layer = SimpleNamespace(tp_q_head_num=2, v_head_dim=4, head_dim=6, scaling=0.5, logit_cap=0.0)
+    metadata = SimpleNamespace(nsa_cache_seqlens_int32=None, nsa_cu_seqlens_q=None, nsa_cu_seqlens_k=None)
+    joined = torch.randn(3, 2, 6)
+    split = joined[..., :4].reshape(3, 8), joined[..., 4:].reshape(3, 4)
+    for q, q_rope in ((joined.view(3, 12), None), split):
+        inputs = sparse_inputs(q, q_rope, layer, None, None, metadata)
+        assert torch.equal(inputs.q_nope, joined[..., :4])
+        assert torch.equal(inputs.q_rope, joined[..., 4:])
+
+
+def test_rows_the_indexer_did_not_see_choose_nothing():
+    padded = pad_topk_rows(torch.ones(2, 3, dtype=torch.int32), 4)
+    assert padded.tolist() == [[1, 1, 1], [1, 1, 1], [-1, -1, -1], [-1, -1, -1]]
+    with pytest.raises(ValueError, match="rows would mix"):
+        pad_topk_rows(torch.ones(2, 3, dtype=torch.int32), 1)

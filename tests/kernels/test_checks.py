@@ -1,0 +1,121 @@
+"""Every wrong argument of the metadata launch raises before anything is launched, and says what would have happened."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from nsa_backend import plan as plans
+from nsa_backend.buffers import MetadataBuffers
+from nsa_backend.kernels import metadata
+
+
+@pytest.fixture(autouse=True)
+def no_launch(monkeypatch):
+    class Refuse:
+        def __getitem__(self, grid):
+            pytest.fail("the kernel was launched with wrong arguments")
+
+    monkeypatch.setattr(metadata, "metadata_kernel", Refuse())
+
+
+def arguments(requests: int = 3, ragged: bool = False) -> dict:
+    plan = plans.plan_draft_extend_v1(requests, 2 * requests) if ragged else plans.plan_target_verify(requests, 2)
+    return {
+        "plan": plan,
+        "buffers": MetadataBuffers.allocate(plan, table_width=128, num_sms=0, device="cpu"),
+        "seq_lens": torch.ones(requests, dtype=torch.int64),
+        "req_pool_indices": torch.zeros(requests, dtype=torch.int64),
+        "req_to_token": torch.zeros(5, 128, dtype=torch.int32),
+        "index_topk": 64,
+        "extend_lens": torch.ones(requests, dtype=torch.int32) if ragged else None,
+    }
+
+
+VECTORS = st.sampled_from(["seq_lens", "req_pool_indices", "extend_lens"])
+
+
+@given(name=VECTORS, length=st.integers(0, 9).filter(lambda n: n != 3))
+@settings(deadline=None)
+def test_length_of_a_vector(name, length):
+    call = arguments(ragged=True)
+    call[name] = torch.ones(length, dtype=torch.int64)
+    with pytest.raises(ValueError, match=rf"{name} must be \[3\], got \({length},\): the kernel would read past its end"):
+        metadata.write_metadata(**call)
+
+
+@given(name=VECTORS, dtype=st.sampled_from([torch.int16, torch.uint8, torch.float32, torch.float64, torch.bool]))
+@settings(deadline=None)
+def test_dtype_of_a_vector(name, dtype):
+    call = arguments(ragged=True)
+    call[name] = torch.ones(3).to(dtype)
+    with pytest.raises(ValueError, match=rf"{name} must be int32 or int64, got {dtype}: the kernel would misread its bits"):
+        metadata.write_metadata(**call)
+
+
+@given(name=VECTORS, stride=st.integers(2, 5))
+@settings(deadline=None)
+def test_stride_of_a_vector(name, stride):
+    call = arguments(ragged=True)
+    call[name] = torch.ones(3 * stride, dtype=torch.int64)[::stride]
+    with pytest.raises(ValueError, match=rf"{name} must be contiguous, got stride {stride}"):
+        metadata.write_metadata(**call)
+
+
+@given(name=VECTORS)
+@settings(deadline=None)
+def test_device_of_a_vector(name):
+    call = arguments(ragged=True)
+    call[name] = torch.ones(3, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=rf"{name} is on meta and the metadata buffers on cpu"):
+        metadata.write_metadata(**call)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        torch.zeros(128, 5, dtype=torch.int32).t(),
+        torch.zeros(5, 128, dtype=torch.int64),
+        torch.zeros(640, dtype=torch.int32),
+        torch.zeros(5, 256, dtype=torch.int32)[:, ::2],
+    ],
+)
+def test_request_table(table):
+    with pytest.raises(ValueError, match="would copy other requests' slots"):
+        metadata.write_metadata(**arguments() | {"req_to_token": table})
+
+
+@given(requests=st.integers(1, 8), steps=st.integers(1, 4), rows=st.integers(1, 4))
+@settings(deadline=None)
+def test_room(requests, steps, rows):
+    call = arguments()
+    plan = replace(call["plan"], num_requests=requests, num_rows=requests * rows, rows_per_request=rows, num_steps=steps)
+    assume(requests > 3 or requests * rows > 6 or steps > 1)
+    call |= {"plan": plan, "seq_lens": torch.ones(requests).long(), "req_pool_indices": torch.zeros(requests).long()}
+    with pytest.raises(ValueError, match="the kernel would write past their end"):
+        metadata.write_metadata(**call)
+
+
+def test_rows_that_do_not_add_up():
+    call = arguments()
+    with pytest.raises(ValueError, match="some rows would keep the lengths of an earlier batch"):
+        metadata.write_metadata(**call | {"plan": replace(call["plan"], num_rows=5)})
+
+
+def test_ragged_rows_without_their_counts():
+    with pytest.raises(ValueError, match="the rows of a request are unknown"):
+        metadata.write_metadata(**arguments(ragged=True) | {"extend_lens": None})
+
+
+def test_buffers_of_another_mode():
+    call = arguments()
+    plan = plans.plan_decode(3)
+    with pytest.raises(ValueError, match="row lengths would be lost or overwrite request lengths"):
+        metadata.write_metadata(**call | {"plan": plan})
+    one_row = MetadataBuffers.allocate(plans.plan_decode(6), table_width=64, num_sms=0, device="cpu")
+    with pytest.raises(ValueError, match="row lengths would be lost or overwrite request lengths"):
+        metadata.write_metadata(**call | {"buffers": one_row})
