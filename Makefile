@@ -2,7 +2,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-gpu lint bench
+SANITIZED := tests/kernels -k "new_page or context_limit or one_long or empty or refuses"
+
+.PHONY: setup demo test test-gpu sanitize lint bench
 
 setup: $(VENV)/.ready  ## SGLang, this package in place, and what the tests need (9.5 GB, 3 to 4 minutes)
 
@@ -20,6 +22,10 @@ test: setup  ## everything that needs no GPU; kernels run through Triton's inter
 
 test-gpu:  ## on an H200 with SGLang installed; see tests/e2e/run_all.py for the engine runs
 	python3 -m pytest -q -m gpu tests/kernels tests/gpu
+
+sanitize:  ## on an H200: the metadata kernel under NVIDIA's memory and race checkers
+	compute-sanitizer --tool memcheck --error-exitcode 1 python3 -m pytest -q -m gpu $(SANITIZED)
+	compute-sanitizer --tool racecheck --error-exitcode 1 python3 -m pytest -q -m gpu $(SANITIZED)
 
 bench:  ## on an H200
 	python3 benchmarks/bench_metadata.py benchmarks/results/metadata_h200.json

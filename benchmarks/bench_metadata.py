@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import environment, fake_runner, kernel_us, print_table, start_host
+from common import environment, fake_runner, forward_modes, kernel_us, print_table, start_host
 
 HBM_BYTES_PER_US = 4.3e6  # device copies on an H200, read and written bytes together
 LAUNCH_US = 1.3
@@ -95,12 +95,6 @@ class Builtin:
                 bs, batch.req_pool_indices, batch.seq_lens, 0, None, forward_mode, batch.spec_info, batch.seq_lens_cpu
             )
         self.device = self.call
-
-
-def forward_modes() -> dict:
-    from nsa_backend.host import ForwardMode
-
-    return {"target_verify": ForwardMode.TARGET_VERIFY, "draft_extend": ForwardMode.DRAFT_EXTEND}
 
 
 def cpu_us(call, repeats: int) -> list[float]:

@@ -41,6 +41,13 @@ def environment() -> dict:
     }
 
 
+def forward_modes() -> dict:
+    """SGLang's forward modes that are captured on the decode implementation, by name."""
+    from nsa_backend.host import ForwardMode
+
+    return {"target_verify": ForwardMode.TARGET_VERIFY, "draft_extend": ForwardMode.DRAFT_EXTEND}
+
+
 def kernel_us(call, repeats: int) -> tuple[float, float]:
     """(kernel microseconds, kernel launches) of one call, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile

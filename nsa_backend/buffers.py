@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa_backend.plan import PAGE_SIZE, MetadataPlan
+from nsa_backend.shared_tables import replay_page_table
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class MetadataBuffers:
         table_width: int,
         num_sms: int,
         device: torch.device | str,
+        share_table_of: torch.Tensor | None = None,
     ) -> MetadataBuffers:
         """Room for `plan` and for every plan of the same mode with fewer requests.
 
@@ -45,6 +47,8 @@ class MetadataBuffers:
             plan: the largest plan to serve.
             table_width: tokens that a row of the page tables must reach.
             num_sms: SMs that DeepGEMM schedules for; 0 where no schedule is wanted.
+            device: where to allocate.
+            share_table_of: the request-to-token pool whose captured graphs share one page_table_1; None for one of its own.
         """
         steps, requests, rows = plan.num_steps, plan.num_requests, plan.num_rows
         pages = -(-table_width // PAGE_SIZE)
@@ -52,6 +56,10 @@ class MetadataBuffers:
         def int32(*shape: int, fill: int = 0) -> torch.Tensor:
             return torch.full(shape, fill, dtype=torch.int32, device=device)
 
+        if share_table_of is None:
+            page_table_1 = int32(requests, pages * PAGE_SIZE)
+        else:
+            page_table_1 = replay_page_table(share_table_of, requests, pages * PAGE_SIZE)
         cache_seqlens = int32(steps, requests, fill=1)
         rows_are_requests = not plan.expanded
         arange = torch.arange(rows + 1, dtype=torch.int32, device=device)
@@ -63,7 +71,7 @@ class MetadataBuffers:
             nsa_cu_seqlens_k=int32(steps, rows + 1),
             segment_ends=int32(steps, rows),
             schedule=int32(steps, num_sms + 1, 2) if num_sms else None,
-            page_table_1=int32(requests, pages * PAGE_SIZE),
+            page_table_1=page_table_1,
             real_page_table=int32(rows, pages),
             cu_seqlens_q=(
                 int32(requests + 1) if plan.ragged else arange[:: plan.rows_per_request][: requests + 1].contiguous()
@@ -78,8 +86,3 @@ class MetadataBuffers:
     def table_width(self) -> int:
         """Tokens that a row of the page tables holds."""
         return self.page_table_1.shape[1]
-
-    def nbytes(self) -> int:
-        """Bytes of device memory, storage shared between fields counted once."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in vars(self).values() if t is not None}
-        return sum(storages.values())

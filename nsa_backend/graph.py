@@ -66,6 +66,7 @@ class CapturedMetadata:
                 table_width=self._config.table_width,
                 num_sms=self._config.num_sms,
                 device=self._config.device,
+                share_table_of=self._req_to_token,
             )
         self._launch = partial(
             write_metadata,

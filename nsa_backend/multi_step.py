@@ -64,6 +64,7 @@ class NativeSparseAttnMultiStepBackend:
             table_width=config.table_width,
             num_sms=config.num_sms,
             device=config.device,
+            share_table_of=self._first.req_to_token,
         )
         self._captured_sizes.clear()
 

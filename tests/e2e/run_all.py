@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 import faithful_checkpoint
+from common import environment
 from workloads import CASES, WORKLOADS
 
 BACKENDS = {"ours": "0", "builtin": "1"}
@@ -150,7 +151,14 @@ def main() -> int:
     ]
     for difference in found:
         difference["prompt"] = f"{len(difference['prompt'])} tokens"
-    report = {"rows": rows, "differences": found, "failures": failures, "problems": problems, "seconds": time.time() - started}
+    report = {
+        "environment": environment(),
+        "rows": rows,
+        "differences": found,
+        "failures": failures,
+        "problems": problems,
+        "seconds": time.time() - started,
+    }
     args.out.write_text(json.dumps(report, indent=1))
     for row in rows:
         for workload, cell in row["workloads"].items():
