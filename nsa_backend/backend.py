@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -12,10 +13,12 @@ from nsa_backend.attention.common import SparseAttention
 from nsa_backend.config import BackendConfig
 from nsa_backend.dense_prefill import DensePrefill
 from nsa_backend.eager import eager_metadata
+from nsa_backend.fp8_prefill import fp8_prefill_metadata, ragged_kv
 from nsa_backend.graph import CapturedMetadata
 from nsa_backend.indexer import IndexerMetadata
 from nsa_backend.kernels.topk_slots import topk_slots
 from nsa_backend.metadata import NSAMetadata
+from nsa_backend.modes import is_paged
 from nsa_backend.queries import pad_topk_rows, sparse_inputs
 from nsa_backend.topk import SglTopK, TorchTopK
 
@@ -37,7 +40,9 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.kv_cache_dtype = model_runner.kv_cache_dtype
         self.decode_attention = build_attention(self.config.decode_impl, "--nsa-decode-backend", self.config.attention)
-        self.prefill_attention = build_attention(self.config.prefill_impl, "--nsa-prefill-backend", self.config.attention)
+        self.prefill_attention = build_attention(
+            self.config.prefill_impl, "--nsa-prefill-backend", replace(self.config.attention, prefill=True)
+        )
         self.dense_prefill = DensePrefill(self.config)
         self.topk = SglTopK() if self.config.device.type == "cuda" else TorchTopK()
         self.captured = CapturedMetadata(self.config, self.req_to_token)
@@ -50,7 +55,15 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         """Metadata of an eager forward, in memory of its own."""
         self.captured.forget_launch()
         self.use_mha = self.dense_prefill.fits(forward_batch)
-        self.forward_metadata = eager_metadata(self.config, self.req_to_token, forward_batch)
+        metadata = eager_metadata(self.config, self.req_to_token, forward_batch)
+        if is_paged(forward_batch.forward_mode):
+            metadata = self.decode_attention.prepare(metadata)
+        else:
+            if self.config.attention.kv_cache_dtype == torch.float8_e4m3fn:
+                metadata = fp8_prefill_metadata(self.config, metadata, forward_batch, dense=self.use_mha)
+            if not self.use_mha:
+                metadata = self.prefill_attention.prepare(metadata)
+        self.forward_metadata = metadata
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Remember how large captured batches get; buffers are allocated when the first mode is captured."""
@@ -106,7 +119,8 @@ class NativeSparseAttnBackend(host.AttentionBackend):
 
     def get_indexer_metadata(self, layer_id: int, forward_batch: host.ForwardBatch) -> IndexerMetadata:
         """Called by every layer before it reads any metadata; in a capture, the first layer's call records the launch."""
-        self.captured.launch_at_first_layer(layer_id)
+        if self.captured.launch_at_first_layer(layer_id):
+            self.forward_metadata = self.decode_attention.prepare(self.forward_metadata)
         return IndexerMetadata(self.forward_metadata, self.topk, host.fuse_topk())
 
     # Attention
@@ -167,9 +181,10 @@ class NativeSparseAttnBackend(host.AttentionBackend):
             topk_indices = topk_slots(
                 topk_indices[: metadata.token_to_batch_idx.shape[0]], metadata.page_table_1, metadata.token_to_batch_idx
             )
-        return attention.forward(
-            sparse_inputs(q, q_rope, layer, pool.get_key_buffer(layer.layer_id), pad_topk_rows(topk_indices, rows), metadata)
-        )
+        kv_cache = pool.get_key_buffer(layer.layer_id)
+        if metadata.ragged_kv:
+            kv_cache = ragged_kv(kv_cache, metadata, k, k_rope)
+        return attention.forward(sparse_inputs(q, q_rope, layer, kv_cache, pad_topk_rows(topk_indices, rows), metadata))
 
     def log_start(self, draft_steps: int) -> None:
         """The one line that tells an operator that this backend serves."""

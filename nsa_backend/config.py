@@ -54,9 +54,15 @@ class BackendConfig:
                 deterministic=args.enable_deterministic_inference,
             ),
             decode_impl=args.nsa_decode_backend,
-            # With a bfloat16 KV cache, the only one served, SGLang's flashmla_auto means flashmla_sparse.
-            prefill_impl=args.nsa_prefill_backend.replace("flashmla_auto", "flashmla_sparse"),
+            prefill_impl=_prefill_impl(args.nsa_prefill_backend, runner.token_to_kv_pool.dtype),
             num_draft_tokens=args.speculative_num_draft_tokens or 0,
             table_width=runner.req_to_token_pool.req_to_token.shape[1],
             num_sms=host.deep_gemm_num_sms() if device.type == "cuda" else 0,
         )
+
+
+def _prefill_impl(name: str, kv_cache_dtype: torch.dtype) -> str:
+    """Resolve SGLang's `flashmla_auto` as SGLang does on Hopper."""
+    if name != "flashmla_auto":
+        return name
+    return "flashmla_kv" if kv_cache_dtype == torch.float8_e4m3fn else "flashmla_sparse"

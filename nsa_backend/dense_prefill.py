@@ -13,7 +13,9 @@ class DensePrefill:
     """SGLang's MHA_ONE_SHOT path: decompressed K and V of prefix and new tokens, FA3 with variable lengths."""
 
     def __init__(self, config: BackendConfig):
-        self._runs = config.attention.device_sm == 90 and config.attention.kv_cache_dtype == torch.bfloat16
+        # SGLang's model brings K and V in bfloat16 here, dequantised where the cache is FP8.
+        dtypes = (torch.bfloat16, torch.float8_e4m3fn)
+        self._runs = config.attention.device_sm == 90 and config.attention.kv_cache_dtype in dtypes
         self._attend = host.fa3_functions()[1] if self._runs else None
 
     def fits(self, batch: host.ForwardBatch) -> bool:

@@ -82,14 +82,16 @@ class CapturedMetadata:
         self._batches[mode, num_requests] = CapturedBatch(metadata, seq_lens, req_pool_indices)
         return metadata
 
-    def launch_at_first_layer(self, layer_id: int) -> None:
-        """Make the launch of the capture under way, once a forward."""
+    def launch_at_first_layer(self, layer_id: int) -> bool:
+        """Make the launch of the capture under way, once a forward; returns whether this call made it."""
         if self._launch is None:
-            return
+            return False
         if self._first_layer is None:
             self._first_layer = layer_id
-        if layer_id == self._first_layer:
-            self._launch()
+        if layer_id != self._first_layer:
+            return False
+        self._launch()
+        return True
 
     def forget_launch(self) -> None:
         """An eager forward or a replay follows: the captures are over."""

@@ -15,6 +15,7 @@ from sglang.srt.configs.model_config import get_nsa_index_topk, is_deepseek_nsa
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.nsa.dequant_k_cache import dequantize_k_cache_paged
 from sglang.srt.layers.attention.nsa.nsa_indexer import BaseIndexerMetadata
 from sglang.srt.layers.attention.nsa.utils import pad_nsa_cache_seqlens
 from sglang.srt.layers.attention.utils import concat_mla_absorb_q_general
@@ -41,6 +42,7 @@ __all__ = [
     "ServerArgs",
     "SpecInput",
     "concat_mla_absorb_q_general",
+    "dequantize_k_cache_paged",
     "get_attention_tp_size",
     "get_nsa_index_topk",
     "is_deepseek_nsa",

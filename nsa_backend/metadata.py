@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nsa_backend.attention.common import FlashMlaTiles
 from nsa_backend.buffers import MetadataBuffers
 from nsa_backend.plan import MetadataPlan
 
@@ -31,7 +32,10 @@ class NSAMetadata:
     indexer_k_start_end: tuple[torch.Tensor, torch.Tensor] | None = None  # extend only: int32 [rows] each
     indexer_seq_lens_cpu: torch.Tensor | None = None  # extend only: [requests], on the host
     indexer_seq_lens: torch.Tensor | None = None  # extend only: [requests]
-    topk_indices_offset: None = None  # ragged top-k belongs to fp8 KV; SGLang's indexer asks for the field
+    page_table_1_flattened: torch.Tensor | None = None  # prefill on FP8 KV with a prefix: int32 [sum of lengths], slots
+    ragged_kv: bool = False  # prefill on dequantised KV: page_table_1 counts its rows instead of slots
+    flashmla_tiles: FlashMlaTiles | None = None  # FlashMLA's own schedule, where flashmla_kv runs
+    topk_indices_offset: None = None  # SGLang's indexer asks for the field; ragged KV is told by `ragged_kv` here
 
 
 def step_metadata(plan: MetadataPlan, buffers: MetadataBuffers, step: int = 0) -> NSAMetadata:

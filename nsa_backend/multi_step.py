@@ -55,6 +55,7 @@ class NativeSparseAttnMultiStepBackend:
         buffers = eager_buffers(config, plan, forward_batch, num_sms=config.num_sms)
         write_batch(config, plan, buffers, self._first.req_to_token, forward_batch)
         self._hand_out(plan, buffers)
+        self._prepare()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the replay buffers of all steps for up to `max_bs` requests."""
@@ -101,10 +102,16 @@ class NativeSparseAttnMultiStepBackend:
         )
         if self._launch is not None:
             self._launch()
+            self._prepare()
 
     def _hand_out(self, plan: MetadataPlan, buffers: MetadataBuffers) -> None:
         for step, backend in enumerate(self.attn_backends):
             backend.forward_metadata = step_metadata(plan, buffers, step)
+
+    def _prepare(self) -> None:
+        """What the implementation needs for every step's own lengths, after the launch that writes them."""
+        for backend in self.attn_backends:
+            backend.forward_metadata = backend.decode_attention.prepare(backend.forward_metadata)
 
 
 def contiguous_by_step(out_cache_loc: torch.Tensor, num_requests: int, num_steps: int) -> torch.Tensor:

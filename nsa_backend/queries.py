@@ -34,6 +34,7 @@ def sparse_inputs(
         cu_seqlens_k=metadata.nsa_cu_seqlens_k,
         sm_scale=layer.scaling,
         logit_cap=layer.logit_cap,
+        flashmla_tiles=metadata.flashmla_tiles,
     )
 
 

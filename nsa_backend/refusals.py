@@ -9,8 +9,8 @@ from typing import Any
 from nsa_backend import host
 
 WAY_BACK = "or set NSA_BACKEND_DISABLE=1 to serve with SGLang's built-in nsa backend"
-DECODE_IMPLEMENTATIONS = ("fa3", "flashmla_sparse")
-PREFILL_IMPLEMENTATIONS = ("flashmla_sparse", "fa3", "flashmla_auto")
+DECODE_IMPLEMENTATIONS = ("fa3", "flashmla_sparse", "flashmla_kv")
+PREFILL_IMPLEMENTATIONS = ("flashmla_sparse", "flashmla_kv", "fa3", "flashmla_auto")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,12 @@ def _off(value: Any) -> bool:
 
 RULES = (
     Rule("device", "--device", _one_of("cuda"), "use an NVIDIA GPU"),
-    Rule("kv_cache_dtype", "--kv-cache-dtype", _one_of("auto", "bfloat16", "bf16"), "pass --kv-cache-dtype bfloat16"),
+    Rule(
+        "kv_cache_dtype",
+        "--kv-cache-dtype",
+        _one_of("auto", "bfloat16", "bf16", "fp8_e4m3"),
+        "pass --kv-cache-dtype bfloat16 or fp8_e4m3",
+    ),
     Rule("page_size", "--page-size", _one_of(64), "pass --page-size 64"),
     Rule(
         "nsa_decode_backend",

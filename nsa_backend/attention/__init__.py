@@ -9,6 +9,7 @@ from nsa_backend.attention.common import AttentionConfig, SparseAttention
 IMPLEMENTATIONS = {
     "fa3": "nsa_backend.attention.fa3",
     "flashmla_sparse": "nsa_backend.attention.flashmla_sparse",
+    "flashmla_kv": "nsa_backend.attention.flashmla_kv",
     "torch": "nsa_backend.attention.torch_reference",
 }
 """Name to module. A module has `supports(config) -> reason or None` and `build(config) -> SparseAttention`."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from nsa_backend import host
+
+if TYPE_CHECKING:
+    from nsa_backend.metadata import NSAMetadata
 
 
 @dataclass(frozen=True)
@@ -17,6 +22,15 @@ class AttentionConfig:
     kv_cache_dtype: torch.dtype
     index_topk: int
     deterministic: bool = False
+    prefill: bool = False  # whether the implementation is to run prefill; decode, target_verify and draft_extend otherwise
+
+
+@dataclass(frozen=True)
+class FlashMlaTiles:
+    """FlashMLA's own schedule of one forward."""
+
+    tile_scheduler_metadata: torch.Tensor  # int32 [num_sm_parts, 8]
+    num_splits: torch.Tensor  # int32 [rows + 1]
 
 
 @dataclass(frozen=True)
@@ -32,10 +46,18 @@ class SparseInputs:
     cu_seqlens_k: torch.Tensor  # int32 [rows + 1], exclusive prefix sum of cache_seqlens
     sm_scale: float
     logit_cap: float
+    flashmla_tiles: FlashMlaTiles | None = None
 
 
 class SparseAttention(Protocol):
     """An implementation, ready to run."""
+
+    def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
+        """Add what the kernel needs for these rows beyond the metadata launch; called after it, once a forward.
+
+        Runs inside the capture where one is under way, so it may launch and allocate but not synchronise.
+        """
+        ...
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         """Attend; returns [rows, heads, v_head_dim] in the dtype of `q_nope`.
@@ -43,3 +65,22 @@ class SparseAttention(Protocol):
         A row whose top-k is all -1 (a padding row) yields finite values that nobody reads.
         """
         ...
+
+
+class NothingToPrepare:
+    """For implementations that need nothing beyond the metadata launch."""
+
+    def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
+        """Returns `metadata` as it is."""
+        return metadata
+
+
+def joined_query(q_nope: torch.Tensor, q_rope: torch.Tensor, padded_heads: int) -> torch.Tensor:
+    """[rows, padded_heads, latent + rope]; the added heads are zero. `padded_heads` is at least the number of heads."""
+    rows, heads, latent_dim = q_nope.shape
+    if padded_heads == heads:
+        return host.concat_mla_absorb_q_general(q_nope, q_rope)
+    q = q_nope.new_zeros(rows, padded_heads, latent_dim + q_rope.shape[-1])
+    q[:, :heads, :latent_dim] = q_nope
+    q[:, :heads, latent_dim:] = q_rope
+    return q

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig, SparseInputs
+from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs
 
 
 def supports(config: AttentionConfig) -> str | None:
@@ -21,7 +21,7 @@ def build(config: AttentionConfig) -> Fa3:
     return Fa3(config)
 
 
-class Fa3:
+class Fa3(NothingToPrepare):
     """One query row is one sequence of FA3 with page size 1; its page table is the row of top-k slots."""
 
     def __init__(self, config: AttentionConfig):

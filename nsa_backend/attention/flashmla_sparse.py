@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig, SparseInputs
+from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs, joined_query
 
 HEADS_MULTIPLE = 64
 """Query heads come in blocks of 64 on Hopper."""
@@ -15,6 +14,8 @@ def supports(config: AttentionConfig) -> str | None:
     """Why flashmla_sparse cannot run, or None."""
     if config.device_sm != 90:
         return "nsa_backend runs FlashMLA on Hopper (SM90) alone so far"
+    if config.kv_cache_dtype == torch.float8_e4m3fn and config.prefill:
+        return None  # on pages dequantised once a layer
     if config.kv_cache_dtype != torch.bfloat16:
         return f"it reads a bfloat16 KV cache and this one is {config.kv_cache_dtype}"
     return None
@@ -24,7 +25,7 @@ def build(config: AttentionConfig) -> FlashMlaSparse:
     return FlashMlaSparse()
 
 
-class FlashMlaSparse:
+class FlashMlaSparse(NothingToPrepare):
     """Pads the query heads to a multiple of 64 and trims the output; slots of -1 are skipped by the kernel."""
 
     def __init__(self) -> None:
@@ -35,22 +36,10 @@ class FlashMlaSparse:
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         heads, latent_dim = inputs.q_nope.shape[1:]
         out, _, _ = self._attend(
-            q=_joined_query(inputs.q_nope, inputs.q_rope),
+            q=joined_query(inputs.q_nope, inputs.q_rope, -(-heads // HEADS_MULTIPLE) * HEADS_MULTIPLE),
             kv=inputs.kv_cache,
             indices=inputs.topk_slots.unsqueeze(1),
             sm_scale=inputs.sm_scale,
             d_v=latent_dim,
         )
         return out[:, :heads]
-
-
-def _joined_query(q_nope: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
-    """[rows, heads rounded up to 64, latent + rope]; the added heads are zero."""
-    rows, heads, latent_dim = q_nope.shape
-    padded = -(-heads // HEADS_MULTIPLE) * HEADS_MULTIPLE
-    if padded == heads:
-        return host.concat_mla_absorb_q_general(q_nope, q_rope)
-    q = q_nope.new_zeros(rows, padded, latent_dim + q_rope.shape[-1])
-    q[:, :heads, :latent_dim] = q_nope
-    q[:, :heads, latent_dim:] = q_rope
-    return q

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend.attention.common import AttentionConfig, SparseInputs
+from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs
 
 
 def supports(config: AttentionConfig) -> str | None:
@@ -18,7 +18,7 @@ def build(config: AttentionConfig) -> TorchSparseAttention:
     return TorchSparseAttention()
 
 
-class TorchSparseAttention:
+class TorchSparseAttention(NothingToPrepare):
     """softmax(sm_scale * (q_nope . latent + q_rope . rope)) @ latent over the slots of each row."""
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:

@@ -1,28 +1,40 @@
-"""Print the two best next tokens of each prompt, with log-probabilities, from one forward without speculation.
+"""The eight best next tokens of each prompt, with log-probabilities, from one forward without speculation.
 
-python tests/e2e/next_token.py CHECKPOINT PROMPTS.json OUT.json
+    python tests/e2e/next_token.py CHECKPOINT CASE PROMPTS.json OUT.json [--port 39000]
+
+Runs SGLang's built-in backend with the KV cache and the implementations of CASE.
 """
 
+import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from run_case import engine_arguments
-from workloads import Case
+from workloads import CASES
 
 
 def main() -> None:
-    checkpoint, prompts, out = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint")
+    parser.add_argument("case", choices=[case.name for case in CASES])
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--port", type=int, default=39000)
+    args = parser.parse_args()
+    case = next(c for c in CASES if c.name == args.case)
+    case = replace(case, steps=0, engine=case.engine | {"disable_cuda_graph": True})
     import sglang
 
-    engine = sglang.Engine(**engine_arguments(Case("judge", 0, (), engine={"disable_cuda_graph": True}), checkpoint, 39000))
+    engine = sglang.Engine(**engine_arguments(case, args.checkpoint, args.port))
     sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
     best = []
-    for prompt in json.loads(Path(prompts).read_text()):
-        answer = engine.generate(input_ids=prompt, sampling_params=sampling, return_logprob=True, top_logprobs_num=2)
+    for prompt in json.loads(args.prompts.read_text()):
+        answer = engine.generate(input_ids=prompt, sampling_params=sampling, return_logprob=True, top_logprobs_num=8)
         best.append([[value, token] for value, token, _ in answer["meta_info"]["output_top_logprobs"][0]])
-    Path(out).write_text(json.dumps(best))
+    args.out.write_text(json.dumps(best))
     engine.shutdown()
 
 

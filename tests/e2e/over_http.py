@@ -18,7 +18,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 import faithful_checkpoint
 from common import environment
 from run_case import accept_length
-from workloads import NEW_TOKENS, WORKLOADS
+from workloads import WORKLOADS, new_tokens
 
 
 def command(checkpoint: Path, port: int) -> list[str]:
@@ -66,7 +66,7 @@ def main() -> int:
         try:
             wait_until_ready(args.port, server)
             ready = time.time() - started
-            sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+            sampling = {"temperature": 0, "max_new_tokens": new_tokens(3), "ignore_eos": True}
             answers = post(args.port, {"input_ids": WORKLOADS["8x300"]()[0], "sampling_params": sampling})
         finally:
             server.terminate()

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from workloads import CASES, NEW_TOKENS, WORKLOADS, Case
+from workloads import CASES, WORKLOADS, Case, new_tokens
 
 
 def engine_arguments(case: Case, checkpoint: str, port: int) -> dict:
@@ -50,7 +50,7 @@ def accept_length(histogram: list[int]) -> float:
 
 
 def run(engine, case: Case) -> dict:
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens(case.steps), "ignore_eos": True}
     out = {}
     for name in case.workloads:
         answers = [a for wave in WORKLOADS[name]() for a in engine.generate(input_ids=wave, sampling_params=sampling)]
@@ -72,7 +72,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=30000)
     args = parser.parse_args()
     case = next(c for c in CASES if c.name == args.case)
-    os.environ.update(case.environment)
+    builtin = os.environ.get("NSA_BACKEND_DISABLE") == "1"
+    os.environ.update(case.builtin_environment if builtin and case.builtin_environment is not None else case.environment)
     import sglang
 
     engine = sglang.Engine(**engine_arguments(case, args.checkpoint, args.port))

@@ -58,3 +58,42 @@ def test_against_float32(name, heads, rows):
     assert out[real].isfinite().all()
     error = (out[real] - want).norm() / want.norm()
     assert error < RELATIVE_ERROR, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("heads", [8, 16, 64, 128])
+@pytest.mark.parametrize("rows", [1, 2, 7, 33])
+def test_flashmla_kv_on_fp8_pages(heads, rows):
+    """Against float32 on the values that the FP8 cache holds; unchosen tokens are NaN in scale and RoPE."""
+    from dataclasses import replace
+    from types import SimpleNamespace
+
+    from sglang.srt.layers.attention.nsa.dequant_k_cache import dequantize_k_cache_paged
+    from sglang.srt.layers.attention.nsa.quant_k_cache import quantize_k_cache_separate
+
+    from nsa_backend.attention.common import AttentionConfig
+    from nsa_backend.attention.flashmla_kv import FlashMlaKv
+    from nsa_backend.attention.torch_reference import TorchSparseAttention
+
+    inputs = sparse_case(rows, heads)
+    slots = inputs.kv_cache.shape[0]
+    used = inputs.topk_slots[inputs.topk_slots >= 0].unique().long()
+    packed = torch.full((slots, 1, 656), 0x7F, dtype=torch.uint8, device="cuda")  # NaN in fp8, bfloat16 and float32 alike
+    nope, rope = quantize_k_cache_separate(inputs.kv_cache[used, :, :LATENT].contiguous(), inputs.kv_cache[used, :, LATENT:])
+    packed[used] = torch.cat([nope.view(torch.uint8), rope.view(torch.uint8)], dim=-1)
+    fp8 = packed.view(torch.float8_e4m3fn)
+    config = AttentionConfig(device_sm=90, num_heads=heads, kv_cache_dtype=torch.float8_e4m3fn, index_topk=TOPK)
+    attention = FlashMlaKv(config)
+    tiles = attention._schedule(
+        cache_seqlens=inputs.cache_seqlens, num_q_tokens_per_head_k=attention._padded_heads, num_heads_k=1,
+        num_heads_q=attention._padded_heads, is_fp8_kvcache=True, topk=TOPK,
+    )  # fmt: skip
+    tiles = SimpleNamespace(tile_scheduler_metadata=tiles[0], num_splits=tiles[1])
+    out = attention.forward(replace(inputs, kv_cache=fp8, flashmla_tiles=tiles)).float()
+    real = slice(1, None) if rows > 1 else slice(None)
+    bf16 = torch.zeros_like(inputs.kv_cache)
+    bf16[used] = dequantize_k_cache_paged(fp8, used.int())
+    want = TorchSparseAttention().forward(replace(inputs, kv_cache=bf16)).float()[real]
+    assert out.shape == (rows, heads, LATENT)
+    assert out[real].isfinite().all()
+    error = (out[real] - want).norm() / want.norm()
+    assert error < RELATIVE_ERROR, f"relative error {error:.2e}"

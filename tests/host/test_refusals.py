@@ -25,20 +25,21 @@ def test_a_default_server_is_served():
     assert refusals(server_args()) == []
     spec = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_num_steps": 3}
     assert refusals(server_args(**spec)) == []
+    fp8 = {"kv_cache_dtype": "fp8_e4m3", "nsa_decode_backend": "flashmla_kv", "nsa_prefill_backend": "flashmla_auto"}
+    assert refusals(server_args(**fp8)) == []
 
 
 @pytest.mark.parametrize(
     ("change", "option"),
     [
         ({"device": "cpu"}, "--device cpu"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
         ({"page_size": 1}, "--page-size 1"),
         ({"nsa_decode_backend": "tilelang"}, "--nsa-decode-backend tilelang"),
         ({"nsa_decode_backend": "aiter"}, "--nsa-decode-backend aiter"),
         ({"nsa_decode_backend": "trtllm"}, "--nsa-decode-backend trtllm"),
-        ({"nsa_decode_backend": "flashmla_kv"}, "--nsa-decode-backend flashmla_kv"),
         ({"nsa_prefill_backend": "tilelang"}, "--nsa-prefill-backend tilelang"),
-        ({"nsa_prefill_backend": "flashmla_kv"}, "--nsa-prefill-backend flashmla_kv"),
+        ({"nsa_prefill_backend": "trtllm"}, "--nsa-prefill-backend trtllm"),
         ({"enable_nsa_prefill_context_parallel": True}, "--enable-nsa-prefill-context-parallel"),
         ({"enable_hisparse": True}, "--enable-hisparse"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
@@ -103,6 +104,9 @@ def test_topk_that_sgl_kernel_cannot_select(make_runner):
         ("fa3", {"kv_cache_dtype": torch.float8_e4m3fn}, "reads a bfloat16 KV cache and this one is torch.float8_e4m3fn"),
         ("flashmla_sparse", {"device_sm": 100}, r"Hopper \(SM90\) alone"),
         ("flashmla_sparse", {"kv_cache_dtype": torch.float8_e4m3fn}, "reads a bfloat16 KV cache"),
+        ("flashmla_kv", {}, "reads an fp8_e4m3 KV cache and this one is torch.bfloat16: pass --kv-cache-dtype fp8_e4m3"),
+        ("flashmla_kv", {"device_sm": 100, "kv_cache_dtype": torch.float8_e4m3fn}, r"Hopper \(SM90\) alone"),
+        ("flashmla_kv", {"num_heads": 192, "kv_cache_dtype": torch.float8_e4m3fn}, "at most 128 query heads a rank"),
         ("torch", {}, "reference for machines without a GPU"),
         ("tilelang", {}, "no such implementation"),
     ],

@@ -101,8 +101,15 @@ def test_fa3_calls():
 
 def test_sgl_kernel_calls():
     from sgl_kernel import fast_topk_transform_fused, fast_topk_v2
-    from sgl_kernel.flash_mla import flash_mla_sparse_fwd
+    from sgl_kernel.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
+    inspect.signature(get_mla_metadata).bind(
+        cache_seqlens=X, num_q_tokens_per_head_k=64, num_heads_k=1, num_heads_q=64, is_fp8_kvcache=True, topk=2048
+    )
+    inspect.signature(flash_mla_with_kvcache).bind(
+        q=X, k_cache=X, cache_seqlens=X, head_dim_v=512, tile_scheduler_metadata=X, num_splits=X, softmax_scale=1.0, indices=X,
+        block_table=X, is_fp8_kvcache=True,
+    )  # fmt: skip
     inspect.signature(flash_mla_sparse_fwd).bind(q=X, kv=X, indices=X, sm_scale=1.0, d_v=512)
     inspect.signature(fast_topk_v2).bind(X, X, 2048, row_starts=None)
     inspect.signature(fast_topk_transform_fused).bind(
@@ -118,6 +125,7 @@ def test_pool_and_runner_calls():
     inspect.signature(NSATokenToKVPool.get_key_buffer).bind(X, 0)
     inspect.signature(EAGLEDraftExtendCudaGraphRunner.__init__).bind(X, X)
     inspect.signature(host.pad_nsa_cache_seqlens).bind(X, X)
+    inspect.signature(host.dequantize_k_cache_paged).bind(X, X)
     inspect.signature(host.concat_mla_absorb_q_general).bind(X, X)
     inspect.signature(host.ForwardBatch.get_max_chunk_capacity).bind(X)
 

@@ -113,7 +113,7 @@ def test_attention_against_a_loop_with_poison(rows, heads, topk, seed):
 
 def test_queries_are_split_the_same_way_joined_or_not():
     layer = SimpleNamespace(tp_q_head_num=2, v_head_dim=4, head_dim=6, scaling=0.5, logit_cap=0.0)
-    metadata = SimpleNamespace(nsa_cache_seqlens_int32=None, nsa_cu_seqlens_q=None, nsa_cu_seqlens_k=None)
+    metadata = SimpleNamespace(nsa_cache_seqlens_int32=None, nsa_cu_seqlens_q=None, nsa_cu_seqlens_k=None, flashmla_tiles=None)
     joined = torch.randn(3, 2, 6)
     split = joined[..., :4].reshape(3, 8), joined[..., 4:].reshape(3, 4)
     for q, q_rope in ((joined.view(3, 12), None), split):

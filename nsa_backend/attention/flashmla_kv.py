@@ -1,0 +1,72 @@
+"""FlashMLA's decode kernel on FP8 KV: 512 fp8_e4m3 latents, four float32 scales and 64 bfloat16 RoPE values a token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from nsa_backend.attention.common import AttentionConfig, FlashMlaTiles, SparseInputs, joined_query
+from nsa_backend.metadata import NSAMetadata
+from nsa_backend.plan import PAGE_SIZE
+
+HEAD_COUNTS = (64, 128)
+"""Query-head counts the kernel is built for; fewer heads are padded to the next one."""
+
+
+def supports(config: AttentionConfig) -> str | None:
+    """Why flashmla_kv cannot run, or None."""
+    if config.device_sm != 90:
+        return "nsa_backend runs FlashMLA on Hopper (SM90) alone so far"
+    if config.kv_cache_dtype != torch.float8_e4m3fn:
+        return f"it reads an fp8_e4m3 KV cache and this one is {config.kv_cache_dtype}: pass --kv-cache-dtype fp8_e4m3"
+    if config.num_heads > HEAD_COUNTS[-1]:
+        return f"it takes at most {HEAD_COUNTS[-1]} query heads a rank and this model has {config.num_heads}: raise --tp-size"
+    return None
+
+
+def build(config: AttentionConfig) -> FlashMlaKv:
+    return FlashMlaKv(config)
+
+
+class FlashMlaKv:
+    """Needs a tile schedule of its own for every metadata launch: which SM works on which part of which row."""
+
+    def __init__(self, config: AttentionConfig):
+        from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+        self._attend, self._schedule = flash_mla_with_kvcache, get_mla_metadata
+        self._index_topk = config.index_topk
+        self._padded_heads = next(count for count in HEAD_COUNTS if config.num_heads <= count)
+
+    def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
+        """Schedule the rows that the metadata launch has just measured; one FlashMLA launch, capturable.
+
+        In a capture the tensors come from the graph's memory, so every replay refreshes them in place.
+        """
+        tiles, num_splits = self._schedule(
+            cache_seqlens=metadata.nsa_cache_seqlens_int32,
+            num_q_tokens_per_head_k=self._padded_heads,
+            num_heads_k=1,
+            num_heads_q=self._padded_heads,
+            is_fp8_kvcache=True,
+            topk=self._index_topk,
+        )
+        return replace(metadata, flashmla_tiles=FlashMlaTiles(tiles, num_splits))
+
+    def forward(self, inputs: SparseInputs) -> torch.Tensor:
+        rows, heads, latent_dim = inputs.q_nope.shape
+        out, _ = self._attend(
+            q=joined_query(inputs.q_nope, inputs.q_rope, self._padded_heads).unsqueeze(1),
+            k_cache=inputs.kv_cache.view(-1, PAGE_SIZE, 1, inputs.kv_cache.shape[-1]),
+            cache_seqlens=inputs.cache_seqlens,
+            head_dim_v=latent_dim,
+            tile_scheduler_metadata=inputs.flashmla_tiles.tile_scheduler_metadata,
+            num_splits=inputs.flashmla_tiles.num_splits,
+            softmax_scale=inputs.sm_scale,
+            indices=inputs.topk_slots.unsqueeze(1),
+            # Sparse attention does not read it, but the binding wants a tensor.
+            block_table=inputs.topk_slots.new_empty(rows, 0),
+            is_fp8_kvcache=True,
+        )
+        return out[:, 0, :heads]

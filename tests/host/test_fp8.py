@@ -1,0 +1,123 @@
+"""FP8 KV: the prefill metadata that dequantising needs, and the schedule that flashmla_kv asks for after every launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nsa_backend import fp8_prefill
+from nsa_backend.host import ForwardBatch, ForwardMode
+from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
+from nsa_backend.registration import create_backend
+
+
+def prefill_batch(runner, prefix: list[int], new: list[int]) -> ForwardBatch:
+    lengths = torch.tensor([a + b for a, b in zip(prefix, new, strict=True)])
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=len(new),
+        input_ids=None,
+        req_pool_indices=torch.arange(len(new)) * 3 + 1,
+        seq_lens=lengths,
+        seq_lens_cpu=lengths.clone(),
+        seq_lens_sum=int(lengths.sum()),
+        out_cache_loc=None,
+        extend_seq_lens=torch.tensor(new),
+        extend_seq_lens_cpu=new,
+        extend_prefix_lens_cpu=prefix,
+    )
+
+
+def fp8_metadata(make_runner, prefix, new, *, impl="flashmla_sparse", dense=False):
+    runner = make_runner()
+    backend = create_backend(runner)
+    batch = prefill_batch(runner, prefix, new)
+    backend.init_forward_metadata(batch)
+    config = replace(backend.config, prefill_impl=impl)
+    return backend.forward_metadata, fp8_prefill.fp8_prefill_metadata(config, backend.forward_metadata, batch, dense=dense)
+
+
+def test_slots_of_all_tokens_in_ragged_order(make_runner):
+    plain, metadata = fp8_metadata(make_runner, [70, 0, 5], [3, 130, 1], impl="flashmla_kv")
+    want = torch.cat([plain.page_table_1[r, :n] for r, n in enumerate((73, 130, 6))])
+    assert torch.equal(metadata.page_table_1_flattened, want)
+    assert torch.equal(metadata.page_table_1, plain.page_table_1)
+    assert not metadata.ragged_kv
+
+
+def test_ragged_rows_stand_for_the_same_tokens(make_runner):
+    """Row t of the dequantised KV holds the token whose slot is page_table_1_flattened[t]."""
+    plain, metadata = fp8_metadata(make_runner, [70, 0, 5], [3, 130, 1])
+    assert metadata.ragged_kv
+    for request, length in enumerate((73, 130, 6)):
+        rows = metadata.page_table_1[request, :length].long()
+        assert torch.equal(metadata.page_table_1_flattened[rows], plain.page_table_1[request, :length])
+
+
+def test_without_a_prefix_nothing_is_dequantised(make_runner):
+    _, metadata = fp8_metadata(make_runner, [0, 0], [4, 9])
+    assert metadata.page_table_1_flattened is None
+    k, k_rope = torch.randn(13, 1, 8), torch.randn(13, 1, 4)
+    kv = fp8_prefill.ragged_kv(None, metadata, k, k_rope)
+    assert torch.equal(kv, torch.cat([k, k_rope], -1))
+    assert metadata.page_table_1[1, :9].tolist() == list(range(4, 13))
+
+
+def test_dense_prefill_keeps_its_page_table(make_runner):
+    plain, metadata = fp8_metadata(make_runner, [64, 1], [3, 3], dense=True)
+    assert torch.equal(metadata.page_table_1, plain.page_table_1)
+    assert metadata.page_table_1_flattened is not None
+
+
+class Recorder:
+    """Stands in for an implementation and keeps the row lengths it was asked to prepare for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def prepare(self, metadata):
+        self.asked.append(metadata.nsa_cache_seqlens_int32.tolist())
+        return replace(metadata, flashmla_tiles=len(self.asked))
+
+
+def test_every_draft_step_is_prepared_with_its_own_lengths(make_runner):
+    runner = make_runner(num_steps=4, index_topk=64)
+    multi_step = NativeSparseAttnMultiStepBackend(runner, 1, 4)
+    recorder = Recorder()
+    for backend in multi_step.attn_backends:
+        backend.decode_attention = recorder
+    batch = SimpleNamespace(
+        batch_size=2,
+        forward_mode=ForwardMode.DECODE,
+        seq_lens=torch.tensor([10, 62], dtype=torch.int32),
+        req_pool_indices=torch.tensor([1, 2]),
+        out_cache_loc=torch.arange(8),
+    )
+    multi_step.init_cuda_graph_state(2, 2)
+    multi_step.init_forward_metadata_capture_cuda_graph(batch)
+    for _ in range(2):  # a warm-up, then the capture
+        recorder.asked.clear()
+        multi_step.begin_draft_round(batch)
+        assert recorder.asked == [[11, 63], [12, 64], [13, 64]]
+    assert [b.forward_metadata.flashmla_tiles for b in multi_step.attn_backends] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_the_backend_is_prepared_after_its_launch(make_runner, captured):
+    backend = create_backend(make_runner(index_topk=64))
+    backend.decode_attention = recorder = Recorder()
+    lengths, slots = torch.tensor([5, 90]), torch.tensor([1, 2])
+    if captured:
+        backend.init_cuda_graph_state(2, 2)
+        backend.init_forward_metadata_capture_cuda_graph(2, 2, slots, lengths, None, ForwardMode.DECODE, None)
+        assert recorder.asked == []
+        for layer in (0, 1):
+            assert backend.get_indexer_metadata(layer, None).attn_metadata.flashmla_tiles == 1
+    else:
+        batch = prefill_batch(None, [0, 0], [5, 90])
+        batch.forward_mode, batch.req_pool_indices = ForwardMode.DECODE, slots
+        backend.init_forward_metadata(batch)
+    assert recorder.asked == [[5, 64]]
