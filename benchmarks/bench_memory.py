@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import environment, fake_runner, forward_modes, print_table, start_host
+from bench_common import environment, fake_runner, forward_modes, print_table, start_host
 
 SIZES, CONTEXT, NUM_STEPS, NUM_DRAFT_TOKENS = (1, 2, 4, 8, 16, 32, 64), 163_840, 4, 4
 

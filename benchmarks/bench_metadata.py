@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import environment, fake_runner, forward_modes, kernel_us, print_table, start_host
+from bench_common import captured_graph, environment, fake_runner, forward_modes, kernel_us, print_table, start_host
 
 HBM_BYTES_PER_US = 4.3e6  # device copies on an H200, read and written bytes together
 LAUNCH_US = 1.3
@@ -39,54 +39,20 @@ def static_batch(bs: int, length: int, num_steps: int) -> SimpleNamespace:
     )
 
 
-class Ours:
-    """One mode of this package: a graph that contains the launch, and the call SGLang makes before it."""
+class Side:
+    """One mode of one package: `call` is what SGLang calls before a replay, `device` what then runs on the GPU."""
 
-    def __init__(self, runner, mode: str, batch: SimpleNamespace, num_steps: int):
-        from nsa_backend.backend import NativeSparseAttnBackend
-        from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
-
+    def __init__(self, classes, runner, mode: str, batch: SimpleNamespace, num_steps: int):
+        backend_class, multi_step_class, launch_of = classes
         bs, rows = batch.batch_size, batch.batch_size * (num_steps + 1)
         if mode == "draft_decode":
-            self.backend = NativeSparseAttnMultiStepBackend(runner, 1, num_steps)
-            self.backend.init_cuda_graph_state(bs, bs)
-            self.backend.init_forward_metadata_capture_cuda_graph(batch)
-            launch = self.backend._launch
-            self.call = lambda: self.backend.init_forward_metadata_replay_cuda_graph(batch, bs)
-        else:
-            forward_mode = forward_modes()[mode]
-            self.backend = NativeSparseAttnBackend(runner)
-            self.backend.init_cuda_graph_state(bs, rows)
-            self.backend.init_forward_metadata_capture_cuda_graph(
-                bs, rows, batch.req_pool_indices, batch.seq_lens, None, forward_mode, batch.spec_info
-            )
-            launch = self.backend.captured._launch
-            self.call = lambda: self.backend.init_forward_metadata_replay_cuda_graph(
-                bs, batch.req_pool_indices, batch.seq_lens, 0, None, forward_mode, batch.spec_info, batch.seq_lens_cpu
-            )
-        launch()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            launch()
-        self.device = graph.replay
-
-
-class Builtin:
-    """SGLang's own: everything happens in the call."""
-
-    def __init__(self, runner, mode: str, batch: SimpleNamespace, num_steps: int):
-        from sglang.srt.layers.attention.nsa_backend import NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend
-
-        bs, rows = batch.batch_size, batch.batch_size * (num_steps + 1)
-        if mode == "draft_decode":
-            self.backend = NativeSparseAttnMultiStepBackend(runner, 1, num_steps)
+            self.backend = multi_step_class(runner, 1, num_steps)
             self.backend.init_cuda_graph_state(bs, bs)
             self.backend.init_forward_metadata_capture_cuda_graph(batch)
             self.call = lambda: self.backend.init_forward_metadata_replay_cuda_graph(batch, bs)
         else:
             forward_mode = forward_modes()[mode]
-            self.backend = NativeSparseAttnBackend(runner)
+            self.backend = backend_class(runner)
             self.backend.init_cuda_graph_state(bs, rows)
             self.backend.init_forward_metadata_capture_cuda_graph(
                 bs, rows, batch.req_pool_indices, batch.seq_lens, None, forward_mode, batch.spec_info
@@ -94,7 +60,24 @@ class Builtin:
             self.call = lambda: self.backend.init_forward_metadata_replay_cuda_graph(
                 bs, batch.req_pool_indices, batch.seq_lens, 0, None, forward_mode, batch.spec_info, batch.seq_lens_cpu
             )
-        self.device = self.call
+        launch = launch_of(self.backend)
+        self.device = captured_graph(launch).replay if launch else self.call
+
+
+def sides() -> dict[str, tuple]:
+    """Backend class, multi-step class, and the launch that our graphs record; SGLang's work all happens in the call."""
+    from sglang.srt.layers.attention import nsa_backend as builtin
+
+    from nsa_backend.backend import NativeSparseAttnBackend
+    from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
+
+    def recorded(backend):
+        return backend._launch if isinstance(backend, NativeSparseAttnMultiStepBackend) else backend.captured._launch
+
+    return {
+        "ours": (NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend, recorded),
+        "builtin": (builtin.NativeSparseAttnBackend, builtin.NativeSparseAttnMultiStepBackend, lambda backend: None),
+    }
 
 
 def cpu_us(call, repeats: int) -> list[float]:
@@ -119,10 +102,10 @@ def measure(mode: str, bs: int, length: int, num_steps: int, rounds: int, repeat
     runner = fake_runner(num_steps=num_steps, context=max(length + 64, 8192), max_requests=bs + 1)
     req_to_token = runner.req_to_token_pool.req_to_token
     req_to_token.copy_(torch.randint(0, 2**20, req_to_token.shape, device="cuda"))
-    sides = {name: side(runner, mode, batch, num_steps) for name, side in (("ours", Ours), ("builtin", Builtin))}
-    samples = {name: {"cpu": [], "gpu": [], "launches": 0} for name in sides}
+    pair = {name: Side(classes, runner, mode, batch, num_steps) for name, classes in sides().items()}
+    samples = {name: {"cpu": [], "gpu": [], "launches": 0} for name in pair}
     for _ in range(rounds):
-        for name, side in sides.items():
+        for name, side in pair.items():
             samples[name]["cpu"] += cpu_us(side.call, repeats)
             gpu, samples[name]["launches"] = kernel_us(side.device, repeats)
             samples[name]["gpu"].append(gpu)

@@ -22,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import environment, print_table
+from bench_common import environment, print_table
 
 TOKENS, PROMPT = 256, 300
 BACKENDS = {"ours": "0", "builtin": "1"}

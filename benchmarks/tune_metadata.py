@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import environment, kernel_us, print_table
+from bench_common import captured_graph, environment, kernel_us, print_table
 
 from nsa_backend import plan as plans
 from nsa_backend.buffers import MetadataBuffers
@@ -44,15 +44,6 @@ def launcher(plan: plans.MetadataPlan, length: int, num_sms: int = 132):
     return launch
 
 
-def captured(launch) -> torch.cuda.CUDAGraph:
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    return graph
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -67,7 +58,7 @@ def main() -> None:
         launch, graphs = launcher(plan, length), {}
         for variant in itertools.product(WARPS, COLUMNS, ROWS, PROGRAMS):
             metadata.NUM_WARPS, metadata.COLUMN_BLOCK, metadata.ROW_BLOCK, metadata.TARGET_TABLE_PROGRAMS = variant
-            graphs[variant] = captured(launch)
+            graphs[variant] = captured_graph(launch)
         samples = {variant: [] for variant in graphs}
         for _ in range(3):
             for variant, graph in graphs.items():

@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 import faithful_checkpoint
-from common import environment
+from bench_common import environment
 from workloads import CASES, WORKLOADS
 
 BACKENDS = {"ours": "0", "builtin": "1"}
@@ -85,6 +85,9 @@ def judge_ties(checkpoint: Path, case, found: list[dict], logs: Path, port: int)
 def verdicts(case, ours: dict) -> list[str]:
     """Sentences about accept lengths below their floors."""
     bad = []
+    everyone = [accept for workload in case.workloads for accept in ours[workload]["accept"]]
+    if sum(everyone) / len(everyone) < case.floor_of_all * (case.steps + 1):
+        bad.append(f"{case.name}: mean of all requests {sum(everyone) / len(everyone):.3f} < {case.floor_of_all} of N + 1")
     for workload, floor in case.floors.items():
         if workload not in case.workloads:
             continue
@@ -108,6 +111,7 @@ def summary(case, results: dict[str, dict | None]) -> dict:
                 cell[backend] = {
                     "mean": round(sum(accept) / len(accept), 4),
                     "requests": accept,
+                    "histograms": result[workload]["histograms"],
                     "cached_tokens": result[workload]["cached_tokens"],
                 }
         row["workloads"][workload] = cell

@@ -10,11 +10,7 @@ VOCAB = 2048
 
 
 def new_tokens(steps: int) -> int:
-    """Tokens to generate: at most 128, and as many as whole rounds of N + 1 add up to after the first.
-
-    SGLang's accept histogram counts only the tokens that are kept of a last round that is cut off: with N = 8 and 128
-    tokens, a request whose every draft is right reads 8.47 of 9.
-    """
+    """Tokens to generate: at most 128, and as many as whole rounds of N + 1 add up to after the first."""
     return 1 + 127 // (steps + 1) * (steps + 1)
 
 
@@ -53,6 +49,7 @@ class Case:
     builtin_environment: dict[str, str] | None = None  # where the built-in backend fails with `environment`
     engine: dict = field(default_factory=dict)
     floors: dict[str, float] = field(default_factory=dict)  # mean accept length over N + 1
+    floor_of_all: float = 0.0  # least mean accept length of all requests of the case, over N + 1
     request_floors: dict[str, float] = field(default_factory=dict)  # the same for the worst request
 
 
@@ -69,9 +66,11 @@ CASES = [
         request_floors={"8x300": 3.75 / 4},
     ),
     Case("n3 flashmla_sparse", 3, STANDARD, decode="flashmla_sparse", floors=FLOORS, request_floors={"8x300": 3.75 / 4}),
-    Case("n2 fa3", 2, STANDARD, floors={"8x300": 0.95}),
-    Case("n5 fa3", 5, STANDARD, floors={"8x300": 0.95}),
-    Case("n8 fa3", 8, STANDARD, floors={"8x300": 0.95}),
+    # About one draft in a hundred is a tie in bfloat16 that target and draft round apart, as with dense MLA. It costs half a
+    # round, so the more steps, the more requests it takes to tell 0.95 of N + 1 from noise.
+    Case("n2 fa3", 2, STANDARD, floor_of_all=0.95),
+    Case("n5 fa3", 5, STANDARD, floor_of_all=0.95),
+    Case("n8 fa3", 8, (*STANDARD, "32x300"), floor_of_all=0.95),
     Case(
         "n3 spec v1",
         3,

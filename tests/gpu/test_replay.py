@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bench_common import captured_graph
 
 pytestmark = pytest.mark.gpu
 
@@ -58,7 +59,7 @@ def capture_mode(backend, mode: str, batch: SimpleNamespace):
     backend.init_forward_metadata_capture_cuda_graph(
         bs, rows, batch.req_pool_indices, batch.seq_lens, None, forward_mode, spec_info
     )
-    graph = record(lambda: backend.get_indexer_metadata(0, None))
+    graph = captured_graph(lambda: backend.get_indexer_metadata(0, None))
     plan = plan_for(forward_mode, bs, rows)
 
     def replay():
@@ -71,20 +72,11 @@ def capture_mode(backend, mode: str, batch: SimpleNamespace):
     return plan, replay
 
 
-def record(run) -> torch.cuda.CUDAGraph:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
 def capture_draft(multi_step, batch: SimpleNamespace):
     from nsa_backend.plan import plan_draft_decode
 
     multi_step.init_forward_metadata_capture_cuda_graph(batch)
-    graph = record(multi_step._launch)
+    graph = captured_graph(multi_step._launch)
     views = [b.forward_metadata for b in multi_step.attn_backends]
 
     def replay():

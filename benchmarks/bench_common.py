@@ -48,6 +48,16 @@ def forward_modes() -> dict:
     return {"target_verify": ForwardMode.TARGET_VERIFY, "draft_extend": ForwardMode.DRAFT_EXTEND}
 
 
+def captured_graph(launch) -> torch.cuda.CUDAGraph:
+    """A graph of one call of `launch`, which is warmed up first."""
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph
+
+
 def kernel_us(call, repeats: int) -> tuple[float, float]:
     """(kernel microseconds, kernel launches) of one call, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
@@ -62,7 +72,7 @@ def kernel_us(call, repeats: int) -> tuple[float, float]:
     return sum(e.device_time_total for e in events) / repeats, len(events) / repeats
 
 
-def fake_runner(*, num_steps: int, context: int, max_requests: int, heads: int = 64) -> SimpleNamespace:
+def fake_runner(*, num_steps: int, context: int, max_requests: int = 128, heads: int = 64) -> SimpleNamespace:
     """What both backends read from SGLang's ModelRunner, in DeepSeek-V3.2's shape."""
     width = context + 4 + num_steps + 1
     slots = torch.zeros(max_requests + 1, width, dtype=torch.int32, device="cuda")
