@@ -25,8 +25,9 @@ def main() -> int:
     import torch
     from rich.console import Console
 
-    from nsa_backend.demo.engine import Engine, SpeculativeDecoder, decode_plain
+    from nsa_backend.demo.engine import Engine, decode_plain
     from nsa_backend.demo.shared_length import SharedLengthMultiStepBackend
+    from nsa_backend.demo.speculative import SpeculativeDecoder
 
     console, started = Console(), time.perf_counter()
     generator = torch.Generator().manual_seed(1)

@@ -118,6 +118,63 @@ def summary(case, results: dict[str, dict | None]) -> dict:
     return row
 
 
+def run_engines(checkpoint: Path, cases: list, backends: list[str], jobs: int, logs: Path) -> dict:
+    """Every case with every backend; returns (result or None, log text) by (case name, backend)."""
+    items = [(i, case, backend) for i, (case, backend) in enumerate((c, b) for c in cases for b in backends)]
+
+    def job(item):
+        number, case, backend = item
+        if number:
+            time.sleep(3 * (number % jobs))  # engines measure free memory when they start
+        return launch(checkpoint, case, backend, logs, 30000 + 50 * number)
+
+    # The first start compiles kernels that all others load, so it runs alone.
+    done = [job(items[0])]
+    with ThreadPoolExecutor(jobs) as pool:
+        done += list(pool.map(job, items[1:]))
+    return {(case.name, backend): result for (_, case, backend), result in zip(items, done, strict=True)}
+
+
+def judge(checkpoint: Path, cases: list, results: dict, jobs: int, logs: Path) -> list[dict]:
+    """Where outputs part from the built-in backend's, and whether a tie explains it."""
+    parted = []
+    for case in cases:
+        ours, builtin = (results.get((case.name, b), (None, ""))[0] for b in BACKENDS)
+        if ours is not None and builtin is not None:
+            parted.append((case, differences(case, ours, builtin)))
+    asked = [(case, found) for case, found in parted if found]
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda i: judge_ties(checkpoint, *asked[i], logs, 40000 + 50 * i), range(len(asked))))
+    return [difference for _, found in parted for difference in found]
+
+
+def problems_of(cases: list, results: dict, found: list[dict]) -> list[str]:
+    """One sentence for everything that must not be."""
+    problems = []
+    for case in cases:
+        ours, log = results.get((case.name, "ours"), (None, ""))
+        if ours is not None:
+            problems += verdicts(case, ours)
+            if "is active" not in log:
+                problems.append(f"{case.name}: the log has no line that says the backend is active")
+    for d in found:
+        if not d["tie"]:
+            problems.append(f"{d['case']}, {d['workload']}: request {d['request']} differs at {d['position']}, no tie")
+    return problems
+
+
+def show(report: dict) -> None:
+    for row in report["rows"]:
+        for workload, cell in row["workloads"].items():
+            sides = " ".join(f"{b} {v['mean']} (worst {min(v['requests'])})" for b, v in cell.items())
+            print(f"{row['case']} | {workload} | {sides}")
+    ties = sum(d["tie"] for d in report["differences"])
+    print(f"{len(report['differences'])} of the outputs differ from the built-in backend's, {ties} of them at ties")
+    for failure in report["failures"]:
+        print("FAILED", failure["case"], failure["backend"], failure["log"][-1500:])
+    print("\n".join(report["problems"]) or "all floors met")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -130,67 +187,23 @@ def main() -> int:
     checkpoint = faithful_checkpoint.write(args.logs / "checkpoint")
     cases = [c for c in CASES if not args.cases or c.name in args.cases]
     started = time.time()
-
-    def job(item):
-        number, case, backend = item
-        if number >= 1:
-            time.sleep(3 * (number % args.jobs))  # engines measure free memory when they start
-        return launch(checkpoint, case, backend, args.logs, 30000 + 50 * number)
-
-    jobs = [(i, case, backend) for i, (case, backend) in enumerate((c, b) for c in cases for b in args.backends)]
-    # The first start compiles kernels that all others load, so it runs alone.
-    done = [job(jobs[0])]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        done += list(pool.map(job, jobs[1:]))
-
-    rows, failures, parted, problems = [], [], [], []
-    for case in cases:
-        results = {b: done[i] for i, c, b in jobs if c is case}
-        for backend, (result, log) in results.items():
-            if result is None:
-                failures.append({"case": case.name, "backend": backend, "log": log[-3000:]})
-            elif backend == "ours" and "is active" not in log:
-                problems.append(f"{case.name}: the log has no line that says the backend is active")
-        rows.append(summary(case, {b: r for b, (r, _) in results.items()}))
-        ours, builtin = (results.get(b, (None, ""))[0] for b in BACKENDS)
-        if ours is not None:
-            problems += verdicts(case, ours)
-        if ours is not None and builtin is not None:
-            parted.append((case, differences(case, ours, builtin)))
-    found = [d for _, differing in parted for d in differing]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        judges = [(c, d) for c, d in parted if d]
-        list(pool.map(lambda i: judge_ties(checkpoint, *judges[i], args.logs, 40000 + 50 * i), range(len(judges))))
-    problems += [
-        f"{d['case']}, {d['workload']}: request {d['request']} differs at {d['position']}, no tie"
-        for d in found
-        if not d["tie"]
-    ]
-    for difference in found:
-        difference["prompt"] = f"{len(difference['prompt'])} tokens"
+    results = run_engines(checkpoint, cases, args.backends, args.jobs, args.logs)
+    found = judge(checkpoint, cases, results, args.jobs, args.logs)
     report = {
         "environment": environment(),
-        "rows": rows,
-        "differences": found,
-        "failures": failures,
-        "problems": problems,
+        "rows": [summary(c, {b: results[c.name, b][0] for b in args.backends}) for c in cases],
+        "differences": [d | {"prompt": f"{len(d['prompt'])} tokens"} for d in found],
+        "failures": [
+            {"case": name, "backend": backend, "log": log[-3000:]}
+            for (name, backend), (result, log) in results.items()
+            if result is None
+        ],
+        "problems": problems_of(cases, results, found),
         "seconds": time.time() - started,
     }
     args.out.write_text(json.dumps(report, indent=1))
-    for row in rows:
-        for workload, cell in row["workloads"].items():
-            print(
-                row["case"],
-                "|",
-                workload,
-                "|",
-                " ".join(f"{b} {v['mean']} (worst {min(v['requests'])})" for b, v in cell.items()),
-            )
-    print(f"{len(found)} of the outputs differ from the built-in backend's, {sum(d['tie'] for d in found)} of them at ties")
-    for failure in failures:
-        print("FAILED", failure["case"], failure["backend"], failure["log"][-1500:])
-    print("\n".join(problems) or "all floors met")
-    return 1 if failures or problems else 0
+    show(report)
+    return 1 if report["failures"] or report["problems"] else 0
 
 
 if __name__ == "__main__":
