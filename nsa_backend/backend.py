@@ -125,11 +125,29 @@ class NativeSparseAttnBackend(host.AttentionBackend):
 
     # Attention
 
-    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **mla_args) -> torch.Tensor:
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: host.RadixAttention,
+        forward_batch: host.ForwardBatch,
+        save_kv_cache: bool = True,
+        **mla_args: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Write the new tokens' KV and attend with the decode implementation; see `_forward_sparse`."""
         return self._forward_sparse(self.decode_attention, q, k, layer, forward_batch, save_kv_cache, **mla_args)
 
-    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **mla_args) -> torch.Tensor:
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: host.RadixAttention,
+        forward_batch: host.ForwardBatch,
+        save_kv_cache: bool = True,
+        **mla_args: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Dense prefill for short contexts, else sparse: target_verify and draft_extend use the decode implementation."""
         mode = forward_batch.forward_mode
         if mode.is_target_verify() or mode.is_draft_extend(include_v2=True):

@@ -28,7 +28,7 @@ def eager_metadata(config: BackendConfig, req_to_token: torch.Tensor, batch: hos
             seq_lens=batch.seq_lens,
             seq_lens_cpu=batch.seq_lens_cpu,
             extend_seq_lens=batch.extend_seq_lens,
-            extend_seq_lens_cpu=list(batch.extend_seq_lens_cpu),
+            extend_seq_lens_cpu=extend_lens_on_host(batch),
             index_topk=config.attention.index_topk,
         )
     else:
@@ -43,13 +43,18 @@ def _paged_metadata(config: BackendConfig, req_to_token: torch.Tensor, batch: ho
     if mode.is_target_verify():
         rows = requests * config.num_draft_tokens
     elif mode.is_draft_extend(include_v2=True):
-        rows = sum(batch.extend_seq_lens_cpu)
+        rows = sum(extend_lens_on_host(batch))
     else:
         rows = requests
     plan = plan_for(mode, requests, rows)
     buffers = eager_buffers(config, plan, batch, num_sms=config.num_sms)
     write_batch(config, plan, buffers, req_to_token, batch)
     return step_metadata(plan, buffers)
+
+
+def extend_lens_on_host(batch: host.ForwardBatch) -> list[int]:
+    """New tokens of each request; SGLang brings a CPU tensor instead of a list where it padded a DP-attention batch."""
+    return [int(length) for length in batch.extend_seq_lens_cpu]
 
 
 def eager_buffers(config: BackendConfig, plan: MetadataPlan, batch: host.ForwardBatch, *, num_sms: int) -> MetadataBuffers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.configs.model_config import get_nsa_index_topk, is_deepseek_nsa
@@ -107,7 +107,7 @@ def hook_draft_workers(method: str, function: Callable) -> None:
             hook(target, function, HookType.AROUND)
 
 
-def draft_extend_graph_runner(worker):
+def draft_extend_graph_runner(worker: Any) -> Any:
     """Capture the draft-extend graphs of a draft worker, `num_steps + 1` rows a request."""
     from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from nsa_backend import host
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.draft_round import capture_draft_extend, run_draft_round
@@ -39,7 +41,7 @@ def create_draft_extend_backend(factory: host.DraftBackendFactory) -> NativeSpar
     return NativeSparseAttnBackend(factory.draft_model_runner)
 
 
-def check_server_args(original, server_args: host.ServerArgs) -> None:
+def check_server_args(original: Callable, server_args: host.ServerArgs) -> None:
     """Stop the server in its main process, before any GPU work, for what the plugin does not serve."""
     original(server_args)
     if "nsa" in server_args.get_attention_backends():

@@ -44,10 +44,21 @@ class SglTopK:
 
         self._fast_topk, self._fused = fast_topk_v2, fast_topk_transform_fused
 
-    def positions(self, logits, lengths, topk, row_starts):
+    def positions(
+        self, logits: torch.Tensor, lengths: torch.Tensor, topk: int, row_starts: torch.Tensor | None
+    ) -> torch.Tensor:
         return self._fast_topk(logits, lengths, topk, row_starts=row_starts)
 
-    def slots(self, logits, lengths, topk, row_starts, page_table_1, cu_seqlens_q, token_to_batch_idx):
+    def slots(
+        self,
+        logits: torch.Tensor,
+        lengths: torch.Tensor,
+        topk: int,
+        row_starts: torch.Tensor | None,
+        page_table_1: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        token_to_batch_idx: torch.Tensor,
+    ) -> torch.Tensor:
         # The kernel finds the table row of a query row through cu_seqlens_q, so the table need not be repeated for every
         # draft token.
         return self._fused(
@@ -63,7 +74,9 @@ class SglTopK:
 class TorchTopK:
     """The same in torch, for any topk; `slots` goes through the kernel of the unfused transform."""
 
-    def positions(self, logits, lengths, topk, row_starts):
+    def positions(
+        self, logits: torch.Tensor, lengths: torch.Tensor, topk: int, row_starts: torch.Tensor | None
+    ) -> torch.Tensor:
         columns = torch.arange(logits.shape[1], device=logits.device)
         starts = torch.zeros_like(lengths) if row_starts is None else row_starts
         valid = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
@@ -73,5 +86,14 @@ class TorchTopK:
         index = torch.where(torch.isneginf(best), -1, index - starts[:, None])
         return torch.nn.functional.pad(index, (0, topk - width), value=-1).to(torch.int32)
 
-    def slots(self, logits, lengths, topk, row_starts, page_table_1, cu_seqlens_q, token_to_batch_idx):
+    def slots(
+        self,
+        logits: torch.Tensor,
+        lengths: torch.Tensor,
+        topk: int,
+        row_starts: torch.Tensor | None,
+        page_table_1: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        token_to_batch_idx: torch.Tensor,
+    ) -> torch.Tensor:
         return topk_slots(self.positions(logits, lengths, topk, row_starts), page_table_1, token_to_batch_idx)

@@ -202,6 +202,18 @@ def test_prefill(make_runner, data, seed):
         assert tensor.dtype == torch.int32
 
 
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DRAFT_EXTEND])
+def test_extend_lengths_may_be_a_cpu_tensor(make_runner, mode):
+    """As SGLang leaves them where it padded a DP-attention batch."""
+    runner = make_runner()
+    batch = forward_batch(Batch("decode", [9, 7], [1, 2], runner.req_to_token_pool.req_to_token.numpy(), 64, 0), mode)
+    batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor([3, 1]), torch.tensor([3, 1])
+    backend = create_backend(runner)
+    backend.init_forward_metadata(batch)
+    assert backend.forward_metadata.nsa_seqlens_expanded.tolist() == [7, 8, 9, 7]
+    assert sum(backend.forward_metadata.nsa_extend_seq_lens_list) == 4
+
+
 def test_rows_that_sglang_pads_have_length_zero():
     from nsa_backend.buffers import MetadataBuffers
     from nsa_backend.extend import pad_rows
