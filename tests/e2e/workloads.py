@@ -88,6 +88,7 @@ CASES = [
         floors=FLOORS,
     ),
     Case("n3 chunked prefill", 3, STANDARD, engine={"chunked_prefill_size": 1024}, floors=FLOORS),
+    Case("n3 fa3 prefill too", 3, STANDARD, engine={"nsa_prefill_backend": "fa3"}, floors=FLOORS),
     Case(
         "n3 unfused top-k",
         3,
