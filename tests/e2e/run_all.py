@@ -126,7 +126,10 @@ def run_engines(checkpoint: Path, cases: list, backends: list[str], jobs: int, l
         number, case, backend = item
         if number:
             time.sleep(3 * (number % jobs))  # engines measure free memory when they start
-        return launch(checkpoint, case, backend, logs, 30000 + 50 * number)
+        result, log = launch(checkpoint, case, backend, logs, 30000 + 50 * number)
+        means = {w: round(sum(c["accept"]) / len(c["accept"]), 3) for w, c in (result or {}).items()}
+        print(f"{case.name}, {backend}: {means or 'FAILED'}", flush=True)  # what a run that is cut short leaves behind
+        return result, log
 
     # The first start compiles kernels that all others load, so it runs alone.
     done = [job(items[0])]
