@@ -70,6 +70,15 @@ def test_without_the_hook_they_are_strided(make_runner, worker_class):
     assert not any(locations.is_contiguous() for locations in seen)
 
 
+def test_an_idle_round_is_left_alone(make_runner):
+    runner = make_runner()
+    multi_step = DraftBackendFactory(runner.server_args, runner, 1, 3).create_decode_backend()
+    multi_step._launch = lambda: pytest.fail("metadata was launched for an idle rank")
+    idle = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: True), batch_size=0, out_cache_loc=None)
+    multi_step.begin_draft_round(idle)
+    assert idle.out_cache_loc is None
+
+
 @given(requests=st.integers(1, 40), num_steps=st.integers(1, 9))
 @settings(deadline=None, max_examples=50)
 def test_layout(requests, num_steps):

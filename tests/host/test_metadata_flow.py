@@ -214,6 +214,29 @@ def test_extend_lengths_may_be_a_cpu_tensor(make_runner, mode):
     assert sum(backend.forward_metadata.nsa_extend_seq_lens_list) == 4
 
 
+def test_an_idle_rank_that_sglang_padded(make_runner):
+    """DP attention pads an idle rank's batch with requests of slot 0 and length 1, and initialises it again."""
+    backend = create_backend(make_runner())
+    table = backend.req_to_token.numpy()
+    backend.init_forward_metadata(forward_batch(Batch("decode", [1, 1, 1], [0, 0, 0], table, 64, 0), ForwardMode.IDLE))
+    metadata = backend.forward_metadata
+    assert metadata.cache_seqlens_int32.tolist() == [1, 1, 1]
+    assert metadata.nsa_extend_seq_lens_list == [1, 1, 1]
+    assert metadata.page_table_1[:, 0].tolist() == [table[0, 0]] * 3
+
+
+def test_query_rows_beyond_the_batch_are_padded_as_sglang_pads_them(make_runner, monkeypatch):
+    from nsa_backend import host
+
+    backend = create_backend(make_runner())
+    batch = forward_batch(Batch("decode", [5, 9], [1, 2], backend.req_to_token.numpy(), 64, 0), ForwardMode.DECODE)
+    batch.global_num_tokens_cpu = [4]
+    monkeypatch.setattr(host, "pad_nsa_cache_seqlens", lambda batch, lens: torch.cat([lens, lens.new_zeros(2)]))
+    backend.init_forward_metadata(batch)
+    assert backend.forward_metadata.nsa_cache_seqlens_int32.tolist() == [5, 9, 0, 0]
+    assert backend.forward_metadata.cache_seqlens_int32.tolist() == [5, 9]
+
+
 def test_rows_that_sglang_pads_have_length_zero():
     from nsa_backend.buffers import MetadataBuffers
     from nsa_backend.extend import pad_rows
