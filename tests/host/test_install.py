@@ -38,6 +38,10 @@ def test_wheel_holds_every_module(tmp_path):
     sources |= {f"nsa_backend/kernels/{p.name}" for p in (ROOT / "kernels").glob("*.py")}
     assert sources <= names
     assert not any(name.startswith("kernels/") or name == "nsa_backend/kernels/__init__.py" for name in names)
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    code = "import sys; sys.path.insert(0, '.'); import nsa_backend.kernels.metadata as m; print(m.__file__)"
+    where = run(sys.executable, "-c", code, cwd=tmp_path / "installed").strip()
+    assert Path(where).resolve() == (tmp_path / "installed/nsa_backend/kernels/metadata.py").resolve()
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 6])
