@@ -15,26 +15,40 @@ SUPPORTED_HOSTS = ("0.5.12.post1",)
 
 
 def register() -> None:
-    """Take over the attention backend `nsa`, or say in one line why not and change nothing."""
-    if os.environ.get("NSA_BACKEND_DISABLE", "0").lower() in ("1", "true"):
-        logger.warning("nsa_backend %s: NSA_BACKEND_DISABLE is set, SGLang's built-in nsa backend serves", __version__)
-        return
-    host = _host_release()
-    if host not in SUPPORTED_HOSTS:
-        logger.warning(
-            "nsa_backend %s supports SGLang %s, not %s: SGLang's built-in nsa backend serves",
-            __version__,
-            ", ".join(SUPPORTED_HOSTS),
-            host,
-        )
-        return
-    from nsa_backend.registration import take_over_nsa
+    """Take over the attention backend `nsa`, or say in one line why not and change nothing.
 
-    take_over_nsa()
+    SGLang's loader logs an exception and goes on with its built-in backend, so what must stop the server leaves as
+    SystemExit: a bad value in one of our environment variables, and any reason not to serve under NSA_BACKEND_REQUIRED=1.
+    """
+    required, disabled = _switch("NSA_BACKEND_REQUIRED"), _switch("NSA_BACKEND_DISABLE")
+    reason = "NSA_BACKEND_DISABLE is set" if disabled else _unsupported_host()
+    if reason is None:
+        try:
+            from nsa_backend.registration import take_over_nsa
+
+            take_over_nsa()
+        except Exception as error:
+            if not required:
+                raise
+            raise SystemExit(f"nsa_backend {__version__} did not load and NSA_BACKEND_REQUIRED=1: {error}") from error
+    elif required:
+        raise SystemExit(f"nsa_backend {__version__} does not serve and NSA_BACKEND_REQUIRED=1: {reason}")
+    else:
+        logger.warning("nsa_backend %s: %s, SGLang's built-in nsa backend serves", __version__, reason)
 
 
-def _host_release() -> str:
+def _switch(name: str) -> bool:
+    value = os.environ.get(name, "0")
+    if value not in ("0", "1"):
+        raise SystemExit(f"{name} must be 0 or 1, and it is {value!r}")
+    return value == "1"
+
+
+def _unsupported_host() -> str | None:
     try:
-        return version("sglang")
+        host = version("sglang")
     except PackageNotFoundError:
-        return "a source tree without a version"
+        host = "a source tree without a version"
+    if host in SUPPORTED_HOSTS:
+        return None
+    return f"it supports SGLang {', '.join(SUPPORTED_HOSTS)} and this is {host}"

@@ -1,6 +1,9 @@
 """What SGLang's plugin loader leaves behind: our backend, our draft backends, our hooks, or nothing at all."""
 
 import logging
+import os
+import subprocess
+import sys
 from importlib.metadata import entry_points
 
 import pytest
@@ -59,23 +62,75 @@ def test_a_hook_that_does_not_take_is_an_error():
         host.hook("sglang.srt.plugins.nothing_here", lambda original: original(), host.HookType.AROUND)
 
 
-@pytest.mark.parametrize(
-    ("environment", "release", "said"),
-    [
-        ({}, "0.6.0", "supports SGLang 0.5.12.post1, not 0.6.0: SGLang's built-in nsa backend serves"),
-        ({}, "0.5.12", "not 0.5.12: SGLang's built-in"),
-        ({"NSA_BACKEND_DISABLE": "1"}, "0.5.12.post1", "NSA_BACKEND_DISABLE is set"),
-    ],
-)
-def test_says_in_one_line_why_it_does_nothing(monkeypatch, caplog, environment, release, said):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(plugin, "version", lambda name: release)
+@pytest.fixture
+def environment(monkeypatch):
+    """Returns a function that sets our switches and the host release, for one call of `register`."""
+
+    def prepare(release: str = "0.5.12.post1", **switches: str) -> None:
+        for name in ("NSA_BACKEND_DISABLE", "NSA_BACKEND_REQUIRED"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in switches.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(plugin, "version", lambda name: release)
+
+    return prepare
+
+
+REASONS = [
+    ({"release": "0.6.0"}, "it supports SGLang 0.5.12.post1 and this is 0.6.0"),
+    ({"release": "0.5.12"}, "this is 0.5.12"),
+    ({"NSA_BACKEND_DISABLE": "1"}, "NSA_BACKEND_DISABLE is set"),
+]
+
+
+@pytest.mark.parametrize(("setting", "reason"), REASONS)
+def test_says_in_one_line_why_it_does_nothing(monkeypatch, caplog, environment, setting, reason):
+    environment(**setting)
     monkeypatch.setattr(registration, "take_over_nsa", lambda: pytest.fail("the plugin took over"))
     with caplog.at_level(logging.INFO):
         plugin.register()
     assert len(caplog.records) == 1
-    assert said in caplog.text
+    assert f"{reason}, SGLang's built-in nsa backend serves" in caplog.text
+
+
+@pytest.mark.parametrize(("setting", "reason"), REASONS)
+def test_required_and_not_served_stops_the_server(environment, setting, reason):
+    environment(**setting, NSA_BACKEND_REQUIRED="1")
+    with pytest.raises(SystemExit, match=f"NSA_BACKEND_REQUIRED=1: .*{reason}"):
+        plugin.register()
+
+
+def test_required_and_broken_stops_the_server(monkeypatch, environment):
+    def broken():
+        raise RuntimeError("a hook did not take")
+
+    monkeypatch.setattr(registration, "take_over_nsa", broken)
+    environment(NSA_BACKEND_REQUIRED="1")
+    with pytest.raises(SystemExit, match="did not load and NSA_BACKEND_REQUIRED=1: a hook did not take"):
+        plugin.register()
+    environment()
+    with pytest.raises(RuntimeError, match="a hook did not take"):  # SGLang logs it at error level and goes on
+        plugin.register()
+
+
+@pytest.mark.parametrize("name", ["NSA_BACKEND_DISABLE", "NSA_BACKEND_REQUIRED"])
+def test_a_bad_switch_stops_the_server(environment, name):
+    environment(**{name: "yes"})
+    with pytest.raises(SystemExit, match=f"{name} must be 0 or 1, and it is 'yes'"):
+        plugin.register()
+
+
+def test_a_stop_passes_through_sglangs_loader():
+    """SGLang catches exceptions of plugins; SystemExit is not one."""
+    code = "from sglang.srt.plugins import load_plugins; load_plugins(); print('went on')"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=os.environ | {"NSA_BACKEND_DISABLE": "1", "NSA_BACKEND_REQUIRED": "1"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "went on" not in done.stdout
+    assert "NSA_BACKEND_REQUIRED=1: NSA_BACKEND_DISABLE is set" in done.stderr
 
 
 def test_one_log_line_says_that_the_backend_serves(make_runner, caplog):
