@@ -144,16 +144,29 @@ def main() -> None:
         rows += [measure("draft_decode", bs, length, num_steps, rounds=5, repeats=40) for bs, length in shapes]
     for mode in ("target_verify", "draft_extend"):
         rows += [measure(mode, bs, length, 3, rounds=5, repeats=40) for bs, length in shapes]
-    args.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
-    columns = ("mode", "N", "bs x L", "ours GPU us", "builtin GPU us", "floor", "ours CPU us", "builtin CPU us", "launches")
-    print_table(
-        columns,
-        [
-            (r["mode"], r["steps"], f"{r['bs']} x {r['length']}", r["ours"]["gpu_us"], r["builtin"]["gpu_us"], r["floor_us"],
-             r["ours"]["cpu_us"], r["builtin"]["cpu_us"], f"{r['ours']['launches']:.0f} / {r['builtin']['launches']:.0f}")
-            for r in rows
-        ],
-    )  # fmt: skip
+    report = {"environment": environment(), "rows": rows}
+    args.out.write_text(json.dumps(report, indent=1))
+    show(report)
+
+
+def show(report: dict) -> None:
+    """Configuration, then medians with their spread: min to max over rounds on the GPU, 10th to 90th percentile on the CPU."""
+
+    def gpu(side: dict) -> str:
+        return f"{side['gpu_us']:.1f} ({side['gpu_us_min_max'][0]:.1f}-{side['gpu_us_min_max'][1]:.1f})"
+
+    def cpu(side: dict) -> str:
+        return f"{side['cpu_us']:.1f} ({side['cpu_us_p10_p90'][0]:.1f}-{side['cpu_us_p10_p90'][1]:.1f})"
+
+    print(report["environment"])
+    columns = ("mode", "N", "bs x L", "floor us", "ours GPU us", "built-in", "ours CPU us", "built-in", "launches")
+    table = []
+    for r in report["rows"]:
+        ours, builtin = r["ours"], r["builtin"]
+        launches = f"{ours['launches']:.0f} / {builtin['launches']:.0f}"
+        shape = f"{r['bs']} x {r['length']}"
+        table.append((r["mode"], r["steps"], shape, r["floor_us"], gpu(ours), gpu(builtin), cpu(ours), cpu(builtin), launches))
+    print_table(columns, table)
 
 
 if __name__ == "__main__":

@@ -162,15 +162,23 @@ def main() -> None:
         rows.append(row)
     for worker in workers.values():
         worker.close()
-    args.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
-    print_table(
-        ("batch", "backend", "round ms", "accept", "tokens/s", *rows[0]["ours"]["profile"]),
-        [
-            (r["batch"], b, r[b]["round_ms"], r[b]["accept"], r[b]["tokens_per_s"], *r[b]["profile"].values())
-            for r in rows
-            for b in BACKENDS
-        ],
-    )
+    report = {"environment": environment(), "rows": rows}
+    args.out.write_text(json.dumps(report, indent=1))
+    show(report)
+
+
+def show(report: dict) -> None:
+    """Configuration, then medians; the spread of a round is min to max over the repeats."""
+    print(report["environment"])
+    columns = ("batch", "backend", "round ms", "min-max", "accept", "tokens/s", *report["rows"][0]["ours"]["profile"])
+    table = []
+    for r in report["rows"]:
+        for backend in BACKENDS:
+            side = r[backend]
+            spread = "{:.2f}-{:.2f}".format(*side["round_ms_min_max"])
+            cells = (f"{side['round_ms']:.2f}", spread, f"{side['accept']:.2f}", side["tokens_per_s"])
+            table.append((r["batch"], backend, *cells, *side["profile"].values()))
+    print_table(columns, table)
 
 
 if __name__ == "__main__":
