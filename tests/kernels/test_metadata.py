@@ -42,8 +42,13 @@ def poisoned(buffers: MetadataBuffers, plan: plans.MetadataPlan) -> MetadataBuff
     return buffers
 
 
-def run_and_compare(batch: Batch, device: str, writer: str, dtype: torch.dtype, spare: int = 0) -> None:
-    """Launch into buffers with room for `spare` requests more, and compare every storage as a whole."""
+def run_and_compare(
+    batch: Batch, device: str, writer: str, dtype: torch.dtype, spare: int = 0, other_dtype: torch.dtype | None = None
+) -> None:
+    """Launch into buffers with room for `spare` requests more, and compare every storage as a whole.
+
+    `dtype` is that of seq_lens, `other_dtype` that of request slots and accept counts.
+    """
     plan = make_plan(batch)
     room = make_plan(batch, len(batch.seq_lens) + spare)
     table_width = batch.req_to_token.shape[1]
@@ -53,10 +58,10 @@ def run_and_compare(batch: Batch, device: str, writer: str, dtype: torch.dtype, 
         plan,
         buffers,
         seq_lens=torch.tensor(batch.seq_lens, dtype=dtype, device=device),
-        req_pool_indices=torch.tensor(batch.slots, dtype=torch.int64, device=device),
+        req_pool_indices=torch.tensor(batch.slots, dtype=other_dtype or dtype, device=device),
         req_to_token=torch.from_numpy(batch.req_to_token).to(device),
         index_topk=batch.index_topk,
-        extend_lens=torch.tensor(batch.extend_lens, dtype=torch.int32, device=device) if plan.ragged else None,
+        extend_lens=torch.tensor(batch.extend_lens, dtype=other_dtype or dtype, device=device) if plan.ragged else None,
     )
     got = {name: t.cpu().numpy() for name, t in vars(buffers).items() if t is not None}
     want = expected_buffers(batch, {name: array.shape for name, array in got.items()})
@@ -112,8 +117,9 @@ MODES = ["decode", "draft_decode", "target_verify", "draft_extend_v2", "draft_ex
 @COMMON
 def test_random_batches(device, mode, writer, data):
     batch = data.draw(batches(mode))
-    dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
-    run_and_compare(batch, device, writer, dtype, spare=data.draw(st.integers(0, 3)))
+    dtypes = st.sampled_from([torch.int32, torch.int64])
+    spare = data.draw(st.integers(0, 3))
+    run_and_compare(batch, device, writer, data.draw(dtypes), spare=spare, other_dtype=data.draw(dtypes))
 
 
 @pytest.mark.parametrize("writer", ["kernel", "twin"])
