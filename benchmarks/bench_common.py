@@ -41,6 +41,12 @@ def environment() -> dict:
     }
 
 
+def accept_length(histogram: list[int]) -> float:
+    """Mean tokens a round (accepted drafts and the bonus), from SGLang's count of rounds by correct drafts."""
+    rounds = sum(histogram)
+    return sum((drafts + 1) * count for drafts, count in enumerate(histogram)) / rounds if rounds else 0.0
+
+
 def forward_modes() -> dict:
     """SGLang's forward modes that are captured on the decode implementation, by name."""
     from nsa_backend.host import ForwardMode

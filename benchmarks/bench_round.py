@@ -19,10 +19,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from bench_common import environment, print_table
+from bench_common import accept_length, environment, print_table
 
 TOKENS, PROMPT = 256, 300
 BACKENDS = {"ours": "0", "builtin": "1"}
@@ -56,7 +57,7 @@ def generate(engine, batch: int, profile: str | None) -> dict:
         engine.stop_profile()
     histograms = [a["meta_info"]["spec_correct_drafts_histogram"] for a in answers]
     rounds = max(sum(h) for h in histograms)
-    accepted = sum((i + 1) * n for h in histograms for i, n in enumerate(h)) / sum(sum(h) for h in histograms)
+    accepted = accept_length([sum(counts) for counts in zip_longest(*histograms, fillvalue=0)])
     return {
         "round_ms": 1e3 * (total - first) / rounds,
         "rounds": rounds,

@@ -21,6 +21,7 @@ from nsa_backend.metadata import NSAMetadata
 from nsa_backend.modes import is_paged
 from nsa_backend.queries import pad_topk_rows, sparse_inputs
 from nsa_backend.topk import SglTopK, TorchTopK
+from nsa_backend.writer import MetadataWriter
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         """
         super().__init__()
         self.config = BackendConfig.from_runner(model_runner)
-        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.writer = MetadataWriter(self.config, model_runner.req_to_token_pool.req_to_token)
         self.kv_cache_dtype = model_runner.kv_cache_dtype
         self.decode_attention = build_attention(self.config.decode_impl, "--nsa-decode-backend", self.config.attention)
         self.prefill_attention = build_attention(
@@ -45,7 +46,7 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         )
         self.dense_prefill = DensePrefill(self.config)
         self.topk = SglTopK() if self.config.device.type == "cuda" else TorchTopK()
-        self.captured = CapturedMetadata(self.config, self.req_to_token)
+        self.captured = CapturedMetadata(self.writer)
         self.forward_metadata: NSAMetadata | None = None
         self.use_mha = False  # SGLang's model reads it to choose between dense and absorbed prefill
 
@@ -55,7 +56,7 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         """Metadata of an eager forward, in memory of its own."""
         self.captured.forget_launch()
         self.use_mha = self.dense_prefill.fits(forward_batch)
-        metadata = eager_metadata(self.config, self.req_to_token, forward_batch)
+        metadata = eager_metadata(self.writer, forward_batch)
         if is_paged(forward_batch.forward_mode):
             metadata = self.decode_attention.prepare(metadata)
         else:

@@ -10,10 +10,9 @@ import torch
 
 from nsa_backend import host
 from nsa_backend.buffers import MetadataBuffers
-from nsa_backend.config import BackendConfig
-from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.metadata import NSAMetadata, step_metadata
 from nsa_backend.modes import plan_for
+from nsa_backend.writer import MetadataWriter
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,8 @@ class CapturedMetadata:
     no launch: the graph reads the runner's static `seq_lens` and `req_pool_indices` itself.
     """
 
-    def __init__(self, config: BackendConfig, req_to_token: torch.Tensor):
-        self._config = config
-        self._req_to_token = req_to_token
+    def __init__(self, writer: MetadataWriter):
+        self._writer = writer
         self._max_requests = self._max_rows = 0
         self._buffers: dict[host.ForwardMode, MetadataBuffers] = {}
         self._batches: dict[tuple[host.ForwardMode, int], CapturedBatch] = {}
@@ -61,21 +59,13 @@ class CapturedMetadata:
         """Views for a graph of `num_requests` requests and the launch that fills them; tensors are the runner's own."""
         plan = plan_for(mode, num_requests, num_rows)
         if mode not in self._buffers:
-            self._buffers[mode] = MetadataBuffers.allocate(
-                plan_for(mode, self._max_requests, self._max_rows),
-                table_width=self._config.table_width,
-                num_sms=self._config.num_sms,
-                device=self._config.device,
-                share_table_of=self._req_to_token,
-            )
+            self._buffers[mode] = self._writer.replay_buffers(plan_for(mode, self._max_requests, self._max_rows))
         self._launch = partial(
-            write_metadata,
+            self._writer.write,
             plan,
             self._buffers[mode],
             seq_lens=seq_lens,
             req_pool_indices=req_pool_indices,
-            req_to_token=self._req_to_token,
-            index_topk=self._config.attention.index_topk,
             extend_lens=extend_lens,
         )
         metadata = step_metadata(plan, self._buffers[mode])

@@ -50,6 +50,8 @@ __all__ = [
     "register_attention_backend",
 ]
 
+WAY_BACK = "set NSA_BACKEND_DISABLE=1 to serve with SGLang's built-in nsa backend"
+
 DRAFT_WORKERS = (
     ("sglang.srt.speculative.eagle_worker_v2", "EagleDraftWorker"),
     ("sglang.srt.speculative.eagle_worker", "EAGLEWorker"),
@@ -89,10 +91,7 @@ def hook(target: str, function: Callable, kind: HookType) -> None:
     HookRegistry.register(target, function, kind)
     HookRegistry.apply_hooks()
     if target not in HookRegistry._patched:
-        raise RuntimeError(
-            f"nsa_backend could not hook {target}; the log above says why. Set NSA_BACKEND_DISABLE=1 to serve with "
-            "SGLang's built-in nsa backend"
-        )
+        raise RuntimeError(f"nsa_backend could not hook {target}, and the log above says why; to go on without it, {WAY_BACK}")
 
 
 def hook_draft_workers(method: str, function: Callable) -> None:

@@ -36,9 +36,6 @@ class IndexerMetadata(host.BaseIndexerMetadata):
     def get_seqlens_expanded(self) -> torch.Tensor:
         return self.attn_metadata.nsa_seqlens_expanded
 
-    def get_cu_seqlens_k(self) -> torch.Tensor:
-        return self.attn_metadata.cu_seqlens_k
-
     def get_indexer_kvcache_range(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         return self.attn_metadata.indexer_k_start_end
 
@@ -88,6 +85,4 @@ class IndexerMetadata(host.BaseIndexerMetadata):
             # A chunk of a prefill. One table row a token would have to be gathered for the fused kernel.
             positions = self.selector.positions(logits, lengths, topk, ks)
             return topk_slots(positions, metadata.page_table_1, batch_idx_list)
-        return self.selector.slots(
-            logits, lengths, topk, ks, metadata.page_table_1, metadata.cu_seqlens_q, metadata.token_to_batch_idx
-        )
+        return self.selector.slots(logits, lengths, topk, ks, metadata)

@@ -10,8 +10,6 @@ import torch
 from nsa_backend import host
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.buffers import MetadataBuffers
-from nsa_backend.eager import eager_buffers, write_batch
-from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.metadata import step_metadata
 from nsa_backend.plan import MetadataPlan, plan_draft_decode
 
@@ -35,10 +33,9 @@ class NativeSparseAttnMultiStepBackend:
             raise ValueError(f"nsa_backend does not serve --speculative-eagle-topk {topk}: pass --speculative-eagle-topk 1")
         if speculative_num_steps < 2:
             raise ValueError(f"a multi-step draft needs N >= 2 draft steps, got {speculative_num_steps}")
-        self.topk = topk
         self.speculative_num_steps = speculative_num_steps
         self.attn_backends = [NativeSparseAttnBackend(model_runner) for _ in range(speculative_num_steps - 1)]
-        self._first = self.attn_backends[0]
+        self._writer = self.attn_backends[0].writer
         self._buffers: MetadataBuffers | None = None
         self._captured_sizes: set[int] = set()
         self._launch: Callable[[], None] | None = None
@@ -50,36 +47,24 @@ class NativeSparseAttnMultiStepBackend:
     def init_forward_metadata(self, forward_batch: host.ForwardBatch) -> None:
         """Metadata of an eager draft round, in memory of its own."""
         self._launch = None
-        config = self._first.config
         plan = self.plan(forward_batch.batch_size)
-        buffers = eager_buffers(config, plan, forward_batch, num_sms=config.num_sms)
-        write_batch(config, plan, buffers, self._first.req_to_token, forward_batch)
-        self._hand_out(plan, buffers)
+        self._hand_out(plan, self._writer.write_eager(plan, forward_batch))
         self._prepare()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the replay buffers of all steps for up to `max_bs` requests."""
-        config = self._first.config
-        self._buffers = MetadataBuffers.allocate(
-            self.plan(max_bs),
-            table_width=config.table_width,
-            num_sms=config.num_sms,
-            device=config.device,
-            share_table_of=self._first.req_to_token,
-        )
+        self._buffers = self._writer.replay_buffers(self.plan(max_bs))
         self._captured_sizes.clear()
 
     def init_forward_metadata_capture_cuda_graph(self, forward_batch: host.ForwardBatch) -> None:
         """Prepare a capture; `begin_draft_round` records the launch inside it, on the runner's static tensors."""
         plan = self.plan(forward_batch.batch_size)
         self._launch = partial(
-            write_metadata,
+            self._writer.write,
             plan,
             self._buffers,
             seq_lens=forward_batch.seq_lens,
             req_pool_indices=forward_batch.req_pool_indices,
-            req_to_token=self._first.req_to_token,
-            index_topk=self._first.config.attention.index_topk,
         )
         self._captured_sizes.add(forward_batch.batch_size)
         self._hand_out(plan, self._buffers)

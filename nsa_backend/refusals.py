@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nsa_backend import host
+from nsa_backend.attention import IMPLEMENTATIONS
 
-WAY_BACK = "or set NSA_BACKEND_DISABLE=1 to serve with SGLang's built-in nsa backend"
-DECODE_IMPLEMENTATIONS = ("fa3", "flashmla_sparse", "flashmla_kv")
-PREFILL_IMPLEMENTATIONS = ("flashmla_sparse", "flashmla_kv", "fa3", "flashmla_auto")
+# SGLang's own choices for these options never include the torch reference, so no server can ask for it.
+DECODE_IMPLEMENTATIONS = tuple(name for name in IMPLEMENTATIONS if name != "torch")
+PREFILL_IMPLEMENTATIONS = (*DECODE_IMPLEMENTATIONS, "flashmla_auto")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Rule:
         if self.accepts(value):
             return None
         shown = self.option if value is True else f"{self.option} {value}"
-        return f"nsa_backend does not serve {shown}: {self.advice}, {WAY_BACK}"
+        return f"nsa_backend does not serve {shown}: {self.advice}, or {host.WAY_BACK}"
 
 
 def _one_of(*values: Any) -> Callable[[Any], bool]:
@@ -79,7 +80,7 @@ def refusals(server_args: host.ServerArgs) -> list[str]:
     """One sentence for each option that is set to something this backend does not serve."""
     found = [rule.refusal(server_args) for rule in RULES]
     if host.is_rocm():
-        found.append("nsa_backend does not serve ROCm: use an NVIDIA Hopper GPU, " + WAY_BACK)
+        found.append("nsa_backend does not serve ROCm: use an NVIDIA Hopper GPU, or " + host.WAY_BACK)
     return [sentence for sentence in found if sentence]
 
 

@@ -52,7 +52,7 @@ def _hook_draft_workers() -> None:
     if host.ATTENTION_BACKENDS["nsa"] is not create_backend:
         raise RuntimeError(
             "nsa_backend took over the draft side and not the target: another plugin registered the attention backend nsa, "
-            "or the log above says why this one did not load. Set NSA_BACKEND_DISABLE=1 to serve with SGLang's built-in one"
+            f"or the log above says why this one did not load; to go on without it, {host.WAY_BACK}"
         )
     host.hook_draft_workers("draft_forward", run_draft_round)
     host.hook_draft_workers("init_cuda_graphs", capture_draft_extend)

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from nsa_backend.kernels.topk_slots import topk_slots
+from nsa_backend.metadata import NSAMetadata
 
 
 class TopK(Protocol):
@@ -28,11 +29,9 @@ class TopK(Protocol):
         lengths: torch.Tensor,
         topk: int,
         row_starts: torch.Tensor | None,
-        page_table_1: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        token_to_batch_idx: torch.Tensor,
+        metadata: NSAMetadata,
     ) -> torch.Tensor:
-        """int32 [rows, topk], KV slots of those positions."""
+        """int32 [rows, topk], KV slots of those positions, from the page table of `metadata`."""
         ...
 
 
@@ -55,17 +54,15 @@ class SglTopK:
         lengths: torch.Tensor,
         topk: int,
         row_starts: torch.Tensor | None,
-        page_table_1: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        token_to_batch_idx: torch.Tensor,
+        metadata: NSAMetadata,
     ) -> torch.Tensor:
         # The kernel finds the table row of a query row through cu_seqlens_q, so the table need not be repeated for every
         # draft token.
         return self._fused(
             score=logits,
             lengths=lengths,
-            page_table_size_1=page_table_1,
-            cu_seqlens_q=cu_seqlens_q,
+            page_table_size_1=metadata.page_table_1,
+            cu_seqlens_q=metadata.cu_seqlens_q,
             topk=topk,
             row_starts=row_starts,
         )
@@ -92,8 +89,7 @@ class TorchTopK:
         lengths: torch.Tensor,
         topk: int,
         row_starts: torch.Tensor | None,
-        page_table_1: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        token_to_batch_idx: torch.Tensor,
+        metadata: NSAMetadata,
     ) -> torch.Tensor:
-        return topk_slots(self.positions(logits, lengths, topk, row_starts), page_table_1, token_to_batch_idx)
+        positions = self.positions(logits, lengths, topk, row_starts)
+        return topk_slots(positions, metadata.page_table_1, metadata.token_to_batch_idx)

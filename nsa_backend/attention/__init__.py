@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from nsa_backend import host
 from nsa_backend.attention.common import AttentionConfig, SparseAttention
 
 IMPLEMENTATIONS = {
@@ -33,5 +34,5 @@ def build_attention(name: str, option: str, config: AttentionConfig) -> SparseAt
     usable = [other for other, path in IMPLEMENTATIONS.items() if import_module(path).supports(config) is None]
     raise ValueError(
         f"{option} {name} cannot run here: {reason}. Choose one of: {', '.join(usable) or 'none on this machine'}; "
-        "or set NSA_BACKEND_DISABLE=1 to serve with SGLang's built-in nsa backend"
+        f"or {host.WAY_BACK}"
     )

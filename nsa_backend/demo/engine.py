@@ -145,12 +145,12 @@ def decode_plain(engine: Engine, max_new_tokens: int) -> list[list[int]]:
     return torch.stack(tokens, 1).tolist()
 
 
-def capture(model: Model, batch: ForwardBatch, rows: int, spec_info=None) -> CpuGraph:
+def capture(model: Model, batch: ForwardBatch, rows: int) -> CpuGraph:
     model.backend.init_cuda_graph_state(batch.batch_size, rows)
 
     def arm() -> None:
         model.backend.init_forward_metadata_capture_cuda_graph(
-            batch.batch_size, rows, batch.req_pool_indices, batch.seq_lens, None, batch.forward_mode, spec_info
+            batch.batch_size, rows, batch.req_pool_indices, batch.seq_lens, None, batch.forward_mode, None
         )
 
     return CpuGraph(arm, lambda: model.run(batch))

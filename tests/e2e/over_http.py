@@ -16,8 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 import faithful_checkpoint
-from bench_common import environment
-from run_case import accept_length
+from bench_common import accept_length, environment
 from workloads import WORKLOADS, new_tokens
 
 

@@ -14,6 +14,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
@@ -86,13 +87,13 @@ def verdicts(case, ours: dict) -> list[str]:
     """Sentences about accept lengths below their floors."""
     bad = []
     everyone = [accept for workload in case.workloads for accept in ours[workload]["accept"]]
-    if sum(everyone) / len(everyone) < case.floor_of_all * (case.steps + 1):
-        bad.append(f"{case.name}: mean of all requests {sum(everyone) / len(everyone):.3f} < {case.floor_of_all} of N + 1")
+    if fmean(everyone) < case.floor_of_all * (case.steps + 1):
+        bad.append(f"{case.name}: mean of all requests {fmean(everyone):.3f} < {case.floor_of_all} of N + 1")
     for workload, floor in case.floors.items():
         if workload not in case.workloads:
             continue
         accept = ours[workload]["accept"]
-        mean, worst = sum(accept) / len(accept), min(accept)
+        mean, worst = fmean(accept), min(accept)
         if mean < floor * (case.steps + 1):
             bad.append(f"{case.name}, {workload}: mean accept length {mean:.3f} < {floor * (case.steps + 1):.3f}")
         least = case.request_floors.get(workload, 0) * (case.steps + 1)
@@ -109,7 +110,7 @@ def summary(case, results: dict[str, dict | None]) -> dict:
             if result is not None:
                 accept = result[workload]["accept"]
                 cell[backend] = {
-                    "mean": round(sum(accept) / len(accept), 4),
+                    "mean": round(fmean(accept), 4),
                     "requests": accept,
                     "histograms": result[workload]["histograms"],
                     "cached_tokens": result[workload]["cached_tokens"],
@@ -127,7 +128,7 @@ def run_engines(checkpoint: Path, cases: list, backends: list[str], jobs: int, l
         if number:
             time.sleep(3 * (number % jobs))  # engines measure free memory when they start
         result, log = launch(checkpoint, case, backend, logs, 30000 + 50 * number)
-        means = {w: round(sum(c["accept"]) / len(c["accept"]), 3) for w, c in (result or {}).items()}
+        means = {w: round(fmean(c["accept"]), 3) for w, c in (result or {}).items()}
         print(f"{case.name}, {backend}: {means or 'FAILED'}", flush=True)  # what a run that is cut short leaves behind
         return result, log
 

@@ -11,7 +11,9 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
+from bench_common import accept_length
 from workloads import CASES, WORKLOADS, Case, new_tokens
 
 
@@ -41,12 +43,6 @@ def engine_arguments(case: Case, checkpoint: str, port: int) -> dict:
             "speculative_num_draft_tokens": case.steps + 1,
         }
     return arguments | case.engine
-
-
-def accept_length(histogram: list[int]) -> float:
-    """Mean tokens a round (accepted drafts and the bonus) of a request."""
-    rounds = sum(histogram)
-    return sum((drafts + 1) * count for drafts, count in enumerate(histogram)) / rounds if rounds else 0.0
 
 
 def run(engine, case: Case) -> dict:

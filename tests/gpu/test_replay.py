@@ -1,4 +1,4 @@
-"""Captured graphs of every mode: 1000 random batches through one graph a batch size, every field against the twin.
+"""Captured graphs of every mode: 1000 random batches over four batch sizes, every field against the twin.
 
 Replays run under torch's synchronisation check and must not allocate.
 """
@@ -43,7 +43,7 @@ def randomise(batch: SimpleNamespace, mode: str, longest: int, pool: int) -> Non
 
 
 def capture_mode(backend, mode: str, batch: SimpleNamespace):
-    """Capture through the entry points SGLang calls; returns (graph, plan, replay function)."""
+    """Capture through the entry points SGLang calls; returns (plan, replay function)."""
     from nsa_backend.host import ForwardMode
     from nsa_backend.modes import plan_for
 

@@ -217,7 +217,7 @@ def test_extend_lengths_may_be_a_cpu_tensor(make_runner, mode):
 def test_an_idle_rank_that_sglang_padded(make_runner):
     """DP attention pads an idle rank's batch with requests of slot 0 and length 1, and initialises it again."""
     backend = create_backend(make_runner())
-    table = backend.req_to_token.numpy()
+    table = backend.writer.req_to_token.numpy()
     backend.init_forward_metadata(forward_batch(Batch("decode", [1, 1, 1], [0, 0, 0], table, 64, 0), ForwardMode.IDLE))
     metadata = backend.forward_metadata
     assert metadata.cache_seqlens_int32.tolist() == [1, 1, 1]
@@ -229,7 +229,7 @@ def test_query_rows_beyond_the_batch_are_padded_as_sglang_pads_them(make_runner,
     from nsa_backend import host
 
     backend = create_backend(make_runner())
-    batch = forward_batch(Batch("decode", [5, 9], [1, 2], backend.req_to_token.numpy(), 64, 0), ForwardMode.DECODE)
+    batch = forward_batch(Batch("decode", [5, 9], [1, 2], backend.writer.req_to_token.numpy(), 64, 0), ForwardMode.DECODE)
     batch.global_num_tokens_cpu = [4]
     monkeypatch.setattr(host, "pad_nsa_cache_seqlens", lambda batch, lens: torch.cat([lens, lens.new_zeros(2)]))
     backend.init_forward_metadata(batch)
