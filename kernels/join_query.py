@@ -1,0 +1,98 @@
+"""Join the latent and the RoPE part of absorbed MLA queries, for kernels that read one tensor with padded heads."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+HEAD_BLOCK = 4
+"""Heads a program copies: 4.5 KiB of bfloat16 at DeepSeek-V3.2's 512 + 64."""
+
+
+@triton.jit
+def join_query_kernel(
+    q_nope_ptr,  # [rows, heads, LATENT], last dimension contiguous
+    q_nope_row_stride,
+    q_nope_head_stride,
+    q_rope_ptr,  # [rows, heads, ROPE], last dimension contiguous
+    q_rope_row_stride,
+    q_rope_head_stride,
+    out_ptr,  # [rows, padded heads, LATENT + ROPE], contiguous
+    out_row_stride,
+    heads,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    real = head < heads
+    out = out_ptr + row * out_row_stride + head * (LATENT + ROPE)
+    latent = tl.arange(0, LATENT_BLOCK)[None, :]
+    mask = real & (latent < LATENT)
+    nope = tl.load(q_nope_ptr + row * q_nope_row_stride + head * q_nope_head_stride + latent, mask=mask)
+    tl.store(out + latent, nope, mask=mask)
+    rope = tl.arange(0, ROPE_BLOCK)[None, :]
+    mask = real & (rope < ROPE)
+    part = tl.load(q_rope_ptr + row * q_rope_row_stride + head * q_rope_head_stride + rope, mask=mask)
+    tl.store(out + LATENT + rope, part, mask=mask)
+
+
+def join_query(q_nope: torch.Tensor, q_rope: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write `q_nope` and `q_rope` side by side into the first heads of `out`; one launch, the other heads keep their values.
+
+    Args:
+        q_nope: [rows, heads, latent], last dimension contiguous (SGLang's is a transposed view).
+        q_rope: [rows, heads, rope], last dimension contiguous, of the same dtype.
+        out: [rows, at least heads, latent + rope], contiguous, of the same dtype.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: shapes, dtypes, strides or devices do not fit; says what would be read or written wrong.
+    """
+    rows, heads, latent_dim = q_nope.shape
+    rope_dim = q_rope.shape[-1]
+    if q_rope.shape[:2] != (rows, heads):
+        raise ValueError(f"q_nope has {rows} rows of {heads} heads and q_rope {tuple(q_rope.shape[:2])}: parts would mix")
+    if out.shape[0] != rows or out.shape[1] < heads or out.shape[2] != latent_dim + rope_dim or not out.is_contiguous():
+        raise ValueError(
+            f"out must be contiguous [{rows}, at least {heads}, {latent_dim + rope_dim}], got {tuple(out.shape)} with strides "
+            f"{out.stride()}: the kernel would write past its end"
+        )
+    for name, part in (("q_nope", q_nope), ("q_rope", q_rope)):
+        if part.dtype != out.dtype or part.device != out.device:
+            raise ValueError(
+                f"{name} is {part.dtype} on {part.device} and out {out.dtype} on {out.device}: bits would be misread"
+            )
+        if part.stride(2) != 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {part.stride()}: values would mix")
+    if rows:
+        join_query_kernel[(rows, triton.cdiv(heads, HEAD_BLOCK))](
+            q_nope,
+            q_nope.stride(0),
+            q_nope.stride(1),
+            q_rope,
+            q_rope.stride(0),
+            q_rope.stride(1),
+            out,
+            out.stride(0),
+            heads,
+            LATENT=latent_dim,
+            ROPE=rope_dim,
+            LATENT_BLOCK=triton.next_power_of_2(latent_dim),
+            ROPE_BLOCK=triton.next_power_of_2(rope_dim),
+            HEADS=HEAD_BLOCK,
+        )
+    return out
+
+
+def join_query_torch(q_nope: torch.Tensor, q_rope: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The torch twin of `join_query`."""
+    heads = q_nope.shape[1]
+    out[:, :heads] = torch.cat([q_nope, q_rope], dim=-1)
+    return out

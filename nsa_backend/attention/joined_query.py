@@ -1,0 +1,49 @@
+"""The query in one tensor, heads padded to what a kernel is built for, without clearing the padding at every call."""
+
+from __future__ import annotations
+
+import torch
+
+from nsa_backend.attention.common import AttentionConfig, SparseInputs
+from nsa_backend.kernels.join_query import join_query
+
+_padded: dict[tuple, torch.Tensor] = {}
+
+
+class QueryJoiner:
+    """Joins q_nope and q_rope; one launch, and none where the query already is what the kernel reads.
+
+    Where heads are padded, captured forwards share one buffer whose padding heads were zeroed once: a layer's query is read
+    before the next layer's is written, because a rank runs its graphs on one stream.
+    """
+
+    def __init__(self, config: AttentionConfig, padded_heads: int):
+        """`padded_heads` is at least `config.num_heads`."""
+        self.padded_heads = padded_heads
+        self._pads = padded_heads > config.num_heads
+        self._width = config.latent_dim + config.rope_dim
+        self._device = config.device
+        self._buffer: torch.Tensor | None = None
+
+    def reserve(self, max_rows: int) -> None:
+        """Keep the padded query of up to `max_rows` rows. A larger request gets new memory; graphs captured keep theirs."""
+        if not self._pads:
+            return
+        key = (self._device, self.padded_heads, self._width)
+        if key not in _padded or _padded[key].shape[0] < max_rows:
+            _padded[key] = torch.zeros(max_rows, self.padded_heads, self._width, dtype=torch.bfloat16, device=self._device)
+        self._buffer = _padded[key]
+
+    def join(self, inputs: SparseInputs) -> torch.Tensor:
+        """[rows, padded heads, latent + rope]; the added heads are zero."""
+        if inputs.q_joined is not None and not self._pads:
+            return inputs.q_joined
+        return join_query(inputs.q_nope, inputs.q_rope, self._room(inputs.q_nope))
+
+    def _room(self, q_nope: torch.Tensor) -> torch.Tensor:
+        shape = (q_nope.shape[0], self.padded_heads, self._width)
+        if not self._pads:
+            return q_nope.new_empty(shape)
+        if self._buffer is not None and shape[0] <= self._buffer.shape[0] and q_nope.dtype == self._buffer.dtype:
+            return self._buffer[: shape[0]]
+        return q_nope.new_zeros(shape)
