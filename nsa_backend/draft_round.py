@@ -30,3 +30,20 @@ def capture_draft_extend(original: Callable, worker: Any) -> None:
         and worker.cuda_graph_runner_for_draft_extend is None
     ):
         worker.cuda_graph_runner_for_draft_extend = host.draft_extend_graph_runner(worker)
+
+
+def build_draft_extend_runner(
+    original: Callable,
+    runner: Any,
+    worker: Any,
+    *,
+    draft_extend_attn_backend: Any = None,
+    speculative_num_steps: int | None = None,
+) -> None:
+    """Around the draft-extend graph runner's `__init__`: its batch sizes count N + 1 tokens a request."""
+    passed_on = {"draft_extend_attn_backend": draft_extend_attn_backend, "speculative_num_steps": speculative_num_steps}
+    if not isinstance(draft_extend_attn_backend or worker.draft_extend_attn_backend, NativeSparseAttnBackend):
+        original(runner, worker, **passed_on)
+        return
+    with host.draft_extend_sizes_in_tokens((speculative_num_steps or worker.server_args.speculative_num_steps) + 1):
+        original(runner, worker, **passed_on)

@@ -6,11 +6,15 @@ GPU or its libraries stay inside functions, so that the package loads on a machi
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packaging.requirements import Requirement
 from sglang.srt.configs.model_config import get_nsa_index_topk, is_deepseek_nsa
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
@@ -18,7 +22,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.nsa.dequant_k_cache import dequantize_k_cache_paged
 from sglang.srt.layers.attention.nsa.nsa_indexer import BaseIndexerMetadata
 from sglang.srt.layers.attention.nsa.utils import pad_nsa_cache_seqlens
-from sglang.srt.layers.attention.utils import concat_mla_absorb_q_general
+from sglang.srt.layers.attention.utils import mla_quantize_and_rope_for_fp8
 from sglang.srt.layers.dp_attention import get_attention_tp_size
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -41,11 +45,11 @@ __all__ = [
     "RadixAttention",
     "ServerArgs",
     "SpecInput",
-    "concat_mla_absorb_q_general",
     "dequantize_k_cache_paged",
     "get_attention_tp_size",
     "get_nsa_index_topk",
     "is_deepseek_nsa",
+    "mla_quantize_and_rope_for_fp8",
     "pad_nsa_cache_seqlens",
     "register_attention_backend",
 ]
@@ -67,6 +71,25 @@ def fuse_topk() -> bool:
 def dense_prefill_limit() -> int:
     """Longest KV length, in tokens, that prefill still computes densely; SGLang sets it to index_topk."""
     return envs.SGLANG_NSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get()
+
+
+def flashinfer_workspace_bytes() -> int:
+    """Size of the workspace that flashinfer's kernels share (SGLANG_FLASHINFER_WORKSPACE_SIZE)."""
+    return envs.SGLANG_FLASHINFER_WORKSPACE_SIZE.get()
+
+
+def package_problem(distribution: str) -> str | None:
+    """Why `distribution` cannot be relied on, or None: it is missing, or not the release that the installed SGLang pins."""
+    pins = (Requirement(line) for line in requires("sglang") or ())
+    pin = next((p for p in pins if p.name.replace("_", "-") == distribution.replace("_", "-") and p.marker is None), None)
+    wanted = f"SGLang {version('sglang')} needs {pin or distribution}: pip install '{pin or distribution}'"
+    try:
+        found = version(distribution)
+    except PackageNotFoundError:
+        return f"{distribution} is not installed and {wanted}"
+    if pin is not None and not pin.specifier.contains(found, prereleases=True):
+        return f"{distribution} {found} is installed and {wanted}"
+    return None
 
 
 def deep_gemm_num_sms() -> int:
@@ -106,11 +129,35 @@ def hook_draft_workers(method: str, function: Callable) -> None:
             hook(target, function, HookType.AROUND)
 
 
+def hook_draft_extend_runner(function: Callable) -> None:
+    """Wrap how the draft-extend graph runner is built, for both draft workers; once the module can be imported, as above."""
+    target = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.__init__"
+    if target not in HookRegistry._hooks:
+        hook(target, function, HookType.AROUND)
+
+
 def draft_extend_graph_runner(worker: Any) -> Any:
     """Capture the draft-extend graphs of a draft worker, `num_steps + 1` rows a request."""
     from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
 
     return EAGLEDraftExtendCudaGraphRunner(worker)
+
+
+@contextlib.contextmanager
+def draft_extend_sizes_in_tokens(tokens_per_request: int) -> Iterator[None]:
+    """While a draft-extend graph runner is built, choose its batch sizes by tokens.
+
+    A captured batch must hold a multiple of the attention TP size in tokens. SGLang 0.5.12.post1 tells its target runner that
+    a request has D tokens and does not tell the draft-extend runner, which then leaves out sizes that would do.
+    """
+    from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as module
+
+    original = module.get_batch_sizes_to_capture
+    module.get_batch_sizes_to_capture = partial(original, num_tokens_per_bs=tokens_per_request)
+    try:
+        yield
+    finally:
+        module.get_batch_sizes_to_capture = original
 
 
 def is_rocm() -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from nsa_backend import host
 from nsa_backend.backend import NativeSparseAttnBackend
-from nsa_backend.draft_round import capture_draft_extend, run_draft_round
+from nsa_backend.draft_round import build_draft_extend_runner, capture_draft_extend, run_draft_round
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.refusals import refuse_unsupported
 
@@ -56,3 +56,4 @@ def _hook_draft_workers() -> None:
         )
     host.hook_draft_workers("draft_forward", run_draft_round)
     host.hook_draft_workers("init_cuda_graphs", capture_draft_extend)
+    host.hook_draft_extend_runner(build_draft_extend_runner)
