@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import torch
 
 from nsa_backend import __version__, host
-from nsa_backend.attention import build_attention
 from nsa_backend.attention.common import SparseAttention
 from nsa_backend.config import BackendConfig
 from nsa_backend.dense_prefill import DensePrefill
@@ -19,7 +17,7 @@ from nsa_backend.indexer import IndexerMetadata
 from nsa_backend.kernels.topk_slots import topk_slots
 from nsa_backend.metadata import NSAMetadata
 from nsa_backend.modes import is_paged
-from nsa_backend.queries import pad_topk_rows, sparse_inputs
+from nsa_backend.queries import pad_rows, rope_in_fp8, sparse_inputs
 from nsa_backend.topk import SglTopK, TorchTopK
 from nsa_backend.writer import MetadataWriter
 
@@ -40,10 +38,8 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         self.config = BackendConfig.from_runner(model_runner)
         self.writer = MetadataWriter(self.config, model_runner.req_to_token_pool.req_to_token)
         self.kv_cache_dtype = model_runner.kv_cache_dtype
-        self.decode_attention = build_attention(self.config.decode_impl, "--nsa-decode-backend", self.config.attention)
-        self.prefill_attention = build_attention(
-            self.config.prefill_impl, "--nsa-prefill-backend", replace(self.config.attention, prefill=True)
-        )
+        self.decode_attention = self.config.build_decode()
+        self.prefill_attention = self.config.build_prefill()
         self.dense_prefill = DensePrefill(self.config)
         self.topk = SglTopK() if self.config.device.type == "cuda" else TorchTopK()
         self.captured = CapturedMetadata(self.writer)
@@ -67,8 +63,9 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         self.forward_metadata = metadata
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Remember how large captured batches get; buffers are allocated when the first mode is captured."""
+        """Remember how large captured batches get; metadata buffers are allocated when the first mode is captured."""
         self.captured.reserve(max_bs, max_num_tokens)
+        self.decode_attention.reserve(max_num_tokens)
 
     def init_forward_metadata_capture_cuda_graph(
         self,
@@ -137,7 +134,7 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         **mla_args: torch.Tensor | None,
     ) -> torch.Tensor:
         """Write the new tokens' KV and attend with the decode implementation; see `_forward_sparse`."""
-        return self._forward_sparse(self.decode_attention, q, k, layer, forward_batch, save_kv_cache, **mla_args)
+        return self._forward_sparse(self.decode_attention, q, k, layer, forward_batch, save_kv_cache, decode=True, **mla_args)
 
     def forward_extend(
         self,
@@ -173,7 +170,10 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
         topk_indices: torch.Tensor | None = None,
-        **unused,
+        cos_sin_cache: torch.Tensor | None = None,
+        is_neox: bool = False,
+        llama_4_scaling: torch.Tensor | None = None,
+        decode: bool = False,
     ) -> torch.Tensor:
         """Absorbed MLA over the chosen slots.
 
@@ -182,10 +182,19 @@ class NativeSparseAttnBackend(host.AttentionBackend):
             k: [rows, 1, latent], the latent KV of the new tokens; `k_rope` [rows, 1, rope].
             q_rope: [rows, heads * rope].
             topk_indices: int32 [rows, index_topk], what `IndexerMetadata.topk_transform` returned.
+            cos_sin_cache: where SGLang leaves RoPE to the backend, which it does for trtllm on an FP8 KV cache; query and KV
+                then still lack it. `is_neox` is its layout.
+            llama_4_scaling: belongs to models without sparse attention.
+            decode: whether a row is a request.
 
         Returns:
             [rows, heads, latent].
         """
+        if llama_4_scaling is not None:
+            raise ValueError("llama_4_scaling came with a sparse MLA layer and nothing here applies it: scores would be wrong")
+        if cos_sin_cache is not None:
+            q, k, k_rope = rope_in_fp8(q, q_rope, k, k_rope, layer, forward_batch.positions, cos_sin_cache, is_neox)
+            q_rope = None
         pool = forward_batch.token_to_kv_pool
         if k is not None and save_kv_cache:
             if not forward_batch.out_cache_loc.is_contiguous():
@@ -203,15 +212,16 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         kv_cache = pool.get_key_buffer(layer.layer_id)
         if metadata.ragged_kv:
             kv_cache = ragged_kv(kv_cache, metadata, k, k_rope)
-        return attention.forward(sparse_inputs(q, q_rope, layer, kv_cache, pad_topk_rows(topk_indices, rows), metadata))
+        topk_indices = pad_rows(topk_indices, rows, -1)
+        return attention.forward(sparse_inputs(q, q_rope, layer, kv_cache, topk_indices, metadata, decode=decode))
 
     def log_start(self, draft_steps: int) -> None:
         """The one line that tells an operator that this backend serves."""
         logger.info(
-            "nsa_backend %s is active: decode=%s, prefill=%s (dense MHA up to %d tokens), draft steps=%d, page size=64",
+            "nsa_backend %s is active: decode=%s, prefill=%s (dense MHA %s), draft steps=%d, page size=64",
             __version__,
             self.config.decode_impl,
             self.config.prefill_impl,
-            host.dense_prefill_limit(),
+            f"up to {host.dense_prefill_limit()} tokens" if self.dense_prefill.runs else "off",
             draft_steps,
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig
+from nsa_backend.attention import build_attention
+from nsa_backend.attention.common import AttentionConfig, SparseAttention
 from nsa_backend.plan import PAGE_SIZE
+from nsa_backend.switches import switch
 
 GPU_INDEX_TOPK = 2048
 """The only top-k that sgl-kernel's fast_topk kernels are built for."""
@@ -37,28 +39,63 @@ class BackendConfig:
             )
         if runner.page_size != PAGE_SIZE:
             raise ValueError(f"nsa_backend does not serve --page-size {runner.page_size}: pass --page-size {PAGE_SIZE}")
+        table_width = runner.req_to_token_pool.req_to_token.shape[1]
+        if runner.model_config.context_len > table_width:
+            raise ValueError(
+                f"--context-length {runner.model_config.context_len} is beyond the {table_width} tokens that a row of SGLang's "
+                "request-to-token pool holds: lower --context-length"
+            )
         device = torch.device(runner.device)
         index_topk = host.get_nsa_index_topk(hf_config)
-        if device.type == "cuda" and index_topk != GPU_INDEX_TOPK:
-            raise ValueError(
-                f"this model keeps index_topk = {index_topk} tokens and sgl-kernel's top-k is built for {GPU_INDEX_TOPK}: "
-                "only models with that top-k can be served on a GPU"
-            )
+        if device.type == "cuda":
+            _check_indexer(index_topk)
+        kv_cache_dtype = runner.token_to_kv_pool.dtype
+        decode = "auto" if switch("NSA_BACKEND_AUTO_DECODE") else args.nsa_decode_backend
+        prefill = _prefill_impl(args.nsa_prefill_backend, kv_cache_dtype)
         return cls(
             device=device,
             attention=AttentionConfig(
                 device_sm=host.device_sm(device),
                 num_heads=runner.model_config.num_attention_heads // host.get_attention_tp_size(),
-                kv_cache_dtype=runner.token_to_kv_pool.dtype,
+                kv_cache_dtype=kv_cache_dtype,
                 index_topk=index_topk,
+                device=device,
+                device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+                page_size=runner.page_size,
+                latent_dim=runner.model_config.kv_lora_rank,
+                rope_dim=runner.model_config.qk_rope_head_dim,
+                nope_dim=runner.model_config.qk_nope_head_dim,
+                table_width=table_width,
                 deterministic=args.enable_deterministic_inference,
             ),
-            decode_impl=args.nsa_decode_backend,
-            prefill_impl=_prefill_impl(args.nsa_prefill_backend, runner.token_to_kv_pool.dtype),
+            decode_impl=decode,
+            prefill_impl=prefill,
             num_draft_tokens=args.speculative_num_draft_tokens or 0,
-            table_width=runner.req_to_token_pool.req_to_token.shape[1],
+            table_width=table_width,
             num_sms=host.deep_gemm_num_sms() if device.type == "cuda" else 0,
         )
+
+    def build_decode(self) -> SparseAttention:
+        """What runs in decode, target_verify and draft_extend; raises ValueError where it cannot run here."""
+        asked = "NSA_BACKEND_AUTO_DECODE=1" if self.decode_impl == "auto" else f"--nsa-decode-backend {self.decode_impl}"
+        return build_attention(self.decode_impl, asked, replace(self.attention, partner=self.prefill_impl))
+
+    def build_prefill(self) -> SparseAttention:
+        """What runs in sparse prefill; raises ValueError where it cannot run here."""
+        config = replace(self.attention, partner=self.decode_impl, prefill=True)
+        return build_attention(self.prefill_impl, f"--nsa-prefill-backend {self.prefill_impl}", config)
+
+
+def _check_indexer(index_topk: int) -> None:
+    """The indexer's kernels: DeepGEMM's logits and sgl-kernel's top-k."""
+    if index_topk != GPU_INDEX_TOPK:
+        raise ValueError(
+            f"this model keeps index_topk = {index_topk} tokens and sgl-kernel's top-k is built for {GPU_INDEX_TOPK}: "
+            "only models with that top-k can be served on a GPU"
+        )
+    problems = (host.package_problem("sglang-kernel"), host.package_problem("sgl-deep-gemm"))
+    if any(problems):
+        raise ValueError(". ".join(filter(None, problems)))
 
 
 def _prefill_impl(name: str, kv_cache_dtype: torch.dtype) -> str:

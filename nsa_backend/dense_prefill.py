@@ -15,12 +15,12 @@ class DensePrefill:
     def __init__(self, config: BackendConfig):
         # SGLang's model brings K and V in bfloat16 here, dequantised where the cache is FP8.
         dtypes = (torch.bfloat16, torch.float8_e4m3fn)
-        self._runs = config.attention.device_sm == 90 and config.attention.kv_cache_dtype in dtypes
-        self._attend = host.fa3_functions()[1] if self._runs else None
+        self.runs = config.attention.device_sm == 90 and config.attention.kv_cache_dtype in dtypes
+        self._attend = host.fa3_functions()[1] if self.runs else None
 
     def fits(self, batch: host.ForwardBatch) -> bool:
         """Whether `batch` is a prefill whose longest request and total length stay within SGLang's limits."""
-        if not self._runs or not batch.forward_mode.is_extend_without_speculative() or not batch.batch_size:
+        if not self.runs or not batch.forward_mode.is_extend_without_speculative() or not batch.batch_size:
             return False
         return (
             int(batch.seq_lens_cpu.max()) <= host.dense_prefill_limit()

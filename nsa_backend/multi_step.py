@@ -55,6 +55,8 @@ class NativeSparseAttnMultiStepBackend:
         """Allocate the replay buffers of all steps for up to `max_bs` requests."""
         self._buffers = self._writer.replay_buffers(self.plan(max_bs))
         self._captured_sizes.clear()
+        for backend in self.attn_backends:
+            backend.decode_attention.reserve(max_num_tokens)
 
     def init_forward_metadata_capture_cuda_graph(self, forward_batch: host.ForwardBatch) -> None:
         """Prepare a capture; `begin_draft_round` records the launch inside it, on the runner's static tensors."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 from importlib.metadata import PackageNotFoundError, version
 
 from nsa_backend import __version__
+from nsa_backend.switches import check_switches, switch
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,8 @@ def register() -> None:
     SGLang's loader logs an exception and goes on with its built-in backend, so what must stop the server leaves as
     SystemExit: a bad value in one of our environment variables, and any reason not to serve under NSA_BACKEND_REQUIRED=1.
     """
-    required, disabled = _switch("NSA_BACKEND_REQUIRED"), _switch("NSA_BACKEND_DISABLE")
+    check_switches()
+    required, disabled = switch("NSA_BACKEND_REQUIRED"), switch("NSA_BACKEND_DISABLE")
     reason = "NSA_BACKEND_DISABLE is set" if disabled else _unsupported_host()
     if reason is None:
         try:
@@ -35,13 +36,6 @@ def register() -> None:
         raise SystemExit(f"nsa_backend {__version__} does not serve and NSA_BACKEND_REQUIRED=1: {reason}")
     else:
         logger.warning("nsa_backend %s: %s, SGLang's built-in nsa backend serves", __version__, reason)
-
-
-def _switch(name: str) -> bool:
-    value = os.environ.get(name, "0")
-    if value not in ("0", "1"):
-        raise SystemExit(f"{name} must be 0 or 1, and it is {value!r}")
-    return value == "1"
 
 
 def _unsupported_host() -> str | None:

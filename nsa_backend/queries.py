@@ -16,9 +16,15 @@ def sparse_inputs(
     kv_cache: torch.Tensor,
     topk_slots: torch.Tensor,
     metadata: NSAMetadata,
+    *,
+    decode: bool = False,
 ) -> SparseInputs:
-    """Views of the query, split into its latent and RoPE parts, beside the metadata of its rows."""
+    """Views of the query, split into its latent and RoPE parts, beside the metadata of its rows.
+
+    `decode` says that a row is a request, whose length some kernels want as it is.
+    """
     heads, latent_dim = layer.tp_q_head_num, layer.v_head_dim
+    joined = None
     if q_rope is None:
         joined = q.contiguous().view(-1, heads, layer.head_dim)
         q_nope, q_rope = joined[..., :latent_dim], joined[..., latent_dim:]
@@ -34,15 +40,52 @@ def sparse_inputs(
         cu_seqlens_k=metadata.nsa_cu_seqlens_k,
         sm_scale=layer.scaling,
         logit_cap=layer.logit_cap,
+        q_joined=joined,
+        request_seqlens=pad_rows(metadata.cache_seqlens_int32, q_nope.shape[0], 0) if decode else None,
         flashmla_tiles=metadata.flashmla_tiles,
     )
 
 
-def pad_topk_rows(topk_slots: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Append rows of -1 where SGLang padded the query beyond the indexer's rows (TP with partial DP attention)."""
-    missing = num_rows - topk_slots.shape[0]
+def pad_rows(rows: torch.Tensor, num_rows: int, value: int) -> torch.Tensor:
+    """Append rows of `value` where SGLang padded the query beyond its metadata (TP with partial DP attention)."""
+    missing = num_rows - rows.shape[0]
     if missing < 0:
-        raise ValueError(f"the indexer chose slots for {topk_slots.shape[0]} rows and the query has {num_rows}: rows would mix")
+        raise ValueError(f"there are {rows.shape[0]} rows of metadata or slots and the query has {num_rows}: rows would mix")
     if missing == 0:
-        return topk_slots
-    return torch.nn.functional.pad(topk_slots, (0, 0, 0, missing), value=-1)
+        return rows
+    return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)])
+
+
+def rope_in_fp8(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    k_nope: torch.Tensor,
+    k_rope: torch.Tensor,
+    layer: host.RadixAttention,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Apply RoPE to query and key and cast both to fp8_e4m3, in SGLang's one launch.
+
+    Args:
+        q_nope: [rows, heads, latent]; q_rope: [rows, heads, rope]; k_nope: [rows, 1, latent]; k_rope: [rows, 1, rope].
+        positions: [rows].
+        cos_sin_cache: [positions of the model, rope].
+        is_neox: whether RoPE rotates halves (True) or neighbours.
+
+    Returns:
+        Query [rows, heads, latent + rope], k_nope [rows, latent] and k_rope [rows, rope], without scales.
+    """
+    latent_dim = layer.v_head_dim
+    return host.mla_quantize_and_rope_for_fp8(
+        q_nope.view(-1, layer.tp_q_head_num, latent_dim),
+        q_rope.view(-1, layer.tp_q_head_num, layer.head_dim - latent_dim),
+        k_nope.squeeze(1),
+        k_rope.squeeze(1),
+        positions,
+        cos_sin_cache,
+        is_neox,
+        latent_dim,
+        layer.head_dim - latent_dim,
+    )

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nsa_backend import host
-from nsa_backend.attention import IMPLEMENTATIONS
+from nsa_backend.attention import OPTION_VALUES
 
-# SGLang's own choices for these options never include the torch reference, so no server can ask for it.
-DECODE_IMPLEMENTATIONS = tuple(name for name in IMPLEMENTATIONS if name != "torch")
-PREFILL_IMPLEMENTATIONS = (*DECODE_IMPLEMENTATIONS, "flashmla_auto")
+PREFILL_VALUES = (*OPTION_VALUES, "flashmla_auto")
 
 
 @dataclass(frozen=True)
@@ -51,14 +49,14 @@ RULES = (
     Rule(
         "nsa_decode_backend",
         "--nsa-decode-backend",
-        _one_of(None, *DECODE_IMPLEMENTATIONS),
-        f"choose one of {', '.join(DECODE_IMPLEMENTATIONS)}",
+        _one_of(None, *OPTION_VALUES),
+        f"choose one of {', '.join(OPTION_VALUES)}",
     ),
     Rule(
         "nsa_prefill_backend",
         "--nsa-prefill-backend",
-        _one_of(None, *PREFILL_IMPLEMENTATIONS),
-        f"choose one of {', '.join(PREFILL_IMPLEMENTATIONS)}",
+        _one_of(None, *PREFILL_VALUES),
+        f"choose one of {', '.join(PREFILL_VALUES)}",
     ),
     Rule("enable_nsa_prefill_context_parallel", "--enable-nsa-prefill-context-parallel", _off, "drop the option"),
     Rule("enable_hisparse", "--enable-hisparse", _off, "drop the option"),
@@ -80,7 +78,7 @@ def refusals(server_args: host.ServerArgs) -> list[str]:
     """One sentence for each option that is set to something this backend does not serve."""
     found = [rule.refusal(server_args) for rule in RULES]
     if host.is_rocm():
-        found.append("nsa_backend does not serve ROCm: use an NVIDIA Hopper GPU, or " + host.WAY_BACK)
+        found.append("nsa_backend does not serve ROCm: use an NVIDIA GPU, or " + host.WAY_BACK)
     return [sentence for sentence in found if sentence]
 
 

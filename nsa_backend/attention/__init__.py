@@ -11,17 +11,22 @@ IMPLEMENTATIONS = {
     "fa3": "nsa_backend.attention.fa3",
     "flashmla_sparse": "nsa_backend.attention.flashmla_sparse",
     "flashmla_kv": "nsa_backend.attention.flashmla_kv",
+    "trtllm": "nsa_backend.attention.trtllm",
     "torch": "nsa_backend.attention.torch_reference",
+    "auto": "nsa_backend.attention.auto",
 }
 """Name to module. A module has `supports(config) -> reason or None` and `build(config) -> SparseAttention`."""
 
+OPTION_VALUES = tuple(name for name in IMPLEMENTATIONS if name not in ("torch", "auto"))
+"""What --nsa-decode-backend and --nsa-prefill-backend may name; SGLang's closed list has neither of the other two."""
 
-def build_attention(name: str, option: str, config: AttentionConfig) -> SparseAttention:
+
+def build_attention(name: str, asked: str, config: AttentionConfig) -> SparseAttention:
     """Build the implementation that the user chose.
 
     Args:
         name: a key of `IMPLEMENTATIONS`.
-        option: the command-line option it came from, for the message.
+        asked: how the user asked for it, such as "--nsa-decode-backend fa3", for the message.
         config: what the model, the KV pool and the GPU are.
 
     Raises:
@@ -31,8 +36,12 @@ def build_attention(name: str, option: str, config: AttentionConfig) -> SparseAt
     reason = module.supports(config) if module else "nsa_backend has no such implementation"
     if reason is None:
         return module.build(config)
-    usable = [other for other, path in IMPLEMENTATIONS.items() if import_module(path).supports(config) is None]
+    usable = [other for other, why_not in reasons(config).items() if why_not is None and other != "auto"]
     raise ValueError(
-        f"{option} {name} cannot run here: {reason}. Choose one of: {', '.join(usable) or 'none on this machine'}; "
-        f"or {host.WAY_BACK}"
+        f"{asked} cannot run here: {reason}. Choose one of: {', '.join(usable) or 'none on this machine'}; or {host.WAY_BACK}"
     )
+
+
+def reasons(config: AttentionConfig) -> dict[str, str | None]:
+    """Why each implementation cannot run under `config`; None where it can."""
+    return {name: import_module(path).supports(config) for name, path in IMPLEMENTATIONS.items()}

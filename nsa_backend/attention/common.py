@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from nsa_backend import host
-
 if TYPE_CHECKING:
     from nsa_backend.metadata import NSAMetadata
 
@@ -21,8 +19,16 @@ class AttentionConfig:
     num_heads: int  # query heads on this rank
     kv_cache_dtype: torch.dtype
     index_topk: int
+    device: torch.device | str = "cpu"
+    device_name: str = ""  # as torch.cuda.get_device_name says it
+    page_size: int = 64
+    latent_dim: int = 512  # kv_lora_rank
+    rope_dim: int = 64  # qk_rope_head_dim
+    nope_dim: int = 128  # qk_nope_head_dim
+    table_width: int = 0  # tokens that a request can reach
     deterministic: bool = False
     prefill: bool = False  # whether the implementation is to run prefill; decode, target_verify and draft_extend otherwise
+    partner: str = ""  # the implementation asked for on the other side: prefill's for decode, decode's for prefill
 
 
 @dataclass(frozen=True)
@@ -46,11 +52,17 @@ class SparseInputs:
     cu_seqlens_k: torch.Tensor  # int32 [rows + 1], exclusive prefix sum of cache_seqlens
     sm_scale: float
     logit_cap: float
+    q_joined: torch.Tensor | None = None  # [rows, heads, v_head_dim + rope_dim], where the query came in one piece
+    request_seqlens: torch.Tensor | None = None  # decode only: int32 [rows], tokens of the row's request, not clipped
     flashmla_tiles: FlashMlaTiles | None = None
 
 
 class SparseAttention(Protocol):
     """An implementation, ready to run."""
+
+    def reserve(self, max_rows: int) -> None:
+        """Keep memory for captured forwards of up to `max_rows` query rows; called before the captures."""
+        ...
 
     def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
         """Add what the kernel needs for these rows beyond the metadata launch; called after it, once a forward.
@@ -60,7 +72,7 @@ class SparseAttention(Protocol):
         ...
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
-        """Attend; returns [rows, heads, v_head_dim] in the dtype of `q_nope`.
+        """Attend; returns [rows, heads, v_head_dim] in bfloat16 (in the query's dtype without a GPU).
 
         A row whose top-k is all -1 (a padding row) yields finite values that nobody reads.
         """
@@ -70,17 +82,14 @@ class SparseAttention(Protocol):
 class NothingToPrepare:
     """For implementations that need nothing beyond the metadata launch."""
 
+    def reserve(self, max_rows: int) -> None:
+        """Nothing to keep."""
+
     def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
         """Returns `metadata` as it is."""
         return metadata
 
 
-def joined_query(q_nope: torch.Tensor, q_rope: torch.Tensor, padded_heads: int) -> torch.Tensor:
-    """[rows, padded_heads, latent + rope]; the added heads are zero. `padded_heads` is at least the number of heads."""
-    rows, heads, latent_dim = q_nope.shape
-    if padded_heads == heads:
-        return host.concat_mla_absorb_q_general(q_nope, q_rope)
-    q = q_nope.new_zeros(rows, padded_heads, latent_dim + q_rope.shape[-1])
-    q[:, :heads, :latent_dim] = q_nope
-    q[:, :heads, latent_dim:] = q_rope
-    return q
+def device_title(device_sm: int) -> str:
+    """What a refusal calls the device."""
+    return f"SM{device_sm}" if device_sm else "no GPU"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs
+from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs, device_title
 
 
 def supports(config: AttentionConfig) -> str | None:
     """Why fa3 cannot run, or None."""
     if config.device_sm != 90:
-        return f"FA3 is built for Hopper (SM90) and this device is {_name(config.device_sm)}"
+        return f"FA3 is built for Hopper (SM90) and this device is {device_title(config.device_sm)}"
     if config.kv_cache_dtype != torch.bfloat16:
         return f"it reads a bfloat16 KV cache and this one is {config.kv_cache_dtype}"
-    return None
+    return host.package_problem("sglang-kernel")
 
 
 def build(config: AttentionConfig) -> Fa3:
@@ -47,7 +47,3 @@ class Fa3(NothingToPrepare):
             return_softmax_lse=False,
             num_splits=self._num_splits,
         )
-
-
-def _name(device_sm: int) -> str:
-    return f"SM{device_sm}" if device_sm else "no GPU"

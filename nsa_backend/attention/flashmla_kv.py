@@ -6,12 +6,17 @@ from dataclasses import replace
 
 import torch
 
-from nsa_backend.attention.common import AttentionConfig, FlashMlaTiles, SparseInputs, joined_query
+from nsa_backend import host
+from nsa_backend.attention.common import AttentionConfig, FlashMlaTiles, SparseInputs
+from nsa_backend.attention.joined_query import QueryJoiner
 from nsa_backend.metadata import NSAMetadata
 from nsa_backend.plan import PAGE_SIZE
 
 HEAD_COUNTS = (64, 128)
 """Query-head counts the kernel is built for; fewer heads are padded to the next one."""
+
+TOPK_MULTIPLE = 64
+"""Tokens of one block of the kernel."""
 
 
 def supports(config: AttentionConfig) -> str | None:
@@ -22,7 +27,11 @@ def supports(config: AttentionConfig) -> str | None:
         return f"it reads an fp8_e4m3 KV cache and this one is {config.kv_cache_dtype}: pass --kv-cache-dtype fp8_e4m3"
     if config.num_heads > HEAD_COUNTS[-1]:
         return f"it takes at most {HEAD_COUNTS[-1]} query heads a rank and this model has {config.num_heads}: raise --tp-size"
-    return None
+    if config.page_size != PAGE_SIZE:
+        return f"it reads pages of {PAGE_SIZE} tokens and this cache has pages of {config.page_size}"
+    if config.index_topk % TOPK_MULTIPLE:
+        return f"it takes an index_topk in multiples of {TOPK_MULTIPLE} and this model has {config.index_topk}"
+    return host.package_problem("sglang-kernel")
 
 
 def build(config: AttentionConfig) -> FlashMlaKv:
@@ -37,7 +46,10 @@ class FlashMlaKv:
 
         self._attend, self._schedule = flash_mla_with_kvcache, get_mla_metadata
         self._index_topk = config.index_topk
-        self._padded_heads = next(count for count in HEAD_COUNTS if config.num_heads <= count)
+        self._query = QueryJoiner(config, next(count for count in HEAD_COUNTS if config.num_heads <= count))
+
+    def reserve(self, max_rows: int) -> None:
+        self._query.reserve(max_rows)
 
     def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
         """Schedule the rows that the metadata launch has just measured; one FlashMLA launch, capturable.
@@ -46,9 +58,9 @@ class FlashMlaKv:
         """
         tiles, num_splits = self._schedule(
             cache_seqlens=metadata.nsa_cache_seqlens_int32,
-            num_q_tokens_per_head_k=self._padded_heads,
+            num_q_tokens_per_head_k=self._query.padded_heads,
             num_heads_k=1,
-            num_heads_q=self._padded_heads,
+            num_heads_q=self._query.padded_heads,
             is_fp8_kvcache=True,
             topk=self._index_topk,
         )
@@ -57,7 +69,7 @@ class FlashMlaKv:
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         rows, heads, latent_dim = inputs.q_nope.shape
         out, _ = self._attend(
-            q=joined_query(inputs.q_nope, inputs.q_rope, self._padded_heads).unsqueeze(1),
+            q=self._query.join(inputs).unsqueeze(1),
             k_cache=inputs.kv_cache.view(-1, PAGE_SIZE, 1, inputs.kv_cache.shape[-1]),
             cache_seqlens=inputs.cache_seqlens,
             head_dim_v=latent_dim,

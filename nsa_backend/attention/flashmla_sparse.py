@@ -4,39 +4,49 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs, joined_query
+from nsa_backend import host
+from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs
+from nsa_backend.attention.joined_query import QueryJoiner
 
 HEADS_MULTIPLE = 64
 """Query heads come in blocks of 64 on Hopper."""
+
+TOPK_MULTIPLE = 128
+"""The kernel walks a top-k row in pairs of 64-token blocks."""
 
 
 def supports(config: AttentionConfig) -> str | None:
     """Why flashmla_sparse cannot run, or None."""
     if config.device_sm != 90:
         return "nsa_backend runs FlashMLA on Hopper (SM90) alone so far"
-    if config.kv_cache_dtype == torch.float8_e4m3fn and config.prefill:
-        return None  # on pages dequantised once a layer
-    if config.kv_cache_dtype != torch.bfloat16:
+    if config.index_topk % TOPK_MULTIPLE:
+        return f"it takes an index_topk in multiples of {TOPK_MULTIPLE} and this model has {config.index_topk}"
+    dequantised = config.kv_cache_dtype == torch.float8_e4m3fn and config.prefill  # once a layer
+    if config.kv_cache_dtype != torch.bfloat16 and not dequantised:
         return f"it reads a bfloat16 KV cache and this one is {config.kv_cache_dtype}"
-    return None
+    return host.package_problem("sglang-kernel")
 
 
 def build(config: AttentionConfig) -> FlashMlaSparse:
-    return FlashMlaSparse()
+    return FlashMlaSparse(config)
 
 
 class FlashMlaSparse(NothingToPrepare):
     """Pads the query heads to a multiple of 64 and trims the output; slots of -1 are skipped by the kernel."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: AttentionConfig) -> None:
         from sgl_kernel.flash_mla import flash_mla_sparse_fwd
 
         self._attend = flash_mla_sparse_fwd
+        self._query = QueryJoiner(config, -(-config.num_heads // HEADS_MULTIPLE) * HEADS_MULTIPLE)
+
+    def reserve(self, max_rows: int) -> None:
+        self._query.reserve(max_rows)
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         heads, latent_dim = inputs.q_nope.shape[1:]
         out, _, _ = self._attend(
-            q=joined_query(inputs.q_nope, inputs.q_rope, -(-heads // HEADS_MULTIPLE) * HEADS_MULTIPLE),
+            q=self._query.join(inputs),
             kv=inputs.kv_cache,
             indices=inputs.topk_slots.unsqueeze(1),
             sm_scale=inputs.sm_scale,

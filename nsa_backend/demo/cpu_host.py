@@ -58,7 +58,14 @@ def make_runner(
         kv_cache_dtype=torch.float32,
         req_to_token_pool=req_to_token_pool,
         token_to_kv_pool=kv_pool,
-        model_config=SimpleNamespace(hf_config=hf_config, num_attention_heads=model_shape.heads),
+        model_config=SimpleNamespace(
+            hf_config=hf_config,
+            num_attention_heads=model_shape.heads,
+            context_len=req_to_token_pool.req_to_token.shape[1],
+            kv_lora_rank=model_shape.latent,
+            qk_rope_head_dim=model_shape.rope,
+            qk_nope_head_dim=model_shape.latent,
+        ),
         server_args=SimpleNamespace(
             nsa_decode_backend="torch",
             nsa_prefill_backend="torch",

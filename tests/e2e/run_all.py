@@ -183,13 +183,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--cases", nargs="*", help="all by default")
+    parser.add_argument("--gpus", type=int, default=1, help="run the cases for this number of GPUs")
     parser.add_argument("--backends", nargs="*", default=list(BACKENDS))
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "nsa-e2e")
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     checkpoint = faithful_checkpoint.write(args.logs / "checkpoint")
-    cases = [c for c in CASES if not args.cases or c.name in args.cases]
+    cases = [c for c in CASES if c.gpus == args.gpus and (not args.cases or c.name in args.cases)]
     started = time.time()
     results = run_engines(checkpoint, cases, args.backends, args.jobs, args.logs)
     found = judge(checkpoint, cases, results, args.jobs, args.logs)

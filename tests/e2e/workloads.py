@@ -33,6 +33,11 @@ WORKLOADS = {
     "sizes between and above the captured": lambda: [prompts(3, 200, seed=2), prompts(5, 250, seed=3), prompts(12, 90, seed=4)],
     "shared prefix": lambda: [shared_prefix()[:1], shared_prefix()],
     "32x300": lambda: [prompts(32, 300, step=9, seed=9)],
+    # One after another, so that every forward has one request.
+    "1x300": lambda: [[p] for p in prompts(8, 300)],
+    "1x3000": lambda: [[p] for p in prompts(4, 3000)],
+    "8x3000": lambda: [prompts(8, 3000)],
+    "32x3000": lambda: [prompts(32, 3000, step=9, seed=9)],
     "short": lambda: [prompts(4, 5, step=20, seed=7)],
 }
 
@@ -51,11 +56,16 @@ class Case:
     floors: dict[str, float] = field(default_factory=dict)  # mean accept length over N + 1
     floor_of_all: float = 0.0  # least mean accept length of all requests of the case, over N + 1
     request_floors: dict[str, float] = field(default_factory=dict)  # the same for the worst request
+    gpus: int = 1
 
 
 FLOORS = {"8x300": 3.9 / 4, "4x3000": 3.85 / 4}
 FP8_FLOORS = dict.fromkeys(("8x300", "4x3000", "32x300"), 3.8 / 4)
 STANDARD = ("8x300", "4x3000")
+GRID = tuple(f"{batch}x{length}" for batch in (1, 8, 32) for length in (300, 3000))
+GRID_ENGINE = {"cuda_graph_bs": [1, 2, 4, 8, 16, 32], "max_total_tokens": 131072}
+TWO_GPUS = {"tp_size": 2, "disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
+"""All-reduce through NCCL alone: SGLang's fused one asks for NVLink multicast, which not every machine offers."""
 
 CASES = [
     Case(
@@ -121,6 +131,44 @@ CASES = [
         decode="flashmla_kv",
         engine={"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv", "disable_cuda_graph": True},
         floors=FP8_FLOORS,
+    ),
+    Case("grid fa3", 3, GRID, engine=GRID_ENGINE, floors=dict.fromkeys(GRID, 3.9 / 4)),
+    Case("grid flashmla_sparse", 3, GRID, decode="flashmla_sparse", engine=GRID_ENGINE, floors=dict.fromkeys(GRID, 3.9 / 4)),
+    Case(
+        "grid fp8, flashmla_kv",
+        3,
+        GRID,
+        decode="flashmla_kv",
+        engine=GRID_ENGINE | {"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"},
+        floors=dict.fromkeys(GRID, 3.8 / 4),
+    ),
+    Case(
+        "grid auto",
+        3,
+        GRID,
+        environment={"NSA_BACKEND_AUTO_DECODE": "1"},
+        engine=GRID_ENGINE,
+        floors=dict.fromkeys(GRID, 3.9 / 4),
+    ),
+    Case("two GPUs, tensor parallel", 3, ("1x300", *STANDARD), engine=TWO_GPUS, floors=FLOORS, gpus=2),
+    # With one request at a time one of the two ranks is idle.
+    Case(
+        "two GPUs, DP attention",
+        3,
+        ("1x300", *STANDARD, "sizes between and above the captured"),
+        engine=TWO_GPUS | {"dp_size": 2, "enable_dp_attention": True},
+        floors=FLOORS,
+        gpus=2,
+    ),
+    Case(
+        "two GPUs, DP attention, fp8",
+        3,
+        ("1x300", *STANDARD),
+        decode="flashmla_kv",
+        engine=TWO_GPUS
+        | {"dp_size": 2, "enable_dp_attention": True, "kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"},
+        floors=FP8_FLOORS,
+        gpus=2,
     ),
     Case("no speculation", 0, (*STANDARD, "sizes between and above the captured")),
     Case("no speculation, flashmla_sparse", 0, STANDARD, decode="flashmla_sparse"),

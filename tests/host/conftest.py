@@ -22,7 +22,7 @@ def make_runner():
         generator = torch.Generator().manual_seed(table_width)
         pool.req_to_token.copy_(torch.randint(0, 2**20, pool.req_to_token.shape, generator=generator))
         return make_runner(
-            SimpleNamespace(index_topk=index_topk, heads=4),
+            SimpleNamespace(index_topk=index_topk, heads=4, latent=8, rope=4),
             pool,
             SimpleNamespace(page_size=64, dtype=torch.float32),
             num_steps=num_steps,

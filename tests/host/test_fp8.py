@@ -77,6 +77,10 @@ class Recorder:
 
     def __init__(self):
         self.asked = []
+        self.reserved = []
+
+    def reserve(self, max_rows):
+        self.reserved.append(max_rows)
 
     def prepare(self, metadata):
         self.asked.append(metadata.nsa_cache_seqlens_int32.tolist())

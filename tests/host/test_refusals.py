@@ -37,9 +37,7 @@ def test_a_default_server_is_served():
         ({"page_size": 1}, "--page-size 1"),
         ({"nsa_decode_backend": "tilelang"}, "--nsa-decode-backend tilelang"),
         ({"nsa_decode_backend": "aiter"}, "--nsa-decode-backend aiter"),
-        ({"nsa_decode_backend": "trtllm"}, "--nsa-decode-backend trtllm"),
         ({"nsa_prefill_backend": "tilelang"}, "--nsa-prefill-backend tilelang"),
-        ({"nsa_prefill_backend": "trtllm"}, "--nsa-prefill-backend trtllm"),
         ({"enable_nsa_prefill_context_parallel": True}, "--enable-nsa-prefill-context-parallel"),
         ({"enable_hisparse": True}, "--enable-hisparse"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
@@ -107,6 +105,30 @@ def test_topk_that_sgl_kernel_cannot_select(make_runner):
         ("flashmla_kv", {}, "reads an fp8_e4m3 KV cache and this one is torch.bfloat16: pass --kv-cache-dtype fp8_e4m3"),
         ("flashmla_kv", {"device_sm": 100, "kv_cache_dtype": torch.float8_e4m3fn}, r"Hopper \(SM90\) alone"),
         ("flashmla_kv", {"num_heads": 192, "kv_cache_dtype": torch.float8_e4m3fn}, "at most 128 query heads a rank"),
+        (
+            "flashmla_kv",
+            {"page_size": 32, "kv_cache_dtype": torch.float8_e4m3fn},
+            "pages of 64 tokens",
+        ),
+        ("flashmla_kv", {"index_topk": 100, "kv_cache_dtype": torch.float8_e4m3fn}, "index_topk in multiples of 64"),
+        ("flashmla_sparse", {"index_topk": 192}, "index_topk in multiples of 128 and this model has 192"),
+        ("trtllm", {}, r"built for Blackwell \(SM100, SM103\) and this device is SM90"),
+        ("trtllm", {"device_sm": 120}, "this device is SM120"),
+        ("trtllm", {"device_sm": 0}, "this device is no GPU"),
+        ("trtllm", {"device_sm": 100, "kv_cache_dtype": torch.float8_e5m2}, "a bfloat16 or fp8_e4m3 KV cache"),
+        ("trtllm", {"device_sm": 100, "page_size": 16}, "pages of 32 or 64 tokens"),
+        ("trtllm", {"device_sm": 100, "deterministic": True}, "--enable-deterministic-inference rules out"),
+        (
+            "trtllm",
+            {"device_sm": 103, "kv_cache_dtype": torch.float8_e4m3fn, "partner": "flashmla_kv"},
+            "pass --nsa-prefill-backend trtllm too",
+        ),
+        (
+            "trtllm",
+            {"device_sm": 100, "kv_cache_dtype": torch.float8_e4m3fn, "partner": "flashmla_sparse", "prefill": True},
+            "pass --nsa-decode-backend trtllm too",
+        ),
+        ("auto", {"device_name": "NVIDIA H100"}, "measured on NVIDIA H200 and this device is NVIDIA H100: unset it"),
         ("torch", {}, "reference for machines without a GPU"),
         ("tilelang", {}, "no such implementation"),
     ],
@@ -114,7 +136,7 @@ def test_topk_that_sgl_kernel_cannot_select(make_runner):
 def test_an_implementation_that_cannot_run_says_why_and_which_can(name, changed, reason):
     facts = {"device_sm": 90, "num_heads": 64, "kv_cache_dtype": torch.bfloat16, "index_topk": 2048} | changed
     with pytest.raises(ValueError, match=rf"--nsa-decode-backend {name} cannot run here: .*{reason}.*Choose one of: "):
-        build_attention(name, "--nsa-decode-backend", AttentionConfig(**facts))
+        build_attention(name, f"--nsa-decode-backend {name}", AttentionConfig(**facts))
 
 
 @pytest.mark.parametrize(("topk", "num_steps", "message"), [(2, 3, "--speculative-eagle-topk 2"), (1, 1, "N >= 2")])
@@ -123,3 +145,46 @@ def test_multi_step_refuses(make_runner, topk, num_steps, message):
 
     with pytest.raises(ValueError, match=message):
         NativeSparseAttnMultiStepBackend(make_runner(), topk, num_steps)
+
+
+USED_BY = {"sglang-kernel": ("fa3", "flashmla_sparse", "flashmla_kv"), "flashinfer_python": ("trtllm",)}
+
+
+@pytest.mark.parametrize(("package", "name"), [(p, n) for p, names in USED_BY.items() for n in names])
+@pytest.mark.parametrize("installed", [None, "0.0.1"])
+def test_an_implementation_whose_package_is_missing_or_another_release(monkeypatch, package, name, installed):
+    def version(asked):
+        if asked == package:
+            if installed is None:
+                raise host.PackageNotFoundError
+            return installed
+        return real(asked)
+
+    real = host.version
+    monkeypatch.setattr(host, "version", version)
+    facts = {"device_sm": 100 if name == "trtllm" else 90, "num_heads": 64, "index_topk": 2048}
+    facts["kv_cache_dtype"] = torch.float8_e4m3fn if name == "flashmla_kv" else torch.bfloat16
+    found = "is not installed" if installed is None else "0.0.1 is installed"
+    with pytest.raises(ValueError, match=rf"{package} {found} and SGLang \S+ needs {package}==\S+: pip install '{package}=="):
+        build_attention(name, f"--nsa-decode-backend {name}", AttentionConfig(**facts))
+
+
+@pytest.mark.parametrize("package", ["sglang-kernel", "sgl-deep-gemm"])
+def test_an_indexer_without_its_packages(make_runner, monkeypatch, package):
+    runner = make_runner(index_topk=2048)
+    runner.device = "cuda"
+    monkeypatch.setattr(host, "package_problem", lambda name: f"{name} is missing" if name == package else None)
+    with pytest.raises(ValueError, match=f"^{package} is missing$"):
+        config.BackendConfig.from_runner(runner)
+
+
+def test_the_installed_packages_are_what_sglang_pins():
+    for package in ("sglang-kernel", "sgl-deep-gemm", "flashinfer_python"):
+        assert host.package_problem(package) is None
+
+
+def test_a_context_beyond_the_table(make_runner):
+    runner = make_runner(table_width=700)
+    runner.model_config.context_len = 701
+    with pytest.raises(ValueError, match="--context-length 701 is beyond the 700 tokens"):
+        config.BackendConfig.from_runner(runner)

@@ -1,0 +1,184 @@
+"""One KV dtype and head count of the attention benchmark: inputs, and the three ways to call a kernel on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from bench_common import fake_runner
+
+KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+NAMES = {"bf16": ("fa3", "flashmla_sparse"), "fp8": ("flashmla_kv",)}
+SLOTS, TOPK, LATENT, ROPE, CONTEXT = 1 << 20, 2048, 512, 64, 4096
+CHOSEN_ROWS = 2048  # top-k rows to draw from: 4 calls of 512 rows
+MAX_ROWS = 512
+_pools: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def pools(kv: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the KV cache as the implementations read it, the same values in bfloat16), a million random tokens."""
+    if kv not in _pools:
+        _pools.clear()
+        generator = torch.Generator(device="cuda").manual_seed(0)
+        values = torch.randn(SLOTS, 1, LATENT + ROPE, generator=generator, device="cuda", dtype=torch.bfloat16)
+        _pools[kv] = (values, values) if kv == "bf16" else _quantised(values)
+    return _pools[kv]
+
+
+def _quantised(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from sglang.srt.layers.attention.nsa.dequant_k_cache import dequantize_k_cache_paged
+    from sglang.srt.layers.attention.nsa.quant_k_cache import quantize_k_cache_separate
+
+    nope, rope = quantize_k_cache_separate(values[..., :LATENT].contiguous(), values[..., LATENT:].contiguous())
+    packed = torch.cat([nope.view(torch.uint8), rope.view(torch.uint8)], dim=-1).view(torch.float8_e4m3fn)
+    return packed, dequantize_k_cache_paged(packed, torch.arange(SLOTS, dtype=torch.int32, device="cuda"))
+
+
+class Case:
+    """Queries of `heads` heads over one of the pools. Call i of a variant takes the i-th lot of top-k rows."""
+
+    def __init__(self, kv: str, heads: int):
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        self.kv, self.heads, self.names = kv, heads, NAMES[kv]
+        self.cache, self.values = pools(kv)
+        self.bytes_per_token = self.cache.shape[-1] * self.cache.element_size()
+        generator = torch.Generator(device="cuda").manual_seed(heads)
+        self._chosen = torch.randint(SLOTS, (CHOSEN_ROWS, TOPK), generator=generator, device="cuda", dtype=torch.int32)
+        self._query = torch.randn(heads, MAX_ROWS, LATENT, generator=generator, device="cuda").bfloat16()
+        self._rope = torch.randn(MAX_ROWS, heads, ROPE, generator=generator, device="cuda").bfloat16()
+        self._layer = RadixAttention(heads, LATENT + ROPE, (128 + ROPE) ** -0.5, 1, layer_id=0, v_head_dim=LATENT)
+        self._batch = SimpleNamespace(
+            token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda layer_id: self.cache), out_cache_loc=None, forward_mode=None
+        )
+        self._backends = {}
+
+    def query(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As SGLang's model leaves them: q_nope heads first in memory, seen rows first."""
+        return self._query[:, :rows].transpose(0, 1), self._rope[:rows]
+
+    def chosen(self, rows: int, call: int) -> torch.Tensor:
+        start = call * rows % (CHOSEN_ROWS - rows + 1)
+        return self._chosen[start : start + rows]
+
+    def ours(self, name: str, rows: int) -> Callable[[int], torch.Tensor]:
+        """Our forward_decode."""
+        from nsa_backend.backend import NativeSparseAttnBackend
+
+        backend = self._backend("ours", NativeSparseAttnBackend, name)
+        self._capture(backend, rows)
+        backend.get_indexer_metadata(0, None)  # makes the metadata launch, as the first layer does
+        backend.captured.forget_launch()
+        metadata = backend.forward_metadata
+        q_nope, q_rope = self.query(rows)
+
+        def call(i: int) -> torch.Tensor:
+            backend.forward_metadata = metadata
+            return backend.forward_decode(
+                q_nope, None, None, self._layer, self._batch, False, q_rope=q_rope, topk_indices=self.chosen(rows, i)
+            )
+
+        return call
+
+    def builtin(self, name: str, rows: int) -> Callable[[int], torch.Tensor]:
+        """SGLang's own forward_decode."""
+        from sglang.srt.layers.attention.nsa_backend import NativeSparseAttnBackend
+
+        backend = self._backend("builtin", NativeSparseAttnBackend, name)
+        self._capture(backend, rows)
+        metadata = backend.forward_metadata
+        q_nope, q_rope = self.query(rows)
+
+        def call(i: int) -> torch.Tensor:
+            backend.forward_metadata = metadata
+            return backend.forward_decode(
+                q_nope, None, None, self._layer, self._batch, False, q_rope=q_rope, topk_indices=self.chosen(rows, i)
+            )
+
+        return call
+
+    def bare(self, name: str, rows: int) -> Callable[[int], object]:
+        """The kernel alone, on arguments that exist already: FlashMLA's query is joined and padded beforehand."""
+        return getattr(self, f"_bare_{name}")(rows)
+
+    def error(self, name: str, rows: int) -> float:
+        """Relative error of our forward_decode against float32."""
+        from nsa_backend.attention.common import SparseInputs
+        from nsa_backend.attention.torch_reference import TorchSparseAttention
+
+        out = self.ours(name, rows)(0).float()
+        q_nope, q_rope = self.query(rows)
+        want = TorchSparseAttention().forward(
+            SparseInputs(
+                q_nope=q_nope.float(), q_rope=q_rope.float(), kv_cache=self.values, topk_slots=self.chosen(rows, 0),
+                cache_seqlens=None, cu_seqlens_q=None, cu_seqlens_k=None, sm_scale=self._layer.scaling, logit_cap=0.0,
+            )
+        )  # fmt: skip
+        return float((out - want).norm() / want.norm())
+
+    def _backend(self, side: str, backend_class: type, name: str):
+        if (side, name) not in self._backends:
+            runner = fake_runner(num_steps=3, context=CONTEXT, max_requests=MAX_ROWS, heads=self.heads)
+            dtype = KV_DTYPES[self.kv]
+            runner.kv_cache_dtype = runner.token_to_kv_pool.dtype = dtype
+            runner.token_to_kv_pool.nsa_kv_cache_store_fp8 = self.kv == "fp8"
+            runner.token_to_kv_pool.kv_cache_dim = self.cache.shape[-1]
+            runner.server_args.nsa_decode_backend = name
+            runner.server_args.nsa_prefill_backend = "flashmla_kv" if self.kv == "fp8" else "flashmla_sparse"
+            backend = backend_class(runner)
+            backend.init_cuda_graph_state(MAX_ROWS, MAX_ROWS)
+            self._backends[side, name] = backend
+        return self._backends[side, name]
+
+    def _capture(self, backend, rows: int) -> None:
+        from nsa_backend.host import ForwardMode
+
+        lengths = torch.full((rows,), CONTEXT, dtype=torch.int32, device="cuda")
+        slots = torch.zeros(rows, dtype=torch.int64, device="cuda")
+        backend.init_forward_metadata_capture_cuda_graph(rows, rows, slots, lengths, None, ForwardMode.DECODE, None)
+
+    def _bare_fa3(self, rows: int) -> Callable[[int], object]:
+        from nsa_backend.host import fa3_functions
+
+        attend, _ = fa3_functions()
+        q_nope, q_rope = self.query(rows)
+        lengths = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
+        cu = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+        arguments = dict(
+            q=q_rope, qv=q_nope, k_cache=self.cache[..., LATENT:].unsqueeze(1), v_cache=self.cache[..., :LATENT].unsqueeze(1),
+            cache_seqlens=lengths, cu_seqlens_q=cu, cu_seqlens_k_new=cu * TOPK, max_seqlen_q=1,
+            softmax_scale=self._layer.scaling, causal=True, softcap=0.0, return_softmax_lse=False, num_splits=0,
+        )  # fmt: skip
+        return lambda i: attend(**arguments, page_table=self.chosen(rows, i))
+
+    def _joined(self, rows: int, multiple: int) -> torch.Tensor:
+        q_nope, q_rope = self.query(rows)
+        padded = -(-self.heads // multiple) * multiple
+        joined = torch.zeros(rows, padded, LATENT + ROPE, dtype=torch.bfloat16, device="cuda")
+        joined[:, : self.heads] = torch.cat([q_nope, q_rope], dim=-1)
+        return joined
+
+    def _bare_flashmla_sparse(self, rows: int) -> Callable[[int], object]:
+        from sgl_kernel.flash_mla import flash_mla_sparse_fwd
+
+        q, scale = self._joined(rows, 64), self._layer.scaling
+        return lambda i: flash_mla_sparse_fwd(
+            q=q, kv=self.cache, indices=self.chosen(rows, i).unsqueeze(1), sm_scale=scale, d_v=LATENT
+        )
+
+    def _bare_flashmla_kv(self, rows: int) -> Callable[[int], object]:
+        from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+        q = self._joined(rows, 64).unsqueeze(1)
+        lengths = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
+        tiles, num_splits = get_mla_metadata(
+            cache_seqlens=lengths, num_q_tokens_per_head_k=q.shape[2], num_heads_k=1, num_heads_q=q.shape[2],
+            is_fp8_kvcache=True, topk=TOPK,
+        )  # fmt: skip
+        pages, table = self.cache.view(-1, 64, 1, self.cache.shape[-1]), torch.empty(rows, 0, dtype=torch.int32, device="cuda")
+        return lambda i: flash_mla_with_kvcache(
+            q=q, k_cache=pages, cache_seqlens=lengths, head_dim_v=LATENT, tile_scheduler_metadata=tiles, num_splits=num_splits,
+            softmax_scale=self._layer.scaling, indices=self.chosen(rows, i).unsqueeze(1), block_table=table,
+            is_fp8_kvcache=True,
+        )  # fmt: skip

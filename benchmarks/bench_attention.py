@@ -1,0 +1,151 @@
+"""Every attention implementation this GPU runs, by rows and heads: bare kernel, ours around it, SGLang's built-in around it.
+
+    python benchmarks/bench_attention.py OUT.json [--quick]
+
+Two tables. `decode` has the time of our forward_decode and its floor for many row counts, and its error against float32;
+`wrapper` puts the bare kernel call, our forward_decode and the built-in backend's side by side. Every call picks 2048 of a
+million tokens of its own, so that no KV is found in the L2 cache. Calls repeat inside a captured graph, variants interleaved;
+the KV write is left out everywhere, since both backends leave it to SGLang's pool.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from attention_case import KV_DTYPES, Case
+from bench_common import environment, print_table, start_host
+
+HEADS = (8, 16, 32, 64, 128)
+WRAPPER_HEADS, WRAPPER_ROWS = (16, 64, 128), (1, 8, 32, 128)
+COLD_ROWS = 56  # rows x 2048 tokens x 1152 bytes that replace what the 60 MB L2 held
+MEMORY_BYTES_PER_S, BF16_FLOPS = 4.3e12, 790e12  # measured on an H200: device copies and an 8192^3 matrix product
+TOPK, QK_DIM, V_DIM = 2048, 576, 512
+
+
+def row_counts(quick: bool) -> list[int]:
+    """1 to 512 in steps of 6 %, and the counts around whole waves of the 132 SMs."""
+    if quick:
+        return [1, 8, 32, 128, 512]
+    counts, at = {512}, 1
+    while at < 512:
+        counts.add(at)
+        at = max(at + 1, int(at * 1.06))
+    return sorted(counts | {32, 64, 128, 132, 133, 256, 264, 265, 396, 397})
+
+
+def floor_us(heads: int, rows: int, bytes_per_token: int) -> float:
+    """The larger of the time to read the KV once and the time of the multiplications."""
+    read = rows * TOPK * bytes_per_token / MEMORY_BYTES_PER_S
+    return 1e6 * max(read, 2 * rows * heads * TOPK * (QK_DIM + V_DIM) / BF16_FLOPS)
+
+
+def graph_of(call: Callable[[int], object], repeats: int) -> torch.cuda.CUDAGraph:
+    """`call(i)` for i in 0 .. repeats - 1 in one graph; warmed up first."""
+    for i in range(2):
+        call(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(repeats):
+            call(i)
+    return graph
+
+
+def timed(calls: dict[str, Callable[[int], object]], rows: int, samples: int) -> dict[str, tuple[float, list[float]]]:
+    """Median microseconds of one call, and the least and the most, of each variant; one replay of each in turn."""
+    repeats = max(4, -(-COLD_ROWS // rows))
+    graphs = {name: graph_of(call, repeats) for name, call in calls.items()}
+    found = {name: [] for name in calls}
+    for sample in range(samples + 1):
+        for name, graph in graphs.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if sample:  # the first warms up
+                found[name].append(1e3 * start.elapsed_time(end) / repeats)
+    return {name: (statistics.median(us), [min(us), max(us)]) for name, us in found.items()}
+
+
+def decode_row(case: Case, rows: int, samples: int, with_error: bool) -> dict:
+    times = timed({name: case.ours(name, rows) for name in case.names}, rows, samples)
+    row = {
+        "kv": case.kv,
+        "heads": case.heads,
+        "rows": rows,
+        "us": {name: round(us, 2) for name, (us, _) in times.items()},
+        "min_max": {name: [round(x, 2) for x in spread] for name, (_, spread) in times.items()},
+        "floor_us": round(floor_us(case.heads, rows, case.bytes_per_token), 2),
+    }
+    if with_error:
+        row["relative_error"] = {name: float(f"{case.error(name, rows):.2e}") for name in case.names}
+    return row
+
+
+def wrapper_row(case: Case, name: str, rows: int, samples: int) -> dict:
+    calls = {"bare": case.bare(name, rows), "ours": case.ours(name, rows), "builtin": case.builtin(name, rows)}
+    times = timed(calls, rows, samples)
+    return {
+        "kv": case.kv,
+        "implementation": name,
+        "heads": case.heads,
+        "rows": rows,
+        "us": {variant: round(us, 2) for variant, (us, _) in times.items()},
+        "min_max": {variant: [round(x, 2) for x in spread] for variant, (_, spread) in times.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="five row counts, three samples")
+    args = parser.parse_args()
+    start_host()
+    samples = 3 if args.quick else 9
+    decode, wrapper = [], []
+    for kv in KV_DTYPES:
+        for heads in WRAPPER_HEADS if args.quick or kv == "fp8" else HEADS:
+            case = Case(kv, heads)
+            counts = row_counts(args.quick or kv == "fp8")
+            decode += [decode_row(case, rows, samples, with_error=rows in (1, 8, 32)) for rows in counts]
+            if heads in WRAPPER_HEADS:
+                wrapper += [wrapper_row(case, n, rows, 3 * samples) for n in case.names for rows in WRAPPER_ROWS]
+            print(f"{kv}, {heads} heads: done", flush=True)
+            args.out.write_text(json.dumps({"environment": environment(), "decode": decode, "wrapper": wrapper}, indent=0))
+    show(decode, wrapper)
+
+
+def show(decode: list[dict], wrapper: list[dict]) -> None:
+    names = sorted({name for row in decode for name in row["us"]})
+    table = [
+        (
+            r["kv"],
+            r["heads"],
+            r["rows"],
+            *(r["us"].get(n) for n in names),
+            r["floor_us"],
+            *(r.get("relative_error", {}).values()),
+        )
+        for r in decode
+        if r["rows"] in (1, 8, 32, 128, 512)
+    ]
+    print_table(("kv", "heads", "rows", *names, "floor"), table)
+    columns = ("kv", "implementation", "heads", "rows", "bare us", "ours", "built-in", "ours - bare")
+    table = [
+        (r["kv"], r["implementation"], r["heads"], r["rows"], *r["us"].values(), r["us"]["ours"] - r["us"]["bare"])
+        for r in wrapper
+    ]
+    print_table(columns, table)
+
+
+if __name__ == "__main__":
+    main()

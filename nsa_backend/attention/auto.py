@@ -1,0 +1,78 @@
+"""The decode implementation by the number of query rows, from a table measured on the same GPU type.
+
+A captured graph has a fixed number of rows, so the choice is made once a graph. `auto_table.json` is written by
+`benchmarks/auto_table.py` from a committed result file, which it names.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from nsa_backend.attention.common import AttentionConfig, SparseAttention, SparseInputs
+from nsa_backend.metadata import NSAMetadata
+
+TABLE = Path(__file__).with_name("auto_table.json")
+
+CANDIDATES = ("fa3", "flashmla_sparse")
+"""What serves a bfloat16 KV cache; on an FP8 one flashmla_kv is the only implementation, so nothing is to be chosen."""
+
+
+def supports(config: AttentionConfig) -> str | None:
+    """Why auto cannot choose here, or None."""
+    measured = json.loads(TABLE.read_text())
+    if config.device_name not in measured:
+        return (
+            f"it was measured on {', '.join(measured)} and this device is {config.device_name or 'no GPU'}: unset it and name "
+            "the implementation, or measure (benchmarks/bench_attention.py, then benchmarks/auto_table.py)"
+        )
+    names = CANDIDATES if config.kv_cache_dtype == torch.bfloat16 else ("flashmla_kv",)
+    reasons = (import_module(f"nsa_backend.attention.{name}").supports(config) for name in names)
+    return next((reason for reason in reasons if reason), None)
+
+
+def build(config: AttentionConfig) -> SparseAttention:
+    """An implementation that chooses per call; flashmla_kv itself on an FP8 KV cache."""
+    if config.kv_cache_dtype != torch.bfloat16:
+        return import_module("nsa_backend.attention.flashmla_kv").build(config)
+    return Auto(config, intervals(config.device_name, config.num_heads))
+
+
+def intervals(device_name: str, num_heads: int) -> list[tuple[int, str]]:
+    """[(most rows, implementation)] in ascending order; the last one also serves what lies above.
+
+    Head counts between the measured ones follow the next larger one, as FlashMLA pads them; the largest follows itself.
+    """
+    by_heads = {int(heads): rows for heads, rows in json.loads(TABLE.read_text())[device_name]["heads"].items()}
+    heads = min((h for h in by_heads if h >= num_heads), default=max(by_heads))
+    return [(most, name) for most, name in by_heads[heads]]
+
+
+def choose(table: list[tuple[int, str]], rows: int) -> str:
+    """The implementation for `rows` query rows."""
+    return next((name for most, name in table if rows <= most), table[-1][1])
+
+
+class Auto:
+    """Hands every call to the implementation that was fastest at its number of rows."""
+
+    def __init__(self, config: AttentionConfig, table: list[tuple[int, str]]):
+        self._table = table
+        self._built = {name: import_module(f"nsa_backend.attention.{name}").build(config) for _, name in table}
+
+    def reserve(self, max_rows: int) -> None:
+        for attention in self._built.values():
+            attention.reserve(max_rows)
+
+    def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
+        """Prepare for the implementation that these rows will meet."""
+        return self._for(metadata.nsa_cache_seqlens_int32.shape[0]).prepare(metadata)
+
+    def forward(self, inputs: SparseInputs) -> torch.Tensor:
+        return self._for(inputs.q_nope.shape[0]).forward(inputs)
+
+    def _for(self, rows: int) -> SparseAttention:
+        return self._built[choose(self._table, rows)]
