@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-SANITIZED := tests/kernels -k "new_page or context_limit or one_long or empty or refuses"
+SANITIZED := tests/kernels -k "new_page or context_limit or one_long or empty or refuses or joined or random_rows"
 
 .PHONY: setup demo test test-gpu sanitize lint bench
 
@@ -23,9 +23,10 @@ test: setup  ## everything that needs no GPU; kernels run through Triton's inter
 test-gpu:  ## on an H200 with SGLang installed; see tests/e2e/run_all.py for the engine runs
 	python3 -m pytest -q -m gpu tests/kernels tests/gpu
 
-sanitize:  ## on an H200: the metadata kernel under NVIDIA's memory and race checkers
+sanitize:  ## on an H200: our kernels under NVIDIA's checkers of memory, initialisation and races
 	# torch's caching allocator would hide an access past a tensor inside one of its blocks
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python3 -m pytest -q -m gpu $(SANITIZED)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool initcheck --error-exitcode 1 python3 -m pytest -q -m gpu $(SANITIZED)
 	compute-sanitizer --tool racecheck --error-exitcode 1 python3 -m pytest -q -m gpu $(SANITIZED)
 
 bench:  ## on an H200

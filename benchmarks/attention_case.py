@@ -50,7 +50,7 @@ class Case:
         self._rope = torch.randn(MAX_ROWS, heads, ROPE, generator=generator, device="cuda").bfloat16()
         self._layer = RadixAttention(heads, LATENT + ROPE, (128 + ROPE) ** -0.5, 1, layer_id=0, v_head_dim=LATENT)
         self._batch = SimpleNamespace(
-            token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda layer_id: self.cache), out_cache_loc=None, forward_mode=None
+            token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda layer_id: self.cache), hisparse_coordinator=None
         )
         self._backends = {}
 
@@ -70,16 +70,7 @@ class Case:
         self._capture(backend, rows)
         backend.get_indexer_metadata(0, None)  # makes the metadata launch, as the first layer does
         backend.captured.forget_launch()
-        metadata = backend.forward_metadata
-        q_nope, q_rope = self.query(rows)
-
-        def call(i: int) -> torch.Tensor:
-            backend.forward_metadata = metadata
-            return backend.forward_decode(
-                q_nope, None, None, self._layer, self._batch, False, q_rope=q_rope, topk_indices=self.chosen(rows, i)
-            )
-
-        return call
+        return self._forward_decode(backend, rows)
 
     def builtin(self, name: str, rows: int) -> Callable[[int], torch.Tensor]:
         """SGLang's own forward_decode."""
@@ -87,16 +78,7 @@ class Case:
 
         backend = self._backend("builtin", NativeSparseAttnBackend, name)
         self._capture(backend, rows)
-        metadata = backend.forward_metadata
-        q_nope, q_rope = self.query(rows)
-
-        def call(i: int) -> torch.Tensor:
-            backend.forward_metadata = metadata
-            return backend.forward_decode(
-                q_nope, None, None, self._layer, self._batch, False, q_rope=q_rope, topk_indices=self.chosen(rows, i)
-            )
-
-        return call
+        return self._forward_decode(backend, rows)
 
     def bare(self, name: str, rows: int) -> Callable[[int], object]:
         """The kernel alone, on arguments that exist already: FlashMLA's query is joined and padded beforehand."""
@@ -137,6 +119,18 @@ class Case:
         lengths = torch.full((rows,), CONTEXT, dtype=torch.int32, device="cuda")
         slots = torch.zeros(rows, dtype=torch.int64, device="cuda")
         backend.init_forward_metadata_capture_cuda_graph(rows, rows, slots, lengths, None, ForwardMode.DECODE, None)
+
+    def _forward_decode(self, backend, rows: int) -> Callable[[int], torch.Tensor]:
+        metadata = backend.forward_metadata
+        q_nope, q_rope = self.query(rows)
+
+        def call(i: int) -> torch.Tensor:
+            backend.forward_metadata = metadata
+            return backend.forward_decode(
+                q_nope, None, None, self._layer, self._batch, False, q_rope=q_rope, topk_indices=self.chosen(rows, i)
+            )
+
+        return call
 
     def _bare_fa3(self, rows: int) -> Callable[[int], object]:
         from nsa_backend.host import fa3_functions

@@ -13,36 +13,33 @@ from nsa_backend.attention.auto import CANDIDATES, TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 KEEP = 1.01
-"""A choice is kept over the next row count while it loses no more than this: fewer intervals, and noise decides nothing."""
+"""A choice is kept for the next row count while it loses no more than this: fewer intervals, and noise decides nothing."""
 
 
 def derive(result: Path) -> dict:
     """{GPU name: {source, commit, date, heads: {heads: [[most rows, implementation], ...]}}}."""
     report = json.loads(result.read_text())
-    by_heads: dict[int, list[dict]] = {}
-    for row in report["decode"]:
-        if set(CANDIDATES) <= set(row["us"]):
-            by_heads.setdefault(row["heads"], []).append(row)
     environment = report["environment"]
     return {
         environment["gpu"]: {
             "source": str(result.resolve().relative_to(ROOT)),
             "commit": environment["commit"],
             "date": environment["date"],
-            "heads": {str(heads): _intervals(rows) for heads, rows in sorted(by_heads.items())},
+            "heads": {str(found["heads"]): _intervals(found) for found in report["by_rows"]},
         }
     }
 
 
-def _intervals(rows: list[dict]) -> list[list]:
+def _intervals(found: dict) -> list[list]:
+    first, last = found["rows"]
     table: list[list] = []
-    for row in sorted(rows, key=lambda r: r["rows"]):
-        times = {name: row["us"][name] for name in CANDIDATES}
+    for i, rows in enumerate(range(first, last + 1)):
+        times = {name: found["passes"][0][name][i] for name in CANDIDATES}
         best = min(times, key=times.get)
         if table and times[table[-1][1]] <= KEEP * times[best]:
-            table[-1][0] = row["rows"]
+            table[-1][0] = rows
         else:
-            table.append([row["rows"], best])
+            table.append([rows, best])
     return table
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/bench_attention.py OUT.json [--quick]
 
-Two tables. `decode` has the time of our forward_decode and its floor for many row counts, and its error against float32;
-`wrapper` puts the bare kernel call, our forward_decode and the built-in backend's side by side. Every call picks 2048 of a
-million tokens of its own, so that no KV is found in the L2 cache. Calls repeat inside a captured graph, variants interleaved;
-the KV write is left out everywhere, since both backends leave it to SGLang's pool.
+`decode` has the time of our forward_decode, its floor and its error against float32; `wrapper` puts the bare kernel call, our
+forward_decode and the built-in backend's side by side; `by_rows` has every row count from 1 to 512, twice, for auto_table.py.
+Every call picks 2048 of a million tokens of its own, so that no KV is found in the L2 cache. Calls repeat inside a captured
+graph, variants interleaved; the KV write is left out everywhere, since both backends leave it to SGLang's pool.
 """
 
 from __future__ import annotations
@@ -20,25 +20,15 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from attention_case import KV_DTYPES, Case
+from attention_case import KV_DTYPES, MAX_ROWS, Case
 from bench_common import environment, print_table, start_host
 
 HEADS = (8, 16, 32, 64, 128)
 WRAPPER_HEADS, WRAPPER_ROWS = (16, 64, 128), (1, 8, 32, 128)
+DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 COLD_ROWS = 56  # rows x 2048 tokens x 1152 bytes that replace what the 60 MB L2 held
 MEMORY_BYTES_PER_S, BF16_FLOPS = 4.3e12, 790e12  # measured on an H200: device copies and an 8192^3 matrix product
 TOPK, QK_DIM, V_DIM = 2048, 576, 512
-
-
-def row_counts(quick: bool) -> list[int]:
-    """1 to 512 in steps of 6 %, and the counts around whole waves of the 132 SMs."""
-    if quick:
-        return [1, 8, 32, 128, 512]
-    counts, at = {512}, 1
-    while at < 512:
-        counts.add(at)
-        at = max(at + 1, int(at * 1.06))
-    return sorted(counts | {32, 64, 128, 132, 133, 256, 264, 265, 396, 397})
 
 
 def floor_us(heads: int, rows: int, bytes_per_token: int) -> float:
@@ -91,6 +81,16 @@ def decode_row(case: Case, rows: int, samples: int, with_error: bool) -> dict:
     return row
 
 
+def every_row_count(case: Case, samples: int) -> dict:
+    """Medians of every row count, in two passes a while apart; a choice made on the first can be judged on the second."""
+    counts = range(1, MAX_ROWS + 1)
+    passes = []
+    for _ in range(2):
+        times = [timed({name: case.ours(name, rows) for name in case.names}, rows, samples) for rows in counts]
+        passes.append({name: [round(t[name][0], 2) for t in times] for name in case.names})
+    return {"kv": case.kv, "heads": case.heads, "rows": [counts[0], counts[-1]], "passes": passes}
+
+
 def wrapper_row(case: Case, name: str, rows: int, samples: int) -> dict:
     calls = {"bare": case.bare(name, rows), "ours": case.ours(name, rows), "builtin": case.builtin(name, rows)}
     times = timed(calls, rows, samples)
@@ -107,21 +107,31 @@ def wrapper_row(case: Case, name: str, rows: int, samples: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="five row counts, three samples")
+    parser.add_argument("--quick", action="store_true", help="three samples, and not every row count")
     args = parser.parse_args()
     start_host()
     samples = 3 if args.quick else 9
-    decode, wrapper = [], []
+    report = {"environment": environment(), "decode": [], "wrapper": [], "by_rows": []}
     for kv in KV_DTYPES:
-        for heads in WRAPPER_HEADS if args.quick or kv == "fp8" else HEADS:
+        for heads in HEADS:
             case = Case(kv, heads)
-            counts = row_counts(args.quick or kv == "fp8")
-            decode += [decode_row(case, rows, samples, with_error=rows in (1, 8, 32)) for rows in counts]
+            report["decode"] += [decode_row(case, rows, samples, with_error=rows <= 32) for rows in DECODE_ROWS]
             if heads in WRAPPER_HEADS:
-                wrapper += [wrapper_row(case, n, rows, 3 * samples) for n in case.names for rows in WRAPPER_ROWS]
+                report["wrapper"] += [wrapper_row(case, n, rows, 3 * samples) for n in case.names for rows in WRAPPER_ROWS]
+            if len(case.names) > 1 and not args.quick:
+                report["by_rows"].append(every_row_count(case, 5))
             print(f"{kv}, {heads} heads: done", flush=True)
-            args.out.write_text(json.dumps({"environment": environment(), "decode": decode, "wrapper": wrapper}, indent=0))
-    show(decode, wrapper)
+            args.out.write_text(dumped(report))
+    show(report["decode"], report["wrapper"])
+
+
+def dumped(report: dict) -> str:
+    """JSON with one row a line."""
+    parts = []
+    for name, value in report.items():
+        body = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if isinstance(value, list) else json.dumps(value)
+        parts.append(f"{json.dumps(name)}: {body}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def show(decode: list[dict], wrapper: list[dict]) -> None:

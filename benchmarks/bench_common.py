@@ -89,7 +89,7 @@ def fake_runner(*, num_steps: int, context: int, max_requests: int = 128, heads:
         kv_cache_dtype=torch.bfloat16,
         req_to_token_pool=SimpleNamespace(req_to_token=slots, size=max_requests),
         token_to_kv_pool=SimpleNamespace(
-            dtype=torch.bfloat16, page_size=64, nsa_kv_cache_store_fp8=False, kv_cache_dim=576, start_layer=0
+            dtype=torch.bfloat16, page_size=64, size=2**20 - 64, nsa_kv_cache_store_fp8=False, kv_cache_dim=576, start_layer=0
         ),
         model_config=SimpleNamespace(
             hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=2048),
@@ -102,7 +102,6 @@ def fake_runner(*, num_steps: int, context: int, max_requests: int = 128, heads:
         server_args=SimpleNamespace(
             nsa_decode_backend="fa3",
             nsa_prefill_backend="flashmla_sparse",
-            enable_deterministic_inference=False,
             speculative_num_steps=num_steps,
             speculative_num_draft_tokens=num_steps + 1,
             speculative_eagle_topk=1,

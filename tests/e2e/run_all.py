@@ -193,10 +193,20 @@ def main() -> int:
     cases = [c for c in CASES if c.gpus == args.gpus and (not args.cases or c.name in args.cases)]
     started = time.time()
     results = run_engines(checkpoint, cases, args.backends, args.jobs, args.logs)
+    report = report_of(cases, results, args.backends, [], started)
+    args.out.write_text(json.dumps(report, indent=1))  # judging ties starts engines anew; a run cut short keeps this
     found = judge(checkpoint, cases, results, args.jobs, args.logs)
-    report = {
+    report = report_of(cases, results, args.backends, found, started)
+    args.out.write_text(json.dumps(report, indent=1))
+    show(report)
+    return 1 if report["failures"] or report["problems"] else 0
+
+
+def report_of(cases: list, results: dict, backends: list[str], found: list[dict], started: float) -> dict:
+    """Everything that was seen; `found` are the judged differences."""
+    return {
         "environment": environment(),
-        "rows": [summary(c, {b: results[c.name, b][0] for b in args.backends}) for c in cases],
+        "rows": [summary(c, {b: results[c.name, b][0] for b in backends}) for c in cases],
         "differences": [d | {"prompt": f"{len(d['prompt'])} tokens"} for d in found],
         "failures": [
             {"case": name, "backend": backend, "log": log[-3000:]}
@@ -206,9 +216,6 @@ def main() -> int:
         "problems": problems_of(cases, results, found),
         "seconds": time.time() - started,
     }
-    args.out.write_text(json.dumps(report, indent=1))
-    show(report)
-    return 1 if report["failures"] or report["problems"] else 0
 
 
 if __name__ == "__main__":
