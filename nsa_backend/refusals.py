@@ -65,6 +65,12 @@ RULES = (
     Rule("enable_multi_layer_eagle", "--enable-multi-layer-eagle", _off, "drop the option"),
     Rule("enforce_piecewise_cuda_graph", "--enforce-piecewise-cuda-graph", _off, "drop the option"),
     Rule(
+        "enable_deterministic_inference",
+        "--enable-deterministic-inference",
+        _off,
+        "the top-k kernel returns slots in an order that changes from run to run, and sums follow it; drop the option",
+    ),
+    Rule(
         "speculative_algorithm",
         "--speculative-algorithm",
         _one_of(None, "EAGLE", "EAGLE3", "NEXTN"),

@@ -26,7 +26,6 @@ class AttentionConfig:
     rope_dim: int = 64  # qk_rope_head_dim
     nope_dim: int = 128  # qk_nope_head_dim
     table_width: int = 0  # tokens that a request can reach
-    deterministic: bool = False
     prefill: bool = False  # whether the implementation is to run prefill; decode, target_verify and draft_extend otherwise
     partner: str = ""  # the implementation asked for on the other side: prefill's for decode, decode's for prefill
 

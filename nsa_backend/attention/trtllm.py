@@ -31,8 +31,6 @@ def supports(config: AttentionConfig) -> str | None:
             "its FP8 KV cache holds 576 plain values a token, which no other implementation reads: pass "
             f"--nsa-{'decode' if config.prefill else 'prefill'}-backend trtllm too"
         )
-    if config.deterministic:
-        return "it splits rows over SMs by the size of the batch, which --enable-deterministic-inference rules out"
     return host.package_problem("flashinfer_python")
 
 

@@ -44,6 +44,7 @@ def test_a_default_server_is_served():
         ({"enable_pdmux": True}, "--enable-pdmux"),
         ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
         ({"enforce_piecewise_cuda_graph": True}, "--enforce-piecewise-cuda-graph"),
+        ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM"),
         ({"speculative_eagle_topk": 4}, "--speculative-eagle-topk 4"),
     ],
@@ -117,7 +118,6 @@ def test_topk_that_sgl_kernel_cannot_select(make_runner):
         ("trtllm", {"device_sm": 0}, "this device is no GPU"),
         ("trtllm", {"device_sm": 100, "kv_cache_dtype": torch.float8_e5m2}, "a bfloat16 or fp8_e4m3 KV cache"),
         ("trtllm", {"device_sm": 100, "page_size": 16}, "pages of 32 or 64 tokens"),
-        ("trtllm", {"device_sm": 100, "deterministic": True}, "--enable-deterministic-inference rules out"),
         (
             "trtllm",
             {"device_sm": 103, "kv_cache_dtype": torch.float8_e4m3fn, "partner": "flashmla_kv"},
