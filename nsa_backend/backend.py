@@ -11,6 +11,7 @@ from nsa_backend.attention.common import SparseAttention
 from nsa_backend.config import BackendConfig
 from nsa_backend.dense_prefill import DensePrefill
 from nsa_backend.eager import eager_metadata
+from nsa_backend.faults import Place, located
 from nsa_backend.fp8_prefill import fp8_prefill_metadata, ragged_kv
 from nsa_backend.graph import CapturedMetadata
 from nsa_backend.indexer import IndexerMetadata
@@ -44,12 +45,15 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         self.topk = SglTopK() if self.config.device.type == "cuda" else TorchTopK()
         self.captured = CapturedMetadata(self.writer)
         self.forward_metadata: NSAMetadata | None = None
+        self.place = Place()
         self.use_mha = False  # SGLang's model reads it to choose between dense and absorbed prefill
 
     # Metadata
 
+    @located
     def init_forward_metadata(self, forward_batch: host.ForwardBatch) -> None:
         """Metadata of an eager forward, in memory of its own."""
+        self.place.move("preparing", forward_batch.forward_mode, forward_batch.batch_size)
         self.captured.forget_launch()
         self.use_mha = self.dense_prefill.fits(forward_batch)
         metadata = eager_metadata(self.writer, forward_batch)
@@ -67,6 +71,7 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         self.captured.reserve(max_bs, max_num_tokens)
         self.decode_attention.reserve(max_num_tokens)
 
+    @located
     def init_forward_metadata_capture_cuda_graph(
         self,
         bs: int,
@@ -81,12 +86,14 @@ class NativeSparseAttnBackend(host.AttentionBackend):
 
         `seq_lens` and `req_pool_indices` are the graph runner's static buffers: every replay reads what they hold then.
         """
+        self.place.move("capturing", forward_mode, bs)
         self.use_mha = False
         extend_lens = spec_info.num_accept_tokens if forward_mode.is_draft_extend() else None
         self.forward_metadata = self.captured.capture(
             forward_mode, bs, num_tokens, seq_lens=seq_lens, req_pool_indices=req_pool_indices, extend_lens=extend_lens
         )
 
+    @located
     def init_forward_metadata_replay_cuda_graph(
         self,
         bs: int,
@@ -101,6 +108,7 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         actual_forward_mode: host.ForwardMode | None = None,
     ) -> None:
         """Nothing on the device: the graph writes its own metadata."""
+        self.place.move("replaying", forward_mode, bs)
         self.use_mha = False
         self.forward_metadata = self.captured.replay(forward_mode, bs, seq_lens, req_pool_indices)
 
@@ -115,14 +123,21 @@ class NativeSparseAttnBackend(host.AttentionBackend):
     def update_verify_buffers_to_fill_after_draft(self, spec_info: host.SpecInput, cuda_graph_bs: int | None) -> None:
         """Nothing depends on the drafted tokens, so nothing planned before them has to be corrected."""
 
+    @located
     def get_indexer_metadata(self, layer_id: int, forward_batch: host.ForwardBatch) -> IndexerMetadata:
         """Called by every layer before it reads any metadata; in a capture, the first layer's call records the launch."""
         if self.captured.launch_at_first_layer(layer_id):
-            self.forward_metadata = self.decode_attention.prepare(self.forward_metadata)
+            self.prepare_decode()
         return IndexerMetadata(self.forward_metadata, self.topk, host.fuse_topk())
+
+    @located
+    def prepare_decode(self) -> None:
+        """What the decode implementation needs beyond the metadata launch, which has just been made."""
+        self.forward_metadata = self.decode_attention.prepare(self.forward_metadata)
 
     # Attention
 
+    @located
     def forward_decode(
         self,
         q: torch.Tensor,
@@ -136,6 +151,7 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         """Write the new tokens' KV and attend with the decode implementation; see `_forward_sparse`."""
         return self._forward_sparse(self.decode_attention, q, k, layer, forward_batch, save_kv_cache, decode=True, **mla_args)
 
+    @located
     def forward_extend(
         self,
         q: torch.Tensor,

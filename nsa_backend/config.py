@@ -27,6 +27,7 @@ class BackendConfig:
     num_draft_tokens: int  # D; 0 without speculative decoding
     table_width: int  # tokens that a row of req_to_token holds
     num_sms: int  # DeepGEMM's; 0 without a GPU
+    num_kv_slots: int  # tokens the KV pool has memory for
 
     @classmethod
     def from_runner(cls, runner: host.ModelRunner) -> BackendConfig:
@@ -66,13 +67,13 @@ class BackendConfig:
                 rope_dim=runner.model_config.qk_rope_head_dim,
                 nope_dim=runner.model_config.qk_nope_head_dim,
                 table_width=table_width,
-                deterministic=args.enable_deterministic_inference,
             ),
             decode_impl=decode,
             prefill_impl=prefill,
             num_draft_tokens=args.speculative_num_draft_tokens or 0,
             table_width=table_width,
             num_sms=host.deep_gemm_num_sms() if device.type == "cuda" else 0,
+            num_kv_slots=runner.token_to_kv_pool.size + runner.page_size,
         )
 
     def build_decode(self) -> SparseAttention:

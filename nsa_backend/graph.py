@@ -12,6 +12,7 @@ from nsa_backend import host
 from nsa_backend.buffers import MetadataBuffers
 from nsa_backend.metadata import NSAMetadata, step_metadata
 from nsa_backend.modes import plan_for
+from nsa_backend.plan import MetadataPlan
 from nsa_backend.writer import MetadataWriter
 
 
@@ -19,9 +20,11 @@ from nsa_backend.writer import MetadataWriter
 class CapturedBatch:
     """What one captured graph reads and writes."""
 
+    plan: MetadataPlan
     metadata: NSAMetadata
     seq_lens: torch.Tensor
     req_pool_indices: torch.Tensor
+    extend_lens: torch.Tensor | None
 
 
 class CapturedMetadata:
@@ -69,7 +72,7 @@ class CapturedMetadata:
             extend_lens=extend_lens,
         )
         metadata = step_metadata(plan, self._buffers[mode])
-        self._batches[mode, num_requests] = CapturedBatch(metadata, seq_lens, req_pool_indices)
+        self._batches[mode, num_requests] = CapturedBatch(plan, metadata, seq_lens, req_pool_indices, extend_lens)
         return metadata
 
     def launch_at_first_layer(self, layer_id: int) -> bool:
@@ -104,4 +107,6 @@ class CapturedMetadata:
                     f"the graph of {num_requests} requests for {mode} reads the {name} it was captured with, and the replay "
                     "brings another tensor: it would attend with the lengths of an earlier batch"
                 )
+        if self._writer.value_check is not None:
+            self._writer.check(batch.plan, seq_lens=seq_lens, req_pool_indices=req_pool_indices, extend_lens=batch.extend_lens)
         return batch.metadata

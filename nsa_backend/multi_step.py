@@ -10,6 +10,7 @@ import torch
 from nsa_backend import host
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.buffers import MetadataBuffers
+from nsa_backend.faults import Place, located
 from nsa_backend.metadata import step_metadata
 from nsa_backend.plan import MetadataPlan, plan_draft_decode
 
@@ -35,17 +36,22 @@ class NativeSparseAttnMultiStepBackend:
             raise ValueError(f"a multi-step draft needs N >= 2 draft steps, got {speculative_num_steps}")
         self.speculative_num_steps = speculative_num_steps
         self.attn_backends = [NativeSparseAttnBackend(model_runner) for _ in range(speculative_num_steps - 1)]
+        for step, backend in enumerate(self.attn_backends):
+            backend.place.step = step
+        self.place = Place()
         self._writer = self.attn_backends[0].writer
         self._buffers: MetadataBuffers | None = None
-        self._captured_sizes: set[int] = set()
+        self._captured: dict[int, dict[str, torch.Tensor]] = {}  # by batch size, the runner's tensors that the graph reads
         self._launch: Callable[[], None] | None = None
 
     def plan(self, num_requests: int) -> MetadataPlan:
         """What one launch writes for all steps of a draft round."""
         return plan_draft_decode(num_requests, self.speculative_num_steps)
 
+    @located
     def init_forward_metadata(self, forward_batch: host.ForwardBatch) -> None:
         """Metadata of an eager draft round, in memory of its own."""
+        self._move("preparing a draft round of", forward_batch)
         self._launch = None
         plan = self.plan(forward_batch.batch_size)
         self._hand_out(plan, self._writer.write_eager(plan, forward_batch))
@@ -54,29 +60,32 @@ class NativeSparseAttnMultiStepBackend:
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the replay buffers of all steps for up to `max_bs` requests."""
         self._buffers = self._writer.replay_buffers(self.plan(max_bs))
-        self._captured_sizes.clear()
+        self._captured.clear()
         for backend in self.attn_backends:
             backend.decode_attention.reserve(max_num_tokens)
 
+    @located
     def init_forward_metadata_capture_cuda_graph(self, forward_batch: host.ForwardBatch) -> None:
         """Prepare a capture; `begin_draft_round` records the launch inside it, on the runner's static tensors."""
+        self._move("capturing a draft round of", forward_batch)
         plan = self.plan(forward_batch.batch_size)
-        self._launch = partial(
-            self._writer.write,
-            plan,
-            self._buffers,
-            seq_lens=forward_batch.seq_lens,
-            req_pool_indices=forward_batch.req_pool_indices,
-        )
-        self._captured_sizes.add(forward_batch.batch_size)
+        read = {"seq_lens": forward_batch.seq_lens, "req_pool_indices": forward_batch.req_pool_indices}
+        self._launch = partial(self._writer.write, plan, self._buffers, **read)
+        self._captured[forward_batch.batch_size] = read
         self._hand_out(plan, self._buffers)
 
+    @located
     def init_forward_metadata_replay_cuda_graph(self, forward_batch: host.ForwardBatch, bs: int) -> None:
         """Nothing on the device: the draft graph writes its own metadata."""
         self._launch = None
-        if bs not in self._captured_sizes:
+        self.place.move("replaying a draft round of", forward_batch.forward_mode, bs)
+        captured = self._captured.get(bs)
+        if captured is None:
             raise ValueError(f"no draft graph of {bs} requests was captured: there is no metadata to replay")
+        if self._writer.value_check is not None:
+            self._writer.check(self.plan(bs), **captured)
 
+    @located
     def begin_draft_round(self, forward_batch: host.ForwardBatch) -> None:
         """Runs at the head of every draft round, inside the graph where one is captured.
 
@@ -98,7 +107,11 @@ class NativeSparseAttnMultiStepBackend:
     def _prepare(self) -> None:
         """What the implementation needs for every step's own lengths, after the launch that writes them."""
         for backend in self.attn_backends:
-            backend.forward_metadata = backend.decode_attention.prepare(backend.forward_metadata)
+            backend.prepare_decode()
+
+    def _move(self, doing: str, batch: host.ForwardBatch) -> None:
+        for place in (self.place, *(backend.place for backend in self.attn_backends)):
+            place.move(doing, batch.forward_mode, batch.batch_size)
 
 
 def contiguous_by_step(out_cache_loc: torch.Tensor, num_requests: int, num_steps: int) -> torch.Tensor:

@@ -9,6 +9,8 @@ from nsa_backend.buffers import MetadataBuffers
 from nsa_backend.config import BackendConfig
 from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.plan import MetadataPlan
+from nsa_backend.switches import switch
+from nsa_backend.value_check import ValueCheck
 
 
 class MetadataWriter:
@@ -18,6 +20,7 @@ class MetadataWriter:
         """`req_to_token` is SGLang's request-to-token pool, int32 [pool, config.table_width]."""
         self.config = config
         self.req_to_token = req_to_token
+        self.value_check = ValueCheck(req_to_token, config.num_kv_slots) if switch("NSA_BACKEND_CHECK") else None
 
     def replay_buffers(self, plan: MetadataPlan) -> MetadataBuffers:
         """Buffers for captured graphs up to `plan`; all graphs over the pool share one page_table_1."""
@@ -44,14 +47,23 @@ class MetadataWriter:
             num_sms=self.config.num_sms if scheduled else 0,
             device=self.config.device,
         )
-        self.write(
-            plan,
-            buffers,
-            seq_lens=batch.seq_lens,
-            req_pool_indices=batch.req_pool_indices,
-            extend_lens=batch.extend_seq_lens if plan.ragged else None,
-        )
+        extend_lens = batch.extend_seq_lens if plan.ragged else None
+        values = {"seq_lens": batch.seq_lens, "req_pool_indices": batch.req_pool_indices, "extend_lens": extend_lens}
+        self.check(plan, **values)
+        self.write(plan, buffers, **values)
         return buffers
+
+    def check(
+        self,
+        plan: MetadataPlan,
+        *,
+        seq_lens: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        extend_lens: torch.Tensor | None = None,
+    ) -> None:
+        """Under NSA_BACKEND_CHECK=1, raise ValueError where a value points outside its pool; never inside a capture."""
+        if self.value_check is not None and plan.num_requests:
+            self.value_check.check(plan, seq_lens=seq_lens, req_pool_indices=req_pool_indices, extend_lens=extend_lens)
 
     def write(
         self,

@@ -69,7 +69,6 @@ def make_runner(
         server_args=SimpleNamespace(
             nsa_decode_backend="torch",
             nsa_prefill_backend="torch",
-            enable_deterministic_inference=False,
             speculative_num_steps=num_steps,
             speculative_num_draft_tokens=num_draft_tokens,
             speculative_draft_attention_backend=None,

@@ -13,6 +13,7 @@ class CpuKVPool:
     def __init__(self, num_pages: int, kv_dim: int, index_dim: int):
         self.page_size = PAGE_SIZE
         self.dtype = torch.float32
+        self.size = (num_pages - 1) * PAGE_SIZE  # as SGLang counts: the page that padding rows write to comes on top
         self.kv = torch.full((num_pages * PAGE_SIZE, 1, kv_dim), float("nan"))
         self.index_k = torch.full((num_pages, PAGE_SIZE, index_dim), float("nan"))
 

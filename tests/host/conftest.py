@@ -24,7 +24,7 @@ def make_runner():
         return make_runner(
             SimpleNamespace(index_topk=index_topk, heads=4, latent=8, rope=4),
             pool,
-            SimpleNamespace(page_size=64, dtype=torch.float32),
+            SimpleNamespace(page_size=64, dtype=torch.float32, size=2**20 - 64),
             num_steps=num_steps,
             num_draft_tokens=num_steps + 1,
             is_draft_worker=False,

@@ -50,13 +50,13 @@ def random_batch(runner, mode: str, requests: int, seed: int) -> Batch:
 
 
 def forward_batch(batch: Batch, mode: ForwardMode) -> ForwardBatch:
-    lengths = torch.tensor(batch.seq_lens)
+    lengths = torch.tensor(batch.seq_lens, dtype=torch.int64)
     extend = batch.extend_lens or [batch.num_draft_tokens] * len(batch.seq_lens)
     return ForwardBatch(
         forward_mode=mode,
         batch_size=len(batch.seq_lens),
         input_ids=None,
-        req_pool_indices=torch.tensor(batch.slots),
+        req_pool_indices=torch.tensor(batch.slots, dtype=torch.int64),
         seq_lens=lengths,
         seq_lens_cpu=lengths.clone(),
         seq_lens_sum=int(lengths.sum()),

@@ -146,7 +146,7 @@ def test_server_args_have_every_attribute_that_is_read():
     from sglang.srt.server_args import ServerArgs
 
     names = {f.name for f in fields(ServerArgs)}
-    read = {rule.attribute for rule in RULES} | {"enable_deterministic_inference", "speculative_num_draft_tokens"}
+    read = {rule.attribute for rule in RULES} | {"speculative_num_draft_tokens"}
     assert read <= names
     assert callable(ServerArgs.get_attention_backends)
 

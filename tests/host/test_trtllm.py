@@ -107,7 +107,7 @@ def emulator(monkeypatch):
 class PlainPool:
     """SGLang's MLA pool for trtllm: 576 values a token, bfloat16 or plain fp8_e4m3."""
 
-    page_size = PAGE
+    page_size, size = PAGE, SLOTS - PAGE
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
