@@ -102,6 +102,7 @@ def fake_runner(*, num_steps: int, context: int, max_requests: int = 128, heads:
         server_args=SimpleNamespace(
             nsa_decode_backend="fa3",
             nsa_prefill_backend="flashmla_sparse",
+            enable_deterministic_inference=False,  # the built-in backend reads it
             speculative_num_steps=num_steps,
             speculative_num_draft_tokens=num_steps + 1,
             speculative_eagle_topk=1,

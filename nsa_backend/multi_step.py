@@ -51,7 +51,7 @@ class NativeSparseAttnMultiStepBackend:
     @located
     def init_forward_metadata(self, forward_batch: host.ForwardBatch) -> None:
         """Metadata of an eager draft round, in memory of its own."""
-        self._move("preparing a draft round of", forward_batch)
+        self._move("preparing a draft round", forward_batch)
         self._launch = None
         plan = self.plan(forward_batch.batch_size)
         self._hand_out(plan, self._writer.write_eager(plan, forward_batch))
@@ -67,7 +67,7 @@ class NativeSparseAttnMultiStepBackend:
     @located
     def init_forward_metadata_capture_cuda_graph(self, forward_batch: host.ForwardBatch) -> None:
         """Prepare a capture; `begin_draft_round` records the launch inside it, on the runner's static tensors."""
-        self._move("capturing a draft round of", forward_batch)
+        self._move("capturing a draft round", forward_batch)
         plan = self.plan(forward_batch.batch_size)
         read = {"seq_lens": forward_batch.seq_lens, "req_pool_indices": forward_batch.req_pool_indices}
         self._launch = partial(self._writer.write, plan, self._buffers, **read)
@@ -78,7 +78,7 @@ class NativeSparseAttnMultiStepBackend:
     def init_forward_metadata_replay_cuda_graph(self, forward_batch: host.ForwardBatch, bs: int) -> None:
         """Nothing on the device: the draft graph writes its own metadata."""
         self._launch = None
-        self.place.move("replaying a draft round of", forward_batch.forward_mode, bs)
+        self.place.move("replaying a draft round", None, bs)
         captured = self._captured.get(bs)
         if captured is None:
             raise ValueError(f"no draft graph of {bs} requests was captured: there is no metadata to replay")
@@ -111,7 +111,7 @@ class NativeSparseAttnMultiStepBackend:
 
     def _move(self, doing: str, batch: host.ForwardBatch) -> None:
         for place in (self.place, *(backend.place for backend in self.attn_backends)):
-            place.move(doing, batch.forward_mode, batch.batch_size)
+            place.move(doing, None, batch.batch_size)
 
 
 def contiguous_by_step(out_cache_loc: torch.Tensor, num_requests: int, num_steps: int) -> torch.Tensor:

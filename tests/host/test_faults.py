@@ -74,12 +74,12 @@ def test_a_draft_round_names_its_step(make_runner, monkeypatch):
     with pytest.raises(Planted) as error:
         multi_step.begin_draft_round(one)
     assert notes(error) == [
-        "nsa_backend: while capturing a draft round of DECODE, batch size 3, draft step 2",
-        "nsa_backend: while capturing a draft round of DECODE, batch size 3",
+        "nsa_backend: while capturing a draft round, batch size 3, draft step 2",
+        "nsa_backend: while capturing a draft round, batch size 3",
     ]
     with pytest.raises(ValueError, match="no draft graph of 2 requests") as error:
         multi_step.init_forward_metadata_replay_cuda_graph(one, 2)
-    assert notes(error) == ["nsa_backend: while replaying a draft round of DECODE, batch size 2"]
+    assert notes(error) == ["nsa_backend: while replaying a draft round, batch size 2"]
 
 
 @pytest.mark.parametrize("step", [0, 1])
@@ -97,4 +97,4 @@ def test_attention_names_its_step(make_runner, monkeypatch, step):
             torch.zeros(3, 32), None, None, layer, SimpleNamespace(token_to_kv_pool=pool), q_rope=torch.zeros(3, 16),
             topk_indices=torch.zeros(3, 64, dtype=torch.int32),
         )  # fmt: skip
-    assert notes(error) == [f"nsa_backend: while preparing a draft round of DECODE, batch size 3, draft step {step}"]
+    assert notes(error) == [f"nsa_backend: while preparing a draft round, batch size 3, draft step {step}"]
