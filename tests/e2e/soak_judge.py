@@ -1,0 +1,116 @@
+"""What a soak run amounts to: accept length by the minute, growth of memory, the log, and every problem in a sentence."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections import Counter
+from itertools import zip_longest
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2] / "benchmarks")]
+from bench_common import accept_length
+from soak_traffic import Record, group_differences
+
+if TYPE_CHECKING:
+    from soak import Soak
+
+GROWTH_MIB = {"gpu_mib": 64, "host_mib": 256}
+DRIFT, ACCEPT_FLOOR = 0.02, 0.95 * 4
+SUSPECT = re.compile(r"Traceback|\bERROR\b|Error: |CUDA error|\b[nN]a[nN]\b|leak detected|state was deleted|watchdog timeout")
+RETRACTED = re.compile(r"Retract requests\. #retracted_reqs: (\d+)")
+
+
+def accept_of(records: list[Record]) -> float:
+    return accept_length([sum(column) for column in zip_longest(*(r.histogram for r in records), fillvalue=0)])
+
+
+def between(samples: list[dict], key: str, first: float, last: float) -> float | None:
+    """Median of the samples in [first, last); None without any."""
+    values = [s[key] for s in samples if first <= s["time"] < last and s[key] is not None]
+    return median(values) if values else None
+
+
+def per_minute(records: list[Record], samples: list[dict], began: float, ended: float) -> list[dict]:
+    """What ended in each minute of the load, and what was sampled; the last row may be less than a minute."""
+    rows = []
+    for first in (began + 60 * i for i in range(math.ceil((ended - began) / 60))):
+        last = min(first + 60, ended)
+        done = [r for r in records if r.kind == "finished" and first <= r.end < last]
+        row = {"seconds": round(last - first, 1), "requests": len(done), "tokens": sum(r.tokens for r in done)}
+        row["accept_length"] = round(accept_of(done), 4)
+        rows.append(row | {key: between(samples, key, first, last) for key in ("gpu_mib", "host_mib", "clients")})
+    return rows
+
+
+def growth(samples: list[dict], key: str, began: float, ended: float) -> float | None:
+    """Most in the second half of the load less the most in the first; None where it was not sampled.
+
+    High-water marks, because torch keeps what it once took: a prefill's logits are as large as its batch, and until the
+    largest batch has come by memory grows in steps. A leak moves the mark of the second half too.
+    """
+    middle = (began + ended) / 2
+    halves = (
+        [s[key] for s in samples if first <= s["time"] < last and s[key] is not None]
+        for first, last in ((began, middle), (middle, ended))
+    )
+    first, second = (max(half, default=None) for half in halves)
+    return None if first is None or second is None else round(second - first, 1)
+
+
+def drift(rows: list[dict]) -> float | None:
+    """Accept length of the last whole minute over that of the first, less one; None without two such minutes."""
+    whole = [row["accept_length"] for row in rows if row["seconds"] == 60 and row["accept_length"]]
+    return round(whole[-1] / whole[0] - 1, 5) if len(whole) > 1 else None
+
+
+def summary(run: Soak) -> dict:
+    records, (began, ended) = list(run.traffic.records), run.load
+    text = run.log.read_text(errors="replace") if run.log.exists() else ""
+    kinds, lines = Counter(r.kind for r in records), text.splitlines()
+    suspect = [line for line in lines if SUSPECT.search(line)]
+    rows = per_minute(records, run.samples, began, ended)
+    return {
+        "templates": len(run.templates),
+        "references": len(run.references),
+        "load_minutes": round((ended - began) / 60, 2),
+        "requests": {kind: kinds[kind] for kind in ("finished", "aborted", "closed", "failed")},
+        "taken_back_too_late": sum(r.kind == "finished" and r.wanted != "finished" for r in records),
+        "retracted": {"in_log": sum(map(int, RETRACTED.findall(text))), "finished": sum(r.retractions > 0 for r in records)},
+        "messages": dict(Counter(r.message for r in records if r.message).most_common(10)),
+        "rows": rows,
+        "accept_length": round(accept_of(records), 4),
+        "drift": drift(rows),
+        "growth": {key: growth(run.samples, key, began, ended) for key in GROWTH_MIB},
+        "bounds": {"growth": GROWTH_MIB, "drift": DRIFT, "accept_length": ACCEPT_FLOOR},
+        "differences": run.differences or group_differences(records, run.templates, run.references),
+        "active": [line for line in lines if "nsa_backend" in line and "is active" in line],
+        "suspect_lines": {"count": len(suspect), "first": suspect[:20]},
+    }
+
+
+def problems_of(report: dict) -> list[str]:
+    """One sentence for everything that must not be."""
+    requests, steady, accept = report["requests"], report["drift"], report["accept_length"]
+    must = [
+        (not requests["failed"], f"{requests['failed']} requests failed"),
+        (requests["aborted"], "no request was aborted by its rid"),
+        (requests["closed"], "no stream was closed"),
+        (report["retracted"]["in_log"], "no request was retracted"),
+        (accept >= ACCEPT_FLOOR, f"accept length {accept} < {ACCEPT_FLOOR}"),
+        (steady is not None, "fewer than two whole minutes of load: whether accept length is steady was not judged"),
+        (abs(steady or 0) <= DRIFT, f"accept length changed by {steady} from the first whole minute to the last"),
+        (len(report["active"]) == 1, f"{len(report['active'])} lines of the log say that the backend is active, not one"),
+        (not report["suspect_lines"]["count"], f"{report['suspect_lines']['count']} lines of the log tell of errors"),
+    ]
+    for key, bound in GROWTH_MIB.items():
+        grown = report["growth"][key]
+        must.append((grown is not None, f"growth of {key} was not measured"))
+        must.append((grown is None or grown <= bound, f"{key} grew by {grown} after warm-up, more than {bound}"))
+    for d in report["differences"]:
+        why = "no tie" if d["tie"] is False else "nobody asked whether it is a tie"
+        must.append((d["tie"], f"template {d['template']} differs at {d['position']} in {d['requests']} requests, {why}"))
+    return [sentence for holds, sentence in must if not holds]
