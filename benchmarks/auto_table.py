@@ -34,7 +34,7 @@ def _intervals(found: dict) -> list[list]:
     first, last = found["rows"]
     table: list[list] = []
     for i, rows in enumerate(range(first, last + 1)):
-        times = {name: found["passes"][0][name][i] for name in CANDIDATES}
+        times = {name: sum(one[name][i] for one in found["passes"]) for name in CANDIDATES}
         best = min(times, key=times.get)
         if table and times[table[-1][1]] <= KEEP * times[best]:
             table[-1][0] = rows
