@@ -47,18 +47,13 @@ def per_minute(records: list[Record], samples: list[dict], began: float, ended: 
 
 
 def growth(samples: list[dict], key: str, began: float, ended: float) -> float | None:
-    """Most in the second half of the load less the most in the first; None where it was not sampled.
+    """Median of the load's last quarter less that of its second, after a quarter of warm-up; None where it was not sampled.
 
-    High-water marks, because torch keeps what it once took: a prefill's logits are as large as its batch, and until the
-    largest batch has come by memory grows in steps. A leak moves the mark of the second half too.
+    The warm-up takes in the end of the processes that compile kernels for the server.
     """
-    middle = (began + ended) / 2
-    halves = (
-        [s[key] for s in samples if first <= s["time"] < last and s[key] is not None]
-        for first, last in ((began, middle), (middle, ended))
-    )
-    first, second = (max(half, default=None) for half in halves)
-    return None if first is None or second is None else round(second - first, 1)
+    quarter = (ended - began) / 4
+    second, fourth = (between(samples, key, began + n * quarter, began + (n + 1) * quarter) for n in (1, 3))
+    return None if second is None or fourth is None else round(fourth - second, 1)
 
 
 def drift(rows: list[dict]) -> float | None:

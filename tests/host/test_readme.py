@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+KV = ("bf16", "fp8")
 DOCS = "\n".join(p.read_text() for p in (ROOT / "docs").glob("*.md"))
 
 
@@ -62,6 +63,70 @@ def test_rounds(batch):
     assert f"| {batch} | " + " | ".join(cells) + " |" in README
 
 
+@pytest.mark.parametrize("rows", [1, 8, 32, 128, 512])
+def test_attention_times(rows):
+    found = {r["kv"]: r for r in result("attention")["decode"] if r["heads"] == 128 and r["rows"] == rows}
+    bf16, fp8 = found["bf16"], found["fp8"]
+    cells = [bf16["us"]["fa3"], bf16["us"]["flashmla_sparse"], fp8["us"]["flashmla_kv"], bf16["floor_us"]]
+    assert f"| {rows} | " + " | ".join(f"{c:.1f}" for c in cells) + " |" in README
+
+
+def test_attention_in_sentences():
+    report, text = result("attention"), " ".join(README.split())
+    errors = {kv: max(e for r in report["decode"] if r["kv"] == kv for e in r.get("relative_error", {}).values()) for kv in KV}
+    assert f"at most {100 * errors['bf16']:.2f} % on bfloat16 KV and {100 * errors['fp8']:.2f} % on fp8" in text
+    cost = {"fa3": [], "flashmla": []}
+    builtin_over_ours = {16: [], 64: [], 128: []}
+    for row in report["wrapper"]:
+        us = row["us"]
+        cost[row["implementation"].split("_")[0]].append((us["ours"] - us["bare"], us["ours"] / us["bare"] - 1))
+        builtin_over_ours[row["heads"]].append(us["builtin"] / us["ours"] - 1)
+    assert f"costs at most {max(c for c, _ in cost['fa3']):.1f} us" in text
+    least, most = (f(c for c, _ in cost["flashmla"]) for f in (min, max))
+    assert f"costs {least:.1f} to {most:.1f} us, 2 to 8 %" in text
+    assert all(0.02 <= share <= 0.08 for _, share in cost["flashmla"])
+    assert max(abs(x) for heads in (64, 128) for x in builtin_over_ours[heads]) < 0.04
+    for heads, rows, share in ((64, 68, "0.74"), (128, 57, "0.77")):
+        (found,) = [r for r in report["by_rows"] if r["heads"] == heads]
+        fa3, flashmla = (sum(one[n][rows - 1] for one in found["passes"]) for n in ("fa3", "flashmla_sparse"))
+        assert f"{flashmla / fa3:.2f}" == share
+        assert f"{share} of FA3's time at {rows} rows" in text or f"{share} at {rows}" in text
+
+
+def test_the_grid_of_batches_and_contexts():
+    report, text = result("e2e_grid"), " ".join(README.split())
+    rows = {r["case"]: r["workloads"] for r in report["rows"]}
+    rows["grid flashmla_sparse"] = one(report["rerun"]["rows"], case="grid flashmla_sparse")["workloads"]
+    builtin = []
+    for case, label in (
+        ("grid fa3", "fa3"),
+        ("grid flashmla_sparse", "flashmla_sparse"),
+        ("grid fp8, flashmla_kv", "flashmla_kv on fp8 KV"),
+    ):
+        means = [cell["ours"]["mean"] for cell in rows[case].values()]
+        builtin += [cell["builtin"]["mean"] for cell in rows[case].values() if "builtin" in cell]
+        assert f"{label} {min(means):.2f} to {max(means):.2f}" in text
+    assert f"the built-in backend has {min(builtin):.2f} to {max(builtin):.2f}" in text
+    two = {r["case"]: r["workloads"]["8x300"]["ours"]["mean"] for r in result("e2e_two_gpus")["rows"]}
+    tp, dp = two["two GPUs, tensor parallel"], two["two GPUs, DP attention"]
+    assert f"tensor parallel {tp:.2f}, DP attention {dp:.2f}" in text
+
+
+def test_soak_runs():
+    runs = [result("soak_large_chunks"), result("soak")]
+    for label, cell in (
+        ("load, minutes", lambda r: str(r["load_minutes"])),
+        ("requests finished / aborted / closed / failed", lambda r: " / ".join(map(str, r["requests"].values()))),
+        ("retracted", lambda r: str(r["retracted"]["in_log"])),
+        ("accept length, all", lambda r: f"{r['accept_length']:.3f}"),
+        ("lines in the log that tell of errors", lambda r: str(r["suspect_lines"]["count"])),
+        ("ways in which an output left its calm reference, all at ties", lambda r: str(r["differences"]["at_ties"])),
+        ("GPU memory, most in the second half over most in the first", lambda r: f"+{r['growth']['gpu_mib']} MiB"),
+    ):
+        assert f"| {label} | {cell(runs[0])} | {cell(runs[1])} |" in DOCS, label
+    assert all(r["differences"]["ways"] == r["differences"]["at_ties"] for r in runs)
+
+
 def test_numbers_in_sentences():
     rounds, memory = one(result("round")["rows"], batch=1), result("memory")["bytes"]
     accept = one(result("e2e")["rows"], case="n3 fa3")["workloads"]["8x300"]
@@ -84,7 +149,7 @@ def test_every_result_file_that_is_named_exists_and_says_where_it_ran():
     assert named
     for name in named:
         environment = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["environment"]
-        assert environment["gpu"] == "NVIDIA H200"
+        assert environment["gpu"] in ("NVIDIA H200", "2 x NVIDIA H200")
         assert environment["packages"]["sglang"] == "0.5.12.post1" or name.startswith("tune")
         assert environment["commit"]
         assert environment["date"]

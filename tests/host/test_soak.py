@@ -151,10 +151,6 @@ class TestGrowth:
     def test_leak(self):
         assert soak_judge.growth(samples(host=lambda s: 9000 + 2.0 * s), "host_mib", BEGAN, ENDED) == 240
 
-    def test_a_mark_of_the_first_half_may_be_reached_again(self):
-        assert soak_judge.growth(samples(gpu=lambda s: 20000 + 500 * (s in (100, 200))), "gpu_mib", BEGAN, ENDED) == 0
-        assert soak_judge.growth(samples(gpu=lambda s: 20000 + 500 * (s == 200)), "gpu_mib", BEGAN, ENDED) == 500
-
     def test_not_sampled(self):
         assert soak_judge.growth(samples(gpu=lambda s: None), "gpu_mib", BEGAN, ENDED) is None
         assert soak_judge.growth([], "gpu_mib", BEGAN, ENDED) is None
