@@ -53,17 +53,13 @@ class MetadataWriter:
         self.write(plan, buffers, **values)
         return buffers
 
-    def check(
-        self,
-        plan: MetadataPlan,
-        *,
-        seq_lens: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        extend_lens: torch.Tensor | None = None,
-    ) -> None:
-        """Under NSA_BACKEND_CHECK=1, raise ValueError where a value points outside its pool; never inside a capture."""
+    def check(self, plan: MetadataPlan, **values: torch.Tensor | None) -> None:
+        """Under NSA_BACKEND_CHECK=1, raise ValueError where a value points outside its pool; never inside a capture.
+
+        `values` are the tensors that `write` takes.
+        """
         if self.value_check is not None and plan.num_requests:
-            self.value_check.check(plan, seq_lens=seq_lens, req_pool_indices=req_pool_indices, extend_lens=extend_lens)
+            self.value_check.check(plan, **values)
 
     def write(
         self,
