@@ -14,7 +14,7 @@ $(VENV)/.ready: pyproject.toml
 	touch $@
 
 demo: setup  ## decode speculatively on the CPU
-	$(BIN)/python -W ignore -m nsa_backend.demo
+	$(BIN)/python -W ignore -m nsa_backend demo
 
 test: setup  ## everything that needs no GPU; kernels run through Triton's interpreter, in a process of their own
 	$(BIN)/python -m pytest -q tests/kernels

@@ -22,7 +22,7 @@ def register() -> None:
     """
     check_switches()
     required, disabled = switch("NSA_BACKEND_REQUIRED"), switch("NSA_BACKEND_DISABLE")
-    reason = "NSA_BACKEND_DISABLE is set" if disabled else _unsupported_host()
+    reason = "NSA_BACKEND_DISABLE is set" if disabled else unsupported_host()
     if reason is None:
         try:
             from nsa_backend.registration import take_over_nsa
@@ -38,7 +38,8 @@ def register() -> None:
         logger.warning("nsa_backend %s: %s, SGLang's built-in nsa backend serves", __version__, reason)
 
 
-def _unsupported_host() -> str | None:
+def unsupported_host() -> str | None:
+    """Why this SGLang is not one we support, or None."""
     try:
         host = version("sglang")
     except PackageNotFoundError:

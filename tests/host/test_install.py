@@ -46,6 +46,6 @@ def test_wheel_holds_every_module(tmp_path):
 
 @pytest.mark.parametrize("num_steps", [2, 3, 6])
 def test_demo_accepts_every_draft(num_steps):
-    out = run(sys.executable, "-m", "nsa_backend.demo", "--steps", str(num_steps), "--requests", "3", "--tokens", "14")
+    out = run(sys.executable, "-m", "nsa_backend", "demo", "--steps", str(num_steps), "--requests", "3", "--tokens", "14")
     assert f"{num_steps + 1}.00 of {num_steps + 1}" in out
     assert "per-step lengths True" in out

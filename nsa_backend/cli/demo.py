@@ -1,27 +1,31 @@
-"""python -m nsa_backend.demo: decode speculatively on the CPU, with the right draft lengths and with SGLang's.
+"""Decode speculatively on the CPU, with the right draft lengths and with SGLang's.
 
-Exits with 1 where the tokens differ from plain greedy decoding or a draft of the per-step run is rejected.
+Exits with 1 where the tokens differ from plain greedy decoding or a draft of the per-step run is rejected, 2 on bad arguments.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import Counter
+from typing import TYPE_CHECKING
 
-from nsa_backend.demo.cpu_host import prepare_process
+if TYPE_CHECKING:
+    from rich.table import Table
+
+EXAMPLE = "python -m nsa_backend demo --steps 5 --requests 8"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m nsa_backend.demo", description=__doc__)
-    parser.add_argument("--steps", type=int, default=3, help="draft steps N (speculative_num_steps), at least 2")
-    parser.add_argument("--requests", type=int, default=4, help="requests in the batch")
-    parser.add_argument("--tokens", type=int, default=48, help="new tokens a request")
-    args = parser.parse_args()
-    if args.steps < 2 or args.requests < 1 or args.tokens < 1:
-        parser.error("--steps must be at least 2, --requests and --tokens at least 1")
-    prepare_process()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=_at_least(2), default=3, help="draft steps N (speculative_num_steps), at least 2")
+    parser.add_argument("--requests", type=_at_least(1), default=4, help="requests in the batch")
+    parser.add_argument("--tokens", type=_at_least(1), default=48, help="new tokens a request")
+
+
+def run(args: argparse.Namespace) -> int:
+    from nsa_backend.demo.cpu_host import prepare_process
+
+    prepare_process()  # before torch and triton are imported below
     import torch
     from rich.console import Console
 
@@ -46,7 +50,17 @@ def main() -> int:
     return 0 if right == plain and shared == plain and all_accepted else 1
 
 
-def _histogram(num_steps: int, runs: dict[str, list[int]]):
+def _at_least(least: int):
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return parse
+
+
+def _histogram(num_steps: int, runs: dict[str, list[int]]) -> Table:
     from rich.table import Table
 
     table = Table(title="rounds by accept length (accepted drafts and the bonus token)")
@@ -59,7 +73,3 @@ def _histogram(num_steps: int, runs: dict[str, list[int]]):
         cells = [str(counts[length]) for length in range(1, num_steps + 2)]
         table.add_row(name, *cells, f"{sum(accepts) / len(accepts):.2f} of {num_steps + 1}")
     return table
-
-
-if __name__ == "__main__":
-    sys.exit(main())

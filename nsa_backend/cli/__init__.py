@@ -1,0 +1,1 @@
+"""What `python -m nsa_backend` runs, one module a subcommand."""

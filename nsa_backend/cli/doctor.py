@@ -1,0 +1,164 @@
+"""Look at this installation: versions, what the plugin takes over, and which implementations can run on this GPU.
+
+Works without a GPU. Exits with 0 where the plugin would load and every package is what SGLang pins, with 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import subprocess
+import warnings
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
+
+from nsa_backend import __version__, plugin
+from nsa_backend.switches import SWITCHES, switch
+
+EXAMPLE = "python -m nsa_backend doctor --json"
+
+PACKAGES = {
+    "torch": "",
+    "triton": "",
+    "sglang": "",
+    "sglang-kernel": "FA3, FlashMLA and the indexer's top-k",
+    "sgl-deep-gemm": "the indexer's logits",
+    "flashinfer_python": "trtllm",
+}
+"""Distribution to what we use it for. FlashMLA has no distribution of its own: it is sgl_kernel.flash_mla."""
+
+PINNED = ("sglang-kernel", "sgl-deep-gemm", "flashinfer_python")
+KV_DTYPES = ("bfloat16", "float8_e4m3fn")
+TAKEN_OVER = (
+    "the attention backend nsa: decode, target_verify, draft_extend, prefill",
+    "the draft steps' backend and draft_extend's, for spec v1 and v2",
+    "the draft-extend CUDA graph under overlap scheduling",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--heads", type=int, default=128, help="query heads on a GPU (128 / attention TP for DeepSeek-V3.2)")
+
+
+def run(args: argparse.Namespace) -> int:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    report = examine(args.heads)
+    if args.json:
+        print(json.dumps(report, indent=1))  # noqa: T201 (the command's output)
+    else:
+        show(report)
+    return 1 if report["problems"] else 0
+
+
+def examine(num_heads: int) -> dict[str, Any]:
+    """Everything the command knows, as plain data."""
+    problems = []
+    loads = _plugin_problem()
+    if loads:
+        problems.append(loads)
+    packages = {name: {"version": _version(name), "for": purpose} for name, purpose in PACKAGES.items()}
+    environment = {name: {"value": os.environ.get(name), "effect": effect} for name, effect in SWITCHES.items()}
+    implementations: dict[str, dict[str, str | None]] = {}
+    gpu: dict[str, Any] = {"name": None, "driver": None, "sm": 0}
+    try:
+        from nsa_backend import host
+
+        problems += [problem for problem in map(host.package_problem, PINNED) if problem]
+        gpu = _gpu(host)
+        implementations = _implementations(num_heads, gpu)
+    except ImportError as error:
+        problems.append(f"SGLang cannot be imported: {error}")
+    return {
+        "nsa_backend": __version__,
+        "python": platform.python_version(),
+        "gpu": gpu,
+        "packages": packages,
+        "plugin": {"takes_over": [] if loads else list(TAKEN_OVER), "supported_hosts": list(plugin.SUPPORTED_HOSTS)},
+        "heads": num_heads,
+        "implementations": implementations,
+        "environment": environment,
+        "problems": problems,
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _plugin_problem() -> str | None:
+    """Why SGLang would not load the plugin, or None."""
+    try:
+        if switch("NSA_BACKEND_DISABLE"):
+            return "NSA_BACKEND_DISABLE=1: the plugin does nothing"
+    except SystemExit as error:
+        return str(error)
+    if not any(entry.name == "nsa_backend" for entry in entry_points(group="sglang.srt.plugins")):
+        return "SGLang does not see the plugin: install the package (pip install .), its entry point is missing"
+    return plugin.unsupported_host()
+
+
+def _gpu(host: Any) -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"name": None, "driver": None, "sm": 0}
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    found = subprocess.run(query, capture_output=True, text=True, check=False)
+    driver = found.stdout.splitlines()[0].strip() if found.returncode == 0 and found.stdout else None
+    return {"name": torch.cuda.get_device_name(), "driver": driver, "sm": host.device_sm("cuda")}
+
+
+def _implementations(num_heads: int, gpu: dict[str, Any]) -> dict[str, dict[str, str | None]]:
+    """For each implementation and KV dtype, why it cannot run decode here, or None."""
+    import torch
+
+    from nsa_backend.attention import reasons
+    from nsa_backend.attention.common import AttentionConfig
+
+    found: dict[str, dict[str, str | None]] = {}
+    for dtype in KV_DTYPES:
+        config = AttentionConfig(
+            device_sm=gpu["sm"],
+            num_heads=num_heads,
+            kv_cache_dtype=getattr(torch, dtype),
+            index_topk=2048,
+            device_name=gpu["name"] or "",
+            partner="trtllm",
+        )
+        for name, reason in reasons(config).items():
+            found.setdefault(name, {})[dtype] = reason
+    return found
+
+
+def show(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    gpu = report["gpu"]
+    title = f"{gpu['name']} (SM{gpu['sm']}), driver {gpu['driver']}" if gpu["name"] else "no GPU"
+    console.print(f"nsa_backend {report['nsa_backend']}, Python {report['python']}, {title}", highlight=False)
+    packages = Table("package", "version", "used for")
+    for name, facts in report["packages"].items():
+        packages.add_row(name, facts["version"] or "not installed", facts["for"])
+    console.print(packages)
+    takes = report["plugin"]["takes_over"]
+    console.print("the plugin takes over: " + "; ".join(takes) if takes else "the plugin takes over nothing", highlight=False)
+    table = Table("implementation", *(f"decode on a {dtype} KV cache" for dtype in KV_DTYPES))
+    for name, by_dtype in report["implementations"].items():
+        table.add_row(name, *("yes" if by_dtype[dtype] is None else f"no: {by_dtype[dtype]}" for dtype in KV_DTYPES))
+    console.print(table)
+    variables = Table("environment variable", "value", "effect of 1")
+    for name, facts in report["environment"].items():
+        variables.add_row(name, facts["value"] or "unset", facts["effect"])
+    console.print(variables)
+    for problem in report["problems"]:
+        console.print(f"problem: {problem}", style="red", highlight=False)
