@@ -44,6 +44,25 @@ def test_wheel_holds_every_module(tmp_path):
     assert Path(where).resolve() == (tmp_path / "installed/nsa_backend/kernels/metadata.py").resolve()
 
 
+def test_sdist_builds_and_installs_without_a_checkout(tmp_path):
+    """Into a folder of its own, without reinstalling SGLang; the package that is imported there has everything it reads."""
+    run(sys.executable, "-m", "build", "--sdist", "--outdir", str(tmp_path), str(ROOT))
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    target = tmp_path / "installed"
+    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), str(sdist))
+    code = (
+        f"import sys; sys.path.insert(0, {str(target)!r}); import nsa_backend.kernels.join_query as k; "
+        "from nsa_backend.attention.auto import TABLE; import nsa_backend.__main__ as m; "
+        "print(k.__file__, TABLE, TABLE.exists(), m.__file__)"
+    )
+    kernel, table, exists, main = run(sys.executable, "-W", "ignore", "-c", code, cwd=tmp_path).split()[-4:]
+    assert exists == "True"
+    for path in (kernel, table, main):
+        assert Path(path).is_relative_to(target)
+    entry = next(target.glob("sglang_nsa_backend-*.dist-info")) / "entry_points.txt"
+    assert "nsa_backend = nsa_backend.plugin:register" in entry.read_text()
+
+
 @pytest.mark.parametrize("num_steps", [2, 3, 6])
 def test_demo_accepts_every_draft(num_steps):
     out = run(sys.executable, "-m", "nsa_backend", "demo", "--steps", str(num_steps), "--requests", "3", "--tokens", "14")

@@ -155,3 +155,34 @@ def test_every_result_file_that_is_named_exists_and_says_where_it_ran():
         assert environment["packages"]["sglang"] == "0.5.12.post1" or name.startswith("tune")
         assert environment["commit"]
         assert environment["date"]
+
+
+def test_every_link_and_path_in_the_docs_leads_somewhere():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text()
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for path in re.findall(r"`((?:nsa_backend|kernels|tests|benchmarks|docs)/[\w/]+\.\w+)`", text):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+        for script in re.findall(r"python3? ((?:tests|benchmarks)/[\w/]+\.py)", text):
+            assert (ROOT / script).exists(), f"{page.name}: {script}"
+
+
+def test_every_page_of_the_docs_is_linked_from_the_readme():
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"(docs/{page.name})" in README, page.name
+
+
+def test_every_switch_is_documented():
+    from nsa_backend.switches import SWITCHES
+
+    for name in SWITCHES:
+        assert f"| `{name}` |" in README
+
+
+def test_the_changelog_ends_at_the_version_of_the_package():
+    from nsa_backend import __version__
+
+    newest = re.search(r"^## (\S+)", (ROOT / "docs/CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest.group(1) == __version__
