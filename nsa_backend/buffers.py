@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa_backend.plan import PAGE_SIZE, MetadataPlan
-from nsa_backend.shared_tables import replay_page_table
+from nsa_backend.shared_memory import shared_rows
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,10 @@ class MetadataBuffers:
         if share_table_of is None:
             page_table_1 = int32(requests, pages * PAGE_SIZE)
         else:
-            page_table_1 = replay_page_table(share_table_of, requests, pages * PAGE_SIZE)
+            page_table_1 = shared_rows(
+                ("page_table_1", share_table_of.data_ptr()), requests, pages * PAGE_SIZE,
+                dtype=torch.int32, device=share_table_of.device,
+            )  # fmt: skip
         cache_seqlens = int32(steps, requests, fill=1)
         rows_are_requests = not plan.expanded
         arange = torch.arange(rows + 1, dtype=torch.int32, device=device)

@@ -6,8 +6,7 @@ import torch
 
 from nsa_backend.attention.common import AttentionConfig, SparseInputs
 from nsa_backend.kernels.join_query import join_query
-
-_padded: dict[tuple, torch.Tensor] = {}
+from nsa_backend.shared_memory import shared_rows
 
 
 class QueryJoiner:
@@ -29,10 +28,9 @@ class QueryJoiner:
         """Keep the padded query of up to `max_rows` rows. A larger request gets new memory; graphs captured keep theirs."""
         if not self._pads:
             return
-        key = (self._device, self.padded_heads, self._width)
-        if key not in _padded or _padded[key].shape[0] < max_rows:
-            _padded[key] = torch.zeros(max_rows, self.padded_heads, self._width, dtype=torch.bfloat16, device=self._device)
-        self._buffer = _padded[key]
+        self._buffer = shared_rows(
+            "padded query", max_rows, self.padded_heads, self._width, dtype=torch.bfloat16, device=self._device
+        )
 
     def join(self, inputs: SparseInputs) -> torch.Tensor:
         """[rows, padded heads, latent + rope]; the added heads are zero."""

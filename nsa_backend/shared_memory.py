@@ -1,0 +1,26 @@
+"""Memory that all captured graphs of a rank share: page tables over one request-to-token pool, padded queries.
+
+A table row of 163840 tokens takes 640 KiB, so a table a backend (target_verify, draft steps, draft_extend) is the largest thing
+this package would allocate. One is enough: every captured graph writes the rows it reads before it reads them, and SGLang
+launches the graphs of a rank on one stream, one after the other. (Two-batch overlap and PD multiplexing, which would not, are
+refused at start.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+_blocks: dict[tuple, torch.Tensor] = {}
+
+
+def shared_rows(owner: Hashable, rows: int, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[rows, *shape], zeros when new, the same memory for every caller of the same `owner` as long as it is large enough.
+
+    A larger request gets new memory, and later callers share that; graphs captured before keep theirs.
+    """
+    key = (owner, shape, dtype, device)
+    if key not in _blocks or _blocks[key].shape[0] < rows:
+        _blocks[key] = torch.zeros(rows, *shape, dtype=dtype, device=device)
+    return _blocks[key][:rows]
