@@ -7,9 +7,9 @@ GPU or its libraries stay inside functions, so that the package loads on a machi
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING, Any
 
@@ -78,10 +78,16 @@ def flashinfer_workspace_bytes() -> int:
     return envs.SGLANG_FLASHINFER_WORKSPACE_SIZE.get()
 
 
+@functools.cache
+def _pins() -> dict[str, Requirement]:
+    """What the installed SGLang requires without condition, by distribution name with dashes."""
+    found = (Requirement(line) for line in requires("sglang") or ())
+    return {requirement.name.replace("_", "-"): requirement for requirement in found if requirement.marker is None}
+
+
 def package_problem(distribution: str) -> str | None:
     """Why `distribution` cannot be relied on, or None: it is missing, or not the release that the installed SGLang pins."""
-    pins = (Requirement(line) for line in requires("sglang") or ())
-    pin = next((p for p in pins if p.name.replace("_", "-") == distribution.replace("_", "-") and p.marker is None), None)
+    pin = _pins().get(distribution.replace("_", "-"))
     wanted = f"SGLang {version('sglang')} needs {pin or distribution}: pip install '{pin or distribution}'"
     try:
         found = version(distribution)
@@ -153,7 +159,7 @@ def draft_extend_sizes_in_tokens(tokens_per_request: int) -> Iterator[None]:
     from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as module
 
     original = module.get_batch_sizes_to_capture
-    module.get_batch_sizes_to_capture = partial(original, num_tokens_per_bs=tokens_per_request)
+    module.get_batch_sizes_to_capture = functools.partial(original, num_tokens_per_bs=tokens_per_request)
     try:
         yield
     finally:

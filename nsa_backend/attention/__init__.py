@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import ModuleType
 
 from nsa_backend import host
 from nsa_backend.attention.common import AttentionConfig, SparseAttention
@@ -21,6 +22,11 @@ OPTION_VALUES = tuple(name for name in IMPLEMENTATIONS if name not in ("torch", 
 """What --nsa-decode-backend and --nsa-prefill-backend may name; SGLang's closed list has neither of the other two."""
 
 
+def implementation(name: str) -> ModuleType:
+    """The module of `name`, a key of `IMPLEMENTATIONS`; imported when it is asked for."""
+    return import_module(IMPLEMENTATIONS[name])
+
+
 def build_attention(name: str, asked: str, config: AttentionConfig) -> SparseAttention:
     """Build the implementation that the user chose.
 
@@ -32,7 +38,7 @@ def build_attention(name: str, asked: str, config: AttentionConfig) -> SparseAtt
     Raises:
         ValueError: the name is unknown or cannot run here; says why and which ones can.
     """
-    module = import_module(IMPLEMENTATIONS[name]) if name in IMPLEMENTATIONS else None
+    module = implementation(name) if name in IMPLEMENTATIONS else None
     reason = module.supports(config) if module else "nsa_backend has no such implementation"
     if reason is None:
         return module.build(config)
@@ -44,4 +50,4 @@ def build_attention(name: str, asked: str, config: AttentionConfig) -> SparseAtt
 
 def reasons(config: AttentionConfig) -> dict[str, str | None]:
     """Why each implementation cannot run under `config`; None where it can."""
-    return {name: import_module(path).supports(config) for name, path in IMPLEMENTATIONS.items()}
+    return {name: implementation(name).supports(config) for name in IMPLEMENTATIONS}

@@ -6,12 +6,14 @@ A captured graph has a fixed number of rows, so the choice is made once a graph.
 
 from __future__ import annotations
 
+import functools
 import json
-from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from nsa_backend.attention import implementation
 from nsa_backend.attention.common import AttentionConfig, SparseAttention, SparseInputs
 from nsa_backend.metadata import NSAMetadata
 
@@ -21,23 +23,29 @@ CANDIDATES = ("fa3", "flashmla_sparse")
 """What serves a bfloat16 KV cache; on an FP8 one flashmla_kv is the only implementation, so nothing is to be chosen."""
 
 
+@functools.cache
+def measured() -> dict[str, Any]:
+    """The table, by GPU name."""
+    return json.loads(TABLE.read_text())
+
+
 def supports(config: AttentionConfig) -> str | None:
     """Why auto cannot choose here, or None."""
-    measured = json.loads(TABLE.read_text())
-    if config.device_name not in measured:
+    known = measured()
+    if config.device_name not in known:
         return (
-            f"it was measured on {', '.join(measured)} and this device is {config.device_name or 'no GPU'}: unset it and name "
+            f"it was measured on {', '.join(known)} and this device is {config.device_name or 'no GPU'}: unset it and name "
             "the implementation, or measure (benchmarks/bench_attention.py, then benchmarks/auto_table.py)"
         )
     names = CANDIDATES if config.kv_cache_dtype == torch.bfloat16 else ("flashmla_kv",)
-    reasons = (import_module(f"nsa_backend.attention.{name}").supports(config) for name in names)
+    reasons = (implementation(name).supports(config) for name in names)
     return next((reason for reason in reasons if reason), None)
 
 
 def build(config: AttentionConfig) -> SparseAttention:
     """An implementation that chooses per call; flashmla_kv itself on an FP8 KV cache."""
     if config.kv_cache_dtype != torch.bfloat16:
-        return import_module("nsa_backend.attention.flashmla_kv").build(config)
+        return implementation("flashmla_kv").build(config)
     return Auto(config, intervals(config.device_name, config.num_heads))
 
 
@@ -46,7 +54,7 @@ def intervals(device_name: str, num_heads: int) -> list[tuple[int, str]]:
 
     Head counts between the measured ones follow the next larger one, as FlashMLA pads them; the largest follows itself.
     """
-    by_heads = {int(heads): rows for heads, rows in json.loads(TABLE.read_text())[device_name]["heads"].items()}
+    by_heads = {int(heads): rows for heads, rows in measured()[device_name]["heads"].items()}
     heads = min((h for h in by_heads if h >= num_heads), default=max(by_heads))
     return [(most, name) for most, name in by_heads[heads]]
 
@@ -61,7 +69,7 @@ class Auto:
 
     def __init__(self, config: AttentionConfig, table: list[tuple[int, str]]):
         self._table = table
-        self._built = {name: import_module(f"nsa_backend.attention.{name}").build(config) for _, name in table}
+        self._built = {name: implementation(name).build(config) for _, name in table}
 
     def reserve(self, max_rows: int) -> None:
         for attention in self._built.values():
