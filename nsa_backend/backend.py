@@ -42,7 +42,7 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         self.decode_attention = self.config.build_decode()
         self.prefill_attention = self.config.build_prefill()
         self.dense_prefill = DensePrefill(self.config)
-        self.topk = SglTopK() if self.config.device.type == "cuda" else TorchTopK()
+        self.topk = SglTopK() if self.config.attention.device.type == "cuda" else TorchTopK()
         self.captured = CapturedMetadata(self.writer)
         self.forward_metadata: NSAMetadata | None = None
         self.place = Place()

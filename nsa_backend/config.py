@@ -20,12 +20,10 @@ GPU_INDEX_TOPK = 2048
 class BackendConfig:
     """Frozen configuration of one backend."""
 
-    device: torch.device
     attention: AttentionConfig
     decode_impl: str
     prefill_impl: str
     num_draft_tokens: int  # D; 0 without speculative decoding
-    table_width: int  # tokens that a row of req_to_token holds
     num_sms: int  # DeepGEMM's; 0 without a GPU
     num_kv_slots: int  # tokens the KV pool has memory for
 
@@ -54,7 +52,6 @@ class BackendConfig:
         decode = "auto" if switch("NSA_BACKEND_AUTO_DECODE") else args.nsa_decode_backend
         prefill = _prefill_impl(args.nsa_prefill_backend, kv_cache_dtype)
         return cls(
-            device=device,
             attention=AttentionConfig(
                 device_sm=host.device_sm(device),
                 num_heads=runner.model_config.num_attention_heads // host.get_attention_tp_size(),
@@ -71,7 +68,6 @@ class BackendConfig:
             decode_impl=decode,
             prefill_impl=prefill,
             num_draft_tokens=args.speculative_num_draft_tokens or 0,
-            table_width=table_width,
             num_sms=host.deep_gemm_num_sms() if device.type == "cuda" else 0,
             num_kv_slots=runner.token_to_kv_pool.size + runner.page_size,
         )

@@ -17,7 +17,7 @@ class MetadataWriter:
     """Allocates buffers and launches into them, for eager forwards, captured ones and draft rounds alike."""
 
     def __init__(self, config: BackendConfig, req_to_token: torch.Tensor):
-        """`req_to_token` is SGLang's request-to-token pool, int32 [pool, config.table_width]."""
+        """`req_to_token` is SGLang's request-to-token pool, int32 [pool, config.attention.table_width]."""
         self.config = config
         self.req_to_token = req_to_token
         self.value_check = ValueCheck(req_to_token, config.num_kv_slots) if switch("NSA_BACKEND_CHECK") else None
@@ -26,9 +26,9 @@ class MetadataWriter:
         """Buffers for captured graphs up to `plan`; all graphs over the pool share one page_table_1."""
         return MetadataBuffers.allocate(
             plan,
-            table_width=self.config.table_width,
+            table_width=self.config.attention.table_width,
             num_sms=self.config.num_sms,
-            device=self.config.device,
+            device=self.config.attention.device,
             share_table_of=self.req_to_token,
         )
 
@@ -43,9 +43,9 @@ class MetadataWriter:
         longest = int(batch.seq_lens_cpu.max()) if batch.batch_size else 1
         buffers = MetadataBuffers.allocate(
             plan,
-            table_width=min(longest + plan.table_offset, self.config.table_width),
+            table_width=min(longest + plan.table_offset, self.config.attention.table_width),
             num_sms=self.config.num_sms if scheduled else 0,
-            device=self.config.device,
+            device=self.config.attention.device,
         )
         extend_lens = batch.extend_seq_lens if plan.ragged else None
         values = {"seq_lens": batch.seq_lens, "req_pool_indices": batch.req_pool_indices, "extend_lens": extend_lens}

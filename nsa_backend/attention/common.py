@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from nsa_backend.metadata import NSAMetadata
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """Facts an implementation decides on; fixed for the life of a server."""
@@ -19,13 +22,13 @@ class AttentionConfig:
     num_heads: int  # query heads on this rank
     kv_cache_dtype: torch.dtype
     index_topk: int
-    device: torch.device | str = "cpu"
+    device: torch.device = CPU
     device_name: str = ""  # as torch.cuda.get_device_name says it
     page_size: int = 64
     latent_dim: int = 512  # kv_lora_rank
     rope_dim: int = 64  # qk_rope_head_dim
     nope_dim: int = 128  # qk_nope_head_dim
-    table_width: int = 0  # tokens that a request can reach
+    table_width: int = 0  # tokens that a row of req_to_token holds
     prefill: bool = False  # whether the implementation is to run prefill; decode, target_verify and draft_extend otherwise
     partner: str = ""  # the implementation asked for on the other side: prefill's for decode, decode's for prefill
 

@@ -15,7 +15,7 @@ from nsa_backend.attention.joined_query import QueryJoiner
 PAGE_SIZES = (32, 64)
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
-_workspaces: dict[torch.device | str, torch.Tensor] = {}
+_workspaces: dict[torch.device, torch.Tensor] = {}
 
 
 def supports(config: AttentionConfig) -> str | None:
@@ -68,7 +68,7 @@ class TrtLlm(NothingToPrepare):
         return out.squeeze(1)
 
 
-def _workspace(device: torch.device | str) -> torch.Tensor:
+def _workspace(device: torch.device) -> torch.Tensor:
     """One for all layers, steps and graphs of a device; flashinfer wants it zero before its first use."""
     if device not in _workspaces:
         _workspaces[device] = torch.zeros(host.flashinfer_workspace_bytes(), dtype=torch.uint8, device=device)
