@@ -12,7 +12,6 @@ from nsa_backend import host
 from nsa_backend.buffers import MetadataBuffers
 from nsa_backend.metadata import NSAMetadata, step_metadata
 from nsa_backend.modes import plan_for
-from nsa_backend.plan import MetadataPlan
 from nsa_backend.writer import MetadataWriter
 
 
@@ -20,11 +19,10 @@ from nsa_backend.writer import MetadataWriter
 class CapturedBatch:
     """What one captured graph reads and writes."""
 
-    plan: MetadataPlan
     metadata: NSAMetadata
     seq_lens: torch.Tensor
     req_pool_indices: torch.Tensor
-    extend_lens: torch.Tensor | None
+    check: Callable[[], None]  # MetadataWriter.check of the tensors that the graph reads
 
 
 class CapturedMetadata:
@@ -63,16 +61,12 @@ class CapturedMetadata:
         plan = plan_for(mode, num_requests, num_rows)
         if mode not in self._buffers:
             self._buffers[mode] = self._writer.replay_buffers(plan_for(mode, self._max_requests, self._max_rows))
-        self._launch = partial(
-            self._writer.write,
-            plan,
-            self._buffers[mode],
-            seq_lens=seq_lens,
-            req_pool_indices=req_pool_indices,
-            extend_lens=extend_lens,
-        )
+        read = {"seq_lens": seq_lens, "req_pool_indices": req_pool_indices, "extend_lens": extend_lens}
+        self._launch = partial(self._writer.write, plan, self._buffers[mode], **read)
         metadata = step_metadata(plan, self._buffers[mode])
-        self._batches[mode, num_requests] = CapturedBatch(plan, metadata, seq_lens, req_pool_indices, extend_lens)
+        self._batches[mode, num_requests] = CapturedBatch(
+            metadata, seq_lens, req_pool_indices, partial(self._writer.check, plan, **read)
+        )
         return metadata
 
     def launch_at_first_layer(self, layer_id: int) -> bool:
@@ -107,6 +101,5 @@ class CapturedMetadata:
                     f"the graph of {num_requests} requests for {mode} reads the {name} it was captured with, and the replay "
                     "brings another tensor: it would attend with the lengths of an earlier batch"
                 )
-        if self._writer.value_check is not None:
-            self._writer.check(batch.plan, seq_lens=seq_lens, req_pool_indices=req_pool_indices, extend_lens=batch.extend_lens)
+        batch.check()
         return batch.metadata

@@ -41,7 +41,7 @@ class NativeSparseAttnMultiStepBackend:
         self.place = Place()
         self._writer = self.attn_backends[0].writer
         self._buffers: MetadataBuffers | None = None
-        self._captured: dict[int, dict[str, torch.Tensor]] = {}  # by batch size, the runner's tensors that the graph reads
+        self._checks: dict[int, Callable[[], None]] = {}  # by captured batch size, the check of the tensors its graph reads
         self._launch: Callable[[], None] | None = None
 
     def plan(self, num_requests: int) -> MetadataPlan:
@@ -60,7 +60,7 @@ class NativeSparseAttnMultiStepBackend:
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the replay buffers of all steps for up to `max_bs` requests."""
         self._buffers = self._writer.replay_buffers(self.plan(max_bs))
-        self._captured.clear()
+        self._checks.clear()
         for backend in self.attn_backends:
             backend.decode_attention.reserve(max_num_tokens)
 
@@ -71,7 +71,7 @@ class NativeSparseAttnMultiStepBackend:
         plan = self.plan(forward_batch.batch_size)
         read = {"seq_lens": forward_batch.seq_lens, "req_pool_indices": forward_batch.req_pool_indices}
         self._launch = partial(self._writer.write, plan, self._buffers, **read)
-        self._captured[forward_batch.batch_size] = read
+        self._checks[forward_batch.batch_size] = partial(self._writer.check, plan, **read)
         self._hand_out(plan, self._buffers)
 
     @located
@@ -79,11 +79,10 @@ class NativeSparseAttnMultiStepBackend:
         """Nothing on the device: the draft graph writes its own metadata."""
         self._launch = None
         self.place.move("replaying a draft round", None, bs)
-        captured = self._captured.get(bs)
-        if captured is None:
+        check = self._checks.get(bs)
+        if check is None:
             raise ValueError(f"no draft graph of {bs} requests was captured: there is no metadata to replay")
-        if self._writer.value_check is not None:
-            self._writer.check(self.plan(bs), **captured)
+        check()
 
     @located
     def begin_draft_round(self, forward_batch: host.ForwardBatch) -> None:
