@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from attention_case import KV_DTYPES, MAX_ROWS, Case
-from bench_common import environment, print_table, start_host
+from bench_common import captured_graph, environment, print_table, start_host
 
 HEADS = (8, 16, 32, 64, 128)
 WRAPPER_HEADS, WRAPPER_ROWS = (16, 64, 128), (1, 8, 32, 128)
@@ -37,22 +37,10 @@ def floor_us(heads: int, rows: int, bytes_per_token: int) -> float:
     return 1e6 * max(read, 2 * rows * heads * TOPK * (QK_DIM + V_DIM) / BF16_FLOPS)
 
 
-def graph_of(call: Callable[[int], object], repeats: int) -> torch.cuda.CUDAGraph:
-    """`call(i)` for i in 0 .. repeats - 1 in one graph; warmed up first."""
-    for i in range(2):
-        call(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(repeats):
-            call(i)
-    return graph
-
-
 def timed(calls: dict[str, Callable[[int], object]], rows: int, samples: int) -> dict[str, tuple[float, list[float]]]:
     """Median microseconds of one call, and the least and the most, of each variant; one replay of each in turn."""
     repeats = max(4, -(-COLD_ROWS // rows))
-    graphs = {name: graph_of(call, repeats) for name, call in calls.items()}
+    graphs = {name: captured_graph(lambda call=call: [call(i) for i in range(repeats)]) for name, call in calls.items()}
     found = {name: [] for name in calls}
     for sample in range(samples + 1):
         for name, graph in graphs.items():

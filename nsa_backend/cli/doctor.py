@@ -30,7 +30,8 @@ PACKAGES = {
 }
 """Distribution to what we use it for. FlashMLA has no distribution of its own: it is sgl_kernel.flash_mla."""
 
-PINNED = ("sglang-kernel", "sgl-deep-gemm", "flashinfer_python")
+PINNED = tuple(name for name, purpose in PACKAGES.items() if purpose)
+NO_GPU = {"name": None, "driver": None, "sm": 0}
 KV_DTYPES = ("bfloat16", "float8_e4m3fn")
 TAKEN_OVER = (
     "the attention backend nsa: decode, target_verify, draft_extend, prefill",
@@ -64,7 +65,7 @@ def examine(num_heads: int) -> dict[str, Any]:
     packages = {name: {"version": _version(name), "for": purpose} for name, purpose in PACKAGES.items()}
     environment = {name: {"value": os.environ.get(name), "effect": effect} for name, effect in SWITCHES.items()}
     implementations: dict[str, dict[str, str | None]] = {}
-    gpu: dict[str, Any] = {"name": None, "driver": None, "sm": 0}
+    gpu: dict[str, Any] = NO_GPU
     try:
         from nsa_backend import host
 
@@ -109,7 +110,7 @@ def _gpu(host: Any) -> dict[str, Any]:
     import torch
 
     if not torch.cuda.is_available():
-        return {"name": None, "driver": None, "sm": 0}
+        return NO_GPU
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     found = subprocess.run(query, capture_output=True, text=True, check=False)
     driver = found.stdout.splitlines()[0].strip() if found.returncode == 0 and found.stdout else None

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def attention(report: dict[str, Any]) -> Figure:
-    """Time of a call over its floor by rows, one panel a head count; both implementations that a bfloat16 cache has."""
+    """Time of a call by rows, one panel a head count; both implementations that a bfloat16 cache has."""
     from matplotlib.figure import Figure
 
     panels = [found for found in report["by_rows"] if found["heads"] in (16, 64, 128)]

@@ -15,6 +15,7 @@ from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from nsa_backend import host, plugin, registration
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
+from nsa_backend.switches import SWITCHES
 
 
 def test_entry_point_is_installed():
@@ -67,7 +68,7 @@ def environment(monkeypatch):
     """Returns a function that sets our switches and the host release, for one call of `register`."""
 
     def prepare(release: str = "0.5.12.post1", **switches: str) -> None:
-        for name in ("NSA_BACKEND_DISABLE", "NSA_BACKEND_REQUIRED"):
+        for name in SWITCHES:
             monkeypatch.delenv(name, raising=False)
         for name, value in switches.items():
             monkeypatch.setenv(name, value)
@@ -113,7 +114,7 @@ def test_required_and_broken_stops_the_server(monkeypatch, environment):
         plugin.register()
 
 
-@pytest.mark.parametrize("name", ["NSA_BACKEND_DISABLE", "NSA_BACKEND_REQUIRED"])
+@pytest.mark.parametrize("name", SWITCHES)
 def test_a_bad_switch_stops_the_server(environment, name):
     environment(**{name: "yes"})
     with pytest.raises(SystemExit, match=f"{name} must be 0 or 1, and it is 'yes'"):
