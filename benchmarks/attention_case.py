@@ -6,7 +6,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
-from bench_common import fake_runner
+
+from nsa_backend.benchmarks.bench_common import fake_runner
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 NAMES = {"bf16": ("fa3", "flashmla_sparse"), "fp8": ("flashmla_kv",)}

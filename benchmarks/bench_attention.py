@@ -1,7 +1,5 @@
 """Every attention implementation this GPU runs, by rows and heads: bare kernel, ours around it, SGLang's built-in around it.
 
-    python benchmarks/bench_attention.py OUT.json [--quick]
-
 `decode` has the time of our forward_decode, its floor and its error against float32; `wrapper` puts the bare kernel call, our
 forward_decode and the built-in backend's side by side; `by_rows` has every row count from 1 to 512, twice, for auto_table.py.
 Every call picks 2048 of a million tokens of its own, so that no KV is found in the L2 cache. Calls repeat inside a captured
@@ -11,17 +9,15 @@ graph, variants interleaved; the KV write is left out everywhere, since both bac
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from attention_case import KV_DTYPES, MAX_ROWS, Case
-from bench_common import captured_graph, environment, print_table, start_host
+from nsa_backend.benchmarks.attention_case import KV_DTYPES, MAX_ROWS, Case
+from nsa_backend.benchmarks.bench_common import captured_graph, print_table, start_host
+from nsa_backend.benchmarks.cells import Cell
 
 HEADS = (8, 16, 32, 64, 128)
 WRAPPER_HEADS, WRAPPER_ROWS = (16, 64, 128), (1, 8, 32, 128)
@@ -29,6 +25,30 @@ DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 COLD_ROWS = 56  # rows x 2048 tokens x 1152 bytes that replace what the 60 MB L2 held
 MEMORY_BYTES_PER_S, BF16_FLOPS = 4.3e12, 790e12  # measured on an H200: device copies and an 8192^3 matrix product
 TOPK, QK_DIM, V_DIM = 2048, 576, 512
+
+
+def cells(options: argparse.Namespace) -> list[Cell]:
+    """Every KV dtype and head count; --heads and --batch (query rows) choose among them."""
+    start_host()
+    samples = 3 if options.quick else 9
+    chosen_rows = options.batch or DECODE_ROWS
+    if max(chosen_rows) > MAX_ROWS:
+        raise SystemExit(
+            f"bench attention draws the top-k of at most {MAX_ROWS} query rows: --batch {max(chosen_rows)} is more"
+        )
+    found = []
+    for kv in KV_DTYPES:
+        for heads in options.heads or HEADS:
+            make = functools.cache(functools.partial(Case, kv, heads))
+            name = f"{kv}, {heads} heads"
+            found.append(Cell(name, functools.partial(decode_rows, make, chosen_rows, samples), "decode"))
+            if options.batch:
+                continue
+            if heads in WRAPPER_HEADS:
+                found.append(Cell(f"{name}, wrapper", functools.partial(wrapper_rows, make, 3 * samples), "wrapper"))
+            if kv == "bf16" and not options.quick:
+                found.append(Cell(f"{name}, 1 to {MAX_ROWS} rows", functools.partial(every_row_count, make, 5), "by_rows"))
+    return found
 
 
 def floor_us(heads: int, rows: int, bytes_per_token: int) -> float:
@@ -69,14 +89,21 @@ def decode_row(case: Case, rows: int, samples: int, with_error: bool) -> dict:
     return row
 
 
-def every_row_count(case: Case, samples: int) -> dict:
+def decode_rows(make: Callable[[], Case], rows: list[int], samples: int) -> list[dict]:
+    return [decode_row(make(), n, samples, with_error=n <= 32) for n in rows]
+
+
+def wrapper_rows(make: Callable[[], Case], samples: int) -> list[dict]:
+    return [wrapper_row(make(), name, rows, samples) for name in make().names for rows in WRAPPER_ROWS]
+
+
+def every_row_count(make: Callable[[], Case], samples: int) -> list[dict]:
     """Medians of every row count, in two passes a while apart: at hundreds of rows the clock wanders by several percent."""
-    counts = range(1, MAX_ROWS + 1)
-    passes = []
+    case, counts, passes = make(), range(1, MAX_ROWS + 1), []
     for _ in range(2):
         times = [timed({name: case.ours(name, rows) for name in case.names}, rows, samples) for rows in counts]
         passes.append({name: [round(t[name][0], 2) for t in times] for name in case.names})
-    return {"kv": case.kv, "heads": case.heads, "rows": [counts[0], counts[-1]], "passes": passes}
+    return [{"kv": case.kv, "heads": case.heads, "rows": [counts[0], counts[-1]], "passes": passes}]
 
 
 def wrapper_row(case: Case, name: str, rows: int, samples: int) -> dict:
@@ -92,58 +119,20 @@ def wrapper_row(case: Case, name: str, rows: int, samples: int) -> dict:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="three samples, and not every row count")
-    args = parser.parse_args()
-    start_host()
-    samples = 3 if args.quick else 9
-    report = {"environment": environment(), "decode": [], "wrapper": [], "by_rows": []}
-    for kv in KV_DTYPES:
-        for heads in HEADS:
-            case = Case(kv, heads)
-            report["decode"] += [decode_row(case, rows, samples, with_error=rows <= 32) for rows in DECODE_ROWS]
-            if heads in WRAPPER_HEADS:
-                report["wrapper"] += [wrapper_row(case, n, rows, 3 * samples) for n in case.names for rows in WRAPPER_ROWS]
-            if len(case.names) > 1 and not args.quick:
-                report["by_rows"].append(every_row_count(case, 5))
-            print(f"{kv}, {heads} heads: done", flush=True)
-            args.out.write_text(dumped(report))
-    show(report["decode"], report["wrapper"])
-
-
-def dumped(report: dict) -> str:
-    """JSON with one row a line."""
-    parts = []
-    for name, value in report.items():
-        body = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if isinstance(value, list) else json.dumps(value)
-        parts.append(f"{json.dumps(name)}: {body}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def show(decode: list[dict], wrapper: list[dict]) -> None:
+def show(report: dict) -> None:
+    """Medians and errors of every implementation, then what wrapping a bare kernel call costs."""
+    decode, wrapper = report.get("decode", []), report.get("wrapper", [])
     names = sorted({name for row in decode for name in row["us"]})
-    table = [
-        (
-            r["kv"],
-            r["heads"],
-            r["rows"],
-            *(r["us"].get(n) for n in names),
-            r["floor_us"],
-            *(r.get("relative_error", {}).values()),
-        )
-        for r in decode
-        if r["rows"] in (1, 8, 32, 128, 512)
-    ]
-    print_table(("kv", "heads", "rows", *names, "floor"), table)
+    table = []
+    for r in decode:
+        errors = r.get("relative_error", {})
+        shown = (f"{100 * errors[n]:.2f}" if n in errors else None for n in names)
+        table.append((r["kv"], r["heads"], r["rows"], r["floor_us"], *(r["us"].get(n) for n in names), *shown))
+    times, errors = [f"{n} us" for n in names], [f"{n} error %" for n in names]
+    print_table(("kv", "heads", "rows", "floor us", *times, *errors), table)
     columns = ("kv", "implementation", "heads", "rows", "bare us", "ours", "built-in", "ours - bare")
     table = [
         (r["kv"], r["implementation"], r["heads"], r["rows"], *r["us"].values(), r["us"]["ours"] - r["us"]["bare"])
         for r in wrapper
     ]
     print_table(columns, table)
-
-
-if __name__ == "__main__":
-    main()

@@ -111,6 +111,12 @@ def fake_runner(*, num_steps: int, context: int, max_requests: int = 128, heads:
 
 
 def print_table(columns: tuple[str, ...], rows: list[tuple]) -> None:
-    from tabulate import tabulate
+    """Print a table as wide as it needs to be; floats with one digit after the point."""
+    from rich.box import MARKDOWN
+    from rich.console import Console
+    from rich.table import Table
 
-    print(tabulate(rows, headers=columns, tablefmt="github", floatfmt=".1f"))
+    table = Table(*columns, box=MARKDOWN)
+    for row in rows:
+        table.add_row(*("" if cell is None else f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row))
+    Console(width=240, soft_wrap=True).print(table)

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from bench_common import environment, fake_runner, forward_modes, print_table, start_host
+from nsa_backend.benchmarks.bench_common import environment, fake_runner, forward_modes, print_table, start_host
 
 SIZES, CONTEXT, NUM_STEPS, NUM_DRAFT_TOKENS = (1, 2, 4, 8, 16, 32, 64), 163_840, 4, 4
 

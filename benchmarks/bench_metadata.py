@@ -1,30 +1,84 @@
-"""Metadata of one replay: ours beside SGLang's released path, in one process and interleaved.
+"""Metadata of one replay: ours beside SGLang's own path, in one process and interleaved.
 
-    python benchmarks/bench_metadata.py OUT.json [--quick]
+For draft decode SGLang's path comes in its three generations, all of which the installed release still holds: every step
+computes its own metadata; it is computed once and copied tensor by tensor into every step; it is computed once and copied by
+fused kernels (what the release does). target_verify and draft_extend compare with the release's replay, the only one it has.
 
-draft decode compares with the built-in multi-step backend's replay (precompute once, fused copies); target_verify and
-draft_extend with the built-in backend's replay. CPU time is the wall time of the replay call alone, before the graph is
-launched. GPU time is summed over kernels by torch's profiler; ours is recorded in the graph, so its graph is replayed.
+CPU time is the wall time of the replay call alone, before the graph is launched. GPU time is summed over kernels by torch's
+profiler; ours is recorded in the graph, so its graph is replayed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from bench_common import captured_graph, environment, fake_runner, forward_modes, kernel_us, print_table, start_host
+from nsa_backend.benchmarks.bench_common import (
+    captured_graph,
+    fake_runner,
+    forward_modes,
+    kernel_us,
+    print_table,
+    start_host,
+)
+from nsa_backend.benchmarks.builtin_replay import GENERATIONS, RELEASED
+from nsa_backend.benchmarks.cells import Cell
 
 HBM_BYTES_PER_US = 4.3e6  # device copies on an H200, read and written bytes together
 LAUNCH_US = 1.3
 SHAPES = [(1, 4096), (8, 16384), (32, 32768), (64, 65536)]
+"""(requests, length) of the tables."""
+
+CENTRE = {"steps": 4, "batch": 32, "length": 32768}
+AXES = {
+    "steps": (2, 3, 4, 5, 6, 7, 8),
+    "batch": (1, 2, 4, 8, 16, 32, 64, 128),
+    "length": (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
+}
+"""How cost grows: one axis at a time through the centre."""
+
+MODES = ("draft_decode", "target_verify", "draft_extend")
+
+
+def cells(options: argparse.Namespace) -> list[Cell]:
+    """Tables and the three axes; --steps, --batch and --length together name shapes of one's own instead."""
+    start_host()
+    repeats = (2, 20) if options.quick else (5, 40)
+    return [
+        Cell(f"{mode}, N = {steps}, {bs} x {length}", partial(measure_row, mode, bs, length, steps, *repeats), section)
+        for section, mode, steps, bs, length in wanted(options)
+    ]
+
+
+def wanted(options: argparse.Namespace) -> list[tuple[str, str, int, int, int]]:
+    """(section, mode, N, requests, length) of every cell, without repetition."""
+    if options.steps or options.batch or options.length:
+        return [
+            ("rows", mode, steps, bs, length)
+            for mode in MODES
+            for steps in options.steps or [CENTRE["steps"]]
+            for bs in options.batch or [CENTRE["batch"]]
+            for length in options.length or [CENTRE["length"]]
+        ]
+    shapes = SHAPES[:2] if options.quick else SHAPES
+    found = [("rows", "draft_decode", steps, *shape) for steps in ((4,) if options.quick else (4, 8)) for shape in shapes]
+    found += [("rows", mode, 3, *shape) for mode in MODES[1:] for shape in shapes]
+    if not options.quick:
+        for mode in MODES:
+            points = [CENTRE | {axis: value} for axis, values in AXES.items() for value in values]
+            found += dict.fromkeys(("growth", mode, p["steps"], p["batch"], p["length"]) for p in points)
+    return found
+
+
+def measure_row(mode: str, bs: int, length: int, num_steps: int, rounds: int, repeats: int) -> list[dict]:
+    return [measure(mode, bs, length, num_steps, rounds, repeats)]
 
 
 def static_batch(bs: int, length: int, num_steps: int) -> SimpleNamespace:
@@ -34,6 +88,7 @@ def static_batch(bs: int, length: int, num_steps: int) -> SimpleNamespace:
         batch_size=bs,
         seq_lens=lengths.to(torch.int32),
         seq_lens_cpu=lengths.cpu().to(torch.int32),
+        seq_lens_sum=int(lengths.sum()),
         req_pool_indices=torch.randperm(bs, device="cuda") + 1,
         spec_info=SimpleNamespace(num_accept_tokens=torch.full((bs,), num_steps, dtype=torch.int32, device="cuda")),
     )
@@ -42,14 +97,15 @@ def static_batch(bs: int, length: int, num_steps: int) -> SimpleNamespace:
 class Side:
     """One mode of one package: `call` is what SGLang calls before a replay, `device` what then runs on the GPU."""
 
-    def __init__(self, classes, runner, mode: str, batch: SimpleNamespace, num_steps: int):
+    def __init__(self, classes: tuple, runner: Any, mode: str, batch: SimpleNamespace, num_steps: int, replay: Callable | None):
         backend_class, multi_step_class, launch_of = classes
         bs, rows = batch.batch_size, batch.batch_size * (num_steps + 1)
         if mode == "draft_decode":
             self.backend = multi_step_class(runner, 1, num_steps)
             self.backend.init_cuda_graph_state(bs, bs)
             self.backend.init_forward_metadata_capture_cuda_graph(batch)
-            self.call = lambda: self.backend.init_forward_metadata_replay_cuda_graph(batch, bs)
+            released = partial(self.backend.init_forward_metadata_replay_cuda_graph, batch, bs)
+            self.call = partial(replay, self.backend, batch, bs) if replay else released
         else:
             forward_mode = forward_modes()[mode]
             self.backend = backend_class(runner)
@@ -64,23 +120,25 @@ class Side:
         self.device = captured_graph(launch).replay if launch else self.call
 
 
-def sides() -> dict[str, tuple]:
-    """Backend class, multi-step class, and the launch that our graphs record; SGLang's work all happens in the call."""
+def sides(mode: str) -> dict[str, tuple[tuple, Callable | None]]:
+    """By name: (backend class, multi-step class, the launch that our graphs record), and how the replay is called."""
     from sglang.srt.layers.attention import nsa_backend as builtin
 
     from nsa_backend.backend import NativeSparseAttnBackend
     from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 
-    def recorded(backend):
+    def recorded(backend: Any) -> Callable:
         return backend._launch if isinstance(backend, NativeSparseAttnMultiStepBackend) else backend.captured._launch
 
-    return {
-        "ours": (NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend, recorded),
-        "builtin": (builtin.NativeSparseAttnBackend, builtin.NativeSparseAttnMultiStepBackend, lambda backend: None),
-    }
+    ours = (NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend, recorded)
+    theirs = (builtin.NativeSparseAttnBackend, builtin.NativeSparseAttnMultiStepBackend, lambda backend: None)
+    found = {"ours": (ours, None), RELEASED: (theirs, None)}
+    if mode == "draft_decode":
+        found |= {name: (theirs, replay) for name, replay in GENERATIONS.items()}
+    return found
 
 
-def cpu_us(call, repeats: int) -> list[float]:
+def cpu_us(call: Callable[[], None], repeats: int) -> list[float]:
     out = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -90,32 +148,28 @@ def cpu_us(call, repeats: int) -> list[float]:
     return out
 
 
-def floor_us(mode: str, bs: int, length: int, num_steps: int) -> float:
-    """Bytes of the page tables, read once and written once, over the copy bandwidth, and one launch."""
+def moved_bytes(mode: str, bs: int, length: int, num_steps: int) -> int:
+    """Bytes of the page tables: page_table_1 read once and written once, real_page_table written once."""
     page_rows = bs if mode == "draft_decode" else bs * (num_steps + 1)
-    moved = 4 * (2 * bs * length + page_rows * length / 64)
-    return LAUNCH_US + moved / HBM_BYTES_PER_US
+    return int(4 * (2 * bs * length + page_rows * length / 64))
 
 
 def measure(mode: str, bs: int, length: int, num_steps: int, rounds: int, repeats: int) -> dict:
+    """One row: medians and spreads of every side, in turns."""
     batch = static_batch(bs, length, num_steps)
     runner = fake_runner(num_steps=num_steps, context=max(length + 64, 8192), max_requests=bs + 1)
     req_to_token = runner.req_to_token_pool.req_to_token
     req_to_token.copy_(torch.randint(0, 2**20, req_to_token.shape, device="cuda"))
-    pair = {name: Side(classes, runner, mode, batch, num_steps) for name, classes in sides().items()}
-    samples = {name: {"cpu": [], "gpu": [], "launches": 0} for name in pair}
+    found = {name: Side(classes, runner, mode, batch, num_steps, replay) for name, (classes, replay) in sides(mode).items()}
+    samples = {name: {"cpu": [], "gpu": [], "launches": 0} for name in found}
     for _ in range(rounds):
-        for name, side in pair.items():
+        for name, side in found.items():
             samples[name]["cpu"] += cpu_us(side.call, repeats)
             gpu, samples[name]["launches"] = kernel_us(side.device, repeats)
             samples[name]["gpu"].append(gpu)
-    row = {
-        "mode": mode,
-        "steps": num_steps,
-        "bs": bs,
-        "length": length,
-        "floor_us": round(floor_us(mode, bs, length, num_steps), 2),
-    }
+    moved = moved_bytes(mode, bs, length, num_steps)
+    row = {"mode": mode, "steps": num_steps, "bs": bs, "length": length, "bytes": moved}
+    row["floor_us"] = round(LAUNCH_US + moved / HBM_BYTES_PER_US, 2)
     for name, sample in samples.items():
         row[name] = {
             "cpu_us": round(statistics.median(sample["cpu"]), 2),
@@ -123,6 +177,7 @@ def measure(mode: str, bs: int, length: int, num_steps: int, rounds: int, repeat
             "gpu_us": round(statistics.median(sample["gpu"]), 2),
             "gpu_us_min_max": [round(min(sample["gpu"]), 2), round(max(sample["gpu"]), 2)],
             "launches": samples[name]["launches"],
+            "share_of_floor": round(row["floor_us"] / statistics.median(sample["gpu"]), 3),
         }
     return row
 
@@ -132,25 +187,8 @@ def quantiles(values: list[float]) -> tuple[float, float]:
     return tenths[0], tenths[-1]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="two shapes, four steps")
-    args = parser.parse_args()
-    start_host()
-    shapes = SHAPES[:2] if args.quick else SHAPES
-    rows = []
-    for num_steps in (4,) if args.quick else (4, 8):
-        rows += [measure("draft_decode", bs, length, num_steps, rounds=5, repeats=40) for bs, length in shapes]
-    for mode in ("target_verify", "draft_extend"):
-        rows += [measure(mode, bs, length, 3, rounds=5, repeats=40) for bs, length in shapes]
-    report = {"environment": environment(), "rows": rows}
-    args.out.write_text(json.dumps(report, indent=1))
-    show(report)
-
-
 def show(report: dict) -> None:
-    """Configuration, then medians with their spread: min to max over rounds on the GPU, 10th to 90th percentile on the CPU."""
+    """Medians with their spread: min to max over rounds on the GPU, 10th to 90th percentile on the CPU."""
 
     def gpu(side: dict) -> str:
         return f"{side['gpu_us']:.1f} ({side['gpu_us_min_max'][0]:.1f}-{side['gpu_us_min_max'][1]:.1f})"
@@ -158,16 +196,11 @@ def show(report: dict) -> None:
     def cpu(side: dict) -> str:
         return f"{side['cpu_us']:.1f} ({side['cpu_us_p10_p90'][0]:.1f}-{side['cpu_us_p10_p90'][1]:.1f})"
 
-    print(report["environment"])
-    columns = ("mode", "N", "bs x L", "floor us", "ours GPU us", "built-in", "ours CPU us", "built-in", "launches")
+    columns = ("mode", "N", "bs x L", "floor us", "side", "launches", "GPU us", "share of floor", "CPU us")
     table = []
-    for r in report["rows"]:
-        ours, builtin = r["ours"], r["builtin"]
-        launches = f"{ours['launches']:.0f} / {builtin['launches']:.0f}"
-        shape = f"{r['bs']} x {r['length']}"
-        table.append((r["mode"], r["steps"], shape, r["floor_us"], gpu(ours), gpu(builtin), cpu(ours), cpu(builtin), launches))
+    for r in report.get("rows", []) + report.get("growth", []):
+        for name in ("ours", RELEASED, *GENERATIONS):
+            if name in r:
+                side, what = r[name], (r["mode"], r["steps"], f"{r['bs']} x {r['length']}", r["floor_us"], name)
+                table.append((*what, f"{side['launches']:.0f}", gpu(side), f"{side['share_of_floor']:.2f}", cpu(side)))
     print_table(columns, table)
-
-
-if __name__ == "__main__":
-    main()

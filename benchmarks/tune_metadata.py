@@ -11,15 +11,12 @@ import argparse
 import itertools
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from bench_common import captured_graph, environment, kernel_us, print_table
-
 from nsa_backend import plan as plans
+from nsa_backend.benchmarks.bench_common import captured_graph, environment, kernel_us, print_table
 from nsa_backend.buffers import MetadataBuffers
 from nsa_backend.kernels import metadata
 

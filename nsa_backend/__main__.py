@@ -1,4 +1,4 @@
-"""python -m nsa_backend: look at an installation, decode on the CPU, draw measured numbers."""
+"""python -m nsa_backend: look at an installation, decode on the CPU, measure on a GPU, draw what was measured."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from importlib import import_module
 COMMANDS = {
     "doctor": "versions, what the plugin takes over, which implementations can run here and why the others cannot",
     "demo": "decode speculatively on the CPU, with the right draft lengths and with SGLang's one shared length",
+    "bench": "metadata, attention, draft or serve: measured on this GPU beside SGLang's built-in backend",
     "plot": "figures from result files, as SVG and PNG",
 }
 """Name to help; each is a module of `nsa_backend.cli` with EXAMPLE, `add_arguments(parser)` and `run(args) -> exit code`."""
@@ -29,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else argv
     return args.run(args)
 
 

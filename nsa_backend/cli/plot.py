@@ -1,6 +1,6 @@
 """Draw figures from result files: attention by rows, and the metadata of one replay. SVG and PNG, one pair a figure.
 
-Needs matplotlib: pip install 'sglang-nsa-backend[bench]'.
+Needs matplotlib: pip install 'sglang-nsa-backend[plot]'.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import matplotlib
     except ImportError as error:
-        raise SystemExit("plot needs matplotlib: pip install 'sglang-nsa-backend[bench]'") from error
+        raise SystemExit("plot needs matplotlib: pip install 'sglang-nsa-backend[plot]'") from error
     matplotlib.use("agg")
     matplotlib.rcParams["svg.hashsalt"] = "nsa_backend"  # the same numbers give the same file
     args.out.mkdir(parents=True, exist_ok=True)

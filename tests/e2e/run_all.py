@@ -17,10 +17,11 @@ from pathlib import Path
 from statistics import fmean
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
-import faithful_checkpoint
-from bench_common import environment
+sys.path.insert(0, str(HERE))
 from workloads import CASES, WORKLOADS
+
+from nsa_backend.benchmarks import faithful_checkpoint
+from nsa_backend.benchmarks.bench_common import environment
 
 BACKENDS = {"ours": "0", "builtin": "1"}
 TIE = 0.0626

@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
-from bench_common import accept_length
+sys.path.insert(0, str(HERE))
 from workloads import CASES, WORKLOADS, Case, new_tokens
+
+from nsa_backend.benchmarks.bench_common import accept_length
 
 
 def engine_arguments(case: Case, checkpoint: str, port: int) -> dict:

@@ -25,10 +25,7 @@ from pathlib import Path
 import psutil
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
-import faithful_checkpoint
-import over_http
-from bench_common import environment
+sys.path.insert(0, str(HERE))
 from soak_judge import problems_of, summary
 from soak_traffic import (
     FAILURES,
@@ -41,6 +38,9 @@ from soak_traffic import (
     make_templates,
     request_body,
 )
+
+from nsa_backend.benchmarks import faithful_checkpoint, servers
+from nsa_backend.benchmarks.bench_common import environment
 
 POOL_TOKENS = 57344
 """64 random requests name 44 of the 80 templates: with prompts shared in the radix cache and half an output each, 60000 to
@@ -82,7 +82,7 @@ def command(checkpoint: Path, port: int) -> list[str]:
     this pool, 112 MiB for chunks of 512. The largest comes late in a run, and would look like growth.
     """
     return [
-        *over_http.command(checkpoint, port), "--max-running-requests", "64", "--max-total-tokens", str(POOL_TOKENS),
+        *servers.command(checkpoint, port), "--max-running-requests", "64", "--max-total-tokens", str(POOL_TOKENS),
         "--context-length", "16384", "--chunked-prefill-size", "512", "--cuda-graph-bs", "1", "2", "4", "8", "16", "32", "64",
         "--log-level-http", "warning",
     ]  # fmt: skip

@@ -11,9 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2] / "benchmarks")]
-from bench_common import accept_length
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 from soak_traffic import Record, group_differences
+
+from nsa_backend.benchmarks.bench_common import accept_length
 
 if TYPE_CHECKING:
     from soak import Soak

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2] / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 from run_all import TIE, first_difference
 from workloads import VOCAB
 

@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(scope="session")
 def make_runner():
     """Returns `fake_runner(num_steps, context, ...)`: what the backends read from a ModelRunner, without a model."""
-    from bench_common import fake_runner, start_host
+    from nsa_backend.benchmarks.bench_common import fake_runner, start_host
 
     start_host()
     return fake_runner

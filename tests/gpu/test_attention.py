@@ -73,10 +73,9 @@ def test_graphs_share_the_padded_query(name, heads):
     """Two graphs of one implementation, replayed in turn after garbage went through the eager path."""
     from dataclasses import replace
 
-    from bench_common import captured_graph
-
     from nsa_backend.attention import build_attention
     from nsa_backend.attention.common import AttentionConfig
+    from nsa_backend.benchmarks.bench_common import captured_graph
 
     config = AttentionConfig(
         device_sm=90, num_heads=heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK, device=torch.device("cuda")

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_common import captured_graph
+
+from nsa_backend.benchmarks.bench_common import captured_graph
 
 pytestmark = pytest.mark.gpu
 

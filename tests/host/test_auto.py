@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import auto_table
 import pytest
 import torch
 
 from nsa_backend import config
 from nsa_backend.attention import auto
 from nsa_backend.attention.common import AttentionConfig
+from nsa_backend.benchmarks import auto_table
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = "NVIDIA H200"

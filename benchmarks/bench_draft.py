@@ -1,0 +1,120 @@
+"""A speculative round (draft, verify, draft-extend) of real servers, ours beside SGLang's built-in, in one run.
+
+Both servers live on the same GPU and answer in turns, so that noise of the machine meets both. A round is timed from the
+outside: generation time less that of the first token, over the rounds that the accept histogram counts. One profiled
+generation each gives launches, kernel time and the spans of the captured graphs; `outside_graphs_ms` is the time of a round
+less those spans: what the host and uncaptured kernels take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import statistics
+import tempfile
+from collections import Counter, defaultdict
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from nsa_backend.benchmarks.bench_common import print_table
+from nsa_backend.benchmarks.cells import Cell
+from nsa_backend.benchmarks.generation import checkpoint_of, counted, in_turns, prompts, servers_of, spread
+from nsa_backend.benchmarks.servers import BACKENDS
+
+TOKENS, LENGTH, PORT = 256, 300, 31000
+
+
+def cells(options: argparse.Namespace) -> list[Cell]:
+    """One cell an N: its two servers measure every batch."""
+    work = Path(tempfile.mkdtemp(prefix="nsa-bench-"))
+    steps = options.steps or [3]
+    if 0 in steps:
+        raise SystemExit("bench draft measures speculative rounds: --steps must be at least 1")
+    return [
+        Cell(f"{checkpoint}, N = {n}", partial(measure, checkpoint, n, options, work))
+        for checkpoint in options.checkpoint or ["faithful"]
+        for n in steps
+    ]
+
+
+def measure(checkpoint: str, steps: int, options: argparse.Namespace, work: Path) -> list[dict]:
+    batches = options.batch or ([1] if options.quick else [1, 8, 32])
+    length, repeats = (options.length or [LENGTH])[0], 2 if options.quick else 7
+    rows = []
+    with ExitStack() as stack:
+        servers = servers_of(stack, checkpoint_of(checkpoint, work), PORT, steps, work)
+        for batch in batches:
+            row = {"checkpoint": checkpoint, "steps": steps, "batch": batch, "length": length, "tokens": TOKENS}
+            for backend, found in in_turns(servers, batch, length, TOKENS, repeats).items():
+                folder = work / f"profile-{backend}-{steps}-{batch}"
+                answers = servers[backend].profiled(folder, prompts(batch, length), TOKENS)
+                profile = read_profile(folder, counted(answers, TOKENS)[0])
+                round_ms = spread([one.round_ms for one in found])
+                row[backend] = {
+                    "round_ms": round_ms["median"],
+                    "round_ms_min_max": round_ms["min_max"],
+                    "outside_graphs_ms": round(round_ms["median"] - profile["in_graphs_us"] / 1e3, 3),
+                    "accept": spread([one.accept for one in found])["median"],
+                    "tokens_per_s": spread([one.tokens_per_s for one in found], 1)["median"],
+                    "profile": profile,
+                }
+            rows.append(row)
+    return rows
+
+
+def read_profile(folder: Path, rounds: int) -> dict:
+    """What a trace of SGLang's profiler holds, a round.
+
+    A graph's kernels carry the correlation of the call that launched it; its span runs from the begin of the first to the end
+    of the last of them.
+    """
+    (trace,) = folder.glob("*.trace.json.gz")
+    with gzip.open(trace) as stream:
+        events = json.load(stream)["traceEvents"]
+    calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    names = Counter(e["name"] for e in calls)
+    of_graph = {e["args"]["correlation"] for e in calls if "GraphLaunch" in e["name"]}
+    replays = defaultdict(list)
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and event["args"].get("correlation") in of_graph:
+            replays[event["args"]["correlation"]].append(event)
+    by_size = defaultdict(list)
+    for replay in replays.values():
+        by_size[len(replay)].append(max(e["ts"] + e["dur"] for e in replay) - min(e["ts"] for e in replay))
+
+    def share(word: str) -> float:
+        return round(sum(count for name, count in names.items() if word in name) / rounds, 1)
+
+    return {
+        "kernels": round(len(kernels) / rounds, 1),
+        "kernel_us": round(sum(e["dur"] for e in kernels) / rounds, 1),
+        "launch_calls": share("LaunchKernel"),
+        "graph_launches": share("GraphLaunch"),
+        "synchronisations": share("Synchronize"),
+        "copies": share("Memcpy"),
+        "in_graphs_us": round(sum(map(sum, by_size.values())) / rounds, 1),
+        "graphs": [
+            {"nodes": size, "replays": round(len(spans) / rounds, 2), "span_us": round(statistics.median(spans), 1)}
+            for size, spans in sorted(by_size.items())
+        ],
+    }
+
+
+def show(report: dict) -> None:
+    """Medians; the spread of a round is min to max over the repeats."""
+    columns = (
+        "checkpoint", "N", "batch", "backend", "round ms", "min-max", "outside graphs ms", "kernel us", "launches",
+        "graph launches", "accept", "tokens/s",
+    )  # fmt: skip
+    table = []
+    for r in report["rows"]:
+        for backend in BACKENDS:
+            side, profile = r[backend], r[backend]["profile"]
+            low_high = "{:.2f}-{:.2f}".format(*side["round_ms_min_max"])
+            times = (f"{side['round_ms']:.2f}", low_high, f"{side['outside_graphs_ms']:.2f}", profile["kernel_us"])
+            calls = (profile["launch_calls"], profile["graph_launches"], f"{side['accept']:.2f}", side["tokens_per_s"])
+            table.append((r["checkpoint"], r["steps"], r["batch"], backend, *times, *calls))
+    print_table(columns, table)

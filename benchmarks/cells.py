@@ -1,0 +1,69 @@
+"""A benchmark as a list of cells: run them under a time limit with progress, and keep what was measured as one report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to measure. `measure` returns rows for the report's section of that name."""
+
+    name: str
+    measure: Callable[[], list[dict]]
+    section: str = "rows"
+
+
+def run_cells(cells: list[Cell], seconds: float, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Measure cell after cell as long as the longest one so far would still end in time.
+
+    Args:
+        cells: in the order to measure.
+        seconds: the bound; the first cell runs in any case.
+        keep: called with the report after every cell, so that a run that is cut leaves what it has.
+
+    Returns:
+        Rows by section, `seconds`, and under `not_measured` the names of cells that found no time.
+    """
+    report: dict[str, Any] = {cell.section: [] for cell in cells} | {"not_measured": [], "seconds": 0.0}
+    began, longest = time.monotonic(), 0.0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not cells) as progress:
+        task = progress.add_task("", total=len(cells))
+        for cell in cells:
+            started = time.monotonic()
+            if started - began + longest > seconds and longest:
+                report["not_measured"].append(cell.name)
+                progress.advance(task)
+                continue
+            progress.update(task, description=cell.name)
+            report[cell.section] += cell.measure()
+            longest = max(longest, time.monotonic() - started)
+            report["seconds"] = round(time.monotonic() - began, 1)
+            keep(report)
+            progress.advance(task)
+    return report
+
+
+def dumped(report: dict[str, Any]) -> str:
+    """JSON with one row a line."""
+    parts = []
+    for name, value in report.items():
+        body = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if value and isinstance(value, list) else json.dumps(value)
+        parts.append(f"{json.dumps(name)}: {body}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def write_report(path: Path, report: dict[str, Any]) -> None:
+    """Write `report`, whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(dumped(report))
+    part.replace(path)

@@ -1,0 +1,108 @@
+"""One batched generation of a server, in the units of a serving engineer: what draft and serve have in common."""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from nsa_backend.benchmarks import faithful_checkpoint
+from nsa_backend.benchmarks.bench_common import accept_length
+from nsa_backend.benchmarks.servers import BACKENDS, Server
+
+SIZES = ["--cuda-graph-bs", "1", "2", "4", "8", "16", "32", "--max-total-tokens", "65536", "--disable-radix-cache"]
+"""Graphs for the batches that are measured; no cache, so that every prefill is the same. Two servers share a GPU."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One generation of a batch."""
+
+    seconds: float  # of all tokens
+    first_seconds: float  # of a generation of one token, just before
+    tokens: int  # new tokens a request
+    batch: int
+    rounds: int  # most rounds of a request; tokens - 1 without speculation
+    accept: float  # mean tokens a round; 1 without speculation
+
+    @property
+    def round_ms(self) -> float:
+        return 1e3 * (self.seconds - self.first_seconds) / self.rounds
+
+    @property
+    def tpot_ms(self) -> float:
+        """Time per output token after the first, of one request."""
+        return 1e3 * (self.seconds - self.first_seconds) / (self.tokens - 1)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.batch * self.tokens / self.seconds
+
+
+def prompts(batch: int, length: int) -> list[list[int]]:
+    """`batch` different prompts of `length` tokens."""
+    return [[2 + (7 * i + 13 * r) % (faithful_checkpoint.VOCAB - 48) for i in range(length)] for r in range(batch)]
+
+
+def counted(answers: list[dict], tokens: int) -> tuple[int, float]:
+    """(most rounds of a request, mean accept length) from SGLang's histograms of correct drafts a round."""
+    histograms = [a["meta_info"].get("spec_correct_drafts_histogram") or [] for a in answers]
+    if not any(histograms):
+        return tokens - 1, 1.0
+    return max(map(sum, histograms)), accept_length([sum(counts) for counts in zip_longest(*histograms, fillvalue=0)])
+
+
+def sample(server: Server, batch: int, length: int, tokens: int) -> Sample:
+    """Generate once, after a generation of one token that tells what prefill and HTTP take."""
+    asked = prompts(batch, length)
+    first = server.generate(asked, 1)[0]
+    seconds, answers = server.generate(asked, tokens)
+    rounds, accept = counted(answers, tokens)
+    return Sample(seconds, first, tokens, batch, rounds, accept)
+
+
+def in_turns(servers: dict[str, Server], batch: int, length: int, tokens: int, repeats: int) -> dict[str, list[Sample]]:
+    """`repeats` samples of each server, one after the other; a first one of each warms up."""
+    found: dict[str, list[Sample]] = {backend: [] for backend in servers}
+    for repeat in range(repeats + 1):
+        for backend, server in servers.items():
+            one = sample(server, batch, length, tokens)
+            if repeat:
+                found[backend].append(one)
+    return found
+
+
+def spread(values: list[float], digits: int = 3) -> dict:
+    """Median, and least and most."""
+    return {
+        "median": round(statistics.median(values), digits),
+        "min_max": [round(v, digits) for v in (min(values), max(values))],
+    }
+
+
+def servers_of(stack: ExitStack, checkpoint: Path, port: int, steps: int, logs: Path) -> dict[str, Server]:
+    """Ours and SGLang's built-in, both ready, ended with `stack`.
+
+    They start one after the other: each measures the free memory of the GPU when it starts.
+    """
+    found = {}
+    for number, backend in enumerate(BACKENDS):
+        log = logs / f"{checkpoint.name}-n{steps}-{backend}.log"
+        found[backend] = stack.enter_context(Server(backend, checkpoint, port + 100 * number, steps, log, *SIZES))
+        found[backend].wait()
+    return found
+
+
+def checkpoint_of(name: str, folder: Path) -> Path:
+    """The checkpoint called `name` in faithful_checkpoint.SHAPES, written into `folder` if it is not there; or a path."""
+    if name not in faithful_checkpoint.SHAPES:
+        if not (Path(name) / "config.json").exists():
+            known = " or ".join(faithful_checkpoint.SHAPES)
+            raise SystemExit(f"--checkpoint {name} is neither {known} nor a folder with a config.json")
+        return Path(name)
+    out = folder / name
+    if not (out / "config.json").exists():
+        faithful_checkpoint.write(out, shape=faithful_checkpoint.SHAPES[name])
+    return out

@@ -1,0 +1,98 @@
+"""Real servers for benchmarks and end-to-end tests: the README's command in a process of its own, asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+BACKENDS = {"ours": "0", "builtin": "1"}
+"""Side of a comparison to its NSA_BACKEND_DISABLE."""
+
+
+def command(checkpoint: Path, port: int, steps: int = 3) -> list[str]:
+    """The README's command with N = `steps`, 0 for no speculation; the last line is for a checkpoint without a tokenizer."""
+    speculative = [
+        "--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps),
+        "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1),
+    ]  # fmt: skip
+    return [
+        sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint),
+        "--attention-backend", "nsa", "--nsa-decode-backend", "fa3", "--kv-cache-dtype", "bfloat16",
+        *(speculative if steps else ()), "--port", str(port),
+        "--skip-tokenizer-init", "--grammar-backend", "none", "--mem-fraction-static", "0.3", "--max-running-requests", "32",
+    ]  # fmt: skip
+
+
+def call(port: int, path: str, body: dict | None = None, timeout: float = 300) -> Any:
+    """GET `path`, or POST `body` to it, and return what came back, as JSON where it is JSON."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout) as response:
+        text = response.read()
+        return json.loads(text) if response.headers.get_content_type() == "application/json" and text else text
+
+
+def wait_until_ready(port: int, server: subprocess.Popen, seconds: float = 240) -> None:
+    """Return when the server answers; raises RuntimeError where it ends first, TimeoutError where it takes too long."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise RuntimeError(f"the server ended with {server.returncode}")
+        try:
+            call(port, "/health", timeout=1)
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise TimeoutError("the server did not become ready")
+
+
+class Server:
+    """A running server; leaving the `with` block ends it."""
+
+    def __init__(self, backend: str, checkpoint: Path, port: int, steps: int, log: Path, *options: str):
+        """Start `backend` (a key of BACKENDS); `options` follow the README's command. Does not wait."""
+        self.port, self.log = port, log
+        self._stream = log.open("w")
+        self._process = subprocess.Popen(
+            [*command(checkpoint, port, steps), *options], stdout=self._stream, stderr=subprocess.STDOUT,
+            env=os.environ | {"NSA_BACKEND_DISABLE": BACKENDS[backend]},
+        )  # fmt: skip
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._stream.close()
+
+    def wait(self) -> None:
+        """Wait until it answers; an error carries the end of its log."""
+        try:
+            wait_until_ready(self.port, self._process)
+        except (RuntimeError, TimeoutError) as error:
+            raise RuntimeError(f"{error}; the end of {self.log}:\n{self.log.read_text(errors='replace')[-3000:]}") from error
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[dict]]:
+        """(seconds, answers) of one batch, greedy, exactly `tokens` new tokens each."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        started = time.perf_counter()
+        answers = call(self.port, "/generate", {"input_ids": prompts, "sampling_params": sampling})
+        return time.perf_counter() - started, answers
+
+    def profiled(self, folder: Path, prompts: list[list[int]], tokens: int) -> list[dict]:
+        """Answers of one batch, with a trace of it in `folder`."""
+        call(self.port, "/start_profile", {"output_dir": str(folder), "activities": ["CPU", "GPU"]})
+        answers = self.generate(prompts, tokens)[1]
+        call(self.port, "/stop_profile", {})
+        return answers

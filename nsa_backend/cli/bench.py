@@ -1,0 +1,96 @@
+"""Measure on this machine's GPU, beside SGLang's built-in backend in the same run.
+
+  metadata   what the metadata of one replay costs, beside three generations of SGLang's path
+  attention  every implementation this GPU runs: time, distance from the floor, error, cost of our wrapper
+  draft      a speculative round of real servers: time, time outside CUDA graphs, launches
+  serve      real servers over HTTP: tokens per second, time per output token, accept length, N draft steps and batches
+
+Exits with 0 where everything was measured, 1 where the time bound left something out (the report names it), 2 on bad arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from importlib import import_module
+from pathlib import Path
+
+EXAMPLE = "python -m nsa_backend bench metadata --quick --out metadata.json"
+
+BENCHES = {
+    "metadata": ("--steps", "--batch", "--length"),
+    "attention": ("--batch", "--heads"),
+    "draft": ("--checkpoint", "--steps", "--batch", "--length"),
+    "serve": ("--checkpoint", "--steps", "--batch", "--length"),
+}
+"""What to measure, and which of OPTIONS it takes; each is a module nsa_backend.benchmarks.bench_NAME."""
+
+OPTIONS = {
+    "--steps": "draft steps N (0 in serve: no speculation)",
+    "--batch": "requests; query rows in attention",
+    "--length": "tokens of a request; of a prompt in draft and serve, where one value is taken",
+    "--heads": "query heads on this GPU",
+    "--checkpoint": "faithful, wide, or a folder; a real checkpoint must fit twice on the GPU",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=BENCHES, metavar="{" + ",".join(BENCHES) + "}", help="see above")
+    parser.add_argument("--quick", action="store_true", help="fewer cells and samples: a minute or two")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
+    parser.add_argument("--out", type=Path, help="write the report to this file, after every cell and at the end")
+    parser.add_argument("--minutes", type=_positive, default=9.0, help="bound on the run time; what does not fit is left out")
+    for option, text in OPTIONS.items():
+        takers = ", ".join(name for name, taken in BENCHES.items() if option in taken)
+        kind = str if option == "--checkpoint" else _count
+        parser.add_argument(option, type=kind, nargs="+", help=f"{text} ({takers})")
+
+
+def run(args: argparse.Namespace) -> int:
+    for option in OPTIONS:
+        if getattr(args, option[2:]) is not None and option not in BENCHES[args.what]:
+            _fail(f"bench {args.what} does not take {option}: it takes {' '.join(BENCHES[args.what])}")
+    import torch
+
+    if not torch.cuda.is_available():
+        _fail("bench needs an NVIDIA GPU, and torch sees none: run it where you serve, or try `demo`, which needs no GPU")
+    from nsa_backend.benchmarks.bench_common import environment
+    from nsa_backend.benchmarks.cells import dumped, run_cells, write_report
+
+    bench = import_module(f"nsa_backend.benchmarks.bench_{args.what}")
+    head = {"environment": environment(), "command": shlex.join(["python", "-m", "nsa_backend", *args.argv])}
+
+    def keep(report: dict) -> None:
+        if args.out:
+            write_report(args.out, head | report)
+
+    report = head | run_cells(bench.cells(args), 60 * args.minutes, keep)
+    keep(report)
+    if args.json:
+        print(dumped(report))  # noqa: T201 (the command's output)
+    else:
+        print(report["environment"])  # noqa: T201
+        bench.show(report)
+    for name in report["not_measured"]:
+        print(f"not measured within {args.minutes:g} minutes: {name}", file=sys.stderr)  # noqa: T201
+    return 1 if report["not_measured"] else 0
+
+
+def _fail(sentence: str) -> None:
+    print(f"python -m nsa_backend bench: {sentence}", file=sys.stderr)  # noqa: T201
+    raise SystemExit(2)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return value
