@@ -1,4 +1,4 @@
-"""Draw figures from result files: attention by rows, and the metadata of one replay. SVG and PNG, one pair a figure.
+"""Draw figures from result files: attention by rows, and how the metadata of a replay grows. SVG and PNG, one pair a figure.
 
 Needs matplotlib: pip install 'sglang-nsa-backend[plot]'.
 """
@@ -15,12 +15,22 @@ if TYPE_CHECKING:
 
 EXAMPLE = "python -m nsa_backend plot --results benchmarks/results --out docs/figures"
 
-COLOURS = {"fa3": "#3b6fb6", "flashmla_sparse": "#d1702f", "ours": "#3b6fb6", "builtin": "#9a9a9a", "floor": "#444444"}
-MODES = {
-    "draft_decode": "draft decode, N = {steps}",
-    "target_verify": "target_verify, D = 4",
-    "draft_extend": "draft_extend, D = 4",
+COLOURS = {
+    "fa3": "#3b6fb6", "flashmla_sparse": "#d1702f", "ours": "#3b6fb6", "floor": "#444444",
+    "builtin": "#d1702f", "builtin_precompute": "#9a9a9a", "builtin_per_step": "#c9c9c9",
+}  # fmt: skip
+GENERATIONS = {
+    "builtin_per_step": "SGLang, every step by itself",
+    "builtin_precompute": "SGLang, computed once, copied",
+    "builtin": "SGLang 0.5.12.post1, fused copies",
+    "ours": "ours",
 }
+"""Side of a metadata row to its label, oldest first."""
+
+CENTRE = {"steps": 4, "bs": 32, "length": 32768}
+AXES = {"steps": "draft steps N", "bs": "requests", "length": "tokens of a request"}
+FIXED = {"steps": "{steps} steps", "bs": "{bs} requests", "length": "{length} tokens"}
+"""The point through which each axis of `growth` runs, and how a panel names what stays the same."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,29 +83,29 @@ def attention(report: dict[str, Any]) -> Figure:
 
 
 def metadata(report: dict[str, Any]) -> Figure:
-    """GPU time of one replay's metadata, ours beside the built-in backend's and the floor, for one and for many requests."""
+    """GPU time of a draft replay's metadata by steps, requests and length: ours, SGLang's three generations, the floor."""
     from matplotlib.figure import Figure
 
-    sizes = (1, 64)
+    rows = [r for r in report["growth"] if r["mode"] == "draft_decode"]
     figure = Figure(figsize=(11, 3.4))
-    for axis, bs in zip(figure.subplots(1, 2), sizes, strict=True):
-        rows = [r for r in report["rows"] if r["bs"] == bs]
-        for offset, side in ((-0.2, "builtin"), (0.2, "ours")):
-            bars = axis.bar(
-                [i + offset for i in range(len(rows))], [r[side]["gpu_us"] for r in rows], 0.4,
-                color=COLOURS[side], label={"builtin": "built-in", "ours": "ours"}[side],
-            )  # fmt: skip
-            axis.bar_label(bars, fmt="%.1f", fontsize=8)
-        for i, row in enumerate(rows):
-            label = "floor" if i == 0 else None
-            axis.hlines(row["floor_us"], i, i + 0.4, color=COLOURS["floor"], linewidth=1.6, label=label)
-        axis.set_xticks(
-            range(len(rows)), [MODES[r["mode"]].format(steps=r["steps"]).replace(", ", "\n") for r in rows], fontsize=8
-        )
-        axis.set(title=f"{bs} x {rows[0]['length'] // 1024}K tokens", yscale="log", ylabel="us on the GPU")
-        axis.set_ylim(1, 4 * max(r["builtin"]["gpu_us"] for r in rows))
-        axis.legend(frameon=False, ncols=3, loc="upper left")
-    figure.suptitle(_where("Metadata of one replay", report), y=1.04)
+    for axis, (name, label) in zip(figure.subplots(1, 3, sharey=True), AXES.items(), strict=True):
+        line = sorted((r for r in rows if all(r[k] == v for k, v in CENTRE.items() if k != name)), key=lambda r: r[name])
+        values = [r[name] for r in line]
+        for side, text in GENERATIONS.items():
+            axis.plot(values, [r[side]["gpu_us"] for r in line], label=text, color=COLOURS[side], marker="o", markersize=3)
+        axis.plot(values, [r["floor_us"] for r in line], label="floor", color=COLOURS["floor"], linestyle=":")
+        fixed = (text.format(**CENTRE) for key, text in FIXED.items() if key != name)
+        axis.set(xlabel=label, yscale="log", title=", ".join(fixed))
+        if name != "steps":
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(values, [f"{v // 1024}K" if name == "length" else str(v) for v in values], fontsize=8)
+        axis.minorticks_off()
+        axis.grid(alpha=0.25)
+    axes = figure.axes
+    axes[0].set_ylabel("us on the GPU")
+    axes[0].set_yticks([1, 3, 10, 30, 100, 300], ["1", "3", "10", "30", "100", "300"])
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, ncols=5, loc="lower center", bbox_to_anchor=(0.5, -0.14))
+    figure.suptitle(_where("Metadata of one draft replay", report), y=1.06)
     return figure
 
 
