@@ -25,8 +25,8 @@ from nsa_backend.writer import MetadataWriter
 logger = logging.getLogger(__name__)
 
 
-class NativeSparseAttnBackend(host.AttentionBackend):
-    """DeepSeek sparse attention behind SGLang's `AttentionBackend` interface."""
+class NativeSparseAttnBackend(host.BackendEntryPoints):
+    """DeepSeek sparse attention behind SGLang's `AttentionBackend` interface; its generation's part of it is in `host`."""
 
     def __init__(self, model_runner: host.ModelRunner, skip_prefill: bool = False):
         """Build for `model_runner`; raises ValueError where the model, the GPU or an option cannot be served.
@@ -38,7 +38,11 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         super().__init__()
         self.config = BackendConfig.from_runner(model_runner)
         self.writer = MetadataWriter(self.config, model_runner.req_to_token_pool.req_to_token)
+        # Read by SGLang's models, forward context and draft workers.
         self.kv_cache_dtype = model_runner.kv_cache_dtype
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.max_context_len = model_runner.model_config.context_len
         self.decode_attention = self.config.build_decode()
         self.prefill_attention = self.config.build_prefill()
         self.dense_prefill = DensePrefill(self.config)
@@ -71,63 +75,48 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         self.captured.reserve(max_bs, max_num_tokens)
         self.decode_attention.reserve(max_num_tokens)
 
-    @located
-    def init_forward_metadata_capture_cuda_graph(
+    def prepare_capture(
         self,
-        bs: int,
-        num_tokens: int,
-        req_pool_indices: torch.Tensor,
+        mode: host.ForwardMode,
+        num_requests: int,
+        num_rows: int,
+        *,
         seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None,
-        forward_mode: host.ForwardMode,
-        spec_info: host.SpecInput | None,
+        req_pool_indices: torch.Tensor,
+        extend_lens: torch.Tensor | None,
     ) -> None:
-        """Prepare a capture. The metadata launch itself is recorded in the graph, when the first layer asks for it.
+        """Choose the buffers that the graph being captured will fill; `launch_metadata` records the launch in it.
 
-        `seq_lens` and `req_pool_indices` are the graph runner's static buffers: every replay reads what they hold then.
+        The tensors are the graph runner's static buffers: every replay reads what they hold then.
         """
-        self.place.move("capturing", forward_mode, bs)
+        self.place.move("capturing", mode, num_requests)
         self.use_mha = False
-        extend_lens = spec_info.num_accept_tokens if forward_mode.is_draft_extend() else None
         self.forward_metadata = self.captured.capture(
-            forward_mode, bs, num_tokens, seq_lens=seq_lens, req_pool_indices=req_pool_indices, extend_lens=extend_lens
+            mode, num_requests, num_rows, seq_lens=seq_lens, req_pool_indices=req_pool_indices, extend_lens=extend_lens
         )
 
-    @located
-    def init_forward_metadata_replay_cuda_graph(
-        self,
-        bs: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        seq_lens_sum: int,
-        encoder_lens: torch.Tensor | None,
-        forward_mode: host.ForwardMode,
-        spec_info: host.SpecInput | None,
-        seq_lens_cpu: torch.Tensor | None,
-        out_cache_loc: torch.Tensor | None = None,
-        actual_forward_mode: host.ForwardMode | None = None,
+    def prepare_replay(
+        self, mode: host.ForwardMode, num_requests: int, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor
     ) -> None:
-        """Nothing on the device: the graph writes its own metadata."""
-        self.place.move("replaying", forward_mode, bs)
+        """Nothing on the device: the graph writes its own metadata. Raises ValueError where it would read other tensors."""
+        self.place.move("replaying", mode, num_requests)
         self.use_mha = False
-        self.forward_metadata = self.captured.replay(forward_mode, bs, seq_lens, req_pool_indices)
+        self.forward_metadata = self.captured.replay(mode, num_requests, seq_lens, req_pool_indices)
+
+    def launch_metadata(self) -> None:
+        """Inside a capture: write the metadata, and prepare the decode implementation for it."""
+        self.captured.launch()
+        self.prepare_decode()
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of a padding request: 1, because DeepGEMM's schedule reads out of bounds when all lengths are 0."""
         return 1
 
-    def get_verify_buffers_to_fill_after_draft(self) -> list[None]:
-        """No tree mask and no positions: one chain of drafts needs neither."""
-        return [None, None]
-
     def update_verify_buffers_to_fill_after_draft(self, spec_info: host.SpecInput, cuda_graph_bs: int | None) -> None:
         """Nothing depends on the drafted tokens, so nothing planned before them has to be corrected."""
 
-    @located
-    def get_indexer_metadata(self, layer_id: int, forward_batch: host.ForwardBatch) -> IndexerMetadata:
-        """Called by every layer before it reads any metadata; in a capture, the first layer's call records the launch."""
-        if self.captured.launch_at_first_layer(layer_id):
-            self.prepare_decode()
+    def indexer_metadata(self) -> IndexerMetadata:
+        """The metadata of the forward under way, behind the interface of SGLang's indexer."""
         return IndexerMetadata(self.forward_metadata, self.topk, host.fuse_topk())
 
     @located
@@ -164,7 +153,7 @@ class NativeSparseAttnBackend(host.AttentionBackend):
     ) -> torch.Tensor:
         """Dense prefill for short contexts, else sparse: target_verify and draft_extend use the decode implementation."""
         mode = forward_batch.forward_mode
-        if mode.is_target_verify() or mode.is_draft_extend(include_v2=True):
+        if mode.is_target_verify() or host.is_draft_extend(mode):
             attention = self.decode_attention
         elif self.use_mha:
             if save_kv_cache and k is not None:
@@ -189,6 +178,7 @@ class NativeSparseAttnBackend(host.AttentionBackend):
         cos_sin_cache: torch.Tensor | None = None,
         is_neox: bool = False,
         llama_4_scaling: torch.Tensor | None = None,
+        attn_sink: torch.Tensor | None = None,
         decode: bool = False,
     ) -> torch.Tensor:
         """Absorbed MLA over the chosen slots.
@@ -200,18 +190,21 @@ class NativeSparseAttnBackend(host.AttentionBackend):
             topk_indices: int32 [rows, index_topk], what `IndexerMetadata.topk_transform` returned.
             cos_sin_cache: where SGLang leaves RoPE to the backend, which it does for trtllm on an FP8 KV cache; query and KV
                 then still lack it. `is_neox` is its layout.
-            llama_4_scaling: belongs to models without sparse attention.
+            llama_4_scaling, attn_sink: belong to models that are not served.
             decode: whether a row is a request.
 
         Returns:
             [rows, heads, latent].
         """
-        if llama_4_scaling is not None:
-            raise ValueError("llama_4_scaling came with a sparse MLA layer and nothing here applies it: scores would be wrong")
+        for name, given in (("llama_4_scaling", llama_4_scaling), ("attn_sink", attn_sink)):
+            if given is not None:
+                raise ValueError(f"{name} came with a sparse MLA layer and nothing here applies it: scores would be wrong")
         if cos_sin_cache is not None:
-            q, k, k_rope = rope_in_fp8(q, q_rope, k, k_rope, layer, forward_batch.positions, cos_sin_cache, is_neox)
+            q, k, k_rope = rope_in_fp8(
+                q, q_rope, k, k_rope, layer, forward_batch.positions[: q.shape[0]], cos_sin_cache, is_neox
+            )
             q_rope = None
-        pool = forward_batch.token_to_kv_pool
+        pool = host.kv_pool(forward_batch, self)
         if k is not None and save_kv_cache:
             if not forward_batch.out_cache_loc.is_contiguous():
                 raise ValueError(

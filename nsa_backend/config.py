@@ -30,12 +30,15 @@ class BackendConfig:
     @classmethod
     def from_runner(cls, runner: host.ModelRunner) -> BackendConfig:
         """Read and check; raises ValueError with one sentence where the model or the GPU cannot be served."""
-        args, hf_config = runner.server_args, runner.model_config.hf_config
-        if not host.is_deepseek_nsa(hf_config):
+        settings, hf_config = host.settings(runner), runner.model_config.hf_config
+        if not host.is_sparse_model(hf_config):
             raise ValueError(
-                f"--attention-backend nsa serves models with an index_topk (DeepSeek-V3.2 and its kin), and "
-                f"{hf_config.architectures[0]} has none: choose another --attention-backend"
+                f"--attention-backend {host.BACKEND_NAMES[0]} serves models with an index_topk (DeepSeek-V3.2 and its kin), "
+                f"and {hf_config.architectures[0]} has none: choose another --attention-backend"
             )
+        problem = host.model_problem(hf_config, speculative=bool(settings.num_steps))
+        if problem:
+            raise ValueError(f"nsa_backend does not serve {hf_config.architectures[0]}: {problem}; {host.WAY_BACK}")
         if runner.page_size != PAGE_SIZE:
             raise ValueError(f"nsa_backend does not serve --page-size {runner.page_size}: pass --page-size {PAGE_SIZE}")
         table_width = runner.req_to_token_pool.req_to_token.shape[1]
@@ -45,16 +48,16 @@ class BackendConfig:
                 "request-to-token pool holds: lower --context-length"
             )
         device = torch.device(runner.device)
-        index_topk = host.get_nsa_index_topk(hf_config)
+        index_topk = host.index_topk(hf_config)
         if device.type == "cuda":
             _check_indexer(index_topk)
         kv_cache_dtype = runner.token_to_kv_pool.dtype
-        decode = "auto" if switch("NSA_BACKEND_AUTO_DECODE") else args.nsa_decode_backend
-        prefill = _prefill_impl(args.nsa_prefill_backend, kv_cache_dtype)
+        decode = "auto" if switch("NSA_BACKEND_AUTO_DECODE") else settings.decode
+        prefill = _prefill_impl(settings.prefill, kv_cache_dtype)
         return cls(
             attention=AttentionConfig(
                 device_sm=host.device_sm(device),
-                num_heads=runner.model_config.num_attention_heads // host.get_attention_tp_size(),
+                num_heads=runner.model_config.num_attention_heads // host.attention_tp_size(),
                 kv_cache_dtype=kv_cache_dtype,
                 index_topk=index_topk,
                 device=device,
@@ -67,20 +70,20 @@ class BackendConfig:
             ),
             decode_impl=decode,
             prefill_impl=prefill,
-            num_draft_tokens=args.speculative_num_draft_tokens or 0,
+            num_draft_tokens=settings.num_draft_tokens,
             num_sms=host.deep_gemm_num_sms() if device.type == "cuda" else 0,
             num_kv_slots=runner.token_to_kv_pool.size + runner.page_size,
         )
 
     def build_decode(self) -> SparseAttention:
         """What runs in decode, target_verify and draft_extend; raises ValueError where it cannot run here."""
-        asked = "NSA_BACKEND_AUTO_DECODE=1" if self.decode_impl == "auto" else f"--nsa-decode-backend {self.decode_impl}"
+        asked = "NSA_BACKEND_AUTO_DECODE=1" if self.decode_impl == "auto" else f"{host.DECODE_OPTION} {self.decode_impl}"
         return build_attention(self.decode_impl, asked, replace(self.attention, partner=self.prefill_impl))
 
     def build_prefill(self) -> SparseAttention:
         """What runs in sparse prefill; raises ValueError where it cannot run here."""
         config = replace(self.attention, partner=self.decode_impl, prefill=True)
-        return build_attention(self.prefill_impl, f"--nsa-prefill-backend {self.prefill_impl}", config)
+        return build_attention(self.prefill_impl, f"{host.PREFILL_OPTION} {self.prefill_impl}", config)
 
 
 def _check_indexer(index_topk: int) -> None:

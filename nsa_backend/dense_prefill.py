@@ -22,6 +22,8 @@ class DensePrefill:
         """Whether `batch` is a prefill whose longest request and total length stay within SGLang's limits."""
         if not self.runs or not batch.forward_mode.is_extend_without_speculative() or not batch.batch_size:
             return False
+        if host.in_prefill_graph():
+            return False
         return (
             int(batch.seq_lens_cpu.max()) <= host.dense_prefill_limit()
             and int(batch.seq_lens_cpu.sum()) <= batch.get_max_chunk_capacity()

@@ -30,14 +30,14 @@ def eager_metadata(writer: MetadataWriter, batch: host.ForwardBatch) -> NSAMetad
         raise ValueError(f"nsa_backend has no metadata for {mode}: it serves prefill, decode, target_verify and draft_extend")
     if batch.global_num_tokens_cpu is None:
         return metadata
-    return pad_rows(metadata, host.pad_nsa_cache_seqlens(batch, metadata.nsa_cache_seqlens_int32))
+    return pad_rows(metadata, host.pad_cache_seqlens(batch, metadata.nsa_cache_seqlens_int32))
 
 
 def _paged_plan(batch: host.ForwardBatch, num_draft_tokens: int) -> MetadataPlan:
     mode, requests = batch.forward_mode, batch.batch_size
     if mode.is_target_verify():
         rows = requests * num_draft_tokens
-    elif mode.is_draft_extend(include_v2=True):
+    elif host.is_draft_extend(mode):
         rows = sum(extend_lens_on_host(batch))
     else:
         rows = requests

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nsa_backend import host
+if TYPE_CHECKING:
+    from nsa_backend import host
 
 
 @dataclass

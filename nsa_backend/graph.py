@@ -28,9 +28,9 @@ class CapturedBatch:
 class CapturedMetadata:
     """Metadata of the graphs of one backend. All batch sizes of a mode share one set of buffers.
 
-    SGLang calls the backend before a capture, not inside it. The launch is therefore kept here and made when the first layer
-    asks for its indexer metadata, which happens inside the capture and before anything reads metadata. A replay then costs
-    no launch: the graph reads the runner's static `seq_lens` and `req_pool_indices` itself.
+    What a capture will write is known before it; the launch is kept here and made inside it, where the generation of SGLang
+    gives the backend its turn (`host`). A replay then costs no launch: the graph reads the runner's static `seq_lens` and
+    `req_pool_indices` itself.
     """
 
     def __init__(self, writer: MetadataWriter):
@@ -69,16 +69,17 @@ class CapturedMetadata:
         )
         return metadata
 
-    def launch_at_first_layer(self, layer_id: int) -> bool:
-        """Make the launch of the capture under way, once a forward; returns whether this call made it."""
+    def is_first_layer(self, layer_id: int) -> bool:
+        """Whether a capture is under way and `layer_id` is where its forward begins: the first layer that ever asked."""
         if self._launch is None:
             return False
         if self._first_layer is None:
             self._first_layer = layer_id
-        if layer_id != self._first_layer:
-            return False
+        return layer_id == self._first_layer
+
+    def launch(self) -> None:
+        """Make the launch of the capture under way; again for each warm-up run of what is captured."""
         self._launch()
-        return True
 
     def forget_launch(self) -> None:
         """An eager forward or a replay follows: the captures are over."""

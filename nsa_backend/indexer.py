@@ -20,6 +20,9 @@ class IndexerMetadata(host.BaseIndexerMetadata):
     selector: TopK
     fuse_topk: bool
 
+    paged_mqa_ctx_lens_2d: None = None  # SGLang's indexer then makes the [rows, 1] view itself
+    force_unfused_topk: bool = False  # of ROCm
+
     @property
     def paged_mqa_schedule_metadata(self) -> torch.Tensor | None:
         return self.attn_metadata.paged_mqa_schedule_metadata
@@ -47,6 +50,8 @@ class IndexerMetadata(host.BaseIndexerMetadata):
 
     def get_nsa_extend_len_cpu(self) -> list[int]:
         return self.attn_metadata.nsa_extend_seq_lens_list
+
+    get_dsa_extend_len_cpu = get_nsa_extend_len_cpu  # its name from SGLang 0.5.13 on
 
     def get_token_to_batch_idx(self) -> torch.Tensor:
         return self.attn_metadata.token_to_batch_idx

@@ -14,7 +14,7 @@ from nsa_backend.plan import (
 
 def is_paged(mode: host.ForwardMode) -> bool:
     """Whether the indexer reads keys through page tables, row by row; the other modes are prefill."""
-    return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend(include_v2=True)
+    return mode.is_decode_or_idle() or mode.is_target_verify() or host.is_draft_extend(mode)
 
 
 def plan_for(mode: host.ForwardMode, num_requests: int, num_rows: int) -> MetadataPlan:
@@ -33,8 +33,8 @@ def plan_for(mode: host.ForwardMode, num_requests: int, num_rows: int) -> Metada
         return plan_decode(num_requests)
     if mode.is_target_verify():
         return plan_target_verify(num_requests, rows_per_request)
-    if mode.is_draft_extend_v2():
-        return plan_draft_extend_v2(num_requests, rows_per_request)
-    if mode.is_draft_extend():
+    if host.is_ragged_draft_extend(mode):
         return plan_draft_extend_v1(num_requests, num_rows)
+    if host.is_draft_extend(mode):
+        return plan_draft_extend_v2(num_requests, rows_per_request)
     raise ValueError(f"nsa_backend has no paged metadata for {mode}: it serves decode, target_verify and draft_extend")

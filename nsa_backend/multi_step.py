@@ -15,7 +15,7 @@ from nsa_backend.metadata import step_metadata
 from nsa_backend.plan import MetadataPlan, plan_draft_decode
 
 
-class NativeSparseAttnMultiStepBackend:
+class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
     """Draft step i writes the token at position L + i and attends to L + i + 1 tokens.
 
     SGLang hands every step the same length L. Here each step has lengths and a DeepGEMM schedule in storage of its own, and
@@ -65,8 +65,8 @@ class NativeSparseAttnMultiStepBackend:
             backend.decode_attention.reserve(max_num_tokens)
 
     @located
-    def init_forward_metadata_capture_cuda_graph(self, forward_batch: host.ForwardBatch) -> None:
-        """Prepare a capture; `begin_draft_round` records the launch inside it, on the runner's static tensors."""
+    def prepare_capture(self, forward_batch: host.ForwardBatch) -> None:
+        """Choose what a capture fills; `launch_round` records the launch in it, on the runner's static tensors."""
         self._move("capturing a draft round", forward_batch)
         plan = self.plan(forward_batch.batch_size)
         read = {"seq_lens": forward_batch.seq_lens, "req_pool_indices": forward_batch.req_pool_indices}
@@ -75,18 +75,18 @@ class NativeSparseAttnMultiStepBackend:
         self._hand_out(plan, self._buffers)
 
     @located
-    def init_forward_metadata_replay_cuda_graph(self, forward_batch: host.ForwardBatch, bs: int) -> None:
+    def prepare_replay(self, num_requests: int) -> None:
         """Nothing on the device: the draft graph writes its own metadata."""
         self._launch = None
-        self.place.move("replaying a draft round", None, bs)
-        check = self._checks.get(bs)
+        self.place.move("replaying a draft round", None, num_requests)
+        check = self._checks.get(num_requests)
         if check is None:
-            raise ValueError(f"no draft graph of {bs} requests was captured: there is no metadata to replay")
+            raise ValueError(f"no draft graph of {num_requests} requests was captured: there is no metadata to replay")
         check()
 
     @located
     def begin_draft_round(self, forward_batch: host.ForwardBatch) -> None:
-        """Runs at the head of every draft round, inside the graph where one is captured.
+        """Runs at the head of every `draft_forward` that the plugin hooks, inside the graph where one is captured.
 
         Makes the draft KV locations dense and, in a capture, launches the metadata of all steps.
         """
@@ -96,8 +96,13 @@ class NativeSparseAttnMultiStepBackend:
             forward_batch.out_cache_loc, forward_batch.batch_size, self.speculative_num_steps
         )
         if self._launch is not None:
-            self._launch()
-            self._prepare()
+            self.launch_round()
+
+    @located
+    def launch_round(self) -> None:
+        """Inside a capture: write the metadata of all steps with one launch, and prepare the implementation for each."""
+        self._launch()
+        self._prepare()
 
     def _hand_out(self, plan: MetadataPlan, buffers: MetadataBuffers) -> None:
         for step, backend in enumerate(self.attn_backends):

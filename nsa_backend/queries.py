@@ -30,18 +30,20 @@ def sparse_inputs(
         q_nope, q_rope = joined[..., :latent_dim], joined[..., latent_dim:]
     else:
         q_nope, q_rope = q.view(-1, heads, latent_dim), q_rope.view(-1, heads, layer.head_dim - latent_dim)
+    rows = q_nope.shape[0]
     return SparseInputs(
         q_nope=q_nope,
         q_rope=q_rope,
         kv_cache=kv_cache,
         topk_slots=topk_slots,
-        cache_seqlens=metadata.nsa_cache_seqlens_int32,
-        cu_seqlens_q=metadata.nsa_cu_seqlens_q,
-        cu_seqlens_k=metadata.nsa_cu_seqlens_k,
+        # Of a batch that SGLang padded, it may hand over the real rows alone (from 0.5.13 on).
+        cache_seqlens=metadata.nsa_cache_seqlens_int32[:rows],
+        cu_seqlens_q=metadata.nsa_cu_seqlens_q[: rows + 1],
+        cu_seqlens_k=metadata.nsa_cu_seqlens_k[: rows + 1],
         sm_scale=layer.scaling,
         logit_cap=layer.logit_cap,
         q_joined=joined,
-        request_seqlens=pad_rows(metadata.cache_seqlens_int32, q_nope.shape[0], 0) if decode else None,
+        request_seqlens=pad_rows(metadata.cache_seqlens_int32, rows, 0) if decode else None,
         flashmla_tiles=metadata.flashmla_tiles,
     )
 

@@ -1,4 +1,4 @@
-"""What SGLang's built-in nsa backend can do and this one cannot yet: refused at server start, one sentence an option."""
+"""What SGLang's built-in backend can do and this one cannot yet: refused at server start, one sentence an option."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Rule:
     option: str
     accepts: Callable[[Any], bool]
     advice: str
+    everywhere: bool = True  # whether every release of the generation has the option
 
     def refusal(self, server_args: host.ServerArgs) -> str | None:
-        value = getattr(server_args, self.attribute)
+        value = getattr(server_args, self.attribute) if self.everywhere else getattr(server_args, self.attribute, None)
         if self.accepts(value):
             return None
         shown = self.option if value is True else f"{self.option} {value}"
@@ -47,23 +48,21 @@ RULES = (
     ),
     Rule("page_size", "--page-size", _one_of(64), "pass --page-size 64"),
     Rule(
-        "nsa_decode_backend",
-        "--nsa-decode-backend",
+        host.DECODE_ATTRIBUTE,
+        host.DECODE_OPTION,
         _one_of(None, *OPTION_VALUES),
         f"choose one of {', '.join(OPTION_VALUES)}",
     ),
     Rule(
-        "nsa_prefill_backend",
-        "--nsa-prefill-backend",
+        host.PREFILL_ATTRIBUTE,
+        host.PREFILL_OPTION,
         _one_of(None, *PREFILL_VALUES),
         f"choose one of {', '.join(PREFILL_VALUES)}",
     ),
-    Rule("enable_nsa_prefill_context_parallel", "--enable-nsa-prefill-context-parallel", _off, "drop the option"),
     Rule("enable_hisparse", "--enable-hisparse", _off, "drop the option"),
     Rule("enable_two_batch_overlap", "--enable-two-batch-overlap", _off, "drop the option"),
     Rule("enable_pdmux", "--enable-pdmux", _off, "drop the option"),
     Rule("enable_multi_layer_eagle", "--enable-multi-layer-eagle", _off, "drop the option"),
-    Rule("enforce_piecewise_cuda_graph", "--enforce-piecewise-cuda-graph", _off, "drop the option"),
     Rule(
         "enable_deterministic_inference",
         "--enable-deterministic-inference",
@@ -77,12 +76,19 @@ RULES = (
         "choose EAGLE, which runs the model's MTP layer",
     ),
     Rule("speculative_eagle_topk", "--speculative-eagle-topk", _one_of(None, 1), "pass --speculative-eagle-topk 1"),
+    *(Rule(name, option, _off, "drop the option", everywhere=False) for name, option in host.REFUSED_OPTIONS.items()),
+    *(
+        Rule(name, option, _one_of(*served), f"pass {option} {served[-1]}", everywhere=False)
+        for name, (option, served) in host.REFUSED_VALUES.items()
+    ),
 )
 
 
 def refusals(server_args: host.ServerArgs) -> list[str]:
     """One sentence for each option that is set to something this backend does not serve."""
-    found = [rule.refusal(server_args) for rule in RULES]
+    args = host.resolved(server_args)
+    found = [rule.refusal(args) for rule in RULES]
+    found += host.environment_problems()
     if host.is_rocm():
         found.append("nsa_backend does not serve ROCm: use an NVIDIA GPU, or " + host.WAY_BACK)
     return [sentence for sentence in found if sentence]

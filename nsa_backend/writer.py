@@ -40,7 +40,9 @@ class MetadataWriter:
             batch: SGLang's, with tensors made for this forward.
             scheduled: whether DeepGEMM's paged-MQA schedule is wanted; prefill has no use for it.
         """
-        longest = int(batch.seq_lens_cpu.max()) if batch.batch_size else 1
+        # SGLang from 0.5.13 on leaves lengths off the host in speculative forwards; outside graphs, that costs one wait here.
+        lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+        longest = int(lengths.max()) if batch.batch_size else 1
         buffers = MetadataBuffers.allocate(
             plan,
             table_width=min(longest + plan.table_offset, self.config.attention.table_width),

@@ -31,7 +31,7 @@ def supports(config: AttentionConfig) -> str | None:
         return f"it reads pages of {PAGE_SIZE} tokens and this cache has pages of {config.page_size}"
     if config.index_topk % TOPK_MULTIPLE:
         return f"it takes an index_topk in multiples of {TOPK_MULTIPLE} and this model has {config.index_topk}"
-    return host.package_problem("sglang-kernel")
+    return host.package_problem(host.FLASH_MLA_DISTRIBUTION)
 
 
 def build(config: AttentionConfig) -> FlashMlaKv:
@@ -42,9 +42,8 @@ class FlashMlaKv:
     """Needs a tile schedule of its own for every metadata launch: which SM works on which part of which row."""
 
     def __init__(self, config: AttentionConfig):
-        from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-
-        self._attend, self._schedule = flash_mla_with_kvcache, get_mla_metadata
+        flash_mla = host.flash_mla()
+        self._attend, self._schedule = flash_mla.flash_mla_with_kvcache, flash_mla.get_mla_metadata
         self._index_topk = config.index_topk
         self._query = QueryJoiner(config, next(count for count in HEAD_COUNTS if config.num_heads <= count))
 

@@ -24,7 +24,7 @@ def supports(config: AttentionConfig) -> str | None:
     dequantised = config.kv_cache_dtype == torch.float8_e4m3fn and config.prefill  # once a layer
     if config.kv_cache_dtype != torch.bfloat16 and not dequantised:
         return f"it reads a bfloat16 KV cache and this one is {config.kv_cache_dtype}"
-    return host.package_problem("sglang-kernel")
+    return host.package_problem(host.FLASH_MLA_DISTRIBUTION)
 
 
 def build(config: AttentionConfig) -> FlashMlaSparse:
@@ -35,9 +35,7 @@ class FlashMlaSparse(NothingToPrepare):
     """Pads the query heads to a multiple of 64 and trims the output; slots of -1 are skipped by the kernel."""
 
     def __init__(self, config: AttentionConfig) -> None:
-        from sgl_kernel.flash_mla import flash_mla_sparse_fwd
-
-        self._attend = flash_mla_sparse_fwd
+        self._attend = host.flash_mla().flash_mla_sparse_fwd
         self._query = QueryJoiner(config, -(-config.num_heads // HEADS_MULTIPLE) * HEADS_MULTIPLE)
 
     def reserve(self, max_rows: int) -> None:

@@ -29,7 +29,7 @@ def supports(config: AttentionConfig) -> str | None:
     if config.kv_cache_dtype == torch.float8_e4m3fn and config.partner != "trtllm":
         return (
             "its FP8 KV cache holds 576 plain values a token, which no other implementation reads: pass "
-            f"--nsa-{'decode' if config.prefill else 'prefill'}-backend trtllm too"
+            f"{host.DECODE_OPTION if config.prefill else host.PREFILL_OPTION} trtllm too"
         )
     return host.package_problem("flashinfer_python")
 

@@ -15,7 +15,8 @@ import warnings
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
-from nsa_backend import __version__, plugin
+from nsa_backend import __version__
+from nsa_backend.releases import SUPPORTED, unsupported_host
 from nsa_backend.switches import SWITCHES, switch
 
 EXAMPLE = "python -m nsa_backend doctor --json"
@@ -34,7 +35,7 @@ PINNED = tuple(name for name, purpose in PACKAGES.items() if purpose)
 NO_GPU = {"name": None, "driver": None, "sm": 0}
 KV_DTYPES = ("bfloat16", "float8_e4m3fn")
 TAKEN_OVER = (
-    "the attention backend nsa: decode, target_verify, draft_extend, prefill",
+    "the attention backend nsa (dsa in newer releases): decode, target_verify, draft_extend, prefill",
     "the draft steps' backend and draft_extend's, for spec v1 and v2",
     "the draft-extend CUDA graph under overlap scheduling",
 )
@@ -79,7 +80,7 @@ def examine(num_heads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "gpu": gpu,
         "packages": packages,
-        "plugin": {"takes_over": [] if loads else list(TAKEN_OVER), "supported_hosts": list(plugin.SUPPORTED_HOSTS)},
+        "plugin": {"takes_over": [] if loads else list(TAKEN_OVER), "supported_hosts": SUPPORTED},
         "heads": num_heads,
         "implementations": implementations,
         "environment": environment,
@@ -103,7 +104,7 @@ def _plugin_problem() -> str | None:
         return str(error)
     if not any(entry.name == "nsa_backend" for entry in entry_points(group="sglang.srt.plugins")):
         return "SGLang does not see the plugin: install the package (pip install .), its entry point is missing"
-    return plugin.unsupported_host()
+    return unsupported_host()
 
 
 def _gpu(host: Any) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from nsa_backend import __main__ as command
-from nsa_backend import __version__, host
+from nsa_backend import __version__, releases
 from nsa_backend.attention import IMPLEMENTATIONS
 from nsa_backend.cli import doctor
+from nsa_backend.host import shared
 from nsa_backend.switches import SWITCHES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +51,7 @@ def test_doctor_as_json_without_a_gpu():
     report = json.loads(done.stdout)
     assert report["nsa_backend"] == __version__
     assert report["problems"] == []
-    assert report["packages"]["sglang"]["version"] == host.version("sglang")
+    assert report["packages"]["sglang"]["version"] == shared.version("sglang")
     assert report["packages"]["sgl-deep-gemm"]["version"]
     assert set(report["implementations"]) == set(IMPLEMENTATIONS)
     assert set(report["environment"]) == set(SWITCHES)
@@ -83,11 +84,11 @@ def test_doctor_exits_with_1_where_the_plugin_would_not_load(monkeypatch, enviro
 
 
 def test_doctor_names_a_wrong_package_and_another_host(monkeypatch):
-    real = host.version
-    monkeypatch.setattr(host, "version", lambda name: "0.0.1" if name == "sgl-deep-gemm" else real(name))
-    monkeypatch.setattr(doctor.plugin, "version", lambda name: "0.6.0")
+    real = shared.version
+    monkeypatch.setattr(shared, "version", lambda name: "0.0.1" if name == "sgl-deep-gemm" else real(name))
+    monkeypatch.setattr(releases, "version", lambda name: "0.6.0")
     problems = "\n".join(doctor.examine(128)["problems"])
-    assert "it supports SGLang 0.5.12.post1 and this is 0.6.0" in problems
+    assert "it supports SGLang <=0.5.12.post1,>=0.5.11 or <=0.5.23,>=0.5.17 and this is 0.6.0" in problems
     assert "sgl-deep-gemm 0.0.1 is installed and SGLang" in problems
 
 

@@ -63,7 +63,12 @@ def test_draft_extend_counts_the_tokens_of_a_request(attention_tp, monkeypatch, 
     runner = attention_tp(tp, d)
     backend = create_draft_extend_backend(SimpleNamespace(draft_model_runner=runner))  # installs the hook
     monkeypatch.setattr(NativeSparseAttnBackend, "init_cuda_graph_state", stop)
-    worker = SimpleNamespace(draft_runner=runner, draft_extend_attn_backend=backend, server_args=runner.server_args)
+    worker = SimpleNamespace(
+        draft_runner=runner,
+        draft_extend_attn_backend=backend,
+        server_args=runner.server_args,
+        speculative_num_steps=d - 1,
+    )
     chosen = sizes(eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner, worker)
     assert chosen == [bs for bs in OFFERED if bs * d % tp == 0]
     original = eagle_draft_extend_cuda_graph_runner.get_batch_sizes_to_capture

@@ -231,7 +231,7 @@ def test_query_rows_beyond_the_batch_are_padded_as_sglang_pads_them(make_runner,
     backend = create_backend(make_runner())
     batch = forward_batch(Batch("decode", [5, 9], [1, 2], backend.writer.req_to_token.numpy(), 64, 0), ForwardMode.DECODE)
     batch.global_num_tokens_cpu = [4]
-    monkeypatch.setattr(host, "pad_nsa_cache_seqlens", lambda batch, lens: torch.cat([lens, lens.new_zeros(2)]))
+    monkeypatch.setattr(host, "pad_cache_seqlens", lambda batch, lens: torch.cat([lens, lens.new_zeros(2)]))
     backend.init_forward_metadata(batch)
     assert backend.forward_metadata.nsa_cache_seqlens_int32.tolist() == [5, 9, 0, 0]
     assert backend.forward_metadata.cache_seqlens_int32.tolist() == [5, 9]

@@ -10,6 +10,7 @@ from sglang.srt.server_args import ServerArgs
 from nsa_backend import config, host, registration
 from nsa_backend.attention import build_attention
 from nsa_backend.attention.common import AttentionConfig
+from nsa_backend.host import shared
 from nsa_backend.refusals import refusals
 
 
@@ -156,12 +157,12 @@ def test_an_implementation_whose_package_is_missing_or_another_release(monkeypat
     def version(asked):
         if asked == package:
             if installed is None:
-                raise host.PackageNotFoundError
+                raise shared.PackageNotFoundError
             return installed
         return real(asked)
 
-    real = host.version
-    monkeypatch.setattr(host, "version", version)
+    real = shared.version
+    monkeypatch.setattr(shared, "version", version)
     facts = {"device_sm": 100 if name == "trtllm" else 90, "num_heads": 64, "index_topk": 2048}
     facts["kv_cache_dtype"] = torch.float8_e4m3fn if name == "flashmla_kv" else torch.bfloat16
     found = "is not installed" if installed is None else "0.0.1 is installed"

@@ -124,7 +124,7 @@ def test_pool_and_runner_calls():
     inspect.signature(NSATokenToKVPool.set_mla_kv_buffer).bind(X, X, X, X, X)
     inspect.signature(NSATokenToKVPool.get_key_buffer).bind(X, 0)
     inspect.signature(EAGLEDraftExtendCudaGraphRunner.__init__).bind(X, X)
-    inspect.signature(host.pad_nsa_cache_seqlens).bind(X, X)
+    inspect.signature(host.pad_cache_seqlens).bind(X, X)
     inspect.signature(host.dequantize_k_cache_paged).bind(X, X)
     inspect.signature(host.mla_quantize_and_rope_for_fp8).bind(*[X] * 9)
     inspect.signature(host.ForwardBatch.get_max_chunk_capacity).bind(X)

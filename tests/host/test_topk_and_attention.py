@@ -113,13 +113,20 @@ def test_attention_against_a_loop_with_poison(rows, heads, topk, seed):
 
 def test_queries_are_split_the_same_way_joined_or_not():
     layer = SimpleNamespace(tp_q_head_num=2, v_head_dim=4, head_dim=6, scaling=0.5, logit_cap=0.0)
-    metadata = SimpleNamespace(nsa_cache_seqlens_int32=None, nsa_cu_seqlens_q=None, nsa_cu_seqlens_k=None, flashmla_tiles=None)
+    lengths, sums = torch.tensor([4, 5, 6, 0], dtype=torch.int32), torch.tensor([0, 4, 9, 15, 15], dtype=torch.int32)
+    metadata = SimpleNamespace(
+        nsa_cache_seqlens_int32=lengths, nsa_cu_seqlens_q=torch.arange(5), nsa_cu_seqlens_k=sums, flashmla_tiles=None
+    )
     joined = torch.randn(3, 2, 6)
     split = joined[..., :4].reshape(3, 8), joined[..., 4:].reshape(3, 4)
     for q, q_rope in ((joined.view(3, 12), None), split):
         inputs = sparse_inputs(q, q_rope, layer, None, None, metadata)
         assert torch.equal(inputs.q_nope, joined[..., :4])
         assert torch.equal(inputs.q_rope, joined[..., 4:])
+        # The metadata has a row that SGLang padded and did not hand over.
+        assert inputs.cache_seqlens.tolist() == [4, 5, 6]
+        assert inputs.cu_seqlens_q.tolist() == [0, 1, 2, 3]
+        assert inputs.cu_seqlens_k.tolist() == [0, 4, 9, 15]
 
 
 def test_rows_the_indexer_did_not_see_choose_nothing():

@@ -1,0 +1,65 @@
+"""The host boundary: the adapter of the installed SGLang. Nothing outside this package imports `sglang`, the demo aside.
+
+Adapters offer the same names (`ADAPTER_NAMES`); `shared` has what all supported releases do alike. Imports that need a GPU
+or its libraries stay inside functions, so that the package loads on a machine without one.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from nsa_backend.host.shared import *  # noqa: F403
+from nsa_backend.releases import GENERATIONS, SUPPORTED, generation_of, installed
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention  # noqa: F401
+    from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: F401
+    from sglang.srt.server_args import ServerArgs  # noqa: F401
+
+    from nsa_backend.host.dsa import *  # noqa: F403
+
+ADAPTER_NAMES = (
+    "BACKEND_NAMES",
+    "BackendEntryPoints",
+    "BaseIndexerMetadata",
+    "DECODE_ATTRIBUTE",
+    "DECODE_OPTION",
+    "FLASH_MLA_DISTRIBUTION",
+    "MultiStepEntryPoints",
+    "PREFILL_ATTRIBUTE",
+    "PREFILL_OPTION",
+    "REFUSED_OPTIONS",
+    "REFUSED_VALUES",
+    "attention_tp_size",
+    "dense_prefill_limit",
+    "dequantize_k_cache_paged",
+    "draft_extend_sizes_in_tokens",
+    "environment_problems",
+    "fa3_functions",
+    "flash_mla",
+    "fuse_topk",
+    "in_prefill_graph",
+    "index_topk",
+    "is_draft_extend",
+    "is_ragged_draft_extend",
+    "is_sparse_model",
+    "kv_pool",
+    "mla_quantize_and_rope_for_fp8",
+    "model_problem",
+    "pad_cache_seqlens",
+    "prepare_draft_side",
+    "resolved",
+    "served_backends",
+    "settings",
+    "take_over",
+)
+"""What an adapter must offer."""
+
+_generation = generation_of(installed())
+if _generation is None:
+    raise ImportError(f"nsa_backend supports SGLang {SUPPORTED}, and this is {installed()}")
+ADAPTER = import_module(f"nsa_backend.host.{_generation.adapter}")
+globals().update({name: getattr(ADAPTER, name) for name in ADAPTER_NAMES})
+
+__all__ = ["ADAPTER", "ADAPTER_NAMES", "GENERATIONS", *ADAPTER_NAMES]

@@ -1,0 +1,338 @@
+"""SGLang 0.5.17 to 0.5.23: the backend is called dsa (nsa still works) and prepares metadata inside the captured graph.
+
+SGLang calls `init_forward_metadata_out_graph` before a capture and before every replay, and `init_forward_metadata_in_graph`
+at the head of what it captures, once a forward or draft round: that is where the metadata launch belongs.
+
+Names that moved between these releases are looked for where each has them; behaviour that changed is told by what the
+installed source offers, never by comparing versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.configs import model_config
+from sglang.srt.configs.model_config import get_dsa_index_topk as index_topk
+from sglang.srt.configs.model_config import is_deepseek_dsa as is_sparse_model
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import BaseIndexerMetadata
+from sglang.srt.layers.attention.dsa.utils import pad_dsa_cache_seqlens as pad_cache_seqlens
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.server_args import ServerArgs
+
+from nsa_backend.faults import located
+from nsa_backend.host.shared import (
+    CHECK,
+    FACTORY,
+    ForwardBatch,
+    ForwardMode,
+    HookType,
+    Settings,
+    Takeover,
+    count_draft_extend_in_tokens,
+    hook,
+    register_under,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from nsa_backend.indexer import IndexerMetadata
+
+__all__ = ["BaseIndexerMetadata", "index_topk", "is_sparse_model", "pad_cache_seqlens"]
+
+BACKEND_NAMES = ("dsa", "nsa")
+DECODE_ATTRIBUTE, PREFILL_ATTRIBUTE = "dsa_decode_backend", "dsa_prefill_backend"
+DECODE_OPTION, PREFILL_OPTION = "--dsa-decode-backend", "--dsa-prefill-backend"
+ALIASES = {"--nsa-decode-backend": DECODE_ATTRIBUTE, "--nsa-prefill-backend": PREFILL_ATTRIBUTE}
+"""Options of older releases, which 0.5.20 dropped, to the attributes they set."""
+
+REFUSED_OPTIONS = {
+    "enable_prefill_cp": "--enable-prefill-cp",
+    "enable_dsa_prefill_context_parallel": "--enable-dsa-prefill-context-parallel",
+    "enable_dsa_cache_layer_split": "--enable-dsa-cache-layer-split",
+    "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
+    "enable_cp_decode_attn_tp": "--enable-cp-decode-attn-tp",
+    "enable_unified_memory": "--enable-unified-memory",
+    "enable_page_major_kv_layout": "--enable-page-major-kv-layout",
+    "speculative_adaptive": "--speculative-adaptive",
+}
+"""Attributes of ServerArgs to options that this generation alone has and that must be off; a release need not have all."""
+
+REFUSED_VALUES = {
+    "dcp_size": ("--dcp-size", (None, 1)),
+    "dsa_topk_backend": ("--dsa-topk-backend", (None, "sgl-kernel")),
+    "speculative_dsa_topk_backend": ("--speculative-dsa-topk-backend", (None, "sgl-kernel")),
+    "dsa_paged_mqa_logits_backend": ("--dsa-paged-mqa-logits-backend", (None, "auto", "deepgemm")),
+}
+"""Attributes to the option and the values that are served."""
+
+REFUSED_ENVIRONMENT = {
+    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "a second stream would refill the lengths that the draft graph is still reading",
+    "SGLANG_ENABLE_METADATA_GLUE_GRAPH": "there is no eager preparation to capture: the graph writes its own metadata",
+}
+"""Switches of SGLang that must be off, and why."""
+
+
+class BackendEntryPoints(AttentionBackend):
+    """What SGLang calls around captures and replays of one model's forwards."""
+
+    needs_cpu_seq_lens = False
+    """Replays read lengths on the GPU alone; an eager forward that has none on the host waits for the longest."""
+
+    extend_dummy_seqs_capped_by_req_pool = True
+    """A dummy prefill batch may not have more requests than the request pool has rows: page tables come from there."""
+
+    @located
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Choose what a capture fills, or what a replay reads. Nothing on the device."""
+        bs, mode = forward_batch.batch_size, forward_batch.forward_mode
+        if not in_capture:
+            # The draft-extend runner hands over its whole static buffers, which begin where the captured views did.
+            self.prepare_replay(mode, bs, forward_batch.seq_lens, forward_batch.req_pool_indices)
+            return
+        self.prepare_capture(
+            mode,
+            bs,
+            forward_batch.positions.shape[0],
+            seq_lens=forward_batch.seq_lens[:bs],
+            req_pool_indices=forward_batch.req_pool_indices[:bs],
+            extend_lens=None,
+        )
+
+    @located
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """The metadata launch, recorded in the graph; SGLang warms the captured forward up with it too."""
+        self.launch_metadata()
+
+    def draft_extend_metadata_captured_in_graph(self) -> bool:
+        """Yes: a draft-extend replay needs no preparation on the host."""
+        return True
+
+    @located
+    def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> IndexerMetadata:
+        """What the indexer of a layer reads."""
+        return self.indexer_metadata()
+
+
+class MultiStepEntryPoints:
+    """What SGLang calls around captures and replays of a draft round."""
+
+    needs_cpu_seq_lens = False
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Choose what a capture fills, or check a replay, whose graph reads static tensors and not those of `forward_batch`."""
+        if in_capture:
+            self.prepare_capture(forward_batch)
+        else:
+            self.prepare_replay(forward_batch.batch_size)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """The one launch for all steps, at the head of the captured round."""
+        self.launch_round()
+
+
+def settings(runner: ModelRunner) -> Settings:
+    """Options as SGLang resolved and published them in this process; `runner.server_args` may hold what was typed alone."""
+    kernel, spec = get_exec().kernel, get_spec()
+    return Settings(
+        kernel.dsa_decode_backend,
+        kernel.dsa_prefill_backend,
+        spec.speculative_num_steps or 0,
+        spec.speculative_num_draft_tokens or 0,
+    )
+
+
+def resolved(server_args: ServerArgs) -> Any:
+    """Server arguments with every default filled in, before they are published."""
+    if not hasattr(server_args, "resolve_once"):
+        return server_args
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    return resolved_view(server_args)
+
+
+def served_backends(server_args: ServerArgs) -> tuple[str, str]:
+    """Attention backends of (prefill, decode)."""
+    args = resolved(server_args)
+    return args.prefill_attention_backend or args.attention_backend, args.decode_attention_backend or args.attention_backend
+
+
+def model_problem(hf_config: Any, speculative: bool) -> str | None:
+    """What a sparse model asks of its backend that this one does not do, or None."""
+    if getattr(model_config, "get_dsa_index_kpool", lambda config: 1)(hf_config) > 1:
+        return "its indexer pools keys (index_kpool), and page tables here are made for one key a token"
+    if getattr(hf_config, "qk_rope_head_dim", 64) == 0:
+        return "its attention has no RoPE part, and every implementation here reads one"
+    if getattr(hf_config, "learnable_sink", False):
+        return "its attention has learnable sinks, and no implementation here adds them"
+    if speculative and getattr(hf_config, "index_share_for_mtp_iteration", False):
+        return (
+            "its draft steps share the top-k of draft-extend (index_share_for_mtp_iteration), which is shorter than what each "
+            "step attends to here"
+        )
+    return None
+
+
+def environment_problems() -> list[str]:
+    """One sentence for each of SGLang's own switches that must be off."""
+    found = []
+    for name, why in REFUSED_ENVIRONMENT.items():
+        if hasattr(envs, name) and getattr(envs, name).get():
+            found.append(f"nsa_backend does not serve {name}=1: {why}; unset it")
+    return found
+
+
+def attention_tp_size() -> int:
+    return get_parallel().attn_tp_size
+
+
+def fuse_topk() -> bool:
+    """Whether the indexer's top-k returns KV slots (SGLANG_DSA_FUSE_TOPK=1, the default) or token positions."""
+    return envs.SGLANG_DSA_FUSE_TOPK.get()
+
+
+def dense_prefill_limit() -> int:
+    """Longest KV length, in tokens, that prefill still computes densely; SGLang sets it to index_topk."""
+    return envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get()
+
+
+def in_prefill_graph() -> bool:
+    """Whether a prefill graph is being captured or replayed: its model forward is fixed to sparse attention.
+
+    SGLang captures prefill in pieces by default, with attention and the indexer eager between them.
+    """
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import is_in_breakable_cuda_graph
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import is_in_tc_piecewise_cuda_graph
+
+    return is_in_breakable_cuda_graph() or is_in_tc_piecewise_cuda_graph()
+
+
+def is_draft_extend(mode: ForwardMode) -> bool:
+    return mode.is_draft_extend_v2()
+
+
+def is_ragged_draft_extend(mode: ForwardMode) -> bool:
+    """Requests always extend by D tokens: spec v1 is gone."""
+    return False
+
+
+def kv_pool(batch: ForwardBatch, backend: AttentionBackend) -> Any:
+    """Where the KV of `batch` is: a batch no longer knows, its backend does."""
+    return backend.token_to_kv_pool
+
+
+def dequantize_k_cache_paged(quant_k_cache: torch.Tensor, page_table_1_flattened: torch.Tensor) -> torch.Tensor:
+    """bfloat16 [slots, 1, latent + rope] of those slots of a packed FP8 KV cache."""
+    from sglang.kernels.ops.attention.dsa import dequant_k_cache as module
+
+    found = getattr(module, "dequantize_k_cache_paged_dsa", None) or module.dequantize_k_cache_paged
+    return found(quant_k_cache, page_table_1_flattened)
+
+
+def mla_quantize_and_rope_for_fp8(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """RoPE and the cast to fp8_e4m3 of query and key, in SGLang's one launch."""
+    from sglang.kernels.ops.attention.utils import mla_quantize_and_rope_for_fp8 as function
+
+    return function(*arguments)
+
+
+def fa3_functions() -> tuple[Callable, Callable]:
+    """`(flash_attn_with_kvcache, flash_attn_varlen_func)` of SGLang's FA3."""
+    from sglang.kernels.ops.attention.flash_attention import flash_attn_varlen_func, flash_attn_with_kvcache
+
+    return flash_attn_with_kvcache, flash_attn_varlen_func
+
+
+def _has_flash_mla_of_its_own() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("sglang.kernels.ops.attention.flash_mla_interface") is not None
+
+
+FLASH_MLA_DISTRIBUTION = "sgl-flash-mla" if _has_flash_mla_of_its_own() else "sglang-kernel"
+
+
+def flash_mla() -> SimpleNamespace:
+    """FlashMLA's functions: `flash_mla_sparse_fwd`, `flash_mla_with_kvcache`, `get_mla_metadata`."""
+    if _has_flash_mla_of_its_own():
+        from sglang.kernels.ops.attention import flash_mla_interface as module
+    else:
+        from sgl_kernel import flash_mla as module
+    names = ("flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata")
+    return SimpleNamespace(**{name: getattr(module, name) for name in names})
+
+
+def take_over(ours: Takeover) -> None:
+    """Register everything; raises RuntimeError where SGLang did not take a hook."""
+    stamped = _factory_returns_a_name()
+
+    def built(create: Callable) -> Callable:
+        return (lambda factory: ("dsa", create(factory))) if stamped else create
+
+    hook(f"{FACTORY}._create_dsa_decode_backend", built(ours.create_multi_step_backend), HookType.REPLACE)
+    hook(f"{FACTORY}._create_dsa_prefill_backend", built(ours.create_draft_extend_backend), HookType.REPLACE)
+    hook(CHECK, ours.check_server_args, HookType.AROUND)
+    hook("sglang.srt.server_args.ServerArgs.add_cli_args", add_aliases, HookType.AROUND)
+    register_under(BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves
+
+
+def _factory_returns_a_name() -> bool:
+    """Whether the draft factory's methods return (backend name, backend), which began with the stamping of backends."""
+    import inspect
+
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+    return "stamps_children" in inspect.signature(DraftBackendFactory._create_backend).parameters
+
+
+def add_aliases(original: Callable, parser: argparse.ArgumentParser) -> None:
+    """Around `ServerArgs.add_cli_args`: keep the options that a release dropped."""
+    original(parser)
+    for option, attribute in ALIASES.items():
+        if option not in parser._option_string_actions:
+            same = parser._option_string_actions["--" + attribute.replace("_", "-")]
+            parser.add_argument(
+                option,
+                dest=attribute,
+                choices=same.choices,
+                default=argparse.SUPPRESS,
+                help=f"the same as {same.option_strings[0]}",
+            )
+
+
+def prepare_draft_side(ours: Takeover) -> None:
+    """Count the draft-extend runner's sizes in tokens, and pass SGLang's isinstance checks of its own backend.
+
+    The draft worker captures draft-extend for the backends that it names by class. Being a virtual subclass opens that check
+    and every other one alike. Not done when the plugin loads: the class's module needs a GPU.
+    """
+    count_draft_extend_in_tokens(ours, draft_extend_sizes_in_tokens)
+    with contextlib.suppress(ImportError) if not torch.cuda.is_available() else contextlib.nullcontext():
+        from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+
+        DeepseekSparseAttnBackend.register(ours.backend_class)
+
+
+@contextlib.contextmanager
+def draft_extend_sizes_in_tokens(tokens_per_request: int) -> Iterator[None]:
+    """While a draft-extend graph runner is built, choose its batch sizes by tokens.
+
+    A captured batch must hold a multiple of the attention TP size in tokens, and SGLang does not tell the draft-extend runner
+    that a request has D of them (0.5.17, 0.5.23): it would leave out sizes that would do.
+    """
+    from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as module
+
+    original = module.get_batch_sizes_to_capture
+    module.get_batch_sizes_to_capture = functools.partial(original, captured_req_width=tokens_per_request)
+    try:
+        yield
+    finally:
+        module.get_batch_sizes_to_capture = original

@@ -1,0 +1,289 @@
+"""SGLang 0.5.11 to 0.5.12.post1: the backend is called nsa and is told of captures and replays one by one.
+
+SGLang calls a backend before a capture, never inside one, so the metadata launch is recorded when the first layer of the
+captured forward asks for its indexer metadata, and that of a draft round at the head of `draft_forward`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.configs.model_config import get_nsa_index_topk as index_topk
+from sglang.srt.configs.model_config import is_deepseek_nsa as is_sparse_model
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.nsa.dequant_k_cache import dequantize_k_cache_paged
+from sglang.srt.layers.attention.nsa.nsa_indexer import BaseIndexerMetadata
+from sglang.srt.layers.attention.nsa.utils import pad_nsa_cache_seqlens as pad_cache_seqlens
+from sglang.srt.layers.attention.utils import mla_quantize_and_rope_for_fp8
+from sglang.srt.layers.dp_attention import get_attention_tp_size as attention_tp_size
+
+from nsa_backend.faults import located
+from nsa_backend.host.shared import (
+    CHECK,
+    FACTORY,
+    ForwardBatch,
+    ForwardMode,
+    HookRegistry,
+    HookType,
+    Settings,
+    Takeover,
+    count_draft_extend_in_tokens,
+    hook,
+    register_under,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.spec_info import SpecInput
+
+    from nsa_backend.indexer import IndexerMetadata
+
+__all__ = [
+    "BaseIndexerMetadata",
+    "attention_tp_size",
+    "dequantize_k_cache_paged",
+    "index_topk",
+    "is_sparse_model",
+    "mla_quantize_and_rope_for_fp8",
+    "pad_cache_seqlens",
+]
+
+BACKEND_NAMES = ("nsa",)
+DECODE_ATTRIBUTE, PREFILL_ATTRIBUTE = "nsa_decode_backend", "nsa_prefill_backend"
+DECODE_OPTION, PREFILL_OPTION = "--nsa-decode-backend", "--nsa-prefill-backend"
+
+REFUSED_OPTIONS = {
+    "enable_nsa_prefill_context_parallel": "--enable-nsa-prefill-context-parallel",
+    "enforce_piecewise_cuda_graph": "--enforce-piecewise-cuda-graph",
+}
+"""Attributes of ServerArgs to options that this generation alone has and that must be off."""
+
+REFUSED_VALUES: dict[str, tuple[str, tuple]] = {}
+"""Attributes to the option and the values that are served; nothing more in this generation."""
+
+DRAFT_WORKERS = (
+    ("sglang.srt.speculative.eagle_worker_v2", "EagleDraftWorker"),
+    ("sglang.srt.speculative.eagle_worker", "EAGLEWorker"),
+)
+"""The workers whose `draft_forward` runs our multi-step backend: spec v2 (overlap scheduling) and spec v1."""
+
+
+class BackendEntryPoints(AttentionBackend):
+    """What SGLang calls around captures and replays of one model's forwards."""
+
+    @located
+    def init_forward_metadata_capture_cuda_graph(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None,
+        forward_mode: ForwardMode,
+        spec_info: SpecInput | None,
+    ) -> None:
+        """Prepare a capture. `seq_lens` and `req_pool_indices` are the graph runner's static buffers."""
+        extend_lens = spec_info.num_accept_tokens if is_ragged_draft_extend(forward_mode) else None
+        self.prepare_capture(
+            forward_mode, bs, num_tokens, seq_lens=seq_lens, req_pool_indices=req_pool_indices, extend_lens=extend_lens
+        )
+
+    @located
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_sum: int,
+        encoder_lens: torch.Tensor | None,
+        forward_mode: ForwardMode,
+        spec_info: SpecInput | None,
+        seq_lens_cpu: torch.Tensor | None,
+        out_cache_loc: torch.Tensor | None = None,
+        actual_forward_mode: ForwardMode | None = None,
+    ) -> None:
+        """Nothing on the device: the graph writes its own metadata."""
+        self.prepare_replay(forward_mode, bs, seq_lens, req_pool_indices)
+
+    @located
+    def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> IndexerMetadata:
+        """Called by every layer before it reads any metadata; in a capture, the first layer's call records the launch."""
+        if self.captured.is_first_layer(layer_id):
+            self.launch_metadata()
+        return self.indexer_metadata()
+
+    def get_verify_buffers_to_fill_after_draft(self) -> list[None]:
+        """No tree mask and no positions: one chain of drafts needs neither."""
+        return [None, None]
+
+
+class MultiStepEntryPoints:
+    """What SGLang calls around captures and replays of a draft round."""
+
+    def init_forward_metadata_capture_cuda_graph(self, forward_batch: ForwardBatch) -> None:
+        """Prepare a capture; `begin_draft_round` records the launch inside it, on the runner's static tensors."""
+        self.prepare_capture(forward_batch)
+
+    def init_forward_metadata_replay_cuda_graph(self, forward_batch: ForwardBatch, bs: int) -> None:
+        """Nothing on the device: the draft graph writes its own metadata."""
+        self.prepare_replay(bs)
+
+
+def settings(runner: ModelRunner) -> Settings:
+    args = runner.server_args
+    return Settings(
+        args.nsa_decode_backend,
+        args.nsa_prefill_backend,
+        args.speculative_num_steps or 0,
+        args.speculative_num_draft_tokens or 0,
+    )
+
+
+def resolved(server_args: ServerArgs) -> ServerArgs:
+    """Server arguments with every default filled in."""
+    return server_args
+
+
+def served_backends(server_args: ServerArgs) -> tuple[str, str]:
+    """Attention backends of (prefill, decode)."""
+    return server_args.get_attention_backends()
+
+
+def model_problem(hf_config: Any, speculative: bool) -> str | None:
+    """What a sparse model asks of its backend that this one does not do; nothing in these releases."""
+    return None
+
+
+def environment_problems() -> list[str]:
+    """SGLang's environment variables with values that are not served; none in these releases."""
+    return []
+
+
+def fuse_topk() -> bool:
+    """Whether the indexer's top-k returns KV slots (SGLANG_NSA_FUSE_TOPK=1, the default) or token positions."""
+    return envs.SGLANG_NSA_FUSE_TOPK.get()
+
+
+def dense_prefill_limit() -> int:
+    """Longest KV length, in tokens, that prefill still computes densely; SGLang sets it to index_topk."""
+    return envs.SGLANG_NSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get()
+
+
+def in_prefill_graph() -> bool:
+    """Prefill is captured in pieces only under --enforce-piecewise-cuda-graph, which is refused."""
+    return False
+
+
+def is_draft_extend(mode: ForwardMode) -> bool:
+    return mode.is_draft_extend(include_v2=True)
+
+
+def is_ragged_draft_extend(mode: ForwardMode) -> bool:
+    """Whether requests extend by different numbers of tokens (spec v1)."""
+    return mode.is_draft_extend()
+
+
+def kv_pool(batch: ForwardBatch, backend: AttentionBackend) -> Any:
+    """Where the KV of `batch` is."""
+    return batch.token_to_kv_pool
+
+
+def fa3_functions() -> tuple[Callable, Callable]:
+    """`(flash_attn_with_kvcache, flash_attn_varlen_func)` of SGLang's FA3."""
+    from sglang.jit_kernel.flash_attention import flash_attn_varlen_func, flash_attn_with_kvcache
+
+    return flash_attn_with_kvcache, flash_attn_varlen_func
+
+
+def flash_mla() -> SimpleNamespace:
+    """FlashMLA's functions: `flash_mla_sparse_fwd`, `flash_mla_with_kvcache`, `get_mla_metadata`; and its `distribution`."""
+    from sgl_kernel.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+
+    return SimpleNamespace(
+        flash_mla_sparse_fwd=flash_mla_sparse_fwd,
+        flash_mla_with_kvcache=flash_mla_with_kvcache,
+        get_mla_metadata=get_mla_metadata,
+    )
+
+
+FLASH_MLA_DISTRIBUTION = "sglang-kernel"
+
+
+def take_over(ours: Takeover) -> None:
+    """Register everything; raises RuntimeError where SGLang did not take a hook."""
+    hook(f"{FACTORY}._create_nsa_decode_backend", ours.create_multi_step_backend, HookType.REPLACE)
+    hook(f"{FACTORY}._create_nsa_prefill_backend", ours.create_draft_extend_backend, HookType.REPLACE)
+    hook(CHECK, ours.check_server_args, HookType.AROUND)
+    register_under(BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves
+
+
+def prepare_draft_side(ours: Takeover) -> None:
+    """Hook the draft workers that this process has loaded, once a draft backend is built.
+
+    Not done when the plugin loads: the workers' modules import sgl_kernel, which needs libcuda, and SGLang loads plugins in
+    processes that never see a GPU.
+    """
+    hooks = {
+        "draft_forward": lambda original, worker, batch: run_draft_round(ours, original, worker, batch),
+        "init_cuda_graphs": lambda original, worker: capture_draft_extend(ours, original, worker),
+    }
+    for method, function in hooks.items():
+        for module, worker in DRAFT_WORKERS:
+            target = f"{module}.{worker}.{method}"
+            if module in sys.modules and target not in HookRegistry._hooks:
+                hook(target, function, HookType.AROUND)
+    count_draft_extend_in_tokens(ours, draft_extend_sizes_in_tokens)
+
+
+def run_draft_round(ours: Takeover, original: Callable, worker: Any, forward_batch: ForwardBatch) -> tuple:
+    """Around `draft_forward`: prepare the round where the draft backend is ours."""
+    if isinstance(worker.draft_attn_backend, ours.multi_step_class):
+        worker.draft_attn_backend.begin_draft_round(forward_batch)
+    return original(worker, forward_batch)
+
+
+def capture_draft_extend(ours: Takeover, original: Callable, worker: Any) -> None:
+    """Around `init_cuda_graphs`: capture draft-extend too.
+
+    Under overlap scheduling SGLang captures it only for the backends it names in an isinstance check, and runs the draft
+    layer eagerly every round for all others (0.5.12.post1).
+    """
+    original(worker)
+    if (
+        isinstance(worker.draft_extend_attn_backend, ours.backend_class)
+        and not worker.server_args.disable_cuda_graph
+        and worker.cuda_graph_runner_for_draft_extend is None
+    ):
+        worker.cuda_graph_runner_for_draft_extend = draft_extend_graph_runner(worker)
+
+
+def draft_extend_graph_runner(worker: Any) -> Any:
+    """Capture the draft-extend graphs of a draft worker, `num_steps + 1` rows a request."""
+    from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
+
+    return EAGLEDraftExtendCudaGraphRunner(worker)
+
+
+@contextlib.contextmanager
+def draft_extend_sizes_in_tokens(tokens_per_request: int) -> Iterator[None]:
+    """While a draft-extend graph runner is built, choose its batch sizes by tokens.
+
+    A captured batch must hold a multiple of the attention TP size in tokens. SGLang 0.5.12.post1 tells its target runner that
+    a request has D tokens and does not tell the draft-extend runner, which then leaves out sizes that would do.
+    """
+    from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as module
+
+    original = module.get_batch_sizes_to_capture
+    module.get_batch_sizes_to_capture = functools.partial(original, num_tokens_per_bs=tokens_per_request)
+    try:
+        yield
+    finally:
+        module.get_batch_sizes_to_capture = original

@@ -1,0 +1,154 @@
+"""What every supported release of SGLang does alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+from packaging.requirements import Requirement
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+__all__ = [
+    "ATTENTION_BACKENDS",
+    "WAY_BACK",
+    "AttentionBackend",
+    "DraftBackendFactory",
+    "ForwardBatch",
+    "ForwardMode",
+    "HookRegistry",
+    "HookType",
+    "Settings",
+    "Takeover",
+    "count_draft_extend_in_tokens",
+    "deep_gemm_num_sms",
+    "device_sm",
+    "flashinfer_workspace_bytes",
+    "hook",
+    "is_rocm",
+    "package_problem",
+    "register_under",
+]
+
+WAY_BACK = "set NSA_BACKEND_DISABLE=1 to serve with SGLang's built-in backend"
+FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+CHECK = "sglang.srt.server_args.ServerArgs.check_server_args"
+EXTEND_RUNNER = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.__init__"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose, as SGLang resolved it."""
+
+    decode: str  # implementation of decode, target_verify and draft_extend
+    prefill: str
+    num_steps: int  # N; 0 without speculative decoding
+    num_draft_tokens: int  # D; 0 without speculative decoding
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """What the plugin puts in place of SGLang's."""
+
+    backend_class: type[AttentionBackend]
+    multi_step_class: type
+    create_backend: Callable[[ModelRunner], AttentionBackend]
+    create_multi_step_backend: Callable[[DraftBackendFactory], Any]
+    create_draft_extend_backend: Callable[[DraftBackendFactory], AttentionBackend]
+    check_server_args: Callable[[Callable, ServerArgs], None]  # (original, server_args), around ServerArgs.check_server_args
+
+
+def hook(target: str, function: Callable, kind: HookType) -> None:
+    """Hook `target`, a dotted path, through SGLang's registry at once; raises RuntimeError where that did not take.
+
+    The registry logs a failure and goes on, which would leave the built-in backend serving in part.
+    """
+    HookRegistry.register(target, function, kind)
+    HookRegistry.apply_hooks()
+    if target not in HookRegistry._patched:
+        raise RuntimeError(f"nsa_backend could not hook {target}, and the log above says why; to go on without it, {WAY_BACK}")
+
+
+def register_under(names: tuple[str, ...], create_backend: Callable) -> None:
+    """Take `names` in SGLang's registry of attention backends."""
+    for name in names:
+        register_attention_backend(name)(create_backend)
+
+
+def count_draft_extend_in_tokens(ours: Takeover, sizes_in_tokens: Callable) -> None:
+    """Hook the draft-extend graph runner so that its batch sizes count D tokens a request, where the backend is ours."""
+
+    def build(
+        original: Callable,
+        runner: Any,
+        worker: Any,
+        *,
+        draft_extend_attn_backend: Any = None,
+        speculative_num_steps: int | None = None,
+    ) -> None:
+        """Around the runner's `__init__`."""
+        passed = {"draft_extend_attn_backend": draft_extend_attn_backend, "speculative_num_steps": speculative_num_steps}
+        if not isinstance(draft_extend_attn_backend or worker.draft_extend_attn_backend, ours.backend_class):
+            original(runner, worker, **passed)
+            return
+        with sizes_in_tokens((speculative_num_steps or worker.speculative_num_steps) + 1):
+            original(runner, worker, **passed)
+
+    if EXTEND_RUNNER not in HookRegistry._hooks:
+        hook(EXTEND_RUNNER, build, HookType.AROUND)
+
+
+@functools.cache
+def _pins() -> dict[str, Requirement]:
+    """What the installed SGLang requires without condition, by distribution name with dashes."""
+    found = (Requirement(line) for line in requires("sglang") or ())
+    return {requirement.name.replace("_", "-"): requirement for requirement in found if requirement.marker is None}
+
+
+def package_problem(distribution: str) -> str | None:
+    """Why `distribution` cannot be relied on, or None: it is missing, or not the release that the installed SGLang pins."""
+    pin = _pins().get(distribution.replace("_", "-"))
+    wanted = f"SGLang {version('sglang')} needs {pin or distribution}: pip install '{pin or distribution}'"
+    try:
+        found = version(distribution)
+    except PackageNotFoundError:
+        return f"{distribution} is not installed and {wanted}"
+    if pin is not None and not pin.specifier.contains(found, prereleases=True):
+        return f"{distribution} {found} is installed and {wanted}"
+    return None
+
+
+def flashinfer_workspace_bytes() -> int:
+    """Size of the workspace that flashinfer's kernels share (SGLANG_FLASHINFER_WORKSPACE_SIZE)."""
+    return envs.SGLANG_FLASHINFER_WORKSPACE_SIZE.get()
+
+
+def deep_gemm_num_sms() -> int:
+    """SMs that DeepGEMM's paged-MQA logits kernel schedules for on this GPU."""
+    import deep_gemm
+
+    return deep_gemm.get_num_sms()
+
+
+def is_rocm() -> bool:
+    return torch.version.hip is not None
+
+
+def device_sm(device: torch.device | str) -> int:
+    """Compute capability of a CUDA device as one number, 90 for Hopper; 0 without a GPU."""
+    if torch.device(device).type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

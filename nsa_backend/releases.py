@@ -1,0 +1,63 @@
+"""Which SGLang releases are served, and by which adapter: one file a generation in `nsa_backend.host`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Releases that reach an attention backend in the same way."""
+
+    adapter: str  # module of nsa_backend.host
+    releases: SpecifierSet
+    calls_the_backend: str  # what SGLang's options and registry call DeepSeek sparse attention
+    before_a_replay: str  # how SGLang asks for metadata
+
+
+GENERATIONS = (
+    Generation(
+        "nsa",
+        SpecifierSet(">=0.5.11,<=0.5.12.post1"),
+        "nsa",
+        "init_forward_metadata_{capture,replay}_cuda_graph, outside the graph",
+    ),
+    Generation(
+        "dsa",
+        SpecifierSet(">=0.5.17,<=0.5.23"),
+        "dsa, and nsa for what older command lines say",
+        "init_forward_metadata_out_graph before a graph, init_forward_metadata_in_graph inside it",
+    ),
+)
+"""The supported range, oldest first. 0.5.13 to 0.5.16 lie between: half of what 0.5.17 offers is elsewhere or missing there."""
+
+SUPPORTED = " or ".join(str(generation.releases) for generation in GENERATIONS)
+
+
+def installed() -> str:
+    """The installed SGLang's release, or what stands there instead."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return "a source tree without a version"
+
+
+def generation_of(release: str) -> Generation | None:
+    """The generation that `release` belongs to, or None where it is not served."""
+    try:
+        found = Version(release)
+    except InvalidVersion:
+        return None
+    return next((g for g in GENERATIONS if g.releases.contains(found, prereleases=found.is_postrelease)), None)
+
+
+def unsupported_host() -> str | None:
+    """Why the installed SGLang is not served, or None."""
+    release = installed()
+    if generation_of(release):
+        return None
+    return f"it supports SGLang {SUPPORTED} and this is {release}"
