@@ -12,6 +12,7 @@ import argparse
 import functools
 import statistics
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
@@ -27,7 +28,7 @@ MEMORY_BYTES_PER_S, BF16_FLOPS = 4.3e12, 790e12  # measured on an H200: device c
 TOPK, QK_DIM, V_DIM = 2048, 576, 512
 
 
-def cells(options: argparse.Namespace) -> list[Cell]:
+def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     """Every KV dtype and head count; --heads and --batch (query rows) choose among them."""
     start_host()
     samples = 3 if options.quick else 9

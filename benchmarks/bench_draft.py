@@ -20,48 +20,47 @@ from pathlib import Path
 
 from nsa_backend.benchmarks.bench_common import print_table
 from nsa_backend.benchmarks.cells import Cell
-from nsa_backend.benchmarks.generation import checkpoint_of, counted, in_turns, prompts, servers_of, spread
+from nsa_backend.benchmarks.generation import Servers, counted, in_turns, prompts, spread
 from nsa_backend.benchmarks.servers import BACKENDS
 
 TOKENS, LENGTH, PORT = 256, 300, 31000
+PROFILED_TOKENS = 64  # a trace of more takes longer to write than everything else
 
 
-def cells(options: argparse.Namespace) -> list[Cell]:
-    """One cell an N: its two servers measure every batch."""
-    work = Path(tempfile.mkdtemp(prefix="nsa-bench-"))
+def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
+    """One cell a checkpoint, N and batch; the servers of a checkpoint and N stay for all batches."""
+    folder = Path(tempfile.mkdtemp(prefix="nsa-bench-"))
+    servers = Servers(folder, PORT)
+    resources.callback(servers.close)
     steps = options.steps or [3]
     if 0 in steps:
         raise SystemExit("bench draft measures speculative rounds: --steps must be at least 1")
+    length, repeats = (options.length or [LENGTH])[0], 2 if options.quick else 7
     return [
-        Cell(f"{checkpoint}, N = {n}", partial(measure, checkpoint, n, options, work))
-        for checkpoint in options.checkpoint or ["faithful"]
+        Cell(f"{name}, N = {n}, batch {batch}", partial(measure, servers, folder, name, n, batch, length, repeats))
+        for name in options.checkpoint or ["faithful"]
         for n in steps
+        for batch in options.batch or ([1] if options.quick else [1, 8, 32])
     ]
 
 
-def measure(checkpoint: str, steps: int, options: argparse.Namespace, work: Path) -> list[dict]:
-    batches = options.batch or ([1] if options.quick else [1, 8, 32])
-    length, repeats = (options.length or [LENGTH])[0], 2 if options.quick else 7
-    rows = []
-    with ExitStack() as stack:
-        servers = servers_of(stack, checkpoint_of(checkpoint, work), PORT, steps, work)
-        for batch in batches:
-            row = {"checkpoint": checkpoint, "steps": steps, "batch": batch, "length": length, "tokens": TOKENS}
-            for backend, found in in_turns(servers, batch, length, TOKENS, repeats).items():
-                folder = work / f"profile-{backend}-{steps}-{batch}"
-                answers = servers[backend].profiled(folder, prompts(batch, length), TOKENS)
-                profile = read_profile(folder, counted(answers, TOKENS)[0])
-                round_ms = spread([one.round_ms for one in found])
-                row[backend] = {
-                    "round_ms": round_ms["median"],
-                    "round_ms_min_max": round_ms["min_max"],
-                    "outside_graphs_ms": round(round_ms["median"] - profile["in_graphs_us"] / 1e3, 3),
-                    "accept": spread([one.accept for one in found])["median"],
-                    "tokens_per_s": spread([one.tokens_per_s for one in found], 1)["median"],
-                    "profile": profile,
-                }
-            rows.append(row)
-    return rows
+def measure(servers: Servers, folder: Path, checkpoint: str, steps: int, batch: int, length: int, repeats: int) -> list[dict]:
+    both = servers.of(checkpoint, steps)
+    row = {"checkpoint": checkpoint, "steps": steps, "batch": batch, "length": length, "tokens": TOKENS}
+    for backend, found in in_turns(both, batch, length, TOKENS, repeats).items():
+        traces = folder / f"profile-{backend}-{steps}-{batch}"
+        answers = both[backend].profiled(traces, prompts(batch, length), PROFILED_TOKENS)
+        profile = read_profile(traces, counted(answers, PROFILED_TOKENS)[0])
+        round_ms = spread([one.round_ms for one in found])
+        row[backend] = {
+            "round_ms": round_ms["median"],
+            "round_ms_min_max": round_ms["min_max"],
+            "outside_graphs_ms": round(round_ms["median"] - profile["in_graphs_us"] / 1e3, 3),
+            "accept": spread([one.accept for one in found])["median"],
+            "tokens_per_s": spread([one.tokens_per_s for one in found], 1)["median"],
+            "profile": profile,
+        }
+    return [row]
 
 
 def read_profile(folder: Path, rounds: int) -> dict:

@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +48,7 @@ AXES = {
 MODES = ("draft_decode", "target_verify", "draft_extend")
 
 
-def cells(options: argparse.Namespace) -> list[Cell]:
+def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     """Tables and the three axes; --steps, --batch and --length together name shapes of one's own instead."""
     start_host()
     repeats = (2, 20) if options.quick else (5, 40)

@@ -17,37 +17,35 @@ from pathlib import Path
 from nsa_backend.benchmarks import faithful_checkpoint
 from nsa_backend.benchmarks.bench_common import print_table
 from nsa_backend.benchmarks.cells import Cell
-from nsa_backend.benchmarks.generation import checkpoint_of, in_turns, servers_of, spread
+from nsa_backend.benchmarks.generation import Servers, in_turns, spread
 from nsa_backend.benchmarks.servers import BACKENDS
 
 TOKENS, LENGTH, PORT = 256, 300, 35000
 
 
-def cells(options: argparse.Namespace) -> list[Cell]:
-    """One cell a checkpoint and N: its two servers measure every batch."""
-    work = Path(tempfile.mkdtemp(prefix="nsa-bench-"))
-    checkpoints = options.checkpoint or (["faithful"] if options.quick else list(faithful_checkpoint.SHAPES))
-    steps = options.steps or ([0, 3] if options.quick else [0, 1, 3, 5])
-    return [Cell(f"{name}, N = {n}", partial(measure, name, n, options, work)) for name in checkpoints for n in steps]
-
-
-def measure(checkpoint: str, steps: int, options: argparse.Namespace, work: Path) -> list[dict]:
-    batches = options.batch or ([1, 8] if options.quick else [1, 8, 32])
+def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
+    """One cell a checkpoint, N and batch; the servers of a checkpoint and N stay for all batches."""
+    servers = Servers(Path(tempfile.mkdtemp(prefix="nsa-bench-")), PORT)
+    resources.callback(servers.close)
     length, repeats = (options.length or [LENGTH])[0], 2 if options.quick else 5
-    rows = []
-    with ExitStack() as stack:
-        servers = servers_of(stack, checkpoint_of(checkpoint, work), PORT, steps, work)
-        for batch in batches:
-            row = {"checkpoint": checkpoint, "steps": steps, "batch": batch, "length": length, "tokens": TOKENS}
-            for backend, found in in_turns(servers, batch, length, TOKENS, repeats).items():
-                row[backend] = {
-                    "tokens_per_s": spread([one.tokens_per_s for one in found], 1),
-                    "tpot_ms": spread([one.tpot_ms for one in found]),
-                    "accept": spread([one.accept for one in found])["median"],
-                }
-            row["speedup"] = round(row["ours"]["tokens_per_s"]["median"] / row["builtin"]["tokens_per_s"]["median"], 3)
-            rows.append(row)
-    return rows
+    return [
+        Cell(f"{name}, N = {n}, batch {batch}", partial(measure, servers, name, n, batch, length, repeats))
+        for name in options.checkpoint or (["faithful"] if options.quick else list(faithful_checkpoint.SHAPES))
+        for n in options.steps or ([0, 3] if options.quick else [0, 1, 3, 5])
+        for batch in options.batch or ([1, 8] if options.quick else [1, 8, 32])
+    ]
+
+
+def measure(servers: Servers, checkpoint: str, steps: int, batch: int, length: int, repeats: int) -> list[dict]:
+    row = {"checkpoint": checkpoint, "steps": steps, "batch": batch, "length": length, "tokens": TOKENS}
+    for backend, found in in_turns(servers.of(checkpoint, steps), batch, length, TOKENS, repeats).items():
+        row[backend] = {
+            "tokens_per_s": spread([one.tokens_per_s for one in found], 1),
+            "tpot_ms": spread([one.tpot_ms for one in found]),
+            "accept": spread([one.accept for one in found])["median"],
+        }
+    row["speedup"] = round(row["ours"]["tokens_per_s"]["median"] / row["builtin"]["tokens_per_s"]["median"], 3)
+    return [row]
 
 
 def show(report: dict) -> None:

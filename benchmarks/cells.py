@@ -46,7 +46,9 @@ def run_cells(cells: list[Cell], seconds: float, keep: Callable[[dict[str, Any]]
                 continue
             progress.update(task, description=cell.name)
             report[cell.section] += cell.measure()
-            longest = max(longest, time.monotonic() - started)
+            took = time.monotonic() - started
+            longest = max(longest, took)
+            progress.console.print(f"{cell.name}: {took:.1f} s", highlight=False)  # a log file shows no bar
             report["seconds"] = round(time.monotonic() - began, 1)
             keep(report)
             progress.advance(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -82,17 +83,34 @@ def spread(values: list[float], digits: int = 3) -> dict:
     }
 
 
-def servers_of(stack: ExitStack, checkpoint: Path, port: int, steps: int, logs: Path) -> dict[str, Server]:
-    """Ours and SGLang's built-in, both ready, ended with `stack`.
+class Servers:
+    """Ours and SGLang's built-in on one checkpoint, kept running until another checkpoint or N is asked for."""
 
-    They start one after the other: each measures the free memory of the GPU when it starts.
-    """
-    found = {}
-    for number, backend in enumerate(BACKENDS):
-        log = logs / f"{checkpoint.name}-n{steps}-{backend}.log"
-        found[backend] = stack.enter_context(Server(backend, checkpoint, port + 100 * number, steps, log, *SIZES))
-        found[backend].wait()
-    return found
+    def __init__(self, folder: Path, port: int):
+        """Checkpoints and logs go to `folder`; servers listen on `port` and `port` + 100."""
+        self._folder, self._port = folder, port
+        self._open, self._key = ExitStack(), None
+        self._found: dict[str, Server] = {}
+
+    def of(self, checkpoint: str, steps: int) -> dict[str, Server]:
+        """Both servers by backend, ready. `checkpoint` is a name in faithful_checkpoint.SHAPES or a folder."""
+        if self._key != (checkpoint, steps):
+            self.close()
+            path = checkpoint_of(checkpoint, self._folder)
+            for number, backend in enumerate(BACKENDS):
+                time.sleep(3 * number)  # each measures the free memory of the GPU when it starts
+                log = self._folder / f"{path.name}-n{steps}-{backend}.log"
+                server = Server(backend, path, self._port + 100 * number, steps, log, *SIZES)
+                self._found[backend] = self._open.enter_context(server)
+            for server in self._found.values():
+                server.wait()
+            self._key = checkpoint, steps
+        return self._found
+
+    def close(self) -> None:
+        """End what runs."""
+        self._open.close()
+        self._found, self._key = {}, None
 
 
 def checkpoint_of(name: str, folder: Path) -> Path:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 
@@ -65,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
         if args.out:
             write_report(args.out, head | report)
 
-    report = head | run_cells(bench.cells(args), 60 * args.minutes, keep)
+    with ExitStack() as resources:
+        report = head | run_cells(bench.cells(args, resources), 60 * args.minutes, keep)
     keep(report)
     if args.json:
         print(dumped(report))  # noqa: T201 (the command's output)

@@ -98,7 +98,7 @@ def test_exit_code_file_and_json(monkeypatch, capsys, tmp_path, clock, minutes, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     asked = []
-    made = SimpleNamespace(cells=lambda options: asked.append(options) or timed_cells(clock, 10, 10), show=None)
+    made = SimpleNamespace(cells=lambda options, resources: asked.append(options) or timed_cells(clock, 10, 10), show=None)
     monkeypatch.setattr(bench, "import_module", lambda name: made)
     out = tmp_path / "x.json"
     assert command.main(["bench", "draft", "--steps", "3", "5", "--json", "--minutes", minutes, "--out", str(out)]) == code
@@ -274,3 +274,39 @@ def test_every_layer_of_a_checkpoint_works_and_only_the_first_and_the_mtp_layer_
     assert not any(layers[i]["self_attn.o_proj.weight"].any() for i in (1, 2))
     assert layers[0]["self_attn.o_proj.weight"].any()
     assert layers[1]["self_attn.kv_b_proj.weight"].any()
+
+
+def test_servers_are_kept_until_another_checkpoint_or_n_is_asked_for(monkeypatch, tmp_path):
+    """And both have started before either is waited for."""
+    events = []
+
+    class Fake:
+        def __init__(self, backend, checkpoint, port, steps, log, *options):
+            self.name = f"{backend} {checkpoint.name} N={steps} {port}"
+            events.append(f"start {self.name}")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            events.append(f"end {self.name}")
+
+        def wait(self):
+            events.append(f"wait {self.name}")
+
+    monkeypatch.setattr(generation, "Server", Fake)
+    monkeypatch.setattr(generation.time, "sleep", lambda seconds: None)
+    checkpoint = tmp_path / "tiny"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    servers_ = generation.Servers(tmp_path, 100)
+    first = servers_.of(str(checkpoint), 3)
+    assert servers_.of(str(checkpoint), 3) is first
+    assert events == [f"{doing} {who}" for doing in ("start", "wait") for who in ("ours tiny N=3 100", "builtin tiny N=3 200")]
+    events.clear()
+    servers_.of(str(checkpoint), 0)
+    assert [e for e in events if e.startswith("end")] == ["end builtin tiny N=3 200", "end ours tiny N=3 100"]
+    assert events[2].startswith("start ours tiny N=0")
+    events.clear()
+    servers_.close()
+    assert len(events) == 2
