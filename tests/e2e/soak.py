@@ -43,14 +43,12 @@ from nsa_backend.benchmarks import faithful_checkpoint, servers
 from nsa_backend.benchmarks.bench_common import environment
 
 POOL_TOKENS = 57344
-"""64 random requests name 44 of the 80 templates: with prompts shared in the radix cache and half an output each, 60000 to
-90000 tokens, by the seed. The pool holds less, so requests wait, SGLang admits as many as it believes will fit, and some must
-go back; it still holds 30 to 50 requests at once, and four of the longest."""
+"""Less than what 64 random requests need (60000 to 90000 tokens, by the seed), so that SGLang admits more than fit and takes
+some back; it still holds 30 to 50 requests at once, and four of the longest."""
 CALM = 0.2  # of all the time, what the references may take
 TAIL_SECONDS, DRAIN_SECONDS, LAST_SECONDS = 60.0, 20.0, 10.0  # after the load: all, waiting for requests, writing the JSON
 IDLE_SECONDS = 6.0  # SGLang aborts a closed stream after 2 s, and counts its tokens whenever it is idle
-SAMPLE_SECONDS, PROGRESS_SECONDS = 2.0, 15.0
-QUESTIONS = 300
+SAMPLE_SECONDS, PROGRESS_SECONDS, QUESTIONS = 2.0, 15.0, 300
 
 
 @dataclass
@@ -67,6 +65,7 @@ class Soak:
     log: Path = field(default_factory=lambda: Path(tempfile.mkdtemp()) / "server.log")
     references: dict[int, list[int]] = field(default_factory=dict)
     load: tuple[float, float] = (0.0, 0.0)  # begin and end
+    flushed: float | None = None  # when the idle server had emptied its caches
     samples: list[dict] = field(default_factory=list)
     differences: list[dict] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -168,11 +167,12 @@ def load(run: Soak) -> None:
 def settle(run: Soak) -> None:
     """Let everything finish; then the server must be idle, and must have survived its own count of tokens."""
     run.traffic.drain(time.monotonic() + DRAIN_SECONDS)
-    if run.traffic.in_flight():
-        run.problems.append(f"{run.traffic.in_flight()} requests did not end after the load")
+    if left := run.traffic.in_flight():
+        run.problems.append(f"{left} requests did not end after the load")
     time.sleep(IDLE_SECONDS)
     try:
         run.client.call("/flush_cache")
+        run.flushed = time.monotonic() + SAMPLE_SECONDS
     except FAILURES as error:
         run.problems.append(f"the idle server does not flush its cache: {error}")
 
@@ -211,8 +211,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=8, help="of everything, the start of the server included")
-    parser.add_argument("--port", type=int, default=33000)
-    parser.add_argument("--seed", type=int, default=0)
+    for option, default in (("--port", 33000), ("--seed", 0)):
+        parser.add_argument(option, type=int, default=default)
     return parser.parse_args()
 
 

@@ -19,7 +19,12 @@ from nsa_backend.benchmarks.bench_common import accept_length
 if TYPE_CHECKING:
     from soak import Soak
 
-GROWTH_MIB = {"gpu_mib": 64, "host_mib": 256}
+GROWTH_MIB = {"gpu_mib": 256, "host_mib": 256}
+"""During the load: torch's allocator keeps what the largest prefill so far needed, indexer scores of up to 112 MiB."""
+
+HELD_MIB = 32
+"""What may be held after the load that was not held before it, once the server has emptied torch's cache: one of its pages."""
+
 DRIFT, ACCEPT_FLOOR = 0.02, 0.95 * 4
 SUSPECT = re.compile(r"Traceback|\bERROR\b|Error: |CUDA error|\b[nN]a[nN]\b|leak detected|state was deleted|watchdog timeout")
 RETRACTED = re.compile(r"Retract requests\. #retracted_reqs: (\d+)")
@@ -57,6 +62,14 @@ def growth(samples: list[dict], key: str, began: float, ended: float) -> float |
     return None if second is None or fourth is None else round(fourth - second, 1)
 
 
+def held(samples: list[dict], began: float, flushed: float | None) -> dict[str, float | None]:
+    """GPU memory just before the load, and after the server has flushed its cache, which empties torch's; None unsampled."""
+    known = [s for s in samples if s["gpu_mib"] is not None]
+    before = [s["gpu_mib"] for s in known if s["time"] <= began]
+    after = [s["gpu_mib"] for s in known if flushed is not None and s["time"] >= flushed]
+    return {"before_mib": before[-1] if before else None, "after_mib": median(after) if after else None}
+
+
 def drift(rows: list[dict]) -> float | None:
     """Accept length of the last whole minute over that of the first, less one; None without two such minutes."""
     whole = [row["accept_length"] for row in rows if row["seconds"] == 60 and row["accept_length"]]
@@ -81,7 +94,8 @@ def summary(run: Soak) -> dict:
         "accept_length": round(accept_of(records), 4),
         "drift": drift(rows),
         "growth": {key: growth(run.samples, key, began, ended) for key in GROWTH_MIB},
-        "bounds": {"growth": GROWTH_MIB, "drift": DRIFT, "accept_length": ACCEPT_FLOOR},
+        "held": held(run.samples, began, run.flushed),
+        "bounds": {"growth": GROWTH_MIB, "held_mib": HELD_MIB, "drift": DRIFT, "accept_length": ACCEPT_FLOOR},
         "differences": run.differences or group_differences(records, run.templates, run.references),
         "active": [line for line in lines if "nsa_backend" in line and "is active" in line],
         "suspect_lines": {"count": len(suspect), "first": suspect[:20]},
@@ -106,6 +120,11 @@ def problems_of(report: dict) -> list[str]:
         grown = report["growth"][key]
         must.append((grown is not None, f"growth of {key} was not measured"))
         must.append((grown is None or grown <= bound, f"{key} grew by {grown} after warm-up, more than {bound}"))
+    before, after = report["held"]["before_mib"], report["held"]["after_mib"]
+    must.append((None not in (before, after), "GPU memory was not sampled before the load and after the flush"))
+    if None not in (before, after):
+        more = after - before
+        must.append((more <= HELD_MIB, f"{more} MiB of GPU memory are held after the load and the flush, more than {HELD_MIB}"))
     for d in report["differences"]:
         why = "no tie" if d["tie"] is False else "nobody asked whether it is a tie"
         must.append((d["tie"], f"template {d['template']} differs at {d['position']} in {d['requests']} requests, {why}"))

@@ -2,9 +2,13 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+import soak_judge
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -123,10 +127,14 @@ def test_soak_runs():
         ("accept length, all", lambda r: f"{r['accept_length']:.3f}"),
         ("lines in the log that tell of errors", lambda r: str(r["suspect_lines"]["count"])),
         ("ways in which an output left its calm reference, all at ties", lambda r: str(r["differences"]["at_ties"])),
-        ("GPU memory, most in the second half over most in the first", lambda r: f"+{r['growth']['gpu_mib']} MiB"),
+        ("GPU memory during the load, growth after warm-up", lambda r: f"+{r['growth']['gpu_mib']} MiB"),
     ):
         assert f"| {label} | {cell(runs[0])} | {cell(runs[1])} |" in DOCS, label
     assert all(r["differences"]["ways"] == r["differences"]["at_ties"] for r in runs)
+    held = runs[1]["held"]
+    assert f"after it and a flush, MiB | not taken | {held['before_mib']} / {held['after_mib']} |" in DOCS
+    assert held["after_mib"] - held["before_mib"] <= soak_judge.HELD_MIB
+    assert runs[1]["growth"]["gpu_mib"] <= soak_judge.GROWTH_MIB["gpu_mib"]
 
 
 def test_numbers_in_sentences():

@@ -40,7 +40,7 @@ def run_of(tmp_path: Path, records: list[Record], log: str, sampled: list[dict])
     run = soak.Soak(soak_traffic.Client(1), traffic, make_templates(0), 480.0, 900.0, log=tmp_path / "server.log")
     run.log.write_text(log)
     run.load, run.samples = (BEGAN, ENDED), sampled
-    run.references = {0: [5, 6, 7]}
+    run.references, run.flushed = {0: [5, 6, 7]}, ENDED + 5
     return run
 
 
@@ -155,6 +155,12 @@ class TestGrowth:
         assert soak_judge.growth(samples(gpu=lambda s: None), "gpu_mib", BEGAN, ENDED) is None
         assert soak_judge.growth([], "gpu_mib", BEGAN, ENDED) is None
 
+    def test_held_is_what_a_flush_does_not_give_back(self):
+        cache = samples(gpu=lambda s: 20000 if s <= 0 else 20000 + s if s < 245 else 20010)
+        assert soak_judge.held(cache, BEGAN, BEGAN + 245) == {"before_mib": 20000, "after_mib": 20010}
+        assert soak_judge.held(cache, BEGAN, None)["after_mib"] is None
+        assert soak_judge.held([], BEGAN, BEGAN) == {"before_mib": None, "after_mib": None}
+
 
 class TestMinutes:
     def test_rows(self):
@@ -202,12 +208,13 @@ class TestReport:
         failed = Record(2, BEGAN, BEGAN + 1, "finished", "failed", message="OSError: gone")
         low = [finished(end=BEGAN + s, histogram=(0, 5, 5, 5), parted=(1, 9)) for s in range(240)]
         log = f"{ACTIVE}\n{ACTIVE}\n{RETRACT}\nTraceback (most recent call last):\n" * 30
-        leak = samples(gpu=lambda s: 20000 + s, host=lambda s: 9000 + 3.0 * s)
+        leak = samples(gpu=lambda s: 20000 + 3 * s, host=lambda s: 9000 + 3.0 * s)
         report = soak_judge.summary(run_of(tmp_path, [*low, failed, *taken_back()], log, leak))
         problems = "\n".join(soak_judge.problems_of(report))
-        for part in ("1 requests failed", "accept length 3.0 <", "60 lines", "30 lines of the log tell", "gpu_mib grew by 120"):
+        for part in ("1 requests failed", "accept length 3.0 <", "60 lines", "30 lines of the log tell", "gpu_mib grew by 360"):
             assert part in problems
         assert "host_mib grew by 360" in problems
+        assert "MiB of GPU memory are held after the load and the flush, more than 32" in problems
         assert "template 0 differs at 1 in 240 requests, nobody asked" in problems
         assert len(report["suspect_lines"]["first"]) == 20
 
