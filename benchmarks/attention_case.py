@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
+from nsa_backend import host
+from nsa_backend.benchmarks import entry_points
 from nsa_backend.benchmarks.bench_common import fake_runner
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -28,9 +30,7 @@ def pools(kv: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _quantised(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from sglang.srt.layers.attention.nsa.dequant_k_cache import dequantize_k_cache_paged
-    from sglang.srt.layers.attention.nsa.quant_k_cache import quantize_k_cache_separate
-
+    quantize_k_cache_separate, dequantize_k_cache_paged = entry_points.fp8_packing()
     nope, rope = quantize_k_cache_separate(values[..., :LATENT].contiguous(), values[..., LATENT:].contiguous())
     packed = torch.cat([nope.view(torch.uint8), rope.view(torch.uint8)], dim=-1).view(torch.float8_e4m3fn)
     return packed, dequantize_k_cache_paged(packed, torch.arange(SLOTS, dtype=torch.int32, device="cuda"))
@@ -68,16 +68,13 @@ class Case:
         from nsa_backend.backend import NativeSparseAttnBackend
 
         backend = self._backend("ours", NativeSparseAttnBackend, name)
-        self._capture(backend, rows)
-        backend.get_indexer_metadata(0, None)  # makes the metadata launch, as the first layer does
+        self._capture(backend, rows).in_graph()  # makes the metadata launch
         backend.captured.forget_launch()
         return self._forward_decode(backend, rows)
 
     def builtin(self, name: str, rows: int) -> Callable[[int], torch.Tensor]:
         """SGLang's own forward_decode."""
-        from sglang.srt.layers.attention.nsa_backend import NativeSparseAttnBackend
-
-        backend = self._backend("builtin", NativeSparseAttnBackend, name)
+        backend = self._backend("builtin", entry_points.builtin()[0], name)
         self._capture(backend, rows)
         return self._forward_decode(backend, rows)
 
@@ -105,21 +102,20 @@ class Case:
             runner = fake_runner(num_steps=3, context=CONTEXT, max_requests=MAX_ROWS, heads=self.heads)
             dtype = KV_DTYPES[self.kv]
             runner.kv_cache_dtype = runner.token_to_kv_pool.dtype = dtype
-            runner.token_to_kv_pool.nsa_kv_cache_store_fp8 = self.kv == "fp8"
-            runner.token_to_kv_pool.kv_cache_dim = self.cache.shape[-1]
-            runner.server_args.nsa_decode_backend = name
-            runner.server_args.nsa_prefill_backend = "flashmla_kv" if self.kv == "fp8" else "flashmla_sparse"
+            pool = runner.token_to_kv_pool
+            pool.nsa_kv_cache_store_fp8 = pool.dsa_kv_cache_store_fp8 = self.kv == "fp8"
+            pool.kv_cache_dim, pool.get_key_buffer = self.cache.shape[-1], lambda layer_id: self.cache
+            entry_points.use(runner, decode=name, prefill="flashmla_kv" if self.kv == "fp8" else "flashmla_sparse")
             backend = backend_class(runner)
             backend.init_cuda_graph_state(MAX_ROWS, MAX_ROWS)
             self._backends[side, name] = backend
         return self._backends[side, name]
 
-    def _capture(self, backend, rows: int) -> None:
-        from nsa_backend.host import ForwardMode
-
-        lengths = torch.full((rows,), CONTEXT, dtype=torch.int32, device="cuda")
+    def _capture(self, backend, rows: int) -> entry_points.Captured:
+        lengths = torch.full((rows,), CONTEXT, device="cuda")
         slots = torch.zeros(rows, dtype=torch.int64, device="cuda")
-        backend.init_forward_metadata_capture_cuda_graph(rows, rows, slots, lengths, None, ForwardMode.DECODE, None)
+        batch = entry_points.static_batch(lengths, slots, 1)
+        return entry_points.Captured(backend, batch, entry_points.modes()["decode"], rows)
 
     def _forward_decode(self, backend, rows: int) -> Callable[[int], torch.Tensor]:
         metadata = backend.forward_metadata
@@ -134,9 +130,7 @@ class Case:
         return call
 
     def _bare_fa3(self, rows: int) -> Callable[[int], object]:
-        from nsa_backend.host import fa3_functions
-
-        attend, _ = fa3_functions()
+        attend, _ = host.fa3_functions()
         q_nope, q_rope = self.query(rows)
         lengths = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
         cu = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
@@ -155,24 +149,22 @@ class Case:
         return joined
 
     def _bare_flashmla_sparse(self, rows: int) -> Callable[[int], object]:
-        from sgl_kernel.flash_mla import flash_mla_sparse_fwd
-
+        flash_mla_sparse_fwd = host.flash_mla().flash_mla_sparse_fwd
         q, scale = self._joined(rows, 64), self._layer.scaling
         return lambda i: flash_mla_sparse_fwd(
             q=q, kv=self.cache, indices=self.chosen(rows, i).unsqueeze(1), sm_scale=scale, d_v=LATENT
         )
 
     def _bare_flashmla_kv(self, rows: int) -> Callable[[int], object]:
-        from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-
+        flash_mla = host.flash_mla()
         q = self._joined(rows, 64).unsqueeze(1)
         lengths = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
-        tiles, num_splits = get_mla_metadata(
+        tiles, num_splits = flash_mla.get_mla_metadata(
             cache_seqlens=lengths, num_q_tokens_per_head_k=q.shape[2], num_heads_k=1, num_heads_q=q.shape[2],
             is_fp8_kvcache=True, topk=TOPK,
         )  # fmt: skip
         pages, table = self.cache.view(-1, 64, 1, self.cache.shape[-1]), torch.empty(rows, 0, dtype=torch.int32, device="cuda")
-        return lambda i: flash_mla_with_kvcache(
+        return lambda i: flash_mla.flash_mla_with_kvcache(
             q=q, k_cache=pages, cache_seqlens=lengths, head_dim_v=LATENT, tile_scheduler_metadata=tiles, num_splits=num_splits,
             softmax_scale=self._layer.scaling, indices=self.chosen(rows, i).unsqueeze(1), block_table=table,
             is_fp8_kvcache=True,

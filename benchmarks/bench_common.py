@@ -24,7 +24,7 @@ def start_host() -> None:
 def environment() -> dict:
     """GPU, versions, commit and date, for the head of a result file."""
     packages = {}
-    for name in ("torch", "triton", "sglang", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python"):
+    for name in ("torch", "triton", "sglang", "sglang-kernel", "sgl-deep-gemm", "sgl-flash-mla", "flashinfer-python"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:
@@ -45,13 +45,6 @@ def accept_length(histogram: list[int]) -> float:
     """Mean tokens a round (accepted drafts and the bonus), from SGLang's count of rounds by correct drafts."""
     rounds = sum(histogram)
     return sum((drafts + 1) * count for drafts, count in enumerate(histogram)) / rounds if rounds else 0.0
-
-
-def forward_modes() -> dict:
-    """SGLang's forward modes that are captured on the decode implementation, by name."""
-    from nsa_backend.host import ForwardMode
-
-    return {"target_verify": ForwardMode.TARGET_VERIFY, "draft_extend": ForwardMode.DRAFT_EXTEND}
 
 
 def captured_graph(launch) -> torch.cuda.CUDAGraph:
@@ -78,8 +71,12 @@ def kernel_us(call, repeats: int) -> tuple[float, float]:
     return sum(e.device_time_total for e in events) / repeats, len(events) / repeats
 
 
-def fake_runner(*, num_steps: int, context: int, max_requests: int = 128, heads: int = 64) -> SimpleNamespace:
+def fake_runner(
+    *, num_steps: int, context: int, max_requests: int = 128, heads: int = 64, num_draft_tokens: int | None = None
+) -> SimpleNamespace:
     """What both backends read from SGLang's ModelRunner, in DeepSeek-V3.2's shape."""
+    from nsa_backend.benchmarks import entry_points
+
     width = context + 4 + num_steps + 1
     slots = torch.zeros(max_requests + 1, width, dtype=torch.int32, device="cuda")
     return SimpleNamespace(
@@ -89,7 +86,13 @@ def fake_runner(*, num_steps: int, context: int, max_requests: int = 128, heads:
         kv_cache_dtype=torch.bfloat16,
         req_to_token_pool=SimpleNamespace(req_to_token=slots, size=max_requests),
         token_to_kv_pool=SimpleNamespace(
-            dtype=torch.bfloat16, page_size=64, size=2**20 - 64, nsa_kv_cache_store_fp8=False, kv_cache_dim=576, start_layer=0
+            dtype=torch.bfloat16,
+            page_size=64,
+            size=2**20 - 64,
+            kv_cache_dim=576,
+            start_layer=0,
+            nsa_kv_cache_store_fp8=False,
+            dsa_kv_cache_store_fp8=False,
         ),
         model_config=SimpleNamespace(
             hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=2048),
@@ -99,14 +102,9 @@ def fake_runner(*, num_steps: int, context: int, max_requests: int = 128, heads:
             kv_lora_rank=512,
             qk_rope_head_dim=64,
         ),
-        server_args=SimpleNamespace(
-            nsa_decode_backend="fa3",
-            nsa_prefill_backend="flashmla_sparse",
-            enable_deterministic_inference=False,  # the built-in backend reads it
-            speculative_num_steps=num_steps,
-            speculative_num_draft_tokens=num_steps + 1,
-            speculative_eagle_topk=1,
-        ),
+        server_args=entry_points.server_args(num_steps, num_draft_tokens or num_steps + 1),
+        hisparse_coordinator=None,
+        max_running_requests=max_requests,
     )
 
 

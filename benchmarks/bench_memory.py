@@ -15,40 +15,35 @@ from types import SimpleNamespace
 
 import torch
 
-from nsa_backend.benchmarks.bench_common import environment, fake_runner, forward_modes, print_table, start_host
+from nsa_backend.benchmarks import entry_points
+from nsa_backend.benchmarks.bench_common import environment, fake_runner, print_table, start_host
 
 SIZES, CONTEXT, NUM_STEPS, NUM_DRAFT_TOKENS = (1, 2, 4, 8, 16, 32, 64), 163_840, 4, 4
 
 
 def capture_all(module_backend, module_multi_step, runner) -> list:
     """What a server keeps after capturing; returns it, so that it stays alive."""
-    modes = forward_modes()
+    modes = entry_points.modes()
     max_bs = max(SIZES)
-    seq_lens = torch.ones(max_bs, dtype=torch.int32, device="cuda")
-    slots = torch.zeros(max_bs, dtype=torch.int64, device="cuda")
-    accept = torch.full((max_bs,), NUM_DRAFT_TOKENS, dtype=torch.int32, device="cuda")
+    static = entry_points.static_batch(
+        torch.ones(max_bs, device="cuda"), torch.zeros(max_bs, dtype=torch.int64, device="cuda"), NUM_DRAFT_TOKENS
+    )
     target, extend, draft = module_backend(runner), module_backend(runner), module_multi_step(runner, 1, NUM_STEPS)
     for backend in (target, extend):
         backend.init_cuda_graph_state(max_bs, max_bs * NUM_DRAFT_TOKENS)
     draft.init_cuda_graph_state(max_bs, max_bs)
     for bs in reversed(SIZES):
-        batch = SimpleNamespace(
-            batch_size=bs,
-            seq_lens=seq_lens[:bs],
-            req_pool_indices=slots[:bs],
-            spec_info=SimpleNamespace(num_accept_tokens=accept[:bs]),
-        )
+        batch = SimpleNamespace(**vars(static))
+        batch.batch_size, batch.seq_lens, batch.req_pool_indices = bs, static.seq_lens[:bs], static.req_pool_indices[:bs]
+        batch.spec_info = SimpleNamespace(num_accept_tokens=static.spec_info.num_accept_tokens[:bs])
         for backend, mode in ((target, modes["target_verify"]), (extend, modes["draft_extend"])):
-            backend.init_forward_metadata_capture_cuda_graph(
-                bs, bs * NUM_DRAFT_TOKENS, slots[:bs], seq_lens[:bs], None, mode, batch.spec_info
-            )
-        draft.init_forward_metadata_capture_cuda_graph(batch)
+            entry_points.Captured(backend, batch, mode, bs * NUM_DRAFT_TOKENS)
+        entry_points.CapturedRound(draft, batch)
     return [target, extend, draft]
 
 
 def measured(module_backend, module_multi_step) -> int:
-    runner = fake_runner(num_steps=NUM_STEPS, context=CONTEXT, max_requests=max(SIZES))
-    runner.server_args.speculative_num_draft_tokens = NUM_DRAFT_TOKENS
+    runner = fake_runner(num_steps=NUM_STEPS, num_draft_tokens=NUM_DRAFT_TOKENS, context=CONTEXT, max_requests=max(SIZES))
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -64,13 +59,11 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
     start_host()
-    from sglang.srt.layers.attention import nsa_backend as builtin
-
     from nsa_backend.backend import NativeSparseAttnBackend
     from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 
     taken = {
-        "builtin": measured(builtin.NativeSparseAttnBackend, builtin.NativeSparseAttnMultiStepBackend),
+        "builtin": measured(*entry_points.builtin()),
         "ours": measured(NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend),
     }
     share = taken["ours"] / taken["builtin"]

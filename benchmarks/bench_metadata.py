@@ -3,6 +3,7 @@
 For draft decode SGLang's path comes in its three generations, all of which the installed release still holds: every step
 computes its own metadata; it is computed once and copied tensor by tensor into every step; it is computed once and copied by
 fused kernels (what the release does). target_verify and draft_extend compare with the release's replay, the only one it has.
+SGLang 0.5.17 and later dropped the earlier generations: there, everything compares with the release's replay.
 
 CPU time is the wall time of the replay call alone, before the graph is launched. GPU time is summed over kernels by torch's
 profiler; ours is recorded in the graph, so its graph is replayed.
@@ -21,14 +22,8 @@ from typing import Any
 
 import torch
 
-from nsa_backend.benchmarks.bench_common import (
-    captured_graph,
-    fake_runner,
-    forward_modes,
-    kernel_us,
-    print_table,
-    start_host,
-)
+from nsa_backend.benchmarks import entry_points
+from nsa_backend.benchmarks.bench_common import captured_graph, fake_runner, kernel_us, print_table, start_host
 from nsa_backend.benchmarks.builtin_replay import GENERATIONS, RELEASED
 from nsa_backend.benchmarks.cells import Cell
 
@@ -85,56 +80,35 @@ def measure_row(mode: str, bs: int, length: int, num_steps: int, rounds: int, re
 def static_batch(bs: int, length: int, num_steps: int) -> SimpleNamespace:
     """A graph runner's tensors, lengths a little apart so that nothing is uniform."""
     lengths = length - torch.arange(bs, device="cuda") % 50
-    return SimpleNamespace(
-        batch_size=bs,
-        seq_lens=lengths.to(torch.int32),
-        seq_lens_cpu=lengths.cpu().to(torch.int32),
-        seq_lens_sum=int(lengths.sum()),
-        req_pool_indices=torch.randperm(bs, device="cuda") + 1,
-        spec_info=SimpleNamespace(num_accept_tokens=torch.full((bs,), num_steps, dtype=torch.int32, device="cuda")),
-    )
+    return entry_points.static_batch(lengths, torch.randperm(bs, device="cuda") + 1, num_steps)
 
 
 class Side:
     """One mode of one package: `call` is what SGLang calls before a replay, `device` what then runs on the GPU."""
 
     def __init__(self, classes: tuple, runner: Any, mode: str, batch: SimpleNamespace, num_steps: int, replay: Callable | None):
-        backend_class, multi_step_class, launch_of = classes
+        backend_class, multi_step_class, in_graph = classes
         bs, rows = batch.batch_size, batch.batch_size * (num_steps + 1)
         if mode == "draft_decode":
             self.backend = multi_step_class(runner, 1, num_steps)
             self.backend.init_cuda_graph_state(bs, bs)
-            self.backend.init_forward_metadata_capture_cuda_graph(batch)
-            released = partial(self.backend.init_forward_metadata_replay_cuda_graph, batch, bs)
-            self.call = partial(replay, self.backend, batch, bs) if replay else released
+            captured = entry_points.CapturedRound(self.backend, batch)
         else:
-            forward_mode = forward_modes()[mode]
             self.backend = backend_class(runner)
             self.backend.init_cuda_graph_state(bs, rows)
-            self.backend.init_forward_metadata_capture_cuda_graph(
-                bs, rows, batch.req_pool_indices, batch.seq_lens, None, forward_mode, batch.spec_info
-            )
-            self.call = lambda: self.backend.init_forward_metadata_replay_cuda_graph(
-                bs, batch.req_pool_indices, batch.seq_lens, 0, None, forward_mode, batch.spec_info, batch.seq_lens_cpu
-            )
-        launch = launch_of(self.backend)
-        self.device = captured_graph(launch).replay if launch else self.call
+            captured = entry_points.Captured(self.backend, batch, entry_points.modes()[mode], rows)
+        self.call = partial(replay, self.backend, batch, bs) if replay else captured.replay
+        self.device = captured_graph(captured.in_graph).replay if in_graph else self.call
 
 
 def sides(mode: str) -> dict[str, tuple[tuple, Callable | None]]:
-    """By name: (backend class, multi-step class, the launch that our graphs record), and how the replay is called."""
-    from sglang.srt.layers.attention import nsa_backend as builtin
-
+    """By name: (backend class, multi-step class, whether its work is in the graph), and another way to call the replay."""
     from nsa_backend.backend import NativeSparseAttnBackend
     from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 
-    def recorded(backend: Any) -> Callable:
-        return backend._launch if isinstance(backend, NativeSparseAttnMultiStepBackend) else backend.captured._launch
-
-    ours = (NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend, recorded)
-    theirs = (builtin.NativeSparseAttnBackend, builtin.NativeSparseAttnMultiStepBackend, lambda backend: None)
-    found = {"ours": (ours, None), RELEASED: (theirs, None)}
-    if mode == "draft_decode":
+    theirs = (*entry_points.builtin(), False)
+    found = {"ours": ((NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend, True), None), RELEASED: (theirs, None)}
+    if mode == "draft_decode" and not entry_points.IN_GRAPH:
         found |= {name: (theirs, replay) for name, replay in GENERATIONS.items()}
     return found
 

@@ -22,6 +22,7 @@ from workloads import CASES, WORKLOADS
 
 from nsa_backend.benchmarks import faithful_checkpoint
 from nsa_backend.benchmarks.bench_common import environment
+from nsa_backend.releases import generation_of, installed
 
 BACKENDS = {"ours": "0", "builtin": "1"}
 TIE = 0.0626
@@ -191,7 +192,8 @@ def main() -> int:
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     checkpoint = faithful_checkpoint.write(args.logs / "checkpoint")
-    cases = [c for c in CASES if c.gpus == args.gpus and (not args.cases or c.name in args.cases)]
+    has_v1 = generation_of(installed()).adapter == "nsa"
+    cases = [c for c in CASES if c.gpus == args.gpus and (not args.cases or c.name in args.cases) and (has_v1 or not c.spec_v1)]
     started = time.time()
     results = run_engines(checkpoint, cases, args.backends, args.jobs, args.logs)
     report = report_of(cases, results, args.backends, [], started)

@@ -43,7 +43,16 @@ def engine_arguments(case: Case, checkpoint: str, port: int) -> dict:
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": case.steps + 1,
         }
-    return arguments | case.engine
+    return {_spelled(name): value for name, value in (arguments | case.engine).items()}
+
+
+def _spelled(name: str) -> str:
+    """What the installed generation of SGLang calls an argument of sglang.Engine."""
+    from nsa_backend import host
+
+    if name == "cuda_graph_bs" and "dsa" in host.BACKEND_NAMES:
+        return "cuda_graph_bs_decode"
+    return {"nsa_decode_backend": host.DECODE_ATTRIBUTE, "nsa_prefill_backend": host.PREFILL_ATTRIBUTE}.get(name, name)
 
 
 def run(engine, case: Case) -> dict:

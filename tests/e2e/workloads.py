@@ -29,6 +29,7 @@ def shared_prefix(seed: int = 5) -> list[list[int]]:
 WORKLOADS = {
     # name: list of waves; a wave is one batched generate call
     "8x300": lambda: [prompts(8, 300)],
+    "4x300": lambda: [prompts(4, 300, seed=21), prompts(4, 300, seed=22)],
     "4x3000": lambda: [prompts(4, 3000)],
     "sizes between and above the captured": lambda: [prompts(3, 200, seed=2), prompts(5, 250, seed=3), prompts(12, 90, seed=4)],
     "shared prefix": lambda: [shared_prefix()[:1], shared_prefix()],
@@ -58,12 +59,14 @@ class Case:
     floor_of_all: float = 0.0  # least mean accept length of all requests of the case, over N + 1
     request_floors: dict[str, float] = field(default_factory=dict)  # the same for the worst request
     gpus: int = 1
+    spec_v1: bool = False  # gone from SGLang 0.5.13 on
 
 
 FLOORS = {"8x300": 3.9 / 4, "4x3000": 3.85 / 4}
 FP8_FLOORS = dict.fromkeys(("8x300", "4x3000", "32x300"), 3.8 / 4)
 STANDARD = ("8x300", "4x3000")
 GRID = tuple(f"{batch}x{length}" for batch in (1, 8, 32) for length in (300, 3000))
+BATCHES = tuple(f"{batch}x{length}" for batch in (1, 4, 8) for length in (300, 3000))
 GRID_ENGINE = {"cuda_graph_bs": [1, 2, 4, 8, 16, 32], "max_total_tokens": 131072}
 TWO_GPUS = {"tp_size": 2, "disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
 """All-reduce through NCCL alone: SGLang's fused one asks for NVLink multicast, which not every machine offers."""
@@ -87,6 +90,7 @@ CASES = [
         3,
         (*STANDARD, "sizes between and above the captured"),
         environment={"SGLANG_ENABLE_SPEC_V2": "0"},
+        spec_v1=True,
         floors=FLOORS,
     ),
     Case("n3 without CUDA graphs", 3, STANDARD, engine={"disable_cuda_graph": True}, floors=FLOORS),
@@ -95,6 +99,7 @@ CASES = [
         3,
         ("8x300",),
         environment={"SGLANG_ENABLE_SPEC_V2": "0"},
+        spec_v1=True,
         engine={"disable_cuda_graph": True},
         floors=FLOORS,
     ),
@@ -133,6 +138,7 @@ CASES = [
         engine={"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv", "disable_cuda_graph": True},
         floors=FP8_FLOORS,
     ),
+    Case("batches fa3", 3, BATCHES, floors=dict.fromkeys(BATCHES, 3.9 / 4)),
     Case("grid fa3", 3, GRID, engine=GRID_ENGINE, floors=dict.fromkeys(GRID, 3.9 / 4)),
     Case("grid flashmla_sparse", 3, GRID, decode="flashmla_sparse", engine=GRID_ENGINE, floors=dict.fromkeys(GRID, 3.9 / 4)),
     Case(

@@ -105,13 +105,12 @@ def test_flashmla_kv_on_fp8_pages(heads, rows):
     from dataclasses import replace
     from types import SimpleNamespace
 
-    from sglang.srt.layers.attention.nsa.dequant_k_cache import dequantize_k_cache_paged
-    from sglang.srt.layers.attention.nsa.quant_k_cache import quantize_k_cache_separate
-
     from nsa_backend.attention.common import AttentionConfig
     from nsa_backend.attention.flashmla_kv import FlashMlaKv
     from nsa_backend.attention.torch_reference import TorchSparseAttention
+    from nsa_backend.benchmarks.entry_points import fp8_packing
 
+    quantize_k_cache_separate, dequantize_k_cache_paged = fp8_packing()
     inputs = sparse_case(rows, heads)
     slots = inputs.kv_cache.shape[0]
     used = inputs.topk_slots[inputs.topk_slots >= 0].unique().long()

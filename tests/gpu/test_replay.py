@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nsa_backend import host
+from nsa_backend.benchmarks import entry_points
 from nsa_backend.benchmarks.bench_common import captured_graph
 
 pytestmark = pytest.mark.gpu
@@ -16,16 +18,22 @@ pytestmark = pytest.mark.gpu
 SIZES = (1, 3, 8, 33)
 REPLAYS = 1000
 N, D = 4, 5
+NAMES = {
+    "decode": "DECODE",
+    "target_verify": "TARGET_VERIFY",
+    "draft_extend_v2": "DRAFT_EXTEND_V2",
+    "draft_extend_v1": "DRAFT_EXTEND",
+}
+MODES = {mode: host.ForwardMode[name] for mode, name in NAMES.items() if name in host.ForwardMode.__members__}
+"""What the installed generation captures; spec v1 is gone from 0.5.13 on."""
 
 
 def static_batch(bs: int) -> SimpleNamespace:
-    """The tensors that SGLang's graph runners keep: int32 lengths, int64 slots, int32 accept counts."""
-    return SimpleNamespace(
-        batch_size=bs,
-        seq_lens=torch.ones(bs, dtype=torch.int32, device="cuda"),
-        req_pool_indices=torch.zeros(bs, dtype=torch.int64, device="cuda"),
-        accept=torch.ones(bs, dtype=torch.int32, device="cuda"),
-    )
+    """The tensors that SGLang's graph runners keep, and the accept counts by a short name."""
+    lengths = torch.ones(bs, dtype=torch.int64, device="cuda")
+    batch = entry_points.static_batch(lengths, torch.zeros(bs, dtype=torch.int64, device="cuda"), 1)
+    batch.accept = batch.spec_info.num_accept_tokens
+    return batch
 
 
 def randomise(batch: SimpleNamespace, mode: str, longest: int, pool: int) -> None:
@@ -45,43 +53,30 @@ def randomise(batch: SimpleNamespace, mode: str, longest: int, pool: int) -> Non
 
 def capture_mode(backend, mode: str, batch: SimpleNamespace):
     """Capture through the entry points SGLang calls; returns (plan, replay function)."""
-    from nsa_backend.host import ForwardMode
     from nsa_backend.modes import plan_for
 
-    bs = batch.batch_size
-    forward_mode = {
-        "decode": ForwardMode.DECODE,
-        "target_verify": ForwardMode.TARGET_VERIFY,
-        "draft_extend_v2": ForwardMode.DRAFT_EXTEND_V2,
-        "draft_extend_v1": ForwardMode.DRAFT_EXTEND,
-    }[mode]
+    bs, forward_mode = batch.batch_size, MODES[mode]
     rows = bs if mode == "decode" else bs * D
-    spec_info = SimpleNamespace(num_accept_tokens=batch.accept)
-    backend.init_forward_metadata_capture_cuda_graph(
-        bs, rows, batch.req_pool_indices, batch.seq_lens, None, forward_mode, spec_info
-    )
-    graph = captured_graph(lambda: backend.get_indexer_metadata(0, None))
-    plan = plan_for(forward_mode, bs, rows)
+    captured = entry_points.Captured(backend, batch, forward_mode, rows)
+    graph = captured_graph(captured.in_graph)
 
     def replay():
-        backend.init_forward_metadata_replay_cuda_graph(
-            bs, batch.req_pool_indices, batch.seq_lens, 0, None, forward_mode, spec_info, None
-        )
+        captured.replay()
         graph.replay()
         return [backend.forward_metadata]
 
-    return plan, replay
+    return plan_for(forward_mode, bs, rows), replay
 
 
 def capture_draft(multi_step, batch: SimpleNamespace):
     from nsa_backend.plan import plan_draft_decode
 
-    multi_step.init_forward_metadata_capture_cuda_graph(batch)
-    graph = captured_graph(multi_step._launch)
+    captured = entry_points.CapturedRound(multi_step, batch)
+    graph = captured_graph(captured.in_graph)
     views = [b.forward_metadata for b in multi_step.attn_backends]
 
     def replay():
-        multi_step.init_forward_metadata_replay_cuda_graph(batch, batch.batch_size)
+        captured.replay()
         graph.replay()
         return views
 
@@ -121,7 +116,7 @@ def compare(got: list, plan, batch: SimpleNamespace, req_to_token: torch.Tensor,
                 assert torch.equal(mine, theirs), f"step {step}: {field.name}"
 
 
-@pytest.mark.parametrize("mode", ["decode", "draft_decode", "target_verify", "draft_extend_v2", "draft_extend_v1"])
+@pytest.mark.parametrize("mode", [*MODES, "draft_decode"])
 def test_a_thousand_replays(make_runner, mode):
     from nsa_backend.backend import NativeSparseAttnBackend
     from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
