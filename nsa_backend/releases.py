@@ -22,7 +22,7 @@ class Generation:
 GENERATIONS = (
     Generation(
         "nsa",
-        SpecifierSet(">=0.5.11,<=0.5.12.post1"),
+        SpecifierSet(">=0.5.12,<=0.5.12.post1"),
         "nsa",
         "init_forward_metadata_{capture,replay}_cuda_graph, outside the graph",
     ),
@@ -33,7 +33,11 @@ GENERATIONS = (
         "init_forward_metadata_out_graph before a graph, init_forward_metadata_in_graph inside it",
     ),
 )
-"""The supported range, oldest first. 0.5.13 to 0.5.16 lie between: half of what 0.5.17 offers is elsewhere or missing there."""
+"""The supported range, oldest first.
+
+0.5.13 to 0.5.16 lie between the two: half of what 0.5.17 offers is elsewhere or missing there. 0.5.11 lacks the lengths that
+spec v1's draft-extend is captured with.
+"""
 
 SUPPORTED = " or ".join(str(generation.releases) for generation in GENERATIONS)
 

@@ -1,4 +1,4 @@
-"""SGLang 0.5.11 to 0.5.12.post1: the backend is called nsa and is told of captures and replays one by one.
+"""SGLang 0.5.12 and 0.5.12.post1: the backend is called nsa and is told of captures and replays one by one.
 
 SGLang calls a backend before a capture, never inside one, so the metadata launch is recorded when the first layer of the
 captured forward asks for its indexer metadata, and that of a draft round at the head of `draft_forward`.

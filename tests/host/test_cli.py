@@ -88,7 +88,7 @@ def test_doctor_names_a_wrong_package_and_another_host(monkeypatch):
     monkeypatch.setattr(shared, "version", lambda name: "0.0.1" if name == "sgl-deep-gemm" else real(name))
     monkeypatch.setattr(releases, "version", lambda name: "0.6.0")
     problems = "\n".join(doctor.examine(128)["problems"])
-    assert "it supports SGLang <=0.5.12.post1,>=0.5.11 or <=0.5.23,>=0.5.17 and this is 0.6.0" in problems
+    assert "it supports SGLang <=0.5.12.post1,>=0.5.12 or <=0.5.23,>=0.5.17 and this is 0.6.0" in problems
     assert "sgl-deep-gemm 0.0.1 is installed and SGLang" in problems
 
 
