@@ -26,7 +26,7 @@ def prepare_process() -> None:
         loader._load_architecture_specific_ops = loader._preload_cuda_library = lambda: None
         sys.modules.setdefault("sgl_kernel.load_utils", loader)
     logging.getLogger("sglang").setLevel(logging.ERROR)
-    import sglang.srt.speculative.eagle_worker_v2  # noqa: F401  (the draft loop that the plugin hooks)
+    import sglang.srt.speculative.eagle_worker_v2  # noqa: F401  (SGLang's draft loop)
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -35,21 +35,20 @@ def prepare_process() -> None:
 
 def start_single_rank() -> None:
     """SGLang's parallel state for one process, which its attention code asks for group sizes."""
-    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
+    from sglang.srt.distributed import model_parallel_is_initialized
 
-    if model_parallel_is_initialized():
-        return
-    rendezvous = Path(tempfile.mkdtemp()) / "rendezvous"
-    init_distributed_environment(
-        backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{rendezvous}"
-    )
-    initialize_model_parallel(backend="gloo")
+    from nsa_backend.demo.calls import calls
+
+    if not model_parallel_is_initialized():
+        calls.start_parallel_state(f"file://{Path(tempfile.mkdtemp()) / 'rendezvous'}")
 
 
 def make_runner(
     model_shape, req_to_token_pool, kv_pool, *, num_steps: int, num_draft_tokens: int, is_draft_worker: bool
 ) -> SimpleNamespace:
     """What the backend reads from SGLang's ModelRunner, filled for a model of `model_shape` on the CPU."""
+    from nsa_backend.demo.calls import calls
+
     hf_config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=model_shape.index_topk)
     return SimpleNamespace(
         device="cpu",
@@ -60,21 +59,13 @@ def make_runner(
         token_to_kv_pool=kv_pool,
         model_config=SimpleNamespace(
             hf_config=hf_config,
+            hf_text_config=hf_config,
+            model_is_mrope=False,
             num_attention_heads=model_shape.heads,
             context_len=req_to_token_pool.req_to_token.shape[1],
             kv_lora_rank=model_shape.latent,
             qk_rope_head_dim=model_shape.rope,
             qk_nope_head_dim=model_shape.latent,
         ),
-        server_args=SimpleNamespace(
-            nsa_decode_backend="torch",
-            nsa_prefill_backend="torch",
-            speculative_num_steps=num_steps,
-            speculative_num_draft_tokens=num_draft_tokens,
-            speculative_draft_attention_backend=None,
-            speculative_attention_mode="prefill",
-            decode_attention_backend=None,
-            prefill_attention_backend=None,
-            attention_backend="nsa",
-        ),
+        **calls.publish(num_steps, num_draft_tokens),
     )

@@ -9,6 +9,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
+from nsa_backend.demo.calls import calls
 from nsa_backend.demo.cpu_host import make_runner
 from nsa_backend.demo.model import ModelShape, TinySparseMla
 from nsa_backend.demo.pool import CpuKVPool, PageAllocator
@@ -34,7 +35,7 @@ class Model:
     def __init__(self, engine: Engine, is_draft_worker: bool):
         shape = engine.shape
         self.pool = CpuKVPool(engine.num_pages, shape.latent + shape.rope, shape.index_dim)
-        self.net = TinySparseMla(shape, self.pool, RadixAttention)
+        self.net = TinySparseMla(shape, self.pool, RadixAttention, calls.attention_backend)
         self.runner = make_runner(
             shape,
             engine.req_to_token_pool,
@@ -46,7 +47,8 @@ class Model:
         self.backend = create_backend(self.runner)
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        return self.net.forward(batch.input_ids, batch.positions, batch)
+        with calls.running(self.backend):
+            return self.net.forward(batch.input_ids, batch.positions, batch)
 
 
 class Engine:
@@ -90,9 +92,7 @@ class Engine:
             seq_lens_sum=int(seq_lens.sum()),
             out_cache_loc=out_cache_loc,
             positions=positions,
-            req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool=model.pool,
-            attn_backend=model.backend,
+            **calls.batch_fields(model),
             **fields,
         )
 
@@ -130,34 +130,31 @@ def decode_plain(engine: Engine, max_new_tokens: int) -> list[list[int]]:
     """One token a step through a captured decode graph."""
     target, bs = engine.target, engine.padded
     tokens = [engine.prefill(target, engine.prompts).argmax(-1)]
-    seq_lens = torch.ones(bs, dtype=torch.int32)  # the runner's static buffer
+    seq_lens = torch.ones(bs, dtype=calls.LENGTHS_DTYPE)  # the runner's static buffer
     batch = engine.batch(ForwardMode.DECODE, target, torch.zeros(bs).long(), torch.zeros(bs).long(), seq_lens, None)
     batch.out_cache_loc = torch.zeros(bs, dtype=torch.long)
-    graph = capture(target, batch, bs)
+    graph = capture(target, batch)
     length = torch.tensor([len(p) for p in engine.prompts])
     for _ in range(max_new_tokens - 1):
         batch.input_ids[: engine.num_requests] = tokens[-1]
         batch.positions[: engine.num_requests] = length
         seq_lens.copy_(engine.pad(length + 1, 1))
         batch.out_cache_loc.copy_(engine.locations(engine.pad(length, 0), 1))
-        tokens.append(replay(target, graph, batch, bs)[: engine.num_requests].argmax(-1))
+        tokens.append(replay(target, graph, batch)[: engine.num_requests].argmax(-1))
         length = length + 1
     return torch.stack(tokens, 1).tolist()
 
 
-def capture(model: Model, batch: ForwardBatch, rows: int) -> CpuGraph:
-    model.backend.init_cuda_graph_state(batch.batch_size, rows)
+def capture(model: Model, batch: ForwardBatch) -> CpuGraph:
+    model.backend.init_cuda_graph_state(batch.batch_size, len(batch.positions))
 
-    def arm() -> None:
-        model.backend.init_forward_metadata_capture_cuda_graph(
-            batch.batch_size, rows, batch.req_pool_indices, batch.seq_lens, None, batch.forward_mode, None
-        )
+    def forward() -> torch.Tensor:
+        calls.at_graph_head(model.backend, batch)
+        return model.run(batch)
 
-    return CpuGraph(arm, lambda: model.run(batch))
+    return CpuGraph(lambda: calls.before_capture(model.backend, batch), forward)
 
 
-def replay(model: Model, graph: CpuGraph, batch: ForwardBatch, rows: int) -> torch.Tensor:
-    model.backend.init_forward_metadata_replay_cuda_graph(
-        batch.batch_size, batch.req_pool_indices, batch.seq_lens, 0, None, batch.forward_mode, None, batch.seq_lens
-    )
+def replay(model: Model, graph: CpuGraph, batch: ForwardBatch) -> torch.Tensor:
+    calls.before_replay(model.backend, batch)
     return graph.replay()

@@ -8,6 +8,7 @@ positions. So every draft must be accepted, as long as a draft attends to what i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,15 +28,15 @@ class ModelShape:
 
 
 class TinySparseMla:
-    """The weights and the forward pass; KV lives in `pool`, metadata in the attention backend of the batch."""
+    """The weights and the forward pass; KV lives in `pool`, metadata in `attention_backend(batch)`."""
 
-    def __init__(self, shape: ModelShape, pool, radix_attention, seed: int = 0):
+    def __init__(self, shape: ModelShape, pool, radix_attention, attention_backend: Callable, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*size: int) -> torch.Tensor:
             return torch.randn(*size, generator=generator) / math.sqrt(size[-1])
 
-        self.shape, self.pool = shape, pool
+        self.shape, self.pool, self.attention_backend = shape, pool, attention_backend
         self.embed = torch.randn(shape.vocab, shape.hidden, generator=generator)
         self.to_latent = normal(shape.latent, shape.hidden)
         self.to_query = 0.1 * normal(shape.heads * shape.latent, shape.hidden)
@@ -69,7 +70,7 @@ class TinySparseMla:
 
     def _index(self, input_ids: torch.Tensor, positions: torch.Tensor, batch) -> torch.Tensor:
         """Lightning indexer: a token's score falls with its distance and rises with its own interest."""
-        metadata = batch.attn_backend.get_indexer_metadata(0, batch)
+        metadata = self.attention_backend(batch).get_indexer_metadata(0, batch)
         one = torch.ones(len(positions))
         keys = torch.stack([positions.float(), one, self.interest[input_ids]], dim=1)
         query = torch.stack([one, -positions.float(), one], dim=1)

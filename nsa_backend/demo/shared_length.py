@@ -9,7 +9,7 @@ from nsa_backend.plan import MetadataPlan, plan_decode
 
 
 class SharedLengthMultiStepBackend(NativeSparseAttnMultiStepBackend):
-    """What SGLang 0.5.12.post1 gives its draft steps; a draft token sees neither itself nor the drafts before it."""
+    """What SGLang gives its draft steps (to 0.5.23 at least); a draft token sees neither itself nor the drafts before it."""
 
     def plan(self, num_requests: int) -> MetadataPlan:
         return plan_decode(num_requests)

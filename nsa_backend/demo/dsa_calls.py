@@ -1,0 +1,117 @@
+"""Calls of SGLang 0.5.17 to 0.5.23: one outside a graph, one inside it; backend and options stand in process-wide contexts."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context, get_attn_backend
+from sglang.srt.runtime_context import get_context
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+LENGTHS_DTYPE = torch.int64
+
+
+def publish(num_steps: int, num_draft_tokens: int) -> dict[str, Any]:
+    """Options are published for the whole process: a dummy model's, which SGLang resolves without a checkpoint or a GPU."""
+    server_args = (
+        get_context()
+        .override_server_args(
+            attention_backend="dsa",
+            dsa_decode_backend="torch",
+            dsa_prefill_backend="torch",
+            speculative_num_steps=num_steps,
+            speculative_num_draft_tokens=num_draft_tokens,
+            speculative_attention_mode="prefill",
+        )
+        .install()
+    )
+    return {"server_args": server_args, "draft_attention_backend": None}
+
+
+def start_parallel_state(rendezvous: str) -> None:
+    publish(1, 2)  # group sizes are read from the published options
+    init_distributed_environment(backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=rendezvous)
+    initialize_model_parallel(backend="gloo")
+
+
+def draft_factory(runner: Any, num_steps: int) -> DraftBackendFactory:
+    """Some of these releases give it the server arguments too."""
+    takes_options = "server_args" in inspect.signature(DraftBackendFactory).parameters
+    options = {"server_args": runner.server_args} if takes_options else {}
+    return DraftBackendFactory(**options, draft_model_runner=runner, topk=1, speculative_num_steps=num_steps)
+
+
+def batch_fields(model: Any) -> dict[str, Any]:
+    """A batch knows neither pools nor backend."""
+    return {}
+
+
+def attention_backend(batch: ForwardBatch) -> Any:
+    return get_attn_backend()
+
+
+def running(backend: Any) -> contextlib.AbstractContextManager:
+    """What SGLang's model runner puts around every forward."""
+    return forward_context(ForwardContext(attn_backend=backend))
+
+
+def before_capture(backend: Any, batch: ForwardBatch) -> None:
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+
+def at_graph_head(backend: Any, batch: ForwardBatch) -> None:
+    backend.init_forward_metadata_in_graph(batch)
+
+
+def before_replay(backend: Any, batch: ForwardBatch) -> None:
+    """SGLang hands a view of the static buffers over, no batch, and may leave the lengths off the host."""
+    view = SimpleNamespace(
+        batch_size=batch.batch_size,
+        forward_mode=batch.forward_mode,
+        seq_lens=batch.seq_lens,
+        req_pool_indices=batch.req_pool_indices,
+        seq_lens_cpu=None,
+        seq_lens_sum=None,
+    )
+    backend.init_forward_metadata_out_graph(view)
+
+
+def before_round_capture(backend: Any, batch: ForwardBatch) -> None:
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+
+def at_round_head(backend: Any, batch: ForwardBatch) -> None:
+    backend.init_forward_metadata_in_graph(batch)
+
+
+def before_round_replay(backend: Any, batch: ForwardBatch) -> None:
+    """Where nothing was padded, SGLang's batch has the live tensors and not those that the graph reads."""
+    live = {"seq_lens": batch.seq_lens.clone(), "req_pool_indices": batch.req_pool_indices.clone(), "seq_lens_cpu": None}
+    backend.init_forward_metadata_out_graph(SimpleNamespace(**vars(batch) | live))
+
+
+def worker_fields(num_requests: int, num_steps: int) -> dict[str, Any]:
+    """The parents and the order of one chain of drafts do not depend on the drafts: SGLang allocates them once."""
+    order = torch.arange(num_steps).expand(num_requests, num_steps)
+    return {
+        "_topk1_parents_prealloc": order - 1,
+        "_topk1_score_indices_prealloc": order,
+        "index_share_for_mtp_iteration": False,
+        "seed_dsa_topk_from_draft_extend": False,
+    }
+
+
+def step_batch(batch: ForwardBatch) -> ForwardBatch:
+    """Every draft step goes through SGLang's eager runner, which copies the batch into static buffers of its own.
+
+    `draft_forward` gives a step every N-th location of a request-major vector, and SGLang's KV writer reads locations as if
+    they were dense. That copy alone makes them dense: without it, all requests but the first would write to wrong slots.
+    """
+    return replace(batch, out_cache_loc=batch.out_cache_loc.contiguous())

@@ -1,0 +1,96 @@
+"""Calls of SGLang 0.5.11 to 0.5.12.post1: captures and replays are announced one by one, batches carry pools and backend."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+LENGTHS_DTYPE = torch.int32
+
+
+def publish(num_steps: int, num_draft_tokens: int) -> dict[str, Any]:
+    """Options stand in the server arguments that every model runner has."""
+    return {
+        "server_args": SimpleNamespace(
+            nsa_decode_backend="torch",
+            nsa_prefill_backend="torch",
+            speculative_num_steps=num_steps,
+            speculative_num_draft_tokens=num_draft_tokens,
+            speculative_draft_attention_backend=None,
+            speculative_attention_mode="prefill",
+            decode_attention_backend=None,
+            prefill_attention_backend=None,
+            attention_backend="nsa",
+        )
+    }
+
+
+def start_parallel_state(rendezvous: str) -> None:
+    init_distributed_environment(backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=rendezvous)
+    initialize_model_parallel(backend="gloo")
+
+
+def draft_factory(runner: Any, num_steps: int) -> DraftBackendFactory:
+    return DraftBackendFactory(runner.server_args, runner, 1, num_steps)
+
+
+def batch_fields(model: Any) -> dict[str, Any]:
+    """A batch says where its KV is and which backend it runs on."""
+    runner = model.runner
+    return {
+        "req_to_token_pool": runner.req_to_token_pool,
+        "token_to_kv_pool": runner.token_to_kv_pool,
+        "attn_backend": model.backend,
+    }
+
+
+def attention_backend(batch: ForwardBatch) -> Any:
+    return batch.attn_backend
+
+
+def running(backend: Any) -> contextlib.AbstractContextManager:
+    """Nothing to set: the batch knows its backend."""
+    return contextlib.nullcontext()
+
+
+def before_capture(backend: Any, batch: ForwardBatch) -> None:
+    backend.init_forward_metadata_capture_cuda_graph(
+        batch.batch_size, len(batch.positions), batch.req_pool_indices, batch.seq_lens, None, batch.forward_mode, None
+    )
+
+
+def at_graph_head(backend: Any, batch: ForwardBatch) -> None:
+    """SGLang calls nothing inside a graph; the first layer that asks for its metadata launches them."""
+
+
+def before_replay(backend: Any, batch: ForwardBatch) -> None:
+    backend.init_forward_metadata_replay_cuda_graph(
+        batch.batch_size, batch.req_pool_indices, batch.seq_lens, 0, None, batch.forward_mode, None, batch.seq_lens
+    )
+
+
+def before_round_capture(backend: Any, batch: ForwardBatch) -> None:
+    backend.init_forward_metadata_capture_cuda_graph(batch)
+
+
+def at_round_head(backend: Any, batch: ForwardBatch) -> None:
+    """The plugin's hook of `draft_forward` launches the metadata of the round."""
+
+
+def before_round_replay(backend: Any, batch: ForwardBatch) -> None:
+    backend.init_forward_metadata_replay_cuda_graph(batch, batch.batch_size)
+
+
+def worker_fields(num_requests: int, num_steps: int) -> dict[str, Any]:
+    return {}
+
+
+def step_batch(batch: ForwardBatch) -> ForwardBatch:
+    """The model gets the batch that `draft_forward` has written to."""
+    return batch
