@@ -1,8 +1,10 @@
 """Device functions of one draft step: lengths, prefix sums, ragged rows and DeepGEMM's paged-MQA schedule.
 
-The schedule rule is DeepGEMM's (deep_gemm/include/deep_gemm/scheduler/paged_mqa_logits.cuh): with P the inclusive prefix sum
-of ceil(len / SPLIT_KV) and T its last value, SM m starts at segment g = m * (T // num_sms) + min(m, T % num_sms), which lies
-in row q = #{P <= g}, split g - P[q - 1].
+The schedule rule is DeepGEMM's: with P the inclusive prefix sum of ceil(len / SPLIT_KV), T its last value and r = T % num_sms,
+SM m starts at segment g = m * (T // num_sms) + e, which lies in row q = #{P <= g}, split g - P[q - 1]. The r SMs that get one
+segment more are the first ones in release 0.1.0, e = min(m, r), by deep_gemm/include/deep_gemm/scheduler/paged_mqa_logits.cuh.
+From 0.1.5 on they are the last ones, e = max(0, m - (num_sms - r)), by sm90_paged_mqa_logits.cuh beside it: an SM without work
+then starts at row 0, whose length its kernel reads, and no longer past the last row.
 """
 
 from __future__ import annotations
@@ -133,9 +135,12 @@ def write_schedule(
     row_search_steps,
     NUM_SMS: tl.constexpr,
     SM_BLOCK: tl.constexpr,
+    SURPLUS_LAST: tl.constexpr,
 ):
     sm = tl.arange(0, SM_BLOCK)
-    first = sm * (segments // NUM_SMS) + tl.minimum(sm, segments % NUM_SMS)
+    surplus = segments % NUM_SMS
+    extra = tl.maximum(sm - (NUM_SMS - surplus), 0) if SURPLUS_LAST else tl.minimum(sm, surplus)
+    first = sm * (segments // NUM_SMS) + extra
     row, before = _count_ends_up_to(segment_ends_ptr, first, num_rows, row_search_steps)
     wanted = sm <= NUM_SMS
     tl.store(schedule_ptr + 2 * sm, row, mask=wanted)

@@ -80,6 +80,7 @@ def metadata_kernel(
     SPLIT_KV: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
+    SURPLUS_LAST: tl.constexpr,
 ):
     step = tl.program_id(0)
     if step < NUM_STEPS:
@@ -126,6 +127,7 @@ def metadata_kernel(
                 row_search_steps,
                 NUM_SMS=NUM_SMS,
                 SM_BLOCK=SM_BLOCK,
+                SURPLUS_LAST=SURPLUS_LAST,
             )
     else:
         table_program = step - NUM_STEPS
@@ -162,6 +164,7 @@ def write_metadata(
     req_to_token: torch.Tensor,
     index_topk: int,
     extend_lens: torch.Tensor | None = None,
+    surplus_last: bool = False,
 ) -> None:
     """Write every field of `plan` into `buffers` with one launch on the current stream; allocates and synchronises nothing.
 
@@ -173,6 +176,8 @@ def write_metadata(
         req_to_token: int32 [pool, width], rows contiguous; KV slot of every token.
         index_topk: tokens the sparse attention keeps.
         extend_lens: int32 or int64 [num_requests], contiguous; rows of each request, for a ragged plan only.
+        surplus_last: whether the schedule gives the segments that do not divide evenly to the last SMs, as DeepGEMM does from
+            0.1.5 on, or to the first.
 
     Raises:
         ValueError: a tensor has another shape, dtype, device or layout, or `buffers` is too small.
@@ -223,5 +228,6 @@ def write_metadata(
         SPLIT_KV=SCHEDULE_SPLIT_KV,
         ROW_BLOCK=ROW_BLOCK,
         COLUMN_BLOCK=COLUMN_BLOCK,
+        SURPLUS_LAST=surplus_last,
         num_warps=NUM_WARPS,
     )

@@ -20,6 +20,7 @@ def write_metadata_torch(
     req_to_token: torch.Tensor,
     index_topk: int,
     extend_lens: torch.Tensor | None = None,
+    surplus_last: bool = False,
 ) -> None:
     """Write every field of `plan` into `buffers`; arguments as `metadata.write_metadata` takes them."""
     requests, rows = plan.num_requests, plan.num_rows
@@ -42,7 +43,7 @@ def write_metadata_torch(
         buffers.nsa_cu_seqlens_k[step, : rows + 1] = _exclusive_sum(clipped)
         buffers.segment_ends[step, :rows] = torch.cumsum((lens + SCHEDULE_SPLIT_KV - 1) // SCHEDULE_SPLIT_KV, 0)
         if buffers.schedule is not None:
-            buffers.schedule[step] = paged_mqa_schedule(lens, buffers.schedule.shape[1] - 1)
+            buffers.schedule[step] = paged_mqa_schedule(lens, buffers.schedule.shape[1] - 1, surplus_last)
 
     table_lens = (seq_lens + plan.table_offset).clamp(1, max_len)
     for request in range(requests):
@@ -53,16 +54,17 @@ def write_metadata_torch(
         buffers.real_page_table[:rows][request_of_row == request, : pages.shape[0]] = pages
 
 
-def paged_mqa_schedule(lens: torch.Tensor, num_sms: int) -> torch.Tensor:
+def paged_mqa_schedule(lens: torch.Tensor, num_sms: int, surplus_last: bool = False) -> torch.Tensor:
     """DeepGEMM's schedule, int32 [num_sms + 1, 2], of rows with lengths `lens` [num_rows].
 
-    Row m is (query row, split) where SM m starts; the rule is that of
-    deep_gemm/include/deep_gemm/scheduler/paged_mqa_logits.cuh with one query token a row.
+    Row m is (query row, split) where SM m starts; `nsa_backend.kernels.lengths` has the rule and its two releases.
     """
     ends = torch.cumsum((lens.long() + SCHEDULE_SPLIT_KV - 1) // SCHEDULE_SPLIT_KV, 0)
     total = int(ends[-1]) if len(ends) else 0
     sm = torch.arange(num_sms + 1, device=lens.device)
-    first = sm * (total // num_sms) + sm.clamp(max=total % num_sms)
+    surplus = total % num_sms
+    extra = (sm - (num_sms - surplus)).clamp(min=0) if surplus_last else sm.clamp(max=surplus)
+    first = sm * (total // num_sms) + extra
     row = torch.searchsorted(ends, first, right=True)
     padded = torch.cat([ends.new_zeros(1), ends])
     return torch.stack([row, first - padded[row]], dim=1).to(torch.int32)

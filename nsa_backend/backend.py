@@ -19,6 +19,7 @@ from nsa_backend.kernels.topk_slots import topk_slots
 from nsa_backend.metadata import NSAMetadata
 from nsa_backend.modes import is_paged
 from nsa_backend.queries import pad_rows, rope_in_fp8, sparse_inputs
+from nsa_backend.schedule_check import check_schedule
 from nsa_backend.topk import SglTopK, TorchTopK
 from nsa_backend.writer import MetadataWriter
 
@@ -37,6 +38,8 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         """
         super().__init__()
         self.config = BackendConfig.from_runner(model_runner)
+        if self.config.num_sms:
+            check_schedule(self.config.num_sms, self.config.surplus_last)
         self.writer = MetadataWriter(self.config, model_runner.req_to_token_pool.req_to_token)
         # Read by SGLang's models, forward context and draft workers.
         self.kv_cache_dtype = model_runner.kv_cache_dtype

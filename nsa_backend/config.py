@@ -26,6 +26,7 @@ class BackendConfig:
     num_draft_tokens: int  # D; 0 without speculative decoding
     num_sms: int  # DeepGEMM's; 0 without a GPU
     num_kv_slots: int  # tokens the KV pool has memory for
+    surplus_last: bool = False  # which SMs DeepGEMM gives a segment more, see kernels/lengths.py
 
     @classmethod
     def from_runner(cls, runner: host.ModelRunner) -> BackendConfig:
@@ -73,6 +74,7 @@ class BackendConfig:
             num_draft_tokens=settings.num_draft_tokens,
             num_sms=host.deep_gemm_num_sms() if device.type == "cuda" else 0,
             num_kv_slots=runner.token_to_kv_pool.size + runner.page_size,
+            surplus_last=host.SCHEDULE_SURPLUS_LAST,
         )
 
     def build_decode(self) -> SparseAttention:

@@ -81,4 +81,5 @@ class MetadataWriter:
             req_to_token=self.req_to_token,
             index_topk=self.config.attention.index_topk,
             extend_lens=extend_lens,
+            surplus_last=self.config.surplus_last,
         )

@@ -25,6 +25,7 @@ class Batch:
     req_to_token: np.ndarray  # int32 [pool, width]
     index_topk: int
     num_sms: int  # 0: no schedule
+    surplus_last: bool = False  # which SMs get a segment more
     num_steps: int = 3  # N
     num_draft_tokens: int = 4  # D
     extend_lens: list[int] = field(default_factory=list)
@@ -61,12 +62,13 @@ def table_lengths(batch: Batch) -> list[int]:
     return [length + reach for length in batch.seq_lens]
 
 
-def schedule(lengths: list[int], num_sms: int) -> np.ndarray:
-    """DeepGEMM's schedule by walking over all segments one by one."""
+def schedule(lengths: list[int], num_sms: int, surplus_last: bool = False) -> np.ndarray:
+    """DeepGEMM's schedule by walking over all segments one by one; the surplus goes to the last SMs or to the first."""
     segments = [(row, split) for row, length in enumerate(lengths) for split in range(-(-length // SPLIT_KV))]
     segments.append((len(lengths), 0))
     share, rest = divmod(len(segments) - 1, num_sms)
-    first = [sm * share + min(sm, rest) for sm in range(num_sms + 1)]
+    takes = [share + (sm >= num_sms - rest if surplus_last else sm < rest) for sm in range(num_sms)]
+    first = np.cumsum([0, *takes])
     return np.array([segments[g] for g in first], dtype=np.int32)
 
 
@@ -89,7 +91,7 @@ def expected_buffers(batch: Batch, shapes: dict[str, tuple[int, ...]]) -> dict[s
         out["seqlens_expanded"][step, : len(rows)] = lengths
         out["segment_ends"][step, : len(rows)] = np.cumsum([-(-length // SPLIT_KV) for length in lengths])
         if batch.num_sms:
-            out["schedule"][step] = schedule(lengths, batch.num_sms)
+            out["schedule"][step] = schedule(lengths, batch.num_sms, batch.surplus_last)
     _expect_tables(batch, out, [clamp(length) for length in table_lengths(batch)])
     return out
 

@@ -31,6 +31,7 @@ ADAPTER_NAMES = (
     "PREFILL_OPTION",
     "REFUSED_OPTIONS",
     "REFUSED_VALUES",
+    "SCHEDULE_SURPLUS_LAST",
     "attention_tp_size",
     "dense_prefill_limit",
     "dequantize_k_cache_paged",

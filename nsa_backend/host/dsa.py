@@ -54,6 +54,9 @@ DECODE_OPTION, PREFILL_OPTION = "--dsa-decode-backend", "--dsa-prefill-backend"
 ALIASES = {"--nsa-decode-backend": DECODE_ATTRIBUTE, "--nsa-prefill-backend": PREFILL_ATTRIBUTE}
 """Options of older releases, which 0.5.20 dropped, to the attributes they set."""
 
+SCHEDULE_SURPLUS_LAST = True
+"""DeepGEMM from 0.1.5 on gives the last SMs one segment more."""
+
 REFUSED_OPTIONS = {
     "enable_prefill_cp": "--enable-prefill-cp",
     "enable_dsa_prefill_context_parallel": "--enable-dsa-prefill-context-parallel",

@@ -60,6 +60,9 @@ BACKEND_NAMES = ("nsa",)
 DECODE_ATTRIBUTE, PREFILL_ATTRIBUTE = "nsa_decode_backend", "nsa_prefill_backend"
 DECODE_OPTION, PREFILL_OPTION = "--nsa-decode-backend", "--nsa-prefill-backend"
 
+SCHEDULE_SURPLUS_LAST = False
+"""DeepGEMM 0.1.0 gives the first SMs one segment more."""
+
 REFUSED_OPTIONS = {
     "enable_nsa_prefill_context_parallel": "--enable-nsa-prefill-context-parallel",
     "enforce_piecewise_cuda_graph": "--enforce-piecewise-cuda-graph",

@@ -14,7 +14,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ __all__ = [
     "Takeover",
     "count_draft_extend_in_tokens",
     "deep_gemm_num_sms",
+    "deep_gemm_schedule",
     "device_sm",
     "flashinfer_workspace_bytes",
     "hook",
@@ -46,6 +47,9 @@ WAY_BACK = "set NSA_BACKEND_DISABLE=1 to serve with SGLang's built-in backend"
 FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 CHECK = "sglang.srt.server_args.ServerArgs.check_server_args"
 EXTEND_RUNNER = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.__init__"
+
+_HOOKED: set[str] = set()
+"""What `hook` has wrapped in this process."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +75,19 @@ class Takeover:
 
 
 def hook(target: str, function: Callable, kind: HookType) -> None:
-    """Hook `target`, a dotted path, through SGLang's registry at once; raises RuntimeError where that did not take.
+    """Hook `target`, a dotted path, now and only once; raises RuntimeError where that did not take.
 
-    The registry logs a failure and goes on, which would leave the built-in backend serving in part.
+    SGLang's registry logs a failure and goes on, which would leave the built-in backend serving in part. It also patches a
+    target once, so applying it while plugins are being loaded would shut out what the plugins after this one register
+    (0.5.12 to 0.5.23): its wrapper is used here, and its list left alone.
     """
-    HookRegistry.register(target, function, kind)
-    HookRegistry.apply_hooks()
-    if target not in HookRegistry._patched:
-        raise RuntimeError(f"nsa_backend could not hook {target}, and the log above says why; to go on without it, {WAY_BACK}")
+    if target in _HOOKED:
+        return
+    try:
+        HookRegistry._apply_target(target, [(kind, function, HookSource("nsa_backend", "sglang-nsa-backend"))])
+    except Exception as error:
+        raise RuntimeError(f"nsa_backend could not hook {target}: {error}; to go on without it, {WAY_BACK}") from error
+    _HOOKED.add(target)
 
 
 def register_under(names: tuple[str, ...], create_backend: Callable) -> None:
@@ -106,8 +115,7 @@ def count_draft_extend_in_tokens(ours: Takeover, sizes_in_tokens: Callable) -> N
         with sizes_in_tokens((speculative_num_steps or worker.speculative_num_steps) + 1):
             original(runner, worker, **passed)
 
-    if EXTEND_RUNNER not in HookRegistry._hooks:
-        hook(EXTEND_RUNNER, build, HookType.AROUND)
+    hook(EXTEND_RUNNER, build, HookType.AROUND)
 
 
 @functools.cache
@@ -140,6 +148,13 @@ def deep_gemm_num_sms() -> int:
     import deep_gemm
 
     return deep_gemm.get_num_sms()
+
+
+def deep_gemm_schedule(lens: torch.Tensor) -> torch.Tensor:
+    """DeepGEMM's own schedule, int32 [num_sms + 1, 2], of rows with lengths `lens`, int32 [rows] on the GPU."""
+    import deep_gemm
+
+    return deep_gemm.get_paged_mqa_logits_metadata(lens[:, None].contiguous(), 64, deep_gemm.get_num_sms())
 
 
 def is_rocm() -> bool:

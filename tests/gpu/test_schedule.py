@@ -3,19 +3,19 @@
 import pytest
 import torch
 
+from nsa_backend import host
+
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("longest", [1, 256, 257, 5000, 163_840])
 @pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 127, 128, 129, 256, 500, 777, 1024])
 def test_schedule_equals_deep_gemm(rows, longest):
-    import deep_gemm
-
     from nsa_backend import plan as plans
     from nsa_backend.buffers import MetadataBuffers
     from nsa_backend.kernels.metadata import write_metadata
 
-    num_sms = deep_gemm.get_num_sms()
+    num_sms = host.deep_gemm_num_sms()
     plan = plans.plan_decode(rows)
     buffers = MetadataBuffers.allocate(plan, table_width=longest, num_sms=num_sms, device="cuda")
     req_to_token = torch.zeros(1, longest, dtype=torch.int32, device="cuda")
@@ -25,6 +25,16 @@ def test_schedule_equals_deep_gemm(rows, longest):
         lens = torch.randint(1, longest + 1, (rows,), generator=generator, device="cuda")
         if seed % 3 == 0:
             lens = torch.where(torch.rand(rows, generator=generator, device="cuda") < 0.9, 1, lens)
-        write_metadata(plan, buffers, seq_lens=lens, req_pool_indices=slots, req_to_token=req_to_token, index_topk=2048)
-        want = deep_gemm.get_paged_mqa_logits_metadata(lens.to(torch.int32)[:, None], 64, num_sms)
-        assert torch.equal(buffers.schedule[0], want)
+        write_metadata(
+            plan, buffers, seq_lens=lens, req_pool_indices=slots, req_to_token=req_to_token, index_topk=2048,
+            surplus_last=host.SCHEDULE_SURPLUS_LAST,
+        )  # fmt: skip
+        assert torch.equal(buffers.schedule[0], host.deep_gemm_schedule(lens.to(torch.int32)))
+
+
+def test_another_rule_is_refused_at_start():
+    from nsa_backend.schedule_check import check_schedule
+
+    check_schedule(host.deep_gemm_num_sms(), host.SCHEDULE_SURPLUS_LAST)
+    with pytest.raises(ValueError, match="divides paged-MQA work in a way that nsa_backend does not know"):
+        check_schedule(host.deep_gemm_num_sms(), not host.SCHEDULE_SURPLUS_LAST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -62,6 +63,7 @@ def run_and_compare(
         req_to_token=torch.from_numpy(batch.req_to_token).to(device),
         index_topk=batch.index_topk,
         extend_lens=torch.tensor(batch.extend_lens, dtype=other_dtype or dtype, device=device) if plan.ragged else None,
+        surplus_last=batch.surplus_last,
     )
     got = {name: t.cpu().numpy() for name, t in vars(buffers).items() if t is not None}
     want = expected_buffers(batch, {name: array.shape for name, array in got.items()})
@@ -101,6 +103,7 @@ def batches(draw, mode: str, longest: int = 700) -> Batch:
         req_to_token=pool,
         index_topk=draw(st.sampled_from([16, lengths[0], lengths[0] + 1, 2048])),
         num_sms=draw(st.sampled_from([0, 1, 78, 132])),
+        surplus_last=draw(st.booleans()),
         num_steps=n,
         num_draft_tokens=d,
         extend_lens=extend if mode == "draft_extend_v1" else [],
@@ -165,7 +168,7 @@ def test_schedule_of_many_rows(device, rows, longest):
     pages = -(-longest // 64)
     wide = torch.zeros(1, pages * 64, dtype=torch.int32, device=device).expand(rows, -1)
     buffers = replace(buffers, page_table_1=wide, real_page_table=wide[:, :pages])
-    for writer in WRITERS.values():
+    for writer, surplus_last in itertools.product(WRITERS.values(), (False, True)):
         buffers.schedule.fill_(POISON)
         writer(
             plan,
@@ -174,8 +177,9 @@ def test_schedule_of_many_rows(device, rows, longest):
             req_pool_indices=torch.zeros(rows, dtype=torch.int64, device=device),
             req_to_token=torch.zeros(1, longest, dtype=torch.int32, device=device),
             index_topk=2048,
+            surplus_last=surplus_last,
         )
-        np.testing.assert_array_equal(buffers.schedule[0].cpu().numpy(), schedule(lengths, 132))
+        np.testing.assert_array_equal(buffers.schedule[0].cpu().numpy(), schedule(lengths, 132, surplus_last))
 
 
 def test_empty_batch(device):
