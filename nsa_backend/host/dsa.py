@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.configs import model_config
 from sglang.srt.configs.model_config import get_dsa_index_topk as index_topk
 from sglang.srt.configs.model_config import is_deepseek_dsa as is_sparse_model
 from sglang.srt.environ import envs
@@ -28,6 +27,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.server_args import ServerArgs
 
 from nsa_backend.faults import located
+from nsa_backend.host.dsa_refusals import REFUSED_OPTIONS, REFUSED_VALUES, environment_problems, model_problem
 from nsa_backend.host.shared import (
     CHECK,
     FACTORY,
@@ -46,7 +46,16 @@ if TYPE_CHECKING:
 
     from nsa_backend.indexer import IndexerMetadata
 
-__all__ = ["BaseIndexerMetadata", "index_topk", "is_sparse_model", "pad_cache_seqlens"]
+__all__ = [
+    "REFUSED_OPTIONS",
+    "REFUSED_VALUES",
+    "BaseIndexerMetadata",
+    "environment_problems",
+    "index_topk",
+    "is_sparse_model",
+    "model_problem",
+    "pad_cache_seqlens",
+]
 
 BACKEND_NAMES = ("dsa", "nsa")
 DECODE_ATTRIBUTE, PREFILL_ATTRIBUTE = "dsa_decode_backend", "dsa_prefill_backend"
@@ -56,32 +65,6 @@ ALIASES = {"--nsa-decode-backend": DECODE_ATTRIBUTE, "--nsa-prefill-backend": PR
 
 SCHEDULE_SURPLUS_LAST = True
 """DeepGEMM from 0.1.5 on gives the last SMs one segment more."""
-
-REFUSED_OPTIONS = {
-    "enable_prefill_cp": "--enable-prefill-cp",
-    "enable_dsa_prefill_context_parallel": "--enable-dsa-prefill-context-parallel",
-    "enable_dsa_cache_layer_split": "--enable-dsa-cache-layer-split",
-    "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
-    "enable_cp_decode_attn_tp": "--enable-cp-decode-attn-tp",
-    "enable_unified_memory": "--enable-unified-memory",
-    "enable_page_major_kv_layout": "--enable-page-major-kv-layout",
-    "speculative_adaptive": "--speculative-adaptive",
-}
-"""Attributes of ServerArgs to options that this generation alone has and that must be off; a release need not have all."""
-
-REFUSED_VALUES = {
-    "dcp_size": ("--dcp-size", (None, 1)),
-    "dsa_topk_backend": ("--dsa-topk-backend", (None, "sgl-kernel")),
-    "speculative_dsa_topk_backend": ("--speculative-dsa-topk-backend", (None, "sgl-kernel")),
-    "dsa_paged_mqa_logits_backend": ("--dsa-paged-mqa-logits-backend", (None, "auto", "deepgemm")),
-}
-"""Attributes to the option and the values that are served."""
-
-REFUSED_ENVIRONMENT = {
-    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "a second stream would refill the lengths that the draft graph is still reading",
-    "SGLANG_ENABLE_METADATA_GLUE_GRAPH": "there is no eager preparation to capture: the graph writes its own metadata",
-}
-"""Switches of SGLang that must be off, and why."""
 
 
 class BackendEntryPoints(AttentionBackend):
@@ -166,31 +149,6 @@ def served_backends(server_args: ServerArgs) -> tuple[str, str]:
     """Attention backends of (prefill, decode)."""
     args = resolved(server_args)
     return args.prefill_attention_backend or args.attention_backend, args.decode_attention_backend or args.attention_backend
-
-
-def model_problem(hf_config: Any, speculative: bool) -> str | None:
-    """What a sparse model asks of its backend that this one does not do, or None."""
-    if getattr(model_config, "get_dsa_index_kpool", lambda config: 1)(hf_config) > 1:
-        return "its indexer pools keys (index_kpool), and page tables here are made for one key a token"
-    if getattr(hf_config, "qk_rope_head_dim", 64) == 0:
-        return "its attention has no RoPE part, and every implementation here reads one"
-    if getattr(hf_config, "learnable_sink", False):
-        return "its attention has learnable sinks, and no implementation here adds them"
-    if speculative and getattr(hf_config, "index_share_for_mtp_iteration", False):
-        return (
-            "its draft steps share the top-k of draft-extend (index_share_for_mtp_iteration), which is shorter than what each "
-            "step attends to here"
-        )
-    return None
-
-
-def environment_problems() -> list[str]:
-    """One sentence for each of SGLang's own switches that must be off."""
-    found = []
-    for name, why in REFUSED_ENVIRONMENT.items():
-        if hasattr(envs, name) and getattr(envs, name).get():
-            found.append(f"nsa_backend does not serve {name}=1: {why}; unset it")
-    return found
 
 
 def attention_tp_size() -> int:

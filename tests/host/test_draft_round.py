@@ -11,7 +11,7 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_worker import EAGLEWorker
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
-from nsa_backend import host
+from nsa_backend.host import nsa_draft
 from nsa_backend.multi_step import contiguous_by_step
 
 WORKERS = [EagleDraftWorker, EAGLEWorker]
@@ -95,7 +95,7 @@ def test_draft_extend_is_captured_where_the_host_does_not(monkeypatch, make_runn
     from nsa_backend.registration import OURS, create_backend
 
     runners = []
-    monkeypatch.setattr(host.ADAPTER, "draft_extend_graph_runner", lambda worker: runners.append(worker) or "graphs")
+    monkeypatch.setattr(nsa_draft, "draft_extend_graph_runner", lambda worker: runners.append(worker) or "graphs")
     backend = create_backend(make_runner())
 
     def worker(disable_cuda_graph, existing, attn_backend=backend):
@@ -111,6 +111,6 @@ def test_draft_extend_is_captured_where_the_host_does_not(monkeypatch, make_runn
         (worker(False, "the host's"), "the host's"),
         (worker(False, None, object()), None),
     ):
-        host.ADAPTER.capture_draft_extend(OURS, lambda worker: None, built)
+        nsa_draft.capture_draft_extend(OURS, lambda worker: None, built)
         assert built.cuda_graph_runner_for_draft_extend == expected
     assert len(runners) == 1
