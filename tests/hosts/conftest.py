@@ -1,0 +1,77 @@
+"""Any supported SGLang release in this process, with the plugin loaded, on a machine without a GPU.
+
+The tests here run on every release that the package serves, each in an environment of its own (`make test-hosts`). They hold
+what a release must keep for the backend to be right under it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from nsa_backend.demo.cpu_host import prepare_process
+
+prepare_process()
+
+import torch  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+
+from nsa_backend import host  # noqa: E402
+
+collect_ignore_glob = [] if host.ADAPTER.__name__.endswith(".dsa") else ["test_dsa_*.py"]
+"""What only that generation has is in files of its own, which are no skipped tests elsewhere."""
+
+
+@pytest.fixture
+def make_runner():
+    """Returns a function of (table_width, pool_size, num_steps, index_topk) that builds a CPU model runner."""
+    from nsa_backend.demo.cpu_host import make_runner
+
+    def build(table_width: int = 700, pool_size: int = 300, num_steps: int = 3, index_topk: int = 64) -> SimpleNamespace:
+        pool = ReqToTokenPool(pool_size, table_width, "cpu", enable_memory_saver=False)
+        generator = torch.Generator().manual_seed(table_width)
+        pool.req_to_token.copy_(torch.randint(0, 2**20, pool.req_to_token.shape, generator=generator))
+        return make_runner(
+            SimpleNamespace(index_topk=index_topk, heads=4, latent=8, rope=4),
+            pool,
+            SimpleNamespace(page_size=64, dtype=torch.float32, size=2**20 - 64),
+            num_steps=num_steps,
+            num_draft_tokens=num_steps + 1,
+            is_draft_worker=False,
+        )
+
+    return build
+
+
+@pytest.fixture
+def parse(tmp_path):
+    """Returns a function of command-line words that parses them as SGLang's launcher does, for a small V3.2 checkpoint."""
+    from nsa_backend.benchmarks.faithful_checkpoint import SHAPES, config
+
+    (tmp_path / "config.json").write_text(json.dumps(config(SHAPES["faithful"])))
+
+    def parsed(*words: str) -> argparse.Namespace:
+        parser = argparse.ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        # Without a GPU, SGLang can neither tell the device nor measure how much memory to leave.
+        return parser.parse_args(["--model-path", str(tmp_path), "--device", "cuda", "--mem-fraction-static", "0.8", *words])
+
+    return parsed
+
+
+@pytest.fixture
+def resolve(parse, monkeypatch):
+    """Returns a function of command-line words that goes as far as the launcher's main process: resolved and to be checked."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+
+    def resolved(*words: str) -> ServerArgs:
+        server_args = ServerArgs.from_cli_args(parse(*words))
+        if hasattr(server_args, "resolve_once"):
+            server_args.resolve_once()  # older releases resolve when they construct
+        return server_args
+
+    return resolved
