@@ -52,19 +52,38 @@ def test_accept_lengths(label, case, workload):
 )
 def test_metadata_times(label, wanted):
     row = one(result("metadata")["rows"], **wanted)
-    ours, builtin = row["ours"], row["builtin"]
-    cells = [ours["gpu_us"], row["floor_us"], builtin["gpu_us"], ours["cpu_us"]]
-    assert f"| {label} | " + " | ".join(f"{c:.1f}" for c in cells) + f" | {builtin['cpu_us']:.0f} |" in README
+    ours = row["ours"]
+    cells = [f"{ours['gpu_us']:.1f} / {ours['cpu_us']:.1f}", f"{row['floor_us']:.1f}"]
+    for generation in ("builtin", "builtin_precompute", "builtin_per_step"):
+        side = row.get(generation)
+        cells.append(f"{side['gpu_us']:.1f} / {side['cpu_us']:.0f}" if side else "-")
+    assert f"| {label} | " + " | ".join(cells) + " |" in README
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [1, 8, 32])
 def test_rounds(batch):
-    row = one(result("round")["rows"], batch=batch)
-    ours, builtin = row["ours"], row["builtin"]
-    sides = (ours, builtin)
-    cells = [f"{side['round_ms']:.2f}" for side in sides] + [f"{side['tokens_per_s']:.0f}" for side in sides]
+    row = one(result("draft")["rows"], batch=batch)
+    sides = (row["ours"], row["builtin"])
+    cells = [f"{side['round_ms']:.2f}" for side in sides] + [f"{side['outside_graphs_ms']:.2f}" for side in sides]
     cells += [f"{side['profile']['launch_calls']:.0f}" for side in sides]
     assert f"| {batch} | " + " | ".join(cells) + " |" in README
+
+
+def test_serving():
+    """Every row that was measured stands in the README, and no other."""
+    rows = result("serve")["rows"]
+    for checkpoint, steps in dict.fromkeys((r["checkpoint"], r["steps"]) for r in rows):
+        found = {r["batch"]: r for r in rows if (r["checkpoint"], r["steps"]) == (checkpoint, steps)}
+        cells = []
+        for batch in (1, 8, 32):
+            sides = [found[batch][b]["tokens_per_s"]["median"] for b in ("ours", "builtin")] if batch in found else None
+            cells.append(f"{sides[0]:.0f} / {sides[1]:.0f}" if sides else "not measured")
+        accept = [found[8][b]["accept"] for b in ("ours", "builtin")]
+        line = f"| {checkpoint} | {steps} | " + " | ".join(cells) + f" | {accept[0]:.2f} / {accept[1]:.2f} |"
+        assert line in README
+    assert len(re.findall(r"^\| (?:faithful|wide) \|", README, re.MULTILINE)) == len(
+        {(r["checkpoint"], r["steps"]) for r in rows}
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 128, 512])
@@ -138,7 +157,7 @@ def test_soak_runs():
 
 
 def test_numbers_in_sentences():
-    rounds, memory = one(result("round")["rows"], batch=1), result("memory")["bytes"]
+    rounds, memory = one(result("draft")["rows"], batch=1), result("memory")["bytes"]
     accept = one(result("e2e")["rows"], case="n3 fa3")["workloads"]["8x300"]
     text = " ".join(README.split())
     assert f"rises from {accept['builtin']['mean']:.2f} to {accept['ours']['mean']:.2f} of 4" in text
