@@ -156,6 +156,53 @@ def test_soak_runs():
     assert runs[1]["growth"]["gpu_mib"] <= soak_judge.GROWTH_MIB["gpu_mib"]
 
 
+def test_serving_in_sentences():
+    rows, text = result("serve")["rows"], " ".join(README.split())
+    for steps, checkpoint, words in (
+        (0, "faithful", "{:.2f} to {:.2f} times the built-in backend's tokens per second without speculation"),
+        (1, "faithful", "{:.2f} to {:.2f} times with one draft"),
+        (3, "faithful", "{:.2f} to {:.2f} with N = 3"),
+        (5, "faithful", "{:.2f} to {:.2f} with N = 5"),
+        (0, "wide", "the two are level ({:.2f} and {:.2f})"),
+    ):
+        found = [r["speedup"] for r in rows if (r["steps"], r["checkpoint"]) == (steps, checkpoint)]
+        assert words.format(min(found), max(found)) in text
+    missing = result("serve")["not_measured"]
+    assert all(cell.startswith("wide") for cell in missing) == (
+        "`wide` with 32 requests or with drafts was not measured" in text
+    )
+
+
+def test_the_second_generation():
+    """SGLang 0.5.17: accept lengths, outputs and metadata."""
+    report, text = result("e2e_0_5_17"), " ".join(README.split())
+    assert report["problems"] == report["failures"] == []
+    assert all(d["tie"] for d in report["differences"])
+    assert f"{len(report['differences'])} part from the built-in backend's, each at a tie" in text
+    rows = {r["case"]: r["workloads"] for r in report["rows"]}
+    for cell in rows["batches fa3"].values():
+        assert cell["ours"]["mean"] >= 3.9
+        assert f" | {cell['ours']['mean']:.2f} | {cell['builtin']['mean']:.2f} |" in README
+    five = rows["n5 fa3"]["8x300"]
+    assert f"N = 5, 8 requests: {five['ours']['mean']:.2f} against {five['builtin']['mean']:.2f} of 6" in text
+    others = [c["ours"]["mean"] for case in ("n3 flashmla_sparse", "n3 without CUDA graphs") for c in rows[case].values()]
+    assert f"stay between {min(others):.2f} and {max(others):.2f}" in text
+    measured = result("metadata_0_5_17")["rows"]
+    for row in measured:
+        if (row["bs"], row["length"]) in ((1, 4096), (64, 65536)):
+            ours, theirs = row["ours"], row["builtin"]
+            cells = [f"{ours['gpu_us']:.1f} / {ours['cpu_us']:.1f}", f"{row['floor_us']:.1f}"]
+            cells.append(f"{theirs['gpu_us']:.1f} / {theirs['cpu_us']:.0f}")
+            assert f" | {' | '.join(cells)} |" in README
+    draft = [r for r in measured if r["mode"] == "draft_decode"]
+    cpu, gpu = ([r["builtin"][key] / r["ours"][key] for r in draft] for key in ("cpu_us", "gpu_us"))
+    assert min(cpu) >= 10
+    assert (
+        f"takes {min(cpu):.0f} times less CPU time or better, and {min(gpu):.2f} to {max(gpu):.1f} times less on the GPU"
+        in text
+    )
+
+
 def test_numbers_in_sentences():
     rounds, memory = one(result("draft")["rows"], batch=1), result("memory")["bytes"]
     accept = one(result("e2e")["rows"], case="n3 fa3")["workloads"]["8x300"]
@@ -179,7 +226,8 @@ def test_every_result_file_that_is_named_exists_and_says_where_it_ran():
     for name in named:
         environment = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["environment"]
         assert environment["gpu"] in ("NVIDIA H200", "2 x NVIDIA H200")
-        assert environment["packages"]["sglang"] == "0.5.12.post1" or name.startswith("tune")
+        release = "0.5.17" if "_0_5_17_" in name else "0.5.12.post1"
+        assert environment["packages"]["sglang"] == release or name.startswith("tune")
         assert environment["commit"]
         assert environment["date"]
 
@@ -194,6 +242,16 @@ def test_every_link_and_path_in_the_docs_leads_somewhere():
             assert (ROOT / path).exists(), f"{page.name}: {path}"
         for script in re.findall(r"python3? ((?:tests|benchmarks)/[\w/]+\.py)", text):
             assert (ROOT / script).exists(), f"{page.name}: {script}"
+
+
+def test_every_command_of_the_readme_is_run_by_somebody():
+    """Each command, as far as its first option, has a row that says who runs it."""
+    found = re.findall(r"^    ((?:make|pip|python) [^\n#\\]+)", README, re.MULTILINE)
+    found += re.findall(r"`((?:make|pip|python) [^`\n]+)`", README)
+    assert len(found) > 10
+    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/measuring.md").read_text(), re.MULTILINE)
+    for command in found:
+        assert any(command.strip().startswith(row) for row in rows), command
 
 
 def test_every_page_of_the_docs_is_linked_from_the_readme():
