@@ -11,7 +11,7 @@ setup: $(VENV)/.ready  ## SGLang, this package in place, and what the tests need
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable ".[test]"
+	$(BIN)/pip install --quiet --editable ".[test,host-0-5-12]"
 	touch $@
 
 demo: setup  ## decode speculatively on the CPU

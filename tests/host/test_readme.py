@@ -52,19 +52,38 @@ def test_accept_lengths(label, case, workload):
 )
 def test_metadata_times(label, wanted):
     row = one(result("metadata")["rows"], **wanted)
-    ours, builtin = row["ours"], row["builtin"]
-    cells = [ours["gpu_us"], row["floor_us"], builtin["gpu_us"], ours["cpu_us"]]
-    assert f"| {label} | " + " | ".join(f"{c:.1f}" for c in cells) + f" | {builtin['cpu_us']:.0f} |" in README
+    ours = row["ours"]
+    cells = [f"{ours['gpu_us']:.1f} / {ours['cpu_us']:.1f}", f"{row['floor_us']:.1f}"]
+    for generation in ("builtin", "builtin_precompute", "builtin_per_step"):
+        side = row.get(generation)
+        cells.append(f"{side['gpu_us']:.1f} / {side['cpu_us']:.0f}" if side else "-")
+    assert f"| {label} | " + " | ".join(cells) + " |" in README
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [1, 8, 32])
 def test_rounds(batch):
-    row = one(result("round")["rows"], batch=batch)
-    ours, builtin = row["ours"], row["builtin"]
-    sides = (ours, builtin)
-    cells = [f"{side['round_ms']:.2f}" for side in sides] + [f"{side['tokens_per_s']:.0f}" for side in sides]
+    row = one(result("draft")["rows"], batch=batch)
+    sides = (row["ours"], row["builtin"])
+    cells = [f"{side['round_ms']:.2f}" for side in sides] + [f"{side['outside_graphs_ms']:.2f}" for side in sides]
     cells += [f"{side['profile']['launch_calls']:.0f}" for side in sides]
     assert f"| {batch} | " + " | ".join(cells) + " |" in README
+
+
+def test_serving():
+    """Every row that was measured stands in the README, and no other."""
+    rows = result("serve")["rows"]
+    for checkpoint, steps in dict.fromkeys((r["checkpoint"], r["steps"]) for r in rows):
+        found = {r["batch"]: r for r in rows if (r["checkpoint"], r["steps"]) == (checkpoint, steps)}
+        cells = []
+        for batch in (1, 8, 32):
+            sides = [found[batch][b]["tokens_per_s"]["median"] for b in ("ours", "builtin")] if batch in found else None
+            cells.append(f"{sides[0]:.0f} / {sides[1]:.0f}" if sides else "not measured")
+        accept = [found[8][b]["accept"] for b in ("ours", "builtin")]
+        line = f"| {checkpoint} | {steps} | " + " | ".join(cells) + f" | {accept[0]:.2f} / {accept[1]:.2f} |"
+        assert line in README
+    assert len(re.findall(r"^\| (?:faithful|wide) \|", README, re.MULTILINE)) == len(
+        {(r["checkpoint"], r["steps"]) for r in rows}
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 128, 512])
@@ -137,8 +156,55 @@ def test_soak_runs():
     assert runs[1]["growth"]["gpu_mib"] <= soak_judge.GROWTH_MIB["gpu_mib"]
 
 
+def test_serving_in_sentences():
+    rows, text = result("serve")["rows"], " ".join(README.split())
+    for steps, checkpoint, words in (
+        (0, "faithful", "{:.2f} to {:.2f} times the built-in backend's tokens per second without speculation"),
+        (1, "faithful", "{:.2f} to {:.2f} times with one draft"),
+        (3, "faithful", "{:.2f} to {:.2f} with N = 3"),
+        (5, "faithful", "{:.2f} to {:.2f} with N = 5"),
+        (0, "wide", "the two are level ({:.2f} and {:.2f})"),
+    ):
+        found = [r["speedup"] for r in rows if (r["steps"], r["checkpoint"]) == (steps, checkpoint)]
+        assert words.format(min(found), max(found)) in text
+    missing = result("serve")["not_measured"]
+    assert all(cell.startswith("wide") for cell in missing) == (
+        "`wide` with 32 requests or with drafts was not measured" in text
+    )
+
+
+def test_the_second_generation():
+    """SGLang 0.5.17: accept lengths, outputs and metadata."""
+    report, text = result("e2e_0_5_17"), " ".join(README.split())
+    assert report["problems"] == report["failures"] == []
+    assert all(d["tie"] for d in report["differences"])
+    assert f"{len(report['differences'])} part from the built-in backend's, each at a tie" in text
+    rows = {r["case"]: r["workloads"] for r in report["rows"]}
+    for cell in rows["batches fa3"].values():
+        assert cell["ours"]["mean"] >= 3.9
+        assert f" | {cell['ours']['mean']:.2f} | {cell['builtin']['mean']:.2f} |" in README
+    five = rows["n5 fa3"]["8x300"]
+    assert f"N = 5, 8 requests: {five['ours']['mean']:.2f} against {five['builtin']['mean']:.2f} of 6" in text
+    others = [c["ours"]["mean"] for case in ("n3 flashmla_sparse", "n3 without CUDA graphs") for c in rows[case].values()]
+    assert f"stay between {min(others):.2f} and {max(others):.2f}" in text
+    measured = result("metadata_0_5_17")["rows"]
+    for row in measured:
+        if (row["bs"], row["length"]) in ((1, 4096), (64, 65536)):
+            ours, theirs = row["ours"], row["builtin"]
+            cells = [f"{ours['gpu_us']:.1f} / {ours['cpu_us']:.1f}", f"{row['floor_us']:.1f}"]
+            cells.append(f"{theirs['gpu_us']:.1f} / {theirs['cpu_us']:.0f}")
+            assert f" | {' | '.join(cells)} |" in README
+    draft = [r for r in measured if r["mode"] == "draft_decode"]
+    cpu, gpu = ([r["builtin"][key] / r["ours"][key] for r in draft] for key in ("cpu_us", "gpu_us"))
+    assert min(cpu) >= 10
+    assert (
+        f"takes {min(cpu):.0f} times less CPU time or better, and {min(gpu):.2f} to {max(gpu):.1f} times less on the GPU"
+        in text
+    )
+
+
 def test_numbers_in_sentences():
-    rounds, memory = one(result("round")["rows"], batch=1), result("memory")["bytes"]
+    rounds, memory = one(result("draft")["rows"], batch=1), result("memory")["bytes"]
     accept = one(result("e2e")["rows"], case="n3 fa3")["workloads"]["8x300"]
     text = " ".join(README.split())
     assert f"rises from {accept['builtin']['mean']:.2f} to {accept['ours']['mean']:.2f} of 4" in text
@@ -160,7 +226,8 @@ def test_every_result_file_that_is_named_exists_and_says_where_it_ran():
     for name in named:
         environment = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["environment"]
         assert environment["gpu"] in ("NVIDIA H200", "2 x NVIDIA H200")
-        assert environment["packages"]["sglang"] == "0.5.12.post1" or name.startswith("tune")
+        release = "0.5.17" if "_0_5_17_" in name else "0.5.12.post1"
+        assert environment["packages"]["sglang"] == release or name.startswith("tune")
         assert environment["commit"]
         assert environment["date"]
 
@@ -175,6 +242,16 @@ def test_every_link_and_path_in_the_docs_leads_somewhere():
             assert (ROOT / path).exists(), f"{page.name}: {path}"
         for script in re.findall(r"python3? ((?:tests|benchmarks)/[\w/]+\.py)", text):
             assert (ROOT / script).exists(), f"{page.name}: {script}"
+
+
+def test_every_command_of_the_readme_is_run_by_somebody():
+    """Each command, as far as its first option, has a row that says who runs it."""
+    found = re.findall(r"^    ((?:make|pip|python) [^\n#\\]+)", README, re.MULTILINE)
+    found += re.findall(r"`((?:make|pip|python) [^`\n]+)`", README)
+    assert len(found) > 10
+    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/measuring.md").read_text(), re.MULTILINE)
+    for command in found:
+        assert any(command.strip().startswith(row) for row in rows), command
 
 
 def test_every_page_of_the_docs_is_linked_from_the_readme():
