@@ -20,6 +20,7 @@ demo: setup  ## decode speculatively on the CPU
 test: setup  ## everything that needs no GPU; kernels run through Triton's interpreter, in a process of their own
 	$(BIN)/python -m pytest -q tests/kernels
 	$(BIN)/python -m pytest -q tests/host
+	$(BIN)/python -m pytest -q tests/hosts
 
 test-hosts: $(HOSTS:%=.venv-hosts/%/.ready)  ## the same tests on each of these SGLang releases (9 GB and 3 to 4 minutes each, once)
 	for release in $(HOSTS); do echo "SGLang $$release"; .venv-hosts/$$release/bin/python -m pytest -q tests/hosts || exit 1; done

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +35,7 @@ from nsa_backend.host.shared import (
     HookType,
     Settings,
     Takeover,
+    batch_sizes_chosen_with,
     count_draft_extend_in_tokens,
     hook,
     register_under,
@@ -282,18 +282,6 @@ def prepare_draft_side(ours: Takeover) -> None:
         DeepseekSparseAttnBackend.register(ours.backend_class)
 
 
-@contextlib.contextmanager
-def draft_extend_sizes_in_tokens(tokens_per_request: int) -> Iterator[None]:
-    """While a draft-extend graph runner is built, choose its batch sizes by tokens.
-
-    A captured batch must hold a multiple of the attention TP size in tokens, and SGLang does not tell the draft-extend runner
-    that a request has D of them (0.5.17, 0.5.23): it would leave out sizes that would do.
-    """
-    from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as module
-
-    original = module.get_batch_sizes_to_capture
-    module.get_batch_sizes_to_capture = functools.partial(original, captured_req_width=tokens_per_request)
-    try:
-        yield
-    finally:
-        module.get_batch_sizes_to_capture = original
+def draft_extend_sizes_in_tokens(tokens_per_request: int) -> contextlib.AbstractContextManager[None]:
+    """While a draft-extend graph runner is built, its batch sizes count tokens."""
+    return batch_sizes_chosen_with(captured_req_width=tokens_per_request)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from nsa_backend.host.shared import ForwardBatch, HookRegistry, HookType, Takeover, count_draft_extend_in_tokens, hook
+from nsa_backend.host.shared import (
+    ForwardBatch,
+    HookRegistry,
+    HookType,
+    Takeover,
+    batch_sizes_chosen_with,
+    count_draft_extend_in_tokens,
+    hook,
+)
 
 DRAFT_WORKERS = (
     ("sglang.srt.speculative.eagle_worker_v2", "EagleDraftWorker"),
@@ -64,18 +71,6 @@ def draft_extend_graph_runner(worker: Any) -> Any:
     return EAGLEDraftExtendCudaGraphRunner(worker)
 
 
-@contextlib.contextmanager
-def draft_extend_sizes_in_tokens(tokens_per_request: int) -> Iterator[None]:
-    """While a draft-extend graph runner is built, choose its batch sizes by tokens.
-
-    A captured batch must hold a multiple of the attention TP size in tokens. SGLang 0.5.12.post1 tells its target runner that
-    a request has D tokens and does not tell the draft-extend runner, which then leaves out sizes that would do.
-    """
-    from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as module
-
-    original = module.get_batch_sizes_to_capture
-    module.get_batch_sizes_to_capture = functools.partial(original, num_tokens_per_bs=tokens_per_request)
-    try:
-        yield
-    finally:
-        module.get_batch_sizes_to_capture = original
+def draft_extend_sizes_in_tokens(tokens_per_request: int) -> contextlib.AbstractContextManager[None]:
+    """While a draft-extend graph runner is built, its batch sizes count tokens."""
+    return batch_sizes_chosen_with(num_tokens_per_bs=tokens_per_request)

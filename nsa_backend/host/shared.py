@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ __all__ = [
     "HookType",
     "Settings",
     "Takeover",
+    "batch_sizes_chosen_with",
     "count_draft_extend_in_tokens",
     "deep_gemm_num_sms",
     "deep_gemm_schedule",
@@ -94,6 +96,23 @@ def register_under(names: tuple[str, ...], create_backend: Callable) -> None:
     """Take `names` in SGLang's registry of attention backends."""
     for name in names:
         register_attention_backend(name)(create_backend)
+
+
+@contextlib.contextmanager
+def batch_sizes_chosen_with(**keywords: int) -> Iterator[None]:
+    """While a draft-extend graph runner is built, pass these to SGLang's choice of the batch sizes to capture.
+
+    A captured batch must hold a multiple of the attention TP size in tokens. SGLang tells its target runner that a request has
+    D of them and does not tell the draft-extend runner (0.5.12.post1 to 0.5.23), which then leaves out sizes that would do.
+    """
+    from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as module
+
+    original = module.get_batch_sizes_to_capture
+    module.get_batch_sizes_to_capture = functools.partial(original, **keywords)
+    try:
+        yield
+    finally:
+        module.get_batch_sizes_to_capture = original
 
 
 def count_draft_extend_in_tokens(ours: Takeover, sizes_in_tokens: Callable) -> None:

@@ -88,35 +88,6 @@ def test_indexer_reads_only_fields_that_exist():
     assert {name.split("\n")[0] for name in read} <= {f.name for f in fields(NSAMetadata)}
 
 
-def test_fa3_calls():
-    attend, varlen = host.fa3_functions()
-    inspect.signature(attend).bind(
-        q=X, k_cache=X, v_cache=X, qv=X, page_table=X, cache_seqlens=X, cu_seqlens_q=X, cu_seqlens_k_new=X, max_seqlen_q=1,
-        softmax_scale=1.0, causal=True, softcap=0.0, return_softmax_lse=False, num_splits=0,
-    )  # fmt: skip
-    inspect.signature(varlen).bind(
-        q=X, k=X, v=X, cu_seqlens_q=X, cu_seqlens_k=X, max_seqlen_q=1, max_seqlen_k=1, softmax_scale=1.0, causal=True
-    )
-
-
-def test_sgl_kernel_calls():
-    from sgl_kernel import fast_topk_transform_fused, fast_topk_v2
-    from sgl_kernel.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
-
-    inspect.signature(get_mla_metadata).bind(
-        cache_seqlens=X, num_q_tokens_per_head_k=64, num_heads_k=1, num_heads_q=64, is_fp8_kvcache=True, topk=2048
-    )
-    inspect.signature(flash_mla_with_kvcache).bind(
-        q=X, k_cache=X, cache_seqlens=X, head_dim_v=512, tile_scheduler_metadata=X, num_splits=X, softmax_scale=1.0, indices=X,
-        block_table=X, is_fp8_kvcache=True,
-    )  # fmt: skip
-    inspect.signature(flash_mla_sparse_fwd).bind(q=X, kv=X, indices=X, sm_scale=1.0, d_v=512)
-    inspect.signature(fast_topk_v2).bind(X, X, 2048, row_starts=None)
-    inspect.signature(fast_topk_transform_fused).bind(
-        score=X, lengths=X, page_table_size_1=X, cu_seqlens_q=X, topk=2048, row_starts=None
-    )
-
-
 def test_pool_and_runner_calls():
     from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
     from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner

@@ -1,0 +1,25 @@
+"""A model runner on the CPU for the tests of the backend, in whatever release of SGLang is installed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+
+def build(table_width: int = 700, pool_size: int = 300, num_steps: int = 3, index_topk: int = 64) -> SimpleNamespace:
+    """What `make_runner` of the demo gives, over a request table of random slots."""
+    import torch
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+    from nsa_backend.demo.cpu_host import make_runner
+
+    pool = ReqToTokenPool(pool_size, table_width, "cpu", enable_memory_saver=False)
+    generator = torch.Generator().manual_seed(table_width)
+    pool.req_to_token.copy_(torch.randint(0, 2**20, pool.req_to_token.shape, generator=generator))
+    return make_runner(
+        SimpleNamespace(index_topk=index_topk, heads=4, latent=8, rope=4),
+        pool,
+        SimpleNamespace(page_size=64, dtype=torch.float32, size=2**20 - 64),
+        num_steps=num_steps,
+        num_draft_tokens=num_steps + 1,
+        is_draft_worker=False,
+    )
