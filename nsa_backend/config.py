@@ -74,7 +74,7 @@ class BackendConfig:
             num_draft_tokens=settings.num_draft_tokens,
             num_sms=host.deep_gemm_num_sms() if device.type == "cuda" else 0,
             num_kv_slots=runner.token_to_kv_pool.size + runner.page_size,
-            surplus_last=host.SCHEDULE_SURPLUS_LAST,
+            surplus_last=host.schedule_surplus_last(host.device_sm(device)),
         )
 
     def build_decode(self) -> SparseAttention:

@@ -15,11 +15,11 @@ LENGTHS = ((1,), (1, 300, 70_000, 64, 5), (257,) * 140)
 
 @functools.cache
 def check_schedule(num_sms: int, surplus_last: bool) -> None:
-    """Raise ValueError where DeepGEMM's schedule is not ours: its kernel would skip keys, or read past the lengths."""
+    """Raise ValueError where DeepGEMM's schedule is not ours: an SM without work could start past the lengths of the batch."""
     for lengths in LENGTHS:
         lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         if not torch.equal(paged_mqa_schedule(lens, num_sms, surplus_last), host.deep_gemm_schedule(lens)):
             raise ValueError(
-                "the installed sgl-deep-gemm divides paged-MQA work in a way that nsa_backend does not know: keys would be "
-                f"skipped, or memory read out of bounds. Install what SGLang pins, or {host.WAY_BACK}"
+                "the installed sgl-deep-gemm divides paged-MQA work by a rule that nsa_backend does not know, and its kernel "
+                f"might read past the batch: install what SGLang pins, or {host.WAY_BACK}"
             )

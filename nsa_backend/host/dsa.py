@@ -63,9 +63,6 @@ DECODE_OPTION, PREFILL_OPTION = "--dsa-decode-backend", "--dsa-prefill-backend"
 ALIASES = {"--nsa-decode-backend": DECODE_ATTRIBUTE, "--nsa-prefill-backend": PREFILL_ATTRIBUTE}
 """Options of older releases, which 0.5.20 dropped, to the attributes they set."""
 
-SCHEDULE_SURPLUS_LAST = True
-"""DeepGEMM from 0.1.5 on gives the last SMs one segment more."""
-
 
 class BackendEntryPoints(AttentionBackend):
     """What SGLang calls around captures and replays of one model's forwards."""
@@ -149,6 +146,11 @@ def served_backends(server_args: ServerArgs) -> tuple[str, str]:
     """Attention backends of (prefill, decode)."""
     args = resolved(server_args)
     return args.prefill_attention_backend or args.attention_backend, args.decode_attention_backend or args.attention_backend
+
+
+def schedule_surplus_last(device_sm: int) -> bool:
+    """Whether DeepGEMM gives the last SMs one segment more: from 0.1.5 on it does on Hopper, and not on Blackwell."""
+    return device_sm // 10 == 9
 
 
 def attention_tp_size() -> int:

@@ -28,6 +28,7 @@ REFUSED_VALUES = {
 """Attributes to the option and the values that are served."""
 
 REFUSED_ENVIRONMENT = {
+    "SGLANG_EAGER_INPUT_NO_COPY": "draft steps would hand strided locations to a KV writer that reads them as if dense",
     "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "a second stream would refill the lengths that the draft graph is still reading",
     "SGLANG_ENABLE_METADATA_GLUE_GRAPH": "there is no eager preparation to capture: the graph writes its own metadata",
 }

@@ -59,8 +59,6 @@ BACKEND_NAMES = ("nsa",)
 DECODE_ATTRIBUTE, PREFILL_ATTRIBUTE = "nsa_decode_backend", "nsa_prefill_backend"
 DECODE_OPTION, PREFILL_OPTION = "--nsa-decode-backend", "--nsa-prefill-backend"
 
-SCHEDULE_SURPLUS_LAST = False
-"""DeepGEMM 0.1.0 gives the first SMs one segment more."""
 
 REFUSED_OPTIONS = {
     "enable_nsa_prefill_context_parallel": "--enable-nsa-prefill-context-parallel",
@@ -161,6 +159,11 @@ def model_problem(hf_config: Any, speculative: bool) -> str | None:
 def environment_problems() -> list[str]:
     """SGLang's environment variables with values that are not served; none in these releases."""
     return []
+
+
+def schedule_surplus_last(device_sm: int) -> bool:
+    """Whether DeepGEMM gives the last SMs one segment more; 0.1.0 gives it to the first."""
+    return False
 
 
 def fuse_topk() -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 
 from nsa_backend.host.shared import (
     ForwardBatch,
-    HookRegistry,
     HookType,
     Takeover,
     batch_sizes_chosen_with,
@@ -37,7 +36,7 @@ def prepare_draft_side(ours: Takeover) -> None:
     for method, function in hooks.items():
         for module, worker in DRAFT_WORKERS:
             target = f"{module}.{worker}.{method}"
-            if module in sys.modules and target not in HookRegistry._hooks:
+            if module in sys.modules:
                 hook(target, function, HookType.AROUND)
     count_draft_extend_in_tokens(ours, draft_extend_sizes_in_tokens)
 

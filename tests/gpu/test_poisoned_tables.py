@@ -43,7 +43,7 @@ def test_logits_and_topk():
         buffers.real_page_table.fill_(fill)
         write_metadata(
             plan, buffers, seq_lens=lengths, req_pool_indices=torch.arange(requests, device="cuda"),
-            req_to_token=req_to_token, index_topk=TOPK, surplus_last=host.SCHEDULE_SURPLUS_LAST,
+            req_to_token=req_to_token, index_topk=TOPK, surplus_last=host.schedule_surplus_last(host.device_sm("cuda")),
         )  # fmt: skip
         lens = buffers.seqlens_expanded[0]
         logits = deep_gemm.fp8_paged_mqa_logits(

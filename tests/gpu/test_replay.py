@@ -107,7 +107,7 @@ def compare(got: list, plan, batch: SimpleNamespace, req_to_token: torch.Tensor,
         req_to_token=req_to_token,
         index_topk=2048,
         extend_lens=batch.accept if plan.ragged else None,
-        surplus_last=host.SCHEDULE_SURPLUS_LAST,
+        surplus_last=host.schedule_surplus_last(host.device_sm("cuda")),
     )
     for step, metadata in enumerate(got):
         want = step_metadata(plan, buffers, step)

@@ -27,7 +27,7 @@ def test_schedule_equals_deep_gemm(rows, longest):
             lens = torch.where(torch.rand(rows, generator=generator, device="cuda") < 0.9, 1, lens)
         write_metadata(
             plan, buffers, seq_lens=lens, req_pool_indices=slots, req_to_token=req_to_token, index_topk=2048,
-            surplus_last=host.SCHEDULE_SURPLUS_LAST,
+            surplus_last=host.schedule_surplus_last(host.device_sm("cuda")),
         )  # fmt: skip
         assert torch.equal(buffers.schedule[0], host.deep_gemm_schedule(lens.to(torch.int32)))
 
@@ -35,6 +35,6 @@ def test_schedule_equals_deep_gemm(rows, longest):
 def test_another_rule_is_refused_at_start():
     from nsa_backend.schedule_check import check_schedule
 
-    check_schedule(host.deep_gemm_num_sms(), host.SCHEDULE_SURPLUS_LAST)
-    with pytest.raises(ValueError, match="divides paged-MQA work in a way that nsa_backend does not know"):
-        check_schedule(host.deep_gemm_num_sms(), not host.SCHEDULE_SURPLUS_LAST)
+    check_schedule(host.deep_gemm_num_sms(), host.schedule_surplus_last(host.device_sm("cuda")))
+    with pytest.raises(ValueError, match="divides paged-MQA work by a rule that nsa_backend does not know"):
+        check_schedule(host.deep_gemm_num_sms(), not host.schedule_surplus_last(host.device_sm("cuda")))

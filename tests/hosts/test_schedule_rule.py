@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from nsa_backend import host
 from nsa_backend.host import ForwardBatch, ForwardMode
 from nsa_backend.plan import SCHEDULE_SPLIT_KV
 from nsa_backend.registration import create_backend
 
-NUM_SMS = 132
+NUM_SMS, HOPPER = 132, 90
 
 
 def header() -> str:
@@ -61,7 +62,7 @@ def schedule(lengths: list[int]) -> np.ndarray:
 def test_the_launch_writes_the_installed_schedule(make_runner, requests, longest):
     runner = make_runner(table_width=16_384)
     backend = create_backend(runner)
-    backend.writer.config = replace(backend.writer.config, num_sms=NUM_SMS)
+    backend.writer.config = replace(backend.writer.config, num_sms=NUM_SMS, surplus_last=host.schedule_surplus_last(HOPPER))
     lengths = np.random.default_rng(requests).integers(1, longest + 1, requests)
     backend.init_forward_metadata(
         ForwardBatch(
