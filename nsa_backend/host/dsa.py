@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -249,8 +250,6 @@ def take_over(ours: Takeover) -> None:
 
 def _factory_returns_a_name() -> bool:
     """Whether the draft factory's methods return (backend name, backend), which began with the stamping of backends."""
-    import inspect
-
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
     return "stamps_children" in inspect.signature(DraftBackendFactory._create_backend).parameters
@@ -275,13 +274,12 @@ def prepare_draft_side(ours: Takeover) -> None:
     """Count the draft-extend runner's sizes in tokens, and pass SGLang's isinstance checks of its own backend.
 
     The draft worker captures draft-extend for the backends that it names by class. Being a virtual subclass opens that check
-    and every other one alike. Not done when the plugin loads: the class's module needs a GPU.
+    and every other one alike. Not done when the plugin loads: the class's module imports sgl_kernel, which needs libcuda.
     """
-    count_draft_extend_in_tokens(ours, draft_extend_sizes_in_tokens)
-    with contextlib.suppress(ImportError) if not torch.cuda.is_available() else contextlib.nullcontext():
-        from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
-        DeepseekSparseAttnBackend.register(ours.backend_class)
+    count_draft_extend_in_tokens(ours, draft_extend_sizes_in_tokens)
+    DeepseekSparseAttnBackend.register(ours.backend_class)
 
 
 def draft_extend_sizes_in_tokens(tokens_per_request: int) -> contextlib.AbstractContextManager[None]:
