@@ -13,10 +13,8 @@ import argparse
 import contextlib
 import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from sglang.srt.configs.model_config import get_dsa_index_topk as index_topk
 from sglang.srt.configs.model_config import is_deepseek_dsa as is_sparse_model
 from sglang.srt.environ import envs
@@ -27,6 +25,13 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.server_args import ServerArgs
 
 from nsa_backend.faults import located
+from nsa_backend.host.dsa_kernels import (
+    FLASH_MLA_DISTRIBUTION,
+    dequantize_k_cache_paged,
+    fa3_functions,
+    flash_mla,
+    mla_quantize_and_rope_for_fp8,
+)
 from nsa_backend.host.dsa_refusals import REFUSED_OPTIONS, REFUSED_VALUES, environment_problems, model_problem
 from nsa_backend.host.shared import (
     CHECK,
@@ -48,12 +53,17 @@ if TYPE_CHECKING:
     from nsa_backend.indexer import IndexerMetadata
 
 __all__ = [
+    "FLASH_MLA_DISTRIBUTION",
     "REFUSED_OPTIONS",
     "REFUSED_VALUES",
     "BaseIndexerMetadata",
+    "dequantize_k_cache_paged",
     "environment_problems",
+    "fa3_functions",
+    "flash_mla",
     "index_topk",
     "is_sparse_model",
+    "mla_quantize_and_rope_for_fp8",
     "model_problem",
     "pad_cache_seqlens",
 ]
@@ -191,47 +201,6 @@ def is_ragged_draft_extend(mode: ForwardMode) -> bool:
 def kv_pool(batch: ForwardBatch, backend: AttentionBackend) -> Any:
     """Where the KV of `batch` is: a batch no longer knows, its backend does."""
     return backend.token_to_kv_pool
-
-
-def dequantize_k_cache_paged(quant_k_cache: torch.Tensor, page_table_1_flattened: torch.Tensor) -> torch.Tensor:
-    """bfloat16 [slots, 1, latent + rope] of those slots of a packed FP8 KV cache."""
-    from sglang.kernels.ops.attention.dsa import dequant_k_cache as module
-
-    found = getattr(module, "dequantize_k_cache_paged_dsa", None) or module.dequantize_k_cache_paged
-    return found(quant_k_cache, page_table_1_flattened)
-
-
-def mla_quantize_and_rope_for_fp8(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """RoPE and the cast to fp8_e4m3 of query and key, in SGLang's one launch."""
-    from sglang.kernels.ops.attention.utils import mla_quantize_and_rope_for_fp8 as function
-
-    return function(*arguments)
-
-
-def fa3_functions() -> tuple[Callable, Callable]:
-    """`(flash_attn_with_kvcache, flash_attn_varlen_func)` of SGLang's FA3."""
-    from sglang.kernels.ops.attention.flash_attention import flash_attn_varlen_func, flash_attn_with_kvcache
-
-    return flash_attn_with_kvcache, flash_attn_varlen_func
-
-
-def _has_flash_mla_of_its_own() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("sglang.kernels.ops.attention.flash_mla_interface") is not None
-
-
-FLASH_MLA_DISTRIBUTION = "sgl-flash-mla" if _has_flash_mla_of_its_own() else "sglang-kernel"
-
-
-def flash_mla() -> SimpleNamespace:
-    """FlashMLA's functions: `flash_mla_sparse_fwd`, `flash_mla_with_kvcache`, `get_mla_metadata`."""
-    if _has_flash_mla_of_its_own():
-        from sglang.kernels.ops.attention import flash_mla_interface as module
-    else:
-        from sgl_kernel import flash_mla as module
-    names = ("flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata")
-    return SimpleNamespace(**{name: getattr(module, name) for name in names})
 
 
 def take_over(ours: Takeover) -> None:

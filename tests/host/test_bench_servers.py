@@ -1,0 +1,177 @@
+"""The benchmarks of real servers: what is read from answers and traces, servers that start and end, the made-up checkpoint."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa_backend.benchmarks import bench_draft, faithful_checkpoint, generation, servers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def answer(histogram: list[int]) -> dict:
+    return {"meta_info": {"spec_correct_drafts_histogram": histogram}}
+
+
+def test_rounds_and_accept_length_are_counted_from_histograms():
+    assert generation.counted([answer([0, 0, 0, 64]), answer([4, 0, 0, 60])], 257) == (64, (4 + 124 * 4) / 128)
+    assert generation.counted([{"meta_info": {}}], 257) == (256, 1.0)
+    assert generation.counted([answer([2]), answer([0, 1])], 5) == (2, 4 / 3)
+
+
+def test_a_sample_in_the_units_of_a_serving_engineer():
+    one = generation.Sample(seconds=1.1, first_seconds=0.1, tokens=251, batch=4, rounds=100, accept=2.5)
+    assert one.round_ms == pytest.approx(10)
+    assert one.tpot_ms == pytest.approx(4)
+    assert one.tokens_per_s == pytest.approx(4 * 251 / 1.1)
+
+
+def test_prompts_are_different_and_in_the_vocabulary():
+    made = generation.prompts(32, 300)
+    assert len({tuple(p) for p in made}) == 32
+    assert {len(p) for p in made} == {300}
+    assert all(1 < token < faithful_checkpoint.VOCAB for p in made for token in p)
+
+
+def test_a_trace_is_read_by_graph(tmp_path):
+    def gpu(name: str, correlation: int, ts: float, dur: float) -> dict:
+        return {"cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"correlation": correlation}}
+
+    def cpu(name: str, correlation: int) -> dict:
+        return {"cat": "cuda_runtime", "name": name, "ts": 0, "dur": 1, "args": {"correlation": correlation}}
+
+    events = [cpu("cudaGraphLaunch", 1), cpu("cudaLaunchKernel", 2), cpu("cudaGraphLaunch", 3), cpu("cudaStreamSynchronize", 4)]
+    events += [gpu("a", 1, 10, 2), gpu("b", 1, 14, 6), gpu("c", 2, 30, 5), gpu("a", 3, 50, 2), gpu("b", 3, 53, 1)]
+    with gzip.open(tmp_path / "x.trace.json.gz", "wt") as stream:
+        json.dump({"traceEvents": events}, stream)
+    profile = bench_draft.read_profile(tmp_path, 2)
+    assert profile["in_graphs_us"] == (10 + 4) / 2
+    assert profile["graphs"] == [{"nodes": 2, "replays": 1.0, "span_us": 7.0}]
+    assert profile["kernel_us"] == 16 / 2
+    assert (profile["kernels"], profile["launch_calls"], profile["graph_launches"]) == (2.5, 0.5, 1.0)
+    assert profile["synchronisations"] == 0.5
+
+
+def test_servers_run_the_command_of_the_readme():
+    block = re.search(r"python -m sglang.launch_server(.*?)\n\n", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
+    shown = re.findall(r"--[\w-]+(?: [\w.]+)?", block.replace("\\\n", " "))
+    made = " ".join(servers.command(Path("x"), 1))
+    for option in shown:
+        if not option.startswith(("--model-path", "--tp-size")):
+            assert option in made, option
+    assert "speculative" not in " ".join(servers.command(Path("x"), 1, 0))
+
+
+FAKE_SERVER = """
+import http.server, json, os
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self): self.answer({})
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.answer([{"disabled": os.environ["NSA_BACKEND_DISABLE"], "body": body} for _ in body["input_ids"]])
+    def answer(self, data):
+        self.send_response(200); self.send_header("Content-Type", "application/json"); self.end_headers()
+        self.wfile.write(json.dumps(data).encode())
+http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(("backend", "disabled"), [("ours", "0"), ("builtin", "1")])
+def test_a_server_is_asked_and_ended(monkeypatch, tmp_path, unused_port, backend, disabled):
+    code = FAKE_SERVER.replace("PORT", str(unused_port))
+    monkeypatch.setattr(servers, "command", lambda *arguments: [sys.executable, "-c", code])
+    with servers.Server(backend, tmp_path, unused_port, 3, tmp_path / "log") as server:
+        server.wait()
+        seconds, answers = server.generate([[1, 2], [3]], 7)
+    assert 0 < seconds < 30
+    assert [a["disabled"] for a in answers] == [disabled] * 2
+    assert answers[0]["body"]["input_ids"] == [[1, 2], [3]]
+    assert answers[0]["body"]["sampling_params"] == {"temperature": 0, "max_new_tokens": 7, "ignore_eos": True}
+    assert server._process.returncode is not None
+
+
+@pytest.fixture
+def unused_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def test_a_server_that_ends_shows_the_end_of_its_log(monkeypatch, tmp_path, unused_port):
+    monkeypatch.setattr(
+        servers, "command", lambda *arguments: [sys.executable, "-c", "print('no memory'); raise SystemExit(3)"]
+    )
+    with (
+        servers.Server("ours", tmp_path, unused_port, 3, tmp_path / "log") as server,
+        pytest.raises(RuntimeError, match=r"the server ended with 3.*\nno memory"),
+    ):
+        server.wait()
+
+
+def test_an_unknown_checkpoint_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="neither faithful or wide nor a folder"):
+        generation.checkpoint_of("narrow", tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert generation.checkpoint_of(str(tmp_path), tmp_path) == tmp_path
+
+
+def test_every_layer_of_a_checkpoint_works_and_only_the_first_and_the_mtp_layer_add_anything():
+    shape = faithful_checkpoint.Shape(hidden=64, heads=2, layers=3, experts=2, experts_per_token=1, expert_dim=16)
+    tensors, config = faithful_checkpoint.checkpoint(0, shape), faithful_checkpoint.config(shape)
+    layers = [
+        {name.split(".", 3)[3]: t for name, t in tensors.items() if name.startswith(f"model.layers.{i}.")} for i in range(4)
+    ]
+    assert config["num_hidden_layers"] == 3
+    assert layers[0].keys() == layers[1].keys() == layers[2].keys() < layers[3].keys()
+    for name, tensor in layers[0].items():
+        assert torch.equal(tensor, layers[3][name]), name
+        same = [torch.equal(tensor, layers[i][name]) for i in (1, 2)]
+        assert same == [name != "self_attn.o_proj.weight"] * 2
+    assert not any(layers[i]["self_attn.o_proj.weight"].any() for i in (1, 2))
+    assert layers[0]["self_attn.o_proj.weight"].any()
+    assert layers[1]["self_attn.kv_b_proj.weight"].any()
+
+
+def test_servers_are_kept_until_another_checkpoint_or_n_is_asked_for(monkeypatch, tmp_path):
+    """And both have started before either is waited for."""
+    events = []
+
+    class Fake:
+        def __init__(self, backend, checkpoint, port, steps, log, *options):
+            self.name = f"{backend} {checkpoint.name} N={steps} {port}"
+            events.append(f"start {self.name}")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            events.append(f"end {self.name}")
+
+        def wait(self):
+            events.append(f"wait {self.name}")
+
+    monkeypatch.setattr(generation, "Server", Fake)
+    monkeypatch.setattr(generation.time, "sleep", lambda seconds: None)
+    checkpoint = tmp_path / "tiny"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    servers_ = generation.Servers(tmp_path, 100)
+    first = servers_.of(str(checkpoint), 3)
+    assert servers_.of(str(checkpoint), 3) is first
+    assert events == [f"{doing} {who}" for doing in ("start", "wait") for who in ("ours tiny N=3 100", "builtin tiny N=3 200")]
+    events.clear()
+    servers_.of(str(checkpoint), 0)
+    assert [e for e in events if e.startswith("end")] == ["end builtin tiny N=3 200", "end ours tiny N=3 100"]
+    assert events[2].startswith("start ours tiny N=0")
+    events.clear()
+    servers_.close()
+    assert len(events) == 2
