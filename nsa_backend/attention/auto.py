@@ -35,7 +35,7 @@ def supports(config: AttentionConfig) -> str | None:
     if config.device_name not in known:
         return (
             f"it was measured on {', '.join(known)} and this device is {config.device_name or 'no GPU'}: unset it and name "
-            "the implementation, or measure (benchmarks/bench_attention.py, then benchmarks/auto_table.py)"
+            "the implementation, or measure (python -m nsa_backend bench attention, then benchmarks/auto_table.py)"
         )
     names = CANDIDATES if config.kv_cache_dtype == torch.bfloat16 else ("flashmla_kv",)
     reasons = (implementation(name).supports(config) for name in names)

@@ -29,7 +29,7 @@ PACKAGES = {
     "sgl-deep-gemm": "the indexer's logits",
     "flashinfer_python": "trtllm",
 }
-"""Distribution to what we use it for. FlashMLA has no distribution of its own: it is sgl_kernel.flash_mla."""
+"""Distribution to what we use it for. Where FlashMLA has a distribution of its own, it is added (from SGLang 0.5.23 on)."""
 
 PINNED = tuple(name for name, purpose in PACKAGES.items() if purpose)
 NO_GPU = {"name": None, "driver": None, "sm": 0}
@@ -70,7 +70,9 @@ def examine(num_heads: int) -> dict[str, Any]:
     try:
         from nsa_backend import host
 
-        problems += [problem for problem in map(host.package_problem, PINNED) if problem]
+        pinned = dict.fromkeys((*PINNED, host.FLASH_MLA_DISTRIBUTION))
+        packages |= {name: {"version": _version(name), "for": "FlashMLA"} for name in pinned if name not in packages}
+        problems += [problem for problem in map(host.package_problem, pinned) if problem]
         gpu = _gpu(host)
         implementations = _implementations(num_heads, gpu)
     except ImportError as error:
