@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from nsa_backend import host
+from nsa_backend.demo.calls import calls
 
 IN_GRAPH = "dsa" in host.BACKEND_NAMES
-"""Whether SGLang asks for metadata inside the graph, and where its static lengths are int64."""
-
-LENGTHS = torch.int64 if IN_GRAPH else torch.int32
-"""dtype of a graph runner's static `seq_lens`."""
+"""Whether SGLang asks for metadata inside the graph."""
 
 
 def builtin() -> tuple[type, type]:
@@ -40,7 +38,7 @@ def static_batch(seq_lens: torch.Tensor, req_pool_indices: torch.Tensor, num_ste
     bs = seq_lens.shape[0]
     return SimpleNamespace(
         batch_size=bs,
-        seq_lens=seq_lens.to(LENGTHS),
+        seq_lens=seq_lens.to(calls.LENGTHS_DTYPE),
         seq_lens_cpu=None if IN_GRAPH else seq_lens.cpu().to(torch.int32),
         seq_lens_sum=None if IN_GRAPH else int(seq_lens.sum()),
         req_pool_indices=req_pool_indices,

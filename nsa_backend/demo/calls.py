@@ -4,7 +4,6 @@ Both offer the same names:
 
 - `LENGTHS_DTYPE`: of the static lengths that SGLang's graph runners read;
 - `publish(num_steps, num_draft_tokens)`: set the options; returns what a model runner knows of them;
-- `start_parallel_state(rendezvous)`: groups of one rank;
 - `draft_factory(runner, num_steps)`: SGLang's factory of draft backends;
 - `batch_fields(model)`, `attention_backend(batch)`, `running(backend)`: how a forward finds its pools and its backend;
 - `before_capture`, `at_graph_head`, `before_replay`: what SGLang calls around the graph of one forward;

@@ -35,12 +35,18 @@ def prepare_process() -> None:
 
 def start_single_rank() -> None:
     """SGLang's parallel state for one process, which its attention code asks for group sizes."""
-    from sglang.srt.distributed import model_parallel_is_initialized
+    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
 
     from nsa_backend.demo.calls import calls
 
-    if not model_parallel_is_initialized():
-        calls.start_parallel_state(f"file://{Path(tempfile.mkdtemp()) / 'rendezvous'}")
+    if model_parallel_is_initialized():
+        return
+    calls.publish(1, 2)  # newer releases read group sizes from the published options
+    rendezvous = Path(tempfile.mkdtemp()) / "rendezvous"
+    init_distributed_environment(
+        backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{rendezvous}"
+    )
+    initialize_model_parallel(backend="gloo")
 
 
 def make_runner(

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context, get_attn_backend
 from sglang.srt.runtime_context import get_context
@@ -33,12 +32,6 @@ def publish(num_steps: int, num_draft_tokens: int) -> dict[str, Any]:
         .install()
     )
     return {"server_args": server_args, "draft_attention_backend": None}
-
-
-def start_parallel_state(rendezvous: str) -> None:
-    publish(1, 2)  # group sizes are read from the published options
-    init_distributed_environment(backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=rendezvous)
-    initialize_model_parallel(backend="gloo")
 
 
 def draft_factory(runner: Any, num_steps: int) -> DraftBackendFactory:

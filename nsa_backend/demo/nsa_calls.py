@@ -1,4 +1,4 @@
-"""Calls of SGLang 0.5.11 to 0.5.12.post1: captures and replays are announced one by one, batches carry pools and backend."""
+"""Calls of SGLang 0.5.12 and 0.5.12.post1: captures and replays are announced one by one, batches carry pools and backend."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
@@ -29,11 +28,6 @@ def publish(num_steps: int, num_draft_tokens: int) -> dict[str, Any]:
             attention_backend="nsa",
         )
     }
-
-
-def start_parallel_state(rendezvous: str) -> None:
-    init_distributed_environment(backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=rendezvous)
-    initialize_model_parallel(backend="gloo")
 
 
 def draft_factory(runner: Any, num_steps: int) -> DraftBackendFactory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,11 +39,10 @@ def _has_flash_mla_of_its_own() -> bool:
 FLASH_MLA_DISTRIBUTION = "sgl-flash-mla" if _has_flash_mla_of_its_own() else "sglang-kernel"
 
 
-def flash_mla() -> SimpleNamespace:
-    """FlashMLA's functions: `flash_mla_sparse_fwd`, `flash_mla_with_kvcache`, `get_mla_metadata`."""
+def flash_mla() -> ModuleType:
+    """The module of FlashMLA's functions: `flash_mla_sparse_fwd`, `flash_mla_with_kvcache`, `get_mla_metadata`."""
     if _has_flash_mla_of_its_own():
         from sglang.kernels.ops.attention import flash_mla_interface as module
     else:
-        from sgl_kernel import flash_mla as module
-    names = ("flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata")
-    return SimpleNamespace(**{name: getattr(module, name) for name in names})
+        import sgl_kernel.flash_mla as module
+    return module

@@ -7,7 +7,7 @@ captured forward asks for its indexer metadata, and that of a draft round at the
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +58,6 @@ __all__ = [
 BACKEND_NAMES = ("nsa",)
 DECODE_ATTRIBUTE, PREFILL_ATTRIBUTE = "nsa_decode_backend", "nsa_prefill_backend"
 DECODE_OPTION, PREFILL_OPTION = "--nsa-decode-backend", "--nsa-prefill-backend"
-
 
 REFUSED_OPTIONS = {
     "enable_nsa_prefill_context_parallel": "--enable-nsa-prefill-context-parallel",
@@ -202,15 +201,11 @@ def fa3_functions() -> tuple[Callable, Callable]:
     return flash_attn_with_kvcache, flash_attn_varlen_func
 
 
-def flash_mla() -> SimpleNamespace:
-    """FlashMLA's functions: `flash_mla_sparse_fwd`, `flash_mla_with_kvcache`, `get_mla_metadata`; and its `distribution`."""
-    from sgl_kernel.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+def flash_mla() -> ModuleType:
+    """The module of FlashMLA's functions: `flash_mla_sparse_fwd`, `flash_mla_with_kvcache`, `get_mla_metadata`."""
+    import sgl_kernel.flash_mla as module
 
-    return SimpleNamespace(
-        flash_mla_sparse_fwd=flash_mla_sparse_fwd,
-        flash_mla_with_kvcache=flash_mla_with_kvcache,
-        get_mla_metadata=get_mla_metadata,
-    )
+    return module
 
 
 FLASH_MLA_DISTRIBUTION = "sglang-kernel"

@@ -29,7 +29,6 @@ __all__ = [
     "DraftBackendFactory",
     "ForwardBatch",
     "ForwardMode",
-    "HookRegistry",
     "HookType",
     "Settings",
     "Takeover",

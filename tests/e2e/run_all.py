@@ -22,9 +22,9 @@ from workloads import CASES, WORKLOADS
 
 from nsa_backend.benchmarks import faithful_checkpoint
 from nsa_backend.benchmarks.bench_common import environment
+from nsa_backend.benchmarks.servers import BACKENDS
 from nsa_backend.releases import generation_of, installed
 
-BACKENDS = {"ours": "0", "builtin": "1"}
 TIE = 0.0626
 """Two steps of a bfloat16 logit between 4 and 8, where the best logits of this checkpoint lie: a forward with other batch
 shapes may round either of the tokens within it to the top."""
