@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer cells and samples: a minute or two")
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
     parser.add_argument("--out", type=Path, help="write the report to this file, after every cell and at the end")
-    parser.add_argument("--minutes", type=_positive, default=9.0, help="bound on the run time; what does not fit is left out")
+    parser.add_argument("--minutes", type=_positive, default=15.0, help="bound on the run time; what does not fit is left out")
     for option, text in OPTIONS.items():
         takers = ", ".join(name for name, taken in BENCHES.items() if option in taken)
         kind = str if option == "--checkpoint" else _count
