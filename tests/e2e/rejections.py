@@ -1,0 +1,139 @@
+"""Look at every rejected draft: were the target's two best tokens there within the rounding of a bfloat16 logit?
+
+    python tests/e2e/rejections.py OUT.json [--steps 3 8] [--requests 24]
+
+The faithful checkpoint's drafts are right by construction, so a rejected one is either a tie that target and draft round apart
+or a draft step that attended to wrong tokens. Requests are streamed one after another, which tells where each round ends; one
+prefill of prompt and output, without speculation on the built-in backend, then tells how far the two best tokens are apart at
+every position. Exits with 1 where a rejection is no tie.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from run_all import TIE
+from workloads import new_tokens, prompts
+
+from nsa_backend.benchmarks import faithful_checkpoint
+from nsa_backend.benchmarks.bench_common import environment
+from nsa_backend.benchmarks.generation import SIZES
+from nsa_backend.benchmarks.servers import Server, call
+
+
+def streamed(port: int, prompt: list[int], tokens: int) -> tuple[dict, list[int]]:
+    """The last answer, and how many tokens there were at each chunk of the stream."""
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    lengths, answer = [], {}
+    with urllib.request.urlopen(request, timeout=300) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                answer = json.loads(line[len(b"data: ") :])
+                lengths.append(answer["meta_info"]["completion_tokens"])
+    return answer, lengths
+
+
+def rejected_positions(lengths: list[int], histogram: list[int], steps: int) -> list[int] | None:
+    """Output positions at which a draft was rejected.
+
+    A round that accepts k of `steps` drafts adds k + 1 tokens, the last of them the target's own, in place of draft k + 1 where
+    k < `steps`. The last round may be cut by the limit on new tokens and is not judged.
+
+    Args:
+        lengths: tokens at each chunk of the stream; the first chunk is the prefill's token.
+        histogram: SGLang's count of rounds by correct drafts.
+
+    Returns:
+        None where the stream joined rounds, so that its chunks are not the rounds that SGLang counted.
+    """
+    added = [after - before for before, after in pairwise(lengths)]
+    if lengths[:1] != [1] or len(added) != sum(histogram) or not all(1 <= n <= steps + 1 for n in added):
+        return None
+    left = dict(enumerate(histogram))
+    for tokens in added[:-1]:
+        left[tokens - 1] = left.get(tokens - 1, 0) - 1
+    if min(left.values()) < 0:
+        return None
+    return [after - 1 for tokens, after in zip(added[:-1], lengths[1:-1], strict=True) if tokens <= steps]
+
+
+def gaps(port: int, prompt: list[int], output: list[int]) -> list[float]:
+    """How far the second-best token is below the best, in logits, at each output position."""
+    sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+    asked = {"input_ids": prompt + output, "sampling_params": sampling, "return_logprob": True}
+    answer = call(port, "/generate", asked | {"logprob_start_len": 0, "top_logprobs_num": 2})
+    best = answer["meta_info"]["input_top_logprobs"]
+    if len(best) != len(prompt) + len(output):
+        raise RuntimeError(f"{len(best)} log-probabilities for {len(prompt) + len(output)} tokens")
+    return [round(first[0] - second[0], 4) for first, second in best[len(prompt) :]]
+
+
+def measure(ours: Server, plain: Server, steps: int, requests: int) -> dict:
+    """One row of the report; `ours` drafts `steps` tokens, `plain` none."""
+    everywhere, rejected, joined, rounds = [], [], 0, 0
+    for prompt in prompts(requests, 300, step=9, seed=31):
+        answer, lengths = streamed(ours.port, prompt, new_tokens(steps))
+        histogram = answer["meta_info"]["spec_correct_drafts_histogram"]
+        positions = rejected_positions(lengths, histogram, steps)
+        if positions is None:
+            joined += 1
+            continue
+        found = gaps(plain.port, prompt, answer["output_ids"])
+        everywhere += found
+        rejected += [found[p] for p in positions]
+        rounds += sum(histogram)
+    return {
+        "steps": steps,
+        "requests": requests,
+        "requests_whose_stream_joined_rounds": joined,
+        "rounds": rounds,
+        "rejections": len(rejected),
+        "gaps": sorted(rejected),
+        "ties_among_rejections": sum(gap < TIE for gap in rejected),
+        "positions": len(everywhere),
+        "ties_among_positions": sum(gap < TIE for gap in everywhere),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, nargs="+", default=[3, 8])
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--port", type=int, default=33000)
+    args = parser.parse_args()
+    work = Path(tempfile.mkdtemp(prefix="nsa-rejections-"))
+    checkpoint = faithful_checkpoint.write(work / "checkpoint")
+    with ExitStack() as open_servers:
+        servers = []
+        for number, (side, steps) in enumerate([("builtin", 0), *(("ours", n) for n in args.steps)]):
+            time.sleep(3 * min(number, 1))  # each measures the free memory of the GPU when it starts
+            log = work / f"{side}-n{steps}.log"
+            server = Server(side, checkpoint, args.port + 100 * number, steps, log, *SIZES)
+            servers.append(open_servers.enter_context(server))
+        for server in servers:
+            server.wait()
+        plain, *ours = servers
+        rows = [measure(server, plain, n, args.requests) for server, n in zip(ours, args.steps, strict=True)]
+    report = {"environment": environment(), "tie": TIE, "rows": rows}
+    args.out.write_text(json.dumps(report, indent=1))
+    print(json.dumps(report))
+    return 0 if all(r["rejections"] and r["ties_among_rejections"] == r["rejections"] for r in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
