@@ -55,25 +55,32 @@ class FlashMlaKv:
 
         In a capture the tensors come from the graph's memory, so every replay refreshes them in place.
         """
+        return replace(metadata, flashmla_tiles=self._tiles(metadata.nsa_cache_seqlens_int32))
+
+    def _tiles(self, cache_seqlens: torch.Tensor) -> FlashMlaTiles:
         tiles, num_splits = self._schedule(
-            cache_seqlens=metadata.nsa_cache_seqlens_int32,
+            cache_seqlens=cache_seqlens,
             num_q_tokens_per_head_k=self._query.padded_heads,
             num_heads_k=1,
             num_heads_q=self._query.padded_heads,
             is_fp8_kvcache=True,
             topk=self._index_topk,
         )
-        return replace(metadata, flashmla_tiles=FlashMlaTiles(tiles, num_splits))
+        return FlashMlaTiles(tiles, num_splits)
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         rows, heads, latent_dim = inputs.q_nope.shape
+        tiles = inputs.flashmla_tiles
+        if tiles.num_splits.shape[0] != rows + 1:
+            # Of a prefill padded for DP attention SGLang hands over the real rows alone where it captures prefill in pieces.
+            tiles = self._tiles(inputs.cache_seqlens)
         out, _ = self._attend(
             q=self._query.join(inputs).unsqueeze(1),
             k_cache=inputs.kv_cache.view(-1, PAGE_SIZE, 1, inputs.kv_cache.shape[-1]),
             cache_seqlens=inputs.cache_seqlens,
             head_dim_v=latent_dim,
-            tile_scheduler_metadata=inputs.flashmla_tiles.tile_scheduler_metadata,
-            num_splits=inputs.flashmla_tiles.num_splits,
+            tile_scheduler_metadata=tiles.tile_scheduler_metadata,
+            num_splits=tiles.num_splits,
             softmax_scale=inputs.sm_scale,
             indices=inputs.topk_slots.unsqueeze(1),
             # Sparse attention does not read it, but the binding wants a tensor.

@@ -99,11 +99,13 @@ def test_graphs_share_the_padded_query(name, heads):
 
 
 @pytest.mark.parametrize("heads", [8, 16, 64, 128])
-@pytest.mark.parametrize("rows", [1, 2, 7, 33])
-def test_flashmla_kv_on_fp8_pages(heads, rows):
-    """Against float32 on the values that the FP8 cache holds; unchosen tokens are NaN in scale and RoPE."""
+@pytest.mark.parametrize(("rows", "padding"), [(1, 0), (2, 0), (7, 0), (33, 0), (7, 5)])
+def test_flashmla_kv_on_fp8_pages(heads, rows, padding):
+    """Against float32 on the values that the FP8 cache holds; unchosen tokens are NaN in scale and RoPE.
+
+    `padding` rows of the metadata have no query, as where SGLang hands over the real rows alone.
+    """
     from dataclasses import replace
-    from types import SimpleNamespace
 
     from nsa_backend.attention.common import AttentionConfig
     from nsa_backend.attention.flashmla_kv import FlashMlaKv
@@ -120,11 +122,7 @@ def test_flashmla_kv_on_fp8_pages(heads, rows):
     fp8 = packed.view(torch.float8_e4m3fn)
     config = AttentionConfig(device_sm=90, num_heads=heads, kv_cache_dtype=torch.float8_e4m3fn, index_topk=TOPK)
     attention = FlashMlaKv(config)
-    tiles = attention._schedule(
-        cache_seqlens=inputs.cache_seqlens, num_q_tokens_per_head_k=attention._query.padded_heads, num_heads_k=1,
-        num_heads_q=attention._query.padded_heads, is_fp8_kvcache=True, topk=TOPK,
-    )  # fmt: skip
-    tiles = SimpleNamespace(tile_scheduler_metadata=tiles[0], num_splits=tiles[1])
+    tiles = attention._tiles(torch.nn.functional.pad(inputs.cache_seqlens, (0, padding)))
     out = attention.forward(replace(inputs, kv_cache=fp8, flashmla_tiles=tiles)).float()
     real = slice(1, None) if rows > 1 else slice(None)
     bf16 = torch.zeros_like(inputs.kv_cache)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nsa_backend import fp8_prefill
+from nsa_backend import fp8_prefill, host
+from nsa_backend.attention.common import AttentionConfig
+from nsa_backend.attention.flashmla_kv import FlashMlaKv
 from nsa_backend.host import ForwardBatch, ForwardMode
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
+from nsa_backend.queries import sparse_inputs
 from nsa_backend.registration import create_backend
 
 
@@ -125,3 +128,51 @@ def test_the_backend_is_prepared_after_its_launch(make_runner, captured):
         batch.forward_mode, batch.req_pool_indices = ForwardMode.DECODE, slots
         backend.init_forward_metadata(batch)
     assert recorder.asked == [[5, 64]]
+
+
+class FlashMla:
+    """FlashMLA's two functions as their shapes are documented: a schedule belongs to the rows that it was made for."""
+
+    def __init__(self):
+        self.scheduled: list[list[int]] = []
+
+    def get_mla_metadata(self, *, cache_seqlens, **heads):
+        self.scheduled.append(cache_seqlens.tolist())
+        return torch.zeros(132, 8, dtype=torch.int32), torch.arange(len(cache_seqlens) + 1, dtype=torch.int32)
+
+    def flash_mla_with_kvcache(self, *, q, cache_seqlens, num_splits, indices, **rest):
+        assert num_splits.shape == (q.shape[0] + 1,)
+        assert cache_seqlens.shape == indices.shape[:1] == q.shape[:1]
+        return q[..., :512] + cache_seqlens.view(-1, 1, 1, 1), None
+
+
+@pytest.mark.parametrize(("rows", "scheduled"), [(4, []), (3, [[4, 5, 6]])])
+def test_a_schedule_fits_the_rows_that_came(monkeypatch, rows, scheduled):
+    """The metadata has four rows, one of them DP attention's padding, which SGLang hands over or not."""
+    flash_mla = FlashMla()
+    monkeypatch.setattr(host, "flash_mla", lambda: flash_mla)
+    config = AttentionConfig(device_sm=90, num_heads=64, kv_cache_dtype=torch.float8_e4m3fn, index_topk=64)
+    attention = FlashMlaKv(config)
+    metadata = step_metadata_of(torch.tensor([4, 5, 6, 0], dtype=torch.int32), attention)
+    assert flash_mla.scheduled == [[4, 5, 6, 0]]
+    layer = SimpleNamespace(tp_q_head_num=64, v_head_dim=512, head_dim=576, scaling=0.5, logit_cap=0.0)
+    kv_cache, slots = torch.zeros(64, 1, 656, dtype=torch.uint8), torch.full((rows, 64), -1, dtype=torch.int32)
+    query = torch.zeros(rows, 64 * 576)
+    out = attention.forward(sparse_inputs(query, None, layer, kv_cache, slots, metadata))
+    assert out.shape == (rows, 64, 512)
+    assert out[:, 0, 0].tolist() == [4, 5, 6, 0][:rows]
+    assert flash_mla.scheduled[1:] == scheduled
+
+
+def step_metadata_of(lengths: torch.Tensor, attention: FlashMlaKv):
+    """Metadata of rows of these lengths, prepared by `attention`."""
+
+    @dataclass(frozen=True)
+    class Rows:
+        nsa_cache_seqlens_int32: torch.Tensor
+        nsa_cu_seqlens_q: torch.Tensor
+        nsa_cu_seqlens_k: torch.Tensor
+        flashmla_tiles: object = None
+
+    sums = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    return attention.prepare(Rows(lengths, torch.arange(len(lengths) + 1, dtype=torch.int32), sums))
