@@ -5,7 +5,7 @@
 The faithful checkpoint's drafts are right by construction, so a rejected one is either a tie that target and draft round apart
 or a draft step that attended to wrong tokens. Requests are streamed one after another, which tells where each round ends; one
 prefill of prompt and output, without speculation on the built-in backend, then tells how far the two best tokens are apart at
-every position. Exits with 1 where a rejection is no tie.
+every position. Exits with 1 where a rejection is no tie, or where none was seen.
 """
 
 import argparse
