@@ -1,4 +1,4 @@
-"""Draw figures from result files: attention by rows, and how the metadata of a replay grows. SVG and PNG, one pair a figure.
+"""Draw figures from result files: tokens per second, attention by rows, how the metadata of a replay grows. SVG and PNG.
 
 Needs matplotlib: pip install 'sglang-nsa-backend[plot]'.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,9 @@ GENERATIONS = {
     "ours": "ours",
 }
 """Side of a metadata row to its label, oldest first."""
+
+SERVERS = {"ours": "ours", "builtin": "SGLang's built-in"}
+"""Side of a serving row to its label."""
 
 CENTRE = {"steps": 4, "bs": 32, "length": 32768}
 AXES = {"steps": "draft steps N", "bs": "requests", "length": "tokens of a request"}
@@ -109,10 +113,36 @@ def metadata(report: dict[str, Any]) -> Figure:
     return figure
 
 
+def serve(report: dict[str, Any]) -> Figure:
+    """Tokens per second by draft steps, a panel for each checkpoint and batch; a thin line spans least and most."""
+    from matplotlib.figure import Figure
+
+    keys = ("checkpoint", "batch", "steps")
+    checkpoints, batches, steps = (list(dict.fromkeys(r[key] for r in report["rows"])) for key in keys)
+    figure = Figure(figsize=(11, 2.6 * len(checkpoints)))
+    grid = figure.subplots(len(checkpoints), len(batches), squeeze=False)
+    for axis, (checkpoint, batch) in zip(grid.flat, product(checkpoints, batches), strict=True):
+        found = [r for r in report["rows"] if (r["checkpoint"], r["batch"]) == (checkpoint, batch)]
+        for shift, (side, text) in zip((-0.2, 0.2), SERVERS.items(), strict=True):
+            rates = [r[side]["tokens_per_s"] for r in found]
+            middle = [rate["median"] for rate in rates]
+            ends = [[abs(rate["min_max"][end] - rate["median"]) for rate in rates] for end in (0, 1)]
+            places = [steps.index(r["steps"]) + shift for r in found]
+            axis.bar(places, middle, 0.38, label=text, color=COLOURS[side], yerr=ends, error_kw={"linewidth": 0.8})
+        axis.set(title=f"{checkpoint}, batch {batch}", xticks=range(len(steps)), xticklabels=[f"N = {n}" for n in steps])
+        axis.grid(axis="y", alpha=0.25)
+    for row in grid:
+        row[0].set_ylabel("tokens per second")
+    grid[0][0].legend(frameon=False)
+    figure.suptitle(_where("Serving over HTTP, N draft steps", report))
+    figure.tight_layout()
+    return figure
+
+
 def _where(title: str, report: dict[str, Any]) -> str:
     environment = report["environment"]
     return f"{title} ({environment['gpu']}, SGLang {environment['packages']['sglang']}, {environment['date']})"
 
 
-FIGURES = {"attention": attention, "metadata": metadata}
+FIGURES = {"serve": serve, "attention": attention, "metadata": metadata}
 """Result file (without _h200.json) to the function that draws it."""

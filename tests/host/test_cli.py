@@ -95,7 +95,7 @@ def test_doctor_names_a_wrong_package_and_another_host(monkeypatch):
 def test_plot_draws_every_figure_from_the_committed_results(tmp_path):
     done = run("plot", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("attention", "metadata"):
+    for name in ("serve", "attention", "metadata"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert f"figures/{name}.svg" in (ROOT / "README.md").read_text()
         svg = (tmp_path / f"{name}.svg").read_text()
@@ -106,4 +106,4 @@ def test_plot_draws_every_figure_from_the_committed_results(tmp_path):
 def test_plot_says_which_file_is_missing(tmp_path):
     done = run("plot", "--results", str(tmp_path), "--out", str(tmp_path))
     assert done.returncode == 1
-    assert "attention_h200.json does not exist: pass the folder with the result files as --results" in done.stderr
+    assert "serve_h200.json does not exist: pass the folder with the result files as --results" in done.stderr
