@@ -70,6 +70,7 @@ BATCHES = tuple(f"{batch}x{length}" for batch in (1, 4, 8) for length in (300, 3
 GRID_ENGINE = {"cuda_graph_bs": [1, 2, 4, 8, 16, 32], "max_total_tokens": 131072}
 TWO_GPUS = {"tp_size": 2, "disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
 """All-reduce through NCCL alone: SGLang's fused one asks for NVLink multicast, which not every machine offers."""
+FOUR_GPUS = TWO_GPUS | {"tp_size": 4}
 
 CASES = [
     Case(
@@ -176,6 +177,26 @@ CASES = [
         | {"dp_size": 2, "enable_dp_attention": True, "kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"},
         floors=FP8_FLOORS,
         gpus=2,
+    ),
+    Case("four GPUs, tensor parallel", 3, ("1x300", *STANDARD), engine=FOUR_GPUS, floors=FLOORS, gpus=4),
+    # Two ranks of attention, each on two GPUs.
+    Case(
+        "four GPUs, DP attention 2",
+        3,
+        ("1x300", *STANDARD, "sizes between and above the captured"),
+        engine=FOUR_GPUS | {"dp_size": 2, "enable_dp_attention": True},
+        floors=FLOORS,
+        gpus=4,
+    ),
+    Case(
+        "four GPUs, DP attention 4, fp8",
+        3,
+        ("1x300", *STANDARD, "sizes between and above the captured"),
+        decode="flashmla_kv",
+        engine=FOUR_GPUS
+        | {"dp_size": 4, "enable_dp_attention": True, "kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"},
+        floors=FP8_FLOORS,
+        gpus=4,
     ),
     Case("no speculation", 0, (*STANDARD, "sizes between and above the captured")),
     Case("no speculation, flashmla_sparse", 0, STANDARD, decode="flashmla_sparse"),
