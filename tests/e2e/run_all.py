@@ -1,6 +1,6 @@
 """Run every case with ours and with SGLang's built-in backend on one GPU, several engines side by side, and judge.
 
-    python tests/e2e/run_all.py OUT.json [--cases 'n3 fa3' ...] [--jobs 4] [--logs DIR]
+    python tests/e2e/run_all.py OUT.json [--cases 'n3 fa3' ...] [--jobs 4] [--logs DIR [--resume]]
 
 Exits with 1 where an accept length is below its floor, a case failed, or an output differs without a tie to explain it.
 """
@@ -30,8 +30,11 @@ TIE = 0.0626
 shapes may round either of the tokens within it to the top."""
 
 
-def launch(checkpoint: Path, case, backend: str, logs: Path, port: int) -> tuple[dict | None, str]:
+def launch(checkpoint: Path, case, backend: str, logs: Path, port: int, resume: bool) -> tuple[dict | None, str]:
+    """(what the case gave or None, its log), from `logs` where `resume` and an earlier run got so far."""
     out, log = logs / f"{case.name}-{backend}.json".replace(" ", "_"), logs / f"{case.name}-{backend}.log".replace(" ", "_")
+    if resume and out.exists():
+        return json.loads(out.read_text()), log.read_text(errors="replace")
     command = [sys.executable, str(HERE / "run_case.py"), str(checkpoint), case.name, str(out), "--port", str(port)]
     with log.open("w") as stream:
         code = subprocess.run(
@@ -121,7 +124,7 @@ def summary(case, results: dict[str, dict | None]) -> dict:
     return row
 
 
-def run_engines(checkpoint: Path, cases: list, backends: list[str], jobs: int, logs: Path) -> dict:
+def run_engines(checkpoint: Path, cases: list, backends: list[str], jobs: int, logs: Path, resume: bool) -> dict:
     """Every case with every backend; returns (result or None, log text) by (case name, backend)."""
     items = [(i, case, backend) for i, (case, backend) in enumerate((c, b) for c in cases for b in backends)]
 
@@ -129,7 +132,7 @@ def run_engines(checkpoint: Path, cases: list, backends: list[str], jobs: int, l
         number, case, backend = item
         if number:
             time.sleep(3 * (number % jobs))  # engines measure free memory when they start
-        result, log = launch(checkpoint, case, backend, logs, 30000 + 50 * number)
+        result, log = launch(checkpoint, case, backend, logs, 30000 + 50 * number, resume)
         means = {w: round(fmean(c["accept"]), 3) for w, c in (result or {}).items()}
         print(f"{case.name}, {backend}: {means or 'FAILED'}", flush=True)  # what a run that is cut short leaves behind
         return result, log
@@ -189,13 +192,14 @@ def main() -> int:
     parser.add_argument("--backends", nargs="*", default=list(BACKENDS))
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "nsa-e2e")
+    parser.add_argument("--resume", action="store_true", help="take what a run that was cut short left in --logs")
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     checkpoint = faithful_checkpoint.write(args.logs / "checkpoint")
     has_v1 = generation_of(installed()).adapter == "nsa"
     cases = [c for c in CASES if c.gpus == args.gpus and (not args.cases or c.name in args.cases) and (has_v1 or not c.spec_v1)]
     started = time.time()
-    results = run_engines(checkpoint, cases, args.backends, args.jobs, args.logs)
+    results = run_engines(checkpoint, cases, args.backends, args.jobs, args.logs, args.resume)
     report = report_of(cases, results, args.backends, [], started)
     args.out.write_text(json.dumps(report, indent=1))  # judging ties starts engines anew; a run cut short keeps this
     found = judge(checkpoint, cases, results, args.jobs, args.logs)
