@@ -6,7 +6,8 @@ The faithful checkpoint's drafts are right by construction, so a rejected one is
 or a draft step that attended to wrong tokens. Requests are streamed one after another, which tells where each round ends; one
 prefill of prompt and output, without speculation on the built-in backend, then tells how far the two best tokens are apart at
 every position, and how far that prefill's own best token is above the output's: what another batch shape alone does to the
-target. Exits with 1 where a rejection is no tie, or where none was seen.
+target (on FP8 KV also that a dense prefill, below 2048 tokens, reads keys before they are quantised). Exits with 1 where a
+rejection is no tie, or where none was seen.
 """
 
 import argparse

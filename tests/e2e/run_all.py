@@ -194,10 +194,13 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "nsa-e2e")
     parser.add_argument("--resume", action="store_true", help="take what a run that was cut short left in --logs")
     args = parser.parse_args()
+    has_v1 = generation_of(installed()).adapter == "nsa"
+    on_these = [c for c in CASES if c.gpus == args.gpus and (has_v1 or not c.spec_v1)]
+    if unknown := set(args.cases or ()) - {c.name for c in on_these}:
+        parser.error(f"no case {sorted(unknown)} on {args.gpus} GPUs of this SGLang; there are {[c.name for c in on_these]}")
+    cases = [c for c in on_these if not args.cases or c.name in args.cases]
     args.logs.mkdir(parents=True, exist_ok=True)
     checkpoint = faithful_checkpoint.write(args.logs / "checkpoint")
-    has_v1 = generation_of(installed()).adapter == "nsa"
-    cases = [c for c in CASES if c.gpus == args.gpus and (not args.cases or c.name in args.cases) and (has_v1 or not c.spec_v1)]
     started = time.time()
     results = run_engines(checkpoint, cases, args.backends, args.jobs, args.logs, args.resume)
     report = report_of(cases, results, args.backends, [], started)
@@ -211,8 +214,11 @@ def main() -> int:
 
 def report_of(cases: list, results: dict, backends: list[str], found: list[dict], started: float) -> dict:
     """Everything that was seen; `found` are the judged differences."""
+    machine = environment()
+    if cases[0].gpus > 1:
+        machine["gpu"] = f"{cases[0].gpus} x {machine['gpu']}"
     return {
-        "environment": environment(),
+        "environment": machine,
         "rows": [summary(c, {b: results[c.name, b][0] for b in backends}) for c in cases],
         "differences": [d | {"prompt": f"{len(d['prompt'])} tokens"} for d in found],
         "failures": [

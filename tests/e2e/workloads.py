@@ -63,11 +63,14 @@ class Case:
 
 
 FLOORS = {"8x300": 3.9 / 4, "4x3000": 3.85 / 4}
-FP8_FLOORS = dict.fromkeys(("8x300", "4x3000", "32x300"), 3.8 / 4)
+FP8_FLOORS = dict.fromkeys(("8x300", "32x300", "8x3000"), 3.8 / 4)
+"""Not of "4x3000": on FP8 KV and batches of such contexts the target rejects two first drafts in a hundred, the built-in
+backend's too (case n1), and a mean of four requests then falls below 3.8 by chance. The floor of all requests counts them."""
 STANDARD = ("8x300", "4x3000")
 GRID = tuple(f"{batch}x{length}" for batch in (1, 8, 32) for length in (300, 3000))
 BATCHES = tuple(f"{batch}x{length}" for batch in (1, 4, 8) for length in (300, 3000))
 GRID_ENGINE = {"cuda_graph_bs": [1, 2, 4, 8, 16, 32], "max_total_tokens": 131072}
+FP8 = {"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"}
 TWO_GPUS = {"tp_size": 2, "disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
 """All-reduce through NCCL alone: SGLang's fused one asks for NVLink multicast, which not every machine offers."""
 FOUR_GPUS = TWO_GPUS | {"tp_size": 4}
@@ -120,24 +123,27 @@ CASES = [
         3,
         (*STANDARD, "32x300", "shared prefix"),
         decode="flashmla_kv",
-        engine={"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"},
+        engine=FP8,
         floors=FP8_FLOORS,
+        floor_of_all=0.95,
     ),
     Case(
         "n3 fp8, flashmla_kv after flashmla_sparse prefill in chunks",
         3,
         STANDARD,
         decode="flashmla_kv",
-        engine={"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_sparse", "chunked_prefill_size": 1024},
+        engine=FP8 | {"nsa_prefill_backend": "flashmla_sparse", "chunked_prefill_size": 1024},
         floors=FP8_FLOORS,
+        floor_of_all=0.95,
     ),
     Case(
         "n3 fp8 without CUDA graphs",
         3,
         ("8x300",),
         decode="flashmla_kv",
-        engine={"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv", "disable_cuda_graph": True},
+        engine=FP8 | {"disable_cuda_graph": True},
         floors=FP8_FLOORS,
+        floor_of_all=0.95,
     ),
     # With one draft the built-in backend gives it the right length too: the rejections that remain are not ours.
     Case("n1 fa3", 1, ("8x300", "8x3000"), floor_of_all=0.95),
@@ -146,7 +152,7 @@ CASES = [
         1,
         ("8x300", "8x3000"),
         decode="flashmla_kv",
-        engine={"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"},
+        engine=FP8,
         floor_of_all=0.95,
     ),
     Case("batches fa3", 3, BATCHES, floors=dict.fromkeys(BATCHES, 3.9 / 4)),
@@ -155,7 +161,8 @@ CASES = [
         3,
         BATCHES,
         decode="flashmla_kv",
-        engine={"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"},
+        engine=FP8,
+        floors=FP8_FLOORS,
         floor_of_all=0.95,
     ),
     Case("grid fa3", 3, GRID, engine=GRID_ENGINE, floors=dict.fromkeys(GRID, 3.9 / 4)),
@@ -165,7 +172,7 @@ CASES = [
         3,
         GRID,
         decode="flashmla_kv",
-        engine=GRID_ENGINE | {"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"},
+        engine=GRID_ENGINE | FP8,
         floors=dict.fromkeys(GRID, 3.8 / 4),
     ),
     Case(
@@ -191,9 +198,9 @@ CASES = [
         3,
         ("1x300", *STANDARD),
         decode="flashmla_kv",
-        engine=TWO_GPUS
-        | {"dp_size": 2, "enable_dp_attention": True, "kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"},
+        engine=TWO_GPUS | FP8 | {"dp_size": 2, "enable_dp_attention": True},
         floors=FP8_FLOORS,
+        floor_of_all=0.95,
         gpus=2,
     ),
     Case("four GPUs, tensor parallel", 3, ("1x300", *STANDARD), engine=FOUR_GPUS, floors=FLOORS, gpus=4),
@@ -211,9 +218,9 @@ CASES = [
         3,
         ("1x300", *STANDARD, "sizes between and above the captured"),
         decode="flashmla_kv",
-        engine=FOUR_GPUS
-        | {"dp_size": 4, "enable_dp_attention": True, "kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"},
+        engine=FOUR_GPUS | FP8 | {"dp_size": 4, "enable_dp_attention": True},
         floors=FP8_FLOORS,
+        floor_of_all=0.95,
         gpus=4,
     ),
     Case("no speculation", 0, (*STANDARD, "sizes between and above the captured")),
