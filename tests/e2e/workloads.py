@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -74,6 +75,9 @@ FP8 = {"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"}
 TWO_GPUS = {"tp_size": 2, "disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
 """All-reduce through NCCL alone: SGLang's fused one asks for NVLink multicast, which not every machine offers."""
 FOUR_GPUS = TWO_GPUS | {"tp_size": 4}
+DP_2 = {"dp_size": 2, "enable_dp_attention": True}
+
+fp8_case = partial(Case, decode="flashmla_kv", engine=FP8, floors=FP8_FLOORS, floor_of_all=0.95)
 
 CASES = [
     Case(
@@ -118,53 +122,19 @@ CASES = [
         builtin_environment={},
         floors=FLOORS,
     ),
-    Case(
-        "n3 fp8, flashmla_kv",
-        3,
-        (*STANDARD, "32x300", "shared prefix"),
-        decode="flashmla_kv",
-        engine=FP8,
-        floors=FP8_FLOORS,
-        floor_of_all=0.95,
-    ),
-    Case(
+    fp8_case("n3 fp8, flashmla_kv", 3, (*STANDARD, "32x300", "shared prefix")),
+    fp8_case(
         "n3 fp8, flashmla_kv after flashmla_sparse prefill in chunks",
         3,
         STANDARD,
-        decode="flashmla_kv",
         engine=FP8 | {"nsa_prefill_backend": "flashmla_sparse", "chunked_prefill_size": 1024},
-        floors=FP8_FLOORS,
-        floor_of_all=0.95,
     ),
-    Case(
-        "n3 fp8 without CUDA graphs",
-        3,
-        ("8x300",),
-        decode="flashmla_kv",
-        engine=FP8 | {"disable_cuda_graph": True},
-        floors=FP8_FLOORS,
-        floor_of_all=0.95,
-    ),
+    fp8_case("n3 fp8 without CUDA graphs", 3, ("8x300",), engine=FP8 | {"disable_cuda_graph": True}),
     # With one draft the built-in backend gives it the right length too: the rejections that remain are not ours.
     Case("n1 fa3", 1, ("8x300", "8x3000"), floor_of_all=0.95),
-    Case(
-        "n1 fp8, flashmla_kv",
-        1,
-        ("8x300", "8x3000"),
-        decode="flashmla_kv",
-        engine=FP8,
-        floor_of_all=0.95,
-    ),
+    Case("n1 fp8, flashmla_kv", 1, ("8x300", "8x3000"), decode="flashmla_kv", engine=FP8, floor_of_all=0.95),
     Case("batches fa3", 3, BATCHES, floors=dict.fromkeys(BATCHES, 3.9 / 4)),
-    Case(
-        "batches fp8, flashmla_kv",
-        3,
-        BATCHES,
-        decode="flashmla_kv",
-        engine=FP8,
-        floors=FP8_FLOORS,
-        floor_of_all=0.95,
-    ),
+    fp8_case("batches fp8, flashmla_kv", 3, BATCHES),
     Case("grid fa3", 3, GRID, engine=GRID_ENGINE, floors=dict.fromkeys(GRID, 3.9 / 4)),
     Case("grid flashmla_sparse", 3, GRID, decode="flashmla_sparse", engine=GRID_ENGINE, floors=dict.fromkeys(GRID, 3.9 / 4)),
     Case(
@@ -189,38 +159,26 @@ CASES = [
         "two GPUs, DP attention",
         3,
         ("1x300", *STANDARD, "sizes between and above the captured"),
-        engine=TWO_GPUS | {"dp_size": 2, "enable_dp_attention": True},
+        engine=TWO_GPUS | DP_2,
         floors=FLOORS,
         gpus=2,
     ),
-    Case(
-        "two GPUs, DP attention, fp8",
-        3,
-        ("1x300", *STANDARD),
-        decode="flashmla_kv",
-        engine=TWO_GPUS | FP8 | {"dp_size": 2, "enable_dp_attention": True},
-        floors=FP8_FLOORS,
-        floor_of_all=0.95,
-        gpus=2,
-    ),
+    fp8_case("two GPUs, DP attention, fp8", 3, ("1x300", *STANDARD), engine=TWO_GPUS | DP_2 | FP8, gpus=2),
     Case("four GPUs, tensor parallel", 3, ("1x300", *STANDARD), engine=FOUR_GPUS, floors=FLOORS, gpus=4),
     # Two ranks of attention, each on two GPUs.
     Case(
         "four GPUs, DP attention 2",
         3,
         ("1x300", *STANDARD, "sizes between and above the captured"),
-        engine=FOUR_GPUS | {"dp_size": 2, "enable_dp_attention": True},
+        engine=FOUR_GPUS | DP_2,
         floors=FLOORS,
         gpus=4,
     ),
-    Case(
+    fp8_case(
         "four GPUs, DP attention 4, fp8",
         3,
         ("1x300", *STANDARD, "sizes between and above the captured"),
-        decode="flashmla_kv",
-        engine=FOUR_GPUS | FP8 | {"dp_size": 4, "enable_dp_attention": True},
-        floors=FP8_FLOORS,
-        floor_of_all=0.95,
+        engine=FOUR_GPUS | DP_2 | FP8 | {"dp_size": 4},
         gpus=4,
     ),
     Case("no speculation", 0, (*STANDARD, "sizes between and above the captured")),
