@@ -21,8 +21,8 @@ def start_host() -> None:
     start_single_rank()
 
 
-def environment() -> dict:
-    """GPU, versions, commit and date, for the head of a result file."""
+def environment(gpus: int = 1) -> dict:
+    """GPU, or how many of which, versions, commit and date, for the head of a result file."""
     packages = {}
     for name in ("torch", "triton", "sglang", "sglang-kernel", "sgl-deep-gemm", "sgl-flash-mla", "flashinfer-python"):
         try:
@@ -33,8 +33,9 @@ def environment() -> dict:
         os.environ.get("NSA_BENCH_COMMIT")
         or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     )
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": name if gpus == 1 else f"{gpus} x {name}",
         "packages": packages,
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),

@@ -214,11 +214,8 @@ def main() -> int:
 
 def report_of(cases: list, results: dict, backends: list[str], found: list[dict], started: float) -> dict:
     """Everything that was seen; `found` are the judged differences."""
-    machine = environment()
-    if cases[0].gpus > 1:
-        machine["gpu"] = f"{cases[0].gpus} x {machine['gpu']}"
     return {
-        "environment": machine,
+        "environment": environment(cases[0].gpus),
         "rows": [summary(c, {b: results[c.name, b][0] for b in backends}) for c in cases],
         "differences": [d | {"prompt": f"{len(d['prompt'])} tokens"} for d in found],
         "failures": [
