@@ -15,19 +15,21 @@ import json
 import sys
 import tempfile
 import time
-import urllib.request
+from collections import Counter
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
+from uuid import uuid4
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from run_all import TIE
+from soak_traffic import Client, request_body
 from workloads import new_tokens, prompts
 
 from nsa_backend.benchmarks import faithful_checkpoint
 from nsa_backend.benchmarks.bench_common import environment
 from nsa_backend.benchmarks.generation import SIZES
-from nsa_backend.benchmarks.servers import Server, call
+from nsa_backend.benchmarks.servers import Server
 
 KV_OPTIONS = {
     "bfloat16": [],
@@ -37,21 +39,8 @@ KV_OPTIONS = {
 
 def streamed(port: int, prompt: list[int], tokens: int) -> tuple[dict, list[int]]:
     """The last answer, and how many tokens there were at each chunk of the stream."""
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
-        "stream": True,
-    }
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    lengths, answer = [], {}
-    with urllib.request.urlopen(request, timeout=300) as response:
-        for line in response:
-            if line.startswith(b"data: {"):
-                answer = json.loads(line[len(b"data: ") :])
-                lengths.append(answer["meta_info"]["completion_tokens"])
-    return answer, lengths
+    chunks = list(Client(port).chunks(request_body(prompt, tokens, uuid4().hex), 300))
+    return chunks[-1], [chunk["meta_info"]["completion_tokens"] for chunk in chunks]
 
 
 def rejected_positions(lengths: list[int], histogram: list[int], steps: int) -> list[int] | None:
@@ -70,19 +59,16 @@ def rejected_positions(lengths: list[int], histogram: list[int], steps: int) -> 
     added = [after - before for before, after in pairwise(lengths)]
     if lengths[:1] != [1] or len(added) != sum(histogram) or not all(1 <= n <= steps + 1 for n in added):
         return None
-    left = dict(enumerate(histogram))
-    for tokens in added[:-1]:
-        left[tokens - 1] = left.get(tokens - 1, 0) - 1
-    if min(left.values()) < 0:
+    if not Counter(n - 1 for n in added[:-1]) <= Counter(dict(enumerate(histogram))):
         return None
     return [after - 1 for tokens, after in zip(added[:-1], lengths[1:-1], strict=True) if tokens <= steps]
 
 
 def gaps(port: int, prompt: list[int], output: list[int]) -> tuple[list[float], list[float]]:
     """How far below the best token the second-best and the output's own are, in logits, at each output position."""
-    sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
-    asked = {"input_ids": prompt + output, "sampling_params": sampling, "return_logprob": True}
-    meta = call(port, "/generate", asked | {"logprob_start_len": 0, "top_logprobs_num": 2})["meta_info"]
+    asked = request_body(prompt + output, 1, uuid4().hex)
+    asked |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    meta = Client(port).generate(asked, timeout=300)["meta_info"]
     best, own = meta["input_top_logprobs"], meta["input_token_logprobs"]
     if not len(best) == len(own) == len(prompt) + len(output):
         raise RuntimeError(f"{len(best)} and {len(own)} log-probabilities for {len(prompt) + len(output)} tokens")
@@ -136,10 +122,11 @@ def main() -> int:
     checkpoint = faithful_checkpoint.write(work / "checkpoint")
     with ExitStack() as open_servers:
         servers = []
+        options = [*SIZES, "--kv-cache-dtype", args.kv_cache_dtype, *KV_OPTIONS[args.kv_cache_dtype]]
         for number, (side, steps) in enumerate([("builtin", 0), *(("ours", n) for n in args.steps)]):
-            time.sleep(3 * min(number, 1))  # each measures the free memory of the GPU when it starts
+            if number:
+                time.sleep(3)  # each measures the free memory of the GPU when it starts
             log = work / f"{side}-n{steps}.log"
-            options = [*SIZES, "--kv-cache-dtype", args.kv_cache_dtype, *KV_OPTIONS[args.kv_cache_dtype]]
             server = Server(side, checkpoint, args.port + 100 * number, steps, log, *options)
             servers.append(open_servers.enter_context(server))
         for server in servers:

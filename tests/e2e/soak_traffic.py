@@ -10,7 +10,8 @@ import random
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
@@ -103,6 +104,13 @@ class Client:
 
     def stream(self, body: dict, seconds: float) -> dict | None:
         """The last chunk, which has all tokens; None where `seconds` were over before it and the connection was closed."""
+        try:
+            return deque(self.chunks(body, seconds), maxlen=1).pop()
+        except TimeoutError:
+            return None
+
+    def chunks(self, body: dict, seconds: float) -> Iterator[dict]:
+        """Every chunk of a stream, each with all tokens so far; raises TimeoutError where `seconds` are over before [DONE]."""
         closing = time.monotonic() + seconds
         connection = self._send("/generate", body | {"stream": True}, REQUEST_SECONDS)
         socket, response, last = connection.sock, None, None
@@ -111,12 +119,11 @@ class Client:
             response = connection.getresponse()
             while line := response.readline():
                 if line.startswith(b"data: [DONE]") and last:
-                    return last
+                    return
                 if line.startswith(b"data: {"):
                     last = json.loads(line[6:])
+                    yield last
                 socket.settimeout(max(closing - time.monotonic(), 0.001))
-        except TimeoutError:
-            return None
         finally:
             connection.close()
             if response is not None:
