@@ -6,6 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 DOCS = "\n".join(p.read_text() for p in (ROOT / "docs").glob("*.md"))
+README_TEXT, DOCS_TEXT = (" ".join(text.split()) for text in (README, DOCS))
+"""Without line breaks, for sentences."""
 
 
 def result(name: str) -> dict:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -147,13 +147,17 @@ class FlashMla:
 
 
 @pytest.mark.parametrize(("rows", "scheduled"), [(4, []), (3, [[4, 5, 6]])])
-def test_a_schedule_fits_the_rows_that_came(monkeypatch, rows, scheduled):
+def test_a_schedule_fits_the_rows_that_came(make_runner, monkeypatch, rows, scheduled):
     """The metadata has four rows, one of them DP attention's padding, which SGLang hands over or not."""
     flash_mla = FlashMla()
     monkeypatch.setattr(host, "flash_mla", lambda: flash_mla)
     config = AttentionConfig(device_sm=90, num_heads=64, kv_cache_dtype=torch.float8_e4m3fn, index_topk=64)
     attention = FlashMlaKv(config)
-    metadata = step_metadata_of(torch.tensor([4, 5, 6, 0], dtype=torch.int32), attention)
+    runner = make_runner(index_topk=64)
+    backend = create_backend(runner)
+    backend.init_forward_metadata(prefill_batch(runner, [3, 4, 5, 6], [1, 1, 1, 1]))
+    padded = torch.tensor([4, 5, 6, 0], dtype=torch.int32)
+    metadata = attention.prepare(replace(backend.forward_metadata, nsa_cache_seqlens_int32=padded))
     assert flash_mla.scheduled == [[4, 5, 6, 0]]
     layer = SimpleNamespace(tp_q_head_num=64, v_head_dim=512, head_dim=576, scaling=0.5, logit_cap=0.0)
     kv_cache, slots = torch.zeros(64, 1, 656, dtype=torch.uint8), torch.full((rows, 64), -1, dtype=torch.int32)
@@ -162,17 +166,3 @@ def test_a_schedule_fits_the_rows_that_came(monkeypatch, rows, scheduled):
     assert out.shape == (rows, 64, 512)
     assert out[:, 0, 0].tolist() == [4, 5, 6, 0][:rows]
     assert flash_mla.scheduled[1:] == scheduled
-
-
-def step_metadata_of(lengths: torch.Tensor, attention: FlashMlaKv):
-    """Metadata of rows of these lengths, prepared by `attention`."""
-
-    @dataclass(frozen=True)
-    class Rows:
-        nsa_cache_seqlens_int32: torch.Tensor
-        nsa_cu_seqlens_q: torch.Tensor
-        nsa_cu_seqlens_k: torch.Tensor
-        flashmla_tiles: object = None
-
-    sums = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    return attention.prepare(Rows(lengths, torch.arange(len(lengths) + 1, dtype=torch.int32), sums))
