@@ -19,23 +19,32 @@ def check_arguments(
     extend_lens: torch.Tensor | None,
 ) -> None:
     """Refuse what the kernel would read or write out of bounds; raises ValueError with the consequence."""
-    _check_vector("seq_lens", seq_lens, plan.num_requests, buffers)
-    _check_vector("req_pool_indices", req_pool_indices, plan.num_requests, buffers)
+    device = buffers.real_page_table.device
+    vectors = {"seq_lens": seq_lens, "req_pool_indices": req_pool_indices}
     if plan.ragged and extend_lens is None:
         raise ValueError("a ragged plan needs extend_lens: without them the rows of a request are unknown")
     if plan.ragged:
-        _check_vector("extend_lens", extend_lens, plan.num_requests, buffers)
+        vectors["extend_lens"] = extend_lens
+    for name, tensor in vectors.items():
+        check_vector(name, tensor, plan.num_requests)
+        check_device(name, tensor, device)
+    check_pool(req_to_token)
+    check_device("req_to_token", req_to_token, device)
+    _check_room(plan, buffers)
+
+
+def check_pool(req_to_token: torch.Tensor) -> None:
+    """Refuse a request-to-token pool whose rows the kernels would misread."""
     if req_to_token.dim() != 2 or req_to_token.dtype != torch.int32 or req_to_token.stride(1) != 1:
         raise ValueError(
             "req_to_token must be int32 [pool, width] with contiguous rows, got "
             f"{req_to_token.dtype} {tuple(req_to_token.shape)} with strides {req_to_token.stride()}: "
             "the kernel would copy other requests' slots"
         )
-    _check_device("req_to_token", req_to_token, buffers)
-    _check_room(plan, buffers)
 
 
-def _check_vector(name: str, tensor: torch.Tensor, length: int, buffers: MetadataBuffers) -> None:
+def check_vector(name: str, tensor: torch.Tensor, length: int) -> None:
+    """Refuse anything but `length` contiguous integers."""
     if tensor.dim() != 1 or tensor.shape[0] != length:
         raise ValueError(f"{name} must be [{length}], got {tuple(tensor.shape)}: the kernel would read past its end")
     if tensor.dtype not in INDEX_DTYPES:
@@ -44,13 +53,12 @@ def _check_vector(name: str, tensor: torch.Tensor, length: int, buffers: Metadat
         raise ValueError(
             f"{name} must be contiguous, got stride {tensor.stride(0)}: the kernel would read other requests' values"
         )
-    _check_device(name, tensor, buffers)
 
 
-def _check_device(name: str, tensor: torch.Tensor, buffers: MetadataBuffers) -> None:
-    device = buffers.page_table_1.device
+def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Refuse a tensor on another device than what the kernel writes."""
     if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device} and the metadata buffers on {device}: the kernel cannot reach both")
+        raise ValueError(f"{name} is on {tensor.device} and the metadata on {device}: the kernel cannot reach both")
 
 
 def _check_room(plan: MetadataPlan, buffers: MetadataBuffers) -> None:

@@ -1,9 +1,9 @@
 """One launch that writes the metadata of every step and row of a forward, or of a whole draft round.
 
-Grid, known on the host: `num_steps` programs write lengths, prefix sums and the DeepGEMM schedule of one step each;
-`num_requests * splits` programs copy page tables, `splits` of them taking turns at the column blocks of one request. A
-program past the end of its request stops at once, so the grid depends on no value that only the GPU knows and one long
-request is spread over as many programs as a short one.
+Grid, known on the host: `num_steps` programs write lengths, prefix sums and the DeepGEMM schedule of one step each, as many the
+plan of the top-k kernel where it is wanted; `num_requests * splits` programs copy page tables, `splits` of them taking turns at
+the column blocks of one request. A program past the end of its request stops at once, so the grid depends on no value that only
+the GPU knows and one long request is spread over as many programs as a short one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from nsa_backend.kernels.lengths import (
     write_schedule,
 )
 from nsa_backend.kernels.page_tables import copy_page_tables
+from nsa_backend.kernels.topk_plan import CAPS, MAX_ROWS, THRESHOLDS, write_topk_plan
 from nsa_backend.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
 
 # The variant that loses least over all modes and shapes in benchmarks/results/tune_metadata_h200.json.
 ROW_BLOCK = 128
 COLUMN_BLOCK = 4096
+PAGED_COLUMN_BLOCK = 16_384  # where only page entries are copied: 256 of them
 NUM_WARPS = 4
 TARGET_TABLE_PROGRAMS = 2048
 
 
-# Values that change from batch to batch; a special one (1, or a multiple of 16) must not compile the kernel again.
+# What changes from batch to batch; a special value (1, or a multiple of 16) must not compile the kernel again.
 UNSPECIALIZED = [
+    "cache_seqlens_stride", "cu_seqlens_k_stride", "seqlens_expanded_stride", "nsa_cache_seqlens_stride",
+    "nsa_cu_seqlens_k_stride", "topk_plan_stride", "page_table_1_stride", "real_page_table_stride",
     "num_requests", "num_rows", "row_offset", "cache_offset", "table_offset", "max_len", "splits",
     "request_search_steps", "row_search_steps",
 ]  # fmt: skip
@@ -50,7 +54,8 @@ def metadata_kernel(
     nsa_cu_seqlens_k_ptr,  # int32 [num_steps, nsa_cu_seqlens_k_stride]
     segment_ends_ptr,  # int32 [num_steps, nsa_cache_seqlens_stride]
     schedule_ptr,  # int32 [num_steps, NUM_SMS + 1, 2], not written where NUM_SMS is 0
-    page_table_1_ptr,  # int32 [num_requests, page_table_1_stride]
+    topk_plan_ptr,  # int32 [num_steps, topk_plan_stride], not written where NUM_PLANS is 0
+    page_table_1_ptr,  # int32 [num_requests, page_table_1_stride], not written where WIDE is False
     real_page_table_ptr,  # int32 [num_rows, real_page_table_stride]
     cu_seqlens_q_ptr,  # int32 [num_requests + 1], written where rows are ragged
     token_to_batch_idx_ptr,  # int32 [num_rows], written where rows are ragged
@@ -60,6 +65,7 @@ def metadata_kernel(
     seqlens_expanded_stride,
     nsa_cache_seqlens_stride,
     nsa_cu_seqlens_k_stride,
+    topk_plan_stride,
     page_table_1_stride,
     real_page_table_stride,
     num_requests,
@@ -73,7 +79,12 @@ def metadata_kernel(
     request_search_steps,
     row_search_steps,
     NUM_STEPS: tl.constexpr,
+    NUM_PLANS: tl.constexpr,
     ROWS_PER_REQUEST: tl.constexpr,
+    WIDE: tl.constexpr,
+    THRESHOLDS: tl.constexpr,
+    CAPS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
     NUM_SMS: tl.constexpr,
     SM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
@@ -82,6 +93,9 @@ def metadata_kernel(
     COLUMN_BLOCK: tl.constexpr,
     SURPLUS_LAST: tl.constexpr,
 ):
+    # What `MetadataBuffers.allocate` keeps of the strides: rows of page tables begin at 16 bytes.
+    page_table_1_stride = tl.multiple_of(page_table_1_stride, 4)
+    real_page_table_stride = tl.multiple_of(real_page_table_stride, 4)
     step = tl.program_id(0)
     if step < NUM_STEPS:
         write_request_lengths(
@@ -129,8 +143,21 @@ def metadata_kernel(
                 SM_BLOCK=SM_BLOCK,
                 SURPLUS_LAST=SURPLUS_LAST,
             )
+    elif step < NUM_STEPS + NUM_PLANS:
+        planned = step - NUM_STEPS
+        write_topk_plan(
+            seq_lens_ptr,
+            topk_plan_ptr + planned * topk_plan_stride,
+            num_rows,
+            row_offset + planned,
+            max_len,
+            ROWS_PER_REQUEST=ROWS_PER_REQUEST,
+            THRESHOLDS=THRESHOLDS,
+            CAPS=CAPS,
+            MAX_ROWS=MAX_ROWS,
+        )
     else:
-        table_program = step - NUM_STEPS
+        table_program = step - NUM_STEPS - NUM_PLANS
         copy_page_tables(
             table_program // splits,
             table_program % splits,
@@ -149,6 +176,7 @@ def metadata_kernel(
             table_offset,
             max_len,
             ROWS_PER_REQUEST=ROWS_PER_REQUEST,
+            WIDE=WIDE,
             PAGE=PAGE,
             ROW_BLOCK=ROW_BLOCK,
             COLUMN_BLOCK=COLUMN_BLOCK,
@@ -183,10 +211,14 @@ def write_metadata(
         ValueError: a tensor has another shape, dtype, device or layout, or `buffers` is too small.
     """
     check_arguments(plan, buffers, seq_lens, req_pool_indices, req_to_token, extend_lens)
-    blocks = triton.cdiv(buffers.table_width, COLUMN_BLOCK)
+    wide = buffers.page_table_1 is not None
+    planned = buffers.topk_plan is not None and plan.num_rows <= MAX_ROWS
+    num_plans = plan.num_steps if planned else 0
+    column_block = COLUMN_BLOCK if wide else PAGED_COLUMN_BLOCK
+    blocks = triton.cdiv(buffers.table_width, column_block)
     splits = max(1, min(blocks, triton.cdiv(TARGET_TABLE_PROGRAMS, max(plan.num_requests, 1))))
     num_sms = 0 if buffers.schedule is None else buffers.schedule.shape[1] - 1
-    metadata_kernel[(plan.num_steps + plan.num_requests * splits,)](
+    metadata_kernel[(plan.num_steps + num_plans + plan.num_requests * splits,)](
         seq_lens,
         req_pool_indices,
         req_to_token,
@@ -198,7 +230,8 @@ def write_metadata(
         buffers.nsa_cu_seqlens_k,
         buffers.segment_ends,
         buffers.cache_seqlens if buffers.schedule is None else buffers.schedule,
-        buffers.page_table_1,
+        buffers.topk_plan if planned else buffers.cache_seqlens,
+        buffers.page_table_1 if wide else buffers.real_page_table,
         buffers.real_page_table,
         buffers.cu_seqlens_q,
         buffers.token_to_batch_idx,
@@ -208,7 +241,8 @@ def write_metadata(
         buffers.seqlens_expanded.stride(0),
         buffers.nsa_cache_seqlens.stride(0),
         buffers.nsa_cu_seqlens_k.stride(0),
-        buffers.page_table_1.stride(0),
+        buffers.topk_plan.stride(0) if planned else 0,
+        buffers.page_table_1.stride(0) if wide else 0,
         buffers.real_page_table.stride(0),
         plan.num_requests,
         plan.num_rows,
@@ -221,13 +255,18 @@ def write_metadata(
         plan.num_requests.bit_length(),
         plan.num_rows.bit_length(),
         NUM_STEPS=plan.num_steps,
+        NUM_PLANS=num_plans,
         ROWS_PER_REQUEST=plan.rows_per_request,
+        WIDE=wide,
+        THRESHOLDS=THRESHOLDS,
+        CAPS=CAPS,
+        MAX_ROWS=MAX_ROWS,
         NUM_SMS=num_sms,
         SM_BLOCK=triton.next_power_of_2(num_sms + 1),
         PAGE=PAGE_SIZE,
         SPLIT_KV=SCHEDULE_SPLIT_KV,
         ROW_BLOCK=ROW_BLOCK,
-        COLUMN_BLOCK=COLUMN_BLOCK,
+        COLUMN_BLOCK=column_block,
         SURPLUS_LAST=surplus_last,
         num_warps=NUM_WARPS,
     )

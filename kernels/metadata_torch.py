@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from nsa_backend.buffers import MetadataBuffers
+from nsa_backend.kernels.topk_plan import CAPS, MAX_ROWS, THRESHOLDS
 from nsa_backend.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
 
 
@@ -44,12 +45,16 @@ def write_metadata_torch(
         buffers.segment_ends[step, :rows] = torch.cumsum((lens + SCHEDULE_SPLIT_KV - 1) // SCHEDULE_SPLIT_KV, 0)
         if buffers.schedule is not None:
             buffers.schedule[step] = paged_mqa_schedule(lens, buffers.schedule.shape[1] - 1, surplus_last)
+        if buffers.topk_plan is not None and rows <= MAX_ROWS:
+            listed = topk_plan(lens)
+            buffers.topk_plan[step, : len(listed)] = listed
 
     table_lens = (seq_lens + plan.table_offset).clamp(1, max_len)
     for request in range(requests):
         length = int(table_lens[request])
         slots = req_to_token[int(req_pool_indices[request]), :length]
-        buffers.page_table_1[request, :length] = slots
+        if buffers.page_table_1 is not None:
+            buffers.page_table_1[request, :length] = slots
         pages = torch.div(slots[::PAGE_SIZE], PAGE_SIZE, rounding_mode="floor")
         buffers.real_page_table[:rows][request_of_row == request, : pages.shape[0]] = pages
 
@@ -68,6 +73,18 @@ def paged_mqa_schedule(lens: torch.Tensor, num_sms: int, surplus_last: bool = Fa
     row = torch.searchsorted(ends, first, right=True)
     padded = torch.cat([ends.new_zeros(1), ends])
     return torch.stack([row, first - padded[row]], dim=1).to(torch.int32)
+
+
+def topk_plan(lens: torch.Tensor) -> torch.Tensor:
+    """The plan of SGLang's top-k v2 kernel, int32 [1 + listed rows, 2]; `nsa_backend.kernels.topk_plan` has the rule."""
+    threshold = THRESHOLDS[-1]
+    for candidate, cap in zip(reversed(THRESHOLDS), reversed(CAPS), strict=True):
+        if int((lens > candidate).sum()) > cap:
+            break
+        threshold = candidate
+    rows = torch.nonzero(lens > threshold).flatten()
+    head = torch.tensor([[threshold, len(rows)]], device=lens.device)
+    return torch.cat([head, torch.stack([rows, lens[rows].long()], dim=1)]).to(torch.int32)
 
 
 def _rows(plan: MetadataPlan, seq_lens: torch.Tensor, extend_lens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

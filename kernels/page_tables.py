@@ -25,7 +25,7 @@ def copy_page_tables(
     req_to_token_ptr,  # int32 [pool, table_width]
     req_to_token_stride,
     extend_lens_ptr,
-    page_table_1_ptr,  # int32 [num_requests, page_table_1_stride]
+    page_table_1_ptr,  # int32 [num_requests, page_table_1_stride], not written where WIDE is False
     page_table_1_stride,
     real_page_table_ptr,  # int32 [num_rows, real_page_table_stride]
     real_page_table_stride,
@@ -34,6 +34,7 @@ def copy_page_tables(
     table_offset,
     max_len,
     ROWS_PER_REQUEST: tl.constexpr,
+    WIDE: tl.constexpr,
     PAGE: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
@@ -51,13 +52,12 @@ def copy_page_tables(
         row_begin = request * ROWS_PER_REQUEST
         row_end = row_begin + ROWS_PER_REQUEST
     for start in range(split * COLUMN_BLOCK, table_len, splits * COLUMN_BLOCK):
-        column = start + tl.arange(0, COLUMN_BLOCK)
-        mask = column < table_len
         page = start // PAGE + tl.arange(0, COLUMN_BLOCK // PAGE)
         page_mask = page * PAGE < table_len
-        # Both loads before the stores, so that one does not wait for the other.
-        token_slot = tl.load(source_ptr + column, mask=mask)
         page_slot = tl.load(source_ptr + page * PAGE, mask=page_mask)
-        tl.store(target_ptr + column, token_slot, mask=mask)
+        if WIDE:
+            column = start + tl.arange(0, COLUMN_BLOCK)
+            mask = column < table_len
+            tl.store(target_ptr + column, tl.load(source_ptr + column, mask=mask), mask=mask)
         for row in range(row_begin, row_end):
             tl.store(real_page_table_ptr + row * real_page_table_stride + page, page_slot // PAGE, mask=page_mask)

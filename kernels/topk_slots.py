@@ -7,33 +7,39 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_table_stride"])
 def topk_slots_kernel(
     topk_indices_ptr,  # int32 [rows, topk], contiguous
-    page_table_1_ptr,  # int32 [num_requests, page_table_1_stride]
-    page_table_1_stride,
-    token_to_batch_idx_ptr,  # int32 [rows]
+    page_table_ptr,  # int32 [num_requests, page_table_stride]
+    page_table_stride,
+    token_to_batch_idx_ptr,  # int32 | int64 [rows]
     slots_ptr,  # int32 [rows, topk], contiguous
     topk,
+    PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     request = tl.load(token_to_batch_idx_ptr + row).to(tl.int64)
+    table_ptr = page_table_ptr + request * page_table_stride
     for start in range(0, topk, BLOCK):
         column = start + tl.arange(0, BLOCK)
         mask = column < topk
         position = tl.load(topk_indices_ptr + row * topk + column, mask=mask, other=-1)
-        slot = tl.load(page_table_1_ptr + request * page_table_1_stride + position, mask=mask & (position >= 0), other=-1)
+        page = tl.load(table_ptr + position // PAGE, mask=mask & (position >= 0), other=0)
+        slot = tl.where(position >= 0, page * PAGE + position % PAGE, -1)
         tl.store(slots_ptr + row * topk + column, slot, mask=mask)
 
 
-def topk_slots(topk_indices: torch.Tensor, page_table_1: torch.Tensor, token_to_batch_idx: torch.Tensor) -> torch.Tensor:
+def topk_slots(
+    topk_indices: torch.Tensor, page_table: torch.Tensor, token_to_batch_idx: torch.Tensor, page_size: int
+) -> torch.Tensor:
     """KV slot of every selected token.
 
     Args:
         topk_indices: int32 [rows, topk], positions in the row's request, -1 where there is none.
-        page_table_1: int32 [num_requests, width], rows contiguous; slot of every token.
-        token_to_batch_idx: int32 [at least rows], request of each row.
+        page_table: int32 [num_requests, width], rows contiguous; page of every `page_size` tokens.
+        token_to_batch_idx: int32 or int64 [at least rows], request of each row.
+        page_size: tokens of a page, a power of two.
 
     Returns:
         int32 [rows, topk]; -1 where the position is -1.
@@ -44,22 +50,25 @@ def topk_slots(topk_indices: torch.Tensor, page_table_1: torch.Tensor, token_to_
             f"token_to_batch_idx has {token_to_batch_idx.shape[0]} rows and topk_indices {rows}: "
             "the last rows would attend to another request's tokens"
         )
-    if page_table_1.stride(1) != 1 or page_table_1.dtype != torch.int32:
+    if page_table.stride(1) != 1 or page_table.dtype != torch.int32:
         raise ValueError(
-            f"page_table_1 must be int32 with contiguous rows, got {page_table_1.dtype} with strides "
-            f"{page_table_1.stride()}: slots would be read from the wrong columns"
+            f"page_table must be int32 with contiguous rows, got {page_table.dtype} with strides "
+            f"{page_table.stride()}: slots would be read from the wrong columns"
         )
     topk_indices = topk_indices.contiguous()
     slots = torch.empty_like(topk_indices, dtype=torch.int32)
     if rows:
         topk_slots_kernel[(rows,)](
-            topk_indices, page_table_1, page_table_1.stride(0), token_to_batch_idx, slots, topk, BLOCK=1024
+            topk_indices, page_table, page_table.stride(0), token_to_batch_idx, slots, topk, PAGE=page_size, BLOCK=1024
         )
     return slots
 
 
-def topk_slots_torch(topk_indices: torch.Tensor, page_table_1: torch.Tensor, token_to_batch_idx: torch.Tensor) -> torch.Tensor:
+def topk_slots_torch(
+    topk_indices: torch.Tensor, page_table: torch.Tensor, token_to_batch_idx: torch.Tensor, page_size: int
+) -> torch.Tensor:
     """The torch twin of `topk_slots`."""
-    rows = page_table_1[token_to_batch_idx[: topk_indices.shape[0]].long()]
-    slots = torch.gather(rows, 1, topk_indices.clamp(min=0).long())
+    rows = page_table[token_to_batch_idx[: topk_indices.shape[0]].long()]
+    position = topk_indices.clamp(min=0).long()
+    slots = torch.gather(rows, 1, position // page_size) * page_size + position % page_size
     return torch.where(topk_indices < 0, -1, slots).to(torch.int32)

@@ -7,20 +7,19 @@ import logging
 import torch
 
 from nsa_backend import __version__, host
-from nsa_backend.attention.common import SparseAttention
+from nsa_backend.attention.common import SparseAttention, pad_rows
 from nsa_backend.config import BackendConfig
 from nsa_backend.dense_prefill import DensePrefill
 from nsa_backend.eager import eager_metadata
+from nsa_backend.extend import ragged_kv
 from nsa_backend.faults import Place, located
-from nsa_backend.fp8_prefill import fp8_prefill_metadata, ragged_kv
 from nsa_backend.graph import CapturedMetadata
 from nsa_backend.indexer import IndexerMetadata
-from nsa_backend.kernels.topk_slots import topk_slots
 from nsa_backend.metadata import NSAMetadata
 from nsa_backend.modes import is_paged
-from nsa_backend.queries import pad_rows, rope_in_fp8, sparse_inputs
+from nsa_backend.queries import rope_in_fp8, sparse_inputs
 from nsa_backend.schedule_check import check_schedule
-from nsa_backend.topk import SglTopK, TorchTopK
+from nsa_backend.topk import choose_topk, slots_of
 from nsa_backend.writer import MetadataWriter
 
 logger = logging.getLogger(__name__)
@@ -49,8 +48,10 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         self.decode_attention = self.config.build_decode()
         self.prefill_attention = self.config.build_prefill()
         self.dense_prefill = DensePrefill(self.config)
-        self.topk = SglTopK() if self.config.attention.device.type == "cuda" else TorchTopK()
+        self.topk = choose_topk(self.config.attention.device)
+        self.fuse_topk = host.fuse_topk()
         self.captured = CapturedMetadata(self.writer)
+        self._indexer: IndexerMetadata | None = None
         self.forward_metadata: NSAMetadata | None = None
         self.place = Place()
         self.use_mha = False  # SGLang's model reads it to choose between dense and absorbed prefill
@@ -63,14 +64,11 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         self.place.move("preparing", forward_batch.forward_mode, forward_batch.batch_size)
         self.captured.forget_launch()
         self.use_mha = self.dense_prefill.fits(forward_batch)
-        metadata = eager_metadata(self.writer, forward_batch)
+        metadata = eager_metadata(self.writer, forward_batch, dense=self.use_mha)
         if is_paged(forward_batch.forward_mode):
             metadata = self.decode_attention.prepare(metadata)
-        else:
-            if self.config.attention.kv_cache_dtype == torch.float8_e4m3fn:
-                metadata = fp8_prefill_metadata(self.config, metadata, forward_batch, dense=self.use_mha)
-            if not self.use_mha:
-                metadata = self.prefill_attention.prepare(metadata)
+        elif not self.use_mha:
+            metadata = self.prefill_attention.prepare(metadata)
         self.forward_metadata = metadata
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -119,8 +117,10 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         """Nothing depends on the drafted tokens, so nothing planned before them has to be corrected."""
 
     def indexer_metadata(self) -> IndexerMetadata:
-        """The metadata of the forward under way, behind the interface of SGLang's indexer."""
-        return IndexerMetadata(self.forward_metadata, self.topk, host.fuse_topk())
+        """The metadata of the forward under way, behind the interface of SGLang's indexer; the same for all of its layers."""
+        if self._indexer is None or self._indexer.attn_metadata is not self.forward_metadata:
+            self._indexer = IndexerMetadata(self.forward_metadata, self.topk, self.fuse_topk)
+        return self._indexer
 
     @located
     def prepare_decode(self) -> None:
@@ -217,12 +217,10 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
             pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
         metadata = self.forward_metadata
         rows = q.shape[0]
-        if not host.fuse_topk():
-            topk_indices = topk_slots(
-                topk_indices[: metadata.token_to_batch_idx.shape[0]], metadata.page_table_1, metadata.token_to_batch_idx
-            )
+        if not self.fuse_topk:
+            topk_indices = slots_of(topk_indices[: metadata.table_rows.shape[0]], metadata)
         kv_cache = pool.get_key_buffer(layer.layer_id)
-        if metadata.ragged_kv:
+        if metadata.topk_indices_offset is not None:
             kv_cache = ragged_kv(kv_cache, metadata, k, k_rope)
         topk_indices = pad_rows(topk_indices, rows, -1)
         return attention.forward(sparse_inputs(q, q_rope, layer, kv_cache, topk_indices, metadata, decode=decode))

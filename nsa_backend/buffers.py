@@ -9,6 +9,9 @@ import torch
 from nsa_backend.plan import PAGE_SIZE, MetadataPlan
 from nsa_backend.shared_memory import shared_rows
 
+PAGES_MULTIPLE = 4
+"""Entries of a page-table row come in multiples of this, so that every row begins at 16 bytes."""
+
 
 @dataclass(frozen=True)
 class MetadataBuffers:
@@ -25,7 +28,8 @@ class MetadataBuffers:
     nsa_cu_seqlens_k: torch.Tensor  # int32 [num_steps, max_rows + 1], exclusive prefix sum of nsa_cache_seqlens
     segment_ends: torch.Tensor  # int32 [num_steps, max_rows], inclusive prefix sum of ceil(len / 256): the schedule's scratch
     schedule: torch.Tensor | None  # int32 [num_steps, num_sms + 1, 2], DeepGEMM's paged-MQA schedule; None without DeepGEMM
-    page_table_1: torch.Tensor  # int32 [max_requests, pages * 64], slot of every token
+    topk_plan: torch.Tensor | None  # int32 [num_steps, max_rows + 1, 2], work list of SGLang's top-k v2 kernel; None without it
+    page_table_1: torch.Tensor | None  # int32 [max_requests, pages * 64], slot of every token; None where nothing reads it
     real_page_table: torch.Tensor  # int32 [max_rows, pages], page of every 64 tokens
     cu_seqlens_q: torch.Tensor  # int32 [max_requests + 1], rows before each request
     token_to_batch_idx: torch.Tensor  # int32 [max_rows], request of each row
@@ -39,7 +43,9 @@ class MetadataBuffers:
         table_width: int,
         num_sms: int,
         device: torch.device | str,
-        share_table_of: torch.Tensor | None = None,
+        wide: bool,
+        planned: bool,
+        share_tables_of: torch.Tensor | None = None,
     ) -> MetadataBuffers:
         """Room for `plan` and for every plan of the same mode with fewer requests.
 
@@ -48,21 +54,22 @@ class MetadataBuffers:
             table_width: tokens that a row of the page tables must reach.
             num_sms: SMs that DeepGEMM schedules for; 0 where no schedule is wanted.
             device: where to allocate.
-            share_table_of: the request-to-token pool whose captured graphs share one page_table_1; None for one of its own.
+            wide: whether the top-k reads page_table_1, one column a token.
+            planned: whether the top-k reads a plan.
+            share_tables_of: the request-to-token pool whose captured graphs share page tables; None for tables of one's own.
         """
         steps, requests, rows = plan.num_steps, plan.num_requests, plan.num_rows
-        pages = -(-table_width // PAGE_SIZE)
+        pages = -(-table_width // (PAGE_SIZE * PAGES_MULTIPLE)) * PAGES_MULTIPLE
 
         def int32(*shape: int, fill: int = 0) -> torch.Tensor:
             return torch.full(shape, fill, dtype=torch.int32, device=device)
 
-        if share_table_of is None:
-            page_table_1 = int32(requests, pages * PAGE_SIZE)
-        else:
-            page_table_1 = shared_rows(
-                ("page_table_1", share_table_of.data_ptr()), requests, pages * PAGE_SIZE,
-                dtype=torch.int32, device=share_table_of.device,
-            )  # fmt: skip
+        def table(name: str, *shape: int) -> torch.Tensor:
+            if share_tables_of is None:
+                return int32(*shape)
+            owner = (name, share_tables_of.data_ptr())
+            return shared_rows(owner, *shape, dtype=torch.int32, device=share_tables_of.device)
+
         cache_seqlens = int32(steps, requests, fill=1)
         rows_are_requests = not plan.expanded
         arange = torch.arange(rows + 1, dtype=torch.int32, device=device)
@@ -74,8 +81,9 @@ class MetadataBuffers:
             nsa_cu_seqlens_k=int32(steps, rows + 1),
             segment_ends=int32(steps, rows),
             schedule=int32(steps, num_sms + 1, 2) if num_sms else None,
-            page_table_1=page_table_1,
-            real_page_table=int32(rows, pages),
+            topk_plan=int32(steps, rows + 1, 2) if planned else None,
+            page_table_1=table("page_table_1", requests, pages * PAGE_SIZE) if wide else None,
+            real_page_table=table("real_page_table", rows, pages),
             cu_seqlens_q=(
                 int32(requests + 1) if plan.ragged else arange[:: plan.rows_per_request][: requests + 1].contiguous()
             ),
@@ -88,4 +96,4 @@ class MetadataBuffers:
     @property
     def table_width(self) -> int:
         """Tokens that a row of the page tables holds."""
-        return self.page_table_1.shape[1]
+        return PAGE_SIZE * self.real_page_table.shape[1]

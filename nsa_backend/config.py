@@ -27,6 +27,8 @@ class BackendConfig:
     num_sms: int  # DeepGEMM's; 0 without a GPU
     num_kv_slots: int  # tokens the KV pool has memory for
     surplus_last: bool = False  # which SMs DeepGEMM gives a segment more, see kernels/lengths.py
+    wide_table: bool = False  # whether the top-k reads page_table_1
+    topk_plan: bool = False  # whether it reads a plan, see kernels/topk_plan.py
 
     @classmethod
     def from_runner(cls, runner: host.ModelRunner) -> BackendConfig:
@@ -75,6 +77,8 @@ class BackendConfig:
             num_sms=host.deep_gemm_num_sms() if device.type == "cuda" else 0,
             num_kv_slots=runner.token_to_kv_pool.size + runner.page_size,
             surplus_last=host.schedule_surplus_last(host.device_sm(device)),
+            wide_table=host.TOPK_READS_PAGE_TABLE_1,
+            topk_plan=host.topk_v2() is not None,
         )
 
     def build_decode(self) -> SparseAttention:

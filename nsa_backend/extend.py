@@ -1,4 +1,8 @@
-"""Metadata of prefill: a ragged number of new tokens a request, on top of a prefix that may be cached."""
+"""Metadata of prefill, from one launch: a ragged number of new tokens a request, on top of a prefix that may be cached.
+
+Prefill on an FP8 KV cache by a kernel that reads bfloat16 dequantises the KV of the batch into one ragged tensor, request after
+request. Its top-k then counts rows of that tensor, which begin at cu_seqlens_k of the request, instead of KV slots.
+"""
 
 from __future__ import annotations
 
@@ -6,56 +10,62 @@ from dataclasses import replace
 
 import torch
 
+from nsa_backend import host
 from nsa_backend.metadata import NSAMetadata
+from nsa_backend.writer import MetadataWriter
 
 
-def extend_metadata(
-    requests: NSAMetadata,
-    *,
-    seq_lens: torch.Tensor,
-    seq_lens_cpu: torch.Tensor,
-    extend_seq_lens: torch.Tensor,
-    extend_seq_lens_cpu: list[int],
-    index_topk: int,
-) -> NSAMetadata:
-    """Expand one row a request into one row a new token; synchronises nothing.
-
-    Token j of request r sits behind its prefix of S_r - a_r tokens and attends to S_r - a_r + j + 1. The indexer's keys are
-    gathered request after request, so its window starts at cu_seqlens_k[r].
+def extend_metadata(writer: MetadataWriter, batch: host.ForwardBatch, *, dense: bool) -> NSAMetadata:
+    """Metadata of a prefill; synchronises nothing.
 
     Args:
-        requests: metadata of the batch with one row a request (lengths S_r, page tables).
-        seq_lens: [num_requests], S_r: prefix and new tokens together; `seq_lens_cpu` on the host.
-        extend_seq_lens: [num_requests], a_r: new tokens; `extend_seq_lens_cpu` on the host.
-        index_topk: tokens the sparse attention keeps.
+        writer: of the backend.
+        batch: SGLang's, with lengths on the host too.
+        dense: whether attention will be dense, which needs no top-k.
     """
-    rows = sum(extend_seq_lens_cpu)
-    device = seq_lens.device
-    cu_seqlens_q = _exclusive_sum(extend_seq_lens)
-    request = torch.repeat_interleave(
-        torch.arange(len(extend_seq_lens_cpu), device=device), extend_seq_lens.long(), output_size=rows
+    config = writer.config
+    on_fp8 = config.attention.kv_cache_dtype == torch.float8_e4m3fn
+    extend_lens = extend_lens_on_host(batch)
+    # SGLang's dense path reads the flattened slots too.
+    flattened = on_fp8 and any(batch.extend_prefix_lens_cpu)
+    fields = writer.write_prefill(batch, num_rows=sum(extend_lens), flattened=flattened)
+    ragged_kv = on_fp8 and not dense and config.prefill_impl == "flashmla_sparse"
+    return NSAMetadata(
+        cache_seqlens_int32=fields.cache_seqlens,
+        cu_seqlens_q=fields.cu_seqlens_q,
+        cu_seqlens_k=fields.cu_seqlens_k,
+        page_table_1=None,
+        real_page_table=fields.real_page_table,
+        nsa_cache_seqlens_int32=fields.nsa_cache_seqlens,
+        nsa_cu_seqlens_q=fields.nsa_cu_seqlens_q,
+        nsa_cu_seqlens_k=fields.nsa_cu_seqlens_k,
+        nsa_seqlens_expanded=fields.seqlens_expanded,
+        nsa_extend_seq_lens_list=extend_lens,
+        token_to_batch_idx=fields.token_to_batch_idx,
+        table_rows=fields.token_to_batch_idx,
+        max_seq_len_q=max(extend_lens, default=1),
+        max_seq_len_k=int(batch.seq_lens_cpu.max()) if len(extend_lens) else 0,
+        indexer_k_start_end=(fields.k_start, fields.k_end),
+        indexer_seq_lens_cpu=batch.seq_lens_cpu,
+        indexer_seq_lens=batch.seq_lens,
+        page_table_1_flattened=fields.flattened_slots,
+        topk_indices_offset=fields.k_start if ragged_kv else None,
     )
-    row = torch.arange(rows, dtype=torch.int32, device=device)
-    row_end = cu_seqlens_q[1:][request]
-    lens = seq_lens.to(torch.int32)[request] + 1 + row - row_end
-    clipped = lens.clamp(max=index_topk)
-    k_start = requests.cu_seqlens_k[:-1][request]
-    return replace(
-        requests,
-        cu_seqlens_q=cu_seqlens_q,
-        nsa_cache_seqlens_int32=clipped,
-        nsa_cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device=device),
-        nsa_cu_seqlens_k=_exclusive_sum(clipped),
-        nsa_seqlens_expanded=lens,
-        nsa_extend_seq_lens_list=list(extend_seq_lens_cpu),
-        token_to_batch_idx=request.to(torch.int32),
-        paged_mqa_schedule_metadata=None,
-        max_seq_len_q=max(extend_seq_lens_cpu, default=1),
-        max_seq_len_k=int(seq_lens_cpu.max()) if len(seq_lens_cpu) else 0,
-        indexer_k_start_end=(k_start, k_start + lens),
-        indexer_seq_lens_cpu=seq_lens_cpu,
-        indexer_seq_lens=seq_lens,
-    )
+
+
+def extend_lens_on_host(batch: host.ForwardBatch) -> list[int]:
+    """New tokens of each request; SGLang brings a CPU tensor instead of a list where it padded a DP-attention batch."""
+    return [int(length) for length in batch.extend_seq_lens_cpu]
+
+
+def ragged_kv(kv_cache: torch.Tensor, metadata: NSAMetadata, k: torch.Tensor, k_rope: torch.Tensor) -> torch.Tensor:
+    """The batch's KV in bfloat16, [sum of lengths, 1, latent + rope].
+
+    Without a cached prefix the new tokens are all there is, and their exact values are at hand.
+    """
+    if metadata.page_table_1_flattened is None:
+        return torch.cat([k, k_rope], dim=-1)
+    return host.dequantize_k_cache_paged(kv_cache, metadata.page_table_1_flattened)
 
 
 def pad_rows(metadata: NSAMetadata, padded_lens: torch.Tensor) -> NSAMetadata:

@@ -18,7 +18,7 @@ class NSAMetadata:
     cache_seqlens_int32: torch.Tensor  # int32 [requests], tokens of each request in the KV cache after this forward
     cu_seqlens_q: torch.Tensor  # int32 [requests + 1], rows before each request
     cu_seqlens_k: torch.Tensor  # int32 [requests + 1], exclusive prefix sum of cache_seqlens_int32
-    page_table_1: torch.Tensor  # int32 [requests, width], slot of every token
+    page_table_1: torch.Tensor | None  # int32 [requests, width], slot of every token; None where nothing reads it
     real_page_table: torch.Tensor  # int32 [rows, pages] in paged modes, [requests, pages] in extend
     nsa_cache_seqlens_int32: torch.Tensor  # int32 [rows], min(len, index_topk)
     nsa_cu_seqlens_q: torch.Tensor  # int32 [rows + 1], 0, 1, 2, ...
@@ -26,16 +26,17 @@ class NSAMetadata:
     nsa_seqlens_expanded: torch.Tensor  # int32 [rows], len of each row
     nsa_extend_seq_lens_list: list[int]  # rows of each request, on the host; their sum is the number of rows
     token_to_batch_idx: torch.Tensor  # int32 [rows], request of each row
+    table_rows: torch.Tensor  # int32 [rows], row of real_page_table of each row
     paged_mqa_schedule_metadata: torch.Tensor | None = None  # int32 [num_sms + 1, 2], DeepGEMM's schedule
+    topk_plan: torch.Tensor | None = None  # int32 [rows + 1, 2], work list of SGLang's top-k v2 kernel
     max_seq_len_q: int = 1  # extend only: most rows of a request
     max_seq_len_k: int = 0  # extend only: longest request
     indexer_k_start_end: tuple[torch.Tensor, torch.Tensor] | None = None  # extend only: int32 [rows] each
     indexer_seq_lens_cpu: torch.Tensor | None = None  # extend only: [requests], on the host
     indexer_seq_lens: torch.Tensor | None = None  # extend only: [requests]
     page_table_1_flattened: torch.Tensor | None = None  # prefill on FP8 KV with a prefix: int32 [sum of lengths], slots
-    ragged_kv: bool = False  # prefill on dequantised KV: page_table_1 counts its rows instead of slots
-    flashmla_tiles: FlashMlaTiles | None = None  # FlashMLA's own schedule, where flashmla_kv runs
-    topk_indices_offset: None = None  # SGLang's indexer asks for the field; ragged KV is told by `ragged_kv` here
+    topk_indices_offset: torch.Tensor | None = None  # prefill on dequantised KV: int32 [rows], where the row's request begins
+    schedule: FlashMlaTiles | torch.Tensor | None = None  # what the implementation's `prepare` made, for itself alone
 
 
 def step_metadata(plan: MetadataPlan, buffers: MetadataBuffers, step: int = 0) -> NSAMetadata:
@@ -47,7 +48,7 @@ def step_metadata(plan: MetadataPlan, buffers: MetadataBuffers, step: int = 0) -
         cache_seqlens_int32=buffers.cache_seqlens[step, :requests],
         cu_seqlens_q=buffers.cu_seqlens_q[: requests + 1],
         cu_seqlens_k=buffers.cu_seqlens_k[step, : requests + 1],
-        page_table_1=buffers.page_table_1[:requests],
+        page_table_1=None if buffers.page_table_1 is None else buffers.page_table_1[:requests],
         real_page_table=buffers.real_page_table[:rows],
         nsa_cache_seqlens_int32=buffers.nsa_cache_seqlens[step, :rows],
         nsa_cu_seqlens_q=buffers.arange[: rows + 1],
@@ -56,4 +57,6 @@ def step_metadata(plan: MetadataPlan, buffers: MetadataBuffers, step: int = 0) -
         nsa_extend_seq_lens_list=extend_lens,
         token_to_batch_idx=buffers.token_to_batch_idx[:rows],
         paged_mqa_schedule_metadata=None if buffers.schedule is None else buffers.schedule[step],
+        table_rows=buffers.arange[:rows],
+        topk_plan=None if buffers.topk_plan is None else buffers.topk_plan[step, : rows + 1],
     )

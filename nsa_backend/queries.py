@@ -31,31 +31,26 @@ def sparse_inputs(
     else:
         q_nope, q_rope = q.view(-1, heads, latent_dim), q_rope.view(-1, heads, layer.head_dim - latent_dim)
     rows = q_nope.shape[0]
+    cache_seqlens, cu_seqlens_q = metadata.nsa_cache_seqlens_int32, metadata.nsa_cu_seqlens_q
+    cu_seqlens_k, schedule = metadata.nsa_cu_seqlens_k, metadata.schedule
+    if rows != cache_seqlens.shape[0]:
+        # Of a batch that SGLang padded, it may hand over the real rows alone (from 0.5.13 on).
+        cache_seqlens, schedule = cache_seqlens[:rows], None
+        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q[: rows + 1], cu_seqlens_k[: rows + 1]
     return SparseInputs(
         q_nope=q_nope,
         q_rope=q_rope,
         kv_cache=kv_cache,
         topk_slots=topk_slots,
-        # Of a batch that SGLang padded, it may hand over the real rows alone (from 0.5.13 on).
-        cache_seqlens=metadata.nsa_cache_seqlens_int32[:rows],
-        cu_seqlens_q=metadata.nsa_cu_seqlens_q[: rows + 1],
-        cu_seqlens_k=metadata.nsa_cu_seqlens_k[: rows + 1],
+        cache_seqlens=cache_seqlens,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
         sm_scale=layer.scaling,
         logit_cap=layer.logit_cap,
         q_joined=joined,
-        request_seqlens=pad_rows(metadata.cache_seqlens_int32, rows, 0) if decode else None,
-        flashmla_tiles=metadata.flashmla_tiles,
+        request_seqlens=metadata.cache_seqlens_int32 if decode else None,
+        schedule=schedule,
     )
-
-
-def pad_rows(rows: torch.Tensor, num_rows: int, value: int) -> torch.Tensor:
-    """Append rows of `value` where SGLang padded the query beyond its metadata (TP with partial DP attention)."""
-    missing = num_rows - rows.shape[0]
-    if missing < 0:
-        raise ValueError(f"there are {rows.shape[0]} rows of metadata or slots and the query has {num_rows}: rows would mix")
-    if missing == 0:
-        return rows
-    return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)])
 
 
 def rope_in_fp8(

@@ -8,7 +8,8 @@ from nsa_backend import host
 from nsa_backend.buffers import MetadataBuffers
 from nsa_backend.config import BackendConfig
 from nsa_backend.kernels.metadata import write_metadata
-from nsa_backend.plan import MetadataPlan
+from nsa_backend.kernels.prefill import PrefillFields, write_prefill
+from nsa_backend.plan import MetadataPlan, plan_decode
 from nsa_backend.switches import switch
 from nsa_backend.value_check import ValueCheck
 
@@ -23,37 +24,60 @@ class MetadataWriter:
         self.value_check = ValueCheck(req_to_token, config.num_kv_slots) if switch("NSA_BACKEND_CHECK") else None
 
     def replay_buffers(self, plan: MetadataPlan) -> MetadataBuffers:
-        """Buffers for captured graphs up to `plan`; all graphs over the pool share one page_table_1."""
-        return MetadataBuffers.allocate(
-            plan,
-            table_width=self.config.attention.table_width,
-            num_sms=self.config.num_sms,
-            device=self.config.attention.device,
-            share_table_of=self.req_to_token,
-        )
+        """Buffers for captured graphs up to `plan`; all graphs over the pool share their page tables."""
+        return self._allocate(plan, self.config.attention.table_width, share_tables_of=self.req_to_token)
 
-    def write_eager(self, plan: MetadataPlan, batch: host.ForwardBatch, *, scheduled: bool = True) -> MetadataBuffers:
-        """Write `batch` into fresh buffers, their tables as wide as its longest request reaches.
+    def write_eager(self, plan: MetadataPlan, batch: host.ForwardBatch) -> MetadataBuffers:
+        """Write `batch` into fresh buffers.
+
+        Their tables are as wide as the longest request reaches where lengths are on the host. SGLang from 0.5.13 on leaves
+        them off it in speculative forwards: then tables are as wide as a request can get, and nothing waits for the GPU, which
+        a rank whose peers go on to a collective may not.
 
         Args:
             plan: what to write; must fit `batch`.
             batch: SGLang's, with tensors made for this forward.
-            scheduled: whether DeepGEMM's paged-MQA schedule is wanted; prefill has no use for it.
         """
-        # SGLang from 0.5.13 on leaves lengths off the host in speculative forwards; outside graphs, that costs one wait here.
-        lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
-        longest = int(lengths.max()) if batch.batch_size else 1
-        buffers = MetadataBuffers.allocate(
-            plan,
-            table_width=min(longest + plan.table_offset, self.config.attention.table_width),
-            num_sms=self.config.num_sms if scheduled else 0,
-            device=self.config.attention.device,
-        )
+        width = self.config.attention.table_width
+        if batch.seq_lens_cpu is not None:
+            width = min(int(batch.seq_lens_cpu.max()) + plan.table_offset, width) if batch.batch_size else 1
+        buffers = self._allocate(plan, width)
         extend_lens = batch.extend_seq_lens if plan.ragged else None
         values = {"seq_lens": batch.seq_lens, "req_pool_indices": batch.req_pool_indices, "extend_lens": extend_lens}
         self.check(plan, **values)
         self.write(plan, buffers, **values)
         return buffers
+
+    def write_prefill(self, batch: host.ForwardBatch, *, num_rows: int, flattened: bool) -> PrefillFields:
+        """One launch of `kernels.prefill.write_prefill` for `batch`, whose lengths are on the host too.
+
+        Args:
+            num_rows: new tokens of all requests.
+            flattened: whether the slots of all tokens are wanted in ragged order.
+        """
+        self.check(plan_decode(batch.batch_size), seq_lens=batch.seq_lens, req_pool_indices=batch.req_pool_indices)
+        return write_prefill(
+            seq_lens=batch.seq_lens,
+            extend_lens=batch.extend_seq_lens,
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=self.req_to_token,
+            index_topk=self.config.attention.index_topk,
+            num_rows=num_rows,
+            longest=int(batch.seq_lens_cpu.max()) if batch.batch_size else 0,
+            flattened=int(batch.seq_lens_cpu.sum()) if flattened else 0,
+        )
+
+    def _allocate(self, plan: MetadataPlan, table_width: int, share_tables_of: torch.Tensor | None = None) -> MetadataBuffers:
+        config = self.config
+        return MetadataBuffers.allocate(
+            plan,
+            table_width=table_width,
+            num_sms=config.num_sms,
+            device=config.attention.device,
+            wide=config.wide_table,
+            planned=config.topk_plan,
+            share_tables_of=share_tables_of,
+        )
 
     def check(self, plan: MetadataPlan, **values: torch.Tensor | None) -> None:
         """Under NSA_BACKEND_CHECK=1, raise ValueError where a value points outside its pool; never inside a capture.

@@ -30,6 +30,8 @@ class Batch:
     num_draft_tokens: int = 4  # D
     extend_lens: list[int] = field(default_factory=list)
     tail_rows: int = 0  # rows of a captured graph past sum(extend_lens)
+    wide: bool = True  # whether page_table_1 is wanted
+    planned: bool = False  # whether the plan of the top-k is wanted
 
 
 def row_lengths(batch: Batch) -> list[list[tuple[int, int]]]:
@@ -72,10 +74,23 @@ def schedule(lengths: list[int], num_sms: int, surplus_last: bool = False) -> np
     return np.array([segments[g] for g in first], dtype=np.int32)
 
 
+PLAN_CAPS = {65536: 30, 98304: 45, 131072: 60, 196608: 80, 262144: 112, 393216: 128}
+"""Of SGLang's top-k v2 kernel on Hopper: threshold to the most rows that may exceed it."""
+
+
+def topk_plan(lengths: list[int]) -> np.ndarray:
+    """(threshold, listed rows), then (row, length) of every row beyond the threshold."""
+    crowded = [t for t, cap in PLAN_CAPS.items() if sum(length > t for length in lengths) > cap]
+    usable = [t for t in PLAN_CAPS if not crowded or t > max(crowded)]
+    threshold = min(usable, default=max(PLAN_CAPS))
+    listed = [(row, length) for row, length in enumerate(lengths) if length > threshold]
+    return np.array([(threshold, len(listed)), *listed], dtype=np.int32)
+
+
 def expected_buffers(batch: Batch, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """Whole storages after one launch into poisoned buffers of these shapes."""
     out = {name: np.full(shape, POISON, dtype=np.int32) for name, shape in shapes.items()}
-    width = min(batch.req_to_token.shape[1], shapes["page_table_1"][1])
+    width = min(batch.req_to_token.shape[1], PAGE * shapes["real_page_table"][1])
 
     def clamp(value: int) -> int:
         return min(max(value, 1), width)
@@ -92,6 +107,9 @@ def expected_buffers(batch: Batch, shapes: dict[str, tuple[int, ...]]) -> dict[s
         out["segment_ends"][step, : len(rows)] = np.cumsum([-(-length // SPLIT_KV) for length in lengths])
         if batch.num_sms:
             out["schedule"][step] = schedule(lengths, batch.num_sms, batch.surplus_last)
+        if batch.planned and len(rows) <= 512:
+            listed = topk_plan(lengths)
+            out["topk_plan"][step, : len(listed)] = listed
     _expect_tables(batch, out, [clamp(length) for length in table_lengths(batch)])
     return out
 
@@ -99,7 +117,8 @@ def expected_buffers(batch: Batch, shapes: dict[str, tuple[int, ...]]) -> dict[s
 def _expect_tables(batch: Batch, out: dict[str, np.ndarray], lengths: list[int]) -> None:
     for request, length in enumerate(lengths):
         slots = batch.req_to_token[batch.slots[request], :length]
-        out["page_table_1"][request, :length] = slots
+        if "page_table_1" in out:
+            out["page_table_1"][request, :length] = slots
         for row, (owner, _) in enumerate(row_lengths(batch)[0]):
             if owner == request:
                 for page in range(-(-length // PAGE)):

@@ -41,22 +41,25 @@ class FlashMlaTiles:
     num_splits: torch.Tensor  # int32 [rows + 1]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SparseInputs:
-    """One call: every query row attends to the KV slots that the indexer chose for it."""
+    """One call: every query row attends to the KV slots that the indexer chose for it.
+
+    One is made for every layer of an eager forward, so it is no frozen dataclass, which takes four times as long to make.
+    """
 
     q_nope: torch.Tensor  # [rows, heads, v_head_dim], absorbed
     q_rope: torch.Tensor  # [rows, heads, rope_dim]
     kv_cache: torch.Tensor  # [slots, 1, v_head_dim + rope_dim]
     topk_slots: torch.Tensor  # int32 [rows, index_topk], -1 where there is none
-    cache_seqlens: torch.Tensor  # int32 [rows], valid entries of each top-k row
+    cache_seqlens: torch.Tensor  # int32 [rows], valid entries of each top-k row, which come first
     cu_seqlens_q: torch.Tensor  # int32 [rows + 1], 0, 1, 2, ...
     cu_seqlens_k: torch.Tensor  # int32 [rows + 1], exclusive prefix sum of cache_seqlens
     sm_scale: float
     logit_cap: float
     q_joined: torch.Tensor | None = None  # [rows, heads, v_head_dim + rope_dim], where the query came in one piece
-    request_seqlens: torch.Tensor | None = None  # decode only: int32 [rows], tokens of the row's request, not clipped
-    flashmla_tiles: FlashMlaTiles | None = None
+    request_seqlens: torch.Tensor | None = None  # decode only: int32 [requests], tokens of each request, not clipped
+    schedule: FlashMlaTiles | torch.Tensor | None = None  # what `prepare` made for these rows; None where it was for others
 
 
 class SparseAttention(Protocol):
@@ -90,6 +93,16 @@ class NothingToPrepare:
     def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
         """Returns `metadata` as it is."""
         return metadata
+
+
+def pad_rows(rows: torch.Tensor, num_rows: int, value: int) -> torch.Tensor:
+    """Append rows of `value` where SGLang padded the query beyond its metadata (TP with partial DP attention)."""
+    missing = num_rows - rows.shape[0]
+    if missing < 0:
+        raise ValueError(f"there are {rows.shape[0]} rows of metadata or slots and the query has {num_rows}: rows would mix")
+    if missing == 0:
+        return rows
+    return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)])
 
 
 def device_title(device_sm: int) -> str:

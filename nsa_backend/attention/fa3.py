@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs, device_title
+from nsa_backend.attention.common import AttentionConfig, SparseInputs, device_title
+from nsa_backend.metadata import NSAMetadata
 
 
 def supports(config: AttentionConfig) -> str | None:
@@ -21,11 +24,47 @@ def build(config: AttentionConfig) -> Fa3:
     return Fa3(config)
 
 
-class Fa3(NothingToPrepare):
-    """One query row is one sequence of FA3 with page size 1; its page table is the row of top-k slots."""
+MAX_SCHEDULED_ROWS = 992
+"""FA3 schedules tiles in one warp-wide pass up to so many sequences, and otherwise without splits."""
+
+
+class Fa3:
+    """One query row is one sequence of FA3 with page size 1; its page table is the row of top-k slots.
+
+    FA3 schedules the tiles of its sequences in a kernel of its own before every call; all layers of a forward have the same
+    lengths, so `prepare` does it once.
+    """
 
     def __init__(self, config: AttentionConfig):
         self._attend, _ = host.fa3_functions()
+        self._schedule = host.fa3_scheduler()
+        self._config = config
+
+    def reserve(self, max_rows: int) -> None:
+        """Nothing to keep."""
+
+    def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
+        """Schedule the rows that the metadata launch has just measured; one launch, capturable."""
+        lengths = metadata.nsa_cache_seqlens_int32
+        if self._schedule is None or not 0 < lengths.shape[0] <= MAX_SCHEDULED_ROWS:
+            return metadata
+        config = self._config
+        schedule = self._schedule(
+            batch_size=lengths.shape[0],
+            max_seqlen_q=1,
+            max_seqlen_k=config.index_topk,
+            num_heads=config.num_heads,
+            num_heads_k=1,
+            headdim=config.rope_dim,
+            headdim_v=config.latent_dim,
+            cache_seqlens=lengths,
+            qkv_dtype=torch.bfloat16,
+            cu_seqlens_q=metadata.nsa_cu_seqlens_q,
+            page_size=1,
+            causal=True,
+            num_splits=0,
+        )
+        return replace(metadata, schedule=schedule)
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         latent_dim = inputs.q_nope.shape[-1]
@@ -43,5 +82,6 @@ class Fa3(NothingToPrepare):
             causal=True,
             softcap=inputs.logit_cap,
             return_softmax_lse=False,
+            scheduler_metadata=inputs.schedule,
             num_splits=0,  # FA3 splits long rows over SMs by its own heuristic
         )

@@ -39,41 +39,51 @@ def build(config: AttentionConfig) -> FlashMlaKv:
 
 
 class FlashMlaKv:
-    """Needs a tile schedule of its own for every metadata launch: which SM works on which part of which row."""
+    """Needs FlashMLA's tile schedule: which SM works on which part of which row.
+
+    Sparse rows are scheduled by index_topk whatever their lengths (tests/gpu/test_flashmla_tiles.py), so a schedule holds for
+    every forward of as many rows. Those of captured forwards are kept.
+    """
 
     def __init__(self, config: AttentionConfig):
         flash_mla = host.flash_mla()
         self._attend, self._schedule = flash_mla.flash_mla_with_kvcache, flash_mla.get_mla_metadata
-        self._index_topk = config.index_topk
+        self._config = config
         self._query = QueryJoiner(config, next(count for count in HEAD_COUNTS if config.num_heads <= count))
+        self._max_kept_rows = 0
 
     def reserve(self, max_rows: int) -> None:
         self._query.reserve(max_rows)
+        self._max_kept_rows = max(max_rows, self._max_kept_rows)
 
     def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
-        """Schedule the rows that the metadata launch has just measured; one FlashMLA launch, capturable.
-
-        In a capture the tensors come from the graph's memory, so every replay refreshes them in place.
-        """
-        return replace(metadata, flashmla_tiles=self._tiles(metadata.nsa_cache_seqlens_int32))
+        """Add the schedule of these rows. SGLang runs a forward before it captures it, so a capture finds it made."""
+        return replace(metadata, schedule=self._tiles(metadata.nsa_cache_seqlens_int32))
 
     def _tiles(self, cache_seqlens: torch.Tensor) -> FlashMlaTiles:
+        rows = cache_seqlens.shape[0]
+        key = (cache_seqlens.device, rows, self._query.padded_heads, self._config.index_topk)
+        kept = _tiles_by_rows.get(key)
+        if kept is not None:
+            return kept
         tiles, num_splits = self._schedule(
             cache_seqlens=cache_seqlens,
             num_q_tokens_per_head_k=self._query.padded_heads,
             num_heads_k=1,
             num_heads_q=self._query.padded_heads,
             is_fp8_kvcache=True,
-            topk=self._index_topk,
+            topk=self._config.index_topk,
         )
-        return FlashMlaTiles(tiles, num_splits)
+        made = FlashMlaTiles(tiles, num_splits)
+        # What a capture allocates belongs to its graph.
+        if rows <= self._max_kept_rows and not torch.cuda.is_current_stream_capturing():
+            _tiles_by_rows[key] = made
+        return made
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         rows, heads, latent_dim = inputs.q_nope.shape
-        tiles = inputs.flashmla_tiles
-        if tiles.num_splits.shape[0] != rows + 1:
-            # Of a prefill padded for DP attention SGLang hands over the real rows alone where it captures prefill in pieces.
-            tiles = self._tiles(inputs.cache_seqlens)
+        # Of a prefill padded for DP attention SGLang hands over the real rows alone where it captures prefill in pieces.
+        tiles = inputs.schedule or self._tiles(inputs.cache_seqlens)
         out, _ = self._attend(
             q=self._query.join(inputs).unsqueeze(1),
             k_cache=inputs.kv_cache.view(-1, PAGE_SIZE, 1, inputs.kv_cache.shape[-1]),
@@ -88,3 +98,7 @@ class FlashMlaKv:
             is_fp8_kvcache=True,
         )
         return out[:, 0, :heads]
+
+
+_tiles_by_rows: dict[tuple, FlashMlaTiles] = {}
+"""Shared by all backends of a process: target, draft steps and draft-extend."""

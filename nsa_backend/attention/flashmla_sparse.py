@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 
 from nsa_backend import host
@@ -32,22 +34,30 @@ def build(config: AttentionConfig) -> FlashMlaSparse:
 
 
 class FlashMlaSparse(NothingToPrepare):
-    """Pads the query heads to a multiple of 64 and trims the output; slots of -1 are skipped by the kernel."""
+    """Pads the query heads to a multiple of 64 and trims the output; slots of -1 are skipped by the kernel.
+
+    Where the installed FlashMLA takes the number of valid slots of each row, it does not even scan the others.
+    """
 
     def __init__(self, config: AttentionConfig) -> None:
         self._attend = host.flash_mla().flash_mla_sparse_fwd
+        self._takes_lengths = "topk_length" in inspect.signature(self._attend).parameters
         self._query = QueryJoiner(config, -(-config.num_heads // HEADS_MULTIPLE) * HEADS_MULTIPLE)
 
     def reserve(self, max_rows: int) -> None:
         self._query.reserve(max_rows)
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
-        heads, latent_dim = inputs.q_nope.shape[1:]
+        rows, heads, latent_dim = inputs.q_nope.shape
+        # Rows that SGLang padded beyond the metadata have no length; their slots are -1.
+        known = self._takes_lengths and inputs.cache_seqlens.shape[0] == rows
+        lengths = {"topk_length": inputs.cache_seqlens} if known else {}
         out, _, _ = self._attend(
             q=self._query.join(inputs),
             kv=inputs.kv_cache,
             indices=inputs.topk_slots.unsqueeze(1),
             sm_scale=inputs.sm_scale,
             d_v=latent_dim,
+            **lengths,
         )
         return out[:, :heads]

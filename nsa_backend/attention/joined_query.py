@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from nsa_backend import host
 from nsa_backend.attention.common import AttentionConfig, SparseInputs
 from nsa_backend.kernels.join_query import join_query
 from nsa_backend.shared_memory import shared_rows
 
 
 class QueryJoiner:
-    """Joins q_nope and q_rope; one launch, and none where the query already is what the kernel reads.
+    """Joins q_nope and q_rope; one launch, SGLang's where no heads are padded, and none where the query already is joined.
 
     Where heads are padded, captured forwards share one buffer whose padding heads were zeroed once: a layer's query is read
     before the next layer's is written, because a rank runs its graphs on one stream.
@@ -34,14 +35,12 @@ class QueryJoiner:
 
     def join(self, inputs: SparseInputs) -> torch.Tensor:
         """[rows, padded heads, latent + rope]; the added heads are zero."""
-        if inputs.q_joined is not None and not self._pads:
-            return inputs.q_joined
+        if not self._pads:
+            return host.concat_query(inputs.q_nope, inputs.q_rope) if inputs.q_joined is None else inputs.q_joined
         return join_query(inputs.q_nope, inputs.q_rope, self._room(inputs.q_nope))
 
     def _room(self, q_nope: torch.Tensor) -> torch.Tensor:
         shape = (q_nope.shape[0], self.padded_heads, self._width)
-        if not self._pads:
-            return q_nope.new_empty(shape)
         if self._buffer is not None and shape[0] <= self._buffer.shape[0] and q_nope.dtype == self._buffer.dtype:
             return self._buffer[: shape[0]]
         return q_nope.new_zeros(shape)

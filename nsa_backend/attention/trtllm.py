@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs, device_title
+from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs, device_title, pad_rows
 from nsa_backend.attention.joined_query import QueryJoiner
 
 PAGE_SIZES = (32, 64)
@@ -59,13 +59,20 @@ class TrtLlm(NothingToPrepare):
             kv_lora_rank=config.latent_dim,
             qk_rope_head_dim=config.rope_dim,
             block_tables=inputs.topk_slots.unsqueeze(1),
-            seq_lens=inputs.cache_seqlens if inputs.request_seqlens is None else inputs.request_seqlens,
+            seq_lens=_lengths(inputs),
             max_seq_len=config.table_width,
             sparse_mla_top_k=config.index_topk,
             bmm1_scale=inputs.sm_scale,  # the cache is written unscaled, so no q_scale or k_scale belongs here
             backend="trtllm-gen",
         )
         return out.squeeze(1)
+
+
+def _lengths(inputs: SparseInputs) -> torch.Tensor:
+    """int32 [rows]: of the requests in decode, which the kernel clips to index_topk, else of the top-k rows."""
+    if inputs.request_seqlens is None:
+        return inputs.cache_seqlens
+    return pad_rows(inputs.request_seqlens, inputs.q_nope.shape[0], 0)
 
 
 def _workspace(device: torch.device) -> torch.Tensor:

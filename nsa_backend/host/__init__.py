@@ -31,12 +31,15 @@ ADAPTER_NAMES = (
     "PREFILL_OPTION",
     "REFUSED_OPTIONS",
     "REFUSED_VALUES",
+    "TOPK_READS_PAGE_TABLE_1",
     "attention_tp_size",
+    "concat_query",
     "dense_prefill_limit",
     "dequantize_k_cache_paged",
     "draft_extend_sizes_in_tokens",
     "environment_problems",
     "fa3_functions",
+    "fa3_scheduler",
     "flash_mla",
     "fuse_topk",
     "in_prefill_graph",
@@ -54,6 +57,7 @@ ADAPTER_NAMES = (
     "served_backends",
     "settings",
     "take_over",
+    "topk_v2",
 )
 """What an adapter must offer."""
 

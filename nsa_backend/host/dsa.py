@@ -27,10 +27,14 @@ from sglang.srt.server_args import ServerArgs
 from nsa_backend.faults import located
 from nsa_backend.host.dsa_kernels import (
     FLASH_MLA_DISTRIBUTION,
+    TOPK_READS_PAGE_TABLE_1,
+    concat_query,
     dequantize_k_cache_paged,
     fa3_functions,
+    fa3_scheduler,
     flash_mla,
     mla_quantize_and_rope_for_fp8,
+    topk_v2,
 )
 from nsa_backend.host.dsa_refusals import REFUSED_OPTIONS, REFUSED_VALUES, environment_problems, model_problem
 from nsa_backend.host.shared import (
@@ -56,16 +60,20 @@ __all__ = [
     "FLASH_MLA_DISTRIBUTION",
     "REFUSED_OPTIONS",
     "REFUSED_VALUES",
+    "TOPK_READS_PAGE_TABLE_1",
     "BaseIndexerMetadata",
+    "concat_query",
     "dequantize_k_cache_paged",
     "environment_problems",
     "fa3_functions",
+    "fa3_scheduler",
     "flash_mla",
     "index_topk",
     "is_sparse_model",
     "mla_quantize_and_rope_for_fp8",
     "model_problem",
     "pad_cache_seqlens",
+    "topk_v2",
 ]
 
 BACKEND_NAMES = ("dsa", "nsa")

@@ -8,6 +8,39 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
+
+TOPK_READS_PAGE_TABLE_1 = False
+"""Top-k v2 reads the table of 64-token pages; without it positions are selected and turned into slots through pages."""
+
+
+def topk_v2() -> tuple[Callable, Callable | None] | None:
+    """SGLang's top-k v2 kernel: through page tables, and in windows of ragged logits where the release has that form.
+
+    None where the user turned it off (SGLANG_OPT_USE_TOPK_V2=0).
+    """
+    if not envs.SGLANG_OPT_USE_TOPK_V2.get():
+        return None
+    from sglang.kernels.ops.attention.dsv4 import topk as module
+
+    paged = getattr(module, "topk_transform_paged_v2", None) or module.topk_transform_512_v2
+    return paged, getattr(module, "topk_transform_ragged_v2", None)
+
+
+def concat_query(q_nope: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
+    """[rows, heads, latent + rope] in memory of its own, by SGLang's kernel."""
+    from sglang.kernels.ops.attention.utils import concat_mla_absorb_q_general as function
+
+    return function(q_nope, q_rope)
+
+
+def fa3_scheduler() -> Callable | None:
+    """FA3's function that schedules the tiles of a batch ahead of its layers; None where FA3 is not sgl-kernel's."""
+    if not envs.SGLANG_USE_SGL_FA3_KERNEL.get():
+        return None
+    from sgl_kernel.flash_attn import get_scheduler_metadata
+
+    return get_scheduler_metadata
 
 
 def dequantize_k_cache_paged(quant_k_cache: torch.Tensor, page_table_1_flattened: torch.Tensor) -> torch.Tensor:

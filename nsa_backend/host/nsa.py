@@ -18,6 +18,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.nsa.dequant_k_cache import dequantize_k_cache_paged
 from sglang.srt.layers.attention.nsa.nsa_indexer import BaseIndexerMetadata
 from sglang.srt.layers.attention.nsa.utils import pad_nsa_cache_seqlens as pad_cache_seqlens
+from sglang.srt.layers.attention.utils import concat_mla_absorb_q_general as concat_query
 from sglang.srt.layers.attention.utils import mla_quantize_and_rope_for_fp8
 from sglang.srt.layers.dp_attention import get_attention_tp_size as attention_tp_size
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BaseIndexerMetadata",
     "attention_tp_size",
+    "concat_query",
     "dequantize_k_cache_paged",
     "draft_extend_graph_runner",
     "draft_extend_sizes_in_tokens",
@@ -58,6 +60,9 @@ __all__ = [
 BACKEND_NAMES = ("nsa",)
 DECODE_ATTRIBUTE, PREFILL_ATTRIBUTE = "nsa_decode_backend", "nsa_prefill_backend"
 DECODE_OPTION, PREFILL_OPTION = "--nsa-decode-backend", "--nsa-prefill-backend"
+
+TOPK_READS_PAGE_TABLE_1 = True
+"""The fused top-k reads a table of one column a token."""
 
 REFUSED_OPTIONS = {
     "enable_nsa_prefill_context_parallel": "--enable-nsa-prefill-context-parallel",
@@ -168,6 +173,15 @@ def schedule_surplus_last(device_sm: int) -> bool:
 def fuse_topk() -> bool:
     """Whether the indexer's top-k returns KV slots (SGLANG_NSA_FUSE_TOPK=1, the default) or token positions."""
     return envs.SGLANG_NSA_FUSE_TOPK.get()
+
+
+def topk_v2() -> None:
+    """None: these releases do not have SGLang's top-k v2 kernel."""
+
+
+def fa3_scheduler() -> Callable | None:
+    """None: tiles are scheduled in every layer, as these releases do."""
+    return None
 
 
 def dense_prefill_limit() -> int:

@@ -133,7 +133,7 @@ def test_draft_steps(make_runner, requests, seed, num_steps, captured):
         assert backend.forward_metadata.cache_seqlens_int32.data_ptr() != eager.seq_lens.data_ptr()
     storages = {b.forward_metadata.cache_seqlens_int32.data_ptr() for b in multi_step.attn_backends}
     assert len(storages) == num_steps - 1
-    assert len({b.forward_metadata.page_table_1.data_ptr() for b in multi_step.attn_backends}) == 1
+    assert len({b.forward_metadata.real_page_table.data_ptr() for b in multi_step.attn_backends}) == 1
 
 
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))

@@ -142,7 +142,7 @@ def test_draft_steps(make_runner, captured, requests, seed, num_steps):
         check(backend.forward_metadata, batch, step)
     storages = {b.forward_metadata.cache_seqlens_int32.data_ptr() for b in multi_step.attn_backends}
     assert len(storages) == num_steps - 1
-    assert len({b.forward_metadata.page_table_1.data_ptr() for b in multi_step.attn_backends}) == 1
+    assert len({b.forward_metadata.real_page_table.data_ptr() for b in multi_step.attn_backends}) == 1
 
 
 def test_a_replay_of_what_was_not_captured_is_refused(make_runner):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from metadata_reference import POISON, Batch, expected_buffers, schedule
+from metadata_reference import POISON, Batch, expected_buffers, schedule, topk_plan
 
 from nsa_backend import plan as plans
 from nsa_backend.buffers import MetadataBuffers
@@ -53,7 +53,9 @@ def run_and_compare(
     plan = make_plan(batch)
     room = make_plan(batch, len(batch.seq_lens) + spare)
     table_width = batch.req_to_token.shape[1]
-    buffers = MetadataBuffers.allocate(room, table_width=table_width, num_sms=batch.num_sms, device=device)
+    buffers = MetadataBuffers.allocate(
+        room, table_width=table_width, num_sms=batch.num_sms, device=device, wide=batch.wide, planned=batch.planned
+    )
     poisoned(buffers, room)
     WRITERS[writer](
         plan,
@@ -108,6 +110,8 @@ def batches(draw, mode: str, longest: int = 700) -> Batch:
         num_draft_tokens=d,
         extend_lens=extend if mode == "draft_extend_v1" else [],
         tail_rows=draw(st.integers(0, d)) if mode == "draft_extend_v1" else 0,
+        wide=draw(st.booleans()),
+        planned=mode != "draft_extend_v1" and draw(st.booleans()),
     )
 
 
@@ -164,10 +168,7 @@ def test_schedule_of_many_rows(device, rows, longest):
     lengths = rng.integers(1, longest + 1, rows).tolist()
     lengths[rows // 2] = longest
     plan = plans.plan_decode(rows)
-    buffers = MetadataBuffers.allocate(plan, table_width=64, num_sms=132, device=device)
-    pages = -(-longest // 64)
-    wide = torch.zeros(1, pages * 64, dtype=torch.int32, device=device).expand(rows, -1)
-    buffers = replace(buffers, page_table_1=wide, real_page_table=wide[:, :pages])
+    buffers = with_one_table_row(plan, longest, device)
     for writer, surplus_last in itertools.product(WRITERS.values(), (False, True)):
         buffers.schedule.fill_(POISON)
         writer(
@@ -182,9 +183,41 @@ def test_schedule_of_many_rows(device, rows, longest):
         np.testing.assert_array_equal(buffers.schedule[0].cpu().numpy(), schedule(lengths, 132, surplus_last))
 
 
+def with_one_table_row(plan: plans.MetadataPlan, longest: int, device: str) -> MetadataBuffers:
+    buffers = MetadataBuffers.allocate(plan, table_width=64, num_sms=132, device=device, wide=False, planned=True)
+    row = torch.zeros(1, -(-longest // 256) * 4, dtype=torch.int32, device=device)
+    return replace(buffers, real_page_table=row.expand(plan.num_rows, -1))
+
+
+@pytest.mark.parametrize("rows", [1, 30, 31, 60, 140, 512, 513])
+@pytest.mark.parametrize("longest", [300, 70_000, 140_000, 500_000])
+def test_topk_plan_of_many_rows(device, rows, longest):
+    """Every threshold of the plan and every cap; of more than 512 rows nothing is planned."""
+    rng = np.random.default_rng(rows)
+    lengths = rng.integers(longest // 2, longest + 1, rows).tolist()
+    plan = plans.plan_decode(rows)
+    buffers = with_one_table_row(plan, longest, device)
+    want = topk_plan(lengths)
+    for writer in WRITERS.values():
+        buffers.topk_plan.fill_(POISON)
+        writer(
+            plan,
+            buffers,
+            seq_lens=torch.tensor(lengths, device=device),
+            req_pool_indices=torch.zeros(rows, dtype=torch.int64, device=device),
+            req_to_token=torch.zeros(1, longest, dtype=torch.int32, device=device),
+            index_topk=2048,
+        )
+        got = buffers.topk_plan[0].cpu().numpy()
+        listed = len(want) if rows <= 512 else 0
+        np.testing.assert_array_equal(got[:listed], want[:listed])
+        assert (got[listed:] == POISON).all()
+
+
 def test_empty_batch(device):
     plan = plans.plan_decode(0)
-    buffers = poisoned(MetadataBuffers.allocate(plan, table_width=64, num_sms=132, device=device), plan)
+    buffers = MetadataBuffers.allocate(plan, table_width=64, num_sms=132, device=device, wide=True, planned=True)
+    poisoned(buffers, plan)
     write_metadata(
         plan,
         buffers,

@@ -1,0 +1,127 @@
+"""Every field of a prefill: kernel and torch twin against plain Python, exactly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nsa_backend.kernels import prefill
+from nsa_backend.kernels.prefill import write_prefill
+from nsa_backend.kernels.prefill_torch import write_prefill_torch
+
+WRITERS = {"kernel": write_prefill, "twin": write_prefill_torch}
+POISON = -7777
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """Fields begin as poison, so that an element nobody writes is seen."""
+    empty = torch.empty
+    monkeypatch.setattr(prefill.torch, "empty", lambda *a, **k: empty(*a, **k).fill_(POISON))
+
+
+def expected(prefixes: list[int], extends: list[int], slots: np.ndarray, index_topk: int) -> dict[str, np.ndarray]:
+    rows = [(r, prefix + j + 1) for r, (prefix, new) in enumerate(zip(prefixes, extends, strict=True)) for j in range(new)]
+    tokens = [prefix + new for prefix, new in zip(prefixes, extends, strict=True)]
+    starts = np.cumsum([0, *tokens])
+    clipped = [min(length, index_topk) for _, length in rows]
+    pages = -(-max(tokens) // 64)
+    table = [[slots[r, 64 * p] // 64 if 64 * p < n else 0 for p in range(pages)] for r, n in enumerate(tokens)]
+    return {
+        "cache_seqlens": tokens,
+        "cu_seqlens_q": np.cumsum([0, *extends]),
+        "cu_seqlens_k": starts,
+        "seqlens_expanded": [length for _, length in rows],
+        "nsa_cache_seqlens": clipped,
+        "nsa_cu_seqlens_q": range(len(rows) + 1),
+        "nsa_cu_seqlens_k": np.cumsum([0, *clipped]),
+        "token_to_batch_idx": [r for r, _ in rows],
+        "k_start": [starts[r] for r, _ in rows],
+        "k_end": [starts[r] + length for r, length in rows],
+        "real_page_table": table,
+        "flattened_slots": np.concatenate([slots[r, :n] for r, n in enumerate(tokens)]),
+    }
+
+
+def run_and_compare(device, writer, prefixes, extends, *, index_topk=64, dtype=torch.int64, seed=0, flattened=True) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = [prefix + new for prefix, new in zip(prefixes, extends, strict=True)]
+    pool = rng.integers(0, 2**20, (2 * len(tokens), max(tokens) + 5)).astype(np.int32)
+    rows = rng.permutation(2 * len(tokens))[: len(tokens)]
+    got = WRITERS[writer](
+        seq_lens=torch.tensor(tokens, dtype=dtype, device=device),
+        extend_lens=torch.tensor(extends, dtype=torch.int32, device=device),
+        req_pool_indices=torch.tensor(rows, dtype=torch.int64, device=device),
+        req_to_token=torch.from_numpy(pool).to(device),
+        index_topk=index_topk,
+        num_rows=sum(extends),
+        longest=max(tokens),
+        flattened=sum(tokens) if flattened else 0,
+    )
+    want = expected(prefixes, extends, pool[rows], index_topk)
+    if not flattened:
+        assert got.flattened_slots is None
+        del want["flattened_slots"]
+    for name, values in want.items():
+        np.testing.assert_array_equal(getattr(got, name).cpu().numpy(), np.asarray(list(values)), err_msg=name)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 90)), min_size=1, max_size=9),
+    index_topk=st.sampled_from([1, 16, 64, 2048]),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+    seed=st.integers(0, 2**32 - 1),
+    flattened=st.booleans(),
+)
+@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+def test_random_batches(device, writer, requests, index_topk, dtype, seed, flattened):
+    prefixes, extends = zip(*requests, strict=True)
+    extends = [*extends[:-1], max(extends[-1], 1)]
+    run_and_compare(device, writer, list(prefixes), extends, index_topk=index_topk, dtype=dtype, seed=seed, flattened=flattened)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_more_requests_than_one_tile(device, writer):
+    run_and_compare(device, writer, [r % 5 for r in range(150)], [1 + r % 3 for r in range(150)])
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("rows", [63, 64, 65, 128])
+def test_rows_around_a_block(device, writer, rows):
+    run_and_compare(device, writer, [7], [rows])
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_long_prefix_opens_many_page_blocks(device, writer):
+    run_and_compare(device, writer, [16_500, 3], [2, 5], index_topk=2048)
+
+
+def test_batch_without_a_request(device):
+    got = write_prefill(
+        seq_lens=torch.empty(0, dtype=torch.int64, device=device),
+        extend_lens=torch.empty(0, dtype=torch.int32, device=device),
+        req_pool_indices=torch.empty(0, dtype=torch.int64, device=device),
+        req_to_token=torch.zeros(1, 64, dtype=torch.int32, device=device),
+        index_topk=64, num_rows=0, longest=0,
+    )  # fmt: skip
+    assert got.cu_seqlens_q.tolist() == got.cu_seqlens_k.tolist() == got.nsa_cu_seqlens_k.tolist() == [0]
+    assert got.seqlens_expanded.shape == (0,)
+
+
+def test_refuses_what_it_would_read_past(device):
+    vectors = {
+        name: torch.ones(2, dtype=torch.int64, device=device) for name in ("seq_lens", "extend_lens", "req_pool_indices")
+    }
+    rest = {"req_to_token": torch.zeros(2, 64, dtype=torch.int32, device=device), "index_topk": 64, "num_rows": 2}
+    with pytest.raises(ValueError, match="be read past"):
+        write_prefill(**vectors, **rest, longest=65)
+    with pytest.raises(ValueError, match="read past its end"):
+        write_prefill(**vectors | {"extend_lens": vectors["extend_lens"][:1]}, **rest, longest=1)
+    with pytest.raises(ValueError, match="contiguous"):
+        write_prefill(**vectors | {"seq_lens": torch.ones(4, dtype=torch.int64, device=device)[::2]}, **rest, longest=1)
+    with pytest.raises(ValueError, match="misread"):
+        write_prefill(**vectors | {"seq_lens": torch.ones(2, device=device)}, **rest, longest=1)
