@@ -55,7 +55,13 @@ def running(backend: Any) -> contextlib.AbstractContextManager:
 
 def before_capture(backend: Any, batch: ForwardBatch) -> None:
     backend.init_forward_metadata_capture_cuda_graph(
-        batch.batch_size, len(batch.positions), batch.req_pool_indices, batch.seq_lens, None, batch.forward_mode, None
+        batch.batch_size,
+        len(batch.positions),
+        batch.req_pool_indices,
+        batch.seq_lens,
+        None,
+        batch.forward_mode,
+        batch.spec_info,
     )
 
 
@@ -65,7 +71,7 @@ def at_graph_head(backend: Any, batch: ForwardBatch) -> None:
 
 def before_replay(backend: Any, batch: ForwardBatch) -> None:
     backend.init_forward_metadata_replay_cuda_graph(
-        batch.batch_size, batch.req_pool_indices, batch.seq_lens, 0, None, batch.forward_mode, None, batch.seq_lens
+        batch.batch_size, batch.req_pool_indices, batch.seq_lens, 0, None, batch.forward_mode, batch.spec_info, batch.seq_lens
     )
 
 

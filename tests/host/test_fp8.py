@@ -1,4 +1,4 @@
-"""FP8 KV: the prefill metadata that dequantising needs, and the schedule that flashmla_kv asks for after every launch."""
+"""FP8 KV: the prefill metadata that dequantising needs, and that flashmla_kv's schedule fits the rows that come."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from nsa_backend import fp8_prefill, host
 from nsa_backend.attention.common import AttentionConfig
 from nsa_backend.attention.flashmla_kv import FlashMlaKv
 from nsa_backend.host import ForwardBatch, ForwardMode
-from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.queries import sparse_inputs
 from nsa_backend.registration import create_backend
 
@@ -73,61 +72,6 @@ def test_dense_prefill_keeps_its_page_table(make_runner):
     plain, metadata = fp8_metadata(make_runner, [64, 1], [3, 3], dense=True)
     assert torch.equal(metadata.page_table_1, plain.page_table_1)
     assert metadata.page_table_1_flattened is not None
-
-
-class Recorder:
-    """Stands in for an implementation and keeps the row lengths it was asked to prepare for."""
-
-    def __init__(self):
-        self.asked = []
-        self.reserved = []
-
-    def reserve(self, max_rows):
-        self.reserved.append(max_rows)
-
-    def prepare(self, metadata):
-        self.asked.append(metadata.nsa_cache_seqlens_int32.tolist())
-        return replace(metadata, flashmla_tiles=len(self.asked))
-
-
-def test_every_draft_step_is_prepared_with_its_own_lengths(make_runner):
-    runner = make_runner(num_steps=4, index_topk=64)
-    multi_step = NativeSparseAttnMultiStepBackend(runner, 1, 4)
-    recorder = Recorder()
-    for backend in multi_step.attn_backends:
-        backend.decode_attention = recorder
-    batch = SimpleNamespace(
-        batch_size=2,
-        forward_mode=ForwardMode.DECODE,
-        seq_lens=torch.tensor([10, 62], dtype=torch.int32),
-        req_pool_indices=torch.tensor([1, 2]),
-        out_cache_loc=torch.arange(8),
-    )
-    multi_step.init_cuda_graph_state(2, 2)
-    multi_step.init_forward_metadata_capture_cuda_graph(batch)
-    for _ in range(2):  # a warm-up, then the capture
-        recorder.asked.clear()
-        multi_step.begin_draft_round(batch)
-        assert recorder.asked == [[11, 63], [12, 64], [13, 64]]
-    assert [b.forward_metadata.flashmla_tiles for b in multi_step.attn_backends] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("captured", [True, False])
-def test_the_backend_is_prepared_after_its_launch(make_runner, captured):
-    backend = create_backend(make_runner(index_topk=64))
-    backend.decode_attention = recorder = Recorder()
-    lengths, slots = torch.tensor([5, 90]), torch.tensor([1, 2])
-    if captured:
-        backend.init_cuda_graph_state(2, 2)
-        backend.init_forward_metadata_capture_cuda_graph(2, 2, slots, lengths, None, ForwardMode.DECODE, None)
-        assert recorder.asked == []
-        for layer in (0, 1):
-            assert backend.get_indexer_metadata(layer, None).attn_metadata.flashmla_tiles == 1
-    else:
-        batch = prefill_batch(None, [0, 0], [5, 90])
-        batch.forward_mode, batch.req_pool_indices = ForwardMode.DECODE, slots
-        backend.init_forward_metadata(batch)
-    assert recorder.asked == [[5, 64]]
 
 
 class FlashMla:

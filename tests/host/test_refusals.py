@@ -1,32 +1,38 @@
 """What stops a server at start: one sentence each, with the option, the value, what to change and the way back."""
 
-from dataclasses import MISSING, fields
 from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.server_args import ServerArgs
 
 from nsa_backend import config, host, registration
 from nsa_backend.attention import build_attention
 from nsa_backend.attention.common import AttentionConfig
 from nsa_backend.host import shared
-from nsa_backend.refusals import refusals
+from nsa_backend.refusals import RULES, refusals
+
+DECODE, PREFILL = host.DECODE_ATTRIBUTE, host.PREFILL_ATTRIBUTE
 
 
 def server_args(**changed) -> SimpleNamespace:
-    """ServerArgs with the defaults of a DeepSeek-V3.2 server on Hopper; constructing a real one needs a model."""
-    values = {f.name: None if f.default is MISSING else f.default for f in fields(ServerArgs)}
-    values |= {"device": "cuda", "page_size": 64, "kv_cache_dtype": "bfloat16", "attention_backend": "nsa"}
-    values |= {"nsa_decode_backend": "fa3", "nsa_prefill_backend": "flashmla_sparse"}
-    return SimpleNamespace(**values | changed, get_attention_backends=lambda: ("nsa", "nsa"))
+    """What a DeepSeek-V3.2 server on Hopper has resolved; tests/hosts/test_refused.py lets each release resolve its own."""
+    values = {rule.attribute: False for rule in RULES if rule.everywhere}
+    values |= {"speculative_algorithm": None, "speculative_eagle_topk": None, "attention_backend": host.BACKEND_NAMES[0]}
+    values |= {"device": "cuda", "page_size": 64, "kv_cache_dtype": "bfloat16", DECODE: "fa3", PREFILL: "flashmla_sparse"}
+    return SimpleNamespace(**values | changed)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_to_resolve(monkeypatch):
+    monkeypatch.setattr(host, "resolved", lambda args: args)
+    monkeypatch.setattr(host, "served_backends", lambda args: (args.attention_backend, args.attention_backend))
 
 
 def test_a_default_server_is_served():
     assert refusals(server_args()) == []
     spec = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_num_steps": 3}
     assert refusals(server_args(**spec)) == []
-    fp8 = {"kv_cache_dtype": "fp8_e4m3", "nsa_decode_backend": "flashmla_kv", "nsa_prefill_backend": "flashmla_auto"}
+    fp8 = {"kv_cache_dtype": "fp8_e4m3", DECODE: "flashmla_kv", PREFILL: "flashmla_auto"}
     assert refusals(server_args(**fp8)) == []
 
 
@@ -36,15 +42,13 @@ def test_a_default_server_is_served():
         ({"device": "cpu"}, "--device cpu"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
         ({"page_size": 1}, "--page-size 1"),
-        ({"nsa_decode_backend": "tilelang"}, "--nsa-decode-backend tilelang"),
-        ({"nsa_decode_backend": "aiter"}, "--nsa-decode-backend aiter"),
-        ({"nsa_prefill_backend": "tilelang"}, "--nsa-prefill-backend tilelang"),
-        ({"enable_nsa_prefill_context_parallel": True}, "--enable-nsa-prefill-context-parallel"),
+        ({DECODE: "tilelang"}, f"{host.DECODE_OPTION} tilelang"),
+        ({DECODE: "aiter"}, f"{host.DECODE_OPTION} aiter"),
+        ({PREFILL: "tilelang"}, f"{host.PREFILL_OPTION} tilelang"),
         ({"enable_hisparse": True}, "--enable-hisparse"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
         ({"enable_pdmux": True}, "--enable-pdmux"),
         ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
-        ({"enforce_piecewise_cuda_graph": True}, "--enforce-piecewise-cuda-graph"),
         ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM"),
         ({"speculative_eagle_topk": 4}, "--speculative-eagle-topk 4"),
@@ -70,8 +74,7 @@ def test_server_stops_in_its_argument_check_with_every_refusal():
 
 
 def test_other_attention_backends_are_left_alone():
-    bad = server_args(page_size=1)
-    bad.get_attention_backends = lambda: ("fa3", "fa3")
+    bad = server_args(page_size=1, attention_backend="fa3")
     registration.check_server_args(lambda args: None, bad)
 
 
@@ -122,12 +125,12 @@ def test_topk_that_sgl_kernel_cannot_select(make_runner):
         (
             "trtllm",
             {"device_sm": 103, "kv_cache_dtype": torch.float8_e4m3fn, "partner": "flashmla_kv"},
-            "pass --nsa-prefill-backend trtllm too",
+            f"pass {host.PREFILL_OPTION} trtllm too",
         ),
         (
             "trtllm",
             {"device_sm": 100, "kv_cache_dtype": torch.float8_e4m3fn, "partner": "flashmla_sparse", "prefill": True},
-            "pass --nsa-decode-backend trtllm too",
+            f"pass {host.DECODE_OPTION} trtllm too",
         ),
         ("auto", {"device_name": "NVIDIA H100"}, "measured on NVIDIA H200 and this device is NVIDIA H100: unset it"),
         ("torch", {}, "reference for machines without a GPU"),
@@ -148,10 +151,15 @@ def test_multi_step_refuses(make_runner, topk, num_steps, message):
         NativeSparseAttnMultiStepBackend(make_runner(), topk, num_steps)
 
 
-USED_BY = {"sglang-kernel": ("fa3", "flashmla_sparse", "flashmla_kv"), "flashinfer_python": ("trtllm",)}
+NEEDED = {
+    "fa3": "sglang-kernel",
+    "flashmla_sparse": host.FLASH_MLA_DISTRIBUTION,
+    "flashmla_kv": host.FLASH_MLA_DISTRIBUTION,
+    "trtllm": "flashinfer_python",
+}
 
 
-@pytest.mark.parametrize(("package", "name"), [(p, n) for p, names in USED_BY.items() for n in names])
+@pytest.mark.parametrize(("package", "name"), [(package, name) for name, package in NEEDED.items()])
 @pytest.mark.parametrize("installed", [None, "0.0.1"])
 def test_an_implementation_whose_package_is_missing_or_another_release(monkeypatch, package, name, installed):
     def version(asked):
@@ -166,7 +174,8 @@ def test_an_implementation_whose_package_is_missing_or_another_release(monkeypat
     facts = {"device_sm": 100 if name == "trtllm" else 90, "num_heads": 64, "index_topk": 2048}
     facts["kv_cache_dtype"] = torch.float8_e4m3fn if name == "flashmla_kv" else torch.bfloat16
     found = "is not installed" if installed is None else "0.0.1 is installed"
-    with pytest.raises(ValueError, match=rf"{package} {found} and SGLang \S+ needs {package}==\S+: pip install '{package}=="):
+    pin = rf"{package}(\[\w+\])?==\S+"
+    with pytest.raises(ValueError, match=rf"{package} {found} and SGLang \S+ needs {pin}: pip install '{pin}'"):
         build_attention(name, f"--nsa-decode-backend {name}", AttentionConfig(**facts))
 
 
@@ -180,7 +189,7 @@ def test_an_indexer_without_its_packages(make_runner, monkeypatch, package):
 
 
 def test_the_installed_packages_are_what_sglang_pins():
-    for package in ("sglang-kernel", "sgl-deep-gemm", "flashinfer_python"):
+    for package in {*NEEDED.values(), "sgl-deep-gemm"}:
         assert host.package_problem(package) is None
 
 

@@ -1,74 +1,22 @@
-"""What SGLang's plugin loader leaves behind: our backend, our draft backends, our hooks, or nothing at all."""
+"""When the plugin does nothing or stops the server, and what it says; what it registers is in tests/hosts/test_loading.py."""
 
 import logging
 import os
 import re
 import subprocess
 import sys
-from importlib.metadata import entry_points
 
 import pytest
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-from sglang.srt.plugins import load_plugins
-from sglang.srt.speculative import eagle_worker, eagle_worker_v2
-from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
-from nsa_backend import host, plugin, registration, releases
-from nsa_backend.backend import NativeSparseAttnBackend
-from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
+from nsa_backend import plugin, registration, releases
 from nsa_backend.switches import SWITCHES
-
-
-def test_entry_point_is_installed():
-    (entry,) = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "nsa_backend"]
-    assert entry.load() is plugin.register
-
-
-def test_registry_builds_our_backend(make_runner):
-    load_plugins()
-    assert isinstance(ATTENTION_BACKENDS["nsa"](make_runner()), NativeSparseAttnBackend)
-
-
-@pytest.mark.parametrize("num_steps", [2, 3, 9])
-def test_factory_builds_our_draft_backends(make_runner, num_steps):
-    runner = make_runner(num_steps=num_steps)
-    factory = DraftBackendFactory(runner.server_args, runner, 1, num_steps)
-    multi_step = factory.create_decode_backend()
-    assert isinstance(multi_step, NativeSparseAttnMultiStepBackend)
-    assert len(multi_step.attn_backends) == num_steps - 1
-    assert isinstance(factory.create_draft_extend_backend(), NativeSparseAttnBackend)
-
-
-def test_one_draft_step_needs_no_multi_step_backend(make_runner):
-    runner = make_runner(num_steps=1)
-    assert DraftBackendFactory(runner.server_args, runner, 1, 1).create_decode_backend() is None
-
-
-def test_draft_workers_are_hooked(make_runner):
-    runner = make_runner()
-    DraftBackendFactory(runner.server_args, runner, 1, 3).create_decode_backend()
-    for worker in (eagle_worker_v2.EagleDraftWorker, eagle_worker.EAGLEWorker):
-        assert worker.draft_forward.__wrapped__.__qualname__ == f"{worker.__name__}.draft_forward"
-        assert worker.init_cuda_graphs.__wrapped__.__qualname__ == f"{worker.__name__}.init_cuda_graphs"
-
-
-def test_half_a_registration_stops_the_server(make_runner, monkeypatch):
-    monkeypatch.setitem(ATTENTION_BACKENDS, "nsa", lambda runner: None)
-    runner = make_runner()
-    with pytest.raises(RuntimeError, match="took over the draft side and not the target"):
-        DraftBackendFactory(runner.server_args, runner, 1, 3).create_decode_backend()
-
-
-def test_a_hook_that_does_not_take_is_an_error():
-    with pytest.raises(RuntimeError, match=r"could not hook sglang\.srt\.plugins\.nothing_here"):
-        host.hook("sglang.srt.plugins.nothing_here", lambda original: original(), host.HookType.AROUND)
 
 
 @pytest.fixture
 def environment(monkeypatch):
     """Returns a function that sets our switches and the host release, for one call of `register`."""
 
-    def prepare(release: str = "0.5.12.post1", **switches: str) -> None:
+    def prepare(release: str = releases.installed(), **switches: str) -> None:
         for name in SWITCHES:
             monkeypatch.delenv(name, raising=False)
         for name, value in switches.items():
@@ -80,6 +28,7 @@ def environment(monkeypatch):
 
 REASONS = [
     ({"release": "0.6.0"}, "it supports SGLang .* and this is 0.6.0"),
+    ({"release": "0.5.24"}, "it supports SGLang .* and this is 0.5.24"),
     ({"release": "0.5.16"}, "this is 0.5.16"),
     ({"NSA_BACKEND_DISABLE": "1"}, "NSA_BACKEND_DISABLE is set"),
 ]

@@ -6,14 +6,13 @@ that keep what the last round left; after each replay every field is compared wi
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
+from batches import MODES, begin_round, check, fill, forward_batch, static_batch
 from metadata_reference import Batch
-from test_metadata_flow import check, forward_batch
 
+from nsa_backend.demo.calls import calls
 from nsa_backend.host import ForwardMode
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
@@ -28,43 +27,18 @@ class Graph:
 
     def __init__(self, mode: str, backend, bs: int):
         self.mode, self.backend, self.bs = mode, backend, bs
-        self.lengths, self.slots = torch.ones(bs, dtype=torch.int32), torch.zeros(bs, dtype=torch.int64)
-        self.accept = torch.ones(bs, dtype=torch.int32)
-        self._spec = SimpleNamespace(num_accept_tokens=self.accept)
-        self._forward_mode = {
-            "target_verify": ForwardMode.TARGET_VERIFY,
-            "draft_extend_v2": ForwardMode.DRAFT_EXTEND_V2,
-            "draft_extend_v1": ForwardMode.DRAFT_EXTEND,
-        }.get(mode, ForwardMode.DECODE)
-        if mode == "draft_decode":
-            self._static = SimpleNamespace(batch_size=bs, seq_lens=self.lengths, req_pool_indices=self.slots)
-            self._static.forward_mode = ForwardMode.DECODE
-            backend.init_forward_metadata_capture_cuda_graph(self._static)
-            self._launch = backend._launch
-        else:
-            backend.init_forward_metadata_capture_cuda_graph(
-                bs, bs * D, self.slots, self.lengths, None, self._forward_mode, self._spec
-            )
-            self._launch = backend.captured._launch
+        self.of_a_round = mode == "draft_decode"
+        self.static = static_batch(bs, bs if self.of_a_round else bs * D, MODES.get(mode, ForwardMode.DECODE))
+        (calls.before_round_capture if self.of_a_round else calls.before_capture)(backend, self.static)
+        self._launch = backend._launch if self.of_a_round else backend.captured._launch
 
     def replay(self, batch: Batch) -> list:
         """Fill the real requests and the padding as SGLang does, replay, and return the metadata of every step."""
-        real = len(batch.seq_lens)
-        self.lengths.fill_(1)
-        self.slots.zero_()
-        self.accept.fill_(1)
-        self.lengths[:real] = torch.tensor(batch.seq_lens)
-        self.slots[:real] = torch.tensor(batch.slots)
-        if batch.extend_lens:
-            self.accept[:real] = torch.tensor(batch.extend_lens)
-        if self.mode == "draft_decode":
-            self.backend.init_forward_metadata_replay_cuda_graph(self._static, self.bs)
-            self._launch()
-            return [b.forward_metadata for b in self._step_views()]
-        self.backend.init_forward_metadata_replay_cuda_graph(
-            self.bs, self.slots, self.lengths, 0, None, self._forward_mode, self._spec, None
-        )
+        fill(self.static, batch)
+        (calls.before_round_replay if self.of_a_round else calls.before_replay)(self.backend, self.static)
         self._launch()
+        if self.of_a_round:
+            return [b.forward_metadata for b in self._step_views()]
         return [self.backend.forward_metadata]
 
     def _step_views(self):
@@ -113,7 +87,7 @@ class World:
         )
 
 
-@pytest.mark.parametrize("extend_mode", ["draft_extend_v2", "draft_extend_v1"])
+@pytest.mark.parametrize("extend_mode", [mode for mode in MODES if mode.startswith("draft_extend")])
 @pytest.mark.parametrize("seed", range(4))
 def test_rounds_of_a_busy_server(make_runner, extend_mode, seed):
     runner = make_runner(num_steps=N, table_width=300, pool_size=20)
@@ -171,7 +145,7 @@ def test_a_draft_round_of_nobody(make_runner):
     batch = forward_batch(empty, ForwardMode.DECODE)
     batch.out_cache_loc = torch.zeros(0, dtype=torch.int64)
     multi_step.init_forward_metadata(batch)
-    multi_step.begin_draft_round(batch)
+    begin_round(multi_step, batch, captured=False)
     assert [b.forward_metadata.cache_seqlens_int32.shape[0] for b in multi_step.attn_backends] == [0] * (N - 1)
 
 

@@ -11,6 +11,7 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_worker import EAGLEWorker
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
+from nsa_backend.demo.calls import calls
 from nsa_backend.host import nsa_draft
 from nsa_backend.multi_step import contiguous_by_step
 
@@ -69,6 +70,13 @@ def test_without_the_hook_they_are_strided(make_runner, worker_class):
     foreign = SimpleNamespace(attn_backends=[None, None])
     seen = draft_round(worker_class, make_runner, 3, 3, backend=foreign)
     assert not any(locations.is_contiguous() for locations in seen)
+
+
+def test_draft_workers_are_hooked(make_runner):
+    calls.draft_factory(make_runner(), 3).create_decode_backend()
+    for worker in WORKERS:
+        assert worker.draft_forward.__wrapped__.__qualname__ == f"{worker.__name__}.draft_forward"
+        assert worker.init_cuda_graphs.__wrapped__.__qualname__ == f"{worker.__name__}.init_cuda_graphs"
 
 
 def test_an_idle_round_is_left_alone(make_runner):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import typing
+from dataclasses import replace
 from types import SimpleNamespace
 
 import flashinfer.decode
@@ -14,15 +15,17 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from nsa_backend import config as config_module
+from nsa_backend import host
 from nsa_backend.attention import trtllm
 from nsa_backend.attention.common import AttentionConfig, SparseInputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
+from nsa_backend.demo.calls import calls
 from nsa_backend.host import ForwardBatch, ForwardMode
 from nsa_backend.registration import create_backend
 
 HEADS, LATENT, ROPE, TOPK, PAGE, SLOTS = 4, 512, 64, 128, 64, 512
 
+FUSE_TOPK = getattr(envs, f"SGLANG_{host.BACKEND_NAMES[0].upper()}_FUSE_TOPK")
 REAL = flashinfer.decode.trtllm_batch_decode_with_kv_cache_mla
 REAL_ROPE = flashinfer.rope.mla_rope_quantize_fp8
 
@@ -122,13 +125,14 @@ class PlainPool:
 
 def blackwell(make_runner, monkeypatch, dtype: torch.dtype):
     """The backend as it would be built on an SM100, on the CPU."""
-    monkeypatch.setattr(config_module.host, "device_sm", lambda device: 100)
+    settings = host.settings
+    monkeypatch.setattr(host, "device_sm", lambda device: 100)
     runner = make_runner(num_steps=3, index_topk=TOPK, table_width=256, pool_size=8)
     runner.token_to_kv_pool = PlainPool(dtype)
     runner.kv_cache_dtype = dtype
     runner.model_config.num_attention_heads = HEADS
     runner.model_config.kv_lora_rank, runner.model_config.qk_rope_head_dim = LATENT, ROPE
-    runner.server_args.nsa_decode_backend = runner.server_args.nsa_prefill_backend = "trtllm"
+    monkeypatch.setattr(host, "settings", lambda runner: replace(settings(runner), decode="trtllm", prefill="trtllm"))
     table = runner.req_to_token_pool.req_to_token
     table.copy_(torch.stack([torch.randperm(SLOTS)[: table.shape[1]] for _ in range(len(table))]))
     return create_backend(runner), runner
@@ -153,7 +157,7 @@ def test_against_the_reference(make_runner, monkeypatch, emulator, mode, dtype):
         seq_lens=torch.tensor(lengths), seq_lens_cpu=torch.tensor(lengths), seq_lens_sum=sum(lengths),
         out_cache_loc=torch.arange(rows), positions=torch.arange(rows) * 3, extend_seq_lens=torch.tensor([new, new]),
         extend_seq_lens_cpu=[new, new], extend_prefix_lens_cpu=[0, 0],
-        token_to_kv_pool=runner.token_to_kv_pool, attn_backend=backend,
+        **calls.batch_fields(SimpleNamespace(runner=runner, backend=backend)),
     )  # fmt: skip
     backend.init_forward_metadata(batch)
     metadata = backend.forward_metadata
@@ -167,7 +171,7 @@ def test_against_the_reference(make_runner, monkeypatch, emulator, mode, dtype):
     layer = RadixAttention(HEADS, LATENT + ROPE, 0.05, 1, layer_id=0, v_head_dim=LATENT)
     q_nope, q_rope = torch.randn(HEADS, rows, LATENT).bfloat16().transpose(0, 1), torch.randn(rows, HEADS, ROPE).bfloat16()
     k, k_rope = torch.randn(rows, 1, LATENT).bfloat16(), torch.randn(rows, 1, ROPE).bfloat16()
-    with envs.SGLANG_NSA_FUSE_TOPK.override(True):
+    with FUSE_TOPK.override(True), calls.running(backend):
         out = layer(q_nope, k, k, batch, q_rope=q_rope, k_rope=k_rope, topk_indices=slots, **rope_args)
 
     (call,) = emulator.calls

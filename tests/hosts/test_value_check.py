@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_metadata_flow import MODES
+from batches import MODES
 
-from nsa_backend.host import ForwardBatch, ForwardMode
+from nsa_backend.demo.calls import calls
+from nsa_backend.host import ForwardBatch, ForwardMode, is_ragged_draft_extend
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
 
@@ -34,7 +35,7 @@ def checked(make_runner, monkeypatch):
 
 def values(runner) -> dict[str, torch.Tensor]:
     return {
-        "seq_lens": torch.tensor([30, 40], dtype=torch.int32),
+        "seq_lens": torch.tensor([30, 40], dtype=calls.LENGTHS_DTYPE),
         "req_pool_indices": torch.tensor([2, 5]),
         "accept": torch.tensor([1, D], dtype=torch.int32),
     }
@@ -54,19 +55,26 @@ def eager(backend, mode: ForwardMode, found: dict[str, torch.Tensor]) -> None:
             forward_mode=mode, batch_size=2, input_ids=None, req_pool_indices=found["req_pool_indices"],
             seq_lens=found["seq_lens"], seq_lens_cpu=found["seq_lens"].clone(), seq_lens_sum=0, out_cache_loc=torch.arange(6),
             extend_seq_lens=found["accept"], extend_prefix_lens_cpu=[0, 0],
-            extend_seq_lens_cpu=accept if mode.is_draft_extend() or mode.is_extend_without_speculative() else [D, D],
+            extend_seq_lens_cpu=accept if mode == ForwardMode.EXTEND or is_ragged_draft_extend(mode) else [D, D],
         )
     )  # fmt: skip
 
 
+def static(mode: ForwardMode, found: dict[str, torch.Tensor]) -> ForwardBatch:
+    """A graph runner's buffers, which hold the values."""
+    return ForwardBatch(
+        forward_mode=mode, batch_size=2, input_ids=None, req_pool_indices=found["req_pool_indices"],
+        seq_lens=found["seq_lens"], seq_lens_sum=0, out_cache_loc=torch.arange(6),
+        positions=torch.zeros(2 if mode.is_decode() else 2 * D), spec_info=SimpleNamespace(num_accept_tokens=found["accept"]),
+    )  # fmt: skip
+
+
 def captured(backend, mode: ForwardMode, found: dict[str, torch.Tensor], spoiled) -> None:
-    rows = 2 if mode.is_decode() else 2 * D
-    backend.init_cuda_graph_state(2, rows)
-    spec = SimpleNamespace(num_accept_tokens=found["accept"])
-    shared = (found["req_pool_indices"], found["seq_lens"])
-    backend.init_forward_metadata_capture_cuda_graph(2, rows, *shared, None, mode, spec)
+    batch = static(mode, found)
+    backend.init_cuda_graph_state(2, len(batch.positions))
+    calls.before_capture(backend, batch)
     spoiled()
-    backend.init_forward_metadata_replay_cuda_graph(2, *shared, 0, None, mode, spec, None)
+    calls.before_replay(backend, batch)
 
 
 @pytest.mark.parametrize("mode", [*MODES.values(), ForwardMode.EXTEND])
@@ -80,8 +88,16 @@ def test_eager(checked, mode, field, value, message):
         eager(backend, mode, found)
 
 
-@pytest.mark.parametrize("mode", MODES.values())
-@pytest.mark.parametrize(("field", "value", "message"), BAD)
+COUNTS = [
+    (mode, "accept", count, f"request row 1: extend_lens is {count}, which is outside the {2 * D} query rows")
+    for mode in MODES.values()
+    if is_ragged_draft_extend(mode)
+    for count in (-1, 2 * D + 1)
+]
+"""Accepted tokens, where a mode counts them."""
+
+
+@pytest.mark.parametrize(("mode", "field", "value", "message"), [*((m, *bad) for m in MODES.values() for bad in BAD), *COUNTS])
 def test_captured(checked, mode, field, value, message):
     found = values(checked)
     captured(create_backend(checked), mode, found, lambda: None)
@@ -93,36 +109,28 @@ def test_captured(checked, mode, field, value, message):
 def test_a_draft_round(checked, field, value, message):
     found = values(checked)
     multi_step = NativeSparseAttnMultiStepBackend(checked, 1, D - 1)
-    batch = SimpleNamespace(batch_size=2, forward_mode=ForwardMode.DECODE, out_cache_loc=torch.arange(6), **found)
+    batch = static(ForwardMode.DECODE, found)
     multi_step.init_cuda_graph_state(2, 2)
-    multi_step.init_forward_metadata_capture_cuda_graph(batch)
-    multi_step.init_forward_metadata_replay_cuda_graph(batch, 2)
+    calls.before_round_capture(multi_step, batch)
+    calls.before_round_replay(multi_step, batch)
     spoil(checked, found, field, value)
     with pytest.raises(ValueError, match=f"NSA_BACKEND_CHECK=1: {message}"):
-        multi_step.init_forward_metadata_replay_cuda_graph(batch, 2)
-
-
-@pytest.mark.parametrize("count", [-1, 2 * D + 1])
-def test_accept_counts_of_draft_extend(checked, count):
-    found = values(checked)
-    found["accept"][1] = count
-    with pytest.raises(ValueError, match=f"request row 1: extend_lens is {count}, which is outside the {2 * D} query rows"):
-        captured(create_backend(checked), ForwardMode.DRAFT_EXTEND, found, lambda: None)
+        calls.before_round_replay(multi_step, batch)
 
 
 def test_a_draft_token_whose_slot_was_never_assigned(checked):
     """The tables of a draft round reach N tokens past the length, and so does the check."""
     found = values(checked)
     multi_step = NativeSparseAttnMultiStepBackend(checked, 1, D - 1)
-    batch = SimpleNamespace(batch_size=2, forward_mode=ForwardMode.DECODE, out_cache_loc=torch.arange(6), **found)
+    batch = static(ForwardMode.DECODE, found)
     multi_step.init_cuda_graph_state(2, 2)
-    multi_step.init_forward_metadata_capture_cuda_graph(batch)
+    calls.before_round_capture(multi_step, batch)
     table = checked.req_to_token_pool.req_to_token
     table[5, 40 + D - 1] = -1  # the first column that nothing reads
-    multi_step.init_forward_metadata_replay_cuda_graph(batch, 2)
+    calls.before_round_replay(multi_step, batch)
     table[5, 40 + D - 2] = -1
     with pytest.raises(ValueError, match="request row 1: token 42 has KV slot -1"):
-        multi_step.init_forward_metadata_replay_cuda_graph(batch, 2)
+        calls.before_round_replay(multi_step, batch)
 
 
 def test_a_batch_at_the_limits_passes(checked):

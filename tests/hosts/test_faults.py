@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from batches import begin_forward, begin_round
 
+from nsa_backend.demo.calls import calls
 from nsa_backend.host import ForwardBatch, ForwardMode
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
@@ -25,7 +27,7 @@ def notes(error) -> list[str]:
 
 
 def batch(mode: ForwardMode, requests: int = 3) -> ForwardBatch:
-    lengths = torch.full((requests,), 9, dtype=torch.int32)
+    lengths = torch.full((requests,), 9, dtype=calls.LENGTHS_DTYPE)
     return ForwardBatch(
         forward_mode=mode, batch_size=requests, input_ids=None, req_pool_indices=torch.arange(requests), seq_lens=lengths,
         seq_lens_cpu=lengths.clone(), seq_lens_sum=27, out_cache_loc=torch.arange(3 * requests),
@@ -42,25 +44,22 @@ def test_eager(make_runner, monkeypatch):
 
 
 def test_capture(make_runner, monkeypatch):
-    """The launch is made by the first layer, so that is where a capture fails."""
+    """The launch is made inside the graph, so that is where a capture fails."""
     backend = create_backend(make_runner())
     backend.init_cuda_graph_state(4, 16)
     one = batch(ForwardMode.TARGET_VERIFY, 4)
     monkeypatch.setattr(backend.writer, "write", fail)
-    backend.init_forward_metadata_capture_cuda_graph(
-        4, 16, one.req_pool_indices, one.seq_lens, None, ForwardMode.TARGET_VERIFY, None
-    )
+    one.positions = torch.zeros(16)
+    calls.before_capture(backend, one)
     with pytest.raises(Planted) as error:
-        backend.get_indexer_metadata(0, None)
+        begin_forward(backend, one)
     assert notes(error) == ["nsa_backend: while capturing TARGET_VERIFY, batch size 4"]
 
 
 def test_replay(make_runner):
     backend = create_backend(make_runner())
     with pytest.raises(ValueError, match="no graph of 7 requests") as error:
-        backend.init_forward_metadata_replay_cuda_graph(
-            7, torch.arange(7), torch.ones(7), 0, None, ForwardMode.DRAFT_EXTEND_V2, None, None
-        )
+        calls.before_replay(backend, batch(ForwardMode.DRAFT_EXTEND_V2, 7))
     assert notes(error) == ["nsa_backend: while replaying DRAFT_EXTEND_V2, batch size 7"]
 
 
@@ -69,32 +68,34 @@ def test_a_draft_round_names_its_step(make_runner, monkeypatch):
     one = batch(ForwardMode.DECODE)
     one.out_cache_loc = torch.arange(15)
     multi_step.init_cuda_graph_state(3, 3)
-    multi_step.init_forward_metadata_capture_cuda_graph(one)
+    calls.before_round_capture(multi_step, one)
     monkeypatch.setattr(multi_step.attn_backends[2].decode_attention, "prepare", fail)
     with pytest.raises(Planted) as error:
-        multi_step.begin_draft_round(one)
+        begin_round(multi_step, one)
     assert notes(error) == [
         "nsa_backend: while capturing a draft round, batch size 3, draft step 2",
         "nsa_backend: while capturing a draft round, batch size 3",
     ]
     with pytest.raises(ValueError, match="no draft graph of 2 requests") as error:
-        multi_step.init_forward_metadata_replay_cuda_graph(one, 2)
+        calls.before_round_replay(multi_step, batch(ForwardMode.DECODE, 2))
     assert notes(error) == ["nsa_backend: while replaying a draft round, batch size 2"]
 
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_attention_names_its_step(make_runner, monkeypatch, step):
-    multi_step = NativeSparseAttnMultiStepBackend(make_runner(num_steps=3), 1, 3)
+    runner = make_runner(num_steps=3)
+    runner.token_to_kv_pool.get_key_buffer = lambda layer_id: torch.zeros(64, 1, 12)
+    multi_step = NativeSparseAttnMultiStepBackend(runner, 1, 3)
     one = batch(ForwardMode.DECODE)
     one.out_cache_loc = torch.arange(9)
     multi_step.init_forward_metadata(one)
     backend = multi_step.attn_backends[step]
     monkeypatch.setattr(backend.decode_attention, "forward", fail)
-    pool = SimpleNamespace(get_key_buffer=lambda layer_id: torch.zeros(64, 1, 12))
     layer = SimpleNamespace(tp_q_head_num=4, v_head_dim=8, head_dim=12, layer_id=0, scaling=1.0, logit_cap=0.0)
     with pytest.raises(Planted) as error:
         backend.forward_decode(
-            torch.zeros(3, 32), None, None, layer, SimpleNamespace(token_to_kv_pool=pool), q_rope=torch.zeros(3, 16),
+            torch.zeros(3, 32), None, None, layer, SimpleNamespace(token_to_kv_pool=runner.token_to_kv_pool),
+            q_rope=torch.zeros(3, 16),
             topk_indices=torch.zeros(3, 64, dtype=torch.int32),
         )  # fmt: skip
     assert notes(error) == [f"nsa_backend: while preparing a draft round, batch size 3, draft step {step}"]
