@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 
 def build(table_width: int = 700, pool_size: int = 300, num_steps: int = 3, index_topk: int = 64) -> SimpleNamespace:
-    """What `make_runner` of the demo gives, over a request table of random slots."""
+    """What `make_runner` of the demo gives, over a request table of random pages."""
     import torch
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
@@ -14,7 +14,9 @@ def build(table_width: int = 700, pool_size: int = 300, num_steps: int = 3, inde
 
     pool = ReqToTokenPool(pool_size, table_width, "cpu", enable_memory_saver=False)
     generator = torch.Generator().manual_seed(table_width)
-    pool.req_to_token.copy_(torch.randint(0, 2**20, pool.req_to_token.shape, generator=generator))
+    pages = torch.randint(0, 2**14, (pool.req_to_token.shape[0], -(-table_width // 64)), generator=generator)
+    slots = 64 * pages[..., None] + torch.arange(64)
+    pool.req_to_token.copy_(slots.flatten(1)[:, : pool.req_to_token.shape[1]])
     return make_runner(
         SimpleNamespace(index_topk=index_topk, heads=4, latent=8, rope=4),
         pool,

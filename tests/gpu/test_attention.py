@@ -123,7 +123,7 @@ def test_flashmla_kv_on_fp8_pages(heads, rows, padding):
     config = AttentionConfig(device_sm=90, num_heads=heads, kv_cache_dtype=torch.float8_e4m3fn, index_topk=TOPK)
     attention = FlashMlaKv(config)
     tiles = attention._tiles(torch.nn.functional.pad(inputs.cache_seqlens, (0, padding)))
-    out = attention.forward(replace(inputs, kv_cache=fp8, flashmla_tiles=tiles)).float()
+    out = attention.forward(replace(inputs, kv_cache=fp8, schedule=tiles)).float()
     real = slice(1, None) if rows > 1 else slice(None)
     bf16 = torch.zeros_like(inputs.kv_cache)
     bf16[used] = dequantize_k_cache_paged(fp8, used.int())

@@ -19,6 +19,16 @@ def paged_index(pages: int, seed: int = 0):
     return torch.cat([keys, scales], dim=1).view(pages, 64, 1, 132)
 
 
+def _through_pages(logits: torch.Tensor, lens: torch.Tensor, buffers) -> torch.Tensor:
+    """Slots by SGLang's top-k v2 kernel; none where the release has none."""
+    kernel = host.topk_v2()
+    if kernel is None:
+        return logits.new_empty(0, TOPK)
+    out = torch.full((logits.shape[0], TOPK), POISON, dtype=torch.int32, device="cuda")
+    kernel[0](logits, lens, buffers.real_page_table, out, 64, buffers.topk_plan[0])
+    return out
+
+
 def test_logits_and_topk():
     import deep_gemm
     from sgl_kernel import fast_topk_transform_fused, fast_topk_v2
@@ -38,7 +48,9 @@ def test_logits_and_topk():
     weights = torch.rand(plan.num_rows, heads, device="cuda")
     found = {}
     for fill in (0, POISON):
-        buffers = MetadataBuffers.allocate(plan, table_width=WIDTH, num_sms=deep_gemm.get_num_sms(), device="cuda")
+        buffers = MetadataBuffers.allocate(
+            plan, table_width=WIDTH, num_sms=deep_gemm.get_num_sms(), device="cuda", wide=True, planned=True
+        )
         buffers.page_table_1.fill_(fill)
         buffers.real_page_table.fill_(fill)
         write_metadata(
@@ -54,10 +66,11 @@ def test_logits_and_topk():
             score=logits, lengths=lens, page_table_size_1=buffers.page_table_1, cu_seqlens_q=buffers.cu_seqlens_q, topk=TOPK
         )
         positions = fast_topk_v2(logits, lens, TOPK)
-        unfused = topk_slots(positions, buffers.page_table_1, buffers.token_to_batch_idx)
+        unfused = topk_slots(positions, buffers.real_page_table, buffers.arange[: plan.num_rows], 64)
+        found_slots = [*slots, *unfused, *_through_pages(logits, lens, buffers)]
         found[fill] = (torch.where(valid, logits, 0), slots.sort(dim=1).values)
         rows = buffers.token_to_batch_idx.long()
-        for row, chosen in enumerate([*slots, *unfused]):
+        for row, chosen in enumerate(found_slots):
             row %= plan.num_rows
             chosen = chosen[chosen >= 0]
             assert len(chosen) == min(int(lens[row]), TOPK)

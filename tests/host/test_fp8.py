@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_backend import fp8_prefill, host
+from nsa_backend import host
 from nsa_backend.attention.common import AttentionConfig
 from nsa_backend.attention.flashmla_kv import FlashMlaKv
+from nsa_backend.extend import extend_metadata, ragged_kv
 from nsa_backend.host import ForwardBatch, ForwardMode
 from nsa_backend.queries import sparse_inputs
 from nsa_backend.registration import create_backend
@@ -34,44 +35,45 @@ def prefill_batch(runner, prefix: list[int], new: list[int]) -> ForwardBatch:
 
 
 def fp8_metadata(make_runner, prefix, new, *, impl="flashmla_sparse", dense=False):
+    """Metadata of a prefill as on an FP8 cache, and the slots of every request."""
     runner = make_runner()
     backend = create_backend(runner)
-    batch = prefill_batch(runner, prefix, new)
-    backend.init_forward_metadata(batch)
-    config = replace(backend.config, prefill_impl=impl)
-    return backend.forward_metadata, fp8_prefill.fp8_prefill_metadata(config, backend.forward_metadata, batch, dense=dense)
+    attention = replace(backend.config.attention, kv_cache_dtype=torch.float8_e4m3fn)
+    backend.writer.config = replace(backend.config, attention=attention, prefill_impl=impl)
+    table = runner.req_to_token_pool.req_to_token
+    slots = [table[3 * r + 1, : a + b] for r, (a, b) in enumerate(zip(prefix, new, strict=True))]
+    return extend_metadata(backend.writer, prefill_batch(runner, prefix, new), dense=dense), slots
 
 
 def test_slots_of_all_tokens_in_ragged_order(make_runner):
-    plain, metadata = fp8_metadata(make_runner, [70, 0, 5], [3, 130, 1], impl="flashmla_kv")
-    want = torch.cat([plain.page_table_1[r, :n] for r, n in enumerate((73, 130, 6))])
-    assert torch.equal(metadata.page_table_1_flattened, want)
-    assert torch.equal(metadata.page_table_1, plain.page_table_1)
-    assert not metadata.ragged_kv
+    metadata, slots = fp8_metadata(make_runner, [70, 0, 5], [3, 130, 1], impl="flashmla_kv")
+    assert torch.equal(metadata.page_table_1_flattened, torch.cat(slots))
+    assert metadata.topk_indices_offset is None
 
 
 def test_ragged_rows_stand_for_the_same_tokens(make_runner):
     """Row t of the dequantised KV holds the token whose slot is page_table_1_flattened[t]."""
-    plain, metadata = fp8_metadata(make_runner, [70, 0, 5], [3, 130, 1])
-    assert metadata.ragged_kv
-    for request, length in enumerate((73, 130, 6)):
-        rows = metadata.page_table_1[request, :length].long()
-        assert torch.equal(metadata.page_table_1_flattened[rows], plain.page_table_1[request, :length])
+    metadata, slots = fp8_metadata(make_runner, [70, 0, 5], [3, 130, 1])
+    first_rows = (0, 3, 133)
+    for row, mine in zip(first_rows, slots, strict=True):
+        begin = int(metadata.topk_indices_offset[row])
+        assert torch.equal(metadata.page_table_1_flattened[begin : begin + len(mine)], mine)
+    assert metadata.topk_indices_offset.shape == (134,)
 
 
 def test_without_a_prefix_nothing_is_dequantised(make_runner):
-    _, metadata = fp8_metadata(make_runner, [0, 0], [4, 9])
+    metadata, _ = fp8_metadata(make_runner, [0, 0], [4, 9])
     assert metadata.page_table_1_flattened is None
     k, k_rope = torch.randn(13, 1, 8), torch.randn(13, 1, 4)
-    kv = fp8_prefill.ragged_kv(None, metadata, k, k_rope)
+    kv = ragged_kv(None, metadata, k, k_rope)
     assert torch.equal(kv, torch.cat([k, k_rope], -1))
-    assert metadata.page_table_1[1, :9].tolist() == list(range(4, 13))
+    assert metadata.topk_indices_offset.tolist() == [0] * 4 + [4] * 9
 
 
-def test_dense_prefill_keeps_its_page_table(make_runner):
-    plain, metadata = fp8_metadata(make_runner, [64, 1], [3, 3], dense=True)
-    assert torch.equal(metadata.page_table_1, plain.page_table_1)
-    assert metadata.page_table_1_flattened is not None
+def test_dense_prefill_reads_slots(make_runner):
+    metadata, slots = fp8_metadata(make_runner, [64, 1], [3, 3], dense=True)
+    assert metadata.topk_indices_offset is None
+    assert torch.equal(metadata.page_table_1_flattened, torch.cat(slots))
 
 
 class FlashMla:

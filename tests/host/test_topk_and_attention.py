@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa_backend.attention.common import SparseInputs
+from nsa_backend.attention.common import SparseInputs, pad_rows
 from nsa_backend.attention.torch_reference import TorchSparseAttention
 from nsa_backend.indexer import IndexerMetadata
-from nsa_backend.queries import pad_rows, sparse_inputs
+from nsa_backend.queries import sparse_inputs
 from nsa_backend.topk import TorchTopK
 
 NAN = float("nan")
@@ -45,29 +45,34 @@ def test_topk_reads_only_its_window(rows, width, topk, seed):
         assert chosen.count(-1) == topk - len(best)
 
 
-def indexer(fuse: bool) -> tuple[IndexerMetadata, torch.Tensor]:
-    table = torch.arange(2 * 40, dtype=torch.int32).view(2, 40) + 1000
+def indexer(fuse: bool, **more) -> tuple[IndexerMetadata, torch.Tensor]:
+    """Three rows of two requests, and the slots of the requests' first 128 tokens."""
+    pages = torch.tensor([[7, 30], [16, 2]], dtype=torch.int32)
+    slots = (64 * pages[..., None] + torch.arange(64)).flatten(1)
     attn_metadata = SimpleNamespace(
         nsa_seqlens_expanded=torch.tensor([3, 2, 4], dtype=torch.int32),
-        page_table_1=table,
-        cu_seqlens_q=torch.tensor([0, 2, 3], dtype=torch.int32),
-        token_to_batch_idx=torch.tensor([0, 0, 1], dtype=torch.int32),
+        page_table_1=None,
+        real_page_table=pages,
+        table_rows=torch.tensor([0, 0, 1], dtype=torch.int32),
+        indexer_k_start_end=None,
+        topk_indices_offset=None,
     )
-    return IndexerMetadata(attn_metadata, TorchTopK(), fuse), table
+    vars(attn_metadata).update(more)
+    return IndexerMetadata(attn_metadata, TorchTopK(), fuse), slots
 
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_transform_gives_slots_where_fused_and_positions_where_not(fuse):
-    metadata, table = indexer(fuse)
+    metadata, slots = indexer(fuse)
     logits = torch.tensor([[1.0, 3, 2, NAN], [5, 1, NAN, NAN], [1, 2, 3, 4]])
     got = metadata.topk_transform(logits, 2)
     positions = torch.tensor([[1, 2], [0, 1], [3, 2]])
-    want = table[torch.tensor([[0], [0], [1]]), positions] if fuse else positions
+    want = slots[torch.tensor([[0], [0], [1]]), positions] if fuse else positions
     assert got.tolist() == want.tolist()
 
 
 def test_a_chunk_of_a_prefill_finds_its_requests():
-    metadata, table = indexer(True)
+    metadata, slots = indexer(True)
     got = metadata.topk_transform(
         torch.tensor([[NAN, 5.0, 1, NAN]]),
         1,
@@ -76,12 +81,38 @@ def test_a_chunk_of_a_prefill_finds_its_requests():
         ke_offset=torch.tensor([2], dtype=torch.int32),
         batch_idx_list=torch.tensor([1]),
     )
-    assert got.tolist() == [[table[1, 0].item()]]
+    assert got.tolist() == [[slots[1, 0].item()]]
 
 
-def test_ragged_topk_is_refused():
-    with pytest.raises(ValueError, match="ragged top-k"):
-        indexer(True)[0].topk_transform(torch.zeros(3, 4), 1, topk_indices_offset_override=torch.zeros(3))
+@pytest.mark.parametrize("chunk", [False, True])
+def test_ragged_topk_counts_from_where_the_request_begins(chunk):
+    """The whole forward takes the offsets of the metadata, a chunk those that SGLang cut for it."""
+    offsets = torch.tensor([0, 0, 50], dtype=torch.int32)
+    rows = slice(2, 3) if chunk else slice(None)
+    metadata, _ = indexer(True, topk_indices_offset=torch.full_like(offsets, 9) if chunk else offsets)
+    logits = torch.tensor([[1.0, 3, 2, NAN, NAN], [5, 1, NAN, NAN, NAN], [NAN, 1, 2, 4, 3]])
+    more = {"topk_indices_offset_override": offsets[rows], "ke_offset": torch.tensor([4], dtype=torch.int32)} if chunk else {}
+    got = metadata.topk_transform(logits[rows], 2, ks=torch.tensor([0, 0, 1], dtype=torch.int32)[rows], **more)
+    assert got.tolist() == [[1, 2], [0, 1], [52, 53]][rows]
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_prefill_without_logits_keeps_every_token(fuse):
+    """SGLang's indexer computes none where no row is longer than index_topk; the logits it hands over are nobody's."""
+    metadata, slots = indexer(fuse, indexer_k_start_end=())
+    got = metadata.topk_transform(torch.full((3, 5), NAN), 5)
+    rows = torch.where(torch.tensor([[0], [0], [1]]) == 0, slots[0, :4], slots[1, :4]) if fuse else torch.arange(4).expand(3, 4)
+    lengths = [3, 2, 4]
+    want = [rows[i, :n].tolist() + [-1] * (5 - n) for i, n in enumerate(lengths)]
+    assert got.tolist() == want
+    assert metadata.topk_transform(torch.zeros(3, 5), 5) is got  # of the next layer
+
+
+def test_a_prefill_without_logits_on_dequantised_kv():
+    offsets = torch.tensor([0, 0, 50], dtype=torch.int32)
+    metadata, _ = indexer(True, indexer_k_start_end=(), topk_indices_offset=offsets)
+    got = metadata.topk_transform(torch.full((3, 4), NAN), 4)
+    assert got.tolist() == [[0, 1, 2, -1], [0, 1, -1, -1], [50, 51, 52, 53]]
 
 
 @given(rows=st.integers(1, 5), heads=st.integers(1, 3), topk=st.integers(1, 12), seed=st.integers(0, 2**32 - 1))
@@ -115,7 +146,7 @@ def test_queries_are_split_the_same_way_joined_or_not():
     layer = SimpleNamespace(tp_q_head_num=2, v_head_dim=4, head_dim=6, scaling=0.5, logit_cap=0.0)
     lengths, sums = torch.tensor([4, 5, 6, 0], dtype=torch.int32), torch.tensor([0, 4, 9, 15, 15], dtype=torch.int32)
     metadata = SimpleNamespace(
-        nsa_cache_seqlens_int32=lengths, nsa_cu_seqlens_q=torch.arange(5), nsa_cu_seqlens_k=sums, flashmla_tiles=None
+        nsa_cache_seqlens_int32=lengths, nsa_cu_seqlens_q=torch.arange(5), nsa_cu_seqlens_k=sums, schedule=None
     )
     joined = torch.randn(3, 2, 6)
     split = joined[..., :4].reshape(3, 8), joined[..., 4:].reshape(3, 4)

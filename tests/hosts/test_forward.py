@@ -14,7 +14,6 @@ from nsa_backend.host import ForwardBatch, ForwardMode
 from nsa_backend.registration import create_backend
 
 HEADS, LATENT, ROPE, TOPK = 4, 8, 4, 16
-FUSE_TOPK = getattr(envs, f"SGLANG_{host.BACKEND_NAMES[0].upper()}_FUSE_TOPK")
 
 
 def prepared(make_runner, mode: ForwardMode) -> SimpleNamespace:
@@ -68,12 +67,13 @@ def test_fused_and_unfused_topk_give_the_same_output(make_runner, mode):
     for row, length in enumerate(metadata.nsa_seqlens_expanded.tolist()):
         count = min(length, TOPK)
         positions[row, :count] = torch.randperm(length)[:count].int()
-    owners = metadata.token_to_batch_idx.long()
-    slots = torch.where(positions < 0, -1, torch.gather(metadata.page_table_1[owners], 1, positions.clamp(min=0).long()))
-    with FUSE_TOPK.override(True):
-        fused = attend(forward, slots.int())
-    with FUSE_TOPK.override(False):
-        unfused = attend(forward, positions)
+    pages = metadata.real_page_table[metadata.table_rows.long()]
+    slots = 64 * torch.gather(pages, 1, positions.clamp(min=0).long() // 64) + positions % 64
+    slots = torch.where(positions < 0, -1, slots)
+    assert forward.backend.fuse_topk
+    fused = attend(forward, slots.int())
+    forward.backend.fuse_topk = False
+    unfused = attend(forward, positions)
     assert fused.shape == (rows, HEADS, LATENT)
     assert fused.isfinite().all()
     assert torch.equal(fused, unfused)

@@ -57,7 +57,6 @@ def test_prefill(make_runner, data, seed):
     assert m.nsa_extend_seq_lens_list == new
     table = runner.req_to_token_pool.req_to_token
     for request, length in enumerate(lengths):
-        assert torch.equal(m.page_table_1[request, :length], table[slots[request], :length])
         pages = table[slots[request], :length:64] // 64
         assert torch.equal(m.real_page_table[request, : len(pages)], pages)
     for tensor in (m.nsa_seqlens_expanded, m.nsa_cu_seqlens_k, m.token_to_batch_idx, *m.indexer_k_start_end, m.cu_seqlens_q):
@@ -84,7 +83,7 @@ def test_an_idle_rank_that_sglang_padded(make_runner):
     metadata = backend.forward_metadata
     assert metadata.cache_seqlens_int32.tolist() == [1, 1, 1]
     assert metadata.nsa_extend_seq_lens_list == [1, 1, 1]
-    assert metadata.page_table_1[:, 0].tolist() == [table[0, 0]] * 3
+    assert metadata.real_page_table[:, 0].tolist() == [table[0, 0] // 64] * 3
 
 
 def test_query_rows_beyond_the_batch_are_padded_as_sglang_pads_them(make_runner, monkeypatch):
@@ -104,7 +103,8 @@ def test_rows_that_sglang_pads_have_length_zero():
     from nsa_backend.plan import plan_decode
 
     plan = plan_decode(3)
-    metadata = step_metadata(plan, MetadataBuffers.allocate(plan, table_width=64, num_sms=0, device="cpu"))
+    buffers = MetadataBuffers.allocate(plan, table_width=64, num_sms=0, device="cpu", wide=False, planned=False)
+    metadata = step_metadata(plan, buffers)
     padded = pad_rows(metadata, torch.tensor([5, 6, 7, 0, 0], dtype=torch.int32))
     assert padded.nsa_cache_seqlens_int32.tolist() == [5, 6, 7, 0, 0]
     assert padded.nsa_cu_seqlens_k.tolist() == [0, 5, 11, 18, 18, 18]

@@ -31,7 +31,7 @@ class Recorder:
 
     def prepare(self, metadata):
         self.asked.append(metadata.nsa_cache_seqlens_int32.tolist())
-        return replace(metadata, flashmla_tiles=len(self.asked))
+        return replace(metadata, schedule=len(self.asked))
 
 
 def test_every_draft_step_is_prepared_with_its_own_lengths(make_runner):
@@ -49,7 +49,7 @@ def test_every_draft_step_is_prepared_with_its_own_lengths(make_runner):
         recorder.asked.clear()
         begin_round(multi_step, batch)
         assert recorder.asked == [[11, 63], [12, 64], [13, 64]]
-    assert [b.forward_metadata.flashmla_tiles for b in multi_step.attn_backends] == [1, 2, 3]
+    assert [b.forward_metadata.schedule for b in multi_step.attn_backends] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -65,7 +65,7 @@ def test_the_backend_is_prepared_after_its_launch(make_runner, captured):
         calls.before_capture(backend, static)
         assert recorder.asked == []
         for found in begin_forward(backend, static, layers=(0, 1)):
-            assert found.attn_metadata.flashmla_tiles == 1
+            assert found.attn_metadata.schedule == 1
     else:
         backend.init_forward_metadata(forward_batch(batch, ForwardMode.DECODE))
     assert recorder.asked == [[5, 64]]

@@ -165,7 +165,7 @@ def test_against_the_reference(make_runner, monkeypatch, emulator, mode, dtype):
     slots = torch.full((rows, TOPK), -1, dtype=torch.int32)
     for row, length in enumerate(row_lens):
         kept = torch.randperm(length)[:TOPK]
-        slots[row, : len(kept)] = metadata.page_table_1[metadata.token_to_batch_idx[row].long(), kept]
+        slots[row, : len(kept)] = 64 * metadata.real_page_table[metadata.table_rows[row].long(), kept // 64] + kept % 64
     fp8 = dtype == torch.float8_e4m3fn
     rope_args = {"cos_sin_cache": torch.randn(64, ROPE), "is_neox": False} if fp8 else {}
     layer = RadixAttention(HEADS, LATENT + ROPE, 0.05, 1, layer_id=0, v_head_dim=LATENT)

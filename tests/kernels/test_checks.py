@@ -27,7 +27,7 @@ def arguments(requests: int = 3, ragged: bool = False) -> dict:
     plan = plans.plan_draft_extend_v1(requests, 2 * requests) if ragged else plans.plan_target_verify(requests, 2)
     return {
         "plan": plan,
-        "buffers": MetadataBuffers.allocate(plan, table_width=128, num_sms=0, device="cpu"),
+        "buffers": MetadataBuffers.allocate(plan, table_width=128, num_sms=0, device="cpu", wide=True, planned=True),
         "seq_lens": torch.ones(requests, dtype=torch.int64),
         "req_pool_indices": torch.zeros(requests, dtype=torch.int64),
         "req_to_token": torch.zeros(5, 128, dtype=torch.int32),
@@ -116,6 +116,6 @@ def test_buffers_of_another_mode():
     plan = plans.plan_decode(3)
     with pytest.raises(ValueError, match="row lengths would be lost or overwrite request lengths"):
         metadata.write_metadata(**call | {"plan": plan})
-    one_row = MetadataBuffers.allocate(plans.plan_decode(6), table_width=64, num_sms=0, device="cpu")
+    one_row = MetadataBuffers.allocate(plans.plan_decode(6), table_width=64, num_sms=0, device="cpu", wide=True, planned=True)
     with pytest.raises(ValueError, match="row lengths would be lost or overwrite request lengths"):
         metadata.write_metadata(**call | {"buffers": one_row})

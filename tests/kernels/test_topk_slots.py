@@ -17,22 +17,24 @@ POISON = -7777
     requests=st.integers(1, 9),
     rows=st.integers(0, 40),
     topk=st.sampled_from([1, 16, 64, 2048]),
+    page=st.sampled_from([1, 64]),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(deadline=None, max_examples=30)
-def test_slots_of_random_rows(device, requests, rows, topk, seed):
+def test_slots_of_random_rows(device, requests, rows, topk, page, seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 300, requests)
-    table = np.full((requests, 320), POISON, dtype=np.int32)
+    table = np.full((requests, -(-320 // page)), POISON, dtype=np.int32)
     for request, length in enumerate(lengths):
-        table[request, :length] = rng.integers(0, 2**30, length)
+        table[request, : -(-length // page)] = rng.integers(0, 2**20, -(-length // page))
     owner = rng.integers(0, requests, rows).astype(np.int32)
     positions = np.stack([rng.integers(-1, lengths[o], topk) for o in owner]) if rows else np.zeros((0, topk))
     positions = positions.astype(np.int32)
-    want = [[table[o, p] if p >= 0 else -1 for p in line] for o, line in zip(owner, positions, strict=True)]
+    slots = (table[..., None] * page + np.arange(page)).reshape(requests, -1)
+    want = [[slots[o, p] if p >= 0 else -1 for p in line] for o, line in zip(owner, positions, strict=True)]
     args = [torch.from_numpy(a).to(device) for a in (positions, table, owner)]
     for transform in (topk_slots, topk_slots_torch):
-        got = transform(*args)
+        got = transform(*args, page)
         assert got.dtype == torch.int32
         np.testing.assert_array_equal(got.cpu().numpy(), np.array(want, dtype=np.int32).reshape(rows, topk))
 
@@ -40,10 +42,10 @@ def test_slots_of_random_rows(device, requests, rows, topk, seed):
 def test_refuses_rows_without_a_request(device):
     table = torch.zeros(1, 8, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="another request's tokens"):
-        topk_slots(torch.zeros(2, 4, dtype=torch.int32, device=device), table, table.new_zeros(1))
+        topk_slots(torch.zeros(2, 4, dtype=torch.int32, device=device), table, table.new_zeros(1), 1)
 
 
 def test_refuses_a_transposed_table(device):
     table = torch.zeros(8, 8, dtype=torch.int32, device=device).t()
     with pytest.raises(ValueError, match="wrong columns"):
-        topk_slots(torch.zeros(2, 4, dtype=torch.int32, device=device), table, table.new_zeros(2))
+        topk_slots(torch.zeros(2, 4, dtype=torch.int32, device=device), table, table.new_zeros(2), 1)
