@@ -11,6 +11,7 @@ from nsa_backend.attention.common import SparseAttention
 from nsa_backend.config import BackendConfig
 from nsa_backend.dense_prefill import DensePrefill
 from nsa_backend.eager import eager_metadata
+from nsa_backend.extend import pad_query_rows
 from nsa_backend.faults import Place, located
 from nsa_backend.fp8_prefill import fp8_prefill_metadata, ragged_kv
 from nsa_backend.graph import CapturedMetadata
@@ -107,7 +108,7 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         self.forward_metadata = self.captured.replay(mode, num_requests, seq_lens, req_pool_indices)
 
     def launch_metadata(self) -> None:
-        """Inside a capture: write the metadata, and prepare the decode implementation for it."""
+        """At the head of a captured forward: write the metadata, and prepare the decode implementation for it."""
         self.captured.launch()
         self.prepare_decode()
 
@@ -215,8 +216,10 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
                     "but the first would land in wrong slots"
                 )
             pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
-        metadata = self.forward_metadata
-        rows = q.shape[0]
+        metadata, rows = self.forward_metadata, q.shape[0]
+        if rows > metadata.nsa_cache_seqlens_int32.shape[0]:
+            # DP attention: SGLang pads some batches after they were planned, and to a size that it alone decides.
+            metadata = self.forward_metadata = attention.prepare(pad_query_rows(metadata, rows))
         if not host.fuse_topk():
             topk_indices = topk_slots(
                 topk_indices[: metadata.token_to_batch_idx.shape[0]], metadata.page_table_1, metadata.token_to_batch_idx

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nsa_backend import host
-from nsa_backend.extend import extend_metadata, pad_rows
+from nsa_backend.extend import extend_metadata
 from nsa_backend.metadata import NSAMetadata, step_metadata
 from nsa_backend.modes import is_paged, plan_for
 from nsa_backend.plan import MetadataPlan, plan_decode
@@ -15,10 +15,10 @@ def eager_metadata(writer: MetadataWriter, batch: host.ForwardBatch) -> NSAMetad
     mode = batch.forward_mode
     if is_paged(mode):
         plan = _paged_plan(batch, writer.config.num_draft_tokens)
-        metadata = step_metadata(plan, writer.write_eager(plan, batch))
-    elif mode.is_extend():
+        return step_metadata(plan, writer.write_eager(plan, batch))
+    if mode.is_extend():
         plan = plan_decode(batch.batch_size)
-        metadata = extend_metadata(
+        return extend_metadata(
             step_metadata(plan, writer.write_eager(plan, batch, scheduled=False)),
             seq_lens=batch.seq_lens,
             seq_lens_cpu=batch.seq_lens_cpu,
@@ -26,11 +26,7 @@ def eager_metadata(writer: MetadataWriter, batch: host.ForwardBatch) -> NSAMetad
             extend_seq_lens_cpu=extend_lens_on_host(batch),
             index_topk=writer.config.attention.index_topk,
         )
-    else:
-        raise ValueError(f"nsa_backend has no metadata for {mode}: it serves prefill, decode, target_verify and draft_extend")
-    if batch.global_num_tokens_cpu is None:
-        return metadata
-    return pad_rows(metadata, host.pad_cache_seqlens(batch, metadata.nsa_cache_seqlens_int32))
+    raise ValueError(f"nsa_backend has no metadata for {mode}: it serves prefill, decode, target_verify and draft_extend")
 
 
 def _paged_plan(batch: host.ForwardBatch, num_draft_tokens: int) -> MetadataPlan:

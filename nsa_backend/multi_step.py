@@ -11,8 +11,23 @@ from nsa_backend import host
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.buffers import MetadataBuffers
 from nsa_backend.faults import Place, located
+from nsa_backend.indexer import IndexerMetadata
 from nsa_backend.metadata import step_metadata
 from nsa_backend.plan import MetadataPlan, plan_draft_decode
+
+
+class DraftStepBackend(NativeSparseAttnBackend):
+    """The backend of one draft step."""
+
+    def get_indexer_metadata(self, layer_id: int, forward_batch: host.ForwardBatch) -> IndexerMetadata:
+        """What the indexer of a layer reads.
+
+        A rank of DP attention without a request joins the draft steps of the others with padding rows, for which SGLang asks
+        no step backend to plan: what is there belongs to an earlier round, or is nothing at all.
+        """
+        if forward_batch.forward_mode.is_idle():
+            self.init_forward_metadata(forward_batch)
+        return super().get_indexer_metadata(layer_id, forward_batch)
 
 
 class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
@@ -35,7 +50,7 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         if speculative_num_steps < 2:
             raise ValueError(f"a multi-step draft needs N >= 2 draft steps, got {speculative_num_steps}")
         self.speculative_num_steps = speculative_num_steps
-        self.attn_backends = [NativeSparseAttnBackend(model_runner) for _ in range(speculative_num_steps - 1)]
+        self.attn_backends = [DraftStepBackend(model_runner) for _ in range(speculative_num_steps - 1)]
         for step, backend in enumerate(self.attn_backends):
             backend.place.step = step
         self.place = Place()

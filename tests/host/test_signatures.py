@@ -95,7 +95,6 @@ def test_pool_and_runner_calls():
     inspect.signature(NSATokenToKVPool.set_mla_kv_buffer).bind(X, X, X, X, X)
     inspect.signature(NSATokenToKVPool.get_key_buffer).bind(X, 0)
     inspect.signature(EAGLEDraftExtendCudaGraphRunner.__init__).bind(X, X)
-    inspect.signature(host.pad_cache_seqlens).bind(X, X)
     inspect.signature(host.dequantize_k_cache_paged).bind(X, X)
     inspect.signature(host.mla_quantize_and_rope_for_fp8).bind(*[X] * 9)
     inspect.signature(host.ForwardBatch.get_max_chunk_capacity).bind(X)
@@ -137,7 +136,7 @@ def test_forward_batch_fields():
     names = {f.name for f in fields(host.ForwardBatch)}
     read = {
         "batch_size", "forward_mode", "seq_lens", "seq_lens_cpu", "req_pool_indices", "extend_seq_lens", "extend_seq_lens_cpu",
-        "out_cache_loc", "token_to_kv_pool", "global_num_tokens_cpu", "attn_backend", "spec_info",
+        "out_cache_loc", "token_to_kv_pool", "attn_backend", "spec_info",
     }  # fmt: skip
     assert read <= names
     assert torch.is_tensor(host.ForwardBatch(
