@@ -237,7 +237,7 @@ def test_replay_refuses_what_was_not_captured(make_runner):
         replay(2, slots.clone(), lengths, 0, None, ForwardMode.DECODE, None, lengths)
 
 
-def test_the_launch_is_made_once_a_forward_and_never_after_the_captures(make_runner):
+def test_the_launch_is_made_once_a_captured_forward_and_never_in_an_eager_one(make_runner):
     backend = create_backend(make_runner())
     backend.init_cuda_graph_state(1, 1)
     lengths, slots = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
@@ -248,6 +248,7 @@ def test_the_launch_is_made_once_a_forward_and_never_after_the_captures(make_run
         for layer in (4, 5, 6):
             backend.get_indexer_metadata(layer, None)
     assert len(launches) == 3
-    backend.init_forward_metadata_replay_cuda_graph(1, slots, lengths, 0, None, ForwardMode.DECODE, None, lengths)
+    batch = Batch("decode", [5], [1], backend.writer.req_to_token.numpy(), 64, 0)
+    backend.init_forward_metadata(forward_batch(batch, ForwardMode.DECODE))
     backend.get_indexer_metadata(4, None)
     assert len(launches) == 3
