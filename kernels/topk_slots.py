@@ -6,13 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
+INDEX_DTYPES = (torch.int32, torch.int64)
+
 
 @triton.jit(do_not_specialize=["page_table_stride"])
 def topk_slots_kernel(
-    topk_indices_ptr,  # int32 [rows, topk], contiguous
+    topk_indices_ptr,  # int32 | int64 [rows, topk], contiguous
     page_table_ptr,  # int32 [num_requests, page_table_stride]
     page_table_stride,
-    token_to_batch_idx_ptr,  # int32 | int64 [rows]
+    token_to_batch_idx_ptr,  # int32 | int64 [rows], contiguous
     slots_ptr,  # int32 [rows, topk], contiguous
     topk,
     PAGE: tl.constexpr,
@@ -36,13 +38,16 @@ def topk_slots(
     """KV slot of every selected token.
 
     Args:
-        topk_indices: int32 [rows, topk], positions in the row's request, -1 where there is none.
+        topk_indices: int32 or int64 [rows, topk], positions in the row's request, -1 where there is none.
         page_table: int32 [num_requests, width], rows contiguous; page of every `page_size` tokens.
-        token_to_batch_idx: int32 or int64 [at least rows], request of each row.
+        token_to_batch_idx: int32 or int64 [at least rows], contiguous, request of each row.
         page_size: tokens of a page, a power of two.
 
     Returns:
         int32 [rows, topk]; -1 where the position is -1.
+
+    Raises:
+        ValueError: shapes, dtypes, strides or devices do not fit; says what would be read wrong.
     """
     rows, topk = topk_indices.shape
     if token_to_batch_idx.shape[0] < rows:
@@ -50,6 +55,17 @@ def topk_slots(
             f"token_to_batch_idx has {token_to_batch_idx.shape[0]} rows and topk_indices {rows}: "
             "the last rows would attend to another request's tokens"
         )
+    if token_to_batch_idx.dim() != 1 or not token_to_batch_idx.is_contiguous() or token_to_batch_idx.dtype not in INDEX_DTYPES:
+        raise ValueError(
+            f"token_to_batch_idx must be contiguous int32 or int64 [rows], got {token_to_batch_idx.dtype} "
+            f"{tuple(token_to_batch_idx.shape)} with strides {token_to_batch_idx.stride()}: rows would attend to another "
+            "request's tokens"
+        )
+    if topk_indices.dtype not in INDEX_DTYPES:
+        raise ValueError(f"topk_indices must be int32 or int64, got {topk_indices.dtype}: positions would be misread")
+    for name, tensor in (("page_table", page_table), ("token_to_batch_idx", token_to_batch_idx)):
+        if tensor.device != topk_indices.device:
+            raise ValueError(f"{name} is on {tensor.device} and topk_indices on {topk_indices.device}: slots would be garbage")
     if page_table.stride(1) != 1 or page_table.dtype != torch.int32:
         raise ValueError(
             f"page_table must be int32 with contiguous rows, got {page_table.dtype} with strides "

@@ -11,7 +11,7 @@ from nsa_backend.attention.common import SparseAttention, pad_rows
 from nsa_backend.config import BackendConfig
 from nsa_backend.dense_prefill import DensePrefill
 from nsa_backend.eager import eager_metadata
-from nsa_backend.extend import ragged_kv
+from nsa_backend.extend import pad_query_rows, ragged_kv
 from nsa_backend.faults import Place, located
 from nsa_backend.graph import CapturedMetadata
 from nsa_backend.indexer import IndexerMetadata
@@ -105,7 +105,7 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         self.forward_metadata = self.captured.replay(mode, num_requests, seq_lens, req_pool_indices)
 
     def launch_metadata(self) -> None:
-        """Inside a capture: write the metadata, and prepare the decode implementation for it."""
+        """At the head of a captured forward: write the metadata, and prepare the decode implementation for it."""
         self.captured.launch()
         self.prepare_decode()
 
@@ -215,8 +215,10 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
                     "but the first would land in wrong slots"
                 )
             pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
-        metadata = self.forward_metadata
-        rows = q.shape[0]
+        metadata, rows = self.forward_metadata, q.shape[0]
+        if rows > metadata.nsa_cache_seqlens_int32.shape[0]:
+            # DP attention: SGLang pads some batches after they were planned, and to a size that it alone decides.
+            metadata = self.forward_metadata = attention.prepare(pad_query_rows(metadata, rows))
         if not self.fuse_topk:
             topk_indices = slots_of(topk_indices[: metadata.table_rows.shape[0]], metadata)
         kv_cache = pool.get_key_buffer(layer.layer_id)

@@ -68,16 +68,19 @@ def ragged_kv(kv_cache: torch.Tensor, metadata: NSAMetadata, k: torch.Tensor, k_
     return host.dequantize_k_cache_paged(kv_cache, metadata.page_table_1_flattened)
 
 
-def pad_rows(metadata: NSAMetadata, padded_lens: torch.Tensor) -> NSAMetadata:
-    """Follow SGLang's padding of query rows (DP attention): `padded_lens` are the row lengths with zeros appended."""
-    rows = padded_lens.shape[0]
-    if rows == metadata.nsa_cache_seqlens_int32.shape[0]:
-        return metadata
+def pad_query_rows(metadata: NSAMetadata, num_rows: int) -> NSAMetadata:
+    """Follow SGLang's padding of query rows: rows of length 0 are appended to what attention reads.
+
+    What the indexer reads stays as it is: SGLang cuts the padding off for it, by the sum of `nsa_extend_seq_lens_list`, and
+    fills the chosen slots of padding rows with -1 itself.
+    """
+    lens = metadata.nsa_cache_seqlens_int32
+    padded = torch.cat([lens, lens.new_zeros(num_rows - lens.shape[0])])
     return replace(
         metadata,
-        nsa_cache_seqlens_int32=padded_lens,
-        nsa_cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device=padded_lens.device),
-        nsa_cu_seqlens_k=_exclusive_sum(padded_lens),
+        nsa_cache_seqlens_int32=padded,
+        nsa_cu_seqlens_q=torch.arange(num_rows + 1, dtype=torch.int32, device=padded.device),
+        nsa_cu_seqlens_k=_exclusive_sum(padded),
     )
 
 

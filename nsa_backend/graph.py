@@ -22,6 +22,7 @@ class CapturedBatch:
     metadata: NSAMetadata
     seq_lens: torch.Tensor
     req_pool_indices: torch.Tensor
+    launch: Callable[[], None]  # what the graph has recorded
     check: Callable[[], None]  # MetadataWriter.check of the tensors that the graph reads
 
 
@@ -30,7 +31,8 @@ class CapturedMetadata:
 
     What a capture will write is known before it; the launch is kept here and made inside it, where the generation of SGLang
     gives the backend its turn (`host`). A replay then costs no launch: the graph reads the runner's static `seq_lens` and
-    `req_pool_indices` itself.
+    `req_pool_indices` itself. Under --debug-cuda-graph SGLang replays by calling what it captured; then the launch of that very
+    batch is made again.
     """
 
     def __init__(self, writer: MetadataWriter):
@@ -65,12 +67,12 @@ class CapturedMetadata:
         self._launch = partial(self._writer.write, plan, self._buffers[mode], **read)
         metadata = step_metadata(plan, self._buffers[mode])
         self._batches[mode, num_requests] = CapturedBatch(
-            metadata, seq_lens, req_pool_indices, partial(self._writer.check, plan, **read)
+            metadata, seq_lens, req_pool_indices, self._launch, partial(self._writer.check, plan, **read)
         )
         return metadata
 
     def is_first_layer(self, layer_id: int) -> bool:
-        """Whether a capture is under way and `layer_id` is where its forward begins: the first layer that ever asked."""
+        """Whether a captured forward runs on the host and begins at `layer_id`, the first layer that ever asked."""
         if self._launch is None:
             return False
         if self._first_layer is None:
@@ -78,11 +80,11 @@ class CapturedMetadata:
         return layer_id == self._first_layer
 
     def launch(self) -> None:
-        """Make the launch of the capture under way; again for each warm-up run of what is captured."""
+        """Make the launch of the captured forward that runs on the host: in warm-ups, the capture, and such replays."""
         self._launch()
 
     def forget_launch(self) -> None:
-        """An eager forward or a replay follows: the captures are over."""
+        """An eager forward follows, whose first layer must not write the metadata of a graph."""
         self._launch = None
 
     def replay(
@@ -103,4 +105,5 @@ class CapturedMetadata:
                     "brings another tensor: it would attend with the lengths of an earlier batch"
                 )
         batch.check()
+        self._launch = batch.launch
         return batch.metadata

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,8 +12,31 @@ from nsa_backend import host
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.buffers import MetadataBuffers
 from nsa_backend.faults import Place, located
+from nsa_backend.indexer import IndexerMetadata
 from nsa_backend.metadata import step_metadata
 from nsa_backend.plan import MetadataPlan, plan_draft_decode
+
+
+@dataclass(frozen=True)
+class CapturedRound:
+    """What one captured graph of a draft round does on the host."""
+
+    launch: Callable[[], None]  # what the graph has recorded
+    check: Callable[[], None]  # MetadataWriter.check of the tensors that the graph reads
+
+
+class DraftStepBackend(NativeSparseAttnBackend):
+    """The backend of one draft step."""
+
+    def get_indexer_metadata(self, layer_id: int, forward_batch: host.ForwardBatch) -> IndexerMetadata:
+        """What the indexer of a layer reads.
+
+        A rank of DP attention without a request joins the draft steps of the others with padding rows, for which SGLang asks
+        no step backend to plan: what is there belongs to an earlier round, or is nothing at all.
+        """
+        if forward_batch.forward_mode.is_idle():
+            self.init_forward_metadata(forward_batch)
+        return super().get_indexer_metadata(layer_id, forward_batch)
 
 
 class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
@@ -35,13 +59,13 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         if speculative_num_steps < 2:
             raise ValueError(f"a multi-step draft needs N >= 2 draft steps, got {speculative_num_steps}")
         self.speculative_num_steps = speculative_num_steps
-        self.attn_backends = [NativeSparseAttnBackend(model_runner) for _ in range(speculative_num_steps - 1)]
+        self.attn_backends = [DraftStepBackend(model_runner) for _ in range(speculative_num_steps - 1)]
         for step, backend in enumerate(self.attn_backends):
             backend.place.step = step
         self.place = Place()
         self._writer = self.attn_backends[0].writer
         self._buffers: MetadataBuffers | None = None
-        self._checks: dict[int, Callable[[], None]] = {}  # by captured batch size, the check of the tensors its graph reads
+        self._rounds: dict[int, CapturedRound] = {}  # by captured batch size
         self._launch: Callable[[], None] | None = None
 
     def plan(self, num_requests: int) -> MetadataPlan:
@@ -60,7 +84,7 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the replay buffers of all steps for up to `max_bs` requests."""
         self._buffers = self._writer.replay_buffers(self.plan(max_bs))
-        self._checks.clear()
+        self._rounds.clear()
         for backend in self.attn_backends:
             backend.decode_attention.reserve(max_num_tokens)
 
@@ -70,8 +94,8 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         self._move("capturing a draft round", forward_batch)
         plan = self.plan(forward_batch.batch_size)
         read = {"seq_lens": forward_batch.seq_lens, "req_pool_indices": forward_batch.req_pool_indices}
-        self._launch = partial(self._writer.write, plan, self._buffers, **read)
-        self._checks[forward_batch.batch_size] = partial(self._writer.check, plan, **read)
+        self._launch = partial(self._write_captured, plan, **read)
+        self._rounds[forward_batch.batch_size] = CapturedRound(self._launch, partial(self._writer.check, plan, **read))
         self._hand_out(plan, self._buffers)
 
     @located
@@ -79,16 +103,17 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         """Nothing on the device: the draft graph writes its own metadata."""
         self._launch = None
         self.place.move("replaying a draft round", None, num_requests)
-        check = self._checks.get(num_requests)
-        if check is None:
+        captured = self._rounds.get(num_requests)
+        if captured is None:
             raise ValueError(f"no draft graph of {num_requests} requests was captured: there is no metadata to replay")
-        check()
+        captured.check()
+        self._launch = captured.launch
 
     @located
     def begin_draft_round(self, forward_batch: host.ForwardBatch) -> None:
         """Runs at the head of every `draft_forward` that the plugin hooks, inside the graph where one is captured.
 
-        Makes the draft KV locations dense and, in a capture, launches the metadata of all steps.
+        Makes the draft KV locations dense and, where a captured round runs on the host, launches the metadata of all steps.
         """
         if forward_batch.forward_mode.is_idle() or not forward_batch.batch_size:
             return
@@ -100,9 +125,17 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
 
     @located
     def launch_round(self) -> None:
-        """Inside a capture: write the metadata of all steps with one launch, and prepare the implementation for each."""
+        """At the head of a captured round: write the metadata of all steps, and prepare the implementation for each.
+
+        Runs in warm-ups and the capture, and where SGLang replays by calling what it captured (--debug-cuda-graph).
+        """
         self._launch()
         self._prepare()
+
+    def _write_captured(self, plan: MetadataPlan, **read: torch.Tensor) -> None:
+        """The one launch of a captured round. An eager round since then has given the steps metadata of its own."""
+        self._writer.write(plan, self._buffers, **read)
+        self._hand_out(plan, self._buffers)
 
     def _hand_out(self, plan: MetadataPlan, buffers: MetadataBuffers) -> None:
         for step, backend in enumerate(self.attn_backends):

@@ -50,7 +50,6 @@ ADAPTER_NAMES = (
     "kv_pool",
     "mla_quantize_and_rope_for_fp8",
     "model_problem",
-    "pad_cache_seqlens",
     "prepare_draft_side",
     "resolved",
     "schedule_surplus_last",

@@ -20,7 +20,6 @@ from sglang.srt.configs.model_config import is_deepseek_dsa as is_sparse_model
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import BaseIndexerMetadata
-from sglang.srt.layers.attention.dsa.utils import pad_dsa_cache_seqlens as pad_cache_seqlens
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.server_args import ServerArgs
 
@@ -72,7 +71,6 @@ __all__ = [
     "is_sparse_model",
     "mla_quantize_and_rope_for_fp8",
     "model_problem",
-    "pad_cache_seqlens",
     "topk_v2",
 ]
 

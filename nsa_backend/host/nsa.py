@@ -17,7 +17,6 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.nsa.dequant_k_cache import dequantize_k_cache_paged
 from sglang.srt.layers.attention.nsa.nsa_indexer import BaseIndexerMetadata
-from sglang.srt.layers.attention.nsa.utils import pad_nsa_cache_seqlens as pad_cache_seqlens
 from sglang.srt.layers.attention.utils import concat_mla_absorb_q_general as concat_query
 from sglang.srt.layers.attention.utils import mla_quantize_and_rope_for_fp8
 from sglang.srt.layers.dp_attention import get_attention_tp_size as attention_tp_size
@@ -53,7 +52,6 @@ __all__ = [
     "index_topk",
     "is_sparse_model",
     "mla_quantize_and_rope_for_fp8",
-    "pad_cache_seqlens",
     "prepare_draft_side",
 ]
 

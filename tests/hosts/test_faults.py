@@ -35,12 +35,13 @@ def batch(mode: ForwardMode, requests: int = 3) -> ForwardBatch:
     )  # fmt: skip
 
 
-def test_eager(make_runner, monkeypatch):
+@pytest.mark.parametrize(("mode", "launch"), [(ForwardMode.EXTEND, "write_prefill"), (ForwardMode.DECODE, "write")])
+def test_eager(make_runner, monkeypatch, mode, launch):
     backend = create_backend(make_runner())
-    monkeypatch.setattr(backend.writer, "write", fail)
+    monkeypatch.setattr(backend.writer, launch, fail)
     with pytest.raises(Planted, match=r"^planted") as error:
-        backend.init_forward_metadata(batch(ForwardMode.EXTEND))
-    assert notes(error) == ["nsa_backend: while preparing EXTEND, batch size 3"]
+        backend.init_forward_metadata(batch(mode))
+    assert notes(error) == [f"nsa_backend: while preparing {mode.name}, batch size 3"]
 
 
 def test_capture(make_runner, monkeypatch):

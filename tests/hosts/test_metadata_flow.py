@@ -104,7 +104,7 @@ def test_a_replay_of_what_was_not_captured_is_refused(make_runner):
 
 
 @pytest.mark.parametrize("layers", [(4, 5, 6), (0,)])
-def test_the_launch_is_made_once_a_forward_and_never_after_the_captures(make_runner, layers):
+def test_the_launch_is_made_once_a_captured_forward_and_never_in_an_eager_one(make_runner, layers):
     """Inside the graph, by SGLang's own call or by the first layer that asks."""
     backend = create_backend(make_runner())
     backend.init_cuda_graph_state(1, 1)
@@ -115,7 +115,8 @@ def test_the_launch_is_made_once_a_forward_and_never_after_the_captures(make_run
     for _ in range(3):  # two warm-ups and the capture
         begin_forward(backend, static, layers)
     assert len(launches) == 3
-    calls.before_replay(backend, static)
+    batch = Batch("decode", [5], [1], backend.writer.req_to_token.numpy(), 64, 0)
+    backend.init_forward_metadata(forward_batch(batch, ForwardMode.DECODE))
     for layer in layers:
         backend.get_indexer_metadata(layer, None)
     assert len(launches) == 3

@@ -86,28 +86,21 @@ def test_an_idle_rank_that_sglang_padded(make_runner):
     assert metadata.real_page_table[:, 0].tolist() == [table[0, 0] // 64] * 3
 
 
-def test_query_rows_beyond_the_batch_are_padded_as_sglang_pads_them(make_runner, monkeypatch):
-    backend = create_backend(make_runner())
-    batch = forward_batch(Batch("decode", [5, 9], [1, 2], backend.writer.req_to_token.numpy(), 64, 0), ForwardMode.DECODE)
-    batch.global_num_tokens_cpu = [4]
-    monkeypatch.setattr(host, "pad_cache_seqlens", lambda batch, lens: torch.cat([lens, lens.new_zeros(2)]))
-    backend.init_forward_metadata(batch)
-    assert backend.forward_metadata.nsa_cache_seqlens_int32.tolist() == [5, 9, 0, 0]
-    assert backend.forward_metadata.cache_seqlens_int32.tolist() == [5, 9]
-
-
 def test_rows_that_sglang_pads_have_length_zero():
+    """Of what attention reads alone: SGLang's indexer cuts the padding off and asks for the real rows."""
     from nsa_backend.buffers import MetadataBuffers
-    from nsa_backend.extend import pad_rows
+    from nsa_backend.extend import pad_query_rows
     from nsa_backend.metadata import step_metadata
     from nsa_backend.plan import plan_decode
 
     plan = plan_decode(3)
     buffers = MetadataBuffers.allocate(plan, table_width=64, num_sms=0, device="cpu", wide=False, planned=False)
     metadata = step_metadata(plan, buffers)
-    padded = pad_rows(metadata, torch.tensor([5, 6, 7, 0, 0], dtype=torch.int32))
+    metadata.nsa_cache_seqlens_int32.copy_(torch.tensor([5, 6, 7]))
+    padded = pad_query_rows(metadata, 5)
     assert padded.nsa_cache_seqlens_int32.tolist() == [5, 6, 7, 0, 0]
     assert padded.nsa_cu_seqlens_k.tolist() == [0, 5, 11, 18, 18, 18]
     assert padded.nsa_cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 5]
     assert padded.nsa_extend_seq_lens_list == [1, 1, 1]
-    assert pad_rows(metadata, metadata.nsa_cache_seqlens_int32) is metadata
+    for field in ("cache_seqlens_int32", "nsa_seqlens_expanded", "real_page_table", "token_to_batch_idx", "cu_seqlens_q"):
+        assert getattr(padded, field) is getattr(metadata, field)

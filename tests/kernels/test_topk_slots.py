@@ -49,3 +49,50 @@ def test_refuses_a_transposed_table(device):
     table = torch.zeros(8, 8, dtype=torch.int32, device=device).t()
     with pytest.raises(ValueError, match="wrong columns"):
         topk_slots(torch.zeros(2, 4, dtype=torch.int32, device=device), table, table.new_zeros(2), 1)
+
+
+@given(rows=st.integers(2, 9), stride=st.integers(2, 5), dtype=st.sampled_from([torch.int32, torch.int64]))
+@settings(deadline=None)
+def test_refuses_strided_requests_of_rows(device, rows, stride, dtype):
+    """Read as if they were dense, every row but the first would get another one's request."""
+    owner = torch.arange(rows * stride, dtype=dtype, device=device)[::stride]
+    table = torch.zeros(rows * stride, 8, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=rf"token_to_batch_idx must be contiguous .* strides \({stride},\).*another request's"):
+        topk_slots(torch.zeros(rows, 4, dtype=torch.int32, device=device), table, owner, 1)
+
+
+@given(
+    name=st.sampled_from(["topk_indices", "token_to_batch_idx"]),
+    dtype=st.sampled_from([torch.int16, torch.uint8, torch.float32, torch.bool]),
+)
+@settings(deadline=None)
+def test_refuses_dtypes_whose_bits_it_would_misread(device, name, dtype):
+    call = {
+        "topk_indices": torch.zeros(2, 4, dtype=torch.int32, device=device),
+        "page_table": torch.zeros(2, 8, dtype=torch.int32, device=device),
+        "token_to_batch_idx": torch.zeros(2, dtype=torch.int32, device=device),
+        "page_size": 1,
+    }
+    call[name] = call[name].to(dtype)
+    with pytest.raises(ValueError, match=rf"{name} must be .*got {dtype}"):
+        topk_slots(**call)
+
+
+@pytest.mark.parametrize("name", ["page_table", "token_to_batch_idx"])
+def test_refuses_another_device(device, name):
+    call = {
+        "topk_indices": torch.zeros(2, 4, dtype=torch.int32, device=device),
+        "page_table": torch.zeros(2, 8, dtype=torch.int32, device=device),
+        "token_to_batch_idx": torch.zeros(2, dtype=torch.int32, device=device),
+        "page_size": 1,
+    }
+    call[name] = call[name].to("meta")
+    with pytest.raises(ValueError, match=f"{name} is on meta and topk_indices on {device}"):
+        topk_slots(**call)
+
+
+def test_takes_requests_of_a_chunk_as_sglang_counts_them(device):
+    """`batch_idx_list` of a prefill chunk is int64."""
+    table = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
+    positions = torch.tensor([[2, -1], [0, 1]], dtype=torch.int32, device=device)
+    assert topk_slots(positions, table, torch.tensor([1, 0], device=device), 1).tolist() == [[5, -1], [0, 1]]
