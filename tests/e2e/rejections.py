@@ -22,8 +22,8 @@ from pathlib import Path
 from uuid import uuid4
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from run_all import TIE
 from soak_traffic import Client, request_body
+from ties import TIE
 from workloads import new_tokens, prompts
 
 from nsa_backend.benchmarks import faithful_checkpoint

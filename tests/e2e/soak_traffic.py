@@ -18,7 +18,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from run_all import TIE, first_difference
+from ties import TIE, first_difference
 from workloads import VOCAB
 
 LONGEST_PROMPT, LONGEST_OUTPUT = 12000, 512

@@ -1,0 +1,36 @@
+"""Engines in processes of their own, side by side on the GPUs that this process sees."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+PORTS = 2500
+"""Between the ports of runs on different GPUs; the highest stays below those that Linux hands out."""
+
+
+def first_device() -> int:
+    """The first GPU that this process sees, counted over the machine."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return int(first) if first.isdigit() else 0
+
+
+def run_to_its_end(command: list[str], log: Path, environment: dict[str, str], seconds: float) -> int | None:
+    """Run a command with all that it starts, and end them all; returns its exit code, or None where `seconds` were over.
+
+    An engine that hangs would otherwise keep its schedulers, and their memory, on the GPU.
+    """
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            stream.write(f"\nended after {seconds:.0f} s without a result\n")
+            return None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
