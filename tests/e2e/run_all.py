@@ -18,6 +18,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -66,9 +67,14 @@ class Run:
         return report
 
 
+@cache
+def waves_of(workload: str) -> int:
+    return len(WORKLOADS[workload]())
+
+
 def estimate(case: Case, backends: int) -> float:
     """Minutes that a case takes, one engine after the other."""
-    waves = sum(len(WORKLOADS[w]()) for w in case.workloads)
+    waves = sum(waves_of(w) for w in case.workloads)
     return backends * (START_SECONDS[generation_of(installed()).adapter] + WAVE_SECONDS * waves) / 60
 
 

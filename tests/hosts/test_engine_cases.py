@@ -10,6 +10,7 @@ from nsa_backend import host
 from nsa_backend.releases import generation_of, installed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+import soak_server
 from next_token import question
 from run_case import engine_arguments
 from workloads import CASES
@@ -64,3 +65,12 @@ def test_batches_of_unequal_ranks_run_outside_graphs(engine, name):
         else:
             sizes = args.cuda_graph_bs if HAS_V1 else args.cuda_graph_config.decode.bs
             assert max(sizes) == 2
+
+
+def test_both_sides_of_the_soak_run_understand_its_command(resolve, tmp_path):
+    words = soak_server.command(tmp_path, 33000)
+    assert not any(word.startswith("--nsa-") for word in words if not HAS_V1)  # which the built-in side need not know
+    args = host.resolved(resolve(*words[words.index("--model-path") + 2 :]))
+    assert getattr(args, host.DECODE_ATTRIBUTE) == "fa3"
+    assert (args.speculative_num_steps, args.max_total_tokens, args.chunked_prefill_size) == (3, soak_server.POOL_TOKENS, 512)
+    assert max(args.cuda_graph_bs if HAS_V1 else args.cuda_graph_config.decode.bs) == 64
