@@ -8,8 +8,23 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+from nsa_backend.releases import generation_of, installed
+
+NAMES_OF_DSA = {
+    "--nsa-decode-backend": "--dsa-decode-backend",
+    "--nsa-prefill-backend": "--dsa-prefill-backend",
+    "--cuda-graph-bs": "--cuda-graph-bs-decode",
+}
 PORTS = 2500
 """Between the ports of runs on different GPUs; the highest stays below those that Linux hands out."""
+
+
+def spelled(words: list[str]) -> list[str]:
+    """A server's options in the words of the installed SGLang, which both sides understand."""
+    if generation_of(installed()).adapter == "nsa":
+        return words
+    # Of its own accord a server captures up to 58 sizes of prefill.
+    return [*(NAMES_OF_DSA.get(word, word) for word in words), "--cuda-graph-bs-prefill", "128", "512"]
 
 
 def first_device() -> int:

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from engines import spelled
 from soak_traffic import LONGEST_OUTPUT
 
-from nsa_backend import host
 from nsa_backend.benchmarks import servers
 
 SIDES = {"ours": {"NSA_BACKEND_REQUIRED": "1", "NSA_BACKEND_DISABLE": "0"}, "builtin": {"NSA_BACKEND_DISABLE": "1"}}
@@ -37,15 +37,6 @@ def command(checkpoint: Path, port: int) -> list[str]:
         "--context-length", "16384", "--chunked-prefill-size", "512", "--cuda-graph-bs", "1", "2", "4", "8", "16", "32", "64",
         "--stream-interval", str(LONGEST_OUTPUT + 1), "--log-level-http", "warning",
     ])  # fmt: skip
-
-
-def spelled(words: list[str]) -> list[str]:
-    """The command in the words of the installed SGLang, which both sides understand."""
-    names = {"--nsa-decode-backend": host.DECODE_OPTION, "--nsa-prefill-backend": host.PREFILL_OPTION}
-    if "dsa" in host.BACKEND_NAMES:
-        names["--cuda-graph-bs"] = "--cuda-graph-bs-decode"
-        words = [*words, "--cuda-graph-bs-prefill", "128", "512"]  # of its own accord it captures two dozen sizes up to 512
-    return [names.get(word, word) for word in words]
 
 
 def gpu_mib(gpu: str) -> int | None:

@@ -12,7 +12,8 @@ def test_every_result_file_that_is_named_exists_and_says_where_it_ran():
     for name in named:
         environment = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["environment"]
         assert environment["gpu"] in ("NVIDIA H200", "2 x NVIDIA H200", "4 x NVIDIA H200")
-        release = "0.5.17" if "_0_5_17_" in name else "0.5.12.post1"
+        newer = re.search(r"_0_5_(\d+)_", name)
+        release = f"0.5.{newer.group(1)}" if newer else "0.5.12.post1"
         assert environment["packages"]["sglang"] == release or name.startswith("tune")
         assert environment["commit"]
         assert environment["date"]
