@@ -2,7 +2,7 @@
 
     python tests/e2e/next_token.py CHECKPOINT CASE PROMPTS.json OUT.json [--port 39000]
 
-Runs SGLang's built-in backend with the KV cache and the implementations of CASE.
+Runs SGLang's built-in backend with the KV cache and the implementations of CASE, one prompt at a time.
 """
 
 import argparse
@@ -13,7 +13,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from run_case import engine_arguments
-from workloads import CASES
+from workloads import CASES, Case
+
+OF_DECODE = ("cuda_graph_bs", "debug_cuda_graph", "max_total_tokens")
+
+
+def question(case: Case) -> Case:
+    """The case whose engine is asked about `case`: its prefill alone, so what only decoding reads is left out."""
+    engine = {name: value for name, value in case.engine.items() if name not in OF_DECODE}
+    return replace(case, steps=0, engine=engine | {"disable_cuda_graph": True})
 
 
 def main() -> None:
@@ -24,8 +32,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--port", type=int, default=39000)
     args = parser.parse_args()
-    case = next(c for c in CASES if c.name == args.case)
-    case = replace(case, steps=0, engine=case.engine | {"disable_cuda_graph": True})
+    case = question(next(c for c in CASES if c.name == args.case))
     import sglang
 
     engine = sglang.Engine(**engine_arguments(case, args.checkpoint, args.port))

@@ -22,15 +22,16 @@ from pathlib import Path
 from uuid import uuid4
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from run_all import TIE
+from engines import spelled
 from soak_traffic import Client, request_body
+from ties import TIE
 from workloads import new_tokens, prompts
 
 from nsa_backend.benchmarks import faithful_checkpoint
 from nsa_backend.benchmarks.bench_common import environment
-from nsa_backend.benchmarks.generation import SIZES
 from nsa_backend.benchmarks.servers import Server
 
+SIZES = ["--cuda-graph-bs", "1", "2", "4", "8", "16", "32", "--max-total-tokens", "65536", "--disable-radix-cache"]
 KV_OPTIONS = {
     "bfloat16": [],
     "fp8_e4m3": ["--nsa-decode-backend", "flashmla_kv", "--nsa-prefill-backend", "flashmla_kv"],
@@ -122,7 +123,7 @@ def main() -> int:
     checkpoint = faithful_checkpoint.write(work / "checkpoint")
     with ExitStack() as open_servers:
         servers = []
-        options = [*SIZES, "--kv-cache-dtype", args.kv_cache_dtype, *KV_OPTIONS[args.kv_cache_dtype]]
+        options = spelled([*SIZES, "--kv-cache-dtype", args.kv_cache_dtype, *KV_OPTIONS[args.kv_cache_dtype]])
         for number, (side, steps) in enumerate([("builtin", 0), *(("ours", n) for n in args.steps)]):
             if number:
                 time.sleep(3)  # each measures the free memory of the GPU when it starts

@@ -6,6 +6,7 @@ NSA_BACKEND_DISABLE=1 selects SGLang's built-in backend.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import sys
@@ -13,9 +14,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-from workloads import CASES, WORKLOADS, Case, new_tokens
+from workloads import CASES, RANKS, WORKLOADS, Case, new_tokens
 
 from nsa_backend.benchmarks.bench_common import accept_length
+
+PREFILL_SHAPES = (128, 512, 1024, 4096)
+"""Tokens of a captured prefill; SGLang's own list has up to 58 sizes, most of an engine's start."""
 
 
 def engine_arguments(case: Case, checkpoint: str, port: int) -> dict:
@@ -28,7 +32,7 @@ def engine_arguments(case: Case, checkpoint: str, port: int) -> dict:
         "nsa_decode_backend": case.decode,
         "nsa_prefill_backend": "flashmla_sparse",
         "kv_cache_dtype": "bfloat16",
-        "mem_fraction_static": 0.15,
+        "mem_fraction_static": 0.3,  # of what is free; `max_total_tokens` says what is taken
         "max_total_tokens": 65536,
         "max_running_requests": 32,
         "cuda_graph_bs": [1, 2, 4, 8],
@@ -43,23 +47,43 @@ def engine_arguments(case: Case, checkpoint: str, port: int) -> dict:
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": case.steps + 1,
         }
-    return {_spelled(name): value for name, value in (arguments | case.engine).items()}
+    return _spelled(arguments | case.engine)
 
 
-def _spelled(name: str) -> str:
-    """What the installed generation of SGLang calls an argument of sglang.Engine."""
+def _spelled(arguments: dict) -> dict:
+    """What the installed generation of SGLang calls these arguments of sglang.Engine, and what it wants beside them."""
     from nsa_backend import host
 
-    if name == "cuda_graph_bs" and "dsa" in host.BACKEND_NAMES:
-        return "cuda_graph_bs_decode"
-    return {"nsa_decode_backend": host.DECODE_ATTRIBUTE, "nsa_prefill_backend": host.PREFILL_ATTRIBUTE}.get(name, name)
+    names = {"nsa_decode_backend": host.DECODE_ATTRIBUTE, "nsa_prefill_backend": host.PREFILL_ATTRIBUTE}
+    if "dsa" in host.BACKEND_NAMES:
+        names["cuda_graph_bs"] = "cuda_graph_bs_decode"
+        if arguments.get("debug_cuda_graph"):
+            arguments = arguments | {"cuda_graph_backend_decode": "breakable"}  # SGLang asserts it at capture
+        chunk = arguments.get("chunked_prefill_size", max(PREFILL_SHAPES))
+        arguments = arguments | {"cuda_graph_bs_prefill": [size for size in PREFILL_SHAPES if size <= chunk]}
+    return {names.get(name, name): value for name, value in arguments.items()}
+
+
+def _generate(engine, wave: list[list[int]], sampling: dict, ranks: list[int] | None) -> list[dict]:
+    """The answers of one wave, sent at once; `ranks` are the DP ranks that its requests go to."""
+    if ranks is None:
+        return engine.generate(input_ids=wave, sampling_params=sampling)
+
+    async def all_of_them() -> list[dict]:
+        pairs = zip(wave, ranks, strict=True)
+        calls = [engine.async_generate(input_ids=p, sampling_params=sampling, routed_dp_rank=r) for p, r in pairs]
+        return await asyncio.gather(*calls)
+
+    return engine.loop.run_until_complete(all_of_them())
 
 
 def run(engine, case: Case) -> dict:
     sampling = {"temperature": 0, "max_new_tokens": new_tokens(case.steps), "ignore_eos": True}
     out = {}
     for name in case.workloads:
-        answers = [a for wave in WORKLOADS[name]() for a in engine.generate(input_ids=wave, sampling_params=sampling)]
+        waves = WORKLOADS[name]()
+        ranks = RANKS.get(name, [None] * len(waves))
+        answers = [a for wave, where in zip(waves, ranks, strict=True) for a in _generate(engine, wave, sampling, where)]
         histograms = [a["meta_info"].get("spec_correct_drafts_histogram") or [] for a in answers]
         out[name] = {
             "output_ids": [a["output_ids"] for a in answers],

@@ -1,5 +1,5 @@
-"""The soak run's requests: templates drawn from a seed, an HTTP client of SGLang's server, clients that keep it busy, and
-what their answers are worth."""
+"""The soak run's requests: templates drawn from a seed, an HTTP client of SGLang's server, and clients
+that keep it busy."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import random
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from run_all import TIE, first_difference
+from soak_answers import Record, Template, judge_answer
 from workloads import VOCAB
 
 LONGEST_PROMPT, LONGEST_OUTPUT = 12000, 512
@@ -31,29 +30,6 @@ SHARES = {"finished": 0.95, "aborted": 0.025, "closed": 0.025}  # "aborted" by /
 SECONDS_PER_TOKEN = 0.001  # somewhat less than under load, so that most requests to take back are still under way
 REQUEST_SECONDS = 60.0
 FAILURES = (OSError, HTTPException, RuntimeError, ValueError, KeyError)
-
-
-@dataclass(frozen=True)
-class Template:
-    index: int
-    prompt: tuple[int, ...]
-    new_tokens: int
-
-
-@dataclass(frozen=True)
-class Record:
-    """One request of the load."""
-
-    template: int
-    start: float  # time.monotonic()
-    end: float
-    wanted: str  # what the client had in mind: a key of SHARES
-    kind: str  # what came of it: one of these, or "failed"
-    tokens: int = 0
-    parted: tuple[int, int] | None = None  # where the output leaves the reference's: (position, token)
-    histogram: tuple[int, ...] = ()  # rounds by correct drafts; empty where prefill gave the only token
-    retractions: int = 0
-    message: str = ""
 
 
 def make_templates(seed: int, count: int = 80) -> list[Template]:
@@ -105,9 +81,17 @@ class Client:
     def stream(self, body: dict, seconds: float) -> dict | None:
         """The last chunk, which has all tokens; None where `seconds` were over before it and the connection was closed."""
         try:
-            return deque(self.chunks(body, seconds), maxlen=1).pop()
+            return self.timed(body, seconds)[0]
         except TimeoutError:
             return None
+
+    def timed(self, body: dict, seconds: float = REQUEST_SECONDS) -> tuple[dict, float]:
+        """(the last chunk of a stream, seconds to the first)."""
+        began = time.monotonic()
+        chunks = self.chunks(body, seconds)
+        first = next(chunks)
+        to_first = time.monotonic() - began
+        return deque(itertools.chain([first], chunks), maxlen=1).pop(), to_first
 
     def chunks(self, body: dict, seconds: float) -> Iterator[dict]:
         """Every chunk of a stream, each with all tokens so far; raises TimeoutError where `seconds` are over before [DONE]."""
@@ -135,45 +119,6 @@ def request_body(prompt: list[int], new_tokens: int, rid: str) -> dict:
     """SGLang aborts every request whose rid starts with the given one, so all rids must have the same length."""
     sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     return {"rid": rid, "input_ids": prompt, "sampling_params": sampling}
-
-
-def judge_answer(new_tokens: int, reference: list[int] | None, answer: dict | None, wanted: str = "finished") -> dict:
-    """The fields of a Record that an answer decides; no answer means that the client closed the stream."""
-    if answer is None:
-        return {"kind": "closed"}
-    if "error" in answer:  # how a stream says what would be a status of 400
-        return {"kind": "failed", "message": str(answer["error"])}
-    meta, ids = answer["meta_info"], answer["output_ids"]
-    reason = meta.get("finish_reason") or {}
-    if reason.get("type") == "abort" and wanted == "aborted":
-        return {"kind": "aborted"}
-    if reason.get("type") != "length" or len(ids) != new_tokens:
-        return {"kind": "failed", "message": f"{len(ids)} of {new_tokens} tokens, finish reason {reason}"}
-    at = None if reference is None else first_difference(reference, ids)
-    return {
-        "kind": "finished",
-        "tokens": len(ids),
-        "parted": None if at is None else (at, ids[at]),
-        "histogram": tuple(meta.get("spec_correct_drafts_histogram") or ()),
-        "retractions": meta.get("num_retractions", 0),
-    }
-
-
-def group_differences(records: list[Record], templates: list[Template], references: dict[int, list[int]]) -> list[dict]:
-    """One entry for each way in which a template's output left its reference, the most frequent first."""
-    ways = Counter((r.template, *r.parted) for r in records if r.parted)
-    return [
-        {"template": index, "prompt_tokens": len(templates[index].prompt), "position": at, "requests": count,
-         "reference": references[index][at], "other": token, "below_best": None, "tie": None}
-        for (index, at, token), count in ways.most_common()
-    ]  # fmt: skip
-
-
-def judge_tie(difference: dict, best: list[list]) -> None:
-    """Add how far both tokens are from the best of `best`, [log-probability, token, ...] each; near ones are a tie."""
-    values = {token: value for value, token, *_ in best}
-    gaps = {s: best[0][0] - values[difference[s]] if difference[s] in values else None for s in ("reference", "other")}
-    difference |= {"below_best": gaps, "tie": all(gap is not None and gap < TIE for gap in gaps.values())}
 
 
 class Traffic:
@@ -225,20 +170,22 @@ class Traffic:
         delay = rng.uniform(0, SECONDS_PER_TOKEN * template.new_tokens)
         start = time.monotonic()
         try:
-            answer = self._ask(body, wanted, delay)
+            answer, first = self._ask(body, wanted, delay)
             fields = judge_answer(template.new_tokens, self._references[template.index], answer, wanted)
+            fields |= {"first": first} if fields["kind"] == "finished" else {}
         except FAILURES as error:
             fields = {"kind": "failed", "message": f"{type(error).__name__}: {error}"}
         return Record(template.index, start, time.monotonic(), wanted, **fields)
 
-    def _ask(self, body: dict, wanted: str, delay: float) -> dict | None:
+    def _ask(self, body: dict, wanted: str, delay: float) -> tuple[dict | None, float | None]:
+        """(the answer, seconds to its first token where it was let run); every request streams, for that time."""
         if wanted == "closed":
-            return self._client.stream(body, delay)
+            return self._client.stream(body, delay), None
         timer = threading.Timer(delay, self._abort, (body["rid"],))
         if wanted == "aborted":
             timer.start()
         try:
-            return self._client.generate(body)
+            return self._client.timed(body)
         finally:
             timer.cancel()
 

@@ -27,6 +27,9 @@ def shared_prefix(seed: int = 5) -> list[list[int]]:
     return [prefix + tail for tail in prompts(4, 60, seed=seed + 1)]
 
 
+UNEQUAL = ((3, 1), (5, 0), (1, 4), (0, 2), (7, 3), (1, 8))
+"""Requests on the first and on the second of two DP ranks, wave by wave."""
+
 WORKLOADS = {
     # name: list of waves; a wave is one batched generate call
     "8x300": lambda: [prompts(8, 300)],
@@ -42,7 +45,11 @@ WORKLOADS = {
     "8x3000": lambda: [prompts(8, 3000), prompts(8, 3000, seed=11), prompts(8, 3000, seed=12)],
     "32x3000": lambda: [prompts(32, 3000, step=9, seed=9)],
     "short": lambda: [prompts(4, 5, step=20, seed=7)],
+    "unequal ranks": lambda: [prompts(sum(counts), 300, step=9, seed=40 + i) for i, counts in enumerate(UNEQUAL)],
 }
+
+RANKS = {"unequal ranks": [[rank for rank, n in enumerate(counts) for _ in range(n)] for counts in UNEQUAL]}
+"""Of a workload whose requests choose their DP rank: the rank of each, wave by wave."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class Case:
 
 
 FLOORS = {"8x300": 3.9 / 4, "4x3000": 3.85 / 4}
-FP8_FLOORS = dict.fromkeys(("8x300", "32x300", "8x3000"), 3.8 / 4)
+FP8_FLOORS = dict.fromkeys(("8x300", "32x300", "8x3000", "unequal ranks"), 3.8 / 4)
 """Not of "4x3000": on FP8 KV and batches of such contexts the target rejects two first drafts in a hundred, the built-in
 backend's too (case n1), and a mean of four requests then falls below 3.8 by chance. The floor of all requests counts them."""
 STANDARD = ("8x300", "4x3000")
@@ -76,6 +83,9 @@ TWO_GPUS = {"tp_size": 2, "disable_custom_all_reduce": True, "enforce_disable_fl
 """All-reduce through NCCL alone: SGLang's fused one asks for NVLink multicast, which not every machine offers."""
 FOUR_GPUS = TWO_GPUS | {"tp_size": 4}
 DP_2 = {"dp_size": 2, "enable_dp_attention": True}
+UP_TO_TWO = {"cuda_graph_bs": [1, 2]}
+"""Captured sizes that most batches of "unequal ranks" exceed, on one rank or on both."""
+UNEQUAL_FLOORS = {"8x300": 3.9 / 4, "unequal ranks": 3.9 / 4}
 
 fp8_case = partial(Case, decode="flashmla_kv", engine=FP8, floors=FP8_FLOORS, floor_of_all=0.95)
 
@@ -111,6 +121,8 @@ CASES = [
         engine={"disable_cuda_graph": True},
         floors=FLOORS,
     ),
+    # SGLang then calls what it captured again in place of replaying it.
+    Case("n3 debug CUDA graphs", 3, STANDARD, engine={"debug_cuda_graph": True}, floors=FLOORS),
     Case("n3 chunked prefill", 3, STANDARD, engine={"chunked_prefill_size": 1024}, floors=FLOORS),
     Case("n3 fa3 prefill too", 3, STANDARD, engine={"nsa_prefill_backend": "fa3"}, floors=FLOORS),
     Case(
@@ -164,6 +176,27 @@ CASES = [
         gpus=2,
     ),
     fp8_case("two GPUs, DP attention, fp8", 3, ("1x300", *STANDARD), engine=TWO_GPUS | DP_2 | FP8, gpus=2),
+    *(
+        case
+        for name, engine in (("without CUDA graphs", {"disable_cuda_graph": True}), ("above the captured sizes", UP_TO_TWO))
+        for case in (
+            Case(
+                f"two GPUs, DP attention, {name}",
+                3,
+                ("8x300", "unequal ranks"),
+                engine=TWO_GPUS | DP_2 | engine,
+                floors=UNEQUAL_FLOORS,
+                gpus=2,
+            ),
+            fp8_case(
+                f"two GPUs, DP attention, fp8, {name}",
+                3,
+                ("8x300", "unequal ranks"),
+                engine=TWO_GPUS | DP_2 | FP8 | engine,
+                gpus=2,
+            ),
+        )
+    ),
     Case("four GPUs, tensor parallel", 3, ("1x300", *STANDARD), engine=FOUR_GPUS, floors=FLOORS, gpus=4),
     # Two ranks of attention, each on two GPUs.
     Case(

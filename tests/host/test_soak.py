@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
-import soak
 import soak_judge
+import soak_server
+import soak_side
 import soak_traffic
-from soak_traffic import Record, Traffic, group_differences, judge_answer, judge_tie, make_templates
+from soak_answers import Record, group_differences, judge_answer, judge_tie
+from soak_traffic import Traffic, make_templates
 
 BEGAN, ENDED = 1000.0, 1240.0
 ACTIVE = "[2026-11-20 11:15:06] nsa_backend 0.1.0 is active: decode=fa3"
@@ -34,10 +36,10 @@ def samples(gpu=lambda second: 20000, host=lambda second: 9000.0) -> list[dict]:
     ]  # before and after the load, too
 
 
-def run_of(tmp_path: Path, records: list[Record], log: str, sampled: list[dict]) -> soak.Soak:
+def run_of(tmp_path: Path, records: list[Record], log: str, sampled: list[dict]) -> soak_side.Soak:
     traffic = Traffic(soak_traffic.Client(1), seed=0)
     traffic.records += records
-    run = soak.Soak(soak_traffic.Client(1), traffic, make_templates(0), 480.0, 900.0, log=tmp_path / "server.log")
+    run = soak_side.Soak(soak_traffic.Client(1), traffic, make_templates(0), 480.0, 900.0, log=tmp_path / "server.log")
     run.log.write_text(log)
     run.load, run.samples = (BEGAN, ENDED), sampled
     run.references, run.flushed = {0: [5, 6, 7]}, ENDED + 5
@@ -69,7 +71,7 @@ class TestTemplates:
         sizes = {(len(t.prompt), t.new_tokens) for t in templates}
         assert sizes >= set(soak_traffic.EXTREMES)
         # the pool must hold the longest request, with what a round of four drafts allocates ahead
-        assert max(map(sum, sizes)) + 64 < min(soak.POOL_TOKENS, 16384)
+        assert max(map(sum, sizes)) + 64 < min(soak_server.POOL_TOKENS, 16384)
 
     def test_a_third_share_prefixes(self, templates):
         sharing = {t.index for t in templates if t.index % 3 == 0}

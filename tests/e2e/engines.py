@@ -1,0 +1,51 @@
+"""Engines in processes of their own, side by side on the GPUs that this process sees."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+from nsa_backend.releases import generation_of, installed
+
+NAMES_OF_DSA = {
+    "--nsa-decode-backend": "--dsa-decode-backend",
+    "--nsa-prefill-backend": "--dsa-prefill-backend",
+    "--cuda-graph-bs": "--cuda-graph-bs-decode",
+}
+PORTS = 2500
+"""Between the ports of runs on different GPUs; the highest stays below those that Linux hands out."""
+
+
+def spelled(words: list[str]) -> list[str]:
+    """A server's options in the words of the installed SGLang, which both sides understand."""
+    if generation_of(installed()).adapter == "nsa":
+        return words
+    # Of its own accord a server captures up to 58 sizes of prefill.
+    return [*(NAMES_OF_DSA.get(word, word) for word in words), "--cuda-graph-bs-prefill", "128", "512"]
+
+
+def first_device() -> int:
+    """The first GPU that this process sees, counted over the machine."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return int(first) if first.isdigit() else 0
+
+
+def run_to_its_end(command: list[str], log: Path, environment: dict[str, str], seconds: float) -> int | None:
+    """Run a command with all that it starts, and end them all; returns its exit code, or None where `seconds` were over.
+
+    An engine that hangs would otherwise keep its schedulers, and their memory, on the GPU.
+    """
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            stream.write(f"\nended after {seconds:.0f} s without a result\n")
+            return None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

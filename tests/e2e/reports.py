@@ -1,0 +1,133 @@
+"""Reports of end-to-end runs: made from what engines gave, shown, and joined where several GPUs shared the cases."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+from nsa_backend.benchmarks.bench_common import environment
+
+SIDE_BY_SIDE = ("rows", "differences", "failures", "problems", "not_measured")
+
+
+def verdicts(case, ours: dict) -> list[str]:
+    """Sentences about accept lengths below their floors."""
+    bad = []
+    everyone = [accept for workload in case.workloads for accept in ours[workload]["accept"]]
+    if fmean(everyone) < case.floor_of_all * (case.steps + 1):
+        bad.append(f"{case.name}: mean of all requests {fmean(everyone):.3f} < {case.floor_of_all} of N + 1")
+    for workload, floor in case.floors.items():
+        if workload not in case.workloads:
+            continue
+        accept = ours[workload]["accept"]
+        mean, worst = fmean(accept), min(accept)
+        if mean < floor * (case.steps + 1):
+            bad.append(f"{case.name}, {workload}: mean accept length {mean:.3f} < {floor * (case.steps + 1):.3f}")
+        least = case.request_floors.get(workload, 0) * (case.steps + 1)
+        if worst < least:
+            bad.append(f"{case.name}, {workload}: worst request {worst:.3f} < {least:.3f}")
+    return bad
+
+
+def row_of(case, results: dict[str, dict]) -> dict:
+    """One row of a report, from what each side's engine gave."""
+    row = {"case": case.name, "steps": case.steps, "decode": case.decode, "workloads": {}}
+    for workload in case.workloads:
+        row["workloads"][workload] = {
+            backend: {
+                "mean": round(fmean(result[workload]["accept"]), 4),
+                "requests": result[workload]["accept"],
+                "histograms": result[workload]["histograms"],
+                "cached_tokens": result[workload]["cached_tokens"],
+            }
+            for backend, result in results.items()
+        }
+    return row
+
+
+def problems_of(cases: list, results: dict, found: list[dict]) -> list[str]:
+    """One sentence for everything that must not be."""
+    problems = []
+    for case in cases:
+        ours, log = results.get((case.name, "ours"), (None, ""))
+        if ours is not None:
+            problems += verdicts(case, ours)
+            if "is active" not in log:
+                problems.append(f"{case.name}: the log has no line that says the backend is active")
+    for d in found:
+        if not d["tie"]:
+            why = "nobody asked whether it is a tie" if d["tie"] is None else "no tie"
+            problems.append(f"{d['case']}, {d['workload']}: request {d['request']} differs at {d['position']}, {why}")
+    return problems
+
+
+def report_of(cases: list, backends: list[str], results: dict, found: list[dict], command: str, seconds: float) -> dict:
+    """Everything that was seen.
+
+    Args:
+        results: (what the case gave or None, its log) by (case name, backend), as far as engines have come.
+        found: differences of the outputs, judged or not.
+    """
+    sides = {c.name: {b: results[c.name, b][0] for b in backends if results.get((c.name, b), (None,))[0]} for c in cases}
+    return {
+        "environment": environment(cases[0].gpus),
+        "command": command,
+        "rows": [row_of(c, sides[c.name]) for c in cases if sides[c.name]],
+        "differences": [d | {"prompt": f"{len(d['prompt'])} tokens"} for d in found],
+        "failures": [
+            {"case": name, "backend": backend, "log": log[-3000:]}
+            for (name, backend), (result, log) in results.items()
+            if result is None
+        ],
+        "problems": problems_of(cases, results, found),
+        "not_measured": [f"{c.name}, {b}" for c in cases for b in backends if (c.name, b) not in results],
+        "seconds": round(seconds, 1),
+    }
+
+
+def merged(reports: list[dict]) -> dict:
+    """One report of several; a case that ran twice has two rows, told apart by `run`, its place in `runs`.
+
+    Raises:
+        ValueError: the reports are of different GPUs or releases.
+    """
+    first = reports[0]["environment"]
+    for report in reports[1:]:
+        for key in ("gpu", "packages"):
+            if report["environment"][key] != first[key]:
+                raise ValueError(f"reports of different machines: {key} is {first[key]} and {report['environment'][key]}")
+    joined = {"environment": first, "runs": [], **{key: [] for key in SIDE_BY_SIDE}}
+    for number, report in enumerate(reports):
+        joined["runs"].append(
+            {key: report["environment"][key] for key in ("commit", "date")}
+            | {"command": report.get("command"), "seconds": report.get("seconds")}
+        )
+        for key in SIDE_BY_SIDE:
+            joined[key] += [{"run": number} | x if isinstance(x, dict) else x for x in report.get(key, [])]
+    measured = {(row["run"], row["case"], side) for row in joined["rows"] for c in row["workloads"].values() for side in c}
+    done = {f"{case}, {side}" for _, case, side in measured}
+    joined["not_measured"] = sorted(set(joined["not_measured"]) - done)
+    joined["seconds"] = max(report.get("seconds") or 0 for report in reports)
+    return joined
+
+
+def show(report: dict) -> None:
+    for row in report["rows"]:
+        for workload, cell in row["workloads"].items():
+            sides = " ".join(f"{b} {v['mean']} (worst {min(v['requests'])})" for b, v in cell.items())
+            print(f"{row['case']} | {workload} | {sides}")
+    ties = sum(d["tie"] is True for d in report["differences"])
+    print(f"{len(report['differences'])} of the outputs differ from the built-in backend's, {ties} of them at ties")
+    for failure in report["failures"]:
+        print("FAILED", failure["case"], failure["backend"], failure["log"][-1500:])
+    for name in report["not_measured"]:
+        print("not measured:", name)
+    print("\n".join(report["problems"]) or "all floors met")
+
+
+def write(report: dict, out: Path) -> None:
+    """In one step, so that a run that is cut short leaves a whole file."""
+    part = out.with_suffix(".part")
+    part.write_text(json.dumps(report, indent=1))
+    part.replace(out)

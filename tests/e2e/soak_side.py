@@ -1,0 +1,206 @@
+"""One side of a soak run: a server under changing load, with aborts and retractions; outputs, accept length, memory and log.
+
+    python tests/e2e/soak_side.py OUT.json --side ours [--gpu 0] [--minutes 8] [--port 33000] [--seed 0]
+
+Each template runs alone first; under load its output must be the same, up to ties. A run that fails, gets SIGTERM or has no
+time left writes what it has. soak.py runs both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+from soak_answers import Template, group_differences, judge_answer, judge_tie
+from soak_judge import problems_of, summary
+from soak_server import ALLOCATOR, SIDES, command, gpu_mib, host_mib
+from soak_traffic import FAILURES, Client, Traffic, make_templates, request_body
+
+from nsa_backend.benchmarks import faithful_checkpoint
+from nsa_backend.benchmarks.bench_common import environment
+
+CALM = 0.2  # of all the time, what the references may take
+TAIL_SECONDS, DRAIN_SECONDS, LAST_SECONDS = 60.0, 20.0, 10.0  # after the load: all, waiting for requests, writing the JSON
+IDLE_SECONDS = 6.0  # SGLang aborts a closed stream after 2 s, and counts its tokens whenever it is idle
+SAMPLE_SECONDS, PROGRESS_SECONDS, QUESTIONS = 2.0, 15.0, 300
+
+
+@dataclass
+class Soak:
+    """What has come of a run so far."""
+
+    client: Client
+    traffic: Traffic
+    templates: list[Template]
+    seconds: float
+    began: float
+    side: str = "ours"  # a key of servers.BACKENDS
+    gpu: str = "0"
+    phase: str = "start"
+    server: subprocess.Popen | None = None
+    log: Path = field(default_factory=lambda: Path(tempfile.mkdtemp()) / "server.log")
+    references: dict[int, list[int]] = field(default_factory=dict)
+    load: tuple[float, float] = (0.0, 0.0)  # begin and end
+    flushed: float | None = None  # when the idle server had emptied its caches
+    samples: list[dict] = field(default_factory=list)
+    differences: list[dict] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def left(self) -> float:
+        return self.began + self.seconds - time.monotonic()
+
+
+def watch(run: Soak) -> None:
+    """As long as the process lives: sample memory and clients, and say where the run is."""
+    printed = 0.0
+    while True:
+        now, kinds = time.monotonic(), Counter(record.kind for record in list(run.traffic.records))
+        sample = {"clients": run.traffic.in_flight(), "finished": kinds["finished"]}
+        sample |= {"gpu_mib": gpu_mib(run.gpu), "host_mib": host_mib(run.server.pid) if run.server else None}
+        run.samples.append({"time": now} | sample)
+        if now - printed >= PROGRESS_SECONDS:
+            printed = now
+            print(
+                f"{run.side} {now - run.began:4.0f} s {run.phase}: {len(run.references)} references, {dict(kinds) | sample}",
+                flush=True,
+            )
+        time.sleep(SAMPLE_SECONDS)
+
+
+def alive(run: Soak) -> bool:
+    with suppress(*FAILURES):
+        return run.server.poll() is None and run.client.call("/health", timeout=5) is not None
+    return False
+
+
+def start(run: Soak) -> None:
+    checkpoint = faithful_checkpoint.write(run.log.parent / "checkpoint")
+    with run.log.open("w") as stream:
+        run.server = subprocess.Popen(
+            command(checkpoint, run.client.port), stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
+            env=os.environ | SIDES[run.side] | {"CUDA_VISIBLE_DEVICES": run.gpu, **ALLOCATOR},
+        )  # fmt: skip
+    while not alive(run):
+        if run.server.poll() is not None:
+            raise RuntimeError(f"the server ended with {run.server.returncode}")
+        if run.left() < run.seconds / 2:
+            raise TimeoutError("the server did not become ready")
+        time.sleep(1)
+
+
+def calm(run: Soak) -> None:
+    """Every template alone, the shortest first, as long as there is time."""
+    until = time.monotonic() + CALM * run.seconds
+    for template in sorted(run.templates, key=lambda t: t.new_tokens + len(t.prompt) / 50):
+        if time.monotonic() > until:
+            break
+        answer = run.client.generate(request_body(list(template.prompt), template.new_tokens, f"calm-{template.index:010d}"))
+        if message := judge_answer(template.new_tokens, None, answer).get("message"):
+            raise RuntimeError(f"template {template.index} alone: {message}")
+        run.references[template.index] = answer["output_ids"]
+
+
+def load(run: Soak) -> None:
+    began = time.monotonic()
+    run.traffic.start(run.templates, run.references)
+    try:
+        while run.left() > TAIL_SECONDS:
+            if run.server.poll() is not None:
+                raise RuntimeError(f"the server ended with {run.server.returncode}")
+            time.sleep(0.5)
+    finally:
+        run.load = (began, time.monotonic())
+
+
+def settle(run: Soak) -> None:
+    """Let everything finish; then the server must be idle, and must have survived its own count of tokens."""
+    run.traffic.drain(time.monotonic() + DRAIN_SECONDS)
+    if left := run.traffic.in_flight():
+        run.problems.append(f"{left} requests did not end after the load")
+    time.sleep(IDLE_SECONDS)
+    try:
+        run.client.call("/flush_cache")
+        run.flushed = time.monotonic() + SAMPLE_SECONDS
+    except FAILURES as error:
+        run.problems.append(f"the idle server does not flush its cache: {error}")
+
+
+def explain(run: Soak) -> None:
+    """Ask for the best tokens at each parting point: one forward of one request, without drafts."""
+    run.differences = group_differences(run.traffic.records, run.templates, run.references)
+    for number, difference in enumerate(run.differences[:QUESTIONS]):
+        if run.left() < LAST_SECONDS + 4:
+            break
+        index = difference["template"]
+        prompt = list(run.templates[index].prompt) + run.references[index][: difference["position"]]
+        question = request_body(prompt, 1, f"tell-{number:010d}") | {"return_logprob": True, "top_logprobs_num": 8}
+        judge_tie(difference, run.client.generate(question)["meta_info"]["output_top_logprobs"][0])
+    if not alive(run):
+        run.problems.append("the server is not alive at the end")
+
+
+def cut(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--side", choices=list(SIDES), required=True)
+    parser.add_argument("--gpu", default="0", help="as CUDA_VISIBLE_DEVICES names it")
+    parser.add_argument("--minutes", type=float, default=8, help="of everything, the start of the server included")
+    for option, default in (("--port", 33000), ("--seed", 0)):
+        parser.add_argument(option, type=int, default=default)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args, began = arguments(), time.monotonic()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    os.environ["CUDA_VISIBLE_DEVICES"] = args.gpu  # of this process too, which asks for the GPU's name
+    client = Client(args.port)
+    templates = make_templates(args.seed)
+    run = Soak(client, Traffic(client, args.seed), templates, 60 * args.minutes, began, args.side, args.gpu)
+    report = {"arguments": vars(args) | {"out": args.out.name}}
+    try:
+        for number in (signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, cut)
+        signal.setitimer(signal.ITIMER_REAL, max(run.left() - LAST_SECONDS, 1))
+        report["environment"] = environment()
+        threading.Thread(target=watch, args=(run,), daemon=True).start()
+        for phase in (start, calm, load, settle, explain):
+            run.phase = phase.__name__
+            phase(run)
+    except (Exception, KeyboardInterrupt) as error:
+        run.problems.append(f"cut short in phase {run.phase}: {type(error).__name__}: {error}")
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number in (signal.SIGTERM, signal.SIGINT):  # what is left is quick
+        signal.signal(number, signal.SIG_IGN)
+    report |= summary(run)
+    problems = run.problems + problems_of(report, ours=run.side == "ours")
+    report |= {"problems": problems, "seconds": round(time.monotonic() - began, 1)}
+    args.out.write_text(json.dumps(report, indent=1))
+    if run.server is not None:
+        with suppress(ProcessLookupError):  # not SIGTERM, after which SGLang waits for requests aborted in its queue for ever
+            os.killpg(run.server.pid, signal.SIGKILL)
+    if report["problems"] and run.log.exists():
+        print(run.log.read_text(errors="replace")[-3000:])
+    print("\n".join(f"{run.side}: {problem}" for problem in report["problems"]) or f"{run.side}: no problems", flush=True)
+    return 1 if report["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

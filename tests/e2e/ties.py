@@ -1,0 +1,78 @@
+"""Where the outputs of two sides part, and whether rounding alone explains it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+from engines import run_to_its_end
+from next_token import question
+from workloads import WORKLOADS, Case
+
+TIE = 0.0626
+"""Two steps of a bfloat16 logit between 4 and 8, where the best logits of this checkpoint lie: a forward with other batch
+shapes may round either of the tokens within it to the top."""
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+
+
+def differences(case: Case, ours: dict, builtin: dict) -> list[dict]:
+    """Where outputs part, with the prompt that leads there; nobody has asked yet whether these are ties."""
+    found = []
+    for workload in case.workloads:
+        flat = [p for wave in WORKLOADS[workload]() for p in wave]
+        pairs = zip(flat, ours[workload]["output_ids"], builtin[workload]["output_ids"], strict=True)
+        for request, (prompt, mine, theirs) in enumerate(pairs):
+            at = first_difference(mine, theirs)
+            if at is not None:
+                found.append(
+                    {"case": case.name, "workload": workload, "request": request, "position": at,
+                     "ours": mine[at], "builtin": theirs[at], "prompt": prompt + mine[:at], "tie": None}
+                )  # fmt: skip
+    return found
+
+
+def judge(checkpoint: Path, parted: list[tuple[Case, list[dict]]], jobs: int, logs: Path, port: int, seconds: float) -> None:
+    """Judge the differences of all cases in place, with one engine for all cases that ask the same engine."""
+    groups = defaultdict(list)
+    for case, found in parted:
+        asked = question(case)
+        groups[json.dumps([asked.decode, asked.engine], sort_keys=True)].append((case, found))
+    numbered = [(number, group) for number, group in enumerate(groups.values()) if any(found for _, found in group)]
+
+    def one(item: tuple[int, list]) -> None:
+        number, group = item
+        _judge(checkpoint, group[0][0], [d for _, found in group for d in found], logs, port + 20 * number, seconds)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, numbered))
+
+
+def _judge(checkpoint: Path, case: Case, found: list[dict], logs: Path, port: int, seconds: float) -> None:
+    """Add to each parting point how far either token is from the best one, in one forward without speculation.
+
+    Where the engine gives no answer `tie` stays None, and the report says that nobody asked.
+    """
+    name = case.name.replace(" ", "_")
+    questions, answers = logs / f"{name}-ask.json", logs / f"{name}-answer.json"
+    questions.write_text(json.dumps([d["prompt"] for d in found]))
+    answers.unlink(missing_ok=True)
+    command = [sys.executable, str(HERE / "next_token.py"), str(checkpoint), case.name, str(questions), str(answers)]
+    environment = os.environ | {"NSA_BACKEND_DISABLE": "1"}
+    code = run_to_its_end([*command, "--port", str(port)], logs / f"{name}-ties.log", environment, seconds)
+    if code or not answers.exists():
+        print(f"{case.name}: no answer about ties, see {logs / f'{name}-ties.log'}", flush=True)
+        return
+    for difference, best in zip(found, json.loads(answers.read_text()), strict=True):
+        values = {token: value for value, token in best}
+        gaps = [best[0][0] - values[t] if t in values else None for t in (difference["ours"], difference["builtin"])]
+        difference["below_best"] = {"ours": gaps[0], "builtin": gaps[1]}
+        difference["tie"] = all(gap is not None and gap < TIE for gap in gaps)

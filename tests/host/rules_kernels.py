@@ -1,0 +1,135 @@
+"""What the text must say of metadata launches and of attention kernels."""
+
+import statistics
+from collections.abc import Iterator
+from itertools import chain
+
+from quoted import files, one, rule, spread
+
+from nsa_backend.attention import auto
+
+KV = ("bf16", "fp8")
+OLDER = {"builtin": "fused copies", "builtin_precompute": "computed once", "builtin_per_step": "every step by itself"}
+
+
+def every_shape(report: dict) -> list[dict]:
+    """All rows that were measured: those of the tables, and those that only a figure shows."""
+    return report["rows"] + report.get("growth", [])
+
+
+def ratios(rows: list[dict], key: str, side: str = "builtin") -> list[float]:
+    return [row[side][key] / row["ours"][key] for row in rows if side in row]
+
+
+def every_launch_of(name: str) -> None:
+    """The rule that each metadata file has: a row of docs/numbers.md for each mode, over all shapes of the file."""
+
+    @rule(name)
+    def says(report: dict) -> Iterator[str]:
+        rows = every_shape(report)
+        for mode in dict.fromkeys(row["mode"] for row in rows):
+            found = [row for row in rows if row["mode"] == mode]
+            gpu, cpu = ([row["ours"][key] for row in found] for key in ("gpu_us", "cpu_us"))
+            copies = [row["ours"]["gpu_us"] / row["floor_us"] for row in found]
+            less = [spread(ratios(found, key), "{:.1f}") for key in ("gpu_us", "cpu_us")]
+            cells = [str(len(found)), spread(gpu, "{:.1f}"), spread(cpu, "{:.1f}"), spread(copies), *less]
+            yield f"| `benchmarks/results/{name}_h200.json` | {mode} | " + " | ".join(cells) + " |"
+
+
+for each in files("metadata*"):
+    every_launch_of(each)
+
+
+@rule("metadata")
+def metadata_times(report: dict) -> Iterator[str]:
+    for label, wanted in (
+        ("draft decode, 4 steps, 1 x 4K", {"mode": "draft_decode", "steps": 4, "bs": 1}),
+        ("draft decode, 4 steps, 64 x 64K", {"mode": "draft_decode", "steps": 4, "bs": 64}),
+        ("draft decode, 8 steps, 64 x 64K", {"mode": "draft_decode", "steps": 8, "bs": 64}),
+        ("target_verify, D = 4, 64 x 64K", {"mode": "target_verify", "bs": 64}),
+        ("draft_extend, D = 4, 64 x 64K", {"mode": "draft_extend", "bs": 64}),
+    ):
+        row = one(report["rows"], **wanted)
+        ours = row["ours"]
+        cells = [f"{ours['gpu_us']:.1f} / {ours['cpu_us']:.1f}", f"{row['floor_us']:.1f}"]
+        for generation in OLDER:
+            side = row.get(generation)
+            cells.append(f"{side['gpu_us']:.1f} / {side['cpu_us']:.0f}" if side else "-")
+        yield f"| {label} | " + " | ".join(cells) + " |"
+    rows = every_shape(report)
+    single = [row["ours"]["gpu_us"] for row in rows if row["bs"] == 1]
+    over = [row["ours"]["gpu_us"] / row["floor_us"] for row in rows]
+    yield f"takes {spread(single, '{:.1f}')} us for one request, and {spread(over)} times what a plain copy"
+    yield f"twice the launch was {100 * (1 - min(over)):.0f} % faster"
+    assert sum(ratio < 1 for ratio in over) == 2
+    worst = max(rows, key=lambda row: row["ours"]["gpu_us"] / row["floor_us"])
+    yield f"{max(over):.2f} is {worst['mode']} of {worst['bs']} requests of {worst['length'] // 1024}K tokens"
+
+
+@rule("metadata_0_5_17")
+def metadata_on_the_second_generation(report: dict) -> Iterator[str]:
+    for row in report["rows"]:
+        if (row["bs"], row["length"]) in ((1, 4096), (64, 65536)):
+            ours, theirs = row["ours"], row["builtin"]
+            cells = [f"{ours['gpu_us']:.1f} / {ours['cpu_us']:.1f}", f"{row['floor_us']:.1f}"]
+            cells.append(f"{theirs['gpu_us']:.1f} / {theirs['cpu_us']:.0f}")
+            yield f" | {' | '.join(cells)} |"
+    cpu, gpu = (ratios(every_shape(report), key) for key in ("cpu_us", "gpu_us"))
+    yield (
+        f"takes {min(cpu):.0f} to {max(cpu):.0f} times less CPU time, "
+        f"and {min(gpu):.2f} to {max(gpu):.1f} times less on the GPU"
+    )
+
+
+@rule("attention")
+def attention_times(report: dict) -> Iterator[str]:
+    for rows in (1, 8, 32, 128, 512):
+        found = {r["kv"]: r for r in report["decode"] if r["heads"] == 128 and r["rows"] == rows}
+        bf16, fp8 = found["bf16"], found["fp8"]
+        cells = [bf16["us"]["fa3"], bf16["us"]["flashmla_sparse"], fp8["us"]["flashmla_kv"], bf16["floor_us"]]
+        yield f"| {rows} | " + " | ".join(f"{c:.1f}" for c in cells) + " |"
+    assert all(time > row["floor_us"] for row in report["decode"] for time in row["us"].values())  # it is a floor
+    errors = {kv: max(e for r in report["decode"] if r["kv"] == kv for e in r.get("relative_error", {}).values()) for kv in KV}
+    yield f"at most {100 * errors['bf16']:.2f} % on bfloat16 KV and {100 * errors['fp8']:.2f} % on fp8"
+    for heads, rows, words in ((64, 68, "takes {:.2f} of FA3's time at 68 rows"), (128, 57, "with 128 heads {:.2f} at 57")):
+        (found,) = [r for r in report["by_rows"] if r["heads"] == heads]
+        fa3, flashmla = (sum(one[n][rows - 1] for one in found["passes"]) for n in ("fa3", "flashmla_sparse"))
+        yield words.format(flashmla / fa3)
+
+
+@rule("attention")
+def what_our_calls_cost(report: dict) -> Iterator[str]:
+    cost = {"fa3": [], "flashmla": []}
+    builtin_over_ours = {16: [], 64: [], 128: []}
+    for row in report["wrapper"]:
+        us = row["us"]
+        cost[row["implementation"].split("_")[0]].append((us["ours"] - us["bare"], us["ours"] / us["bare"] - 1))
+        builtin_over_ours[row["heads"]].append(100 * (us["builtin"] / us["ours"] - 1))
+    yield f"costs at most {max(c for c, _ in cost['fa3']):.1f} us"
+    us, share = [c for c, _ in cost["flashmla"]], [100 * share for _, share in cost["flashmla"]]
+    yield f"costs {spread(us, '{:.1f}')} us, {spread(share, '{:.0f}')} %"
+    many = builtin_over_ours[64] + builtin_over_ours[128]
+    yield f"takes {spread(many, '{:.0f}')} % more than ours with 64 and 128 heads"
+    yield f"up to {max(builtin_over_ours[16]):.0f} % more with 16"
+
+
+@rule("auto", "attention_check", "attention")
+def the_choice_by_rows(made: dict, earlier: dict, later: dict) -> Iterator[str]:
+    """What the table of NSA_BACKEND_AUTO_DECODE loses to the better of the two, in the three runs."""
+
+    def losses(report: dict) -> Iterator[float]:
+        for found in report["by_rows"]:
+            table = auto.intervals("NVIDIA H200", found["heads"])
+            for i, rows in enumerate(range(1, 513)):
+                times = {n: statistics.fmean(one[n][i] for one in found["passes"]) for n in auto.CANDIDATES}
+                yield 100 * (times[auto.choose(table, rows)] / min(times.values()) - 1)
+
+    before = [
+        100 * (row["us"][auto.choose(auto.intervals("NVIDIA H200", row["heads"]), row["rows"])] / best - 1)
+        for row in earlier["decode"]
+        for best in [min(row["us"][name] for name in auto.CANDIDATES)]
+    ]
+    here = max(chain(losses(made)))
+    yield f"loses at most {here:.1f} % to the better of the two"
+    yield f"at most {max(before):.1f} % in an earlier one"
+    yield f"at most {max(losses(later)):.1f} % in a later one"

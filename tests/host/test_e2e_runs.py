@@ -1,0 +1,210 @@
+"""The end-to-end runs' bookkeeping, with stand-ins for the engines: partial reports, cut runs, ties, parts and merging."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+import reports
+import run_all
+import run_case
+import ties
+from engines import run_to_its_end
+from workloads import CASES, RANKS, STANDARD, UNEQUAL, WORKLOADS, new_tokens
+
+ENGINE = """
+import json, os, pathlib, sys
+steps, tokens, workloads = {cases}[sys.argv[2]]
+builtin = os.environ["NSA_BACKEND_DISABLE"] == "1"
+with open({here!r} + "/calls", "a") as calls:
+    print(sys.argv[2], builtin, sys.argv[sys.argv.index("--port") + 1], file=calls)
+print("nsa_backend 0.1.0 is active")
+if sys.argv[2] in {failing!r}:
+    sys.exit(3)
+out = {{}}
+for name, count in workloads.items():
+    ids = [[5] * tokens for _ in range(count)]
+    if builtin and name == "4x3000":
+        ids[1][3] = 6
+    out[name] = {{"output_ids": ids, "accept": [steps + 0.97] * count, "histograms": [[0] * steps + [9]] * count,
+                 "cached_tokens": [0] * count}}
+pathlib.Path(sys.argv[3]).write_text(json.dumps(out))
+"""
+ASK = """
+import json, pathlib, sys
+with open({here!r} + "/calls", "a") as calls:
+    print("asked", sys.argv[2], file=calls)
+prompts = json.loads(pathlib.Path(sys.argv[3]).read_text())
+pathlib.Path(sys.argv[4]).write_text(json.dumps([[[-1.0, 5], [-1.0 - {gap}, 6]] for _ in prompts]))
+"""
+
+
+@pytest.fixture
+def stand_ins(tmp_path, monkeypatch):
+    """Returns a function of (cases that fail, the gap at each tie) that puts stand-ins in place of both engine scripts."""
+
+    def put(failing: tuple[str, ...] = (), gap: float = 0.03) -> Path:
+        counts = {w: sum(map(len, WORKLOADS[w]())) for w in STANDARD}
+        cases = {c.name: (c.steps, new_tokens(c.steps), counts) for c in CASES if c.workloads == STANDARD}
+        (tmp_path / "run_case.py").write_text(ENGINE.format(cases=cases, here=str(tmp_path), failing=failing))
+        (tmp_path / "next_token.py").write_text(ASK.format(here=str(tmp_path), gap=gap))
+        for module in (run_all, ties):
+            monkeypatch.setattr(module, "HERE", tmp_path)
+        monkeypatch.setattr(run_all, "APART_SECONDS", 0.0)
+        monkeypatch.setattr(run_all.faithful_checkpoint, "write", lambda path: path)
+        return tmp_path / "calls"
+
+    return put
+
+
+def run(monkeypatch, tmp_path, *options: str) -> tuple[int, dict]:
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["run_all.py", str(out), "--logs", str(tmp_path / "logs"), "--jobs", "2", *options])
+    return run_all.main(), json.loads(out.read_text())
+
+
+class TestRuns:
+    def test_ties_are_asked_for_once_an_engine(self, stand_ins, monkeypatch, tmp_path):
+        calls = stand_ins()
+        code, report = run(monkeypatch, tmp_path, "--cases", "n2 fa3", "n3 without CUDA graphs", "n3 chunked prefill")
+        assert code == 0
+        assert [row["case"] for row in report["rows"]] == ["n2 fa3", "n3 without CUDA graphs", "n3 chunked prefill"]
+        assert [(d["request"], d["position"], d["tie"]) for d in report["differences"]] == [(1, 3, True)] * 3
+        assert report["differences"][0]["prompt"] == "3040 tokens"
+        asked = [line for line in calls.read_text().splitlines() if line.startswith("asked")]
+        assert sorted(asked) == ["asked n2 fa3", "asked n3 chunked prefill"]  # graphs and N are nothing to a prefill
+
+    def test_no_tie(self, stand_ins, monkeypatch, tmp_path):
+        stand_ins(gap=0.07)
+        code, report = run(monkeypatch, tmp_path, "--cases", "n2 fa3")
+        assert code == 1
+        assert report["problems"] == ["n2 fa3, 4x3000: request 1 differs at 3, no tie"]
+
+    def test_a_failed_engine_leaves_the_others_and_is_run_again(self, stand_ins, monkeypatch, tmp_path):
+        calls = stand_ins(failing=("n5 fa3",))
+        code, report = run(monkeypatch, tmp_path, "--cases", "n2 fa3", "n5 fa3")
+        assert code == 1
+        assert [(f["case"], f["backend"]) for f in report["failures"]] == [("n5 fa3", "ours"), ("n5 fa3", "builtin")]
+        assert [row["case"] for row in report["rows"]] == ["n2 fa3"]
+        stand_ins()
+        code, report = run(monkeypatch, tmp_path, "--cases", "n2 fa3", "n5 fa3", "--resume")
+        assert (code, report["failures"]) == (0, [])
+        started = [line.rsplit(" ", 1)[0] for line in calls.read_text().splitlines() if not line.startswith("asked")]
+        assert started.count("n2 fa3 False") == 1
+        assert started.count("n5 fa3 False") == 2
+
+    def test_an_old_answer_is_no_answer(self, stand_ins, monkeypatch, tmp_path):
+        stand_ins()
+        run(monkeypatch, tmp_path, "--cases", "n2 fa3")
+        stand_ins(failing=("n2 fa3",))
+        code, report = run(monkeypatch, tmp_path, "--cases", "n2 fa3")
+        assert code == 1
+        assert len(report["failures"]) == 2
+
+    def test_no_time_left(self, stand_ins, monkeypatch, tmp_path):
+        stand_ins()
+        code, report = run(monkeypatch, tmp_path, "--cases", "n2 fa3", "n5 fa3", "--minutes", "0.0001")
+        assert code == 1
+        assert {"n5 fa3, ours", "n5 fa3, builtin"} <= set(report["not_measured"])
+
+    def test_the_report_is_written_after_every_engine(self, stand_ins, monkeypatch, tmp_path):
+        stand_ins()
+        seen = []
+        monkeypatch.setattr(
+            run_all, "write", lambda report, out: (seen.append(report["not_measured"]), reports.write(report, out))
+        )
+        run(monkeypatch, tmp_path, "--cases", "n2 fa3")
+        assert seen == [["n2 fa3, builtin"], [], []]
+
+
+def test_a_hanging_engine_is_ended_with_all_that_it_started(tmp_path):
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)', sys.argv[1]])"
+    mark = f"mark-{tmp_path.name}"
+    began = time.monotonic()
+    assert run_to_its_end([sys.executable, "-c", child, mark], tmp_path / "log", {}, 1.5) is None
+    assert time.monotonic() - began < 20
+    assert mark not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert "without a result" in (tmp_path / "log").read_text()
+
+
+class TestSpreading:
+    @pytest.mark.parametrize("parts", [2, 3, 4])
+    def test_every_case_is_in_one_part(self, parts):
+        cases = [c for c in CASES if c.gpus == 1]
+        found = [run_all.part_of(cases, f"{i}/{parts}") for i in range(1, parts + 1)]
+        assert sorted(c.name for part in found for c in part) == sorted(c.name for c in cases)
+        minutes = [sum(run_all.estimate(c, 2) for c in part) for part in found]
+        assert max(minutes) - min(minutes) < max(run_all.estimate(c, 2) for c in cases)
+
+    @pytest.mark.parametrize(("visible", "device"), [(None, 0), ("3", 3), ("2,3", 2), ("GPU-5a", 0)])
+    def test_ports_and_folders_are_apart(self, monkeypatch, tmp_path, visible, device):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setattr(sys, "argv", ["run_all.py", str(tmp_path / "x.json")])
+        args, _ = run_all.arguments()
+        assert args.port == 12000 + run_all.PORTS * device
+        assert (visible or "").replace(",", "-") in args.logs.name
+
+    def test_ranks_fit_their_waves(self):
+        for name, ranks in RANKS.items():
+            waves = WORKLOADS[name]()
+            assert [len(wave) for wave in waves] == [len(of_wave) for of_wave in ranks]
+        assert [[r.count(rank) for rank in (0, 1)] for r in RANKS["unequal ranks"]] == [list(counts) for counts in UNEQUAL]
+
+    def test_requests_go_to_their_ranks(self):
+        asked = []
+
+        async def async_generate(input_ids, sampling_params, routed_dp_rank):
+            asked.append((len(input_ids), routed_dp_rank))
+            return input_ids
+
+        loop = asyncio.new_event_loop()
+        engine = SimpleNamespace(loop=loop, async_generate=async_generate)
+        assert run_case._generate(engine, [[1, 2], [3], [4]], {}, [0, 0, 1]) == [[1, 2], [3], [4]]
+        assert asked == [(2, 0), (1, 0), (1, 1)]
+        loop.close()
+
+
+def report(case: str, side: str, gpu: str = "NVIDIA H200", **fields) -> dict:
+    environment = {"gpu": gpu, "packages": {"sglang": "0.5.23"}, "commit": "abc", "date": "2026-11-21"}
+    cell = {side: {"mean": 3.9, "requests": [3.9]}}
+    empty = {key: [] for key in reports.SIDE_BY_SIDE}
+    return {
+        "environment": environment,
+        **empty,
+        "rows": [{"case": case, "workloads": {"8x300": cell}}],
+        "seconds": 9.0,
+    } | fields
+
+
+class TestMerging:
+    def test_rows_stand_beside_each_other(self):
+        first = report("a", "ours", problems=["a: low"], not_measured=["b, ours", "c, ours"])
+        joined = reports.merged([first, report("b", "ours"), report("a", "ours")])
+        assert [(row["case"], row["run"]) for row in joined["rows"]] == [("a", 0), ("b", 1), ("a", 2)]
+        assert joined["problems"] == ["a: low"]
+        assert joined["not_measured"] == ["c, ours"]
+        assert len(joined["runs"]) == 3
+
+    def test_other_machines_are_not_joined(self):
+        with pytest.raises(ValueError, match="gpu is NVIDIA H200 and NVIDIA H100"):
+            reports.merged([report("a", "ours"), report("b", "ours", gpu="NVIDIA H100")])
+
+    def test_through_the_command(self, monkeypatch, tmp_path):
+        paths = [tmp_path / name for name in ("a.json", "b.json")]
+        for path, case in zip(paths, ("a", "b"), strict=True):
+            path.write_text(json.dumps(report(case, "ours")))
+        code, joined = run(monkeypatch, tmp_path, "--merge", *map(str, paths))
+        assert code == 0
+        assert len(joined["rows"]) == 2
+
+
+def test_tokens_are_whole_rounds():
+    assert [new_tokens(n) % (n + 1) for n in (1, 3, 5, 8)] == [1, 1, 1, 1]

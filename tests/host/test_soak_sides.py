@@ -1,0 +1,238 @@
+"""A soak run of both sides over HTTP, against stand-ins for the servers, and the report that joins them."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+import soak
+import soak_judge
+import soak_side
+from soak_answers import Record, Template
+
+SERVER = """
+import json, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+port, delay, side = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+if side == "ours":
+    print("nsa_backend 0.1.0 is active", flush=True)
+print("KV cache pool is full. Retract requests. #retracted_reqs: 2,", flush=True)
+aborted = set()
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.do_GET()
+        if "sampling_params" not in asked:
+            aborted.add(asked["rid"])
+            return
+        count = asked["sampling_params"]["max_new_tokens"]
+        rounds = (count + 3) // 4
+        meta = {"finish_reason": {"type": "length"}, "spec_correct_drafts_histogram": [0, 0, 0, rounds]}
+        meta |= {"output_top_logprobs": [[[-1.0, 7, None], [-1.01, 8, None]]]}
+        if not asked.get("stream"):
+            self.wfile.write(json.dumps({"output_ids": [7] * count, "meta_info": meta}).encode())
+            return
+        time.sleep(delay)
+        self.wfile.write(f'data: {json.dumps({"output_ids": [7], "meta_info": {"finish_reason": None}})}\\n\\n'.encode())
+        time.sleep(delay)
+        if asked["rid"] in aborted:
+            last = {"output_ids": [7], "meta_info": {"finish_reason": {"type": "abort"}}}
+        else:
+            last = {"output_ids": [7] * count, "meta_info": meta}
+        self.wfile.write(f"data: {json.dumps(last)}\\n\\ndata: [DONE]\\n\\n".encode())
+
+    def handle(self):
+        try:
+            super().handle()
+        except BrokenPipeError:  # the stream was closed
+            pass
+
+    def log_message(self, *arguments):
+        pass
+
+ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def serve_quickly(monkeypatch, tmp_path):
+    """Returns a function of (side, seconds a server takes to its first token) that runs that side and returns its report."""
+    (tmp_path / "server.py").write_text(SERVER)
+    for name, seconds in (("TAIL_SECONDS", 3.0), ("DRAIN_SECONDS", 2.0), ("IDLE_SECONDS", 0.1), ("LAST_SECONDS", 0.5)):
+        monkeypatch.setattr(soak_side, name, seconds)
+    monkeypatch.setattr(soak_side, "SAMPLE_SECONDS", 0.2)
+    monkeypatch.setattr(soak_side, "make_templates", lambda seed: [Template(i, (2,) * 9, 8 * i + 8) for i in range(4)])
+    monkeypatch.setattr(soak_side.faithful_checkpoint, "write", lambda path: path)
+    monkeypatch.setattr(soak_side, "gpu_mib", lambda gpu: 4000)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT)}
+
+    def run(side: str, delay: float, port: int) -> dict:
+        words = [sys.executable, str(tmp_path / "server.py"), str(port), str(delay), side]
+        monkeypatch.setattr(soak_side, "command", lambda checkpoint, port: words)
+        out = tmp_path / f"{side}.json"
+        options = ["--side", side, "--minutes", "0.15", "--port", str(port)]
+        monkeypatch.setattr(sys, "argv", ["soak_side.py", str(out), *options])
+        soak_side.main()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        return json.loads(out.read_text())
+
+    return run
+
+
+def test_both_sides_over_http(serve_quickly):
+    ours, builtin = serve_quickly("ours", 0.02, 33810), serve_quickly("builtin", 0.06, 33820)
+    for side, delay in ((ours, 0.02), (builtin, 0.06)):
+        assert side["references"] == 4
+        assert side["requests"]["failed"] == 0
+        assert side["requests"]["finished"] > 20
+        assert side["differences"] == []
+        assert delay <= side["latency"]["first_token_s"]["p50"] < side["latency"]["request_s"]["p50"]
+        # What a run of seconds cannot have: two whole minutes, and each rare kind of request in them.
+        rare = ("fewer than two whole minutes", "no request was", "no stream was closed", "growth of", "GPU memory was not")
+        assert [p for p in side["problems"] if not p.startswith(rare)] == []
+    report = soak.joined({"ours": ours, "builtin": builtin}, {}, 1.0)
+    assert report["problems"] == ours["problems"]
+    assert f"| whole request, s, p50 / p99 | {ours['latency']['request_s']['p50']:.2f} / " in soak.table(report)
+
+
+def test_percentiles_are_of_requests_that_finished():
+    def record(kind: str, seconds: float, first: float | None) -> Record:
+        return Record(0, 10.0, 10.0 + seconds, kind, kind, first=first)
+
+    records = [record("finished", n / 100, n / 1000) for n in range(1, 101)]
+    found = soak_judge.latency([*records, record("aborted", 50.0, None), record("failed", 60.0, None)])
+    assert found == {"first_token_s": {"p50": 0.05, "p99": 0.099}, "request_s": {"p50": 0.5, "p99": 0.99}}
+    assert soak_judge.latency([]) == {"first_token_s": None, "request_s": None}
+
+
+def side(**fields) -> dict:
+    times = {"p50": 0.5, "p99": 1.25}
+    return {
+        "references": 80,
+        "problems": [],
+        "load_minutes": 7.5,
+        "requests": {"finished": 750, "aborted": 2, "closed": 3, "failed": 0},
+        "retracted": {"in_log": 5},
+        "latency": {"first_token_s": times, "request_s": times},
+        "accept_length": 3.93,
+        "drift": -0.001,
+        "suspect_lines": {"count": 0},
+        "differences": [],
+        "growth": {"gpu_mib": 80, "host_mib": 7.8},
+        "held": {"before_mib": 3976, "after_mib": 3978},
+        "environment": {"gpu": "NVIDIA H200"},
+    } | fields
+
+
+TIED = {"template": 3, "tie": True, "below_best": {"reference": 0.0, "other": 0.03}}
+NO_TIE = {"template": 4, "tie": False, "below_best": {"reference": 0.0, "other": None}}
+
+
+class TestJoined:
+    def test_the_built_in_is_reported_and_not_judged(self):
+        both = {"ours": side(), "builtin": side(problems=["3 requests failed"], differences=[TIED, NO_TIE])}
+        report = soak.joined(both, {}, 480.0)
+        assert report["problems"] == []
+        assert report["sides"]["builtin"]["problems"] == ["3 requests failed"]
+        assert report["sides"]["builtin"]["differences"] == {
+            "ways": 2, "at_ties": 1, "widest_below_best": 0.03, "others": [NO_TIE],
+        }  # fmt: skip
+
+    def test_ours_is_judged(self):
+        report = soak.joined({"ours": side(problems=["3 requests failed"]), "builtin": side()}, {}, 480.0)
+        assert report["problems"] == ["3 requests failed"]
+
+    def test_other_traffic(self):
+        report = soak.joined({"ours": side(), "builtin": side(references=71)}, {}, 480.0)
+        assert report["problems"] == [
+            "the sides were not asked the same: 80 and 71 templates had a reference when the load began"
+        ]
+
+    def test_a_side_without_a_report(self):
+        report = soak.joined({"ours": None, "builtin": side()}, {}, 480.0)
+        assert report["problems"] == ["no report of ours"]
+        assert "| retracted | - | 5 |" in soak.table(report)
+        assert soak.joined({"ours": side(), "builtin": None}, {}, 480.0)["problems"] == []
+
+    def test_every_row_of_the_table_has_both_columns(self):
+        slow = {"first_token_s": None, "request_s": {"p50": 2.0, "p99": 9.0}}
+        rows = soak.table(soak.joined({"ours": side(), "builtin": side(latency=slow, drift=None)}, {}, 480.0)).splitlines()
+        assert {row.count("|") for row in rows} == {4}
+        for row in (
+            "| requests finished / aborted / closed / failed | 750 / 2 / 3 / 0 | 750 / 2 / 3 / 0 |",
+            "| requests finished in a minute of the load | 100 | 100 |",
+            "| to the first token, s, p50 / p99 | 0.50 / 1.25 | - |",
+            "| whole request, s, p50 / p99 | 0.50 / 1.25 | 2.00 / 9.00 |",
+            "| accept length, last whole minute over the first, less one | -0.1 % | - |",
+            "| GPU memory held before the load / after it and a flush, MiB | 3976 / 3978 | 3976 / 3978 |",
+        ):
+            assert row in rows
+
+
+SIDE = """
+import json, pathlib, signal, sys, time
+out = pathlib.Path(sys.argv[1])
+options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+def cut(*_):
+    out.write_text(json.dumps({"options": options, "cut": True}))
+    sys.exit(1)
+signal.signal(signal.SIGTERM, cut)
+print("ready", flush=True)
+time.sleep(float(pathlib.Path(__file__).with_name("seconds").read_text()))
+out.write_text(json.dumps({"options": options, "began": time.time()}))
+"""
+
+
+class TestSides:
+    @pytest.fixture
+    def args(self, monkeypatch, tmp_path):
+        (tmp_path / "soak_side.py").write_text(SIDE)
+        (tmp_path / "seconds").write_text("0.2")
+        monkeypatch.setattr(soak, "HERE", tmp_path)
+        monkeypatch.setattr(soak, "GRACE_SECONDS", 0.0)
+        return SimpleNamespace(out=tmp_path / "out.json", gpus=["2", "3"], minutes=0.1, port=33000, seed=4)
+
+    def test_two_gpus_serve_at_once(self, args):
+        reports = soak.run(args)
+        ours, builtin = (reports[s]["options"] for s in ("ours", "builtin"))
+        assert (ours["--gpu"], builtin["--gpu"]) == ("2", "3")
+        assert ours["--port"] != builtin["--port"]
+        assert (ours["--seed"], ours["--minutes"]) == (builtin["--seed"], builtin["--minutes"]) == ("4", "0.1")
+
+    def test_one_gpu_serves_in_turns(self, args):
+        args.gpus = ["1"]
+        reports = soak.run(args)
+        assert [reports[s]["options"]["--gpu"] for s in ("ours", "builtin")] == ["1", "1"]
+        assert reports["builtin"]["began"] - reports["ours"]["began"] >= 0.2
+
+    def test_a_late_side_is_ended_and_writes_what_it_has(self, args, tmp_path):
+        (tmp_path / "seconds").write_text("60")
+        args.minutes = 0.03
+        began = time.monotonic()
+        assert all(report["cut"] for report in soak.run(args).values())
+        assert time.monotonic() - began < 20
+
+    def test_a_side_that_dies_leaves_no_report(self, args, tmp_path):
+        (tmp_path / "soak_side.py").write_text("raise SystemExit(9)")
+        assert soak.run(args) == {"ours": None, "builtin": None}
+
+
+def test_the_table_is_printed(tmp_path):
+    out = tmp_path / "out.json"
+    report = soak.joined({"ours": side(), "builtin": side()}, {}, 480.0)
+    out.write_text(json.dumps(report))
+    shown = subprocess.run([sys.executable, soak.__file__, str(out), "--table"], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == soak.table(report)
