@@ -17,7 +17,7 @@ def test_schedule_equals_deep_gemm(rows, longest):
 
     num_sms = host.deep_gemm_num_sms()
     plan = plans.plan_decode(rows)
-    buffers = MetadataBuffers.allocate(plan, table_width=longest, num_sms=num_sms, device="cuda")
+    buffers = MetadataBuffers.allocate(plan, table_width=longest, num_sms=num_sms, device="cuda", wide=False, planned=True)
     req_to_token = torch.zeros(1, longest, dtype=torch.int32, device="cuda")
     slots = torch.zeros(rows, dtype=torch.int64, device="cuda")
     for seed in range(20):

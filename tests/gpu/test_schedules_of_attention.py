@@ -1,0 +1,107 @@
+"""What an implementation schedules once a forward: it must be what the kernel would have made for itself."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_attention import LATENT, ROPE, TOPK, sparse_case
+
+from nsa_backend import host
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("rows", [1, 4, 33, 128])
+def test_flashmla_tiles_depend_on_no_length(rows, heads):
+    """What lets FlashMlaKv keep one schedule a row count."""
+    schedule = host.flash_mla().get_mla_metadata
+    padded = 64 if heads <= 64 else 128
+
+    def tiles(lengths: torch.Tensor):
+        return schedule(
+            cache_seqlens=lengths, num_q_tokens_per_head_k=padded, num_heads_k=1, num_heads_q=padded, is_fp8_kvcache=True,
+            topk=TOPK,
+        )  # fmt: skip
+
+    first = tiles(torch.full((rows,), TOPK, dtype=torch.int32, device="cuda"))
+    for _ in range(20):
+        other = tiles(torch.randint(0, TOPK + 1, (rows,), dtype=torch.int32, device="cuda"))
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.skipif(host.fa3_scheduler() is None, reason="tiles are scheduled in every layer in this release")
+@pytest.mark.parametrize("heads", [8, 16, 64, 128])
+@pytest.mark.parametrize("rows", [1, 2, 7, 33, 66, 128, 500])
+def test_fa3_with_its_schedule_made_once(rows, heads):
+    """Bit for bit what FA3 computes when it schedules for itself, over replays of one graph with other lengths."""
+    from nsa_backend.attention.common import AttentionConfig
+    from nsa_backend.attention.fa3 import Fa3
+    from nsa_backend.benchmarks.bench_common import captured_graph
+
+    config = AttentionConfig(device_sm=90, num_heads=heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK)
+    attention = Fa3(config)
+    slots = 1 << 13
+    kv = torch.randn(slots, 1, LATENT + ROPE, device="cuda").bfloat16()
+    case = replace(sparse_case(1, 1), kv_cache=kv)
+    q = torch.randn(rows, heads, LATENT + ROPE, device="cuda").bfloat16()
+    lens = torch.ones(rows, dtype=torch.int32, device="cuda")
+    cu_k = torch.zeros(rows + 1, dtype=torch.int32, device="cuda")
+    inputs = replace(
+        case, q_nope=q[..., :LATENT].contiguous(), q_rope=q[..., LATENT:].contiguous(),
+        topk_slots=torch.randint(0, slots, (rows, TOPK), dtype=torch.int32, device="cuda"), cache_seqlens=lens,
+        cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device="cuda"), cu_seqlens_k=cu_k,
+    )  # fmt: skip
+    found = {}
+
+    metadata_of_rows = decode_metadata(rows, lens, inputs.cu_seqlens_q)
+
+    def forward() -> None:
+        metadata = attention.prepare(metadata_of_rows)
+        assert metadata.schedule is not None
+        found["layers"] = [attention.forward(replace(inputs, schedule=metadata.schedule)) for _ in range(3)]
+
+    graph = captured_graph(forward)
+    for seed in range(12):
+        generator = torch.Generator(device="cuda").manual_seed(seed)
+        longest = (1, 64, 300, TOPK)[seed % 4]
+        lens.copy_(torch.randint(1, longest + 1, (rows,), generator=generator, device="cuda"))
+        cu_k[1:] = lens.cumsum(0)
+        for out in found["layers"]:
+            out.fill_(torch.nan)
+        graph.replay()
+        want = attention.forward(replace(inputs, schedule=None))
+        for out in found["layers"]:
+            assert torch.equal(out, want)
+
+
+def decode_metadata(rows: int, lens: torch.Tensor, cu_seqlens_q: torch.Tensor):
+    """Metadata of decode rows whose clipped lengths are `lens`, the tensor itself."""
+    from nsa_backend.buffers import MetadataBuffers
+    from nsa_backend.metadata import step_metadata
+    from nsa_backend.plan import plan_decode
+
+    buffers = MetadataBuffers.allocate(plan_decode(rows), table_width=64, num_sms=0, device="cuda", wide=False, planned=False)
+    metadata = step_metadata(plan_decode(rows), buffers)
+    return replace(metadata, nsa_cache_seqlens_int32=lens, nsa_cu_seqlens_q=cu_seqlens_q)
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_flashmla_sparse_skips_what_a_row_does_not_have(heads):
+    """Rows of no token, of one, of a few and of all; the slots past a row's end are never read."""
+    from nsa_backend.attention.common import AttentionConfig
+    from nsa_backend.attention.flashmla_sparse import FlashMlaSparse
+    from nsa_backend.attention.torch_reference import TorchSparseAttention
+
+    config = AttentionConfig(
+        device_sm=90, num_heads=heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK, device=torch.device("cuda")
+    )
+    inputs = sparse_case(9, heads)
+    lengths = torch.tensor([0, 1, 2, 63, 64, 65, 300, TOPK - 1, TOPK], dtype=torch.int32, device="cuda")
+    chosen = inputs.topk_slots[-1].expand(9, -1)
+    column = torch.arange(TOPK, device="cuda")
+    inputs = replace(inputs, topk_slots=torch.where(column < lengths[:, None], chosen, -1), cache_seqlens=lengths)
+    out = FlashMlaSparse(config).forward(inputs).float()
+    want = TorchSparseAttention().forward(inputs).float()
+    assert out.isfinite().all()
+    assert ((out - want)[1:].norm(dim=(1, 2)) / want[1:].norm(dim=(1, 2))).max() < 5e-3
