@@ -1,7 +1,7 @@
 """A speculative round (draft, verify, draft-extend) of real servers, ours beside SGLang's built-in, in one run.
 
 Both servers live on the same GPU and answer in turns, so that noise of the machine meets both. A round is timed from the
-outside: generation time less that of the first token, over the rounds that the accept histogram counts. One profiled
+outside: from the last request's first token to the last answer, over the rounds that the accept histogram counts. One profiled
 generation each gives launches, kernel time and the spans of the captured graphs; `outside_graphs_ms` is the time of a round
 less those spans: what the host and uncaptured kernels take.
 """
@@ -9,8 +9,6 @@ less those spans: what the host and uncaptured kernels take.
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import statistics
 import tempfile
 from collections import Counter, defaultdict
@@ -22,33 +20,36 @@ from nsa_backend.benchmarks.bench_common import print_table
 from nsa_backend.benchmarks.cells import Cell
 from nsa_backend.benchmarks.generation import Servers, counted, in_turns, prompts, spread
 from nsa_backend.benchmarks.servers import BACKENDS
+from nsa_backend.benchmarks.traces import read_events
 
-TOKENS, LENGTH, PORT = 256, 300, 31000
+TOKENS, LENGTH, PORT = 256, 300, 23000
 PROFILED_TOKENS = 64  # a trace of more takes longer to write than everything else
 
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     """One cell a checkpoint, N and batch; the servers of a checkpoint and N stay for all batches."""
-    folder = Path(tempfile.mkdtemp(prefix="nsa-bench-"))
-    servers = Servers(folder, PORT)
-    resources.callback(servers.close)
     steps = options.steps or [3]
     if 0 in steps:
         raise SystemExit("bench draft measures speculative rounds: --steps must be at least 1")
-    length, repeats = (options.length or [LENGTH])[0], 2 if options.quick else 7
+    batches = options.batch or ([1] if options.quick else [1, 8, 32])
+    shapes = [(batch, length) for length in options.length or [LENGTH] for batch in batches]
+    folder = Path(tempfile.mkdtemp(prefix="nsa-bench-"))
+    servers = Servers(folder, options.port or PORT, shapes, TOKENS)
+    resources.callback(servers.close)
+    repeats = 2 if options.quick else 7
     return [
-        Cell(f"{name}, N = {n}, batch {batch}", partial(measure, servers, folder, name, n, batch, length, repeats))
+        Cell(f"{name}, N = {n}, {batch} x {length}", partial(measure, servers, folder, name, n, batch, length, repeats))
         for name in options.checkpoint or ["faithful"]
         for n in steps
-        for batch in options.batch or ([1] if options.quick else [1, 8, 32])
+        for batch, length in shapes
     ]
 
 
 def measure(servers: Servers, folder: Path, checkpoint: str, steps: int, batch: int, length: int, repeats: int) -> list[dict]:
     both = servers.of(checkpoint, steps)
-    row = {"checkpoint": checkpoint, "steps": steps, "batch": batch, "length": length, "tokens": TOKENS}
+    row = {"checkpoint": Path(checkpoint).name, "steps": steps, "batch": batch, "length": length, "tokens": TOKENS}
     for backend, found in in_turns(both, batch, length, TOKENS, repeats).items():
-        traces = folder / f"profile-{backend}-{steps}-{batch}"
+        traces = folder / f"profile-{backend}-{row['checkpoint']}-{steps}-{batch}-{length}"
         answers = both[backend].profiled(traces, prompts(batch, length), PROFILED_TOKENS)
         profile = read_profile(traces, counted(answers, PROFILED_TOKENS)[0])
         round_ms = spread([one.round_ms for one in found])
@@ -69,9 +70,7 @@ def read_profile(folder: Path, rounds: int) -> dict:
     A graph's kernels carry the correlation of the call that launched it; its span runs from the begin of the first to the end
     of the last of them.
     """
-    (trace,) = folder.glob("*.trace.json.gz")
-    with gzip.open(trace) as stream:
-        events = json.load(stream)["traceEvents"]
+    events = read_events(folder)
     calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     kernels = [e for e in events if e.get("cat") == "kernel"]
     names = Counter(e["name"] for e in calls)

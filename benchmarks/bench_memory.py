@@ -1,7 +1,5 @@
 """Device memory that captured metadata takes, ours beside SGLang's, for the same captures in one process.
 
-    python benchmarks/bench_memory.py OUT.json
-
 A target backend (target_verify), N - 1 draft steps and a draft-extend backend, for max_bs 64, context 163840, N = 4, D = 4,
 captured for batch sizes 1 to 64, as SGLang's graph runners do.
 """
@@ -9,24 +7,57 @@ captured for batch sizes 1 to 64, as SGLang's graph runners do.
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import torch
 
 from nsa_backend.benchmarks import entry_points
-from nsa_backend.benchmarks.bench_common import environment, fake_runner, print_table, start_host
+from nsa_backend.benchmarks.bench_common import fake_runner, print_table, start_host
+from nsa_backend.benchmarks.cells import Cell
 
 SIZES, CONTEXT, NUM_STEPS, NUM_DRAFT_TOKENS = (1, 2, 4, 8, 16, 32, 64), 163_840, 4, 4
 
 
-def capture_all(module_backend, module_multi_step, runner) -> list:
+def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
+    """One cell: both sides, one after the other."""
+    start_host()
+    return [Cell(f"N = {NUM_STEPS}, D = {NUM_DRAFT_TOKENS}, max_bs {max(SIZES)}, context {CONTEXT}", measure)]
+
+
+def measure() -> list[dict]:
+    from nsa_backend.backend import NativeSparseAttnBackend
+    from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
+
+    taken = {
+        "builtin": measured(*entry_points.builtin()),
+        "ours": measured(NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend),
+    }
+    setting = {"max_bs": max(SIZES), "sizes": SIZES, "context": CONTEXT, "N": NUM_STEPS, "D": NUM_DRAFT_TOKENS}
+    return [setting | {"bytes": taken, "share": round(taken["ours"] / taken["builtin"], 4)}]
+
+
+def measured(module_backend: type, module_multi_step: type) -> int:
+    """Bytes that the captures of one side keep allocated."""
+    runner = fake_runner(num_steps=NUM_STEPS, num_draft_tokens=NUM_DRAFT_TOKENS, context=CONTEXT, max_requests=max(SIZES))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    kept = capture_all(module_backend, module_multi_step, runner)
+    torch.cuda.synchronize()
+    taken = torch.cuda.memory_allocated() - before
+    del kept
+    return taken
+
+
+def capture_all(module_backend: type, module_multi_step: type, runner: SimpleNamespace) -> list:
     """What a server keeps after capturing; returns it, so that it stays alive."""
     modes = entry_points.modes()
     max_bs = max(SIZES)
     static = entry_points.static_batch(
-        torch.ones(max_bs, device="cuda"), torch.zeros(max_bs, dtype=torch.int64, device="cuda"), NUM_DRAFT_TOKENS
+        torch.ones(max_bs, device=runner.device),
+        torch.zeros(max_bs, dtype=torch.int64, device=runner.device),
+        NUM_DRAFT_TOKENS,
     )
     target, extend, draft = module_backend(runner), module_backend(runner), module_multi_step(runner, 1, NUM_STEPS)
     for backend in (target, extend):
@@ -42,38 +73,9 @@ def capture_all(module_backend, module_multi_step, runner) -> list:
     return [target, extend, draft]
 
 
-def measured(module_backend, module_multi_step) -> int:
-    runner = fake_runner(num_steps=NUM_STEPS, num_draft_tokens=NUM_DRAFT_TOKENS, context=CONTEXT, max_requests=max(SIZES))
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    kept = capture_all(module_backend, module_multi_step, runner)
-    torch.cuda.synchronize()
-    taken = torch.cuda.memory_allocated() - before
-    del kept
-    return taken
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    args = parser.parse_args()
-    start_host()
-    from nsa_backend.backend import NativeSparseAttnBackend
-    from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
-
-    taken = {
-        "builtin": measured(*entry_points.builtin()),
-        "ours": measured(NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend),
-    }
-    share = taken["ours"] / taken["builtin"]
-    setting = {"max_bs": max(SIZES), "sizes": SIZES, "context": CONTEXT, "N": NUM_STEPS, "D": NUM_DRAFT_TOKENS}
-    args.out.write_text(
-        json.dumps({"environment": environment(), "setting": setting, "bytes": taken, "share": round(share, 4)}, indent=1)
+def show(report: dict) -> None:
+    rows = report["rows"]
+    print_table(
+        ("", "MiB", "share of the built-in's, %"),
+        [(side, r["bytes"][side] / 2**20, 100 * r["bytes"][side] / r["bytes"]["builtin"]) for r in rows for side in r["bytes"]],
     )
-    print_table(("", "MiB"), [(name, value / 2**20) for name, value in taken.items()])
-    print(f"ours is {100 * share:.1f} % of the built-in")
-
-
-if __name__ == "__main__":
-    main()

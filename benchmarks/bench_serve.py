@@ -1,9 +1,12 @@
-"""Real servers over HTTP, ours and SGLang's built-in: tokens per second, time per output token, accept length.
+"""Real servers over HTTP, ours and SGLang's built-in: tokens per second, time to first token, time per token, accept length.
 
-Same checkpoint, same prompts, greedy; N draft steps from 0 (no speculation) to 5, batches from 1 to 32. Both servers of a
+Same checkpoint, same prompts, greedy; N draft steps, batches from 1 to 32, prompts from 300 to 131072 tokens. Both servers of a
 comparison live on the same GPU and answer in turns. Two checkpoints are made up on the spot, both with an MTP layer that equals
 the target, so that every draft is right if it attends to the right tokens: `faithful`, two layers of 64 heads, shows what the
 host and the backend cost; `wide`, twelve layers of 128 heads with 64 experts, 8 a token, gives the GPU work to do.
+
+Every sample is one streamed batch. Time to first token ends with the first token of the request that gets it last, so it holds
+the prefill of the whole batch; time per token and the time of a round are taken from there to the last answer.
 """
 
 from __future__ import annotations
@@ -17,47 +20,85 @@ from pathlib import Path
 from nsa_backend.benchmarks import faithful_checkpoint
 from nsa_backend.benchmarks.bench_common import print_table
 from nsa_backend.benchmarks.cells import Cell
-from nsa_backend.benchmarks.generation import Servers, in_turns, spread
+from nsa_backend.benchmarks.generation import Sample, Servers, in_turns, spread
 from nsa_backend.benchmarks.servers import BACKENDS
 
-TOKENS, LENGTH, PORT = 256, 300, 35000
+TOKENS, PORT = 256, 25000
+STEPS, BATCHES, LENGTHS = (0, 3), (1, 8, 32), (300, 4096, 32768, 131072)
+QUICK_STEPS, QUICK_BATCHES, QUICK_LENGTHS = (0, 3), (1, 8), (300,)
+LONG = 65536  # tokens of a prompt above which, unless batches are named, one request is measured alone
 
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
-    """One cell a checkpoint, N and batch; the servers of a checkpoint and N stay for all batches."""
-    servers = Servers(Path(tempfile.mkdtemp(prefix="nsa-bench-")), PORT)
+    """One cell a checkpoint, N, length and batch; the servers of a checkpoint and N stay for all lengths and batches."""
+    wanted = shapes(options)
+    servers = Servers(Path(tempfile.mkdtemp(prefix="nsa-bench-")), options.port or PORT, wanted, TOKENS)
     resources.callback(servers.close)
-    length, repeats = (options.length or [LENGTH])[0], 2 if options.quick else 5
     return [
-        Cell(f"{name}, N = {n}, batch {batch}", partial(measure, servers, name, n, batch, length, repeats))
+        Cell(
+            f"{name}, N = {n}, {batch} x {length}",
+            partial(measure, servers, name, n, batch, length, repeats(batch, length, options.quick)),
+        )
         for name in options.checkpoint or (["faithful"] if options.quick else list(faithful_checkpoint.SHAPES))
-        for n in options.steps or ([0, 3] if options.quick else [0, 1, 3, 5])
-        for batch in options.batch or ([1, 8] if options.quick else [1, 8, 32])
+        for n in options.steps or (QUICK_STEPS if options.quick else STEPS)
+        for batch, length in wanted
     ]
 
 
-def measure(servers: Servers, checkpoint: str, steps: int, batch: int, length: int, repeats: int) -> list[dict]:
-    row = {"checkpoint": checkpoint, "steps": steps, "batch": batch, "length": length, "tokens": TOKENS}
-    for backend, found in in_turns(servers.of(checkpoint, steps), batch, length, TOKENS, repeats).items():
-        row[backend] = {
-            "tokens_per_s": spread([one.tokens_per_s for one in found], 1),
-            "tpot_ms": spread([one.tpot_ms for one in found]),
-            "accept": spread([one.accept for one in found])["median"],
-        }
-    row["speedup"] = round(row["ours"]["tokens_per_s"]["median"] / row["builtin"]["tokens_per_s"]["median"], 3)
-    return [row]
+def shapes(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """(requests, prompt tokens), the fewest prompt tokens first: a run that is cut lacks the longest."""
+    lengths = options.length or (QUICK_LENGTHS if options.quick else LENGTHS)
+    batches = QUICK_BATCHES if options.quick else BATCHES
+    found = [(batch, length) for length in lengths for batch in options.batch or (batches if length < LONG else (1,))]
+    return sorted(found, key=lambda shape: (shape[0] * shape[1], shape))
+
+
+def repeats(batch: int, length: int, quick: bool) -> int:
+    """Samples a side; a million prompt tokens take half a minute to prefill."""
+    if quick:
+        return 2
+    return next(times for most, times in ((16_384, 7), (131_072, 5), (float("inf"), 3)) if batch * length <= most)
+
+
+def measure(servers: Servers, checkpoint: str, steps: int, batch: int, length: int, samples: int) -> list[dict]:
+    row = {"checkpoint": Path(checkpoint).name, "steps": steps, "batch": batch, "length": length, "tokens": TOKENS}
+    row["samples"] = samples
+    found = in_turns(servers.of(checkpoint, steps), batch, length, TOKENS, samples)
+    return [row | {backend: summary(of_one) for backend, of_one in found.items()} | compared(found)]
+
+
+def summary(found: list[Sample]) -> dict:
+    """One side of a cell: median, least and most of each quantity."""
+    return {
+        "tokens_per_s": spread([one.tokens_per_s for one in found], 1),
+        "ttft_ms": spread([one.ttft_ms for one in found]),
+        "tpot_ms": spread([one.tpot_ms for one in found]),
+        "round_ms": spread([one.round_ms for one in found]),
+        "accept": spread([one.accept for one in found])["median"],
+    }
+
+
+def compared(found: dict[str, list[Sample]]) -> dict:
+    """Ours over the built-in's: `speedup` of tokens per second, above 1 where ours is faster; times below 1 where it is."""
+    sides = [summary(found[backend]) for backend in ("ours", "builtin")]
+    ratio = {name: round(sides[0][name]["median"] / sides[1][name]["median"], 3) for name in sides[0] if name != "accept"}
+    return {"speedup": ratio.pop("tokens_per_s"), "ratio": ratio}
 
 
 def show(report: dict) -> None:
-    """Medians; the spread is min to max over the repeats."""
-    columns = ("checkpoint", "N", "batch", "backend", "tokens/s", "min-max", "ms per token", "min-max", "accept", "speed-up")
+    """Medians with the least and the most of the samples, and ours over the built-in's."""
+    quantities = {"tokens/s": "tokens_per_s", "first token ms": "ttft_ms", "ms per token": "tpot_ms", "round ms": "round_ms"}
     table = []
     for r in report["rows"]:
         for backend in BACKENDS:
             side = r[backend]
-            rate, time = side["tokens_per_s"], side["tpot_ms"]
-            speed = (rate["median"], "{:.0f}-{:.0f}".format(*rate["min_max"]))
-            latency = (f"{time['median']:.3f}", "{:.3f}-{:.3f}".format(*time["min_max"]))
-            ratio = f"{r['speedup']:.2f}" if backend == "ours" else ""
-            table.append((r["checkpoint"], r["steps"], r["batch"], backend, *speed, *latency, f"{side['accept']:.2f}", ratio))
-    print_table(columns, table)
+            shown = [
+                "{} ({}-{})".format(*(f"{v:.5g}" for v in (side[key]["median"], *side[key]["min_max"])))
+                for key in quantities.values()
+            ]
+            table.append(
+                (r["checkpoint"], r["steps"], f"{r['batch']} x {r['length']}", backend, *shown, f"{side['accept']:.2f}")
+            )
+        ratios = (r["speedup"], *r["ratio"].values())
+        table.append((None, None, None, "ours / builtin", *(f"{ratio:.3f}" for ratio in ratios), None))
+    print_table(("checkpoint", "N", "prompts", "backend", *quantities, "accept"), table)

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from nsa_backend.benchmarks import faithful_checkpoint
+from nsa_backend.benchmarks import faithful_checkpoint, server_options
 from nsa_backend.benchmarks.bench_common import accept_length
 from nsa_backend.benchmarks.servers import BACKENDS, Server
 
-SIZES = ["--cuda-graph-bs", "1", "2", "4", "8", "16", "32", "--max-total-tokens", "65536", "--disable-radix-cache"]
-"""Graphs for the batches that are measured; no cache, so that every prefill is the same. Two servers share a GPU."""
+SIZES = [*server_options.decode_graphs(), "--max-total-tokens", "65536", "--disable-radix-cache"]
+"""Graphs for the batches that are measured, a small pool, and no cache, so that every prefill is the same."""
+
+WARM_TOKENS = 1 << 17  # prompt tokens of a warm-up at most: kernels compile for shapes, not for how often they come
 
 
 @dataclass(frozen=True)
 class Sample:
     """One generation of a batch."""
 
-    seconds: float  # of all tokens
-    first_seconds: float  # of a generation of one token, just before
+    seconds: float  # from sending the request to the last answer
+    first_seconds: float  # from sending the request to the first token of the prompt that gets it last
     tokens: int  # new tokens a request
     batch: int
     rounds: int  # most rounds of a request; tokens - 1 without speculation
@@ -34,8 +37,13 @@ class Sample:
 
     @property
     def tpot_ms(self) -> float:
-        """Time per output token after the first, of one request."""
+        """Time per output token after the first, of one request, once every request has its first."""
         return 1e3 * (self.seconds - self.first_seconds) / (self.tokens - 1)
+
+    @property
+    def ttft_ms(self) -> float:
+        """Time to first token, of the request that gets it last: HTTP, scheduling and the prefill of the whole batch."""
+        return 1e3 * self.first_seconds
 
     @property
     def tokens_per_s(self) -> float:
@@ -56,22 +64,21 @@ def counted(answers: list[dict], tokens: int) -> tuple[int, float]:
 
 
 def sample(server: Server, batch: int, length: int, tokens: int) -> Sample:
-    """Generate once, after a generation of one token that tells what prefill and HTTP take."""
-    asked = prompts(batch, length)
-    first = server.generate(asked, 1)[0]
-    seconds, answers = server.generate(asked, tokens)
-    rounds, accept = counted(answers, tokens)
-    return Sample(seconds, first, tokens, batch, rounds, accept)
+    """One streamed generation. SGLang prefills what waits before it decodes: decoding begins with the last first token."""
+    found = server.streamed(prompts(batch, length), tokens)
+    rounds, accept = counted(found.answers, tokens)
+    return Sample(found.seconds, max(found.first_seconds), tokens, batch, rounds, accept)
 
 
 def in_turns(servers: dict[str, Server], batch: int, length: int, tokens: int, repeats: int) -> dict[str, list[Sample]]:
-    """`repeats` samples of each server, one after the other; a first one of each warms up."""
+    """`repeats` samples of each server, one after the other; a batch of at most WARM_TOKENS warms each up."""
+    warm = max(1, min(batch, WARM_TOKENS // length))
+    for server in servers.values():
+        sample(server, warm, length, tokens)
     found: dict[str, list[Sample]] = {backend: [] for backend in servers}
-    for repeat in range(repeats + 1):
+    for _ in range(repeats):
         for backend, server in servers.items():
-            one = sample(server, batch, length, tokens)
-            if repeat:
-                found[backend].append(one)
+            found[backend].append(sample(server, batch, length, tokens))
     return found
 
 
@@ -86,9 +93,19 @@ def spread(values: list[float], digits: int = 3) -> dict:
 class Servers:
     """Ours and SGLang's built-in on one checkpoint, kept running until another checkpoint or N is asked for."""
 
-    def __init__(self, folder: Path, port: int):
-        """Checkpoints and logs go to `folder`; servers listen on `port` and `port` + 100."""
+    def __init__(self, folder: Path, port: int, shapes: Sequence[tuple[int, int]], new_tokens: int):
+        """Checkpoints and logs go to `folder`; servers listen on `port` and `port` + 50, and have room and graphs for `shapes`.
+
+        SGLang takes further ports from 100 above a server's on.
+
+        Args:
+            folder: of this run alone.
+            port: of the first server.
+            shapes: (requests, prompt tokens) of all that will be asked.
+            new_tokens: a request.
+        """
         self._folder, self._port = folder, port
+        self._options = options_for(shapes, new_tokens)
         self._open, self._key = ExitStack(), None
         self._found: dict[str, Server] = {}
 
@@ -100,7 +117,7 @@ class Servers:
             for number, backend in enumerate(BACKENDS):
                 time.sleep(3 * number)  # each measures the free memory of the GPU when it starts
                 log = self._folder / f"{path.name}-n{steps}-{backend}.log"
-                server = Server(backend, path, self._port + 100 * number, steps, log, *SIZES)
+                server = Server(backend, path, self._port + 50 * number, steps, log, *self._options)
                 self._found[backend] = self._open.enter_context(server)
             for server in self._found.values():
                 server.wait()
@@ -111,6 +128,16 @@ class Servers:
         """End what runs."""
         self._open.close()
         self._found, self._key = {}, None
+
+
+def options_for(shapes: Sequence[tuple[int, int]], new_tokens: int) -> list[str]:
+    """A server's options beyond the README's command: graphs and a pool for `shapes`, prefill as a default server runs it."""
+    batches = {batch for batch, _ in shapes}
+    return [
+        *server_options.decode_graphs({*server_options.MEASURED_BATCHES, *batches}),
+        *server_options.prefill_graphs(shapes),
+        *server_options.pool(shapes, new_tokens),
+    ]
 
 
 def checkpoint_of(name: str, folder: Path) -> Path:

@@ -9,22 +9,40 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
+
+from nsa_backend.benchmarks import server_options
 
 BACKENDS = {"ours": "0", "builtin": "1"}
 """Side of a comparison to its NSA_BACKEND_DISABLE."""
 
+NEVER = 1 << 20  # tokens between two events of a stream: the first token is one, the end is the other
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """Answers of one batch, and when they came after the request was sent."""
+
+    first_seconds: list[float]  # of each prompt, until its first token
+    seconds: float  # until the last answer was complete
+    answers: list[dict]
+
 
 def command(checkpoint: Path, port: int, steps: int = 3) -> list[str]:
-    """The README's command with N = `steps`, 0 for no speculation; the last line is for a checkpoint without a tokenizer."""
+    """The README's command with N = `steps`, 0 for no speculation, in the names of the installed release, for both sides alike.
+
+    The last line is for a checkpoint without a tokenizer. What follows overrides it: SGLang takes the last of an option.
+    """
     speculative = [
         "--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps),
         "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1),
     ]  # fmt: skip
     return [
         sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint),
-        "--attention-backend", "nsa", "--nsa-decode-backend", "fa3", "--kv-cache-dtype", "bfloat16",
+        *server_options.implementations("fa3"), "--kv-cache-dtype", "bfloat16",
         *(speculative if steps else ()), "--port", str(port),
         "--skip-tokenizer-init", "--grammar-backend", "none", "--mem-fraction-static", "0.3", "--max-running-requests", "32",
     ]  # fmt: skip
@@ -32,14 +50,23 @@ def command(checkpoint: Path, port: int, steps: int = 3) -> list[str]:
 
 def call(port: int, path: str, body: dict | None = None, timeout: float = 300) -> Any:
     """GET `path`, or POST `body` to it, and return what came back, as JSON where it is JSON."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=timeout) as response:
+    with _open(port, path, body, timeout) as response:
         text = response.read()
         return json.loads(text) if response.headers.get_content_type() == "application/json" and text else text
 
 
-def wait_until_ready(port: int, server: subprocess.Popen, seconds: float = 240) -> None:
+def _open(port: int, path: str, body: dict | None, timeout: float) -> HTTPResponse:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=timeout)
+
+
+def greedy(tokens: int) -> dict:
+    """Sampling parameters of exactly `tokens` new tokens."""
+    return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+
+
+def wait_until_ready(port: int, server: subprocess.Popen, seconds: float = 480) -> None:
     """Return when the server answers; raises RuntimeError where it ends first, TimeoutError where it takes too long."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -85,10 +112,28 @@ class Server:
 
     def generate(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[dict]]:
         """(seconds, answers) of one batch, greedy, exactly `tokens` new tokens each."""
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         started = time.perf_counter()
-        answers = call(self.port, "/generate", {"input_ids": prompts, "sampling_params": sampling})
+        answers = call(self.port, "/generate", {"input_ids": prompts, "sampling_params": greedy(tokens)})
         return time.perf_counter() - started, answers
+
+    def streamed(self, prompts: list[list[int]], tokens: int) -> Streamed:
+        """The same as a stream, which says when each prompt has its first token and nothing more until the end."""
+        sampling = greedy(tokens) | {"stream_interval": NEVER}
+        first, answers = {}, {}
+        started = time.perf_counter()
+        with _open(self.port, "/generate", {"input_ids": prompts, "sampling_params": sampling, "stream": True}, 300) as lines:
+            for line in lines:
+                if not line.startswith(b"data: {"):
+                    continue
+                now, event = time.perf_counter() - started, json.loads(line[len(b"data: ") :])
+                if "error" in event:
+                    raise RuntimeError(f"the server refused a batch: {event['error']}")
+                index = event.get("index", 0)
+                first.setdefault(index, now)
+                answers[index] = event
+        if len(answers) != len(prompts):
+            raise RuntimeError(f"the server answered {len(answers)} of {len(prompts)} prompts: its log says why")
+        return Streamed([first[i] for i in range(len(prompts))], now, [answers[i] for i in range(len(prompts))])
 
     def profiled(self, folder: Path, prompts: list[list[int]], tokens: int) -> list[dict]:
         """Answers of one batch, with a trace of it in `folder`."""

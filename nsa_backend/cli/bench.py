@@ -3,7 +3,9 @@
   metadata   what the metadata of one replay costs, beside three generations of SGLang's path
   attention  every implementation this GPU runs: time, distance from the floor, error, cost of our wrapper
   draft      a speculative round of real servers: time, time outside CUDA graphs, launches
-  serve      real servers over HTTP: tokens per second, time per output token, accept length, N draft steps and batches
+  serve      real servers over HTTP: tokens per second, time to first token and per token, accept length, by N, batch and length
+  profile    the kernels of one layer and of one forward of real servers: decode, verify, draft, draft-extend, prefill
+  memory     device memory of captured metadata
 
 Exits with 0 where everything was measured, 1 where the time bound left something out (the report names it), 2 on bad arguments.
 """
@@ -22,17 +24,20 @@ EXAMPLE = "python -m nsa_backend bench metadata --quick --out metadata.json"
 BENCHES = {
     "metadata": ("--steps", "--batch", "--length"),
     "attention": ("--batch", "--heads"),
-    "draft": ("--checkpoint", "--steps", "--batch", "--length"),
-    "serve": ("--checkpoint", "--steps", "--batch", "--length"),
+    "draft": ("--checkpoint", "--steps", "--batch", "--length", "--port"),
+    "serve": ("--checkpoint", "--steps", "--batch", "--length", "--port"),
+    "profile": ("--checkpoint", "--steps", "--batch", "--length", "--port"),
+    "memory": (),
 }
 """What to measure, and which of OPTIONS it takes; each is a module nsa_backend.benchmarks.bench_NAME."""
 
 OPTIONS = {
-    "--steps": "draft steps N (0 in serve: no speculation)",
+    "--steps": "draft steps N (0 in serve and profile: no speculation)",
     "--batch": "requests; query rows in attention",
-    "--length": "tokens of a request; of a prompt in draft and serve, where one value is taken",
+    "--length": "tokens of a request; of a prompt where there are servers",
     "--heads": "query heads on this GPU",
     "--checkpoint": "faithful, wide, or a folder; a real checkpoint must fit twice on the GPU",
+    "--port": "of the first server; runs at the same time need ports 2000 apart",
 }
 
 
@@ -45,13 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, text in OPTIONS.items():
         takers = ", ".join(name for name, taken in BENCHES.items() if option in taken)
         kind = str if option == "--checkpoint" else _count
-        parser.add_argument(option, type=kind, nargs="+", help=f"{text} ({takers})")
+        parser.add_argument(option, type=kind, nargs=None if option == "--port" else "+", help=f"{text} ({takers})")
 
 
 def run(args: argparse.Namespace) -> int:
     for option in OPTIONS:
         if getattr(args, option[2:]) is not None and option not in BENCHES[args.what]:
-            _fail(f"bench {args.what} does not take {option}: it takes {' '.join(BENCHES[args.what])}")
+            _fail(
+                f"bench {args.what} does not take {option}: it takes {' '.join(BENCHES[args.what]) or 'none of these options'}"
+            )
     import torch
 
     if not torch.cuda.is_available():

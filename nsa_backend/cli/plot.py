@@ -114,15 +114,16 @@ def metadata(report: dict[str, Any]) -> Figure:
 
 
 def serve(report: dict[str, Any]) -> Figure:
-    """Tokens per second by draft steps, a panel for each checkpoint and batch; a thin line spans least and most."""
+    """Tokens per second by draft steps, shortest prompts; a panel a checkpoint and batch; a thin line spans least and most."""
     from matplotlib.figure import Figure
 
-    keys = ("checkpoint", "batch", "steps")
-    checkpoints, batches, steps = (list(dict.fromkeys(r[key] for r in report["rows"])) for key in keys)
+    shortest = min(r["length"] for r in report["rows"])
+    rows = [r for r in report["rows"] if r["length"] == shortest]
+    checkpoints, batches, steps = (list(dict.fromkeys(r[key] for r in rows)) for key in ("checkpoint", "batch", "steps"))
     figure = Figure(figsize=(11, 2.6 * len(checkpoints)))
     grid = figure.subplots(len(checkpoints), len(batches), squeeze=False)
     for axis, (checkpoint, batch) in zip(grid.flat, product(checkpoints, batches), strict=True):
-        found = [r for r in report["rows"] if (r["checkpoint"], r["batch"]) == (checkpoint, batch)]
+        found = [r for r in rows if (r["checkpoint"], r["batch"]) == (checkpoint, batch)]
         for shift, (side, text) in zip((-0.2, 0.2), SERVERS.items(), strict=True):
             rates = [r[side]["tokens_per_s"] for r in found]
             middle = [rate["median"] for rate in rates]
@@ -134,7 +135,7 @@ def serve(report: dict[str, Any]) -> Figure:
     for row in grid:
         row[0].set_ylabel("tokens per second")
     grid[0][0].legend(frameon=False)
-    figure.suptitle(_where("Serving over HTTP, N draft steps", report))
+    figure.suptitle(_where(f"Serving over HTTP, N draft steps, prompts of {shortest} tokens", report))
     figure.tight_layout()
     return figure
 

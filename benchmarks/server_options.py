@@ -1,0 +1,109 @@
+"""Options of a server, by the names of the installed release: the one place where benchmarks and tests spell them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+from nsa_backend.releases import SUPPORTED, generation_of, installed
+
+CHUNK = 8192
+"""Tokens that SGLang prefills at once on a GPU of 60 to 160 GB unless told otherwise."""
+
+MEASURED_BATCHES = (1, 2, 4, 8, 16, 32)
+PAGE = 64
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a generation calls the options that differ."""
+
+    backend: str  # value of --attention-backend
+    decode: str
+    prefill: str
+    decode_graphs: str
+    prefill_graphs: str | None  # None: it captures no prefill of these models
+
+
+NAMES = {
+    "nsa": Names("nsa", "--nsa-decode-backend", "--nsa-prefill-backend", "--cuda-graph-bs", None),
+    "dsa": Names("dsa", "--dsa-decode-backend", "--dsa-prefill-backend", "--cuda-graph-bs-decode", "--cuda-graph-bs-prefill"),
+}
+"""By the adapter of `nsa_backend.releases`."""
+
+
+def names() -> Names:
+    """Those of the installed release; raises RuntimeError where it is not served."""
+    generation = generation_of(installed())
+    if generation is None:
+        raise RuntimeError(f"servers are started with SGLang {SUPPORTED}, and this is {installed()}")
+    return NAMES[generation.adapter]
+
+
+def implementations(decode: str, prefill: str | None = None) -> list[str]:
+    """Options that choose the sparse attention backend and its implementations."""
+    found = ["--attention-backend", names().backend, names().decode, decode]
+    return found if prefill is None else [*found, names().prefill, prefill]
+
+
+def decode_graphs(batches: Iterable[int] = MEASURED_BATCHES) -> list[str]:
+    """Capture decode, verify and draft graphs for `batches` alone."""
+    return [names().decode_graphs, *map(str, sorted(set(batches)))]
+
+
+def prefill_graphs(shapes: Iterable[tuple[int, int]]) -> list[str]:
+    """Capture only the prefill graphs that `shapes` of (requests, prompt tokens) run in on a server that captures them all."""
+    if names().prefill_graphs is None:
+        return []
+    sizes = {graph_tokens(chunk) for shape in shapes for page in (1, PAGE) for chunk in chunks(*shape, page)}
+    captured = {size for size in sizes if size <= largest_prefill_graph()} or {graph_tokens(1)}
+    return [names().prefill_graphs, *map(str, sorted(captured))]
+
+
+def largest_prefill_graph() -> int:
+    """Tokens of the largest prefill that a server captures by default; what is longer runs without a graph."""
+    return CHUNK if Version(installed()) >= Version("0.5.23") else 2048  # 0.5.17; the releases between were not looked at
+
+
+def chunks(requests: int, length: int, page: int = PAGE) -> list[int]:
+    """Tokens of each prefill of `requests` prompts that arrive together.
+
+    What a prompt takes of a chunk is rounded up to `page`, as SGLang does where it does not fill chunks exactly. A prompt
+    that a chunk has no room for is cut, and continues in the next one.
+    """
+    found, waiting = [], [length] * requests
+    while waiting:
+        room, tokens = CHUNK, 0
+        while waiting and room > 0:
+            taken = min(waiting[0], room)
+            tokens, room = tokens + taken, room - -(-taken // page) * page
+            waiting[0] -= taken
+            if waiting[0]:
+                break
+            waiting.pop(0)
+        found.append(tokens)
+    return found
+
+
+def graph_tokens(tokens: int) -> int:
+    """The size of the graph that a prefill of `tokens` runs in, of those that SGLang captures by default."""
+    step = next(
+        step for limit, step in ((32, 4), (256, 16), (512, 32), (1024, 64), (4096, 256), (CHUNK, 512)) if tokens <= limit
+    )
+    return -(-tokens // step) * step
+
+
+def pool(shapes: Iterable[tuple[int, int]], new_tokens: int) -> list[str]:
+    """Room for the largest of `shapes`, its new tokens and what SGLang holds back for more; no cache, so that prefills repeat.
+
+    Two servers start on one GPU at a time, and what one loads meanwhile counts against the other's share of memory: half is
+    enough for both.
+    """
+    tokens = max(requests * (length + new_tokens + 512) for requests, length in shapes) + 2 * CHUNK
+    most = max(requests for requests, _ in shapes)
+    return [
+        "--max-total-tokens", str(-(-tokens // PAGE) * PAGE), "--mem-fraction-static", "0.5", "--disable-radix-cache",
+        "--max-running-requests", str(max(32, most)),
+    ]  # fmt: skip

@@ -1,0 +1,161 @@
+"""A trace of SGLang's profiler as forwards: which kernels each replayed graph runs, what runs outside, what one layer is.
+
+Pure functions over the events of a trace. A graph's kernels carry the correlation of the call that launched it, so the replays
+of one graph are the launches that ran the same kernels as often.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+WRAPPERS = re.compile(r"(device_kernel|elementwise_kernel\w*|reduce_kernel|enable_sm\w+|gpu_kernel_impl\w*|kernel_wrapper\w*)$")
+"""Kernels whose first template argument that is a name says what they do."""
+
+
+INDEXER = re.compile(r"mqa_logits(?!_metadata)")
+"""What every captured layer runs and no graph of metadata does."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One kernel, copy or fill on the GPU, times in microseconds."""
+
+    name: str
+    begin: float
+    us: float
+    launch: int | None  # correlation of the graph launch that it belongs to; None outside graphs
+
+
+Replay = list[Op]
+"""The ops of one graph launch, in the order in which they began."""
+
+Kernels = dict[str, tuple[float, float]]
+"""By name, in the order of a forward: (launches, microseconds of all of them)."""
+
+
+def read_events(folder: Path) -> list[dict]:
+    """The events of the one trace in `folder`; raises RuntimeError where SGLang wrote none or several."""
+    found = list(folder.glob("*.trace.json.gz"))
+    if len(found) != 1:
+        raise RuntimeError(f"SGLang's profiler left {len(found)} traces in {folder} where one was asked for")
+    with gzip.open(found[0]) as stream:
+        return json.load(stream)["traceEvents"]
+
+
+def ops(events: Iterable[dict]) -> list[Op]:
+    """What ran on the GPU, by begin."""
+    events = list(events)
+    calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    launches = {e["args"]["correlation"] for e in calls if "GraphLaunch" in e["name"]}
+    found = []
+    for e in events:
+        if e.get("cat") in ON_DEVICE:
+            correlation = e["args"].get("correlation")
+            found.append(Op(short(e["name"]), e["ts"], e["dur"], correlation if correlation in launches else None))
+    return sorted(found, key=lambda op: op.begin)
+
+
+def short(name: str) -> str:
+    """A kernel's name without namespaces, template arguments and parameters; a wrapper's with what it wraps."""
+    name = re.sub(r"\(anonymous namespace\)|\{lambda[^}]*\}", "_", name.removeprefix("void ")).strip()
+    head, _, rest = re.match(r"([^<(]*)(<?)(.*)", name, re.DOTALL).groups()
+    base = head.strip().rsplit("::", 1)[-1]
+    inner = re.search(r"(?<![\w:])[A-Za-z_][\w:]*[<(,>: ]?.*", rest, re.DOTALL) if WRAPPERS.search(base) else None
+    return f"{base}<{short(inner.group())}>"[:90] if inner else base[:70]
+
+
+def replays(found: Iterable[Op]) -> dict[frozenset, list[Replay]]:
+    """The replays of each graph, in the order of first appearance, by its kernels and how often each runs."""
+    launches: dict[int, Replay] = defaultdict(list)
+    for op in found:
+        if op.launch is not None:
+            launches[op.launch].append(op)
+    by_graph: dict[frozenset, list[Replay]] = defaultdict(list)
+    for replay in launches.values():
+        by_graph[frozenset(Counter(op.name for op in replay).items())].append(replay)
+    return dict(by_graph)
+
+
+def captured_forwards(long: list[Op], one_token: list[Op], rounds: int) -> list[list[Replay]]:
+    """Replays of the graphs that every round of a generation launches, in the order in which a round launches them.
+
+    Args:
+        long: ops of a generation of many tokens.
+        one_token: those of a generation of one token from the same prompts, whose prefill graphs are the same.
+        rounds: of the generation of many tokens.
+
+    Returns:
+        N = 0: decode. Otherwise draft (where N > 1), verify, draft-extend. Graphs without a layer are left to `between`.
+    """
+    in_prefill = replays(one_token)
+    often = [r for graph, r in replays(long).items() if len(r) - len(in_prefill.get(graph, [])) >= 0.3 * rounds]
+    return [r for r in often if any(INDEXER.search(op.name) for op in r[0])]
+
+
+def outside(found: list[Op], forwards: list[list[Replay]]) -> list[Op]:
+    """Ops that are in none of the graphs that ran `forwards`."""
+    graphs = {frozenset(Counter(op.name for op in r[0]).items()) for r in forwards}
+    inside = {replay[0].launch for graph, r in replays(found).items() if graph in graphs for replay in r}
+    return [op for op in found if op.launch is None or op.launch not in inside]
+
+
+def between(long: list[Op], one_token: list[Op], rounds: int) -> Kernels:
+    """What a round runs outside its graphs: what `long` has beyond the prefill of `one_token`, both from `outside`."""
+    more = kernels([long])
+    for name, (launches, us) in kernels([one_token]).items():
+        if name in more:
+            more[name] = (more[name][0] - launches, more[name][1] - us)
+    return {name: (n / rounds, max(us, 0.0) / rounds) for name, (n, us) in more.items() if n >= 0.1 * rounds}
+
+
+def kernels(forwards: list[Replay]) -> Kernels:
+    """Launches and time by kernel, the median over `forwards` of the same kind."""
+    order = dict.fromkeys(op.name for replay in forwards for op in replay)
+    each = []
+    for replay in forwards:
+        sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+        for op in replay:
+            sums[op.name][0] += 1
+            sums[op.name][1] += op.us
+        each.append(sums)
+    found = {
+        name: tuple(statistics.median(sums[name][i] if name in sums else 0 for sums in each) for i in (0, 1)) for name in order
+    }
+    return {name: pair for name, pair in found.items() if pair[0]}
+
+
+def span_us(forwards: list[Replay]) -> float:
+    """Median time from the begin of the first to the end of the last op."""
+    return statistics.median(max(op.begin + op.us for op in r) - r[0].begin for r in forwards)
+
+
+def one_layer(forwards: list[Replay], layers: int, which: int) -> list[Replay]:
+    """Of each forward, the ops of one layer: one period of the kernel that runs once a layer and takes longest.
+
+    Args:
+        forwards: of the same kind.
+        layers: in a forward; with several models or chunks, all of them.
+        which: the layer, from 0 on; there is another one after it.
+
+    Returns:
+        Empty where fewer than two layers, or no kernel that runs once a layer, show no period.
+    """
+    found = []
+    for replay in forwards:
+        begins: dict[str, list[int]] = defaultdict(list)
+        for place, op in enumerate(replay):
+            begins[op.name].append(place)
+        once = {name: places for name, places in begins.items() if len(places) == layers}
+        if layers < 2 or not once:
+            return []
+        places = max(once.values(), key=lambda places: sum(replay[p].us for p in places))
+        found.append(replay[places[which] : places[which + 1]])
+    return found
