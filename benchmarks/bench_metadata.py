@@ -29,8 +29,8 @@ from nsa_backend.benchmarks.cells import Cell
 
 HBM_BYTES_PER_US = 4.3e6  # device copies on an H200, read and written bytes together
 LAUNCH_US = 1.3
-SHAPES = [(1, 4096), (8, 16384), (32, 32768), (64, 65536)]
-"""(requests, length) of the tables."""
+SHAPES = [(1, 4096), (8, 16384), (32, 32768), (64, 65536), (64, 131072)]
+"""(requests, length) of the tables; target_verify and draft_extend there have D = 4."""
 
 CENTRE = {"steps": 4, "batch": 32, "length": 32768}
 AXES = {

@@ -76,6 +76,8 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     ("arguments", "sentence"),
     [
         (["attention", "--length", "5"], "bench attention does not take --length: it takes --batch --heads"),
+        (["memory", "--steps", "5"], "bench memory does not take --steps: it takes none of"),
+        (["serve", "--port", "1", "2"], "unrecognized arguments: 2"),
         (["metadata", "--checkpoint", "x"], "bench metadata does not take --checkpoint"),
         (["metadata", "--minutes", "0"], "must be above 0"),
         (["metadata", "--steps", "-1"], "must be at least 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_backend.benchmarks import bench_draft, faithful_checkpoint, generation, servers
+from nsa_backend.benchmarks import bench_draft, bench_serve, faithful_checkpoint, generation, server_options, servers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,6 +32,7 @@ def test_a_sample_in_the_units_of_a_serving_engineer():
     assert one.round_ms == pytest.approx(10)
     assert one.tpot_ms == pytest.approx(4)
     assert one.tokens_per_s == pytest.approx(4 * 251 / 1.1)
+    assert one.ttft_ms == pytest.approx(100)
 
 
 def test_prompts_are_different_and_in_the_vocabulary():
@@ -59,23 +61,39 @@ def test_a_trace_is_read_by_graph(tmp_path):
     assert profile["synchronisations"] == 0.5
 
 
-def test_servers_run_the_command_of_the_readme():
+def test_servers_run_the_command_of_the_readme(monkeypatch):
+    """In the names of the first release, which every later one goes on taking with the plugin."""
     block = re.search(r"python -m sglang.launch_server(.*?)\n\n", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
     shown = re.findall(r"--[\w-]+(?: [\w.]+)?", block.replace("\\\n", " "))
-    made = " ".join(servers.command(Path("x"), 1))
+    made = []
+    for release in ("0.5.12.post1", "0.5.23"):
+        monkeypatch.setattr(server_options, "installed", lambda release=release: release)
+        made.append(" ".join(servers.command(Path("x"), 1)))
+        assert "speculative" not in " ".join(servers.command(Path("x"), 1, 0))
     for option in shown:
         if not option.startswith(("--model-path", "--tp-size")):
-            assert option in made, option
-    assert "speculative" not in " ".join(servers.command(Path("x"), 1, 0))
+            assert any(option in command for command in made), option
+    assert "--attention-backend dsa --dsa-decode-backend fa3" in made[1]
 
 
 FAKE_SERVER = """
-import http.server, json, os
+import http.server, json, os, time
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self): self.answer({})
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body.get("stream"): return self.stream(body)
         self.answer([{"disabled": os.environ["NSA_BACKEND_DISABLE"], "body": body} for _ in body["input_ids"]])
+    def stream(self, body):
+        self.send_response(200); self.send_header("Content-Type", "text/event-stream"); self.end_headers()
+        if body["sampling_params"]["max_new_tokens"] > 100:
+            self.event({"error": {"message": "too long"}}); return
+        for index in (1, 0): self.event({"index": index, "output_ids": [index]})
+        time.sleep(0.2)
+        for index in (0, 1): self.event({"index": index, "body": body})
+        self.wfile.write(b"data: [DONE]\\n\\n")
+    def event(self, data):
+        self.wfile.write(b"data: " + json.dumps(data).encode() + b"\\n\\n"); self.wfile.flush()
     def answer(self, data):
         self.send_response(200); self.send_header("Content-Type", "application/json"); self.end_headers()
         self.wfile.write(json.dumps(data).encode())
@@ -95,6 +113,21 @@ def test_a_server_is_asked_and_ended(monkeypatch, tmp_path, unused_port, backend
     assert answers[0]["body"]["input_ids"] == [[1, 2], [3]]
     assert answers[0]["body"]["sampling_params"] == {"temperature": 0, "max_new_tokens": 7, "ignore_eos": True}
     assert server._process.returncode is not None
+
+
+def test_a_stream_tells_first_tokens_from_the_end(monkeypatch, tmp_path, unused_port):
+    code = FAKE_SERVER.replace("PORT", str(unused_port))
+    monkeypatch.setattr(servers, "command", lambda *arguments: [sys.executable, "-c", code])
+    with servers.Server("ours", tmp_path, unused_port, 3, tmp_path / "log") as server:
+        server.wait()
+        found = server.streamed([[1], [2]], 7)
+        with pytest.raises(RuntimeError, match=r"refused a batch: .*too long"):
+            server.streamed([[1], [2]], 101)
+        with pytest.raises(RuntimeError, match="answered 2 of 3 prompts"):
+            server.streamed([[1], [2], [3]], 7)
+    assert 0 < max(found.first_seconds) <= found.seconds - 0.2
+    assert [a["index"] for a in found.answers] == [0, 1]
+    assert found.answers[0]["body"]["sampling_params"]["stream_interval"] == servers.NEVER
 
 
 @pytest.fixture
@@ -164,14 +197,49 @@ def test_servers_are_kept_until_another_checkpoint_or_n_is_asked_for(monkeypatch
     checkpoint = tmp_path / "tiny"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text("{}")
-    servers_ = generation.Servers(tmp_path, 100)
+    servers_ = generation.Servers(tmp_path, 100, [(8, 300)], 256)
     first = servers_.of(str(checkpoint), 3)
     assert servers_.of(str(checkpoint), 3) is first
-    assert events == [f"{doing} {who}" for doing in ("start", "wait") for who in ("ours tiny N=3 100", "builtin tiny N=3 200")]
+    assert events == [f"{doing} {who}" for doing in ("start", "wait") for who in ("ours tiny N=3 100", "builtin tiny N=3 150")]
     events.clear()
     servers_.of(str(checkpoint), 0)
-    assert [e for e in events if e.startswith("end")] == ["end builtin tiny N=3 200", "end ours tiny N=3 100"]
+    assert [e for e in events if e.startswith("end")] == ["end builtin tiny N=3 150", "end ours tiny N=3 100"]
     assert events[2].startswith("start ours tiny N=0")
     events.clear()
     servers_.close()
     assert len(events) == 2
+
+
+def serve_options(**given):
+    return argparse.Namespace(**({"steps": None, "batch": None, "length": None, "quick": False} | given))
+
+
+def test_serve_measures_the_whole_matrix_and_what_one_chooses():
+    every = bench_serve.shapes(serve_options())
+    assert sorted(every) == sorted([(b, n) for b in (1, 8, 32) for n in (300, 4096, 32768)] + [(1, 131072)])
+    assert every[-1] == (32, 32768)
+    assert bench_serve.shapes(serve_options(length=[131072], batch=[8])) == [(8, 131072)]
+    assert [bench_serve.repeats(b, n, False) for b, n in ((1, 300), (32, 4096), (32, 32768))] == [7, 5, 3]
+
+
+def test_a_cell_warms_up_with_a_batch_that_is_not_too_long(monkeypatch):
+    """And both sides answer in turns."""
+    asked = []
+
+    class Fake:
+        def __init__(self, name, seconds):
+            self.name, self.seconds = name, seconds
+
+        def streamed(self, prompts, tokens):
+            asked.append((self.name, len(prompts)))
+            answers = [answer([0, 0, 0, 64])] * len(prompts)
+            return servers.Streamed([0.1, *[0.5] * (len(prompts) - 1)], self.seconds, answers)
+
+    both = {"ours": Fake("ours", 1.5), "builtin": Fake("builtin", 2.5)}
+    found = generation.in_turns(both, 32, 32768, 257, 2)
+    assert asked == [("ours", 4), ("builtin", 4)] + [("ours", 32), ("builtin", 32)] * 2
+    row = bench_serve.summary(found["ours"]) | bench_serve.compared(found)
+    assert row["ttft_ms"]["median"] == 500
+    assert row["round_ms"] == {"median": 15.625, "min_max": [15.625, 15.625]}
+    assert row["speedup"] == pytest.approx(2.5 / 1.5, abs=1e-3)
+    assert row["ratio"] == {"ttft_ms": 1.0, "tpot_ms": 0.5, "round_ms": 0.5}
