@@ -19,10 +19,8 @@ $(VENV)/.ready: pyproject.toml
 demo: setup  ## decode speculatively on the CPU
 	$(BIN)/python -W ignore -m nsa_backend demo
 
-test: setup  ## everything that needs no GPU; kernels run through Triton's interpreter, in a process of their own
-	$(BIN)/python -m pytest -q tests/kernels
-	$(BIN)/python -m pytest -q tests/host
-	$(BIN)/python -m pytest -q tests/hosts
+test: setup  ## everything that needs no GPU; kernels run through Triton's interpreter
+	$(BIN)/python -m pytest -q
 
 test-hosts: $(HOSTS:%=.venv-hosts/%/.ready)  ## the same tests on each of these SGLang releases (9 to 11 GB and 3 to 4 minutes each, once)
 	for release in $(HOSTS); do echo "SGLang $$release"; .venv-hosts/$$release/bin/python -m pytest -q tests/hosts || exit 1; done

@@ -118,7 +118,7 @@ OUTSIDE = """
 import logging, sys, types
 import torch
 from nsa_backend import releases
-releases.version = lambda name: "0.6.0"
+releases.version = lambda name: "0.5.24"
 logging.basicConfig(level=logging.WARNING, format="%(name)s|%(message)s")
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -137,7 +137,7 @@ def test_a_release_outside_the_range_is_left_alone():
     )
     lines = [line for line in done.stderr.splitlines() if line.startswith("nsa_backend")]
     assert len(lines) == 1
-    assert "this is 0.6.0, SGLang's built-in backend serves" in lines[0]
+    assert "this is 0.5.24, SGLang's built-in backend serves" in lines[0]
     assert done.stdout.splitlines()[-3:] == [
         "hooks []",
         "host imported False",
