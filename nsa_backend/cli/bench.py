@@ -21,7 +21,7 @@ EXAMPLE = "python -m nsa_backend bench metadata --quick --out metadata.json"
 
 BENCHES = {
     "metadata": ("--steps", "--batch", "--length"),
-    "attention": ("--batch", "--heads"),
+    "attention": ("--batch", "--heads", "--section"),
     "draft": ("--checkpoint", "--steps", "--batch", "--length"),
     "serve": ("--checkpoint", "--steps", "--batch", "--length"),
 }
@@ -32,6 +32,7 @@ OPTIONS = {
     "--batch": "requests; query rows in attention",
     "--length": "tokens of a request; of a prompt in draft and serve, where one value is taken",
     "--heads": "query heads on this GPU",
+    "--section": "sections of the report: decode, wrapper, by_rows; sm90, which is measured on request alone",
     "--checkpoint": "faithful, wide, or a folder; a real checkpoint must fit twice on the GPU",
 }
 
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=_positive, default=15.0, help="bound on the run time; what does not fit is left out")
     for option, text in OPTIONS.items():
         takers = ", ".join(name for name, taken in BENCHES.items() if option in taken)
-        kind = str if option == "--checkpoint" else _count
+        kind = str if option in ("--checkpoint", "--section") else _count
         parser.add_argument(option, type=kind, nargs="+", help=f"{text} ({takers})")
 
 
