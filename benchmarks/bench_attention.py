@@ -1,7 +1,9 @@
 """Every attention implementation this GPU runs, by rows and heads: bare kernel, ours around it, SGLang's built-in around it.
 
 `decode` has the time of our forward_decode, its floor and its error against float32; `wrapper` puts the bare kernel call, our
-forward_decode and the built-in backend's side by side; `by_rows` has every row count from 1 to 512, twice, for auto_table.py.
+forward_decode and the built-in backend's side by side; `by_rows` has every row count from 1 to 512, twice, for auto_table.py;
+`sm90`, on request alone, compares kernels of the installed SGLang, served or not, in decode and prefill, with what each needs
+beside its call.
 Every call picks 2048 of a million tokens of its own, so that no KV is found in the L2 cache. Calls repeat inside a captured
 graph, variants interleaved; the KV write is left out everywhere, since both backends leave it to SGLang's pool.
 """
@@ -10,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import torch
-
+from nsa_backend.benchmarks import sm90
 from nsa_backend.benchmarks.attention_case import KV_DTYPES, MAX_ROWS, Case
-from nsa_backend.benchmarks.bench_common import captured_graph, print_table, start_host
+from nsa_backend.benchmarks.bench_common import captured_graph, interleaved, print_table, start_host
 from nsa_backend.benchmarks.cells import Cell
 
 HEADS = (8, 16, 32, 64, 128)
@@ -29,7 +29,7 @@ TOPK, QK_DIM, V_DIM = 2048, 576, 512
 
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
-    """Every KV dtype and head count; --heads and --batch (query rows) choose among them."""
+    """Every KV dtype and head count; --heads, --batch (query rows) and --section choose among them."""
     start_host()
     samples = 3 if options.quick else 9
     chosen_rows = options.batch or DECODE_ROWS
@@ -49,7 +49,18 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
                 found.append(Cell(f"{name}, wrapper", functools.partial(wrapper_rows, make, 3 * samples), "wrapper"))
             if kv == "bf16" and not options.quick:
                 found.append(Cell(f"{name}, 1 to {MAX_ROWS} rows", functools.partial(every_row_count, make, 5), "by_rows"))
-    return found
+    if not options.batch:
+        found += sm90.cells(options.heads, options.quick, samples)
+    return of_sections(found, options.section)
+
+
+def of_sections(found: list[Cell], wanted: list[str] | None) -> list[Cell]:
+    """The cells of the sections `wanted`, all but `sm90` where None; raises SystemExit where a section has none."""
+    known = list(dict.fromkeys(cell.section for cell in found))
+    for section in wanted or ():
+        if section not in known:
+            raise SystemExit(f"bench attention has no section {section} here: choose among {', '.join(known)}")
+    return [cell for cell in found if (cell.section in wanted if wanted else cell.section != "sm90")]
 
 
 def floor_us(heads: int, rows: int, bytes_per_token: int) -> float:
@@ -62,17 +73,7 @@ def timed(calls: dict[str, Callable[[int], object]], rows: int, samples: int) ->
     """Median microseconds of one call, and the least and the most, of each variant; one replay of each in turn."""
     repeats = max(4, -(-COLD_ROWS // rows))
     graphs = {name: captured_graph(lambda call=call: [call(i) for i in range(repeats)]) for name, call in calls.items()}
-    found = {name: [] for name in calls}
-    for sample in range(samples + 1):
-        for name, graph in graphs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if sample:  # the first warms up
-                found[name].append(1e3 * start.elapsed_time(end) / repeats)
-    return {name: (statistics.median(us), [min(us), max(us)]) for name, us in found.items()}
+    return interleaved({name: graph.replay for name, graph in graphs.items()}, repeats, samples)
 
 
 def decode_row(case: Case, rows: int, samples: int, with_error: bool) -> dict:
@@ -137,3 +138,4 @@ def show(report: dict) -> None:
         for r in wrapper
     ]
     print_table(columns, table)
+    sm90.show(report.get("sm90", []))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import statistics
 import subprocess
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 
@@ -56,6 +58,24 @@ def captured_graph(launch) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         launch()
     return graph
+
+
+def interleaved(replays: dict[str, Callable[[], object]], repeats: int, samples: int) -> dict[str, tuple[float, list[float]]]:
+    """Median microseconds of one call, and the least and the most, where each replay makes `repeats` calls.
+
+    The replays take turns, so that a clock that wanders meets all of them alike.
+    """
+    found = {name: [] for name in replays}
+    for sample in range(samples + 1):
+        for name, replay in replays.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            replay()
+            end.record()
+            end.synchronize()
+            if sample:  # the first warms up
+                found[name].append(1e3 * start.elapsed_time(end) / repeats)
+    return {name: (statistics.median(us), [min(us), max(us)]) for name, us in found.items()}
 
 
 def kernel_us(call, repeats: int) -> tuple[float, float]:

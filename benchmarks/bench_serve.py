@@ -50,6 +50,8 @@ def shapes(options: argparse.Namespace) -> list[tuple[int, int]]:
     lengths = options.length or (QUICK_LENGTHS if options.quick else LENGTHS)
     batches = QUICK_BATCHES if options.quick else BATCHES
     found = [(batch, length) for length in lengths for batch in options.batch or (batches if length < LONG else (1,))]
+    if options.prompt_tokens:
+        found = [(batch, length) for batch, length in found if batch * length <= options.prompt_tokens]
     return sorted(found, key=lambda shape: (shape[0] * shape[1], shape))
 
 

@@ -23,9 +23,9 @@ EXAMPLE = "python -m nsa_backend bench metadata --quick --out metadata.json"
 
 BENCHES = {
     "metadata": ("--steps", "--batch", "--length"),
-    "attention": ("--batch", "--heads"),
+    "attention": ("--batch", "--heads", "--section"),
     "draft": ("--checkpoint", "--steps", "--batch", "--length", "--port"),
-    "serve": ("--checkpoint", "--steps", "--batch", "--length", "--port"),
+    "serve": ("--checkpoint", "--steps", "--batch", "--length", "--prompt-tokens", "--port"),
     "profile": ("--checkpoint", "--steps", "--batch", "--length", "--port"),
     "memory": (),
 }
@@ -36,9 +36,14 @@ OPTIONS = {
     "--batch": "requests; query rows in attention",
     "--length": "tokens of a request; of a prompt where there are servers",
     "--heads": "query heads on this GPU",
+    "--section": "sections of the report: decode, wrapper, by_rows; sm90, which is measured on request alone",
     "--checkpoint": "faithful, wide, or a folder; a real checkpoint must fit twice on the GPU",
+    "--prompt-tokens": "most prompt tokens of a batch: a million take half a minute a sample",
     "--port": "of the first server; runs at the same time need ports 2000 apart",
 }
+
+SINGLE = ("--port", "--prompt-tokens")
+"""Those that take one value."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,13 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=_positive, default=15.0, help="bound on the run time; what does not fit is left out")
     for option, text in OPTIONS.items():
         takers = ", ".join(name for name, taken in BENCHES.items() if option in taken)
-        kind = str if option == "--checkpoint" else _count
-        parser.add_argument(option, type=kind, nargs=None if option == "--port" else "+", help=f"{text} ({takers})")
+        kind = str if option in ("--checkpoint", "--section") else _count
+        parser.add_argument(option, type=kind, nargs=None if option in SINGLE else "+", help=f"{text} ({takers})")
 
 
 def run(args: argparse.Namespace) -> int:
     for option in OPTIONS:
-        if getattr(args, option[2:]) is not None and option not in BENCHES[args.what]:
+        if getattr(args, option[2:].replace("-", "_")) is not None and option not in BENCHES[args.what]:
             _fail(
                 f"bench {args.what} does not take {option}: it takes {' '.join(BENCHES[args.what]) or 'none of these options'}"
             )

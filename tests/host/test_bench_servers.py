@@ -211,7 +211,7 @@ def test_servers_are_kept_until_another_checkpoint_or_n_is_asked_for(monkeypatch
 
 
 def serve_options(**given):
-    return argparse.Namespace(**({"steps": None, "batch": None, "length": None, "quick": False} | given))
+    return argparse.Namespace(**({"steps": None, "batch": None, "length": None, "prompt_tokens": None, "quick": False} | given))
 
 
 def test_serve_measures_the_whole_matrix_and_what_one_chooses():
