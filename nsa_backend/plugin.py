@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from nsa_backend import __version__
+from nsa_backend.old_options import keep_without_the_plugin
 from nsa_backend.releases import unsupported_host
 from nsa_backend.switches import check_switches, switch
 
@@ -13,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 def register() -> None:
     """Take over DeepSeek sparse attention, or say in one line why not and change nothing.
+
+    Switched off, it still keeps the options of older releases: the command line that chose this backend goes on working.
 
     SGLang's loader logs an exception and goes on with its built-in backend, so what must stop the server leaves as
     SystemExit: a bad value in one of our environment variables, and any reason not to serve under NSA_BACKEND_REQUIRED=1.
@@ -32,4 +35,6 @@ def register() -> None:
     elif required:
         raise SystemExit(f"nsa_backend {__version__} does not serve and NSA_BACKEND_REQUIRED=1: {reason}")
     else:
+        if disabled and unsupported_host() is None:
+            keep_without_the_plugin()
         logger.warning("nsa_backend %s: %s, SGLang's built-in backend serves", __version__, reason)

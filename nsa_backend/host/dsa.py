@@ -9,7 +9,6 @@ installed source offers, never by comparing versions.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import inspect
 from collections.abc import Callable
@@ -49,6 +48,7 @@ from nsa_backend.host.shared import (
     hook,
     register_under,
 )
+from nsa_backend.old_options import ADD_OPTIONS, add_aliases
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -77,8 +77,6 @@ __all__ = [
 BACKEND_NAMES = ("dsa", "nsa")
 DECODE_ATTRIBUTE, PREFILL_ATTRIBUTE = "dsa_decode_backend", "dsa_prefill_backend"
 DECODE_OPTION, PREFILL_OPTION = "--dsa-decode-backend", "--dsa-prefill-backend"
-ALIASES = {"--nsa-decode-backend": DECODE_ATTRIBUTE, "--nsa-prefill-backend": PREFILL_ATTRIBUTE}
-"""Options of older releases, which 0.5.20 dropped, to the attributes they set."""
 
 
 class BackendEntryPoints(AttentionBackend):
@@ -219,7 +217,7 @@ def take_over(ours: Takeover) -> None:
     hook(f"{FACTORY}._create_dsa_decode_backend", built(ours.create_multi_step_backend), HookType.REPLACE)
     hook(f"{FACTORY}._create_dsa_prefill_backend", built(ours.create_draft_extend_backend), HookType.REPLACE)
     hook(CHECK, ours.check_server_args, HookType.AROUND)
-    hook("sglang.srt.server_args.ServerArgs.add_cli_args", add_aliases, HookType.AROUND)
+    hook(ADD_OPTIONS, add_aliases, HookType.AROUND)
     register_under(BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves
 
 
@@ -228,21 +226,6 @@ def _factory_returns_a_name() -> bool:
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
     return "stamps_children" in inspect.signature(DraftBackendFactory._create_backend).parameters
-
-
-def add_aliases(original: Callable, parser: argparse.ArgumentParser) -> None:
-    """Around `ServerArgs.add_cli_args`: keep the options that a release dropped."""
-    original(parser)
-    for option, attribute in ALIASES.items():
-        if option not in parser._option_string_actions:
-            same = parser._option_string_actions["--" + attribute.replace("_", "-")]
-            parser.add_argument(
-                option,
-                dest=attribute,
-                choices=same.choices,
-                default=argparse.SUPPRESS,
-                help=f"the same as {same.option_strings[0]}",
-            )
 
 
 def prepare_draft_side(ours: Takeover) -> None:
