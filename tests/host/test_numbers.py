@@ -4,9 +4,10 @@ import pytest
 import rules_accept
 import rules_kernels
 import rules_serving
+import rules_today
 from quoted import PAGES, RULES, SETTINGS, named, unexplained
 
-MODULES = (rules_accept, rules_kernels, rules_serving)  # importing them registers their rules
+MODULES = (rules_accept, rules_kernels, rules_serving, rules_today)  # importing them registers their rules
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{'+'.join(rule.files)} {rule.says.__name__}")
