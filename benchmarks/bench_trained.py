@@ -140,7 +140,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--error", type=float, default=0.02, help="standard error of an accept length to reach")
     parser.add_argument("--requests", type=int, default=2048, help="most requests of one accept length")
     parser.add_argument("--minutes", type=float, default=20.0, help="bound on the run time, shared between the values of N")
-    parser.add_argument("--port", type=int, default=36000, help="the first of three ports, 50 apart")
+    parser.add_argument(
+        "--port", type=int, default=36000, help="of the first server; runs at the same time need ports 2000 apart"
+    )
     parser.add_argument("--logs", type=Path, default=None, help="folder for the servers' logs")
     args = parser.parse_args()
     if (args.run is None) == (args.merge is None):

@@ -31,7 +31,7 @@ def train_language(run: Run, optimizer_states: list[dict]) -> bool:
                 return False
             began = time.perf_counter()
             source = sources[settings.context_at(done)]
-            target, mtp = _step(run, source, rate(done, progress.step))
+            target, mtp = _step(run, source, rate(done, progress.step, settings.warmup_steps))
             seconds = time.perf_counter() - began
             progress.step += 1
             progress.tokens += settings.batch_tokens

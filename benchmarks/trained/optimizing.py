@@ -9,8 +9,7 @@ from torch import nn
 
 from nsa_backend.benchmarks.trained.model import TrainedModel
 
-MATRIX_LR, OTHER_LR, INDEXER_LR = 2e-3, 2e-3, 1e-3
-WARMUP_STEPS = 50
+MATRIX_LR, OTHER_LR, INDEXER_LR = 2e-3, 2e-3, 2e-3
 DECAY_FROM, LAST = 0.5, 0.02
 """Share of a stage after which the learning rate falls linearly, and what is left of it at the end."""
 
@@ -31,7 +30,7 @@ class Budget:
         return seconds / self.seconds if self.steps is None else steps / self.steps
 
 
-def rate(progress: float, step: int, warmup: int = WARMUP_STEPS) -> float:
+def rate(progress: float, step: int, warmup: int) -> float:
     """Factor of the learning rate: up within `warmup` steps, level, then down in a straight line."""
     down = 1 - (1 - LAST) * max(0.0, min(progress, 1.0) - DECAY_FROM) / (1 - DECAY_FROM)
     return min((step + 1) / warmup, 1.0) * down

@@ -36,6 +36,7 @@ class Settings:
     micro_tokens: int = 32768
     indexer_blocks: int = 4  # of long_context, a step
     indexer_rows: int = 256  # of each block, drawn anew in every step
+    warmup_steps: int = 50  # of the language stage
     mtp_weight: float = 0.3  # of the MTP layer's loss
     corpus_bytes: int = 500_000_000
 

@@ -21,12 +21,16 @@ SIDES = {
 """Side to the module that serves it and its NSA_BACKEND_DISABLE."""
 
 BATCHES = (1, 2, 4, 8, 16, 32)
+PREFILLS = (512, 1024, 2048, 4096, 8192)
+"""Tokens of the captured prefills, fewer than the release's own so that a server starts sooner."""
 START_SECONDS = 420.0
 
 
 def command(side: str, checkpoint: Path, port: int, steps: int) -> list[str]:
     """The same options for every side, spelled as the installed release spells them."""
-    graphs = "--cuda-graph-bs-decode" if "dsa" in host.BACKEND_NAMES else "--cuda-graph-bs"
+    graphs = ["--cuda-graph-bs", *map(str, BATCHES)]
+    if "dsa" in host.BACKEND_NAMES:
+        graphs = ["--cuda-graph-bs-decode", *map(str, BATCHES), "--cuda-graph-bs-prefill", *map(str, PREFILLS)]
     speculative = [
         "--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps),
         "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1),
@@ -37,7 +41,7 @@ def command(side: str, checkpoint: Path, port: int, steps: int) -> list[str]:
         "--kv-cache-dtype", "bfloat16", *(speculative if steps else ()),
         "--skip-tokenizer-init", "--grammar-backend", "none", "--disable-radix-cache", "--random-seed", "0",
         "--mem-fraction-static", "0.5", "--max-total-tokens", "163840", "--max-running-requests", str(BATCHES[-1]),
-        graphs, *map(str, BATCHES),
+        *graphs,
     ]  # fmt: skip
 
 
@@ -88,10 +92,10 @@ def started(stack: ExitStack, folder: Path, wanted: list[tuple[str, int]], port:
         raise FileNotFoundError(f"{checkpoint} has no config.json: run train_checkpoint until it says that it is ready")
     logs.mkdir(parents=True, exist_ok=True)
     servers = []
-    for number, (side, steps) in enumerate(wanted):
+    for number, (side, steps) in enumerate(wanted):  # ports from 100 above a server's on are SGLang's own
         time.sleep(3 * bool(number))  # each measures the free memory of the GPU when it starts
         log = logs / f"n{steps}-{side}.log"
-        servers.append(stack.enter_context(SideServer(side, checkpoint, port + 50 * number, steps, log)))
+        servers.append(stack.enter_context(SideServer(side, checkpoint, port + 24 * number, steps, log)))
     for server in servers:
         server.wait()
     return servers

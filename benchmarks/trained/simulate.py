@@ -32,9 +32,7 @@ def accepted(model: TrainedModel, prompt: list[int], output: list[int], steps: i
     """
     tokens = prompt + output
     if len(tokens) + steps > model.shape.index_topk:
-        raise ValueError(
-            f"{len(tokens)} tokens and {steps} drafts: with more than {model.shape.index_topk} selection matters too"
-        )
+        raise ValueError(f"{len(tokens)} tokens and {steps} drafts: beyond {model.shape.index_topk} the indexer selects")
     ids = torch.tensor([tokens], device=model.lm_head.weight.device)
     hidden = model.hidden(ids[:, :-1])
     base = model.mtp_hidden(ids[:, 1:], hidden)
