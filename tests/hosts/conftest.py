@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 import pytest
 
@@ -22,6 +23,10 @@ from nsa_backend import host  # noqa: E402
 
 collect_ignore_glob = [] if host.ADAPTER.__name__.endswith(".dsa") else ["test_dsa_*.py"]
 """What only that generation has is in files of its own, which are no skipped tests elsewhere."""
+if not hasattr(sys.modules.get("sglang.srt.runtime_context"), "_derived_widths"):
+    collect_ignore_glob.append(
+        "test_dsa_trained_checkpoint.py"
+    )  # SGLang's model classes are built as the newest release lets one
 
 
 @pytest.fixture

@@ -48,20 +48,15 @@ class DenseBackend:
 @pytest.fixture
 def parallel(monkeypatch):
     """What SGLang's layers ask of a process of one rank, and RoPE that needs no CUDA kernel."""
-    context = runtime_context.get_parallel()
-    if hasattr(runtime_context, "_derived_widths"):
-        unset = {}
-        for name in runtime_context._derived_widths():
-            if name.endswith("_rank"):
-                try:
-                    getattr(context, name)
-                except RuntimeError:
-                    unset[name] = 0
-        with context.override(**unset):
-            monkeypatch.setattr(rotary, "_is_cpu", True)
-            yield
-    else:
-        monkeypatch.setattr(rotary, "_is_cpu", True)
+    context, unset = runtime_context.get_parallel(), {}
+    for name in runtime_context._derived_widths():
+        if name.endswith("_rank"):
+            try:
+                getattr(context, name)
+            except RuntimeError:
+                unset[name] = 0
+    monkeypatch.setattr(rotary, "_is_cpu", True)
+    with context.override(**unset):
         yield
 
 
