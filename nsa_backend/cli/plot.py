@@ -11,6 +11,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nsa_backend.cli.plot_trained import trained
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -52,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
         source = args.results / f"{name}_h200.json"
+        if not source.exists() and name in OPTIONAL:
+            continue
         if not source.exists():
             raise SystemExit(f"{source} does not exist: pass the folder with the result files as --results")
         figure = draw(json.loads(source.read_text()))
@@ -145,5 +149,8 @@ def _where(title: str, report: dict[str, Any]) -> str:
     return f"{title} ({environment['gpu']}, SGLang {environment['packages']['sglang']}, {environment['date']})"
 
 
-FIGURES = {"serve": serve, "attention": attention, "metadata": metadata}
+FIGURES = {"serve": serve, "attention": attention, "metadata": metadata, "trained": trained}
 """Result file (without _h200.json) to the function that draws it."""
+
+OPTIONAL = {"trained"}
+"""Figures of runs that a folder with results may lack: a checkpoint has to be trained for them."""

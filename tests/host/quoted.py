@@ -30,6 +30,8 @@ SETTINGS = {
     "Apache-2.0": "a licence",
     "Python 3.11": "a version",
     "The aim was 2.5 us to 64 x 65536 and 3.5 to 64 x 131072": "an aim, not a measurement",
+    "and 0.3 of the MTP layer's": "a weight of the training loss",
+    "is below 0.02 (`--error`)": "an option of a command",
     "tile: 52 us": "of a kernel that is no more",
     "│ per-step lengths (ours) │ 0 │ 0 │ 0 │ 48 │ 4.00 of 4 │": "tests/hosts/test_whole_demo.py compares it",
     "│ one shared length │ 0 │ 62 │ 19 │ 3 │ 2.30 of 4 │": "the same",

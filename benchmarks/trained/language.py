@@ -1,0 +1,90 @@
+"""The language stage: next-token loss of the target and of the MTP layer, contexts of 2048 and then of 4096 tokens."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+
+from nsa_backend.benchmarks.trained.bar import Bar
+from nsa_backend.benchmarks.trained.model import TrainedModel, parameters_of
+from nsa_backend.benchmarks.trained.optimizing import language_optimizers, rate, step_all
+from nsa_backend.benchmarks.trained.run import Run, finite
+from nsa_backend.benchmarks.trained.tokens import Blocks
+
+LOG_EVERY = 10
+HELD_OUT_BLOCKS = 64
+
+
+def train_language(run: Run, optimizer_states: list[dict]) -> bool:
+    """Step until the budget is spent (True) or the run is to stop (False)."""
+    settings, progress = run.settings, run.progress
+    run.optimizers = language_optimizers(run.model)
+    for optimizer, state in zip(run.optimizers, optimizer_states, strict=False):
+        optimizer.load_state_dict(state)
+    sources = {n: Blocks(run.prepared.load("train"), n, settings.seed) for n in (settings.context, settings.long_context)}
+    met: set[int] = set()
+    with Bar("language") as bar:
+        while (done := settings.language.progress(progress.seconds, progress.step)) < 1:
+            if run.stop(progress.step):
+                return False
+            began = time.perf_counter()
+            source = sources[settings.context_at(done)]
+            target, mtp = _step(run, source, rate(done, progress.step, settings.warmup_steps))
+            seconds = time.perf_counter() - began
+            progress.step += 1
+            progress.tokens += settings.batch_tokens
+            if source.length in met or settings.language.steps is not None:
+                progress.seconds += seconds
+            else:
+                run.say(f"context {source.length}: the first step, with compilation, took {seconds:.1f} s")
+            met.add(source.length)
+            speed = settings.batch_tokens / seconds
+            bar.show(done, f"step {progress.step}  target {target:.3f}  MTP {mtp:.3f}  {speed / 1e3:.0f}K tokens/s")
+            if progress.step % LOG_EVERY == 1 or settings.language.steps is not None:
+                run.log.append(
+                    {"stage": "language", "step": progress.step, "tokens": progress.tokens, "context": source.length,
+                     "target": round(target, 4), "mtp": round(mtp, 4), "tokens_per_s": round(speed)}
+                )  # fmt: skip
+            if progress.step % (10 * LOG_EVERY) == 1:
+                run.say(f"step {progress.step}: target {target:.3f}, MTP {mtp:.3f}, {speed / 1e3:.0f}K tokens/s, {done:.0%}")
+            run.save_sometimes()
+    return True
+
+
+def _step(run: Run, source: Blocks, factor: float) -> tuple[float, float]:
+    """One optimizer step; (target's, MTP layer's) mean loss in nats."""
+    settings, model = run.settings, run.model
+    key = str(source.length)
+    device = model.lm_head.weight.device
+    sequences, micro = settings.batch_tokens // source.length, max(1, settings.micro_tokens // source.length)
+    total = torch.zeros(2, device=device)
+    for first in range(0, sequences, micro):
+        size = min(micro, sequences - first)
+        blocks = source.batch(run.progress.blocks.get(key, 0) + first, size).to(device)
+        losses = torch.stack(model.losses(blocks)) * (size / sequences)
+        (losses[0] + settings.mtp_weight * losses[1]).backward()
+        total += losses.detach()
+    run.progress.blocks[key] = run.progress.blocks.get(key, 0) + sequences
+    nn.utils.clip_grad_norm_(parameters_of(model)[0], 1.0)
+    step_all(run.optimizers, factor)
+    target, mtp = total.tolist()
+    return finite("the target's loss", target), finite("the MTP layer's loss", mtp)
+
+
+@torch.no_grad()
+def held_out(model: TrainedModel, blocks: Blocks, most: int = HELD_OUT_BLOCKS) -> dict:
+    """Losses on held-out text, and how often the MTP layer's best token is the target's best one for the same place."""
+    device = model.lm_head.weight.device
+    rows = []
+    with torch.compiler.set_stance("force_eager"):
+        for number in range(min(most, blocks.count)):
+            block = blocks.batch(number, 1).to(device)
+            hidden = model.hidden(block[:, :-2])
+            drafted = model.mtp_hidden(block[:, 1:-1], hidden)
+            losses = [model.head_loss(hidden, block[:, 1:-1]), model.head_loss(drafted, block[:, 2:])]
+            best, drafts = model.lm_head(hidden).argmax(-1), model.lm_head(drafted).argmax(-1)
+            rows.append([*map(float, losses), float((best[:, 1:] == drafts[:, :-1]).float().mean())])
+    target, mtp, agree = torch.tensor(rows).mean(0).tolist()
+    return {"target": round(target, 4), "mtp": round(mtp, 4), "drafts_equal_to_target": round(agree, 4)}

@@ -1,0 +1,100 @@
+"""What is measured of running servers: accept lengths until they are known well enough, and speed in turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from nsa_backend.benchmarks.generation import Sample, counted, spread
+from nsa_backend.benchmarks.trained.accept import statistics
+from nsa_backend.benchmarks.trained.serving import BATCHES, SideServer
+
+WAVE = BATCHES[-1]
+PAIRS_AT_LEAST = 4
+"""Waves of a cell before its standard error is believed."""
+
+Prompts = Callable[[int, int], list[list[int]]]
+"""(length, count) to prompts; the first ones are the same for every count."""
+
+
+@dataclass
+class AcceptCell:
+    """Accept lengths of all servers on the same prompts, one length and temperature."""
+
+    steps: int
+    length: int
+    temperature: float
+    histograms: dict[str, list[list[int]]] = field(default_factory=dict)  # by side, by request
+
+    @property
+    def requests(self) -> int:
+        return min(map(len, self.histograms.values()), default=0)
+
+    @property
+    def error(self) -> float:
+        """The largest standard error of a side; infinite before PAIRS_AT_LEAST waves."""
+        if self.requests < PAIRS_AT_LEAST * WAVE:
+            return float("inf")
+        return max(statistics(found)["standard_error"] for found in self.histograms.values())
+
+    def row(self, tokens: int) -> dict:
+        head = {"steps": self.steps, "length": self.length, "temperature": self.temperature, "tokens": tokens}
+        sides = {side: statistics(found) for side, found in self.histograms.items()}
+        return head | {"requests": self.requests} | sides
+
+
+def measure_accept(
+    servers: list[SideServer], cells: list[AcceptCell], prompts: Prompts, *, tokens: int, error: float, most: int,
+    deadline: float, keep: Callable[[], None], say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Wave after wave for the cell that is known worst, until all are within `error`, have `most` requests, or time is up.
+
+    Args:
+        servers: asked at the same time; what they accept does not depend on how fast they are.
+        cells: filled in place.
+        prompts: where they come from.
+        tokens: new ones a request.
+        error: standard error of the accept length to reach.
+        most: requests of a cell.
+        deadline: of time.monotonic(), for the start of a wave.
+        keep: called after every wave.
+        say: called with a line a wave.
+    """
+    with ThreadPoolExecutor(len(servers)) as pool:
+        while time.monotonic() < deadline:
+            open_cells = [c for c in cells if c.error > error and c.requests < most]
+            if not open_cells:
+                return
+            cell = min(open_cells, key=lambda c: (-c.error, c.requests))
+            asked = prompts(cell.length, cell.requests + WAVE)[-WAVE:]
+            answers = pool.map(lambda s: s.sampled(asked, tokens, cell.temperature), servers)  # noqa: B023
+            for server, found in zip(servers, answers, strict=True):
+                histograms = [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in found]
+                cell.histograms.setdefault(server.side, []).extend(histograms)
+            keep()
+            means = ", ".join(f"{side} {statistics(found)['accept']:.3f}" for side, found in cell.histograms.items())
+            say(f"N = {cell.steps}, {cell.length} tokens, T = {cell.temperature:g}: {cell.requests} requests, {means}")
+
+
+def measure_speed(servers: list[SideServer], batch: int, prompts: Prompts, *, length: int, tokens: int, repeats: int) -> dict:
+    """A row: greedy generations of one batch, server after server on the same prompts, other prompts in every repeat."""
+    found: dict[str, list[Sample]] = {server.side: [] for server in servers}
+    for repeat in range(repeats + 1):
+        asked = prompts(length, batch * (repeat + 1))[-batch:]
+        for server in servers:
+            first = server.generate(asked, 1)[0]
+            seconds, answers = server.generate(asked, tokens)
+            rounds, accept = counted(answers, tokens)
+            if repeat:  # the first one warms up
+                found[server.side].append(Sample(seconds, first, tokens, batch, rounds, accept))
+    row = {"steps": servers[0].steps, "batch": batch, "length": length, "tokens": tokens}
+    for side, samples in found.items():
+        row[side] = {
+            "tokens_per_s": round(sum(s.batch * s.tokens for s in samples) / sum(s.seconds for s in samples), 1),
+            "tokens_per_s_spread": spread([s.tokens_per_s for s in samples], 1),
+            "tpot_ms": spread([s.tpot_ms for s in samples]),
+            "accept": spread([s.accept for s in samples]),
+        }
+    return row

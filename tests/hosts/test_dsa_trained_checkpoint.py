@@ -1,0 +1,141 @@
+"""The trainer's forward against SGLang's own model classes, on the CPU in float32, from the checkpoint that the trainer writes.
+
+SGLang loads it by its own loader and computes all but the attention over the KV cache, which is plain dense attention here.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from sglang.srt import runtime_context
+from sglang.srt.layers.attention.dsa import dsa_indexer
+from sglang.srt.layers.rotary_embedding import base as rotary
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+from sglang.srt.models.deepseek_nextn import DeepseekV3ForCausalLMNextN
+from sglang.srt.models.deepseek_v2 import DeepseekV32ForCausalLM
+from sglang.srt.utils.hf_transformers_utils import get_config
+
+from nsa_backend.benchmarks.trained import export
+from nsa_backend.benchmarks.trained.model import TrainedModel
+from nsa_backend.benchmarks.trained.shape import SHAPES
+
+TOKENS = 48
+
+
+class DenseBackend:
+    """Dense causal attention over the keys and values of this forward."""
+
+    prefill_attention_backend_str = decode_attention_backend_str = "dense"
+
+    def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None, **options):
+        heads, rows = layer.tp_q_head_num, k.shape[0]
+        if q_rope is not None:  # absorbed: latent and RoPE parts apart
+            q, k = torch.cat([q.view(rows, heads, -1), q_rope], -1), torch.cat([k, k_rope], -1)
+        q, k, v = (x.reshape(rows, n, -1).transpose(0, 1)[None] for x, n in ((q, heads), (k, layer.tp_k_head_num),
+                                                                           (v, layer.tp_v_head_num)))  # fmt: skip
+        k, v = k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scaling)
+        return out[0].transpose(0, 1).reshape(rows, -1)
+
+
+@pytest.fixture
+def parallel(monkeypatch):
+    """What SGLang's layers ask of a process of one rank, and RoPE that needs no CUDA kernel."""
+    context, unset = runtime_context.get_parallel(), {}
+    for name in runtime_context._derived_widths():
+        if name.endswith("_rank"):
+            try:
+                getattr(context, name)
+            except RuntimeError:
+                unset[name] = 0
+    monkeypatch.setattr(rotary, "_is_cpu", True)
+    with context.override(**unset):
+        yield
+
+
+@pytest.fixture
+def models(tmp_path, parallel):
+    """(the trainer's model, SGLang's target, SGLang's MTP model), all with the weights of one checkpoint."""
+    trained = TrainedModel(SHAPES["tiny"], torch.float32)
+    trained.initialize(3)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # far from what initialization makes indistinguishable
+        for parameter in trained.parameters():
+            if parameter.ndim > 1:
+                parameter *= 5
+            else:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    folder = export.write(trained, tmp_path)
+    config = get_config(str(folder), trust_remote_code=False)
+    target, draft = DeepseekV32ForCausalLM(config), DeepseekV3ForCausalLMNextN(config)
+    for model in (target, draft):
+        for parameter in model.parameters():
+            parameter.data.fill_(float("nan"))
+        model.load_weights(iter(load_file(str(folder / "model.safetensors")).items()))
+    draft.model.embed_tokens.weight, draft.lm_head.weight = target.model.embed_tokens.weight, target.lm_head.weight
+    return export.load(folder, "cpu", torch.float32), target, draft
+
+
+def forward(
+    model, ids: torch.Tensor, monkeypatch, method: AttnForwardMethod, hidden: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Hidden states after the final norm [tokens, hidden], by SGLang's classes."""
+    monkeypatch.setitem(AttentionBackendRegistry._handlers, "dense", lambda attention, batch: method)
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.should_run_indexer = lambda *a, **k: False  # selects nothing
+            module._set_mla_kv_buffer = lambda *a, **k: None
+    n = len(ids)
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND, batch_size=1, input_ids=ids, req_pool_indices=torch.zeros(1).long(),
+        seq_lens=torch.tensor([n]), out_cache_loc=torch.arange(n), seq_lens_sum=n, positions=torch.arange(n),
+        extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=[n],
+    )  # fmt: skip
+    batch.mha_one_shot = False
+    batch.spec_info = SimpleNamespace(hidden_states=hidden, dsa_topk_indices=None, dsa_seed_topk_capture=None)
+    with torch.no_grad(), forward_context(ForwardContext(attn_backend=DenseBackend())):
+        return model.model(ids, torch.arange(n), batch)
+
+
+def test_every_weight_is_loaded(models):
+    _, target, draft = models
+    for model in (target, draft):
+        assert [name for name, value in model.named_parameters() if not torch.isfinite(value).all()] == []
+
+
+@pytest.mark.parametrize("method", [AttnForwardMethod.MHA, AttnForwardMethod.MLA], ids=["prefill", "absorbed"])
+def test_target_and_mtp_layer_compute_what_sglang_computes(models, monkeypatch, method):
+    trained, target, draft = models
+    ids = torch.randint(0, trained.shape.vocab, (TOKENS + 1,), generator=torch.Generator().manual_seed(5))
+    ours = trained.hidden(ids[None, :-1])
+    theirs = forward(target, ids[:-1], monkeypatch, method)
+    torch.testing.assert_close(ours[0], theirs, atol=2e-5, rtol=2e-5)
+    drafted = forward(draft, ids[1:], monkeypatch, method, hidden=theirs)
+    torch.testing.assert_close(trained.mtp_hidden(ids[None, 1:], ours)[0], drafted, atol=2e-5, rtol=2e-5)
+
+
+def test_index_scores_are_what_sglang_computes(models, monkeypatch):
+    """But for the Hadamard rotation of both sides, which changes no product, and FP8."""
+    trained, target, draft = models
+    monkeypatch.setattr(dsa_indexer, "rotate_activation", lambda x: x)
+    generator, rows = torch.Generator().manual_seed(6), torch.arange(TOKENS)
+    for attention, layer in (
+        (target.model.layers[1].self_attn, trained.layers[1]),
+        (draft.model.decoder.self_attn, trained.mtp),
+    ):
+        x = torch.randn(TOKENS, trained.shape.hidden, generator=generator).bfloat16().float()
+        latent = layer.self_attn.q_a_layernorm(layer.self_attn.q_a_proj(x))
+        theirs = attention.indexer
+        with torch.no_grad():
+            q, k, *_ = theirs._get_q_k_bf16(latent, x, rows, False, SimpleNamespace(attn_cp_metadata=None))
+            gates = (x @ theirs.weights_proj.weight.float().T) * theirs.n_heads**-0.5 * theirs.softmax_scale
+            expected = torch.einsum("qhk,qh->qk", F.relu(torch.einsum("qhd,kd->qhk", q, k)), gates)
+        scores = layer.self_attn.indexer.scores(x[None], latent[None], trained.rope(TOKENS), rows)[0]
+        torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
