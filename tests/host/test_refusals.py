@@ -19,7 +19,9 @@ def server_args(**changed) -> SimpleNamespace:
     values = {f.name: None if f.default is MISSING else f.default for f in fields(ServerArgs)}
     values |= {"device": "cuda", "page_size": 64, "kv_cache_dtype": "bfloat16", "attention_backend": "nsa"}
     values |= {"nsa_decode_backend": "fa3", "nsa_prefill_backend": "flashmla_sparse"}
-    return SimpleNamespace(**values | changed, get_attention_backends=lambda: ("nsa", "nsa"))
+    model = SimpleNamespace(hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=2048))
+    methods = {"get_attention_backends": lambda: ("nsa", "nsa"), "get_model_config": lambda: model}
+    return SimpleNamespace(**values | changed, **methods)
 
 
 def test_a_default_server_is_served():
