@@ -46,9 +46,9 @@ class Request:
         root = None if hasattr(cache, "lock") else cache.root_node
         kv = SimpleNamespace(req_pool_idx=row, cache_protected_len=0, cache_inserted_len=0)
         self.req = SimpleNamespace(
-            rid=str(row), session=None, req_pool_idx=row, kv=kv, fill_ids=ids, get_fill_ids=lambda: ids,
-            full_untruncated_fill_ids=ids, origin_input_ids=ids, extra_key=None, cache_salt=None, cache_protected_len=0, last_node=root, prefix_indices=None,
-            priority=0, session_id=None, kv_rotation_base=None, finished=lambda: False, lock=None, swa_uuid_for_lock=None,
+            rid=str(row), req_pool_idx=row, kv=kv, fill_ids=ids, get_fill_ids=lambda: ids, full_untruncated_fill_ids=ids,
+            origin_input_ids=ids, extra_key=None, cache_salt=None, cache_protected_len=0, last_node=root, prefix_indices=None,
+            priority=0, session=None, session_id=None, kv_rotation_base=None, finished=lambda: False, lock=None,
         )  # fmt: skip
         self.kv = {slot: tuple(tokens[: column + 2]) for column, slot in enumerate(slots.tolist())}
 
