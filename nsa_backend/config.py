@@ -9,11 +9,9 @@ import torch
 from nsa_backend import host
 from nsa_backend.attention import build_attention
 from nsa_backend.attention.common import AttentionConfig, SparseAttention
+from nsa_backend.model_check import check_model
 from nsa_backend.plan import PAGE_SIZE
 from nsa_backend.switches import switch
-
-GPU_INDEX_TOPK = 2048
-"""The only top-k that sgl-kernel's fast_topk kernels are built for."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +32,8 @@ class BackendConfig:
     def from_runner(cls, runner: host.ModelRunner) -> BackendConfig:
         """Read and check; raises ValueError with one sentence where the model or the GPU cannot be served."""
         settings, hf_config = host.settings(runner), runner.model_config.hf_config
-        if not host.is_sparse_model(hf_config):
-            raise ValueError(
-                f"--attention-backend {host.BACKEND_NAMES[0]} serves models with an index_topk (DeepSeek-V3.2 and its kin), "
-                f"and {hf_config.architectures[0]} has none: choose another --attention-backend"
-            )
-        problem = host.model_problem(hf_config, speculative=bool(settings.num_steps))
-        if problem:
-            raise ValueError(f"nsa_backend does not serve {hf_config.architectures[0]}: {problem}; {host.WAY_BACK}")
+        device = torch.device(runner.device)
+        check_model(hf_config, speculative=bool(settings.num_steps), on_gpu=device.type == "cuda")
         if runner.page_size != PAGE_SIZE:
             raise ValueError(f"nsa_backend does not serve --page-size {runner.page_size}: pass --page-size {PAGE_SIZE}")
         table_width = runner.req_to_token_pool.req_to_token.shape[1]
@@ -50,10 +42,8 @@ class BackendConfig:
                 f"--context-length {runner.model_config.context_len} is beyond the {table_width} tokens that a row of SGLang's "
                 "request-to-token pool holds: lower --context-length"
             )
-        device = torch.device(runner.device)
-        index_topk = host.index_topk(hf_config)
         if device.type == "cuda":
-            _check_indexer(index_topk)
+            _check_indexer()
         kv_cache_dtype = runner.token_to_kv_pool.dtype
         decode = "auto" if switch("NSA_BACKEND_AUTO_DECODE") else settings.decode
         prefill = _prefill_impl(settings.prefill, kv_cache_dtype)
@@ -62,7 +52,7 @@ class BackendConfig:
                 device_sm=host.device_sm(device),
                 num_heads=runner.model_config.num_attention_heads // host.attention_tp_size(),
                 kv_cache_dtype=kv_cache_dtype,
-                index_topk=index_topk,
+                index_topk=host.index_topk(hf_config),
                 device=device,
                 device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
                 page_size=runner.page_size,
@@ -92,13 +82,8 @@ class BackendConfig:
         return build_attention(self.prefill_impl, f"{host.PREFILL_OPTION} {self.prefill_impl}", config)
 
 
-def _check_indexer(index_topk: int) -> None:
-    """The indexer's kernels: DeepGEMM's logits and sgl-kernel's top-k."""
-    if index_topk != GPU_INDEX_TOPK:
-        raise ValueError(
-            f"this model keeps index_topk = {index_topk} tokens and sgl-kernel's top-k is built for {GPU_INDEX_TOPK}: "
-            "only models with that top-k can be served on a GPU"
-        )
+def _check_indexer() -> None:
+    """The packages of the indexer's kernels: DeepGEMM's logits and sgl-kernel's top-k."""
     problems = (host.package_problem("sglang-kernel"), host.package_problem("sgl-deep-gemm"))
     if any(problems):
         raise ValueError(". ".join(filter(None, problems)))

@@ -23,11 +23,18 @@ class Rule:
     everywhere: bool = True  # whether every release of the generation has the option
 
     def refusal(self, server_args: host.ServerArgs) -> str | None:
-        value = getattr(server_args, self.attribute) if self.everywhere else getattr(server_args, self.attribute, None)
+        value = getattr(server_args, self.attribute) if self.everywhere else _nested(server_args, self.attribute)
         if self.accepts(value):
             return None
         shown = self.option if value is True else f"{self.option} {value}"
         return f"nsa_backend does not serve {shown}: {self.advice}, or {host.WAY_BACK}"
+
+
+def _nested(server_args: host.ServerArgs, path: str) -> Any:
+    """What a dotted path leads to; None where a release has no such attribute."""
+    for name in path.split("."):
+        server_args = getattr(server_args, name, None)
+    return server_args
 
 
 def _one_of(*values: Any) -> Callable[[Any], bool]:

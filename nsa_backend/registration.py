@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from nsa_backend import host
 from nsa_backend.backend import NativeSparseAttnBackend
+from nsa_backend.model_check import check_models
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.refusals import refuse_unsupported
+from nsa_backend.required import check_built, check_names
+from nsa_backend.switches import switch
 
 
 def take_over() -> None:
     """Register everything; raises RuntimeError where SGLang did not take a hook."""
     host.take_over(OURS)
+    if switch("NSA_BACKEND_REQUIRED"):
+        host.watch_backends(partial(check_built, ours=(NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend)))
 
 
 def create_backend(runner: host.ModelRunner) -> NativeSparseAttnBackend:
@@ -36,10 +42,23 @@ def create_draft_extend_backend(factory: host.DraftBackendFactory) -> NativeSpar
 
 
 def check_server_args(original: Callable, server_args: host.ServerArgs) -> None:
-    """Stop the server in its main process, before any GPU work, for what the plugin does not serve."""
+    """Stop the server in its main process, before any GPU work or weights, for what the plugin does not serve."""
     original(server_args)
-    if not set(host.BACKEND_NAMES).isdisjoint(host.served_backends(server_args)):
+    names = _backend_names(server_args)
+    if switch("NSA_BACKEND_REQUIRED"):
+        check_names(names, create_backend)
+    if not set(host.BACKEND_NAMES).isdisjoint((names["prefill"], names["decode"])):
+        check_models(server_args, names)  # first: SGLang fills other defaults in for a model that is not sparse
         refuse_unsupported(server_args)
+
+
+def _backend_names(server_args: host.ServerArgs) -> dict[str, str | None]:
+    """By part of the server, the attention backend that options name; drafts only where there are some."""
+    args = host.resolved(server_args)
+    names = dict(zip(("prefill", "decode"), host.served_backends(server_args), strict=True))
+    if args.speculative_algorithm:
+        names["drafts"] = args.speculative_draft_attention_backend or names["decode"]
+    return names
 
 
 def _prepare_draft_side() -> None:

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from nsa_backend.host.shared import *  # noqa: F403
+from nsa_backend.host.startup import draft_config, target_config, watch_backends
 from nsa_backend.releases import GENERATIONS, SUPPORTED, generation_of, installed
 
 if TYPE_CHECKING:
@@ -66,4 +67,4 @@ if _generation is None:
 ADAPTER = import_module(f"nsa_backend.host.{_generation.adapter}")
 globals().update({name: getattr(ADAPTER, name) for name in ADAPTER_NAMES})
 
-__all__ = ["ADAPTER", "ADAPTER_NAMES", "GENERATIONS", *ADAPTER_NAMES]
+__all__ = ["ADAPTER", "ADAPTER_NAMES", "GENERATIONS", "draft_config", "target_config", "watch_backends", *ADAPTER_NAMES]

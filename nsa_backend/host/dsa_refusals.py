@@ -20,12 +20,14 @@ REFUSED_OPTIONS = {
 """Attributes of ServerArgs to options that this generation alone has and that must be off; a release need not have all."""
 
 REFUSED_VALUES = {
+    # Its metadata launch would be captured too, and rows of a prefill are expanded by torch, outside of any graph.
+    "cuda_graph_config.prefill.backend": ("--cuda-graph-backend-prefill", (None, "disabled", "tc_piecewise", "breakable")),
     "dcp_size": ("--dcp-size", (None, 1)),
     "dsa_topk_backend": ("--dsa-topk-backend", (None, "sgl-kernel")),
     "speculative_dsa_topk_backend": ("--speculative-dsa-topk-backend", (None, "sgl-kernel")),
     "dsa_paged_mqa_logits_backend": ("--dsa-paged-mqa-logits-backend", (None, "auto", "deepgemm")),
 }
-"""Attributes to the option and the values that are served."""
+"""Attributes, dotted where they are nested, to the option and the values that are served."""
 
 REFUSED_ENVIRONMENT = {
     "SGLANG_EAGER_INPUT_NO_COPY": "draft steps would hand strided locations to a KV writer that reads them as if dense",

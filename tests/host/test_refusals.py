@@ -17,9 +17,15 @@ DECODE, PREFILL = host.DECODE_ATTRIBUTE, host.PREFILL_ATTRIBUTE
 def server_args(**changed) -> SimpleNamespace:
     """What a DeepSeek-V3.2 server on Hopper has resolved; tests/hosts/test_refused.py lets each release resolve its own."""
     values = {rule.attribute: False for rule in RULES if rule.everywhere}
-    values |= {"speculative_algorithm": None, "speculative_eagle_topk": None, "attention_backend": host.BACKEND_NAMES[0]}
+    values |= {
+        "speculative_algorithm": None,
+        "speculative_eagle_topk": None,
+        "speculative_num_steps": None,
+        "attention_backend": host.BACKEND_NAMES[0],
+    }
     values |= {"device": "cuda", "page_size": 64, "kv_cache_dtype": "bfloat16", DECODE: "fa3", PREFILL: "flashmla_sparse"}
-    return SimpleNamespace(**values | changed)
+    model = SimpleNamespace(hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=2048))
+    return SimpleNamespace(**values | changed, get_model_config=lambda: model)
 
 
 @pytest.fixture(autouse=True)

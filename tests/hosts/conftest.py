@@ -76,3 +76,19 @@ def resolve(parse, monkeypatch):
         return server_args
 
     return resolved
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Returns a function of dropped and changed fields that writes a small V3.2 config and gives its folder."""
+
+    def write(name: str, drop: str = "-", **changed) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        from nsa_backend.benchmarks.faithful_checkpoint import SHAPES, config
+
+        fields = {field: value for field, value in config(SHAPES["faithful"]).items() if not field.startswith(drop)}
+        (folder / "config.json").write_text(json.dumps(fields | changed))
+        return str(folder)
+
+    return write

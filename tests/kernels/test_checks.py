@@ -71,7 +71,7 @@ def test_stride_of_a_vector(name, stride):
 def test_device_of_a_vector(name):
     call = arguments(ragged=True)
     call[name] = torch.ones(3, dtype=torch.int64, device="meta")
-    with pytest.raises(ValueError, match=rf"{name} is on meta and the metadata buffers on cpu"):
+    with pytest.raises(ValueError, match=rf"{name} is on meta and the metadata on cpu"):
         metadata.write_metadata(**call)
 
 
