@@ -26,7 +26,7 @@ SHAPES = [(1, 4096), (8, 16384), (32, 32768), (64, 65536)]
 
 def launcher(plan: plans.MetadataPlan, length: int, num_sms: int = 132):
     bs = plan.num_requests
-    buffers = MetadataBuffers.allocate(plan, table_width=length + 64, num_sms=num_sms, device="cuda")
+    buffers = MetadataBuffers.allocate(plan, table_width=length + 64, num_sms=num_sms, device="cuda", wide=True, planned=False)
     req_to_token = torch.randint(0, 2**20, (bs + 1, length + 73), dtype=torch.int32, device="cuda")
     seq_lens = (length - torch.arange(bs, device="cuda") % 50).to(torch.int32)
     slots = torch.randperm(bs, device="cuda") + 1

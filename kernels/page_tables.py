@@ -1,4 +1,4 @@
-"""Device functions that copy the page tables of one request from the request-to-token pool."""
+"""Device functions that copy page tables, and slots in ragged order, from the request-to-token pool."""
 
 from __future__ import annotations
 
@@ -61,3 +61,37 @@ def copy_page_tables(
             tl.store(target_ptr + column, tl.load(source_ptr + column, mask=mask), mask=mask)
         for row in range(row_begin, row_end):
             tl.store(real_page_table_ptr + row * real_page_table_stride + page, page_slot // PAGE, mask=page_mask)
+
+
+@triton.jit
+def write_request_pages(
+    seq_lens_ptr, pool_ptr, req_to_token_ptr, pool_stride, table_ptr, request, block, pages,
+    PAGE: tl.constexpr, PAGE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    page = block * PAGE_BLOCK + tl.arange(0, PAGE_BLOCK)
+    tokens = tl.load(seq_lens_ptr + request).to(tl.int32)
+    source = req_to_token_ptr + tl.load(pool_ptr + request).to(tl.int64) * pool_stride
+    slot = tl.load(source + page * PAGE, mask=page * PAGE < tokens, other=0)
+    tl.store(table_ptr + request.to(tl.int64) * pages + page, slot // PAGE, mask=page < pages)
+
+
+@triton.jit
+def write_flattened_slots(
+    seq_lens_ptr, pool_ptr, req_to_token_ptr, pool_stride, slots_ptr, block, num_requests, flattened,
+    BLOCK: tl.constexpr, REQUEST_BLOCK: tl.constexpr,
+):  # fmt: skip
+    key = block * BLOCK + tl.arange(0, BLOCK)
+    mask = key < flattened
+    request = tl.zeros_like(key)
+    begin = tl.zeros_like(key)
+    carry = 0
+    for start in range(0, num_requests, REQUEST_BLOCK):
+        r = start + tl.arange(0, REQUEST_BLOCK)
+        real = r < num_requests
+        tokens = tl.load(seq_lens_ptr + r, mask=real, other=0).to(tl.int32)
+        passed = real[None, :] & ((carry + tl.cumsum(tokens, 0))[None, :] <= key[:, None])
+        request += tl.sum(passed.to(tl.int32), 1)
+        begin += tl.sum(tl.where(passed, tokens[None, :], 0), 1)
+        carry += tl.sum(tokens, 0)
+    source = tl.load(pool_ptr + request, mask=mask, other=0).to(tl.int64) * pool_stride
+    tl.store(slots_ptr + key, tl.load(req_to_token_ptr + source + key - begin, mask=mask, other=0), mask=mask)

@@ -10,69 +10,18 @@ program waits for another one. All fields lie in one tensor, whose layout `Prefi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from nsa_backend.kernels.checks import check_device, check_pool, check_vector
+from nsa_backend.kernels.page_tables import write_flattened_slots, write_request_pages
+from nsa_backend.kernels.prefill_fields import REQUEST_FIELDS, ROW_FIELDS, PrefillFields, aligned
 from nsa_backend.plan import PAGE_SIZE
 
 BLOCK = 64  # rows or flattened slots of a program
 REQUEST_BLOCK = 64
 PAGE_BLOCK = 256
-ROW_FIELDS = 7
-REQUEST_FIELDS = 3
-ALIGNMENT = 64  # int32 values; every field begins at a multiple of 256 bytes
-
-
-@dataclass(frozen=True)
-class PrefillFields:
-    """Views of what one launch writes; int32."""
-
-    memory: torch.Tensor  # all of them
-    cache_seqlens: torch.Tensor  # [requests], S_r
-    cu_seqlens_q: torch.Tensor  # [requests + 1], exclusive prefix sum of a_r
-    cu_seqlens_k: torch.Tensor  # [requests + 1], exclusive prefix sum of S_r
-    seqlens_expanded: torch.Tensor  # [rows], tokens that a row attends to
-    nsa_cache_seqlens: torch.Tensor  # [rows], min(seqlens_expanded, index_topk)
-    nsa_cu_seqlens_q: torch.Tensor  # [rows + 1], 0, 1, 2, ...
-    nsa_cu_seqlens_k: torch.Tensor  # [rows + 1], exclusive prefix sum of nsa_cache_seqlens
-    token_to_batch_idx: torch.Tensor  # [rows], request of each row
-    k_start: torch.Tensor  # [rows], cu_seqlens_k of the row's request
-    k_end: torch.Tensor  # [rows], k_start + seqlens_expanded
-    real_page_table: torch.Tensor  # [requests, pages], page of every 64 tokens, 0 past the end of a request
-    flattened_slots: torch.Tensor | None  # [sum of S_r], slots of all tokens, request after request
-
-    @classmethod
-    def allocate(cls, requests: int, rows: int, pages: int, flattened: int, device: torch.device) -> PrefillFields:
-        """Uninitialised fields in one tensor; `flattened` is 0 where the flattened slots are not wanted."""
-        row_stride, request_stride = _aligned(rows + 1), _aligned(requests + 1)
-        sizes = [ROW_FIELDS * row_stride, REQUEST_FIELDS * request_stride, _aligned(requests * pages), flattened]
-        memory = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-        of_rows, of_requests, table, slots = memory.split(sizes)
-        lens, clipped, ones, kept, owner, start, end = of_rows.view(ROW_FIELDS, row_stride).unbind()
-        tokens, cu_q, cu_k = of_requests.view(REQUEST_FIELDS, request_stride)[:, : requests + 1].unbind()
-        return cls(
-            memory=memory,
-            cache_seqlens=tokens[:requests],
-            cu_seqlens_q=cu_q,
-            cu_seqlens_k=cu_k,
-            seqlens_expanded=lens[:rows],
-            nsa_cache_seqlens=clipped[:rows],
-            nsa_cu_seqlens_q=ones[: rows + 1],
-            nsa_cu_seqlens_k=kept[: rows + 1],
-            token_to_batch_idx=owner[:rows],
-            k_start=start[:rows],
-            k_end=end[:rows],
-            real_page_table=table[: requests * pages].view(requests, pages),
-            flattened_slots=slots if flattened else None,
-        )
-
-
-def _aligned(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 @triton.jit
@@ -147,40 +96,6 @@ def _write_requests(
         keys += tl.sum(tokens, 0)
 
 
-@triton.jit
-def _write_pages(
-    seq_lens_ptr, pool_ptr, req_to_token_ptr, pool_stride, table_ptr, request, block, pages,
-    PAGE: tl.constexpr, PAGE_BLOCK: tl.constexpr,
-):  # fmt: skip
-    page = block * PAGE_BLOCK + tl.arange(0, PAGE_BLOCK)
-    tokens = tl.load(seq_lens_ptr + request).to(tl.int32)
-    source = req_to_token_ptr + tl.load(pool_ptr + request).to(tl.int64) * pool_stride
-    slot = tl.load(source + page * PAGE, mask=page * PAGE < tokens, other=0)
-    tl.store(table_ptr + request.to(tl.int64) * pages + page, slot // PAGE, mask=page < pages)
-
-
-@triton.jit
-def _write_slots(
-    seq_lens_ptr, pool_ptr, req_to_token_ptr, pool_stride, slots_ptr, block, num_requests, flattened,
-    BLOCK: tl.constexpr, REQUEST_BLOCK: tl.constexpr,
-):  # fmt: skip
-    key = block * BLOCK + tl.arange(0, BLOCK)
-    mask = key < flattened
-    request = tl.zeros_like(key)
-    begin = tl.zeros_like(key)
-    carry = 0
-    for start in range(0, num_requests, REQUEST_BLOCK):
-        r = start + tl.arange(0, REQUEST_BLOCK)
-        real = r < num_requests
-        tokens = tl.load(seq_lens_ptr + r, mask=real, other=0).to(tl.int32)
-        passed = real[None, :] & ((carry + tl.cumsum(tokens, 0))[None, :] <= key[:, None])
-        request += tl.sum(passed.to(tl.int32), 1)
-        begin += tl.sum(tl.where(passed, tokens[None, :], 0), 1)
-        carry += tl.sum(tokens, 0)
-    source = tl.load(pool_ptr + request, mask=mask, other=0).to(tl.int64) * pool_stride
-    tl.store(slots_ptr + key, tl.load(req_to_token_ptr + source + key - begin, mask=mask, other=0), mask=mask)
-
-
 UNSPECIALIZED = [
     "num_requests",
     "num_rows",
@@ -233,12 +148,12 @@ def prefill_kernel(
         )  # fmt: skip
     elif program <= row_blocks + num_requests * page_blocks:
         copied = program - row_blocks - 1
-        _write_pages(
+        write_request_pages(
             seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, req_to_token_stride, table,
             copied // page_blocks, copied % page_blocks, pages, PAGE=PAGE, PAGE_BLOCK=PAGE_BLOCK,
         )  # fmt: skip
     else:
-        _write_slots(
+        write_flattened_slots(
             seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, req_to_token_stride, table + table_offset,
             program - row_blocks - 1 - num_requests * page_blocks, num_requests, flattened,
             BLOCK=BLOCK, REQUEST_BLOCK=REQUEST_BLOCK,
@@ -292,12 +207,12 @@ def write_prefill(
         req_to_token.stride(0),
         requests,
         num_rows,
-        _aligned(num_rows + 1),
-        _aligned(requests + 1),
+        aligned(num_rows + 1),
+        aligned(requests + 1),
         pages,
         page_blocks,
         flattened,
-        _aligned(requests * pages),
+        aligned(requests * pages),
         index_topk,
         ROW_FIELDS=ROW_FIELDS,
         REQUEST_FIELDS=REQUEST_FIELDS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend.kernels.prefill import PrefillFields
+from nsa_backend.kernels.prefill_fields import PrefillFields
 from nsa_backend.plan import PAGE_SIZE
 
 

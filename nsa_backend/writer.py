@@ -8,7 +8,8 @@ from nsa_backend import host
 from nsa_backend.buffers import MetadataBuffers
 from nsa_backend.config import BackendConfig
 from nsa_backend.kernels.metadata import write_metadata
-from nsa_backend.kernels.prefill import PrefillFields, write_prefill
+from nsa_backend.kernels.prefill import write_prefill
+from nsa_backend.kernels.prefill_fields import PrefillFields
 from nsa_backend.plan import MetadataPlan, plan_decode
 from nsa_backend.switches import switch
 from nsa_backend.value_check import ValueCheck

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nsa_backend.kernels import prefill
+from nsa_backend.kernels import prefill_fields
 from nsa_backend.kernels.prefill import write_prefill
 from nsa_backend.kernels.prefill_torch import write_prefill_torch
 
@@ -20,7 +20,7 @@ POISON = -7777
 def poisoned_memory(monkeypatch):
     """Fields begin as poison, so that an element nobody writes is seen."""
     empty = torch.empty
-    monkeypatch.setattr(prefill.torch, "empty", lambda *a, **k: empty(*a, **k).fill_(POISON))
+    monkeypatch.setattr(prefill_fields.torch, "empty", lambda *a, **k: empty(*a, **k).fill_(POISON))
 
 
 def expected(prefixes: list[int], extends: list[int], slots: np.ndarray, index_topk: int) -> dict[str, np.ndarray]:
