@@ -58,7 +58,7 @@ def test_a_later_run_agrees():
             worst = max(worst, loss)
             if (found["heads"], rows > 240) != (128, True):
                 level = max(level, loss)
-    assert f"at most {100 * worst:.1f} % in a later one" in " ".join((ROOT / "README.md").read_text().split())
+    assert f"at most {100 * worst:.1f} % in a later one" in " ".join((ROOT / "docs/numbers.md").read_text().split())
     assert level < 0.02
 
 

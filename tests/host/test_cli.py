@@ -97,7 +97,7 @@ def test_plot_draws_every_figure_from_the_committed_results(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("serve", "attention", "metadata"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert f"figures/{name}.svg" in (ROOT / "README.md").read_text()
+        assert f"figures/{name}.svg" in (ROOT / "docs/numbers.md").read_text()
         svg = (tmp_path / f"{name}.svg").read_text()
         assert svg.count("<path") > 20
         assert (ROOT / "docs/figures" / f"{name}.svg").exists()
