@@ -42,7 +42,8 @@ def options_of(bench, monkeypatch, **given) -> list[list[str]]:
             pass
 
     monkeypatch.setattr(bench, "Servers", Servers)
-    chosen = {"checkpoint": None, "steps": None, "batch": None, "length": None, "port": None, "quick": False} | given
+    options = ("checkpoint", "steps", "batch", "length", "prompt_tokens", "port")
+    chosen = dict.fromkeys(options) | {"quick": False} | given
     with ExitStack() as resources:
         bench.cells(argparse.Namespace(**chosen), resources)
     return seen
