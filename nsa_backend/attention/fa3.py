@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig, SparseInputs, device_title
+from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs, device_title
 from nsa_backend.metadata import NSAMetadata
 
 
@@ -25,10 +25,10 @@ def build(config: AttentionConfig) -> Fa3:
 
 
 MAX_SCHEDULED_ROWS = 992
-"""FA3 schedules tiles in one warp-wide pass up to so many sequences, and otherwise without splits."""
+"""Above the rows of captured batches; a prefill has more, and its tiles are scheduled in every call."""
 
 
-class Fa3:
+class Fa3(NothingToPrepare):
     """One query row is one sequence of FA3 with page size 1; its page table is the row of top-k slots.
 
     FA3 schedules the tiles of its sequences in a kernel of its own before every call; all layers of a forward have the same
@@ -39,9 +39,6 @@ class Fa3:
         self._attend, _ = host.fa3_functions()
         self._schedule = host.fa3_scheduler()
         self._config = config
-
-    def reserve(self, max_rows: int) -> None:
-        """Nothing to keep."""
 
     def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
         """Schedule the rows that the metadata launch has just measured; one launch, capturable."""

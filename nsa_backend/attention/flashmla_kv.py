@@ -41,8 +41,8 @@ def build(config: AttentionConfig) -> FlashMlaKv:
 class FlashMlaKv:
     """Needs FlashMLA's tile schedule: which SM works on which part of which row.
 
-    Sparse rows are scheduled by index_topk whatever their lengths (tests/gpu/test_flashmla_tiles.py), so a schedule holds for
-    every forward of as many rows. Those of captured forwards are kept.
+    Sparse rows are scheduled by index_topk whatever their lengths (tests/gpu/test_schedules_of_attention.py), so a schedule
+    holds for every forward of as many rows. Those of captured forwards are kept.
     """
 
     def __init__(self, config: AttentionConfig):

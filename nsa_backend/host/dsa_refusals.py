@@ -20,7 +20,7 @@ REFUSED_OPTIONS = {
 """Attributes of ServerArgs to options that this generation alone has and that must be off; a release need not have all."""
 
 REFUSED_VALUES = {
-    # Its metadata launch would be captured too, and rows of a prefill are expanded by torch, outside of any graph.
+    # Its metadata launch would be captured too, and a prefill has no replay buffers: it allocates for the rows that come.
     "cuda_graph_config.prefill.backend": ("--cuda-graph-backend-prefill", (None, "disabled", "tc_piecewise", "breakable")),
     "dcp_size": ("--dcp-size", (None, 1)),
     "dsa_topk_backend": ("--dsa-topk-backend", (None, "sgl-kernel")),
