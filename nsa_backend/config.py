@@ -9,8 +9,8 @@ import torch
 from nsa_backend import host
 from nsa_backend.attention import build_attention
 from nsa_backend.attention.common import AttentionConfig, SparseAttention
+from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.model_check import check_model
-from nsa_backend.plan import PAGE_SIZE
 from nsa_backend.switches import switch
 
 

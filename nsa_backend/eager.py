@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from nsa_backend import host
 from nsa_backend.extend import extend_lens_on_host, extend_metadata
+from nsa_backend.kernels.plan import MetadataPlan
 from nsa_backend.metadata import NSAMetadata, step_metadata
 from nsa_backend.modes import is_paged, plan_for
-from nsa_backend.plan import MetadataPlan
 from nsa_backend.writer import MetadataWriter
 
 

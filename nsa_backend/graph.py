@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from nsa_backend import host
-from nsa_backend.buffers import MetadataBuffers
+from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.metadata import NSAMetadata, step_metadata
 from nsa_backend.modes import plan_for
 from nsa_backend.writer import MetadataWriter

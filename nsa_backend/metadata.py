@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from nsa_backend.attention.common import FlashMlaTiles
-from nsa_backend.buffers import MetadataBuffers
-from nsa_backend.plan import MetadataPlan
+from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.plan import MetadataPlan
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nsa_backend import host
-from nsa_backend.plan import (
+from nsa_backend.kernels.plan import (
     MetadataPlan,
     plan_decode,
     plan_draft_extend_v1,

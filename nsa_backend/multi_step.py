@@ -10,11 +10,11 @@ import torch
 
 from nsa_backend import host
 from nsa_backend.backend import NativeSparseAttnBackend
-from nsa_backend.buffers import MetadataBuffers
 from nsa_backend.faults import Place, located
 from nsa_backend.indexer import IndexerMetadata
+from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.plan import MetadataPlan, plan_draft_decode
 from nsa_backend.metadata import step_metadata
-from nsa_backend.plan import MetadataPlan, plan_draft_decode
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 
 from nsa_backend import host
+from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.topk_slots import topk_slots
 from nsa_backend.metadata import NSAMetadata
-from nsa_backend.plan import PAGE_SIZE
 
 
 class TopK(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend.plan import MetadataPlan
+from nsa_backend.kernels.plan import MetadataPlan
 
 
 class ValueCheck:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from nsa_backend import host
-from nsa_backend.buffers import MetadataBuffers
 from nsa_backend.config import BackendConfig
+from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.metadata import write_metadata
+from nsa_backend.kernels.plan import MetadataPlan, plan_decode
 from nsa_backend.kernels.prefill import write_prefill
 from nsa_backend.kernels.prefill_fields import PrefillFields
-from nsa_backend.plan import MetadataPlan, plan_decode
+from nsa_backend.shared_memory import shared_rows
 from nsa_backend.switches import switch
 from nsa_backend.value_check import ValueCheck
 
@@ -26,7 +29,7 @@ class MetadataWriter:
 
     def replay_buffers(self, plan: MetadataPlan) -> MetadataBuffers:
         """Buffers for captured graphs up to `plan`; all graphs over the pool share their page tables."""
-        return self._allocate(plan, self.config.attention.table_width, share_tables_of=self.req_to_token)
+        return self._allocate(plan, self.config.attention.table_width, new_table=self._shared_table)
 
     def write_eager(self, plan: MetadataPlan, batch: host.ForwardBatch) -> MetadataBuffers:
         """Write `batch` into fresh buffers.
@@ -68,7 +71,12 @@ class MetadataWriter:
             flattened=int(batch.seq_lens_cpu.sum()) if flattened else 0,
         )
 
-    def _allocate(self, plan: MetadataPlan, table_width: int, share_tables_of: torch.Tensor | None = None) -> MetadataBuffers:
+    def _shared_table(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """Zeros, int32 [rows, columns], one memory for the captured graphs of all backends over this request pool."""
+        pool = self.req_to_token
+        return shared_rows((name, pool.data_ptr()), rows, columns, dtype=torch.int32, device=pool.device)
+
+    def _allocate(self, plan: MetadataPlan, table_width: int, new_table: Callable | None = None) -> MetadataBuffers:
         config = self.config
         return MetadataBuffers.allocate(
             plan,
@@ -77,7 +85,7 @@ class MetadataWriter:
             device=config.attention.device,
             wide=config.wide_table,
             planned=config.topk_plan,
-            share_tables_of=share_tables_of,
+            new_table=new_table,
         )
 
     def check(self, plan: MetadataPlan, **values: torch.Tensor | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend.plan import PAGE_SIZE
+from nsa_backend.kernels.plan import PAGE_SIZE
 
 
 class CpuKVPool:

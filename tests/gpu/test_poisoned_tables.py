@@ -33,8 +33,8 @@ def test_logits_and_topk():
     import deep_gemm
     from sgl_kernel import fast_topk_transform_fused, fast_topk_v2
 
-    from nsa_backend import plan as plans
-    from nsa_backend.buffers import MetadataBuffers
+    from nsa_backend.kernels import plan as plans
+    from nsa_backend.kernels.buffers import MetadataBuffers
     from nsa_backend.kernels.metadata import write_metadata
     from nsa_backend.kernels.topk_slots import topk_slots
 

@@ -69,7 +69,7 @@ def capture_mode(backend, mode: str, batch: SimpleNamespace):
 
 
 def capture_draft(multi_step, batch: SimpleNamespace):
-    from nsa_backend.plan import plan_draft_decode
+    from nsa_backend.kernels.plan import plan_draft_decode
 
     captured = entry_points.CapturedRound(multi_step, batch)
     graph = captured_graph(captured.in_graph)
@@ -92,7 +92,7 @@ def poison(metadata) -> None:
 
 
 def compare(got: list, plan, batch: SimpleNamespace, req_to_token: torch.Tensor, num_sms: int) -> None:
-    from nsa_backend.buffers import MetadataBuffers
+    from nsa_backend.kernels.buffers import MetadataBuffers
     from nsa_backend.kernels.metadata_torch import write_metadata_torch
     from nsa_backend.metadata import step_metadata
 

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("longest", [1, 256, 257, 5000, 163_840])
 @pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 127, 128, 129, 256, 500, 777, 1024])
 def test_schedule_equals_deep_gemm(rows, longest):
-    from nsa_backend import plan as plans
-    from nsa_backend.buffers import MetadataBuffers
+    from nsa_backend.kernels import plan as plans
+    from nsa_backend.kernels.buffers import MetadataBuffers
     from nsa_backend.kernels.metadata import write_metadata
 
     num_sms = host.deep_gemm_num_sms()

@@ -79,9 +79,9 @@ def test_fa3_with_its_schedule_made_once(rows, heads):
 
 def decode_metadata(rows: int, lens: torch.Tensor, cu_seqlens_q: torch.Tensor):
     """Metadata of decode rows whose clipped lengths are `lens`, the tensor itself."""
-    from nsa_backend.buffers import MetadataBuffers
+    from nsa_backend.kernels.buffers import MetadataBuffers
+    from nsa_backend.kernels.plan import plan_decode
     from nsa_backend.metadata import step_metadata
-    from nsa_backend.plan import plan_decode
 
     buffers = MetadataBuffers.allocate(plan_decode(rows), table_width=64, num_sms=0, device="cuda", wide=False, planned=False)
     metadata = step_metadata(plan_decode(rows), buffers)

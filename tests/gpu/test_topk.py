@@ -19,8 +19,8 @@ def selector():
 
 def launched(lens: torch.Tensor, longest: int, tables: torch.Tensor | None = None):
     """Metadata of decode rows of these lengths, `tables` their rows of the request table."""
-    from nsa_backend import plan as plans
-    from nsa_backend.buffers import MetadataBuffers
+    from nsa_backend.kernels import plan as plans
+    from nsa_backend.kernels.buffers import MetadataBuffers
     from nsa_backend.kernels.metadata import write_metadata
     from nsa_backend.metadata import step_metadata
 

@@ -88,10 +88,10 @@ def test_an_idle_rank_that_sglang_padded(make_runner):
 
 def test_rows_that_sglang_pads_have_length_zero():
     """Of what attention reads alone: SGLang's indexer cuts the padding off and asks for the real rows."""
-    from nsa_backend.buffers import MetadataBuffers
     from nsa_backend.extend import pad_query_rows
+    from nsa_backend.kernels.buffers import MetadataBuffers
+    from nsa_backend.kernels.plan import plan_decode
     from nsa_backend.metadata import step_metadata
-    from nsa_backend.plan import plan_decode
 
     plan = plan_decode(3)
     buffers = MetadataBuffers.allocate(plan, table_width=64, num_sms=0, device="cpu", wide=False, planned=False)

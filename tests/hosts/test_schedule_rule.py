@@ -17,7 +17,7 @@ import torch
 
 from nsa_backend import host
 from nsa_backend.host import ForwardBatch, ForwardMode
-from nsa_backend.plan import SCHEDULE_SPLIT_KV
+from nsa_backend.kernels.plan import SCHEDULE_SPLIT_KV
 from nsa_backend.registration import create_backend
 
 NUM_SMS, HOPPER = 132, 90

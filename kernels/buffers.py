@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from nsa_backend.plan import PAGE_SIZE, MetadataPlan
-from nsa_backend.shared_memory import shared_rows
+from nsa_backend.kernels.plan import PAGE_SIZE, MetadataPlan
 
 PAGES_MULTIPLE = 4
 """Entries of a page-table row come in multiples of this, so that every row begins at 16 bytes."""
@@ -45,7 +45,7 @@ class MetadataBuffers:
         device: torch.device | str,
         wide: bool,
         planned: bool,
-        share_tables_of: torch.Tensor | None = None,
+        new_table: Callable[[str, int, int], torch.Tensor] | None = None,
     ) -> MetadataBuffers:
         """Room for `plan` and for every plan of the same mode with fewer requests.
 
@@ -56,7 +56,8 @@ class MetadataBuffers:
             device: where to allocate.
             wide: whether the top-k reads page_table_1, one column a token.
             planned: whether the top-k reads a plan.
-            share_tables_of: the request-to-token pool whose captured graphs share page tables; None for tables of one's own.
+            new_table: from a table's name, rows and columns to its int32 memory, zeros when new, where page tables are shared
+                with other buffers; None for tables of one's own.
         """
         steps, requests, rows = plan.num_steps, plan.num_requests, plan.num_rows
         pages = -(-table_width // (PAGE_SIZE * PAGES_MULTIPLE)) * PAGES_MULTIPLE
@@ -65,10 +66,7 @@ class MetadataBuffers:
             return torch.full(shape, fill, dtype=torch.int32, device=device)
 
         def table(name: str, *shape: int) -> torch.Tensor:
-            if share_tables_of is None:
-                return int32(*shape)
-            owner = (name, share_tables_of.data_ptr())
-            return shared_rows(owner, *shape, dtype=torch.int32, device=share_tables_of.device)
+            return int32(*shape) if new_table is None else new_table(name, *shape)
 
         cache_seqlens = int32(steps, requests, fill=1)
         rows_are_requests = not plan.expanded
