@@ -84,7 +84,7 @@ class Case:
 
     def error(self, name: str, rows: int) -> float:
         """Relative error of our forward_decode against float32."""
-        from nsa_backend.attention.common import SparseInputs
+        from nsa_backend.attention.inputs import SparseInputs
         from nsa_backend.attention.torch_reference import TorchSparseAttention
 
         out = self.ours(name, rows)(0).float()

@@ -79,7 +79,7 @@ class CapturedRound:
         else:
             multi_step.init_forward_metadata_capture_cuda_graph(batch)
             self.replay = lambda: multi_step.init_forward_metadata_replay_cuda_graph(batch, batch.batch_size)
-            self.in_graph = multi_step.launch_round
+            self.in_graph = multi_step.at_graph_head
 
 
 def server_args(num_steps: int, num_draft_tokens: int) -> Any:

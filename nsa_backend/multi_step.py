@@ -10,11 +10,11 @@ import torch
 
 from nsa_backend import host
 from nsa_backend.backend import NativeSparseAttnBackend
-from nsa_backend.faults import Place, located
-from nsa_backend.indexer import IndexerMetadata
+from nsa_backend.error_notes import Activity, noted
+from nsa_backend.indexer.metadata import IndexerMetadata
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.plan import MetadataPlan, plan_draft_decode
-from nsa_backend.metadata import step_metadata
+from nsa_backend.metadata.views import step_metadata
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         self.speculative_num_steps = speculative_num_steps
         self.attn_backends = [DraftStepBackend(model_runner) for _ in range(speculative_num_steps - 1)]
         for step, backend in enumerate(self.attn_backends):
-            backend.place.step = step
-        self.place = Place()
+            backend.activity.step = step
+        self.activity = Activity()
         self._writer = self.attn_backends[0].writer
         self._buffers: MetadataBuffers | None = None
         self._rounds: dict[int, CapturedRound] = {}  # by captured batch size
@@ -72,14 +72,14 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         """What one launch writes for all steps of a draft round."""
         return plan_draft_decode(num_requests, self.speculative_num_steps)
 
-    @located
+    @noted
     def init_forward_metadata(self, forward_batch: host.ForwardBatch) -> None:
         """Metadata of an eager draft round, in memory of its own."""
         self._move("preparing a draft round", forward_batch)
         self._launch = None
         plan = self.plan(forward_batch.batch_size)
         self._hand_out(plan, self._writer.write_eager(plan, forward_batch))
-        self._prepare()
+        self._prepare_steps()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the replay buffers of all steps for up to `max_bs` requests."""
@@ -88,9 +88,9 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         for backend in self.attn_backends:
             backend.decode_attention.reserve(max_num_tokens)
 
-    @located
-    def prepare_capture(self, forward_batch: host.ForwardBatch) -> None:
-        """Choose what a capture fills; `launch_round` records the launch in it, on the runner's static tensors."""
+    @noted
+    def before_capture(self, forward_batch: host.ForwardBatch) -> None:
+        """Choose what a capture fills; `at_graph_head` records the launch in it, on the runner's static tensors."""
         self._move("capturing a draft round", forward_batch)
         plan = self.plan(forward_batch.batch_size)
         read = {"seq_lens": forward_batch.seq_lens, "req_pool_indices": forward_batch.req_pool_indices}
@@ -98,18 +98,18 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         self._rounds[forward_batch.batch_size] = CapturedRound(self._launch, partial(self._writer.check, plan, **read))
         self._hand_out(plan, self._buffers)
 
-    @located
-    def prepare_replay(self, num_requests: int) -> None:
+    @noted
+    def before_replay(self, num_requests: int) -> None:
         """Nothing on the device: the draft graph writes its own metadata."""
         self._launch = None
-        self.place.move("replaying a draft round", None, num_requests)
+        self.activity.begin("replaying a draft round", None, num_requests)
         captured = self._rounds.get(num_requests)
         if captured is None:
             raise ValueError(f"no draft graph of {num_requests} requests was captured: there is no metadata to replay")
         captured.check()
         self._launch = captured.launch
 
-    @located
+    @noted
     def begin_draft_round(self, forward_batch: host.ForwardBatch) -> None:
         """Runs at the head of every `draft_forward` that the plugin hooks, inside the graph where one is captured.
 
@@ -121,16 +121,16 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
             forward_batch.out_cache_loc, forward_batch.batch_size, self.speculative_num_steps
         )
         if self._launch is not None:
-            self.launch_round()
+            self.at_graph_head()
 
-    @located
-    def launch_round(self) -> None:
+    @noted
+    def at_graph_head(self) -> None:
         """At the head of a captured round: write the metadata of all steps, and prepare the implementation for each.
 
         Runs in warm-ups and the capture, and where SGLang replays by calling what it captured (--debug-cuda-graph).
         """
         self._launch()
-        self._prepare()
+        self._prepare_steps()
 
     def _write_captured(self, plan: MetadataPlan, **read: torch.Tensor) -> None:
         """The one launch of a captured round. An eager round since then has given the steps metadata of its own."""
@@ -141,14 +141,14 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         for step, backend in enumerate(self.attn_backends):
             backend.forward_metadata = step_metadata(plan, buffers, step)
 
-    def _prepare(self) -> None:
+    def _prepare_steps(self) -> None:
         """What the implementation needs for every step's own lengths, after the launch that writes them."""
         for backend in self.attn_backends:
             backend.prepare_decode()
 
     def _move(self, doing: str, batch: host.ForwardBatch) -> None:
-        for place in (self.place, *(backend.place for backend in self.attn_backends)):
-            place.move(doing, None, batch.batch_size)
+        for activity in (self.activity, *(backend.activity for backend in self.attn_backends)):
+            activity.begin(doing, None, batch.batch_size)
 
 
 def contiguous_by_step(out_cache_loc: torch.Tensor, num_requests: int, num_steps: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nsa_backend import host
-from nsa_backend.attention import OPTION_VALUES
+from nsa_backend.attention.implementations import OPTION_VALUES
 
 PREFILL_VALUES = (*OPTION_VALUES, "flashmla_auto")
 

@@ -7,17 +7,17 @@ from functools import partial
 
 from nsa_backend import host
 from nsa_backend.backend import NativeSparseAttnBackend
+from nsa_backend.environment import switched_on
 from nsa_backend.model_check import check_models
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.refusals import refuse_unsupported
 from nsa_backend.required import check_built, check_names
-from nsa_backend.switches import switch
 
 
 def take_over() -> None:
     """Register everything; raises RuntimeError where SGLang did not take a hook."""
     host.take_over(OURS)
-    if switch("NSA_BACKEND_REQUIRED"):
+    if switched_on("NSA_BACKEND_REQUIRED"):
         host.watch_backends(partial(check_built, ours=(NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend)))
 
 
@@ -45,7 +45,7 @@ def check_server_args(original: Callable, server_args: host.ServerArgs) -> None:
     """Stop the server in its main process, before any GPU work or weights, for what the plugin does not serve."""
     original(server_args)
     names = _backend_names(server_args)
-    if switch("NSA_BACKEND_REQUIRED"):
+    if switched_on("NSA_BACKEND_REQUIRED"):
         check_names(names, create_backend)
     if not set(host.BACKEND_NAMES).isdisjoint((names["prefill"], names["decode"])):
         check_models(server_args, names)  # first: SGLang fills other defaults in for a model that is not sparse
@@ -68,7 +68,7 @@ def _prepare_draft_side() -> None:
                 "nsa_backend took over the draft side and not the target: another plugin registered the attention backend "
                 f"{name}, or the log above says why this one did not load; to go on without it, {host.WAY_BACK}"
             )
-    host.prepare_draft_side(OURS)
+    host.take_draft_side(OURS)
 
 
 OURS = host.Takeover(

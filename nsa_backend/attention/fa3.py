@@ -7,8 +7,10 @@ from dataclasses import replace
 import torch
 
 from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs, device_title
-from nsa_backend.metadata import NSAMetadata
+from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.attention.interface import NothingToPrepare, device_title
+from nsa_backend.config import AttentionConfig
+from nsa_backend.metadata.views import NSAMetadata
 
 
 def supports(config: AttentionConfig) -> str | None:

@@ -7,10 +7,11 @@ from dataclasses import replace
 import torch
 
 from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig, FlashMlaTiles, SparseInputs
+from nsa_backend.attention.inputs import SparseInputs
 from nsa_backend.attention.joined_query import QueryJoiner
+from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels.plan import PAGE_SIZE
-from nsa_backend.metadata import NSAMetadata
+from nsa_backend.metadata.views import FlashMlaTiles, NSAMetadata
 
 HEAD_COUNTS = (64, 128)
 """Query-head counts the kernel is built for; fewer heads are padded to the next one."""

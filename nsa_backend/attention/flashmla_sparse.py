@@ -7,8 +7,10 @@ import inspect
 import torch
 
 from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs
+from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.attention.interface import NothingToPrepare
 from nsa_backend.attention.joined_query import QueryJoiner
+from nsa_backend.config import AttentionConfig
 
 HEADS_MULTIPLE = 64
 """Query heads come in blocks of 64 on Hopper."""

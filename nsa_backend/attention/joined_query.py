@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig, SparseInputs
+from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels.join_query import join_query
-from nsa_backend.shared_memory import shared_rows
+from nsa_backend.metadata.graph_memory import shared_rows
 
 
 class QueryJoiner:

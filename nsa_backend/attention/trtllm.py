@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 
 from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs, device_title, pad_rows
+from nsa_backend.attention.inputs import SparseInputs, append_rows
+from nsa_backend.attention.interface import NothingToPrepare, device_title
 from nsa_backend.attention.joined_query import QueryJoiner
+from nsa_backend.config import AttentionConfig
 
 PAGE_SIZES = (32, 64)
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
@@ -72,7 +74,7 @@ def _lengths(inputs: SparseInputs) -> torch.Tensor:
     """int32 [rows]: of the requests in decode, which the kernel clips to index_topk, else of the top-k rows."""
     if inputs.request_seqlens is None:
         return inputs.cache_seqlens
-    return pad_rows(inputs.request_seqlens, inputs.q_nope.shape[0], 0)
+    return append_rows(inputs.request_seqlens, inputs.q_nope.shape[0], 0)
 
 
 def _workspace(device: torch.device) -> torch.Tensor:

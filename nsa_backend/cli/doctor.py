@@ -16,8 +16,8 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 from nsa_backend import __version__
+from nsa_backend.environment import SWITCHES
 from nsa_backend.releases import SUPPORTED, unsupported_host
-from nsa_backend.switches import SWITCHES, switch
 
 EXAMPLE = "python -m nsa_backend doctor --json"
 
@@ -100,7 +100,7 @@ def _version(distribution: str) -> str | None:
 def _plugin_problem() -> str | None:
     """Why SGLang would not load the plugin, or None."""
     try:
-        if switch("NSA_BACKEND_DISABLE"):
+        if switched_on("NSA_BACKEND_DISABLE"):
             return "NSA_BACKEND_DISABLE=1: the plugin does nothing"
     except SystemExit as error:
         return str(error)
@@ -124,8 +124,8 @@ def _implementations(num_heads: int, gpu: dict[str, Any]) -> dict[str, dict[str,
     """For each implementation and KV dtype, why it cannot run decode here, or None."""
     import torch
 
-    from nsa_backend.attention import reasons
-    from nsa_backend.attention.common import AttentionConfig
+    from nsa_backend.attention.implementations import reasons
+    from nsa_backend.config import AttentionConfig
 
     found: dict[str, dict[str, str | None]] = {}
     for dtype in KV_DTYPES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.plan import MetadataPlan, plan_decode
-from nsa_backend.metadata import step_metadata
+from nsa_backend.metadata.views import step_metadata
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 
 

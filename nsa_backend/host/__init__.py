@@ -51,7 +51,7 @@ ADAPTER_NAMES = (
     "kv_pool",
     "mla_quantize_and_rope_for_fp8",
     "model_problem",
-    "prepare_draft_side",
+    "take_draft_side",
     "resolved",
     "schedule_surplus_last",
     "served_backends",

@@ -22,7 +22,7 @@ from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import BaseIndexerMeta
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.server_args import ServerArgs
 
-from nsa_backend.faults import located
+from nsa_backend.error_notes import noted
 from nsa_backend.host.dsa_kernels import (
     FLASH_MLA_DISTRIBUTION,
     TOPK_READS_PAGE_TABLE_1,
@@ -53,7 +53,7 @@ from nsa_backend.old_options import ADD_OPTIONS, add_aliases
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from nsa_backend.indexer import IndexerMetadata
+    from nsa_backend.indexer.metadata import IndexerMetadata
 
 __all__ = [
     "FLASH_MLA_DISTRIBUTION",
@@ -88,15 +88,15 @@ class BackendEntryPoints(AttentionBackend):
     extend_dummy_seqs_capped_by_req_pool = True
     """A dummy prefill batch may not have more requests than the request pool has rows: page tables come from there."""
 
-    @located
+    @noted
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Choose what a capture fills, or what a replay reads. Nothing on the device."""
         bs, mode = forward_batch.batch_size, forward_batch.forward_mode
         if not in_capture:
             # The draft-extend runner hands over its whole static buffers, which begin where the captured views did.
-            self.prepare_replay(mode, bs, forward_batch.seq_lens, forward_batch.req_pool_indices)
+            self.before_replay(mode, bs, forward_batch.seq_lens, forward_batch.req_pool_indices)
             return
-        self.prepare_capture(
+        self.before_capture(
             mode,
             bs,
             forward_batch.positions.shape[0],
@@ -105,16 +105,16 @@ class BackendEntryPoints(AttentionBackend):
             extend_lens=None,
         )
 
-    @located
+    @noted
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """The metadata launch, recorded in the graph; SGLang warms the captured forward up with it too."""
-        self.launch_metadata()
+        self.at_graph_head()
 
     def draft_extend_metadata_captured_in_graph(self) -> bool:
         """Yes: a draft-extend replay needs no preparation on the host."""
         return True
 
-    @located
+    @noted
     def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> IndexerMetadata:
         """What the indexer of a layer reads."""
         return self.indexer_metadata()
@@ -128,13 +128,13 @@ class MultiStepEntryPoints:
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Choose what a capture fills, or check a replay, whose graph reads static tensors and not those of `forward_batch`."""
         if in_capture:
-            self.prepare_capture(forward_batch)
+            self.before_capture(forward_batch)
         else:
-            self.prepare_replay(forward_batch.batch_size)
+            self.before_replay(forward_batch.batch_size)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """The one launch for all steps, at the head of the captured round."""
-        self.launch_round()
+        self.at_graph_head()
 
 
 def settings(runner: ModelRunner) -> Settings:
@@ -228,7 +228,7 @@ def _factory_returns_a_name() -> bool:
     return "stamps_children" in inspect.signature(DraftBackendFactory._create_backend).parameters
 
 
-def prepare_draft_side(ours: Takeover) -> None:
+def take_draft_side(ours: Takeover) -> None:
     """Count the draft-extend runner's sizes in tokens, and pass SGLang's isinstance checks of its own backend.
 
     The draft worker captures draft-extend for the backends that it names by class. Being a virtual subclass opens that check

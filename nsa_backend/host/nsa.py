@@ -21,8 +21,8 @@ from sglang.srt.layers.attention.utils import concat_mla_absorb_q_general as con
 from sglang.srt.layers.attention.utils import mla_quantize_and_rope_for_fp8
 from sglang.srt.layers.dp_attention import get_attention_tp_size as attention_tp_size
 
-from nsa_backend.faults import located
-from nsa_backend.host.nsa_draft import draft_extend_graph_runner, draft_extend_sizes_in_tokens, prepare_draft_side
+from nsa_backend.error_notes import noted
+from nsa_backend.host.nsa_draft import draft_extend_graph_runner, draft_extend_sizes_in_tokens, take_draft_side
 from nsa_backend.host.shared import (
     CHECK,
     FACTORY,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.speculative.spec_info import SpecInput
 
-    from nsa_backend.indexer import IndexerMetadata
+    from nsa_backend.indexer.metadata import IndexerMetadata
 
 __all__ = [
     "BaseIndexerMetadata",
@@ -52,7 +52,7 @@ __all__ = [
     "index_topk",
     "is_sparse_model",
     "mla_quantize_and_rope_for_fp8",
-    "prepare_draft_side",
+    "take_draft_side",
 ]
 
 BACKEND_NAMES = ("nsa",)
@@ -75,7 +75,7 @@ REFUSED_VALUES: dict[str, tuple[str, tuple]] = {}
 class BackendEntryPoints(AttentionBackend):
     """What SGLang calls around captures and replays of one model's forwards."""
 
-    @located
+    @noted
     def init_forward_metadata_capture_cuda_graph(
         self,
         bs: int,
@@ -88,11 +88,11 @@ class BackendEntryPoints(AttentionBackend):
     ) -> None:
         """Prepare a capture. `seq_lens` and `req_pool_indices` are the graph runner's static buffers."""
         extend_lens = spec_info.num_accept_tokens if is_ragged_draft_extend(forward_mode) else None
-        self.prepare_capture(
+        self.before_capture(
             forward_mode, bs, num_tokens, seq_lens=seq_lens, req_pool_indices=req_pool_indices, extend_lens=extend_lens
         )
 
-    @located
+    @noted
     def init_forward_metadata_replay_cuda_graph(
         self,
         bs: int,
@@ -107,13 +107,13 @@ class BackendEntryPoints(AttentionBackend):
         actual_forward_mode: ForwardMode | None = None,
     ) -> None:
         """Nothing on the device: the graph writes its own metadata."""
-        self.prepare_replay(forward_mode, bs, seq_lens, req_pool_indices)
+        self.before_replay(forward_mode, bs, seq_lens, req_pool_indices)
 
-    @located
+    @noted
     def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> IndexerMetadata:
         """Called by every layer before it reads any metadata; in a capture, the first layer's call records the launch."""
         if self.captured.is_first_layer(layer_id):
-            self.launch_metadata()
+            self.at_graph_head()
         return self.indexer_metadata()
 
     def get_verify_buffers_to_fill_after_draft(self) -> list[None]:
@@ -126,11 +126,11 @@ class MultiStepEntryPoints:
 
     def init_forward_metadata_capture_cuda_graph(self, forward_batch: ForwardBatch) -> None:
         """Prepare a capture; `begin_draft_round` records the launch inside it, on the runner's static tensors."""
-        self.prepare_capture(forward_batch)
+        self.before_capture(forward_batch)
 
     def init_forward_metadata_replay_cuda_graph(self, forward_batch: ForwardBatch, bs: int) -> None:
         """Nothing on the device: the draft graph writes its own metadata."""
-        self.prepare_replay(bs)
+        self.before_replay(bs)
 
 
 def settings(runner: ModelRunner) -> Settings:

@@ -23,7 +23,7 @@ DRAFT_WORKERS = (
 """The workers whose `draft_forward` runs our multi-step backend: spec v2 (overlap scheduling) and spec v1."""
 
 
-def prepare_draft_side(ours: Takeover) -> None:
+def take_draft_side(ours: Takeover) -> None:
     """Hook the draft workers that this process has loaded, once a draft backend is built.
 
     Not done when the plugin loads: the workers' modules import sgl_kernel, which needs libcuda, and SGLang loads plugins in

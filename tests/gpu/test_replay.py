@@ -53,7 +53,7 @@ def randomise(batch: SimpleNamespace, mode: str, longest: int, pool: int) -> Non
 
 def capture_mode(backend, mode: str, batch: SimpleNamespace):
     """Capture through the entry points SGLang calls; returns (plan, replay function)."""
-    from nsa_backend.modes import plan_for
+    from nsa_backend.metadata.modes import plan_for
 
     bs, forward_mode = batch.batch_size, MODES[mode]
     rows = bs if mode == "decode" else bs * D
@@ -94,7 +94,7 @@ def poison(metadata) -> None:
 def compare(got: list, plan, batch: SimpleNamespace, req_to_token: torch.Tensor, num_sms: int) -> None:
     from nsa_backend.kernels.buffers import MetadataBuffers
     from nsa_backend.kernels.metadata_torch import write_metadata_torch
-    from nsa_backend.metadata import step_metadata
+    from nsa_backend.metadata.views import step_metadata
 
     wide, planned = host.TOPK_READS_PAGE_TABLE_1, host.topk_v2() is not None
     buffers = MetadataBuffers.allocate(

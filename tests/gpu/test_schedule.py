@@ -33,7 +33,7 @@ def test_schedule_equals_deep_gemm(rows, longest):
 
 
 def test_another_rule_is_refused_at_start():
-    from nsa_backend.schedule_check import check_schedule
+    from nsa_backend.indexer.schedule_check import check_schedule
 
     check_schedule(host.deep_gemm_num_sms(), host.schedule_surplus_last(host.device_sm("cuda")))
     with pytest.raises(ValueError, match="divides paged-MQA work by a rule that nsa_backend does not know"):

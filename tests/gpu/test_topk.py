@@ -12,7 +12,7 @@ TOPK, PAGE = 2048, 64
 
 @pytest.fixture(scope="module")
 def selector():
-    from nsa_backend.topk import choose_topk
+    from nsa_backend.indexer.topk import choose_topk
 
     return choose_topk(torch.device("cuda"))
 
@@ -22,7 +22,7 @@ def launched(lens: torch.Tensor, longest: int, tables: torch.Tensor | None = Non
     from nsa_backend.kernels import plan as plans
     from nsa_backend.kernels.buffers import MetadataBuffers
     from nsa_backend.kernels.metadata import write_metadata
-    from nsa_backend.metadata import step_metadata
+    from nsa_backend.metadata.views import step_metadata
 
     rows = lens.shape[0]
     plan = plans.plan_decode(rows)

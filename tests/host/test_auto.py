@@ -11,8 +11,9 @@ import torch
 
 from nsa_backend import config
 from nsa_backend.attention import auto
-from nsa_backend.attention.common import AttentionConfig
+from nsa_backend.attention.implementations import build_decode
 from nsa_backend.benchmarks import auto_table
+from nsa_backend.config import AttentionConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = "NVIDIA H200"
@@ -106,6 +107,6 @@ def test_auto_can_run_where_it_was_measured():
 def test_the_switch_asks_for_auto(make_runner, monkeypatch):
     monkeypatch.setenv("NSA_BACKEND_AUTO_DECODE", "1")
     with pytest.raises(ValueError, match=r"^NSA_BACKEND_AUTO_DECODE=1 cannot run here: it was measured on NVIDIA H200"):
-        config.BackendConfig.from_runner(make_runner()).build_decode()
+        build_decode(config.BackendConfig.from_runner(make_runner()))
     monkeypatch.setenv("NSA_BACKEND_AUTO_DECODE", "0")
     assert config.BackendConfig.from_runner(make_runner()).decode_impl == "torch"

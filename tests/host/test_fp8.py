@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig
 from nsa_backend.attention.flashmla_kv import FlashMlaKv
-from nsa_backend.extend import extend_metadata, ragged_kv
+from nsa_backend.attention.fp8_prefill import ragged_kv
+from nsa_backend.attention.inputs import sparse_inputs
+from nsa_backend.config import AttentionConfig
 from nsa_backend.host import ForwardBatch, ForwardMode
-from nsa_backend.queries import sparse_inputs
+from nsa_backend.metadata.prefill import prefill_metadata
 from nsa_backend.registration import create_backend
 
 
@@ -42,7 +43,7 @@ def fp8_metadata(make_runner, prefix, new, *, impl="flashmla_sparse", dense=Fals
     backend.writer.config = replace(backend.config, attention=attention, prefill_impl=impl)
     table = runner.req_to_token_pool.req_to_token
     slots = [table[3 * r + 1, : a + b] for r, (a, b) in enumerate(zip(prefix, new, strict=True))]
-    return extend_metadata(backend.writer, prefill_batch(runner, prefix, new), dense=dense), slots
+    return prefill_metadata(backend.writer, prefill_batch(runner, prefix, new), dense=dense), slots
 
 
 def test_slots_of_all_tokens_in_ragged_order(make_runner):

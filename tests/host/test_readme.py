@@ -47,7 +47,7 @@ def test_every_page_of_the_docs_is_linked_from_the_readme():
 
 
 def test_every_switch_is_documented():
-    from nsa_backend.switches import SWITCHES
+    from nsa_backend.environment import SWITCHES
 
     for name in SWITCHES:
         assert f"| `{name}` |" in README

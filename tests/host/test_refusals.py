@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nsa_backend import config, host, registration
-from nsa_backend.attention import build_attention
-from nsa_backend.attention.common import AttentionConfig
+from nsa_backend.attention.implementations import build_attention
+from nsa_backend.config import AttentionConfig
 from nsa_backend.host import shared
 from nsa_backend.refusals import RULES, refusals
 

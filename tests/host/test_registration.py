@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from nsa_backend import plugin, registration, releases
-from nsa_backend.switches import SWITCHES
+from nsa_backend.environment import SWITCHES
 
 
 @pytest.fixture

@@ -11,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa_backend.attention.common import SparseInputs, pad_rows
+from nsa_backend.attention.inputs import SparseInputs, append_rows, sparse_inputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
-from nsa_backend.indexer import IndexerMetadata
-from nsa_backend.queries import sparse_inputs
-from nsa_backend.topk import TorchTopK
+from nsa_backend.indexer.metadata import IndexerMetadata
+from nsa_backend.indexer.topk import TorchTopK
 
 NAN = float("nan")
 
@@ -161,8 +160,8 @@ def test_queries_are_split_the_same_way_joined_or_not():
 
 
 def test_rows_the_indexer_did_not_see_choose_nothing():
-    padded = pad_rows(torch.ones(2, 3, dtype=torch.int32), 4, -1)
+    padded = append_rows(torch.ones(2, 3, dtype=torch.int32), 4, -1)
     assert padded.tolist() == [[1, 1, 1], [1, 1, 1], [-1, -1, -1], [-1, -1, -1]]
-    assert pad_rows(torch.ones(2, dtype=torch.int32), 3, 0).tolist() == [1, 1, 0]
+    assert append_rows(torch.ones(2, dtype=torch.int32), 3, 0).tolist() == [1, 1, 0]
     with pytest.raises(ValueError, match="rows would mix"):
-        pad_rows(torch.ones(2, 3, dtype=torch.int32), 1, -1)
+        append_rows(torch.ones(2, 3, dtype=torch.int32), 1, -1)

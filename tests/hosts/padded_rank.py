@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
-from nsa_backend.attention.common import NothingToPrepare
+from nsa_backend.attention.interface import NothingToPrepare
 from nsa_backend.demo.calls import calls
 from nsa_backend.demo.engine import Engine
 from nsa_backend.demo.model import TinySparseMla

@@ -8,8 +8,8 @@ from installed_source import attributes_read, trees
 from nsa_backend import host
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.demo.calls import calls
-from nsa_backend.indexer import IndexerMetadata
-from nsa_backend.metadata import NSAMetadata
+from nsa_backend.indexer.metadata import IndexerMetadata
+from nsa_backend.metadata.views import NSAMetadata
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
 

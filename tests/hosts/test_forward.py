@@ -7,7 +7,8 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from nsa_backend import dense_prefill, host
+from nsa_backend import host
+from nsa_backend.attention import dense_prefill
 from nsa_backend.demo.calls import calls
 from nsa_backend.demo.pool import CpuKVPool
 from nsa_backend.host import ForwardBatch, ForwardMode

@@ -88,16 +88,15 @@ def test_an_idle_rank_that_sglang_padded(make_runner):
 
 def test_rows_that_sglang_pads_have_length_zero():
     """Of what attention reads alone: SGLang's indexer cuts the padding off and asks for the real rows."""
-    from nsa_backend.extend import pad_query_rows
     from nsa_backend.kernels.buffers import MetadataBuffers
     from nsa_backend.kernels.plan import plan_decode
-    from nsa_backend.metadata import step_metadata
+    from nsa_backend.metadata.views import step_metadata, with_padding_rows
 
     plan = plan_decode(3)
     buffers = MetadataBuffers.allocate(plan, table_width=64, num_sms=0, device="cpu", wide=False, planned=False)
     metadata = step_metadata(plan, buffers)
     metadata.nsa_cache_seqlens_int32.copy_(torch.tensor([5, 6, 7]))
-    padded = pad_query_rows(metadata, 5)
+    padded = with_padding_rows(metadata, 5)
     assert padded.nsa_cache_seqlens_int32.tolist() == [5, 6, 7, 0, 0]
     assert padded.nsa_cu_seqlens_k.tolist() == [0, 5, 11, 18, 18, 18]
     assert padded.nsa_cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 5]

@@ -17,8 +17,9 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from nsa_backend import host
 from nsa_backend.attention import trtllm
-from nsa_backend.attention.common import AttentionConfig, SparseInputs
+from nsa_backend.attention.inputs import SparseInputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
+from nsa_backend.config import AttentionConfig
 from nsa_backend.demo.calls import calls
 from nsa_backend.host import ForwardBatch, ForwardMode
 from nsa_backend.registration import create_backend
@@ -195,7 +196,7 @@ def test_against_the_reference(make_runner, monkeypatch, emulator, mode, dtype):
 
 def test_rope_is_applied_to_query_and_key_at_their_positions(make_runner, monkeypatch, emulator):
     """Position p turns by the angle p: equal positions keep the dot product, distance alone decides it."""
-    from nsa_backend.queries import rope_in_fp8
+    from nsa_backend.attention.rope import rope_in_fp8
 
     angle = torch.arange(64)[:, None] * torch.ones(ROPE // 2)
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=-1)

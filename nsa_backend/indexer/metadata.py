@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from nsa_backend import host
-from nsa_backend.metadata import NSAMetadata
-from nsa_backend.topk import TopK, slots_of
+from nsa_backend.indexer.topk import TopK, slots_of
+from nsa_backend.metadata.views import NSAMetadata
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ import torch
 from nsa_backend import host
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.topk_slots import topk_slots
-from nsa_backend.metadata import NSAMetadata
+from nsa_backend.metadata.views import NSAMetadata
 
 
 class TopK(Protocol):

@@ -10,9 +10,9 @@ import torch
 
 from nsa_backend import host
 from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.metadata import NSAMetadata, step_metadata
-from nsa_backend.modes import plan_for
-from nsa_backend.writer import MetadataWriter
+from nsa_backend.metadata.modes import plan_for
+from nsa_backend.metadata.views import NSAMetadata, step_metadata
+from nsa_backend.metadata.writer import MetadataWriter
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from nsa_backend import host
-from nsa_backend.extend import extend_lens_on_host, extend_metadata
 from nsa_backend.kernels.plan import MetadataPlan
-from nsa_backend.metadata import NSAMetadata, step_metadata
-from nsa_backend.modes import is_paged, plan_for
-from nsa_backend.writer import MetadataWriter
+from nsa_backend.metadata.modes import is_paged, plan_for
+from nsa_backend.metadata.prefill import extend_lens_on_host, prefill_metadata
+from nsa_backend.metadata.views import NSAMetadata, step_metadata
+from nsa_backend.metadata.writer import MetadataWriter
 
 
 def eager_metadata(writer: MetadataWriter, batch: host.ForwardBatch, *, dense: bool) -> NSAMetadata:
@@ -17,7 +17,7 @@ def eager_metadata(writer: MetadataWriter, batch: host.ForwardBatch, *, dense: b
         plan = _paged_plan(batch, writer.config.num_draft_tokens)
         return step_metadata(plan, writer.write_eager(plan, batch))
     if mode.is_extend():
-        return extend_metadata(writer, batch, dense=dense)
+        return prefill_metadata(writer, batch, dense=dense)
     raise ValueError(f"nsa_backend has no metadata for {mode}: it serves prefill, decode, target_verify and draft_extend")
 
 

@@ -8,14 +8,14 @@ import torch
 
 from nsa_backend import host
 from nsa_backend.config import BackendConfig
+from nsa_backend.environment import switched_on
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.plan import MetadataPlan, plan_decode
 from nsa_backend.kernels.prefill import write_prefill
 from nsa_backend.kernels.prefill_fields import PrefillFields
-from nsa_backend.shared_memory import shared_rows
-from nsa_backend.switches import switch
-from nsa_backend.value_check import ValueCheck
+from nsa_backend.metadata.graph_memory import shared_rows
+from nsa_backend.metadata.value_check import ValueCheck
 
 
 class MetadataWriter:
@@ -25,7 +25,7 @@ class MetadataWriter:
         """`req_to_token` is SGLang's request-to-token pool, int32 [pool, config.attention.table_width]."""
         self.config = config
         self.req_to_token = req_to_token
-        self.value_check = ValueCheck(req_to_token, config.num_kv_slots) if switch("NSA_BACKEND_CHECK") else None
+        self.value_check = ValueCheck(req_to_token, config.num_kv_slots) if switched_on("NSA_BACKEND_CHECK") else None
 
     def replay_buffers(self, plan: MetadataPlan) -> MetadataBuffers:
         """Buffers for captured graphs up to `plan`; all graphs over the pool share their page tables."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Place:
+class Activity:
     """What a backend is at. Changed at the head of every preparation, read only when something went wrong."""
 
     doing: str = "starting"
@@ -20,7 +20,7 @@ class Place:
     requests: int = 0
     step: int | None = None  # of a draft round; None elsewhere
 
-    def move(self, doing: str, mode: host.ForwardMode | None, requests: int) -> None:
+    def begin(self, doing: str, mode: host.ForwardMode | None, requests: int) -> None:
         self.doing, self.mode, self.requests = doing, mode, requests
 
     def __str__(self) -> str:
@@ -29,8 +29,8 @@ class Place:
         return f"nsa_backend: while {self.doing}{mode}, batch size {self.requests}{step}"
 
 
-def located(method: Callable) -> Callable:
-    """Add the `place` of the object to whatever its method raises; the exception itself passes on unchanged.
+def noted(method: Callable) -> Callable:
+    """Add the `activity` of the object to whatever its method raises; the exception itself passes on unchanged.
 
     The note stands below the message in every traceback. Costs nothing until something is raised.
     """
@@ -40,7 +40,7 @@ def located(method: Callable) -> Callable:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            note = str(self.place)
+            note = str(self.activity)
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             raise

@@ -12,7 +12,7 @@ SWITCHES = {
 }
 
 
-def switch(name: str) -> bool:
+def switched_on(name: str) -> bool:
     """Whether `name`, a key of `SWITCHES`, is on.
 
     Raises:
@@ -27,4 +27,4 @@ def switch(name: str) -> bool:
 def check_switches() -> None:
     """Stop the process where any switch has a bad value."""
     for name in SWITCHES:
-        switch(name)
+        switched_on(name)

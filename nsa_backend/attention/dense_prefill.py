@@ -6,7 +6,7 @@ import torch
 
 from nsa_backend import host
 from nsa_backend.config import BackendConfig
-from nsa_backend.metadata import NSAMetadata
+from nsa_backend.metadata.views import NSAMetadata
 
 
 class DensePrefill:
