@@ -6,7 +6,9 @@ import logging
 
 import torch
 
-from nsa_backend import __version__, host
+from nsa_backend import __version__
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.dense_prefill import DensePrefill
 from nsa_backend.attention.fp8_prefill import ragged_kv
 from nsa_backend.attention.implementations import build_decode, build_prefill
@@ -27,10 +29,10 @@ from nsa_backend.metadata.writer import MetadataWriter
 logger = logging.getLogger(__name__)
 
 
-class NativeSparseAttnBackend(host.BackendEntryPoints):
+class NativeSparseAttnBackend(adapter.BackendEntryPoints):
     """DeepSeek sparse attention behind SGLang's `AttentionBackend` interface; its generation's part of it is in `host`."""
 
-    def __init__(self, model_runner: host.ModelRunner, skip_prefill: bool = False):
+    def __init__(self, model_runner: sglang.ModelRunner, skip_prefill: bool = False):
         """Build for `model_runner`; raises ValueError where the model, the GPU or an option cannot be served.
 
         Args:
@@ -51,7 +53,7 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         self.prefill_attention = build_prefill(self.config)
         self.dense_prefill = DensePrefill(self.config)
         self.topk = choose_topk(self.config.attention.device)
-        self.fuse_topk = host.fuse_topk()
+        self.fuse_topk = adapter.fuse_topk()
         self.captured = CapturedMetadata(self.writer)
         self._indexer: IndexerMetadata | None = None
         self.forward_metadata: NSAMetadata | None = None
@@ -61,7 +63,7 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
     # Metadata
 
     @noted
-    def init_forward_metadata(self, forward_batch: host.ForwardBatch) -> None:
+    def init_forward_metadata(self, forward_batch: sglang.ForwardBatch) -> None:
         """Metadata of an eager forward, in memory of its own."""
         self.activity.begin("preparing", forward_batch.forward_mode, forward_batch.batch_size)
         self.captured.forget_launch()
@@ -80,7 +82,7 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
 
     def before_capture(
         self,
-        mode: host.ForwardMode,
+        mode: sglang.ForwardMode,
         num_requests: int,
         num_rows: int,
         *,
@@ -99,7 +101,7 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         )
 
     def before_replay(
-        self, mode: host.ForwardMode, num_requests: int, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor
+        self, mode: sglang.ForwardMode, num_requests: int, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor
     ) -> None:
         """Nothing on the device: the graph writes its own metadata. Raises ValueError where it would read other tensors."""
         self.activity.begin("replaying", mode, num_requests)
@@ -115,7 +117,7 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         """Length of a padding request: 1, because DeepGEMM's schedule reads out of bounds when all lengths are 0."""
         return 1
 
-    def update_verify_buffers_to_fill_after_draft(self, spec_info: host.SpecInput, cuda_graph_bs: int | None) -> None:
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: sglang.SpecInput, cuda_graph_bs: int | None) -> None:
         """Nothing depends on the drafted tokens, so nothing planned before them has to be corrected."""
 
     def indexer_metadata(self) -> IndexerMetadata:
@@ -137,8 +139,8 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        layer: host.RadixAttention,
-        forward_batch: host.ForwardBatch,
+        layer: sglang.RadixAttention,
+        forward_batch: sglang.ForwardBatch,
         save_kv_cache: bool = True,
         **mla_args: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -151,14 +153,14 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        layer: host.RadixAttention,
-        forward_batch: host.ForwardBatch,
+        layer: sglang.RadixAttention,
+        forward_batch: sglang.ForwardBatch,
         save_kv_cache: bool = True,
         **mla_args: torch.Tensor | None,
     ) -> torch.Tensor:
         """Dense prefill for short contexts, else sparse: target_verify and draft_extend use the decode implementation."""
         mode = forward_batch.forward_mode
-        if mode.is_target_verify() or host.is_draft_extend(mode):
+        if mode.is_target_verify() or adapter.is_draft_extend(mode):
             attention = self.decode_attention
         elif self.use_mha:
             if save_kv_cache and k is not None:
@@ -173,8 +175,8 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         attention: SparseAttention,
         q: torch.Tensor,
         k: torch.Tensor | None,
-        layer: host.RadixAttention,
-        forward_batch: host.ForwardBatch,
+        layer: sglang.RadixAttention,
+        forward_batch: sglang.ForwardBatch,
         save_kv_cache: bool,
         *,
         q_rope: torch.Tensor | None = None,
@@ -209,7 +211,7 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
                 q, q_rope, k, k_rope, layer, forward_batch.positions[: q.shape[0]], cos_sin_cache, is_neox
             )
             q_rope = None
-        pool = host.kv_pool(forward_batch, self)
+        pool = adapter.kv_pool(forward_batch, self)
         if k is not None and save_kv_cache:
             if not forward_batch.out_cache_loc.is_contiguous():
                 raise ValueError(
@@ -236,6 +238,6 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
             __version__,
             self.config.decode_impl,
             self.config.prefill_impl,
-            f"up to {host.dense_prefill_limit()} tokens" if self.dense_prefill.runs else "off",
+            f"up to {adapter.dense_prefill_limit()} tokens" if self.dense_prefill.runs else "off",
             draft_steps,
         )

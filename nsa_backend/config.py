@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.environment import switched_on
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.model_check import check_model
@@ -48,9 +49,9 @@ class BackendConfig:
     topk_plan: bool = False  # whether it reads a plan, see kernels/topk_plan.py
 
     @classmethod
-    def from_runner(cls, runner: host.ModelRunner) -> BackendConfig:
+    def from_runner(cls, runner: sglang.ModelRunner) -> BackendConfig:
         """Read and check; raises ValueError with one sentence where the model or the GPU cannot be served."""
-        settings, hf_config = host.settings(runner), runner.model_config.hf_config
+        settings, hf_config = adapter.settings(runner), runner.model_config.hf_config
         device = torch.device(runner.device)
         check_model(hf_config, speculative=bool(settings.num_steps), on_gpu=device.type == "cuda")
         if runner.page_size != PAGE_SIZE:
@@ -68,10 +69,10 @@ class BackendConfig:
         prefill = _prefill_impl(settings.prefill, kv_cache_dtype)
         return cls(
             attention=AttentionConfig(
-                device_sm=host.device_sm(device),
-                num_heads=runner.model_config.num_attention_heads // host.attention_tp_size(),
+                device_sm=adapter.device_sm(device),
+                num_heads=runner.model_config.num_attention_heads // adapter.attention_tp_size(),
                 kv_cache_dtype=kv_cache_dtype,
-                index_topk=host.index_topk(hf_config),
+                index_topk=adapter.index_topk(hf_config),
                 device=device,
                 device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
                 page_size=runner.page_size,
@@ -83,17 +84,17 @@ class BackendConfig:
             decode_impl=decode,
             prefill_impl=prefill,
             num_draft_tokens=settings.num_draft_tokens,
-            num_sms=host.deep_gemm_num_sms() if device.type == "cuda" else 0,
+            num_sms=adapter.deep_gemm_num_sms() if device.type == "cuda" else 0,
             num_kv_slots=runner.token_to_kv_pool.size + runner.page_size,
-            surplus_last=host.schedule_surplus_last(host.device_sm(device)),
-            wide_table=host.TOPK_READS_PAGE_TABLE_1,
-            topk_plan=host.topk_v2() is not None,
+            surplus_last=adapter.schedule_surplus_last(adapter.device_sm(device)),
+            wide_table=adapter.TOPK_READS_PAGE_TABLE_1,
+            topk_plan=adapter.topk_v2() is not None,
         )
 
 
 def _check_indexer() -> None:
     """The packages of the indexer's kernels: DeepGEMM's logits and sgl-kernel's top-k."""
-    problems = (host.package_problem("sglang-kernel"), host.package_problem("sgl-deep-gemm"))
+    problems = (adapter.package_problem("sglang-kernel"), adapter.package_problem("sgl-deep-gemm"))
     if any(problems):
         raise ValueError(". ".join(filter(None, problems)))
 

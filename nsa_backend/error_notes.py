@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nsa_backend import host
+    from nsa_backend.adapters import sglang
 
 
 @dataclass
@@ -16,11 +16,11 @@ class Activity:
     """What a backend is at. Changed at the head of every preparation, read only when something went wrong."""
 
     doing: str = "starting"
-    mode: host.ForwardMode | None = None
+    mode: sglang.ForwardMode | None = None
     requests: int = 0
     step: int | None = None  # of a draft round; None elsewhere
 
-    def begin(self, doing: str, mode: host.ForwardMode | None, requests: int) -> None:
+    def begin(self, doing: str, mode: sglang.ForwardMode | None, requests: int) -> None:
         self.doing, self.mode, self.requests = doing, mode, requests
 
     def __str__(self) -> str:

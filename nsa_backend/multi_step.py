@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.error_notes import Activity, noted
 from nsa_backend.indexer.metadata import IndexerMetadata
@@ -28,7 +29,7 @@ class CapturedRound:
 class DraftStepBackend(NativeSparseAttnBackend):
     """The backend of one draft step."""
 
-    def get_indexer_metadata(self, layer_id: int, forward_batch: host.ForwardBatch) -> IndexerMetadata:
+    def get_indexer_metadata(self, layer_id: int, forward_batch: sglang.ForwardBatch) -> IndexerMetadata:
         """What the indexer of a layer reads.
 
         A rank of DP attention without a request joins the draft steps of the others with padding rows, for which SGLang asks
@@ -39,14 +40,14 @@ class DraftStepBackend(NativeSparseAttnBackend):
         return super().get_indexer_metadata(layer_id, forward_batch)
 
 
-class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
+class NativeSparseAttnMultiStepBackend(adapter.MultiStepEntryPoints):
     """Draft step i writes the token at position L + i and attends to L + i + 1 tokens.
 
     SGLang hands every step the same length L. Here each step has lengths and a DeepGEMM schedule in storage of its own, and
     all steps share one page table that reaches L + N.
     """
 
-    def __init__(self, model_runner: host.ModelRunner, topk: int, speculative_num_steps: int):
+    def __init__(self, model_runner: sglang.ModelRunner, topk: int, speculative_num_steps: int):
         """Build N - 1 step backends.
 
         Args:
@@ -73,7 +74,7 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         return plan_draft_decode(num_requests, self.speculative_num_steps)
 
     @noted
-    def init_forward_metadata(self, forward_batch: host.ForwardBatch) -> None:
+    def init_forward_metadata(self, forward_batch: sglang.ForwardBatch) -> None:
         """Metadata of an eager draft round, in memory of its own."""
         self._move("preparing a draft round", forward_batch)
         self._launch = None
@@ -89,7 +90,7 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
             backend.decode_attention.reserve(max_num_tokens)
 
     @noted
-    def before_capture(self, forward_batch: host.ForwardBatch) -> None:
+    def before_capture(self, forward_batch: sglang.ForwardBatch) -> None:
         """Choose what a capture fills; `at_graph_head` records the launch in it, on the runner's static tensors."""
         self._move("capturing a draft round", forward_batch)
         plan = self.plan(forward_batch.batch_size)
@@ -110,7 +111,7 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         self._launch = captured.launch
 
     @noted
-    def begin_draft_round(self, forward_batch: host.ForwardBatch) -> None:
+    def begin_draft_round(self, forward_batch: sglang.ForwardBatch) -> None:
         """Runs at the head of every `draft_forward` that the plugin hooks, inside the graph where one is captured.
 
         Makes the draft KV locations dense and, where a captured round runs on the host, launches the metadata of all steps.
@@ -146,7 +147,7 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         for backend in self.attn_backends:
             backend.prepare_decode()
 
-    def _move(self, doing: str, batch: host.ForwardBatch) -> None:
+    def _move(self, doing: str, batch: sglang.ForwardBatch) -> None:
         for activity in (self.activity, *(backend.activity for backend in self.attn_backends)):
             activity.begin(doing, None, batch.batch_size)
 

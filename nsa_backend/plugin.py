@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from nsa_backend import __version__
+from nsa_backend.adapters.old_options import keep_without_the_plugin
 from nsa_backend.environment import check_switches, switched_on
-from nsa_backend.old_options import keep_without_the_plugin
 from nsa_backend.releases import unsupported_host
 
 logger = logging.getLogger(__name__)

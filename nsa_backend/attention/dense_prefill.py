@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.config import BackendConfig
 from nsa_backend.metadata.views import NSAMetadata
 
@@ -16,21 +17,21 @@ class DensePrefill:
         # SGLang's model brings K and V in bfloat16 here, dequantised where the cache is FP8.
         dtypes = (torch.bfloat16, torch.float8_e4m3fn)
         self.runs = config.attention.device_sm == 90 and config.attention.kv_cache_dtype in dtypes
-        self._attend = host.fa3_functions()[1] if self.runs else None
+        self._attend = adapter.fa3_functions()[1] if self.runs else None
 
-    def fits(self, batch: host.ForwardBatch) -> bool:
+    def fits(self, batch: sglang.ForwardBatch) -> bool:
         """Whether `batch` is a prefill whose longest request and total length stay within SGLang's limits."""
         if not self.runs or not batch.forward_mode.is_extend_without_speculative() or not batch.batch_size:
             return False
-        if host.in_prefill_graph():
+        if adapter.in_prefill_graph():
             return False
         return (
-            int(batch.seq_lens_cpu.max()) <= host.dense_prefill_limit()
+            int(batch.seq_lens_cpu.max()) <= adapter.dense_prefill_limit()
             and int(batch.seq_lens_cpu.sum()) <= batch.get_max_chunk_capacity()
         )
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: host.RadixAttention, metadata: NSAMetadata
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: sglang.RadixAttention, metadata: NSAMetadata
     ) -> torch.Tensor:
         """Causal attention of the new tokens over prefix and new tokens.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.metadata.views import NSAMetadata
 
 
@@ -18,4 +18,4 @@ def ragged_kv(kv_cache: torch.Tensor, metadata: NSAMetadata, k: torch.Tensor, k_
     """
     if metadata.page_table_1_flattened is None:
         return torch.cat([k, k_rope], dim=-1)
-    return host.dequantize_k_cache_paged(kv_cache, metadata.page_table_1_flattened)
+    return adapter.dequantize_k_cache_paged(kv_cache, metadata.page_table_1_flattened)

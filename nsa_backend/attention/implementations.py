@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.interface import SparseAttention
 from nsa_backend.config import AttentionConfig, BackendConfig
 
@@ -46,20 +46,21 @@ def build_attention(name: str, asked: str, config: AttentionConfig) -> SparseAtt
         return module.build(config)
     usable = [other for other, why_not in reasons(config).items() if why_not is None and other != "auto"]
     raise ValueError(
-        f"{asked} cannot run here: {reason}. Choose one of: {', '.join(usable) or 'none on this machine'}; or {host.WAY_BACK}"
+        f"{asked} cannot run here: {reason}. Choose one of: {', '.join(usable) or 'none on this machine'}; "
+        f"or {adapter.WAY_BACK}"
     )
 
 
 def build_decode(config: BackendConfig) -> SparseAttention:
     """What runs in decode, target_verify and draft_extend; raises ValueError where it cannot run here."""
-    asked = "NSA_BACKEND_AUTO_DECODE=1" if config.decode_impl == "auto" else f"{host.DECODE_OPTION} {config.decode_impl}"
+    asked = "NSA_BACKEND_AUTO_DECODE=1" if config.decode_impl == "auto" else f"{adapter.DECODE_OPTION} {config.decode_impl}"
     return build_attention(config.decode_impl, asked, replace(config.attention, partner=config.prefill_impl))
 
 
 def build_prefill(config: BackendConfig) -> SparseAttention:
     """What runs in sparse prefill; raises ValueError where it cannot run here."""
     attention = replace(config.attention, partner=config.decode_impl, prefill=True)
-    return build_attention(config.prefill_impl, f"{host.PREFILL_OPTION} {config.prefill_impl}", attention)
+    return build_attention(config.prefill_impl, f"{adapter.PREFILL_OPTION} {config.prefill_impl}", attention)
 
 
 def reasons(config: AttentionConfig) -> dict[str, str | None]:

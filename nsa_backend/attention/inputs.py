@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
 from nsa_backend.metadata.views import FlashMlaTiles, NSAMetadata
 
 
@@ -34,7 +34,7 @@ class SparseInputs:
 def sparse_inputs(
     q: torch.Tensor,
     q_rope: torch.Tensor | None,
-    layer: host.RadixAttention,
+    layer: sglang.RadixAttention,
     kv_cache: torch.Tensor,
     topk_slots: torch.Tensor,
     metadata: NSAMetadata,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
 
 
 def rope_in_fp8(
@@ -12,7 +13,7 @@ def rope_in_fp8(
     q_rope: torch.Tensor,
     k_nope: torch.Tensor,
     k_rope: torch.Tensor,
-    layer: host.RadixAttention,
+    layer: sglang.RadixAttention,
     positions: torch.Tensor,
     cos_sin_cache: torch.Tensor,
     is_neox: bool,
@@ -29,7 +30,7 @@ def rope_in_fp8(
         Query [rows, heads, latent + rope], k_nope [rows, latent] and k_rope [rows, rope], without scales.
     """
     latent_dim = layer.v_head_dim
-    return host.mla_quantize_and_rope_for_fp8(
+    return adapter.mla_quantize_and_rope_for_fp8(
         q_nope.view(-1, layer.tp_q_head_num, latent_dim),
         q_rope.view(-1, layer.tp_q_head_num, layer.head_dim - latent_dim),
         k_nope.squeeze(1),

@@ -1,4 +1,4 @@
-"""How the installed generation of SGLang calls a backend: `nsa_calls` or `dsa_calls`, chosen as `nsa_backend.host` does.
+"""How the installed generation of SGLang calls a backend: `nsa_calls` or `dsa_calls`, as its adapter is.
 
 Both offer the same names:
 
@@ -16,6 +16,6 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 
-calls = import_module(f"nsa_backend.demo.{host.ADAPTER.__name__.rpartition('.')[2]}_calls")
+calls = import_module(f"nsa_backend.demo.{adapter.ADAPTER.__name__.split('.')[2]}_calls")

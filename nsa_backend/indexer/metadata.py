@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.indexer.topk import TopK, slots_of
 from nsa_backend.metadata.views import NSAMetadata
 
 
 @dataclass(eq=False)
-class IndexerMetadata(host.BaseIndexerMetadata):
+class IndexerMetadata(adapter.BaseIndexerMetadata):
     """Metadata of one forward behind the interface of SGLang's `Indexer`, and its top-k transform."""
 
     attn_metadata: NSAMetadata

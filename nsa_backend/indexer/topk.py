@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.topk_slots import topk_slots
 from nsa_backend.metadata.views import NSAMetadata
@@ -52,7 +52,7 @@ def choose_topk(device: torch.device) -> TopK:
     """What the installed SGLang selects with on `device`."""
     if device.type != "cuda":
         return TorchTopK()
-    v2 = host.topk_v2()
+    v2 = adapter.topk_v2()
     return SglTopK() if v2 is None else PagedTopK(*v2)
 
 

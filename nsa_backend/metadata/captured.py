@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.metadata.modes import plan_for
 from nsa_backend.metadata.views import NSAMetadata, step_metadata
@@ -38,8 +38,8 @@ class CapturedMetadata:
     def __init__(self, writer: MetadataWriter):
         self._writer = writer
         self._max_requests = self._max_rows = 0
-        self._buffers: dict[host.ForwardMode, MetadataBuffers] = {}
-        self._batches: dict[tuple[host.ForwardMode, int], CapturedBatch] = {}
+        self._buffers: dict[sglang.ForwardMode, MetadataBuffers] = {}
+        self._batches: dict[tuple[sglang.ForwardMode, int], CapturedBatch] = {}
         self._launch: Callable[[], None] | None = None
         self._first_layer: int | None = None
 
@@ -51,7 +51,7 @@ class CapturedMetadata:
 
     def capture(
         self,
-        mode: host.ForwardMode,
+        mode: sglang.ForwardMode,
         num_requests: int,
         num_rows: int,
         *,
@@ -88,7 +88,7 @@ class CapturedMetadata:
         self._launch = None
 
     def replay(
-        self, mode: host.ForwardMode, num_requests: int, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor
+        self, mode: sglang.ForwardMode, num_requests: int, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor
     ) -> NSAMetadata:
         """Metadata of a captured graph; raises ValueError where it was not captured or reads other tensors."""
         self.forget_launch()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.kernels.plan import MetadataPlan
 from nsa_backend.metadata.modes import is_paged, plan_for
 from nsa_backend.metadata.prefill import extend_lens_on_host, prefill_metadata
@@ -10,7 +11,7 @@ from nsa_backend.metadata.views import NSAMetadata, step_metadata
 from nsa_backend.metadata.writer import MetadataWriter
 
 
-def eager_metadata(writer: MetadataWriter, batch: host.ForwardBatch, *, dense: bool) -> NSAMetadata:
+def eager_metadata(writer: MetadataWriter, batch: sglang.ForwardBatch, *, dense: bool) -> NSAMetadata:
     """Metadata of `batch` in its forward mode, decode to prefill; `dense` says how a prefill will attend."""
     mode = batch.forward_mode
     if is_paged(mode):
@@ -21,11 +22,11 @@ def eager_metadata(writer: MetadataWriter, batch: host.ForwardBatch, *, dense: b
     raise ValueError(f"nsa_backend has no metadata for {mode}: it serves prefill, decode, target_verify and draft_extend")
 
 
-def _paged_plan(batch: host.ForwardBatch, num_draft_tokens: int) -> MetadataPlan:
+def _paged_plan(batch: sglang.ForwardBatch, num_draft_tokens: int) -> MetadataPlan:
     mode, requests = batch.forward_mode, batch.batch_size
     if mode.is_target_verify():
         rows = requests * num_draft_tokens
-    elif host.is_draft_extend(mode):
+    elif adapter.is_draft_extend(mode):
         rows = sum(extend_lens_on_host(batch))
     else:
         rows = requests

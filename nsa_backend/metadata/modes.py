@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.kernels.plan import (
     MetadataPlan,
     plan_decode,
@@ -12,12 +13,12 @@ from nsa_backend.kernels.plan import (
 )
 
 
-def is_paged(mode: host.ForwardMode) -> bool:
+def is_paged(mode: sglang.ForwardMode) -> bool:
     """Whether the indexer reads keys through page tables, row by row; the other modes are prefill."""
-    return mode.is_decode_or_idle() or mode.is_target_verify() or host.is_draft_extend(mode)
+    return mode.is_decode_or_idle() or mode.is_target_verify() or adapter.is_draft_extend(mode)
 
 
-def plan_for(mode: host.ForwardMode, num_requests: int, num_rows: int) -> MetadataPlan:
+def plan_for(mode: sglang.ForwardMode, num_requests: int, num_rows: int) -> MetadataPlan:
     """The plan of a paged mode.
 
     Args:
@@ -33,8 +34,8 @@ def plan_for(mode: host.ForwardMode, num_requests: int, num_rows: int) -> Metada
         return plan_decode(num_requests)
     if mode.is_target_verify():
         return plan_target_verify(num_requests, rows_per_request)
-    if host.is_ragged_draft_extend(mode):
+    if adapter.is_ragged_draft_extend(mode):
         return plan_draft_extend_v1(num_requests, num_rows)
-    if host.is_draft_extend(mode):
+    if adapter.is_draft_extend(mode):
         return plan_draft_extend_v2(num_requests, rows_per_request)
     raise ValueError(f"nsa_backend has no paged metadata for {mode}: it serves decode, target_verify and draft_extend")

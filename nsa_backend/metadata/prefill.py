@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
 from nsa_backend.metadata.views import NSAMetadata
 from nsa_backend.metadata.writer import MetadataWriter
 
 
-def prefill_metadata(writer: MetadataWriter, batch: host.ForwardBatch, *, dense: bool) -> NSAMetadata:
+def prefill_metadata(writer: MetadataWriter, batch: sglang.ForwardBatch, *, dense: bool) -> NSAMetadata:
     """Metadata of a prefill; synchronises nothing.
 
     Args:
@@ -47,6 +47,6 @@ def prefill_metadata(writer: MetadataWriter, batch: host.ForwardBatch, *, dense:
     )
 
 
-def extend_lens_on_host(batch: host.ForwardBatch) -> list[int]:
+def extend_lens_on_host(batch: sglang.ForwardBatch) -> list[int]:
     """New tokens of each request; SGLang brings a CPU tensor instead of a list where it padded a DP-attention batch."""
     return [int(length) for length in batch.extend_seq_lens_cpu]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
 from nsa_backend.config import BackendConfig
 from nsa_backend.environment import switched_on
 from nsa_backend.kernels.buffers import MetadataBuffers
@@ -31,7 +31,7 @@ class MetadataWriter:
         """Buffers for captured graphs up to `plan`; all graphs over the pool share their page tables."""
         return self._allocate(plan, self.config.attention.table_width, new_table=self._shared_table)
 
-    def write_eager(self, plan: MetadataPlan, batch: host.ForwardBatch) -> MetadataBuffers:
+    def write_eager(self, plan: MetadataPlan, batch: sglang.ForwardBatch) -> MetadataBuffers:
         """Write `batch` into fresh buffers.
 
         Their tables are as wide as the longest request reaches where lengths are on the host. SGLang from 0.5.13 on leaves
@@ -52,7 +52,7 @@ class MetadataWriter:
         self.write(plan, buffers, **values)
         return buffers
 
-    def write_prefill(self, batch: host.ForwardBatch, *, num_rows: int, flattened: bool) -> PrefillFields:
+    def write_prefill(self, batch: sglang.ForwardBatch, *, num_rows: int, flattened: bool) -> PrefillFields:
         """One launch of `kernels.prefill.write_prefill` for `batch`, whose lengths are on the host too.
 
         Args:

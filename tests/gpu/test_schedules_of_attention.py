@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_attention import LATENT, ROPE, TOPK, sparse_case
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 
 pytestmark = pytest.mark.gpu
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 4, 33, 128])
 def test_flashmla_tiles_depend_on_no_length(rows, heads):
     """What lets FlashMlaKv keep one schedule a row count."""
-    schedule = host.flash_mla().get_mla_metadata
+    schedule = adapter.flash_mla().get_mla_metadata
     padded = 64 if heads <= 64 else 128
 
     def tiles(lengths: torch.Tensor):
@@ -32,7 +32,7 @@ def test_flashmla_tiles_depend_on_no_length(rows, heads):
         assert torch.equal(first[0][:, :7], other[0][:, :7])
 
 
-@pytest.mark.skipif(host.fa3_scheduler() is None, reason="tiles are scheduled in every layer in this release")
+@pytest.mark.skipif(adapter.fa3_scheduler() is None, reason="tiles are scheduled in every layer in this release")
 @pytest.mark.parametrize("heads", [8, 16, 64, 128])
 @pytest.mark.parametrize("rows", [1, 2, 7, 33, 66, 128, 500])
 def test_fa3_with_its_schedule_made_once(rows, heads):

@@ -12,10 +12,10 @@ import pytest
 
 from nsa_backend import __main__ as command
 from nsa_backend import __version__, releases
+from nsa_backend.adapters import shared
 from nsa_backend.attention.implementations import IMPLEMENTATIONS
 from nsa_backend.cli import doctor
 from nsa_backend.environment import SWITCHES
-from nsa_backend.host import shared
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
 from nsa_backend.attention.flashmla_kv import FlashMlaKv
 from nsa_backend.attention.fp8_prefill import ragged_kv
 from nsa_backend.attention.inputs import sparse_inputs
 from nsa_backend.config import AttentionConfig
-from nsa_backend.host import ForwardBatch, ForwardMode
 from nsa_backend.metadata.prefill import prefill_metadata
 from nsa_backend.registration import create_backend
 
@@ -97,7 +97,7 @@ class FlashMla:
 def test_a_schedule_fits_the_rows_that_came(make_runner, monkeypatch, rows, scheduled):
     """The metadata has four rows, one of them DP attention's padding, which SGLang hands over or not."""
     flash_mla = FlashMla()
-    monkeypatch.setattr(host, "flash_mla", lambda: flash_mla)
+    monkeypatch.setattr(adapter, "flash_mla", lambda: flash_mla)
     config = AttentionConfig(device_sm=90, num_heads=64, kv_cache_dtype=torch.float8_e4m3fn, index_topk=64)
     attention = FlashMlaKv(config)
     runner = make_runner(index_topk=64)

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_backend import config, host, registration
+from nsa_backend import config, registration
+from nsa_backend.adapters import shared
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.implementations import build_attention
 from nsa_backend.config import AttentionConfig
-from nsa_backend.host import shared
 from nsa_backend.refusals import RULES, refusals
 
-DECODE, PREFILL = host.DECODE_ATTRIBUTE, host.PREFILL_ATTRIBUTE
+DECODE, PREFILL = adapter.DECODE_ATTRIBUTE, adapter.PREFILL_ATTRIBUTE
 
 
 def server_args(**changed) -> SimpleNamespace:
@@ -21,7 +22,7 @@ def server_args(**changed) -> SimpleNamespace:
         "speculative_algorithm": None,
         "speculative_eagle_topk": None,
         "speculative_num_steps": None,
-        "attention_backend": host.BACKEND_NAMES[0],
+        "attention_backend": adapter.BACKEND_NAMES[0],
     }
     values |= {"device": "cuda", "page_size": 64, "kv_cache_dtype": "bfloat16", DECODE: "fa3", PREFILL: "flashmla_sparse"}
     model = SimpleNamespace(hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=2048))
@@ -30,8 +31,8 @@ def server_args(**changed) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def nothing_left_to_resolve(monkeypatch):
-    monkeypatch.setattr(host, "resolved", lambda args: args)
-    monkeypatch.setattr(host, "served_backends", lambda args: (args.attention_backend, args.attention_backend))
+    monkeypatch.setattr(adapter, "resolved", lambda args: args)
+    monkeypatch.setattr(adapter, "served_backends", lambda args: (args.attention_backend, args.attention_backend))
 
 
 def test_a_default_server_is_served():
@@ -48,9 +49,9 @@ def test_a_default_server_is_served():
         ({"device": "cpu"}, "--device cpu"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
         ({"page_size": 1}, "--page-size 1"),
-        ({DECODE: "tilelang"}, f"{host.DECODE_OPTION} tilelang"),
-        ({DECODE: "aiter"}, f"{host.DECODE_OPTION} aiter"),
-        ({PREFILL: "tilelang"}, f"{host.PREFILL_OPTION} tilelang"),
+        ({DECODE: "tilelang"}, f"{adapter.DECODE_OPTION} tilelang"),
+        ({DECODE: "aiter"}, f"{adapter.DECODE_OPTION} aiter"),
+        ({PREFILL: "tilelang"}, f"{adapter.PREFILL_OPTION} tilelang"),
         ({"enable_hisparse": True}, "--enable-hisparse"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
         ({"enable_pdmux": True}, "--enable-pdmux"),
@@ -68,7 +69,7 @@ def test_one_sentence_names_option_value_and_way_back(change, option):
 
 
 def test_rocm_is_refused(monkeypatch):
-    monkeypatch.setattr(host, "is_rocm", lambda: True)
+    monkeypatch.setattr(adapter, "is_rocm", lambda: True)
     (sentence,) = refusals(server_args())
     assert "ROCm" in sentence
 
@@ -131,12 +132,12 @@ def test_topk_that_sgl_kernel_cannot_select(make_runner):
         (
             "trtllm",
             {"device_sm": 103, "kv_cache_dtype": torch.float8_e4m3fn, "partner": "flashmla_kv"},
-            f"pass {host.PREFILL_OPTION} trtllm too",
+            f"pass {adapter.PREFILL_OPTION} trtllm too",
         ),
         (
             "trtllm",
             {"device_sm": 100, "kv_cache_dtype": torch.float8_e4m3fn, "partner": "flashmla_sparse", "prefill": True},
-            f"pass {host.DECODE_OPTION} trtllm too",
+            f"pass {adapter.DECODE_OPTION} trtllm too",
         ),
         ("auto", {"device_name": "NVIDIA H100"}, "measured on NVIDIA H200 and this device is NVIDIA H100: unset it"),
         ("torch", {}, "reference for machines without a GPU"),
@@ -159,8 +160,8 @@ def test_multi_step_refuses(make_runner, topk, num_steps, message):
 
 NEEDED = {
     "fa3": "sglang-kernel",
-    "flashmla_sparse": host.FLASH_MLA_DISTRIBUTION,
-    "flashmla_kv": host.FLASH_MLA_DISTRIBUTION,
+    "flashmla_sparse": adapter.FLASH_MLA_DISTRIBUTION,
+    "flashmla_kv": adapter.FLASH_MLA_DISTRIBUTION,
     "trtllm": "flashinfer_python",
 }
 
@@ -189,14 +190,14 @@ def test_an_implementation_whose_package_is_missing_or_another_release(monkeypat
 def test_an_indexer_without_its_packages(make_runner, monkeypatch, package):
     runner = make_runner(index_topk=2048)
     runner.device = "cuda"
-    monkeypatch.setattr(host, "package_problem", lambda name: f"{name} is missing" if name == package else None)
+    monkeypatch.setattr(adapter, "package_problem", lambda name: f"{name} is missing" if name == package else None)
     with pytest.raises(ValueError, match=f"^{package} is missing$"):
         config.BackendConfig.from_runner(runner)
 
 
 def test_the_installed_packages_are_what_sglang_pins():
     for package in {*NEEDED.values(), "sgl-deep-gemm"}:
-        assert host.package_problem(package) is None
+        assert adapter.package_problem(package) is None
 
 
 def test_a_context_beyond_the_table(make_runner):

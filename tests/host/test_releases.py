@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from nsa_backend import host
 from nsa_backend.releases import generation_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,9 +21,9 @@ OTHERS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("adapter", "release"), [(a, r) for a, releases in SERVED.items() for r in releases])
-def test_a_release_has_its_adapter(adapter, release):
-    assert generation_of(release).adapter == adapter
+@pytest.mark.parametrize(("folder", "release"), [(a, r) for a, releases in SERVED.items() for r in releases])
+def test_a_release_has_its_adapter(folder, release):
+    assert generation_of(release).adapter == folder
 
 
 @pytest.mark.parametrize("release", OTHERS)
@@ -41,9 +40,9 @@ def test_the_requirement_allows_what_is_served_and_nothing_else():
         assert not requirement.specifier.contains(release), release
 
 
-def offered(adapter: str) -> set[str]:
+def offered(folder: str) -> set[str]:
     """Names that an adapter defines or imports, read without importing it: it belongs to another release of SGLang."""
-    tree = ast.parse((ROOT / f"nsa_backend/host/{adapter}.py").read_text())
+    tree = ast.parse((ROOT / f"nsa_backend/adapters/{folder}/adapter.py").read_text())
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -58,6 +57,6 @@ def offered(adapter: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("adapter", SERVED)
-def test_every_adapter_offers_every_name(adapter):
-    assert set(host.ADAPTER_NAMES) <= offered(adapter)
+@pytest.mark.parametrize("folder", SERVED)
+def test_every_adapter_offers_every_name(folder):
+    assert set(adapter.ADAPTER_NAMES) <= offered(folder)

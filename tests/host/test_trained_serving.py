@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_backend import host, registration
+from nsa_backend import registration
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks import bench_trained
 from nsa_backend.benchmarks.trained import measure, serving, shared_length
 from nsa_backend.cli.plot_trained import trained
@@ -31,7 +32,7 @@ def test_the_installed_release_takes_every_option(tmp_path):
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     words = serving.command("builtin", tmp_path, 1234, 3)[3:]
-    assert getattr(parser.parse_args(words), host.DECODE_ATTRIBUTE) == "fa3"
+    assert getattr(parser.parse_args(words), adapter.DECODE_ATTRIBUTE) == "fa3"
 
 
 def test_draft_steps_with_one_length_accept_less_than_with_their_own():

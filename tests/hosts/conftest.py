@@ -20,10 +20,10 @@ prepare_process()
 import torch  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
-from nsa_backend import host  # noqa: E402
+from nsa_backend.adapters.installed import adapter  # noqa: E402
 from nsa_backend.releases import installed  # noqa: E402
 
-OF_THE_OTHER_GENERATION = "test_nsa_*.py" if "dsa" in host.BACKEND_NAMES else "test_dsa_*.py"
+OF_THE_OTHER_GENERATION = "test_nsa_*.py" if "dsa" in adapter.BACKEND_NAMES else "test_dsa_*.py"
 collect_ignore_glob = [OF_THE_OTHER_GENERATION]
 """What only one generation has is in files of its own; elsewhere they are not collected, and the summary says so."""
 if not hasattr(sys.modules.get("sglang.srt.runtime_context"), "_derived_widths"):

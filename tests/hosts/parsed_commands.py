@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
 from sglang.srt.server_args import ServerArgs, prepare_server_args  # noqa: E402
 
-from nsa_backend import host  # noqa: E402
+from nsa_backend.adapters.installed import adapter  # noqa: E402
 
 
 def graphs(args: ServerArgs) -> dict[str, list[int] | None]:
@@ -39,12 +39,12 @@ def main() -> None:
         if hasattr(server_args, "resolve_once"):
             server_args.resolve_once()
         server_args.check_server_args()
-        args = host.resolved(server_args)
+        args = adapter.resolved(server_args)
         found.append(
             graphs(args)
             | {
-                "backends": host.served_backends(server_args),
-                "implementation": getattr(args, host.DECODE_ATTRIBUTE),
+                "backends": adapter.served_backends(server_args),
+                "implementation": getattr(args, adapter.DECODE_ATTRIBUTE),
                 "steps": args.speculative_num_steps,
                 "max_total_tokens": args.max_total_tokens,
                 "max_running_requests": args.max_running_requests,

@@ -7,10 +7,11 @@ from importlib.util import find_spec
 import pytest
 from installed_source import signature
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
 
 X = object()
-IN_GRAPH = "dsa" in host.BACKEND_NAMES
+IN_GRAPH = "dsa" in adapter.BACKEND_NAMES
 
 OWN_FLASH_MLA = "sglang.kernels.ops.attention.flash_mla_interface"
 FLASH_MLA = OWN_FLASH_MLA if find_spec("sglang.kernels") and find_spec(OWN_FLASH_MLA) else "sgl_kernel.flash_mla"
@@ -18,7 +19,7 @@ FLASH_MLA = OWN_FLASH_MLA if find_spec("sglang.kernels") and find_spec(OWN_FLASH
 
 
 def test_flash_mla_comes_from_the_distribution_that_is_checked():
-    assert ("sgl-flash-mla" if FLASH_MLA == OWN_FLASH_MLA else "sglang-kernel") == host.FLASH_MLA_DISTRIBUTION
+    assert ("sgl-flash-mla" if FLASH_MLA == OWN_FLASH_MLA else "sglang-kernel") == adapter.FLASH_MLA_DISTRIBUTION
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_flash_mla(function, arguments):
 
 
 def test_fa3():
-    attend, varlen = host.fa3_functions()
+    attend, varlen = adapter.fa3_functions()
     inspect.signature(attend).bind(
         q=X, k_cache=X, v_cache=X, qv=X, page_table=X, cache_seqlens=X, cu_seqlens_q=X, cu_seqlens_k_new=X, max_seqlen_q=1,
         softmax_scale=1.0, causal=True, softcap=0.0, return_softmax_lse=False, num_splits=0,
@@ -60,7 +61,7 @@ def test_the_topk_kernels():
 def fp8_functions() -> dict:
     """SGLang's own functions behind the adapter's, which pass their arguments on."""
     if not IN_GRAPH:
-        return {"dequantize": host.dequantize_k_cache_paged, "rope": host.mla_quantize_and_rope_for_fp8}
+        return {"dequantize": adapter.dequantize_k_cache_paged, "rope": adapter.mla_quantize_and_rope_for_fp8}
     from sglang.kernels.ops.attention.dsa import dequant_k_cache
     from sglang.kernels.ops.attention.utils import mla_quantize_and_rope_for_fp8
 
@@ -81,20 +82,20 @@ def test_fp8():
 def test_the_adapter_finds_the_fp8_functions():
     """With arguments that stop it before any kernel."""
     with pytest.raises((AttributeError, AssertionError, TypeError)) as stop:
-        host.dequantize_k_cache_paged(None, None)
+        adapter.dequantize_k_cache_paged(None, None)
     assert "dequant_k_cache" in str(stop.traceback[-1].path)
     with pytest.raises((AttributeError, AssertionError, TypeError)) as stop:
-        host.mla_quantize_and_rope_for_fp8(*[None] * 9)
+        adapter.mla_quantize_and_rope_for_fp8(*[None] * 9)
     assert "nsa_backend" not in str(stop.traceback[-1].path)
 
 
 def test_the_pool():
     from sglang.srt.mem_cache import memory_pool
 
-    pool = getattr(memory_pool, f"{host.BACKEND_NAMES[0].upper()}TokenToKVPool")
+    pool = getattr(memory_pool, f"{adapter.BACKEND_NAMES[0].upper()}TokenToKVPool")
     inspect.signature(pool.set_mla_kv_buffer).bind(X, X, X, X, X)
     inspect.signature(pool.get_key_buffer).bind(X, 0)
-    inspect.signature(host.ForwardBatch.get_max_chunk_capacity).bind(X)
+    inspect.signature(sglang.ForwardBatch.get_max_chunk_capacity).bind(X)
 
 
 def test_the_draft_extend_graph_runner():
@@ -105,7 +106,7 @@ def test_the_draft_extend_graph_runner():
     inspect.signature(build).bind(X, X, draft_extend_attn_backend=X, speculative_num_steps=3)
     plain = module.get_batch_sizes_to_capture
     (width,) = [name for name in ("num_tokens_per_bs", "captured_req_width") if name in inspect.signature(plain).parameters]
-    with host.draft_extend_sizes_in_tokens(4):
+    with adapter.draft_extend_sizes_in_tokens(4):
         counted = module.get_batch_sizes_to_capture
         assert (counted.func, counted.keywords) == (plain, {width: 4})
         inspect.signature(counted).bind(X)
@@ -117,7 +118,7 @@ def test_the_hooked_methods():
 
     assert list(inspect.signature(ServerArgs.check_server_args).parameters) == ["self"]
     for phase in ("decode", "prefill"):
-        create = getattr(host.DraftBackendFactory, f"_create_{host.BACKEND_NAMES[0]}_{phase}_backend")
+        create = getattr(sglang.DraftBackendFactory, f"_create_{adapter.BACKEND_NAMES[0]}_{phase}_backend")
         assert list(inspect.signature(create.__wrapped__).parameters) == ["self"]
 
 
@@ -128,8 +129,8 @@ def test_deep_gemm_can_be_asked_for_its_sms():
 
 
 def test_the_packages_are_those_that_sglang_pins():
-    for package in ("sglang-kernel", "sgl-deep-gemm", "flashinfer_python", host.FLASH_MLA_DISTRIBUTION):
-        assert host.package_problem(package) is None
+    for package in ("sglang-kernel", "sgl-deep-gemm", "flashinfer_python", adapter.FLASH_MLA_DISTRIBUTION):
+        assert adapter.package_problem(package) is None
 
 
 def test_the_batch_has_every_field_that_is_read():
@@ -137,20 +138,20 @@ def test_the_batch_has_every_field_that_is_read():
         "batch_size", "forward_mode", "seq_lens", "seq_lens_cpu", "req_pool_indices", "extend_seq_lens", "extend_seq_lens_cpu",
         "out_cache_loc", "positions", "spec_info",
     }  # fmt: skip
-    assert read <= {field.name for field in fields(host.ForwardBatch)}
+    assert read <= {field.name for field in fields(sglang.ForwardBatch)}
 
 
 def test_modes():
-    modes = host.ForwardMode
-    assert [mode for mode in modes if host.is_ragged_draft_extend(mode)] == [m for m in modes if m.name == "DRAFT_EXTEND"]
-    assert {mode.name for mode in modes if host.is_draft_extend(mode)} <= {"DRAFT_EXTEND", "DRAFT_EXTEND_V2"}
-    assert host.is_draft_extend(modes.DRAFT_EXTEND_V2)
+    modes = sglang.ForwardMode
+    assert [mode for mode in modes if adapter.is_ragged_draft_extend(mode)] == [m for m in modes if m.name == "DRAFT_EXTEND"]
+    assert {mode.name for mode in modes if adapter.is_draft_extend(mode)} <= {"DRAFT_EXTEND", "DRAFT_EXTEND_V2"}
+    assert adapter.is_draft_extend(modes.DRAFT_EXTEND_V2)
 
 
 def test_what_the_adapter_reads_from_the_process():
-    assert host.attention_tp_size() == 1
-    assert host.fuse_topk() is True
-    assert host.dense_prefill_limit() > 0
-    assert host.in_prefill_graph() is False
-    assert host.environment_problems() == []
-    assert host.flashinfer_workspace_bytes() > 0
+    assert adapter.attention_tp_size() == 1
+    assert adapter.fuse_topk() is True
+    assert adapter.dense_prefill_limit() > 0
+    assert adapter.in_prefill_graph() is False
+    assert adapter.environment_problems() == []
+    assert adapter.flashinfer_workspace_bytes() > 0

@@ -6,10 +6,10 @@ import pytest
 import torch
 from padded_rank import Rank
 
+from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
 from nsa_backend.demo import engine as demo
 from nsa_backend.demo.calls import calls
 from nsa_backend.demo.speculative import SpeculativeDecoder
-from nsa_backend.host import ForwardBatch, ForwardMode
 from nsa_backend.registration import create_backend
 
 PROMPTS = [[5, 9, 2, 40, 7], list(range(30, 50)), [3] * 70]

@@ -10,8 +10,8 @@ from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
+from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
 from nsa_backend.demo.calls import calls
-from nsa_backend.host import ForwardBatch, ForwardMode
 
 
 def eager_runner(requests: int) -> SimpleNamespace:

@@ -8,18 +8,20 @@ from sglang.srt.configs import model_config
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.dsa import refusals as dsa_refusals
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.sglang import ForwardMode
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.demo.calls import calls
-from nsa_backend.host import ForwardMode, dsa_refusals
 from nsa_backend.registration import create_backend
 
 
-@pytest.mark.parametrize("name", host.BACKEND_NAMES)
+@pytest.mark.parametrize("name", adapter.BACKEND_NAMES)
 def test_ours_passes_checks_of_the_builtin_class(make_runner, name):
     """Draft-extend is captured for the classes that SGLang names; ours is a virtual subclass once a draft backend is built."""
     calls.draft_factory(make_runner(), 3).create_draft_extend_backend()
-    assert isinstance(host.ATTENTION_BACKENDS[name](make_runner()), DeepseekSparseAttnBackend)
+    assert isinstance(sglang.ATTENTION_BACKENDS[name](make_runner()), DeepseekSparseAttnBackend)
     assert not issubclass(DeepseekSparseAttnBackend, NativeSparseAttnBackend)
 
 
@@ -42,20 +44,20 @@ def test_a_model_that_asks_for_more(make_runner, field):
     value, speculative, words = PROBLEMS[field]
     runner = make_runner()
     setattr(runner.model_config.hf_config, field, value)
-    assert words in host.model_problem(runner.model_config.hf_config, speculative)
+    assert words in adapter.model_problem(runner.model_config.hf_config, speculative)
     with pytest.raises(ValueError, match=rf"does not serve DeepseekV32ForCausalLM: .*{words}.*NSA_BACKEND_DISABLE=1"):
         create_backend(runner)
 
 
 def test_index_sharing_between_draft_steps_matters_only_with_draft_steps():
     config = SimpleNamespace(index_share_for_mtp_iteration=True)
-    assert host.model_problem(config, speculative=False) is None
+    assert adapter.model_problem(config, speculative=False) is None
 
 
 @pytest.mark.parametrize("name", [name for name in dsa_refusals.REFUSED_ENVIRONMENT if hasattr(envs, name)])
 def test_a_switch_of_sglang_that_must_be_off(monkeypatch, resolve, name):
     monkeypatch.setenv(name, "1")
-    (sentence,) = host.environment_problems()
+    (sentence,) = adapter.environment_problems()
     assert sentence.startswith(f"nsa_backend does not serve {name}=1: ")
     server_args = resolve("--attention-backend", "dsa")
     with pytest.raises(ValueError, match=f"{name}=1"):
@@ -135,4 +137,4 @@ def test_prefill_graphs_are_recognised(monkeypatch, module):
 
     name = "is_in_breakable_cuda_graph" if module.startswith("breakable") else "is_in_tc_piecewise_cuda_graph"
     monkeypatch.setattr(import_module(f"sglang.srt.model_executor.runner_backend_utils.{module}"), name, lambda: True)
-    assert host.in_prefill_graph() is True
+    assert adapter.in_prefill_graph() is True

@@ -2,13 +2,13 @@
 
 import pytest
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 
 SPECULATIVE = [
     *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
 ]
-OWN = ("--attention-backend", host.BACKEND_NAMES[0])
+OWN = ("--attention-backend", adapter.BACKEND_NAMES[0])
 
 
 PROBLEMS = {"learnable_sink": (True, "learnable sinks"), "index_share_for_mtp_iteration": (True, "draft steps share the top-k")}
@@ -28,7 +28,7 @@ def test_a_model_that_asks_for_more(resolve, checkpoint, field, of_the_draft):
 @pytest.mark.parametrize("backend", ["full", "breakable", "disabled"])
 def test_a_prefill_in_one_graph(resolve, backend):
     server_args = resolve(*OWN, "--cuda-graph-backend-prefill", backend)
-    if host.resolved(server_args).cuda_graph_config.prefill.backend != "full":
+    if adapter.resolved(server_args).cuda_graph_config.prefill.backend != "full":
         server_args.check_server_args()
         assert backend != "full"
         return

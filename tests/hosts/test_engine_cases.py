@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sglang.srt.server_args import ServerArgs
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.releases import generation_of, installed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
@@ -38,9 +38,9 @@ def engine(parse, resolve, tmp_path):
 @pytest.mark.parametrize("case", RUN_HERE, ids=lambda case: case.name)
 def test_every_case_resolves(engine, case, ask):
     server_args = engine(question(case) if ask else case)
-    args = host.resolved(server_args)
-    assert set(host.served_backends(server_args)) <= set(host.BACKEND_NAMES)
-    assert getattr(args, host.DECODE_ATTRIBUTE) == case.decode
+    args = adapter.resolved(server_args)
+    assert set(adapter.served_backends(server_args)) <= set(adapter.BACKEND_NAMES)
+    assert getattr(args, adapter.DECODE_ATTRIBUTE) == case.decode
     assert (args.speculative_num_steps or 0) == (0 if ask else case.steps)
     assert args.tp_size == case.gpus
 
@@ -49,7 +49,7 @@ def test_debugging_graphs_has_graphs_to_debug(engine):
     """SGLang asserts at capture that the decode graphs can be broken, where it has a choice of them."""
     (case,) = [c for c in CASES if c.engine.get("debug_cuda_graph")]
     assert engine_arguments(case, "", 30000)["debug_cuda_graph"]  # which SGLang puts off on a machine without a GPU
-    args = host.resolved(engine(case))
+    args = adapter.resolved(engine(case))
     assert not args.disable_cuda_graph
     if not HAS_V1:
         assert args.cuda_graph_config.decode.backend == "breakable"
@@ -58,7 +58,7 @@ def test_debugging_graphs_has_graphs_to_debug(engine):
 @pytest.mark.parametrize("name", ["above the captured sizes", "without CUDA graphs"])
 def test_batches_of_unequal_ranks_run_outside_graphs(engine, name):
     for case in (c for c in CASES if name in c.name and c.gpus == 2):
-        args = host.resolved(engine(case))
+        args = adapter.resolved(engine(case))
         assert (args.dp_size if args.enable_dp_attention else args.attn_dp_size) == 2
         if name == "without CUDA graphs":
             assert args.disable_cuda_graph
@@ -70,7 +70,7 @@ def test_batches_of_unequal_ranks_run_outside_graphs(engine, name):
 def test_both_sides_of_the_soak_run_understand_its_command(resolve, tmp_path):
     words = soak_server.command(tmp_path, 33000)
     assert not any(word.startswith("--nsa-") for word in words if not HAS_V1)  # which the built-in side need not know
-    args = host.resolved(resolve(*words[words.index("--model-path") + 2 :]))
-    assert getattr(args, host.DECODE_ATTRIBUTE) == "fa3"
+    args = adapter.resolved(resolve(*words[words.index("--model-path") + 2 :]))
+    assert getattr(args, adapter.DECODE_ATTRIBUTE) == "fa3"
     assert (args.speculative_num_steps, args.max_total_tokens, args.chunked_prefill_size) == (3, soak_server.POOL_TOKENS, 512)
     assert max(args.cuda_graph_bs if HAS_V1 else args.cuda_graph_config.decode.bs) == 64

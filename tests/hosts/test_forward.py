@@ -7,11 +7,11 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
 from nsa_backend.attention import dense_prefill
 from nsa_backend.demo.calls import calls
 from nsa_backend.demo.pool import CpuKVPool
-from nsa_backend.host import ForwardBatch, ForwardMode
 from nsa_backend.registration import create_backend
 
 HEADS, LATENT, ROPE, TOPK = 4, 8, 4, 16
@@ -104,11 +104,11 @@ def test_dense_prefill_only_on_hopper_and_only_when_short(make_runner, monkeypat
     hopper = SimpleNamespace(attention=SimpleNamespace(device_sm=90, kv_cache_dtype=torch.bfloat16))
     assert not dense_prefill.DensePrefill(config).fits(batch)
     dense = dense_prefill.DensePrefill(hopper)
-    monkeypatch.setattr(host, "dense_prefill_limit", lambda: 30)
+    monkeypatch.setattr(adapter, "dense_prefill_limit", lambda: 30)
     assert dense.fits(batch)
-    monkeypatch.setattr(host, "dense_prefill_limit", lambda: 29)
+    monkeypatch.setattr(adapter, "dense_prefill_limit", lambda: 29)
     assert not dense.fits(batch)
-    monkeypatch.setattr(host, "dense_prefill_limit", lambda: 30)
+    monkeypatch.setattr(adapter, "dense_prefill_limit", lambda: 30)
     with envs.SGLANG_MAX_KV_CHUNK_CAPACITY.override(38):
         assert not dense.fits(batch)
     batch.forward_mode = ForwardMode.TARGET_VERIFY

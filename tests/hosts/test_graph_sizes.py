@@ -11,7 +11,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative import eagle_draft_cuda_graph_runner, eagle_draft_extend_cuda_graph_runner
 from sglang.srt.utils import common
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.registration import create_draft_extend_backend
 
@@ -68,7 +68,7 @@ def attention_tp(monkeypatch, make_runner):
             for name in ("require_gathered_buffer", "require_mlp_tp_gather", "require_mlp_sync"):
                 monkeypatch.setattr(module, name, lambda *args: True)
             monkeypatch.setattr(module, "require_attn_tp_gather", lambda *args: False, raising=False)
-        tell = publish_the_options if "dsa" in host.BACKEND_NAMES else tell_the_options
+        tell = publish_the_options if "dsa" in adapter.BACKEND_NAMES else tell_the_options
         vars(runner).update(tell(runner.server_args, monkeypatch, tp, d))
         runner.req_to_token_pool.size = 32
         runner.tp_size, runner.dp_size = tp, 1
@@ -140,7 +140,7 @@ def test_gathering_is_what_dp_attention_asks_for(make_runner):
     if "attn_dp_size" in getattr(ServerArgs, "__struct_fields__", ()):
         options["attn_dp_size"] = 2  # what newer releases resolve the first two to
     args = SimpleNamespace(**options, moe_dense_tp_size=None)
-    if "dsa" in host.BACKEND_NAMES:
+    if "dsa" in adapter.BACKEND_NAMES:
         from sglang.srt.runtime_context import get_context
 
         args = get_context().override_server_args(**options).install()

@@ -12,7 +12,9 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
 
-from nsa_backend import host, plugin, registration
+from nsa_backend import plugin, registration
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.demo.calls import calls
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
@@ -24,21 +26,21 @@ def test_entry_point_is_installed():
 
 
 def test_the_adapter_offers_every_name():
-    assert all(hasattr(host, name) for name in host.ADAPTER_NAMES)
+    assert all(hasattr(adapter, name) for name in adapter.ADAPTER_NAMES)
 
 
-@pytest.mark.parametrize("name", host.BACKEND_NAMES)
+@pytest.mark.parametrize("name", adapter.BACKEND_NAMES)
 def test_the_registry_builds_our_backend(make_runner, name):
-    assert isinstance(host.ATTENTION_BACKENDS[name](make_runner()), NativeSparseAttnBackend)
+    assert isinstance(sglang.ATTENTION_BACKENDS[name](make_runner()), NativeSparseAttnBackend)
 
 
 def test_all_names_of_the_builtin_are_ours():
     """A name that still reached the built-in backend would serve with it and say nothing."""
-    assert {name for name in host.ATTENTION_BACKENDS if name in ("nsa", "dsa")} == set(host.BACKEND_NAMES)
+    assert {name for name in sglang.ATTENTION_BACKENDS if name in ("nsa", "dsa")} == set(adapter.BACKEND_NAMES)
 
 
 HOOKED = ["ServerArgs.check_server_args"] + [
-    f"DraftBackendFactory._create_{host.BACKEND_NAMES[0]}_{phase}_backend" for phase in ("decode", "prefill")
+    f"DraftBackendFactory._create_{adapter.BACKEND_NAMES[0]}_{phase}_backend" for phase in ("decode", "prefill")
 ]
 
 
@@ -61,10 +63,10 @@ def test_what_other_plugins_hook_is_left_to_the_loader(monkeypatch):
     def named(name):
         return lambda original: (calls_made.append(name), original())
 
-    HookRegistry.register(target, named("a plugin before"), host.HookType.AROUND)
-    host.hook(target, named("ours"), host.HookType.AROUND)
-    host.hook(target, named("ours again"), host.HookType.AROUND)
-    HookRegistry.register(target, named("a plugin after"), host.HookType.AROUND)
+    HookRegistry.register(target, named("a plugin before"), sglang.HookType.AROUND)
+    adapter.hook(target, named("ours"), sglang.HookType.AROUND)
+    adapter.hook(target, named("ours again"), sglang.HookType.AROUND)
+    HookRegistry.register(target, named("a plugin after"), sglang.HookType.AROUND)
     HookRegistry.apply_hooks()
     module.function()
     assert calls_made == ["a plugin after", "a plugin before", "ours", "original"]
@@ -72,10 +74,10 @@ def test_what_other_plugins_hook_is_left_to_the_loader(monkeypatch):
 
 def test_a_hook_that_does_not_take_is_an_error():
     with pytest.raises(RuntimeError, match=r"could not hook sglang\.srt\.plugins\.nothing_here"):
-        host.hook("sglang.srt.plugins.nothing_here", lambda original: original(), host.HookType.AROUND)
+        adapter.hook("sglang.srt.plugins.nothing_here", lambda original: original(), sglang.HookType.AROUND)
 
 
-@pytest.mark.parametrize("name", host.BACKEND_NAMES)
+@pytest.mark.parametrize("name", adapter.BACKEND_NAMES)
 @pytest.mark.parametrize("num_steps", [2, 3, 9])
 def test_the_draft_factory_builds_ours(make_runner, monkeypatch, name, num_steps):
     factory = calls.draft_factory(make_runner(num_steps=num_steps), num_steps)
@@ -85,7 +87,7 @@ def test_the_draft_factory_builds_ours(make_runner, monkeypatch, name, num_steps
     assert isinstance(extend, NativeSparseAttnBackend)
     assert len(multi_step.attn_backends) == num_steps - 1
     stamps = {getattr(b, "decode_attention_backend_str", None) for b in (multi_step, extend, *multi_step.attn_backends)}
-    assert stamps <= {None, *host.BACKEND_NAMES}  # SGLang chooses a model's attention method by this name, where it sets one
+    assert stamps <= {None, *adapter.BACKEND_NAMES}  # SGLang chooses a model's attention method by this name, where it sets one
 
 
 def test_one_draft_step_needs_no_multi_step_backend(make_runner):
@@ -93,7 +95,7 @@ def test_one_draft_step_needs_no_multi_step_backend(make_runner):
 
 
 def test_half_a_registration_stops_the_server(make_runner, monkeypatch):
-    monkeypatch.setitem(host.ATTENTION_BACKENDS, host.BACKEND_NAMES[-1], lambda runner: None)
+    monkeypatch.setitem(sglang.ATTENTION_BACKENDS, adapter.BACKEND_NAMES[-1], lambda runner: None)
     with pytest.raises(RuntimeError, match="took over the draft side and not the target"):
         calls.draft_factory(make_runner(), 3).create_decode_backend()
 
@@ -110,7 +112,7 @@ def test_draft_backends_can_be_built_twice(make_runner):
 
 def test_the_options_are_those_the_process_resolved(make_runner):
     runner = make_runner(num_steps=5)
-    assert host.settings(runner) == host.Settings(decode="torch", prefill="torch", num_steps=5, num_draft_tokens=6)
+    assert adapter.settings(runner) == adapter.Settings(decode="torch", prefill="torch", num_steps=5, num_draft_tokens=6)
     assert registration.create_backend(runner).config.num_draft_tokens == 6
 
 
@@ -125,7 +127,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 load_plugins()
 hooks = [hook for hooks in HookRegistry._hooks.values() for _, hook, _ in hooks]
 print("hooks", [hook for hook in hooks if hook.__module__.startswith("nsa_backend")])
-print("host imported", "nsa_backend.host" in sys.modules)
+print("adapter imported", "nsa_backend.adapters.installed" in sys.modules)
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 print("modules", {ATTENTION_BACKENDS[name].__module__ for name in ("nsa", "dsa") if name in ATTENTION_BACKENDS})
 """
@@ -140,6 +142,6 @@ def test_a_release_outside_the_range_is_left_alone():
     assert "this is 0.5.24, SGLang's built-in backend serves" in lines[0]
     assert done.stdout.splitlines()[-3:] == [
         "hooks []",
-        "host imported False",
+        "adapter imported False",
         "modules {'sglang.srt.layers.attention.attention_registry'}",
     ]

@@ -11,16 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from metadata_reference import Batch
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.sglang import ForwardMode
 from nsa_backend.demo.calls import calls
-from nsa_backend.host import ForwardMode
 from nsa_backend.registration import create_backend
 
 RUNS = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
 
 
 def test_every_paged_mode_of_the_release_is_here():
-    modes = {mode for mode in ForwardMode if host.is_draft_extend(mode)} | {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}
+    modes = {mode for mode in ForwardMode if adapter.is_draft_extend(mode)} | {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}
     assert set(MODES.values()) == modes
 
 

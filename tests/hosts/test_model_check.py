@@ -3,13 +3,13 @@
 import pytest
 from sglang.srt.configs import model_config
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 
 SPECULATIVE = [
     *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
 ]
-OWN = ("--attention-backend", host.BACKEND_NAMES[0])
+OWN = ("--attention-backend", adapter.BACKEND_NAMES[0])
 
 
 def test_a_small_v32_is_served(resolve, checkpoint):

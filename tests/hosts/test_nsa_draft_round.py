@@ -11,8 +11,8 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_worker import EAGLEWorker
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
+from nsa_backend.adapters.nsa import draft as nsa_draft
 from nsa_backend.demo.calls import calls
-from nsa_backend.host import nsa_draft
 from nsa_backend.multi_step import contiguous_by_step
 
 WORKERS = [EagleDraftWorker, EAGLEWorker]

@@ -8,9 +8,9 @@ from batches import forward_batch
 from metadata_reference import Batch
 from padded_rank import Attention, Rank
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.sglang import ForwardMode
 from nsa_backend.demo.calls import calls
-from nsa_backend.host import ForwardMode
 from nsa_backend.registration import create_backend
 
 PROMPTS = [[5, 9, 2, 40, 7], list(range(30, 50)), [3] * 70]
@@ -45,7 +45,7 @@ def test_an_idle_rank_beside_ranks_with_requests(monkeypatch):
 def test_rows_that_are_no_whole_request(make_runner, monkeypatch, mode, fused):
     """Rows are padded to a multiple of the attention TP size too, which need not hold a whole number of requests."""
     backend, d, padding = create_backend(make_runner(num_steps=3)), 4, 3
-    monkeypatch.setattr(host, "fuse_topk", lambda: fused)
+    monkeypatch.setattr(adapter, "fuse_topk", lambda: fused)
     attention = backend.decode_attention = Attention(backend.decode_attention)
     pool = backend.token_to_kv_pool
     pool.get_key_buffer = lambda layer_id: torch.randn(2**20, 1, 12, generator=torch.Generator().manual_seed(1))

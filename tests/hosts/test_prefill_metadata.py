@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from metadata_reference import Batch
 
-from nsa_backend import host
-from nsa_backend.host import ForwardMode
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.sglang import ForwardMode
 from nsa_backend.registration import create_backend
 
 RUNS = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
-RAGGED = [ForwardMode.EXTEND, *(mode for mode in ForwardMode if host.is_ragged_draft_extend(mode))]
+RAGGED = [ForwardMode.EXTEND, *(mode for mode in ForwardMode if adapter.is_ragged_draft_extend(mode))]
 """Modes in which requests extend by different numbers of tokens."""
 
 

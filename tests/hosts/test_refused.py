@@ -6,21 +6,21 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.server_args import ServerArgs
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.refusals import RULES, refusals
 
 FIELDS = set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__)
 
 REFUSED = {
-    **{name: (option, True) for name, option in host.REFUSED_OPTIONS.items() if name in FIELDS},
-    **{name: (option, "nothing served") for name, (option, _) in host.REFUSED_VALUES.items() if name in FIELDS},
+    **{name: (option, True) for name, option in adapter.REFUSED_OPTIONS.items() if name in FIELDS},
+    **{name: (option, "nothing served") for name, (option, _) in adapter.REFUSED_VALUES.items() if name in FIELDS},
 }
 
 
 @pytest.fixture
 def arguments(resolve):
     """Returns a function of changed attributes that gives a served server's resolved arguments with those changes."""
-    view = host.resolved(resolve("--attention-backend", host.BACKEND_NAMES[0]))
+    view = adapter.resolved(resolve("--attention-backend", adapter.BACKEND_NAMES[0]))
     values = {name: getattr(view, name) for name in FIELDS}
     return lambda **changed: SimpleNamespace(**values | changed)
 
@@ -44,8 +44,8 @@ def test_what_this_generation_alone_has(arguments, name):
         ("device", "cpu"),
         ("kv_cache_dtype", "fp8_e5m2"),
         ("page_size", 1),
-        (host.DECODE_ATTRIBUTE, "tilelang"),
-        (host.PREFILL_ATTRIBUTE, "aiter"),
+        (adapter.DECODE_ATTRIBUTE, "tilelang"),
+        (adapter.PREFILL_ATTRIBUTE, "aiter"),
         ("enable_hisparse", True),
         ("enable_two_batch_overlap", True),
         ("enable_pdmux", True),
@@ -74,14 +74,14 @@ def test_every_rule_that_holds_everywhere_reads_an_attribute_of_the_release():
 
 @pytest.mark.parametrize("name", [rule.attribute for rule in RULES if not rule.everywhere])
 def test_a_served_value_is_served(arguments, name):
-    served = host.REFUSED_VALUES.get(name, (None, (False, None)))[1]
+    served = adapter.REFUSED_VALUES.get(name, (None, (False, None)))[1]
     for value in served:
         assert refusals(arguments(**{name: value})) == []
 
 
 def test_a_model_like_deepseek_v32_is_served():
     config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=2048, qk_rope_head_dim=64)
-    assert host.is_sparse_model(config)
-    assert host.index_topk(config) == 2048
+    assert adapter.is_sparse_model(config)
+    assert adapter.index_topk(config) == 2048
     for speculative in (False, True):
-        assert host.model_problem(config, speculative) is None
+        assert adapter.model_problem(config, speculative) is None

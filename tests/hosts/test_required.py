@@ -9,11 +9,11 @@ import pytest
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang, shared, startup
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.benchmarks.faithful_checkpoint import SHAPES, config
 from nsa_backend.demo.calls import calls
-from nsa_backend.host import shared, startup
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
 from nsa_backend.required import check_built
@@ -23,7 +23,7 @@ DENSE = {name: value for name, value in SPARSE.items() if not name.startswith("i
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
 }
-OWN = host.BACKEND_NAMES[0]
+OWN = adapter.BACKEND_NAMES[0]
 SPECULATIVE = [
     *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
@@ -62,7 +62,7 @@ def test_a_plugin_that_registered_later(resolve, required, monkeypatch):
     server_args = resolve("--attention-backend", OWN)
     other = lambda runner: None  # noqa: E731
     other.__module__ = "another_plugin.backend"
-    monkeypatch.setitem(host.ATTENTION_BACKENDS, OWN, other)
+    monkeypatch.setitem(sglang.ATTENTION_BACKENDS, OWN, other)
     with pytest.raises(ValueError, match=f"another_plugin.backend has registered the attention backend {OWN} since.*SGLANG_P"):
         server_args.check_server_args()
 
@@ -97,8 +97,8 @@ def watched(monkeypatch):
     monkeypatch.setattr(ModelRunner, method, build)
     monkeypatch.setattr(scheduler_module.Scheduler, "__init__", construct)
     for name in ("create_decode_backend", "create_draft_extend_backend"):
-        monkeypatch.setattr(host.DraftBackendFactory, name, getattr(host.DraftBackendFactory, name))
-    host.watch_backends(partial(check_built, ours=(NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend)))
+        monkeypatch.setattr(sglang.DraftBackendFactory, name, getattr(sglang.DraftBackendFactory, name))
+    adapter.watch_backends(partial(check_built, ours=(NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend)))
     return lambda *runners: scheduler_module.Scheduler(runners)
 
 
@@ -137,7 +137,7 @@ def test_draft_backends_are_looked_at_as_well(watched, make_runner, monkeypatch,
     factory = calls.draft_factory(make_runner(), 3)
     create = getattr(factory, f"create_{phase}_backend")
     assert isinstance(create(), NativeSparseAttnMultiStepBackend | NativeSparseAttnBackend)
-    stamped = "dsa" in host.BACKEND_NAMES and host.ADAPTER._factory_returns_a_name()
+    stamped = "dsa" in adapter.BACKEND_NAMES and adapter.ADAPTER._factory_returns_a_name()
     built = SimpleNamespace(attn_backends=[])
     name = f"_create_triton_{'decode' if phase == 'decode' else 'prefill'}_backend"
     monkeypatch.setattr(type(factory), name, lambda factory: ("triton", built) if stamped else built)
@@ -151,4 +151,4 @@ def test_draft_backends_are_looked_at_as_well(watched, make_runner, monkeypatch,
 def test_processes_without_a_scheduler_are_left_alone(monkeypatch):
     monkeypatch.delitem(sys.modules, startup.SCHEDULER)
     monkeypatch.setattr(startup, "hook", lambda *args: pytest.fail("a module was loaded to be hooked"))
-    host.watch_backends(lambda part, backend: None)
+    adapter.watch_backends(lambda part, backend: None)

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from nsa_backend import host
-from nsa_backend.host import ForwardBatch, ForwardMode
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
 from nsa_backend.kernels.plan import SCHEDULE_SPLIT_KV
 from nsa_backend.registration import create_backend
 
@@ -62,7 +62,7 @@ def schedule(lengths: list[int]) -> np.ndarray:
 def test_the_launch_writes_the_installed_schedule(make_runner, requests, longest):
     runner = make_runner(table_width=16_384)
     backend = create_backend(runner)
-    backend.writer.config = replace(backend.writer.config, num_sms=NUM_SMS, surplus_last=host.schedule_surplus_last(HOPPER))
+    backend.writer.config = replace(backend.writer.config, num_sms=NUM_SMS, surplus_last=adapter.schedule_surplus_last(HOPPER))
     lengths = np.random.default_rng(requests).integers(1, longest + 1, requests)
     backend.init_forward_metadata(
         ForwardBatch(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks import (
     bench_draft,
     bench_profile,
@@ -86,7 +86,7 @@ def parsed(request, commands) -> dict[str, dict]:
 def test_both_sides_serve_the_same_configuration(parsed):
     for name, found in parsed.items():
         steps = int(name[-1])
-        assert set(found["backends"]) <= set(host.BACKEND_NAMES), name
+        assert set(found["backends"]) <= set(adapter.BACKEND_NAMES), name
         assert found["implementation"] == ("flashmla_kv" if "fp8" in name else "fa3"), name
         assert (found["steps"] or 0, found["port"]) == (steps, 25000 + steps), name
 
@@ -119,8 +119,8 @@ def test_prefill_runs_in_the_graphs_of_a_default_server(parsed):
 
 def test_the_names_are_those_of_the_adapter():
     names = server_options.names()
-    assert names.backend == host.BACKEND_NAMES[0]
-    assert (names.decode, names.prefill) == (host.DECODE_OPTION, host.PREFILL_OPTION)
+    assert names.backend == adapter.BACKEND_NAMES[0]
+    assert (names.decode, names.prefill) == (adapter.DECODE_OPTION, adapter.PREFILL_OPTION)
 
 
 @pytest.mark.parametrize(

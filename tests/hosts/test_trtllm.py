@@ -15,18 +15,18 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
 from nsa_backend.attention import trtllm
 from nsa_backend.attention.inputs import SparseInputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
 from nsa_backend.config import AttentionConfig
 from nsa_backend.demo.calls import calls
-from nsa_backend.host import ForwardBatch, ForwardMode
 from nsa_backend.registration import create_backend
 
 HEADS, LATENT, ROPE, TOPK, PAGE, SLOTS = 4, 512, 64, 128, 64, 512
 
-FUSE_TOPK = getattr(envs, f"SGLANG_{host.BACKEND_NAMES[0].upper()}_FUSE_TOPK")
+FUSE_TOPK = getattr(envs, f"SGLANG_{adapter.BACKEND_NAMES[0].upper()}_FUSE_TOPK")
 REAL = flashinfer.decode.trtllm_batch_decode_with_kv_cache_mla
 REAL_ROPE = flashinfer.rope.mla_rope_quantize_fp8
 
@@ -126,14 +126,14 @@ class PlainPool:
 
 def blackwell(make_runner, monkeypatch, dtype: torch.dtype):
     """The backend as it would be built on an SM100, on the CPU."""
-    settings = host.settings
-    monkeypatch.setattr(host, "device_sm", lambda device: 100)
+    settings = adapter.settings
+    monkeypatch.setattr(adapter, "device_sm", lambda device: 100)
     runner = make_runner(num_steps=3, index_topk=TOPK, table_width=256, pool_size=8)
     runner.token_to_kv_pool = PlainPool(dtype)
     runner.kv_cache_dtype = dtype
     runner.model_config.num_attention_heads = HEADS
     runner.model_config.kv_lora_rank, runner.model_config.qk_rope_head_dim = LATENT, ROPE
-    monkeypatch.setattr(host, "settings", lambda runner: replace(settings(runner), decode="trtllm", prefill="trtllm"))
+    monkeypatch.setattr(adapter, "settings", lambda runner: replace(settings(runner), decode="trtllm", prefill="trtllm"))
     table = runner.req_to_token_pool.req_to_token
     table.copy_(torch.stack([torch.randperm(SLOTS)[: table.shape[1]] for _ in range(len(table))]))
     return create_backend(runner), runner

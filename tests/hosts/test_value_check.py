@@ -8,8 +8,9 @@ import pytest
 import torch
 from batches import MODES
 
+from nsa_backend.adapters.installed import is_ragged_draft_extend
+from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
 from nsa_backend.demo.calls import calls
-from nsa_backend.host import ForwardBatch, ForwardMode, is_ragged_draft_extend
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
 

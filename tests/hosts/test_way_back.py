@@ -8,7 +8,7 @@ import sys
 
 from sglang.srt.server_args import ServerArgs
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 
 PARSE = """
 import argparse, sys
@@ -22,7 +22,8 @@ parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)
 args = parser.parse_args(sys.argv[1:])
 print("parsed", getattr(args, {decode!r}), getattr(args, {prefill!r}))
-print("ours loaded", [name for name in sys.modules if name.startswith(("nsa_backend.host", "nsa_backend.backend"))])
+ours = ("nsa_backend.adapters.installed", "nsa_backend.adapters.nsa", "nsa_backend.adapters.dsa", "nsa_backend.backend")
+print("ours loaded", [name for name in sys.modules if name.startswith(ours)])
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 print("modules", {{ATTENTION_BACKENDS[name].__module__ for name in ("nsa", "dsa") if name in ATTENTION_BACKENDS}})
 """
@@ -31,7 +32,7 @@ README = "--model-path m --attention-backend nsa --nsa-decode-backend fa3 --nsa-
 
 
 def parsed(release: str = "", **switches: str) -> subprocess.CompletedProcess:
-    code = PARSE.format(release=release, decode=host.DECODE_ATTRIBUTE, prefill=host.PREFILL_ATTRIBUTE)
+    code = PARSE.format(release=release, decode=adapter.DECODE_ATTRIBUTE, prefill=adapter.PREFILL_ATTRIBUTE)
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, *README.split()],
         env=os.environ | switches, capture_output=True, text=True, check=False,

@@ -7,29 +7,16 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from packaging.requirements import Requirement
 from sglang.srt.environ import envs
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
-from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.server_args import ServerArgs
+from nsa_backend.adapters import sglang
 
 __all__ = [
-    "ATTENTION_BACKENDS",
     "WAY_BACK",
-    "AttentionBackend",
-    "DraftBackendFactory",
-    "ForwardBatch",
-    "ForwardMode",
-    "HookType",
     "Settings",
     "Takeover",
     "batch_sizes_chosen_with",
@@ -67,15 +54,17 @@ class Settings:
 class Takeover:
     """What the plugin puts in place of SGLang's."""
 
-    backend_class: type[AttentionBackend]
+    backend_class: type[sglang.AttentionBackend]
     multi_step_class: type
-    create_backend: Callable[[ModelRunner], AttentionBackend]
-    create_multi_step_backend: Callable[[DraftBackendFactory], Any]
-    create_draft_extend_backend: Callable[[DraftBackendFactory], AttentionBackend]
-    check_server_args: Callable[[Callable, ServerArgs], None]  # (original, server_args), around ServerArgs.check_server_args
+    create_backend: Callable[[sglang.ModelRunner], sglang.AttentionBackend]
+    create_multi_step_backend: Callable[[sglang.DraftBackendFactory], Any]
+    create_draft_extend_backend: Callable[[sglang.DraftBackendFactory], sglang.AttentionBackend]
+    check_server_args: Callable[
+        [Callable, sglang.ServerArgs], None
+    ]  # (original, server_args), around ServerArgs.check_server_args
 
 
-def hook(target: str, function: Callable, kind: HookType) -> None:
+def hook(target: str, function: Callable, kind: sglang.HookType) -> None:
     """Hook `target`, a dotted path, now and only once; raises RuntimeError where that did not take.
 
     SGLang's registry logs a failure and goes on, which would leave the built-in backend serving in part. It also patches a
@@ -85,7 +74,7 @@ def hook(target: str, function: Callable, kind: HookType) -> None:
     if target in _HOOKED:
         return
     try:
-        HookRegistry._apply_target(target, [(kind, function, HookSource("nsa_backend", "sglang-nsa-backend"))])
+        sglang.HookRegistry._apply_target(target, [(kind, function, sglang.HookSource("nsa_backend", "sglang-nsa-backend"))])
     except Exception as error:
         raise RuntimeError(f"nsa_backend could not hook {target}: {error}; to go on without it, {WAY_BACK}") from error
     _HOOKED.add(target)
@@ -94,7 +83,7 @@ def hook(target: str, function: Callable, kind: HookType) -> None:
 def register_under(names: tuple[str, ...], create_backend: Callable) -> None:
     """Take `names` in SGLang's registry of attention backends."""
     for name in names:
-        register_attention_backend(name)(create_backend)
+        sglang.register_attention_backend(name)(create_backend)
 
 
 @contextlib.contextmanager
@@ -133,7 +122,7 @@ def count_draft_extend_in_tokens(ours: Takeover, sizes_in_tokens: Callable) -> N
         with sizes_in_tokens((speculative_num_steps or worker.speculative_num_steps) + 1):
             original(runner, worker, **passed)
 
-    hook(EXTEND_RUNNER, build, HookType.AROUND)
+    hook(EXTEND_RUNNER, build, sglang.HookType.AROUND)
 
 
 @functools.cache

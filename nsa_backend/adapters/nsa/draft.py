@@ -7,9 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from nsa_backend.host.shared import (
-    ForwardBatch,
-    HookType,
+from nsa_backend.adapters.sglang import ForwardBatch, HookType
+from nsa_backend.adapters.shared import (
     Takeover,
     batch_sizes_chosen_with,
     count_draft_extend_in_tokens,

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from nsa_backend.host.shared import FACTORY, HookType, hook
+from nsa_backend.adapters.sglang import HookType
+from nsa_backend.adapters.shared import FACTORY, hook
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

@@ -1,4 +1,4 @@
-"""The host boundary: the adapter of the installed SGLang. Nothing outside this package imports `sglang`, the demo aside.
+"""The adapter of the installed SGLang. Nothing outside this package imports `sglang`, the demo aside.
 
 Adapters offer the same names (`ADAPTER_NAMES`); `shared` has what all supported releases do alike. Imports that need a GPU
 or its libraries stay inside functions, so that the package loads on a machine without one.
@@ -6,19 +6,12 @@ or its libraries stay inside functions, so that the package loads on a machine w
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
 
-from nsa_backend.host.shared import *  # noqa: F403
-from nsa_backend.host.startup import draft_config, target_config, watch_backends
+from nsa_backend.adapters.shared import *  # noqa: F403
+from nsa_backend.adapters.startup import draft_config, target_config, watch_backends
 from nsa_backend.releases import GENERATIONS, SUPPORTED, generation_of, installed
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention  # noqa: F401
-    from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: F401
-    from sglang.srt.server_args import ServerArgs  # noqa: F401
-
-    from nsa_backend.host.dsa import *  # noqa: F403
 
 ADAPTER_NAMES = (
     "BACKEND_NAMES",
@@ -64,7 +57,10 @@ ADAPTER_NAMES = (
 _generation = generation_of(installed())
 if _generation is None:
     raise ImportError(f"nsa_backend supports SGLang {SUPPORTED}, and this is {installed()}")
-ADAPTER = import_module(f"nsa_backend.host.{_generation.adapter}")
+ADAPTER = import_module(f"nsa_backend.adapters.{_generation.adapter}.adapter")
 globals().update({name: getattr(ADAPTER, name) for name in ADAPTER_NAMES})
 
-__all__ = ["ADAPTER", "ADAPTER_NAMES", "GENERATIONS", "draft_config", "target_config", "watch_backends", *ADAPTER_NAMES]
+adapter = sys.modules[__name__]
+
+__all__ = ["ADAPTER", "ADAPTER_NAMES", "GENERATIONS", "adapter", "draft_config", "target_config", "watch_backends"]
+__all__ += ADAPTER_NAMES

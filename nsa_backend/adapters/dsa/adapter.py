@@ -9,7 +9,6 @@ installed source offers, never by comparing versions.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.configs.model_config import get_dsa_index_topk as index_topk
 from sglang.srt.configs.model_config import is_deepseek_dsa as is_sparse_model
 from sglang.srt.environ import envs
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import BaseIndexerMetadata
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.server_args import ServerArgs
 
-from nsa_backend.error_notes import noted
-from nsa_backend.host.dsa_kernels import (
+from nsa_backend.adapters.dsa.draft import draft_extend_sizes_in_tokens, take_draft_side
+from nsa_backend.adapters.dsa.entry_points import BackendEntryPoints, MultiStepEntryPoints
+from nsa_backend.adapters.dsa.kernels import (
     FLASH_MLA_DISTRIBUTION,
     TOPK_READS_PAGE_TABLE_1,
     concat_query,
@@ -34,35 +33,32 @@ from nsa_backend.host.dsa_kernels import (
     mla_quantize_and_rope_for_fp8,
     topk_v2,
 )
-from nsa_backend.host.dsa_refusals import REFUSED_OPTIONS, REFUSED_VALUES, environment_problems, model_problem
-from nsa_backend.host.shared import (
+from nsa_backend.adapters.dsa.refusals import REFUSED_OPTIONS, REFUSED_VALUES, environment_problems, model_problem
+from nsa_backend.adapters.old_options import ADD_OPTIONS, add_aliases
+from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch, ForwardMode, HookType
+from nsa_backend.adapters.shared import (
     CHECK,
     FACTORY,
-    ForwardBatch,
-    ForwardMode,
-    HookType,
     Settings,
     Takeover,
-    batch_sizes_chosen_with,
-    count_draft_extend_in_tokens,
     hook,
     register_under,
 )
-from nsa_backend.old_options import ADD_OPTIONS, add_aliases
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from nsa_backend.indexer.metadata import IndexerMetadata
 
 __all__ = [
     "FLASH_MLA_DISTRIBUTION",
     "REFUSED_OPTIONS",
     "REFUSED_VALUES",
     "TOPK_READS_PAGE_TABLE_1",
+    "BackendEntryPoints",
     "BaseIndexerMetadata",
+    "MultiStepEntryPoints",
     "concat_query",
     "dequantize_k_cache_paged",
+    "draft_extend_sizes_in_tokens",
     "environment_problems",
     "fa3_functions",
     "fa3_scheduler",
@@ -71,70 +67,13 @@ __all__ = [
     "is_sparse_model",
     "mla_quantize_and_rope_for_fp8",
     "model_problem",
+    "take_draft_side",
     "topk_v2",
 ]
 
 BACKEND_NAMES = ("dsa", "nsa")
 DECODE_ATTRIBUTE, PREFILL_ATTRIBUTE = "dsa_decode_backend", "dsa_prefill_backend"
 DECODE_OPTION, PREFILL_OPTION = "--dsa-decode-backend", "--dsa-prefill-backend"
-
-
-class BackendEntryPoints(AttentionBackend):
-    """What SGLang calls around captures and replays of one model's forwards."""
-
-    needs_cpu_seq_lens = False
-    """Replays read lengths on the GPU alone; an eager forward that has none on the host waits for the longest."""
-
-    extend_dummy_seqs_capped_by_req_pool = True
-    """A dummy prefill batch may not have more requests than the request pool has rows: page tables come from there."""
-
-    @noted
-    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Choose what a capture fills, or what a replay reads. Nothing on the device."""
-        bs, mode = forward_batch.batch_size, forward_batch.forward_mode
-        if not in_capture:
-            # The draft-extend runner hands over its whole static buffers, which begin where the captured views did.
-            self.before_replay(mode, bs, forward_batch.seq_lens, forward_batch.req_pool_indices)
-            return
-        self.before_capture(
-            mode,
-            bs,
-            forward_batch.positions.shape[0],
-            seq_lens=forward_batch.seq_lens[:bs],
-            req_pool_indices=forward_batch.req_pool_indices[:bs],
-            extend_lens=None,
-        )
-
-    @noted
-    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """The metadata launch, recorded in the graph; SGLang warms the captured forward up with it too."""
-        self.at_graph_head()
-
-    def draft_extend_metadata_captured_in_graph(self) -> bool:
-        """Yes: a draft-extend replay needs no preparation on the host."""
-        return True
-
-    @noted
-    def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> IndexerMetadata:
-        """What the indexer of a layer reads."""
-        return self.indexer_metadata()
-
-
-class MultiStepEntryPoints:
-    """What SGLang calls around captures and replays of a draft round."""
-
-    needs_cpu_seq_lens = False
-
-    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Choose what a capture fills, or check a replay, whose graph reads static tensors and not those of `forward_batch`."""
-        if in_capture:
-            self.before_capture(forward_batch)
-        else:
-            self.before_replay(forward_batch.batch_size)
-
-    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """The one launch for all steps, at the head of the captured round."""
-        self.at_graph_head()
 
 
 def settings(runner: ModelRunner) -> Settings:
@@ -226,20 +165,3 @@ def _factory_returns_a_name() -> bool:
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
     return "stamps_children" in inspect.signature(DraftBackendFactory._create_backend).parameters
-
-
-def take_draft_side(ours: Takeover) -> None:
-    """Count the draft-extend runner's sizes in tokens, and pass SGLang's isinstance checks of its own backend.
-
-    The draft worker captures draft-extend for the backends that it names by class. Being a virtual subclass opens that check
-    and every other one alike. Not done when the plugin loads: the class's module imports sgl_kernel, which needs libcuda.
-    """
-    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
-
-    count_draft_extend_in_tokens(ours, draft_extend_sizes_in_tokens)
-    DeepseekSparseAttnBackend.register(ours.backend_class)
-
-
-def draft_extend_sizes_in_tokens(tokens_per_request: int) -> contextlib.AbstractContextManager[None]:
-    """While a draft-extend graph runner is built, its batch sizes count tokens."""
-    return batch_sizes_chosen_with(captured_req_width=tokens_per_request)

@@ -1,6 +1,6 @@
 """Options of older releases of SGLang that a newer one dropped: kept, so that a command line serves on all of them.
 
-Apart from `host`, whose adapters load the backend: the options stay where the plugin is disabled too.
+Apart from the adapters, which load SGLang's attention: the options stay where the plugin is disabled too.
 """
 
 from __future__ import annotations
