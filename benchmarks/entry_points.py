@@ -10,7 +10,7 @@ import torch
 
 from nsa_backend.adapters import sglang
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.demo.calls import calls
+from nsa_backend.testing.calls import calls
 
 IN_GRAPH = "dsa" in adapter.BACKEND_NAMES
 """Whether SGLang asks for metadata inside the graph."""

@@ -2,9 +2,9 @@
 
 import pytest
 
-from nsa_backend.demo.cpu_host import prepare_process
+from nsa_backend.testing.cpu_process import start_process
 
-prepare_process()
+start_process()
 
 
 @pytest.fixture

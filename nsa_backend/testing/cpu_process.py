@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 
 
-def prepare_process() -> None:
+def start_process() -> None:
     """Load SGLang and the plugin; call before anything imports triton or sgl_kernel.
 
     Triton kernels run through Triton's interpreter. sgl_kernel's CUDA libraries are not loaded (they need libcuda), so that
@@ -37,7 +37,7 @@ def start_single_rank() -> None:
     """SGLang's parallel state for one process, which its attention code asks for group sizes."""
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
 
-    from nsa_backend.demo.calls import calls
+    from nsa_backend.testing.calls import calls
 
     if model_parallel_is_initialized():
         return
@@ -53,7 +53,7 @@ def make_runner(
     model_shape, req_to_token_pool, kv_pool, *, num_steps: int, num_draft_tokens: int, is_draft_worker: bool
 ) -> SimpleNamespace:
     """What the backend reads from SGLang's ModelRunner, filled for a model of `model_shape` on the CPU."""
-    from nsa_backend.demo.calls import calls
+    from nsa_backend.testing.calls import calls
 
     hf_config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=model_shape.index_topk)
     return SimpleNamespace(

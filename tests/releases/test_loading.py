@@ -16,8 +16,8 @@ from nsa_backend import plugin, registration
 from nsa_backend.adapters import sglang
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
-from nsa_backend.demo.calls import calls
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
+from nsa_backend.testing.calls import calls
 
 
 def test_entry_point_is_installed():

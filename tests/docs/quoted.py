@@ -33,7 +33,7 @@ SETTINGS = {
     "and 0.3 of the MTP layer's": "a weight of the training loss",
     "is below 0.02 (`--error`)": "an option of a command",
     "tile: 52 us": "of a kernel that is no more",
-    "│ per-step lengths (ours) │ 0 │ 0 │ 0 │ 48 │ 4.00 of 4 │": "tests/hosts/test_whole_demo.py compares it",
+    "│ per-step lengths (ours) │ 0 │ 0 │ 0 │ 48 │ 4.00 of 4 │": "tests/releases/test_whole_demo.py compares it",
     "│ one shared length │ 0 │ 62 │ 19 │ 3 │ 2.30 of 4 │": "the same",
 }
 """Where a number is no measurement that a result file holds, and what it is."""

@@ -16,7 +16,7 @@ DECODE, PREFILL = adapter.DECODE_ATTRIBUTE, adapter.PREFILL_ATTRIBUTE
 
 
 def server_args(**changed) -> SimpleNamespace:
-    """What a DeepSeek-V3.2 server on Hopper has resolved; tests/hosts/test_refused.py lets each release resolve its own."""
+    """What a DeepSeek-V3.2 server on Hopper has resolved; tests/releases/test_refused.py lets each release resolve its own."""
     values = {rule.attribute: False for rule in RULES if rule.everywhere}
     values |= {
         "speculative_algorithm": None,

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from nsa_backend.demo.cpu_host import prepare_process
+from nsa_backend.testing.cpu_process import start_process
 
-prepare_process()
+start_process()
 
 import torch  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402

@@ -10,9 +10,9 @@ from batches import MODES
 
 from nsa_backend.adapters.installed import is_ragged_draft_extend
 from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
-from nsa_backend.demo.calls import calls
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
+from nsa_backend.testing.calls import calls
 
 WIDTH, POOL, KV_SLOTS = 200, 10, 2**20
 D = 4

@@ -21,8 +21,8 @@ from nsa_backend.attention import trtllm
 from nsa_backend.attention.inputs import SparseInputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
 from nsa_backend.config import AttentionConfig
-from nsa_backend.demo.calls import calls
 from nsa_backend.registration import create_backend
+from nsa_backend.testing.calls import calls
 
 HEADS, LATENT, ROPE, TOPK, PAGE, SLOTS = 4, 512, 64, 128, 64, 512
 

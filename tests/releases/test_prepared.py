@@ -10,9 +10,9 @@ from batches import begin_forward, begin_round, fill, forward_batch, static_batc
 from metadata_reference import Batch
 
 from nsa_backend.adapters.sglang import ForwardMode
-from nsa_backend.demo.calls import calls
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
+from nsa_backend.testing.calls import calls
 
 
 def decoding(runner, lengths: list[int]) -> Batch:

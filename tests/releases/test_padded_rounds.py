@@ -10,8 +10,8 @@ from padded_rank import Attention, Rank
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.sglang import ForwardMode
-from nsa_backend.demo.calls import calls
 from nsa_backend.registration import create_backend
+from nsa_backend.testing.calls import calls
 
 PROMPTS = [[5, 9, 2, 40, 7], list(range(30, 50)), [3] * 70]
 

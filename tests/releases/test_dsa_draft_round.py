@@ -11,7 +11,7 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
 from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
-from nsa_backend.demo.calls import calls
+from nsa_backend.testing.calls import calls
 
 
 def eager_runner(requests: int) -> SimpleNamespace:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.releases import generation_of
 
 ROOT = Path(__file__).resolve().parents[2]

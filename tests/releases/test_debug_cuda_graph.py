@@ -8,9 +8,9 @@ from padded_rank import Rank
 
 from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
 from nsa_backend.demo import engine as demo
-from nsa_backend.demo.calls import calls
 from nsa_backend.demo.speculative import SpeculativeDecoder
 from nsa_backend.registration import create_backend
+from nsa_backend.testing.calls import calls
 
 PROMPTS = [[5, 9, 2, 40, 7], list(range(30, 50)), [3] * 70]
 

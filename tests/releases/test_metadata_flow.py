@@ -13,8 +13,8 @@ from metadata_reference import Batch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.sglang import ForwardMode
-from nsa_backend.demo.calls import calls
 from nsa_backend.registration import create_backend
+from nsa_backend.testing.calls import calls
 
 RUNS = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
 

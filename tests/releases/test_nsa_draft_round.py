@@ -12,8 +12,8 @@ from sglang.srt.speculative.eagle_worker import EAGLEWorker
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
 from nsa_backend.adapters.nsa import draft as nsa_draft
-from nsa_backend.demo.calls import calls
 from nsa_backend.multi_step import contiguous_by_step
+from nsa_backend.testing.calls import calls
 
 WORKERS = [EagleDraftWorker, EAGLEWorker]
 

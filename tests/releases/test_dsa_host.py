@@ -13,8 +13,8 @@ from nsa_backend.adapters.dsa import refusals as dsa_refusals
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.sglang import ForwardMode
 from nsa_backend.backend import NativeSparseAttnBackend
-from nsa_backend.demo.calls import calls
 from nsa_backend.registration import create_backend
+from nsa_backend.testing.calls import calls
 
 
 @pytest.mark.parametrize("name", adapter.BACKEND_NAMES)

@@ -13,9 +13,9 @@ from batches import MODES, begin_round, check, fill, forward_batch, static_batch
 from metadata_reference import Batch
 
 from nsa_backend.adapters.sglang import ForwardMode
-from nsa_backend.demo.calls import calls
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
+from nsa_backend.testing.calls import calls
 
 SIZES, ROUNDS = (1, 2, 4, 8), 40
 N = 3

@@ -1,4 +1,4 @@
-"""When the plugin does nothing or stops the server, and what it says; what it registers is in tests/hosts/test_loading.py."""
+"""When the plugin does nothing or stops the server, and what it says; tests/releases/test_loading.py has what it registers."""
 
 import logging
 import os

@@ -1,6 +1,6 @@
 """Parse server commands as the launcher of the installed release does, in a process of its own, with the plugin or without.
 
-    python tests/hosts/parsed_commands.py < COMMANDS.json > PARSED.json
+    python tests/releases/parsed_commands.py < COMMANDS.json > PARSED.json
 
 A command is what follows `python -m sglang.launch_server`. Whether the plugin serves is up to NSA_BACKEND_DISABLE. One
 that SGLang refuses ends the process with its error.
@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import sys
 
-from nsa_backend.demo.cpu_host import prepare_process
+from nsa_backend.testing.cpu_process import start_process
 
-prepare_process()
+start_process()
 
 import torch  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402

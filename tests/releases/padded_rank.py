@@ -13,9 +13,9 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
 from nsa_backend.attention.interface import NothingToPrepare
-from nsa_backend.demo.calls import calls
 from nsa_backend.demo.engine import Engine
 from nsa_backend.demo.model import TinySparseMla
+from nsa_backend.testing.calls import calls
 
 NO_PREFILL_GRAPHS = SimpleNamespace(prefill=SimpleNamespace(bs=None))
 

@@ -13,10 +13,10 @@ from nsa_backend.adapters import sglang, shared, startup
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.benchmarks.faithful_checkpoint import SHAPES, config
-from nsa_backend.demo.calls import calls
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
 from nsa_backend.required import check_built
+from nsa_backend.testing.calls import calls
 
 SPARSE = config(SHAPES["faithful"])
 DENSE = {name: value for name, value in SPARSE.items() if not name.startswith("index_")} | {

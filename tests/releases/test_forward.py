@@ -10,9 +10,9 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
 from nsa_backend.attention import dense_prefill
-from nsa_backend.demo.calls import calls
-from nsa_backend.demo.pool import CpuKVPool
 from nsa_backend.registration import create_backend
+from nsa_backend.testing.calls import calls
+from nsa_backend.testing.pool import CpuKVPool
 
 HEADS, LATENT, ROPE, TOPK = 4, 8, 4, 16
 

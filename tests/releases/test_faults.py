@@ -9,9 +9,9 @@ import torch
 from batches import begin_forward, begin_round
 
 from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
-from nsa_backend.demo.calls import calls
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
+from nsa_backend.testing.calls import calls
 
 
 class Planted(Exception):

@@ -8,11 +8,11 @@ from installed_source import attributes_read, trees
 from nsa_backend.adapters import sglang
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
-from nsa_backend.demo.calls import calls
 from nsa_backend.indexer.metadata import IndexerMetadata
 from nsa_backend.metadata.views import NSAMetadata
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
+from nsa_backend.testing.calls import calls
 
 X = object()
 OWN_NAME = adapter.BACKEND_NAMES[0]  # of the generation: the built-in backend's modules and methods are named after it
