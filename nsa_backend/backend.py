@@ -20,9 +20,10 @@ from nsa_backend.error_notes import Activity, noted
 from nsa_backend.indexer.metadata import IndexerMetadata
 from nsa_backend.indexer.schedule_check import check_schedule
 from nsa_backend.indexer.topk import choose_topk, slots_of
-from nsa_backend.metadata.captured import CapturedMetadata
+from nsa_backend.kernels.inputs import BatchInputs
+from nsa_backend.metadata.captured import CapturedLaunches
 from nsa_backend.metadata.eager import eager_metadata
-from nsa_backend.metadata.modes import is_paged
+from nsa_backend.metadata.modes import is_paged, plan_for
 from nsa_backend.metadata.views import NSAMetadata, with_padding_rows
 from nsa_backend.metadata.writer import MetadataWriter
 
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class NativeSparseAttnBackend(adapter.BackendEntryPoints):
-    """DeepSeek sparse attention behind SGLang's `AttentionBackend` interface; its generation's part of it is in `host`."""
+    """DeepSeek sparse attention behind SGLang's `AttentionBackend` interface; its generation's part of it is in `adapters`."""
 
     def __init__(self, model_runner: sglang.ModelRunner, skip_prefill: bool = False):
         """Build for `model_runner`; raises ValueError where the model, the GPU or an option cannot be served.
@@ -54,7 +55,8 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         self.dense_prefill = DensePrefill(self.config)
         self.topk = choose_topk(self.config.attention.device)
         self.fuse_topk = adapter.fuse_topk()
-        self.captured = CapturedMetadata(self.writer)
+        self.captured = CapturedLaunches(self.writer)
+        self._most_captured = (0, 0)  # requests, rows
         self._indexer: IndexerMetadata | None = None
         self.forward_metadata: NSAMetadata | None = None
         self.activity = Activity()
@@ -66,7 +68,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
     def init_forward_metadata(self, forward_batch: sglang.ForwardBatch) -> None:
         """Metadata of an eager forward, in memory of its own."""
         self.activity.begin("preparing", forward_batch.forward_mode, forward_batch.batch_size)
-        self.captured.forget_launch()
+        self.captured.leave()
         self.use_mha = self.dense_prefill.fits(forward_batch)
         metadata = eager_metadata(self.writer, forward_batch, dense=self.use_mha)
         if is_paged(forward_batch.forward_mode):
@@ -77,41 +79,31 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Remember how large captured batches get; metadata buffers are allocated when the first mode is captured."""
-        self.captured.reserve(max_bs, max_num_tokens)
+        self._most_captured = (max_bs, max_num_tokens)
+        self.captured.clear()
         self.decode_attention.reserve(max_num_tokens)
 
-    def before_capture(
-        self,
-        mode: sglang.ForwardMode,
-        num_requests: int,
-        num_rows: int,
-        *,
-        seq_lens: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        extend_lens: torch.Tensor | None,
-    ) -> None:
-        """Choose the buffers that the graph being captured will fill; `at_graph_head` records the launch in it.
-
-        The tensors are the graph runner's static buffers: every replay reads what they hold then.
-        """
-        self.activity.begin("capturing", mode, num_requests)
+    @noted
+    def before_capture(self, mode: sglang.ForwardMode, num_rows: int, inputs: BatchInputs) -> None:
+        self.activity.begin("capturing", mode, inputs.num_requests)
         self.use_mha = False
-        self.forward_metadata = self.captured.capture(
-            mode, num_requests, num_rows, seq_lens=seq_lens, req_pool_indices=req_pool_indices, extend_lens=extend_lens
-        )
+        plan, room = plan_for(mode, inputs.num_requests, num_rows), plan_for(mode, *self._most_captured)
+        self.forward_metadata = self.captured.capture(mode, plan, room, inputs).steps[0]
 
-    def before_replay(
-        self, mode: sglang.ForwardMode, num_requests: int, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor
-    ) -> None:
-        """Nothing on the device: the graph writes its own metadata. Raises ValueError where it would read other tensors."""
+    @noted
+    def before_replay(self, mode: sglang.ForwardMode, num_requests: int, inputs: BatchInputs) -> None:
         self.activity.begin("replaying", mode, num_requests)
         self.use_mha = False
-        self.forward_metadata = self.captured.replay(mode, num_requests, seq_lens, req_pool_indices)
+        self.forward_metadata = self.captured.replay(mode, num_requests, inputs).steps[0]
 
+    @noted
     def at_graph_head(self) -> None:
-        """At the head of a captured forward: write the metadata, and prepare the decode implementation for it."""
-        self.captured.launch()
+        self.captured.write()
         self.prepare_decode()
+
+    @property
+    def runs_captured(self) -> bool:
+        return self.captured.current is not None
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of a padding request: 1, because DeepGEMM's schedule reads out of bounds when all lengths are 0."""
@@ -120,7 +112,8 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
     def update_verify_buffers_to_fill_after_draft(self, spec_info: sglang.SpecInput, cuda_graph_bs: int | None) -> None:
         """Nothing depends on the drafted tokens, so nothing planned before them has to be corrected."""
 
-    def indexer_metadata(self) -> IndexerMetadata:
+    @noted
+    def indexer_metadata(self, forward_batch: sglang.ForwardBatch) -> IndexerMetadata:
         """The metadata of the forward under way, behind the interface of SGLang's indexer; the same for all of its layers."""
         if self._indexer is None or self._indexer.attn_metadata is not self.forward_metadata:
             self._indexer = IndexerMetadata(self.forward_metadata, self.topk, self.fuse_topk)

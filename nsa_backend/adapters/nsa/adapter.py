@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.nsa.nsa_indexer import BaseIndexerMetadata
 from sglang.srt.layers.dp_attention import get_attention_tp_size as attention_tp_size
 
 from nsa_backend.adapters.nsa.draft import draft_extend_graph_runner, draft_extend_sizes_in_tokens, take_draft_side
-from nsa_backend.adapters.nsa.entry_points import BackendEntryPoints, MultiStepEntryPoints, is_ragged_draft_extend
+from nsa_backend.adapters.nsa.entry_points import BackendEntryPoints, MultiStepEntryPoints
 from nsa_backend.adapters.nsa.kernels import (
     FLASH_MLA_DISTRIBUTION,
     TOPK_READS_PAGE_TABLE_1,
@@ -56,7 +56,6 @@ __all__ = [
     "fa3_scheduler",
     "flash_mla",
     "index_topk",
-    "is_ragged_draft_extend",
     "is_sparse_model",
     "mla_quantize_and_rope_for_fp8",
     "model_problem",
@@ -111,6 +110,11 @@ def in_prefill_graph() -> bool:
 
 def is_draft_extend(mode: ForwardMode) -> bool:
     return mode.is_draft_extend(include_v2=True)
+
+
+def is_ragged_draft_extend(mode: ForwardMode) -> bool:
+    """Whether requests extend by different numbers of tokens (spec v1)."""
+    return mode.is_draft_extend()
 
 
 def kv_pool(batch: ForwardBatch, backend: AttentionBackend) -> Any:
