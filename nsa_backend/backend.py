@@ -12,7 +12,7 @@ from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.dense_prefill import DensePrefill
 from nsa_backend.attention.fp8_prefill import ragged_kv
 from nsa_backend.attention.implementations import build_decode, build_prefill
-from nsa_backend.attention.inputs import append_rows, sparse_inputs
+from nsa_backend.attention.inputs import append_rows, refuse_unapplied, sparse_inputs, write_kv
 from nsa_backend.attention.interface import SparseAttention
 from nsa_backend.attention.rope import rope_in_fp8
 from nsa_backend.config import BackendConfig
@@ -196,9 +196,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         Returns:
             [rows, heads, latent].
         """
-        for name, given in (("llama_4_scaling", llama_4_scaling), ("attn_sink", attn_sink)):
-            if given is not None:
-                raise ValueError(f"{name} came with a sparse MLA layer and nothing here applies it: scores would be wrong")
+        refuse_unapplied(llama_4_scaling, attn_sink)
         if cos_sin_cache is not None:
             q, k, k_rope = rope_in_fp8(
                 q, q_rope, k, k_rope, layer, forward_batch.positions[: q.shape[0]], cos_sin_cache, is_neox
@@ -206,23 +204,29 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
             q_rope = None
         pool = adapter.kv_pool(forward_batch, self)
         if k is not None and save_kv_cache:
-            if not forward_batch.out_cache_loc.is_contiguous():
-                raise ValueError(
-                    "out_cache_loc is strided and SGLang's KV writer reads it as if it were dense: the KV of all requests "
-                    "but the first would land in wrong slots"
-                )
-            pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
-        metadata, rows = self.forward_metadata, q.shape[0]
-        if rows > metadata.nsa_cache_seqlens_int32.shape[0]:
-            # DP attention: SGLang pads some batches after they were planned, and to a size that it alone decides.
-            metadata = self.forward_metadata = attention.prepare(with_padding_rows(metadata, rows))
-        if not self.fuse_topk:
-            topk_indices = slots_of(topk_indices[: metadata.table_rows.shape[0]], metadata)
+            write_kv(pool, layer, forward_batch.out_cache_loc, k, k_rope)
+        metadata = self._metadata_of_rows(attention, q.shape[0])
+        slots = self._slots(topk_indices, metadata, q.shape[0])
         kv_cache = pool.get_key_buffer(layer.layer_id)
         if metadata.topk_indices_offset is not None:
             kv_cache = ragged_kv(kv_cache, metadata, k, k_rope)
-        topk_indices = append_rows(topk_indices, rows, -1)
-        return attention.forward(sparse_inputs(q, q_rope, layer, kv_cache, topk_indices, metadata, decode=decode))
+        return attention.forward(sparse_inputs(q, q_rope, layer, kv_cache, slots, metadata, decode=decode))
+
+    def _metadata_of_rows(self, attention: SparseAttention, rows: int) -> NSAMetadata:
+        """The metadata of the forward under way, with padding rows where SGLang has added some.
+
+        Under DP attention SGLang pads some batches after they were planned, and to a size that it alone decides.
+        """
+        metadata = self.forward_metadata
+        if rows > metadata.nsa_cache_seqlens_int32.shape[0]:
+            metadata = self.forward_metadata = attention.prepare(with_padding_rows(metadata, rows))
+        return metadata
+
+    def _slots(self, topk_indices: torch.Tensor, metadata: NSAMetadata, rows: int) -> torch.Tensor:
+        """int32 [rows, index_topk]: what attention reads for what the indexer chose, -1 in padding rows."""
+        if not self.fuse_topk:
+            topk_indices = slots_of(topk_indices[: metadata.table_rows.shape[0]], metadata)
+        return append_rows(topk_indices, rows, -1)
 
     def log_start(self, draft_steps: int) -> None:
         """The one line that tells an operator that this backend serves."""

@@ -103,7 +103,7 @@ def test_prefill_positions_and_keys(selector, requests):
     masked = torch.where(inside, scores, -torch.inf)
     want = torch.zeros_like(inside).scatter_(1, masked.topk(min(TOPK, len(columns)), dim=1).indices, value=True) & inside
     positions = selector.positions(scores.clone(), lengths, TOPK, ks)
-    keys = selector.keys(scores.clone(), lengths, TOPK, ks, ks)
+    keys = selector.positions(scores.clone(), lengths, TOPK, ks, ks)
     for got, base in ((positions, ks), (keys, torch.zeros_like(ks))):
         column = torch.where(got < 0, len(columns), got + base[:, None]).long()
         chosen = torch.zeros(len(starts), len(columns) + 1, dtype=torch.bool, device="cuda").scatter_(1, column, value=True)
