@@ -18,4 +18,4 @@ from importlib import import_module
 
 from nsa_backend.adapters.installed import adapter
 
-calls = import_module(f"nsa_backend.testing.{adapter.ADAPTER.__name__.split('.')[2]}_calls")
+calls = import_module(f"nsa_backend.testing.{adapter.BACKEND_NAMES[0]}_calls")
