@@ -1,4 +1,4 @@
-"""Say where an exception came from: what was being done, in which mode, for how many requests, in which draft step."""
+"""Notes that say where an exception came from: what was done, in which mode, for how many requests, in which draft step."""
 
 from __future__ import annotations
 

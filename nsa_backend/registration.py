@@ -1,4 +1,4 @@
-"""What the plugin puts in place of SGLang's: the backend, both draft backends, the start-up checks."""
+"""The registration of what the plugin puts in place of SGLang's: the backend, both draft backends, the start-up checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang's indexer asks the attention backend for."""
+"""The metadata of a forward behind the interface of SGLang's indexer, and the transform of its top-k."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NSA_BACKEND_CHECK=1: look at the values of a batch before its metadata launch reads them. Waits for the GPU; for debugging.
+"""The check of NSA_BACKEND_CHECK=1: values of a batch, before its metadata launch reads them. Waits for the GPU; for debugging.
 
 The launch itself checks shapes, dtypes, devices and strides alone. What it cannot see is a request slot, a length or a page
 entry that points outside its pool, and such a value reads or writes memory of others.

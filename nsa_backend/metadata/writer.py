@@ -1,4 +1,4 @@
-"""The metadata launch with everything bound that stays the same for the life of a backend."""
+"""The writer of metadata: buffers and launches, with everything bound that stays the same for the life of a backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the installed generation of SGLang calls a backend: `nsa_calls` or `dsa_calls`, as its adapter is.
+"""The calls that the installed generation of SGLang makes to a backend: `nsa_calls` or `dsa_calls`, as its adapter is.
 
 Both offer the same names:
 

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.17 to 0.5.23 call around captures and replays: once outside the graph, and once at its head."""
+"""The entry points that SGLang 0.5.17 to 0.5.23 call around captures and replays: once outside the graph, once at its head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.12 and 0.5.12.post1 call around captures and replays, always outside the graph.
+"""The entry points that SGLang 0.5.12 and 0.5.12.post1 call around captures and replays, always outside the graph.
 
 So the metadata launch is recorded when the first layer of the captured forward asks for its indexer metadata, and that of a
 draft round at the head of `draft_forward`.
