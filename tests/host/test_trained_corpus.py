@@ -143,6 +143,7 @@ def test_prompts_lie_within_one_document():
         assert prompt == list(range(prompt[0], prompt[0] + 20))
         assert not any(prompt[0] < end <= prompt[-1] + 1 for end in ends)  # an end token belongs to no prompt
     assert windows(ids, ends, 20, count=5, seed=2) == found[:5]
+    assert windows(ids, ends, 20, count=9, seed=2, first=5) == found[5:9]
     with pytest.raises(ValueError, match="has 55 stretches of 20 tokens, 56 are wanted"):
         windows(ids, ends, 20, count=56)
 

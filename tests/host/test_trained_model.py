@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from nsa_backend.benchmarks import faithful_checkpoint, train_checkpoint
 from nsa_backend.benchmarks.trained import corpus, distill, export, indexer, language, simulate
-from nsa_backend.benchmarks.trained.accept import statistics
+from nsa_backend.benchmarks.trained.accept import paired, statistics
 from nsa_backend.benchmarks.trained.model import TrainedModel
 from nsa_backend.benchmarks.trained.optimizing import Budget
 from nsa_backend.benchmarks.trained.run import Run, Settings, began_with
@@ -254,3 +254,14 @@ def test_accept_lengths_have_standard_errors_over_requests():
     deviations = (9 - 1.625 * 4, 4 - 1.625 * 4)
     assert found["standard_error"] == pytest.approx((2 * sum(d * d for d in deviations)) ** 0.5 / 8, abs=1e-4)
     assert statistics([[1, 1]])["standard_error"] is None
+
+
+def test_a_gain_is_known_better_than_either_side():
+    easy = [10 * n for n in range(1, 9)]
+    ours, builtin = [[50, n] for n in easy], [[60, n] for n in easy]
+    found = paired(ours, builtin)
+    accept = [statistics(one)["accept"] for one in (ours, builtin)]
+    assert found["ratio"] == pytest.approx(accept[0] / accept[1], abs=1e-3)
+    assert found["standard_error"] < 0.3 * statistics(ours)["standard_error"] / accept[1]
+    assert paired(ours, ours) == {"ratio": 1.0, "standard_error": 0.0}
+    assert paired(ours[:1], ours[:1])["standard_error"] is None
