@@ -42,11 +42,11 @@ class AcceptCell:
 
     def row(self, tokens: int) -> dict:
         head = {"steps": self.steps, "length": self.length, "temperature": self.temperature, "tokens": tokens}
-        sides = {side: statistics(found) for side, found in self.histograms.items()}
-        gain = (
-            {"gain": paired(self.histograms["ours"], self.histograms["builtin"])} if {"ours", "builtin"} <= set(sides) else {}
-        )
-        return head | {"requests": self.requests} | sides | gain
+        histograms = self.histograms
+        sides = {side: statistics(found) for side, found in histograms.items()}
+        both = {"ours", "builtin"} <= set(sides)
+        gain = {"gain": paired(histograms["ours"], histograms["builtin"])} if both else {}
+        return head | {"requests": min(map(len, histograms.values()))} | sides | gain
 
 
 def measure_accept(
@@ -73,10 +73,12 @@ def measure_accept(
                 return
             cell = min(open_cells, key=lambda c: (-c.error, c.requests))
             asked = prompts(cell.length, cell.requests, WAVE if cell.requests else FIRST)
-            answers = pool.map(lambda s: s.sampled(asked, tokens, cell.temperature), servers)  # noqa: B023
-            for server, found in zip(servers, answers, strict=True):
-                histograms = [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in found]
-                cell.histograms.setdefault(server.side, []).extend(histograms)
+            answers = list(pool.map(lambda s: s.sampled(asked, tokens, cell.temperature), servers))  # noqa: B023
+            cell.histograms = {  # whole at once: another thread may be writing the report
+                server.side: cell.histograms.get(server.side, [])
+                + [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in found]
+                for server, found in zip(servers, answers, strict=True)
+            }
             keep()
             means = ", ".join(f"{side} {statistics(found)['accept']:.3f}" for side, found in cell.histograms.items())
             say(f"N = {cell.steps}, {cell.length} tokens, T = {cell.temperature:g}: {cell.requests} requests, {means}")

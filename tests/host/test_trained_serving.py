@@ -118,6 +118,7 @@ class Dying(FakeServer):
 
     def sampled(self, prompts, tokens, temperature):
         if len(prompts) == measure.WAVE:
+            time.sleep(0.1)
             raise ConnectionResetError("the server has ended")
         return super().sampled(prompts, tokens, temperature)
 
