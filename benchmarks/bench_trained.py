@@ -146,12 +146,21 @@ class Bench:
 
 
 def merged(reports: list[dict]) -> dict:
-    """Rows of all reports, by N. Raises ValueError where they are not of one training run."""
+    """Rows of all reports, by N; of an accept length that was measured twice the one with more requests.
+
+    Raises:
+        ValueError: they are not of one training run.
+    """
     if any(report["training"] != reports[0]["training"] for report in reports):
         raise ValueError("these files measure different checkpoints: merge only what came of one training run")
     rows = {
         name: sorted((row for r in reports for row in r[name]), key=lambda row: row["steps"]) for name in ("accept", "speed")
     }
+    known: dict[tuple, dict] = {}
+    for row in rows["accept"]:
+        place = (row["steps"], row["length"], row["temperature"])
+        known[place] = max(row, known.get(place, row), key=lambda one: one["requests"])
+    rows["accept"] = list(known.values())
     together = {"command": [r["command"] for r in reports], "problems": [text for r in reports for text in r["problems"]]}
     return reports[0] | together | rows
 

@@ -35,7 +35,7 @@ from nsa_backend.benchmarks.trained.tokens import Blocks, Prepared, prepare
 SAVING = 20.0
 """Seconds to leave for writing the state before the bound of a call."""
 
-ENDING = 40.0
+ENDING = 20.0
 """Seconds that --whole-in leaves for held-out losses, saving and the checkpoint."""
 
 STAGES = {"language": language.train_language, "indexer": distill.train_indexers}
