@@ -54,7 +54,7 @@ def command(side: str, checkpoint: Path, port: int, steps: int, requests: int = 
         "--attention-backend", host.BACKEND_NAMES[0], host.DECODE_OPTION, "fa3", host.PREFILL_OPTION, "flashmla_sparse",
         "--kv-cache-dtype", "bfloat16", *(speculative if steps else ()),
         "--skip-tokenizer-init", "--grammar-backend", "none", "--disable-radix-cache", "--random-seed", "0",
-        "--mem-fraction-static", "0.85", "--max-total-tokens", str(requests * LONGEST),
+        "--mem-fraction-static", "0.92", "--max-total-tokens", str(requests * LONGEST),
         "--max-running-requests", str(requests),
         *graphs,
     ]  # fmt: skip
