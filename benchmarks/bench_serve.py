@@ -7,6 +7,8 @@ host and the backend cost; `wide`, twelve layers of 128 heads with 64 experts, 8
 
 Every sample is one streamed batch. Time to first token ends with the first token of the request that gets it last, so it holds
 the prefill of the whole batch; time per token and the time of a round are taken from there to the last answer.
+
+With --model and --prompts it serves a checkpoint and prompts of one's own: `own_model`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from nsa_backend.benchmarks import faithful_checkpoint
+from nsa_backend.benchmarks import faithful_checkpoint, own_model
 from nsa_backend.benchmarks.bench_common import print_table
 from nsa_backend.benchmarks.cells import Cell
 from nsa_backend.benchmarks.generation import Sample, Servers, in_turns, spread
@@ -31,6 +33,8 @@ LONG = 65536  # tokens of a prompt above which, unless batches are named, one re
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     """One cell a checkpoint, N, length and batch; the servers of a checkpoint and N stay for all lengths and batches."""
+    if options.model:
+        return own_model.cells(options, resources)
     wanted = shapes(options)
     servers = Servers(Path(tempfile.mkdtemp(prefix="nsa-bench-")), options.port or PORT, wanted, TOKENS)
     resources.callback(servers.close)

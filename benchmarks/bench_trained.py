@@ -1,12 +1,14 @@
 """The trained checkpoint served: accept lengths by draft position, speed, and the best N, ours beside SGLang's built-in.
 
-    python -m nsa_backend.benchmarks.bench_trained RUN --steps 1 2 3 5 7 --out OUT.json [--minutes 20] [--port 36000]
+    python -m nsa_backend.benchmarks.bench_trained RUN --steps 1 2 3 5 7 --out OUT.json [--minutes 20] [--port 16000]
     python -m nsa_backend.benchmarks.bench_trained --merge N1.json N3.json --out OUT.json
 
-RUN is the folder of train_checkpoint. Prompts are stretches of packages that the model was not trained on. For every N the
-servers of all sides run at the same time on the GPU that CUDA_VISIBLE_DEVICES names; `shared` is our backend with draft steps
-that all attend to L + 1 tokens (so they see the first draft, and the first one sees itself). Speed is measured first, in turns;
-then accept lengths, all servers at once, until each has a standard error below 0.02. OUT.json is written after every step.
+RUN is the folder of train_checkpoint. Prompts are stretches of packages that the model was not trained on. The servers of every
+N and side start at the same time on the GPU that CUDA_VISIBLE_DEVICES names; `shared` is our backend with draft steps that all
+attend to L + 1 tokens (so they see the first draft, and the first one sees itself). First every accept length is measured with
+a few requests, all servers at once, then speed, one server at a time, then accept lengths again until each has a standard error
+below 0.02. OUT.json is written after every step. A server or an N that fails is named in it under `problems`, the rest goes on.
+Exits with 0 where all was measured, else 1.
 """
 
 from __future__ import annotations
@@ -17,18 +19,24 @@ import shlex
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Lock
 
 from nsa_backend.benchmarks.bench_common import environment, print_table
 from nsa_backend.benchmarks.cells import write_report
-from nsa_backend.benchmarks.trained.measure import AcceptCell, measure_accept, measure_speed
+from nsa_backend.benchmarks.trained.bar import Clock
+from nsa_backend.benchmarks.trained.measure import FIRST, AcceptCell, measure_accept, measure_speed
 from nsa_backend.benchmarks.trained.prompts import held_out_prompts
-from nsa_backend.benchmarks.trained.serving import SIDES, started
+from nsa_backend.benchmarks.trained.serving import SIDES, Started, started
+from nsa_backend.benchmarks.trained.timing import alone
 
 TOKENS = 256
 REPEATS = {1: 12, 8: 4, 32: 3}
 """Timed generations by batch: one request alone says little of the others."""
+SPEED_ORDER = (3, 1, 2, 5, 7, 0)
+"""Values of N, the ones that say most first; all others come after them."""
 
 
 def main() -> int:
@@ -37,8 +45,7 @@ def main() -> int:
         report = merged([json.loads(path.read_text()) for path in args.merge])
         write_report(args.out, report)
         show(report)
-        return 0
-    began = time.monotonic()
+        return 1 if report["problems"] else 0
     training = json.loads((args.run / "training.json").read_text())
     report = {
         "environment": environment(),
@@ -47,56 +54,115 @@ def main() -> int:
         "held_out_packages": training["packages"]["held_out"],
         "accept": [],
         "speed": [],
+        "problems": [],
     }
-    for number, steps in enumerate(args.steps):
-        left = began + 60 * args.minutes - time.monotonic()
-        run_steps(args, steps, time.monotonic() + left / (len(args.steps) - number), report, began)
-    show(report)
-    return 0
-
-
-def run_steps(args: argparse.Namespace, steps: int, deadline: float, report: dict, began: float) -> None:
-    """Everything of one N, with servers of its own; `report` grows and is written."""
-    sides = [side for side in args.sides if steps > 1 or side != "shared"]
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - began:6.1f} s] {text}", flush=True)
-
-    def prompts(length: int, count: int) -> list[list[int]]:
-        return held_out_prompts(args.run, length, count)
-
+    wanted = [(side, n) for n in args.steps for side in args.sides if side in sides_of(n)]
+    say = Clock()
     with ExitStack() as stack:
-        say(f"N = {steps}: starting {', '.join(sides)}")
-        servers = started(stack, args.run, [(side, steps) for side in sides], args.port, args.logs)
-        say(f"N = {steps}: all servers answer")
-        for batch in args.batch:
-            row = measure_speed(servers, batch, prompts, length=300, tokens=TOKENS, repeats=REPEATS.get(batch, 3))
-            report["speed"].append(row)
-            write_report(args.out, report)
-            rates = ", ".join(f"{side} {row[side]['tokens_per_s']:.0f}" for side in sides)
-            say(f"N = {steps}, batch {batch}: {rates} tokens/s")
-        if steps == 0:
-            return
-        earlier = report["accept"]
-        cells = [AcceptCell(steps, length, t) for t in args.temperature for length in args.length]
+        servers = started(stack, args.run, wanted, args.port, args.logs, say)
+        say(f"{len(servers.servers)} of {len(wanted)} servers answer")
+        report["problems"] += servers.problems
+        Bench(args, servers, report, say).run()
+    show(report)
+    return 1 if report["problems"] else 0
 
-        def keep() -> None:
-            report["accept"] = earlier + [cell.row(TOKENS) for cell in cells if cell.requests]
-            write_report(args.out, report)
 
+def sides_of(steps: int) -> list[str]:
+    """Sides that differ: with one draft there are no draft steps, so one length for all of them changes nothing."""
+    return [side for side in SIDES if steps > 1 or side != "shared"]
+
+
+class Bench:
+    """The measurements of running servers, and the report that grows."""
+
+    def __init__(self, args: argparse.Namespace, servers: Started, report: dict, say: Clock):
+        self.args, self.servers, self.report, self.say = args, servers, report, say
+        self.steps = [n for n in args.steps if servers.of(n)]
+        self.cells = [AcceptCell(n, length, t) for n in self.steps if n for t in args.temperature for length in args.length]
+        self._lock = Lock()
+        self.deadline = say.began + 60 * args.minutes
+
+    def run(self) -> None:
+        self.accept(most=FIRST)
+        if self.args.batch:
+            self.speed()
+        self.accept(most=self.args.requests)
+        for cell in self.cells:
+            if cell.error > self.args.error:
+                self.say(f"N = {cell.steps}, {cell.length} tokens, T = {cell.temperature:g}: known to {cell.error:.3f}")
+        self.keep()
+
+    def accept(self, most: int) -> None:
+        """All values of N at once, each for its own cells; one that fails leaves the others alone."""
+        with ThreadPoolExecutor(max(1, len(self.steps))) as pool:
+            list(pool.map(lambda n: self.guarded(f"accept lengths of N = {n}", lambda: self.accept_of(n, most)), self.steps))
+
+    def accept_of(self, steps: int, most: int) -> None:
         measure_accept(
-            servers, cells, prompts, tokens=TOKENS, error=args.error, most=args.requests, deadline=deadline, keep=keep, say=say
-        )
+            self.servers.of(steps), [c for c in self.cells if c.steps == steps], self.prompts, tokens=TOKENS,
+            error=self.args.error, most=most, deadline=self.deadline, keep=self.keep, say=self.say,
+        )  # fmt: skip
+
+    def speed(self) -> None:
+        """One server after another, while nobody else uses the GPU."""
+        with alone(self.deadline - 60) as free:
+            if not free:
+                self.problem("another program was busy on this GPU until the end: speed was not measured")
+                return
+            order = sorted(self.steps, key=lambda n: [*SPEED_ORDER, n].index(n))
+            for steps in order:
+                for batch in self.args.batch:
+                    self.guarded(f"speed of N = {steps}, batch {batch}", lambda: self.speed_of(steps, batch))  # noqa: B023
+
+    def speed_of(self, steps: int, batch: int) -> None:
+        if time.monotonic() > self.deadline:
+            self.problem(f"speed of N = {steps}, batch {batch}: no time was left")
+            return
+        servers = self.servers.of(steps)
+        row = measure_speed(servers, batch, self.prompts, length=300, tokens=TOKENS, repeats=REPEATS.get(batch, 3))
+        self.report["speed"].append(row)
+        self.keep()
+        rates = ", ".join(f"{server.side} {row[server.side]['tokens_per_s']:.0f}" for server in servers)
+        self.say(f"N = {steps}, batch {batch}: {rates} tokens/s")
+
+    def guarded(self, what: str, doing) -> None:
+        try:
+            doing()
+        except Exception as error:  # whatever one server does, the others are measured, and the report says so
+            self.problem(f"{what}: {type(error).__name__}: {error}")
+
+    def problem(self, text: str) -> None:
+        self.report["problems"].append(text)
+        self.say(text)
+        self.keep()
+
+    def keep(self) -> None:
+        with self._lock:
+            self.report["accept"] = [cell.row(TOKENS) for cell in self.cells if cell.requests]
+            write_report(self.args.out, self.report)
+
+    def prompts(self, length: int, first: int, count: int) -> list[list[int]]:
+        return held_out_prompts(self.args.run, length, first + count, first=first)
 
 
 def merged(reports: list[dict]) -> dict:
-    """Rows of all reports, by N. Raises ValueError where they are not of one training run."""
+    """Rows of all reports, by N; of an accept length that was measured twice the one with more requests.
+
+    Raises:
+        ValueError: they are not of one training run.
+    """
     if any(report["training"] != reports[0]["training"] for report in reports):
         raise ValueError("these files measure different checkpoints: merge only what came of one training run")
     rows = {
         name: sorted((row for r in reports for row in r[name]), key=lambda row: row["steps"]) for name in ("accept", "speed")
     }
-    return reports[0] | {"command": [report["command"] for report in reports]} | rows
+    known: dict[tuple, dict] = {}
+    for row in rows["accept"]:
+        place = (row["steps"], row["length"], row["temperature"])
+        known[place] = max(row, known.get(place, row), key=lambda one: one["requests"])
+    rows["accept"] = list(known.values())
+    together = {"command": [r["command"] for r in reports], "problems": [text for r in reports for text in r["problems"]]}
+    return reports[0] | together | rows
 
 
 def show(report: dict) -> None:
@@ -105,9 +171,11 @@ def show(report: dict) -> None:
     for row in report["accept"]:
         for side in filter(row.__contains__, SIDES):
             found = row[side]
-            accept = f"{found['accept']:.3f} ± {found['standard_error'] or float('nan'):.3f}"
+            accept = known(found["accept"], found["standard_error"])
             shares = " ".join(f"{share:.2f}" for share in found["accepted"])
-            table.append((row["steps"], row["length"], row["temperature"], row["requests"], side, accept, shares))
+            table.append((row["steps"], row["length"], f"{row['temperature']:g}", row["requests"], side, accept, shares))
+        if "gain" in row:
+            table.append((None, None, None, None, "ours / builtin", known(*row["gain"].values()), None))
     print_table(("N", "prompt", "temperature", "requests", "side", "accept length", "accepted by position"), table)
     table = []
     for row in report["speed"]:
@@ -117,6 +185,11 @@ def show(report: dict) -> None:
             speed = (f"{found['tokens_per_s']:.0f}", f"{found['tpot_ms']['median']:.3f}")
             table.append((row["batch"], row["steps"], side, *speed, mark))
     print_table(("batch", "N", "side", "tokens/s", "ms per token", ""), sorted(table, key=lambda r: (r[0], r[2], r[1])))
+
+
+def known(value: float, error: float | None) -> str:
+    """A value with its standard error, of which one request has none."""
+    return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
 
 
 def best(report: dict, batch: int, side: str) -> int:
@@ -138,10 +211,10 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="of the speed rows; none: no speed rows")
     parser.add_argument("--error", type=float, default=0.02, help="standard error of an accept length to reach")
-    parser.add_argument("--requests", type=int, default=2048, help="most requests of one accept length")
-    parser.add_argument("--minutes", type=float, default=20.0, help="bound on the run time, shared between the values of N")
+    parser.add_argument("--requests", type=int, default=8192, help="most requests of one accept length")
+    parser.add_argument("--minutes", type=float, default=20.0, help="bound on the run time, starting included")
     parser.add_argument(
-        "--port", type=int, default=36000, help="of the first server; runs at the same time need ports 2000 apart"
+        "--port", type=int, default=16000, help="of the first server; runs at the same time need ports 2000 apart"
     )
     parser.add_argument("--logs", type=Path, default=None, help="folder for the servers' logs")
     args = parser.parse_args()

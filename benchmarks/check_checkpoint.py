@@ -1,6 +1,6 @@
 """Do SGLang and the trainer compute the same? Target and MTP layer of a trained checkpoint, on held-out text.
 
-    python -m nsa_backend.benchmarks.check_checkpoint RUN --out OUT.json [--steps 3] [--port 37000]
+    python -m nsa_backend.benchmarks.check_checkpoint RUN --out OUT.json [--steps 3] [--port 18000]
 
 Target: log-probabilities of every prompt token by the server, against the trainer's float32 forward over the stored weights.
 Its own bfloat16 forward says what rounding does; the server may be three times as far. Beyond index_topk tokens the trainer
@@ -15,18 +15,20 @@ import argparse
 import sys
 import tempfile
 from contextlib import ExitStack
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 
 import torch
 
 from nsa_backend.benchmarks.bench_common import accept_length, environment
 from nsa_backend.benchmarks.cells import write_report
+from nsa_backend.benchmarks.trained.bar import Clock
 from nsa_backend.benchmarks.trained.export import load
 from nsa_backend.benchmarks.trained.model import TrainedModel
 from nsa_backend.benchmarks.trained.prompts import held_out_prompts
 from nsa_backend.benchmarks.trained.serving import SIDES, SideServer, started
 from nsa_backend.benchmarks.trained.simulate import accepted
+from nsa_backend.benchmarks.trained.timing import busy
 
 LENGTHS, PROMPTS = (300, 1500, 3500), 4
 DRAFT_PROMPTS, DRAFT_TOKENS = 24, 256
@@ -39,24 +41,29 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=3, help="N")
     parser.add_argument("--sides", choices=SIDES, nargs="+", default=list(SIDES))
-    parser.add_argument("--port", type=int, default=37000)
+    parser.add_argument("--port", type=int, default=18000)
+    parser.add_argument("--logs", type=Path, default=None, help="folder for the servers' logs")
     args = parser.parse_args()
     report = {"environment": environment(), "steps": args.steps, "target": [], "drafts": []}
-    logs = Path(tempfile.mkdtemp(prefix="nsa-check-"))
+    say = Clock()
     with ExitStack() as stack:
+        stack.enter_context(busy())
         wanted = [("ours", 0), *((side, args.steps) for side in args.sides if args.steps > 1 or side != "shared")]
-        plain, *speculative = started(stack, args.run, wanted, args.port, logs)
+        found = started(stack, args.run, wanted, args.port, args.logs or Path(tempfile.mkdtemp(prefix="nsa-check-")), say, 32)
+        report["problems"] = found.problems
         models = {dtype: load(args.run / "checkpoint", "cuda", dtype) for dtype in (torch.float32, torch.bfloat16)}
-        for length in LENGTHS:
+        for plain, length in product(found.of(0), LENGTHS):
             report["target"].append(compare_target(plain, models, held_out_prompts(args.run, length, PROMPTS, seed=1)))
-            print(report["target"][-1], flush=True)
+            say(str(report["target"][-1]))
             write_report(args.out, report)
         asked = held_out_prompts(args.run, 300, DRAFT_PROMPTS, seed=1)
-        for server in speculative:
+        for server in found.of(args.steps):
             report["drafts"].append(compare_drafts(server, models[torch.bfloat16], asked))
-            print(report["drafts"][-1], flush=True)
+            say(str(report["drafts"][-1]))
             write_report(args.out, report)
-    return 0 if all(row["agrees"] for row in report["target"] + report["drafts"]) else 1
+    write_report(args.out, report)
+    rows = report["target"] + report["drafts"]
+    return 0 if len(rows) == len(LENGTHS) + len(wanted) - 1 and all(row["agrees"] for row in rows) else 1
 
 
 def compare_target(server: SideServer, models: dict[torch.dtype, TrainedModel], prompts: list[list[int]]) -> dict:

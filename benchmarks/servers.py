@@ -19,6 +19,7 @@ from nsa_backend.benchmarks import server_options
 BACKENDS = {"ours": "0", "builtin": "1"}
 """Side of a comparison to its NSA_BACKEND_DISABLE."""
 
+STARTING = 480.0  # seconds that a server of a small checkpoint may take to start
 NEVER = 1 << 20  # tokens between two events of a stream: the first token is one, the end is the other
 
 
@@ -66,7 +67,7 @@ def greedy(tokens: int) -> dict:
     return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
 
 
-def wait_until_ready(port: int, server: subprocess.Popen, seconds: float = 480) -> None:
+def wait_until_ready(port: int, server: subprocess.Popen, seconds: float = STARTING) -> None:
     """Return when the server answers; raises RuntimeError where it ends first, TimeoutError where it takes too long."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -103,10 +104,10 @@ class Server:
             self._process.kill()
         self._stream.close()
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = STARTING) -> None:
         """Wait until it answers; an error carries the end of its log."""
         try:
-            wait_until_ready(self.port, self._process)
+            wait_until_ready(self.port, self._process, seconds)
         except (RuntimeError, TimeoutError) as error:
             raise RuntimeError(f"{error}; the end of {self.log}:\n{self.log.read_text(errors='replace')[-3000:]}") from error
 
@@ -116,9 +117,12 @@ class Server:
         answers = call(self.port, "/generate", {"input_ids": prompts, "sampling_params": greedy(tokens)})
         return time.perf_counter() - started, answers
 
-    def streamed(self, prompts: list[list[int]], tokens: int) -> Streamed:
-        """The same as a stream, which says when each prompt has its first token and nothing more until the end."""
-        sampling = greedy(tokens) | {"stream_interval": NEVER}
+    def streamed(self, prompts: list[list[int]], tokens: int, **others: object) -> Streamed:
+        """The same as a stream, which says when each prompt has its first token and nothing more until the end.
+
+        `others` are sampling parameters that replace those of `greedy`.
+        """
+        sampling = greedy(tokens) | {"stream_interval": NEVER} | others
         first, answers = {}, {}
         started = time.perf_counter()
         with _open(self.port, "/generate", {"input_ids": prompts, "sampling_params": sampling, "stream": True}, 300) as lines:

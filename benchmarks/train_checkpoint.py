@@ -1,11 +1,13 @@
 """Train a small DeepSeek-V3.2 with an MTP layer on the Python packages of this machine, and write a checkpoint for SGLang.
 
-    python -m nsa_backend.benchmarks.train_checkpoint OUT [--minutes 8.5]
+    python -m nsa_backend.benchmarks.train_checkpoint OUT [--whole-in 9.5] [--minutes 8.5]
 
 OUT receives corpus/ (tokenizer, token ids, list of packages), state.pt, training.json and, in the end, checkpoint/. Walk and
-tokenizer take one to two minutes, then come a language stage (next-token loss of target and MTP layer; contexts of 2048, for
-the last 15 % of 4096 tokens) and an indexer stage (KL against the dense attention of 4096 tokens). With --minutes a call stops
-in time, and the same command goes on where it stopped. Exits with 0 when the checkpoint is written, 1 when it stopped before.
+tokenizer take one to two minutes, in which the model is compiled; then come a language stage (next-token loss of target and MTP
+layer; contexts of 2048, for the last 15 % of 4096 tokens) and an indexer stage (KL against the dense attention of 4096 tokens).
+--whole-in bounds all of it, checkpoint included: the language stage gets what the rest leaves of it. With --minutes a call
+stops in time, and the same command goes on where it stopped. Exits with 0 when the checkpoint is written, 1 when it stopped
+before. `--whole-in 2.5 --indexer-minutes 0.2 --corpus-mb 60` rehearses everything on a GPU, the size of the model included.
 """
 
 from __future__ import annotations
@@ -14,31 +16,34 @@ import argparse
 import contextlib
 import shlex
 import sys
-import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 from nsa_backend.benchmarks.trained import distill, export, language
+from nsa_backend.benchmarks.trained.bar import Clock
 from nsa_backend.benchmarks.trained.model import TrainedModel
 from nsa_backend.benchmarks.trained.optimizing import Budget
-from nsa_backend.benchmarks.trained.run import Progress, Run, Settings
+from nsa_backend.benchmarks.trained.run import Progress, Run, Settings, began_with
 from nsa_backend.benchmarks.trained.shape import SHAPES
-from nsa_backend.benchmarks.trained.tokens import Blocks, prepare
+from nsa_backend.benchmarks.trained.tokens import Blocks, Prepared, prepare
 
 SAVING = 20.0
 """Seconds to leave for writing the state before the bound of a call."""
+
+ENDING = 20.0
+"""Seconds that --whole-in leaves for held-out losses, saving and the checkpoint."""
 
 STAGES = {"language": language.train_language, "indexer": distill.train_indexers}
 
 
 def main() -> int:
     args = parsed()
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - began:6.1f} s] {text}", flush=True)
-
+    say = Clock()
     settings = Settings(
         shape=args.shape,
         seed=args.seed,
@@ -46,12 +51,21 @@ def main() -> int:
         indexer=Budget(seconds=60 * args.indexer_minutes),
         corpus_bytes=int(1e6 * args.corpus_mb),
     )
-    run = begin(args.out, settings, args.device, say)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        corpus = pool.submit(corpus_of, args.out, settings, say)
+        model = model_of(settings, args.device, say)
+        if not args.no_compile and args.device == "cuda":
+            model.compile_layers()
+            with attention_of(args.device):
+                language.warm_up(model, settings, say)
+        prepared = corpus.result()
+    if args.whole_in is not None:
+        settings = settings_within(60 * args.whole_in - say.seconds, settings, began_with(args.out))
+        say(f"the language stage steps for {settings.language.seconds:.0f} s")
+    run = Run(args.out, settings, prepared, model, say)
     run.command = shlex.join(["python", "-m", "nsa_backend.benchmarks.train_checkpoint", *sys.argv[1:]])
     if args.minutes is not None:
-        run.stop = lambda step: time.monotonic() - began > 60 * args.minutes - SAVING
-    if not args.no_compile and args.device == "cuda":
-        run.model.compile_layers()
+        run.stop = lambda step: say.seconds > 60 * args.minutes - SAVING
     if not train(run):
         say(f"stopped in stage {run.stage}: run the same command again to go on")
         return 1
@@ -64,7 +78,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, help="bound on this call; the next one goes on")
-    parser.add_argument("--language-minutes", type=float, default=7.5, help="of stepping, compilation apart")
+    parser.add_argument("--whole-in", type=float, metavar="MINUTES", help="bound on everything, of a run that begins")
+    parser.add_argument("--language-minutes", type=float, default=7.5, help="of stepping; what --whole-in leaves, if given")
     parser.add_argument("--indexer-minutes", type=float, default=1.0)
     parser.add_argument("--corpus-mb", type=float, default=500, help="most text to train on")
     parser.add_argument("--shape", choices=SHAPES, default="small")
@@ -76,15 +91,29 @@ def parsed() -> argparse.Namespace:
     return args
 
 
-def begin(out: Path, settings: Settings, device: str, say, **corpus) -> Run:
-    """A run in `out`, its corpus prepared, its model initialized or as it was; `corpus` goes to `prepare`."""
-    shape = SHAPES[settings.shape]
-    prepared = prepare(out / "corpus", shape.vocab, settings.seed, say, most_bytes=settings.corpus_bytes, **corpus)
-    model = TrainedModel(shape, torch.bfloat16 if device == "cuda" else torch.float32)
+def settings_within(seconds: float, settings: Settings, before: Settings | None) -> Settings:
+    """`settings` with a language stage that lets everything end in `seconds`; a run that goes on keeps the one of `before`."""
+    if before is not None:
+        return replace(settings, language=before.language)
+    left = seconds - settings.indexer.seconds - ENDING
+    if left < 10:
+        raise SystemExit(f"--whole-in leaves {left:.0f} s for the language stage: give more minutes, or less to the indexers")
+    return replace(settings, language=Budget(seconds=round(left, 1)))
+
+
+def corpus_of(out: Path, settings: Settings, say: Callable[[str], None], **corpus) -> Prepared:
+    """The run's corpus in `out`, prepared where it is not there; `corpus` goes to `prepare`."""
+    vocab = SHAPES[settings.shape].vocab
+    return prepare(out / "corpus", vocab, settings.seed, say, most_bytes=settings.corpus_bytes, **corpus)
+
+
+def model_of(settings: Settings, device: str, say: Callable[[str], None]) -> TrainedModel:
+    """The model with its first weights, on `device`."""
+    model = TrainedModel(SHAPES[settings.shape], torch.bfloat16 if device == "cuda" else torch.float32)
     model.initialize(settings.seed)
     model.to(device)
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters")
-    return Run(out, settings, prepared, model, say)
+    return model
 
 
 def train(run: Run) -> bool:

@@ -1,9 +1,26 @@
-"""A progress bar of a stage."""
+"""What a run shows: lines with the time, and a progress bar of a stage."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass, field
+
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Call it with a line to print; it also works in a process that this one spawned."""
+
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def __call__(self, text: str) -> None:
+        print(f"[{self.seconds:6.1f} s] {text}", flush=True)
 
 
 class Bar:

@@ -20,7 +20,7 @@ from nsa_backend.benchmarks.trained.optimizing import indexer_optimizers, rate, 
 from nsa_backend.benchmarks.trained.run import Run, finite
 from nsa_backend.benchmarks.trained.tokens import Blocks
 
-LOG_EVERY = 20
+LOG_EVERY = 50
 WARMUP_STEPS = 20
 
 
@@ -57,7 +57,6 @@ def train_indexers(run: Run, optimizer_states: list[dict]) -> bool:
                 return False
             began = time.perf_counter()
             loss = _step(run, source, rate(done, progress.step, WARMUP_STEPS))
-            progress.seconds += time.perf_counter() - began
             progress.step += 1
             progress.tokens += settings.indexer_blocks * settings.long_context
             bar.show(done, f"step {progress.step}  KL {loss:.4f}")
@@ -65,6 +64,7 @@ def train_indexers(run: Run, optimizer_states: list[dict]) -> bool:
                 run.log.append({"stage": "indexer", "step": progress.step, "kl": round(loss, 5)})
                 run.say(f"step {progress.step}: KL {loss:.4f}, {done:.0%}")
             run.save_sometimes()
+            progress.seconds += time.perf_counter() - began
     return True
 
 

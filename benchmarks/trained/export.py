@@ -38,6 +38,7 @@ def write(model: TrainedModel, out: Path, tokenizer: Path | None = None) -> Path
     save_file(tensors(model), str(out / "model.safetensors"), metadata={"format": "pt"})
     if tokenizer is not None:
         shutil.copy(tokenizer, out / "tokenizer.json")
+        (out / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     (out / "config.json").write_text(json.dumps(config(model.shape), indent=1))
     return out
 

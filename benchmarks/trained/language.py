@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -10,10 +11,12 @@ from torch import nn
 from nsa_backend.benchmarks.trained.bar import Bar
 from nsa_backend.benchmarks.trained.model import TrainedModel, parameters_of
 from nsa_backend.benchmarks.trained.optimizing import language_optimizers, rate, step_all
-from nsa_backend.benchmarks.trained.run import Run, finite
+from nsa_backend.benchmarks.trained.run import Run, Settings, finite
 from nsa_backend.benchmarks.trained.tokens import Blocks
 
 LOG_EVERY = 10
+FIRST = (2, 5, 20, 50)
+"""Steps that are told of besides every hundredth: they say early whether a run is as fast as it should be."""
 HELD_OUT_BLOCKS = 64
 
 
@@ -24,7 +27,6 @@ def train_language(run: Run, optimizer_states: list[dict]) -> bool:
     for optimizer, state in zip(run.optimizers, optimizer_states, strict=False):
         optimizer.load_state_dict(state)
     sources = {n: Blocks(run.prepared.load("train"), n, settings.seed) for n in (settings.context, settings.long_context)}
-    met: set[int] = set()
     with Bar("language") as bar:
         while (done := settings.language.progress(progress.seconds, progress.step)) < 1:
             if run.stop(progress.step):
@@ -35,11 +37,6 @@ def train_language(run: Run, optimizer_states: list[dict]) -> bool:
             seconds = time.perf_counter() - began
             progress.step += 1
             progress.tokens += settings.batch_tokens
-            if source.length in met or settings.language.steps is not None:
-                progress.seconds += seconds
-            else:
-                run.say(f"context {source.length}: the first step, with compilation, took {seconds:.1f} s")
-            met.add(source.length)
             speed = settings.batch_tokens / seconds
             bar.show(done, f"step {progress.step}  target {target:.3f}  MTP {mtp:.3f}  {speed / 1e3:.0f}K tokens/s")
             if progress.step % LOG_EVERY == 1 or settings.language.steps is not None:
@@ -47,10 +44,31 @@ def train_language(run: Run, optimizer_states: list[dict]) -> bool:
                     {"stage": "language", "step": progress.step, "tokens": progress.tokens, "context": source.length,
                      "target": round(target, 4), "mtp": round(mtp, 4), "tokens_per_s": round(speed)}
                 )  # fmt: skip
-            if progress.step % (10 * LOG_EVERY) == 1:
-                run.say(f"step {progress.step}: target {target:.3f}, MTP {mtp:.3f}, {speed / 1e3:.0f}K tokens/s, {done:.0%}")
+            if progress.step in FIRST or progress.step % (10 * LOG_EVERY) == 1:
+                losses = f"target {target:.3f}, MTP {mtp:.3f}"
+                run.say(f"step {progress.step}: {losses}, {speed / 1e3:.0f}K tokens/s, {used()}{done:.0%}")
             run.save_sometimes()
+            progress.seconds += time.perf_counter() - began
     return True
+
+
+def used() -> str:
+    """The most memory that was in use on the GPU, as part of a line; nothing where there is none."""
+    return f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, " if torch.cuda.is_available() else ""
+
+
+def warm_up(model: TrainedModel, settings: Settings, say: Callable[[str], None]) -> None:
+    """Compile for the shapes of both contexts, on random tokens; changes no weight."""
+    device = model.lm_head.weight.device
+    for length in (settings.context, settings.long_context):
+        for doing in ("compiled in", "then a forward and backward pass takes"):
+            began = time.perf_counter()
+            blocks = torch.randint(model.shape.vocab, (max(1, settings.micro_tokens // length), length + 2), device=device)
+            target, mtp = model.losses(blocks)
+            (target + settings.mtp_weight * mtp).backward()
+            model.zero_grad(set_to_none=True)
+            finite("the loss of an untrained model", float(target.detach()))
+            say(f"{blocks.shape[0]} x {length}: {doing} {time.perf_counter() - began:.2f} s")
 
 
 def _step(run: Run, source: Blocks, factor: float) -> tuple[float, float]:

@@ -8,15 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from nsa_backend.benchmarks.generation import Sample, counted, spread
-from nsa_backend.benchmarks.trained.accept import statistics
+from nsa_backend.benchmarks.trained.accept import paired, statistics
 from nsa_backend.benchmarks.trained.serving import BATCHES, SideServer
 
-WAVE = BATCHES[-1]
-PAIRS_AT_LEAST = 4
-"""Waves of a cell before its standard error is believed."""
+FIRST = BATCHES[-1]
+"""Requests of the first wave of a cell, after which its standard error is believed."""
+WAVE = 2 * BATCHES[-1]
+"""Of every later one: a server that always has the next request waiting is not idle while the slowest ones end."""
 
-Prompts = Callable[[int, int], list[list[int]]]
-"""(length, count) to prompts; the first ones are the same for every count."""
+Prompts = Callable[[int, int, int], list[list[int]]]
+"""(length, first, count) to prompts number first, ..., first + count - 1 of an endless list."""
 
 
 @dataclass
@@ -34,15 +35,18 @@ class AcceptCell:
 
     @property
     def error(self) -> float:
-        """The largest standard error of a side; infinite before PAIRS_AT_LEAST waves."""
-        if self.requests < PAIRS_AT_LEAST * WAVE:
+        """The largest standard error of a side; infinite before the first wave."""
+        if self.requests < FIRST:
             return float("inf")
         return max(statistics(found)["standard_error"] for found in self.histograms.values())
 
     def row(self, tokens: int) -> dict:
         head = {"steps": self.steps, "length": self.length, "temperature": self.temperature, "tokens": tokens}
-        sides = {side: statistics(found) for side, found in self.histograms.items()}
-        return head | {"requests": self.requests} | sides
+        histograms = self.histograms
+        sides = {side: statistics(found) for side, found in histograms.items()}
+        both = {"ours", "builtin"} <= set(sides)
+        gain = {"gain": paired(histograms["ours"], histograms["builtin"])} if both else {}
+        return head | {"requests": min(map(len, histograms.values()))} | sides | gain
 
 
 def measure_accept(
@@ -68,11 +72,13 @@ def measure_accept(
             if not open_cells:
                 return
             cell = min(open_cells, key=lambda c: (-c.error, c.requests))
-            asked = prompts(cell.length, cell.requests + WAVE)[-WAVE:]
-            answers = pool.map(lambda s: s.sampled(asked, tokens, cell.temperature), servers)  # noqa: B023
-            for server, found in zip(servers, answers, strict=True):
-                histograms = [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in found]
-                cell.histograms.setdefault(server.side, []).extend(histograms)
+            asked = prompts(cell.length, cell.requests, WAVE if cell.requests else FIRST)
+            answers = list(pool.map(lambda s: s.sampled(asked, tokens, cell.temperature), servers))  # noqa: B023
+            cell.histograms = {  # whole at once: another thread may be writing the report
+                server.side: cell.histograms.get(server.side, [])
+                + [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in found]
+                for server, found in zip(servers, answers, strict=True)
+            }
             keep()
             means = ", ".join(f"{side} {statistics(found)['accept']:.3f}" for side, found in cell.histograms.items())
             say(f"N = {cell.steps}, {cell.length} tokens, T = {cell.temperature:g}: {cell.requests} requests, {means}")
@@ -82,19 +88,20 @@ def measure_speed(servers: list[SideServer], batch: int, prompts: Prompts, *, le
     """A row: greedy generations of one batch, server after server on the same prompts, other prompts in every repeat."""
     found: dict[str, list[Sample]] = {server.side: [] for server in servers}
     for repeat in range(repeats + 1):
-        asked = prompts(length, batch * (repeat + 1))[-batch:]
+        asked = prompts(length, batch * repeat, batch)
         for server in servers:
-            first = server.generate(asked, 1)[0]
-            seconds, answers = server.generate(asked, tokens)
-            rounds, accept = counted(answers, tokens)
+            answer = server.streamed(asked, tokens)
+            rounds, accept = counted(answer.answers, tokens)
             if repeat:  # the first one warms up
-                found[server.side].append(Sample(seconds, first, tokens, batch, rounds, accept))
+                found[server.side].append(Sample(answer.seconds, max(answer.first_seconds), tokens, batch, rounds, accept))
     row = {"steps": servers[0].steps, "batch": batch, "length": length, "tokens": tokens}
     for side, samples in found.items():
         row[side] = {
             "tokens_per_s": round(sum(s.batch * s.tokens for s in samples) / sum(s.seconds for s in samples), 1),
             "tokens_per_s_spread": spread([s.tokens_per_s for s in samples], 1),
             "tpot_ms": spread([s.tpot_ms for s in samples]),
+            "ttft_ms": spread([s.ttft_ms for s in samples]),
+            "round_ms": spread([s.round_ms for s in samples]),
             "accept": spread([s.accept for s in samples]),
         }
     return row

@@ -9,7 +9,7 @@ import numpy as np
 from nsa_backend.benchmarks.trained.tokens import Prepared
 
 
-def windows(ids: np.ndarray, ends: np.ndarray, length: int, count: int, seed: int = 0) -> list[list[int]]:
+def windows(ids: np.ndarray, ends: np.ndarray, length: int, count: int, seed: int = 0, first: int = 0) -> list[list[int]]:
     """`count` different stretches of `length` tokens, each within one document, from anywhere in it.
 
     Args:
@@ -18,6 +18,7 @@ def windows(ids: np.ndarray, ends: np.ndarray, length: int, count: int, seed: in
         length: tokens of a prompt.
         count: how many; stretches may overlap.
         seed: the same seed and length give the same prompts, the first ones also for another count.
+        first: how many of them to leave out at the start.
 
     Raises:
         ValueError: no document is long enough.
@@ -33,16 +34,16 @@ def windows(ids: np.ndarray, ends: np.ndarray, length: int, count: int, seed: in
     while len(chosen) < count:
         chosen[int(generator.integers(below[-1]))] = None
     found = []
-    for place in chosen:
+    for place in list(chosen)[first:]:
         document = int(np.searchsorted(below, place, side="right"))
-        first = int(starts[document]) + place - int(below[document - 1] if document else 0)
-        found.append(ids[first : first + length].tolist())
+        start = int(starts[document]) + place - int(below[document - 1] if document else 0)
+        found.append(ids[start : start + length].tolist())
     return found
 
 
-def held_out_prompts(folder: Path, length: int, count: int, seed: int = 0) -> list[list[int]]:
+def held_out_prompts(folder: Path, length: int, count: int, seed: int = 0, first: int = 0) -> list[list[int]]:
     """Prompts of the training run in `folder`."""
     prepared = Prepared(folder / "corpus")
     if not prepared.done:
         raise FileNotFoundError(f"{prepared.folder} has no corpus: pass the folder that train_checkpoint wrote to")
-    return windows(prepared.load("held_out"), np.asarray(prepared.load("held_out_ends")), length, count, seed)
+    return windows(prepared.load("held_out"), np.asarray(prepared.load("held_out_ends")), length, count, seed, first)

@@ -18,7 +18,7 @@ from nsa_backend.benchmarks.trained.optimizing import Budget
 from nsa_backend.benchmarks.trained.shape import SHAPES
 from nsa_backend.benchmarks.trained.tokens import Prepared
 
-SAVE_EVERY = 150.0  # seconds
+SAVE_EVERY = 240.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Settings:
 
 @dataclass
 class Progress:
-    """Where a stage is. `seconds` counts steps without the first of a process and context, which compiles."""
+    """Where a stage is. `seconds` are those of steps and of saving between them."""
 
     step: int = 0
     seconds: float = 0.0
@@ -125,6 +125,15 @@ class Run:
             "stage": self.stage,
         }
         write_report(self.folder / "training.json", head | self.results | {"packages": self.prepared.packages, "log": self.log})
+
+
+def began_with(folder: Path) -> Settings | None:
+    """Settings of the run in `folder`, None where nothing of it was saved."""
+    path = folder / "training.json"
+    if not (folder / "state.pt").exists() or not path.exists():
+        return None
+    found = json.loads(path.read_text())["settings"]
+    return Settings(**found | {name: Budget(**found[name]) for name in ("language", "indexer")})
 
 
 def finite(name: str, value: float) -> float:

@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from nsa_backend.adapters.installed import adapter
@@ -20,28 +22,40 @@ SIDES = {
 }
 """Side to the module that serves it and its NSA_BACKEND_DISABLE."""
 
-BATCHES = (1, 2, 4, 8, 16, 32)
-PREFILLS = (512, 1024, 2048, 4096, 8192)
+BATCHES = (1, 8, 32, 128)
+"""Requests of the captured graphs: those whose speed is measured, and one for accept lengths, which need many requests."""
+PREFILLS = (512, 4096, 8192)
 """Tokens of the captured prefills, fewer than the release's own so that a server starts sooner."""
-START_SECONDS = 420.0
+CONTEXT = 8192
+LONGEST = 4352  # tokens of a request: prompt, new ones, and what SGLang holds back
+START_SECONDS = 330.0
+AGAIN_SECONDS = 60.0
+"""What must be left of START_SECONDS for a second start."""
+PORTS = 24  # from one server to the next
 
 
-def command(side: str, checkpoint: Path, port: int, steps: int) -> list[str]:
-    """The same options for every side, spelled as the installed release spells them."""
-    graphs = ["--cuda-graph-bs", *map(str, BATCHES)]
+def command(side: str, checkpoint: Path, port: int, steps: int, requests: int = BATCHES[-1]) -> list[str]:
+    """The same options for every side, spelled as the installed release spells them; `requests` run at the same time.
+
+    Many servers start on one GPU at once: each has a small pool and a port of its own for its process group, and what others
+    load meanwhile, which SGLang takes for its own, leaves a pool at this share of memory.
+    """
+    batches = [str(batch) for batch in BATCHES if batch <= requests]
+    graphs = ["--cuda-graph-bs", *batches]
     if "dsa" in adapter.BACKEND_NAMES:
-        graphs = ["--cuda-graph-bs-decode", *map(str, BATCHES), "--cuda-graph-bs-prefill", *map(str, PREFILLS)]
+        graphs = ["--cuda-graph-bs-decode", *batches, "--cuda-graph-bs-prefill", *map(str, PREFILLS)]
     speculative = [
         "--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps),
         "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1),
     ]  # fmt: skip
     return [
-        sys.executable, "-m", SIDES[side][0], "--model-path", str(checkpoint), "--port", str(port),
-        "--attention-backend", adapter.BACKEND_NAMES[0],
-        adapter.DECODE_OPTION, "fa3", adapter.PREFILL_OPTION, "flashmla_sparse",
+        sys.executable, "-m", SIDES[side][0], "--model-path", str(checkpoint),
+        "--port", str(port), "--nccl-port", str(port + PORTS // 2), "--context-length", str(CONTEXT),
+        "--attention-backend", adapter.BACKEND_NAMES[0], adapter.DECODE_OPTION, "fa3", adapter.PREFILL_OPTION, "flashmla_sparse",
         "--kv-cache-dtype", "bfloat16", *(speculative if steps else ()),
         "--skip-tokenizer-init", "--grammar-backend", "none", "--disable-radix-cache", "--random-seed", "0",
-        "--mem-fraction-static", "0.5", "--max-total-tokens", "163840", "--max-running-requests", str(BATCHES[-1]),
+        "--mem-fraction-static", "0.92", "--max-total-tokens", str(requests * LONGEST),
+        "--max-running-requests", str(requests),
         *graphs,
     ]  # fmt: skip
 
@@ -49,19 +63,20 @@ def command(side: str, checkpoint: Path, port: int, steps: int) -> list[str]:
 class SideServer(Server):
     """A running server of one side."""
 
-    def __init__(self, side: str, checkpoint: Path, port: int, steps: int, log: Path):
+    def __init__(self, side: str, checkpoint: Path, port: int, steps: int, log: Path, requests: int = BATCHES[-1]):
         """Start it; does not wait."""
         self.side, self.port, self.log, self.steps = side, port, log, steps
+        self.name = f"{side}, N = {steps}"
         self._stream = log.open("w")
         self._process = subprocess.Popen(
-            command(side, checkpoint, port, steps), stdout=self._stream, stderr=subprocess.STDOUT,
+            command(side, checkpoint, port, steps, requests), stdout=self._stream, stderr=subprocess.STDOUT,
             env=os.environ | {"NSA_BACKEND_DISABLE": SIDES[side][1]},
         )  # fmt: skip
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = START_SECONDS) -> None:
         """Wait until it answers; raises RuntimeError with the end of its log, or where it is not the side it should be."""
         try:
-            wait_until_ready(self.port, self._process, START_SECONDS)
+            wait_until_ready(self.port, self._process, seconds)
         except (RuntimeError, TimeoutError) as error:
             raise RuntimeError(f"{error}; the end of {self.log}:\n{self.log.read_text(errors='replace')[-3000:]}") from error
         text = self.log.read_text(errors="replace")
@@ -71,6 +86,10 @@ class SideServer(Server):
         ):
             if (sentence in text) != expected:
                 raise RuntimeError(f"the log of {self.side} says {'nothing of' if expected else ''} {sentence!r}: {self.log}")
+
+    def end(self) -> None:
+        """Tell it to end; does not wait."""
+        self._process.terminate()
 
     def sampled(self, prompts: list[list[int]], tokens: int, temperature: float, top_p: float = 0.95) -> list[dict]:
         """Answers of one batch, exactly `tokens` new tokens each; greedy where `temperature` is 0."""
@@ -86,17 +105,51 @@ class SideServer(Server):
         return [value for value, *_ in call(self.port, "/generate", body)["meta_info"]["input_token_logprobs"][1:]]
 
 
-def started(stack: ExitStack, folder: Path, wanted: list[tuple[str, int]], port: int, logs: Path) -> list[SideServer]:
-    """Servers of the run in `folder`, (side, steps) each, ready; leaving `stack` ends them."""
+@dataclass
+class Started:
+    """Servers that answer, and what became of the others."""
+
+    servers: list[SideServer]
+    problems: list[str]  # one sentence or the end of a log each
+
+    def of(self, steps: int) -> list[SideServer]:
+        return [server for server in self.servers if server.steps == steps]
+
+
+def started(
+    stack: ExitStack, folder: Path, wanted: list[tuple[str, int]], port: int, logs: Path, say: Callable[[str], None],
+    requests: int = BATCHES[-1],
+) -> Started:  # fmt: skip
+    """Servers of the run in `folder`, (side, steps) each, all started at once; leaving `stack` ends them.
+
+    One that does not come up is started a second time, alone; where that fails too the others go on without it.
+    """
     checkpoint = folder / "checkpoint"
     if not (checkpoint / "config.json").exists():
         raise FileNotFoundError(f"{checkpoint} has no config.json: run train_checkpoint until it says that it is ready")
     logs.mkdir(parents=True, exist_ok=True)
-    servers = []
-    for number, (side, steps) in enumerate(wanted):  # ports from 100 above a server's on are SGLang's own
-        time.sleep(3 * bool(number))  # each measures the free memory of the GPU when it starts
-        log = logs / f"n{steps}-{side}.log"
-        servers.append(stack.enter_context(SideServer(side, checkpoint, port + 24 * number, steps, log)))
-    for server in servers:
-        server.wait()
-    return servers
+    deadline = time.monotonic() + START_SECONDS
+
+    def start(number: int, log: str) -> SideServer:
+        side, steps = wanted[number]
+        server = SideServer(side, checkpoint, port + PORTS * number, steps, logs / f"n{steps}-{side}{log}.log", requests)
+        return stack.enter_context(server)
+
+    first = [start(number, "") for number in range(len(wanted))]
+    stack.callback(lambda: [server.end() for server in found.servers])  # all at once; leaving one waits for it
+    found = Started([], [])
+    for number, server in enumerate(first):
+        for attempt in (server, None):
+            try:
+                attempt = attempt or start(number, "-again")
+                attempt.wait(max(1.0, deadline - time.monotonic()))
+            except RuntimeError as error:
+                found.problems.append(f"{server.name}: {error}")
+                say(f"{server.name} did not start: {str(error)[-1500:]}")
+                if deadline - time.monotonic() < AGAIN_SECONDS:
+                    break
+            else:
+                found.servers.append(attempt)
+                say(f"{server.name} answers")
+                break
+    return found

@@ -81,8 +81,8 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     if found is None:
         files = [one for root, prefix in corpus.roots().items() for one in corpus.paths(root, prefix)]
-        say(f"reading {len(files)} files")
-        found = corpus.documents(files, most_bytes)
+        say(f"reading at most {len(files)} files")
+        found = corpus.documents(corpus.in_packages(files, seed), most_bytes)
     training, held = corpus.split(found, held_share, seed, most_bytes)
     texts = [d.text for d in training]
     size = sum(map(len, texts)) / 1e6

@@ -25,7 +25,18 @@ BENCHES = {
     "metadata": ("--steps", "--batch", "--length"),
     "attention": ("--batch", "--heads", "--section"),
     "draft": ("--checkpoint", "--steps", "--batch", "--length", "--port"),
-    "serve": ("--checkpoint", "--steps", "--batch", "--length", "--prompt-tokens", "--port"),
+    "serve": (
+        "--checkpoint",
+        "--steps",
+        "--batch",
+        "--length",
+        "--prompt-tokens",
+        "--port",
+        "--model",
+        "--prompts",
+        "--tokens",
+        "--server",
+    ),
     "profile": ("--checkpoint", "--steps", "--batch", "--length", "--port"),
     "memory": (),
 }
@@ -39,11 +50,22 @@ OPTIONS = {
     "--section": "sections of the report: decode, wrapper, by_rows; sm90, which is measured on request alone",
     "--checkpoint": "faithful, wide, or a folder; a real checkpoint must fit twice on the GPU",
     "--prompt-tokens": "most prompt tokens of a batch: a million take half a minute a sample",
+    "--model": "folder of a checkpoint of your own, served by one side after the other; needs --prompts",
+    "--prompts": "your prompts: a .jsonl file with text, messages or input_ids a line, or a text file with one a line",
+    "--tokens": "most new tokens of an answer to one of --prompts",
+    "--server": "more options of the servers of --model, in one word: '--tp-size 8 --mem-fraction-static 0.9'",
     "--port": "of the first server; runs at the same time need ports 2000 apart",
 }
 
-SINGLE = ("--port", "--prompt-tokens")
+SINGLE = ("--port", "--prompt-tokens", "--model", "--prompts", "--tokens", "--server")
 """Those that take one value."""
+
+TEXTS = ("--checkpoint", "--section", "--model", "--prompts", "--server")
+"""Those that are no numbers."""
+
+OWN = ("--prompts", "--tokens", "--server")
+NOT_OWN = ("--checkpoint", "--length", "--prompt-tokens", "--quick")
+"""What goes with --model alone, and what does not go with it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=_positive, default=15.0, help="bound on the run time; what does not fit is left out")
     for option, text in OPTIONS.items():
         takers = ", ".join(name for name, taken in BENCHES.items() if option in taken)
-        kind = str if option in ("--checkpoint", "--section") else _count
+        kind = str if option in TEXTS else _count
         parser.add_argument(option, type=kind, nargs=None if option in SINGLE else "+", help=f"{text} ({takers})")
 
 
@@ -64,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
             _fail(
                 f"bench {args.what} does not take {option}: it takes {' '.join(BENCHES[args.what]) or 'none of these options'}"
             )
+    _check_model(args)
     import torch
 
     if not torch.cuda.is_available():
@@ -89,6 +112,18 @@ def run(args: argparse.Namespace) -> int:
     for name in report["not_measured"]:
         print(f"not measured within {args.minutes:g} minutes: {name}", file=sys.stderr)  # noqa: T201
     return 1 if report["not_measured"] else 0
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    given = [option for option in (*OWN, *NOT_OWN) if getattr(args, option[2:].replace("-", "_")) not in (None, False)]
+    if args.model is None:
+        if alone := [option for option in given if option in OWN]:
+            _fail(f"{alone[0]} says how --model is measured: pass --model FOLDER too")
+        return
+    if args.prompts is None:
+        _fail("--model needs --prompts FILE: what a draft is worth depends on the text")
+    if wrong := [option for option in given if option in NOT_OWN]:
+        _fail(f"{wrong[0]} does not go with --model, whose prompts come from --prompts")
 
 
 def _fail(sentence: str) -> None:

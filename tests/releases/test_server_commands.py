@@ -25,6 +25,7 @@ from nsa_backend.benchmarks import (
     server_options,
     servers,
 )
+from nsa_backend.benchmarks.own_model import OwnModel
 
 SCRIPT = Path(__file__).with_name("parsed_commands.py")
 DEFAULT_PREFILL = ["--chunked-prefill-size", str(server_options.CHUNK)]
@@ -42,7 +43,7 @@ def options_of(bench, monkeypatch, **given) -> list[list[str]]:
             pass
 
     monkeypatch.setattr(bench, "Servers", Servers)
-    options = ("checkpoint", "steps", "batch", "length", "prompt_tokens", "port")
+    options = ("checkpoint", "steps", "batch", "length", "prompt_tokens", "port", "model")
     chosen = dict.fromkeys(options) | {"quick": False} | given
     with ExitStack() as resources:
         bench.cells(argparse.Namespace(**chosen), resources)
@@ -60,6 +61,9 @@ def commands(tmp_path_factory) -> dict[str, list[str]]:
             for bench in (bench_serve, bench_draft, bench_profile)
         }
     options["readme"] = []
+    options["own model"] = OwnModel(
+        folder, [[1]], [1, 8], 256, folder, 1, ["--tp-size", "1", "--max-running-requests", "16"]
+    ).options()
     options["rejections on fp8"] = [
         *generation.SIZES, "--kv-cache-dtype", "fp8_e4m3", *server_options.implementations("flashmla_kv", "flashmla_kv"),
     ]  # fmt: skip
@@ -115,6 +119,13 @@ def test_prefill_runs_in_the_graphs_of_a_default_server(parsed):
         for tokens in server_options.chunks(*shape):
             graphs = [min((s for s in sizes if s >= tokens), default=None) for sizes in (captured, default)]
             assert graphs[0] == graphs[1]
+
+
+def test_the_words_of_a_user_come_last(parsed):
+    found = parsed["own model, N = 3"]
+    assert found["max_running_requests"] == 16
+    assert found["decode"] == [1, 8]
+    assert not found["cache"]
 
 
 def test_the_names_are_those_of_the_adapter():

@@ -56,6 +56,17 @@ def test_a_content_is_read_once(packages):
     assert sorted(d.path.name for d in found) == ["__init__.py", "module.py", "readme.md", "single.py"]
 
 
+def test_a_bound_ends_the_reading_and_no_package_is_cut_by_its_name(packages, monkeypatch):
+    files = [one for package in "abcd" for one in [(package, packages / "one" / "__init__.py")] * 3]
+    ordered = corpus.in_packages(files, seed=1)
+    names = [package for package, _ in ordered[::3]]
+    assert sorted(names) == ["a", "b", "c", "d"] != names
+    assert ordered == [one for package in names for one in files if one[0] == package]
+    assert ordered == corpus.in_packages(files, seed=1) != corpus.in_packages(files, seed=2)
+    monkeypatch.setattr(corpus, "AT_ONCE", 1)
+    assert len(corpus.documents(corpus.paths(packages), most_bytes=400)) == 1
+
+
 @pytest.mark.parametrize(
     "raw",
     [
@@ -132,6 +143,7 @@ def test_prompts_lie_within_one_document():
         assert prompt == list(range(prompt[0], prompt[0] + 20))
         assert not any(prompt[0] < end <= prompt[-1] + 1 for end in ends)  # an end token belongs to no prompt
     assert windows(ids, ends, 20, count=5, seed=2) == found[:5]
+    assert windows(ids, ends, 20, count=9, seed=2, first=5) == found[5:9]
     with pytest.raises(ValueError, match="has 55 stretches of 20 tokens, 56 are wanted"):
         windows(ids, ends, 20, count=56)
 

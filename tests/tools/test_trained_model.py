@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from nsa_backend.benchmarks import faithful_checkpoint, train_checkpoint
-from nsa_backend.benchmarks.trained import corpus, distill, export, indexer, simulate
-from nsa_backend.benchmarks.trained.accept import statistics
+from nsa_backend.benchmarks.trained import corpus, distill, export, indexer, language, simulate
+from nsa_backend.benchmarks.trained.accept import paired, statistics
 from nsa_backend.benchmarks.trained.model import TrainedModel
 from nsa_backend.benchmarks.trained.optimizing import Budget
-from nsa_backend.benchmarks.trained.run import Settings
+from nsa_backend.benchmarks.trained.run import Run, Settings, began_with
 from nsa_backend.benchmarks.trained.shape import SHAPES, Shape, config
 
 SETTINGS = Settings(
@@ -44,8 +44,9 @@ def text() -> list[corpus.Document]:
 
 def run_in(folder: Path, text: list[corpus.Document], settings: Settings = SETTINGS):
     said: list[str] = []
-    run = train_checkpoint.begin(folder, settings, "cpu", said.append, found=text)
-    return run, said
+    prepared = train_checkpoint.corpus_of(folder, settings, said.append, found=text)
+    model = train_checkpoint.model_of(settings, "cpu", said.append)
+    return Run(folder, settings, prepared, model, said.append), said
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,27 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_losses(tmp_path, text, finish
     assert losses(run.log) == losses(finished.log)
     again, before = (load_file(str(r.folder / "checkpoint" / "model.safetensors")) for r in (run, finished))
     assert all(torch.equal(again[name], before[name]) for name in before)
+
+
+def test_a_bound_on_everything_leaves_the_language_stage_what_is_left(finished):
+    settings = Settings(indexer=Budget(seconds=60))
+    found = train_checkpoint.settings_within(400, settings, None)
+    assert found == replace(settings, language=Budget(seconds=400 - 60 - train_checkpoint.ENDING))
+    before = began_with(finished.folder)
+    assert before == SETTINGS
+    assert train_checkpoint.settings_within(10, settings, before).language == SETTINGS.language
+    assert began_with(finished.folder / "corpus") is None
+    with pytest.raises(SystemExit, match="leaves -50 s for the language stage"):
+        train_checkpoint.settings_within(50, settings, None)
+
+
+def test_warming_up_changes_no_weight(finished):
+    before = {name: value.clone() for name, value in finished.model.state_dict().items()}
+    said = []
+    language.warm_up(finished.model, SETTINGS, said.append)
+    assert all(torch.equal(value, before[name]) for name, value in finished.model.state_dict().items())
+    assert all(p.grad is None for p in finished.model.parameters())
+    assert [line.split(":")[0] for line in said] == ["3 x 64", "3 x 64", "2 x 96", "2 x 96"]
 
 
 def test_other_settings_do_not_go_on(finished, text):
@@ -232,3 +254,14 @@ def test_accept_lengths_have_standard_errors_over_requests():
     deviations = (9 - 1.625 * 4, 4 - 1.625 * 4)
     assert found["standard_error"] == pytest.approx((2 * sum(d * d for d in deviations)) ** 0.5 / 8, abs=1e-4)
     assert statistics([[1, 1]])["standard_error"] is None
+
+
+def test_a_gain_is_known_better_than_either_side():
+    easy = [10 * n for n in range(1, 9)]
+    ours, builtin = [[50, n] for n in easy], [[60, n] for n in easy]
+    found = paired(ours, builtin)
+    accept = [statistics(one)["accept"] for one in (ours, builtin)]
+    assert found["ratio"] == pytest.approx(accept[0] / accept[1], abs=1e-3)
+    assert found["standard_error"] < 0.3 * statistics(ours)["standard_error"] / accept[1]
+    assert paired(ours, ours) == {"ratio": 1.0, "standard_error": 0.0}
+    assert paired(ours[:1], ours[:1])["standard_error"] is None

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import runpy
+import sys
+import time
+from contextlib import ExitStack
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,7 +17,8 @@ import torch
 from nsa_backend import registration
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks import bench_trained
-from nsa_backend.benchmarks.trained import measure, serving, shared_length
+from nsa_backend.benchmarks.servers import Streamed
+from nsa_backend.benchmarks.trained import measure, serving, shared_length, timing
 from nsa_backend.cli.plot_trained import trained
 from nsa_backend.demo.engine import Engine
 from nsa_backend.demo.speculative import SpeculativeDecoder
@@ -69,34 +75,162 @@ class FakeServer:
         self.asked.append((len(prompts), temperature))
         return [{"meta_info": {"spec_correct_drafts_histogram": [10, 10 + prompt[0] % 7]}} for prompt in prompts]
 
+    def streamed(self, prompts, tokens):
+        seconds = 0.1 if self.side == "ours" else 0.2
+        return Streamed([0.05] * len(prompts), 0.05 + seconds, self.sampled(prompts, tokens, None))
+
+
+def numbered(length: int, first: int, count: int) -> list[list[int]]:
+    return [[n] for n in range(first, first + count)]
+
 
 def test_the_cell_that_is_known_worst_is_measured_next():
     servers = [FakeServer("ours", 1), FakeServer("builtin", 1)]
     cells = [measure.AcceptCell(1, 300, t) for t in (0.0, 1.0)]
     kept = []
     measure.measure_accept(
-        servers, cells, lambda length, count: [[n] for n in range(count)], tokens=8, error=0.008, most=10_000,
+        servers, cells, numbered, tokens=8, error=0.002, most=10_000,
         deadline=float("inf"), keep=lambda: kept.append([c.requests for c in cells]), say=lambda text: None,
     )  # fmt: skip
-    assert all(cell.error <= 0.008 for cell in cells)
-    assert kept[0] == [32, 0]
-    assert kept[1] == [32, 32]
+    assert all(cell.error <= 0.002 for cell in cells)
+    assert kept[0] == [measure.FIRST, 0]
+    assert kept[1] == [measure.FIRST, measure.FIRST]
+    assert sum(kept[2]) == 2 * measure.FIRST + measure.WAVE
     assert servers[0].asked == servers[1].asked
     row = cells[0].row(8)
     assert row["requests"] == cells[0].requests
     assert row["ours"] == row["builtin"]
+    assert row["gain"] == {"ratio": 1.0, "standard_error": 0.0}
 
 
 def test_time_and_requests_bound_a_cell():
     def run(**bounds) -> int:
         cell = measure.AcceptCell(1, 300, 0.0)
-        options = {"tokens": 8, "error": 0.0, "most": 64, "deadline": float("inf")} | bounds
-        prompts = lambda length, count: [[n] for n in range(count)]  # noqa: E731
-        measure.measure_accept([FakeServer("ours", 1)], [cell], prompts, **options, keep=lambda: None, say=lambda text: None)
+        options = {"tokens": 8, "error": 0.0, "most": 300, "deadline": float("inf")} | bounds
+        measure.measure_accept([FakeServer("ours", 1)], [cell], numbered, **options, keep=lambda: None, say=lambda text: None)
         return cell.requests
 
-    assert run() == 64
+    assert run() == measure.FIRST + measure.WAVE
     assert run(deadline=0.0) == 0
+
+
+class Dying(FakeServer):
+    """Answers the first wave and the speed, then no more."""
+
+    def sampled(self, prompts, tokens, temperature):
+        if len(prompts) == measure.WAVE:
+            time.sleep(0.1)
+            raise ConnectionResetError("the server has ended")
+        return super().sampled(prompts, tokens, temperature)
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """`bench_trained` over servers that are not there; what it is to start goes to `asked`."""
+    (tmp_path / "training.json").write_text(json.dumps({"packages": {"held_out": {"a": 1}}, "log": [], "seed": 0}))
+    asked = []
+
+    def run(servers, *words: str, problems: tuple[str, ...] = ()) -> tuple[int, dict]:
+        def started(stack, run, wanted, port, logs, say):
+            asked[:] = wanted
+            return serving.Started(servers, list(problems))
+
+        monkeypatch.setattr(bench_trained, "started", started)
+        monkeypatch.setattr(
+            bench_trained, "held_out_prompts", lambda run, length, count, first: [[n] for n in range(first, count)]
+        )
+        monkeypatch.setattr(sys, "argv", ["bench_trained", str(tmp_path), "--out", str(tmp_path / "out.json"), *words])
+        code = bench_trained.main()
+        return code, json.loads((tmp_path / "out.json").read_text())
+
+    run.asked = asked
+    return run
+
+
+def test_everything_of_every_n_is_measured(bench):
+    servers = [FakeServer(side, n) for n in (0, 1, 3) for side in (("ours", "builtin") if n < 3 else serving.SIDES)]
+    code, found = bench(servers, "--steps", "0", "1", "3", "--error", "0.01")
+    assert code == 0
+    assert bench.asked == [(server.side, server.steps) for server in servers]
+    assert {(r["steps"], r["length"], r["temperature"]) for r in found["accept"]} == {
+        (n, length, t) for n in (1, 3) for length in (300, 1500, 3500) for t in (0.0, 0.7, 1.0)
+    }
+    assert all(r[side]["standard_error"] <= 0.01 for r in found["accept"] for side in ("ours", "builtin"))
+    assert [(r["steps"], r["batch"]) for r in found["speed"]] == [(n, batch) for n in (3, 1, 0) for batch in (1, 8, 32)]
+    assert found["speed"][0]["ours"]["tokens_per_s"] == pytest.approx(256 / 0.15, rel=1e-3)
+    assert found["speed"][0]["ours"]["round_ms"]["median"] < found["speed"][0]["builtin"]["round_ms"]["median"]
+
+
+def test_what_fails_is_named_and_the_rest_is_measured(bench):
+    servers = [FakeServer("ours", 1), FakeServer("builtin", 1), Dying("ours", 3), FakeServer("builtin", 3)]
+    code, found = bench(
+        servers, "--steps", "1", "3", "--error", "0.002", "--batch", "8", problems=("shared, N = 3: no memory",)
+    )
+    assert code == 1
+    assert found["problems"] == [
+        "shared, N = 3: no memory",
+        "accept lengths of N = 3: ConnectionResetError: the server has ended",
+    ]
+    requests = {n: {r["requests"] for r in found["accept"] if r["steps"] == n} for n in (1, 3)}
+    assert requests[3] == {measure.FIRST}
+    assert min(requests[1]) > measure.FIRST
+    assert len(found["speed"]) == 2
+
+
+def test_time_that_is_up_is_named(bench):
+    code, found = bench([FakeServer("ours", 1)], "--steps", "1", "--minutes", "0", "--batch", "1", "8")
+    assert code == 1
+    assert found["problems"] == [f"speed of N = 1, batch {batch}: no time was left" for batch in (1, 8)]
+
+
+def test_what_is_timed_waits_for_those_that_are_busy(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "test_what_is_timed")
+    with timing.busy():
+        with timing.alone(time.monotonic() + 0.2) as free:
+            assert not free
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "test_another_gpu")
+        with timing.alone(time.monotonic()) as free:
+            assert free
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "test_what_is_timed")
+    with timing.alone(time.monotonic()) as free:
+        assert free
+
+
+class FakeSideServer:
+    """Ends at its first start where its log is in `broken`."""
+
+    broken: ClassVar[set[str]] = set()
+
+    def __init__(self, side, checkpoint, port, steps, log, requests):
+        self.side, self.steps, self.port, self.log, self.name = side, steps, port, log, f"{side}, N = {steps}"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def wait(self, seconds):
+        if self.log.stem in self.broken:
+            raise RuntimeError("the server ended with 1; the end of its log: no memory")
+
+    def end(self):
+        pass
+
+
+def test_a_server_that_does_not_start_is_tried_again_and_then_left_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(serving, "SideServer", FakeSideServer)
+    monkeypatch.setattr(FakeSideServer, "broken", {"n3-ours", "n3-builtin", "n3-builtin-again"})
+    (tmp_path / "checkpoint").mkdir()
+    wanted = [("ours", 3), ("builtin", 3), ("ours", 1)]
+    with ExitStack() as stack:
+        with pytest.raises(FileNotFoundError, match=r"has no config.json"):
+            serving.started(stack, tmp_path, wanted, 1000, tmp_path, print)
+        (tmp_path / "checkpoint" / "config.json").write_text("{}")
+        found = serving.started(stack, tmp_path, wanted, 1000, tmp_path, lambda text: None)
+    assert [server.log.name for server in found.servers] == ["n3-ours-again.log", "n1-ours.log"]
+    assert [server.port for server in found.servers] == [1000, 1048]
+    assert [text.split(":")[0] for text in found.problems] == ["ours, N = 3", "builtin, N = 3", "builtin, N = 3"]
 
 
 def report(steps: int, name: str = "run") -> dict:
@@ -108,6 +242,7 @@ def report(steps: int, name: str = "run") -> dict:
         "environment": {"gpu": "H200", "packages": {"sglang": "0"}, "date": "today"},
         "command": "command",
         "training": {"name": name},
+        "problems": [],
         "accept": [head | {"temperature": t, "requests": 5, "ours": side, "builtin": side} for t in (0.0, 1.0)],
         "speed": [head | {"batch": 1, "ours": speed, "builtin": speed}],
     }

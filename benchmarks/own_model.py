@@ -1,0 +1,149 @@
+"""A user's own checkpoint and prompts, served by ours and by SGLang's built-in, one server at a time.
+
+One server at a time may take every GPU it is given: real weights do not fit twice. For every N and side a server starts, and
+for every batch the prompts go through it in groups of that many, in their order, greedily, each up to its end token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from nsa_backend.benchmarks import prompt_file, server_options
+from nsa_backend.benchmarks.cells import Cell
+from nsa_backend.benchmarks.generation import Sample, counted, spread
+from nsa_backend.benchmarks.servers import BACKENDS, Server
+from nsa_backend.benchmarks.trained.accept import paired, statistics
+
+TOKENS, PORT = 256, 25000
+STEPS, BATCHES = (0, 1, 3), (1, 8, 32)
+GROUPS = 32
+"""Most groups of a batch that are measured: a thousand prompts one by one would take half an hour."""
+LOADING = 3600.0  # seconds that weights may take to load
+
+
+@dataclass(frozen=True)
+class Group(Sample):
+    """One group of prompts; `tokens` is the longest answer of it."""
+
+    new_tokens: int = 0  # of all answers
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.new_tokens / self.seconds
+
+
+@dataclass
+class Measured:
+    """What one server of one N did, by batch."""
+
+    groups: dict[int, list[Group]]
+    histograms: dict[int, list[list[int]]]  # of every request; empty without speculation
+
+
+def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
+    """One cell an N and side; the one of the second side gives the rows of both."""
+    model = Path(options.model)
+    if not (model / "config.json").exists():
+        raise SystemExit(f"--model {model} is no folder with a config.json: pass the folder of a checkpoint")
+    batches = options.batch or list(BATCHES)
+    prompts = prompt_file.read(Path(options.prompts), model)
+    fitting = [batch for batch in batches if batch <= len(prompts)]
+    if len(fitting) < len(batches):
+        raise SystemExit(
+            f"{options.prompts} has {len(prompts)} prompts, --batch {max(batches)} needs as many: write more of them"
+        )
+    folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="nsa-own-")))
+    run = OwnModel(
+        model, prompts, batches, options.tokens or TOKENS, folder, options.port or PORT, shlex.split(options.server or "")
+    )
+    return [
+        Cell(f"{model.name}, N = {steps}, {side}", partial(run.cell, steps, side))
+        for steps in (options.steps if options.steps is not None else STEPS)
+        for side in BACKENDS
+    ]
+
+
+@dataclass
+class OwnModel:
+    """The servers' command and what has been measured of the N that is under way."""
+
+    model: Path
+    prompts: list[list[int]]
+    batches: list[int]
+    tokens: int  # new ones of a request, at most
+    folder: Path  # for logs
+    port: int
+    words: list[str]  # of the user, at the end of the command: SGLang takes the last of an option
+
+    def __post_init__(self):
+        self._found: dict[str, Measured] = {}
+
+    def options(self) -> list[str]:
+        """What follows the README's command: the GPU to itself, graphs for the batches, no cache, and the user's words."""
+        most = max(self.batches)
+        return [
+            *server_options.decode_graphs({*self.batches}), "--mem-fraction-static", "0.85", "--disable-radix-cache",
+            "--max-running-requests", str(most), *self.words,
+        ]  # fmt: skip
+
+    def cell(self, steps: int, side: str) -> list[dict]:
+        """Measure one side; rows once both are there."""
+        log = self.folder / f"n{steps}-{side}.log"
+        with Server(side, self.model, self.port, steps, log, *self.options()) as server:
+            server.wait(LOADING)
+            self._found[side] = self.measured(server)
+        if set(self._found) != set(BACKENDS):
+            return []
+        both, self._found = self._found, {}
+        return [row_of(self.model.name, steps, batch, self.length(batch), both) for batch in self.batches]
+
+    def measured(self, server: Server) -> Measured:
+        found = Measured({}, {})
+        for batch in self.batches:
+            groups = self.groups(batch)
+            self.ask(server, groups[0])  # warms up
+            found.groups[batch], found.histograms[batch] = [], []
+            for prompts in groups:
+                group, histograms = self.ask(server, prompts)
+                found.groups[batch].append(group)
+                found.histograms[batch] += histograms
+        return found
+
+    def groups(self, batch: int) -> list[list[list[int]]]:
+        """Whole groups of `batch` prompts, at most GROUPS of them."""
+        return [self.prompts[batch * n : batch * (n + 1)] for n in range(min(GROUPS, len(self.prompts) // batch))]
+
+    def length(self, batch: int) -> int:
+        """Mean prompt tokens of what a batch size is measured with."""
+        lengths = [len(prompt) for group in self.groups(batch) for prompt in group]
+        return round(sum(lengths) / len(lengths))
+
+    def ask(self, server: Server, prompts: list[list[int]]) -> tuple[Group, list[list[int]]]:
+        answer = server.streamed(prompts, self.tokens, ignore_eos=False)
+        infos = [one["meta_info"] for one in answer.answers]
+        new = [info["completion_tokens"] for info in infos]
+        histograms = [h for h in (info.get("spec_correct_drafts_histogram") for info in infos) if h]
+        rounds, accept = counted(answer.answers, max(new))
+        first = max(answer.first_seconds)
+        return Group(answer.seconds, first, max(new), len(prompts), rounds, accept, sum(new)), histograms
+
+
+def row_of(name: str, steps: int, batch: int, length: int, both: dict[str, Measured]) -> dict:
+    """A row as `bench serve` has them, with accept lengths over requests where there is speculation."""
+    from nsa_backend.benchmarks.bench_serve import compared, summary
+
+    found = {side: measured.groups[batch] for side, measured in both.items()}
+    row = {"checkpoint": name, "steps": steps, "batch": batch, "length": length, "samples": len(found["ours"])}
+    row["tokens"] = {side: spread([group.new_tokens / batch for group in groups], 1) for side, groups in found.items()}
+    for side, groups in found.items():
+        histograms = both[side].histograms[batch]
+        row[side] = summary(groups) | (statistics(histograms) if histograms else {})
+    if all(both[side].histograms[batch] for side in BACKENDS):
+        row["gain"] = paired(*(both[side].histograms[batch] for side in ("ours", "builtin")))
+    return row | compared(found)
