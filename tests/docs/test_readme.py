@@ -31,10 +31,11 @@ def test_every_link_and_path_in_the_docs_leads_somewhere():
             assert (ROOT / script).exists(), f"{page.name}: {script}"
 
 
-def test_every_command_of_the_readme_is_run_by_somebody():
-    """Each command, as far as its first option, has a row that says who runs it."""
-    found = re.findall(r"^    ((?:make|pip|python) [^\n#\\]+)", README, re.MULTILINE)
-    found += re.findall(r"`((?:make|pip|python) [^`\n]+)`", README)
+def test_every_command_for_users_is_run_by_somebody():
+    """Each command of README, support and serving, as far as its first option, has a row that says who runs it."""
+    text = README + "".join((ROOT / "docs" / page).read_text() for page in ("support.md", "serving.md"))
+    found = re.findall(r"^    ((?:make|pip|python) [^\n#\\]+)", text, re.MULTILINE)
+    found += re.findall(r"`((?:make|pip|python) [^`\n]+)`", text)
     assert len(found) > 10
     rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/measuring.md").read_text(), re.MULTILINE)
     for command in found:
@@ -50,7 +51,11 @@ def test_every_switch_is_documented():
     from nsa_backend.environment import SWITCHES
 
     for name in SWITCHES:
-        assert f"| `{name}` |" in README
+        assert f"| `{name}` |" in (ROOT / "docs/serving.md").read_text()
+
+
+def test_the_readme_is_read_in_a_minute():
+    assert len(README.splitlines()) <= 110
 
 
 def test_the_changelog_ends_at_the_version_of_the_package():
