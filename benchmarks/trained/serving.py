@@ -51,8 +51,8 @@ def command(side: str, checkpoint: Path, port: int, steps: int, requests: int = 
     return [
         sys.executable, "-m", SIDES[side][0], "--model-path", str(checkpoint),
         "--port", str(port), "--nccl-port", str(port + PORTS // 2), "--context-length", str(CONTEXT),
-        "--attention-backend", adapter.BACKEND_NAMES[0], adapter.DECODE_OPTION, "fa3", adapter.PREFILL_OPTION, "flashmla_sparse",
-        "--kv-cache-dtype", "bfloat16", *(speculative if steps else ()),
+        "--attention-backend", adapter.BACKEND_NAMES[0], adapter.DECODE_OPTION, "fa3",
+        adapter.PREFILL_OPTION, "flashmla_sparse", "--kv-cache-dtype", "bfloat16", *(speculative if steps else ()),
         "--skip-tokenizer-init", "--grammar-backend", "none", "--disable-radix-cache", "--random-seed", "0",
         "--mem-fraction-static", "0.92", "--max-total-tokens", str(requests * LONGEST),
         "--max-running-requests", str(requests),
