@@ -19,6 +19,7 @@ from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.page_tables import write_flattened_slots, write_request_pages
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.prefill_fields import REQUEST_FIELDS, ROW_FIELDS, PrefillFields, aligned
+from nsa_backend.kernels.request_tiles import requests_passed
 
 BLOCK = 64  # rows or flattened slots of a program
 REQUEST_BLOCK = 64
@@ -53,11 +54,8 @@ def _write_rows(
     kept = tl.zeros_like(row)
     carry = 0
     for start in range(0, num_requests, REQUEST_BLOCK):
-        r = start + tl.arange(0, REQUEST_BLOCK)
-        real = r < num_requests
+        r, real, extend, passed = requests_passed(extend_lens_ptr, row, start, carry, num_requests, REQUEST_BLOCK)
         tokens = tl.load(seq_lens_ptr + r, mask=real, other=0).to(tl.int32)
-        extend = tl.load(extend_lens_ptr + r, mask=real, other=0).to(tl.int32)
-        passed = real[None, :] & ((carry + tl.cumsum(extend, 0))[None, :] <= row[:, None])
         request += tl.sum(passed.to(tl.int32), 1)
         row_begin += tl.sum(tl.where(passed, extend[None, :], 0), 1)
         k_start += tl.sum(tl.where(passed, tokens[None, :], 0), 1)

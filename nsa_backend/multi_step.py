@@ -66,7 +66,7 @@ class NativeSparseAttnMultiStepBackend(adapter.MultiStepEntryPoints):
         self.captured.leave()
         plan = self.plan(forward_batch.batch_size)
         buffers = self.writer.write_eager(plan, forward_batch)
-        self._hand_out(tuple(step_metadata(plan, buffers, step) for step in range(plan.num_steps)))
+        self.hand_out(tuple(step_metadata(plan, buffers, step) for step in range(plan.num_steps)))
         self._prepare_steps()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -80,7 +80,7 @@ class NativeSparseAttnMultiStepBackend(adapter.MultiStepEntryPoints):
     def before_capture(self, inputs: BatchInputs) -> None:
         self._begin("capturing a draft round", inputs.num_requests)
         plan, room = self.plan(inputs.num_requests), self.plan(self._most_captured)
-        self._hand_out(self.captured.capture(None, plan, room, inputs).steps)
+        self.hand_out(self.captured.capture(None, plan, room, inputs).steps)
 
     @noted
     def before_replay(self, num_requests: int) -> None:
@@ -90,14 +90,15 @@ class NativeSparseAttnMultiStepBackend(adapter.MultiStepEntryPoints):
     @noted
     def at_graph_head(self) -> None:
         # An eager round since the capture has given the steps metadata of its own.
-        self._hand_out(self.captured.write().steps)
+        self.hand_out(self.captured.write().steps)
         self._prepare_steps()
 
     @property
     def runs_captured(self) -> bool:
         return self.captured.current is not None
 
-    def _hand_out(self, steps: tuple[NSAMetadata, ...]) -> None:
+    def hand_out(self, steps: tuple[NSAMetadata, ...]) -> None:
+        """Give every step backend the metadata of its step."""
         for backend, metadata in zip(self.attn_backends, steps, strict=True):
             backend.forward_metadata = metadata
 

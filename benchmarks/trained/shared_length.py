@@ -30,8 +30,8 @@ class OneLengthMultiStepBackend(NativeSparseAttnMultiStepBackend):
         reach = self.speculative_num_steps
         return MetadataPlan(num_requests, num_requests, 1, row_offset=1, cache_offset=1, table_offset=reach)
 
-    def _hand_out(self, steps: tuple[NSAMetadata, ...]) -> None:
-        super()._hand_out(steps * len(self.attn_backends))
+    def hand_out(self, steps: tuple[NSAMetadata, ...]) -> None:
+        super().hand_out(steps * len(self.attn_backends))
 
 
 if __name__ in ("__main__", "__mp_main__"):

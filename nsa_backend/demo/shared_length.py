@@ -13,5 +13,5 @@ class SharedLengthMultiStepBackend(NativeSparseAttnMultiStepBackend):
     def plan(self, num_requests: int) -> MetadataPlan:
         return plan_decode(num_requests)
 
-    def _hand_out(self, steps: tuple[NSAMetadata, ...]) -> None:
-        super()._hand_out(steps * len(self.attn_backends))
+    def hand_out(self, steps: tuple[NSAMetadata, ...]) -> None:
+        super().hand_out(steps * len(self.attn_backends))
