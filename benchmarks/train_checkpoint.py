@@ -7,7 +7,7 @@ tokenizer take one to two minutes, in which the model is compiled; then come a l
 layer; contexts of 2048, for the last 15 % of 4096 tokens) and an indexer stage (KL against the dense attention of 4096 tokens).
 --whole-in bounds all of it, checkpoint included: the language stage gets what the rest leaves of it. With --minutes a call
 stops in time, and the same command goes on where it stopped. Exits with 0 when the checkpoint is written, 1 when it stopped
-before. `--whole-in 2.5 --indexer-minutes 0.2 --corpus-mb 60` rehearses everything on a GPU, the size of the model included.
+before. `--whole-in 4 --indexer-minutes 1 --corpus-mb 60` rehearses everything on a GPU, the size of the model included.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ OPTIONS = {
     "--model": "folder of a checkpoint of your own, served by one side after the other; needs --prompts",
     "--prompts": "your prompts: a .jsonl file with text, messages or input_ids a line, or a text file with one a line",
     "--tokens": "most new tokens of an answer to one of --prompts",
-    "--server": "more options of the servers of --model, in one word: '--tp-size 8 --mem-fraction-static 0.9'",
+    "--server": "more options of the servers of --model, in one word: '--tp-size 8'",
     "--port": "of the first server; runs at the same time need ports 2000 apart",
 }
 

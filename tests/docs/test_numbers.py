@@ -5,9 +5,10 @@ import rules_accept
 import rules_kernels
 import rules_serving
 import rules_today
+import rules_trained
 from quoted import PAGES, RULES, SETTINGS, named, unexplained
 
-MODULES = (rules_accept, rules_kernels, rules_serving, rules_today)  # importing them registers their rules
+MODULES = (rules_accept, rules_kernels, rules_serving, rules_today, rules_trained)  # importing them registers their rules
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{'+'.join(rule.files)} {rule.says.__name__}")
@@ -46,6 +47,36 @@ class TestTheRulesThemselves:
     def test_the_worst_row_is_in_the_range(self):
         (row,) = rules_accept.complete("e2e_new", {"rows": list(self.ROWS)})
         assert row == "| `benchmarks/results/e2e_new_h200.json` | 3 | fa3 | 2 | 3.90 to 3.95 | - |"
+
+    def test_a_trained_model_is_told_of_cell_by_cell(self):
+        def side(accept: float) -> dict:
+            return {"accept": accept, "standard_error": 0.0123}
+
+        gain = {"ratio": 1.05, "standard_error": 0.004}
+        cell = {"length": 300, "temperature": 0.0, "requests": 384, "gain": gain}
+        rate = {
+            batch: {"batch": batch, "ours": {"tokens_per_s": 10.4 * batch}, "builtin": {"tokens_per_s": 10.0}}
+            for batch in (1, 8, 32)
+        }
+        report = {
+            "training": {"language": {"tokens": 110e6, "held_out": {"target": 1.234, "mtp": 1.5}}},
+            "accept": [
+                cell | {"steps": 1, "ours": side(1.7), "builtin": side(1.7)},
+                cell | {"steps": 3, "ours": side(2.1), "shared": side(2.05), "builtin": side(2.0)},
+            ],
+            "speed": [rate[batch] | {"steps": steps} for steps in (0, 1, 3) for batch in rate],
+        }
+        assert list(rules_trained.says(report)) == [
+            "| 0 | - | - | - | - | 10 / 10 | 83 / 10 | 333 / 10 |",
+            "| 1 | 1.70 | - | 1.70 | 1.050 | 10 / 10 | 83 / 10 | 333 / 10 |",
+            "| 3 | 2.10 | 2.05 | 2.00 | 1.050 | 10 / 10 | 83 / 10 | 333 / 10 |",
+            "| 1 | 300 | 0 | 384 | 1.700 ± 0.012 | - | 1.700 ± 0.012 | 1.050 ± 0.004 |",
+            "| 3 | 300 | 0 | 384 | 2.100 ± 0.012 | 2.050 ± 0.012 | 2.000 ± 0.012 | 1.050 ± 0.004 |",
+            *(f"At batch {batch} the best N is 0 for ours and 0 for the built-in backend" for batch in (1, 8, 32)),
+            "accept lengths are 1.050 to 1.050 times the built-in's for N above 1",
+            "standard errors of accept lengths are at most 0.012",
+            "110M tokens, held-out loss 1.23 nats a token of the target and 1.50 of the MTP layer",
+        ]
 
     def test_rows_that_only_a_figure_shows_count(self):
         rows = [{"ours": {"gpu_us": n}, "floor_us": 1.0} for n in (1, 2)]

@@ -95,7 +95,7 @@ def test_a_bound_on_everything_leaves_the_language_stage_what_is_left(finished):
     assert before == SETTINGS
     assert train_checkpoint.settings_within(10, settings, before).language == SETTINGS.language
     assert began_with(finished.folder / "corpus") is None
-    with pytest.raises(SystemExit, match="leaves -50 s for the language stage"):
+    with pytest.raises(SystemExit, match="leaves -30 s for the language stage"):
         train_checkpoint.settings_within(50, settings, None)
 
 
