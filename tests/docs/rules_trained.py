@@ -1,6 +1,6 @@
 """What the text must say of the model that was trained on real text, once there is a result file.
 
-    cd tests/host && python -c "import rules_trained, quoted; print(*rules_trained.says(quoted.result('trained')), sep='\\n')"
+    cd tests/docs && python -c "import rules_trained, quoted; print(*rules_trained.says(quoted.result('trained')), sep='\\n')"
 
 prints it: rows of the README's table, rows of the whole one in docs/numbers.md, and sentences.
 """
