@@ -152,7 +152,10 @@ def checkpoint(seed: int, shape: Shape, model: Model = V32) -> dict[str, torch.T
     head = weights.normal(VOCAB, hidden, std=hidden**-0.5)
     head[:, 0] = 0
     layer = {"input_layernorm.weight": torch.ones(hidden), "post_attention_layernorm.weight": torch.ones(hidden)}
-    layer |= {f"self_attn.{k}": v for k, v in (attention_weights(weights, shape, model) | indexer_weights(weights, shape, model)).items()}
+    layer |= {
+        f"self_attn.{k}": v
+        for k, v in (attention_weights(weights, shape, model) | indexer_weights(weights, shape, model)).items()
+    }
     layer |= {f"mlp.{k}": v for k, v in expert_weights(weights, shape).items()}
     layer = stored(layer)
     out = {"model.embed_tokens.weight": embed, "model.norm.weight": torch.ones(hidden), "lm_head.weight": head}

@@ -67,8 +67,7 @@ MODELS = {
         least_layers=6,
         working_layer=5,
         lag=4,
-        fields=_GLM_FIELDS
-        | {"index_topk_freq": 4, "index_skip_topk_offset": 3, "index_share_for_mtp_iteration": True},
+        fields=_GLM_FIELDS | {"index_topk_freq": 4, "index_skip_topk_offset": 3, "index_share_for_mtp_iteration": True},
         full_layers=frozenset({0, 1, 2, 6, 10}),
     ),
 }
