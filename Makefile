@@ -23,7 +23,7 @@ test: setup  ## everything that needs no GPU; kernels run through Triton's inter
 	$(BIN)/python -m pytest -q
 
 test-hosts: $(HOSTS:%=.venv-hosts/%/.ready)  ## the same tests on each of these SGLang releases (9 to 11 GB and 3 to 4 minutes each, once)
-	for release in $(HOSTS); do echo "SGLang $$release"; .venv-hosts/$$release/bin/python -m pytest -q tests/hosts || exit 1; done
+	for release in $(HOSTS); do echo "SGLang $$release"; .venv-hosts/$$release/bin/python -m pytest -q tests/releases || exit 1; done
 
 # transformers 5.6.0, which 0.5.12.post1 pins, does not import with kernels 0.13
 .venv-hosts/0.5.12.post1/.ready: KERNELS := "kernels<0.13"

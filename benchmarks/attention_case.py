@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks import entry_points
 from nsa_backend.benchmarks.bench_common import fake_runner
 
@@ -84,7 +84,7 @@ class Case:
 
     def error(self, name: str, rows: int) -> float:
         """Relative error of our forward_decode against float32."""
-        from nsa_backend.attention.common import SparseInputs
+        from nsa_backend.attention.inputs import SparseInputs
         from nsa_backend.attention.torch_reference import TorchSparseAttention
 
         out = self.ours(name, rows)(0).float()
@@ -130,7 +130,7 @@ class Case:
         return call
 
     def _bare_fa3(self, rows: int) -> Callable[[int], object]:
-        attend, _ = host.fa3_functions()
+        attend, _ = adapter.fa3_functions()
         q_nope, q_rope = self.query(rows)
         lengths = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
         cu = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
@@ -149,14 +149,14 @@ class Case:
         return joined
 
     def _bare_flashmla_sparse(self, rows: int) -> Callable[[int], object]:
-        flash_mla_sparse_fwd = host.flash_mla().flash_mla_sparse_fwd
+        flash_mla_sparse_fwd = adapter.flash_mla().flash_mla_sparse_fwd
         q, scale = self._joined(rows, 64), self._layer.scaling
         return lambda i: flash_mla_sparse_fwd(
             q=q, kv=self.cache, indices=self.chosen(rows, i).unsqueeze(1), sm_scale=scale, d_v=LATENT
         )
 
     def _bare_flashmla_kv(self, rows: int) -> Callable[[int], object]:
-        flash_mla = host.flash_mla()
+        flash_mla = adapter.flash_mla()
         q = self._joined(rows, 64).unsqueeze(1)
         lengths = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
         tiles, num_splits = flash_mla.get_mla_metadata(

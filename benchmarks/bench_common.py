@@ -17,7 +17,7 @@ def start_host() -> None:
     """Load SGLang's plugins and its single-rank parallel state."""
     from sglang.srt.plugins import load_plugins
 
-    from nsa_backend.demo.cpu_host import start_single_rank
+    from nsa_backend.testing.cpu_process import start_single_rank
 
     load_plugins()
     start_single_rank()

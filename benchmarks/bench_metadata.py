@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks import entry_points
 from nsa_backend.benchmarks.bench_common import captured_graph, fake_runner, kernel_us, print_table, start_host
 from nsa_backend.benchmarks.builtin_replay import GENERATIONS, RELEASED
@@ -127,7 +127,7 @@ def cpu_us(call: Callable[[], None], repeats: int) -> list[float]:
 def moved_bytes(mode: str, bs: int, length: int, num_steps: int) -> int:
     """Bytes of the page tables: what is read of the request table, once, and every table written once."""
     page_rows = bs if mode == "draft_decode" else bs * (num_steps + 1)
-    if host.TOPK_READS_PAGE_TABLE_1:
+    if adapter.TOPK_READS_PAGE_TABLE_1:
         return int(4 * (2 * bs * length + page_rows * length / 64))
     return int(4 * (bs + page_rows) * length / 64)
 

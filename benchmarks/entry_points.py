@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from nsa_backend import host
-from nsa_backend.demo.calls import calls
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.testing.calls import calls
 
-IN_GRAPH = "dsa" in host.BACKEND_NAMES
+IN_GRAPH = "dsa" in adapter.BACKEND_NAMES
 """Whether SGLang asks for metadata inside the graph."""
 
 
@@ -30,7 +31,7 @@ def modes() -> dict[str, Any]:
     """SGLang's captured forward modes, by the names used here."""
     found = {"decode": "DECODE", "target_verify": "TARGET_VERIFY"}
     found["draft_extend"] = "DRAFT_EXTEND_V2" if IN_GRAPH else "DRAFT_EXTEND"
-    return {name: host.ForwardMode[mode] for name, mode in found.items()}
+    return {name: sglang.ForwardMode[mode] for name, mode in found.items()}
 
 
 def static_batch(seq_lens: torch.Tensor, req_pool_indices: torch.Tensor, num_steps: int) -> SimpleNamespace:
@@ -43,7 +44,7 @@ def static_batch(seq_lens: torch.Tensor, req_pool_indices: torch.Tensor, num_ste
         seq_lens_sum=None if IN_GRAPH else int(seq_lens.sum()),
         req_pool_indices=req_pool_indices,
         spec_info=SimpleNamespace(num_accept_tokens=torch.full((bs,), num_steps, dtype=torch.int32, device=seq_lens.device)),
-        forward_mode=host.ForwardMode.DECODE,
+        forward_mode=sglang.ForwardMode.DECODE,
     )
 
 
@@ -79,7 +80,7 @@ class CapturedRound:
         else:
             multi_step.init_forward_metadata_capture_cuda_graph(batch)
             self.replay = lambda: multi_step.init_forward_metadata_replay_cuda_graph(batch, batch.batch_size)
-            self.in_graph = multi_step.launch_round
+            self.in_graph = multi_step.at_graph_head
 
 
 def server_args(num_steps: int, num_draft_tokens: int) -> Any:
@@ -118,4 +119,4 @@ def fp8_packing() -> tuple[Callable, Callable]:
             from sglang.kernels.ops.attention.dsa.quant_k_cache import quantize_k_cache_separate
         except ImportError:
             from sglang.kernels.ops.quantization.dsa_quant_k_cache import quantize_k_cache_separate
-    return quantize_k_cache_separate, host.dequantize_k_cache_paged
+    return quantize_k_cache_separate, adapter.dequantize_k_cache_paged

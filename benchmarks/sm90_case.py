@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_backend.attention.common import SparseInputs
+from nsa_backend.attention.inputs import SparseInputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
 from nsa_backend.benchmarks.attention_case import LATENT, ROPE, SLOTS, TOPK, pools
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.fa3 import MAX_SCHEDULED_ROWS
 from nsa_backend.benchmarks.attention_case import LATENT, ROPE, TOPK
 from nsa_backend.benchmarks.sm90_case import SCALE, Shape, Sm90Case
@@ -69,13 +69,13 @@ def variants(shape: Shape) -> dict[str, Variant]:
 
 def fa3(case: Sm90Case, scheduled: bool = False, num_splits: int = 0) -> Call:
     """FA3 with page size 1; 0 splits leaves their number to its heuristic, `scheduled` its schedule to a call before."""
-    attend, _ = host.fa3_functions()
+    attend, _ = adapter.fa3_functions()
     rows, lengths = case.shape.rows, case.lengths
     cu = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
     ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     schedule = None
     if scheduled:
-        schedule = host.fa3_scheduler()(
+        schedule = adapter.fa3_scheduler()(
             batch_size=rows, max_seqlen_q=1, max_seqlen_k=TOPK, num_heads=case.shape.heads, num_heads_k=1, headdim=ROPE,
             headdim_v=LATENT, cache_seqlens=lengths, qkv_dtype=torch.bfloat16, cu_seqlens_q=cu, page_size=1, causal=True,
             num_splits=num_splits,
@@ -91,7 +91,7 @@ def fa3(case: Sm90Case, scheduled: bool = False, num_splits: int = 0) -> Call:
 
 def flashmla_sparse(case: Sm90Case, lengths: bool = True) -> Call:
     """FlashMLA's prefill kernel, told the length of each row or not."""
-    attend, query = host.flash_mla().flash_mla_sparse_fwd, case.joined(HEAD_BLOCK)
+    attend, query = adapter.flash_mla().flash_mla_sparse_fwd, case.joined(HEAD_BLOCK)
     told = {"topk_length": case.lengths} if lengths else {}
     return lambda i: attend(
         q=query, kv=case.cache, indices=case.chosen(i).unsqueeze(1), sm_scale=SCALE, d_v=LATENT, **told
@@ -111,7 +111,7 @@ def flashmla_without_statistics(case: Sm90Case) -> Call:
 
 def flashmla_kv(case: Sm90Case) -> Call:
     """FlashMLA's decode kernel on packed FP8 pages, its schedule made before."""
-    flash_mla, rows = host.flash_mla(), case.shape.rows
+    flash_mla, rows = adapter.flash_mla(), case.shape.rows
     query = case.joined(HEAD_BLOCK).unsqueeze(1)
     heads = query.shape[2]
     tiles, num_splits = flash_mla.get_mla_metadata(
@@ -128,7 +128,7 @@ def flashmla_kv(case: Sm90Case) -> Call:
 
 def dequantise(case: Sm90Case) -> Call:
     """What a kernel that reads bfloat16 needs before a prefill on an FP8 cache."""
-    return lambda i: host.dequantize_k_cache_paged(case.cache, case.flattened)
+    return lambda i: adapter.dequantize_k_cache_paged(case.cache, case.flattened)
 
 
 def triton_sparse_mla(case: Sm90Case, union: int = 0) -> Call:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend import plan as plans
 from nsa_backend.benchmarks.bench_common import captured_graph, environment, kernel_us, print_table
-from nsa_backend.buffers import MetadataBuffers
 from nsa_backend.kernels import metadata
+from nsa_backend.kernels import plan as plans
+from nsa_backend.kernels.buffers import MetadataBuffers
 
 WARPS, COLUMNS, ROWS, PROGRAMS = (4, 8), (1024, 2048, 4096), (128, 256), (512, 1024, 2048, 4096)
 SHAPES = [(1, 4096), (8, 16384), (32, 32768), (64, 65536)]

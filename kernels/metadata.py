@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa_backend.buffers import MetadataBuffers
+from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.checks import check_arguments
 from nsa_backend.kernels.lengths import (
     write_cu_seqlens_q,
@@ -21,8 +21,8 @@ from nsa_backend.kernels.lengths import (
     write_schedule,
 )
 from nsa_backend.kernels.page_tables import copy_page_tables
+from nsa_backend.kernels.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
 from nsa_backend.kernels.topk_plan import CAPS, MAX_ROWS, THRESHOLDS, write_topk_plan
-from nsa_backend.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
 
 # The variant that loses least over all modes and shapes in benchmarks/results/tune_metadata_h200.json.
 ROW_BLOCK = 128

@@ -1,4 +1,4 @@
-"""The torch twin of `metadata.write_metadata`: the same fields, into the same buffers, by the formulas of `nsa_backend.plan`.
+"""The torch twin of `metadata.write_metadata`: the same fields, into the same buffers, by the formulas of `plan`.
 
 It is what the kernel is compared with, field by field and exactly. It allocates and, for ragged rows, synchronises.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend.buffers import MetadataBuffers
+from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
 from nsa_backend.kernels.topk_plan import CAPS, MAX_ROWS, THRESHOLDS
-from nsa_backend.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
 
 
 def write_metadata_torch(

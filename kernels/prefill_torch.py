@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.prefill_fields import PrefillFields
-from nsa_backend.plan import PAGE_SIZE
 
 
 def write_prefill_torch(

@@ -6,29 +6,33 @@ import logging
 
 import torch
 
-from nsa_backend import __version__, host
-from nsa_backend.attention.common import SparseAttention, pad_rows
+from nsa_backend import __version__
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.dense_prefill import DensePrefill
+from nsa_backend.attention.fp8_prefill import ragged_kv
+from nsa_backend.attention.implementations import build_decode, build_prefill
+from nsa_backend.attention.inputs import append_rows, sparse_inputs
+from nsa_backend.attention.interface import SparseAttention
+from nsa_backend.attention.rope import rope_in_fp8
 from nsa_backend.config import BackendConfig
-from nsa_backend.dense_prefill import DensePrefill
-from nsa_backend.eager import eager_metadata
-from nsa_backend.extend import pad_query_rows, ragged_kv
-from nsa_backend.faults import Place, located
-from nsa_backend.graph import CapturedMetadata
-from nsa_backend.indexer import IndexerMetadata
-from nsa_backend.metadata import NSAMetadata
-from nsa_backend.modes import is_paged
-from nsa_backend.queries import rope_in_fp8, sparse_inputs
-from nsa_backend.schedule_check import check_schedule
-from nsa_backend.topk import choose_topk, slots_of
-from nsa_backend.writer import MetadataWriter
+from nsa_backend.error_notes import Activity, noted
+from nsa_backend.indexer.metadata import IndexerMetadata
+from nsa_backend.indexer.schedule_check import check_schedule
+from nsa_backend.indexer.topk import choose_topk, slots_of
+from nsa_backend.metadata.captured import CapturedMetadata
+from nsa_backend.metadata.eager import eager_metadata
+from nsa_backend.metadata.modes import is_paged
+from nsa_backend.metadata.views import NSAMetadata, with_padding_rows
+from nsa_backend.metadata.writer import MetadataWriter
 
 logger = logging.getLogger(__name__)
 
 
-class NativeSparseAttnBackend(host.BackendEntryPoints):
+class NativeSparseAttnBackend(adapter.BackendEntryPoints):
     """DeepSeek sparse attention behind SGLang's `AttentionBackend` interface; its generation's part of it is in `host`."""
 
-    def __init__(self, model_runner: host.ModelRunner, skip_prefill: bool = False):
+    def __init__(self, model_runner: sglang.ModelRunner, skip_prefill: bool = False):
         """Build for `model_runner`; raises ValueError where the model, the GPU or an option cannot be served.
 
         Args:
@@ -45,23 +49,23 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.max_context_len = model_runner.model_config.context_len
-        self.decode_attention = self.config.build_decode()
-        self.prefill_attention = self.config.build_prefill()
+        self.decode_attention = build_decode(self.config)
+        self.prefill_attention = build_prefill(self.config)
         self.dense_prefill = DensePrefill(self.config)
         self.topk = choose_topk(self.config.attention.device)
-        self.fuse_topk = host.fuse_topk()
+        self.fuse_topk = adapter.fuse_topk()
         self.captured = CapturedMetadata(self.writer)
         self._indexer: IndexerMetadata | None = None
         self.forward_metadata: NSAMetadata | None = None
-        self.place = Place()
+        self.activity = Activity()
         self.use_mha = False  # SGLang's model reads it to choose between dense and absorbed prefill
 
     # Metadata
 
-    @located
-    def init_forward_metadata(self, forward_batch: host.ForwardBatch) -> None:
+    @noted
+    def init_forward_metadata(self, forward_batch: sglang.ForwardBatch) -> None:
         """Metadata of an eager forward, in memory of its own."""
-        self.place.move("preparing", forward_batch.forward_mode, forward_batch.batch_size)
+        self.activity.begin("preparing", forward_batch.forward_mode, forward_batch.batch_size)
         self.captured.forget_launch()
         self.use_mha = self.dense_prefill.fits(forward_batch)
         metadata = eager_metadata(self.writer, forward_batch, dense=self.use_mha)
@@ -76,9 +80,9 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         self.captured.reserve(max_bs, max_num_tokens)
         self.decode_attention.reserve(max_num_tokens)
 
-    def prepare_capture(
+    def before_capture(
         self,
-        mode: host.ForwardMode,
+        mode: sglang.ForwardMode,
         num_requests: int,
         num_rows: int,
         *,
@@ -86,25 +90,25 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         req_pool_indices: torch.Tensor,
         extend_lens: torch.Tensor | None,
     ) -> None:
-        """Choose the buffers that the graph being captured will fill; `launch_metadata` records the launch in it.
+        """Choose the buffers that the graph being captured will fill; `at_graph_head` records the launch in it.
 
         The tensors are the graph runner's static buffers: every replay reads what they hold then.
         """
-        self.place.move("capturing", mode, num_requests)
+        self.activity.begin("capturing", mode, num_requests)
         self.use_mha = False
         self.forward_metadata = self.captured.capture(
             mode, num_requests, num_rows, seq_lens=seq_lens, req_pool_indices=req_pool_indices, extend_lens=extend_lens
         )
 
-    def prepare_replay(
-        self, mode: host.ForwardMode, num_requests: int, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor
+    def before_replay(
+        self, mode: sglang.ForwardMode, num_requests: int, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor
     ) -> None:
         """Nothing on the device: the graph writes its own metadata. Raises ValueError where it would read other tensors."""
-        self.place.move("replaying", mode, num_requests)
+        self.activity.begin("replaying", mode, num_requests)
         self.use_mha = False
         self.forward_metadata = self.captured.replay(mode, num_requests, seq_lens, req_pool_indices)
 
-    def launch_metadata(self) -> None:
+    def at_graph_head(self) -> None:
         """At the head of a captured forward: write the metadata, and prepare the decode implementation for it."""
         self.captured.launch()
         self.prepare_decode()
@@ -113,7 +117,7 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         """Length of a padding request: 1, because DeepGEMM's schedule reads out of bounds when all lengths are 0."""
         return 1
 
-    def update_verify_buffers_to_fill_after_draft(self, spec_info: host.SpecInput, cuda_graph_bs: int | None) -> None:
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: sglang.SpecInput, cuda_graph_bs: int | None) -> None:
         """Nothing depends on the drafted tokens, so nothing planned before them has to be corrected."""
 
     def indexer_metadata(self) -> IndexerMetadata:
@@ -122,41 +126,41 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
             self._indexer = IndexerMetadata(self.forward_metadata, self.topk, self.fuse_topk)
         return self._indexer
 
-    @located
+    @noted
     def prepare_decode(self) -> None:
         """What the decode implementation needs beyond the metadata launch, which has just been made."""
         self.forward_metadata = self.decode_attention.prepare(self.forward_metadata)
 
     # Attention
 
-    @located
+    @noted
     def forward_decode(
         self,
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        layer: host.RadixAttention,
-        forward_batch: host.ForwardBatch,
+        layer: sglang.RadixAttention,
+        forward_batch: sglang.ForwardBatch,
         save_kv_cache: bool = True,
         **mla_args: torch.Tensor | None,
     ) -> torch.Tensor:
         """Write the new tokens' KV and attend with the decode implementation; see `_forward_sparse`."""
         return self._forward_sparse(self.decode_attention, q, k, layer, forward_batch, save_kv_cache, decode=True, **mla_args)
 
-    @located
+    @noted
     def forward_extend(
         self,
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        layer: host.RadixAttention,
-        forward_batch: host.ForwardBatch,
+        layer: sglang.RadixAttention,
+        forward_batch: sglang.ForwardBatch,
         save_kv_cache: bool = True,
         **mla_args: torch.Tensor | None,
     ) -> torch.Tensor:
         """Dense prefill for short contexts, else sparse: target_verify and draft_extend use the decode implementation."""
         mode = forward_batch.forward_mode
-        if mode.is_target_verify() or host.is_draft_extend(mode):
+        if mode.is_target_verify() or adapter.is_draft_extend(mode):
             attention = self.decode_attention
         elif self.use_mha:
             if save_kv_cache and k is not None:
@@ -171,8 +175,8 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         attention: SparseAttention,
         q: torch.Tensor,
         k: torch.Tensor | None,
-        layer: host.RadixAttention,
-        forward_batch: host.ForwardBatch,
+        layer: sglang.RadixAttention,
+        forward_batch: sglang.ForwardBatch,
         save_kv_cache: bool,
         *,
         q_rope: torch.Tensor | None = None,
@@ -207,7 +211,7 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
                 q, q_rope, k, k_rope, layer, forward_batch.positions[: q.shape[0]], cos_sin_cache, is_neox
             )
             q_rope = None
-        pool = host.kv_pool(forward_batch, self)
+        pool = adapter.kv_pool(forward_batch, self)
         if k is not None and save_kv_cache:
             if not forward_batch.out_cache_loc.is_contiguous():
                 raise ValueError(
@@ -218,13 +222,13 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
         metadata, rows = self.forward_metadata, q.shape[0]
         if rows > metadata.nsa_cache_seqlens_int32.shape[0]:
             # DP attention: SGLang pads some batches after they were planned, and to a size that it alone decides.
-            metadata = self.forward_metadata = attention.prepare(pad_query_rows(metadata, rows))
+            metadata = self.forward_metadata = attention.prepare(with_padding_rows(metadata, rows))
         if not self.fuse_topk:
             topk_indices = slots_of(topk_indices[: metadata.table_rows.shape[0]], metadata)
         kv_cache = pool.get_key_buffer(layer.layer_id)
         if metadata.topk_indices_offset is not None:
             kv_cache = ragged_kv(kv_cache, metadata, k, k_rope)
-        topk_indices = pad_rows(topk_indices, rows, -1)
+        topk_indices = append_rows(topk_indices, rows, -1)
         return attention.forward(sparse_inputs(q, q_rope, layer, kv_cache, topk_indices, metadata, decode=decode))
 
     def log_start(self, draft_steps: int) -> None:
@@ -234,6 +238,6 @@ class NativeSparseAttnBackend(host.BackendEntryPoints):
             __version__,
             self.config.decode_impl,
             self.config.prefill_impl,
-            f"up to {host.dense_prefill_limit()} tokens" if self.dense_prefill.runs else "off",
+            f"up to {adapter.dense_prefill_limit()} tokens" if self.dense_prefill.runs else "off",
             draft_steps,
         )

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from nsa_backend import host
-from nsa_backend.attention import build_attention
-from nsa_backend.attention.common import AttentionConfig, SparseAttention
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.environment import switched_on
+from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.model_check import check_model
-from nsa_backend.plan import PAGE_SIZE
-from nsa_backend.switches import switch
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Facts an implementation decides on; fixed for the life of a server."""
+
+    device_sm: int  # 90 on Hopper, 0 without a GPU
+    num_heads: int  # query heads on this rank
+    kv_cache_dtype: torch.dtype
+    index_topk: int
+    device: torch.device = CPU
+    device_name: str = ""  # as torch.cuda.get_device_name says it
+    page_size: int = 64
+    latent_dim: int = 512  # kv_lora_rank
+    rope_dim: int = 64  # qk_rope_head_dim
+    nope_dim: int = 128  # qk_nope_head_dim
+    table_width: int = 0  # tokens that a row of req_to_token holds
+    prefill: bool = False  # whether the implementation is to run prefill; decode, target_verify and draft_extend otherwise
+    partner: str = ""  # the implementation asked for on the other side: prefill's for decode, decode's for prefill
 
 
 @dataclass(frozen=True)
@@ -29,9 +49,9 @@ class BackendConfig:
     topk_plan: bool = False  # whether it reads a plan, see kernels/topk_plan.py
 
     @classmethod
-    def from_runner(cls, runner: host.ModelRunner) -> BackendConfig:
+    def from_runner(cls, runner: sglang.ModelRunner) -> BackendConfig:
         """Read and check; raises ValueError with one sentence where the model or the GPU cannot be served."""
-        settings, hf_config = host.settings(runner), runner.model_config.hf_config
+        settings, hf_config = adapter.settings(runner), runner.model_config.hf_config
         device = torch.device(runner.device)
         check_model(hf_config, speculative=bool(settings.num_steps), on_gpu=device.type == "cuda")
         if runner.page_size != PAGE_SIZE:
@@ -45,14 +65,14 @@ class BackendConfig:
         if device.type == "cuda":
             _check_indexer()
         kv_cache_dtype = runner.token_to_kv_pool.dtype
-        decode = "auto" if switch("NSA_BACKEND_AUTO_DECODE") else settings.decode
+        decode = "auto" if switched_on("NSA_BACKEND_AUTO_DECODE") else settings.decode
         prefill = _prefill_impl(settings.prefill, kv_cache_dtype)
         return cls(
             attention=AttentionConfig(
-                device_sm=host.device_sm(device),
-                num_heads=runner.model_config.num_attention_heads // host.attention_tp_size(),
+                device_sm=adapter.device_sm(device),
+                num_heads=runner.model_config.num_attention_heads // adapter.attention_tp_size(),
                 kv_cache_dtype=kv_cache_dtype,
-                index_topk=host.index_topk(hf_config),
+                index_topk=adapter.index_topk(hf_config),
                 device=device,
                 device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
                 page_size=runner.page_size,
@@ -64,27 +84,17 @@ class BackendConfig:
             decode_impl=decode,
             prefill_impl=prefill,
             num_draft_tokens=settings.num_draft_tokens,
-            num_sms=host.deep_gemm_num_sms() if device.type == "cuda" else 0,
+            num_sms=adapter.deep_gemm_num_sms() if device.type == "cuda" else 0,
             num_kv_slots=runner.token_to_kv_pool.size + runner.page_size,
-            surplus_last=host.schedule_surplus_last(host.device_sm(device)),
-            wide_table=host.TOPK_READS_PAGE_TABLE_1,
-            topk_plan=host.topk_v2() is not None,
+            surplus_last=adapter.schedule_surplus_last(adapter.device_sm(device)),
+            wide_table=adapter.TOPK_READS_PAGE_TABLE_1,
+            topk_plan=adapter.topk_v2() is not None,
         )
-
-    def build_decode(self) -> SparseAttention:
-        """What runs in decode, target_verify and draft_extend; raises ValueError where it cannot run here."""
-        asked = "NSA_BACKEND_AUTO_DECODE=1" if self.decode_impl == "auto" else f"{host.DECODE_OPTION} {self.decode_impl}"
-        return build_attention(self.decode_impl, asked, replace(self.attention, partner=self.prefill_impl))
-
-    def build_prefill(self) -> SparseAttention:
-        """What runs in sparse prefill; raises ValueError where it cannot run here."""
-        config = replace(self.attention, partner=self.decode_impl, prefill=True)
-        return build_attention(self.prefill_impl, f"{host.PREFILL_OPTION} {self.prefill_impl}", config)
 
 
 def _check_indexer() -> None:
     """The packages of the indexer's kernels: DeepGEMM's logits and sgl-kernel's top-k."""
-    problems = (host.package_problem("sglang-kernel"), host.package_problem("sgl-deep-gemm"))
+    problems = (adapter.package_problem("sglang-kernel"), adapter.package_problem("sgl-deep-gemm"))
     if any(problems):
         raise ValueError(". ".join(filter(None, problems)))
 

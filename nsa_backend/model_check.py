@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
 
 GPU_INDEX_TOPK = 2048
 """The only top-k that sgl-kernel's fast_topk kernels are built for."""
@@ -19,15 +20,15 @@ def check_model(hf_config: Any, *, speculative: bool, on_gpu: bool) -> None:
         on_gpu: whether the indexer runs sgl-kernel's kernels.
     """
     architecture = hf_config.architectures[0]
-    if not host.is_sparse_model(hf_config):
+    if not adapter.is_sparse_model(hf_config):
         raise ValueError(
-            f"--attention-backend {host.BACKEND_NAMES[0]} serves models with an index_topk (DeepSeek-V3.2 and its kin), "
+            f"--attention-backend {adapter.BACKEND_NAMES[0]} serves models with an index_topk (DeepSeek-V3.2 and its kin), "
             f"and {architecture} has none: choose another --attention-backend"
         )
-    problem = host.model_problem(hf_config, speculative)
+    problem = adapter.model_problem(hf_config, speculative)
     if problem:
-        raise ValueError(f"nsa_backend does not serve {architecture}: {problem}; {host.WAY_BACK}")
-    index_topk = host.index_topk(hf_config)
+        raise ValueError(f"nsa_backend does not serve {architecture}: {problem}; {adapter.WAY_BACK}")
+    index_topk = adapter.index_topk(hf_config)
     if on_gpu and index_topk != GPU_INDEX_TOPK:
         raise ValueError(
             f"this model keeps index_topk = {index_topk} tokens and sgl-kernel's top-k is built for {GPU_INDEX_TOPK}: "
@@ -35,18 +36,18 @@ def check_model(hf_config: Any, *, speculative: bool, on_gpu: bool) -> None:
         )
 
 
-def check_models(server_args: host.ServerArgs, names: dict[str, str | None]) -> None:
+def check_models(server_args: sglang.ServerArgs, names: dict[str, str | None]) -> None:
     """Check the target and, where it is another checkpoint, the draft model; SGLang has read the target's config before.
 
     Args:
         server_args: resolved by SGLang, in the main process.
         names: by part of the server, the attention backend that options name.
     """
-    args = host.resolved(server_args)
+    args = adapter.resolved(server_args)
     speculative, on_gpu = bool(args.speculative_num_steps), args.device == "cuda"
-    if not {names["prefill"], names["decode"]}.isdisjoint(host.BACKEND_NAMES):
-        check_model(host.target_config(server_args), speculative=speculative, on_gpu=on_gpu)
-    if names.get("drafts") in host.BACKEND_NAMES:
-        draft = host.draft_config(server_args, args)
+    if not {names["prefill"], names["decode"]}.isdisjoint(adapter.BACKEND_NAMES):
+        check_model(adapter.target_config(server_args), speculative=speculative, on_gpu=on_gpu)
+    if names.get("drafts") in adapter.BACKEND_NAMES:
+        draft = adapter.draft_config(server_args, args)
         if draft is not None:
             check_model(draft, speculative=speculative, on_gpu=on_gpu)

@@ -8,13 +8,14 @@ from functools import partial
 
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
-from nsa_backend.buffers import MetadataBuffers
-from nsa_backend.faults import Place, located
-from nsa_backend.indexer import IndexerMetadata
-from nsa_backend.metadata import step_metadata
-from nsa_backend.plan import MetadataPlan, plan_draft_decode
+from nsa_backend.error_notes import Activity, noted
+from nsa_backend.indexer.metadata import IndexerMetadata
+from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.plan import MetadataPlan, plan_draft_decode
+from nsa_backend.metadata.views import step_metadata
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class CapturedRound:
 class DraftStepBackend(NativeSparseAttnBackend):
     """The backend of one draft step."""
 
-    def get_indexer_metadata(self, layer_id: int, forward_batch: host.ForwardBatch) -> IndexerMetadata:
+    def get_indexer_metadata(self, layer_id: int, forward_batch: sglang.ForwardBatch) -> IndexerMetadata:
         """What the indexer of a layer reads.
 
         A rank of DP attention without a request joins the draft steps of the others with padding rows, for which SGLang asks
@@ -39,14 +40,14 @@ class DraftStepBackend(NativeSparseAttnBackend):
         return super().get_indexer_metadata(layer_id, forward_batch)
 
 
-class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
+class NativeSparseAttnMultiStepBackend(adapter.MultiStepEntryPoints):
     """Draft step i writes the token at position L + i and attends to L + i + 1 tokens.
 
     SGLang hands every step the same length L. Here each step has lengths and a DeepGEMM schedule in storage of its own, and
     all steps share one page table that reaches L + N.
     """
 
-    def __init__(self, model_runner: host.ModelRunner, topk: int, speculative_num_steps: int):
+    def __init__(self, model_runner: sglang.ModelRunner, topk: int, speculative_num_steps: int):
         """Build N - 1 step backends.
 
         Args:
@@ -61,8 +62,8 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         self.speculative_num_steps = speculative_num_steps
         self.attn_backends = [DraftStepBackend(model_runner) for _ in range(speculative_num_steps - 1)]
         for step, backend in enumerate(self.attn_backends):
-            backend.place.step = step
-        self.place = Place()
+            backend.activity.step = step
+        self.activity = Activity()
         self._writer = self.attn_backends[0].writer
         self._buffers: MetadataBuffers | None = None
         self._rounds: dict[int, CapturedRound] = {}  # by captured batch size
@@ -72,14 +73,14 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         """What one launch writes for all steps of a draft round."""
         return plan_draft_decode(num_requests, self.speculative_num_steps)
 
-    @located
-    def init_forward_metadata(self, forward_batch: host.ForwardBatch) -> None:
+    @noted
+    def init_forward_metadata(self, forward_batch: sglang.ForwardBatch) -> None:
         """Metadata of an eager draft round, in memory of its own."""
         self._move("preparing a draft round", forward_batch)
         self._launch = None
         plan = self.plan(forward_batch.batch_size)
         self._hand_out(plan, self._writer.write_eager(plan, forward_batch))
-        self._prepare()
+        self._prepare_steps()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the replay buffers of all steps for up to `max_bs` requests."""
@@ -88,9 +89,9 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         for backend in self.attn_backends:
             backend.decode_attention.reserve(max_num_tokens)
 
-    @located
-    def prepare_capture(self, forward_batch: host.ForwardBatch) -> None:
-        """Choose what a capture fills; `launch_round` records the launch in it, on the runner's static tensors."""
+    @noted
+    def before_capture(self, forward_batch: sglang.ForwardBatch) -> None:
+        """Choose what a capture fills; `at_graph_head` records the launch in it, on the runner's static tensors."""
         self._move("capturing a draft round", forward_batch)
         plan = self.plan(forward_batch.batch_size)
         read = {"seq_lens": forward_batch.seq_lens, "req_pool_indices": forward_batch.req_pool_indices}
@@ -98,19 +99,19 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         self._rounds[forward_batch.batch_size] = CapturedRound(self._launch, partial(self._writer.check, plan, **read))
         self._hand_out(plan, self._buffers)
 
-    @located
-    def prepare_replay(self, num_requests: int) -> None:
+    @noted
+    def before_replay(self, num_requests: int) -> None:
         """Nothing on the device: the draft graph writes its own metadata."""
         self._launch = None
-        self.place.move("replaying a draft round", None, num_requests)
+        self.activity.begin("replaying a draft round", None, num_requests)
         captured = self._rounds.get(num_requests)
         if captured is None:
             raise ValueError(f"no draft graph of {num_requests} requests was captured: there is no metadata to replay")
         captured.check()
         self._launch = captured.launch
 
-    @located
-    def begin_draft_round(self, forward_batch: host.ForwardBatch) -> None:
+    @noted
+    def begin_draft_round(self, forward_batch: sglang.ForwardBatch) -> None:
         """Runs at the head of every `draft_forward` that the plugin hooks, inside the graph where one is captured.
 
         Makes the draft KV locations dense and, where a captured round runs on the host, launches the metadata of all steps.
@@ -121,16 +122,16 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
             forward_batch.out_cache_loc, forward_batch.batch_size, self.speculative_num_steps
         )
         if self._launch is not None:
-            self.launch_round()
+            self.at_graph_head()
 
-    @located
-    def launch_round(self) -> None:
+    @noted
+    def at_graph_head(self) -> None:
         """At the head of a captured round: write the metadata of all steps, and prepare the implementation for each.
 
         Runs in warm-ups and the capture, and where SGLang replays by calling what it captured (--debug-cuda-graph).
         """
         self._launch()
-        self._prepare()
+        self._prepare_steps()
 
     def _write_captured(self, plan: MetadataPlan, **read: torch.Tensor) -> None:
         """The one launch of a captured round. An eager round since then has given the steps metadata of its own."""
@@ -141,14 +142,14 @@ class NativeSparseAttnMultiStepBackend(host.MultiStepEntryPoints):
         for step, backend in enumerate(self.attn_backends):
             backend.forward_metadata = step_metadata(plan, buffers, step)
 
-    def _prepare(self) -> None:
+    def _prepare_steps(self) -> None:
         """What the implementation needs for every step's own lengths, after the launch that writes them."""
         for backend in self.attn_backends:
             backend.prepare_decode()
 
-    def _move(self, doing: str, batch: host.ForwardBatch) -> None:
-        for place in (self.place, *(backend.place for backend in self.attn_backends)):
-            place.move(doing, None, batch.batch_size)
+    def _move(self, doing: str, batch: sglang.ForwardBatch) -> None:
+        for activity in (self.activity, *(backend.activity for backend in self.attn_backends)):
+            activity.begin(doing, None, batch.batch_size)
 
 
 def contiguous_by_step(out_cache_loc: torch.Tensor, num_requests: int, num_steps: int) -> torch.Tensor:

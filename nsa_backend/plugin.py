@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from nsa_backend import __version__
-from nsa_backend.old_options import keep_without_the_plugin
+from nsa_backend.adapters.old_options import keep_without_the_plugin
+from nsa_backend.environment import check_switches, switched_on
 from nsa_backend.releases import unsupported_host
-from nsa_backend.switches import check_switches, switch
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ def register() -> None:
     SystemExit: a bad value in one of our environment variables, and any reason not to serve under NSA_BACKEND_REQUIRED=1.
     """
     check_switches()
-    required, disabled = switch("NSA_BACKEND_REQUIRED"), switch("NSA_BACKEND_DISABLE")
+    required, disabled = switched_on("NSA_BACKEND_REQUIRED"), switched_on("NSA_BACKEND_DISABLE")
     reason = "NSA_BACKEND_DISABLE is set" if disabled else unsupported_host()
     if reason is None:
         try:

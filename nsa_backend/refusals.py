@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nsa_backend import host
-from nsa_backend.attention import OPTION_VALUES
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.implementations import OPTION_VALUES
 
 PREFILL_VALUES = (*OPTION_VALUES, "flashmla_auto")
 
@@ -22,15 +23,15 @@ class Rule:
     advice: str
     everywhere: bool = True  # whether every release of the generation has the option
 
-    def refusal(self, server_args: host.ServerArgs) -> str | None:
+    def refusal(self, server_args: sglang.ServerArgs) -> str | None:
         value = getattr(server_args, self.attribute) if self.everywhere else _nested(server_args, self.attribute)
         if self.accepts(value):
             return None
         shown = self.option if value is True else f"{self.option} {value}"
-        return f"nsa_backend does not serve {shown}: {self.advice}, or {host.WAY_BACK}"
+        return f"nsa_backend does not serve {shown}: {self.advice}, or {adapter.WAY_BACK}"
 
 
-def _nested(server_args: host.ServerArgs, path: str) -> Any:
+def _nested(server_args: sglang.ServerArgs, path: str) -> Any:
     """What a dotted path leads to; None where a release has no such attribute."""
     for name in path.split("."):
         server_args = getattr(server_args, name, None)
@@ -55,14 +56,14 @@ RULES = (
     ),
     Rule("page_size", "--page-size", _one_of(64), "pass --page-size 64"),
     Rule(
-        host.DECODE_ATTRIBUTE,
-        host.DECODE_OPTION,
+        adapter.DECODE_ATTRIBUTE,
+        adapter.DECODE_OPTION,
         _one_of(None, *OPTION_VALUES),
         f"choose one of {', '.join(OPTION_VALUES)}",
     ),
     Rule(
-        host.PREFILL_ATTRIBUTE,
-        host.PREFILL_OPTION,
+        adapter.PREFILL_ATTRIBUTE,
+        adapter.PREFILL_OPTION,
         _one_of(None, *PREFILL_VALUES),
         f"choose one of {', '.join(PREFILL_VALUES)}",
     ),
@@ -83,25 +84,25 @@ RULES = (
         "choose EAGLE, which runs the model's MTP layer",
     ),
     Rule("speculative_eagle_topk", "--speculative-eagle-topk", _one_of(None, 1), "pass --speculative-eagle-topk 1"),
-    *(Rule(name, option, _off, "drop the option", everywhere=False) for name, option in host.REFUSED_OPTIONS.items()),
+    *(Rule(name, option, _off, "drop the option", everywhere=False) for name, option in adapter.REFUSED_OPTIONS.items()),
     *(
         Rule(name, option, _one_of(*served), f"pass {option} {served[-1]}", everywhere=False)
-        for name, (option, served) in host.REFUSED_VALUES.items()
+        for name, (option, served) in adapter.REFUSED_VALUES.items()
     ),
 )
 
 
-def refusals(server_args: host.ServerArgs) -> list[str]:
+def refusals(server_args: sglang.ServerArgs) -> list[str]:
     """One sentence for each option that is set to something this backend does not serve."""
-    args = host.resolved(server_args)
+    args = adapter.resolved(server_args)
     found = [rule.refusal(args) for rule in RULES]
-    found += host.environment_problems()
-    if host.is_rocm():
-        found.append("nsa_backend does not serve ROCm: use an NVIDIA GPU, or " + host.WAY_BACK)
+    found += adapter.environment_problems()
+    if adapter.is_rocm():
+        found.append("nsa_backend does not serve ROCm: use an NVIDIA GPU, or " + adapter.WAY_BACK)
     return [sentence for sentence in found if sentence]
 
 
-def refuse_unsupported(server_args: host.ServerArgs) -> None:
+def refuse_unsupported(server_args: sglang.ServerArgs) -> None:
     """Raise ValueError with every refusal, one a line."""
     found = refusals(server_args)
     if found:

@@ -5,73 +5,74 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
+from nsa_backend.environment import switched_on
 from nsa_backend.model_check import check_models
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.refusals import refuse_unsupported
 from nsa_backend.required import check_built, check_names
-from nsa_backend.switches import switch
 
 
 def take_over() -> None:
     """Register everything; raises RuntimeError where SGLang did not take a hook."""
-    host.take_over(OURS)
-    if switch("NSA_BACKEND_REQUIRED"):
-        host.watch_backends(partial(check_built, ours=(NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend)))
+    adapter.take_over(OURS)
+    if switched_on("NSA_BACKEND_REQUIRED"):
+        adapter.watch_backends(partial(check_built, ours=(NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend)))
 
 
-def create_backend(runner: host.ModelRunner) -> NativeSparseAttnBackend:
+def create_backend(runner: sglang.ModelRunner) -> NativeSparseAttnBackend:
     """Build the backend of a target model, or of a draft model's prefill."""
     backend = NativeSparseAttnBackend(runner)
     if not runner.is_draft_worker:
-        backend.log_start(host.settings(runner).num_steps)
+        backend.log_start(adapter.settings(runner).num_steps)
     return backend
 
 
-def create_multi_step_backend(factory: host.DraftBackendFactory) -> NativeSparseAttnMultiStepBackend:
+def create_multi_step_backend(factory: sglang.DraftBackendFactory) -> NativeSparseAttnMultiStepBackend:
     """Build the draft steps' backend, and make SGLang's draft side ready for it."""
     _prepare_draft_side()
     return NativeSparseAttnMultiStepBackend(factory.draft_model_runner, factory.topk, factory.speculative_num_steps)
 
 
-def create_draft_extend_backend(factory: host.DraftBackendFactory) -> NativeSparseAttnBackend:
+def create_draft_extend_backend(factory: sglang.DraftBackendFactory) -> NativeSparseAttnBackend:
     """Build the backend of the draft model's extend after a verify."""
     _prepare_draft_side()
     return NativeSparseAttnBackend(factory.draft_model_runner)
 
 
-def check_server_args(original: Callable, server_args: host.ServerArgs) -> None:
+def check_server_args(original: Callable, server_args: sglang.ServerArgs) -> None:
     """Stop the server in its main process, before any GPU work or weights, for what the plugin does not serve."""
     original(server_args)
     names = _backend_names(server_args)
-    if switch("NSA_BACKEND_REQUIRED"):
+    if switched_on("NSA_BACKEND_REQUIRED"):
         check_names(names, create_backend)
-    if not set(host.BACKEND_NAMES).isdisjoint((names["prefill"], names["decode"])):
+    if not set(adapter.BACKEND_NAMES).isdisjoint((names["prefill"], names["decode"])):
         check_models(server_args, names)  # first: SGLang fills other defaults in for a model that is not sparse
         refuse_unsupported(server_args)
 
 
-def _backend_names(server_args: host.ServerArgs) -> dict[str, str | None]:
+def _backend_names(server_args: sglang.ServerArgs) -> dict[str, str | None]:
     """By part of the server, the attention backend that options name; drafts only where there are some."""
-    args = host.resolved(server_args)
-    names = dict(zip(("prefill", "decode"), host.served_backends(server_args), strict=True))
+    args = adapter.resolved(server_args)
+    names = dict(zip(("prefill", "decode"), adapter.served_backends(server_args), strict=True))
     if args.speculative_algorithm:
         names["drafts"] = args.speculative_draft_attention_backend or names["decode"]
     return names
 
 
 def _prepare_draft_side() -> None:
-    for name in host.BACKEND_NAMES:
-        if host.ATTENTION_BACKENDS[name] is not create_backend:
+    for name in adapter.BACKEND_NAMES:
+        if sglang.ATTENTION_BACKENDS[name] is not create_backend:
             raise RuntimeError(
                 "nsa_backend took over the draft side and not the target: another plugin registered the attention backend "
-                f"{name}, or the log above says why this one did not load; to go on without it, {host.WAY_BACK}"
+                f"{name}, or the log above says why this one did not load; to go on without it, {adapter.WAY_BACK}"
             )
-    host.prepare_draft_side(OURS)
+    adapter.take_draft_side(OURS)
 
 
-OURS = host.Takeover(
+OURS = adapter.Takeover(
     backend_class=NativeSparseAttnBackend,
     multi_step_class=NativeSparseAttnMultiStepBackend,
     create_backend=create_backend,

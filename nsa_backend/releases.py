@@ -1,4 +1,4 @@
-"""Which SGLang releases are served, and by which adapter: one file a generation in `nsa_backend.host`."""
+"""Which SGLang releases are served, and by which adapter: one folder a generation in `nsa_backend.adapters`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 class Generation:
     """Releases that reach an attention backend in the same way."""
 
-    adapter: str  # module of nsa_backend.host
+    adapter: str  # folder of nsa_backend.adapters
     releases: SpecifierSet
     calls_the_backend: str  # what SGLang's options and registry call DeepSeek sparse attention
     before_a_replay: str  # how SGLang asks for metadata

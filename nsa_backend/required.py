@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
 
 OPTIONS = {
     "prefill": "--prefill-attention-backend",
@@ -27,14 +28,14 @@ def check_names(names: dict[str, str | None], create_backend: Callable) -> None:
         create_backend: what ours are built by.
     """
     for part, name in names.items():
-        if name not in host.BACKEND_NAMES:
+        if name not in adapter.BACKEND_NAMES:
             raise ValueError(
                 f"NSA_BACKEND_REQUIRED=1 and the attention backend of {part} is {name}: pass --attention-backend "
-                f"{host.BACKEND_NAMES[0]} with a model that has an index_topk, drop {OPTIONS[part]}, or unset "
+                f"{adapter.BACKEND_NAMES[0]} with a model that has an index_topk, drop {OPTIONS[part]}, or unset "
                 "NSA_BACKEND_REQUIRED"
             )
-        if host.ATTENTION_BACKENDS[name] is not create_backend:
-            owner = getattr(host.ATTENTION_BACKENDS[name], "__module__", "another plugin")
+        if sglang.ATTENTION_BACKENDS[name] is not create_backend:
+            owner = getattr(sglang.ATTENTION_BACKENDS[name], "__module__", "another plugin")
             raise ValueError(
                 f"NSA_BACKEND_REQUIRED=1 and {owner} has registered the attention backend {name} since: load this plugin "
                 "alone (SGLANG_PLUGINS=nsa_backend), or unset NSA_BACKEND_REQUIRED"
@@ -55,6 +56,6 @@ def check_built(part: str, backend: Any, ours: tuple[type, ...]) -> None:
             kind = type(built)
             raise ValueError(
                 f"NSA_BACKEND_REQUIRED=1 and {kind.__module__}.{kind.__qualname__} serves the {part}: pass --attention-backend "
-                f"{host.BACKEND_NAMES[0]} alone, with no other backend for prefill, decode or drafts and no other plugin "
+                f"{adapter.BACKEND_NAMES[0]} alone, with no other backend for prefill, decode or drafts and no other plugin "
                 "(SGLANG_PLUGINS=nsa_backend), or unset NSA_BACKEND_REQUIRED"
             )

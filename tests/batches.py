@@ -10,8 +10,8 @@ import torch
 from metadata_fields import check_fields
 from metadata_reference import Batch
 
-from nsa_backend.demo.calls import calls
-from nsa_backend.host import ForwardBatch, ForwardMode
+from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
+from nsa_backend.testing.calls import calls
 
 MODES = {
     "decode": ForwardMode.DECODE,

@@ -10,7 +10,7 @@ def build(table_width: int = 700, pool_size: int = 300, num_steps: int = 3, inde
     import torch
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-    from nsa_backend.demo.cpu_host import make_runner
+    from nsa_backend.testing.cpu_process import make_runner
 
     pool = ReqToTokenPool(pool_size, table_width, "cpu", enable_memory_saver=False)
     generator = torch.Generator().manual_seed(table_width)

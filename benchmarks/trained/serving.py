@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks.servers import Server, call, wait_until_ready
 from nsa_backend.benchmarks.trained.shared_length import ANNOUNCEMENT
 
@@ -29,7 +29,7 @@ START_SECONDS = 420.0
 def command(side: str, checkpoint: Path, port: int, steps: int) -> list[str]:
     """The same options for every side, spelled as the installed release spells them."""
     graphs = ["--cuda-graph-bs", *map(str, BATCHES)]
-    if "dsa" in host.BACKEND_NAMES:
+    if "dsa" in adapter.BACKEND_NAMES:
         graphs = ["--cuda-graph-bs-decode", *map(str, BATCHES), "--cuda-graph-bs-prefill", *map(str, PREFILLS)]
     speculative = [
         "--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps),
@@ -37,7 +37,8 @@ def command(side: str, checkpoint: Path, port: int, steps: int) -> list[str]:
     ]  # fmt: skip
     return [
         sys.executable, "-m", SIDES[side][0], "--model-path", str(checkpoint), "--port", str(port),
-        "--attention-backend", host.BACKEND_NAMES[0], host.DECODE_OPTION, "fa3", host.PREFILL_OPTION, "flashmla_sparse",
+        "--attention-backend", adapter.BACKEND_NAMES[0],
+        adapter.DECODE_OPTION, "fa3", adapter.PREFILL_OPTION, "flashmla_sparse",
         "--kv-cache-dtype", "bfloat16", *(speculative if steps else ()),
         "--skip-tokenizer-init", "--grammar-backend", "none", "--disable-radix-cache", "--random-seed", "0",
         "--mem-fraction-static", "0.5", "--max-total-tokens", "163840", "--max-running-requests", str(BATCHES[-1]),

@@ -12,10 +12,10 @@ import logging
 import runpy
 
 from nsa_backend import registration
-from nsa_backend.buffers import MetadataBuffers
-from nsa_backend.metadata import step_metadata
+from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.plan import MetadataPlan
+from nsa_backend.metadata.views import step_metadata
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
-from nsa_backend.plan import MetadataPlan
 
 ANNOUNCEMENT = "a benchmark's server: every draft step attends to L + 1 tokens"
 

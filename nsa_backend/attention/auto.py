@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from nsa_backend.attention import implementation
-from nsa_backend.attention.common import AttentionConfig, SparseAttention, SparseInputs
-from nsa_backend.metadata import NSAMetadata
+from nsa_backend.attention.implementations import implementation
+from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.attention.interface import SparseAttention
+from nsa_backend.config import AttentionConfig
+from nsa_backend.metadata.views import NSAMetadata
 
 TABLE = Path(__file__).with_name("auto_table.json")
 

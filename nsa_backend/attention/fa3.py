@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs, device_title
-from nsa_backend.metadata import NSAMetadata
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.attention.interface import NothingToPrepare, device_title
+from nsa_backend.config import AttentionConfig
+from nsa_backend.metadata.views import NSAMetadata
 
 
 def supports(config: AttentionConfig) -> str | None:
@@ -17,7 +19,7 @@ def supports(config: AttentionConfig) -> str | None:
         return f"FA3 is built for Hopper (SM90) and this device is {device_title(config.device_sm)}"
     if config.kv_cache_dtype != torch.bfloat16:
         return f"it reads a bfloat16 KV cache and this one is {config.kv_cache_dtype}"
-    return host.package_problem("sglang-kernel")
+    return adapter.package_problem("sglang-kernel")
 
 
 def build(config: AttentionConfig) -> Fa3:
@@ -36,8 +38,8 @@ class Fa3(NothingToPrepare):
     """
 
     def __init__(self, config: AttentionConfig):
-        self._attend, _ = host.fa3_functions()
-        self._schedule = host.fa3_scheduler()
+        self._attend, _ = adapter.fa3_functions()
+        self._schedule = adapter.fa3_scheduler()
         self._config = config
 
     def prepare(self, metadata: NSAMetadata) -> NSAMetadata:

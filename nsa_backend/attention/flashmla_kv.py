@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig, FlashMlaTiles, SparseInputs
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.inputs import SparseInputs
 from nsa_backend.attention.joined_query import QueryJoiner
-from nsa_backend.metadata import NSAMetadata
-from nsa_backend.plan import PAGE_SIZE
+from nsa_backend.config import AttentionConfig
+from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.metadata.views import FlashMlaTiles, NSAMetadata
 
 HEAD_COUNTS = (64, 128)
 """Query-head counts the kernel is built for; fewer heads are padded to the next one."""
@@ -31,7 +32,7 @@ def supports(config: AttentionConfig) -> str | None:
         return f"it reads pages of {PAGE_SIZE} tokens and this cache has pages of {config.page_size}"
     if config.index_topk % TOPK_MULTIPLE:
         return f"it takes an index_topk in multiples of {TOPK_MULTIPLE} and this model has {config.index_topk}"
-    return host.package_problem(host.FLASH_MLA_DISTRIBUTION)
+    return adapter.package_problem(adapter.FLASH_MLA_DISTRIBUTION)
 
 
 def build(config: AttentionConfig) -> FlashMlaKv:
@@ -46,7 +47,7 @@ class FlashMlaKv:
     """
 
     def __init__(self, config: AttentionConfig):
-        flash_mla = host.flash_mla()
+        flash_mla = adapter.flash_mla()
         self._attend, self._schedule = flash_mla.flash_mla_with_kvcache, flash_mla.get_mla_metadata
         self._config = config
         self._query = QueryJoiner(config, next(count for count in HEAD_COUNTS if config.num_heads <= count))

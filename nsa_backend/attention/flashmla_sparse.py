@@ -6,9 +6,11 @@ import inspect
 
 import torch
 
-from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.attention.interface import NothingToPrepare
 from nsa_backend.attention.joined_query import QueryJoiner
+from nsa_backend.config import AttentionConfig
 
 HEADS_MULTIPLE = 64
 """Query heads come in blocks of 64 on Hopper."""
@@ -26,7 +28,7 @@ def supports(config: AttentionConfig) -> str | None:
     dequantised = config.kv_cache_dtype == torch.float8_e4m3fn and config.prefill  # once a layer
     if config.kv_cache_dtype != torch.bfloat16 and not dequantised:
         return f"it reads a bfloat16 KV cache and this one is {config.kv_cache_dtype}"
-    return host.package_problem(host.FLASH_MLA_DISTRIBUTION)
+    return adapter.package_problem(adapter.FLASH_MLA_DISTRIBUTION)
 
 
 def build(config: AttentionConfig) -> FlashMlaSparse:
@@ -40,7 +42,7 @@ class FlashMlaSparse(NothingToPrepare):
     """
 
     def __init__(self, config: AttentionConfig) -> None:
-        self._attend = host.flash_mla().flash_mla_sparse_fwd
+        self._attend = adapter.flash_mla().flash_mla_sparse_fwd
         self._takes_lengths = "topk_length" in inspect.signature(self._attend).parameters
         self._query = QueryJoiner(config, -(-config.num_heads // HEADS_MULTIPLE) * HEADS_MULTIPLE)
 

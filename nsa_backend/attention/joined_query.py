@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig, SparseInputs
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels.join_query import join_query
-from nsa_backend.shared_memory import shared_rows
+from nsa_backend.metadata.graph_memory import shared_rows
 
 
 class QueryJoiner:
@@ -36,7 +37,7 @@ class QueryJoiner:
     def join(self, inputs: SparseInputs) -> torch.Tensor:
         """[rows, padded heads, latent + rope]; the added heads are zero."""
         if not self._pads:
-            return host.concat_query(inputs.q_nope, inputs.q_rope) if inputs.q_joined is None else inputs.q_joined
+            return adapter.concat_query(inputs.q_nope, inputs.q_rope) if inputs.q_joined is None else inputs.q_joined
         return join_query(inputs.q_nope, inputs.q_rope, self._room(inputs.q_nope))
 
     def _room(self, q_nope: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs
+from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.attention.interface import NothingToPrepare
+from nsa_backend.config import AttentionConfig
 
 
 def supports(config: AttentionConfig) -> str | None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend import host
-from nsa_backend.attention.common import AttentionConfig, NothingToPrepare, SparseInputs, device_title, pad_rows
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.inputs import SparseInputs, append_rows
+from nsa_backend.attention.interface import NothingToPrepare, device_title
 from nsa_backend.attention.joined_query import QueryJoiner
+from nsa_backend.config import AttentionConfig
 
 PAGE_SIZES = (32, 64)
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
@@ -29,9 +31,9 @@ def supports(config: AttentionConfig) -> str | None:
     if config.kv_cache_dtype == torch.float8_e4m3fn and config.partner != "trtllm":
         return (
             "its FP8 KV cache holds 576 plain values a token, which no other implementation reads: pass "
-            f"{host.DECODE_OPTION if config.prefill else host.PREFILL_OPTION} trtllm too"
+            f"{adapter.DECODE_OPTION if config.prefill else adapter.PREFILL_OPTION} trtllm too"
         )
-    return host.package_problem("flashinfer_python")
+    return adapter.package_problem("flashinfer_python")
 
 
 def build(config: AttentionConfig) -> TrtLlm:
@@ -72,11 +74,11 @@ def _lengths(inputs: SparseInputs) -> torch.Tensor:
     """int32 [rows]: of the requests in decode, which the kernel clips to index_topk, else of the top-k rows."""
     if inputs.request_seqlens is None:
         return inputs.cache_seqlens
-    return pad_rows(inputs.request_seqlens, inputs.q_nope.shape[0], 0)
+    return append_rows(inputs.request_seqlens, inputs.q_nope.shape[0], 0)
 
 
 def _workspace(device: torch.device) -> torch.Tensor:
     """One for all layers, steps and graphs of a device; flashinfer wants it zero before its first use."""
     if device not in _workspaces:
-        _workspaces[device] = torch.zeros(host.flashinfer_workspace_bytes(), dtype=torch.uint8, device=device)
+        _workspaces[device] = torch.zeros(adapter.flashinfer_workspace_bytes(), dtype=torch.uint8, device=device)
     return _workspaces[device]

@@ -23,9 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nsa_backend.demo.cpu_host import prepare_process
+    from nsa_backend.testing.cpu_process import start_process
 
-    prepare_process()  # before torch and triton are imported below
+    start_process()  # before torch and triton are imported below
     import torch
     from rich.console import Console
 

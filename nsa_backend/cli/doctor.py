@@ -16,8 +16,8 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 from nsa_backend import __version__
+from nsa_backend.environment import SWITCHES, switched_on
 from nsa_backend.releases import SUPPORTED, unsupported_host
-from nsa_backend.switches import SWITCHES, switch
 
 EXAMPLE = "python -m nsa_backend doctor --json"
 
@@ -68,12 +68,12 @@ def examine(num_heads: int) -> dict[str, Any]:
     implementations: dict[str, dict[str, str | None]] = {}
     gpu: dict[str, Any] = NO_GPU
     try:
-        from nsa_backend import host
+        from nsa_backend.adapters.installed import adapter
 
-        pinned = dict.fromkeys((*PINNED, host.FLASH_MLA_DISTRIBUTION))
+        pinned = dict.fromkeys((*PINNED, adapter.FLASH_MLA_DISTRIBUTION))
         packages |= {name: {"version": _version(name), "for": "FlashMLA"} for name in pinned if name not in packages}
-        problems += [problem for problem in map(host.package_problem, pinned) if problem]
-        gpu = _gpu(host)
+        problems += [problem for problem in map(adapter.package_problem, pinned) if problem]
+        gpu = _gpu(adapter)
         implementations = _implementations(num_heads, gpu)
     except ImportError as error:
         problems.append(f"SGLang cannot be imported: {error}")
@@ -100,7 +100,7 @@ def _version(distribution: str) -> str | None:
 def _plugin_problem() -> str | None:
     """Why SGLang would not load the plugin, or None."""
     try:
-        if switch("NSA_BACKEND_DISABLE"):
+        if switched_on("NSA_BACKEND_DISABLE"):
             return "NSA_BACKEND_DISABLE=1: the plugin does nothing"
     except SystemExit as error:
         return str(error)
@@ -109,7 +109,7 @@ def _plugin_problem() -> str | None:
     return unsupported_host()
 
 
-def _gpu(host: Any) -> dict[str, Any]:
+def _gpu(adapter: Any) -> dict[str, Any]:
     import torch
 
     if not torch.cuda.is_available():
@@ -117,15 +117,15 @@ def _gpu(host: Any) -> dict[str, Any]:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     found = subprocess.run(query, capture_output=True, text=True, check=False)
     driver = found.stdout.splitlines()[0].strip() if found.returncode == 0 and found.stdout else None
-    return {"name": torch.cuda.get_device_name(), "driver": driver, "sm": host.device_sm("cuda")}
+    return {"name": torch.cuda.get_device_name(), "driver": driver, "sm": adapter.device_sm("cuda")}
 
 
 def _implementations(num_heads: int, gpu: dict[str, Any]) -> dict[str, dict[str, str | None]]:
     """For each implementation and KV dtype, why it cannot run decode here, or None."""
     import torch
 
-    from nsa_backend.attention import reasons
-    from nsa_backend.attention.common import AttentionConfig
+    from nsa_backend.attention.implementations import reasons
+    from nsa_backend.config import AttentionConfig
 
     found: dict[str, dict[str, str | None]] = {}
     for dtype in KV_DTYPES:

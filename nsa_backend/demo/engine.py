@@ -9,11 +9,11 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from nsa_backend.demo.calls import calls
-from nsa_backend.demo.cpu_host import make_runner
 from nsa_backend.demo.model import ModelShape, TinySparseMla
-from nsa_backend.demo.pool import CpuKVPool, PageAllocator
 from nsa_backend.registration import create_backend
+from nsa_backend.testing.calls import calls
+from nsa_backend.testing.cpu_process import make_runner
+from nsa_backend.testing.pool import CpuKVPool, PageAllocator
 
 
 class CpuGraph:

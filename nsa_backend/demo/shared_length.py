@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nsa_backend.buffers import MetadataBuffers
-from nsa_backend.metadata import step_metadata
+from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.plan import MetadataPlan, plan_decode
+from nsa_backend.metadata.views import step_metadata
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
-from nsa_backend.plan import MetadataPlan, plan_decode
 
 
 class SharedLengthMultiStepBackend(NativeSparseAttnMultiStepBackend):

@@ -10,8 +10,8 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
-from nsa_backend.demo.calls import calls
 from nsa_backend.demo.engine import CpuGraph, Engine, Model, capture, replay
+from nsa_backend.testing.calls import calls
 
 
 class SpeculativeDecoder:

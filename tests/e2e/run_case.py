@@ -52,10 +52,10 @@ def engine_arguments(case: Case, checkpoint: str, port: int) -> dict:
 
 def _spelled(arguments: dict) -> dict:
     """What the installed generation of SGLang calls these arguments of sglang.Engine, and what it wants beside them."""
-    from nsa_backend import host
+    from nsa_backend.adapters.installed import adapter
 
-    names = {"nsa_decode_backend": host.DECODE_ATTRIBUTE, "nsa_prefill_backend": host.PREFILL_ATTRIBUTE}
-    if "dsa" in host.BACKEND_NAMES:
+    names = {"nsa_decode_backend": adapter.DECODE_ATTRIBUTE, "nsa_prefill_backend": adapter.PREFILL_ATTRIBUTE}
+    if "dsa" in adapter.BACKEND_NAMES:
         names["cuda_graph_bs"] = "cuda_graph_bs_decode"
         if arguments.get("debug_cuda_graph"):
             # SGLang asserts the first at capture, and its own capture of prefill ends in an assertion in this mode (0.5.23).

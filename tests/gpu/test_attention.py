@@ -14,7 +14,7 @@ def sparse_case(rows: int, heads: int, slots: int = 1 << 15):
 
     Where there are enough rows, row 0 is a padding row without slots and row 1 one of a captured batch: length 1, slot 0.
     """
-    from nsa_backend.attention.common import SparseInputs
+    from nsa_backend.attention.inputs import SparseInputs
 
     generator = torch.Generator(device="cuda").manual_seed(rows * 1000 + heads)
     lens = torch.randint(1, TOPK + 1, (rows,), generator=generator, device="cuda", dtype=torch.int32)
@@ -52,9 +52,9 @@ def sparse_case(rows: int, heads: int, slots: int = 1 << 15):
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("rows", [1, 2, 7, 33])
 def test_against_float32(name, heads, rows):
-    from nsa_backend.attention import build_attention
-    from nsa_backend.attention.common import AttentionConfig
+    from nsa_backend.attention.implementations import build_attention
     from nsa_backend.attention.torch_reference import TorchSparseAttention
+    from nsa_backend.config import AttentionConfig
 
     config = AttentionConfig(device_sm=90, num_heads=heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK)
     inputs = sparse_case(rows, heads)
@@ -73,9 +73,9 @@ def test_graphs_share_the_padded_query(name, heads):
     """Two graphs of one implementation, replayed in turn after garbage went through the eager path."""
     from dataclasses import replace
 
-    from nsa_backend.attention import build_attention
-    from nsa_backend.attention.common import AttentionConfig
+    from nsa_backend.attention.implementations import build_attention
     from nsa_backend.benchmarks.bench_common import captured_graph
+    from nsa_backend.config import AttentionConfig
 
     config = AttentionConfig(
         device_sm=90, num_heads=heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK, device=torch.device("cuda")
@@ -107,10 +107,10 @@ def test_flashmla_kv_on_fp8_pages(heads, rows, padding):
     """
     from dataclasses import replace
 
-    from nsa_backend.attention.common import AttentionConfig
     from nsa_backend.attention.flashmla_kv import FlashMlaKv
     from nsa_backend.attention.torch_reference import TorchSparseAttention
     from nsa_backend.benchmarks.entry_points import fp8_packing
+    from nsa_backend.config import AttentionConfig
 
     quantize_k_cache_separate, dequantize_k_cache_paged = fp8_packing()
     inputs = sparse_case(rows, heads)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +21,7 @@ def paged_index(pages: int, seed: int = 0):
 
 def _through_pages(logits: torch.Tensor, lens: torch.Tensor, buffers) -> torch.Tensor:
     """Slots by SGLang's top-k v2 kernel; none where the release has none."""
-    kernel = host.topk_v2()
+    kernel = adapter.topk_v2()
     if kernel is None:
         return logits.new_empty(0, TOPK)
     out = torch.full((logits.shape[0], TOPK), POISON, dtype=torch.int32, device="cuda")
@@ -33,8 +33,8 @@ def test_logits_and_topk():
     import deep_gemm
     from sgl_kernel import fast_topk_transform_fused, fast_topk_v2
 
-    from nsa_backend import plan as plans
-    from nsa_backend.buffers import MetadataBuffers
+    from nsa_backend.kernels import plan as plans
+    from nsa_backend.kernels.buffers import MetadataBuffers
     from nsa_backend.kernels.metadata import write_metadata
     from nsa_backend.kernels.topk_slots import topk_slots
 
@@ -55,7 +55,7 @@ def test_logits_and_topk():
         buffers.real_page_table.fill_(fill)
         write_metadata(
             plan, buffers, seq_lens=lengths, req_pool_indices=torch.arange(requests, device="cuda"),
-            req_to_token=req_to_token, index_topk=TOPK, surplus_last=host.schedule_surplus_last(host.device_sm("cuda")),
+            req_to_token=req_to_token, index_topk=TOPK, surplus_last=adapter.schedule_surplus_last(adapter.device_sm("cuda")),
         )  # fmt: skip
         lens = buffers.seqlens_expanded[0]
         logits = deep_gemm.fp8_paged_mqa_logits(

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters import sglang
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks import entry_points
 from nsa_backend.benchmarks.bench_common import captured_graph
 
@@ -24,7 +25,7 @@ NAMES = {
     "draft_extend_v2": "DRAFT_EXTEND_V2",
     "draft_extend_v1": "DRAFT_EXTEND",
 }
-MODES = {mode: host.ForwardMode[name] for mode, name in NAMES.items() if name in host.ForwardMode.__members__}
+MODES = {mode: sglang.ForwardMode[name] for mode, name in NAMES.items() if name in sglang.ForwardMode.__members__}
 """What the installed generation captures; spec v1 is gone from 0.5.13 on."""
 
 
@@ -53,7 +54,7 @@ def randomise(batch: SimpleNamespace, mode: str, longest: int, pool: int) -> Non
 
 def capture_mode(backend, mode: str, batch: SimpleNamespace):
     """Capture through the entry points SGLang calls; returns (plan, replay function)."""
-    from nsa_backend.modes import plan_for
+    from nsa_backend.metadata.modes import plan_for
 
     bs, forward_mode = batch.batch_size, MODES[mode]
     rows = bs if mode == "decode" else bs * D
@@ -69,7 +70,7 @@ def capture_mode(backend, mode: str, batch: SimpleNamespace):
 
 
 def capture_draft(multi_step, batch: SimpleNamespace):
-    from nsa_backend.plan import plan_draft_decode
+    from nsa_backend.kernels.plan import plan_draft_decode
 
     captured = entry_points.CapturedRound(multi_step, batch)
     graph = captured_graph(captured.in_graph)
@@ -92,11 +93,11 @@ def poison(metadata) -> None:
 
 
 def compare(got: list, plan, batch: SimpleNamespace, req_to_token: torch.Tensor, num_sms: int) -> None:
-    from nsa_backend.buffers import MetadataBuffers
+    from nsa_backend.kernels.buffers import MetadataBuffers
     from nsa_backend.kernels.metadata_torch import write_metadata_torch
-    from nsa_backend.metadata import step_metadata
+    from nsa_backend.metadata.views import step_metadata
 
-    wide, planned = host.TOPK_READS_PAGE_TABLE_1, host.topk_v2() is not None
+    wide, planned = adapter.TOPK_READS_PAGE_TABLE_1, adapter.topk_v2() is not None
     buffers = MetadataBuffers.allocate(
         plan, table_width=req_to_token.shape[1], num_sms=num_sms, device="cuda", wide=wide, planned=planned
     )
@@ -111,7 +112,7 @@ def compare(got: list, plan, batch: SimpleNamespace, req_to_token: torch.Tensor,
         req_to_token=req_to_token,
         index_topk=2048,
         extend_lens=batch.accept if plan.ragged else None,
-        surplus_last=host.schedule_surplus_last(host.device_sm("cuda")),
+        surplus_last=adapter.schedule_surplus_last(adapter.device_sm("cuda")),
     )
     for step, metadata in enumerate(got):
         want = step_metadata(plan, buffers, step)

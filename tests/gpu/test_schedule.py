@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 
 pytestmark = pytest.mark.gpu
 
@@ -11,11 +11,11 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("longest", [1, 256, 257, 5000, 163_840])
 @pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 127, 128, 129, 256, 500, 777, 1024])
 def test_schedule_equals_deep_gemm(rows, longest):
-    from nsa_backend import plan as plans
-    from nsa_backend.buffers import MetadataBuffers
+    from nsa_backend.kernels import plan as plans
+    from nsa_backend.kernels.buffers import MetadataBuffers
     from nsa_backend.kernels.metadata import write_metadata
 
-    num_sms = host.deep_gemm_num_sms()
+    num_sms = adapter.deep_gemm_num_sms()
     plan = plans.plan_decode(rows)
     buffers = MetadataBuffers.allocate(plan, table_width=longest, num_sms=num_sms, device="cuda", wide=False, planned=True)
     req_to_token = torch.zeros(1, longest, dtype=torch.int32, device="cuda")
@@ -27,14 +27,14 @@ def test_schedule_equals_deep_gemm(rows, longest):
             lens = torch.where(torch.rand(rows, generator=generator, device="cuda") < 0.9, 1, lens)
         write_metadata(
             plan, buffers, seq_lens=lens, req_pool_indices=slots, req_to_token=req_to_token, index_topk=2048,
-            surplus_last=host.schedule_surplus_last(host.device_sm("cuda")),
+            surplus_last=adapter.schedule_surplus_last(adapter.device_sm("cuda")),
         )  # fmt: skip
-        assert torch.equal(buffers.schedule[0], host.deep_gemm_schedule(lens.to(torch.int32)))
+        assert torch.equal(buffers.schedule[0], adapter.deep_gemm_schedule(lens.to(torch.int32)))
 
 
 def test_another_rule_is_refused_at_start():
-    from nsa_backend.schedule_check import check_schedule
+    from nsa_backend.indexer.schedule_check import check_schedule
 
-    check_schedule(host.deep_gemm_num_sms(), host.schedule_surplus_last(host.device_sm("cuda")))
+    check_schedule(adapter.deep_gemm_num_sms(), adapter.schedule_surplus_last(adapter.device_sm("cuda")))
     with pytest.raises(ValueError, match="divides paged-MQA work by a rule that nsa_backend does not know"):
-        check_schedule(host.deep_gemm_num_sms(), not host.schedule_surplus_last(host.device_sm("cuda")))
+        check_schedule(adapter.deep_gemm_num_sms(), not adapter.schedule_surplus_last(adapter.device_sm("cuda")))

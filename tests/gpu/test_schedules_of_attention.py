@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_attention import LATENT, ROPE, TOPK, sparse_case
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 
 pytestmark = pytest.mark.gpu
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 4, 33, 128])
 def test_flashmla_tiles_depend_on_no_length(rows, heads):
     """What lets FlashMlaKv keep one schedule a row count."""
-    schedule = host.flash_mla().get_mla_metadata
+    schedule = adapter.flash_mla().get_mla_metadata
     padded = 64 if heads <= 64 else 128
 
     def tiles(lengths: torch.Tensor):
@@ -32,14 +32,14 @@ def test_flashmla_tiles_depend_on_no_length(rows, heads):
         assert torch.equal(first[0][:, :7], other[0][:, :7])
 
 
-@pytest.mark.skipif(host.fa3_scheduler() is None, reason="tiles are scheduled in every layer in this release")
+@pytest.mark.skipif(adapter.fa3_scheduler() is None, reason="tiles are scheduled in every layer in this release")
 @pytest.mark.parametrize("heads", [8, 16, 64, 128])
 @pytest.mark.parametrize("rows", [1, 2, 7, 33, 66, 128, 500])
 def test_fa3_with_its_schedule_made_once(rows, heads):
     """Bit for bit what FA3 computes when it schedules for itself, over replays of one graph with other lengths."""
-    from nsa_backend.attention.common import AttentionConfig
     from nsa_backend.attention.fa3 import Fa3
     from nsa_backend.benchmarks.bench_common import captured_graph
+    from nsa_backend.config import AttentionConfig
 
     config = AttentionConfig(device_sm=90, num_heads=heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK)
     attention = Fa3(config)
@@ -79,9 +79,9 @@ def test_fa3_with_its_schedule_made_once(rows, heads):
 
 def decode_metadata(rows: int, lens: torch.Tensor, cu_seqlens_q: torch.Tensor):
     """Metadata of decode rows whose clipped lengths are `lens`, the tensor itself."""
-    from nsa_backend.buffers import MetadataBuffers
-    from nsa_backend.metadata import step_metadata
-    from nsa_backend.plan import plan_decode
+    from nsa_backend.kernels.buffers import MetadataBuffers
+    from nsa_backend.kernels.plan import plan_decode
+    from nsa_backend.metadata.views import step_metadata
 
     buffers = MetadataBuffers.allocate(plan_decode(rows), table_width=64, num_sms=0, device="cuda", wide=False, planned=False)
     metadata = step_metadata(plan_decode(rows), buffers)
@@ -91,9 +91,9 @@ def decode_metadata(rows: int, lens: torch.Tensor, cu_seqlens_q: torch.Tensor):
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_flashmla_sparse_skips_what_a_row_does_not_have(heads):
     """Rows of no token, of one, of a few and of all; the slots past a row's end are never read."""
-    from nsa_backend.attention.common import AttentionConfig
     from nsa_backend.attention.flashmla_sparse import FlashMlaSparse
     from nsa_backend.attention.torch_reference import TorchSparseAttention
+    from nsa_backend.config import AttentionConfig
 
     config = AttentionConfig(
         device_sm=90, num_heads=heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK, device=torch.device("cuda")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nsa_backend import host
+from nsa_backend.adapters.installed import adapter
 
 pytestmark = pytest.mark.gpu
 
@@ -12,23 +12,23 @@ TOPK, PAGE = 2048, 64
 
 @pytest.fixture(scope="module")
 def selector():
-    from nsa_backend.topk import choose_topk
+    from nsa_backend.indexer.topk import choose_topk
 
     return choose_topk(torch.device("cuda"))
 
 
 def launched(lens: torch.Tensor, longest: int, tables: torch.Tensor | None = None):
     """Metadata of decode rows of these lengths, `tables` their rows of the request table."""
-    from nsa_backend import plan as plans
-    from nsa_backend.buffers import MetadataBuffers
+    from nsa_backend.kernels import plan as plans
+    from nsa_backend.kernels.buffers import MetadataBuffers
     from nsa_backend.kernels.metadata import write_metadata
-    from nsa_backend.metadata import step_metadata
+    from nsa_backend.metadata.views import step_metadata
 
     rows = lens.shape[0]
     plan = plans.plan_decode(rows)
     buffers = MetadataBuffers.allocate(
         plan, table_width=longest, num_sms=132, device="cuda",
-        wide=host.TOPK_READS_PAGE_TABLE_1, planned=host.topk_v2() is not None,
+        wide=adapter.TOPK_READS_PAGE_TABLE_1, planned=adapter.topk_v2() is not None,
     )  # fmt: skip
     pool = torch.zeros(1, longest, dtype=torch.int32, device="cuda") if tables is None else tables
     slots = torch.arange(rows, device="cuda") % pool.shape[0]
@@ -42,7 +42,9 @@ def random_lens(rows: int, longest: int, seed: int) -> torch.Tensor:
     return torch.where(torch.rand(rows, generator=generator, device="cuda") < 0.3, 1, lens) if seed % 3 == 0 else lens
 
 
-@pytest.mark.skipif(host.topk_v2() is None or host.topk_v2()[1] is None, reason="the rule is that of releases with both forms")
+@pytest.mark.skipif(
+    adapter.topk_v2() is None or adapter.topk_v2()[1] is None, reason="the rule is that of releases with both forms"
+)
 @pytest.mark.parametrize("longest", [60_000, 70_000, 140_000, 400_000])
 @pytest.mark.parametrize("rows", [31, 45, 46, 64, 128, 256, 512])
 def test_plan_equals_sglangs(rows, longest):

@@ -9,9 +9,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nsa_backend import plan as plans
-from nsa_backend.buffers import MetadataBuffers
 from nsa_backend.kernels import metadata
+from nsa_backend.kernels import plan as plans
+from nsa_backend.kernels.buffers import MetadataBuffers
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from metadata_reference import POISON, Batch, expected_buffers, schedule, topk_plan
 
-from nsa_backend import plan as plans
-from nsa_backend.buffers import MetadataBuffers
+from nsa_backend.kernels import plan as plans
+from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.metadata_torch import write_metadata_torch
 

@@ -1,0 +1,167 @@
+"""SGLang 0.5.17 to 0.5.23: the backend is called dsa (nsa still works) and prepares metadata inside the captured graph.
+
+SGLang calls `init_forward_metadata_out_graph` before a capture and before every replay, and `init_forward_metadata_in_graph`
+at the head of what it captures, once a forward or draft round: that is where the metadata launch belongs.
+
+Names that moved between these releases are looked for where each has them; behaviour that changed is told by what the
+installed source offers, never by comparing versions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.configs.model_config import get_dsa_index_topk as index_topk
+from sglang.srt.configs.model_config import is_deepseek_dsa as is_sparse_model
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import BaseIndexerMetadata
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.server_args import ServerArgs
+
+from nsa_backend.adapters.dsa.draft import draft_extend_sizes_in_tokens, take_draft_side
+from nsa_backend.adapters.dsa.entry_points import BackendEntryPoints, MultiStepEntryPoints
+from nsa_backend.adapters.dsa.kernels import (
+    FLASH_MLA_DISTRIBUTION,
+    TOPK_READS_PAGE_TABLE_1,
+    concat_query,
+    dequantize_k_cache_paged,
+    fa3_functions,
+    fa3_scheduler,
+    flash_mla,
+    mla_quantize_and_rope_for_fp8,
+    topk_v2,
+)
+from nsa_backend.adapters.dsa.refusals import REFUSED_OPTIONS, REFUSED_VALUES, environment_problems, model_problem
+from nsa_backend.adapters.old_options import ADD_OPTIONS, add_aliases
+from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch, ForwardMode, HookType
+from nsa_backend.adapters.shared import (
+    CHECK,
+    FACTORY,
+    Settings,
+    Takeover,
+    hook,
+    register_under,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+__all__ = [
+    "FLASH_MLA_DISTRIBUTION",
+    "REFUSED_OPTIONS",
+    "REFUSED_VALUES",
+    "TOPK_READS_PAGE_TABLE_1",
+    "BackendEntryPoints",
+    "BaseIndexerMetadata",
+    "MultiStepEntryPoints",
+    "concat_query",
+    "dequantize_k_cache_paged",
+    "draft_extend_sizes_in_tokens",
+    "environment_problems",
+    "fa3_functions",
+    "fa3_scheduler",
+    "flash_mla",
+    "index_topk",
+    "is_sparse_model",
+    "mla_quantize_and_rope_for_fp8",
+    "model_problem",
+    "take_draft_side",
+    "topk_v2",
+]
+
+BACKEND_NAMES = ("dsa", "nsa")
+DECODE_ATTRIBUTE, PREFILL_ATTRIBUTE = "dsa_decode_backend", "dsa_prefill_backend"
+DECODE_OPTION, PREFILL_OPTION = "--dsa-decode-backend", "--dsa-prefill-backend"
+
+
+def settings(runner: ModelRunner) -> Settings:
+    """Options as SGLang resolved and published them in this process; `runner.server_args` may hold what was typed alone."""
+    kernel, spec = get_exec().kernel, get_spec()
+    return Settings(
+        kernel.dsa_decode_backend,
+        kernel.dsa_prefill_backend,
+        spec.speculative_num_steps or 0,
+        spec.speculative_num_draft_tokens or 0,
+    )
+
+
+def resolved(server_args: ServerArgs) -> Any:
+    """Server arguments with every default filled in, before they are published."""
+    if not hasattr(server_args, "resolve_once"):
+        return server_args
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    return resolved_view(server_args)
+
+
+def served_backends(server_args: ServerArgs) -> tuple[str, str]:
+    """Attention backends of (prefill, decode)."""
+    args = resolved(server_args)
+    return args.prefill_attention_backend or args.attention_backend, args.decode_attention_backend or args.attention_backend
+
+
+def schedule_surplus_last(device_sm: int) -> bool:
+    """Whether DeepGEMM gives the last SMs one segment more: from 0.1.5 on it does on Hopper, and not on Blackwell."""
+    return device_sm // 10 == 9
+
+
+def attention_tp_size() -> int:
+    return get_parallel().attn_tp_size
+
+
+def fuse_topk() -> bool:
+    """Whether the indexer's top-k returns KV slots (SGLANG_DSA_FUSE_TOPK=1, the default) or token positions."""
+    return envs.SGLANG_DSA_FUSE_TOPK.get()
+
+
+def dense_prefill_limit() -> int:
+    """Longest KV length, in tokens, that prefill still computes densely; SGLang sets it to index_topk."""
+    return envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get()
+
+
+def in_prefill_graph() -> bool:
+    """Whether a prefill graph is being captured or replayed: its model forward is fixed to sparse attention.
+
+    SGLang captures prefill in pieces by default, with attention and the indexer eager between them.
+    """
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import is_in_breakable_cuda_graph
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import is_in_tc_piecewise_cuda_graph
+
+    return is_in_breakable_cuda_graph() or is_in_tc_piecewise_cuda_graph()
+
+
+def is_draft_extend(mode: ForwardMode) -> bool:
+    return mode.is_draft_extend_v2()
+
+
+def is_ragged_draft_extend(mode: ForwardMode) -> bool:
+    """Requests always extend by D tokens: spec v1 is gone."""
+    return False
+
+
+def kv_pool(batch: ForwardBatch, backend: AttentionBackend) -> Any:
+    """Where the KV of `batch` is: a batch no longer knows, its backend does."""
+    return backend.token_to_kv_pool
+
+
+def take_over(ours: Takeover) -> None:
+    """Register everything; raises RuntimeError where SGLang did not take a hook."""
+    stamped = _factory_returns_a_name()
+
+    def built(create: Callable) -> Callable:
+        return (lambda factory: ("dsa", create(factory))) if stamped else create
+
+    hook(f"{FACTORY}._create_dsa_decode_backend", built(ours.create_multi_step_backend), HookType.REPLACE)
+    hook(f"{FACTORY}._create_dsa_prefill_backend", built(ours.create_draft_extend_backend), HookType.REPLACE)
+    hook(CHECK, ours.check_server_args, HookType.AROUND)
+    hook(ADD_OPTIONS, add_aliases, HookType.AROUND)
+    register_under(BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves
+
+
+def _factory_returns_a_name() -> bool:
+    """Whether the draft factory's methods return (backend name, backend), which began with the stamping of backends."""
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+    return "stamps_children" in inspect.signature(DraftBackendFactory._create_backend).parameters

@@ -1,0 +1,69 @@
+"""What SGLang 0.5.17 to 0.5.23 call around captures and replays: once outside the graph, and once at its head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch
+from nsa_backend.error_notes import noted
+
+if TYPE_CHECKING:
+    from nsa_backend.indexer.metadata import IndexerMetadata
+
+
+class BackendEntryPoints(AttentionBackend):
+    """What SGLang calls around captures and replays of one model's forwards."""
+
+    needs_cpu_seq_lens = False
+    """Replays read lengths on the GPU alone; an eager forward that has none on the host waits for the longest."""
+
+    extend_dummy_seqs_capped_by_req_pool = True
+    """A dummy prefill batch may not have more requests than the request pool has rows: page tables come from there."""
+
+    @noted
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Choose what a capture fills, or what a replay reads. Nothing on the device."""
+        bs, mode = forward_batch.batch_size, forward_batch.forward_mode
+        if not in_capture:
+            # The draft-extend runner hands over its whole static buffers, which begin where the captured views did.
+            self.before_replay(mode, bs, forward_batch.seq_lens, forward_batch.req_pool_indices)
+            return
+        self.before_capture(
+            mode,
+            bs,
+            forward_batch.positions.shape[0],
+            seq_lens=forward_batch.seq_lens[:bs],
+            req_pool_indices=forward_batch.req_pool_indices[:bs],
+            extend_lens=None,
+        )
+
+    @noted
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """The metadata launch, recorded in the graph; SGLang warms the captured forward up with it too."""
+        self.at_graph_head()
+
+    def draft_extend_metadata_captured_in_graph(self) -> bool:
+        """Yes: a draft-extend replay needs no preparation on the host."""
+        return True
+
+    @noted
+    def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> IndexerMetadata:
+        """What the indexer of a layer reads."""
+        return self.indexer_metadata()
+
+
+class MultiStepEntryPoints:
+    """What SGLang calls around captures and replays of a draft round."""
+
+    needs_cpu_seq_lens = False
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Choose what a capture fills, or check a replay, whose graph reads static tensors and not those of `forward_batch`."""
+        if in_capture:
+            self.before_capture(forward_batch)
+        else:
+            self.before_replay(forward_batch.batch_size)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """The one launch for all steps, at the head of the captured round."""
+        self.at_graph_head()

@@ -1,0 +1,85 @@
+"""The inputs of one attention call: SGLang's query, shaped as implementations take it, beside the metadata of its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nsa_backend.adapters import sglang
+from nsa_backend.metadata.views import FlashMlaTiles, NSAMetadata
+
+
+@dataclass(slots=True)
+class SparseInputs:
+    """One call: every query row attends to the KV slots that the indexer chose for it.
+
+    One is made for every layer of an eager forward, so it is no frozen dataclass, which takes four times as long to make.
+    """
+
+    q_nope: torch.Tensor  # [rows, heads, v_head_dim], absorbed
+    q_rope: torch.Tensor  # [rows, heads, rope_dim]
+    kv_cache: torch.Tensor  # [slots, 1, v_head_dim + rope_dim]
+    topk_slots: torch.Tensor  # int32 [rows, index_topk], -1 where there is none
+    cache_seqlens: torch.Tensor  # int32 [rows], valid entries of each top-k row, which come first
+    cu_seqlens_q: torch.Tensor  # int32 [rows + 1], 0, 1, 2, ...
+    cu_seqlens_k: torch.Tensor  # int32 [rows + 1], exclusive prefix sum of cache_seqlens
+    sm_scale: float
+    logit_cap: float
+    q_joined: torch.Tensor | None = None  # [rows, heads, v_head_dim + rope_dim], where the query came in one piece
+    request_seqlens: torch.Tensor | None = None  # decode only: int32 [requests], tokens of each request, not clipped
+    schedule: FlashMlaTiles | torch.Tensor | None = None  # what `prepare` made for these rows; None where it was for others
+
+
+def sparse_inputs(
+    q: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    layer: sglang.RadixAttention,
+    kv_cache: torch.Tensor,
+    topk_slots: torch.Tensor,
+    metadata: NSAMetadata,
+    *,
+    decode: bool = False,
+) -> SparseInputs:
+    """Views of the query, split into its latent and RoPE parts, beside the metadata of its rows.
+
+    `decode` says that a row is a request, whose length some kernels want as it is.
+    """
+    heads, latent_dim = layer.tp_q_head_num, layer.v_head_dim
+    joined = None
+    if q_rope is None:
+        joined = q.contiguous().view(-1, heads, layer.head_dim)
+        q_nope, q_rope = joined[..., :latent_dim], joined[..., latent_dim:]
+    else:
+        q_nope, q_rope = q.view(-1, heads, latent_dim), q_rope.view(-1, heads, layer.head_dim - latent_dim)
+    rows = q_nope.shape[0]
+    cache_seqlens, cu_seqlens_q = metadata.nsa_cache_seqlens_int32, metadata.nsa_cu_seqlens_q
+    cu_seqlens_k, schedule = metadata.nsa_cu_seqlens_k, metadata.schedule
+    if rows != cache_seqlens.shape[0]:
+        # Of a batch that SGLang padded, it may hand over the real rows alone (from 0.5.13 on).
+        cache_seqlens, schedule = cache_seqlens[:rows], None
+        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q[: rows + 1], cu_seqlens_k[: rows + 1]
+    return SparseInputs(
+        q_nope=q_nope,
+        q_rope=q_rope,
+        kv_cache=kv_cache,
+        topk_slots=topk_slots,
+        cache_seqlens=cache_seqlens,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        sm_scale=layer.scaling,
+        logit_cap=layer.logit_cap,
+        q_joined=joined,
+        request_seqlens=metadata.cache_seqlens_int32 if decode else None,
+        schedule=schedule,
+    )
+
+
+def append_rows(rows: torch.Tensor, num_rows: int, value: int) -> torch.Tensor:
+    """Append rows of `value` where SGLang padded the query beyond its metadata (TP with partial DP attention)."""
+    missing = num_rows - rows.shape[0]
+    if missing < 0:
+        raise ValueError(f"there are {rows.shape[0]} rows of metadata or slots and the query has {num_rows}: rows would mix")
+    if missing == 0:
+        return rows
+    return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)])

@@ -1,0 +1,48 @@
+"""An implementation of sparse attention, as the backend sees it: what it must offer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.metadata.views import NSAMetadata
+
+
+class SparseAttention(Protocol):
+    """An implementation, ready to run."""
+
+    def reserve(self, max_rows: int) -> None:
+        """Keep memory for captured forwards of up to `max_rows` query rows; called before the captures."""
+        ...
+
+    def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
+        """Add what the kernel needs for these rows beyond the metadata launch; called after it, once a forward.
+
+        Runs inside the capture where one is under way, so it may launch and allocate but not synchronise.
+        """
+        ...
+
+    def forward(self, inputs: SparseInputs) -> torch.Tensor:
+        """Attend; returns [rows, heads, v_head_dim] in bfloat16 (in the query's dtype without a GPU).
+
+        A row whose top-k is all -1 (a padding row) yields finite values that nobody reads.
+        """
+        ...
+
+
+class NothingToPrepare:
+    """For implementations that need nothing beyond the metadata launch."""
+
+    def reserve(self, max_rows: int) -> None:
+        """Nothing to keep."""
+
+    def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
+        """Returns `metadata` as it is."""
+        return metadata
+
+
+def device_title(device_sm: int) -> str:
+    """What a refusal calls the device."""
+    return f"SM{device_sm}" if device_sm else "no GPU"

@@ -1,0 +1,108 @@
+"""What SGLang's indexer asks the attention backend for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.indexer.topk import TopK, slots_of
+from nsa_backend.metadata.views import NSAMetadata
+
+
+@dataclass(eq=False)
+class IndexerMetadata(adapter.BaseIndexerMetadata):
+    """Metadata of one forward behind the interface of SGLang's `Indexer`, and its top-k transform."""
+
+    attn_metadata: NSAMetadata
+    selector: TopK
+    fuse_topk: bool  # whether `topk_transform` returns what attention reads, or token positions
+
+    paged_mqa_ctx_lens_2d: ClassVar[None] = None  # SGLang's indexer then makes the [rows, 1] view itself
+    force_unfused_topk: ClassVar[bool] = False  # of ROCm
+    _all_tokens: torch.Tensor | None = field(default=None, init=False)
+
+    @property
+    def paged_mqa_schedule_metadata(self) -> torch.Tensor | None:
+        return self.attn_metadata.paged_mqa_schedule_metadata
+
+    def get_seqlens_int32(self) -> torch.Tensor:
+        return self.attn_metadata.cache_seqlens_int32
+
+    def get_page_table_64(self) -> torch.Tensor:
+        return self.attn_metadata.real_page_table
+
+    def get_page_table_1(self) -> torch.Tensor | None:
+        return self.attn_metadata.page_table_1
+
+    def get_seqlens_expanded(self) -> torch.Tensor:
+        return self.attn_metadata.nsa_seqlens_expanded
+
+    def get_indexer_kvcache_range(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return self.attn_metadata.indexer_k_start_end
+
+    def get_indexer_seq_len(self) -> torch.Tensor | None:
+        return self.attn_metadata.indexer_seq_lens
+
+    def get_indexer_seq_len_cpu(self) -> torch.Tensor | None:
+        return self.attn_metadata.indexer_seq_lens_cpu
+
+    def get_nsa_extend_len_cpu(self) -> list[int]:
+        return self.attn_metadata.nsa_extend_seq_lens_list
+
+    get_dsa_extend_len_cpu = get_nsa_extend_len_cpu  # its name from SGLang 0.5.13 on
+
+    def get_token_to_batch_idx(self) -> torch.Tensor:
+        return self.attn_metadata.token_to_batch_idx
+
+    def topk_transform(
+        self,
+        logits: torch.Tensor,
+        topk: int,
+        ks: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        ke_offset: torch.Tensor | None = None,
+        batch_idx_list: torch.Tensor | None = None,
+        topk_indices_offset_override: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Best tokens of each row: what attention reads where the transform is fused, positions where it is not.
+
+        Attention reads KV slots, or rows of the ragged KV in a prefill on dequantised KV.
+
+        Args:
+            logits: float32 [rows, width]. In a prefill the columns before a row's window may be overwritten.
+            topk: tokens to keep.
+            ks: int32 [rows], first column of each row (prefill). A prefill without it has rows so short that all of their
+                tokens are kept, and SGLang's indexer computed no logits.
+            cu_seqlens_q: not used: it describes rows by `batch_idx_list` in another way.
+            ke_offset: int32 [rows], row lengths of a chunk of a prefill; the whole batch's where None.
+            batch_idx_list: [rows], requests of the rows of that chunk.
+            topk_indices_offset_override: int32 [rows], what to add to positions for a chunk of a prefill on dequantised KV.
+
+        Returns:
+            int32 [rows, topk], -1 past the end of a short row.
+        """
+        metadata = self.attn_metadata
+        lengths = metadata.nsa_seqlens_expanded if ke_offset is None else ke_offset
+        if ks is None and metadata.indexer_k_start_end is not None:
+            return self._every_token(topk)
+        if not self.fuse_topk:
+            return self.selector.positions(logits, lengths, topk, ks)
+        if ks is None:
+            return self.selector.slots(logits, lengths, topk, metadata)
+        offsets = metadata.topk_indices_offset if topk_indices_offset_override is None else topk_indices_offset_override
+        if offsets is not None:
+            return self.selector.keys(logits, lengths, topk, ks, offsets)
+        # One table row a token would have to be gathered for a fused kernel.
+        return slots_of(self.selector.positions(logits, lengths, topk, ks), metadata, batch_idx_list)
+
+    def _every_token(self, topk: int) -> torch.Tensor:
+        """All tokens of rows that have no more than `topk`; the same for every layer, so made once a forward."""
+        if self._all_tokens is None:
+            lengths = self.attn_metadata.nsa_seqlens_expanded
+            column = torch.arange(topk, dtype=torch.int32, device=lengths.device)
+            positions = torch.where(column < lengths[:, None], column, -1)
+            self._all_tokens = slots_of(positions, self.attn_metadata) if self.fuse_topk else positions
+        return self._all_tokens

@@ -1,0 +1,118 @@
+"""The metadata launch with everything bound that stays the same for the life of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from nsa_backend.adapters import sglang
+from nsa_backend.config import BackendConfig
+from nsa_backend.environment import switched_on
+from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.metadata import write_metadata
+from nsa_backend.kernels.plan import MetadataPlan, plan_decode
+from nsa_backend.kernels.prefill import write_prefill
+from nsa_backend.kernels.prefill_fields import PrefillFields
+from nsa_backend.metadata.graph_memory import shared_rows
+from nsa_backend.metadata.value_check import ValueCheck
+
+
+class MetadataWriter:
+    """Allocates buffers and launches into them, for eager forwards, captured ones and draft rounds alike."""
+
+    def __init__(self, config: BackendConfig, req_to_token: torch.Tensor):
+        """`req_to_token` is SGLang's request-to-token pool, int32 [pool, config.attention.table_width]."""
+        self.config = config
+        self.req_to_token = req_to_token
+        self.value_check = ValueCheck(req_to_token, config.num_kv_slots) if switched_on("NSA_BACKEND_CHECK") else None
+
+    def replay_buffers(self, plan: MetadataPlan) -> MetadataBuffers:
+        """Buffers for captured graphs up to `plan`; all graphs over the pool share their page tables."""
+        return self._allocate(plan, self.config.attention.table_width, new_table=self._shared_table)
+
+    def write_eager(self, plan: MetadataPlan, batch: sglang.ForwardBatch) -> MetadataBuffers:
+        """Write `batch` into fresh buffers.
+
+        Their tables are as wide as the longest request reaches where lengths are on the host. SGLang from 0.5.13 on leaves
+        them off it in speculative forwards: then tables are as wide as a request can get, and nothing waits for the GPU, which
+        a rank whose peers go on to a collective may not.
+
+        Args:
+            plan: what to write; must fit `batch`.
+            batch: SGLang's, with tensors made for this forward.
+        """
+        width = self.config.attention.table_width
+        if batch.seq_lens_cpu is not None:
+            width = min(int(batch.seq_lens_cpu.max()) + plan.table_offset, width) if batch.batch_size else 1
+        buffers = self._allocate(plan, width)
+        extend_lens = batch.extend_seq_lens if plan.ragged else None
+        values = {"seq_lens": batch.seq_lens, "req_pool_indices": batch.req_pool_indices, "extend_lens": extend_lens}
+        self.check(plan, **values)
+        self.write(plan, buffers, **values)
+        return buffers
+
+    def write_prefill(self, batch: sglang.ForwardBatch, *, num_rows: int, flattened: bool) -> PrefillFields:
+        """One launch of `kernels.prefill.write_prefill` for `batch`, whose lengths are on the host too.
+
+        Args:
+            num_rows: new tokens of all requests.
+            flattened: whether the slots of all tokens are wanted in ragged order.
+        """
+        self.check(plan_decode(batch.batch_size), seq_lens=batch.seq_lens, req_pool_indices=batch.req_pool_indices)
+        return write_prefill(
+            seq_lens=batch.seq_lens,
+            extend_lens=batch.extend_seq_lens,
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=self.req_to_token,
+            index_topk=self.config.attention.index_topk,
+            num_rows=num_rows,
+            longest=int(batch.seq_lens_cpu.max()) if batch.batch_size else 0,
+            flattened=int(batch.seq_lens_cpu.sum()) if flattened else 0,
+        )
+
+    def _shared_table(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """Zeros, int32 [rows, columns], one memory for the captured graphs of all backends over this request pool."""
+        pool = self.req_to_token
+        return shared_rows((name, pool.data_ptr()), rows, columns, dtype=torch.int32, device=pool.device)
+
+    def _allocate(self, plan: MetadataPlan, table_width: int, new_table: Callable | None = None) -> MetadataBuffers:
+        config = self.config
+        return MetadataBuffers.allocate(
+            plan,
+            table_width=table_width,
+            num_sms=config.num_sms,
+            device=config.attention.device,
+            wide=config.wide_table,
+            planned=config.topk_plan,
+            new_table=new_table,
+        )
+
+    def check(self, plan: MetadataPlan, **values: torch.Tensor | None) -> None:
+        """Under NSA_BACKEND_CHECK=1, raise ValueError where a value points outside its pool; never inside a capture.
+
+        `values` are the tensors that `write` takes.
+        """
+        if self.value_check is not None and plan.num_requests:
+            self.value_check.check(plan, **values)
+
+    def write(
+        self,
+        plan: MetadataPlan,
+        buffers: MetadataBuffers,
+        *,
+        seq_lens: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        extend_lens: torch.Tensor | None = None,
+    ) -> None:
+        """One launch of `kernels.metadata.write_metadata`, which says what the arguments are and what it refuses."""
+        write_metadata(
+            plan,
+            buffers,
+            seq_lens=seq_lens,
+            req_pool_indices=req_pool_indices,
+            req_to_token=self.req_to_token,
+            index_topk=self.config.attention.index_topk,
+            extend_lens=extend_lens,
+            surplus_last=self.config.surplus_last,
+        )

@@ -1,0 +1,21 @@
+"""How the installed generation of SGLang calls a backend: `nsa_calls` or `dsa_calls`, as its adapter is.
+
+Both offer the same names:
+
+- `LENGTHS_DTYPE`: of the static lengths that SGLang's graph runners read;
+- `publish(num_steps, num_draft_tokens)`: set the options; returns what a model runner knows of them;
+- `draft_factory(runner, num_steps)`: SGLang's factory of draft backends;
+- `batch_fields(model)`, `attention_backend(batch)`, `running(backend)`: how a forward finds its pools and its backend;
+- `before_capture`, `at_graph_head`, `before_replay`: what SGLang calls around the graph of one forward;
+- `before_round_capture`, `at_round_head`, `before_round_replay`: the same around the graph of a draft round;
+- `worker_fields(num_requests, num_steps)`: what SGLang's `draft_forward` reads from its worker, beyond what all releases do;
+- `step_batch(batch)`: what SGLang's model runner makes of a draft step's batch before the model sees it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from nsa_backend.adapters.installed import adapter
+
+calls = import_module(f"nsa_backend.testing.{adapter.ADAPTER.__name__.split('.')[2]}_calls")

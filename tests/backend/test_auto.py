@@ -1,0 +1,112 @@
+"""The measured choice of the decode implementation: the table, its bound on what is lost, and the dispatch by rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nsa_backend import config
+from nsa_backend.attention import auto
+from nsa_backend.attention.implementations import build_decode
+from nsa_backend.benchmarks import auto_table
+from nsa_backend.config import AttentionConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+H200 = "NVIDIA H200"
+MEASURED = json.loads(auto.TABLE.read_text())[H200]
+
+
+def test_the_table_is_what_the_result_file_gives():
+    assert auto_table.derive(ROOT / MEASURED["source"]) == {H200: MEASURED}
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_no_row_count_loses_more_than_two_percent(heads):
+    """Against the faster of the two, in the mean of the two passes that the table was made from."""
+    report = json.loads((ROOT / MEASURED["source"]).read_text())
+    (found,) = [r for r in report["by_rows"] if r["heads"] == heads]
+    assert found["rows"] == [1, 512]
+    table = auto.intervals(H200, heads)
+    for i, rows in enumerate(range(1, 513)):
+        times = {n: sum(one[n][i] for one in found["passes"]) for n in auto.CANDIDATES}
+        assert times[auto.choose(table, rows)] <= 1.02 * min(times.values()), rows
+
+
+def test_an_earlier_run_agrees():
+    """A run of its own on the same GPU type, from before the table existed."""
+    report = json.loads((ROOT / "benchmarks/results/attention_check_h200.json").read_text())
+    assert report["environment"]["gpu"] == H200
+    assert len(report["decode"]) > 400
+    for row in report["decode"]:
+        chosen = row["us"][auto.choose(auto.intervals(H200, row["heads"]), row["rows"])]
+        assert chosen <= 1.02 * min(row["us"][name] for name in auto.CANDIDATES), (row["heads"], row["rows"])
+
+
+def test_a_later_run_agrees():
+    """All row counts again, a day later: it parts where the two are level and the clock decides."""
+    report = json.loads((ROOT / "benchmarks/results/attention_h200.json").read_text())
+    assert report["environment"]["commit"] != MEASURED["commit"]
+    worst, level = 0.0, 0.0
+    for found in report["by_rows"]:
+        table = auto.intervals(H200, found["heads"])
+        for i, rows in enumerate(range(1, 513)):
+            times = {n: sum(one[n][i] for one in found["passes"]) for n in auto.CANDIDATES}
+            loss = times[auto.choose(table, rows)] / min(times.values()) - 1
+            worst = max(worst, loss)
+            if (found["heads"], rows > 240) != (128, True):
+                level = max(level, loss)
+    assert f"at most {100 * worst:.1f} % in a later one" in " ".join((ROOT / "docs/numbers.md").read_text().split())
+    assert level < 0.02
+
+
+def test_every_row_count_has_a_choice():
+    for heads in (1, 8, 16, 24, 32, 64, 100, 128, 200):
+        table = auto.intervals(H200, heads)
+        assert [most for most, _ in table] == sorted(most for most, _ in table)
+        for rows in (0, 1, 7, 64, 512, 100_000):
+            assert auto.choose(table, rows) in auto.CANDIDATES
+
+
+class Named:
+    def __init__(self, name: str):
+        self.name, self.reserved = name, []
+
+    def reserve(self, max_rows):
+        self.reserved.append(max_rows)
+
+    def prepare(self, metadata):
+        return self.name
+
+    def forward(self, inputs):
+        return self.name
+
+
+def test_a_call_goes_where_its_rows_belong(monkeypatch):
+    chosen = object.__new__(auto.Auto)
+    chosen._table = [(4, "fa3"), (64, "flashmla_sparse"), (512, "fa3")]
+    chosen._built = {name: Named(name) for name in auto.CANDIDATES}
+    for rows, want in ((1, "fa3"), (4, "fa3"), (5, "flashmla_sparse"), (64, "flashmla_sparse"), (65, "fa3"), (900, "fa3")):
+        assert chosen.forward(SimpleNamespace(q_nope=torch.zeros(rows, 1, 1))) == want
+        assert chosen.prepare(SimpleNamespace(nsa_cache_seqlens_int32=torch.zeros(rows))) == want
+    chosen.reserve(7)
+    assert [b.reserved for b in chosen._built.values()] == [[7], [7]]
+
+
+def test_auto_can_run_where_it_was_measured():
+    facts = {"device_sm": 90, "num_heads": 16, "index_topk": 2048, "device_name": H200}
+    assert auto.supports(AttentionConfig(**facts, kv_cache_dtype=torch.bfloat16)) is None
+    assert auto.supports(AttentionConfig(**facts, kv_cache_dtype=torch.float8_e4m3fn)) is None
+    reason = auto.supports(AttentionConfig(**facts | {"index_topk": 192}, kv_cache_dtype=torch.bfloat16))
+    assert "index_topk in multiples of 128" in reason
+
+
+def test_the_switch_asks_for_auto(make_runner, monkeypatch):
+    monkeypatch.setenv("NSA_BACKEND_AUTO_DECODE", "1")
+    with pytest.raises(ValueError, match=r"^NSA_BACKEND_AUTO_DECODE=1 cannot run here: it was measured on NVIDIA H200"):
+        build_decode(config.BackendConfig.from_runner(make_runner()))
+    monkeypatch.setenv("NSA_BACKEND_AUTO_DECODE", "0")
+    assert config.BackendConfig.from_runner(make_runner()).decode_impl == "torch"

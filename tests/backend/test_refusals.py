@@ -1,0 +1,207 @@
+"""What stops a server at start: one sentence each, with the option, the value, what to change and the way back."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nsa_backend import config, registration
+from nsa_backend.adapters import shared
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.implementations import build_attention
+from nsa_backend.config import AttentionConfig
+from nsa_backend.refusals import RULES, refusals
+
+DECODE, PREFILL = adapter.DECODE_ATTRIBUTE, adapter.PREFILL_ATTRIBUTE
+
+
+def server_args(**changed) -> SimpleNamespace:
+    """What a DeepSeek-V3.2 server on Hopper has resolved; tests/releases/test_refused.py lets each release resolve its own."""
+    values = {rule.attribute: False for rule in RULES if rule.everywhere}
+    values |= {
+        "speculative_algorithm": None,
+        "speculative_eagle_topk": None,
+        "speculative_num_steps": None,
+        "attention_backend": adapter.BACKEND_NAMES[0],
+    }
+    values |= {"device": "cuda", "page_size": 64, "kv_cache_dtype": "bfloat16", DECODE: "fa3", PREFILL: "flashmla_sparse"}
+    model = SimpleNamespace(hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=2048))
+    return SimpleNamespace(**values | changed, get_model_config=lambda: model)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_to_resolve(monkeypatch):
+    monkeypatch.setattr(adapter, "resolved", lambda args: args)
+    monkeypatch.setattr(adapter, "served_backends", lambda args: (args.attention_backend, args.attention_backend))
+
+
+def test_a_default_server_is_served():
+    assert refusals(server_args()) == []
+    spec = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_num_steps": 3}
+    assert refusals(server_args(**spec)) == []
+    fp8 = {"kv_cache_dtype": "fp8_e4m3", DECODE: "flashmla_kv", PREFILL: "flashmla_auto"}
+    assert refusals(server_args(**fp8)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "option"),
+    [
+        ({"device": "cpu"}, "--device cpu"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
+        ({"page_size": 1}, "--page-size 1"),
+        ({DECODE: "tilelang"}, f"{adapter.DECODE_OPTION} tilelang"),
+        ({DECODE: "aiter"}, f"{adapter.DECODE_OPTION} aiter"),
+        ({PREFILL: "tilelang"}, f"{adapter.PREFILL_OPTION} tilelang"),
+        ({"enable_hisparse": True}, "--enable-hisparse"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+        ({"enable_pdmux": True}, "--enable-pdmux"),
+        ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
+        ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM"),
+        ({"speculative_eagle_topk": 4}, "--speculative-eagle-topk 4"),
+    ],
+)
+def test_one_sentence_names_option_value_and_way_back(change, option):
+    (sentence,) = refusals(server_args(**change))
+    assert sentence.startswith(f"nsa_backend does not serve {option}: ")
+    assert "NSA_BACKEND_DISABLE=1" in sentence
+    assert "\n" not in sentence
+
+
+def test_rocm_is_refused(monkeypatch):
+    monkeypatch.setattr(adapter, "is_rocm", lambda: True)
+    (sentence,) = refusals(server_args())
+    assert "ROCm" in sentence
+
+
+def test_server_stops_in_its_argument_check_with_every_refusal():
+    bad = server_args(page_size=1, enable_hisparse=True)
+    with pytest.raises(ValueError, match=r"(?s)--page-size 1.*\n.*--enable-hisparse"):
+        registration.check_server_args(lambda args: None, bad)
+
+
+def test_other_attention_backends_are_left_alone():
+    bad = server_args(page_size=1, attention_backend="fa3")
+    registration.check_server_args(lambda args: None, bad)
+
+
+def test_model_without_index_topk(make_runner):
+    runner = make_runner()
+    runner.model_config.hf_config.index_topk = None
+    with pytest.raises(ValueError, match="DeepseekV32ForCausalLM has none: choose another --attention-backend"):
+        config.BackendConfig.from_runner(runner)
+
+
+def test_page_size_of_the_pool(make_runner):
+    runner = make_runner()
+    runner.page_size = 32
+    with pytest.raises(ValueError, match="--page-size 32: pass --page-size 64"):
+        config.BackendConfig.from_runner(runner)
+
+
+def test_topk_that_sgl_kernel_cannot_select(make_runner):
+    runner = make_runner(index_topk=1024)
+    runner.device = "cuda"
+    with pytest.raises(ValueError, match="keeps index_topk = 1024 tokens and sgl-kernel's top-k is built for 2048"):
+        config.BackendConfig.from_runner(runner)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "reason"),
+    [
+        ("fa3", {"device_sm": 100}, r"FA3 is built for Hopper \(SM90\) and this device is SM100"),
+        ("fa3", {"device_sm": 0}, "this device is no GPU"),
+        ("fa3", {"kv_cache_dtype": torch.float8_e4m3fn}, "reads a bfloat16 KV cache and this one is torch.float8_e4m3fn"),
+        ("flashmla_sparse", {"device_sm": 100}, r"Hopper \(SM90\) alone"),
+        ("flashmla_sparse", {"kv_cache_dtype": torch.float8_e4m3fn}, "reads a bfloat16 KV cache"),
+        ("flashmla_kv", {}, "reads an fp8_e4m3 KV cache and this one is torch.bfloat16: pass --kv-cache-dtype fp8_e4m3"),
+        ("flashmla_kv", {"device_sm": 100, "kv_cache_dtype": torch.float8_e4m3fn}, r"Hopper \(SM90\) alone"),
+        ("flashmla_kv", {"num_heads": 192, "kv_cache_dtype": torch.float8_e4m3fn}, "at most 128 query heads a rank"),
+        (
+            "flashmla_kv",
+            {"page_size": 32, "kv_cache_dtype": torch.float8_e4m3fn},
+            "pages of 64 tokens",
+        ),
+        ("flashmla_kv", {"index_topk": 100, "kv_cache_dtype": torch.float8_e4m3fn}, "index_topk in multiples of 64"),
+        ("flashmla_sparse", {"index_topk": 192}, "index_topk in multiples of 128 and this model has 192"),
+        ("trtllm", {}, r"built for Blackwell \(SM100, SM103\) and this device is SM90"),
+        ("trtllm", {"device_sm": 120}, "this device is SM120"),
+        ("trtllm", {"device_sm": 0}, "this device is no GPU"),
+        ("trtllm", {"device_sm": 100, "kv_cache_dtype": torch.float8_e5m2}, "a bfloat16 or fp8_e4m3 KV cache"),
+        ("trtllm", {"device_sm": 100, "page_size": 16}, "pages of 32 or 64 tokens"),
+        (
+            "trtllm",
+            {"device_sm": 103, "kv_cache_dtype": torch.float8_e4m3fn, "partner": "flashmla_kv"},
+            f"pass {adapter.PREFILL_OPTION} trtllm too",
+        ),
+        (
+            "trtllm",
+            {"device_sm": 100, "kv_cache_dtype": torch.float8_e4m3fn, "partner": "flashmla_sparse", "prefill": True},
+            f"pass {adapter.DECODE_OPTION} trtllm too",
+        ),
+        ("auto", {"device_name": "NVIDIA H100"}, "measured on NVIDIA H200 and this device is NVIDIA H100: unset it"),
+        ("torch", {}, "reference for machines without a GPU"),
+        ("tilelang", {}, "no such implementation"),
+    ],
+)
+def test_an_implementation_that_cannot_run_says_why_and_which_can(name, changed, reason):
+    facts = {"device_sm": 90, "num_heads": 64, "kv_cache_dtype": torch.bfloat16, "index_topk": 2048} | changed
+    with pytest.raises(ValueError, match=rf"--nsa-decode-backend {name} cannot run here: .*{reason}.*Choose one of: "):
+        build_attention(name, f"--nsa-decode-backend {name}", AttentionConfig(**facts))
+
+
+@pytest.mark.parametrize(("topk", "num_steps", "message"), [(2, 3, "--speculative-eagle-topk 2"), (1, 1, "N >= 2")])
+def test_multi_step_refuses(make_runner, topk, num_steps, message):
+    from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
+
+    with pytest.raises(ValueError, match=message):
+        NativeSparseAttnMultiStepBackend(make_runner(), topk, num_steps)
+
+
+NEEDED = {
+    "fa3": "sglang-kernel",
+    "flashmla_sparse": adapter.FLASH_MLA_DISTRIBUTION,
+    "flashmla_kv": adapter.FLASH_MLA_DISTRIBUTION,
+    "trtllm": "flashinfer_python",
+}
+
+
+@pytest.mark.parametrize(("package", "name"), [(package, name) for name, package in NEEDED.items()])
+@pytest.mark.parametrize("installed", [None, "0.0.1"])
+def test_an_implementation_whose_package_is_missing_or_another_release(monkeypatch, package, name, installed):
+    def version(asked):
+        if asked == package:
+            if installed is None:
+                raise shared.PackageNotFoundError
+            return installed
+        return real(asked)
+
+    real = shared.version
+    monkeypatch.setattr(shared, "version", version)
+    facts = {"device_sm": 100 if name == "trtllm" else 90, "num_heads": 64, "index_topk": 2048}
+    facts["kv_cache_dtype"] = torch.float8_e4m3fn if name == "flashmla_kv" else torch.bfloat16
+    found = "is not installed" if installed is None else "0.0.1 is installed"
+    pin = rf"{package}(\[\w+\])?==\S+"
+    with pytest.raises(ValueError, match=rf"{package} {found} and SGLang \S+ needs {pin}: pip install '{pin}'"):
+        build_attention(name, f"--nsa-decode-backend {name}", AttentionConfig(**facts))
+
+
+@pytest.mark.parametrize("package", ["sglang-kernel", "sgl-deep-gemm"])
+def test_an_indexer_without_its_packages(make_runner, monkeypatch, package):
+    runner = make_runner(index_topk=2048)
+    runner.device = "cuda"
+    monkeypatch.setattr(adapter, "package_problem", lambda name: f"{name} is missing" if name == package else None)
+    with pytest.raises(ValueError, match=f"^{package} is missing$"):
+        config.BackendConfig.from_runner(runner)
+
+
+def test_the_installed_packages_are_what_sglang_pins():
+    for package in {*NEEDED.values(), "sgl-deep-gemm"}:
+        assert adapter.package_problem(package) is None
+
+
+def test_a_context_beyond_the_table(make_runner):
+    runner = make_runner(table_width=700)
+    runner.model_config.context_len = 701
+    with pytest.raises(ValueError, match="--context-length 701 is beyond the 700 tokens"):
+        config.BackendConfig.from_runner(runner)

@@ -1,0 +1,94 @@
+"""Any supported SGLang release in this process, with the plugin loaded, on a machine without a GPU.
+
+The tests here run on every release that the package serves, each in an environment of its own (`make test-hosts`). They hold
+what a release must keep for the backend to be right under it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa_backend.testing.cpu_process import start_process
+
+start_process()
+
+import torch  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+
+from nsa_backend.adapters.installed import adapter  # noqa: E402
+from nsa_backend.releases import installed  # noqa: E402
+
+OF_THE_OTHER_GENERATION = "test_nsa_*.py" if "dsa" in adapter.BACKEND_NAMES else "test_dsa_*.py"
+collect_ignore_glob = [OF_THE_OTHER_GENERATION]
+"""What only one generation has is in files of its own; elsewhere they are not collected, and the summary says so."""
+if not hasattr(sys.modules.get("sglang.srt.runtime_context"), "_derived_widths"):
+    collect_ignore_glob.append(
+        "test_dsa_trained_checkpoint.py"
+    )  # SGLang's model classes are built as the newest release lets one
+
+
+def pytest_terminal_summary(terminalreporter):
+    files = sorted(path.name for path in Path(__file__).parent.glob(OF_THE_OTHER_GENERATION))
+    terminalreporter.write_line(
+        f"SGLang {installed()} has nothing that these are about, `make test-hosts` runs them on a release that does: "
+        + ", ".join(files)
+    )
+
+
+@pytest.fixture
+def make_runner():
+    """Returns a function of (table_width, pool_size, num_steps, index_topk) that builds a CPU model runner."""
+    from cpu_runner import build
+
+    return build
+
+
+@pytest.fixture
+def parse(tmp_path):
+    """Returns a function of command-line words that parses them as SGLang's launcher does, for a small V3.2 checkpoint."""
+    from nsa_backend.benchmarks.faithful_checkpoint import SHAPES, config
+
+    (tmp_path / "config.json").write_text(json.dumps(config(SHAPES["faithful"])))
+
+    def parsed(*words: str) -> argparse.Namespace:
+        parser = argparse.ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        # Without a GPU, SGLang can neither tell the device nor measure how much memory to leave.
+        return parser.parse_args(["--model-path", str(tmp_path), "--device", "cuda", "--mem-fraction-static", "0.8", *words])
+
+    return parsed
+
+
+@pytest.fixture
+def resolve(parse, monkeypatch):
+    """Returns a function of command-line words that goes as far as the launcher's main process: resolved and to be checked."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+
+    def resolved(*words: str) -> ServerArgs:
+        server_args = ServerArgs.from_cli_args(parse(*words))
+        if hasattr(server_args, "resolve_once"):
+            server_args.resolve_once()  # older releases resolve when they construct
+        return server_args
+
+    return resolved
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Returns a function of dropped and changed fields that writes a small V3.2 config and gives its folder."""
+
+    def write(name: str, drop: str = "-", **changed) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        from nsa_backend.benchmarks.faithful_checkpoint import SHAPES, config
+
+        fields = {field: value for field, value in config(SHAPES["faithful"]).items() if not field.startswith(drop)}
+        (folder / "config.json").write_text(json.dumps(fields | changed))
+        return str(folder)
+
+    return write

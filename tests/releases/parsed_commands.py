@@ -1,0 +1,59 @@
+"""Parse server commands as the launcher of the installed release does, in a process of its own, with the plugin or without.
+
+    python tests/releases/parsed_commands.py < COMMANDS.json > PARSED.json
+
+A command is what follows `python -m sglang.launch_server`. Whether the plugin serves is up to NSA_BACKEND_DISABLE. One
+that SGLang refuses ends the process with its error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from nsa_backend.testing.cpu_process import start_process
+
+start_process()
+
+import torch  # noqa: E402
+from sglang.srt.plugins import load_plugins  # noqa: E402
+from sglang.srt.server_args import ServerArgs, prepare_server_args  # noqa: E402
+
+from nsa_backend.adapters.installed import adapter  # noqa: E402
+
+
+def graphs(args: ServerArgs) -> dict[str, list[int] | None]:
+    """Batch sizes of decode graphs, tokens of prefill graphs (None: the release captures none of this model)."""
+    config = getattr(args, "cuda_graph_config", None)
+    if config is None:
+        return {"decode": args.cuda_graph_bs, "prefill": None if args.disable_piecewise_cuda_graph else []}
+    return {"decode": config.decode.bs, "prefill": config.prefill.bs}
+
+
+def main() -> None:
+    load_plugins()
+    torch.cuda.get_device_capability = lambda *device: (9, 0)  # all that resolution asks of a GPU
+    found = []
+    for words in json.load(sys.stdin):
+        server_args = prepare_server_args([*words, "--device", "cuda"])
+        if hasattr(server_args, "resolve_once"):
+            server_args.resolve_once()
+        server_args.check_server_args()
+        args = adapter.resolved(server_args)
+        found.append(
+            graphs(args)
+            | {
+                "backends": adapter.served_backends(server_args),
+                "implementation": getattr(args, adapter.DECODE_ATTRIBUTE),
+                "steps": args.speculative_num_steps,
+                "max_total_tokens": args.max_total_tokens,
+                "max_running_requests": args.max_running_requests,
+                "cache": not args.disable_radix_cache,
+                "port": args.port,
+            }
+        )
+    json.dump(found, sys.__stdout__)
+
+
+if __name__ == "__main__":
+    main()

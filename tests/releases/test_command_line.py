@@ -1,0 +1,67 @@
+"""One command line for every release: parsed, resolved and checked by SGLang itself, as its launcher does after the plugins.
+
+Resolution asks the GPU for its compute capability alone, which the `resolve` fixture answers for it.
+"""
+
+import pytest
+
+from nsa_backend.adapters.installed import adapter
+
+SPECULATIVE = (
+    "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+)
+OLD = "--nsa-decode-backend fa3 --nsa-prefill-backend flashmla_sparse"
+OWN = f"{adapter.DECODE_OPTION} fa3 {adapter.PREFILL_OPTION} flashmla_sparse"
+
+
+@pytest.mark.parametrize("options", [OLD, OWN])
+@pytest.mark.parametrize("name", adapter.BACKEND_NAMES)
+def test_the_options_set_what_the_backend_reads(resolve, options, name):
+    server_args = resolve("--attention-backend", name, *options.split(), *SPECULATIVE.split())
+    args = adapter.resolved(server_args)
+    assert (getattr(args, adapter.DECODE_ATTRIBUTE), getattr(args, adapter.PREFILL_ATTRIBUTE)) == ("fa3", "flashmla_sparse")
+    assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (3, 4)
+    assert (args.page_size, args.kv_cache_dtype) == (64, "bfloat16")
+    assert adapter.served_backends(server_args) == (name, name)
+    server_args.check_server_args()
+
+
+def test_a_sparse_model_is_served_without_any_option(resolve):
+    server_args = resolve()
+    assert set(adapter.served_backends(server_args)) <= set(adapter.BACKEND_NAMES)
+    args = adapter.resolved(server_args)
+    assert {getattr(args, adapter.DECODE_ATTRIBUTE), getattr(args, adapter.PREFILL_ATTRIBUTE)} <= {"fa3", "flashmla_sparse"}
+    server_args.check_server_args()
+
+
+@pytest.mark.parametrize(
+    "option", ["--nsa-decode-backend", "--nsa-prefill-backend", adapter.DECODE_OPTION, adapter.PREFILL_OPTION]
+)
+def test_a_value_that_no_release_knows_is_refused_by_the_parser(parse, capsys, option):
+    with pytest.raises(SystemExit):
+        parse(option, "no_such_backend")
+    assert "invalid choice: 'no_such_backend'" in capsys.readouterr().err
+
+
+def test_an_option_that_is_not_given_sets_nothing(parse):
+    """The old spelling is a second option for one attribute: its default must not overwrite what the first one set."""
+    args = parse(adapter.DECODE_OPTION, "fa3")
+    assert getattr(args, adapter.DECODE_ATTRIBUTE) == "fa3"
+    assert getattr(args, adapter.PREFILL_ATTRIBUTE) is None
+
+
+def test_the_last_spelling_wins(parse):
+    assert getattr(parse(adapter.DECODE_OPTION, "trtllm", "--nsa-decode-backend", "fa3"), adapter.DECODE_ATTRIBUTE) == "fa3"
+
+
+@pytest.mark.parametrize("option", [adapter.DECODE_OPTION, adapter.PREFILL_OPTION])
+def test_the_check_stops_a_server_that_names_what_is_not_served(resolve, option):
+    server_args = resolve("--attention-backend", adapter.BACKEND_NAMES[0], option, "tilelang")
+    with pytest.raises(ValueError, match=f"nsa_backend does not serve {option} tilelang: .*NSA_BACKEND_DISABLE=1"):
+        server_args.check_server_args()
+
+
+def test_another_attention_backend_is_left_alone(resolve):
+    server_args = resolve("--attention-backend", "flashinfer", adapter.DECODE_OPTION, "tilelang")
+    assert not set(adapter.served_backends(server_args)) & set(adapter.BACKEND_NAMES)
+    server_args.check_server_args()

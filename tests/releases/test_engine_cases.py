@@ -1,0 +1,76 @@
+"""Every end-to-end case's engine arguments, resolved and checked by SGLang itself, on both sides of the comparison."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from sglang.srt.server_args import ServerArgs
+
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.releases import generation_of, installed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+import soak_server
+from next_token import question
+from run_case import engine_arguments
+from workloads import CASES
+
+HAS_V1 = generation_of(installed()).adapter == "nsa"
+RUN_HERE = [case for case in CASES if HAS_V1 or not case.spec_v1]
+
+
+@pytest.fixture
+def engine(parse, resolve, tmp_path):
+    """Returns a function of a case that goes as far as sglang.Engine's main process."""
+
+    def resolved(case):
+        resolve()  # writes the checkpoint's config, and stands in for the GPU
+        server_args = ServerArgs(**engine_arguments(case, str(tmp_path), 30000), device="cuda")
+        if hasattr(server_args, "resolve_once"):
+            server_args.resolve_once()
+        server_args.check_server_args()
+        return server_args
+
+    return resolved
+
+
+@pytest.mark.parametrize("ask", [False, True], ids=["measured", "asked about ties"])
+@pytest.mark.parametrize("case", RUN_HERE, ids=lambda case: case.name)
+def test_every_case_resolves(engine, case, ask):
+    server_args = engine(question(case) if ask else case)
+    args = adapter.resolved(server_args)
+    assert set(adapter.served_backends(server_args)) <= set(adapter.BACKEND_NAMES)
+    assert getattr(args, adapter.DECODE_ATTRIBUTE) == case.decode
+    assert (args.speculative_num_steps or 0) == (0 if ask else case.steps)
+    assert args.tp_size == case.gpus
+
+
+def test_debugging_graphs_has_graphs_to_debug(engine):
+    """SGLang asserts at capture that the decode graphs can be broken, where it has a choice of them."""
+    (case,) = [c for c in CASES if c.engine.get("debug_cuda_graph")]
+    assert engine_arguments(case, "", 30000)["debug_cuda_graph"]  # which SGLang puts off on a machine without a GPU
+    args = adapter.resolved(engine(case))
+    assert not args.disable_cuda_graph
+    if not HAS_V1:
+        assert args.cuda_graph_config.decode.backend == "breakable"
+
+
+@pytest.mark.parametrize("name", ["above the captured sizes", "without CUDA graphs"])
+def test_batches_of_unequal_ranks_run_outside_graphs(engine, name):
+    for case in (c for c in CASES if name in c.name and c.gpus == 2):
+        args = adapter.resolved(engine(case))
+        assert (args.dp_size if args.enable_dp_attention else args.attn_dp_size) == 2
+        if name == "without CUDA graphs":
+            assert args.disable_cuda_graph
+        else:
+            sizes = args.cuda_graph_bs if HAS_V1 else args.cuda_graph_config.decode.bs
+            assert max(sizes) == 2
+
+
+def test_both_sides_of_the_soak_run_understand_its_command(resolve, tmp_path):
+    words = soak_server.command(tmp_path, 33000)
+    assert not any(word.startswith("--nsa-") for word in words if not HAS_V1)  # which the built-in side need not know
+    args = adapter.resolved(resolve(*words[words.index("--model-path") + 2 :]))
+    assert getattr(args, adapter.DECODE_ATTRIBUTE) == "fa3"
+    assert (args.speculative_num_steps, args.max_total_tokens, args.chunked_prefill_size) == (3, soak_server.POOL_TOKENS, 512)
+    assert max(args.cuda_graph_bs if HAS_V1 else args.cuda_graph_config.decode.bs) == 64

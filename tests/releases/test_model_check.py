@@ -1,0 +1,45 @@
+"""What a checkpoint's config tells is refused in the main process, before any weight is loaded; a draft model's as well."""
+
+import pytest
+from sglang.srt.configs import model_config
+
+from nsa_backend.adapters.installed import adapter
+
+SPECULATIVE = [
+    *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+]
+OWN = ("--attention-backend", adapter.BACKEND_NAMES[0])
+
+
+def test_a_small_v32_is_served(resolve, checkpoint):
+    resolve("--model-path", checkpoint("target"), *OWN, *SPECULATIVE).check_server_args()
+
+
+@pytest.mark.parametrize("of_the_draft", [False, True])
+def test_another_topk(resolve, checkpoint, of_the_draft):
+    bad, good = checkpoint("bad", index_topk=1024), checkpoint("good")
+    target, draft = (good, bad) if of_the_draft else (bad, good)
+    server_args = resolve("--model-path", target, *OWN, *SPECULATIVE, "--speculative-draft-model-path", draft)
+    with pytest.raises(ValueError, match="this model keeps index_topk = 1024 tokens"):
+        server_args.check_server_args()
+
+
+def test_a_draft_of_another_backend_is_its_own_affair(resolve, checkpoint):
+    draft = checkpoint("draft", index_topk=1024)
+    options = ["--speculative-draft-model-path", draft, "--speculative-draft-attention-backend", "fa3"]
+    resolve("--model-path", checkpoint("target"), *OWN, *SPECULATIVE, *options).check_server_args()
+
+
+def test_a_model_without_an_index(resolve, checkpoint):
+    dense = checkpoint("dense", architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", drop="index_")
+    server_args = resolve("--model-path", dense, *OWN)
+    with pytest.raises(ValueError, match=r"serves models with an index_topk .* has none: choose another --attention-backend"):
+        server_args.check_server_args()
+
+
+def test_the_targets_config_is_read_once(resolve, checkpoint, monkeypatch):
+    """SGLang has it from resolving its arguments."""
+    server_args = resolve("--model-path", checkpoint("target"), *OWN, *SPECULATIVE)
+    monkeypatch.setattr(model_config.ModelConfig, "__init__", lambda *args, **options: pytest.fail("a config was read again"))
+    server_args.check_server_args()

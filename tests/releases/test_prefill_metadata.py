@@ -1,0 +1,105 @@
+"""Metadata of prefills, and of what SGLang pads, against definitions spelled out one token after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from batches import forward_batch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from metadata_reference import Batch
+
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.sglang import ForwardMode
+from nsa_backend.registration import create_backend
+
+RUNS = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
+RAGGED = [ForwardMode.EXTEND, *(mode for mode in ForwardMode if adapter.is_ragged_draft_extend(mode))]
+"""Modes in which requests extend by different numbers of tokens."""
+
+
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+@RUNS
+def test_prefill(make_runner, data, seed):
+    """Prefix and new tokens, by definition, one token after the other."""
+    runner = make_runner()
+    requests = data.draw(st.integers(1, 8))
+    prefix = data.draw(st.lists(st.integers(0, 200), min_size=requests, max_size=requests))
+    new = data.draw(st.lists(st.integers(1, 90), min_size=requests, max_size=requests))
+    lengths = [a + b for a, b in zip(prefix, new, strict=True)]
+    slots = (1 + np.random.default_rng(seed).permutation(290)[:requests]).tolist()
+    batch = forward_batch(
+        Batch("decode", lengths, slots, runner.req_to_token_pool.req_to_token.numpy(), 64, 0), ForwardMode.EXTEND
+    )
+    batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(new), new
+    backend = create_backend(runner)
+    backend.init_forward_metadata(batch)
+    m = backend.forward_metadata
+
+    row_lens, owner, start, end = [], [], [], []
+    for request, (a, b) in enumerate(zip(prefix, new, strict=True)):
+        for j in range(b):
+            row_lens.append(a + j + 1)
+            owner.append(request)
+            start.append(sum(lengths[:request]))
+            end.append(start[-1] + a + j + 1)
+    assert m.nsa_seqlens_expanded.tolist() == row_lens
+    assert m.nsa_cache_seqlens_int32.tolist() == [min(n, 64) for n in row_lens]
+    assert m.nsa_cu_seqlens_k.tolist() == np.cumsum([0] + [min(n, 64) for n in row_lens]).tolist()
+    assert m.nsa_cu_seqlens_q.tolist() == list(range(len(row_lens) + 1))
+    assert m.token_to_batch_idx.tolist() == owner
+    assert [t.tolist() for t in m.indexer_k_start_end] == [start, end]
+    assert m.cu_seqlens_q.tolist() == np.cumsum([0, *new]).tolist()
+    assert m.cu_seqlens_k.tolist() == np.cumsum([0, *lengths]).tolist()
+    assert m.cache_seqlens_int32.tolist() == lengths
+    assert (m.max_seq_len_q, m.max_seq_len_k) == (max(new), max(lengths))
+    assert m.nsa_extend_seq_lens_list == new
+    table = runner.req_to_token_pool.req_to_token
+    for request, length in enumerate(lengths):
+        pages = table[slots[request], :length:64] // 64
+        assert torch.equal(m.real_page_table[request, : len(pages)], pages)
+    for tensor in (m.nsa_seqlens_expanded, m.nsa_cu_seqlens_k, m.token_to_batch_idx, *m.indexer_k_start_end, m.cu_seqlens_q):
+        assert tensor.dtype == torch.int32
+
+
+@pytest.mark.parametrize("mode", RAGGED)
+def test_extend_lengths_may_be_a_cpu_tensor(make_runner, mode):
+    """As SGLang leaves them where it padded a DP-attention batch."""
+    runner = make_runner()
+    batch = forward_batch(Batch("decode", [9, 7], [1, 2], runner.req_to_token_pool.req_to_token.numpy(), 64, 0), mode)
+    batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor([3, 1]), torch.tensor([3, 1])
+    backend = create_backend(runner)
+    backend.init_forward_metadata(batch)
+    assert backend.forward_metadata.nsa_seqlens_expanded.tolist() == [7, 8, 9, 7]
+    assert sum(backend.forward_metadata.nsa_extend_seq_lens_list) == 4
+
+
+def test_an_idle_rank_that_sglang_padded(make_runner):
+    """DP attention pads an idle rank's batch with requests of slot 0 and length 1, and initialises it again."""
+    backend = create_backend(make_runner())
+    table = backend.writer.req_to_token.numpy()
+    backend.init_forward_metadata(forward_batch(Batch("decode", [1, 1, 1], [0, 0, 0], table, 64, 0), ForwardMode.IDLE))
+    metadata = backend.forward_metadata
+    assert metadata.cache_seqlens_int32.tolist() == [1, 1, 1]
+    assert metadata.nsa_extend_seq_lens_list == [1, 1, 1]
+    assert metadata.real_page_table[:, 0].tolist() == [table[0, 0] // 64] * 3
+
+
+def test_rows_that_sglang_pads_have_length_zero():
+    """Of what attention reads alone: SGLang's indexer cuts the padding off and asks for the real rows."""
+    from nsa_backend.kernels.buffers import MetadataBuffers
+    from nsa_backend.kernels.plan import plan_decode
+    from nsa_backend.metadata.views import step_metadata, with_padding_rows
+
+    plan = plan_decode(3)
+    buffers = MetadataBuffers.allocate(plan, table_width=64, num_sms=0, device="cpu", wide=False, planned=False)
+    metadata = step_metadata(plan, buffers)
+    metadata.nsa_cache_seqlens_int32.copy_(torch.tensor([5, 6, 7]))
+    padded = with_padding_rows(metadata, 5)
+    assert padded.nsa_cache_seqlens_int32.tolist() == [5, 6, 7, 0, 0]
+    assert padded.nsa_cu_seqlens_k.tolist() == [0, 5, 11, 18, 18, 18]
+    assert padded.nsa_cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 5]
+    assert padded.nsa_extend_seq_lens_list == [1, 1, 1]
+    for field in ("cache_seqlens_int32", "nsa_seqlens_expanded", "real_page_table", "token_to_batch_idx", "cu_seqlens_q"):
+        assert getattr(padded, field) is getattr(metadata, field)

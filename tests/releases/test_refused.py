@@ -1,0 +1,87 @@
+"""What stops a server at start, read from ServerArgs that the release itself has resolved."""
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.server_args import ServerArgs
+
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.refusals import RULES, refusals
+
+FIELDS = set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__)
+
+REFUSED = {
+    **{name: (option, True) for name, option in adapter.REFUSED_OPTIONS.items() if name in FIELDS},
+    **{name: (option, "nothing served") for name, (option, _) in adapter.REFUSED_VALUES.items() if name in FIELDS},
+}
+
+
+@pytest.fixture
+def arguments(resolve):
+    """Returns a function of changed attributes that gives a served server's resolved arguments with those changes."""
+    view = adapter.resolved(resolve("--attention-backend", adapter.BACKEND_NAMES[0]))
+    values = {name: getattr(view, name) for name in FIELDS}
+    return lambda **changed: SimpleNamespace(**values | changed)
+
+
+def test_a_default_server_is_served(arguments):
+    assert refusals(arguments()) == []
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_this_generation_alone_has(arguments, name):
+    option, bad = REFUSED[name]
+    (sentence,) = refusals(arguments(**{name: bad}))
+    assert sentence.startswith(f"nsa_backend does not serve {option}")
+    assert "NSA_BACKEND_DISABLE=1" in sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("device", "cpu"),
+        ("kv_cache_dtype", "fp8_e5m2"),
+        ("page_size", 1),
+        (adapter.DECODE_ATTRIBUTE, "tilelang"),
+        (adapter.PREFILL_ATTRIBUTE, "aiter"),
+        ("enable_hisparse", True),
+        ("enable_two_batch_overlap", True),
+        ("enable_pdmux", True),
+        ("enable_multi_layer_eagle", True),
+        ("enable_deterministic_inference", True),
+        ("speculative_algorithm", "NGRAM"),
+        ("speculative_eagle_topk", 4),
+    ],
+)
+def test_what_every_release_has(arguments, name, bad):
+    (rule,) = [rule for rule in RULES if rule.attribute == name]
+    (sentence,) = refusals(arguments(**{name: bad}))
+    assert sentence.startswith(f"nsa_backend does not serve {rule.option}")
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.attribute in FIELDS], ids=lambda rule: rule.attribute)
+def test_a_refusal_names_an_option_that_the_parser_knows(rule):
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    assert rule.option in parser._option_string_actions
+
+
+def test_every_rule_that_holds_everywhere_reads_an_attribute_of_the_release():
+    assert {rule.attribute for rule in RULES if rule.everywhere} <= FIELDS
+
+
+@pytest.mark.parametrize("name", [rule.attribute for rule in RULES if not rule.everywhere])
+def test_a_served_value_is_served(arguments, name):
+    served = adapter.REFUSED_VALUES.get(name, (None, (False, None)))[1]
+    for value in served:
+        assert refusals(arguments(**{name: value})) == []
+
+
+def test_a_model_like_deepseek_v32_is_served():
+    config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=2048, qk_rope_head_dim=64)
+    assert adapter.is_sparse_model(config)
+    assert adapter.index_topk(config) == 2048
+    for speculative in (False, True):
+        assert adapter.model_problem(config, speculative) is None

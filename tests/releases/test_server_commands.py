@@ -1,0 +1,139 @@
+"""Every server command of the benchmarks and of the end-to-end tests, as the installed release parses it on either side.
+
+The built-in side's parser has no options of ours: on 0.5.20 and later it knows the dsa spellings alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.benchmarks import (
+    bench_draft,
+    bench_profile,
+    bench_serve,
+    faithful_checkpoint,
+    generation,
+    server_options,
+    servers,
+)
+
+SCRIPT = Path(__file__).with_name("parsed_commands.py")
+DEFAULT_PREFILL = ["--chunked-prefill-size", str(server_options.CHUNK)]
+
+
+def options_of(bench, monkeypatch, **given) -> list[list[str]]:
+    """What `bench` starts its servers with, by its own choice of cells."""
+    seen = []
+
+    class Servers:
+        def __init__(self, folder, port, shapes, new_tokens):
+            seen.append(generation.options_for(shapes, new_tokens))
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(bench, "Servers", Servers)
+    options = ("checkpoint", "steps", "batch", "length", "prompt_tokens", "port")
+    chosen = dict.fromkeys(options) | {"quick": False} | given
+    with ExitStack() as resources:
+        bench.cells(argparse.Namespace(**chosen), resources)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory) -> dict[str, list[str]]:
+    """By name, what follows `python -m sglang.launch_server`."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    (folder / "config.json").write_text(json.dumps(faithful_checkpoint.config(faithful_checkpoint.SHAPES["wide"])))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        options = {
+            bench.__name__.rsplit("_", 1)[1]: options_of(bench, monkeypatch)[0]
+            for bench in (bench_serve, bench_draft, bench_profile)
+        }
+    options["readme"] = []
+    options["rejections on fp8"] = [
+        *generation.SIZES, "--kv-cache-dtype", "fp8_e4m3", *server_options.implementations("flashmla_kv", "flashmla_kv"),
+    ]  # fmt: skip
+    options["every prefill graph"] = DEFAULT_PREFILL
+    return {
+        f"{name}, N = {steps}": [*servers.command(folder, 25000 + steps, steps)[3:], *given]
+        for name, given in options.items()
+        for steps in (0, 1, 3)
+    }
+
+
+@pytest.fixture(scope="module", params=list(servers.BACKENDS))
+def parsed(request, commands) -> dict[str, dict]:
+    """What the installed release makes of each command, with our plugin or without it."""
+    environment = os.environ | {"NSA_BACKEND_DISABLE": servers.BACKENDS[request.param], "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT)], input=json.dumps(list(commands.values())), env=environment,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(commands, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def test_both_sides_serve_the_same_configuration(parsed):
+    for name, found in parsed.items():
+        steps = int(name[-1])
+        assert set(found["backends"]) <= set(adapter.BACKEND_NAMES), name
+        assert found["implementation"] == ("flashmla_kv" if "fp8" in name else "fa3"), name
+        assert (found["steps"] or 0, found["port"]) == (steps, 25000 + steps), name
+
+
+def test_serve_has_room_for_its_largest_cell_and_graphs_for_its_batches(parsed):
+    found = parsed["serve, N = 3"]
+    assert found["max_total_tokens"] >= 32 * (32768 + bench_serve.TOKENS)
+    assert found["max_running_requests"] == 32
+    assert not found["cache"]
+    assert set(bench_serve.BATCHES) <= set(found["decode"]) <= set(server_options.MEASURED_BATCHES)
+
+
+def test_prefill_runs_in_the_graphs_of_a_default_server(parsed):
+    """Fewer are captured, each of them one that a server captures by default, and every prefill pads to what it would there."""
+    captured, default = parsed["serve, N = 0"]["prefill"], parsed["every prefill graph, N = 0"]["prefill"]
+    if server_options.names().prefill_graphs is None:
+        assert captured is default is None
+        return
+    largest = max(default)
+    assert server_options.largest_prefill_graph() == largest
+    every = range(1, largest + 1)
+    assert [server_options.graph_tokens(n) for n in every] == [min(s for s in default if s >= n) for n in every]
+    assert set(captured) < set(default)
+    assert len(captured) <= 10
+    for shape in ((1, 300), (8, 300), (32, 300), (8, 4096), (32, 32768), (1, 131072)):
+        for tokens in server_options.chunks(*shape):
+            graphs = [min((s for s in sizes if s >= tokens), default=None) for sizes in (captured, default)]
+            assert graphs[0] == graphs[1]
+
+
+def test_the_names_are_those_of_the_adapter():
+    names = server_options.names()
+    assert names.backend == adapter.BACKEND_NAMES[0]
+    assert (names.decode, names.prefill) == (adapter.DECODE_OPTION, adapter.PREFILL_OPTION)
+
+
+@pytest.mark.parametrize(
+    ("requests", "length", "page", "chunks"),
+    [
+        (1, 300, 64, [300]),
+        (32, 300, 64, [25 * 300 + 192, 108 + 6 * 300]),
+        (32, 300, 1, [8192, 1408]),
+        (8, 4096, 64, [8192] * 4),
+        (1, 131072, 64, [8192] * 16),
+        (2, 8193, 64, [8192, 1 + 8128, 65]),
+    ],
+)
+def test_prompts_are_cut_into_chunks(requests, length, page, chunks):
+    assert server_options.chunks(requests, length, page) == chunks
+    assert sum(chunks) == requests * length
