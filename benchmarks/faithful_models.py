@@ -11,7 +11,8 @@ before it: head h looks at the one token that is `lag` + h mod 4 back, and at ha
 a bfloat16 of the sum can tell). Draft step i stands i + 1 tokens after the newest one that it may see, so it sees all it needs
 while i + 1 <= `lag`, and computes what the target will compute once its drafts are accepted.
 
-- The best possible accept length is min(N, `lag` + 1) + 1: N + 1 up to N = 5.
+- The best possible accept length is N + 1 up to N = `lag` + 1 = 5. Later steps lack one of the four distances or more: their
+  drafts are right by luck, one in six of the first.
 - The slots that attention reads matter at every step: other slots are other tokens and another next token. With N = `lag` + 1
   the last step needs the newest token that it may see, so a row that is cut short by one loses every last draft; with less
   steps the newest `lag` - N + 1 tokens may be missing unseen. Lengths beyond L read what is in no selection: nothing of the

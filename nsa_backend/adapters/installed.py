@@ -49,6 +49,7 @@ ADAPTER_NAMES = (
     "schedule_surplus_last",
     "served_backends",
     "settings",
+    "shares_selections",
     "take_over",
     "topk_v2",
 )

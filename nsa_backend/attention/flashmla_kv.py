@@ -8,6 +8,7 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.attention.interface import SINKS_WHERE
 from nsa_backend.attention.joined_query import QueryJoiner
 from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels.plan import PAGE_SIZE
@@ -32,6 +33,8 @@ def supports(config: AttentionConfig) -> str | None:
         return f"it reads pages of {PAGE_SIZE} tokens and this cache has pages of {config.page_size}"
     if config.index_topk % TOPK_MULTIPLE:
         return f"it takes an index_topk in multiples of {TOPK_MULTIPLE} and this model has {config.index_topk}"
+    if config.sinks:
+        return SINKS_WHERE
     return adapter.package_problem(adapter.FLASH_MLA_DISTRIBUTION)
 
 

@@ -29,6 +29,7 @@ class SparseInputs:
     q_joined: torch.Tensor | None = None  # [rows, heads, v_head_dim + rope_dim], where the query came in one piece
     request_seqlens: torch.Tensor | None = None  # decode only: int32 [requests], tokens of each request, not clipped
     schedule: FlashMlaTiles | torch.Tensor | None = None  # what `prepare` made for these rows; None where it was for others
+    attn_sink: torch.Tensor | None = None  # float32 [heads], where the model has learned the score of a key without a value
 
 
 def sparse_inputs(
@@ -39,6 +40,7 @@ def sparse_inputs(
     topk_slots: torch.Tensor,
     metadata: NSAMetadata,
     *,
+    attn_sink: torch.Tensor | None = None,
     decode: bool = False,
 ) -> SparseInputs:
     """Views of the query, split into its latent and RoPE parts, beside the metadata of its rows.
@@ -72,6 +74,7 @@ def sparse_inputs(
         q_joined=joined,
         request_seqlens=metadata.cache_seqlens_int32 if decode else None,
         schedule=schedule,
+        attn_sink=attn_sink,
     )
 
 

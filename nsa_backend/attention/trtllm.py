@@ -10,7 +10,7 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.inputs import SparseInputs, append_rows
-from nsa_backend.attention.interface import NothingToPrepare, device_title
+from nsa_backend.attention.interface import SINKS_WHERE, NothingToPrepare, device_title
 from nsa_backend.attention.joined_query import QueryJoiner
 from nsa_backend.config import AttentionConfig
 
@@ -33,6 +33,8 @@ def supports(config: AttentionConfig) -> str | None:
             "its FP8 KV cache holds 576 plain values a token, which no other implementation reads: pass "
             f"{adapter.DECODE_OPTION if config.prefill else adapter.PREFILL_OPTION} trtllm too"
         )
+    if config.sinks:
+        return SINKS_WHERE
     return adapter.package_problem("flashinfer_python")
 
 

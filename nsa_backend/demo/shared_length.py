@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.plan import MetadataPlan, plan_decode
-from nsa_backend.metadata.views import step_metadata
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 
 
@@ -13,7 +11,3 @@ class SharedLengthMultiStepBackend(NativeSparseAttnMultiStepBackend):
 
     def plan(self, num_requests: int) -> MetadataPlan:
         return plan_decode(num_requests)
-
-    def _hand_out(self, plan: MetadataPlan, buffers: MetadataBuffers) -> None:
-        for backend in self.attn_backends:
-            backend.forward_metadata = step_metadata(plan, buffers)

@@ -17,7 +17,7 @@ from sglang.srt.configs.model_config import get_dsa_index_topk as index_topk
 from sglang.srt.configs.model_config import is_deepseek_dsa as is_sparse_model
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import BaseIndexerMetadata
-from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.runtime_context import get_exec, get_parallel, get_server_args, get_spec
 from sglang.srt.server_args import ServerArgs
 
 from nsa_backend.adapters.dsa.draft import draft_extend_sizes_in_tokens, take_draft_side
@@ -35,7 +35,7 @@ from nsa_backend.adapters.dsa.kernels import (
 )
 from nsa_backend.adapters.dsa.refusals import REFUSED_OPTIONS, REFUSED_VALUES, environment_problems, model_problem
 from nsa_backend.adapters.old_options import ADD_OPTIONS, add_aliases
-from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch, ForwardMode, HookType
+from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import (
     CHECK,
     FACTORY,
@@ -111,9 +111,21 @@ def attention_tp_size() -> int:
     return get_parallel().attn_tp_size
 
 
-def fuse_topk() -> bool:
-    """Whether the indexer's top-k returns KV slots (SGLANG_DSA_FUSE_TOPK=1, the default) or token positions."""
-    return envs.SGLANG_DSA_FUSE_TOPK.get()
+def fuse_topk(shares_selections: bool) -> bool:
+    """Whether the indexer's top-k returns KV slots (SGLANG_DSA_FUSE_TOPK=1, the default) or token positions.
+
+    Under PD disaggregation selections that draft steps share travel as positions; which side turns them into slots is SGLang's
+    rule.
+    """
+    from sglang.srt.layers.attention.dsa.utils import should_use_dsa_fused_topk as rule
+
+    options = (get_server_args(),) if "server_args" in inspect.signature(rule).parameters else ()
+    return rule(*options, shares_selections)
+
+
+def shares_selections(factory: DraftBackendFactory) -> bool:
+    """Whether the draft steps of this factory's worker attend with the selection of the last accepted row."""
+    return factory.seed_dsa_topk_from_draft_extend
 
 
 def dense_prefill_limit() -> int:

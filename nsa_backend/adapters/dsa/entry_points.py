@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch
+import torch
+
+from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch, ForwardMode
 from nsa_backend.error_notes import noted
 
 if TYPE_CHECKING:
@@ -50,6 +52,14 @@ class BackendEntryPoints(AttentionBackend):
     def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> IndexerMetadata:
         """What the indexer of a layer reads."""
         return self.indexer_metadata()
+
+    @noted
+    def prepare_mtp_seed_indices(self, topk_indices: torch.Tensor, forward_mode: ForwardMode) -> torch.Tensor:
+        """A selection of prefill or draft-extend as the draft steps that share it read it.
+
+        SGLang calls it in eager prefills, and inside draft-extend's capture.
+        """
+        return self.selection_for_drafts(topk_indices)
 
 
 class MultiStepEntryPoints:

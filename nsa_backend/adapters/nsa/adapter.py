@@ -24,7 +24,7 @@ from nsa_backend.adapters.nsa.kernels import (
     topk_v2,
 )
 from nsa_backend.adapters.nsa.refusals import REFUSED_OPTIONS, REFUSED_VALUES, environment_problems, model_problem
-from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch, ForwardMode, HookType
+from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import (
     CHECK,
     FACTORY,
@@ -94,9 +94,14 @@ def schedule_surplus_last(device_sm: int) -> bool:
     return False
 
 
-def fuse_topk() -> bool:
+def fuse_topk(shares_selections: bool) -> bool:
     """Whether the indexer's top-k returns KV slots (SGLANG_NSA_FUSE_TOPK=1, the default) or token positions."""
     return envs.SGLANG_NSA_FUSE_TOPK.get()
+
+
+def shares_selections(factory: DraftBackendFactory) -> bool:
+    """No: these releases have every draft step select for itself."""
+    return False
 
 
 def dense_prefill_limit() -> int:
