@@ -35,13 +35,9 @@ def sharing_problem(hf_config: Any, shares_in_sglang: Callable[[Any, int], bool]
     """
     if not hasattr(hf_config, "num_hidden_layers"):
         return None
-    meant = layers_that_share(hf_config)
-    differing = [layer for layer, shares in enumerate(meant) if shares_in_sglang(hf_config, layer) != shares]
-    if not differing:
+    if all(shares_in_sglang(hf_config, layer) == shares for layer, shares in enumerate(layers_that_share(hf_config))):
         return None
-    layer = differing[0]
-    does = ("runs an indexer in", "has no indexer in") if meant[layer] else ("reuses another layer's top-k in", "has one in")
     return (
-        f"its layers share top-k in a pattern that SGLang {release} does not know: it {does[0]} layer {layer}, and the "
-        f"checkpoint {does[1]} that layer"
+        f"its layers share top-k in a pattern that SGLang {release} does not read: other layers would select than those that "
+        "have an indexer; install a newer SGLang"
     )

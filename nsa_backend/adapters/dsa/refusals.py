@@ -58,6 +58,8 @@ def model_problem(hf_config: Any, speculative: bool, dequantised_prefill: bool) 
         return "SGLang gives its full-attention layers a sparse backend of its own, past the one that is registered"
     if getattr(hf_config, "llama_4_scaling", None) is not None:
         return "its queries are scaled by position (llama_4_scaling), and SGLang hands no implementation served here the scale"
+    if getattr(hf_config, "learnable_sink", False) and dequantised_prefill:
+        return "its attention has learnable sinks, which are added on a bfloat16 KV cache alone; pass --kv-cache-dtype bfloat16"
     if speculative and architecture.startswith("LongcatFlash"):
         return "SGLang's MTP layer of it takes no selection back from its attention; drop --speculative-algorithm"
     if speculative and dequantised_prefill and shares_draft_selections(hf_config) and not _turns_selections_into_slots():
