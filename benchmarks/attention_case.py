@@ -69,7 +69,7 @@ class Case:
 
         backend = self._backend("ours", NativeSparseAttnBackend, name)
         self._capture(backend, rows).in_graph()  # makes the metadata launch
-        backend.captured.forget_launch()
+        backend.captured.leave()
         return self._forward_decode(backend, rows)
 
     def builtin(self, name: str, rows: int) -> Callable[[int], torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.plan import MetadataPlan
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -13,18 +14,16 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 def check_arguments(
     plan: MetadataPlan,
     buffers: MetadataBuffers,
-    seq_lens: torch.Tensor,
-    req_pool_indices: torch.Tensor,
+    inputs: BatchInputs,
     req_to_token: torch.Tensor,
-    extend_lens: torch.Tensor | None,
 ) -> None:
     """Refuse what the kernel would read or write out of bounds; raises ValueError with the consequence."""
     device = buffers.real_page_table.device
-    vectors = {"seq_lens": seq_lens, "req_pool_indices": req_pool_indices}
-    if plan.ragged and extend_lens is None:
+    vectors = {"seq_lens": inputs.seq_lens, "req_pool_indices": inputs.req_pool_indices}
+    if plan.ragged and inputs.extend_lens is None:
         raise ValueError("a ragged plan needs extend_lens: without them the rows of a request are unknown")
     if plan.ragged:
-        vectors["extend_lens"] = extend_lens
+        vectors["extend_lens"] = inputs.extend_lens
     for name, tensor in vectors.items():
         check_vector(name, tensor, plan.num_requests)
         check_device(name, tensor, device)

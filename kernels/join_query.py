@@ -1,4 +1,4 @@
-"""Join the latent and the RoPE part of absorbed MLA queries, for kernels that read one tensor with padded heads."""
+"""The join of the latent and the RoPE part of absorbed MLA queries, for kernels that read one tensor with padded heads."""
 
 from __future__ import annotations
 

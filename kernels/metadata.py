@@ -1,28 +1,16 @@
-"""One launch that writes the metadata of every step and row of a forward, or of a whole draft round.
-
-Grid, known on the host: `num_steps` programs write lengths, prefix sums and the DeepGEMM schedule of one step each, as many the
-plan of the top-k kernel where it is wanted; `num_requests * splits` programs copy page tables, `splits` of them taking turns at
-the column blocks of one request. A program past the end of its request stops at once, so the grid depends on no value that only
-the GPU knows and one long request is spread over as many programs as a short one.
-"""
+"""The launcher of the metadata kernel: one launch for every step and row of a forward, or of a whole draft round."""
 
 from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.checks import check_arguments
-from nsa_backend.kernels.lengths import (
-    write_cu_seqlens_q,
-    write_request_lengths,
-    write_row_lengths,
-    write_schedule,
-)
-from nsa_backend.kernels.page_tables import copy_page_tables
+from nsa_backend.kernels.inputs import BatchInputs
+from nsa_backend.kernels.metadata_kernel import metadata_kernel
 from nsa_backend.kernels.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
-from nsa_backend.kernels.topk_plan import CAPS, MAX_ROWS, THRESHOLDS, write_topk_plan
+from nsa_backend.kernels.topk_plan import CAPS, MAX_ROWS, THRESHOLDS
 
 # The variant that loses least over all modes and shapes in benchmarks/results/tune_metadata_h200.json.
 ROW_BLOCK = 128
@@ -32,166 +20,13 @@ NUM_WARPS = 4
 TARGET_TABLE_PROGRAMS = 2048
 
 
-# What changes from batch to batch; a special value (1, or a multiple of 16) must not compile the kernel again.
-UNSPECIALIZED = [
-    "cache_seqlens_stride", "cu_seqlens_k_stride", "seqlens_expanded_stride", "nsa_cache_seqlens_stride",
-    "nsa_cu_seqlens_k_stride", "topk_plan_stride", "page_table_1_stride", "real_page_table_stride",
-    "num_requests", "num_rows", "row_offset", "cache_offset", "table_offset", "max_len", "splits",
-    "request_search_steps", "row_search_steps",
-]  # fmt: skip
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def metadata_kernel(
-    seq_lens_ptr,  # int32 | int64 [num_requests]
-    req_pool_indices_ptr,  # int32 | int64 [num_requests]
-    req_to_token_ptr,  # int32 [pool, req_to_token_stride]
-    extend_lens_ptr,  # int32 | int64 [num_requests], read where rows are ragged
-    cache_seqlens_ptr,  # int32 [num_steps, cache_seqlens_stride]
-    cu_seqlens_k_ptr,  # int32 [num_steps, cu_seqlens_k_stride]
-    seqlens_expanded_ptr,  # int32 [num_steps, seqlens_expanded_stride]
-    nsa_cache_seqlens_ptr,  # int32 [num_steps, nsa_cache_seqlens_stride]
-    nsa_cu_seqlens_k_ptr,  # int32 [num_steps, nsa_cu_seqlens_k_stride]
-    segment_ends_ptr,  # int32 [num_steps, nsa_cache_seqlens_stride]
-    schedule_ptr,  # int32 [num_steps, NUM_SMS + 1, 2], not written where NUM_SMS is 0
-    topk_plan_ptr,  # int32 [num_steps, topk_plan_stride], not written where NUM_PLANS is 0
-    page_table_1_ptr,  # int32 [num_requests, page_table_1_stride], not written where WIDE is False
-    real_page_table_ptr,  # int32 [num_rows, real_page_table_stride]
-    cu_seqlens_q_ptr,  # int32 [num_requests + 1], written where rows are ragged
-    token_to_batch_idx_ptr,  # int32 [num_rows], written where rows are ragged
-    req_to_token_stride,
-    cache_seqlens_stride,
-    cu_seqlens_k_stride,
-    seqlens_expanded_stride,
-    nsa_cache_seqlens_stride,
-    nsa_cu_seqlens_k_stride,
-    topk_plan_stride,
-    page_table_1_stride,
-    real_page_table_stride,
-    num_requests,
-    num_rows,
-    row_offset,
-    cache_offset,
-    table_offset,
-    max_len,
-    index_topk,
-    splits,
-    request_search_steps,
-    row_search_steps,
-    NUM_STEPS: tl.constexpr,
-    NUM_PLANS: tl.constexpr,
-    ROWS_PER_REQUEST: tl.constexpr,
-    WIDE: tl.constexpr,
-    THRESHOLDS: tl.constexpr,
-    CAPS: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
-    NUM_SMS: tl.constexpr,
-    SM_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr,
-    SPLIT_KV: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-    COLUMN_BLOCK: tl.constexpr,
-    SURPLUS_LAST: tl.constexpr,
-):
-    # What `MetadataBuffers.allocate` keeps of the strides: rows of page tables begin at 16 bytes.
-    page_table_1_stride = tl.multiple_of(page_table_1_stride, 4)
-    real_page_table_stride = tl.multiple_of(real_page_table_stride, 4)
-    step = tl.program_id(0)
-    if step < NUM_STEPS:
-        write_request_lengths(
-            seq_lens_ptr,
-            cache_seqlens_ptr + step * cache_seqlens_stride,
-            cu_seqlens_k_ptr + step * cu_seqlens_k_stride,
-            num_requests,
-            cache_offset + step,
-            max_len,
-            BLOCK=ROW_BLOCK,
-        )
-        if ROWS_PER_REQUEST == 0:
-            write_cu_seqlens_q(extend_lens_ptr, cu_seqlens_q_ptr, num_requests, num_rows, BLOCK=ROW_BLOCK)
-            # Read back below, by other threads of this program.
-            tl.debug_barrier()
-        ends_ptr = segment_ends_ptr + step * nsa_cache_seqlens_stride
-        segments = write_row_lengths(
-            seq_lens_ptr,
-            extend_lens_ptr,
-            cu_seqlens_q_ptr,
-            seqlens_expanded_ptr + step * seqlens_expanded_stride,
-            nsa_cache_seqlens_ptr + step * nsa_cache_seqlens_stride,
-            nsa_cu_seqlens_k_ptr + step * nsa_cu_seqlens_k_stride,
-            ends_ptr,
-            token_to_batch_idx_ptr,
-            num_requests,
-            num_rows,
-            row_offset + step,
-            max_len,
-            index_topk,
-            request_search_steps,
-            ROWS_PER_REQUEST=ROWS_PER_REQUEST,
-            SPLIT_KV=SPLIT_KV,
-            BLOCK=ROW_BLOCK,
-        )
-        if NUM_SMS > 0:
-            tl.debug_barrier()
-            write_schedule(
-                ends_ptr,
-                schedule_ptr + step * (2 * (NUM_SMS + 1)),
-                num_rows,
-                segments,
-                row_search_steps,
-                NUM_SMS=NUM_SMS,
-                SM_BLOCK=SM_BLOCK,
-                SURPLUS_LAST=SURPLUS_LAST,
-            )
-    elif step < NUM_STEPS + NUM_PLANS:
-        planned = step - NUM_STEPS
-        write_topk_plan(
-            seq_lens_ptr,
-            topk_plan_ptr + planned * topk_plan_stride,
-            num_rows,
-            row_offset + planned,
-            max_len,
-            ROWS_PER_REQUEST=ROWS_PER_REQUEST,
-            THRESHOLDS=THRESHOLDS,
-            CAPS=CAPS,
-            MAX_ROWS=MAX_ROWS,
-        )
-    else:
-        table_program = step - NUM_STEPS - NUM_PLANS
-        copy_page_tables(
-            table_program // splits,
-            table_program % splits,
-            splits,
-            seq_lens_ptr,
-            req_pool_indices_ptr,
-            req_to_token_ptr,
-            req_to_token_stride,
-            extend_lens_ptr,
-            page_table_1_ptr,
-            page_table_1_stride,
-            real_page_table_ptr,
-            real_page_table_stride,
-            num_requests,
-            num_rows,
-            table_offset,
-            max_len,
-            ROWS_PER_REQUEST=ROWS_PER_REQUEST,
-            WIDE=WIDE,
-            PAGE=PAGE,
-            ROW_BLOCK=ROW_BLOCK,
-            COLUMN_BLOCK=COLUMN_BLOCK,
-        )
-
-
 def write_metadata(
     plan: MetadataPlan,
     buffers: MetadataBuffers,
+    inputs: BatchInputs,
     *,
-    seq_lens: torch.Tensor,
-    req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
     index_topk: int,
-    extend_lens: torch.Tensor | None = None,
     surplus_last: bool = False,
 ) -> None:
     """Write every field of `plan` into `buffers` with one launch on the current stream; allocates and synchronises nothing.
@@ -199,18 +34,16 @@ def write_metadata(
     Args:
         plan: the mode and its shape; `buffers` must have room for it.
         buffers: where to write. Only the first `plan.num_requests` requests and `plan.num_rows` rows are touched.
-        seq_lens: int32 or int64 [num_requests], contiguous; what SGLang calls seq_lens in this mode.
-        req_pool_indices: int32 or int64 [num_requests], contiguous; rows of `req_to_token`.
+        inputs: what to read; `extend_lens` for a ragged plan only.
         req_to_token: int32 [pool, width], rows contiguous; KV slot of every token.
         index_topk: tokens the sparse attention keeps.
-        extend_lens: int32 or int64 [num_requests], contiguous; rows of each request, for a ragged plan only.
         surplus_last: whether the schedule gives the segments that do not divide evenly to the last SMs, as DeepGEMM does from
             0.1.5 on, or to the first.
 
     Raises:
         ValueError: a tensor has another shape, dtype, device or layout, or `buffers` is too small.
     """
-    check_arguments(plan, buffers, seq_lens, req_pool_indices, req_to_token, extend_lens)
+    check_arguments(plan, buffers, inputs, req_to_token)
     wide = buffers.page_table_1 is not None
     planned = buffers.topk_plan is not None and plan.num_rows <= MAX_ROWS
     num_plans = plan.num_steps if planned else 0
@@ -219,10 +52,10 @@ def write_metadata(
     splits = max(1, min(blocks, triton.cdiv(TARGET_TABLE_PROGRAMS, max(plan.num_requests, 1))))
     num_sms = 0 if buffers.schedule is None else buffers.schedule.shape[1] - 1
     metadata_kernel[(plan.num_steps + num_plans + plan.num_requests * splits,)](
-        seq_lens,
-        req_pool_indices,
+        inputs.seq_lens,
+        inputs.req_pool_indices,
         req_to_token,
-        seq_lens if extend_lens is None else extend_lens,
+        inputs.seq_lens if inputs.extend_lens is None else inputs.extend_lens,
         buffers.cache_seqlens,
         buffers.cu_seqlens_k,
         buffers.seqlens_expanded,

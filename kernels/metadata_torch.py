@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
 from nsa_backend.kernels.topk_plan import CAPS, MAX_ROWS, THRESHOLDS
 
@@ -15,18 +16,16 @@ from nsa_backend.kernels.topk_plan import CAPS, MAX_ROWS, THRESHOLDS
 def write_metadata_torch(
     plan: MetadataPlan,
     buffers: MetadataBuffers,
+    inputs: BatchInputs,
     *,
-    seq_lens: torch.Tensor,
-    req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
     index_topk: int,
-    extend_lens: torch.Tensor | None = None,
     surplus_last: bool = False,
 ) -> None:
     """Write every field of `plan` into `buffers`; arguments as `metadata.write_metadata` takes them."""
     requests, rows = plan.num_requests, plan.num_rows
     max_len = min(req_to_token.shape[1], buffers.table_width)
-    seq_lens = seq_lens.long()
+    seq_lens, extend_lens = inputs.seq_lens.long(), inputs.extend_lens
     request_of_row, base_len = _rows(plan, seq_lens, extend_lens)
     if plan.ragged:
         buffers.token_to_batch_idx[:rows] = request_of_row
@@ -52,7 +51,7 @@ def write_metadata_torch(
     table_lens = (seq_lens + plan.table_offset).clamp(1, max_len)
     for request in range(requests):
         length = int(table_lens[request])
-        slots = req_to_token[int(req_pool_indices[request]), :length]
+        slots = req_to_token[int(inputs.req_pool_indices[request]), :length]
         if buffers.page_table_1 is not None:
             buffers.page_table_1[request, :length] = slots
         pages = torch.div(slots[::PAGE_SIZE], PAGE_SIZE, rounding_mode="floor")

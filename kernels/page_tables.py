@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_backend.kernels.request_tiles import requests_passed
+
 
 @triton.jit
 def _count_rows_before(extend_lens_ptr, request, BLOCK: tl.constexpr):
@@ -86,10 +88,7 @@ def write_flattened_slots(
     begin = tl.zeros_like(key)
     carry = 0
     for start in range(0, num_requests, REQUEST_BLOCK):
-        r = start + tl.arange(0, REQUEST_BLOCK)
-        real = r < num_requests
-        tokens = tl.load(seq_lens_ptr + r, mask=real, other=0).to(tl.int32)
-        passed = real[None, :] & ((carry + tl.cumsum(tokens, 0))[None, :] <= key[:, None])
+        _, _, tokens, passed = requests_passed(seq_lens_ptr, key, start, carry, num_requests, REQUEST_BLOCK)
         request += tl.sum(passed.to(tl.int32), 1)
         begin += tl.sum(tl.where(passed, tokens[None, :], 0), 1)
         carry += tl.sum(tokens, 0)

@@ -1,4 +1,4 @@
-"""What a metadata launch must write, decided on the host from shapes and configuration alone.
+"""The plan of a metadata launch: what it must write, decided on the host from shapes and configuration alone.
 
 Every mode of the backend is one rule with other numbers. With L_r the length that SGLang hands over for request r, step s
 counting draft forwards from 0 and j counting the query tokens of a request:

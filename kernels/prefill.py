@@ -15,9 +15,11 @@ import triton
 import triton.language as tl
 
 from nsa_backend.kernels.checks import check_device, check_pool, check_vector
+from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.page_tables import write_flattened_slots, write_request_pages
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.prefill_fields import REQUEST_FIELDS, ROW_FIELDS, PrefillFields, aligned
+from nsa_backend.kernels.request_tiles import requests_passed
 
 BLOCK = 64  # rows or flattened slots of a program
 REQUEST_BLOCK = 64
@@ -52,11 +54,8 @@ def _write_rows(
     kept = tl.zeros_like(row)
     carry = 0
     for start in range(0, num_requests, REQUEST_BLOCK):
-        r = start + tl.arange(0, REQUEST_BLOCK)
-        real = r < num_requests
+        r, real, extend, passed = requests_passed(extend_lens_ptr, row, start, carry, num_requests, REQUEST_BLOCK)
         tokens = tl.load(seq_lens_ptr + r, mask=real, other=0).to(tl.int32)
-        extend = tl.load(extend_lens_ptr + r, mask=real, other=0).to(tl.int32)
-        passed = real[None, :] & ((carry + tl.cumsum(extend, 0))[None, :] <= row[:, None])
         request += tl.sum(passed.to(tl.int32), 1)
         row_begin += tl.sum(tl.where(passed, extend[None, :], 0), 1)
         k_start += tl.sum(tl.where(passed, tokens[None, :], 0), 1)
@@ -161,10 +160,8 @@ def prefill_kernel(
 
 
 def write_prefill(
+    inputs: BatchInputs,
     *,
-    seq_lens: torch.Tensor,
-    extend_lens: torch.Tensor,
-    req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
     index_topk: int,
     num_rows: int,
@@ -174,20 +171,19 @@ def write_prefill(
     """All fields of one prefill; one allocation and one launch, no synchronisation.
 
     Args:
-        seq_lens: int32 or int64 [requests], contiguous; prefix and new tokens of each request.
-        extend_lens: int32 or int64 [requests], contiguous; new tokens.
-        req_pool_indices: int32 or int64 [requests], contiguous; rows of `req_to_token`.
+        inputs: `seq_lens` counts prefix and new tokens of each request, `extend_lens` the new ones.
         req_to_token: int32 [pool, width], rows contiguous; KV slot of every token.
         index_topk: tokens the sparse attention keeps.
-        num_rows: sum of `extend_lens`, from the host.
-        longest: largest of `seq_lens`, from the host; at most the width of `req_to_token`.
-        flattened: sum of `seq_lens`, from the host, where the flattened slots are wanted, else 0.
+        num_rows: sum of `inputs.extend_lens`, from the host.
+        longest: largest of `inputs.seq_lens`, from the host; at most the width of `req_to_token`.
+        flattened: sum of `inputs.seq_lens`, from the host, where the flattened slots are wanted, else 0.
 
     Raises:
         ValueError: a tensor has another shape, dtype, device or layout.
     """
-    requests, pages = seq_lens.shape[0], -(-longest // PAGE_SIZE)
-    for name, tensor in (("seq_lens", seq_lens), ("extend_lens", extend_lens), ("req_pool_indices", req_pool_indices)):
+    requests, pages = inputs.seq_lens.shape[0], -(-longest // PAGE_SIZE)
+    for name in ("seq_lens", "extend_lens", "req_pool_indices"):
+        tensor = getattr(inputs, name)
         check_vector(name, tensor, requests)
         check_device(name, tensor, req_to_token.device)
     check_pool(req_to_token)
@@ -199,9 +195,9 @@ def write_prefill(
     page_blocks = triton.cdiv(pages, PAGE_BLOCK)
     grid = num_rows // BLOCK + 2 + requests * page_blocks + triton.cdiv(flattened, BLOCK)
     prefill_kernel[(grid,)](
-        seq_lens,
-        extend_lens,
-        req_pool_indices,
+        inputs.seq_lens,
+        inputs.extend_lens,
+        inputs.req_pool_indices,
         req_to_token,
         fields.memory,
         req_to_token.stride(0),

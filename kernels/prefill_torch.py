@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.prefill_fields import PrefillFields
 
 
 def write_prefill_torch(
+    inputs: BatchInputs,
     *,
-    seq_lens: torch.Tensor,
-    extend_lens: torch.Tensor,
-    req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
     index_topk: int,
     num_rows: int,
@@ -20,6 +19,7 @@ def write_prefill_torch(
     flattened: int = 0,
 ) -> PrefillFields:
     """All fields of one prefill; arguments as `prefill.write_prefill` takes them."""
+    seq_lens, extend_lens = inputs.seq_lens, inputs.extend_lens
     requests, pages = seq_lens.shape[0], -(-longest // PAGE_SIZE)
     fields = PrefillFields.allocate(requests, num_rows, pages, flattened, req_to_token.device)
     owner = torch.repeat_interleave(torch.arange(requests, device=seq_lens.device), extend_lens.long())
@@ -36,7 +36,7 @@ def write_prefill_torch(
     fields.token_to_batch_idx.copy_(owner)
     fields.k_start.copy_(cu_k[owner])
     fields.k_end.copy_(cu_k[owner] + lens)
-    slots = [req_to_token[int(slot), : int(tokens)] for slot, tokens in zip(req_pool_indices, seq_lens, strict=True)]
+    slots = [req_to_token[int(slot), : int(tokens)] for slot, tokens in zip(inputs.req_pool_indices, seq_lens, strict=True)]
     for request, mine in enumerate(slots):
         fields.real_page_table[request] = 0
         fields.real_page_table[request, : -(-len(mine) // PAGE_SIZE)] = mine[::PAGE_SIZE] // PAGE_SIZE

@@ -1,4 +1,4 @@
-"""Turn the indexer's top-k token positions into KV slots: the unfused half of the top-k transform."""
+"""KV slots of the indexer's top-k token positions: the unfused half of the top-k transform."""
 
 from __future__ import annotations
 

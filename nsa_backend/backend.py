@@ -12,7 +12,7 @@ from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.dense_prefill import DensePrefill
 from nsa_backend.attention.fp8_prefill import ragged_kv, slots_of_ragged
 from nsa_backend.attention.implementations import build_decode, build_prefill
-from nsa_backend.attention.inputs import append_rows, sparse_inputs
+from nsa_backend.attention.inputs import append_rows, refuse_unapplied, sparse_inputs, write_kv
 from nsa_backend.attention.interface import SparseAttention
 from nsa_backend.attention.rope import rope_in_fp8
 from nsa_backend.config import BackendConfig
@@ -20,9 +20,10 @@ from nsa_backend.error_notes import Activity, noted
 from nsa_backend.indexer.metadata import IndexerMetadata
 from nsa_backend.indexer.schedule_check import check_schedule
 from nsa_backend.indexer.topk import choose_topk, slots_of
-from nsa_backend.metadata.captured import CapturedMetadata
+from nsa_backend.kernels.inputs import BatchInputs
+from nsa_backend.metadata.captured import CapturedLaunches
 from nsa_backend.metadata.eager import eager_metadata
-from nsa_backend.metadata.modes import is_paged
+from nsa_backend.metadata.modes import is_paged, plan_for
 from nsa_backend.metadata.views import NSAMetadata, with_padding_rows
 from nsa_backend.metadata.writer import MetadataWriter
 
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class NativeSparseAttnBackend(adapter.BackendEntryPoints):
-    """DeepSeek sparse attention behind SGLang's `AttentionBackend` interface; its generation's part of it is in `host`."""
+    """DeepSeek sparse attention behind SGLang's `AttentionBackend` interface; its generation's part of it is in `adapters`."""
 
     def __init__(self, model_runner: sglang.ModelRunner, skip_prefill: bool = False, *, shares_selections: bool = False):
         """Build for `model_runner`; raises ValueError where the model, the GPU or an option cannot be served.
@@ -55,7 +56,8 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         self.dense_prefill = DensePrefill(self.config)
         self.topk = choose_topk(self.config.attention.device)
         self.fuse_topk = adapter.fuse_topk(shares_selections)
-        self.captured = CapturedMetadata(self.writer)
+        self.captured = CapturedLaunches(self.writer)
+        self._most_captured = (0, 0)  # requests, rows
         self._indexer: IndexerMetadata | None = None
         self.forward_metadata: NSAMetadata | None = None
         self.activity = Activity()
@@ -67,7 +69,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
     def init_forward_metadata(self, forward_batch: sglang.ForwardBatch) -> None:
         """Metadata of an eager forward, in memory of its own."""
         self.activity.begin("preparing", forward_batch.forward_mode, forward_batch.batch_size)
-        self.captured.forget_launch()
+        self.captured.leave()
         self.use_mha = self.dense_prefill.fits(forward_batch)
         metadata = eager_metadata(self.writer, forward_batch, dense=self.use_mha)
         if is_paged(forward_batch.forward_mode):
@@ -78,41 +80,31 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Remember how large captured batches get; metadata buffers are allocated when the first mode is captured."""
-        self.captured.reserve(max_bs, max_num_tokens)
+        self._most_captured = (max_bs, max_num_tokens)
+        self.captured.clear()
         self.decode_attention.reserve(max_num_tokens)
 
-    def before_capture(
-        self,
-        mode: sglang.ForwardMode,
-        num_requests: int,
-        num_rows: int,
-        *,
-        seq_lens: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        extend_lens: torch.Tensor | None,
-    ) -> None:
-        """Choose the buffers that the graph being captured will fill; `at_graph_head` records the launch in it.
-
-        The tensors are the graph runner's static buffers: every replay reads what they hold then.
-        """
-        self.activity.begin("capturing", mode, num_requests)
+    @noted
+    def before_capture(self, mode: sglang.ForwardMode, num_rows: int, inputs: BatchInputs) -> None:
+        self.activity.begin("capturing", mode, inputs.num_requests)
         self.use_mha = False
-        self.forward_metadata = self.captured.capture(
-            mode, num_requests, num_rows, seq_lens=seq_lens, req_pool_indices=req_pool_indices, extend_lens=extend_lens
-        )
+        plan, room = plan_for(mode, inputs.num_requests, num_rows), plan_for(mode, *self._most_captured)
+        self.forward_metadata = self.captured.capture(mode, plan, room, inputs).steps[0]
 
-    def before_replay(
-        self, mode: sglang.ForwardMode, num_requests: int, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor
-    ) -> None:
-        """Nothing on the device: the graph writes its own metadata. Raises ValueError where it would read other tensors."""
+    @noted
+    def before_replay(self, mode: sglang.ForwardMode, num_requests: int, inputs: BatchInputs) -> None:
         self.activity.begin("replaying", mode, num_requests)
         self.use_mha = False
-        self.forward_metadata = self.captured.replay(mode, num_requests, seq_lens, req_pool_indices)
+        self.forward_metadata = self.captured.replay(mode, num_requests, inputs).steps[0]
 
+    @noted
     def at_graph_head(self) -> None:
-        """At the head of a captured forward: write the metadata, and prepare the decode implementation for it."""
-        self.captured.launch()
+        self.captured.write()
         self.prepare_decode()
+
+    @property
+    def runs_captured(self) -> bool:
+        return self.captured.current is not None
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of a padding request: 1, because DeepGEMM's schedule reads out of bounds when all lengths are 0."""
@@ -121,18 +113,15 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
     def update_verify_buffers_to_fill_after_draft(self, spec_info: sglang.SpecInput, cuda_graph_bs: int | None) -> None:
         """Nothing depends on the drafted tokens, so nothing planned before them has to be corrected."""
 
-    def indexer_metadata(self) -> IndexerMetadata:
+    @noted
+    def indexer_metadata(self, forward_batch: sglang.ForwardBatch) -> IndexerMetadata:
         """The metadata of the forward under way, behind the interface of SGLang's indexer; the same for all of its layers."""
         if self._indexer is None or self._indexer.attn_metadata is not self.forward_metadata:
             self._indexer = IndexerMetadata(self.forward_metadata, self.topk, self.fuse_topk)
         return self._indexer
 
+    @noted
     def selection_for_drafts(self, topk_indices: torch.Tensor) -> torch.Tensor:
-        """Rows that the indexer chose in the forward under way, as draft steps read them: slots, or positions where not fused.
-
-        Args:
-            topk_indices: int32 [rows, index_topk], some rows of what `IndexerMetadata.topk_transform` returned.
-        """
         if not self.fuse_topk or self.forward_metadata.topk_indices_offset is None:
             return topk_indices
         return slots_of_ragged(topk_indices, self.forward_metadata)
@@ -215,10 +204,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         Returns:
             [rows, heads, latent].
         """
-        if llama_4_scaling is not None:
-            raise ValueError("llama_4_scaling came with a sparse MLA layer and nothing here applies it: scores would be wrong")
-        if (attn_sink is not None) != self.config.attention.sinks:
-            raise ValueError("attn_sink came with a layer of a model whose config has no learnable_sink, or did not come")
+        refuse_unapplied(llama_4_scaling, attn_sink, self.config.attention.sinks)
         if cos_sin_cache is not None:
             q, k, k_rope = rope_in_fp8(
                 q, q_rope, k, k_rope, layer, forward_batch.positions[: q.shape[0]], cos_sin_cache, is_neox
@@ -226,24 +212,30 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
             q_rope = None
         pool = adapter.kv_pool(forward_batch, self)
         if k is not None and save_kv_cache:
-            if not forward_batch.out_cache_loc.is_contiguous():
-                raise ValueError(
-                    "out_cache_loc is strided and SGLang's KV writer reads it as if it were dense: the KV of all requests "
-                    "but the first would land in wrong slots"
-                )
-            pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
-        metadata, rows = self.forward_metadata, q.shape[0]
-        if rows > metadata.nsa_cache_seqlens_int32.shape[0]:
-            # DP attention: SGLang pads some batches after they were planned, and to a size that it alone decides.
-            metadata = self.forward_metadata = attention.prepare(with_padding_rows(metadata, rows))
-        if not self.fuse_topk:
-            topk_indices = slots_of(topk_indices[: metadata.table_rows.shape[0]], metadata)
+            write_kv(pool, layer, forward_batch.out_cache_loc, k, k_rope)
+        metadata = self._metadata_of_rows(attention, q.shape[0])
+        slots = self._slots(topk_indices, metadata, q.shape[0])
         kv_cache = pool.get_key_buffer(layer.layer_id)
         if metadata.topk_indices_offset is not None:
             kv_cache = ragged_kv(kv_cache, metadata, k, k_rope)
-        topk_indices = append_rows(topk_indices, rows, -1)
-        inputs = sparse_inputs(q, q_rope, layer, kv_cache, topk_indices, metadata, attn_sink=attn_sink, decode=decode)
+        inputs = sparse_inputs(q, q_rope, layer, kv_cache, slots, metadata, attn_sink=attn_sink, decode=decode)
         return attention.forward(inputs)
+
+    def _metadata_of_rows(self, attention: SparseAttention, rows: int) -> NSAMetadata:
+        """The metadata of the forward under way, with padding rows where SGLang has added some.
+
+        Under DP attention SGLang pads some batches after they were planned, and to a size that it alone decides.
+        """
+        metadata = self.forward_metadata
+        if rows > metadata.nsa_cache_seqlens_int32.shape[0]:
+            metadata = self.forward_metadata = attention.prepare(with_padding_rows(metadata, rows))
+        return metadata
+
+    def _slots(self, topk_indices: torch.Tensor, metadata: NSAMetadata, rows: int) -> torch.Tensor:
+        """int32 [rows, index_topk]: what attention reads for what the indexer chose, -1 in padding rows."""
+        if not self.fuse_topk:
+            topk_indices = slots_of(topk_indices[: metadata.table_rows.shape[0]], metadata)
+        return append_rows(topk_indices, rows, -1)
 
     def log_start(self, draft_steps: int) -> None:
         """The one line that tells an operator that this backend serves."""

@@ -1,4 +1,4 @@
-"""Everything the backend reads from SGLang's model runner, once, at server start."""
+"""The configuration of a backend: everything it reads from SGLang's model runner, once, at server start."""
 
 from __future__ import annotations
 

@@ -1,14 +1,12 @@
-"""Say where an exception came from: what was being done, in which mode, for how many requests, in which draft step."""
+"""Notes that say where an exception came from: what was done, in which mode, for how many requests, in which draft step."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from nsa_backend.adapters import sglang
+from enum import Enum
+from typing import Any
 
 
 @dataclass
@@ -16,11 +14,11 @@ class Activity:
     """What a backend is at. Changed at the head of every preparation, read only when something went wrong."""
 
     doing: str = "starting"
-    mode: sglang.ForwardMode | None = None
+    mode: Enum | None = None
     requests: int = 0
     step: int | None = None  # of a draft round; None elsewhere
 
-    def begin(self, doing: str, mode: sglang.ForwardMode | None, requests: int) -> None:
+    def begin(self, doing: str, mode: Enum | None, requests: int) -> None:
         self.doing, self.mode, self.requests = doing, mode, requests
 
     def __str__(self) -> str:

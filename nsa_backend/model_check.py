@@ -1,4 +1,4 @@
-"""What a model's config tells about whether it can be served: asked before its weights are loaded, and once more after."""
+"""The check of a model's config, which tells whether it can be served: made before its weights are loaded, and after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang's built-in backend can do and this one cannot yet: refused at server start, one sentence an option."""
+"""Refusals of what SGLang's built-in backend can do and this one cannot yet: made at server start, one sentence an option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plugin puts in place of SGLang's: the backend, both draft backends, the start-up checks."""
+"""The registration of what the plugin puts in place of SGLang's: the backend, both draft backends, the start-up checks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 
 from nsa_backend.adapters import sglang
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.shared import Takeover
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.environment import switched_on
 from nsa_backend.model_check import check_models
@@ -75,7 +76,7 @@ def _prepare_draft_side() -> None:
     adapter.take_draft_side(OURS)
 
 
-OURS = adapter.Takeover(
+OURS = Takeover(
     backend_class=NativeSparseAttnBackend,
     multi_step_class=NativeSparseAttnMultiStepBackend,
     create_backend=create_backend,

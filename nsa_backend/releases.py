@@ -1,4 +1,4 @@
-"""Which SGLang releases are served, and by which adapter: one folder a generation in `nsa_backend.adapters`."""
+"""The SGLang releases that are served, and the adapter of each: one folder a generation in `nsa_backend.adapters`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NSA_BACKEND_REQUIRED=1: the server starts only where this backend serves target and drafts, whatever the reason is.
+"""The checks of NSA_BACKEND_REQUIRED=1: the server starts only where this backend serves target and drafts, or says why not.
 
 What the options say is looked at in the main process, before any GPU work; what SGLang has built, in the scheduler's process,
 before graphs are captured.

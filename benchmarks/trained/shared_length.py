@@ -12,9 +12,8 @@ import logging
 import runpy
 
 from nsa_backend import registration
-from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.plan import MetadataPlan
-from nsa_backend.metadata.views import step_metadata
+from nsa_backend.metadata.views import NSAMetadata
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 
 ANNOUNCEMENT = "a benchmark's server: every draft step attends to L + 1 tokens"
@@ -31,9 +30,8 @@ class OneLengthMultiStepBackend(NativeSparseAttnMultiStepBackend):
         reach = self.speculative_num_steps
         return MetadataPlan(num_requests, num_requests, 1, row_offset=1, cache_offset=1, table_offset=reach)
 
-    def _hand_out(self, plan: MetadataPlan, buffers: MetadataBuffers) -> None:
-        for backend in self.attn_backends:
-            backend.forward_metadata = step_metadata(plan, buffers)
+    def hand_out(self, steps: tuple[NSAMetadata, ...]) -> None:
+        super().hand_out(steps * len(self.attn_backends))
 
 
 if __name__ in ("__main__", "__mp_main__"):

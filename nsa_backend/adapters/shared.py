@@ -1,4 +1,4 @@
-"""What every supported release of SGLang does alike."""
+"""The part of the boundary that every supported release of SGLang has alike: hooks, pins, facts about the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang decides while it starts: the backends that options name, the configs of its models, the backends it builds."""
+"""SGLang's decisions while it starts: the backends that options name, the configs of its models, the backends it builds."""
 
 from __future__ import annotations
 

@@ -31,17 +31,16 @@ def measured() -> dict[str, Any]:
     return json.loads(TABLE.read_text())
 
 
-def supports(config: AttentionConfig) -> str | None:
-    """Why auto cannot choose here, or None."""
+def problems(config: AttentionConfig) -> list[str]:
+    """Why auto cannot choose here."""
     known = measured()
     if config.device_name not in known:
-        return (
+        return [
             f"it was measured on {', '.join(known)} and this device is {config.device_name or 'no GPU'}: unset it and name "
             "the implementation, or measure (python -m nsa_backend bench attention, then benchmarks/auto_table.py)"
-        )
+        ]
     names = CANDIDATES if config.kv_cache_dtype == torch.bfloat16 else ("flashmla_kv",)
-    reasons = (implementation(name).supports(config) for name in names)
-    return next((reason for reason in reasons if reason), None)
+    return [f"{name}: {problem}" for name in names for problem in implementation(name).problems(config)]
 
 
 def build(config: AttentionConfig) -> SparseAttention:

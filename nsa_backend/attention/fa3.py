@@ -8,20 +8,21 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.inputs import SparseInputs
-from nsa_backend.attention.interface import SINKS_WHERE, NothingToPrepare, device_title
+from nsa_backend.attention.interface import SINKS_WHERE, NothingToPrepare, device_title, package_problems
 from nsa_backend.config import AttentionConfig
 from nsa_backend.metadata.views import NSAMetadata
 
 
-def supports(config: AttentionConfig) -> str | None:
-    """Why fa3 cannot run, or None."""
+def problems(config: AttentionConfig) -> list[str]:
+    """Why fa3 cannot run."""
+    found = []
     if config.device_sm != 90:
-        return f"FA3 is built for Hopper (SM90) and this device is {device_title(config.device_sm)}"
+        found.append(f"FA3 is built for Hopper (SM90) and this device is {device_title(config.device_sm)}")
     if config.kv_cache_dtype != torch.bfloat16:
-        return f"it reads a bfloat16 KV cache and this one is {config.kv_cache_dtype}"
+        found.append(f"it reads a bfloat16 KV cache and this one is {config.kv_cache_dtype}")
     if config.sinks:
-        return SINKS_WHERE
-    return adapter.package_problem("sglang-kernel")
+        found.append(SINKS_WHERE)
+    return found + package_problems("sglang-kernel")
 
 
 def build(config: AttentionConfig) -> Fa3:

@@ -8,7 +8,7 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.inputs import SparseInputs
-from nsa_backend.attention.interface import SINKS_WHERE
+from nsa_backend.attention.interface import SINKS_WHERE, package_problems
 from nsa_backend.attention.joined_query import QueryJoiner
 from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels.plan import PAGE_SIZE
@@ -21,21 +21,24 @@ TOPK_MULTIPLE = 64
 """Tokens of one block of the kernel."""
 
 
-def supports(config: AttentionConfig) -> str | None:
-    """Why flashmla_kv cannot run, or None."""
+def problems(config: AttentionConfig) -> list[str]:
+    """Why flashmla_kv cannot run."""
+    found = []
     if config.device_sm != 90:
-        return "nsa_backend runs FlashMLA on Hopper (SM90) alone so far"
+        found.append("nsa_backend runs FlashMLA on Hopper (SM90) alone so far")
     if config.kv_cache_dtype != torch.float8_e4m3fn:
-        return f"it reads an fp8_e4m3 KV cache and this one is {config.kv_cache_dtype}: pass --kv-cache-dtype fp8_e4m3"
+        found.append(f"it reads an fp8_e4m3 KV cache and this one is {config.kv_cache_dtype}: pass --kv-cache-dtype fp8_e4m3")
     if config.num_heads > HEAD_COUNTS[-1]:
-        return f"it takes at most {HEAD_COUNTS[-1]} query heads a rank and this model has {config.num_heads}: raise --tp-size"
+        found.append(
+            f"it takes at most {HEAD_COUNTS[-1]} query heads a rank and this model has {config.num_heads}: raise --tp-size"
+        )
     if config.page_size != PAGE_SIZE:
-        return f"it reads pages of {PAGE_SIZE} tokens and this cache has pages of {config.page_size}"
+        found.append(f"it reads pages of {PAGE_SIZE} tokens and this cache has pages of {config.page_size}")
     if config.index_topk % TOPK_MULTIPLE:
-        return f"it takes an index_topk in multiples of {TOPK_MULTIPLE} and this model has {config.index_topk}"
+        found.append(f"it takes an index_topk in multiples of {TOPK_MULTIPLE} and this model has {config.index_topk}")
     if config.sinks:
-        return SINKS_WHERE
-    return adapter.package_problem(adapter.FLASH_MLA_DISTRIBUTION)
+        found.append(SINKS_WHERE)
+    return found + package_problems(adapter.FLASH_MLA_DISTRIBUTION)
 
 
 def build(config: AttentionConfig) -> FlashMlaKv:

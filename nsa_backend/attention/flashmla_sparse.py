@@ -8,7 +8,7 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.inputs import SparseInputs
-from nsa_backend.attention.interface import NothingToPrepare
+from nsa_backend.attention.interface import NothingToPrepare, package_problems
 from nsa_backend.attention.joined_query import QueryJoiner
 from nsa_backend.config import AttentionConfig
 
@@ -19,16 +19,17 @@ TOPK_MULTIPLE = 128
 """The kernel walks a top-k row in pairs of 64-token blocks."""
 
 
-def supports(config: AttentionConfig) -> str | None:
-    """Why flashmla_sparse cannot run, or None."""
+def problems(config: AttentionConfig) -> list[str]:
+    """Why flashmla_sparse cannot run."""
+    found = []
     if config.device_sm != 90:
-        return "nsa_backend runs FlashMLA on Hopper (SM90) alone so far"
+        found.append("nsa_backend runs FlashMLA on Hopper (SM90) alone so far")
     if config.index_topk % TOPK_MULTIPLE:
-        return f"it takes an index_topk in multiples of {TOPK_MULTIPLE} and this model has {config.index_topk}"
+        found.append(f"it takes an index_topk in multiples of {TOPK_MULTIPLE} and this model has {config.index_topk}")
     dequantised = config.kv_cache_dtype == torch.float8_e4m3fn and config.prefill  # once a layer
     if config.kv_cache_dtype != torch.bfloat16 and not dequantised:
-        return f"it reads a bfloat16 KV cache and this one is {config.kv_cache_dtype}"
-    return adapter.package_problem(adapter.FLASH_MLA_DISTRIBUTION)
+        found.append(f"it reads a bfloat16 KV cache and this one is {config.kv_cache_dtype}")
+    return found + package_problems(adapter.FLASH_MLA_DISTRIBUTION)
 
 
 def build(config: AttentionConfig) -> FlashMlaSparse:

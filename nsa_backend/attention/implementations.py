@@ -18,7 +18,7 @@ IMPLEMENTATIONS = {
     "torch": "nsa_backend.attention.torch_reference",
     "auto": "nsa_backend.attention.auto",
 }
-"""Name to module. A module has `supports(config) -> reason or None` and `build(config) -> SparseAttention`."""
+"""Name to module, which has `problems(config) -> [reason]`, empty where it can run, and `build(config) -> SparseAttention`."""
 
 OPTION_VALUES = tuple(name for name in IMPLEMENTATIONS if name not in ("torch", "auto"))
 """What --nsa-decode-backend and --nsa-prefill-backend may name; SGLang's closed list has neither of the other two."""
@@ -38,15 +38,14 @@ def build_attention(name: str, asked: str, config: AttentionConfig) -> SparseAtt
         config: what the model, the KV pool and the GPU are.
 
     Raises:
-        ValueError: the name is unknown or cannot run here; says why and which ones can.
+        ValueError: the name is unknown or cannot run here; gives all reasons, and which ones can.
     """
-    module = implementation(name) if name in IMPLEMENTATIONS else None
-    reason = module.supports(config) if module else "nsa_backend has no such implementation"
-    if reason is None:
-        return module.build(config)
+    found = implementation(name).problems(config) if name in IMPLEMENTATIONS else ["nsa_backend has no such implementation"]
+    if not found:
+        return implementation(name).build(config)
     usable = [other for other, why_not in reasons(config).items() if why_not is None and other != "auto"]
     raise ValueError(
-        f"{asked} cannot run here: {reason}. Choose one of: {', '.join(usable) or 'none on this machine'}; "
+        f"{asked} cannot run here: {'; '.join(found)}. Choose one of: {', '.join(usable) or 'none on this machine'}; "
         f"or {adapter.WAY_BACK}"
     )
 
@@ -64,5 +63,5 @@ def build_prefill(config: BackendConfig) -> SparseAttention:
 
 
 def reasons(config: AttentionConfig) -> dict[str, str | None]:
-    """Why each implementation cannot run under `config`; None where it can."""
-    return {name: implementation(name).supports(config) for name in IMPLEMENTATIONS}
+    """All reasons why each implementation cannot run under `config`; None where it can."""
+    return {name: "; ".join(implementation(name).problems(config)) or None for name in IMPLEMENTATIONS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -86,3 +87,23 @@ def append_rows(rows: torch.Tensor, num_rows: int, value: int) -> torch.Tensor:
     if missing == 0:
         return rows
     return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)])
+
+
+def refuse_unapplied(llama_4_scaling: torch.Tensor | None, attn_sink: torch.Tensor | None, sinks: bool) -> None:
+    """Raise ValueError for arguments of models that are not served; `sinks` says whether the model has learnable ones."""
+    if llama_4_scaling is not None:
+        raise ValueError("llama_4_scaling came with a sparse MLA layer and nothing here applies it: scores would be wrong")
+    if (attn_sink is not None) != sinks:
+        raise ValueError("attn_sink came with a layer of a model whose config has no learnable_sink, or did not come")
+
+
+def write_kv(
+    pool: Any, layer: sglang.RadixAttention, out_cache_loc: torch.Tensor, k: torch.Tensor, k_rope: torch.Tensor
+) -> None:
+    """Write the latent KV of the new tokens through SGLang's pool; raises ValueError where it would write to wrong slots."""
+    if not out_cache_loc.is_contiguous():
+        raise ValueError(
+            "out_cache_loc is strided and SGLang's KV writer reads it as if it were dense: the KV of all requests "
+            "but the first would land in wrong slots"
+        )
+    pool.set_mla_kv_buffer(layer, out_cache_loc, k, k_rope)

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.inputs import SparseInputs
 from nsa_backend.metadata.views import NSAMetadata
 
@@ -50,3 +51,9 @@ SINKS_WHERE = "this model has learnable sinks and its kernel adds none: flashmla
 def device_title(device_sm: int) -> str:
     """What a refusal calls the device."""
     return f"SM{device_sm}" if device_sm else "no GPU"
+
+
+def package_problems(distribution: str) -> list[str]:
+    """Why the package that a kernel comes from cannot be relied on: no sentence, or one."""
+    problem = adapter.package_problem(distribution)
+    return [problem] if problem else []

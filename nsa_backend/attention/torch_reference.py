@@ -9,11 +9,9 @@ from nsa_backend.attention.interface import NothingToPrepare
 from nsa_backend.config import AttentionConfig
 
 
-def supports(config: AttentionConfig) -> str | None:
-    """Why the torch reference may not run, or None."""
-    if config.device_sm:
-        return "it is the reference for machines without a GPU"
-    return None
+def problems(config: AttentionConfig) -> list[str]:
+    """Why the torch reference may not run."""
+    return ["it is the reference for machines without a GPU"] if config.device_sm else []
 
 
 def build(config: AttentionConfig) -> TorchSparseAttention:

@@ -10,7 +10,7 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.inputs import SparseInputs, append_rows
-from nsa_backend.attention.interface import SINKS_WHERE, NothingToPrepare, device_title
+from nsa_backend.attention.interface import SINKS_WHERE, NothingToPrepare, device_title, package_problems
 from nsa_backend.attention.joined_query import QueryJoiner
 from nsa_backend.config import AttentionConfig
 
@@ -20,22 +20,23 @@ KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 _workspaces: dict[torch.device, torch.Tensor] = {}
 
 
-def supports(config: AttentionConfig) -> str | None:
-    """Why trtllm cannot run, or None."""
+def problems(config: AttentionConfig) -> list[str]:
+    """Why trtllm cannot run."""
+    found = []
     if config.device_sm // 10 != 10:
-        return f"its kernel is built for Blackwell (SM100, SM103) and this device is {device_title(config.device_sm)}"
+        found.append(f"its kernel is built for Blackwell (SM100, SM103) and this device is {device_title(config.device_sm)}")
     if config.kv_cache_dtype not in KV_DTYPES:
-        return f"it reads a bfloat16 or fp8_e4m3 KV cache and this one is {config.kv_cache_dtype}"
+        found.append(f"it reads a bfloat16 or fp8_e4m3 KV cache and this one is {config.kv_cache_dtype}")
     if config.page_size not in PAGE_SIZES:
-        return f"it reads pages of 32 or 64 tokens and this cache has pages of {config.page_size}"
+        found.append(f"it reads pages of 32 or 64 tokens and this cache has pages of {config.page_size}")
     if config.kv_cache_dtype == torch.float8_e4m3fn and config.partner != "trtllm":
-        return (
+        found.append(
             "its FP8 KV cache holds 576 plain values a token, which no other implementation reads: pass "
             f"{adapter.DECODE_OPTION if config.prefill else adapter.PREFILL_OPTION} trtllm too"
         )
     if config.sinks:
-        return SINKS_WHERE
-    return adapter.package_problem("flashinfer_python")
+        found.append(SINKS_WHERE)
+    return found + package_problems("flashinfer_python")
 
 
 def build(config: AttentionConfig) -> TrtLlm:

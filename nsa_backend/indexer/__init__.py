@@ -1,1 +1,1 @@
-"""What SGLang's indexer is given: its metadata, a top-k over its logits, and a schedule that DeepGEMM agrees with."""
+"""The indexer's side: its metadata, a top-k over its logits, and a schedule that DeepGEMM agrees with."""

@@ -1,4 +1,4 @@
-"""What SGLang's indexer asks the attention backend for."""
+"""The metadata of a forward behind the interface of SGLang's indexer, and the transform of its top-k."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class IndexerMetadata(adapter.BaseIndexerMetadata):
             return self.selector.slots(logits, lengths, topk, metadata)
         offsets = metadata.topk_indices_offset if topk_indices_offset_override is None else topk_indices_offset_override
         if offsets is not None:
-            return self.selector.keys(logits, lengths, topk, ks, offsets)
+            return self.selector.positions(logits, lengths, topk, ks, offsets)
         # One table row a token would have to be gathered for a fused kernel.
         return slots_of(self.selector.positions(logits, lengths, topk, ks), metadata, batch_idx_list)
 

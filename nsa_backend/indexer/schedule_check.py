@@ -1,4 +1,4 @@
-"""At start, on a GPU: the installed DeepGEMM must divide its work as the metadata kernel does."""
+"""A check at start, on a GPU: the installed DeepGEMM must divide its work as the metadata kernel does."""
 
 from __future__ import annotations
 

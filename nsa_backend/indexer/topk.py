@@ -1,9 +1,9 @@
-"""Top-k of the indexer's logits: SGLang's kernels on a GPU, torch elsewhere."""
+"""Top-k over the indexer's logits: SGLang's kernels on a GPU, torch elsewhere."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -13,28 +13,27 @@ from nsa_backend.kernels.topk_slots import topk_slots
 from nsa_backend.metadata.views import NSAMetadata
 
 
-class TopK(Protocol):
+class TopK(ABC):
     """Select the best positions of each row of logits.
 
     Row i of `logits` [rows, width] counts from column row_starts[i] (0 where None) for lengths[i] columns; what lies outside
-    is uninitialised memory, never read as a score. Every method returns int32 [rows, topk], -1 past the end of a short row.
+    is uninitialised memory, never read as a score. Both methods return int32 [rows, topk], -1 past the end of a short row.
     """
 
+    @abstractmethod
     def positions(
-        self, logits: torch.Tensor, lengths: torch.Tensor, topk: int, row_starts: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        lengths: torch.Tensor,
+        topk: int,
+        row_starts: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Positions relative to the row's start."""
-        ...
-
-    def keys(
-        self, logits: torch.Tensor, lengths: torch.Tensor, topk: int, row_starts: torch.Tensor, offsets: torch.Tensor
-    ) -> torch.Tensor:
-        """Those positions, offsets[i] added: rows of a ragged KV tensor."""
-        ...
+        """Positions relative to the row's start; with `offsets` int32 [rows] added where given, rows of a ragged KV tensor."""
 
     def slots(self, logits: torch.Tensor, lengths: torch.Tensor, topk: int, metadata: NSAMetadata) -> torch.Tensor:
         """KV slots of those positions, where every query row has a row of `metadata`'s page table."""
-        ...
+        return slots_of(self.positions(logits, lengths, topk), metadata)
 
 
 def slots_of(positions: torch.Tensor, metadata: NSAMetadata, table_rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -56,7 +55,7 @@ def choose_topk(device: torch.device) -> TopK:
     return SglTopK() if v2 is None else PagedTopK(*v2)
 
 
-class SglTopK:
+class SglTopK(TopK):
     """sgl_kernel's fast_topk kernels, built for topk = 2048; the fused one reads a table of one column a token."""
 
     def __init__(self) -> None:
@@ -64,19 +63,14 @@ class SglTopK:
 
         self._fast_topk, self._fused, self._ragged = fast_topk_v2, fast_topk_transform_fused, fast_topk_transform_ragged_fused
 
-    def positions(
-        self, logits: torch.Tensor, lengths: torch.Tensor, topk: int, row_starts: torch.Tensor | None
-    ) -> torch.Tensor:
-        return self._fast_topk(logits, lengths, topk, row_starts=row_starts)
-
-    def keys(
-        self, logits: torch.Tensor, lengths: torch.Tensor, topk: int, row_starts: torch.Tensor, offsets: torch.Tensor
-    ) -> torch.Tensor:
+    def positions(self, logits, lengths, topk, row_starts=None, offsets=None):
+        if offsets is None:
+            return self._fast_topk(logits, lengths, topk, row_starts=row_starts)
         return self._ragged(score=logits, lengths=lengths, topk_indices_offset=offsets, topk=topk, row_starts=row_starts)
 
-    def slots(self, logits: torch.Tensor, lengths: torch.Tensor, topk: int, metadata: NSAMetadata) -> torch.Tensor:
+    def slots(self, logits, lengths, topk, metadata):
         if metadata.page_table_1 is None:
-            return slots_of(self.positions(logits, lengths, topk, None), metadata)
+            return super().slots(logits, lengths, topk, metadata)
         # The kernel finds the table row of a query row through cu_seqlens_q, so the table need not be repeated for every
         # draft token.
         return self._fused(
@@ -96,23 +90,15 @@ class PagedTopK(SglTopK):
         self._paged, self._windowed = paged, windowed
         self._zeros: torch.Tensor | None = None
 
-    def positions(
-        self, logits: torch.Tensor, lengths: torch.Tensor, topk: int, row_starts: torch.Tensor | None
-    ) -> torch.Tensor:
+    def positions(self, logits, lengths, topk, row_starts=None, offsets=None):
         if self._windowed is None or row_starts is None:
-            return super().positions(logits, lengths, topk, row_starts)
-        return self.keys(logits, lengths, topk, row_starts, self._no_offsets(lengths))
-
-    def keys(
-        self, logits: torch.Tensor, lengths: torch.Tensor, topk: int, row_starts: torch.Tensor, offsets: torch.Tensor
-    ) -> torch.Tensor:
-        if self._windowed is None:
-            return super().keys(logits, lengths, topk, row_starts, offsets)
+            return super().positions(logits, lengths, topk, row_starts, offsets)
         out = logits.new_empty((logits.shape[0], topk), dtype=torch.int32)
-        self._windowed(logits, lengths, out_offsets=offsets, out_indices=out, row_starts=row_starts)
+        added = self._no_offsets(lengths) if offsets is None else offsets
+        self._windowed(logits, lengths, out_offsets=added, out_indices=out, row_starts=row_starts)
         return out
 
-    def slots(self, logits: torch.Tensor, lengths: torch.Tensor, topk: int, metadata: NSAMetadata) -> torch.Tensor:
+    def slots(self, logits, lengths, topk, metadata):
         out = logits.new_empty((logits.shape[0], topk), dtype=torch.int32)
         self._paged(logits, lengths, metadata.real_page_table, out, PAGE_SIZE, metadata.topk_plan)
         return out
@@ -124,12 +110,10 @@ class PagedTopK(SglTopK):
         return self._zeros[:rows]
 
 
-class TorchTopK:
+class TorchTopK(TopK):
     """The same in torch, for any topk; `slots` goes through the kernel of the unfused transform."""
 
-    def positions(
-        self, logits: torch.Tensor, lengths: torch.Tensor, topk: int, row_starts: torch.Tensor | None
-    ) -> torch.Tensor:
+    def positions(self, logits, lengths, topk, row_starts=None, offsets=None):
         columns = torch.arange(logits.shape[1], device=logits.device)
         starts = torch.zeros_like(lengths) if row_starts is None else row_starts
         valid = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
@@ -137,13 +121,5 @@ class TorchTopK:
         width = min(topk, logits.shape[1])
         best, index = torch.topk(scores, width, dim=1)
         index = torch.where(torch.isneginf(best), -1, index - starts[:, None])
-        return torch.nn.functional.pad(index, (0, topk - width), value=-1).to(torch.int32)
-
-    def keys(
-        self, logits: torch.Tensor, lengths: torch.Tensor, topk: int, row_starts: torch.Tensor, offsets: torch.Tensor
-    ) -> torch.Tensor:
-        positions = self.positions(logits, lengths, topk, row_starts)
-        return torch.where(positions < 0, -1, positions + offsets[:, None])
-
-    def slots(self, logits: torch.Tensor, lengths: torch.Tensor, topk: int, metadata: NSAMetadata) -> torch.Tensor:
-        return slots_of(self.positions(logits, lengths, topk, None), metadata)
+        found = torch.nn.functional.pad(index, (0, topk - width), value=-1).to(torch.int32)
+        return found if offsets is None else torch.where(found < 0, -1, found + offsets[:, None])

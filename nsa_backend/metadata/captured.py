@@ -1,109 +1,92 @@
-"""Replay buffers and the recorded metadata launch of captured forwards."""
+"""Metadata launches that graphs have recorded: of a backend's captured forwards, or of captured draft rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-
-import torch
 
 from nsa_backend.adapters import sglang
 from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.metadata.modes import plan_for
+from nsa_backend.kernels.inputs import BatchInputs
+from nsa_backend.kernels.plan import MetadataPlan
 from nsa_backend.metadata.views import NSAMetadata, step_metadata
 from nsa_backend.metadata.writer import MetadataWriter
 
 
 @dataclass(frozen=True)
-class CapturedBatch:
-    """What one captured graph reads and writes."""
+class CapturedLaunch:
+    """The launch that one graph has recorded."""
 
-    metadata: NSAMetadata
-    seq_lens: torch.Tensor
-    req_pool_indices: torch.Tensor
-    launch: Callable[[], None]  # what the graph has recorded
-    check: Callable[[], None]  # MetadataWriter.check of the tensors that the graph reads
+    plan: MetadataPlan
+    buffers: MetadataBuffers
+    inputs: BatchInputs  # the graph runner's own tensors: a replay reads what they hold then
+    steps: tuple[NSAMetadata, ...]  # what the launch fills, one a draft step; one alone in every other mode
 
 
-class CapturedMetadata:
-    """Metadata of the graphs of one backend. All batch sizes of a mode share one set of buffers.
+class CapturedLaunches:
+    """The launches of a backend's graphs. All batch sizes of a mode share one set of buffers.
 
     What a capture will write is known before it; the launch is kept here and made inside it, where the generation of SGLang
-    gives the backend its turn (`host`). A replay then costs no launch: the graph reads the runner's static `seq_lens` and
+    gives the backend its turn. A replay then costs no launch: the graph reads the runner's static `seq_lens` and
     `req_pool_indices` itself. Under --debug-cuda-graph SGLang replays by calling what it captured; then the launch of that very
     batch is made again.
     """
 
-    def __init__(self, writer: MetadataWriter):
-        self._writer = writer
-        self._max_requests = self._max_rows = 0
-        self._buffers: dict[sglang.ForwardMode, MetadataBuffers] = {}
-        self._batches: dict[tuple[sglang.ForwardMode, int], CapturedBatch] = {}
-        self._launch: Callable[[], None] | None = None
-        self._first_layer: int | None = None
+    def __init__(self, writer: MetadataWriter, graph: str = "graph"):
+        """`graph` is what an error calls the graphs."""
+        self._writer, self._graph = writer, graph
+        self._buffers: dict[sglang.ForwardMode | None, MetadataBuffers] = {}
+        self._launches: dict[tuple[sglang.ForwardMode | None, int], CapturedLaunch] = {}
+        self.current: CapturedLaunch | None = None
+        """The launch of the captured forward that runs on the CPU: in warm-ups, in the capture, and in replays that call it."""
 
-    def reserve(self, max_requests: int, max_rows: int) -> None:
-        """Set the largest captured batch; what was captured for another size is forgotten."""
-        self._max_requests, self._max_rows = max_requests, max_rows
+    def clear(self) -> None:
+        """Forget what was captured: another largest batch has been set."""
         self._buffers.clear()
-        self._batches.clear()
+        self._launches.clear()
 
     def capture(
-        self,
-        mode: sglang.ForwardMode,
-        num_requests: int,
-        num_rows: int,
-        *,
-        seq_lens: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        extend_lens: torch.Tensor | None,
-    ) -> NSAMetadata:
-        """Views for a graph of `num_requests` requests and the launch that fills them; tensors are the runner's own."""
-        plan = plan_for(mode, num_requests, num_rows)
+        self, mode: sglang.ForwardMode | None, plan: MetadataPlan, room: MetadataPlan, inputs: BatchInputs
+    ) -> CapturedLaunch:
+        """Choose what the graph being captured will fill; `write` records the launch in it.
+
+        Args:
+            mode: None for a draft round.
+            plan: what this graph writes.
+            room: the largest plan of the mode, which its buffers are allocated for when it is captured first.
+            inputs: the graph runner's static tensors.
+        """
         if mode not in self._buffers:
-            self._buffers[mode] = self._writer.replay_buffers(plan_for(mode, self._max_requests, self._max_rows))
-        read = {"seq_lens": seq_lens, "req_pool_indices": req_pool_indices, "extend_lens": extend_lens}
-        self._launch = partial(self._writer.write, plan, self._buffers[mode], **read)
-        metadata = step_metadata(plan, self._buffers[mode])
-        self._batches[mode, num_requests] = CapturedBatch(
-            metadata, seq_lens, req_pool_indices, self._launch, partial(self._writer.check, plan, **read)
-        )
-        return metadata
+            self._buffers[mode] = self._writer.replay_buffers(room)
+        buffers = self._buffers[mode]
+        steps = tuple(step_metadata(plan, buffers, step) for step in range(plan.num_steps))
+        self.current = self._launches[mode, plan.num_requests] = CapturedLaunch(plan, buffers, inputs, steps)
+        return self.current
 
-    def is_first_layer(self, layer_id: int) -> bool:
-        """Whether a captured forward runs on the host and begins at `layer_id`, the first layer that ever asked."""
-        if self._launch is None:
-            return False
-        if self._first_layer is None:
-            self._first_layer = layer_id
-        return layer_id == self._first_layer
-
-    def launch(self) -> None:
-        """Make the launch of the captured forward that runs on the host: in warm-ups, the capture, and such replays."""
-        self._launch()
-
-    def forget_launch(self) -> None:
-        """An eager forward follows, whose first layer must not write the metadata of a graph."""
-        self._launch = None
-
-    def replay(
-        self, mode: sglang.ForwardMode, num_requests: int, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor
-    ) -> NSAMetadata:
-        """Metadata of a captured graph; raises ValueError where it was not captured or reads other tensors."""
-        self.forget_launch()
-        batch = self._batches.get((mode, num_requests))
-        if batch is None:
-            raise ValueError(f"no graph of {num_requests} requests was captured for {mode}: there is no metadata to replay")
-        for name, captured, given in (
-            ("seq_lens", batch.seq_lens, seq_lens),
-            ("req_pool_indices", batch.req_pool_indices, req_pool_indices),
-        ):
-            if captured.data_ptr() != given.data_ptr():
+    def replay(self, mode: sglang.ForwardMode | None, num_requests: int, inputs: BatchInputs | None = None) -> CapturedLaunch:
+        """The launch of a captured graph; raises ValueError where it was not captured, or reads other tensors than `inputs`."""
+        self.leave()
+        of_mode = "" if mode is None else f" for {mode}"
+        launch = self._launches.get((mode, num_requests))
+        if launch is None:
+            raise ValueError(
+                f"no {self._graph} of {num_requests} requests was captured{of_mode}: there is no metadata to replay"
+            )
+        for name in ("seq_lens", "req_pool_indices") if inputs is not None else ():
+            if getattr(launch.inputs, name).data_ptr() != getattr(inputs, name).data_ptr():
                 raise ValueError(
-                    f"the graph of {num_requests} requests for {mode} reads the {name} it was captured with, and the replay "
-                    "brings another tensor: it would attend with the lengths of an earlier batch"
+                    f"the {self._graph} of {num_requests} requests{of_mode} reads the {name} it was captured with, and the "
+                    "replay brings another tensor: it would attend with the lengths of an earlier batch"
                 )
-        batch.check()
-        self._launch = batch.launch
-        return batch.metadata
+        self._writer.check(launch.plan, launch.inputs)
+        self.current = launch
+        return launch
+
+    def write(self) -> CapturedLaunch:
+        """Make the launch of the captured forward that runs on the CPU."""
+        launch = self.current
+        self._writer.write(launch.plan, launch.buffers, launch.inputs)
+        return launch
+
+    def leave(self) -> None:
+        """Another forward follows, which must not write the metadata of a graph."""
+        self.current = None

@@ -1,4 +1,4 @@
-"""From SGLang's forward mode to a plan."""
+"""SGLang's forward modes, and the plan of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NSA_BACKEND_CHECK=1: look at the values of a batch before its metadata launch reads them. Waits for the GPU; for debugging.
+"""The check of NSA_BACKEND_CHECK=1: values of a batch, before its metadata launch reads them. Waits for the GPU; for debugging.
 
 The launch itself checks shapes, dtypes, devices and strides alone. What it cannot see is a request slot, a length or a page
 entry that points outside its pool, and such a value reads or writes memory of others.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.plan import MetadataPlan
 
 
@@ -19,20 +20,14 @@ class ValueCheck:
         self._req_to_token = req_to_token
         self._num_kv_slots = num_kv_slots
 
-    def check(
-        self,
-        plan: MetadataPlan,
-        *,
-        seq_lens: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        extend_lens: torch.Tensor | None = None,
-    ) -> None:
-        """Check one batch; the arguments are those of `kernels.metadata.write_metadata`, which says what they are."""
+    def check(self, plan: MetadataPlan, inputs: BatchInputs) -> None:
+        """Check one batch."""
+        seq_lens, req_pool_indices = inputs.seq_lens, inputs.req_pool_indices
         pool, width = self._req_to_token.shape
         _within("req_pool_indices", req_pool_indices, 0, pool - 1, f"the request pool of {pool} rows")
         _within("seq_lens", seq_lens, 0, width, f"the {width} tokens of a request table row")
         if plan.ragged:
-            _within("extend_lens", extend_lens, 0, plan.num_rows, f"the {plan.num_rows} query rows of the batch")
+            _within("extend_lens", inputs.extend_lens, 0, plan.num_rows, f"the {plan.num_rows} query rows of the batch")
         reach = (seq_lens.long() + plan.table_offset).clamp(1, width)
         table = self._req_to_token[req_pool_indices.long()]
         read = torch.arange(width, device=table.device) < reach[:, None]

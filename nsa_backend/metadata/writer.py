@@ -1,4 +1,4 @@
-"""The metadata launch with everything bound that stays the same for the life of a backend."""
+"""The writer of metadata: buffers and launches, with everything bound that stays the same for the life of a backend."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from nsa_backend.adapters import sglang
 from nsa_backend.config import BackendConfig
 from nsa_backend.environment import switched_on
 from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.plan import MetadataPlan, plan_decode
 from nsa_backend.kernels.prefill import write_prefill
@@ -47,9 +48,9 @@ class MetadataWriter:
             width = min(int(batch.seq_lens_cpu.max()) + plan.table_offset, width) if batch.batch_size else 1
         buffers = self._allocate(plan, width)
         extend_lens = batch.extend_seq_lens if plan.ragged else None
-        values = {"seq_lens": batch.seq_lens, "req_pool_indices": batch.req_pool_indices, "extend_lens": extend_lens}
-        self.check(plan, **values)
-        self.write(plan, buffers, **values)
+        inputs = BatchInputs(batch.seq_lens, batch.req_pool_indices, extend_lens)
+        self.check(plan, inputs)
+        self.write(plan, buffers, inputs)
         return buffers
 
     def write_prefill(self, batch: sglang.ForwardBatch, *, num_rows: int, flattened: bool) -> PrefillFields:
@@ -59,11 +60,10 @@ class MetadataWriter:
             num_rows: new tokens of all requests.
             flattened: whether the slots of all tokens are wanted in ragged order.
         """
-        self.check(plan_decode(batch.batch_size), seq_lens=batch.seq_lens, req_pool_indices=batch.req_pool_indices)
+        inputs = BatchInputs(batch.seq_lens, batch.req_pool_indices, batch.extend_seq_lens)
+        self.check(plan_decode(batch.batch_size), inputs)
         return write_prefill(
-            seq_lens=batch.seq_lens,
-            extend_lens=batch.extend_seq_lens,
-            req_pool_indices=batch.req_pool_indices,
+            inputs,
             req_to_token=self.req_to_token,
             index_topk=self.config.attention.index_topk,
             num_rows=num_rows,
@@ -88,31 +88,18 @@ class MetadataWriter:
             new_table=new_table,
         )
 
-    def check(self, plan: MetadataPlan, **values: torch.Tensor | None) -> None:
-        """Under NSA_BACKEND_CHECK=1, raise ValueError where a value points outside its pool; never inside a capture.
-
-        `values` are the tensors that `write` takes.
-        """
+    def check(self, plan: MetadataPlan, inputs: BatchInputs) -> None:
+        """Under NSA_BACKEND_CHECK=1, raise ValueError where a value points outside its pool; never inside a capture."""
         if self.value_check is not None and plan.num_requests:
-            self.value_check.check(plan, **values)
+            self.value_check.check(plan, inputs)
 
-    def write(
-        self,
-        plan: MetadataPlan,
-        buffers: MetadataBuffers,
-        *,
-        seq_lens: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        extend_lens: torch.Tensor | None = None,
-    ) -> None:
-        """One launch of `kernels.metadata.write_metadata`, which says what the arguments are and what it refuses."""
+    def write(self, plan: MetadataPlan, buffers: MetadataBuffers, inputs: BatchInputs) -> None:
+        """One launch of `kernels.metadata.write_metadata`, which says what it refuses."""
         write_metadata(
             plan,
             buffers,
-            seq_lens=seq_lens,
-            req_pool_indices=req_pool_indices,
+            inputs,
             req_to_token=self.req_to_token,
             index_topk=self.config.attention.index_topk,
-            extend_lens=extend_lens,
             surplus_last=self.config.surplus_last,
         )

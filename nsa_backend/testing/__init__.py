@@ -1,1 +1,1 @@
-"""What demo, benchmarks and tests share: SGLang's calls, KV pools, and a process without a GPU that stands for a server's."""
+"""The harness that demo, benchmarks and tests share: SGLang's calls, KV pools, a process that stands for a server's."""

@@ -1,4 +1,4 @@
-"""How the installed generation of SGLang calls a backend: `nsa_calls` or `dsa_calls`, as its adapter is.
+"""The calls that the installed generation of SGLang makes to a backend: `nsa_calls` or `dsa_calls`, as its adapter is.
 
 Both offer the same names:
 
@@ -18,4 +18,4 @@ from importlib import import_module
 
 from nsa_backend.adapters.installed import adapter
 
-calls = import_module(f"nsa_backend.testing.{adapter.ADAPTER.__name__.split('.')[2]}_calls")
+calls = import_module(f"nsa_backend.testing.{adapter.BACKEND_NAMES[0]}_calls")

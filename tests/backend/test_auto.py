@@ -98,9 +98,9 @@ def test_a_call_goes_where_its_rows_belong(monkeypatch):
 
 def test_auto_can_run_where_it_was_measured():
     facts = {"device_sm": 90, "num_heads": 16, "index_topk": 2048, "device_name": H200}
-    assert auto.supports(AttentionConfig(**facts, kv_cache_dtype=torch.bfloat16)) is None
-    assert auto.supports(AttentionConfig(**facts, kv_cache_dtype=torch.float8_e4m3fn)) is None
-    reason = auto.supports(AttentionConfig(**facts | {"index_topk": 192}, kv_cache_dtype=torch.bfloat16))
+    assert auto.problems(AttentionConfig(**facts, kv_cache_dtype=torch.bfloat16)) == []
+    assert auto.problems(AttentionConfig(**facts, kv_cache_dtype=torch.float8_e4m3fn)) == []
+    (reason,) = auto.problems(AttentionConfig(**facts | {"index_topk": 192}, kv_cache_dtype=torch.bfloat16))
     assert "index_topk in multiples of 128" in reason
 
 

@@ -150,6 +150,14 @@ def test_an_implementation_that_cannot_run_says_why_and_which_can(name, changed,
         build_attention(name, f"--nsa-decode-backend {name}", AttentionConfig(**facts))
 
 
+def test_an_implementation_gives_all_its_reasons():
+    facts = {"device_sm": 100, "num_heads": 192, "kv_cache_dtype": torch.bfloat16, "index_topk": 100}
+    with pytest.raises(
+        ValueError, match=r"\(SM90\) alone so far; it reads an fp8_e4m3 .*; it takes at most 128 .*; .* multiples of 64 "
+    ):
+        build_attention("flashmla_kv", "--nsa-decode-backend flashmla_kv", AttentionConfig(**facts))
+
+
 @pytest.mark.parametrize(("topk", "num_steps", "message"), [(2, 3, "--speculative-eagle-topk 2"), (1, 1, "N >= 2")])
 def test_multi_step_refuses(make_runner, topk, num_steps, message):
     from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend

@@ -1,4 +1,4 @@
-"""The tables of docs/support.md that follow from the code: what each model is, and what of it is served, on the installed release.
+"""The tables of docs/support.md that follow from the code: what each model is, and what of it is served.
 
 python tests/docs/model_table.py        # prints them, for the page
 """
@@ -17,7 +17,7 @@ from models import installed_models
 
 BEGIN, END = "<!-- begin: tests/docs/model_table.py -->", "<!-- end -->"
 HOPPER_RANKS = 8
-"""Tensor-parallel size of a server whose heads are asked about; less ranks have more heads each, which all kernels here take."""
+"""Tensor-parallel size of the server whose heads are asked about; fewer ranks have more heads each, which changes nothing."""
 
 
 def shapes() -> list[list[str]]:
@@ -95,7 +95,7 @@ def implementations(config: Any) -> list[str]:
     heads, sinks = config.num_attention_heads // HOPPER_RANKS, bool(getattr(config, "learnable_sink", False))
     asked = (("fa3", torch.bfloat16), ("flashmla_sparse", torch.bfloat16), ("flashmla_kv", torch.float8_e4m3fn))
     on = {"device_sm": 90, "num_heads": heads, "index_topk": config.index_topk, "sinks": sinks}
-    return [implementation(n).supports(AttentionConfig(kv_cache_dtype=dtype, **on)) or "served" for n, dtype in asked]
+    return ["; ".join(implementation(n).problems(AttentionConfig(kv_cache_dtype=dtype, **on))) or "served" for n, dtype in asked]
 
 
 def markdown(rows: list[list[str]]) -> str:

@@ -35,6 +35,7 @@ def test_logits_and_topk():
 
     from nsa_backend.kernels import plan as plans
     from nsa_backend.kernels.buffers import MetadataBuffers
+    from nsa_backend.kernels.inputs import BatchInputs
     from nsa_backend.kernels.metadata import write_metadata
     from nsa_backend.kernels.topk_slots import topk_slots
 
@@ -54,7 +55,7 @@ def test_logits_and_topk():
         buffers.page_table_1.fill_(fill)
         buffers.real_page_table.fill_(fill)
         write_metadata(
-            plan, buffers, seq_lens=lengths, req_pool_indices=torch.arange(requests, device="cuda"),
+            plan, buffers, BatchInputs(lengths, torch.arange(requests, device="cuda")),
             req_to_token=req_to_token, index_topk=TOPK, surplus_last=adapter.schedule_surplus_last(adapter.device_sm("cuda")),
         )  # fmt: skip
         lens = buffers.seqlens_expanded[0]

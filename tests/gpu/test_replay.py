@@ -94,6 +94,7 @@ def poison(metadata) -> None:
 
 def compare(got: list, plan, batch: SimpleNamespace, req_to_token: torch.Tensor, num_sms: int) -> None:
     from nsa_backend.kernels.buffers import MetadataBuffers
+    from nsa_backend.kernels.inputs import BatchInputs
     from nsa_backend.kernels.metadata_torch import write_metadata_torch
     from nsa_backend.metadata.views import step_metadata
 
@@ -107,11 +108,9 @@ def compare(got: list, plan, batch: SimpleNamespace, req_to_token: torch.Tensor,
     write_metadata_torch(
         plan,
         buffers,
-        seq_lens=batch.seq_lens,
-        req_pool_indices=batch.req_pool_indices,
+        BatchInputs(batch.seq_lens, batch.req_pool_indices, batch.accept if plan.ragged else None),
         req_to_token=req_to_token,
         index_topk=2048,
-        extend_lens=batch.accept if plan.ragged else None,
         surplus_last=adapter.schedule_surplus_last(adapter.device_sm("cuda")),
     )
     for step, metadata in enumerate(got):

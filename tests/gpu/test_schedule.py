@@ -13,6 +13,7 @@ pytestmark = pytest.mark.gpu
 def test_schedule_equals_deep_gemm(rows, longest):
     from nsa_backend.kernels import plan as plans
     from nsa_backend.kernels.buffers import MetadataBuffers
+    from nsa_backend.kernels.inputs import BatchInputs
     from nsa_backend.kernels.metadata import write_metadata
 
     num_sms = adapter.deep_gemm_num_sms()
@@ -26,7 +27,7 @@ def test_schedule_equals_deep_gemm(rows, longest):
         if seed % 3 == 0:
             lens = torch.where(torch.rand(rows, generator=generator, device="cuda") < 0.9, 1, lens)
         write_metadata(
-            plan, buffers, seq_lens=lens, req_pool_indices=slots, req_to_token=req_to_token, index_topk=2048,
+            plan, buffers, BatchInputs(lens, slots), req_to_token=req_to_token, index_topk=2048,
             surplus_last=adapter.schedule_surplus_last(adapter.device_sm("cuda")),
         )  # fmt: skip
         assert torch.equal(buffers.schedule[0], adapter.deep_gemm_schedule(lens.to(torch.int32)))

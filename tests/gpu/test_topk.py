@@ -21,6 +21,7 @@ def launched(lens: torch.Tensor, longest: int, tables: torch.Tensor | None = Non
     """Metadata of decode rows of these lengths, `tables` their rows of the request table."""
     from nsa_backend.kernels import plan as plans
     from nsa_backend.kernels.buffers import MetadataBuffers
+    from nsa_backend.kernels.inputs import BatchInputs
     from nsa_backend.kernels.metadata import write_metadata
     from nsa_backend.metadata.views import step_metadata
 
@@ -32,7 +33,7 @@ def launched(lens: torch.Tensor, longest: int, tables: torch.Tensor | None = Non
     )  # fmt: skip
     pool = torch.zeros(1, longest, dtype=torch.int32, device="cuda") if tables is None else tables
     slots = torch.arange(rows, device="cuda") % pool.shape[0]
-    write_metadata(plan, buffers, seq_lens=lens, req_pool_indices=slots, req_to_token=pool, index_topk=TOPK)
+    write_metadata(plan, buffers, BatchInputs(lens, slots), req_to_token=pool, index_topk=TOPK)
     return step_metadata(plan, buffers)
 
 
@@ -102,7 +103,7 @@ def test_prefill_positions_and_keys(selector, requests):
     masked = torch.where(inside, scores, -torch.inf)
     want = torch.zeros_like(inside).scatter_(1, masked.topk(min(TOPK, len(columns)), dim=1).indices, value=True) & inside
     positions = selector.positions(scores.clone(), lengths, TOPK, ks)
-    keys = selector.keys(scores.clone(), lengths, TOPK, ks, ks)
+    keys = selector.positions(scores.clone(), lengths, TOPK, ks, ks)
     for got, base in ((positions, ks), (keys, torch.zeros_like(ks))):
         column = torch.where(got < 0, len(columns), got + base[:, None]).long()
         chosen = torch.zeros(len(starts), len(columns) + 1, dtype=torch.bool, device="cuda").scatter_(1, column, value=True)

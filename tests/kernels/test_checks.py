@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from nsa_backend.kernels import metadata
 from nsa_backend.kernels import plan as plans
 from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.inputs import BatchInputs
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,12 @@ def arguments(requests: int = 3, ragged: bool = False) -> dict:
     }
 
 
+def launch(call: dict) -> None:
+    """`write_metadata` with these arguments, the tensors of the batch among them by name."""
+    batch = {name: call[name] for name in ("seq_lens", "req_pool_indices", "extend_lens")}
+    metadata.write_metadata(inputs=BatchInputs(**batch), **{name: call[name] for name in call.keys() - batch.keys()})
+
+
 VECTORS = st.sampled_from(["seq_lens", "req_pool_indices", "extend_lens"])
 
 
@@ -45,7 +52,7 @@ def test_length_of_a_vector(name, length):
     call = arguments(ragged=True)
     call[name] = torch.ones(length, dtype=torch.int64)
     with pytest.raises(ValueError, match=rf"{name} must be \[3\], got \({length},\): the kernel would read past its end"):
-        metadata.write_metadata(**call)
+        launch(call)
 
 
 @given(name=VECTORS, dtype=st.sampled_from([torch.int16, torch.uint8, torch.float32, torch.float64, torch.bool]))
@@ -54,7 +61,7 @@ def test_dtype_of_a_vector(name, dtype):
     call = arguments(ragged=True)
     call[name] = torch.ones(3).to(dtype)
     with pytest.raises(ValueError, match=rf"{name} must be int32 or int64, got {dtype}: the kernel would misread its bits"):
-        metadata.write_metadata(**call)
+        launch(call)
 
 
 @given(name=VECTORS, stride=st.integers(2, 5))
@@ -63,7 +70,7 @@ def test_stride_of_a_vector(name, stride):
     call = arguments(ragged=True)
     call[name] = torch.ones(3 * stride, dtype=torch.int64)[::stride]
     with pytest.raises(ValueError, match=rf"{name} must be contiguous, got stride {stride}"):
-        metadata.write_metadata(**call)
+        launch(call)
 
 
 @given(name=VECTORS)
@@ -72,7 +79,7 @@ def test_device_of_a_vector(name):
     call = arguments(ragged=True)
     call[name] = torch.ones(3, dtype=torch.int64, device="meta")
     with pytest.raises(ValueError, match=rf"{name} is on meta and the metadata on cpu"):
-        metadata.write_metadata(**call)
+        launch(call)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +93,7 @@ def test_device_of_a_vector(name):
 )
 def test_request_table(table):
     with pytest.raises(ValueError, match="would copy other requests' slots"):
-        metadata.write_metadata(**arguments() | {"req_to_token": table})
+        launch(arguments() | {"req_to_token": table})
 
 
 @given(requests=st.integers(1, 8), steps=st.integers(1, 4), rows=st.integers(1, 4))
@@ -97,25 +104,25 @@ def test_room(requests, steps, rows):
     assume(requests > 3 or requests * rows > 6 or steps > 1)
     call |= {"plan": plan, "seq_lens": torch.ones(requests).long(), "req_pool_indices": torch.zeros(requests).long()}
     with pytest.raises(ValueError, match="the kernel would write past their end"):
-        metadata.write_metadata(**call)
+        launch(call)
 
 
 def test_rows_that_do_not_add_up():
     call = arguments()
     with pytest.raises(ValueError, match="some rows would keep the lengths of an earlier batch"):
-        metadata.write_metadata(**call | {"plan": replace(call["plan"], num_rows=5)})
+        launch(call | {"plan": replace(call["plan"], num_rows=5)})
 
 
 def test_ragged_rows_without_their_counts():
     with pytest.raises(ValueError, match="the rows of a request are unknown"):
-        metadata.write_metadata(**arguments(ragged=True) | {"extend_lens": None})
+        launch(arguments(ragged=True) | {"extend_lens": None})
 
 
 def test_buffers_of_another_mode():
     call = arguments()
     plan = plans.plan_decode(3)
     with pytest.raises(ValueError, match="row lengths would be lost or overwrite request lengths"):
-        metadata.write_metadata(**call | {"plan": plan})
+        launch(call | {"plan": plan})
     one_row = MetadataBuffers.allocate(plans.plan_decode(6), table_width=64, num_sms=0, device="cpu", wide=True, planned=True)
     with pytest.raises(ValueError, match="row lengths would be lost or overwrite request lengths"):
-        metadata.write_metadata(**call | {"buffers": one_row})
+        launch(call | {"buffers": one_row})

@@ -14,6 +14,7 @@ from metadata_reference import POISON, Batch, expected_buffers, schedule, topk_p
 
 from nsa_backend.kernels import plan as plans
 from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.metadata_torch import write_metadata_torch
 
@@ -60,11 +61,13 @@ def run_and_compare(
     WRITERS[writer](
         plan,
         buffers,
-        seq_lens=torch.tensor(batch.seq_lens, dtype=dtype, device=device),
-        req_pool_indices=torch.tensor(batch.slots, dtype=other_dtype or dtype, device=device),
+        BatchInputs(
+            torch.tensor(batch.seq_lens, dtype=dtype, device=device),
+            torch.tensor(batch.slots, dtype=other_dtype or dtype, device=device),
+            torch.tensor(batch.extend_lens, dtype=other_dtype or dtype, device=device) if plan.ragged else None,
+        ),
         req_to_token=torch.from_numpy(batch.req_to_token).to(device),
         index_topk=batch.index_topk,
-        extend_lens=torch.tensor(batch.extend_lens, dtype=other_dtype or dtype, device=device) if plan.ragged else None,
         surplus_last=batch.surplus_last,
     )
     got = {name: t.cpu().numpy() for name, t in vars(buffers).items() if t is not None}
@@ -174,8 +177,7 @@ def test_schedule_of_many_rows(device, rows, longest):
         writer(
             plan,
             buffers,
-            seq_lens=torch.tensor(lengths, device=device),
-            req_pool_indices=torch.zeros(rows, dtype=torch.int64, device=device),
+            BatchInputs(torch.tensor(lengths, device=device), torch.zeros(rows, dtype=torch.int64, device=device)),
             req_to_token=torch.zeros(1, longest, dtype=torch.int32, device=device),
             index_topk=2048,
             surplus_last=surplus_last,
@@ -203,8 +205,7 @@ def test_topk_plan_of_many_rows(device, rows, longest):
         writer(
             plan,
             buffers,
-            seq_lens=torch.tensor(lengths, device=device),
-            req_pool_indices=torch.zeros(rows, dtype=torch.int64, device=device),
+            BatchInputs(torch.tensor(lengths, device=device), torch.zeros(rows, dtype=torch.int64, device=device)),
             req_to_token=torch.zeros(1, longest, dtype=torch.int32, device=device),
             index_topk=2048,
         )
@@ -221,8 +222,7 @@ def test_empty_batch(device):
     write_metadata(
         plan,
         buffers,
-        seq_lens=torch.empty(0, dtype=torch.int64, device=device),
-        req_pool_indices=torch.empty(0, dtype=torch.int64, device=device),
+        BatchInputs(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64, device=device)),
         req_to_token=torch.zeros(1, 64, dtype=torch.int32, device=device),
         index_topk=2048,
     )

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nsa_backend.kernels import prefill_fields
+from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.prefill import write_prefill
 from nsa_backend.kernels.prefill_torch import write_prefill_torch
 
@@ -52,9 +53,11 @@ def run_and_compare(device, writer, prefixes, extends, *, index_topk=64, dtype=t
     pool = rng.integers(0, 2**20, (2 * len(tokens), max(tokens) + 5)).astype(np.int32)
     rows = rng.permutation(2 * len(tokens))[: len(tokens)]
     got = WRITERS[writer](
-        seq_lens=torch.tensor(tokens, dtype=dtype, device=device),
-        extend_lens=torch.tensor(extends, dtype=torch.int32, device=device),
-        req_pool_indices=torch.tensor(rows, dtype=torch.int64, device=device),
+        BatchInputs(
+            seq_lens=torch.tensor(tokens, dtype=dtype, device=device),
+            req_pool_indices=torch.tensor(rows, dtype=torch.int64, device=device),
+            extend_lens=torch.tensor(extends, dtype=torch.int32, device=device),
+        ),
         req_to_token=torch.from_numpy(pool).to(device),
         index_topk=index_topk,
         num_rows=sum(extends),
@@ -102,9 +105,11 @@ def test_long_prefix_opens_many_page_blocks(device, writer):
 
 def test_batch_without_a_request(device):
     got = write_prefill(
-        seq_lens=torch.empty(0, dtype=torch.int64, device=device),
-        extend_lens=torch.empty(0, dtype=torch.int32, device=device),
-        req_pool_indices=torch.empty(0, dtype=torch.int64, device=device),
+        BatchInputs(
+            seq_lens=torch.empty(0, dtype=torch.int64, device=device),
+            req_pool_indices=torch.empty(0, dtype=torch.int64, device=device),
+            extend_lens=torch.empty(0, dtype=torch.int32, device=device),
+        ),
         req_to_token=torch.zeros(1, 64, dtype=torch.int32, device=device),
         index_topk=64, num_rows=0, longest=0,
     )  # fmt: skip
@@ -118,10 +123,12 @@ def test_refuses_what_it_would_read_past(device):
     }
     rest = {"req_to_token": torch.zeros(2, 64, dtype=torch.int32, device=device), "index_topk": 64, "num_rows": 2}
     with pytest.raises(ValueError, match="be read past"):
-        write_prefill(**vectors, **rest, longest=65)
+        write_prefill(BatchInputs(**vectors), **rest, longest=65)
     with pytest.raises(ValueError, match="read past its end"):
-        write_prefill(**vectors | {"extend_lens": vectors["extend_lens"][:1]}, **rest, longest=1)
+        write_prefill(BatchInputs(**vectors | {"extend_lens": vectors["extend_lens"][:1]}), **rest, longest=1)
     with pytest.raises(ValueError, match="contiguous"):
-        write_prefill(**vectors | {"seq_lens": torch.ones(4, dtype=torch.int64, device=device)[::2]}, **rest, longest=1)
+        write_prefill(
+            BatchInputs(**vectors | {"seq_lens": torch.ones(4, dtype=torch.int64, device=device)[::2]}), **rest, longest=1
+        )
     with pytest.raises(ValueError, match="misread"):
-        write_prefill(**vectors | {"seq_lens": torch.ones(2, device=device)}, **rest, longest=1)
+        write_prefill(BatchInputs(**vectors | {"seq_lens": torch.ones(2, device=device)}), **rest, longest=1)

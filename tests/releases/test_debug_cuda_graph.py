@@ -107,4 +107,4 @@ def test_a_captured_round_after_an_eager_one(monkeypatch):
     calls.before_round_replay(backend, static)
     assert torch.equal(run_captured(), want)
     for step in backend.attn_backends:
-        assert step.forward_metadata.real_page_table.data_ptr() == backend._buffers.real_page_table.data_ptr()
+        assert step.forward_metadata.real_page_table.data_ptr() == backend.captured.current.buffers.real_page_table.data_ptr()

@@ -66,4 +66,4 @@ def test_every_use_of_the_builtin_class_is_known():
 
 def test_draft_extend_is_captured_one_way_or_the_other():
     """Either SGLang names the class and ours passes for it, or the plugin captures draft-extend itself."""
-    assert (DRAFT_EXTEND_GATE in found_in_the_release()) != hasattr(adapter.ADAPTER, "draft_extend_graph_runner")
+    assert (DRAFT_EXTEND_GATE in found_in_the_release()) != hasattr(adapter, "draft_extend_graph_runner")

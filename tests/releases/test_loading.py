@@ -14,7 +14,9 @@ from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDra
 
 from nsa_backend import plugin, registration
 from nsa_backend.adapters import sglang
+from nsa_backend.adapters.contract import OFFERED
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.shared import Settings, hook
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.testing.calls import calls
@@ -26,7 +28,7 @@ def test_entry_point_is_installed():
 
 
 def test_the_adapter_offers_every_name():
-    assert all(hasattr(adapter, name) for name in adapter.ADAPTER_NAMES)
+    assert all(hasattr(adapter, name) for name in OFFERED)
 
 
 @pytest.mark.parametrize("name", adapter.BACKEND_NAMES)
@@ -64,8 +66,8 @@ def test_what_other_plugins_hook_is_left_to_the_loader(monkeypatch):
         return lambda original: (calls_made.append(name), original())
 
     HookRegistry.register(target, named("a plugin before"), sglang.HookType.AROUND)
-    adapter.hook(target, named("ours"), sglang.HookType.AROUND)
-    adapter.hook(target, named("ours again"), sglang.HookType.AROUND)
+    hook(target, named("ours"), sglang.HookType.AROUND)
+    hook(target, named("ours again"), sglang.HookType.AROUND)
     HookRegistry.register(target, named("a plugin after"), sglang.HookType.AROUND)
     HookRegistry.apply_hooks()
     module.function()
@@ -74,7 +76,7 @@ def test_what_other_plugins_hook_is_left_to_the_loader(monkeypatch):
 
 def test_a_hook_that_does_not_take_is_an_error():
     with pytest.raises(RuntimeError, match=r"could not hook sglang\.srt\.plugins\.nothing_here"):
-        adapter.hook("sglang.srt.plugins.nothing_here", lambda original: original(), sglang.HookType.AROUND)
+        hook("sglang.srt.plugins.nothing_here", lambda original: original(), sglang.HookType.AROUND)
 
 
 @pytest.mark.parametrize("name", adapter.BACKEND_NAMES)
@@ -112,7 +114,7 @@ def test_draft_backends_can_be_built_twice(make_runner):
 
 def test_the_options_are_those_the_process_resolved(make_runner):
     runner = make_runner(num_steps=5)
-    assert adapter.settings(runner) == adapter.Settings(decode="torch", prefill="torch", num_steps=5, num_draft_tokens=6)
+    assert adapter.settings(runner) == Settings(decode="torch", prefill="torch", num_steps=5, num_draft_tokens=6)
     assert registration.create_backend(runner).config.num_draft_tokens == 6
 
 

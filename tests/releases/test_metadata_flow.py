@@ -47,7 +47,7 @@ def test_captured(make_runner, mode, requests, spare, seed, num_steps):
     backend.init_cuda_graph_state(requests + spare, (requests + spare) * rows)
     static = static_batch(requests, requests * rows, MODES[mode])
     calls.before_capture(backend, static)
-    recorded = backend.captured._launch
+    recorded = backend.captured.current
     for _ in range(3):  # two warm-ups and the capture
         begin_forward(backend, static)
     batch = random_batch(runner, mode, requests, seed, num_steps)
@@ -55,7 +55,7 @@ def test_captured(make_runner, mode, requests, spare, seed, num_steps):
     if mode == "draft_extend_v1":
         batch = Batch(**vars(batch) | {"tail_rows": requests * rows - sum(batch.extend_lens)})
     calls.before_replay(backend, static)
-    recorded()
+    backend.writer.write(recorded.plan, recorded.buffers, recorded.inputs)
     check(backend.forward_metadata, batch)
 
 
@@ -72,11 +72,11 @@ def test_draft_steps(make_runner, captured, requests, seed, num_steps):
         static = static_batch(requests, requests, ForwardMode.DECODE)
         static.out_cache_loc = torch.zeros(requests * num_steps, dtype=torch.int64)
         calls.before_round_capture(multi_step, static)
-        recorded = multi_step._launch
+        recorded = multi_step.captured.current
         begin_round(multi_step, static)
         fill(static, batch)
         calls.before_round_replay(multi_step, static)
-        recorded()
+        multi_step.writer.write(recorded.plan, recorded.buffers, recorded.inputs)
     else:
         eager = forward_batch(batch, ForwardMode.DECODE)
         multi_step.init_forward_metadata(eager)
@@ -104,14 +104,14 @@ def test_a_replay_of_what_was_not_captured_is_refused(make_runner):
 
 
 @pytest.mark.parametrize("layers", [(4, 5, 6), (0,)])
-def test_the_launch_is_made_once_a_captured_forward_and_never_in_an_eager_one(make_runner, layers):
+def test_the_launch_is_made_once_a_captured_forward_and_never_in_an_eager_one(make_runner, monkeypatch, layers):
     """Inside the graph, by SGLang's own call or by the first layer that asks."""
     backend = create_backend(make_runner())
     backend.init_cuda_graph_state(1, 1)
     static = static_batch(1, 1, ForwardMode.DECODE)
     calls.before_capture(backend, static)
     launches = []
-    backend.captured._launch = lambda: launches.append(1)
+    monkeypatch.setattr(backend.captured, "write", lambda: launches.append(1))
     for _ in range(3):  # two warm-ups and the capture
         begin_forward(backend, static, layers)
     assert len(launches) == 3

@@ -12,7 +12,8 @@ from sglang.srt.speculative.eagle_worker import EAGLEWorker
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
 from nsa_backend.adapters.nsa import draft as nsa_draft
-from nsa_backend.multi_step import contiguous_by_step
+from nsa_backend.adapters.nsa.entry_points import contiguous_by_step
+from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.testing.calls import calls
 
 WORKERS = [EagleDraftWorker, EAGLEWorker]
@@ -79,10 +80,13 @@ def test_draft_workers_are_hooked(make_runner):
         assert worker.init_cuda_graphs.__wrapped__.__qualname__ == f"{worker.__name__}.init_cuda_graphs"
 
 
-def test_an_idle_round_is_left_alone(make_runner):
+def test_an_idle_round_is_left_alone(make_runner, monkeypatch):
     runner = make_runner()
     multi_step = DraftBackendFactory(runner.server_args, runner, 1, 3).create_decode_backend()
-    multi_step._launch = lambda: pytest.fail("metadata was launched for an idle rank")
+    multi_step.init_cuda_graph_state(2, 2)
+    multi_step.before_capture(BatchInputs(torch.ones(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)))
+    monkeypatch.setattr(multi_step.captured, "write", lambda: pytest.fail("metadata was launched for an idle rank"))
+    assert multi_step.runs_captured
     idle = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: True), batch_size=0, out_cache_loc=None)
     multi_step.begin_draft_round(idle)
     assert idle.out_cache_loc is None

@@ -30,21 +30,15 @@ class Graph:
         self.of_a_round = mode == "draft_decode"
         self.static = static_batch(bs, bs if self.of_a_round else bs * D, MODES.get(mode, ForwardMode.DECODE))
         (calls.before_round_capture if self.of_a_round else calls.before_capture)(backend, self.static)
-        self._launch = backend._launch if self.of_a_round else backend.captured._launch
+        self.recorded = backend.captured.current
 
     def replay(self, batch: Batch) -> list:
         """Fill the real requests and the padding as SGLang does, replay, and return the metadata of every step."""
         fill(self.static, batch)
         (calls.before_round_replay if self.of_a_round else calls.before_replay)(self.backend, self.static)
-        self._launch()
-        if self.of_a_round:
-            return [b.forward_metadata for b in self._step_views()]
-        return [self.backend.forward_metadata]
-
-    def _step_views(self):
-        """The backend holds the views of the size captured last; the graph of this size wrote its own."""
-        self.backend._hand_out(self.backend.plan(self.bs), self.backend._buffers)
-        return self.backend.attn_backends
+        self.backend.writer.write(self.recorded.plan, self.recorded.buffers, self.recorded.inputs)
+        # Step backends hold the views of the size captured last; the graph of this size wrote its own.
+        return list(self.recorded.steps) if self.of_a_round else [self.backend.forward_metadata]
 
 
 class World:
@@ -141,7 +135,7 @@ def test_a_batch_of_nobody(make_runner, mode):
 
 def test_a_draft_round_of_nobody(make_runner):
     multi_step = NativeSparseAttnMultiStepBackend(make_runner(num_steps=N), 1, N)
-    empty = Batch("draft_decode", [], [], multi_step._writer.req_to_token.numpy(), 64, 0)
+    empty = Batch("draft_decode", [], [], multi_step.writer.req_to_token.numpy(), 64, 0)
     batch = forward_batch(empty, ForwardMode.DECODE)
     batch.out_cache_loc = torch.zeros(0, dtype=torch.int64)
     multi_step.init_forward_metadata(batch)

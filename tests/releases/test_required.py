@@ -137,7 +137,7 @@ def test_draft_backends_are_looked_at_as_well(watched, make_runner, monkeypatch,
     factory = calls.draft_factory(make_runner(), 3)
     create = getattr(factory, f"create_{phase}_backend")
     assert isinstance(create(), NativeSparseAttnMultiStepBackend | NativeSparseAttnBackend)
-    stamped = "dsa" in adapter.BACKEND_NAMES and adapter.ADAPTER._factory_returns_a_name()
+    stamped = "dsa" in adapter.BACKEND_NAMES and adapter.factory_returns_a_name()
     built = SimpleNamespace(attn_backends=[])
     name = f"_create_triton_{'decode' if phase == 'decode' else 'prefill'}_backend"
     monkeypatch.setattr(type(factory), name, lambda factory: ("triton", built) if stamped else built)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from batches import MODES
 
-from nsa_backend.adapters.installed import is_ragged_draft_extend
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
@@ -56,7 +56,7 @@ def eager(backend, mode: ForwardMode, found: dict[str, torch.Tensor]) -> None:
             forward_mode=mode, batch_size=2, input_ids=None, req_pool_indices=found["req_pool_indices"],
             seq_lens=found["seq_lens"], seq_lens_cpu=found["seq_lens"].clone(), seq_lens_sum=0, out_cache_loc=torch.arange(6),
             extend_seq_lens=found["accept"], extend_prefix_lens_cpu=[0, 0],
-            extend_seq_lens_cpu=accept if mode == ForwardMode.EXTEND or is_ragged_draft_extend(mode) else [D, D],
+            extend_seq_lens_cpu=accept if mode == ForwardMode.EXTEND or adapter.is_ragged_draft_extend(mode) else [D, D],
         )
     )  # fmt: skip
 
@@ -92,7 +92,7 @@ def test_eager(checked, mode, field, value, message):
 COUNTS = [
     (mode, "accept", count, f"request row 1: extend_lens is {count}, which is outside the {2 * D} query rows")
     for mode in MODES.values()
-    if is_ragged_draft_extend(mode)
+    if adapter.is_ragged_draft_extend(mode)
     for count in (-1, 2 * D + 1)
 ]
 """Accepted tokens, where a mode counts them."""

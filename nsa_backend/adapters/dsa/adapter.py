@@ -13,167 +13,135 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.configs.model_config import get_dsa_index_topk as index_topk
-from sglang.srt.configs.model_config import is_deepseek_dsa as is_sparse_model
+from sglang.srt.configs.model_config import get_dsa_index_topk, is_deepseek_dsa
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import BaseIndexerMetadata
 from sglang.srt.runtime_context import get_exec, get_parallel, get_server_args, get_spec
 from sglang.srt.server_args import ServerArgs
 
-from nsa_backend.adapters.dsa.draft import draft_extend_sizes_in_tokens, take_draft_side
-from nsa_backend.adapters.dsa.entry_points import BackendEntryPoints, MultiStepEntryPoints
-from nsa_backend.adapters.dsa.kernels import (
-    FLASH_MLA_DISTRIBUTION,
-    TOPK_READS_PAGE_TABLE_1,
-    concat_query,
-    dequantize_k_cache_paged,
-    fa3_functions,
-    fa3_scheduler,
-    flash_mla,
-    mla_quantize_and_rope_for_fp8,
-    topk_v2,
-)
-from nsa_backend.adapters.dsa.refusals import REFUSED_OPTIONS, REFUSED_VALUES, environment_problems, model_problem
+from nsa_backend.adapters.contract import Adapter
+from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.old_options import ADD_OPTIONS, add_aliases
 from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
-from nsa_backend.adapters.shared import (
-    CHECK,
-    FACTORY,
-    Settings,
-    Takeover,
-    hook,
-    register_under,
-)
+from nsa_backend.adapters.shared import CHECK, FACTORY, Settings, Takeover, hook, register_under
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-__all__ = [
-    "FLASH_MLA_DISTRIBUTION",
-    "REFUSED_OPTIONS",
-    "REFUSED_VALUES",
-    "TOPK_READS_PAGE_TABLE_1",
-    "BackendEntryPoints",
-    "BaseIndexerMetadata",
-    "MultiStepEntryPoints",
-    "concat_query",
-    "dequantize_k_cache_paged",
-    "draft_extend_sizes_in_tokens",
-    "environment_problems",
-    "fa3_functions",
-    "fa3_scheduler",
-    "flash_mla",
-    "index_topk",
-    "is_sparse_model",
-    "mla_quantize_and_rope_for_fp8",
-    "model_problem",
-    "take_draft_side",
-    "topk_v2",
-]
 
-BACKEND_NAMES = ("dsa", "nsa")
-DECODE_ATTRIBUTE, PREFILL_ATTRIBUTE = "dsa_decode_backend", "dsa_prefill_backend"
-DECODE_OPTION, PREFILL_OPTION = "--dsa-decode-backend", "--dsa-prefill-backend"
+class DsaAdapter(Adapter):
+    """SGLang 0.5.17 to 0.5.23, part by part."""
 
+    BACKEND_NAMES = ("dsa", "nsa")
+    DECODE_ATTRIBUTE, PREFILL_ATTRIBUTE = "dsa_decode_backend", "dsa_prefill_backend"
+    DECODE_OPTION, PREFILL_OPTION = "--dsa-decode-backend", "--dsa-prefill-backend"
 
-def settings(runner: ModelRunner) -> Settings:
-    """Options as SGLang resolved and published them in this process; `runner.server_args` may hold what was typed alone."""
-    kernel, spec = get_exec().kernel, get_spec()
-    return Settings(
-        kernel.dsa_decode_backend,
-        kernel.dsa_prefill_backend,
-        spec.speculative_num_steps or 0,
-        spec.speculative_num_draft_tokens or 0,
-    )
+    BackendEntryPoints = entry_points.BackendEntryPoints
+    MultiStepEntryPoints = entry_points.MultiStepEntryPoints
+    BaseIndexerMetadata = BaseIndexerMetadata
+    TOPK_READS_PAGE_TABLE_1 = kernels.TOPK_READS_PAGE_TABLE_1
+    FLASH_MLA_DISTRIBUTION = kernels.FLASH_MLA_DISTRIBUTION
+    REFUSED_OPTIONS = refusals.REFUSED_OPTIONS
+    REFUSED_VALUES = refusals.REFUSED_VALUES
 
+    concat_query = staticmethod(kernels.concat_query)
+    dequantize_k_cache_paged = staticmethod(kernels.dequantize_k_cache_paged)
+    fa3_functions = staticmethod(kernels.fa3_functions)
+    fa3_scheduler = staticmethod(kernels.fa3_scheduler)
+    flash_mla = staticmethod(kernels.flash_mla)
+    mla_quantize_and_rope_for_fp8 = staticmethod(kernels.mla_quantize_and_rope_for_fp8)
+    topk_v2 = staticmethod(kernels.topk_v2)
+    index_topk = staticmethod(get_dsa_index_topk)
+    is_sparse_model = staticmethod(is_deepseek_dsa)
+    environment_problems = staticmethod(refusals.environment_problems)
+    model_problem = staticmethod(refusals.model_problem)
+    draft_extend_sizes_in_tokens = staticmethod(draft.draft_extend_sizes_in_tokens)
+    take_draft_side = staticmethod(draft.take_draft_side)
 
-def resolved(server_args: ServerArgs) -> Any:
-    """Server arguments with every default filled in, before they are published."""
-    if not hasattr(server_args, "resolve_once"):
-        return server_args
-    from sglang.srt.arg_groups.overrides import resolved_view
+    def settings(self, runner: ModelRunner) -> Settings:
+        """Options as SGLang resolved and published them in this process; `runner.server_args` may hold what was typed alone."""
+        kernel, spec = get_exec().kernel, get_spec()
+        return Settings(
+            kernel.dsa_decode_backend,
+            kernel.dsa_prefill_backend,
+            spec.speculative_num_steps or 0,
+            spec.speculative_num_draft_tokens or 0,
+        )
 
-    return resolved_view(server_args)
+    def resolved(self, server_args: ServerArgs) -> Any:
+        """Server arguments with every default filled in, before they are published."""
+        if not hasattr(server_args, "resolve_once"):
+            return server_args
+        from sglang.srt.arg_groups.overrides import resolved_view
 
+        return resolved_view(server_args)
 
-def served_backends(server_args: ServerArgs) -> tuple[str, str]:
-    """Attention backends of (prefill, decode)."""
-    args = resolved(server_args)
-    return args.prefill_attention_backend or args.attention_backend, args.decode_attention_backend or args.attention_backend
+    def served_backends(self, server_args: ServerArgs) -> tuple[str, str]:
+        """Attention backends of (prefill, decode)."""
+        args = self.resolved(server_args)
+        return args.prefill_attention_backend or args.attention_backend, args.decode_attention_backend or args.attention_backend
 
+    def schedule_surplus_last(self, device_sm: int) -> bool:
+        """Whether DeepGEMM gives the last SMs one segment more: from 0.1.5 on it does on Hopper, and not on Blackwell."""
+        return device_sm // 10 == 9
 
-def schedule_surplus_last(device_sm: int) -> bool:
-    """Whether DeepGEMM gives the last SMs one segment more: from 0.1.5 on it does on Hopper, and not on Blackwell."""
-    return device_sm // 10 == 9
+    def attention_tp_size(self) -> int:
+        return get_parallel().attn_tp_size
 
+    def fuse_topk(self, shares_selections: bool) -> bool:
+        """Whether the indexer's top-k returns KV slots (SGLANG_DSA_FUSE_TOPK=1, the default) or token positions.
 
-def attention_tp_size() -> int:
-    return get_parallel().attn_tp_size
+        Under PD disaggregation shared selections travel as positions; which side turns them into slots is SGLang's rule.
+        """
+        from sglang.srt.layers.attention.dsa.utils import should_use_dsa_fused_topk as rule
 
+        options = (get_server_args(),) if "server_args" in inspect.signature(rule).parameters else ()
+        return rule(*options, shares_selections)
 
-def fuse_topk(shares_selections: bool) -> bool:
-    """Whether the indexer's top-k returns KV slots (SGLANG_DSA_FUSE_TOPK=1, the default) or token positions.
+    def shares_selections(self, factory: DraftBackendFactory) -> bool:
+        """For models with index_share_for_mtp_iteration."""
+        return factory.seed_dsa_topk_from_draft_extend
 
-    Under PD disaggregation selections that draft steps share travel as positions; which side turns them into slots is SGLang's
-    rule.
-    """
-    from sglang.srt.layers.attention.dsa.utils import should_use_dsa_fused_topk as rule
+    def dense_prefill_limit(self) -> int:
+        """Longest KV length, in tokens, that prefill still computes densely; SGLang sets it to index_topk."""
+        return envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get()
 
-    options = (get_server_args(),) if "server_args" in inspect.signature(rule).parameters else ()
-    return rule(*options, shares_selections)
+    def in_prefill_graph(self) -> bool:
+        """Whether a prefill graph is being captured or replayed: its model forward is fixed to sparse attention.
 
+        SGLang captures prefill in pieces by default, with attention and the indexer eager between them.
+        """
+        from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import is_in_breakable_cuda_graph
+        from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import is_in_tc_piecewise_cuda_graph
 
-def shares_selections(factory: DraftBackendFactory) -> bool:
-    """Whether the draft steps of this factory's worker attend with the selection of the last accepted row."""
-    return factory.seed_dsa_topk_from_draft_extend
+        return is_in_breakable_cuda_graph() or is_in_tc_piecewise_cuda_graph()
 
+    def is_draft_extend(self, mode: ForwardMode) -> bool:
+        return mode.is_draft_extend_v2()
 
-def dense_prefill_limit() -> int:
-    """Longest KV length, in tokens, that prefill still computes densely; SGLang sets it to index_topk."""
-    return envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get()
+    def is_ragged_draft_extend(self, mode: ForwardMode) -> bool:
+        """Requests always extend by D tokens: spec v1 is gone."""
+        return False
 
+    def kv_pool(self, batch: ForwardBatch, backend: AttentionBackend) -> Any:
+        """Where the KV of `batch` is: a batch no longer knows, its backend does."""
+        return backend.token_to_kv_pool
 
-def in_prefill_graph() -> bool:
-    """Whether a prefill graph is being captured or replayed: its model forward is fixed to sparse attention.
+    def take_over(self, ours: Takeover) -> None:
+        """Register everything; raises RuntimeError where SGLang did not take a hook."""
+        stamped = self.factory_returns_a_name()
 
-    SGLang captures prefill in pieces by default, with attention and the indexer eager between them.
-    """
-    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import is_in_breakable_cuda_graph
-    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import is_in_tc_piecewise_cuda_graph
+        def built(create: Callable) -> Callable:
+            return (lambda factory: ("dsa", create(factory))) if stamped else create
 
-    return is_in_breakable_cuda_graph() or is_in_tc_piecewise_cuda_graph()
+        hook(f"{FACTORY}._create_dsa_decode_backend", built(ours.create_multi_step_backend), HookType.REPLACE)
+        hook(f"{FACTORY}._create_dsa_prefill_backend", built(ours.create_draft_extend_backend), HookType.REPLACE)
+        hook(CHECK, ours.check_server_args, HookType.AROUND)
+        hook(ADD_OPTIONS, add_aliases, HookType.AROUND)
+        register_under(self.BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves
 
+    def factory_returns_a_name(self) -> bool:
+        """Whether the draft factory's methods return (backend name, backend), which began with the stamping of backends."""
+        from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
-def is_draft_extend(mode: ForwardMode) -> bool:
-    return mode.is_draft_extend_v2()
-
-
-def is_ragged_draft_extend(mode: ForwardMode) -> bool:
-    """Requests always extend by D tokens: spec v1 is gone."""
-    return False
-
-
-def kv_pool(batch: ForwardBatch, backend: AttentionBackend) -> Any:
-    """Where the KV of `batch` is: a batch no longer knows, its backend does."""
-    return backend.token_to_kv_pool
-
-
-def take_over(ours: Takeover) -> None:
-    """Register everything; raises RuntimeError where SGLang did not take a hook."""
-    stamped = _factory_returns_a_name()
-
-    def built(create: Callable) -> Callable:
-        return (lambda factory: ("dsa", create(factory))) if stamped else create
-
-    hook(f"{FACTORY}._create_dsa_decode_backend", built(ours.create_multi_step_backend), HookType.REPLACE)
-    hook(f"{FACTORY}._create_dsa_prefill_backend", built(ours.create_draft_extend_backend), HookType.REPLACE)
-    hook(CHECK, ours.check_server_args, HookType.AROUND)
-    hook(ADD_OPTIONS, add_aliases, HookType.AROUND)
-    register_under(BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves
-
-
-def _factory_returns_a_name() -> bool:
-    """Whether the draft factory's methods return (backend name, backend), which began with the stamping of backends."""
-    from sglang.srt.speculative.draft_utils import DraftBackendFactory
-
-    return "stamps_children" in inspect.signature(DraftBackendFactory._create_backend).parameters
+        return "stamps_children" in inspect.signature(DraftBackendFactory._create_backend).parameters

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.17 to 0.5.23 need around their draft workers."""
+"""The draft workers of SGLang 0.5.17 to 0.5.23, and what they need around them."""
 
 from __future__ import annotations
 

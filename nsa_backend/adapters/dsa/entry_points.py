@@ -1,19 +1,15 @@
-"""What SGLang 0.5.17 to 0.5.23 call around captures and replays: once outside the graph, and once at its head."""
+"""The entry points that SGLang 0.5.17 to 0.5.23 call around captures and replays: once outside the graph, once at its head."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from nsa_backend.adapters.core import CapturedForwards, CapturedRounds
 from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch, ForwardMode
-from nsa_backend.error_notes import noted
-
-if TYPE_CHECKING:
-    from nsa_backend.indexer.metadata import IndexerMetadata
+from nsa_backend.kernels.inputs import BatchInputs
 
 
-class BackendEntryPoints(AttentionBackend):
+class BackendEntryPoints(CapturedForwards, AttentionBackend):
     """What SGLang calls around captures and replays of one model's forwards."""
 
     needs_cpu_seq_lens = False
@@ -22,24 +18,16 @@ class BackendEntryPoints(AttentionBackend):
     extend_dummy_seqs_capped_by_req_pool = True
     """A dummy prefill batch may not have more requests than the request pool has rows: page tables come from there."""
 
-    @noted
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Choose what a capture fills, or what a replay reads. Nothing on the device."""
         bs, mode = forward_batch.batch_size, forward_batch.forward_mode
-        if not in_capture:
+        if in_capture:
+            inputs = BatchInputs(forward_batch.seq_lens[:bs], forward_batch.req_pool_indices[:bs])
+            self.before_capture(mode, forward_batch.positions.shape[0], inputs)
+        else:
             # The draft-extend runner hands over its whole static buffers, which begin where the captured views did.
-            self.before_replay(mode, bs, forward_batch.seq_lens, forward_batch.req_pool_indices)
-            return
-        self.before_capture(
-            mode,
-            bs,
-            forward_batch.positions.shape[0],
-            seq_lens=forward_batch.seq_lens[:bs],
-            req_pool_indices=forward_batch.req_pool_indices[:bs],
-            extend_lens=None,
-        )
+            self.before_replay(mode, bs, BatchInputs(forward_batch.seq_lens, forward_batch.req_pool_indices))
 
-    @noted
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """The metadata launch, recorded in the graph; SGLang warms the captured forward up with it too."""
         self.at_graph_head()
@@ -48,12 +36,10 @@ class BackendEntryPoints(AttentionBackend):
         """Yes: a draft-extend replay needs no preparation on the host."""
         return True
 
-    @noted
-    def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> IndexerMetadata:
+    def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> object:
         """What the indexer of a layer reads."""
-        return self.indexer_metadata()
+        return self.indexer_metadata(forward_batch)
 
-    @noted
     def prepare_mtp_seed_indices(self, topk_indices: torch.Tensor, forward_mode: ForwardMode) -> torch.Tensor:
         """A selection of prefill or draft-extend as the draft steps that share it read it.
 
@@ -62,7 +48,7 @@ class BackendEntryPoints(AttentionBackend):
         return self.selection_for_drafts(topk_indices)
 
 
-class MultiStepEntryPoints:
+class MultiStepEntryPoints(CapturedRounds):
     """What SGLang calls around captures and replays of a draft round."""
 
     needs_cpu_seq_lens = False
@@ -70,7 +56,7 @@ class MultiStepEntryPoints:
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Choose what a capture fills, or check a replay, whose graph reads static tensors and not those of `forward_batch`."""
         if in_capture:
-            self.before_capture(forward_batch)
+            self.before_capture(BatchInputs(forward_batch.seq_lens, forward_batch.req_pool_indices))
         else:
             self.before_replay(forward_batch.batch_size)
 

@@ -1,4 +1,4 @@
-"""Where SGLang 0.5.17 to 0.5.23 have the kernels that are used here; some moved on the way."""
+"""The kernels that are used here, where SGLang 0.5.17 to 0.5.23 have them; some moved on the way."""
 
 from __future__ import annotations
 

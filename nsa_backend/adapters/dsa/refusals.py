@@ -1,4 +1,4 @@
-"""What backends of SGLang 0.5.17 to 0.5.23 are asked for and this one does not do."""
+"""Refusals of what backends of SGLang 0.5.17 to 0.5.23 are asked for and this one does not do."""
 
 from __future__ import annotations
 

@@ -4,128 +4,103 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.configs.model_config import get_nsa_index_topk as index_topk
-from sglang.srt.configs.model_config import is_deepseek_nsa as is_sparse_model
+from sglang.srt.configs.model_config import get_nsa_index_topk, is_deepseek_nsa
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.nsa.nsa_indexer import BaseIndexerMetadata
-from sglang.srt.layers.dp_attention import get_attention_tp_size as attention_tp_size
+from sglang.srt.layers.dp_attention import get_attention_tp_size
 
-from nsa_backend.adapters.nsa.draft import draft_extend_graph_runner, draft_extend_sizes_in_tokens, take_draft_side
-from nsa_backend.adapters.nsa.entry_points import BackendEntryPoints, MultiStepEntryPoints, is_ragged_draft_extend
-from nsa_backend.adapters.nsa.kernels import (
-    FLASH_MLA_DISTRIBUTION,
-    TOPK_READS_PAGE_TABLE_1,
-    concat_query,
-    dequantize_k_cache_paged,
-    fa3_functions,
-    fa3_scheduler,
-    flash_mla,
-    mla_quantize_and_rope_for_fp8,
-    topk_v2,
-)
-from nsa_backend.adapters.nsa.refusals import REFUSED_OPTIONS, REFUSED_VALUES, environment_problems, model_problem
+from nsa_backend.adapters.contract import Adapter
+from nsa_backend.adapters.nsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
-from nsa_backend.adapters.shared import (
-    CHECK,
-    FACTORY,
-    Settings,
-    Takeover,
-    hook,
-    register_under,
-)
+from nsa_backend.adapters.shared import CHECK, FACTORY, Settings, Takeover, hook, register_under
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
-__all__ = [
-    "FLASH_MLA_DISTRIBUTION",
-    "REFUSED_OPTIONS",
-    "REFUSED_VALUES",
-    "TOPK_READS_PAGE_TABLE_1",
-    "BackendEntryPoints",
-    "BaseIndexerMetadata",
-    "MultiStepEntryPoints",
-    "attention_tp_size",
-    "concat_query",
-    "dequantize_k_cache_paged",
-    "draft_extend_graph_runner",
-    "draft_extend_sizes_in_tokens",
-    "environment_problems",
-    "fa3_functions",
-    "fa3_scheduler",
-    "flash_mla",
-    "index_topk",
-    "is_ragged_draft_extend",
-    "is_sparse_model",
-    "mla_quantize_and_rope_for_fp8",
-    "model_problem",
-    "take_draft_side",
-    "topk_v2",
-]
 
-BACKEND_NAMES = ("nsa",)
-DECODE_ATTRIBUTE, PREFILL_ATTRIBUTE = "nsa_decode_backend", "nsa_prefill_backend"
-DECODE_OPTION, PREFILL_OPTION = "--nsa-decode-backend", "--nsa-prefill-backend"
+class NsaAdapter(Adapter):
+    """SGLang 0.5.12 and 0.5.12.post1, part by part."""
 
+    BACKEND_NAMES = ("nsa",)
+    DECODE_ATTRIBUTE, PREFILL_ATTRIBUTE = "nsa_decode_backend", "nsa_prefill_backend"
+    DECODE_OPTION, PREFILL_OPTION = "--nsa-decode-backend", "--nsa-prefill-backend"
 
-def settings(runner: ModelRunner) -> Settings:
-    args = runner.server_args
-    return Settings(
-        args.nsa_decode_backend,
-        args.nsa_prefill_backend,
-        args.speculative_num_steps or 0,
-        args.speculative_num_draft_tokens or 0,
-    )
+    BackendEntryPoints = entry_points.BackendEntryPoints
+    MultiStepEntryPoints = entry_points.MultiStepEntryPoints
+    BaseIndexerMetadata = BaseIndexerMetadata
+    TOPK_READS_PAGE_TABLE_1 = kernels.TOPK_READS_PAGE_TABLE_1
+    FLASH_MLA_DISTRIBUTION = kernels.FLASH_MLA_DISTRIBUTION
+    REFUSED_OPTIONS = refusals.REFUSED_OPTIONS
+    REFUSED_VALUES = refusals.REFUSED_VALUES
 
+    concat_query = staticmethod(kernels.concat_query)
+    dequantize_k_cache_paged = staticmethod(kernels.dequantize_k_cache_paged)
+    fa3_functions = staticmethod(kernels.fa3_functions)
+    fa3_scheduler = staticmethod(kernels.fa3_scheduler)
+    flash_mla = staticmethod(kernels.flash_mla)
+    mla_quantize_and_rope_for_fp8 = staticmethod(kernels.mla_quantize_and_rope_for_fp8)
+    topk_v2 = staticmethod(kernels.topk_v2)
+    index_topk = staticmethod(get_nsa_index_topk)
+    is_sparse_model = staticmethod(is_deepseek_nsa)
+    attention_tp_size = staticmethod(get_attention_tp_size)
+    environment_problems = staticmethod(refusals.environment_problems)
+    model_problem = staticmethod(refusals.model_problem)
+    draft_extend_sizes_in_tokens = staticmethod(draft.draft_extend_sizes_in_tokens)
+    take_draft_side = staticmethod(draft.take_draft_side)
+    draft_extend_graph_runner = staticmethod(draft.draft_extend_graph_runner)
 
-def resolved(server_args: ServerArgs) -> ServerArgs:
-    """Server arguments with every default filled in."""
-    return server_args
+    def settings(self, runner: ModelRunner) -> Settings:
+        args = runner.server_args
+        return Settings(
+            args.nsa_decode_backend,
+            args.nsa_prefill_backend,
+            args.speculative_num_steps or 0,
+            args.speculative_num_draft_tokens or 0,
+        )
 
+    def resolved(self, server_args: ServerArgs) -> ServerArgs:
+        """Server arguments with every default filled in."""
+        return server_args
 
-def served_backends(server_args: ServerArgs) -> tuple[str, str]:
-    """Attention backends of (prefill, decode)."""
-    return server_args.get_attention_backends()
+    def served_backends(self, server_args: ServerArgs) -> tuple[str, str]:
+        """Attention backends of (prefill, decode)."""
+        return server_args.get_attention_backends()
 
+    def schedule_surplus_last(self, device_sm: int) -> bool:
+        """Whether DeepGEMM gives the last SMs one segment more; 0.1.0 gives it to the first."""
+        return False
 
-def schedule_surplus_last(device_sm: int) -> bool:
-    """Whether DeepGEMM gives the last SMs one segment more; 0.1.0 gives it to the first."""
-    return False
+    def fuse_topk(self, shares_selections: bool) -> bool:
+        """Whether the indexer's top-k returns KV slots (SGLANG_NSA_FUSE_TOPK=1, the default) or token positions."""
+        return envs.SGLANG_NSA_FUSE_TOPK.get()
 
+    def shares_selections(self, factory: DraftBackendFactory) -> bool:
+        """No: every draft step selects for itself."""
+        return False
 
-def fuse_topk(shares_selections: bool) -> bool:
-    """Whether the indexer's top-k returns KV slots (SGLANG_NSA_FUSE_TOPK=1, the default) or token positions."""
-    return envs.SGLANG_NSA_FUSE_TOPK.get()
+    def dense_prefill_limit(self) -> int:
+        """Longest KV length, in tokens, that prefill still computes densely; SGLang sets it to index_topk."""
+        return envs.SGLANG_NSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get()
 
+    def in_prefill_graph(self) -> bool:
+        """Prefill is captured in pieces only under --enforce-piecewise-cuda-graph, which is refused."""
+        return False
 
-def shares_selections(factory: DraftBackendFactory) -> bool:
-    """No: these releases have every draft step select for itself."""
-    return False
+    def is_draft_extend(self, mode: ForwardMode) -> bool:
+        return mode.is_draft_extend(include_v2=True)
 
+    def is_ragged_draft_extend(self, mode: ForwardMode) -> bool:
+        """Whether requests extend by different numbers of tokens (spec v1)."""
+        return mode.is_draft_extend()
 
-def dense_prefill_limit() -> int:
-    """Longest KV length, in tokens, that prefill still computes densely; SGLang sets it to index_topk."""
-    return envs.SGLANG_NSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get()
+    def kv_pool(self, batch: ForwardBatch, backend: AttentionBackend) -> Any:
+        """Where the KV of `batch` is."""
+        return batch.token_to_kv_pool
 
-
-def in_prefill_graph() -> bool:
-    """Prefill is captured in pieces only under --enforce-piecewise-cuda-graph, which is refused."""
-    return False
-
-
-def is_draft_extend(mode: ForwardMode) -> bool:
-    return mode.is_draft_extend(include_v2=True)
-
-
-def kv_pool(batch: ForwardBatch, backend: AttentionBackend) -> Any:
-    """Where the KV of `batch` is."""
-    return batch.token_to_kv_pool
-
-
-def take_over(ours: Takeover) -> None:
-    """Register everything; raises RuntimeError where SGLang did not take a hook."""
-    hook(f"{FACTORY}._create_nsa_decode_backend", ours.create_multi_step_backend, HookType.REPLACE)
-    hook(f"{FACTORY}._create_nsa_prefill_backend", ours.create_draft_extend_backend, HookType.REPLACE)
-    hook(CHECK, ours.check_server_args, HookType.AROUND)
-    register_under(BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves
+    def take_over(self, ours: Takeover) -> None:
+        """Register everything; raises RuntimeError where SGLang did not take a hook."""
+        hook(f"{FACTORY}._create_nsa_decode_backend", ours.create_multi_step_backend, HookType.REPLACE)
+        hook(f"{FACTORY}._create_nsa_prefill_backend", ours.create_draft_extend_backend, HookType.REPLACE)
+        hook(CHECK, ours.check_server_args, HookType.AROUND)
+        register_under(self.BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.12 and 0.5.12.post1 need around their draft workers."""
+"""The draft workers of SGLang 0.5.12 and 0.5.12.post1, and what they need around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where SGLang 0.5.12 and 0.5.12.post1 have the kernels that are used here."""
+"""The kernels that are used here, where SGLang 0.5.12 and 0.5.12.post1 have them."""
 
 from __future__ import annotations
 

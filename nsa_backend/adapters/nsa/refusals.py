@@ -1,4 +1,4 @@
-"""What backends of SGLang 0.5.12 and 0.5.12.post1 are asked for and this one does not do."""
+"""Refusals of what backends of SGLang 0.5.12 and 0.5.12.post1 are asked for and this one does not do."""
 
 from __future__ import annotations
 

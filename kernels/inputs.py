@@ -1,0 +1,20 @@
+"""The inputs of a metadata launch: the tensors of a batch that travel together from SGLang to a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class BatchInputs:
+    """One batch, padding requests included. Under a CUDA graph these are the graph runner's static tensors."""
+
+    seq_lens: torch.Tensor  # int32 | int64 [num_requests], contiguous; what SGLang calls seq_lens in the mode
+    req_pool_indices: torch.Tensor  # int32 | int64 [num_requests], contiguous; rows of the request-to-token pool
+    extend_lens: torch.Tensor | None = None  # int32 | int64 [num_requests], contiguous; rows of each request, where ragged
+
+    @property
+    def num_requests(self) -> int:
+        return self.seq_lens.shape[0]

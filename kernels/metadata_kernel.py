@@ -1,0 +1,171 @@
+"""The kernel that writes the metadata of every step and row of a forward, or of a whole draft round.
+
+Grid, known on the host: `num_steps` programs write lengths, prefix sums and the DeepGEMM schedule of one step each, as many the
+plan of the top-k kernel where it is wanted; `num_requests * splits` programs copy page tables, `splits` of them taking turns at
+the column blocks of one request. A program past the end of its request stops at once, so the grid depends on no value that only
+the GPU knows and one long request is spread over as many programs as a short one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa_backend.kernels.lengths import (
+    write_cu_seqlens_q,
+    write_request_lengths,
+    write_row_lengths,
+    write_schedule,
+)
+from nsa_backend.kernels.page_tables import copy_page_tables
+from nsa_backend.kernels.topk_plan import write_topk_plan
+
+# What changes from batch to batch; a special value (1, or a multiple of 16) must not compile the kernel again.
+UNSPECIALIZED = [
+    "cache_seqlens_stride", "cu_seqlens_k_stride", "seqlens_expanded_stride", "nsa_cache_seqlens_stride",
+    "nsa_cu_seqlens_k_stride", "topk_plan_stride", "page_table_1_stride", "real_page_table_stride",
+    "num_requests", "num_rows", "row_offset", "cache_offset", "table_offset", "max_len", "splits",
+    "request_search_steps", "row_search_steps",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def metadata_kernel(
+    seq_lens_ptr,  # int32 | int64 [num_requests]
+    req_pool_indices_ptr,  # int32 | int64 [num_requests]
+    req_to_token_ptr,  # int32 [pool, req_to_token_stride]
+    extend_lens_ptr,  # int32 | int64 [num_requests], read where rows are ragged
+    cache_seqlens_ptr,  # int32 [num_steps, cache_seqlens_stride]
+    cu_seqlens_k_ptr,  # int32 [num_steps, cu_seqlens_k_stride]
+    seqlens_expanded_ptr,  # int32 [num_steps, seqlens_expanded_stride]
+    nsa_cache_seqlens_ptr,  # int32 [num_steps, nsa_cache_seqlens_stride]
+    nsa_cu_seqlens_k_ptr,  # int32 [num_steps, nsa_cu_seqlens_k_stride]
+    segment_ends_ptr,  # int32 [num_steps, nsa_cache_seqlens_stride]
+    schedule_ptr,  # int32 [num_steps, NUM_SMS + 1, 2], not written where NUM_SMS is 0
+    topk_plan_ptr,  # int32 [num_steps, topk_plan_stride], not written where NUM_PLANS is 0
+    page_table_1_ptr,  # int32 [num_requests, page_table_1_stride], not written where WIDE is False
+    real_page_table_ptr,  # int32 [num_rows, real_page_table_stride]
+    cu_seqlens_q_ptr,  # int32 [num_requests + 1], written where rows are ragged
+    token_to_batch_idx_ptr,  # int32 [num_rows], written where rows are ragged
+    req_to_token_stride,
+    cache_seqlens_stride,
+    cu_seqlens_k_stride,
+    seqlens_expanded_stride,
+    nsa_cache_seqlens_stride,
+    nsa_cu_seqlens_k_stride,
+    topk_plan_stride,
+    page_table_1_stride,
+    real_page_table_stride,
+    num_requests,
+    num_rows,
+    row_offset,
+    cache_offset,
+    table_offset,
+    max_len,
+    index_topk,
+    splits,
+    request_search_steps,
+    row_search_steps,
+    NUM_STEPS: tl.constexpr,
+    NUM_PLANS: tl.constexpr,
+    ROWS_PER_REQUEST: tl.constexpr,
+    WIDE: tl.constexpr,
+    THRESHOLDS: tl.constexpr,
+    CAPS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    NUM_SMS: tl.constexpr,
+    SM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT_KV: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr,
+    SURPLUS_LAST: tl.constexpr,
+):
+    # What `MetadataBuffers.allocate` keeps of the strides: rows of page tables begin at 16 bytes.
+    page_table_1_stride = tl.multiple_of(page_table_1_stride, 4)
+    real_page_table_stride = tl.multiple_of(real_page_table_stride, 4)
+    step = tl.program_id(0)
+    if step < NUM_STEPS:
+        write_request_lengths(
+            seq_lens_ptr,
+            cache_seqlens_ptr + step * cache_seqlens_stride,
+            cu_seqlens_k_ptr + step * cu_seqlens_k_stride,
+            num_requests,
+            cache_offset + step,
+            max_len,
+            BLOCK=ROW_BLOCK,
+        )
+        if ROWS_PER_REQUEST == 0:
+            write_cu_seqlens_q(extend_lens_ptr, cu_seqlens_q_ptr, num_requests, num_rows, BLOCK=ROW_BLOCK)
+            # Read back below, by other threads of this program.
+            tl.debug_barrier()
+        ends_ptr = segment_ends_ptr + step * nsa_cache_seqlens_stride
+        segments = write_row_lengths(
+            seq_lens_ptr,
+            extend_lens_ptr,
+            cu_seqlens_q_ptr,
+            seqlens_expanded_ptr + step * seqlens_expanded_stride,
+            nsa_cache_seqlens_ptr + step * nsa_cache_seqlens_stride,
+            nsa_cu_seqlens_k_ptr + step * nsa_cu_seqlens_k_stride,
+            ends_ptr,
+            token_to_batch_idx_ptr,
+            num_requests,
+            num_rows,
+            row_offset + step,
+            max_len,
+            index_topk,
+            request_search_steps,
+            ROWS_PER_REQUEST=ROWS_PER_REQUEST,
+            SPLIT_KV=SPLIT_KV,
+            BLOCK=ROW_BLOCK,
+        )
+        if NUM_SMS > 0:
+            tl.debug_barrier()
+            write_schedule(
+                ends_ptr,
+                schedule_ptr + step * (2 * (NUM_SMS + 1)),
+                num_rows,
+                segments,
+                row_search_steps,
+                NUM_SMS=NUM_SMS,
+                SM_BLOCK=SM_BLOCK,
+                SURPLUS_LAST=SURPLUS_LAST,
+            )
+    elif step < NUM_STEPS + NUM_PLANS:
+        planned = step - NUM_STEPS
+        write_topk_plan(
+            seq_lens_ptr,
+            topk_plan_ptr + planned * topk_plan_stride,
+            num_rows,
+            row_offset + planned,
+            max_len,
+            ROWS_PER_REQUEST=ROWS_PER_REQUEST,
+            THRESHOLDS=THRESHOLDS,
+            CAPS=CAPS,
+            MAX_ROWS=MAX_ROWS,
+        )
+    else:
+        table_program = step - NUM_STEPS - NUM_PLANS
+        copy_page_tables(
+            table_program // splits,
+            table_program % splits,
+            splits,
+            seq_lens_ptr,
+            req_pool_indices_ptr,
+            req_to_token_ptr,
+            req_to_token_stride,
+            extend_lens_ptr,
+            page_table_1_ptr,
+            page_table_1_stride,
+            real_page_table_ptr,
+            real_page_table_stride,
+            num_requests,
+            num_rows,
+            table_offset,
+            max_len,
+            ROWS_PER_REQUEST=ROWS_PER_REQUEST,
+            WIDE=WIDE,
+            PAGE=PAGE,
+            ROW_BLOCK=ROW_BLOCK,
+            COLUMN_BLOCK=COLUMN_BLOCK,
+        )

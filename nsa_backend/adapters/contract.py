@@ -1,0 +1,179 @@
+"""The contract of an adapter: everything that the package asks of a generation of SGLang, declared in one place.
+
+`core` declares the other direction, what SGLang's entry points ask of the backends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from nsa_backend.adapters import sglang, shared, startup
+from nsa_backend.adapters.shared import Settings, Takeover
+
+
+class Adapter(ABC):
+    """One generation of releases. Imports that need a GPU or its libraries stay inside methods: every machine can have one."""
+
+    # Names
+
+    BACKEND_NAMES: tuple[str, ...]  # what SGLang calls DeepSeek sparse attention, its own name first
+    DECODE_OPTION: str
+    PREFILL_OPTION: str
+    DECODE_ATTRIBUTE: str  # of ServerArgs
+    PREFILL_ATTRIBUTE: str
+
+    # Classes to inherit from
+
+    BackendEntryPoints: type  # what SGLang calls around captures and replays of one model's forwards
+    MultiStepEntryPoints: type  # the same of a draft round
+    BaseIndexerMetadata: type  # the interface of SGLang's indexer
+
+    # Options and models
+
+    REFUSED_OPTIONS: dict[str, str]  # attribute of ServerArgs to an option that must be off
+    REFUSED_VALUES: dict[str, tuple[str, tuple]]  # attribute, dotted where nested, to the option and the values that are served
+
+    @abstractmethod
+    def settings(self, runner: sglang.ModelRunner) -> Settings:
+        """What the user chose, as SGLang resolved it."""
+
+    @abstractmethod
+    def resolved(self, server_args: sglang.ServerArgs) -> Any:
+        """Server arguments with every default filled in."""
+
+    @abstractmethod
+    def served_backends(self, server_args: sglang.ServerArgs) -> tuple[str, str]:
+        """Attention backends of (prefill, decode)."""
+
+    @abstractmethod
+    def environment_problems(self) -> list[str]:
+        """One sentence for each of SGLang's own switches that must be off."""
+
+    @abstractmethod
+    def is_sparse_model(self, hf_config: Any) -> bool:
+        """Whether a model has DeepSeek sparse attention."""
+
+    @abstractmethod
+    def index_topk(self, hf_config: Any) -> int:
+        """Tokens that the sparse attention of such a model keeps."""
+
+    @abstractmethod
+    def model_problem(self, hf_config: Any, speculative: bool, dequantised_prefill: bool) -> str | None:
+        """What a sparse model asks of its backend that this one does not do, or that SGLang does not do for it; or None.
+
+        Args:
+            hf_config: of a target or a draft model.
+            speculative: whether draft steps are asked for.
+            dequantised_prefill: whether prefill dequantises an FP8 KV cache, and its top-k counts rows of that.
+        """
+
+    @abstractmethod
+    def attention_tp_size(self) -> int:
+        """Ranks that share the heads of an attention layer."""
+
+    @abstractmethod
+    def fuse_topk(self, shares_selections: bool) -> bool:
+        """Whether the indexer's top-k returns KV slots (the default) or token positions.
+
+        `shares_selections` says whether a backend makes or takes the selection that all draft steps of a round attend with.
+        """
+
+    @abstractmethod
+    def shares_selections(self, factory: sglang.DraftBackendFactory) -> bool:
+        """Whether all draft steps of this factory's worker attend with the selection of the last accepted row."""
+
+    @abstractmethod
+    def dense_prefill_limit(self) -> int:
+        """Longest KV length, in tokens, that prefill still computes densely; SGLang sets it to index_topk."""
+
+    # Forwards
+
+    @abstractmethod
+    def is_draft_extend(self, mode: sglang.ForwardMode) -> bool:
+        """Whether the draft model extends by what a verify has accepted."""
+
+    @abstractmethod
+    def is_ragged_draft_extend(self, mode: sglang.ForwardMode) -> bool:
+        """Whether requests then extend by different numbers of tokens (spec v1)."""
+
+    @abstractmethod
+    def in_prefill_graph(self) -> bool:
+        """Whether a prefill graph is being captured or replayed."""
+
+    @abstractmethod
+    def kv_pool(self, batch: sglang.ForwardBatch, backend: sglang.AttentionBackend) -> Any:
+        """Where the KV of `batch` is."""
+
+    # Kernels of SGLang and its packages
+
+    TOPK_READS_PAGE_TABLE_1: bool  # whether the top-k reads a table of one column a token
+    FLASH_MLA_DISTRIBUTION: str  # the distribution that brings FlashMLA
+
+    @abstractmethod
+    def topk_v2(self) -> tuple[Callable, Callable | None] | None:
+        """SGLang's top-k v2 kernel through pages, and its form for windows of ragged logits; None where there is none."""
+
+    @abstractmethod
+    def schedule_surplus_last(self, device_sm: int) -> bool:
+        """Whether DeepGEMM gives the last SMs one segment more, or the first."""
+
+    @abstractmethod
+    def fa3_functions(self) -> tuple[Callable, Callable]:
+        """`(flash_attn_with_kvcache, flash_attn_varlen_func)` of SGLang's FA3."""
+
+    @abstractmethod
+    def fa3_scheduler(self) -> Callable | None:
+        """FA3's function that schedules the tiles of a batch ahead of its layers, or None."""
+
+    @abstractmethod
+    def flash_mla(self) -> ModuleType:
+        """The module of FlashMLA's functions: `flash_mla_sparse_fwd`, `flash_mla_with_kvcache`, `get_mla_metadata`."""
+
+    @abstractmethod
+    def concat_query(self, q_nope: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, latent + rope] in memory of its own."""
+
+    @abstractmethod
+    def dequantize_k_cache_paged(self, quant_k_cache: torch.Tensor, page_table_1_flattened: torch.Tensor) -> torch.Tensor:
+        """bfloat16 [slots, 1, latent + rope] of those slots of a packed FP8 KV cache."""
+
+    @abstractmethod
+    def mla_quantize_and_rope_for_fp8(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """RoPE and the cast to fp8_e4m3 of query and key, in SGLang's one launch."""
+
+    # Taking over
+
+    @abstractmethod
+    def take_over(self, ours: Takeover) -> None:
+        """Register everything; raises RuntimeError where SGLang did not take a hook."""
+
+    @abstractmethod
+    def take_draft_side(self, ours: Takeover) -> None:
+        """Hook what SGLang's draft workers need, once a draft backend is built: their modules need libcuda."""
+
+    @abstractmethod
+    def draft_extend_sizes_in_tokens(self, tokens_per_request: int) -> contextlib.AbstractContextManager[None]:
+        """While a draft-extend graph runner is built, its batch sizes count tokens."""
+
+    # What all releases do alike
+
+    WAY_BACK = shared.WAY_BACK
+    deep_gemm_num_sms = staticmethod(shared.deep_gemm_num_sms)
+    deep_gemm_schedule = staticmethod(shared.deep_gemm_schedule)
+    device_sm = staticmethod(shared.device_sm)
+    draft_config = staticmethod(startup.draft_config)
+    flashinfer_workspace_bytes = staticmethod(shared.flashinfer_workspace_bytes)
+    is_rocm = staticmethod(shared.is_rocm)
+    package_problem = staticmethod(shared.package_problem)
+    target_config = staticmethod(startup.target_config)
+    watch_backends = staticmethod(startup.watch_backends)
+
+
+OFFERED = Adapter.__abstractmethods__ | Adapter.__annotations__.keys()
+"""Every name that a generation has to define; constants cannot be abstract, so a test looks for them."""
