@@ -95,7 +95,9 @@ def implementations(config: Any) -> list[str]:
     heads, sinks = config.num_attention_heads // HOPPER_RANKS, bool(getattr(config, "learnable_sink", False))
     asked = (("fa3", torch.bfloat16), ("flashmla_sparse", torch.bfloat16), ("flashmla_kv", torch.float8_e4m3fn))
     on = {"device_sm": 90, "num_heads": heads, "index_topk": config.index_topk, "sinks": sinks}
-    return ["; ".join(implementation(n).problems(AttentionConfig(kv_cache_dtype=dtype, **on))) or "served" for n, dtype in asked]
+    return [
+        "; ".join(implementation(n).problems(AttentionConfig(kv_cache_dtype=dtype, **on))) or "served" for n, dtype in asked
+    ]
 
 
 def markdown(rows: list[list[str]]) -> str:

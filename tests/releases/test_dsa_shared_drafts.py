@@ -46,11 +46,11 @@ def test_every_step_attends_to_the_tokens_of_the_target(sharing, make_runner, ca
         static = static_batch(requests, requests, ForwardMode.DECODE)
         static.out_cache_loc = torch.zeros(requests * num_steps, dtype=torch.int64)
         calls.before_round_capture(multi_step, static)
-        recorded = multi_step._launch
+        recorded = multi_step.captured.current
         begin_round(multi_step, static)
         fill(static, batch)
         calls.before_round_replay(multi_step, static)
-        recorded()
+        multi_step.writer.write(recorded.plan, recorded.buffers, recorded.inputs)
     else:
         multi_step.init_forward_metadata(forward_batch(batch, ForwardMode.DECODE))
     assert len(multi_step.attn_backends) == num_steps - 1
@@ -160,7 +160,7 @@ def test_a_prefill_so_short_that_nothing_is_scored_still_hands_its_selection_out
     backend, slots, lengths = prefilled
     width = max(lengths)
     table = backend.writer.req_to_token
-    every = backend.indexer_metadata().topk_transform(torch.zeros(0), width)
+    every = backend.indexer_metadata(None).topk_transform(torch.zeros(0), width)
     last = torch.tensor([length - length // 2 for length in lengths]).cumsum(0) - 1
     for row, slot, length in zip(every[last], slots, lengths, strict=True):
         assert torch.equal(row[:length], table[slot, :length])
