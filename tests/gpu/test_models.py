@@ -54,9 +54,10 @@ def test_dense_prefill_of_a_models_heads(qk_dim, v_dim, heads):
     metadata = SimpleNamespace(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seq_len_q=100, max_seq_len_k=300)
     out = DensePrefill(SimpleNamespace(attention=attention)).forward(q, k, v, layer, metadata).float()
     want = []
-    for rows, keys in zip(q.float().split(new), zip(k.float().split(all_tokens), v.float().split(all_tokens)), strict=True):
-        scores = torch.einsum("qhd,khd->hqk", rows, keys[0]) * layer.scaling
-        seen = torch.ones_like(scores[0], dtype=torch.bool).tril(len(keys[0]) - len(rows))
-        want.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), keys[1]))
+    parts = (q.float().split(new), k.float().split(all_tokens), v.float().split(all_tokens))
+    for rows, keys, values in zip(*parts, strict=True):
+        scores = torch.einsum("qhd,khd->hqk", rows, keys) * layer.scaling
+        seen = torch.ones_like(scores[0], dtype=torch.bool).tril(len(keys) - len(rows))
+        want.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values))
     want = torch.cat(want)
     assert (out.view_as(want) - want).norm() / want.norm() < RELATIVE_ERROR
