@@ -1,35 +1,42 @@
-"""Write a tiny DeepSeek-V3.2 checkpoint whose MTP layer equals its target, so that accept length measures draft metadata.
+"""Write a tiny sparse checkpoint whose MTP layer equals its target, so that accept length measures draft metadata.
 
-    python benchmarks/faithful_checkpoint.py OUT [--shape wide]
+    python benchmarks/faithful_checkpoint.py OUT [--shape wide] [--model glm-5.2]
 
 Greedy decoding must then accept every draft: a lower accept length means that a draft step attended to something else than
 the target did. How it is built:
 
 - Embeddings are +-1 with a constant first feature, so every RMSNorm is the identity and that feature works as a bias.
-- Layer 0 is the model: the RoPE part of its attention prefers the newest tokens, its MoE adds nothing.
-- Every layer after it does the same work and adds nothing at all (a checkpoint of one layer would make SGLang load layer 0 as
-  the MTP layer).
-- The MTP layer repeats layer 0; `eh_proj` passes the token embedding on and drops the hidden state.
+- One layer is the model: the RoPE part of its attention looks at certain distances, its MoE adds nothing.
+- Every other layer does the same work and adds nothing at all.
+- The MTP layer repeats the working layer; `eh_proj` passes the token embedding on and drops the hidden state.
 - The indexer prefers the newest tokens, so contexts beyond index_topk keep the ones that matter.
+
+`benchmarks/faithful_models.py` says which models there are, which distances count, and what the best accept length is.
 """
 
 import argparse
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from nsa_backend.benchmarks.faithful_models import HEAD_DISTANCES, MODELS, ROPE_THETA, Model
+
 VOCAB = 2048
-Q_RANK, KV_RANK, ROPE, NOPE, V_DIM = 512, 512, 64, 128, 128
-INDEX_HEADS, INDEX_DIM, INDEX_TOPK = 64, 128, 2048
+KV_RANK, ROPE, INDEX_DIM, INDEX_TOPK = 512, 64, 128, 2048
+NEAR_PAIRS = 8
+"""The fastest RoPE pairs: the score falls off within a few tokens."""
+SHARPNESS = 6
+"""Of a head that looks at one distance: a token beside it scores 6.4 lower, which leaves it two thousandths of the weight."""
+V32 = MODELS["deepseek-v3.2"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What differs between checkpoints; the rest is DeepSeek-V3.2's."""
+    """What differs between checkpoints of a model; a model may have fewer heads and more layers."""
 
     hidden: int = 1024
     heads: int = 64
@@ -59,42 +66,60 @@ class Weights:
         return torch.where(torch.rand(*shape, generator=self._generator) < 0.5, -1.0, 1.0)
 
 
-def attention_weights(weights: Weights, shape: Shape) -> dict[str, torch.Tensor]:
+def fitted(shape: Shape, model: Model) -> Shape:
+    """`shape` with no more heads than the model has, and enough layers for what it shares between them."""
+    return replace(shape, heads=min(shape.heads, model.most_heads), layers=max(shape.layers, model.least_layers))
+
+
+def rope_queries(heads: int, model: Model) -> torch.Tensor:
+    """[heads, ROPE]: times the constant keys, a score that is highest at the distance that each head looks at."""
+    angles = torch.full((heads, NEAR_PAIRS), math.pi / 4)  # that of the keys
+    scale = 1.0
+    if model.lag:
+        distance = model.lag + torch.arange(heads) % HEAD_DISTANCES
+        angles -= distance[:, None] * ROPE_THETA ** (-2 * torch.arange(NEAR_PAIRS) / ROPE)
+        scale = SHARPNESS
+    pairs = scale * torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(1)
+    return torch.nn.functional.pad(pairs, (0, ROPE - pairs.shape[1]))
+
+
+def attention_weights(weights: Weights, shape: Shape, model: Model) -> dict[str, torch.Tensor]:
     """MLA whose score is mostly a RoPE kernel of the distance, fed by the constant feature."""
+    q_rank, nope, v_dim = model.q_rank, model.nope, model.v_dim
     near = torch.zeros(ROPE)
-    near[:16] = 2**-0.5  # the eight fastest RoPE pairs: the score falls off within a few tokens
-    q_a = weights.normal(Q_RANK, shape.hidden, std=0.02 * shape.hidden**-0.5)
-    q_a[0] = torch.eye(1, shape.hidden)  # after the norm, component 0 of the query latent is the constant sqrt(Q_RANK)
-    q_b = weights.normal(shape.heads, NOPE + ROPE, Q_RANK, std=0.02)
-    q_b[:, NOPE:] = 0
-    q_b[:, NOPE:, 0] = near * math.sqrt((NOPE + ROPE) / Q_RANK)
+    near[: 2 * NEAR_PAIRS] = 2**-0.5
+    q_a = weights.normal(q_rank, shape.hidden, std=0.02 * shape.hidden**-0.5)
+    q_a[0] = torch.eye(1, shape.hidden)  # after the norm, component 0 of the query latent is the constant sqrt(q_rank)
+    q_b = weights.normal(shape.heads, nope + ROPE, q_rank, std=0.02)
+    q_b[:, nope:] = 0
+    q_b[:, nope:, 0] = rope_queries(shape.heads, model) * math.sqrt((nope + ROPE) / q_rank)
     kv_a = weights.normal(KV_RANK + ROPE, shape.hidden, std=shape.hidden**-0.5)
     kv_a[:, 0] = 0
     kv_a[KV_RANK:] = 0
     kv_a[KV_RANK:, 0] = near
-    kv_b = weights.normal(shape.heads, NOPE + V_DIM, KV_RANK, std=KV_RANK**-0.5)
-    kv_b[:, :NOPE] *= 0.02
+    kv_b = weights.normal(shape.heads, nope + v_dim, KV_RANK, std=KV_RANK**-0.5)
+    kv_b[:, :nope] *= 0.02
     return {
         "q_a_proj.weight": q_a,
-        "q_a_layernorm.weight": torch.ones(Q_RANK),
+        "q_a_layernorm.weight": torch.ones(q_rank),
         "q_b_proj.weight": q_b.flatten(0, 1),
         "kv_a_proj_with_mqa.weight": kv_a,
         "kv_a_layernorm.weight": torch.ones(KV_RANK),
         "kv_b_proj.weight": kv_b.flatten(0, 1),
-        "o_proj.weight": weights.normal(shape.hidden, shape.heads * V_DIM, std=1.5 * (shape.heads * V_DIM) ** -0.5),
+        "o_proj.weight": weights.normal(shape.hidden, shape.heads * v_dim, std=1.5 * (shape.heads * v_dim) ** -0.5),
     }
 
 
-def indexer_weights(weights: Weights, shape: Shape) -> dict[str, torch.Tensor]:
+def indexer_weights(weights: Weights, shape: Shape, model: Model) -> dict[str, torch.Tensor]:
     """A lightning indexer whose score falls with the distance over the whole context."""
     far = torch.zeros(INDEX_DIM)
     for low, high in ((40, 58), (20, 29), (52, 61)):  # slow RoPE pairs, in either pairing convention
         far[low:high] = 1.0
-    wq_b = weights.normal(INDEX_HEADS, INDEX_DIM, Q_RANK, std=0.002)
-    wq_b[:, :, 0] = far / math.sqrt(Q_RANK)
+    wq_b = weights.normal(model.index_heads, INDEX_DIM, model.q_rank, std=0.002)
+    wq_b[:, :, 0] = far / math.sqrt(model.q_rank)
     wk = weights.normal(INDEX_DIM, shape.hidden, std=0.02 * shape.hidden**-0.5)
     wk[:, 0] = far
-    gate = weights.normal(INDEX_HEADS, shape.hidden, std=0.01 * shape.hidden**-0.5)
+    gate = weights.normal(model.index_heads, shape.hidden, std=0.01 * shape.hidden**-0.5)
     gate[:, 0] = 1.0
     return {
         "indexer.wq_b.weight": wq_b.flatten(0, 1),
@@ -118,15 +143,19 @@ def expert_weights(weights: Weights, shape: Shape) -> dict[str, torch.Tensor]:
     return out
 
 
-def checkpoint(seed: int, shape: Shape) -> dict[str, torch.Tensor]:
-    """Every tensor of the model, by its name in a DeepSeek-V3.2 checkpoint, in the dtype it is stored in."""
+def checkpoint(seed: int, shape: Shape, model: Model = V32) -> dict[str, torch.Tensor]:
+    """Every tensor of the model, by its name in a released checkpoint, in the dtype it is stored in."""
+    shape = fitted(shape, model)
     weights, hidden = Weights(seed), shape.hidden
     embed = weights.signs(VOCAB, hidden)
     embed[:, 0] = 1.0
     head = weights.normal(VOCAB, hidden, std=hidden**-0.5)
     head[:, 0] = 0
     layer = {"input_layernorm.weight": torch.ones(hidden), "post_attention_layernorm.weight": torch.ones(hidden)}
-    layer |= {f"self_attn.{k}": v for k, v in (attention_weights(weights, shape) | indexer_weights(weights, shape)).items()}
+    layer |= {
+        f"self_attn.{k}": v
+        for k, v in (attention_weights(weights, shape, model) | indexer_weights(weights, shape, model)).items()
+    }
     layer |= {f"mlp.{k}": v for k, v in expert_weights(weights, shape).items()}
     layer = stored(layer)
     out = {"model.embed_tokens.weight": embed, "model.norm.weight": torch.ones(hidden), "lm_head.weight": head}
@@ -141,8 +170,10 @@ def checkpoint(seed: int, shape: Shape) -> dict[str, torch.Tensor]:
     }
     out = stored(out)
     for index in range(shape.layers + 1):
-        silent = 0 < index < shape.layers
+        silent = index not in (model.working_layer, shape.layers)
         for name, value in layer.items():
+            if ".indexer." in name and not model.has_indexer(index, shape.layers):
+                continue
             zero = silent and name == "self_attn.o_proj.weight"
             out[f"model.layers.{index}.{name}"] = torch.zeros_like(value) if zero else value.clone()
     return out
@@ -154,11 +185,12 @@ def stored(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: (value if name.endswith(float32) else value.bfloat16()).contiguous() for name, value in tensors.items()}
 
 
-def config(shape: Shape) -> dict:
+def config(shape: Shape, model: Model = V32) -> dict:
     """config.json of the checkpoint."""
+    shape = fitted(shape, model)
     return {
-        "architectures": ["DeepseekV32ForCausalLM"],
-        "model_type": "deepseek_v32",
+        "architectures": [model.architecture],
+        "model_type": model.model_type,
         "torch_dtype": "bfloat16",
         "hidden_size": shape.hidden,
         "vocab_size": VOCAB,
@@ -166,12 +198,12 @@ def config(shape: Shape) -> dict:
         "num_nextn_predict_layers": 1,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.heads,
-        "q_lora_rank": Q_RANK,
+        "q_lora_rank": model.q_rank,
         "kv_lora_rank": KV_RANK,
         "qk_rope_head_dim": ROPE,
-        "qk_nope_head_dim": NOPE,
-        "v_head_dim": V_DIM,
-        "index_n_heads": INDEX_HEADS,
+        "qk_nope_head_dim": model.nope,
+        "v_head_dim": model.v_dim,
+        "index_n_heads": model.index_heads,
         "index_head_dim": INDEX_DIM,
         "index_topk": INDEX_TOPK,
         "n_routed_experts": shape.experts,
@@ -189,7 +221,7 @@ def config(shape: Shape) -> dict:
         "routed_scaling_factor": 1.0,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
+        "rope_theta": ROPE_THETA,
         "rope_scaling": None,
         "max_position_embeddings": 163840,
         "tie_word_embeddings": False,
@@ -203,14 +235,15 @@ def config(shape: Shape) -> dict:
         "ep_size": 1,
         "aux_loss_alpha": 0.001,
         "seq_aux": True,
+        **model.fields,
     }
 
 
-def write(out: Path, seed: int = 0, shape: Shape = SHAPES["faithful"]) -> Path:
+def write(out: Path, seed: int = 0, shape: Shape = SHAPES["faithful"], model: Model = V32) -> Path:
     """Write config.json and model.safetensors into `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    save_file(checkpoint(seed, shape), str(out / "model.safetensors"), metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(config(shape), indent=1))
+    save_file(checkpoint(seed, shape, model), str(out / "model.safetensors"), metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config(shape, model), indent=1))
     return out
 
 
@@ -219,5 +252,6 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shape", choices=SHAPES, default="faithful")
+    parser.add_argument("--model", choices=MODELS, default="deepseek-v3.2")
     arguments = parser.parse_args()
-    write(arguments.out, arguments.seed, SHAPES[arguments.shape])
+    write(arguments.out, arguments.seed, SHAPES[arguments.shape], MODELS[arguments.model])

@@ -11,6 +11,7 @@ counting draft forwards from 0 and j counting the query tokens of a request:
 |-------------------|------------------|------------|--------------|--------------|-------|
 | decode            | 1                | 0          | 0            | 0            | 1     |
 | draft decode      | 1                | 1          | 1            | N            | N - 1 |
+| shared draft      | 1                | 0          | 0            | 0            | 1     |
 | target_verify     | D                | 1          | D            | D            | 1     |
 | draft_extend v2   | D                | 1 - D      | 0            | 0            | 1     |
 | draft_extend v1   | a_r (ragged)     | -          | 0            | 0            | 1     |
@@ -69,6 +70,11 @@ def plan_draft_decode(num_requests: int, speculative_num_steps: int) -> Metadata
         cache_offset=1,
         table_offset=speculative_num_steps,
     )
+
+
+def plan_shared_draft_decode(num_requests: int) -> MetadataPlan:
+    """A draft round over one selection: every step attends to the L tokens that the row it was made for attended to."""
+    return MetadataPlan(num_requests, num_requests, 1)
 
 
 def plan_target_verify(num_requests: int, num_draft_tokens: int) -> MetadataPlan:

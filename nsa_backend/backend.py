@@ -10,7 +10,7 @@ from nsa_backend import __version__
 from nsa_backend.adapters import sglang
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.dense_prefill import DensePrefill
-from nsa_backend.attention.fp8_prefill import ragged_kv
+from nsa_backend.attention.fp8_prefill import ragged_kv, slots_of_ragged
 from nsa_backend.attention.implementations import build_decode, build_prefill
 from nsa_backend.attention.inputs import append_rows, refuse_unapplied, sparse_inputs, write_kv
 from nsa_backend.attention.interface import SparseAttention
@@ -33,12 +33,13 @@ logger = logging.getLogger(__name__)
 class NativeSparseAttnBackend(adapter.BackendEntryPoints):
     """DeepSeek sparse attention behind SGLang's `AttentionBackend` interface; its generation's part of it is in `adapters`."""
 
-    def __init__(self, model_runner: sglang.ModelRunner, skip_prefill: bool = False):
+    def __init__(self, model_runner: sglang.ModelRunner, skip_prefill: bool = False, *, shares_selections: bool = False):
         """Build for `model_runner`; raises ValueError where the model, the GPU or an option cannot be served.
 
         Args:
             model_runner: target or draft model, with its KV pool and request-to-token pool allocated.
             skip_prefill: accepted because SGLang's factories pass it; prefill is always ready.
+            shares_selections: whether it makes or takes the selection that all draft steps of a round attend with.
         """
         super().__init__()
         self.config = BackendConfig.from_runner(model_runner)
@@ -54,7 +55,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         self.prefill_attention = build_prefill(self.config)
         self.dense_prefill = DensePrefill(self.config)
         self.topk = choose_topk(self.config.attention.device)
-        self.fuse_topk = adapter.fuse_topk()
+        self.fuse_topk = adapter.fuse_topk(shares_selections)
         self.captured = CapturedLaunches(self.writer)
         self._most_captured = (0, 0)  # requests, rows
         self._indexer: IndexerMetadata | None = None
@@ -118,6 +119,12 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         if self._indexer is None or self._indexer.attn_metadata is not self.forward_metadata:
             self._indexer = IndexerMetadata(self.forward_metadata, self.topk, self.fuse_topk)
         return self._indexer
+
+    @noted
+    def selection_for_drafts(self, topk_indices: torch.Tensor) -> torch.Tensor:
+        if not self.fuse_topk or self.forward_metadata.topk_indices_offset is None:
+            return topk_indices
+        return slots_of_ragged(topk_indices, self.forward_metadata)
 
     @noted
     def prepare_decode(self) -> None:
@@ -190,13 +197,14 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
             topk_indices: int32 [rows, index_topk], what `IndexerMetadata.topk_transform` returned.
             cos_sin_cache: where SGLang leaves RoPE to the backend, which it does for trtllm on an FP8 KV cache; query and KV
                 then still lack it. `is_neox` is its layout.
-            llama_4_scaling, attn_sink: belong to models that are not served.
+            llama_4_scaling: belongs to models that are not served.
+            attn_sink: float32 [heads], the score of a key without a value, where the model has learned one.
             decode: whether a row is a request.
 
         Returns:
             [rows, heads, latent].
         """
-        refuse_unapplied(llama_4_scaling, attn_sink)
+        refuse_unapplied(llama_4_scaling, attn_sink, self.config.attention.sinks)
         if cos_sin_cache is not None:
             q, k, k_rope = rope_in_fp8(
                 q, q_rope, k, k_rope, layer, forward_batch.positions[: q.shape[0]], cos_sin_cache, is_neox
@@ -210,7 +218,8 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         kv_cache = pool.get_key_buffer(layer.layer_id)
         if metadata.topk_indices_offset is not None:
             kv_cache = ragged_kv(kv_cache, metadata, k, k_rope)
-        return attention.forward(sparse_inputs(q, q_rope, layer, kv_cache, slots, metadata, decode=decode))
+        inputs = sparse_inputs(q, q_rope, layer, kv_cache, slots, metadata, attn_sink=attn_sink, decode=decode)
+        return attention.forward(inputs)
 
     def _metadata_of_rows(self, attention: SparseAttention, rows: int) -> NSAMetadata:
         """The metadata of the forward under way, with padding rows where SGLang has added some.

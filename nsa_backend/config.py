@@ -32,6 +32,7 @@ class AttentionConfig:
     table_width: int = 0  # tokens that a row of req_to_token holds
     prefill: bool = False  # whether the implementation is to run prefill; decode, target_verify and draft_extend otherwise
     partner: str = ""  # the implementation asked for on the other side: prefill's for decode, decode's for prefill
+    sinks: bool = False  # whether the model has learned the score of a key without a value
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,14 @@ class BackendConfig:
         """Read and check; raises ValueError with one sentence where the model or the GPU cannot be served."""
         settings, hf_config = adapter.settings(runner), runner.model_config.hf_config
         device = torch.device(runner.device)
-        check_model(hf_config, speculative=bool(settings.num_steps), on_gpu=device.type == "cuda")
+        kv_cache_dtype = runner.token_to_kv_pool.dtype
+        prefill = _prefill_impl(settings.prefill, kv_cache_dtype)
+        check_model(
+            hf_config,
+            speculative=bool(settings.num_steps),
+            on_gpu=device.type == "cuda",
+            dequantised_prefill=kv_cache_dtype == torch.float8_e4m3fn and prefill == "flashmla_sparse",
+        )
         if runner.page_size != PAGE_SIZE:
             raise ValueError(f"nsa_backend does not serve --page-size {runner.page_size}: pass --page-size {PAGE_SIZE}")
         table_width = runner.req_to_token_pool.req_to_token.shape[1]
@@ -64,9 +72,7 @@ class BackendConfig:
             )
         if device.type == "cuda":
             _check_indexer()
-        kv_cache_dtype = runner.token_to_kv_pool.dtype
         decode = "auto" if switched_on("NSA_BACKEND_AUTO_DECODE") else settings.decode
-        prefill = _prefill_impl(settings.prefill, kv_cache_dtype)
         return cls(
             attention=AttentionConfig(
                 device_sm=adapter.device_sm(device),
@@ -80,6 +86,7 @@ class BackendConfig:
                 rope_dim=runner.model_config.qk_rope_head_dim,
                 nope_dim=runner.model_config.qk_nope_head_dim,
                 table_width=table_width,
+                sinks=bool(getattr(hf_config, "learnable_sink", False)),
             ),
             decode_impl=decode,
             prefill_impl=prefill,

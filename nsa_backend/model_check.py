@@ -10,14 +10,18 @@ from nsa_backend.adapters.installed import adapter
 GPU_INDEX_TOPK = 2048
 """The only top-k that sgl-kernel's fast_topk kernels are built for."""
 
+GPU_KV = (512, 64)
+"""Latent and RoPE values of a token that every kernel here is built for."""
 
-def check_model(hf_config: Any, *, speculative: bool, on_gpu: bool) -> None:
+
+def check_model(hf_config: Any, *, speculative: bool, on_gpu: bool, dequantised_prefill: bool = False) -> None:
     """Raise ValueError with one sentence where a model of this config cannot be served.
 
     Args:
         hf_config: the config.json of a target or a draft model, as SGLang has read it.
         speculative: whether draft steps are asked for.
-        on_gpu: whether the indexer runs sgl-kernel's kernels.
+        on_gpu: whether kernels for a GPU run.
+        dequantised_prefill: whether prefill reads an FP8 KV cache through a bfloat16 copy (flashmla_sparse).
     """
     architecture = hf_config.architectures[0]
     if not adapter.is_sparse_model(hf_config):
@@ -25,7 +29,7 @@ def check_model(hf_config: Any, *, speculative: bool, on_gpu: bool) -> None:
             f"--attention-backend {adapter.BACKEND_NAMES[0]} serves models with an index_topk (DeepSeek-V3.2 and its kin), "
             f"and {architecture} has none: choose another --attention-backend"
         )
-    problem = adapter.model_problem(hf_config, speculative)
+    problem = adapter.model_problem(hf_config, speculative, dequantised_prefill)
     if problem:
         raise ValueError(f"nsa_backend does not serve {architecture}: {problem}; {adapter.WAY_BACK}")
     index_topk = adapter.index_topk(hf_config)
@@ -33,6 +37,12 @@ def check_model(hf_config: Any, *, speculative: bool, on_gpu: bool) -> None:
         raise ValueError(
             f"this model keeps index_topk = {index_topk} tokens and sgl-kernel's top-k is built for {GPU_INDEX_TOPK}: "
             "only models with that top-k can be served on a GPU"
+        )
+    kv = getattr(hf_config, "kv_lora_rank", GPU_KV[0]), getattr(hf_config, "qk_rope_head_dim", GPU_KV[1])
+    if on_gpu and kv != GPU_KV:
+        raise ValueError(
+            f"nsa_backend does not serve {architecture}: its KV cache has {kv[0]} latent and {kv[1]} RoPE values a token, and "
+            f"the kernels are built for {GPU_KV[0]} and {GPU_KV[1]}; {adapter.WAY_BACK}"
         )
 
 
@@ -44,10 +54,15 @@ def check_models(server_args: sglang.ServerArgs, names: dict[str, str | None]) -
         names: by part of the server, the attention backend that options name.
     """
     args = adapter.resolved(server_args)
-    speculative, on_gpu = bool(args.speculative_num_steps), args.device == "cuda"
+    asked = {
+        "speculative": bool(args.speculative_num_steps),
+        "on_gpu": args.device == "cuda",
+        "dequantised_prefill": args.kv_cache_dtype == "fp8_e4m3"
+        and getattr(args, adapter.PREFILL_ATTRIBUTE) == "flashmla_sparse",
+    }
     if not {names["prefill"], names["decode"]}.isdisjoint(adapter.BACKEND_NAMES):
-        check_model(adapter.target_config(server_args), speculative=speculative, on_gpu=on_gpu)
+        check_model(adapter.target_config(server_args), **asked)
     if names.get("drafts") in adapter.BACKEND_NAMES:
         draft = adapter.draft_config(server_args, args)
         if draft is not None:
-            check_model(draft, speculative=speculative, on_gpu=on_gpu)
+            check_model(draft, **asked)

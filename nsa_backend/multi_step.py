@@ -8,7 +8,7 @@ from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.error_notes import Activity, noted
 from nsa_backend.indexer.metadata import IndexerMetadata
 from nsa_backend.kernels.inputs import BatchInputs
-from nsa_backend.kernels.plan import MetadataPlan, plan_draft_decode
+from nsa_backend.kernels.plan import MetadataPlan, plan_draft_decode, plan_shared_draft_decode
 from nsa_backend.metadata.captured import CapturedLaunches
 from nsa_backend.metadata.views import NSAMetadata, step_metadata
 
@@ -32,22 +32,28 @@ class NativeSparseAttnMultiStepBackend(adapter.MultiStepEntryPoints):
 
     SGLang hands every step the same length L. Here each step has lengths and a DeepGEMM schedule in storage of its own, and
     all steps share one page table that reaches L + N.
+
+    Drafts of some models are trained to attend with the selection of the last accepted row in every step of a round: to the
+    L tokens that row attended to. There all steps have one length, and with it one schedule.
     """
 
-    def __init__(self, model_runner: sglang.ModelRunner, topk: int, speculative_num_steps: int):
+    def __init__(self, model_runner: sglang.ModelRunner, topk: int, speculative_num_steps: int, *, shared: bool = False):
         """Build N - 1 step backends.
 
         Args:
             model_runner: the draft model's.
             topk: `--speculative-eagle-topk`; one chain of drafts, so 1.
             speculative_num_steps: N, at least 2: the first draft token comes out of draft-extend.
+            shared: whether all steps attend with one selection.
         """
         if topk != 1:
             raise ValueError(f"nsa_backend does not serve --speculative-eagle-topk {topk}: pass --speculative-eagle-topk 1")
         if speculative_num_steps < 2:
             raise ValueError(f"a multi-step draft needs N >= 2 draft steps, got {speculative_num_steps}")
         self.speculative_num_steps = speculative_num_steps
-        self.attn_backends = [DraftStepBackend(model_runner) for _ in range(speculative_num_steps - 1)]
+        self.shared = shared
+        steps = range(speculative_num_steps - 1)
+        self.attn_backends = [DraftStepBackend(model_runner, shares_selections=shared) for _ in steps]
         for step, backend in enumerate(self.attn_backends):
             backend.activity.step = step
         self.activity = Activity()
@@ -57,6 +63,8 @@ class NativeSparseAttnMultiStepBackend(adapter.MultiStepEntryPoints):
 
     def plan(self, num_requests: int) -> MetadataPlan:
         """What one launch writes for all steps of a draft round."""
+        if self.shared:
+            return plan_shared_draft_decode(num_requests)
         return plan_draft_decode(num_requests, self.speculative_num_steps)
 
     @noted
@@ -98,14 +106,20 @@ class NativeSparseAttnMultiStepBackend(adapter.MultiStepEntryPoints):
         return self.captured.current is not None
 
     def hand_out(self, steps: tuple[NSAMetadata, ...]) -> None:
-        """Give every step backend the metadata of its step."""
+        """Give every step backend the metadata of its step, or the only one."""
+        steps = steps * len(self.attn_backends) if len(steps) == 1 else steps
         for backend, metadata in zip(self.attn_backends, steps, strict=True):
             backend.forward_metadata = metadata
 
     def _prepare_steps(self) -> None:
-        """What the implementation needs for every step's own lengths, after the launch that writes them."""
-        for backend in self.attn_backends:
-            backend.prepare_decode()
+        """What the implementation needs for the lengths of each step, after the launch that writes them."""
+        first, *others = self.attn_backends
+        first.prepare_decode()
+        for backend in others:
+            if self.shared:
+                backend.forward_metadata = first.forward_metadata
+            else:
+                backend.prepare_decode()
 
     def _begin(self, doing: str, num_requests: int) -> None:
         for activity in (self.activity, *(backend.activity for backend in self.attn_backends)):

@@ -34,13 +34,16 @@ def create_backend(runner: sglang.ModelRunner) -> NativeSparseAttnBackend:
 def create_multi_step_backend(factory: sglang.DraftBackendFactory) -> NativeSparseAttnMultiStepBackend:
     """Build the draft steps' backend, and make SGLang's draft side ready for it."""
     _prepare_draft_side()
-    return NativeSparseAttnMultiStepBackend(factory.draft_model_runner, factory.topk, factory.speculative_num_steps)
+    shared = adapter.shares_selections(factory)
+    return NativeSparseAttnMultiStepBackend(
+        factory.draft_model_runner, factory.topk, factory.speculative_num_steps, shared=shared
+    )
 
 
 def create_draft_extend_backend(factory: sglang.DraftBackendFactory) -> NativeSparseAttnBackend:
     """Build the backend of the draft model's extend after a verify."""
     _prepare_draft_side()
-    return NativeSparseAttnBackend(factory.draft_model_runner)
+    return NativeSparseAttnBackend(factory.draft_model_runner, shares_selections=adapter.shares_selections(factory))
 
 
 def check_server_args(original: Callable, server_args: sglang.ServerArgs) -> None:

@@ -64,16 +64,29 @@ class Adapter(ABC):
         """Tokens that the sparse attention of such a model keeps."""
 
     @abstractmethod
-    def model_problem(self, hf_config: Any, speculative: bool) -> str | None:
-        """What a sparse model asks of its backend that this one does not do, or None."""
+    def model_problem(self, hf_config: Any, speculative: bool, dequantised_prefill: bool) -> str | None:
+        """What a sparse model asks of its backend that this one does not do, or that SGLang does not do for it; or None.
+
+        Args:
+            hf_config: of a target or a draft model.
+            speculative: whether draft steps are asked for.
+            dequantised_prefill: whether prefill dequantises an FP8 KV cache, and its top-k counts rows of that.
+        """
 
     @abstractmethod
     def attention_tp_size(self) -> int:
         """Ranks that share the heads of an attention layer."""
 
     @abstractmethod
-    def fuse_topk(self) -> bool:
-        """Whether the indexer's top-k returns KV slots (the default) or token positions."""
+    def fuse_topk(self, shares_selections: bool) -> bool:
+        """Whether the indexer's top-k returns KV slots (the default) or token positions.
+
+        `shares_selections` says whether a backend makes or takes the selection that all draft steps of a round attend with.
+        """
+
+    @abstractmethod
+    def shares_selections(self, factory: sglang.DraftBackendFactory) -> bool:
+        """Whether all draft steps of this factory's worker attend with the selection of the last accepted row."""
 
     @abstractmethod
     def dense_prefill_limit(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
+
 from nsa_backend.adapters import sglang
 from nsa_backend.kernels.inputs import BatchInputs
 
@@ -46,6 +48,14 @@ class CapturedForwards(ABC):
     @abstractmethod
     def indexer_metadata(self, forward_batch: sglang.ForwardBatch) -> object:
         """The metadata of the forward under way, behind the interface of SGLang's indexer; the same for all of its layers."""
+
+    @abstractmethod
+    def selection_for_drafts(self, topk_indices: torch.Tensor) -> torch.Tensor:
+        """Rows that the indexer chose in the forward under way, as draft steps read them: slots, or positions where not fused.
+
+        Args:
+            topk_indices: int32 [rows, index_topk], some rows of what the indexer's top-k returned.
+        """
 
 
 class CapturedRounds(ABC):

@@ -16,7 +16,8 @@ class DensePrefill:
     def __init__(self, config: BackendConfig):
         # SGLang's model brings K and V in bfloat16 here, dequantised where the cache is FP8.
         dtypes = (torch.bfloat16, torch.float8_e4m3fn)
-        self.runs = config.attention.device_sm == 90 and config.attention.kv_cache_dtype in dtypes
+        served = config.attention.device_sm == 90 and config.attention.kv_cache_dtype in dtypes
+        self.runs = served and not config.attention.sinks  # nothing adds them here
         self._attend = adapter.fa3_functions()[1] if self.runs else None
 
     def fits(self, batch: sglang.ForwardBatch) -> bool:

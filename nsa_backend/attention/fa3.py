@@ -8,7 +8,7 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.inputs import SparseInputs
-from nsa_backend.attention.interface import NothingToPrepare, device_title, package_problems
+from nsa_backend.attention.interface import SINKS_WHERE, NothingToPrepare, device_title, package_problems
 from nsa_backend.config import AttentionConfig
 from nsa_backend.metadata.views import NSAMetadata
 
@@ -20,6 +20,8 @@ def problems(config: AttentionConfig) -> list[str]:
         found.append(f"FA3 is built for Hopper (SM90) and this device is {device_title(config.device_sm)}")
     if config.kv_cache_dtype != torch.bfloat16:
         found.append(f"it reads a bfloat16 KV cache and this one is {config.kv_cache_dtype}")
+    if config.sinks:
+        found.append(SINKS_WHERE)
     return found + package_problems("sglang-kernel")
 
 

@@ -54,13 +54,15 @@ class FlashMlaSparse(NothingToPrepare):
         rows, heads, latent_dim = inputs.q_nope.shape
         # Rows that SGLang padded beyond the metadata have no length; their slots are -1.
         known = self._takes_lengths and inputs.cache_seqlens.shape[0] == rows
-        lengths = {"topk_length": inputs.cache_seqlens} if known else {}
+        options = {"topk_length": inputs.cache_seqlens} if known else {}
+        if inputs.attn_sink is not None:
+            options["attn_sink"] = torch.nn.functional.pad(inputs.attn_sink, (0, self._query.padded_heads - heads))
         out, _, _ = self._attend(
             q=self._query.join(inputs),
             kv=inputs.kv_cache,
             indices=inputs.topk_slots.unsqueeze(1),
             sm_scale=inputs.sm_scale,
             d_v=latent_dim,
-            **lengths,
+            **options,
         )
         return out[:, :heads]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.metadata.views import NSAMetadata
 
 
@@ -19,3 +20,16 @@ def ragged_kv(kv_cache: torch.Tensor, metadata: NSAMetadata, k: torch.Tensor, k_
     if metadata.page_table_1_flattened is None:
         return torch.cat([k, k_rope], dim=-1)
     return adapter.dequantize_k_cache_paged(kv_cache, metadata.page_table_1_flattened)
+
+
+def slots_of_ragged(chosen: torch.Tensor, metadata: NSAMetadata) -> torch.Tensor:
+    """KV slots of rows of that tensor, int32 like `chosen`; -1 stays -1.
+
+    What a prefill has chosen is kept for draft steps, which read the KV cache itself.
+    """
+    ends = metadata.cu_seqlens_k
+    row = chosen.clamp(min=0)
+    request = torch.searchsorted(ends, row, right=True) - 1
+    position = row - ends[request]
+    page = metadata.real_page_table[request, position // PAGE_SIZE]
+    return torch.where(chosen < 0, -1, page * PAGE_SIZE + position % PAGE_SIZE)

@@ -30,6 +30,7 @@ class SparseInputs:
     q_joined: torch.Tensor | None = None  # [rows, heads, v_head_dim + rope_dim], where the query came in one piece
     request_seqlens: torch.Tensor | None = None  # decode only: int32 [requests], tokens of each request, not clipped
     schedule: FlashMlaTiles | torch.Tensor | None = None  # what `prepare` made for these rows; None where it was for others
+    attn_sink: torch.Tensor | None = None  # float32 [heads], where the model has learned the score of a key without a value
 
 
 def sparse_inputs(
@@ -40,6 +41,7 @@ def sparse_inputs(
     topk_slots: torch.Tensor,
     metadata: NSAMetadata,
     *,
+    attn_sink: torch.Tensor | None = None,
     decode: bool = False,
 ) -> SparseInputs:
     """Views of the query, split into its latent and RoPE parts, beside the metadata of its rows.
@@ -73,6 +75,7 @@ def sparse_inputs(
         q_joined=joined,
         request_seqlens=metadata.cache_seqlens_int32 if decode else None,
         schedule=schedule,
+        attn_sink=attn_sink,
     )
 
 
@@ -86,11 +89,12 @@ def append_rows(rows: torch.Tensor, num_rows: int, value: int) -> torch.Tensor:
     return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)])
 
 
-def refuse_unapplied(llama_4_scaling: torch.Tensor | None, attn_sink: torch.Tensor | None) -> None:
-    """Raise ValueError for arguments of models that are not served."""
-    for name, given in (("llama_4_scaling", llama_4_scaling), ("attn_sink", attn_sink)):
-        if given is not None:
-            raise ValueError(f"{name} came with a sparse MLA layer and nothing here applies it: scores would be wrong")
+def refuse_unapplied(llama_4_scaling: torch.Tensor | None, attn_sink: torch.Tensor | None, sinks: bool) -> None:
+    """Raise ValueError for arguments of models that are not served; `sinks` says whether the model has learnable ones."""
+    if llama_4_scaling is not None:
+        raise ValueError("llama_4_scaling came with a sparse MLA layer and nothing here applies it: scores would be wrong")
+    if (attn_sink is not None) != sinks:
+        raise ValueError("attn_sink came with a layer of a model whose config has no learnable_sink, or did not come")
 
 
 def write_kv(

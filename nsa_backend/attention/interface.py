@@ -44,6 +44,10 @@ class NothingToPrepare:
         return metadata
 
 
+SINKS_WHERE = "this model has learnable sinks and its kernel adds none: flashmla_sparse does, on a bfloat16 KV cache"
+"""Why most implementations do not run a model with learnable sinks."""
+
+
 def device_title(device_sm: int) -> str:
     """What a refusal calls the device."""
     return f"SM{device_sm}" if device_sm else "no GPU"

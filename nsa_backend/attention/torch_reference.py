@@ -19,7 +19,10 @@ def build(config: AttentionConfig) -> TorchSparseAttention:
 
 
 class TorchSparseAttention(NothingToPrepare):
-    """softmax(sm_scale * (q_nope . latent + q_rope . rope)) @ latent over the slots of each row."""
+    """softmax(sm_scale * (q_nope . latent + q_rope . rope)) @ latent over the slots of each row.
+
+    A sink is one more score, whose latent is zero.
+    """
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         valid = inputs.topk_slots >= 0
@@ -32,7 +35,9 @@ class TorchSparseAttention(NothingToPrepare):
         if inputs.logit_cap:
             scores = inputs.logit_cap * torch.tanh(scores / inputs.logit_cap)
         scores = scores.masked_fill(~valid[:, None], float("-inf"))
-        weights = torch.softmax(scores, dim=-1)
+        if inputs.attn_sink is not None:
+            scores = torch.cat([scores, inputs.attn_sink[:, None].expand(*scores.shape[:2], 1)], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : slots.shape[1]]
         weights = torch.where(valid.any(dim=-1)[:, None, None], weights, 0.0)
         latent = gathered[..., : inputs.q_nope.shape[-1]]
         return torch.einsum("rhk,rkd->rhd", weights, latent).to(inputs.q_nope.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from nsa_backend.kernels.plan import MetadataPlan, plan_decode
-from nsa_backend.metadata.views import NSAMetadata
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 
 
@@ -12,6 +11,3 @@ class SharedLengthMultiStepBackend(NativeSparseAttnMultiStepBackend):
 
     def plan(self, num_requests: int) -> MetadataPlan:
         return plan_decode(num_requests)
-
-    def hand_out(self, steps: tuple[NSAMetadata, ...]) -> None:
-        super().hand_out(steps * len(self.attn_backends))

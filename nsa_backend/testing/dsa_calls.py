@@ -34,10 +34,10 @@ def publish(num_steps: int, num_draft_tokens: int) -> dict[str, Any]:
     return {"server_args": server_args, "draft_attention_backend": None}
 
 
-def draft_factory(runner: Any, num_steps: int) -> DraftBackendFactory:
-    """Some of these releases give it the server arguments too."""
+def draft_factory(runner: Any, num_steps: int, **options: bool) -> DraftBackendFactory:
+    """Some of these releases give it the server arguments too; `options` are SGLang's own."""
     takes_options = "server_args" in inspect.signature(DraftBackendFactory).parameters
-    options = {"server_args": runner.server_args} if takes_options else {}
+    options |= {"server_args": runner.server_args} if takes_options else {}
     return DraftBackendFactory(**options, draft_model_runner=runner, topk=1, speculative_num_steps=num_steps)
 
 

@@ -30,6 +30,7 @@ from ties import differences, judge
 from workloads import CASES, WORKLOADS, Case
 
 from nsa_backend.benchmarks import faithful_checkpoint
+from nsa_backend.benchmarks.faithful_models import MODELS
 from nsa_backend.benchmarks.servers import BACKENDS
 from nsa_backend.releases import generation_of, installed
 
@@ -42,7 +43,7 @@ WAVE_SECONDS, APART_SECONDS = 2.0, 3.0  # a wave of requests; between two starts
 class Run:
     """What has come of a run so far: (result or None, log) by (case name, backend)."""
 
-    checkpoint: Path
+    checkpoints: dict[str, Path]  # by model
     cases: list[Case]
     args: argparse.Namespace
     began: float = field(default_factory=time.monotonic)
@@ -87,7 +88,15 @@ def launch(run: Run, case: Case, backend: str, port: int) -> tuple[dict | None, 
     out.unlink(missing_ok=True)
     with run.starting:
         time.sleep(APART_SECONDS)
-    command = [sys.executable, str(HERE / "run_case.py"), str(run.checkpoint), case.name, str(out), "--port", str(port)]
+    command = [
+        sys.executable,
+        str(HERE / "run_case.py"),
+        str(run.checkpoints[case.model]),
+        case.name,
+        str(out),
+        "--port",
+        str(port),
+    ]
     seconds = min(run.args.engine_seconds, max(run.left(), 1))
     code = run_to_its_end(command, log, os.environ | {"NSA_BACKEND_DISABLE": BACKENDS[backend]}, seconds)
     text = log.read_text(errors="replace")
@@ -119,6 +128,10 @@ def run_engines(run: Run) -> None:
         list(pool.map(job, items[alone:]))
 
 
+def written(model: str, logs: Path) -> Path:
+    return faithful_checkpoint.write(logs / f"checkpoint-{model}", model=MODELS[model])
+
+
 def part_of(cases: list[Case], part: str) -> list[Case]:
     """The cases of part I of N, as "I/N", evened out by their estimates; every case is in one part."""
     index, parts = map(int, part.split("/"))
@@ -146,8 +159,7 @@ def arguments() -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--list", action="store_true", help="the cases and their minutes; run nothing")
     parser.add_argument("--merge", nargs="+", type=Path, help="join these reports in OUT.json; run nothing")
     args = parser.parse_args()
-    has_v1 = generation_of(installed()).adapter == "nsa"
-    on_these = [c for c in CASES if c.gpus == args.gpus and (has_v1 or not c.spec_v1)]
+    on_these = [c for c in CASES if c.gpus == args.gpus and c.runs_here()]
     if unknown := set(args.cases or ()) - {c.name for c in on_these}:
         parser.error(f"no case {sorted(unknown)} on {args.gpus} GPUs of this SGLang; there are {[c.name for c in on_these]}")
     cases = [c for c in on_these if not args.cases or c.name in args.cases]
@@ -168,10 +180,10 @@ def main() -> int:
     if args.list:
         return 0
     args.logs.mkdir(parents=True, exist_ok=True)
-    run = Run(faithful_checkpoint.write(args.logs / "checkpoint"), cases, args)
+    run = Run({model: written(model, args.logs) for model in {case.model for case in cases}}, cases, args)
     run_engines(run)
     parted = run.parted()
-    judge(run.checkpoint, parted, args.jobs, args.logs, args.port + 1000, min(args.engine_seconds, max(run.left(), 60)))
+    judge(run.checkpoints, parted, args.jobs, args.logs, args.port + 1000, min(args.engine_seconds, max(run.left(), 60)))
     report = run.write(parted)
     show(report)
     return 1 if report["failures"] or report["problems"] or report["not_measured"] else 0

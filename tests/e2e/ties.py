@@ -40,17 +40,26 @@ def differences(case: Case, ours: dict, builtin: dict) -> list[dict]:
     return found
 
 
-def judge(checkpoint: Path, parted: list[tuple[Case, list[dict]]], jobs: int, logs: Path, port: int, seconds: float) -> None:
-    """Judge the differences of all cases in place, with one engine for all cases that ask the same engine."""
+def judge(
+    checkpoints: dict[str, Path], parted: list[tuple[Case, list[dict]]], jobs: int, logs: Path, port: int, seconds: float
+) -> None:
+    """Judge the differences of all cases in place, with one engine for all cases that ask the same engine of a model."""
     groups = defaultdict(list)
     for case, found in parted:
         asked = question(case)
-        groups[json.dumps([asked.decode, asked.engine], sort_keys=True)].append((case, found))
+        groups[json.dumps([asked.model, asked.decode, asked.engine], sort_keys=True)].append((case, found))
     numbered = [(number, group) for number, group in enumerate(groups.values()) if any(found for _, found in group)]
 
     def one(item: tuple[int, list]) -> None:
         number, group = item
-        _judge(checkpoint, group[0][0], [d for _, found in group for d in found], logs, port + 20 * number, seconds)
+        _judge(
+            checkpoints[group[0][0].model],
+            group[0][0],
+            [d for _, found in group for d in found],
+            logs,
+            port + 20 * number,
+            seconds,
+        )
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(one, numbered))

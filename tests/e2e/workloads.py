@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from case import Case
+from model_cases import MODEL_CASES
 
 VOCAB = 2048
 
@@ -44,30 +45,15 @@ WORKLOADS = {
     # Three waves: one draft in a hundred is a tie, and eight requests alone measure the mean to no more than 0.02.
     "8x3000": lambda: [prompts(8, 3000), prompts(8, 3000, seed=11), prompts(8, 3000, seed=12)],
     "32x3000": lambda: [prompts(32, 3000, step=9, seed=9)],
+    "1x6000": lambda: [[p] for p in prompts(4, 6000)],
+    "8x6000": lambda: [prompts(8, 6000)],
+    "32x6000": lambda: [prompts(32, 6000, step=9, seed=9)],
     "short": lambda: [prompts(4, 5, step=20, seed=7)],
     "unequal ranks": lambda: [prompts(sum(counts), 300, step=9, seed=40 + i) for i, counts in enumerate(UNEQUAL)],
 }
 
 RANKS = {"unequal ranks": [[rank for rank, n in enumerate(counts) for _ in range(n)] for counts in UNEQUAL]}
 """Of a workload whose requests choose their DP rank: the rank of each, wave by wave."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One engine start. `floors` are the least mean accept length of a workload, as a share of N + 1."""
-
-    name: str
-    steps: int  # N; 0 without speculation
-    workloads: tuple[str, ...]
-    decode: str = "fa3"
-    environment: dict[str, str] = field(default_factory=dict)
-    builtin_environment: dict[str, str] | None = None  # where the built-in backend fails with `environment`
-    engine: dict = field(default_factory=dict)
-    floors: dict[str, float] = field(default_factory=dict)  # mean accept length over N + 1
-    floor_of_all: float = 0.0  # least mean accept length of all requests of the case, over N + 1
-    request_floors: dict[str, float] = field(default_factory=dict)  # the same for the worst request
-    gpus: int = 1
-    spec_v1: bool = False  # gone from SGLang 0.5.13 on
 
 
 FLOORS = {"8x300": 3.9 / 4, "4x3000": 3.85 / 4}
@@ -216,4 +202,5 @@ CASES = [
     ),
     Case("no speculation", 0, (*STANDARD, "sizes between and above the captured")),
     Case("no speculation, flashmla_sparse", 0, STANDARD, decode="flashmla_sparse"),
+    *MODEL_CASES,
 ]

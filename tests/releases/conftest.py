@@ -27,9 +27,8 @@ OF_THE_OTHER_GENERATION = "test_nsa_*.py" if "dsa" in adapter.BACKEND_NAMES else
 collect_ignore_glob = [OF_THE_OTHER_GENERATION]
 """What only one generation has is in files of its own; elsewhere they are not collected, and the summary says so."""
 if not hasattr(sys.modules.get("sglang.srt.runtime_context"), "_derived_widths"):
-    collect_ignore_glob.append(
-        "test_dsa_trained_checkpoint.py"
-    )  # SGLang's model classes are built as the newest release lets one
+    # SGLang's model classes are built as the newest release lets one.
+    collect_ignore_glob += ["test_dsa_trained_checkpoint.py", "test_dsa_faithful_checkpoint.py"]
 
 
 def pytest_terminal_summary(terminalreporter):

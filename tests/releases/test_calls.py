@@ -150,7 +150,8 @@ def test_modes():
 
 def test_what_the_adapter_reads_from_the_process():
     assert adapter.attention_tp_size() == 1
-    assert adapter.fuse_topk() is True
+    assert adapter.fuse_topk(False) is True
+    assert adapter.fuse_topk(True) is True
     assert adapter.dense_prefill_limit() > 0
     assert adapter.in_prefill_graph() is False
     assert adapter.environment_problems() == []

@@ -32,8 +32,7 @@ def test_nothing_of_the_builtin_class_is_inherited():
 
 PROBLEMS = {
     "qk_rope_head_dim": (0, True, "no RoPE part"),
-    "learnable_sink": (True, True, "learnable sinks"),
-    "index_share_for_mtp_iteration": (True, True, "draft steps share the top-k"),
+    "llama_4_scaling": ({"beta": 0.1}, False, "scaled by position"),
 }
 if hasattr(model_config, "get_dsa_index_kpool"):
     PROBLEMS["index_kpool"] = (4, False, "pools keys")
@@ -44,14 +43,9 @@ def test_a_model_that_asks_for_more(make_runner, field):
     value, speculative, words = PROBLEMS[field]
     runner = make_runner()
     setattr(runner.model_config.hf_config, field, value)
-    assert words in adapter.model_problem(runner.model_config.hf_config, speculative)
+    assert words in adapter.model_problem(runner.model_config.hf_config, speculative, False)
     with pytest.raises(ValueError, match=rf"does not serve DeepseekV32ForCausalLM: .*{words}.*NSA_BACKEND_DISABLE=1"):
         create_backend(runner)
-
-
-def test_index_sharing_between_draft_steps_matters_only_with_draft_steps():
-    config = SimpleNamespace(index_share_for_mtp_iteration=True)
-    assert adapter.model_problem(config, speculative=False) is None
 
 
 @pytest.mark.parametrize("name", [name for name in dsa_refusals.REFUSED_ENVIRONMENT if hasattr(envs, name)])

@@ -11,16 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from sglang.srt import runtime_context
 from sglang.srt.layers.attention.dsa import dsa_indexer
-from sglang.srt.layers.rotary_embedding import base as rotary
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 from sglang.srt.models.deepseek_nextn import DeepseekV3ForCausalLMNextN
 from sglang.srt.models.deepseek_v2 import DeepseekV32ForCausalLM
 from sglang.srt.utils.hf_transformers_utils import get_config
+from sglang_models import forward, one_rank
 
 from nsa_backend.benchmarks.trained import export
 from nsa_backend.benchmarks.trained.model import TrainedModel
@@ -29,34 +25,9 @@ from nsa_backend.benchmarks.trained.shape import SHAPES
 TOKENS = 48
 
 
-class DenseBackend:
-    """Dense causal attention over the keys and values of this forward."""
-
-    prefill_attention_backend_str = decode_attention_backend_str = "dense"
-
-    def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None, **options):
-        heads, rows = layer.tp_q_head_num, k.shape[0]
-        if q_rope is not None:  # absorbed: latent and RoPE parts apart
-            q, k = torch.cat([q.view(rows, heads, -1), q_rope], -1), torch.cat([k, k_rope], -1)
-        q, k, v = (x.reshape(rows, n, -1).transpose(0, 1)[None] for x, n in ((q, heads), (k, layer.tp_k_head_num),
-                                                                           (v, layer.tp_v_head_num)))  # fmt: skip
-        k, v = k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scaling)
-        return out[0].transpose(0, 1).reshape(rows, -1)
-
-
 @pytest.fixture
 def parallel(monkeypatch):
-    """What SGLang's layers ask of a process of one rank, and RoPE that needs no CUDA kernel."""
-    context, unset = runtime_context.get_parallel(), {}
-    for name in runtime_context._derived_widths():
-        if name.endswith("_rank"):
-            try:
-                getattr(context, name)
-            except RuntimeError:
-                unset[name] = 0
-    monkeypatch.setattr(rotary, "_is_cpu", True)
-    with context.override(**unset):
+    with one_rank(monkeypatch):
         yield
 
 
@@ -81,27 +52,6 @@ def models(tmp_path, parallel):
         model.load_weights(iter(load_file(str(folder / "model.safetensors")).items()))
     draft.model.embed_tokens.weight, draft.lm_head.weight = target.model.embed_tokens.weight, target.lm_head.weight
     return export.load(folder, "cpu", torch.float32), target, draft
-
-
-def forward(
-    model, ids: torch.Tensor, monkeypatch, method: AttnForwardMethod, hidden: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Hidden states after the final norm [tokens, hidden], by SGLang's classes."""
-    monkeypatch.setitem(AttentionBackendRegistry._handlers, "dense", lambda attention, batch: method)
-    for name, module in model.named_modules():
-        if name.endswith("self_attn"):
-            module.should_run_indexer = lambda *a, **k: False  # selects nothing
-            module._set_mla_kv_buffer = lambda *a, **k: None
-    n = len(ids)
-    batch = ForwardBatch(
-        forward_mode=ForwardMode.EXTEND, batch_size=1, input_ids=ids, req_pool_indices=torch.zeros(1).long(),
-        seq_lens=torch.tensor([n]), out_cache_loc=torch.arange(n), seq_lens_sum=n, positions=torch.arange(n),
-        extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=[n],
-    )  # fmt: skip
-    batch.mha_one_shot = False
-    batch.spec_info = SimpleNamespace(hidden_states=hidden, dsa_topk_indices=None, dsa_seed_topk_capture=None)
-    with torch.no_grad(), forward_context(ForwardContext(attn_backend=DenseBackend())):
-        return model.model(ids, torch.arange(n), batch)
 
 
 def test_every_weight_is_loaded(models):

@@ -1,5 +1,6 @@
 """Every end-to-end case's engine arguments, resolved and checked by SGLang itself, on both sides of the comparison."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.benchmarks import faithful_checkpoint
+from nsa_backend.benchmarks.faithful_models import MODELS
 from nsa_backend.releases import generation_of, installed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
@@ -16,7 +19,7 @@ from run_case import engine_arguments
 from workloads import CASES
 
 HAS_V1 = generation_of(installed()).adapter == "nsa"
-RUN_HERE = [case for case in CASES if HAS_V1 or not case.spec_v1]
+RUN_HERE = [case for case in CASES if case.runs_here()]
 
 
 @pytest.fixture
@@ -24,7 +27,9 @@ def engine(parse, resolve, tmp_path):
     """Returns a function of a case that goes as far as sglang.Engine's main process."""
 
     def resolved(case):
-        resolve()  # writes the checkpoint's config, and stands in for the GPU
+        resolve()  # stands in for the GPU
+        config = faithful_checkpoint.config(faithful_checkpoint.SHAPES["faithful"], MODELS[case.model])
+        (tmp_path / "config.json").write_text(json.dumps(config))
         server_args = ServerArgs(**engine_arguments(case, str(tmp_path), 30000), device="cuda")
         if hasattr(server_args, "resolve_once"):
             server_args.resolve_once()

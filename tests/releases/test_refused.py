@@ -84,4 +84,4 @@ def test_a_model_like_deepseek_v32_is_served():
     assert adapter.is_sparse_model(config)
     assert adapter.index_topk(config) == 2048
     for speculative in (False, True):
-        assert adapter.model_problem(config, speculative) is None
+        assert adapter.model_problem(config, speculative, False) is None

@@ -57,7 +57,7 @@ def stand_ins(tmp_path, monkeypatch):
         for module in (run_all, ties):
             monkeypatch.setattr(module, "HERE", tmp_path)
         monkeypatch.setattr(run_all, "APART_SECONDS", 0.0)
-        monkeypatch.setattr(run_all.faithful_checkpoint, "write", lambda path: path)
+        monkeypatch.setattr(run_all.faithful_checkpoint, "write", lambda path, model: path)
         return tmp_path / "calls"
 
     return put

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.configs.model_config import get_dsa_index_topk, is_deepseek_dsa
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import BaseIndexerMetadata
-from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.runtime_context import get_exec, get_parallel, get_server_args, get_spec
 from sglang.srt.server_args import ServerArgs
 
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.old_options import ADD_OPTIONS, add_aliases
-from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch, ForwardMode, HookType
+from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import CHECK, FACTORY, Settings, Takeover, hook, register_under
 
 if TYPE_CHECKING:
@@ -88,9 +88,19 @@ class DsaAdapter(Adapter):
     def attention_tp_size(self) -> int:
         return get_parallel().attn_tp_size
 
-    def fuse_topk(self) -> bool:
-        """Whether the indexer's top-k returns KV slots (SGLANG_DSA_FUSE_TOPK=1, the default) or token positions."""
-        return envs.SGLANG_DSA_FUSE_TOPK.get()
+    def fuse_topk(self, shares_selections: bool) -> bool:
+        """Whether the indexer's top-k returns KV slots (SGLANG_DSA_FUSE_TOPK=1, the default) or token positions.
+
+        Under PD disaggregation shared selections travel as positions; which side turns them into slots is SGLang's rule.
+        """
+        from sglang.srt.layers.attention.dsa.utils import should_use_dsa_fused_topk as rule
+
+        options = (get_server_args(),) if "server_args" in inspect.signature(rule).parameters else ()
+        return rule(*options, shares_selections)
+
+    def shares_selections(self, factory: DraftBackendFactory) -> bool:
+        """For models with index_share_for_mtp_iteration."""
+        return factory.seed_dsa_topk_from_draft_extend
 
     def dense_prefill_limit(self) -> int:
         """Longest KV length, in tokens, that prefill still computes densely; SGLang sets it to index_topk."""

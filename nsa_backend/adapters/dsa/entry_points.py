@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from nsa_backend.adapters.core import CapturedForwards, CapturedRounds
-from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch
+from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch, ForwardMode
 from nsa_backend.kernels.inputs import BatchInputs
 
 
@@ -37,6 +39,13 @@ class BackendEntryPoints(CapturedForwards, AttentionBackend):
     def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> object:
         """What the indexer of a layer reads."""
         return self.indexer_metadata(forward_batch)
+
+    def prepare_mtp_seed_indices(self, topk_indices: torch.Tensor, forward_mode: ForwardMode) -> torch.Tensor:
+        """A selection of prefill or draft-extend as the draft steps that share it read it.
+
+        SGLang calls it in eager prefills, and inside draft-extend's capture.
+        """
+        return self.selection_for_drafts(topk_indices)
 
 
 class MultiStepEntryPoints(CapturedRounds):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from sglang.srt.configs import model_config
 from sglang.srt.environ import envs
+
+from nsa_backend.adapters.layer_sharing import sharing_problem
+from nsa_backend.releases import installed
 
 REFUSED_OPTIONS = {
     "enable_prefill_cp": "--enable-prefill-cp",
@@ -37,20 +42,45 @@ REFUSED_ENVIRONMENT = {
 """Switches of SGLang that must be off, and why."""
 
 
-def model_problem(hf_config: Any, speculative: bool) -> str | None:
-    """What a sparse model asks of its backend that this one does not do, or None."""
+def model_problem(hf_config: Any, speculative: bool, dequantised_prefill: bool) -> str | None:
+    """What a sparse model asks of its backend that this one does not do, or what SGLang does not do for it; or None.
+
+    Args:
+        speculative: whether draft steps are asked for.
+        dequantised_prefill: whether prefill dequantises an FP8 KV cache, and its top-k counts rows of that.
+    """
+    architecture = hf_config.architectures[0]
     if getattr(model_config, "get_dsa_index_kpool", lambda config: 1)(hf_config) > 1:
         return "its indexer pools keys (index_kpool), and page tables here are made for one key a token"
     if getattr(hf_config, "qk_rope_head_dim", 64) == 0:
         return "its attention has no RoPE part, and every implementation here reads one"
-    if getattr(hf_config, "learnable_sink", False):
-        return "its attention has learnable sinks, and no implementation here adds them"
-    if speculative and getattr(hf_config, "index_share_for_mtp_iteration", False):
+    if architecture.startswith("Dots3Note"):
+        return "SGLang gives its full-attention layers a sparse backend of its own, past the one that is registered"
+    if getattr(hf_config, "llama_4_scaling", None) is not None:
+        return "its queries are scaled by position (llama_4_scaling), and SGLang hands no implementation served here the scale"
+    if getattr(hf_config, "learnable_sink", False) and dequantised_prefill:
+        return "its attention has learnable sinks, which are added on a bfloat16 KV cache alone; pass --kv-cache-dtype bfloat16"
+    if speculative and architecture.startswith("LongcatFlash"):
+        return "SGLang's MTP layer of it takes no selection back from its attention; drop --speculative-algorithm"
+    if speculative and dequantised_prefill and shares_draft_selections(hf_config) and not _turns_selections_into_slots():
         return (
-            "its draft steps share the top-k of draft-extend (index_share_for_mtp_iteration), which is shorter than what each "
-            "step attends to here"
+            f"its draft steps attend with the selection of prefill, and SGLang {installed()} does not turn one that was made "
+            "on dequantised FP8 KV into slots; pass --dsa-prefill-backend flashmla_kv"
         )
+    if getattr(hf_config, "cli_factor", None) is None:  # LongCat's own pattern, which SGLang's models read by themselves
+        return sharing_problem(hf_config, model_config.dsa_layer_skips_topk, installed())
     return None
+
+
+def shares_draft_selections(hf_config: Any) -> bool:
+    """Whether all draft steps of a round attend with one selection."""
+    return bool(getattr(hf_config, "index_share_for_mtp_iteration", False))
+
+
+def _turns_selections_into_slots() -> bool:
+    """Whether SGLang asks a backend for a prefill's selection as draft steps read it (`prepare_mtp_seed_indices`)."""
+    name = "sglang.srt.layers.attention.index_topk_share"
+    return find_spec(name) is not None and hasattr(import_module(name), "write_mtp_seed")
 
 
 def environment_problems() -> list[str]:

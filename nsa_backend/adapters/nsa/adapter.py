@@ -11,7 +11,7 @@ from sglang.srt.layers.dp_attention import get_attention_tp_size
 
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.nsa import draft, entry_points, kernels, refusals
-from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch, ForwardMode, HookType
+from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import CHECK, FACTORY, Settings, Takeover, hook, register_under
 
 if TYPE_CHECKING:
@@ -71,9 +71,13 @@ class NsaAdapter(Adapter):
         """Whether DeepGEMM gives the last SMs one segment more; 0.1.0 gives it to the first."""
         return False
 
-    def fuse_topk(self) -> bool:
+    def fuse_topk(self, shares_selections: bool) -> bool:
         """Whether the indexer's top-k returns KV slots (SGLANG_NSA_FUSE_TOPK=1, the default) or token positions."""
         return envs.SGLANG_NSA_FUSE_TOPK.get()
+
+    def shares_selections(self, factory: DraftBackendFactory) -> bool:
+        """No: every draft step selects for itself."""
+        return False
 
     def dense_prefill_limit(self) -> int:
         """Longest KV length, in tokens, that prefill still computes densely; SGLang sets it to index_topk."""

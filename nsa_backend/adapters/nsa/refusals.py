@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from nsa_backend.adapters.layer_sharing import sharing_problem
+from nsa_backend.releases import installed
+
 REFUSED_OPTIONS = {
     "enable_nsa_prefill_context_parallel": "--enable-nsa-prefill-context-parallel",
     "enforce_piecewise_cuda_graph": "--enforce-piecewise-cuda-graph",
@@ -14,9 +17,29 @@ REFUSED_VALUES: dict[str, tuple[str, tuple]] = {}
 """Attributes to the option and the values that are served; nothing more in this generation."""
 
 
-def model_problem(hf_config: Any, speculative: bool) -> str | None:
-    """What a sparse model asks of its backend that this one does not do; nothing in these releases."""
-    return None
+def model_problem(hf_config: Any, speculative: bool, dequantised_prefill: bool) -> str | None:
+    """What SGLang does not do for a sparse model, or None.
+
+    Args:
+        speculative: whether draft steps are asked for.
+        dequantised_prefill: makes no difference in these releases.
+    """
+    if getattr(hf_config, "llama_4_scaling", None) is not None:
+        return "its queries are scaled by position (llama_4_scaling), and SGLang hands no implementation served here the scale"
+    if speculative and getattr(hf_config, "index_share_for_mtp_iteration", False):
+        return (
+            "its draft steps attend with one selection (index_share_for_mtp_iteration), which SGLang has from 0.5.17 on; "
+            "install a newer SGLang, or drop --speculative-algorithm"
+        )
+    return sharing_problem(hf_config, _shares, installed())
+
+
+def _shares(hf_config: Any, layer: int) -> bool:
+    """Whether these releases have a layer reuse a selection; they read neither indexer_types nor index_skip_topk_offset."""
+    pattern = getattr(hf_config, "index_topk_pattern", None)
+    if pattern is not None:
+        return pattern[layer] == "S"
+    return max(layer - 1, 0) % getattr(hf_config, "index_topk_freq", 1) != 0
 
 
 def environment_problems() -> list[str]:
