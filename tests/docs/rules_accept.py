@@ -166,6 +166,22 @@ def two_gpus_on_the_second_generation(report: dict) -> Iterator[str]:
     yield f"DP attention on fp8 KV {fp8:.2f}, where the built-in server ends"
 
 
+@rule("e2e_two_gpus_0_5_23")
+def padded_rounds_on_two_gpus(report: dict) -> Iterator[str]:
+    assert all(d["tie"] for d in report["differences"])
+    assert [(f["backend"], "num_splits must have shape" in f["log"]) for f in report["failures"]] == [("builtin", True)]
+    ours = [cell["ours"]["mean"] for row in report["rows"] for cell in row["workloads"].values()]
+    yield f"without graphs and above the captured sizes, {spread(ours)} of 4, on bfloat16 and on fp8 KV"
+
+
+@rule("e2e_more_0_5_23")
+def debug_mode_fails_with_either_backend(report: dict) -> Iterator[str]:
+    failures = [(f["case"], f["backend"], "get_page_table_64" in f["log"]) for f in report["failures"]]
+    assert failures == [("n3 debug CUDA graphs", side, True) for side in ("ours", "builtin")]
+    assert all(d["tie"] for d in report["differences"])
+    yield "SGLang 0.5.23 fails in this mode with its own backend as with this one"
+
+
 def judged(*reports: dict) -> tuple[list[dict], list[float]]:
     """(rows of these reports, gaps at every rejection in them); all of their requests were judged."""
     rows = [row for report in reports for row in report["rows"]]
