@@ -142,3 +142,39 @@ def test_graphs_over_one_request_pool_share_one_table(make_runner):
         captured_decode(backend, 3)
         tables.add(backend.forward_metadata.real_page_table.data_ptr())
     assert len(tables) == 1
+
+
+def test_graphs_captured_anew_for_larger_batches_have_room(make_runner):
+    """What was captured for the sizes before is forgotten: its replay has no metadata."""
+    runner = make_runner()
+    backend = create_backend(runner)
+    small, large = captured_decode(backend, 2), captured_decode(backend, 5)
+    batch = random_batch(runner, "decode", 5, 9, 1)
+    fill(large, batch)
+    calls.before_replay(backend, large)
+    begin_forward(backend, large)
+    check(backend.forward_metadata, batch)
+    with pytest.raises(ValueError, match="no graph of 2 requests was captured"):
+        calls.before_replay(backend, small)
+
+
+def test_draft_rounds_captured_anew_have_no_graph_of_the_sizes_before(make_runner):
+    multi_step = calls.draft_factory(make_runner(num_steps=3), 3).create_decode_backend()
+    multi_step.init_cuda_graph_state(2, 2)
+    static = static_batch(2, 2, ForwardMode.DECODE)
+    static.out_cache_loc = torch.zeros(6, dtype=torch.int64)
+    calls.before_round_capture(multi_step, static)
+    calls.before_round_replay(multi_step, static)
+    multi_step.init_cuda_graph_state(4, 4)
+    with pytest.raises(ValueError, match="no draft graph of 2 requests was captured"):
+        calls.before_round_replay(multi_step, static)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_tables_of_an_eager_forward_reach_the_longest_request_and_no_farther(make_runner, mode):
+    """In steps of four pages; a server with a context of 160K tokens would clear 640 KiB a row otherwise."""
+    runner = make_runner(num_steps=3, table_width=10_000)
+    backend = create_backend(runner)
+    batch = replace(random_batch(runner, mode, 3, 5, 3), seq_lens=[20, 300, 257], extend_lens=[])
+    backend.init_forward_metadata(forward_batch(replace(batch, extend_lens=[2, 2, 2]), MODES[mode]))
+    assert backend.forward_metadata.real_page_table.shape[1] == 8

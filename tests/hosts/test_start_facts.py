@@ -81,3 +81,13 @@ def test_a_deep_gemm_that_divides_in_another_way_is_refused_when_the_backend_is_
 def test_the_deep_gemm_that_divides_as_the_launch_does_serves(on_a_gpu_with):
     backend = on_a_gpu_with(paged_mqa_schedule)
     assert backend.config.num_sms == NUM_SMS
+
+
+@pytest.mark.parametrize(("runs", "said"), [(True, "dense MHA up to 123 tokens"), (False, "dense MHA off")])
+def test_the_log_says_how_long_a_dense_prefill_gets(make_runner, monkeypatch, caplog, runs, said):
+    backend = create_backend(make_runner())
+    backend.dense_prefill.runs = runs
+    monkeypatch.setattr(host, "dense_prefill_limit", lambda: 123)
+    with caplog.at_level("INFO", logger="nsa_backend"):
+        backend.log_start(0)
+    assert said in caplog.text
