@@ -18,7 +18,7 @@ def eager_metadata(writer: MetadataWriter, batch: host.ForwardBatch, *, dense: b
         return step_metadata(plan, writer.write_eager(plan, batch))
     if mode.is_extend():
         return extend_metadata(writer, batch, dense=dense)
-    raise ValueError(f"nsa_backend has no metadata for {mode}: it serves prefill, decode, target_verify and draft_extend")
+    raise ValueError(f"nsa_backend has no metadata for {mode.name}: it serves prefill, decode, target_verify and draft_extend")
 
 
 def _paged_plan(batch: host.ForwardBatch, num_draft_tokens: int) -> MetadataPlan:

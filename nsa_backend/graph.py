@@ -94,15 +94,17 @@ class CapturedMetadata:
         self.forget_launch()
         batch = self._batches.get((mode, num_requests))
         if batch is None:
-            raise ValueError(f"no graph of {num_requests} requests was captured for {mode}: there is no metadata to replay")
+            raise ValueError(
+                f"no graph of {num_requests} requests was captured for {mode.name}: there is no metadata to replay"
+            )
         for name, captured, given in (
             ("seq_lens", batch.seq_lens, seq_lens),
             ("req_pool_indices", batch.req_pool_indices, req_pool_indices),
         ):
             if captured.data_ptr() != given.data_ptr():
                 raise ValueError(
-                    f"the graph of {num_requests} requests for {mode} reads the {name} it was captured with, and the replay "
-                    "brings another tensor: it would attend with the lengths of an earlier batch"
+                    f"the graph of {num_requests} requests for {mode.name} reads the {name} it was captured with, and the "
+                    "replay brings another tensor: it would attend with the lengths of an earlier batch"
                 )
         batch.check()
         self._launch = batch.launch

@@ -12,7 +12,9 @@ from batches import forward_batch, random_batch
 from nsa_backend import host
 from nsa_backend.attention.common import NothingToPrepare
 from nsa_backend.demo.calls import calls
+from nsa_backend.dense_prefill import DensePrefill
 from nsa_backend.host import ForwardMode
+from nsa_backend.modes import is_paged, plan_for
 from nsa_backend.registration import create_backend
 
 HEADS, LATENT, ROPE = 4, 8, 4
@@ -121,3 +123,31 @@ def test_models_with_what_no_implementation_applies_are_refused(prefilling):
     for name in ("llama_4_scaling", "attn_sink"):
         with pytest.raises(ValueError, match=f"{name} came with a sparse MLA layer"):
             forward.backend.forward_extend(torch.zeros(2, 48), None, None, LAYER, forward.batch, **{name: torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    ("device_sm", "dtype", "runs"),
+    [
+        (90, torch.bfloat16, True),
+        (90, torch.float8_e4m3fn, True),
+        (90, torch.float16, False),
+        (100, torch.bfloat16, False),
+        (0, torch.float8_e4m3fn, False),
+    ],
+)
+def test_dense_prefill_is_fa3s_on_hopper_alone(monkeypatch, device_sm, dtype, runs):
+    monkeypatch.setattr(host, "fa3_functions", lambda: (None, None))
+    assert DensePrefill(SimpleNamespace(attention=SimpleNamespace(device_sm=device_sm, kv_cache_dtype=dtype))).runs is runs
+
+
+def test_a_mode_of_another_kind_of_model_is_refused(make_runner):
+    """Embedding and diffusion models run in modes that are neither prefill nor one of the paged modes."""
+    backend = create_backend(make_runner())
+    others = [mode for mode in ForwardMode if not is_paged(mode) and not mode.is_extend()]
+    assert others
+    for mode in others:
+        batch = forward_batch(random_batch(make_runner(), "decode", 2, 1, 1), mode)
+        with pytest.raises(ValueError, match=rf"nsa_backend has no metadata for {mode.name}: it serves"):
+            backend.init_forward_metadata(batch)
+        with pytest.raises(ValueError, match=rf"nsa_backend has no paged metadata for {mode.name}: it serves"):
+            plan_for(mode, 2, 2)

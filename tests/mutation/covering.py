@@ -14,8 +14,8 @@ import pytest
 
 SOURCES = ("nsa_backend", "kernels")
 
-VARIANTS = 4
-"""Parameter sets of one test function that are run for a mutant, the quickest ones."""
+VARIANTS, QUICK = 4, 0.5
+"""Parameter sets of one test function that are run for a mutant: all that take less than so many seconds, and some others."""
 
 
 class Recorder:
@@ -83,8 +83,8 @@ class Covering:
     def tests(self, path: str, source: str, line: int, budget: float = 0) -> list[str]:
         """Tests that run the function around `line`, or anything of the file at module level; the quickest first.
 
-        Of a test function with many sets of parameters, `VARIANTS` are taken, and of all of them what fits into `budget`
-        seconds, where there is one.
+        Of a slow test function `VARIANTS` sets of parameters are taken, and of all tests what fits into `budget` seconds,
+        where there is one.
         """
         of_file = self._tests.get(path, {})
         name = enclosing(functions(source), line)
@@ -95,7 +95,7 @@ class Covering:
         chosen, left = [], budget or math.inf
         for test in sorted(found, key=self._seconds.get):
             function = test.partition("[")[0]
-            variants[function] += 1
+            variants[function] += self._seconds[test] > QUICK
             left -= self._seconds[test]
             if variants[function] <= VARIANTS and (left >= 0 or not chosen):
                 chosen.append(test)

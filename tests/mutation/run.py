@@ -80,6 +80,10 @@ def run_tests(tree: Path, arguments: list[str], seconds: float, plugin=None, out
         os.dup2(out, 2)
         os.chdir(tree)
         sys.path.insert(0, str(tree))
+        hypothesis = sys.modules["hypothesis"]
+        generate = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # a smaller example of a failure is of no use here
+        hypothesis.settings.register_profile("mutants", phases=generate, database=None, derandomize=True)
+        hypothesis.settings.load_profile("mutants")
         sys.dont_write_bytecode = True  # a mutant of the same second and size would be taken for the one before it
         code = sys.modules["pytest"].main([*QUICKLY, *arguments], [plugin()] if plugin else [])
         sys.stdout.flush()
