@@ -10,7 +10,7 @@ import torch
 from chosen_slots import LATENT, ROPE, SLOTS, TOPK, attended, config, decode_metadata, inputs, same_as_the_reference
 
 from nsa_backend import host
-from nsa_backend.attention.fa3 import Fa3
+from nsa_backend.attention import implementation
 from nsa_backend.dense_prefill import DensePrefill
 from nsa_backend.registration import create_backend
 
@@ -58,10 +58,10 @@ def fa3(monkeypatch):
 @pytest.mark.parametrize("lengths", [[12], [1, 5, 12, 3]])
 def test_fa3(fa3, lengths, logit_cap):
     given = inputs(3, lengths, logit_cap=logit_cap)
-    assert same_as_the_reference(Fa3(config(3)).forward(given), given)
+    assert same_as_the_reference(implementation("fa3").build(config(3)).forward(given), given)
     assert fa3.given_tiles is None
     given = inputs(3, lengths, logit_cap=logit_cap, schedule=("tiles", len(lengths)))
-    assert same_as_the_reference(Fa3(config(3)).forward(given), given)
+    assert same_as_the_reference(implementation("fa3").build(config(3)).forward(given), given)
     assert fa3.given_tiles == ("tiles", len(lengths))
 
 
@@ -75,7 +75,7 @@ def decoding(make_runner):
 def test_fa3s_tiles_are_scheduled_once_for_the_rows_of_captured_batches(fa3, decoding, rows, scheduled):
     """A prefill has more rows, whose tiles every call schedules by itself; the facts are those of every layer's call."""
     before = decoding(rows)
-    found = Fa3(config(3)).prepare(before)
+    found = implementation("fa3").build(config(3)).prepare(before)
     assert found.schedule == (("tiles", rows) if scheduled else None)
     assert len(fa3.scheduled) == scheduled
     for facts in fa3.scheduled:
@@ -91,7 +91,7 @@ def test_fa3s_tiles_are_scheduled_once_for_the_rows_of_captured_batches(fa3, dec
 def test_a_release_without_fa3s_scheduler_prepares_nothing(fa3, decoding, monkeypatch):
     monkeypatch.setattr(host, "fa3_scheduler", lambda: None)
     metadata = decoding(2)
-    assert Fa3(config(3)).prepare(metadata) is metadata
+    assert implementation("fa3").build(config(3)).prepare(metadata) is metadata
 
 
 def test_dense_prefill_hands_over_all_keys_and_the_bounds_of_requests(monkeypatch):

@@ -9,9 +9,7 @@ import torch
 from chosen_slots import LATENT, TOPK, attended, config, decode_metadata, inputs, same_as_the_reference
 
 from nsa_backend import host
-from nsa_backend.attention import flashmla_kv
-from nsa_backend.attention.flashmla_kv import FlashMlaKv
-from nsa_backend.attention.flashmla_sparse import FlashMlaSparse
+from nsa_backend.attention import flashmla_kv, implementation
 from nsa_backend.registration import create_backend
 
 
@@ -84,7 +82,7 @@ def test_flashmla_sparse(flash_mla, heads, joined, takes_lengths):
     """Heads are padded to 64 and trimmed again; without padding heads a joined query is not copied."""
     found = flash_mla(takes_lengths)
     given = inputs(heads, [1, 12, 4], joined=joined)
-    out = FlashMlaSparse(config(heads)).forward(given)
+    out = implementation("flashmla_sparse").build(config(heads)).forward(given)
     assert out.shape == (3, heads, LATENT)
     assert same_as_the_reference(out, given)
     assert found.padding.shape[1] == {3: 64, 64: 64, 65: 128}[heads]
@@ -98,14 +96,14 @@ def test_flashmla_sparse_knows_no_length_of_rows_that_sglang_padded(flash_mla):
     found = flash_mla()
     given = inputs(3, [2, 12])
     given.cache_seqlens = given.cache_seqlens[:1]
-    assert same_as_the_reference(FlashMlaSparse(config(3)).forward(given), given)
+    assert same_as_the_reference(implementation("flashmla_sparse").build(config(3)).forward(given), given)
     assert found.given_lengths is None
 
 
 def test_captured_forwards_share_one_padded_query(flash_mla):
     """Target and drafts, of any batch within the reserved rows; what is larger gets memory of its own, with zero padding."""
     found = flash_mla()
-    target, draft = FlashMlaSparse(config(3)), FlashMlaSparse(config(3))
+    target, draft = implementation("flashmla_sparse").build(config(3)), implementation("flashmla_sparse").build(config(3))
     target.reserve(4)
     draft.reserve(2)
     for attention, rows in ((target, 4), (draft, 2), (target, 1), (draft, 3)):
@@ -119,7 +117,7 @@ def test_captured_forwards_share_one_padded_query(flash_mla):
 def test_flashmla_schedules_captured_forwards_once(flash_mla, decoding, monkeypatch):
     """By the number of rows, for all backends of a process; not where the rows were not reserved, nor inside a capture."""
     found = flash_mla()
-    target, draft = (FlashMlaKv(config(3, torch.float8_e4m3fn)) for _ in range(2))
+    target, draft = (implementation("flashmla_kv").build(config(3, torch.float8_e4m3fn)) for _ in range(2))
     target.reserve(4)
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
@@ -145,7 +143,7 @@ def test_flashmla_kv_trims_the_heads_it_padded(flash_mla, heads, padded):
     found = flash_mla()
     given = inputs(heads, [2, 12, 7])
     given.kv_cache = torch.zeros(128, 1, 656, dtype=torch.uint8)
-    out = FlashMlaKv(config(heads, torch.float8_e4m3fn)).forward(given)
+    out = implementation("flashmla_kv").build(config(heads, torch.float8_e4m3fn)).forward(given)
     assert found.scheduled == [3]
     want = 0.3 * given.q_nope.float() + given.cache_seqlens.view(-1, 1, 1)
     assert torch.allclose(out, want, atol=1e-3)

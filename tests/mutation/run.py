@@ -29,11 +29,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from covering import Covering
+from covering import SOURCES, Covering
 from mutants import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/kernels", "tests/host", "tests/hosts")
+NOT_SERVED = ("cli", "demo", "testing", "benchmarks")
+"""Folders of the package that no server runs."""
+
 STARTING_SECONDS = 60
 """Beside three times what its tests took: what a mutant may take before it counts as one that hangs."""
 
@@ -56,7 +58,7 @@ def import_what_takes_long() -> None:
 
 
 def copy_tree(folder: Path) -> Path:
-    """The tracked and new files of the checkout, where importing `nsa_backend` finds all of it without an installation."""
+    """The tracked and new files of the checkout, compiled."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -64,8 +66,6 @@ def copy_tree(folder: Path) -> Path:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    for name in ("kernels", "benchmarks"):
-        (folder / "nsa_backend" / name).symlink_to(Path("..") / name)
     compileall.compile_dir(folder, quiet=1)
     return folder
 
@@ -100,23 +100,23 @@ def run_tests(tree: Path, arguments: list[str], seconds: float, plugin=None, out
 
 
 def record(tree: Path, out: Path, tests: list[str]) -> None:
-    """Run `tests` once and write what covers what, beside what `out` has of other tests; every one must pass."""
+    """Run `tests`, or all that need no GPU, and write what covers what, beside what `out` has already; every one must pass."""
     from covering import Recorder
 
     class Saving(Recorder):
         def pytest_sessionfinish(self):
             self.save(out)
 
-    found = run_tests(tree, tests or list(TESTS), 7200, lambda: Saving(tree), f"{out}.log")
+    found = run_tests(tree, tests, 7200, lambda: Saving(tree), f"{out}.log")
     if found != "passed":
         raise SystemExit(f"the tests {found} without any mutant: see {out}.log")
 
 
 def sources(tree: Path) -> list[str]:
     """Files to mutate: what a server runs."""
-    patterns = ("nsa_backend/*.py", "nsa_backend/attention/*.py", "nsa_backend/host/*.py", "kernels/*.py")
-    found = sorted(path.relative_to(tree).as_posix() for pattern in patterns for path in tree.glob(pattern))
-    return [name for name in found if Path(name).name not in ("__init__.py", "__main__.py")]
+    found = [path.relative_to(tree) for folder in SOURCES for path in sorted((tree / folder).rglob("*.py"))]
+    served = (path for path in found if path.stem not in ("__init__", "__main__") and path.parts[1] not in NOT_SERVED)
+    return [path.as_posix() for path in served]
 
 
 class Trial:
