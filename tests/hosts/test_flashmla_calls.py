@@ -148,3 +148,9 @@ def test_flashmla_kv_trims_the_heads_it_padded(flash_mla, heads, padded):
     want = 0.3 * given.q_nope.float() + given.cache_seqlens.view(-1, 1, 1)
     assert torch.allclose(out, want, atol=1e-3)
     assert out.shape == (3, heads, LATENT)
+
+
+def test_auto_leaves_an_fp8_cache_to_the_only_implementation_that_reads_it(flash_mla):
+    flash_mla()
+    fp8 = config(3, torch.float8_e4m3fn)
+    assert type(implementation("auto").build(fp8)) is type(implementation("flashmla_kv").build(fp8))

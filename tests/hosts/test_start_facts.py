@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from nsa_backend import host, schedule_check
+from nsa_backend.attention import build_attention
+from nsa_backend.attention.common import AttentionConfig
 from nsa_backend.config import BackendConfig
 from nsa_backend.demo.calls import calls
 from nsa_backend.kernels.metadata_torch import paged_mqa_schedule
@@ -27,6 +29,23 @@ def test_an_implementation_is_built_for_the_heads_of_one_rank(make_runner, monke
     multi_step = calls.draft_factory(runner, 3).create_decode_backend()
     for backend in (create_backend(runner), *multi_step.attn_backends):
         assert backend.config.attention.num_heads == 128 // ranks
+
+
+@pytest.mark.parametrize(
+    ("device_sm", "dtype", "can"),
+    [
+        (90, torch.bfloat16, "fa3, flashmla_sparse"),
+        (90, torch.float8_e4m3fn, "flashmla_kv"),
+        (100, torch.bfloat16, "trtllm"),
+        (0, torch.bfloat16, "torch"),
+        (80, torch.bfloat16, "none on this machine"),
+    ],
+)
+def test_a_refusal_names_what_can_run_instead(monkeypatch, device_sm, dtype, can):
+    monkeypatch.setattr(host, "package_problem", lambda name: None)
+    facts = AttentionConfig(device_sm=device_sm, num_heads=64, kv_cache_dtype=dtype, index_topk=2048)
+    with pytest.raises(ValueError, match=rf"no such implementation\. Choose one of: {can}; or set NSA_BACKEND_DISABLE=1"):
+        build_attention("tilelang", "--nsa-decode-backend tilelang", facts)
 
 
 @pytest.fixture

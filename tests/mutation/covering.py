@@ -93,7 +93,7 @@ class Covering:
         found = of_function or {test for tests in of_file.values() for test in tests}
         variants: Counter[str] = Counter()
         chosen, left = [], budget or math.inf
-        for test in sorted(found, key=self._seconds.get):
+        for test in sorted(found, key=lambda test: (self._seconds[test], test)):
             function = test.partition("[")[0]
             variants[function] += self._seconds[test] > QUICK
             left -= self._seconds[test]
