@@ -65,7 +65,7 @@ class CapturedLaunches:
     def replay(self, mode: sglang.ForwardMode | None, num_requests: int, inputs: BatchInputs | None = None) -> CapturedLaunch:
         """The launch of a captured graph; raises ValueError where it was not captured, or reads other tensors than `inputs`."""
         self.leave()
-        of_mode = "" if mode is None else f" for {mode}"
+        of_mode = "" if mode is None else f" for {mode.name}"
         launch = self._launches.get((mode, num_requests))
         if launch is None:
             raise ValueError(

@@ -19,7 +19,7 @@ def eager_metadata(writer: MetadataWriter, batch: sglang.ForwardBatch, *, dense:
         return step_metadata(plan, writer.write_eager(plan, batch))
     if mode.is_extend():
         return prefill_metadata(writer, batch, dense=dense)
-    raise ValueError(f"nsa_backend has no metadata for {mode}: it serves prefill, decode, target_verify and draft_extend")
+    raise ValueError(f"nsa_backend has no metadata for {mode.name}: it serves prefill, decode, target_verify and draft_extend")
 
 
 def _paged_plan(batch: sglang.ForwardBatch, num_draft_tokens: int) -> MetadataPlan:

@@ -38,4 +38,4 @@ def plan_for(mode: sglang.ForwardMode, num_requests: int, num_rows: int) -> Meta
         return plan_draft_extend_v1(num_requests, num_rows)
     if adapter.is_draft_extend(mode):
         return plan_draft_extend_v2(num_requests, rows_per_request)
-    raise ValueError(f"nsa_backend has no paged metadata for {mode}: it serves decode, target_verify and draft_extend")
+    raise ValueError(f"nsa_backend has no paged metadata for {mode.name}: it serves decode, target_verify and draft_extend")

@@ -154,6 +154,15 @@ def test_context_limit_clips(device, writer, mode):
 
 
 @pytest.mark.parametrize("writer", ["kernel", "twin"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_attends_to_one_token_at_least(device, writer, mode):
+    """Requests of one and two tokens, and padding that says it has none."""
+    pool = np.arange(3 * 130, dtype=np.int32).reshape(3, 130)
+    extend = [1, 1, 2] if mode == "draft_extend_v1" else []
+    run_and_compare(Batch(mode, [1, 0, 2], [2, 0, 1], pool, 64, 132, extend_lens=extend), device, writer, torch.int64)
+
+
+@pytest.mark.parametrize("writer", ["kernel", "twin"])
 def test_one_long_request_among_short_ones(device, writer):
     rng = np.random.default_rng(0)
     pool = rng.integers(0, 2**30, (6, 20_000)).astype(np.int32)

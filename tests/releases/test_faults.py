@@ -82,6 +82,14 @@ def test_a_draft_round_names_its_step(make_runner, monkeypatch):
     assert notes(error) == ["nsa_backend: while replaying a draft round, batch size 2"]
 
 
+def test_an_eager_draft_round(make_runner, monkeypatch):
+    multi_step = NativeSparseAttnMultiStepBackend(make_runner(num_steps=3), 1, 3)
+    monkeypatch.setattr(multi_step._writer, "write", fail)
+    with pytest.raises(Planted) as error:
+        multi_step.init_forward_metadata(batch(ForwardMode.DECODE))
+    assert notes(error) == ["nsa_backend: while preparing a draft round, batch size 3"]
+
+
 @pytest.mark.parametrize("step", [0, 1])
 def test_attention_names_its_step(make_runner, monkeypatch, step):
     runner = make_runner(num_steps=3)

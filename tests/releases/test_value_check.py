@@ -143,6 +143,16 @@ def test_a_batch_at_the_limits_passes(checked):
         captured(create_backend(checked), mode, found, lambda: None)
 
 
+def test_what_padding_holds_passes(checked):
+    """No token yet, and the page that padding writes to."""
+    found = values(checked)
+    found["seq_lens"][1] = 0
+    found["req_pool_indices"][1] = 0
+    checked.req_to_token_pool.req_to_token[0] = 0
+    checked.req_to_token_pool.req_to_token[2] = KV_SLOTS - 1
+    eager(create_backend(checked), ForwardMode.DECODE, found)
+
+
 def test_nothing_is_looked_at_without_the_switch(make_runner, monkeypatch):
     monkeypatch.delenv("NSA_BACKEND_CHECK", raising=False)
     runner = make_runner(table_width=WIDTH, pool_size=POOL)
