@@ -31,7 +31,8 @@ class LeaveOut(Operator):
     KINDS = ("atom_expr", "expr_stmt", "raise_stmt")
 
     def mutation_positions(self, node):
-        if node.type == "return_stmt" or (node.type in self.KINDS and node.parent.type == "simple_stmt" and _in_function(node)):
+        statement = node.type in self.KINDS and node.parent.type == "simple_stmt" and _in_function(node)
+        if statement or (node.type == "return_stmt" and node.children[-1].get_code(include_prefix=False) != "None"):
             yield (node.start_pos, node.end_pos)
 
     def mutate(self, node, index):

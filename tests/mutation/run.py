@@ -24,6 +24,7 @@ import tempfile
 import time
 import types
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
@@ -70,24 +71,18 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
-def run_tests(tree: Path, arguments: list[str], seconds: float, plugin=None, output: str = os.devnull) -> str:
+def run_tests(
+    tree: Path, arguments: list[str], seconds: float, plugin: Callable | None = None, output: str = os.devnull
+) -> str:
     """Run pytest in a forked child; returns "passed", "failed" or "timed out"."""
     child = os.fork()
     if not child:
-        os.setsid()
-        out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        os.chdir(tree)
-        sys.path.insert(0, str(tree))
-        hypothesis = sys.modules["hypothesis"]
-        generate = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # a smaller example of a failure is of no use here
-        hypothesis.settings.register_profile("mutants", phases=generate, database=None, derandomize=True)
-        hypothesis.settings.load_profile("mutants")
-        sys.dont_write_bytecode = True  # a mutant of the same second and size would be taken for the one before it
-        code = sys.modules["pytest"].main([*QUICKLY, *arguments], [plugin()] if plugin else [])
-        sys.stdout.flush()
-        os._exit(int(code))
+        code = 1
+        try:
+            code = _in_child(tree, arguments, plugin, output)
+        finally:  # SystemExit too: a child must not go on with what is its parent's
+            sys.stdout.flush()
+            os._exit(code)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -97,6 +92,21 @@ def run_tests(tree: Path, arguments: list[str], seconds: float, plugin=None, out
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return "timed out"
+
+
+def _in_child(tree: Path, arguments: list[str], plugin: Callable | None, output: str) -> int:
+    os.setsid()
+    out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.chdir(tree)
+    sys.path.insert(0, str(tree))
+    sys.dont_write_bytecode = True  # a mutant of the same second and size would be taken for the one before it
+    hypothesis = sys.modules["hypothesis"]
+    generate = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # a smaller example of a failure is of no use here
+    hypothesis.settings.register_profile("mutants", phases=generate, database=None, derandomize=True)
+    hypothesis.settings.load_profile("mutants")
+    return int(sys.modules["pytest"].main([*QUICKLY, *arguments], [plugin()] if plugin else []))
 
 
 def record(tree: Path, out: Path, tests: list[str]) -> None:

@@ -14,7 +14,7 @@ from nsa_backend.attention.implementations import build_attention
 from nsa_backend.config import AttentionConfig, BackendConfig
 from nsa_backend.indexer import schedule_check
 from nsa_backend.kernels.metadata_torch import paged_mqa_schedule
-from nsa_backend.registration import create_backend
+from nsa_backend.registration import check_server_args, create_backend
 from nsa_backend.testing.calls import calls
 
 NUM_SMS = 132
@@ -110,3 +110,30 @@ def test_the_log_says_how_long_a_dense_prefill_gets(make_runner, monkeypatch, ca
     with caplog.at_level("INFO", logger="nsa_backend"):
         backend.log_start(0)
     assert said in caplog.text
+
+
+@pytest.mark.parametrize("backend", [adapter.BACKEND_NAMES[0], "triton"])
+def test_sglangs_own_check_of_the_options_is_made_first(resolve, backend):
+    class Refused(Exception):
+        pass
+
+    def refuse(server_args):
+        raise Refused(server_args.page_size)
+
+    with pytest.raises(Refused):
+        check_server_args(refuse, resolve("--attention-backend", backend))
+
+
+def test_without_speculation_there_are_no_draft_steps(make_runner):
+    """The options then hold None."""
+    runner = make_runner()
+    vars(runner).update(calls.publish(None, None))
+    settings = adapter.settings(runner)
+    assert (settings.num_steps, settings.num_draft_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(("capability", "device_sm"), [((9, 0), 90), ((10, 3), 103)])
+def test_a_device_is_known_by_its_capability(monkeypatch, capability, device_sm):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert adapter.device_sm("cuda:1") == device_sm
+    assert adapter.device_sm("cpu") == 0
