@@ -23,14 +23,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from nsa_backend.benchmarks.faithful_models import HEAD_DISTANCES, MODELS, ROPE_THETA, Model
+from nsa_backend.benchmarks.faithful_models import MODELS, NEAR_PAIRS, ROPE, ROPE_THETA, Model, rope_queries
 
 VOCAB = 2048
-KV_RANK, ROPE, INDEX_DIM, INDEX_TOPK = 512, 64, 128, 2048
-NEAR_PAIRS = 8
-"""The fastest RoPE pairs: the score falls off within a few tokens."""
-SHARPNESS = 6
-"""Of a head that looks at one distance: a token beside it scores 6.4 lower, which leaves it two thousandths of the weight."""
+KV_RANK, INDEX_DIM, INDEX_TOPK = 512, 128, 2048
 V32 = MODELS["deepseek-v3.2"]
 
 
@@ -69,18 +65,6 @@ class Weights:
 def fitted(shape: Shape, model: Model) -> Shape:
     """`shape` with no more heads than the model has, and enough layers for what it shares between them."""
     return replace(shape, heads=min(shape.heads, model.most_heads), layers=max(shape.layers, model.least_layers))
-
-
-def rope_queries(heads: int, model: Model) -> torch.Tensor:
-    """[heads, ROPE]: times the constant keys, a score that is highest at the distance that each head looks at."""
-    angles = torch.full((heads, NEAR_PAIRS), math.pi / 4)  # that of the keys
-    scale = 1.0
-    if model.lag:
-        distance = model.lag + torch.arange(heads) % HEAD_DISTANCES
-        angles -= distance[:, None] * ROPE_THETA ** (-2 * torch.arange(NEAR_PAIRS) / ROPE)
-        scale = SHARPNESS
-    pairs = scale * torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(1)
-    return torch.nn.functional.pad(pairs, (0, ROPE - pairs.shape[1]))
 
 
 def attention_weights(weights: Weights, shape: Shape, model: Model) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from sglang.srt.utils import common
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.registration import create_draft_extend_backend
+from nsa_backend.testing.calls import calls
 
 OFFERED = list(range(1, 33))
 WORLD = [(tp, d) for tp in (1, 2, 4, 8) for d in range(2, 9)]
@@ -63,7 +64,7 @@ def attention_tp(monkeypatch, make_runner):
     def prepare(tp: int, d: int) -> SimpleNamespace:
         runner = make_runner(num_steps=d - 1)
         # Built before SGLang is told of more ranks: only the choice of sizes is to see them.
-        runner.draft_extend = create_draft_extend_backend(SimpleNamespace(draft_model_runner=runner))
+        runner.draft_extend = create_draft_extend_backend(calls.draft_factory(runner, d - 1))
         for module in (eagle_draft_cuda_graph_runner, eagle_draft_extend_cuda_graph_runner):
             for name in ("require_gathered_buffer", "require_mlp_tp_gather", "require_mlp_sync"):
                 monkeypatch.setattr(module, name, lambda *args: True)
