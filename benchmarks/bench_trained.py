@@ -6,9 +6,9 @@
 RUN is the folder of train_checkpoint. Prompts are stretches of packages that the model was not trained on. The servers of every
 N and side start at the same time on the GPU that CUDA_VISIBLE_DEVICES names; `shared` is our backend with draft steps that all
 attend to L + 1 tokens (so they see the first draft, and the first one sees itself). First every accept length is measured with
-a few requests, all servers at once, then speed, one server at a time, then accept lengths again until each has a standard error
-below 0.02. OUT.json is written after every step. A server or an N that fails is named in it under `problems`, the rest goes on.
-Exits with 0 where all was measured, else 1.
+a few requests, all servers at once, then speed, one server at a time with those of every other N stopped, then accept lengths
+again until each has a standard error below 0.02. OUT.json is written after every step. A server or an N that fails is named in
+it under `problems`, the rest goes on. Exits with 0 where all was measured, else 1.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from nsa_backend.benchmarks.bench_common import environment, print_table
 from nsa_backend.benchmarks.cells import write_report
 from nsa_backend.benchmarks.trained.bar import Clock
 from nsa_backend.benchmarks.trained.measure import FIRST, AcceptCell, measure_accept, measure_speed
+from nsa_backend.benchmarks.trained.pausing import paused
 from nsa_backend.benchmarks.trained.prompts import held_out_prompts
 from nsa_backend.benchmarks.trained.serving import SIDES, Started, started
 from nsa_backend.benchmarks.trained.timing import alone
@@ -104,15 +105,16 @@ class Bench:
         )  # fmt: skip
 
     def speed(self) -> None:
-        """One server after another, while nobody else uses the GPU."""
+        """One server after another, while nobody else uses the GPU and the servers of every other N stand still."""
         with alone(self.deadline - 60) as free:
             if not free:
                 self.problem("another program was busy on this GPU until the end: speed was not measured")
                 return
             order = sorted(self.steps, key=lambda n: [*SPEED_ORDER, n].index(n))
             for steps in order:
-                for batch in self.args.batch:
-                    self.guarded(f"speed of N = {steps}, batch {batch}", lambda: self.speed_of(steps, batch))  # noqa: B023
+                with paused(server.pid for server in self.servers.servers if server.steps != steps):
+                    for batch in self.args.batch:
+                        self.guarded(f"speed of N = {steps}, batch {batch}", lambda: self.speed_of(steps, batch))  # noqa: B023
 
     def speed_of(self, steps: int, batch: int) -> None:
         if time.monotonic() > self.deadline:

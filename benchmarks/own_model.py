@@ -47,7 +47,7 @@ class Measured:
 
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
-    """One cell an N and side; the one of the second side gives the rows of both."""
+    """One cell an N and side: the first side gives rows, the second completes them."""
     model = Path(options.model)
     if not (model / "config.json").exists():
         raise SystemExit(f"--model {model} is no folder with a config.json: pass the folder of a checkpoint")
@@ -71,7 +71,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
 
 @dataclass
 class OwnModel:
-    """The servers' command and what has been measured of the N that is under way."""
+    """The servers' command and what has been measured."""
 
     model: Path
     prompts: list[list[int]]
@@ -82,7 +82,8 @@ class OwnModel:
     words: list[str]  # of the user, at the end of the command: SGLang takes the last of an option
 
     def __post_init__(self):
-        self._found: dict[str, Measured] = {}
+        self._found: dict[int, dict[str, Measured]] = {}  # by N and side
+        self._rows: dict[int, list[dict]] = {}  # by N, the very rows of the report
 
     def options(self) -> list[str]:
         """What follows the README's command: the GPU to itself, graphs for the batches, no cache, and the user's words."""
@@ -93,15 +94,20 @@ class OwnModel:
         ]  # fmt: skip
 
     def cell(self, steps: int, side: str) -> list[dict]:
-        """Measure one side; rows once both are there."""
+        """Measure one side. The first one's rows are the result, and the second adds itself to them: where no time is left for
+        it, or it does not start, the report has what the first one did."""
         log = self.folder / f"n{steps}-{side}.log"
         with Server(side, self.model, self.port, steps, log, *self.options()) as server:
             server.wait(LOADING)
-            self._found[side] = self.measured(server)
-        if set(self._found) != set(BACKENDS):
-            return []
-        both, self._found = self._found, {}
-        return [row_of(self.model.name, steps, batch, self.length(batch), both) for batch in self.batches]
+            found = self._found.get(steps, {}) | {side: self.measured(server)}
+        self._found[steps] = found
+        rows = [row_of(self.model.name, steps, batch, self.length(batch), found) for batch in self.batches]
+        if steps not in self._rows:
+            self._rows[steps] = rows
+            return rows
+        for known, row in zip(self._rows[steps], rows, strict=True):
+            known.update(row)
+        return []
 
     def measured(self, server: Server) -> Measured:
         found = Measured({}, {})
@@ -134,16 +140,18 @@ class OwnModel:
         return Group(answer.seconds, first, max(new), len(prompts), rounds, accept, sum(new)), histograms
 
 
-def row_of(name: str, steps: int, batch: int, length: int, both: dict[str, Measured]) -> dict:
-    """A row as `bench serve` has them, with accept lengths over requests where there is speculation."""
+def row_of(name: str, steps: int, batch: int, length: int, sides: dict[str, Measured]) -> dict:
+    """A row as `bench serve` has them, with accept lengths over requests where there is speculation, ratios with both sides."""
     from nsa_backend.benchmarks.bench_serve import compared, summary
 
-    found = {side: measured.groups[batch] for side, measured in both.items()}
-    row = {"checkpoint": name, "steps": steps, "batch": batch, "length": length, "samples": len(found["ours"])}
+    found = {side: measured.groups[batch] for side, measured in sides.items()}
+    row = {"checkpoint": name, "steps": steps, "batch": batch, "length": length, "samples": min(map(len, found.values()))}
     row["tokens"] = {side: spread([group.new_tokens / batch for group in groups], 1) for side, groups in found.items()}
     for side, groups in found.items():
-        histograms = both[side].histograms[batch]
+        histograms = sides[side].histograms[batch]
         row[side] = summary(groups) | (statistics(histograms) if histograms else {})
-    if all(both[side].histograms[batch] for side in BACKENDS):
-        row["gain"] = paired(*(both[side].histograms[batch] for side in ("ours", "builtin")))
+    if set(sides) != set(BACKENDS):
+        return row
+    if all(measured.histograms[batch] for measured in sides.values()):
+        row["gain"] = paired(*(sides[side].histograms[batch] for side in ("ours", "builtin")))
     return row | compared(found)

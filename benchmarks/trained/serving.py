@@ -73,6 +73,11 @@ class SideServer(Server):
             env=os.environ | {"NSA_BACKEND_DISABLE": SIDES[side][1]},
         )  # fmt: skip
 
+    @property
+    def pid(self) -> int:
+        """Of the process that started all others of this server."""
+        return self._process.pid
+
     def wait(self, seconds: float = START_SECONDS) -> None:
         """Wait until it answers; raises RuntimeError with the end of its log, or where it is not the side it should be."""
         try:

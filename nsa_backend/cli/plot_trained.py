@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIDES = {
-    "ours": ("L + i + 1 tokens (ours)", "#3b6fb6"),
-    "shared": ("L + 1 tokens in every step", "#9a9a9a"),
-    "builtin": ("L tokens in every step (SGLang's built-in)", "#d1702f"),
+    "ours": ("L + i + 1 tokens (ours)", "#3b6fb6", 5.0),
+    "shared": ("L + 1 tokens in every step", "#b4b4b4", 2.8),
+    "builtin": ("L tokens in every step (SGLang's built-in)", "#d1702f", 1.0),
 }
-"""Side of a row to what draft step i attends to there and its colour."""
+"""Side of a row to what draft step i attends to there, its colour and width: a thinner line lies on a wider one."""
 
 STYLES = ("-", "--", ":")
 """Of the temperatures, lowest first."""
@@ -32,11 +32,12 @@ def trained(report: dict[str, Any]) -> Figure:
         for temperature, style in zip(chosen, STYLES, strict=False):
             wanted = (n, shortest, temperature)
             for row in (r for r in rows if (r["steps"], r["length"], r["temperature"]) == wanted):
-                for side, (label, colour) in SIDES.items():
+                for side, (label, colour, width) in SIDES.items():
                     if side in row:
                         name = f"{label}, {'greedy' if not temperature else f'temperature {temperature:g}'}"
                         shares = row[side]["accepted"]
-                        axis.plot(range(1, len(shares) + 1), shares, style, color=colour, label=name, marker="o", markersize=3)
+                        look = {"color": colour, "linewidth": width, "marker": "o", "markersize": width + 1}
+                        axis.plot(range(1, len(shares) + 1), shares, style, label=name, **look)
         axis.set(title=f"N = {n}", xlabel="draft position", xticks=range(1, n + 1), ylim=(0, 1))
         axis.grid(alpha=0.25)
     axes = figure.axes

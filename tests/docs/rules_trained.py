@@ -1,36 +1,47 @@
-"""What the text must say of the model that was trained on real text, once there is a result file.
+"""What the text must say of the model that was trained on real text.
 
     cd tests/docs && python -c "import rules_trained, quoted; print(*rules_trained.says(quoted.result('trained')), sep='\\n')"
 
-prints it: rows of the README's table, rows of the whole one in docs/numbers.md, and sentences.
+prints it: cells of the README's table, rows of the tables in docs/numbers.md, and sentences.
 """
 
 from collections.abc import Iterator
 
-from quoted import files, one, rule
+from quoted import files, one, rule, spread
 
 SIDES = ("ours", "shared", "builtin")
+BOTH = ("ours", "builtin")
 BATCHES = (1, 8, 32)
-README_CELL = {"length": 300, "temperature": 0.0}
+README_CELL = {"steps": 3, "length": 300, "temperature": 0.0}
 
 
 def says(report: dict) -> Iterator[str]:
-    yield from readme_rows(report)
+    yield from gained(report)
     yield from every_cell(report)
-    yield from sentences(report)
+    yield from every_speed(report)
+    yield from accept_sentences(report)
+    yield from speed_sentences(report)
+    yield from training(report)
 
 
-def readme_rows(report: dict) -> Iterator[str]:
-    """A row an N: accept length of each side, greedy on the shortest prompts, and tokens per second of both."""
-    for steps in sorted({row["steps"] for row in report["speed"]}):
-        cells = ["-"] * 4
-        if steps:
-            row = one(report["accept"], steps=steps, **README_CELL)
-            cells = [f"{row[side]['accept']:.2f}" if side in row else "-" for side in SIDES] + [f"{row['gain']['ratio']:.3f}"]
-        for batch in BATCHES:
-            speed = one(report["speed"], steps=steps, batch=batch)
-            cells.append(" / ".join(f"{speed[side]['tokens_per_s']:.0f}" for side in ("ours", "builtin")))
-        yield f"| {steps} | " + " | ".join(cells) + " |"
+def checks(report: dict) -> Iterator[str]:
+    """What check_checkpoint said: a row a prompt length, and both accept lengths of a side."""
+    assert all(row["agrees"] for row in (*report["check"]["target"], *report["check"]["drafts"]))
+    for row in report["check"]["target"]:
+        numbers = [f"{row[kind][who]:.4f}" for kind in ("mean", "largest") for who in ("server", "rounding")]
+        yield f"| {row['length']} | {row['tokens']} | " + " | ".join(numbers) + " |"
+    for row in report["check"]["drafts"]:
+        accept = row["accept"]
+        yield f"{accept['server']:.4f} where the trainer predicts {accept['trainer']:.4f} (`{row['side']}`)"
+
+
+def gained(report: dict) -> Iterator[str]:
+    """The README's first table: accept length with three drafts, rounds with one."""
+    row = one(report["accept"], **README_CELL)
+    yield "| " + " | ".join(f"{row[side]['accept']:.2f}" for side in BOTH) + " |"
+    rows = [one(report["speed"], steps=1, batch=batch) for batch in BATCHES]
+    rounds = (" / ".join(f"{r[side]['round_ms']['median']:.2f}" for r in rows) for side in BOTH)
+    yield "| " + " | ".join(side + " ms" for side in rounds) + " |"
 
 
 def every_cell(report: dict) -> Iterator[str]:
@@ -42,25 +53,83 @@ def every_cell(report: dict) -> Iterator[str]:
         yield head + " | ".join(cells) + " |"
 
 
-def sentences(report: dict) -> Iterator[str]:
-    for batch in BATCHES:
-        best = [best_steps(report, batch, side) for side in ("ours", "builtin")]
-        yield f"At batch {batch} the best N is {best[0]} for ours and {best[1]} for the built-in backend"
-    gains = [row["gain"]["ratio"] for row in report["accept"] if row["steps"] > 1]
-    yield f"accept lengths are {min(gains):.3f} to {max(gains):.3f} times the built-in's for N above 1"
-    errors = [row[side]["standard_error"] for row in report["accept"] for side in SIDES if side in row]
-    yield f"standard errors of accept lengths are at most {max(errors):.3f}"
+def every_speed(report: dict) -> Iterator[str]:
+    """A row an N and batch: tokens per second, time per token and of a round, each with the least and the most."""
+    for row in report["speed"]:
+        cells = [around(row[s]["tokens_per_s_spread"], row[s]["tokens_per_s"], "{:.0f}") if s in row else "-" for s in SIDES]
+        for key in ("tpot_ms", "round_ms"):
+            cells += [around(row[side][key], row[side][key]["median"], "{:.2f}") for side in BOTH]
+        yield f"| {row['steps']} | {row['batch']} | " + " | ".join(cells) + " |"
+
+
+def around(found: dict, value: float, form: str) -> str:
+    return " ".join([form.format(value), "({} to {})".format(*map(form.format, found["min_max"]))])
+
+
+def accept_sentences(report: dict) -> Iterator[str]:
+    drafting = [row for row in report["accept"] if row["steps"] > 1]
+    gains = [row["gain"]["ratio"] for row in drafting]
+    yield f"{min(gains):.3f} to {max(gains):.3f} times the built-in's"
+    yield f"over {len(gains)} cells, {sum(gains) / len(gains):.3f} on average"
+    below, above = (
+        [row for row in drafting if sign * (row["gain"]["ratio"] - 1) > 2 * row["gain"]["standard_error"]] for sign in (-1, 1)
+    )
+    greedy = [row for row in below if not row["temperature"]]
+    yield f"{len(below)} are more than two standard errors below 1, {len(greedy)} of them greedy, and {len(above)} above"
+    if below:
+        yield f"the furthest of them {min(row['gain']['ratio'] for row in below):.3f}"
+    shared = [row["ours"]["accept"] / row["shared"]["accept"] for row in drafting]
+    yield f"{min(shared):.3f} to {max(shared):.3f} times `shared`'s"
+    alike = [row["gain"]["ratio"] for row in report["accept"] if row["steps"] == 1]
+    yield f"with one draft, where both sides do the same, {min(alike):.3f} to {max(alike):.3f}"
+    for group, steps in (("to N = 3", (1, 2, 3)), ("for N = 5 and 7", (5, 7))):
+        rows = [row for row in report["accept"] if row["steps"] in steps]
+        yield f"at most {max(r[s]['standard_error'] for r in rows for s in SIDES if s in r):.3f} {group}"
+
+
+def speed_sentences(report: dict) -> Iterator[str]:
+    """What can be told: one draft, whose ranges lie apart, and that processes differ without drafts."""
+    rows = [one(report["speed"], steps=1, batch=batch) for batch in BATCHES]
+    for row in rows:
+        for key, better in (("tokens_per_s_spread", 1), ("round_ms", -1)):
+            ours, builtin = ([better * end for end in row[side][key]["min_max"]] for side in BOTH)
+            assert min(ours) > max(builtin), "the ranges of one draft overlap: the text says that they do not"
+    yield "{:.2f}, {:.2f} and {:.2f} times the tokens per second with one draft".format(
+        *(row["ours"]["tokens_per_s"] / row["builtin"]["tokens_per_s"] for row in rows)
+    )
+    for batch in (8, 32):
+        row = one(report["speed"], steps=0, batch=batch)
+        yield "{:.0f} against {:.0f} at batch {}".format(*(row[side]["tokens_per_s"] for side in BOTH), batch)
+    best = {best_steps(report, batch, side, (0, 1, 7)) for batch in BATCHES for side in BOTH}
+    yield f"Of N = 0, 1 and 7 the most tokens per second come with {' or '.join(map(str, sorted(best)))}"
+    yield "a round with seven drafts takes {} times the built-in's".format(
+        spread([ratio(one(report["speed"], steps=7, batch=batch), "round_ms") for batch in BATCHES])
+    )
+
+
+def ratio(row: dict, key: str) -> float:
+    return row["ours"][key]["median"] / row["builtin"][key]["median"]
+
+
+def best_steps(report: dict, batch: int, side: str, steps: tuple[int, ...]) -> int:
+    rows = [row for row in report["speed"] if row["batch"] == batch and row["steps"] in steps]
+    return max(rows, key=lambda row: row[side]["tokens_per_s"])["steps"]
+
+
+def training(report: dict) -> Iterator[str]:
     language = report["training"]["language"]
     yield (
         f"{language['tokens'] / 1e6:.0f}M tokens, held-out loss {language['held_out']['target']:.2f} nats a token "
         f"of the target and {language['held_out']['mtp']:.2f} of the MTP layer"
     )
-
-
-def best_steps(report: dict, batch: int, side: str) -> int:
-    rows = [row for row in report["speed"] if row["batch"] == batch and side in row]
-    return max(rows, key=lambda row: row[side]["tokens_per_s"])["steps"]
+    kept = report["training"]["indexer"]["attention_kept"]
+    yield f"keeps {spread([layer['indexer'] for layer in kept], '{:.3f}')} of the dense attention"
+    yield f"the best 2048 tokens {spread([layer['best'] for layer in kept], '{:.3f}')}"
+    yield f"the newest {spread([layer['newest'] for layer in kept], '{:.3f}')}"
+    yield f"{len(report['training_packages'].split())} packages and modules"
+    yield f"The packages held out are {', '.join(report['held_out_packages'])}"
 
 
 if files("trained"):
     rule("trained")(says)
+    rule("trained")(checks)

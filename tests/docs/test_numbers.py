@@ -34,6 +34,10 @@ def test_every_setting_stands_in_the_text():
     assert [s for s in SETTINGS if not any(s in text for text in PAGES.values())] == []
 
 
+def gain(ratio: float) -> dict:
+    return {"ratio": ratio, "standard_error": 0.004}
+
+
 class TestTheRulesThemselves:
     ROWS = (
         {"case": "grid fa3", "steps": 3, "decode": "fa3", "workloads": {"8x300": {"ours": {"mean": 3.95}}}},
@@ -52,30 +56,52 @@ class TestTheRulesThemselves:
         def side(accept: float) -> dict:
             return {"accept": accept, "standard_error": 0.0123}
 
-        gain = {"ratio": 1.05, "standard_error": 0.004}
-        cell = {"length": 300, "temperature": 0.0, "requests": 384, "gain": gain}
-        rate = {
-            batch: {"batch": batch, "ours": {"tokens_per_s": 10.4 * batch}, "builtin": {"tokens_per_s": 10.0}}
-            for batch in (1, 8, 32)
-        }
+        cell = {"length": 300, "temperature": 0.0, "requests": 384}
         report = {
-            "training": {"language": {"tokens": 110e6, "held_out": {"target": 1.234, "mtp": 1.5}}},
             "accept": [
-                cell | {"steps": 1, "ours": side(1.7), "builtin": side(1.7)},
-                cell | {"steps": 3, "ours": side(2.1), "shared": side(2.05), "builtin": side(2.0)},
+                cell | {"steps": 1, "ours": side(1.7), "builtin": side(1.7), "gain": gain(1.0)},
+                cell | {"steps": 3, "ours": side(2.1), "shared": side(2.0), "builtin": side(2.0), "gain": gain(1.05)},
+                cell | {"steps": 5, "ours": side(1.9), "shared": side(2.0), "builtin": side(2.0), "gain": gain(0.95)},
             ],
-            "speed": [rate[batch] | {"steps": steps} for steps in (0, 1, 3) for batch in rate],
         }
-        assert list(rules_trained.says(report)) == [
-            "| 0 | - | - | - | - | 10 / 10 | 83 / 10 | 333 / 10 |",
-            "| 1 | 1.70 | - | 1.70 | 1.050 | 10 / 10 | 83 / 10 | 333 / 10 |",
-            "| 3 | 2.10 | 2.05 | 2.00 | 1.050 | 10 / 10 | 83 / 10 | 333 / 10 |",
-            "| 1 | 300 | 0 | 384 | 1.700 ± 0.012 | - | 1.700 ± 0.012 | 1.050 ± 0.004 |",
-            "| 3 | 300 | 0 | 384 | 2.100 ± 0.012 | 2.050 ± 0.012 | 2.000 ± 0.012 | 1.050 ± 0.004 |",
-            *(f"At batch {batch} the best N is 0 for ours and 0 for the built-in backend" for batch in (1, 8, 32)),
-            "accept lengths are 1.050 to 1.050 times the built-in's for N above 1",
-            "standard errors of accept lengths are at most 0.012",
-            "110M tokens, held-out loss 1.23 nats a token of the target and 1.50 of the MTP layer",
+        assert list(rules_trained.every_cell(report))[:2] == [
+            "| 1 | 300 | 0 | 384 | 1.700 ± 0.012 | - | 1.700 ± 0.012 | 1.000 ± 0.004 |",
+            "| 3 | 300 | 0 | 384 | 2.100 ± 0.012 | 2.000 ± 0.012 | 2.000 ± 0.012 | 1.050 ± 0.004 |",
+        ]
+        assert list(rules_trained.accept_sentences(report)) == [
+            "0.950 to 1.050 times the built-in's",
+            "over 2 cells, 1.000 on average",
+            "1 are more than two standard errors below 1, 1 of them greedy, and 1 above",
+            "the furthest of them 0.950",
+            "0.950 to 1.050 times `shared`'s",
+            "with one draft, where both sides do the same, 1.000 to 1.000",
+            "at most 0.012 to N = 3",
+            "at most 0.012 for N = 5 and 7",
+        ]
+
+    def test_ranges_that_overlap_are_not_told_as_apart(self):
+        def row(steps: int, batch: int, ours: float, builtin: float) -> dict:
+            found = {"steps": steps, "batch": batch}
+            for side, rate in (("ours", ours), ("builtin", builtin)):
+                time = {"median": 100 / rate, "min_max": [99 / rate, 101 / rate]}
+                rates = {"median": rate, "min_max": [rate - 1, rate + 1]}
+                found[side] = {"tokens_per_s": rate, "tokens_per_s_spread": rates, "round_ms": time, "tpot_ms": time}
+            return found
+
+        apart = {"speed": [row(n, batch, 12.0, 10.0 - 2 * (n == 7)) for n in (0, 1, 7) for batch in (1, 8, 32)]}
+        with pytest.raises(AssertionError, match="one draft overlap"):
+            list(rules_trained.speed_sentences({"speed": [*apart["speed"][:3], row(1, 1, 11.0, 10.0), *apart["speed"][4:]]}))
+        apart["speed"][3:6] = [row(1, batch, 13.0, 10.0) for batch in (1, 8, 32)]
+        assert next(iter(rules_trained.every_speed(apart))) == (
+            "| 0 | 1 | 12 (11 to 13) | - | 10 (9 to 11) | 8.33 (8.25 to 8.42) | 10.00 (9.90 to 10.10) | "
+            "8.33 (8.25 to 8.42) | 10.00 (9.90 to 10.10) |"
+        )
+        assert list(rules_trained.speed_sentences(apart)) == [
+            "1.30, 1.30 and 1.30 times the tokens per second with one draft",
+            "12 against 10 at batch 8",
+            "12 against 10 at batch 32",
+            "Of N = 0, 1 and 7 the most tokens per second come with 0 or 1",
+            "a round with seven drafts takes 0.67 times the built-in's",
         ]
 
     def test_rows_that_only_a_figure_shows_count(self):

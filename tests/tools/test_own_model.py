@@ -12,6 +12,7 @@ import pytest
 
 from nsa_backend.__main__ import main
 from nsa_backend.benchmarks import bench_serve, own_model, prompt_file
+from nsa_backend.benchmarks.cells import run_cells
 from nsa_backend.benchmarks.servers import Streamed
 from nsa_backend.benchmarks.trained import export, tokens
 from nsa_backend.benchmarks.trained.model import TrainedModel
@@ -122,6 +123,23 @@ def test_one_side_is_served_after_the_other(tmp_path, checkpoint, monkeypatch, c
     assert "gain" not in rows[0]
     bench_serve.show({"rows": rows})
     assert "2.00" in capsys.readouterr().out
+
+
+def test_a_side_stays_where_the_other_found_no_time(tmp_path, checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(FakeServer, "started", [])
+    monkeypatch.setattr(own_model, "Server", FakeServer)
+    path = written(tmp_path, *({"input_ids": [n] * 10} for n in range(1, 6)))
+    with ExitStack() as resources:
+        found = bench_serve.cells(options(checkpoint, path, steps=[3], batch=[1, 2], tokens=8), resources)
+        report = run_cells(found, 0.0, lambda report: None)
+    assert [event[0] for event in FakeServer.started if isinstance(event, tuple)] == ["ours"]
+    assert report["not_measured"] == ["checkpoint, N = 3, builtin"]
+    assert [(row["batch"], row["ours"]["accept"], row["samples"]) for row in report["rows"]] == [(1, 2.0, 5), (2, 2.0, 2)]
+    assert not {"builtin", "gain", "ratio", "speedup"} & set(report["rows"][0])
+    bench_serve.show(report)
+    shown = capsys.readouterr().out
+    assert "ours" in shown
+    assert "builtin" not in shown
 
 
 def test_too_few_prompts_are_refused(tmp_path, checkpoint):

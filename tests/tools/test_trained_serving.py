@@ -7,7 +7,7 @@ import json
 import runpy
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -70,6 +70,7 @@ class FakeServer:
 
     def __init__(self, side: str, steps: int):
         self.side, self.steps, self.asked = side, steps, []
+        self.pid = 10 * steps + len(side)  # asked for alone: `bench` stops nobody
 
     def sampled(self, prompts, tokens, temperature):
         self.asked.append((len(prompts), temperature))
@@ -126,16 +127,22 @@ class Dying(FakeServer):
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    """`bench_trained` over servers that are not there; what it is to start goes to `asked`."""
+    """`bench_trained` over servers that are not there; what it is to start goes to `asked`, what stood still to `stopped`."""
     (tmp_path / "training.json").write_text(json.dumps({"packages": {"held_out": {"a": 1}}, "log": [], "seed": 0}))
-    asked = []
+    asked, stopped = [], []
 
     def run(servers, *words: str, problems: tuple[str, ...] = ()) -> tuple[int, dict]:
         def started(stack, run, wanted, port, logs, say):
             asked[:] = wanted
             return serving.Started(servers, list(problems))
 
+        @contextmanager
+        def paused(pids):
+            stopped.append(list(pids))
+            yield
+
         monkeypatch.setattr(bench_trained, "started", started)
+        monkeypatch.setattr(bench_trained, "paused", paused)
         monkeypatch.setattr(
             bench_trained, "held_out_prompts", lambda run, length, count, first: [[n] for n in range(first, count)]
         )
@@ -143,7 +150,7 @@ def bench(monkeypatch, tmp_path):
         code = bench_trained.main()
         return code, json.loads((tmp_path / "out.json").read_text())
 
-    run.asked = asked
+    run.asked, run.stopped = asked, stopped
     return run
 
 
@@ -157,6 +164,7 @@ def test_everything_of_every_n_is_measured(bench):
     }
     assert all(r[side]["standard_error"] <= 0.01 for r in found["accept"] for side in ("ours", "builtin"))
     assert [(r["steps"], r["batch"]) for r in found["speed"]] == [(n, batch) for n in (3, 1, 0) for batch in (1, 8, 32)]
+    assert bench.stopped == [[s.pid for s in servers if s.steps != n] for n in (3, 1, 0)]
     assert found["speed"][0]["ours"]["tokens_per_s"] == pytest.approx(256 / 0.15, rel=1e-3)
     assert found["speed"][0]["ours"]["round_ms"]["median"] < found["speed"][0]["builtin"]["round_ms"]["median"]
 
