@@ -243,8 +243,7 @@ def test_topk_plan_counts_the_tokens_of_each_row_and_step(device, writer, mode):
     WRITERS[writer](
         plan,
         buffers,
-        seq_lens=beyond[:3],
-        req_pool_indices=torch.zeros(3, dtype=torch.int64, device=device),
+        BatchInputs(beyond[:3], torch.zeros(3, dtype=torch.int64, device=device)),
         req_to_token=torch.zeros(1, longest, dtype=torch.int32, device=device),
         index_topk=2048,
     )
