@@ -22,7 +22,7 @@ from pathlib import Path
 from nsa_backend.benchmarks import faithful_checkpoint, own_model
 from nsa_backend.benchmarks.bench_common import print_table
 from nsa_backend.benchmarks.cells import Cell
-from nsa_backend.benchmarks.generation import Sample, Servers, in_turns, spread
+from nsa_backend.benchmarks.generation import Servers, compared, in_turns, summary
 from nsa_backend.benchmarks.servers import BACKENDS
 
 TOKENS, PORT = 256, 25000
@@ -71,24 +71,6 @@ def measure(servers: Servers, checkpoint: str, steps: int, batch: int, length: i
     row["samples"] = samples
     found = in_turns(servers.of(checkpoint, steps), batch, length, TOKENS, samples)
     return [row | {backend: summary(of_one) for backend, of_one in found.items()} | compared(found)]
-
-
-def summary(found: list[Sample]) -> dict:
-    """One side of a cell: median, least and most of each quantity."""
-    return {
-        "tokens_per_s": spread([one.tokens_per_s for one in found], 1),
-        "ttft_ms": spread([one.ttft_ms for one in found]),
-        "tpot_ms": spread([one.tpot_ms for one in found]),
-        "round_ms": spread([one.round_ms for one in found]),
-        "accept": spread([one.accept for one in found])["median"],
-    }
-
-
-def compared(found: dict[str, list[Sample]]) -> dict:
-    """Ours over the built-in's: `speedup` of tokens per second, above 1 where ours is faster; times below 1 where it is."""
-    sides = [summary(found[backend]) for backend in ("ours", "builtin")]
-    ratio = {name: round(sides[0][name]["median"] / sides[1][name]["median"], 3) for name in sides[0] if name != "accept"}
-    return {"speedup": ratio.pop("tokens_per_s"), "ratio": ratio}
 
 
 def show(report: dict) -> None:

@@ -90,6 +90,24 @@ def spread(values: list[float], digits: int = 3) -> dict:
     }
 
 
+def summary(found: list[Sample]) -> dict:
+    """One side of a cell: median, least and most of each quantity."""
+    return {
+        "tokens_per_s": spread([one.tokens_per_s for one in found], 1),
+        "ttft_ms": spread([one.ttft_ms for one in found]),
+        "tpot_ms": spread([one.tpot_ms for one in found]),
+        "round_ms": spread([one.round_ms for one in found]),
+        "accept": spread([one.accept for one in found])["median"],
+    }
+
+
+def compared(found: dict[str, list[Sample]]) -> dict:
+    """Ours over the built-in's: `speedup` of tokens per second, above 1 where ours is faster; times below 1 where it is."""
+    sides = [summary(found[backend]) for backend in ("ours", "builtin")]
+    ratio = {name: round(sides[0][name]["median"] / sides[1][name]["median"], 3) for name in sides[0] if name != "accept"}
+    return {"speedup": ratio.pop("tokens_per_s"), "ratio": ratio}
+
+
 class Servers:
     """Ours and SGLang's built-in on one checkpoint, kept running until another checkpoint or N is asked for."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nsa_backend.benchmarks import prompt_file, server_options
 from nsa_backend.benchmarks.cells import Cell
-from nsa_backend.benchmarks.generation import Sample, counted, spread
+from nsa_backend.benchmarks.generation import Sample, compared, counted, spread, summary
 from nsa_backend.benchmarks.servers import BACKENDS, Server
 from nsa_backend.benchmarks.trained.accept import paired, statistics
 
@@ -142,8 +142,6 @@ class OwnModel:
 
 def row_of(name: str, steps: int, batch: int, length: int, sides: dict[str, Measured]) -> dict:
     """A row as `bench serve` has them, with accept lengths over requests where there is speculation, ratios with both sides."""
-    from nsa_backend.benchmarks.bench_serve import compared, summary
-
     found = {side: measured.groups[batch] for side, measured in sides.items()}
     row = {"checkpoint": name, "steps": steps, "batch": batch, "length": length, "samples": min(map(len, found.values()))}
     row["tokens"] = {side: spread([group.new_tokens / batch for group in groups], 1) for side, groups in found.items()}

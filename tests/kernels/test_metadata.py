@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from metadata_reference import POISON, Batch, expected_buffers, schedule, topk_plan
+from metadata_reference import POISON, Batch, expected_buffers
 
 from nsa_backend.kernels import plan as plans
 from nsa_backend.kernels.buffers import MetadataBuffers
@@ -168,93 +165,6 @@ def test_one_long_request_among_short_ones(device, writer):
     pool = rng.integers(0, 2**30, (6, 20_000)).astype(np.int32)
     batch = Batch("target_verify", [5, 19_990, 1, 64], [1, 5, 0, 3], pool, 2048, 132)
     run_and_compare(batch, device, writer, torch.int64)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 127, 128, 129, 500, 1024])
-@pytest.mark.parametrize("longest", [1, 300, 5000, 163_840])
-def test_schedule_of_many_rows(device, rows, longest):
-    """Up to 1024 rows and 163840 tokens. All rows share one row of the page tables, which would be 670 MB otherwise."""
-    if device == "cpu" and rows * longest > 2**22:
-        rows = max(1, 2**22 // longest)  # the interpreter copies 2 MB of table a second
-    rng = np.random.default_rng(rows)
-    lengths = rng.integers(1, longest + 1, rows).tolist()
-    lengths[rows // 2] = longest
-    plan = plans.plan_decode(rows)
-    buffers = with_one_table_row(plan, longest, device)
-    for writer, surplus_last in itertools.product(WRITERS.values(), (False, True)):
-        buffers.schedule.fill_(POISON)
-        writer(
-            plan,
-            buffers,
-            BatchInputs(torch.tensor(lengths, device=device), torch.zeros(rows, dtype=torch.int64, device=device)),
-            req_to_token=torch.zeros(1, longest, dtype=torch.int32, device=device),
-            index_topk=2048,
-            surplus_last=surplus_last,
-        )
-        np.testing.assert_array_equal(buffers.schedule[0].cpu().numpy(), schedule(lengths, 132, surplus_last))
-
-
-def with_one_table_row(plan: plans.MetadataPlan, longest: int, device: str) -> MetadataBuffers:
-    buffers = MetadataBuffers.allocate(plan, table_width=64, num_sms=132, device=device, wide=False, planned=True)
-    row = torch.zeros(1, -(-longest // 256) * 4, dtype=torch.int32, device=device)
-    return replace(buffers, real_page_table=row.expand(plan.num_rows, -1))
-
-
-@pytest.mark.parametrize("rows", [1, 30, 31, 60, 140, 512, 513])
-@pytest.mark.parametrize("longest", [300, 70_000, 140_000, 500_000])
-def test_topk_plan_of_many_rows(device, rows, longest):
-    """Every threshold of the plan and every cap; of more than 512 rows nothing is planned."""
-    rng = np.random.default_rng(rows)
-    lengths = rng.integers(longest // 2, longest + 1, rows).tolist()
-    plan = plans.plan_decode(rows)
-    buffers = with_one_table_row(plan, longest, device)
-    want = topk_plan(lengths)
-    for writer in WRITERS.values():
-        buffers.topk_plan.fill_(POISON)
-        writer(
-            plan,
-            buffers,
-            BatchInputs(torch.tensor(lengths, device=device), torch.zeros(rows, dtype=torch.int64, device=device)),
-            req_to_token=torch.zeros(1, longest, dtype=torch.int32, device=device),
-            index_topk=2048,
-        )
-        got = buffers.topk_plan[0].cpu().numpy()
-        listed = len(want) if rows <= 512 else 0
-        np.testing.assert_array_equal(got[:listed], want[:listed])
-        assert (got[listed:] == POISON).all()
-
-
-LONG_PLANS = {
-    "target_verify": plans.plan_target_verify(3, 4),
-    "draft_decode": plans.plan_draft_decode(3, 4),
-    "draft_extend_v2": plans.plan_draft_extend_v2(3, 4),
-}
-
-
-@pytest.mark.parametrize("writer", ["kernel", "twin"])
-@pytest.mark.parametrize("mode", LONG_PLANS)
-def test_topk_plan_counts_the_tokens_of_each_row_and_step(device, writer, mode):
-    """Requests a token or two from the lowest threshold, so that some of their rows or steps are beyond it and some are not."""
-    plan, lengths = LONG_PLANS[mode], [65_535, 65_538, 65_534]
-    longest = 65_700
-    buffers = with_one_table_row(plan, longest, device)
-    buffers.topk_plan.fill_(POISON)
-    beyond = torch.tensor([*lengths, 500_000], device=device)  # what follows in memory is nobody's
-    WRITERS[writer](
-        plan,
-        buffers,
-        BatchInputs(beyond[:3], torch.zeros(3, dtype=torch.int64, device=device)),
-        req_to_token=torch.zeros(1, longest, dtype=torch.int32, device=device),
-        index_topk=2048,
-    )
-    rows = plan.rows_per_request
-    listed = []
-    for step in range(plan.num_steps):
-        want = topk_plan([length + plan.row_offset + step + j for length in lengths for j in range(rows)])
-        listed.append(len(want) - 1)
-        np.testing.assert_array_equal(buffers.topk_plan[step, : len(want)].cpu().numpy(), want)
-        assert (buffers.topk_plan[step, len(want) :] == POISON).all()
-    assert 0 < sum(listed) < plan.num_rows * plan.num_steps
 
 
 def test_empty_batch(device):
