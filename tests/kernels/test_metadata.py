@@ -15,6 +15,7 @@ from metadata_reference import POISON, Batch, expected_buffers, schedule, topk_p
 from nsa_backend import plan as plans
 from nsa_backend.buffers import MetadataBuffers
 from nsa_backend.kernels.metadata import write_metadata
+from nsa_backend.kernels.metadata_torch import topk_plan as plan_of_twin
 from nsa_backend.kernels.metadata_torch import write_metadata_torch
 
 WRITERS = {"kernel": write_metadata, "twin": write_metadata_torch}
@@ -221,6 +222,13 @@ def test_topk_plan_of_many_rows(device, rows, longest):
         listed = len(want) if rows <= 512 else 0
         np.testing.assert_array_equal(got[:listed], want[:listed])
         assert (got[listed:] == POISON).all()
+
+
+@pytest.mark.parametrize("rows", [128, 129, 512])
+def test_the_twins_plan_where_more_rows_are_long_than_any_cap_allows(rows):
+    """The highest threshold serves then; the kernel's launch is compared with the same reference above."""
+    lengths = [400_000] * rows
+    np.testing.assert_array_equal(plan_of_twin(torch.tensor(lengths)).numpy(), topk_plan(lengths))
 
 
 LONG_PLANS = {
