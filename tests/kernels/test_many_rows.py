@@ -71,36 +71,3 @@ def test_topk_plan_of_many_rows(device, rows, longest):
         listed = len(want) if rows <= 512 else 0
         np.testing.assert_array_equal(got[:listed], want[:listed])
         assert (got[listed:] == POISON).all()
-
-
-LONG_PLANS = {
-    "target_verify": plans.plan_target_verify(3, 4),
-    "draft_decode": plans.plan_draft_decode(3, 4),
-    "draft_extend_v2": plans.plan_draft_extend_v2(3, 4),
-}
-
-
-@pytest.mark.parametrize("writer", ["kernel", "twin"])
-@pytest.mark.parametrize("mode", LONG_PLANS)
-def test_topk_plan_counts_the_tokens_of_each_row_and_step(device, writer, mode):
-    """Requests a token or two from the lowest threshold, so that some of their rows or steps are beyond it and some are not."""
-    plan, lengths = LONG_PLANS[mode], [65_535, 65_538, 65_534]
-    longest = 65_700
-    buffers = with_one_table_row(plan, longest, device)
-    buffers.topk_plan.fill_(POISON)
-    beyond = torch.tensor([*lengths, 500_000], device=device)  # what follows in memory is nobody's
-    WRITERS[writer](
-        plan,
-        buffers,
-        BatchInputs(beyond[:3], torch.zeros(3, dtype=torch.int64, device=device)),
-        req_to_token=torch.zeros(1, longest, dtype=torch.int32, device=device),
-        index_topk=2048,
-    )
-    rows = plan.rows_per_request
-    listed = []
-    for step in range(plan.num_steps):
-        want = topk_plan([length + plan.row_offset + step + j for length in lengths for j in range(rows)])
-        listed.append(len(want) - 1)
-        np.testing.assert_array_equal(buffers.topk_plan[step, : len(want)].cpu().numpy(), want)
-        assert (buffers.topk_plan[step, len(want) :] == POISON).all()
-    assert 0 < sum(listed) < plan.num_rows * plan.num_steps

@@ -84,7 +84,7 @@ def test_a_draft_round_names_its_step(make_runner, monkeypatch):
 
 def test_an_eager_draft_round(make_runner, monkeypatch):
     multi_step = NativeSparseAttnMultiStepBackend(make_runner(num_steps=3), 1, 3)
-    monkeypatch.setattr(multi_step._writer, "write", fail)
+    monkeypatch.setattr(multi_step.writer, "write", fail)
     with pytest.raises(Planted) as error:
         multi_step.init_forward_metadata(batch(ForwardMode.DECODE))
     assert notes(error) == ["nsa_backend: while preparing a draft round, batch size 3"]

@@ -1,0 +1,61 @@
+"""The plan of SGLang's top-k kernel at its thresholds, for modes in which a request has several rows or steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from metadata_reference import POISON, topk_plan
+
+from nsa_backend.kernels import plan as plans
+from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.inputs import BatchInputs
+from nsa_backend.kernels.metadata import write_metadata
+from nsa_backend.kernels.metadata_torch import topk_plan as plan_of_twin
+from nsa_backend.kernels.metadata_torch import write_metadata_torch
+
+WRITERS = {"kernel": write_metadata, "twin": write_metadata_torch}
+
+
+@pytest.mark.parametrize("rows", [128, 129, 512])
+def test_the_twins_plan_where_more_rows_are_long_than_any_cap_allows(rows):
+    """The highest threshold serves then; `test_many_rows.py` compares the launch."""
+    lengths = [400_000] * rows
+    np.testing.assert_array_equal(plan_of_twin(torch.tensor(lengths)).numpy(), topk_plan(lengths))
+
+
+LONG_PLANS = {
+    "target_verify": plans.plan_target_verify(3, 4),
+    "draft_decode": plans.plan_draft_decode(3, 4),
+    "draft_extend_v2": plans.plan_draft_extend_v2(3, 4),
+}
+
+
+@pytest.mark.parametrize("writer", ["kernel", "twin"])
+@pytest.mark.parametrize("mode", LONG_PLANS)
+def test_topk_plan_counts_the_tokens_of_each_row_and_step(device, writer, mode):
+    """Requests a token or two from the lowest threshold, so that some of their rows or steps are beyond it and some are not."""
+    plan, lengths = LONG_PLANS[mode], [65_535, 65_538, 65_534]
+    longest = 65_700
+    buffers = MetadataBuffers.allocate(plan, table_width=64, num_sms=132, device=device, wide=False, planned=True)
+    one_row = torch.zeros(1, -(-longest // 256) * 4, dtype=torch.int32, device=device)
+    buffers = replace(buffers, real_page_table=one_row.expand(plan.num_rows, -1))
+    buffers.topk_plan.fill_(POISON)
+    beyond = torch.tensor([*lengths, 500_000], device=device)  # what follows in memory is nobody's
+    WRITERS[writer](
+        plan,
+        buffers,
+        BatchInputs(beyond[:3], torch.zeros(3, dtype=torch.int64, device=device)),
+        req_to_token=torch.zeros(1, longest, dtype=torch.int32, device=device),
+        index_topk=2048,
+    )
+    rows = plan.rows_per_request
+    listed = []
+    for step in range(plan.num_steps):
+        want = topk_plan([length + plan.row_offset + step + j for length in lengths for j in range(rows)])
+        listed.append(len(want) - 1)
+        np.testing.assert_array_equal(buffers.topk_plan[step, : len(want)].cpu().numpy(), want)
+        assert (buffers.topk_plan[step, len(want) :] == POISON).all()
+    assert 0 < sum(listed) < plan.num_rows * plan.num_steps
