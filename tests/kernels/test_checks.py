@@ -98,7 +98,7 @@ def test_request_table(table):
 
 def test_a_request_table_on_another_device():
     with pytest.raises(ValueError, match="req_to_token is on meta and the metadata on cpu"):
-        metadata.write_metadata(**arguments() | {"req_to_token": torch.zeros(5, 128, dtype=torch.int32, device="meta")})
+        launch(arguments() | {"req_to_token": torch.zeros(5, 128, dtype=torch.int32, device="meta")})
 
 
 @given(requests=st.integers(1, 8), steps=st.integers(1, 4), rows=st.integers(1, 4))
