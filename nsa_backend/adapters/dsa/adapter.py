@@ -21,6 +21,7 @@ from sglang.srt.server_args import ServerArgs
 
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
+from nsa_backend.adapters.dsa.rounds import rule
 from nsa_backend.adapters.old_options import ADD_OPTIONS, add_aliases
 from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import CHECK, FACTORY, Settings, Takeover, hook, register_under
@@ -57,6 +58,8 @@ class DsaAdapter(Adapter):
     model_problem = staticmethod(refusals.model_problem)
     draft_extend_sizes_in_tokens = staticmethod(draft.draft_extend_sizes_in_tokens)
     take_draft_side = staticmethod(draft.take_draft_side)
+    take_rounds = staticmethod(draft.take_rounds)
+    round_problems = staticmethod(rule.server_problems)
 
     def settings(self, runner: ModelRunner) -> Settings:
         """Options as SGLang resolved and published them in this process; `runner.server_args` may hold what was typed alone."""

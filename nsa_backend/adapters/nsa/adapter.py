@@ -45,6 +45,7 @@ class NsaAdapter(Adapter):
     is_sparse_model = staticmethod(is_deepseek_nsa)
     attention_tp_size = staticmethod(get_attention_tp_size)
     environment_problems = staticmethod(refusals.environment_problems)
+    round_problems = staticmethod(refusals.round_problems)
     model_problem = staticmethod(refusals.model_problem)
     draft_extend_sizes_in_tokens = staticmethod(draft.draft_extend_sizes_in_tokens)
     take_draft_side = staticmethod(draft.take_draft_side)
@@ -97,6 +98,9 @@ class NsaAdapter(Adapter):
     def kv_pool(self, batch: ForwardBatch, backend: AttentionBackend) -> Any:
         """Where the KV of `batch` is."""
         return batch.token_to_kv_pool
+
+    def take_rounds(self, ours: Takeover) -> None:
+        """Nothing: no round is one graph on these releases, and a server that asks for it does not start."""
 
     def take_over(self, ours: Takeover) -> None:
         """Register everything; raises RuntimeError where SGLang did not take a hook."""
