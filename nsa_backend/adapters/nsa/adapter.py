@@ -9,6 +9,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.attention.nsa.nsa_indexer import BaseIndexerMetadata
 from sglang.srt.layers.dp_attention import get_attention_tp_size
 
+from nsa_backend.adapters import naive_eagle
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.nsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
@@ -107,4 +108,5 @@ class NsaAdapter(Adapter):
         hook(f"{FACTORY}._create_nsa_decode_backend", ours.create_multi_step_backend, HookType.REPLACE)
         hook(f"{FACTORY}._create_nsa_prefill_backend", ours.create_draft_extend_backend, HookType.REPLACE)
         hook(CHECK, ours.check_server_args, HookType.AROUND)
+        hook(naive_eagle.FROM_ARGUMENTS, naive_eagle.from_arguments, HookType.AROUND)
         register_under(self.BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves
