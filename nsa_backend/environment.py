@@ -8,6 +8,7 @@ SWITCHES = {
     "NSA_BACKEND_DISABLE": "SGLang's built-in backend serves, and the plugin keeps nothing but the old spellings of options",
     "NSA_BACKEND_REQUIRED": "the server does not start unless this backend serves",
     "NSA_BACKEND_AUTO_DECODE": "the decode implementation is chosen per captured batch size from measurements",
+    "NSA_BACKEND_ROUND_GRAPH": "a speculative round is one CUDA graph where its batch allows it",
     "NSA_BACKEND_CHECK": "every batch's request slots, lengths and page entries are checked, which waits for the GPU each time",
 }
 

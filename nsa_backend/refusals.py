@@ -9,6 +9,7 @@ from typing import Any
 from nsa_backend.adapters import sglang
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.implementations import OPTION_VALUES
+from nsa_backend.environment import switched_on
 
 PREFILL_VALUES = (*OPTION_VALUES, "flashmla_auto")
 
@@ -97,6 +98,8 @@ def refusals(server_args: sglang.ServerArgs) -> list[str]:
     args = adapter.resolved(server_args)
     found = [rule.refusal(args) for rule in RULES]
     found += adapter.environment_problems()
+    if switched_on("NSA_BACKEND_ROUND_GRAPH"):
+        found += adapter.round_problems(args)
     if adapter.is_rocm():
         found.append("nsa_backend does not serve ROCm: use an NVIDIA GPU, or " + adapter.WAY_BACK)
     return [sentence for sentence in found if sentence]

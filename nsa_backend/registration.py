@@ -19,6 +19,8 @@ from nsa_backend.required import check_built, check_names
 def take_over() -> None:
     """Register everything; raises RuntimeError where SGLang did not take a hook."""
     adapter.take_over(OURS)
+    if switched_on("NSA_BACKEND_ROUND_GRAPH"):
+        adapter.take_rounds(OURS)
     if switched_on("NSA_BACKEND_REQUIRED"):
         adapter.watch_backends(partial(check_built, ours=(NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend)))
 

@@ -41,6 +41,9 @@ spec v1's draft-extend is captured with.
 
 SUPPORTED = " or ".join(str(generation.releases) for generation in GENERATIONS)
 
+ROUND_GRAPHS = ("0.5.23",)
+"""Releases whose speculative rounds can be one graph: another one's worker may wait for the GPU, or plan on the host."""
+
 
 def installed() -> str:
     """The installed SGLang's release, or what stands there instead."""
@@ -65,3 +68,10 @@ def unsupported_host() -> str | None:
     if generation_of(release):
         return None
     return f"it supports SGLang {SUPPORTED} and this is {release}"
+
+
+def round_graph_problem() -> str | None:
+    """Why the installed SGLang's rounds cannot be one graph, or None."""
+    if installed() in ROUND_GRAPHS:
+        return None
+    return f"NSA_BACKEND_ROUND_GRAPH=1 is served on SGLang {', '.join(ROUND_GRAPHS)}, and {installed()} is installed: unset it"

@@ -56,6 +56,10 @@ class Adapter(ABC):
         """One sentence for each of SGLang's own switches that must be off."""
 
     @abstractmethod
+    def round_problems(self, args: Any) -> list[str]:
+        """One sentence for each reason why a server of these resolved arguments can have no graphs of whole rounds."""
+
+    @abstractmethod
     def is_sparse_model(self, hf_config: Any) -> bool:
         """Whether a model has DeepSeek sparse attention."""
 
@@ -156,6 +160,10 @@ class Adapter(ABC):
     @abstractmethod
     def take_draft_side(self, ours: Takeover) -> None:
         """Hook what SGLang's draft workers need, once a draft backend is built: their modules need libcuda."""
+
+    @abstractmethod
+    def take_rounds(self, ours: Takeover) -> None:
+        """Let SGLang's EAGLE worker run its rounds in one graph."""
 
     @abstractmethod
     def draft_extend_sizes_in_tokens(self, tokens_per_request: int) -> contextlib.AbstractContextManager[None]:

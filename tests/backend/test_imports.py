@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = (
     {"kernels", "releases", "environment", "error_notes"},
+    {"round_graph"},
     {"adapters"},
     {"model_check", "required"},
     {"config"},

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from case import Case
+from case import FP8, TWO_GPUS, Case
 from model_cases import MODEL_CASES
+from round_cases import ROUND_CASES
 
 VOCAB = 2048
 
@@ -64,9 +65,6 @@ STANDARD = ("8x300", "4x3000")
 GRID = tuple(f"{batch}x{length}" for batch in (1, 8, 32) for length in (300, 3000))
 BATCHES = tuple(f"{batch}x{length}" for batch in (1, 4, 8) for length in (300, 3000))
 GRID_ENGINE = {"cuda_graph_bs": [1, 2, 4, 8, 16, 32], "max_total_tokens": 131072}
-FP8 = {"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"}
-TWO_GPUS = {"tp_size": 2, "disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
-"""All-reduce through NCCL alone: SGLang's fused one asks for NVLink multicast, which not every machine offers."""
 FOUR_GPUS = TWO_GPUS | {"tp_size": 4}
 DP_2 = {"dp_size": 2, "enable_dp_attention": True}
 UP_TO_TWO = {"cuda_graph_bs": [1, 2]}
@@ -203,4 +201,5 @@ CASES = [
     Case("no speculation", 0, (*STANDARD, "sizes between and above the captured")),
     Case("no speculation, flashmla_sparse", 0, STANDARD, decode="flashmla_sparse"),
     *MODEL_CASES,
+    *ROUND_CASES,
 ]

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,7 @@ import torch  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from nsa_backend.adapters.installed import adapter  # noqa: E402
-from nsa_backend.releases import installed  # noqa: E402
+from nsa_backend.releases import installed, round_graph_problem  # noqa: E402
 
 OF_THE_OTHER_GENERATION = "test_nsa_*.py" if "dsa" in adapter.BACKEND_NAMES else "test_dsa_*.py"
 collect_ignore_glob = [OF_THE_OTHER_GENERATION]
@@ -29,6 +30,8 @@ collect_ignore_glob = [OF_THE_OTHER_GENERATION]
 if not hasattr(sys.modules.get("sglang.srt.runtime_context"), "_derived_widths"):
     # SGLang's model classes are built as the newest release lets one.
     collect_ignore_glob += ["test_dsa_trained_checkpoint.py", "test_dsa_faithful_checkpoint.py"]
+if round_graph_problem() is not None:
+    collect_ignore_glob += ["test_dsa_round_worker.py"]
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -91,3 +94,13 @@ def checkpoint(tmp_path):
         return str(folder)
 
     return write
+
+
+@pytest.fixture
+def arguments(resolve):
+    """Returns a function of changed attributes that gives a served server's resolved arguments with those changes."""
+    from installed_source import server_fields
+
+    view = adapter.resolved(resolve("--attention-backend", adapter.BACKEND_NAMES[0]))
+    values = {name: getattr(view, name) for name in server_fields()}
+    return lambda **changed: SimpleNamespace(**values | changed)

@@ -75,3 +75,10 @@ def _name(node: ast.AST) -> Any:
     if isinstance(node, ast.Subscript):
         return _name(node.value)
     return None
+
+
+def server_fields() -> set[str]:
+    """Names of ServerArgs' attributes, whichever kind of class the release makes of it."""
+    from sglang.srt.server_args import ServerArgs
+
+    return set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__)

@@ -6,6 +6,8 @@ Resolution asks the GPU for its compute capability alone, which the `resolve` fi
 import pytest
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.environment import switched_on
+from nsa_backend.releases import round_graph_problem
 
 SPECULATIVE = (
     "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
@@ -65,3 +67,55 @@ def test_another_attention_backend_is_left_alone(resolve):
     server_args = resolve("--attention-backend", "flashinfer", adapter.DECODE_OPTION, "tilelang")
     assert not set(adapter.served_backends(server_args)) & set(adapter.BACKEND_NAMES)
     server_args.check_server_args()
+
+
+NAIVE = ("--attention-backend", adapter.BACKEND_NAMES[0], "--speculative-algorithm", "NAIVE_EAGLE")
+
+
+@pytest.fixture
+def unset(monkeypatch):
+    """The switch that the algorithm sets, unset before and after."""
+    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
+    monkeypatch.delenv("NSA_BACKEND_ROUND_GRAPH")
+
+
+@pytest.mark.usefixtures("unset")
+def test_naive_eagle_is_eagle_with_one_draft_in_one_graph(resolve):
+    server_args = resolve(*NAIVE)
+    args = adapter.resolved(server_args)
+    assert args.speculative_algorithm == "EAGLE"
+    assert (args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens) == (1, 1, 2)
+    assert switched_on("NSA_BACKEND_ROUND_GRAPH")
+    problem = round_graph_problem()
+    if problem is None:
+        server_args.check_server_args()
+    else:
+        with pytest.raises(ValueError, match=problem):
+            server_args.check_server_args()
+
+
+@pytest.mark.usefixtures("unset")
+def test_naive_eagle_with_the_settings_it_has_anyway(resolve):
+    options = "--speculative-num-steps 1 --speculative-eagle-topk 1 --speculative-num-draft-tokens 2"
+    assert adapter.resolved(resolve(*NAIVE, *options.split())).speculative_num_steps == 1
+
+
+@pytest.mark.usefixtures("unset")
+@pytest.mark.parametrize(
+    ("option", "value", "has"),
+    [
+        ("--speculative-num-steps", "3", 1),
+        ("--speculative-eagle-topk", "4", 1),
+        ("--speculative-num-draft-tokens", "4", 2),
+    ],
+)
+def test_naive_eagle_with_other_settings(resolve, option, value, has):
+    with pytest.raises(ValueError, match=f"NAIVE_EAGLE means {option} {has}, and {value} is given: drop {option}"):
+        resolve(*NAIVE, option, value)
+    assert not switched_on("NSA_BACKEND_ROUND_GRAPH")
+
+
+def test_naive_eagle_without_a_graph(resolve, monkeypatch):
+    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "0")
+    with pytest.raises(ValueError, match="is a round in one graph, and NSA_BACKEND_ROUND_GRAPH=0"):
+        resolve(*NAIVE)

@@ -4,25 +4,19 @@ import argparse
 from types import SimpleNamespace
 
 import pytest
+from installed_source import server_fields
 from sglang.srt.server_args import ServerArgs
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.refusals import RULES, refusals
+from nsa_backend.releases import round_graph_problem
 
-FIELDS = set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__)
+FIELDS = server_fields()
 
 REFUSED = {
     **{name: (option, True) for name, option in adapter.REFUSED_OPTIONS.items() if name in FIELDS},
     **{name: (option, "nothing served") for name, (option, _) in adapter.REFUSED_VALUES.items() if name in FIELDS},
 }
-
-
-@pytest.fixture
-def arguments(resolve):
-    """Returns a function of changed attributes that gives a served server's resolved arguments with those changes."""
-    view = adapter.resolved(resolve("--attention-backend", adapter.BACKEND_NAMES[0]))
-    values = {name: getattr(view, name) for name in FIELDS}
-    return lambda **changed: SimpleNamespace(**values | changed)
 
 
 def test_a_default_server_is_served(arguments):
@@ -85,3 +79,9 @@ def test_a_model_like_deepseek_v32_is_served():
     assert adapter.index_topk(config) == 2048
     for speculative in (False, True):
         assert adapter.model_problem(config, speculative, False) is None
+
+
+def test_whole_rounds_in_one_graph(arguments, monkeypatch):
+    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
+    problem = round_graph_problem()
+    assert refusals(arguments(speculative_algorithm="EAGLE")) == ([problem] if problem else [])

@@ -45,6 +45,14 @@ pathlib.Path(sys.argv[4]).write_text(json.dumps([[[-1.0, 5], [-1.0 - {gap}, 6]] 
 """
 
 
+@pytest.mark.parametrize(
+    ("log", "problems"), [("is active; graphs: 3", []), ("is active", ["x: the log does not say 'graphs: 3'"])]
+)
+def test_what_an_engine_must_say(log, problems):
+    case = run_case.Case("x", 1, ("w",), says="graphs: 3")
+    assert reports.problems_of([case], {("x", "ours"): ({"w": {"accept": [2.0]}}, log)}, []) == problems
+
+
 @pytest.fixture
 def stand_ins(tmp_path, monkeypatch):
     """Returns a function of (cases that fail, the gap at each tie) that puts stand-ins in place of both engine scripts."""

@@ -19,8 +19,10 @@ from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import BaseIndexerMeta
 from sglang.srt.runtime_context import get_exec, get_parallel, get_server_args, get_spec
 from sglang.srt.server_args import ServerArgs
 
+from nsa_backend.adapters import naive_eagle
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
+from nsa_backend.adapters.dsa.rounds import rule
 from nsa_backend.adapters.old_options import ADD_OPTIONS, add_aliases
 from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import CHECK, FACTORY, Settings, Takeover, hook, register_under
@@ -57,6 +59,8 @@ class DsaAdapter(Adapter):
     model_problem = staticmethod(refusals.model_problem)
     draft_extend_sizes_in_tokens = staticmethod(draft.draft_extend_sizes_in_tokens)
     take_draft_side = staticmethod(draft.take_draft_side)
+    take_rounds = staticmethod(draft.take_rounds)
+    round_problems = staticmethod(rule.server_problems)
 
     def settings(self, runner: ModelRunner) -> Settings:
         """Options as SGLang resolved and published them in this process; `runner.server_args` may hold what was typed alone."""
@@ -137,6 +141,7 @@ class DsaAdapter(Adapter):
         hook(f"{FACTORY}._create_dsa_decode_backend", built(ours.create_multi_step_backend), HookType.REPLACE)
         hook(f"{FACTORY}._create_dsa_prefill_backend", built(ours.create_draft_extend_backend), HookType.REPLACE)
         hook(CHECK, ours.check_server_args, HookType.AROUND)
+        hook(naive_eagle.FROM_ARGUMENTS, naive_eagle.from_arguments, HookType.AROUND)
         hook(ADD_OPTIONS, add_aliases, HookType.AROUND)
         register_under(self.BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves
 

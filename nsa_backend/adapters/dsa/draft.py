@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from nsa_backend.adapters.shared import Takeover, batch_sizes_chosen_with, count_draft_extend_in_tokens
+from nsa_backend.adapters.sglang import HookType
+from nsa_backend.adapters.shared import Takeover, batch_sizes_chosen_with, count_draft_extend_in_tokens, hook
+
+CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
 
 
 def take_draft_side(ours: Takeover) -> None:
@@ -22,3 +28,18 @@ def take_draft_side(ours: Takeover) -> None:
 def draft_extend_sizes_in_tokens(tokens_per_request: int) -> contextlib.AbstractContextManager[None]:
     """While a draft-extend graph runner is built, its batch sizes count tokens."""
     return batch_sizes_chosen_with(captured_req_width=tokens_per_request)
+
+
+def take_rounds(ours: Takeover) -> None:
+    """Let EAGLE's worker run its rounds in one graph; the worker's modules are loaded where SGLang builds one."""
+    hook(CREATE_WORKER, partial(_round_worker, (ours.backend_class, ours.multi_step_class)), HookType.AROUND)
+
+
+def _round_worker(backends: tuple[type, ...], original: Callable, algorithm: Any, server_args: Any) -> type | None:
+    """Around SGLang's choice of a worker class."""
+    worker_class = original(algorithm, server_args)
+    if not algorithm.is_eagle():
+        return worker_class
+    from nsa_backend.adapters.dsa.rounds.worker import with_rounds
+
+    return with_rounds(worker_class, backends)

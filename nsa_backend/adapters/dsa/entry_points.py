@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
+from sglang.srt.layers.attention.verify_mask import VerifyMask
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from nsa_backend.adapters.core import CapturedForwards, CapturedRounds
 from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch, ForwardMode
@@ -17,6 +21,15 @@ class BackendEntryPoints(CapturedForwards, AttentionBackend):
 
     extend_dummy_seqs_capped_by_req_pool = True
     """A dummy prefill batch may not have more requests than the request pool has rows: page tables come from there."""
+
+    @cached_property
+    def verify_mask(self) -> VerifyMask:
+        """The form of the mask that SGLang builds for every verify: over the drafts alone, because nothing here reads it.
+
+        A backend without one gets D · (context + D) bytes a request filled in every round, and its tree of drafts in several
+        launches. The buffer is empty, so that SGLang allocates the D² bytes a request of a round by itself.
+        """
+        return VerifyMask(buffer=torch.empty(0, dtype=torch.bool), mode=TreeMaskMode.QLEN_ONLY, max_bs=0, is_read=False)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Choose what a capture fills, or what a replay reads. Nothing on the device."""

@@ -9,6 +9,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.attention.nsa.nsa_indexer import BaseIndexerMetadata
 from sglang.srt.layers.dp_attention import get_attention_tp_size
 
+from nsa_backend.adapters import naive_eagle
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.nsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
@@ -45,6 +46,7 @@ class NsaAdapter(Adapter):
     is_sparse_model = staticmethod(is_deepseek_nsa)
     attention_tp_size = staticmethod(get_attention_tp_size)
     environment_problems = staticmethod(refusals.environment_problems)
+    round_problems = staticmethod(refusals.round_problems)
     model_problem = staticmethod(refusals.model_problem)
     draft_extend_sizes_in_tokens = staticmethod(draft.draft_extend_sizes_in_tokens)
     take_draft_side = staticmethod(draft.take_draft_side)
@@ -98,9 +100,13 @@ class NsaAdapter(Adapter):
         """Where the KV of `batch` is."""
         return batch.token_to_kv_pool
 
+    def take_rounds(self, ours: Takeover) -> None:
+        """Nothing: no round is one graph on these releases, and a server that asks for it does not start."""
+
     def take_over(self, ours: Takeover) -> None:
         """Register everything; raises RuntimeError where SGLang did not take a hook."""
         hook(f"{FACTORY}._create_nsa_decode_backend", ours.create_multi_step_backend, HookType.REPLACE)
         hook(f"{FACTORY}._create_nsa_prefill_backend", ours.create_draft_extend_backend, HookType.REPLACE)
         hook(CHECK, ours.check_server_args, HookType.AROUND)
+        hook(naive_eagle.FROM_ARGUMENTS, naive_eagle.from_arguments, HookType.AROUND)
         register_under(self.BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nsa_backend.adapters.layer_sharing import sharing_problem
-from nsa_backend.releases import installed
+from nsa_backend.releases import installed, round_graph_problem
 
 REFUSED_OPTIONS = {
     "enable_nsa_prefill_context_parallel": "--enable-nsa-prefill-context-parallel",
@@ -45,3 +45,8 @@ def _shares(hf_config: Any, layer: int) -> bool:
 def environment_problems() -> list[str]:
     """SGLang's environment variables with values that are not served; none in these releases."""
     return []
+
+
+def round_problems(args: Any) -> list[str]:
+    """Why a server can have no graphs of whole rounds: the workers of these releases wait for the GPU in every one."""
+    return [round_graph_problem()]

@@ -1,0 +1,174 @@
+"""What enters and leaves the graph of a whole speculative round: a batch into static tensors, results into a pinned ring.
+
+Both are one program: a round has some hundred rows at most, and what they cost is the launch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+PADDING_SLOT = 0
+"""The request-pool row of padding requests, which SGLang (0.5.17 to 0.5.23) gives no request and whose KV slots are all 0."""
+
+PADDING_LENGTH = 1
+"""Their length: DeepGEMM's schedule reads out of bounds when all lengths are 0."""
+
+BLOCK = 256
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_rows"])
+def fill_inputs_kernel(
+    req_pool_indices_ptr,  # int64 [num_requests]
+    seq_lens_ptr,  # int64 [num_requests]
+    static_req_pool_indices_ptr,  # int64 [num_rows]
+    static_seq_lens_ptr,  # int64 [num_rows]
+    num_requests,
+    num_rows,
+    PADDING_SLOT: tl.constexpr,
+    PADDING_LENGTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    for start in range(0, num_rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        real, inside = row < num_requests, row < num_rows
+        slot = tl.load(req_pool_indices_ptr + row, mask=real, other=PADDING_SLOT)
+        length = tl.load(seq_lens_ptr + row, mask=real, other=PADDING_LENGTH)
+        tl.store(static_req_pool_indices_ptr + row, slot, mask=inside)
+        tl.store(static_seq_lens_ptr + row, length, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_requests", "slot_stride"])
+def store_results_kernel(
+    next_token_ids_ptr,  # int32 [num_tokens]
+    accept_lens_ptr,  # int32 [num_requests]
+    ring_ptr,  # int32 [DEPTH, slot_stride] in pinned host memory: tokens, then accept lengths
+    launches_ptr,  # int64 [1]
+    num_tokens,
+    num_requests,
+    slot_stride,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    launches = tl.load(launches_ptr)
+    slot_ptr = ring_ptr + (launches % DEPTH) * slot_stride
+    for start in range(0, num_tokens, BLOCK):
+        item = start + tl.arange(0, BLOCK)
+        tl.store(slot_ptr + item, tl.load(next_token_ids_ptr + item, mask=item < num_tokens), mask=item < num_tokens)
+    for start in range(0, num_requests, BLOCK):
+        item = start + tl.arange(0, BLOCK)
+        lens = tl.load(accept_lens_ptr + item, mask=item < num_requests)
+        tl.store(slot_ptr + num_tokens + item, lens, mask=item < num_requests)
+    tl.debug_barrier()  # every warp has read the counter
+    tl.store(launches_ptr, launches + 1)
+
+
+def fill_round_inputs(
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    static_req_pool_indices: torch.Tensor,
+    static_seq_lens: torch.Tensor,
+) -> None:
+    """Copy a batch into the static tensors of a captured round and make the rows beyond it padding; one launch.
+
+    Args:
+        req_pool_indices: int64 [requests], rows of the request pool.
+        seq_lens: int64 [requests], tokens.
+        static_req_pool_indices: int64 [rows], at least as long; padding rows get `PADDING_SLOT`.
+        static_seq_lens: int64 [rows]; padding rows get `PADDING_LENGTH`.
+
+    Raises:
+        ValueError: a tensor has another dtype or layout, or the batch does not fit.
+    """
+    requests, rows = len(seq_lens), len(static_seq_lens)
+    named = {
+        "req_pool_indices": (req_pool_indices, requests),
+        "seq_lens": (seq_lens, requests),
+        "static_req_pool_indices": (static_req_pool_indices, rows),
+        "static_seq_lens": (static_seq_lens, rows),
+    }
+    for name, (tensor, length) in named.items():
+        _check(name, tensor, torch.int64, length)
+    if requests > rows:
+        raise ValueError(f"a batch of {requests} requests does not fit a round captured for {rows}: rows would be lost")
+    fill_inputs_kernel[(1,)](
+        req_pool_indices,
+        seq_lens,
+        static_req_pool_indices,
+        static_seq_lens,
+        requests,
+        rows,
+        PADDING_SLOT=PADDING_SLOT,
+        PADDING_LENGTH=PADDING_LENGTH,
+        BLOCK=BLOCK,
+    )
+
+
+def fill_round_inputs_torch(
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    static_req_pool_indices: torch.Tensor,
+    static_seq_lens: torch.Tensor,
+) -> None:
+    """The torch twin of `fill_round_inputs`."""
+    requests = len(seq_lens)
+    static_req_pool_indices[:requests], static_req_pool_indices[requests:] = req_pool_indices, PADDING_SLOT
+    static_seq_lens[:requests], static_seq_lens[requests:] = seq_lens, PADDING_LENGTH
+
+
+def store_round_results(
+    next_token_ids: torch.Tensor, accept_lens: torch.Tensor, ring: torch.Tensor, launches: torch.Tensor
+) -> None:
+    """Write the results of a round into the slot of the ring that is this launch's turn, and count the launch.
+
+    A graph always writes to the same addresses, and the host reads a round's results while the next one runs. The slot comes
+    from a counter on the GPU that every launch advances; the host counts its launches too.
+
+    Args:
+        next_token_ids: int32 [tokens].
+        accept_lens: int32 [requests].
+        ring: int32 [depth, at least tokens + requests]; pinned host memory, which the GPU writes through.
+        launches: int64 [1]; rounds so far, on the device of the results.
+
+    Raises:
+        ValueError: a tensor has another dtype or layout, or a slot is too small.
+    """
+    _check("next_token_ids", next_token_ids, torch.int32, len(next_token_ids))
+    _check("accept_lens", accept_lens, torch.int32, len(accept_lens))
+    _check("launches", launches, torch.int64, 1)
+    tokens, requests = len(next_token_ids), len(accept_lens)
+    if ring.dtype != torch.int32 or not ring.is_contiguous() or ring.shape[1] < tokens + requests:
+        raise ValueError(
+            f"ring must be contiguous int32 [depth, at least {tokens + requests}], got {ring.dtype} {tuple(ring.shape)}: "
+            "results would run into the next slot"
+        )
+    store_results_kernel[(1,)](
+        next_token_ids,
+        accept_lens,
+        ring,
+        launches,
+        tokens,
+        requests,
+        ring.stride(0),
+        DEPTH=ring.shape[0],
+        BLOCK=BLOCK,
+    )
+
+
+def store_round_results_torch(
+    next_token_ids: torch.Tensor, accept_lens: torch.Tensor, ring: torch.Tensor, launches: torch.Tensor
+) -> None:
+    """The torch twin of `store_round_results`."""
+    slot = ring[int(launches) % ring.shape[0]]
+    slot[: len(next_token_ids)] = next_token_ids
+    slot[len(next_token_ids) :][: len(accept_lens)] = accept_lens
+    launches += 1
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, length: int) -> None:
+    if tensor.shape != (length,) or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous {dtype} [{length}], got {tensor.dtype} {tuple(tensor.shape)} with stride "
+            f"{tensor.stride()}: the kernel would misread it"
+        )

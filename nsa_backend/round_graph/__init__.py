@@ -1,0 +1,1 @@
+"""One CUDA graph for a whole speculative round; knows nothing of SGLang."""

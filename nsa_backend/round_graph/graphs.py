@@ -1,0 +1,148 @@
+"""The captured rounds: one graph a batch size, which reads static tensors and writes its results into pinned memory."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from nsa_backend.kernels.round_tensors import PADDING_LENGTH, PADDING_SLOT, fill_round_inputs, store_round_results
+
+RING_DEPTH = 4
+"""Rounds whose results the host may still read: the overlap scheduler is one behind, and this leaves room."""
+
+
+@dataclass(frozen=True)
+class RoundInputs:
+    """The batch as a captured round reads it: rows beyond the real requests are padding."""
+
+    req_pool_indices: torch.Tensor  # int64 [size]
+    seq_lens: torch.Tensor  # int64 [size]; tokens before the round
+
+    @classmethod
+    def allocate(cls, size: int, device: torch.device | str) -> RoundInputs:
+        """All rows padding."""
+        return cls(
+            torch.full((size,), PADDING_SLOT, dtype=torch.int64, device=device),
+            torch.full((size,), PADDING_LENGTH, dtype=torch.int64, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class RoundOutputs:
+    """What a captured round leaves at fixed addresses."""
+
+    next_token_ids: torch.Tensor  # int32 [size * D]; of each request the accepted tokens, then what is not to be read
+    accept_lens: torch.Tensor  # int32 [size]; the target's own token included
+    carried: Any  # whatever else the caller wants back of the round that was captured
+
+
+@dataclass(frozen=True)
+class RoundResults:
+    """Results of one replay, in pinned host memory; to be read once the replay is done and before `RING_DEPTH` more follow."""
+
+    next_token_ids: torch.Tensor  # int32 [requests * D]
+    accept_lens: torch.Tensor  # int32 [requests]
+    carried: Any
+
+
+class Recorder(Protocol):
+    """Records what a function does on the GPU."""
+
+    def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Run `function` once, recording; returns what does it again, and what `function` returned."""
+
+
+class GraphRecorder:
+    """Captures CUDA graphs, all in one memory pool of their own.
+
+    Not in the pool of the graphs that become children: there the allocator could give the pieces between them memory that a
+    child overwrites. The rounds of different sizes run one after the other and may share.
+    """
+
+    def __init__(self):
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.current_stream().synchronize()
+        # Relaxed: a kernel that Triton has not compiled for this size yet is loaded here, and other threads of the process
+        # may allocate meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+        try:
+            returned = function()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the broken capture's own error, which would hide this one
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        self._graphs.append(graph)
+        return graph.replay, returned
+
+
+class RoundGraphs:
+    """Graphs of whole rounds, by captured batch size."""
+
+    def __init__(self, sizes: list[int], num_draft_tokens: int, device: torch.device | str, recorder: Recorder):
+        """Allocate what the graphs share.
+
+        Args:
+            sizes: batch sizes to capture.
+            num_draft_tokens: D, tokens a request verifies.
+            device: where rounds run.
+            recorder: captures.
+        """
+        self.sizes = sorted(sizes)
+        self._width = num_draft_tokens
+        self._device = device
+        self._recorder = recorder
+        pinned = torch.device(device).type == "cuda"
+        self._ring = torch.zeros(RING_DEPTH, self.sizes[-1] * (num_draft_tokens + 1), dtype=torch.int32, pin_memory=pinned)
+        self._launches_on_gpu = torch.zeros(1, dtype=torch.int64, device=device)
+        self._launches = 0
+        self._inputs: dict[int, RoundInputs] = {}
+        self._rounds: dict[int, tuple[Callable[[], None], RoundOutputs]] = {}
+
+    def capture(self, run: Callable[[RoundInputs], RoundOutputs]) -> None:
+        """Capture every size, the largest first, whose memory the smaller ones then use.
+
+        Args:
+            run: a whole round on these inputs; must neither wait for the GPU nor read anything on the host that changes from
+                round to round.
+        """
+        for size in reversed(self.sizes):
+            inputs = self._inputs[size] = RoundInputs.allocate(size, self._device)
+
+            def whole(inputs: RoundInputs = inputs) -> RoundOutputs:
+                outputs = run(inputs)
+                store_round_results(outputs.next_token_ids, outputs.accept_lens, self._ring, self._launches_on_gpu)
+                return outputs
+
+            self._rounds[size] = self._recorder.record(whole)
+
+    def fits(self, requests: int) -> bool:
+        """Whether a captured size holds so many requests."""
+        return requests <= self.sizes[-1]
+
+    def replay(self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> RoundResults:
+        """Run a round of the smallest captured size that holds the batch: two launches, and nothing waits.
+
+        Args:
+            req_pool_indices: int64 [requests], rows of the request pool.
+            seq_lens: int64 [requests], tokens before the round.
+        """
+        requests = len(seq_lens)
+        size = self.sizes[bisect.bisect_left(self.sizes, requests)]
+        inputs = self._inputs[size]
+        launch, outputs = self._rounds[size]
+        fill_round_inputs(req_pool_indices, seq_lens, inputs.req_pool_indices, inputs.seq_lens)
+        launch()
+        slot = self._ring[self._launches % RING_DEPTH]
+        self._launches += 1
+        tokens = size * self._width
+        return RoundResults(slot[: requests * self._width], slot[tokens : tokens + requests], outputs.carried)

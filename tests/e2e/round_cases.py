@@ -1,0 +1,34 @@
+"""End-to-end cases of speculative rounds in one CUDA graph; the built-in backend has none and runs beside them as it is.
+
+The same floors as without: a round in one graph must accept what three graphs accept.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from case import FP8, TWO_GPUS, Case
+
+from nsa_backend.releases import ROUND_GRAPHS
+
+round_case = partial(
+    Case,
+    environment={"NSA_BACKEND_ROUND_GRAPH": "1"},
+    builtin_environment={},
+    says="captured whole speculative rounds",
+    releases=f"=={ROUND_GRAPHS[-1]}",
+    floor_of_all=0.95,
+)
+MANY = ("8x300", "8x3000", "32x300", "sizes between and above the captured", "shared prefix", "short")
+
+ROUND_CASES = [
+    *(round_case(f"n{n} fa3, one graph a round", n, MANY) for n in (1, 3, 5)),
+    round_case("n3 flashmla_sparse, one graph a round", 3, ("8x300", "8x3000"), decode="flashmla_sparse"),
+    *(
+        round_case(f"n{n} fp8, flashmla_kv, one graph a round", n, ("8x300", "8x3000"), decode="flashmla_kv", engine=FP8)
+        for n in (1, 3)
+    ),
+    round_case("n3 chunked prefill, one graph a round", 3, ("8x300", "8x3000"), engine={"chunked_prefill_size": 1024}),
+    round_case("glm-5.2 n5 fa3, one graph a round", 5, ("8x300", "8x3000"), model="glm-5.2"),
+    round_case("two GPUs, tensor parallel, one graph a round", 3, ("1x300", "8x300", "8x3000"), engine=TWO_GPUS, gpus=2),
+]

@@ -1,0 +1,108 @@
+"""Graphs inside graphs, and results in pinned memory, as whole rounds use them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_backend.round_graph.child_graphs import KeptGraph, kept_graphs
+from nsa_backend.round_graph.graphs import RING_DEPTH, GraphRecorder, RoundGraphs, RoundInputs, RoundOutputs
+
+pytestmark = pytest.mark.gpu
+
+D = 4
+SIZES = [1, 2, 8]
+
+
+class Parts:
+    """Three graphs, captured as SGLang captures its own: in one pool, with static inputs that others fill."""
+
+    def __init__(self, size: int, pool):
+        self.pool = pool
+        self.draft_in = torch.zeros(size, dtype=torch.int64, device="cuda")
+        self.verify_in = torch.zeros(size, D, dtype=torch.int64, device="cuda")
+        self.drafts = torch.arange(D, device="cuda")
+        self.draft, self.draft_out = self.captured(lambda: self.draft_in[:, None] * 3 + self.drafts)
+        self.verify, self.verify_out = self.captured(lambda: (self.verify_in.cumsum(1) % 1009).int())
+
+    def captured(self, function):
+        function()  # warm-up
+        torch.cuda.synchronize()
+        with kept_graphs():
+            graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            out = function()
+        return graph, out
+
+    def round(self, table: torch.Tensor, inputs: RoundInputs) -> RoundOutputs:
+        """Pieces between the graphs allocate, as SGLang's do."""
+        self.draft_in.copy_(table[inputs.req_pool_indices] + inputs.seq_lens)
+        self.draft.replay()
+        self.verify_in.copy_(self.draft_out * 7 + 1)
+        self.verify.replay()
+        accept = (self.verify_out.sum(1) % D + 1).int()
+        table[inputs.req_pool_indices] += accept
+        return RoundOutputs(self.verify_out.flatten(), accept, None)
+
+
+@pytest.fixture
+def side_stream():
+    """A capture needs a stream that is not the default one; SGLang's forward stream is."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        yield
+
+
+@pytest.mark.usefixtures("side_stream")
+def test_rounds_of_every_size_against_the_same_pieces_run_eagerly():
+    pool = torch.cuda.graph_pool_handle()
+    parts = {size: Parts(size, pool) for size in SIZES}
+    table, eager_table = (torch.arange(32, device="cuda") for _ in range(2))
+    graphs = RoundGraphs(SIZES, D, "cuda", GraphRecorder())
+    graphs.capture(lambda inputs: parts[len(inputs.seq_lens)].round(table, inputs))
+    table.copy_(eager_table)
+    generator = torch.Generator().manual_seed(0)
+    pending = []
+    for number in range(3 * RING_DEPTH):
+        requests = int(torch.randint(1, SIZES[-1] + 1, (), generator=generator))
+        rows = torch.randperm(31, generator=generator)[:requests].add_(1).cuda()
+        lens = torch.randint(1, 10_000, (requests,), generator=generator).cuda()
+        pending.append((graphs.replay(rows, lens), expected(eager_table, rows, lens)))
+        if number % 2:  # results are read up to two rounds later, as under the overlap scheduler
+            torch.cuda.synchronize()
+            for results, (tokens, accept) in pending:
+                assert torch.equal(results.next_token_ids, tokens.cpu())
+                assert torch.equal(results.accept_lens, accept.cpu())
+            pending.clear()
+    assert torch.equal(table[1:], eager_table[1:])  # row 0 is padding's
+
+
+def expected(table: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same round in plain PyTorch; advances `table`."""
+    drafts = (table[rows] + lens)[:, None] * 3 + torch.arange(D, device="cuda")
+    tokens = ((drafts * 7 + 1).cumsum(1) % 1009).int()
+    accept = (tokens.sum(1) % D + 1).int()
+    table[rows] += accept
+    return tokens.flatten(), accept
+
+
+@pytest.mark.usefixtures("side_stream")
+def test_a_kept_graph_replays_by_itself_too():
+    value = torch.ones(4, device="cuda")
+    graph = KeptGraph()
+    with torch.cuda.graph(graph):
+        value += 1
+    graph.replay()
+    graph.replay()
+    assert value.tolist() == [3.0] * 4
+
+
+@pytest.mark.usefixtures("side_stream")
+def test_a_graph_that_was_not_kept_says_so():
+    value = torch.ones(4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value += 1
+    with pytest.raises(RuntimeError):
+        GraphRecorder().record(graph.replay)
+    torch.cuda.synchronize()

@@ -1,0 +1,194 @@
+"""Whole rounds behind SGLang's own FutureMap: the same tokens, lengths and drafts as its own path leaves, whatever comes.
+
+A stand-in for the worker's round computes tokens from all that it is given, so a row gathered or scattered wrong shows. The
+graphs of these tests are recorded on the CPU, where a replay runs the recorded round again on its static tensors.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from round_stand_in import POOL, SIZES, Backend, D, Recorded, StandInWorker, decode_batch, finished_prefill, generate
+from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from nsa_backend.adapters.dsa import draft
+from nsa_backend.adapters.dsa.rounds import worker as round_worker
+from nsa_backend.adapters.dsa.rounds.rule import NEEDED
+from nsa_backend.refusals import refusals
+
+
+class Side:
+    """One server: a worker, and what its scheduler keeps."""
+
+    def __init__(self, with_graphs: bool):
+        recorded = partial(Recorded, self)
+        worker_class = round_worker.with_rounds(StandInWorker, (Backend,), recorded) if with_graphs else StandInWorker
+        self.worker = worker_class()
+        if not with_graphs:
+            round_worker._ROUNDS.clear()
+        self.rounds = list(round_worker._ROUNDS)
+        pool = SimpleNamespace(req_to_token=torch.zeros(POOL, 8, dtype=torch.int32))
+        self.future_map = FutureMap(torch.device("cpu"), SpeculativeAlgorithm.EAGLE, pool, needs_cpu_seq_lens=False)
+        self.replays = 0
+
+    def run(self, batch):
+        """What the scheduler does with a batch; the hooks see this side's worker alone."""
+        round_worker._ROUNDS[:] = self.rounds
+        return generate(self.worker, self.future_map, batch)
+
+
+def two_sides() -> tuple[Side, Side]:
+    sides = Side(with_graphs=False), Side(with_graphs=True)
+    for side in sides:
+        finished_prefill(side.future_map, seed=7)
+    return sides
+
+
+def same(ours, theirs, requests: int) -> None:
+    """Accepted tokens of every request, and their numbers."""
+    assert torch.equal(ours.accept_lens, theirs.accept_lens)
+    for request in range(requests):
+        accepted = slice(request * D, request * D + int(theirs.accept_lens[request]))
+        assert torch.equal(ours.next_token_ids[accepted], theirs.next_token_ids[accepted])
+
+
+BATCHES = st.lists(
+    st.tuples(st.lists(st.integers(1, POOL - 1), min_size=1, max_size=SIZES[-1] + 2, unique=True), st.booleans()),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(batches=BATCHES)
+@settings(max_examples=40, deadline=None)
+def test_any_sequence_of_batches_leaves_what_sglang_leaves(batches):
+    theirs, ours = two_sides()
+    for slots, greedy in batches:
+        batch = decode_batch(slots, greedy=greedy)
+        results = [side.run(batch()) for side in (theirs, ours)]
+        same(results[1], results[0], len(slots))
+        for name in ("output_tokens_buf", "topk_p_buf", "topk_index_buf", "hidden_states_buf", "new_seq_lens_buf"):
+            left = [getattr(side.future_map, name)[1:] for side in (theirs, ours)]
+            assert torch.equal(*left), name
+    served = [len(slots) <= SIZES[-1] and greedy for slots, greedy in batches]
+    assert ours.replays == max(sum(served) - 1, 0)  # the first is SGLang's: it compiles what runs between the graphs
+
+
+def test_padding_never_reaches_a_request_and_stays_short():
+    """Many rounds of one request in graphs of two: the padding row's length does not grow from round to round."""
+    _, ours = two_sides()
+    lengths = []
+    for _ in range(12):
+        ours.run(decode_batch([3, 5, 9])())
+        lengths.append(int(ours.future_map.new_seq_lens_buf[0]))
+    assert ours.replays == 11
+    assert max(lengths[1:]) <= 1 + D
+
+
+def test_results_stay_until_they_are_read():
+    """The overlap scheduler reads a round's results after it has launched the next one."""
+    theirs, ours = two_sides()
+    batch = decode_batch([2, 4])
+    pairs = [(ours.run(batch()), theirs.run(batch())) for _ in range(3)]
+    for mine, other in pairs[1:]:
+        same(mine, other, 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("has_grammar", True),
+        ("return_logprob", True),
+        ("return_hidden_states", True),
+        ("is_extend_in_batch", True),
+        ("beam_tail", object()),
+        ("multimodal_inputs", [None, object()]),
+    ],
+)
+def test_what_sglangs_own_path_runs(field, value):
+    theirs, ours = two_sides()
+    batch = decode_batch([2, 4])
+    for _ in range(2):
+        same(ours.run(batch()), theirs.run(batch()), 2)
+    same(ours.run(batch(**{field: value})), theirs.run(batch(**{field: value})), 2)
+    assert ours.replays == 1
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "has_custom_logit_processor", "has_watermark_candidates"])
+def test_a_request_with_a_wish_of_its_own(name):
+    _, ours = two_sides()
+    for _ in range(3):
+        batch = decode_batch([2, 4])()
+        setattr(batch.sampling_info, name, True)
+        ours.run(batch)
+    assert ours.replays == 0
+
+
+def test_drafts_that_share_a_selection_need_one():
+    _, ours = two_sides()
+    ours.worker.draft_worker.seed_dsa_topk_from_draft_extend = True
+    for _ in range(3):
+        ours.run(decode_batch([2, 4])())
+    assert ours.replays == 0
+
+
+def test_another_backend_is_said_once(caplog):
+    _, ours = two_sides()
+    ours.worker.spec_v2_attn_backends = (object(),)
+    for _ in range(3):
+        ours.run(decode_batch([2, 4])())
+    assert ours.replays == 0
+    said = [record.message for record in caplog.records if "NSA_BACKEND_ROUND_GRAPH" in record.message]
+    assert said == [
+        "nsa_backend: NSA_BACKEND_ROUND_GRAPH=1 has no effect, because another attention backend serves the target or the "
+        "drafts"
+    ]
+
+
+def test_the_scheduler_gets_no_event_of_a_capture():
+    _, ours = two_sides()
+    runners = (ours.worker.target_worker.model_runner, ours.worker.draft_worker.draft_runner)
+    for runner in runners:
+        runner.shared_read_done_event = "recorded in the capture"
+    for _ in range(2):
+        ours.run(decode_batch([2, 4])())
+    assert [runner.shared_read_done_event for runner in runners] == [None, None]
+
+
+def test_sglang_builds_this_worker_for_eagle_alone(monkeypatch):
+    monkeypatch.setattr(round_worker, "with_rounds", lambda worker_class, backends: ("with rounds", worker_class))
+    chosen = partial(draft._round_worker, (), lambda algorithm, args: "SGLang's")
+    assert chosen(SpeculativeAlgorithm.EAGLE, None) == ("with rounds", "SGLang's")
+    assert chosen(SpeculativeAlgorithm.NGRAM, None) == "SGLang's"
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "advice"),
+    [
+        ("speculative_algorithm", None, "pass --speculative-algorithm EAGLE"),
+        ("speculative_algorithm", "EAGLE3", "pass --speculative-algorithm EAGLE"),
+        ("disable_overlap_schedule", True, "drop --disable-overlap-schedule"),
+        ("disable_cuda_graph", True, "drop --disable-cuda-graph"),
+        ("enable_dp_attention", True, "drop --enable-dp-attention"),
+        ("pp_size", 2, "pass --pp-size 1"),
+        ("disaggregation_mode", "decode", "drop --disaggregation-mode"),
+        ("enable_lora", True, "drop --enable-lora"),
+    ],
+)
+def test_a_server_that_can_have_none_does_not_start(arguments, monkeypatch, name, bad, advice):
+    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
+    assert refusals(arguments(**{"speculative_algorithm": "EAGLE"} | {name: bad})) == [
+        f"NSA_BACKEND_ROUND_GRAPH=1 cannot be served with these options: {advice}, or unset it"
+    ]
+
+
+def test_options_that_are_needed_exist(arguments):
+    """A release that renames one must not lose its check; every one is at a served value by default."""
+    server = arguments(speculative_algorithm="EAGLE")
+    assert all(getattr(server, name) in served for name, (served, _) in NEEDED.items())

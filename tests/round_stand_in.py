@@ -1,0 +1,153 @@
+"""A stand-in for SGLang's EAGLE worker, and what its scheduler does around a forward, for tests of whole rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload, resolve_forward_inputs
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.eagle_info import EagleDraftInput
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+D = 4
+POOL = 24
+"""Rows of the request pool; SGLang gives row 0 to no request."""
+HIDDEN = 3
+VOCABULARY = 1009
+SIZES = [1, 2, 4, 8]
+
+
+class Backend:
+    """Stands for ours."""
+
+
+class StandInWorker:
+    """One round as a function of everything a real one reads."""
+
+    def __init__(self):
+        graphs = SimpleNamespace(capture_bs=SIZES)
+        self.target_worker = SimpleNamespace(model_runner=self.runner(decode_cuda_graph_runner=graphs))
+        self.draft_worker = SimpleNamespace(
+            cuda_graph_runner=graphs,
+            cuda_graph_runner_for_draft_extend=SimpleNamespace(capture_bs=[*SIZES, 16]),
+            draft_runner=self.runner(),
+            seed_dsa_topk_from_draft_extend=False,
+        )
+        self.last_shared_read_runner = self.draft_worker.draft_runner
+        self.spec_v2_attn_backends = (Backend(), None, Backend())
+        self.speculative_num_draft_tokens = D
+
+    @staticmethod
+    def runner(**fields: Any) -> SimpleNamespace:
+        config = SimpleNamespace(model_is_mrope=False)
+        return SimpleNamespace(device_timer=None, model_config=config, shared_read_done_event=None, **fields)
+
+    def forward_batch_generation(self, batch: Any, on_publish: Callable | None = None) -> GenerationBatchResult:
+        assert batch.seq_lens_cpu is None, "lengths on the host would be those of the capture"
+        draft = batch.spec_info
+        first = draft.topk_index[:, 0] + draft.bonus_tokens * 3 + batch.seq_lens * 5 + draft.hidden_states.sum(1).long()
+        tokens = (first[:, None] * torch.arange(1, D + 1) + batch.req_pool_indices[:, None]) % VOCABULARY
+        accept_lens = (tokens.sum(1) % D + 1).int()
+        on_publish(batch.seq_lens + accept_lens)
+        last = tokens.gather(1, accept_lens.long()[:, None] - 1)
+        return GenerationBatchResult(
+            logits_output=None,
+            next_token_ids=tokens.flatten().int(),
+            accept_lens=accept_lens,
+            new_seq_lens=batch.seq_lens + accept_lens,
+            can_run_cuda_graph=True,
+            speculative_num_draft_tokens=D,
+            next_draft_input=EagleDraftInput(
+                bonus_tokens=last[:, 0].int(),
+                topk_p=torch.ones(len(last), 1),
+                topk_index=(last * 11 + 1) % VOCABULARY,
+                hidden_states=last.float() + torch.arange(HIDDEN),
+            ),
+        )
+
+
+class Recorded:
+    """Records on the CPU: a replay runs the function again and copies what it returns to the first run's tensors.
+
+    A real capture runs nothing, so what the recording has changed is put back.
+    """
+
+    def __init__(self, side: Any):
+        self.side = side
+
+    def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        kept = {name: value for name, value in vars(self.side.future_map).items() if isinstance(value, torch.Tensor)}
+        kept["launches"] = function.__closure__ and _counter(function)
+        before = {name: value.clone() for name, value in kept.items()}
+        outputs = function()
+        for name, value in kept.items():
+            value.copy_(before[name])
+
+        def replay() -> None:
+            self.side.replays += 1
+            again = function()
+            outputs.next_token_ids.copy_(again.next_token_ids)
+            outputs.accept_lens.copy_(again.accept_lens)
+
+        return replay, outputs
+
+
+def _counter(function: Callable) -> torch.Tensor:
+    """The counter of launches that a recorded round advances."""
+    graphs = next(cell.cell_contents for cell in function.__closure__ if hasattr(cell.cell_contents, "_launches_on_gpu"))
+    return graphs._launches_on_gpu
+
+
+def finished_prefill(future_map: FutureMap, seed: int) -> None:
+    """What prefills leave for every row of the pool that a request can have."""
+    rng = torch.Generator().manual_seed(seed)
+    rows = torch.arange(1, POOL)
+    future_map.publish(rows, torch.randint(1, 5000, (POOL - 1,), generator=rng))
+    future_map.stash(
+        rows,
+        RelayPayload(
+            bonus_tokens=torch.randint(0, VOCABULARY, (POOL - 1,), generator=rng),
+            topk_p=torch.ones(POOL - 1, 1),
+            topk_index=torch.randint(0, VOCABULARY, (POOL - 1, 1), generator=rng),
+            hidden_states=torch.randint(0, 50, (POOL - 1, HIDDEN), generator=rng).float(),
+        ),
+    )
+
+
+def decode_batch(slots: list[int], *, greedy: bool = True) -> Callable[..., ScheduleBatch]:
+    """Returns what makes a decode batch of the requests in these rows of the pool, with some fields changed."""
+
+    def batch(**fields: Any) -> ScheduleBatch:
+        rows = torch.tensor(slots)
+        made = ScheduleBatch(reqs=[object() for _ in slots])
+        made.forward_mode, made.enable_overlap, made.spec_algorithm = ForwardMode.DECODE, True, SpeculativeAlgorithm.EAGLE
+        made.req_pool_indices, made.device = rows, "cpu"
+        made.spec_info = EagleDraftInput(future_indices=rows)
+        made.sampling_info = SimpleNamespace(
+            is_all_greedy=greedy,
+            penalizer_orchestrator=SimpleNamespace(is_required=False),
+            logit_bias=None,
+            has_custom_logit_processor=False,
+            has_watermark_candidates=False,
+        )
+        for name, value in fields.items():
+            setattr(made, name, value)
+        return made
+
+    return batch
+
+
+def generate(worker: Any, future_map: FutureMap, batch: ScheduleBatch) -> GenerationBatchResult:
+    """SGLang's scheduler around one forward, as its overlap loop has it."""
+    future_map.resolve_seq_lens_cpu(batch)
+    resolve_forward_inputs(batch, future_map)
+    rows = batch.req_pool_indices
+    result = worker.forward_batch_generation(batch, on_publish=partial(future_map.publish, rows))
+    future_map.stash(rows, RelayPayload.from_draft_input(result.next_draft_input))
+    return result
