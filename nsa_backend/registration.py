@@ -43,6 +43,7 @@ def create_multi_step_backend(factory: sglang.DraftBackendFactory) -> NativeSpar
 def create_draft_extend_backend(factory: sglang.DraftBackendFactory) -> NativeSparseAttnBackend:
     """Build the backend of the draft model's extend after a verify."""
     _prepare_draft_side()
+    adapter.keep_draft_kv(factory.draft_model_runner)
     return NativeSparseAttnBackend(factory.draft_model_runner, shares_selections=adapter.shares_selections(factory))
 
 

@@ -48,6 +48,19 @@ def make_runner():
 
 
 @pytest.fixture
+def one_rank():
+    """SGLang's decode context parallel off, which its KV pools ask for; releases that do not ask have nothing to state."""
+    from sglang.srt import runtime_context
+
+    parallel = getattr(runtime_context, "get_parallel", None)
+    if parallel is None or not hasattr(type(parallel()), "override"):
+        yield
+        return
+    with parallel().override(attn_dcp_rank=0, attn_dcp_size=1):
+        yield
+
+
+@pytest.fixture
 def parse(tmp_path):
     """Returns a function of command-line words that parses them as SGLang's launcher does, for a small V3.2 checkpoint."""
     from nsa_backend.benchmarks.faithful_checkpoint import SHAPES, config

@@ -20,7 +20,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_server_args, 
 from sglang.srt.server_args import ServerArgs
 
 from nsa_backend.adapters.contract import Adapter
-from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
+from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals, retraction
 from nsa_backend.adapters.old_options import ADD_OPTIONS, add_aliases
 from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import CHECK, FACTORY, Settings, Takeover, hook, register_under
@@ -126,6 +126,11 @@ class DsaAdapter(Adapter):
     def kv_pool(self, batch: ForwardBatch, backend: AttentionBackend) -> Any:
         """Where the KV of `batch` is: a batch no longer knows, its backend does."""
         return backend.token_to_kv_pool
+
+    def keep_draft_kv(self, draft_runner: ModelRunner) -> None:
+        """On a decode server of PD disaggregation, which copies the KV of retracted requests to the host."""
+        if get_server_args().disaggregation_mode == "decode":
+            retraction.keep_draft_kv(draft_runner.token_to_kv_pool_allocator, draft_runner.token_to_kv_pool)
 
     def take_over(self, ours: Takeover) -> None:
         """Register everything; raises RuntimeError where SGLang did not take a hook."""

@@ -98,6 +98,9 @@ class NsaAdapter(Adapter):
         """Where the KV of `batch` is."""
         return batch.token_to_kv_pool
 
+    def keep_draft_kv(self, draft_runner: ModelRunner) -> None:
+        """Nothing: where SGLang would copy a retracted request's KV to the host, these releases fail with a sparse pool."""
+
     def take_over(self, ours: Takeover) -> None:
         """Register everything; raises RuntimeError where SGLang did not take a hook."""
         hook(f"{FACTORY}._create_nsa_decode_backend", ours.create_multi_step_backend, HookType.REPLACE)
