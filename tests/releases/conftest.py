@@ -29,6 +29,8 @@ collect_ignore_glob = [OF_THE_OTHER_GENERATION]
 if not hasattr(sys.modules.get("sglang.srt.runtime_context"), "_derived_widths"):
     # SGLang's model classes are built as the newest release lets one.
     collect_ignore_glob += ["test_dsa_trained_checkpoint.py", "test_dsa_faithful_checkpoint.py"]
+    # Before it, HiCache has no index keys of drafts, and a decode server turns no positions into slots.
+    collect_ignore_glob += ["test_dsa_hicache.py", "test_dsa_disaggregation.py"]
 
 
 def pytest_terminal_summary(terminalreporter):
