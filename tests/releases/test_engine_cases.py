@@ -102,3 +102,14 @@ def test_both_sides_of_the_soak_run_understand_its_command(resolve, tmp_path):
     assert getattr(args, adapter.DECODE_ATTRIBUTE) == "fa3"
     assert (args.speculative_num_steps, args.max_total_tokens, args.chunked_prefill_size) == (3, soak_server.POOL_TOKENS, 512)
     assert max(args.cuda_graph_bs if HAS_V1 else args.cuda_graph_config.decode.bs) == 64
+
+
+@pytest.mark.skipif(HAS_V1, reason="PD of sparse models with drafts is served from 0.5.23 on")
+def test_both_servers_of_a_soaked_pair_understand_their_commands(resolve, tmp_path):
+    found = [words[words.index("--model-path") + 2 :] for words in soak_server.pair_commands(tmp_path, 33000)]
+    prefill, decode = (adapter.resolved(resolve(*words)) for words in found)
+    assert (prefill.disaggregation_mode, decode.disaggregation_mode) == ("prefill", "decode")
+    assert prefill.disaggregation_bootstrap_port == decode.disaggregation_bootstrap_port
+    assert (prefill.base_gpu_id, decode.base_gpu_id) == (0, 1)
+    assert decode.num_reserved_decode_tokens < soak_server.LONGEST_OUTPUT
+    assert len({prefill.port, decode.port, prefill.disaggregation_bootstrap_port}) == 3

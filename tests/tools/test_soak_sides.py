@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak
 import soak_judge
 import soak_side
+import soak_traffic
+from pd_servers import DECODE
 from soak_answers import Record, Template
 
 SERVER = """
@@ -32,6 +35,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with open("asked", "a") as seen:
+            print(json.dumps([port, asked]), file=seen)
         self.do_GET()
         if "sampling_params" not in asked:
             aborted.add(asked["rid"])
@@ -69,6 +74,7 @@ ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 def serve_quickly(monkeypatch, tmp_path):
     """Returns a function of (side, seconds a server takes to its first token) that runs that side and returns its report."""
     (tmp_path / "server.py").write_text(SERVER)
+    monkeypatch.chdir(tmp_path)
     for name, seconds in (("TAIL_SECONDS", 3.0), ("DRAIN_SECONDS", 2.0), ("IDLE_SECONDS", 0.1), ("LAST_SECONDS", 0.5)):
         monkeypatch.setattr(soak_side, name, seconds)
     monkeypatch.setattr(soak_side, "SAMPLE_SECONDS", 0.2)
@@ -78,11 +84,15 @@ def serve_quickly(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT)}
 
-    def run(side: str, delay: float, port: int) -> dict:
-        words = [sys.executable, str(tmp_path / "server.py"), str(port), str(delay), side]
-        monkeypatch.setattr(soak_side, "command", lambda checkpoint, port: words)
+    def run(side: str, delay: float, port: int, topology: str = "one") -> dict:
+        def commands(checkpoint: Path, port: int) -> list[list[str]]:
+            ports = [port, port + DECODE][: served.servers]
+            return [[sys.executable, str(tmp_path / "server.py"), str(port), str(delay), side] for port in ports]
+
+        served = soak_side.TOPOLOGIES[topology]
+        monkeypatch.setitem(soak_side.TOPOLOGIES, topology, replace(served, commands=commands))
         out = tmp_path / f"{side}.json"
-        options = ["--side", side, "--minutes", "0.15", "--port", str(port)]
+        options = ["--side", side, "--minutes", "0.15", "--port", str(port), "--topology", topology]
         monkeypatch.setattr(sys, "argv", ["soak_side.py", str(out), *options])
         soak_side.main()
         for number, handler in handlers.items():
@@ -106,6 +116,23 @@ def test_both_sides_over_http(serve_quickly):
     report = soak.joined({"ours": ours, "builtin": builtin}, {}, 1.0)
     assert report["problems"] == ours["problems"]
     assert f"| whole request, s, p50 / p99 | {ours['latency']['request_s']['p50']:.2f} / " in soak.table(report)
+
+
+def test_a_pair_of_servers_gets_every_request_and_every_abort(serve_quickly, monkeypatch, tmp_path):
+    monkeypatch.setattr(soak_traffic, "SHARES", {"finished": 0.6, "aborted": 0.2, "closed": 0.2})
+    found = serve_quickly("ours", 0.02, 33840, "pd")
+    assert found["references"] == 4
+    assert found["requests"]["failed"] == 0
+    assert all(found["requests"][kind] for kind in ("finished", "aborted", "closed"))
+    assert len(found["active"]) == found["servers"] == 2
+    assert not [problem for problem in found["problems"] if "lines of the log say" in problem]
+    asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    by_port = {port: {(a["rid"], a.get("bootstrap_room")) for at, a in asked if at == port} for port in (33840, 33840 + DECODE)}
+    prefill, decode = by_port.values()
+    assert prefill == decode
+    assert any(room is None for _, room in prefill)  # an abort
+    rooms = [room for _, room in prefill if room is not None]
+    assert len(set(rooms)) == len(rooms)
 
 
 def test_percentiles_are_of_requests_that_finished():
@@ -203,7 +230,7 @@ class TestSides:
         (tmp_path / "seconds").write_text("0.2")
         monkeypatch.setattr(soak, "HERE", tmp_path)
         monkeypatch.setattr(soak, "GRACE_SECONDS", 0.0)
-        return SimpleNamespace(out=tmp_path / "out.json", gpus=["2", "3"], minutes=0.1, port=33000, seed=4)
+        return SimpleNamespace(out=tmp_path / "out.json", gpus=["2", "3"], minutes=0.1, port=33000, seed=4, topology="one")
 
     def test_two_gpus_serve_at_once(self, args):
         reports = soak.run(args)
