@@ -27,6 +27,7 @@ def create_backend(runner: sglang.ModelRunner) -> NativeSparseAttnBackend:
     """Build the backend of a target model, or of a draft model's prefill."""
     backend = NativeSparseAttnBackend(runner)
     if not runner.is_draft_worker:
+        adapter.clear_padding_row_on_resume()
         backend.log_start(adapter.settings(runner).num_steps)
     return backend
 

@@ -162,6 +162,10 @@ class Adapter(ABC):
         """While a draft-extend graph runner is built, its batch sizes count tokens."""
 
     @abstractmethod
+    def clear_padding_row_on_resume(self) -> None:
+        """Give the request table's padding row its zeros back whenever SGLang has released its memory and taken it again."""
+
+    @abstractmethod
     def keep_draft_kv(self, draft_runner: sglang.ModelRunner) -> None:
         """Keep the draft's KV where SGLang keeps the target's alone.
 

@@ -20,7 +20,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_server_args, 
 from sglang.srt.server_args import ServerArgs
 
 from nsa_backend.adapters.contract import Adapter
-from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals, retraction
+from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals, resumed_memory, retraction
 from nsa_backend.adapters.old_options import ADD_OPTIONS, add_aliases
 from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import CHECK, FACTORY, Settings, Takeover, hook, register_under
@@ -126,6 +126,11 @@ class DsaAdapter(Adapter):
     def kv_pool(self, batch: ForwardBatch, backend: AttentionBackend) -> Any:
         """Where the KV of `batch` is: a batch no longer knows, its backend does."""
         return backend.token_to_kv_pool
+
+    def clear_padding_row_on_resume(self) -> None:
+        """On servers that can release memory (--enable-memory-saver)."""
+        if get_server_args().enable_memory_saver:
+            resumed_memory.clear_padding_row_on_resume()
 
     def keep_draft_kv(self, draft_runner: ModelRunner) -> None:
         """On a decode server of PD disaggregation, which copies the KV of retracted requests to the host."""

@@ -98,6 +98,9 @@ class NsaAdapter(Adapter):
         """Where the KV of `batch` is."""
         return batch.token_to_kv_pool
 
+    def clear_padding_row_on_resume(self) -> None:
+        """Nothing: releasing memory was not looked at in these releases."""
+
     def keep_draft_kv(self, draft_runner: ModelRunner) -> None:
         """Nothing: where SGLang would copy a retracted request's KV to the host, these releases fail with a sparse pool."""
 
