@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-from nsa_backend.adapters.dsa import resumed_memory
+from nsa_backend.adapters import resumed_memory
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.registration import create_backend
 

@@ -9,7 +9,7 @@ import torch
 from kv_pools import PAGE, contents, dsa_pool, scribble
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from nsa_backend.adapters.dsa import retraction
+from nsa_backend.adapters import retraction
 from nsa_backend.adapters.installed import adapter
 
 

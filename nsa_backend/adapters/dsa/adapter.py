@@ -19,8 +19,9 @@ from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import BaseIndexerMeta
 from sglang.srt.runtime_context import get_exec, get_parallel, get_server_args, get_spec
 from sglang.srt.server_args import ServerArgs
 
+from nsa_backend.adapters import resumed_memory, retraction
 from nsa_backend.adapters.contract import Adapter
-from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals, resumed_memory, retraction
+from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.old_options import ADD_OPTIONS, add_aliases
 from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import CHECK, FACTORY, Settings, Takeover, hook, register_under
