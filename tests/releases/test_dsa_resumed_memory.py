@@ -65,7 +65,9 @@ def test_memory_that_is_still_released_is_not_touched(released):
 def test_where_memory_can_be_released(make_runner, monkeypatch, saved):
     asked = []
     module = __import__(type(adapter).__module__, fromlist=["get_server_args"])
-    monkeypatch.setattr(module, "get_server_args", lambda: SimpleNamespace(enable_memory_saver=saved))
+    monkeypatch.setattr(
+        module, "get_server_args", lambda: SimpleNamespace(enable_memory_saver=saved, disaggregation_mode="null")
+    )
     monkeypatch.setattr(resumed_memory, "clear_padding_row_on_resume", lambda: asked.append(True))
     create_backend(make_runner())
     assert asked == [True] * saved
