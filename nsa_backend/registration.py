@@ -29,6 +29,7 @@ def create_backend(runner: sglang.ModelRunner) -> NativeSparseAttnBackend:
     """Build the backend of a target model, or of a draft model's prefill."""
     backend = NativeSparseAttnBackend(runner)
     if not runner.is_draft_worker:
+        adapter.clear_padding_row_on_resume()
         backend.log_start(adapter.settings(runner).num_steps)
     return backend
 
@@ -45,6 +46,7 @@ def create_multi_step_backend(factory: sglang.DraftBackendFactory) -> NativeSpar
 def create_draft_extend_backend(factory: sglang.DraftBackendFactory) -> NativeSparseAttnBackend:
     """Build the backend of the draft model's extend after a verify."""
     _prepare_draft_side()
+    adapter.keep_draft_kv(factory.draft_model_runner)
     return NativeSparseAttnBackend(factory.draft_model_runner, shares_selections=adapter.shares_selections(factory))
 
 

@@ -169,6 +169,18 @@ class Adapter(ABC):
     def draft_extend_sizes_in_tokens(self, tokens_per_request: int) -> contextlib.AbstractContextManager[None]:
         """While a draft-extend graph runner is built, its batch sizes count tokens."""
 
+    @abstractmethod
+    def clear_padding_row_on_resume(self) -> None:
+        """Give the request table's padding row its zeros back whenever SGLang has released its memory and taken it again."""
+
+    @abstractmethod
+    def keep_draft_kv(self, draft_runner: sglang.ModelRunner) -> None:
+        """Keep the draft's KV where SGLang keeps the target's alone.
+
+        Args:
+            draft_runner: the draft model's, with its pool and the allocator that it shares with the target.
+        """
+
     # What all releases do alike
 
     WAY_BACK = shared.WAY_BACK

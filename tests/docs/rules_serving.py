@@ -78,7 +78,7 @@ def soak_runs(large: dict, small: dict) -> Iterator[str]:
         yield f"| {label} | {cell(runs[0])} | {cell(runs[1])} |"
     before, after = small["held"]["before_mib"], small["held"]["after_mib"]
     assert after - before <= soak_judge.HELD_MIB
-    assert small["growth"]["gpu_mib"] <= soak_judge.GROWTH_MIB["gpu_mib"]
+    assert small["growth"]["gpu_mib"] <= soak_judge.TOPOLOGIES["one"].growth["gpu_mib"]
     yield f"after it and a flush, MiB | not taken | {before} / {after} |"
     yield f"before the load the server has {before} MiB of the GPU, and {after} once it is idle"
     yield f"rose by {small['growth']['host_mib']:.0f} MiB after that"
@@ -88,7 +88,7 @@ def soak_runs(large: dict, small: dict) -> Iterator[str]:
     yield f"with chunks of 2048 up to {scores[0]} MiB each"
     yield f"with chunks of 512 at most {scores[1]} MiB, in pages of 20 MiB"
     yield f"started with a bound of {small['bounds']['growth']['gpu_mib']} MiB on that growth"
-    yield f"on what is held since, {soak_judge.HELD_MIB} MiB, and {soak_judge.GROWTH_MIB['gpu_mib']} on the cache"
+    yield f"on what is held since, {soak_judge.HELD_MIB} MiB, and {soak_judge.TOPOLOGIES['one'].growth['gpu_mib']} on the cache"
     taken_back = 100 * (1 - soak_traffic.SHARES["finished"])
     yield f"{taken_back:.0f} % of the requests are aborted or their connections closed"
     widest = max(r["differences"]["widest_below_best"] for r in runs)

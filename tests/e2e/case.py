@@ -8,9 +8,10 @@ from packaging.specifiers import SpecifierSet
 
 from nsa_backend.releases import generation_of, installed
 
-FP8 = {"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"}
-TWO_GPUS = {"tp_size": 2, "disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
-"""All-reduce through NCCL alone: SGLang's fused one asks for NVLink multicast, which not every machine offers."""
+
+def workload_of(name: str) -> str:
+    """The workload of a name in `Case.measured`."""
+    return name.split(", ")[0]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,26 @@ class Case:
     gpus: int = 1
     spec_v1: bool = False  # gone from SGLang 0.5.13 on
     releases: str = ""  # of SGLang, those that can serve it, as a version specifier
+    disaggregated: str = ""  # the transfer engine between a prefill server on the first GPU and a decode server on the next
+    router: bool = False  # whether requests reach these two through SGLang's own router
+    action: str = ""  # a key of actions.ACTIONS: done once the workloads have run, which then run again
+    loaded_back: str = ""  # the workload whose prompts must come back from host memory
+    same: tuple[tuple[str, str], ...] = ()  # workloads that must have the same outputs on one side
+
+    @property
+    def again(self) -> str:
+        """What tells the names of workloads that ran a second time; empty where none did."""
+        if self.disaggregated:
+            return "one server"
+        return f"after {self.action}" if self.action else ""
+
+    def measured(self) -> tuple[str, ...]:
+        """Names of all that a run of the case has results of."""
+        return self.workloads + (tuple(f"{name}, {self.again}" for name in self.workloads) if self.again else ())
+
+    def equal_outputs(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of these names whose outputs must be the same on one side, up to ties."""
+        return self.same + (tuple((name, f"{name}, {self.again}") for name in self.workloads) if self.again else ())
 
     def runs_here(self) -> bool:
         """Whether the installed SGLang has what the case is about."""

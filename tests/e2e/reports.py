@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from statistics import fmean
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from case import workload_of
 
 from nsa_backend.benchmarks.bench_common import environment
 
@@ -14,32 +18,35 @@ SIDE_BY_SIDE = ("rows", "differences", "failures", "problems", "not_measured")
 def verdicts(case, ours: dict) -> list[str]:
     """Sentences about accept lengths below their floors."""
     bad = []
-    everyone = [accept for workload in case.workloads for accept in ours[workload]["accept"]]
+    everyone = [accept for name in case.measured() for accept in ours[name]["accept"]]
     if fmean(everyone) < case.floor_of_all * (case.steps + 1):
         bad.append(f"{case.name}: mean of all requests {fmean(everyone):.3f} < {case.floor_of_all} of N + 1")
-    for workload, floor in case.floors.items():
-        if workload not in case.workloads:
-            continue
+    for workload in case.measured():
+        floor = case.floors.get(workload_of(workload), 0)
         accept = ours[workload]["accept"]
         mean, worst = fmean(accept), min(accept)
         if mean < floor * (case.steps + 1):
             bad.append(f"{case.name}, {workload}: mean accept length {mean:.3f} < {floor * (case.steps + 1):.3f}")
-        least = case.request_floors.get(workload, 0) * (case.steps + 1)
+        least = case.request_floors.get(workload_of(workload), 0) * (case.steps + 1)
         if worst < least:
             bad.append(f"{case.name}, {workload}: worst request {worst:.3f} < {least:.3f}")
+    if case.loaded_back and not any(ours[case.loaded_back]["host_tokens"]):
+        bad.append(f"{case.name}, {case.loaded_back}: no prompt came back from host memory, so nothing was tested")
     return bad
 
 
 def row_of(case, results: dict[str, dict]) -> dict:
     """One row of a report, from what each side's engine gave."""
     row = {"case": case.name, "steps": case.steps, "decode": case.decode, "workloads": {}}
-    for workload in case.workloads:
+    for workload in case.measured():
         row["workloads"][workload] = {
             backend: {
                 "mean": round(fmean(result[workload]["accept"]), 4),
                 "requests": result[workload]["accept"],
                 "histograms": result[workload]["histograms"],
                 "cached_tokens": result[workload]["cached_tokens"],
+                "host_tokens": result[workload]["host_tokens"],
+                "seconds": result[workload]["seconds"],
             }
             for backend, result in results.items()
         }
@@ -78,9 +85,10 @@ def report_of(cases: list, backends: list[str], results: dict, found: list[dict]
         "rows": [row_of(c, sides[c.name]) for c in cases if sides[c.name]],
         "differences": [d | {"prompt": f"{len(d['prompt'])} tokens"} for d in found],
         "failures": [
-            {"case": name, "backend": backend, "log": log[-3000:]}
-            for (name, backend), (result, log) in results.items()
-            if result is None
+            {"case": c.name, "backend": b, "log": results[c.name, b][1][-3000:]}
+            for c in cases
+            for b in backends
+            if results.get((c.name, b), ({},))[0] is None
         ],
         "problems": problems_of(cases, results, found),
         "not_measured": [f"{c.name}, {b}" for c in cases for b in backends if (c.name, b) not in results],
@@ -120,7 +128,7 @@ def show(report: dict) -> None:
             sides = " ".join(f"{b} {v['mean']} (worst {min(v['requests'])})" for b, v in cell.items())
             print(f"{row['case']} | {workload} | {sides}")
     ties = sum(d["tie"] is True for d in report["differences"])
-    print(f"{len(report['differences'])} of the outputs differ from the built-in backend's, {ties} of them at ties")
+    print(f"{len(report['differences'])} of the outputs differ from what they should equal, {ties} of them at ties")
     for failure in report["failures"]:
         print("FAILED", failure["case"], failure["backend"], failure["log"][-1500:])
     for name in report["not_measured"]:

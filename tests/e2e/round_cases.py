@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from case import FP8, TWO_GPUS, Case
+from case import Case
+from engine_options import FP8, TWO_GPUS
 
 from nsa_backend.releases import ROUND_GRAPHS
 

@@ -24,6 +24,7 @@ from statistics import fmean
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+from case import workload_of
 from engines import PORTS, first_device, run_to_its_end
 from reports import merged, report_of, show, write
 from ties import differences, judge
@@ -75,8 +76,9 @@ def waves_of(workload: str) -> int:
 
 def estimate(case: Case, backends: int) -> float:
     """Minutes that a case takes, one engine after the other."""
-    waves = sum(waves_of(w) for w in case.workloads)
-    return backends * (START_SECONDS[generation_of(installed()).adapter] + WAVE_SECONDS * waves) / 60
+    waves = sum(waves_of(workload_of(name)) for name in case.measured())
+    starts = 2 if case.disaggregated else 1  # three servers, side by side
+    return backends * (starts * START_SECONDS[generation_of(installed()).adapter] + WAVE_SECONDS * waves) / 60
 
 
 def launch(run: Run, case: Case, backend: str, port: int) -> tuple[dict | None, str]:

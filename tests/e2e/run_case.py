@@ -10,10 +10,15 @@ import asyncio
 import json
 import os
 import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+from actions import ACTIONS
+from pd_servers import ALONE, Pair, ServerProcess
 from workloads import CASES, RANKS, WORKLOADS, Case, new_tokens
 
 from nsa_backend.benchmarks.bench_common import accept_length
@@ -65,34 +70,72 @@ def _spelled(arguments: dict) -> dict:
     return {names.get(name, name): value for name, value in arguments.items()}
 
 
-def _generate(engine, wave: list[list[int]], sampling: dict, ranks: list[int] | None) -> list[dict]:
-    """The answers of one wave, sent at once; `ranks` are the DP ranks that its requests go to."""
-    if ranks is None:
-        return engine.generate(input_ids=wave, sampling_params=sampling)
-
-    async def all_of_them() -> list[dict]:
-        pairs = zip(wave, ranks, strict=True)
-        calls = [engine.async_generate(input_ids=p, sampling_params=sampling, routed_dp_rank=r) for p, r in pairs]
-        return await asyncio.gather(*calls)
-
-    return engine.loop.run_until_complete(all_of_them())
+Generate = Callable[[list[list[int]], dict, list[int] | None], list[dict]]
+"""From the prompts of a wave, sampling parameters and DP ranks (or None) to the answers, in the order of the prompts."""
 
 
-def run(engine, case: Case) -> dict:
+def generate_with(engine) -> Generate:
+    """Sends a wave to an engine at once; `ranks` are the DP ranks that its requests go to."""
+
+    def generate(wave: list[list[int]], sampling: dict, ranks: list[int] | None) -> list[dict]:
+        if ranks is None:
+            return engine.generate(input_ids=wave, sampling_params=sampling)
+
+        async def all_of_them() -> list[dict]:
+            pairs = zip(wave, ranks, strict=True)
+            calls = [engine.async_generate(input_ids=p, sampling_params=sampling, routed_dp_rank=r) for p, r in pairs]
+            return await asyncio.gather(*calls)
+
+        return engine.loop.run_until_complete(all_of_them())
+
+    return generate
+
+
+def measure(generate: Generate, case: Case, again: str = "") -> dict:
+    """What each workload of `case` gave, by its name; with `again`, which tells a second run from the first."""
     sampling = {"temperature": 0, "max_new_tokens": new_tokens(case.steps), "ignore_eos": True}
     out = {}
     for name in case.workloads:
         waves = WORKLOADS[name]()
         ranks = RANKS.get(name, [None] * len(waves))
-        answers = [a for wave, where in zip(waves, ranks, strict=True) for a in _generate(engine, wave, sampling, where)]
-        histograms = [a["meta_info"].get("spec_correct_drafts_histogram") or [] for a in answers]
-        out[name] = {
+        began = time.perf_counter()
+        answers = [a for wave, where in zip(waves, ranks, strict=True) for a in generate(wave, sampling, where)]
+        metas = [a["meta_info"] for a in answers]
+        histograms = [meta.get("spec_correct_drafts_histogram") or [] for meta in metas]
+        out[f"{name}, {again}" if again else name] = {
             "output_ids": [a["output_ids"] for a in answers],
             "accept": [round(accept_length(h), 4) for h in histograms],
             "histograms": histograms,
-            "cached_tokens": [a["meta_info"].get("cached_tokens") for a in answers],
+            "cached_tokens": [meta.get("cached_tokens") for meta in metas],
+            "host_tokens": [(meta.get("cached_tokens_details") or {}).get("host", 0) for meta in metas],
+            "seconds": round(time.perf_counter() - began, 3),
         }
     return out
+
+
+def run_engine(case: Case, arguments: dict) -> dict:
+    import sglang
+
+    engine = sglang.Engine(**arguments)
+    try:
+        out = measure(generate_with(engine), case)
+        if case.action:
+            ACTIONS[case.action](engine, Path(arguments["model_path"]))
+            out |= measure(generate_with(engine), case, case.again)
+        return out
+    finally:
+        engine.shutdown()
+
+
+def run_disaggregated(case: Case, arguments: dict) -> dict:
+    """Prefill and decode server, and one that does both, all of them started at once."""
+    port = arguments["port"]
+    with ExitStack() as open_servers:
+        pair = open_servers.enter_context(Pair(arguments, case.disaggregated, router=case.router))
+        alone = open_servers.enter_context(ServerProcess(arguments | {"port": port + ALONE}))
+        pair.wait()
+        alone.wait()
+        return measure(pair.generate, case) | measure(alone.generate, case, case.again)
 
 
 def main() -> None:
@@ -105,13 +148,9 @@ def main() -> None:
     case = next(c for c in CASES if c.name == args.case)
     builtin = os.environ.get("NSA_BACKEND_DISABLE") == "1"
     os.environ.update(case.builtin_environment if builtin and case.builtin_environment is not None else case.environment)
-    import sglang
-
-    engine = sglang.Engine(**engine_arguments(case, args.checkpoint, args.port))
-    try:
-        args.out.write_text(json.dumps(run(engine, case)))
-    finally:
-        engine.shutdown()
+    arguments = engine_arguments(case, args.checkpoint, args.port)
+    run = run_disaggregated if case.disaggregated else run_engine
+    args.out.write_text(json.dumps(run(case, arguments)))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """Serve for minutes under changing load, ours and SGLang's built-in backend asked by the same seeded clients, side by side.
 
     python tests/e2e/soak.py OUT.json [--gpus 0 1] [--minutes 8] [--port 33000] [--seed 0]
+    python tests/e2e/soak.py OUT.json --topology pd --gpus 0,1 --minutes 5
     python tests/e2e/soak.py OUT.json --table
 
-Two GPUs serve both sides at once; one serves them in turns, each for so many minutes. Exits with 1 where anything is wrong with
-ours; what is wrong with the built-in backend is reported. --table prints the columns of OUT.json for docs/promises.md.
+Two GPUs serve both sides at once; one serves them in turns, each for so many minutes. With `--topology pd` a side is a prefill
+and a decode server, on the two GPUs of one `--gpus` word, and the sides come in turns.
+
+Exits with 1 where anything is wrong with ours; what is wrong with the built-in backend is reported. --table prints the columns
+of OUT.json for docs/promises.md.
 """
 
 from __future__ import annotations
@@ -96,7 +100,7 @@ def start(side: str, gpu: str, args: argparse.Namespace, port: int) -> tuple[sub
     out = args.out.with_name(f"{args.out.stem}-{side}.json")
     out.unlink(missing_ok=True)
     command = [sys.executable, str(HERE / "soak_side.py"), str(out), "--side", side, "--gpu", gpu]
-    command += ["--minutes", str(args.minutes), "--port", str(port), "--seed", str(args.seed)]
+    command += ["--minutes", str(args.minutes), "--port", str(port), "--seed", str(args.seed), "--topology", args.topology]
     return subprocess.Popen(command), out
 
 
@@ -139,17 +143,20 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8, help="of everything a side does, the start of its server included")
     for option, default in (("--port", 33000), ("--seed", 0)):
         parser.add_argument(option, type=int, default=default)
+    parser.add_argument("--topology", choices=("one", "pd"), default="one", help="what serves a side: see soak_server.py")
     parser.add_argument("--table", action="store_true", help="print the table of OUT.json; run nothing")
     args = parser.parse_args()
     if len(args.gpus) > 2:
         parser.error("--gpus takes one GPU or two")
+    if args.topology == "pd" and len(args.gpus[0].split(",")) != 2:
+        parser.error("--topology pd takes two GPUs for a side: --gpus 0,1")
     if args.table:
         print(table(json.loads(args.out.read_text())))
         return 0
     signal.signal(signal.SIGTERM, interrupt)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    asked = {"gpus": len(args.gpus), "minutes": args.minutes, "seed": args.seed}
+    asked = {"gpus": len(args.gpus), "topology": args.topology, "minutes": args.minutes, "seed": args.seed}
     report = joined(run(args), asked, time.monotonic() - began)
     args.out.write_text(json.dumps(report, indent=1))
     print(table(report))

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from soak_answers import Record, group_differences
+from soak_server import TOPOLOGIES
 
 from nsa_backend.benchmarks.bench_common import accept_length
 
 if TYPE_CHECKING:
     from soak_side import Soak
-
-GROWTH_MIB = {"gpu_mib": 256, "host_mib": 256}
-"""During the load: torch's allocator keeps what the largest prefill so far needed, indexer scores of up to 112 MiB."""
 
 HELD_MIB = 32
 """What may be held after the load that was not held before it, once the server has emptied torch's cache: one of its pages."""
@@ -94,6 +92,7 @@ def summary(run: Soak) -> dict:
     records, (began, ended) = list(run.traffic.records), run.load
     text = run.log.read_text(errors="replace") if run.log.exists() else ""
     kinds, lines = Counter(r.kind for r in records), text.splitlines()
+    topology = TOPOLOGIES[run.topology]
     suspect = [line for line in lines if SUSPECT.search(line)]
     rows = per_minute(records, run.samples, began, ended)
     return {
@@ -108,10 +107,11 @@ def summary(run: Soak) -> dict:
         "accept_length": round(accept_of(records), 4),
         "drift": drift(rows),
         "latency": latency(records),
-        "growth": {key: growth(run.samples, key, began, ended) for key in GROWTH_MIB},
+        "growth": {key: growth(run.samples, key, began, ended) for key in topology.growth},
         "held": held(run.samples, began, run.flushed),
-        "bounds": {"growth": GROWTH_MIB, "held_mib": HELD_MIB, "drift": DRIFT, "accept_length": ACCEPT_FLOOR},
+        "bounds": {"growth": topology.growth, "held_mib": HELD_MIB, "drift": DRIFT, "accept_length": ACCEPT_FLOOR},
         "differences": run.differences or group_differences(records, run.templates, run.references),
+        "servers": topology.servers,
         "active": [line for line in lines if "nsa_backend" in line and "is active" in line],
         "suspect_lines": {"count": len(suspect), "first": suspect[:20]},
     }
@@ -129,12 +129,13 @@ def problems_of(report: dict, ours: bool = True) -> list[str]:
         (steady is not None, "fewer than two whole minutes of load: whether accept length is steady was not judged"),
         (abs(steady or 0) <= DRIFT, f"accept length changed by {steady} from the first whole minute to the last"),
         (
-            len(report["active"]) == ours,
-            f"{len(report['active'])} lines of the log say that this package's backend is active, not {ours:d}",
+            len(report["active"]) == ours * report["servers"],
+            f"{len(report['active'])} lines of the log say that this package's backend is active, not "
+            f"{ours * report['servers']}",
         ),
         (not report["suspect_lines"]["count"], f"{report['suspect_lines']['count']} lines of the log tell of errors"),
     ]
-    for key, bound in GROWTH_MIB.items():
+    for key, bound in report["bounds"]["growth"].items():
         grown = report["growth"][key]
         must.append((grown is not None, f"growth of {key} was not measured"))
         must.append((grown is None or grown <= bound, f"{key} grew by {grown} after warm-up, more than {bound}"))

@@ -1,17 +1,21 @@
-"""The server of a soak run: its command, its side's environment, the memory that it takes."""
+"""The servers of a soak run: their commands, a side's environment, the memory that they take."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from engines import spelled
-from soak_traffic import LONGEST_OUTPUT
+from pd_servers import BOOTSTRAP, DECODE
+from soak_pair import PairClient
+from soak_traffic import LONGEST_OUTPUT, Client
 
 from nsa_backend.benchmarks import servers
 
@@ -39,18 +43,53 @@ def command(checkpoint: Path, port: int) -> list[str]:
     ])  # fmt: skip
 
 
+def pair_commands(checkpoint: Path, port: int) -> list[list[str]]:
+    """A prefill server on the first GPU and a decode server on the second, which takes requests back.
+
+    SGLang's decode server holds back 512 tokens for each request unless told otherwise, the longest output here: none would
+    ever have to go.
+    """
+    carried = ["--disaggregation-transfer-backend", "nixl", "--disaggregation-bootstrap-port", str(port + BOOTSTRAP)]
+    prefill = [*command(checkpoint, port), "--disaggregation-mode", "prefill", "--base-gpu-id", "0", *carried]
+    decode = [*command(checkpoint, port + DECODE), "--disaggregation-mode", "decode", "--base-gpu-id", "1", *carried]
+    return [prefill, [*decode, "--num-reserved-decode-tokens", "64"]]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What serves one side. Growth during the load is of all servers together, in MiB."""
+
+    commands: Callable[[Path, int], list[list[str]]]
+    client: Callable[[int], Client]
+    servers: int
+    environment: dict[str, str]
+    growth: dict[str, int] = field(default_factory=lambda: {"gpu_mib": 256, "host_mib": 256})
+
+
+TOPOLOGIES = {
+    "one": Topology(lambda checkpoint, port: [command(checkpoint, port)], Client, 1, ALLOCATOR),
+    # A transfer engine cannot hand memory in expandable segments to another process, so there are none, and what the allocator
+    # keeps is more.
+    "pd": Topology(pair_commands, PairClient, 2, {}, {"gpu_mib": 1024, "host_mib": 512}),
+}
+"""During the load torch's allocator keeps what the largest prefill so far needed, indexer scores of up to 112 MiB."""
+
+
 def gpu_mib(gpu: str) -> int | None:
+    """Memory taken on these GPUs, one or several with commas between."""
     query = ["nvidia-smi", "-i", gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     with suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return int(subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0])
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+        return sum(map(int, lines)) if lines else None
     return None
 
 
-def host_mib(pid: int) -> float | None:
-    """Resident memory of the server's processes; a page that they share counts in each."""
+def host_mib(pids: list[int]) -> float | None:
+    """Resident memory of the servers' processes; a page that they share counts in each."""
     total = 0
-    with suppress(psutil.Error):
-        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-            with suppress(psutil.Error):
-                total += process.memory_info().rss
+    for pid in pids:
+        with suppress(psutil.Error):
+            for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+                with suppress(psutil.Error):
+                    total += process.memory_info().rss
     return round(total / 2**20, 1) if total else None

@@ -1,6 +1,6 @@
 """One side of a soak run: a server under changing load, with aborts and retractions; outputs, accept length, memory and log.
 
-    python tests/e2e/soak_side.py OUT.json --side ours [--gpu 0] [--minutes 8] [--port 33000] [--seed 0]
+    python tests/e2e/soak_side.py OUT.json --side ours [--gpu 0] [--topology pd] [--minutes 8] [--port 33000] [--seed 0]
 
 Each template runs alone first; under load its output must be the same, up to ties. A run that fails, gets SIGTERM or has no
 time left writes what it has. soak.py runs both sides.
@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from soak_answers import Template, group_differences, judge_answer, judge_tie
 from soak_judge import problems_of, summary
-from soak_server import ALLOCATOR, SIDES, command, gpu_mib, host_mib
+from soak_server import SIDES, TOPOLOGIES, gpu_mib, host_mib
 from soak_traffic import FAILURES, Client, Traffic, make_templates, request_body
 
 from nsa_backend.benchmarks import faithful_checkpoint
@@ -47,10 +47,12 @@ class Soak:
     templates: list[Template]
     seconds: float
     began: float
+    port: int = 0  # the first of its servers'
     side: str = "ours"  # a key of servers.BACKENDS
     gpu: str = "0"
     phase: str = "start"
-    server: subprocess.Popen | None = None
+    topology: str = "one"  # a key of TOPOLOGIES
+    servers: list[subprocess.Popen] = field(default_factory=list)
     log: Path = field(default_factory=lambda: Path(tempfile.mkdtemp()) / "server.log")
     references: dict[int, list[int]] = field(default_factory=dict)
     load: tuple[float, float] = (0.0, 0.0)  # begin and end
@@ -69,7 +71,7 @@ def watch(run: Soak) -> None:
     while True:
         now, kinds = time.monotonic(), Counter(record.kind for record in list(run.traffic.records))
         sample = {"clients": run.traffic.in_flight(), "finished": kinds["finished"]}
-        sample |= {"gpu_mib": gpu_mib(run.gpu), "host_mib": host_mib(run.server.pid) if run.server else None}
+        sample |= {"gpu_mib": gpu_mib(run.gpu), "host_mib": host_mib([server.pid for server in run.servers])}
         run.samples.append({"time": now} | sample)
         if now - printed >= PROGRESS_SECONDS:
             printed = now
@@ -80,22 +82,30 @@ def watch(run: Soak) -> None:
         time.sleep(SAMPLE_SECONDS)
 
 
+def ended(run: Soak) -> int | None:
+    """The exit code of a server that has ended; None while all are there."""
+    return next((code for server in run.servers if (code := server.poll()) is not None), None)
+
+
 def alive(run: Soak) -> bool:
     with suppress(*FAILURES):
-        return run.server.poll() is None and run.client.call("/health", timeout=5) is not None
+        return ended(run) is None and run.client.call("/health", timeout=5) is not None
     return False
 
 
 def start(run: Soak) -> None:
     checkpoint = faithful_checkpoint.write(run.log.parent / "checkpoint")
-    with run.log.open("w") as stream:
-        run.server = subprocess.Popen(
-            command(checkpoint, run.client.port), stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | SIDES[run.side] | {"CUDA_VISIBLE_DEVICES": run.gpu, **ALLOCATOR},
-        )  # fmt: skip
+    topology = TOPOLOGIES[run.topology]
+    with run.log.open("a") as stream:
+        for words in topology.commands(checkpoint, run.port):
+            server = subprocess.Popen(
+                words, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | SIDES[run.side] | {"CUDA_VISIBLE_DEVICES": run.gpu} | topology.environment,
+            )  # fmt: skip
+            run.servers.append(server)
     while not alive(run):
-        if run.server.poll() is not None:
-            raise RuntimeError(f"the server ended with {run.server.returncode}")
+        if (code := ended(run)) is not None:
+            raise RuntimeError(f"the server ended with {code}")
         if run.left() < run.seconds / 2:
             raise TimeoutError("the server did not become ready")
         time.sleep(1)
@@ -118,8 +128,8 @@ def load(run: Soak) -> None:
     run.traffic.start(run.templates, run.references)
     try:
         while run.left() > TAIL_SECONDS:
-            if run.server.poll() is not None:
-                raise RuntimeError(f"the server ended with {run.server.returncode}")
+            if (code := ended(run)) is not None:
+                raise RuntimeError(f"the server ended with {code}")
             time.sleep(0.5)
     finally:
         run.load = (began, time.monotonic())
@@ -161,6 +171,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("out", type=Path)
     parser.add_argument("--side", choices=list(SIDES), required=True)
     parser.add_argument("--gpu", default="0", help="as CUDA_VISIBLE_DEVICES names it")
+    parser.add_argument("--topology", choices=list(TOPOLOGIES), default="one")
     parser.add_argument("--minutes", type=float, default=8, help="of everything, the start of the server included")
     for option, default in (("--port", 33000), ("--seed", 0)):
         parser.add_argument(option, type=int, default=default)
@@ -171,9 +182,10 @@ def main() -> int:
     args, began = arguments(), time.monotonic()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     os.environ["CUDA_VISIBLE_DEVICES"] = args.gpu  # of this process too, which asks for the GPU's name
-    client = Client(args.port)
+    client = TOPOLOGIES[args.topology].client(args.port)
     templates = make_templates(args.seed)
-    run = Soak(client, Traffic(client, args.seed), templates, 60 * args.minutes, began, args.side, args.gpu)
+    traffic = Traffic(client, args.seed)
+    run = Soak(client, traffic, templates, 60 * args.minutes, began, args.port, args.side, args.gpu, topology=args.topology)
     report = {"arguments": vars(args) | {"out": args.out.name}}
     try:
         for number in (signal.SIGTERM, signal.SIGALRM):
@@ -193,9 +205,9 @@ def main() -> int:
     problems = run.problems + problems_of(report, ours=run.side == "ours")
     report |= {"problems": problems, "seconds": round(time.monotonic() - began, 1)}
     args.out.write_text(json.dumps(report, indent=1))
-    if run.server is not None:
+    for server in run.servers:
         with suppress(ProcessLookupError):  # not SIGTERM, after which SGLang waits for requests aborted in its queue for ever
-            os.killpg(run.server.pid, signal.SIGKILL)
+            os.killpg(server.pid, signal.SIGKILL)
     if report["problems"] and run.log.exists():
         print(run.log.read_text(errors="replace")[-3000:])
     print("\n".join(f"{run.side}: {problem}" for problem in report["problems"]) or f"{run.side}: no problems", flush=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+from case import workload_of
 from engines import run_to_its_end
 from next_token import question
 from workloads import WORKLOADS, Case
@@ -25,18 +26,29 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 
 
 def differences(case: Case, ours: dict, builtin: dict) -> list[dict]:
-    """Where outputs part, with the prompt that leads there; nobody has asked yet whether these are ties."""
+    """Where outputs part, with the prompt that leads there; nobody has asked yet whether these are ties.
+
+    A difference has the tokens of `ours` and of `builtin`; one between two runs of ours has `ours` and `other`, and says
+    `against` which run.
+    """
     found = []
-    for workload in case.workloads:
-        flat = [p for wave in WORKLOADS[workload]() for p in wave]
-        pairs = zip(flat, ours[workload]["output_ids"], builtin[workload]["output_ids"], strict=True)
-        for request, (prompt, mine, theirs) in enumerate(pairs):
-            at = first_difference(mine, theirs)
-            if at is not None:
-                found.append(
-                    {"case": case.name, "workload": workload, "request": request, "position": at,
-                     "ours": mine[at], "builtin": theirs[at], "prompt": prompt + mine[:at], "tie": None}
-                )  # fmt: skip
+    for name in case.measured():
+        found += _parted(case, name, ours[name], builtin[name], "builtin")
+    for name, other in case.equal_outputs():
+        found += [d | {"against": other} for d in _parted(case, name, ours[name], ours[other], "other")]
+    return found
+
+
+def _parted(case: Case, name: str, mine: dict, theirs: dict, side: str) -> list[dict]:
+    found = []
+    flat = [p for wave in WORKLOADS[workload_of(name)]() for p in wave]
+    for request, (prompt, a, b) in enumerate(zip(flat, mine["output_ids"], theirs["output_ids"], strict=True)):
+        at = first_difference(a, b)
+        if at is not None:
+            found.append(
+                {"case": case.name, "workload": name, "request": request, "position": at,
+                 "ours": a[at], side: b[at], "prompt": prompt + a[:at], "tie": None}
+            )  # fmt: skip
     return found
 
 
@@ -82,6 +94,6 @@ def _judge(checkpoint: Path, case: Case, found: list[dict], logs: Path, port: in
         return
     for difference, best in zip(found, json.loads(answers.read_text()), strict=True):
         values = {token: value for value, token in best}
-        gaps = [best[0][0] - values[t] if t in values else None for t in (difference["ours"], difference["builtin"])]
-        difference["below_best"] = {"ours": gaps[0], "builtin": gaps[1]}
-        difference["tie"] = all(gap is not None and gap < TIE for gap in gaps)
+        sides = ("ours", "other" if "against" in difference else "builtin")
+        gaps = {s: best[0][0] - values[difference[s]] if difference[s] in values else None for s in sides}
+        difference |= {"below_best": gaps, "tie": all(gap is not None and gap < TIE for gap in gaps.values())}

@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from case import FP8, TWO_GPUS, Case
+from case import Case
+from deployment_cases import DEPLOYMENT_CASES
+from engine_options import DP_2, FOUR_GPUS, FP8, TWO_GPUS, UP_TO_TWO
 from model_cases import MODEL_CASES
 from round_cases import ROUND_CASES
 
@@ -50,6 +52,10 @@ WORKLOADS = {
     "8x6000": lambda: [prompts(8, 6000)],
     "32x6000": lambda: [prompts(32, 6000, step=9, seed=9)],
     "short": lambda: [prompts(4, 5, step=20, seed=7)],
+    # What HiCache needs, in this order: prompts, others that take their room on the GPU, and the first ones again.
+    "prompts": lambda: [prompts(8, 3000, seed=61)],
+    "prompts that take their room": lambda: [prompts(8, 3000, seed=seed) for seed in (62, 63, 64)],
+    "the first prompts again": lambda: [prompts(8, 3000, seed=61)],
     "unequal ranks": lambda: [prompts(sum(counts), 300, step=9, seed=40 + i) for i, counts in enumerate(UNEQUAL)],
 }
 
@@ -65,10 +71,6 @@ STANDARD = ("8x300", "4x3000")
 GRID = tuple(f"{batch}x{length}" for batch in (1, 8, 32) for length in (300, 3000))
 BATCHES = tuple(f"{batch}x{length}" for batch in (1, 4, 8) for length in (300, 3000))
 GRID_ENGINE = {"cuda_graph_bs": [1, 2, 4, 8, 16, 32], "max_total_tokens": 131072}
-FOUR_GPUS = TWO_GPUS | {"tp_size": 4}
-DP_2 = {"dp_size": 2, "enable_dp_attention": True}
-UP_TO_TWO = {"cuda_graph_bs": [1, 2]}
-"""Captured sizes that most batches of "unequal ranks" exceed, on one rank or on both."""
 UNEQUAL_FLOORS = {"8x300": 3.9 / 4, "unequal ranks": 3.9 / 4}
 
 fp8_case = partial(Case, decode="flashmla_kv", engine=FP8, floors=FP8_FLOORS, floor_of_all=0.95)
@@ -202,4 +204,5 @@ CASES = [
     Case("no speculation, flashmla_sparse", 0, STANDARD, decode="flashmla_sparse"),
     *MODEL_CASES,
     *ROUND_CASES,
+    *DEPLOYMENT_CASES,
 ]

@@ -15,6 +15,7 @@ from nsa_backend.releases import generation_of, installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak_server
 from next_token import question
+from pd_servers import command, roles
 from run_case import engine_arguments
 from workloads import CASES
 
@@ -47,7 +48,29 @@ def test_every_case_resolves(engine, case, ask):
     assert set(adapter.served_backends(server_args)) <= set(adapter.BACKEND_NAMES)
     assert getattr(args, adapter.DECODE_ATTRIBUTE) == case.decode
     assert (args.speculative_num_steps or 0) == (0 if ask else case.steps)
-    assert args.tp_size == case.gpus
+    assert args.tp_size == case.gpus // (2 if case.disaggregated else 1)
+
+
+@pytest.mark.parametrize("case", [case for case in RUN_HERE if case.disaggregated], ids=lambda case: case.name)
+def test_both_servers_of_a_pair_resolve(parse, resolve, tmp_path, case):
+    """As their command lines are parsed; what one sends, the other expects."""
+    (tmp_path / "config.json").write_text(
+        json.dumps(faithful_checkpoint.config(faithful_checkpoint.SHAPES["faithful"], MODELS[case.model]))
+    )
+    found = []
+    for arguments in roles(engine_arguments(case, str(tmp_path), 30000), case.disaggregated):
+        server_args = resolve(*command(arguments)[3:])
+        server_args.check_server_args()
+        found.append(adapter.resolved(server_args))
+    prefill, decode = found
+    assert (prefill.disaggregation_mode, decode.disaggregation_mode) == ("prefill", "decode")
+    for name in ("disaggregation_transfer_backend", "disaggregation_bootstrap_port", "kv_cache_dtype", "page_size", "tp_size"):
+        assert getattr(prefill, name) == getattr(decode, name), name
+    assert prefill.disaggregation_transfer_backend == case.disaggregated
+    assert prefill.base_gpu_id + prefill.tp_size == decode.base_gpu_id
+    assert decode.base_gpu_id + decode.tp_size == case.gpus
+    assert len({prefill.port, decode.port, prefill.disaggregation_bootstrap_port}) == 3
+    assert [args.speculative_num_steps or 0 for args in found] == [case.steps] * 2
 
 
 def test_debugging_graphs_has_graphs_to_debug(engine):
@@ -62,7 +85,7 @@ def test_debugging_graphs_has_graphs_to_debug(engine):
 
 @pytest.mark.parametrize("name", ["above the captured sizes", "without CUDA graphs"])
 def test_batches_of_unequal_ranks_run_outside_graphs(engine, name):
-    for case in (c for c in CASES if name in c.name and c.gpus == 2):
+    for case in (c for c in CASES if c.name.startswith("two GPUs") and name in c.name):
         args = adapter.resolved(engine(case))
         assert (args.dp_size if args.enable_dp_attention else args.attn_dp_size) == 2
         if name == "without CUDA graphs":
@@ -79,3 +102,14 @@ def test_both_sides_of_the_soak_run_understand_its_command(resolve, tmp_path):
     assert getattr(args, adapter.DECODE_ATTRIBUTE) == "fa3"
     assert (args.speculative_num_steps, args.max_total_tokens, args.chunked_prefill_size) == (3, soak_server.POOL_TOKENS, 512)
     assert max(args.cuda_graph_bs if HAS_V1 else args.cuda_graph_config.decode.bs) == 64
+
+
+@pytest.mark.skipif(HAS_V1, reason="PD of sparse models with drafts is served from 0.5.23 on")
+def test_both_servers_of_a_soaked_pair_understand_their_commands(resolve, tmp_path):
+    found = [words[words.index("--model-path") + 2 :] for words in soak_server.pair_commands(tmp_path, 33000)]
+    prefill, decode = (adapter.resolved(resolve(*words)) for words in found)
+    assert (prefill.disaggregation_mode, decode.disaggregation_mode) == ("prefill", "decode")
+    assert prefill.disaggregation_bootstrap_port == decode.disaggregation_bootstrap_port
+    assert (prefill.base_gpu_id, decode.base_gpu_id) == (0, 1)
+    assert decode.num_reserved_decode_tokens < soak_server.LONGEST_OUTPUT
+    assert len({prefill.port, decode.port, prefill.disaggregation_bootstrap_port}) == 3

@@ -33,7 +33,7 @@ for name, count in workloads.items():
     if builtin and name == "4x3000":
         ids[1][3] = 6
     out[name] = {{"output_ids": ids, "accept": [steps + 0.97] * count, "histograms": [[0] * steps + [9]] * count,
-                 "cached_tokens": [0] * count}}
+                 "cached_tokens": [0] * count, "host_tokens": [0] * count, "seconds": 1.0}}
 pathlib.Path(sys.argv[3]).write_text(json.dumps(out))
 """
 ASK = """
@@ -175,7 +175,7 @@ class TestSpreading:
 
         loop = asyncio.new_event_loop()
         engine = SimpleNamespace(loop=loop, async_generate=async_generate)
-        assert run_case._generate(engine, [[1, 2], [3], [4]], {}, [0, 0, 1]) == [[1, 2], [3], [4]]
+        assert run_case.generate_with(engine)([[1, 2], [3], [4]], {}, [0, 0, 1]) == [[1, 2], [3], [4]]
         assert asked == [(2, 0), (1, 0), (1, 1)]
         loop.close()
 

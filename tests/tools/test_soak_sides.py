@@ -1,10 +1,10 @@
-"""A soak run of both sides over HTTP, against stand-ins for the servers, and the report that joins them."""
+"""A soak run of both sides over HTTP, against stand-ins for the servers, and sides in processes of their own."""
 
 import json
 import signal
-import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +12,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak
-import soak_judge
 import soak_side
-from soak_answers import Record, Template
+import soak_traffic
+from pd_servers import DECODE
+from soak_answers import Template
 
 SERVER = """
 import json, sys, time
@@ -32,6 +33,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with open("asked", "a") as seen:
+            print(json.dumps([port, asked]), file=seen)
         self.do_GET()
         if "sampling_params" not in asked:
             aborted.add(asked["rid"])
@@ -69,6 +72,7 @@ ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 def serve_quickly(monkeypatch, tmp_path):
     """Returns a function of (side, seconds a server takes to its first token) that runs that side and returns its report."""
     (tmp_path / "server.py").write_text(SERVER)
+    monkeypatch.chdir(tmp_path)
     for name, seconds in (("TAIL_SECONDS", 3.0), ("DRAIN_SECONDS", 2.0), ("IDLE_SECONDS", 0.1), ("LAST_SECONDS", 0.5)):
         monkeypatch.setattr(soak_side, name, seconds)
     monkeypatch.setattr(soak_side, "SAMPLE_SECONDS", 0.2)
@@ -78,11 +82,15 @@ def serve_quickly(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT)}
 
-    def run(side: str, delay: float, port: int) -> dict:
-        words = [sys.executable, str(tmp_path / "server.py"), str(port), str(delay), side]
-        monkeypatch.setattr(soak_side, "command", lambda checkpoint, port: words)
+    def run(side: str, delay: float, port: int, topology: str = "one") -> dict:
+        def commands(checkpoint: Path, port: int) -> list[list[str]]:
+            ports = [port, port + DECODE][: served.servers]
+            return [[sys.executable, str(tmp_path / "server.py"), str(port), str(delay), side] for port in ports]
+
+        served = soak_side.TOPOLOGIES[topology]
+        monkeypatch.setitem(soak_side.TOPOLOGIES, topology, replace(served, commands=commands))
         out = tmp_path / f"{side}.json"
-        options = ["--side", side, "--minutes", "0.15", "--port", str(port)]
+        options = ["--side", side, "--minutes", "0.15", "--port", str(port), "--topology", topology]
         monkeypatch.setattr(sys, "argv", ["soak_side.py", str(out), *options])
         soak_side.main()
         for number, handler in handlers.items():
@@ -108,78 +116,21 @@ def test_both_sides_over_http(serve_quickly):
     assert f"| whole request, s, p50 / p99 | {ours['latency']['request_s']['p50']:.2f} / " in soak.table(report)
 
 
-def test_percentiles_are_of_requests_that_finished():
-    def record(kind: str, seconds: float, first: float | None) -> Record:
-        return Record(0, 10.0, 10.0 + seconds, kind, kind, first=first)
-
-    records = [record("finished", n / 100, n / 1000) for n in range(1, 101)]
-    found = soak_judge.latency([*records, record("aborted", 50.0, None), record("failed", 60.0, None)])
-    assert found == {"first_token_s": {"p50": 0.05, "p99": 0.099}, "request_s": {"p50": 0.5, "p99": 0.99}}
-    assert soak_judge.latency([]) == {"first_token_s": None, "request_s": None}
-
-
-def side(**fields) -> dict:
-    times = {"p50": 0.5, "p99": 1.25}
-    return {
-        "references": 80,
-        "problems": [],
-        "load_minutes": 7.5,
-        "requests": {"finished": 750, "aborted": 2, "closed": 3, "failed": 0},
-        "retracted": {"in_log": 5},
-        "latency": {"first_token_s": times, "request_s": times},
-        "accept_length": 3.93,
-        "drift": -0.001,
-        "suspect_lines": {"count": 0},
-        "differences": [],
-        "growth": {"gpu_mib": 80, "host_mib": 7.8},
-        "held": {"before_mib": 3976, "after_mib": 3978},
-        "environment": {"gpu": "NVIDIA H200"},
-    } | fields
-
-
-TIED = {"template": 3, "tie": True, "below_best": {"reference": 0.0, "other": 0.03}}
-NO_TIE = {"template": 4, "tie": False, "below_best": {"reference": 0.0, "other": None}}
-
-
-class TestJoined:
-    def test_the_built_in_is_reported_and_not_judged(self):
-        both = {"ours": side(), "builtin": side(problems=["3 requests failed"], differences=[TIED, NO_TIE])}
-        report = soak.joined(both, {}, 480.0)
-        assert report["problems"] == []
-        assert report["sides"]["builtin"]["problems"] == ["3 requests failed"]
-        assert report["sides"]["builtin"]["differences"] == {
-            "ways": 2, "at_ties": 1, "widest_below_best": 0.03, "others": [NO_TIE],
-        }  # fmt: skip
-
-    def test_ours_is_judged(self):
-        report = soak.joined({"ours": side(problems=["3 requests failed"]), "builtin": side()}, {}, 480.0)
-        assert report["problems"] == ["3 requests failed"]
-
-    def test_other_traffic(self):
-        report = soak.joined({"ours": side(), "builtin": side(references=71)}, {}, 480.0)
-        assert report["problems"] == [
-            "the sides were not asked the same: 80 and 71 templates had a reference when the load began"
-        ]
-
-    def test_a_side_without_a_report(self):
-        report = soak.joined({"ours": None, "builtin": side()}, {}, 480.0)
-        assert report["problems"] == ["no report of ours"]
-        assert "| retracted | - | 5 |" in soak.table(report)
-        assert soak.joined({"ours": side(), "builtin": None}, {}, 480.0)["problems"] == []
-
-    def test_every_row_of_the_table_has_both_columns(self):
-        slow = {"first_token_s": None, "request_s": {"p50": 2.0, "p99": 9.0}}
-        rows = soak.table(soak.joined({"ours": side(), "builtin": side(latency=slow, drift=None)}, {}, 480.0)).splitlines()
-        assert {row.count("|") for row in rows} == {4}
-        for row in (
-            "| requests finished / aborted / closed / failed | 750 / 2 / 3 / 0 | 750 / 2 / 3 / 0 |",
-            "| requests finished in a minute of the load | 100 | 100 |",
-            "| to the first token, s, p50 / p99 | 0.50 / 1.25 | - |",
-            "| whole request, s, p50 / p99 | 0.50 / 1.25 | 2.00 / 9.00 |",
-            "| accept length, last whole minute over the first, less one | -0.1 % | - |",
-            "| GPU memory held before the load / after it and a flush, MiB | 3976 / 3978 | 3976 / 3978 |",
-        ):
-            assert row in rows
+def test_a_pair_of_servers_gets_every_request_and_every_abort(serve_quickly, monkeypatch, tmp_path):
+    monkeypatch.setattr(soak_traffic, "SHARES", {"finished": 0.6, "aborted": 0.2, "closed": 0.2})
+    found = serve_quickly("ours", 0.02, 33840, "pd")
+    assert found["references"] == 4
+    assert found["requests"]["failed"] == 0
+    assert all(found["requests"][kind] for kind in ("finished", "aborted", "closed"))
+    assert len(found["active"]) == found["servers"] == 2
+    assert not [problem for problem in found["problems"] if "lines of the log say" in problem]
+    asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    by_port = {port: {(a["rid"], a.get("bootstrap_room")) for at, a in asked if at == port} for port in (33840, 33840 + DECODE)}
+    prefill, decode = by_port.values()
+    assert prefill == decode
+    assert any(room is None for _, room in prefill)  # an abort
+    rooms = [room for _, room in prefill if room is not None]
+    assert len(set(rooms)) == len(rooms)
 
 
 SIDE = """
@@ -203,7 +154,7 @@ class TestSides:
         (tmp_path / "seconds").write_text("0.2")
         monkeypatch.setattr(soak, "HERE", tmp_path)
         monkeypatch.setattr(soak, "GRACE_SECONDS", 0.0)
-        return SimpleNamespace(out=tmp_path / "out.json", gpus=["2", "3"], minutes=0.1, port=33000, seed=4)
+        return SimpleNamespace(out=tmp_path / "out.json", gpus=["2", "3"], minutes=0.1, port=33000, seed=4, topology="one")
 
     def test_two_gpus_serve_at_once(self, args):
         reports = soak.run(args)
@@ -228,11 +179,3 @@ class TestSides:
     def test_a_side_that_dies_leaves_no_report(self, args, tmp_path):
         (tmp_path / "soak_side.py").write_text("raise SystemExit(9)")
         assert soak.run(args) == {"ours": None, "builtin": None}
-
-
-def test_the_table_is_printed(tmp_path):
-    out = tmp_path / "out.json"
-    report = soak.joined({"ours": side(), "builtin": side()}, {}, 480.0)
-    out.write_text(json.dumps(report))
-    shown = subprocess.run([sys.executable, soak.__file__, str(out), "--table"], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == soak.table(report)

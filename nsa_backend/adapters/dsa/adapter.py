@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import BaseIndexerMeta
 from sglang.srt.runtime_context import get_exec, get_parallel, get_server_args, get_spec
 from sglang.srt.server_args import ServerArgs
 
-from nsa_backend.adapters import naive_eagle
+from nsa_backend.adapters import naive_eagle, resumed_memory, retraction
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.dsa.rounds import rule
@@ -130,6 +130,16 @@ class DsaAdapter(Adapter):
     def kv_pool(self, batch: ForwardBatch, backend: AttentionBackend) -> Any:
         """Where the KV of `batch` is: a batch no longer knows, its backend does."""
         return backend.token_to_kv_pool
+
+    def clear_padding_row_on_resume(self) -> None:
+        """On servers that can release memory (--enable-memory-saver)."""
+        if get_server_args().enable_memory_saver:
+            resumed_memory.clear_padding_row_on_resume()
+
+    def keep_draft_kv(self, draft_runner: ModelRunner) -> None:
+        """On a decode server of PD disaggregation, which copies the KV of retracted requests to the host."""
+        if get_server_args().disaggregation_mode == "decode":
+            retraction.keep_draft_kv(draft_runner.token_to_kv_pool_allocator, draft_runner.token_to_kv_pool)
 
     def take_over(self, ours: Takeover) -> None:
         """Register everything; raises RuntimeError where SGLang did not take a hook."""

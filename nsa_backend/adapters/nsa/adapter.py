@@ -103,6 +103,12 @@ class NsaAdapter(Adapter):
     def take_rounds(self, ours: Takeover) -> None:
         """Nothing: no round is one graph on these releases, and a server that asks for it does not start."""
 
+    def clear_padding_row_on_resume(self) -> None:
+        """Nothing: releasing memory was not looked at in these releases."""
+
+    def keep_draft_kv(self, draft_runner: ModelRunner) -> None:
+        """Nothing: where SGLang would copy a retracted request's KV to the host, these releases fail with a sparse pool."""
+
     def take_over(self, ours: Takeover) -> None:
         """Register everything; raises RuntimeError where SGLang did not take a hook."""
         hook(f"{FACTORY}._create_nsa_decode_backend", ours.create_multi_step_backend, HookType.REPLACE)

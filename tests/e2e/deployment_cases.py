@@ -1,0 +1,137 @@
+"""End-to-end cases of the deployments that people run, on SGLang 0.5.23 and later: PD, HiCache, parallelism, weight updates.
+
+A case of PD takes two GPUs and starts three servers: prefill, decode, and one that does both, whose outputs are the measure.
+nixl is the transfer engine that installs from PyPI and needs no RDMA (`nixl` and `nixl-cu13`, 59 MB). Within a machine it
+copies from GPU to GPU where they can reach each other, and through TCP otherwise.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from case import Case
+from engine_options import DP_2, FOUR_GPUS, FP8, TWO_GPUS, UP_TO_TWO
+
+SINCE = ">=0.5.23"
+STANDARD = ("8x300", "4x3000")
+FLOORS = {"8x300": 3.9 / 4, "4x3000": 3.85 / 4, "32x300": 3.9 / 4, "unequal ranks": 3.9 / 4}
+GLM_52 = {"model": "glm-5.2", "floor_of_all": 0.95}
+
+pd = partial(Case, disaggregated="nixl", gpus=2, releases=SINCE)
+pd_fp8 = partial(pd, decode="flashmla_kv", engine=FP8, floors={"8x300": 3.8 / 4}, floor_of_all=0.95)
+PD_CASES = [
+    pd("PD", 3, (*STANDARD, "32x300", "short", "shared prefix"), floors=FLOORS),
+    pd_fp8("PD, fp8", 3, (*STANDARD, "32x300")),
+    pd_fp8("PD, fp8 after flashmla_sparse prefill", 3, STANDARD, engine=FP8 | {"nsa_prefill_backend": "flashmla_sparse"}),
+    pd("PD, flashmla_sparse", 3, STANDARD, decode="flashmla_sparse", floors=FLOORS),
+    pd("PD, chunked prefill", 3, STANDARD, engine={"chunked_prefill_size": 1024}, floors=FLOORS),
+    pd("PD, unfused top-k", 3, STANDARD, environment={"SGLANG_DSA_FUSE_TOPK": "0"}, floors=FLOORS),
+    pd("PD, without CUDA graphs", 3, ("8x300",), engine={"disable_cuda_graph": True}, floors=FLOORS),
+    pd("PD without drafts", 0, STANDARD),
+    pd("PD through SGLang's router", 3, ("8x300",), router=True, floors=FLOORS),
+    # Where GPUs cannot reach each other: through TCP, whatever else there is.
+    pd("PD through TCP", 3, ("8x300",), environment={"UCX_TLS": "tcp,cuda_copy,self"}, floors=FLOORS),
+    # Fewer tokens than 32 requests come to, and few held back for each: the decode server takes some of them back.
+    pd(
+        "PD with retractions",
+        3,
+        ("32x300",),
+        engine={"max_total_tokens": 12288, "num_reserved_decode_tokens": 16},
+        floor_of_all=0.9,
+    ),
+    pd("PD, glm-5.2", 5, ("8x300", "8x3000"), **GLM_52),
+    pd("PD, glm-5.2, unfused top-k", 5, ("8x300",), environment={"SGLANG_DSA_FUSE_TOPK": "0"}, **GLM_52),
+    pd("PD, glm-5.2, fp8", 5, ("8x300", "8x3000"), decode="flashmla_kv", engine=FP8, **GLM_52),
+    # A pair of GPUs each: DP attention on both sides of the transfer.
+    pd(
+        "PD, DP attention",
+        3,
+        STANDARD,
+        engine=TWO_GPUS | DP_2,
+        floors=FLOORS,
+        gpus=4,
+    ),
+]
+
+HICACHE = {
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 4.0,
+    "hicache_write_policy": "write_through",
+    "max_total_tokens": 32768,  # one wave of eight prompts of 3000 tokens and its answers, not two
+}
+LOADED_BACK = "the first prompts again"
+hicache = partial(
+    Case,
+    workloads=("prompts", "prompts that take their room", LOADED_BACK),
+    engine=HICACHE,
+    floors=dict.fromkeys(("prompts", LOADED_BACK), 3.85 / 4),
+    loaded_back=LOADED_BACK,
+    same=(("prompts", LOADED_BACK),),
+    releases=SINCE,
+)
+HICACHE_CASES = [
+    hicache("HiCache", 3),
+    hicache("HiCache, layer_first", 3, engine=HICACHE | {"hicache_mem_layout": "layer_first"}),
+    hicache(
+        "HiCache, direct copies", 3, engine=HICACHE | {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
+    ),
+    hicache("HiCache, write back", 3, engine=HICACHE | {"hicache_write_policy": "write_back"}),
+    hicache("HiCache, chunked prefill", 3, engine=HICACHE | {"chunked_prefill_size": 1024}),
+    hicache("HiCache, fp8", 3, decode="flashmla_kv", engine=HICACHE | FP8, floors={}, floor_of_all=0.95),
+    hicache("HiCache without drafts", 0, floors={}),
+    hicache("HiCache, glm-5.2", 5, floors={}, **GLM_52),
+]
+
+again = partial(Case, action="weights were updated", releases=SINCE)
+SAVED = {"enable_memory_saver": True, "enable_weights_cpu_backup": True, "enable_draft_weights_cpu_backup": True}
+"""SGLang gives weights back empty unless it keeps a copy of them, for which a trainer has no need."""
+released = partial(Case, action="memory was released and resumed", engine=SAVED, floors=FLOORS, releases=SINCE)
+TRAINING_CASES = [
+    again("weights updated", 3, STANDARD, floors=FLOORS),
+    again("weights updated, fp8", 3, STANDARD, decode="flashmla_kv", engine=FP8, floor_of_all=0.95),
+    again("weights updated, two GPUs", 3, STANDARD, engine=TWO_GPUS, floors=FLOORS, gpus=2),
+    released("memory released and resumed", 3, STANDARD),
+    released("memory released and resumed, flashmla_sparse", 3, STANDARD, decode="flashmla_sparse"),
+    released("memory released and resumed, graphs too", 3, STANDARD, environment={"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}),
+    released(
+        "memory released and resumed, fp8, graphs too",
+        3,
+        STANDARD,
+        decode="flashmla_kv",
+        engine=SAVED | FP8,
+        environment={"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"},
+        floors={},
+        floor_of_all=0.95,
+    ),
+]
+
+EXPERTS = {"ep_size": 2}
+"""Experts are divided, and SGLang adds up what the ranks have (`--moe-a2a-backend none`); DeepEP does not come from PyPI."""
+NO_OVERLAP = {"disable_overlap_schedule": True}
+UNEQUAL = ("8x300", "unequal ranks")
+parallel = partial(Case, floors=FLOORS, releases=SINCE)
+PARALLEL_CASES = [
+    parallel("overlap scheduling off", 3, (*STANDARD, "sizes between and above the captured"), engine=NO_OVERLAP),
+    parallel(
+        "overlap scheduling off, fp8", 3, STANDARD, decode="flashmla_kv", engine=NO_OVERLAP | FP8, floors={}, floor_of_all=0.95
+    ),
+    parallel("two GPUs, expert parallel", 3, ("1x300", *STANDARD), engine=TWO_GPUS | EXPERTS, gpus=2),
+    parallel("two GPUs, DP attention, expert parallel", 3, UNEQUAL, engine=TWO_GPUS | DP_2 | EXPERTS, gpus=2),
+    parallel("two GPUs, DP attention, overlap scheduling off", 3, UNEQUAL, engine=TWO_GPUS | DP_2 | NO_OVERLAP, gpus=2),
+    # Two ranks of attention, each on two GPUs: rows are padded to the GPUs of a rank, and to the largest rank.
+    *(
+        parallel(f"four GPUs, DP attention 2, {name}", 3, UNEQUAL, engine=FOUR_GPUS | DP_2 | options, gpus=4, **others)
+        for kv, dtype, others in (
+            ("", {}, {}),
+            ("fp8, ", FP8, {"decode": "flashmla_kv", "floors": {}, "floor_of_all": 0.95}),
+        )
+        for name, options in (
+            (f"{kv}unequal ranks", dtype),
+            (f"{kv}without CUDA graphs", dtype | {"disable_cuda_graph": True}),
+            (f"{kv}above the captured sizes", dtype | UP_TO_TWO),
+        )
+    ),
+    parallel("four GPUs, DP attention 2, expert parallel", 3, UNEQUAL, engine=FOUR_GPUS | DP_2 | {"ep_size": 4}, gpus=4),
+]
+
+DEPLOYMENT_CASES = [*PD_CASES, *HICACHE_CASES, *TRAINING_CASES, *PARALLEL_CASES]

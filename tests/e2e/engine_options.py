@@ -1,0 +1,11 @@
+"""Options of engines that the cases of several files share."""
+
+from __future__ import annotations
+
+FP8 = {"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"}
+TWO_GPUS = {"tp_size": 2, "disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
+"""All-reduce through NCCL alone: SGLang's fused one asks for NVLink multicast, which not every machine offers."""
+FOUR_GPUS = TWO_GPUS | {"tp_size": 4}
+DP_2 = {"dp_size": 2, "enable_dp_attention": True}
+UP_TO_TWO = {"cuda_graph_bs": [1, 2]}
+"""Captured sizes that most batches of "unequal ranks" exceed, on one rank or on both."""

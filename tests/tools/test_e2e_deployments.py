@@ -1,0 +1,116 @@
+"""Cases that run their workloads twice on one side, with an action between or in another place, against a stand-in engine."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_e2e_runs import ASK
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+import actions
+import reports
+import run_case
+import ties
+from workloads import CASES, STANDARD
+
+
+def answers(count: int, **meta) -> list[dict]:
+    return [
+        {"output_ids": [5, 6, 7, 8], "meta_info": {"spec_correct_drafts_histogram": [0, 0, 0, 9], "cached_tokens": 64} | meta}
+        for _ in range(count)
+    ]
+
+
+class Engine:
+    """Stands for sglang.Engine; takes weights in parts, and gives an output of its own once they are in."""
+
+    def __init__(self, **arguments):
+        self.arguments, self.calls = arguments, []
+
+    def generate(self, input_ids, sampling_params):
+        self.calls.append("generate")
+        host = 2944 if self.calls.count("generate") > 4 else 0
+        return answers(len(input_ids), cached_tokens_details={"device": 0, "host": host})
+
+    def update_weights_from_tensor(self, tensors, flush_cache):
+        self.calls.append(([name for name, _ in tensors], flush_cache))
+        return True, "Succeeded"
+
+    def release_memory_occupation(self):
+        self.calls.append("release")
+
+    def resume_memory_occupation(self):
+        self.calls.append("resume")
+
+    def shutdown(self):
+        self.calls.append("shutdown")
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    engine = Engine()
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=lambda **arguments: engine))
+    return engine
+
+
+def case_called(name: str):
+    return next(c for c in CASES if c.name == name)
+
+
+def test_weights_are_updated_between_two_runs_of_the_same(engine, monkeypatch, tmp_path):
+    monkeypatch.setattr(actions, "MEGABYTES_AT_ONCE", 1)
+    save_file({"a": torch.zeros(200, 1024), "b": torch.zeros(200, 1024), "c": torch.zeros(3)}, tmp_path / "x.safetensors")
+    case = case_called("weights updated")
+    found = run_case.run_engine(case, {"model_path": str(tmp_path)})
+    assert tuple(found) == case.measured() == (*STANDARD, *(f"{w}, after weights were updated" for w in STANDARD))
+    assert engine.calls == ["generate"] * 2 + [(["a"], False), (["b", "c"], True)] + ["generate"] * 2 + ["shutdown"]
+
+
+def test_weights_that_are_not_taken(engine, monkeypatch, tmp_path):
+    engine.update_weights_from_tensor = lambda tensors, flush_cache: (False, "shape mismatch")
+    save_file({"a": torch.zeros(3)}, tmp_path / "x.safetensors")
+    with pytest.raises(RuntimeError, match="did not take a and the 0 after it: shape mismatch"):
+        run_case.run_engine(case_called("weights updated"), {"model_path": str(tmp_path)})
+    assert engine.calls[-1] == "shutdown"
+
+
+def test_memory_is_released_and_resumed(engine):
+    run_case.run_engine(case_called("memory released and resumed"), {"model_path": ""})
+    assert engine.calls == ["generate"] * 2 + ["release", "resume"] + ["generate"] * 2 + ["shutdown"]
+
+
+def test_what_must_come_from_host_memory(engine):
+    case = case_called("HiCache")
+    found = run_case.run_engine(case, {"model_path": ""})
+    assert set(found[case.loaded_back]["host_tokens"]) == {2944}
+    assert found["prompts"]["host_tokens"] == [0] * 8
+    assert reports.verdicts(case, found) == []
+    found[case.loaded_back]["host_tokens"] = [0] * 8
+    (problem,) = reports.verdicts(case, found)
+    assert "no prompt came back from host memory" in problem
+
+
+def test_a_second_run_is_held_to_the_floors_and_outputs_of_the_first(engine, tmp_path):
+    case = case_called("memory released and resumed")
+    found = run_case.run_engine(case, {"model_path": ""})
+    second = f"8x300, {case.again}"
+    assert ties.differences(case, found, found) == []
+    found[second] = found[second] | {"accept": [1.6] * 8, "output_ids": [[5, 6, 9, 8], *found[second]["output_ids"][1:]]}
+    (problem,) = [p for p in reports.verdicts(case, found) if "mean accept" in p]
+    assert problem == f"{case.name}, {second}: mean accept length 1.600 < 3.900"
+    (difference,) = ties.differences(case, found, found)
+    assert (difference["workload"], difference["against"], difference["position"]) == ("8x300", second, 2)
+    assert (difference["ours"], difference["other"]) == (7, 9)
+    assert len(reports.row_of(case, {"ours": found})["workloads"]) == 4
+
+
+def test_a_tie_between_two_runs_of_one_side(monkeypatch, tmp_path):
+    (tmp_path / "next_token.py").write_text(ASK.format(here=str(tmp_path), gap=0.03))
+    monkeypatch.setattr(ties, "HERE", tmp_path)
+    found = [{"prompt": [2, 3], "ours": 5, "other": 6, "against": "8x300, after weights were updated", "tie": None}]
+    case = case_called("weights updated")
+    ties.judge({case.model: tmp_path}, [(case, found)], 1, tmp_path, 12000, 30)
+    assert (found[0]["tie"], found[0]["below_best"]) == (True, {"ours": 0.0, "other": pytest.approx(0.03)})
