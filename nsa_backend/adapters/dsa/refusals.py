@@ -56,8 +56,6 @@ def model_problem(hf_config: Any, speculative: bool, dequantised_prefill: bool) 
         return "its attention has no RoPE part, and every implementation here reads one"
     if architecture.startswith("Dots3Note"):
         return "SGLang gives its full-attention layers a sparse backend of its own, past the one that is registered"
-    if getattr(hf_config, "llama_4_scaling", None) is not None:
-        return "its queries are scaled by position (llama_4_scaling), and SGLang hands no implementation served here the scale"
     if getattr(hf_config, "learnable_sink", False) and dequantised_prefill:
         return "its attention has learnable sinks, which are added on a bfloat16 KV cache alone; pass --kv-cache-dtype bfloat16"
     if speculative and architecture.startswith("LongcatFlash"):

@@ -24,8 +24,6 @@ def model_problem(hf_config: Any, speculative: bool, dequantised_prefill: bool) 
         speculative: whether draft steps are asked for.
         dequantised_prefill: makes no difference in these releases.
     """
-    if getattr(hf_config, "llama_4_scaling", None) is not None:
-        return "its queries are scaled by position (llama_4_scaling), and SGLang hands no implementation served here the scale"
     if speculative and getattr(hf_config, "index_share_for_mtp_iteration", False):
         return (
             "its draft steps attend with one selection (index_share_for_mtp_iteration), which SGLang has from 0.5.17 on; "
