@@ -107,8 +107,8 @@ CASES = [
         engine={"disable_cuda_graph": True},
         floors=FLOORS,
     ),
-    # SGLang then calls what it captured again in place of replaying it.
-    Case("n3 debug CUDA graphs", 3, STANDARD, engine={"debug_cuda_graph": True}, floors=FLOORS),
+    # SGLang then calls what it captured again in place of replaying it. From 0.5.17 on no sparse model starts so.
+    Case("n3 debug CUDA graphs", 3, STANDARD, engine={"debug_cuda_graph": True}, floors=FLOORS, releases="<0.5.17"),
     Case("n3 chunked prefill", 3, STANDARD, engine={"chunked_prefill_size": 1024}, floors=FLOORS),
     Case("n3 fa3 prefill too", 3, STANDARD, engine={"nsa_prefill_backend": "fa3"}, floors=FLOORS),
     Case(

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sglang.srt.server_args import ServerArgs
@@ -10,6 +11,7 @@ from sglang.srt.server_args import ServerArgs
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks import faithful_checkpoint
 from nsa_backend.benchmarks.faithful_models import MODELS
+from nsa_backend.refusals import RULES
 from nsa_backend.releases import generation_of, installed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
@@ -50,14 +52,15 @@ def test_every_case_resolves(engine, case, ask):
     assert args.tp_size == case.gpus
 
 
-def test_debugging_graphs_has_graphs_to_debug(engine):
-    """SGLang asserts at capture that the decode graphs can be broken, where it has a choice of them."""
+def test_debugging_graphs_is_measured_where_sglang_starts_so(engine):
     (case,) = [c for c in CASES if c.engine.get("debug_cuda_graph")]
-    assert engine_arguments(case, "", 30000)["debug_cuda_graph"]  # which SGLang puts off on a machine without a GPU
-    args = adapter.resolved(engine(case))
-    assert not args.disable_cuda_graph
-    if not HAS_V1:
-        assert args.cuda_graph_config.decode.backend == "breakable"
+    assert case.runs_here() == HAS_V1
+    if HAS_V1:
+        assert engine_arguments(case, "", 30000)["debug_cuda_graph"]  # which SGLang puts off on a machine without a GPU
+        assert not adapter.resolved(engine(case)).disable_cuda_graph
+    else:
+        (rule,) = [rule for rule in RULES if rule.attribute == "debug_cuda_graph"]
+        assert "pass --disable-cuda-graph" in rule.refusal(SimpleNamespace(debug_cuda_graph=True))
 
 
 @pytest.mark.parametrize("name", ["above the captured sizes", "without CUDA graphs"])

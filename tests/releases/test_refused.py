@@ -7,14 +7,12 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.rule import OFF
 from nsa_backend.refusals import RULES, refusals
 
 FIELDS = set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__)
 
-REFUSED = {
-    **{name: (option, True) for name, option in adapter.REFUSED_OPTIONS.items() if name in FIELDS},
-    **{name: (option, "nothing served") for name, (option, _) in adapter.REFUSED_VALUES.items() if name in FIELDS},
-}
+REFUSED = {rule.attribute: rule for rule in adapter.REFUSED if rule.attribute in FIELDS}
 
 
 @pytest.fixture
@@ -31,10 +29,10 @@ def test_a_default_server_is_served(arguments):
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_this_generation_alone_has(arguments, name):
-    option, bad = REFUSED[name]
-    (sentence,) = refusals(arguments(**{name: bad}))
-    assert sentence.startswith(f"nsa_backend does not serve {option}")
-    assert "NSA_BACKEND_DISABLE=1" in sentence
+    rule = REFUSED[name]
+    (sentence,) = refusals(arguments(**{name: True if rule.served == OFF else "nothing served"}))
+    assert sentence.startswith(f"nsa_backend does not serve {rule.option}")
+    assert ("NSA_BACKEND_DISABLE=1" in sentence) == rule.builtin_serves
     assert "\n" not in sentence
 
 
@@ -72,11 +70,10 @@ def test_every_rule_that_holds_everywhere_reads_an_attribute_of_the_release():
     assert {rule.attribute for rule in RULES if rule.everywhere} <= FIELDS
 
 
-@pytest.mark.parametrize("name", [rule.attribute for rule in RULES if not rule.everywhere])
-def test_a_served_value_is_served(arguments, name):
-    served = adapter.REFUSED_VALUES.get(name, (None, (False, None)))[1]
-    for value in served:
-        assert refusals(arguments(**{name: value})) == []
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.attribute)
+def test_a_served_value_is_served(arguments, rule):
+    for value in rule.served:
+        assert refusals(arguments(**{rule.attribute: value})) == []
 
 
 def test_a_model_like_deepseek_v32_is_served():

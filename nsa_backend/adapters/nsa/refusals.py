@@ -5,16 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from nsa_backend.adapters.layer_sharing import sharing_problem
+from nsa_backend.adapters.rule import Rule
 from nsa_backend.releases import installed
 
-REFUSED_OPTIONS = {
-    "enable_nsa_prefill_context_parallel": "--enable-nsa-prefill-context-parallel",
-    "enforce_piecewise_cuda_graph": "--enforce-piecewise-cuda-graph",
-}
-"""Attributes of ServerArgs to options that this generation alone has and that must be off."""
-
-REFUSED_VALUES: dict[str, tuple[str, tuple]] = {}
-"""Attributes to the option and the values that are served; nothing more in this generation."""
+REFUSED = (
+    Rule(
+        "enable_two_batch_overlap",
+        "--enable-two-batch-overlap",
+        "the two halves of a batch run interleaved, and captured graphs here share one page table",
+    ),
+    Rule(
+        "enable_nsa_prefill_context_parallel",
+        "--enable-nsa-prefill-context-parallel",
+        "each rank then computes some rows of a prefill, and the metadata here is of all rows",
+        everywhere=False,
+    ),
+    Rule(
+        "enforce_piecewise_cuda_graph",
+        "--enforce-piecewise-cuda-graph",
+        "the indexer would be captured with the metadata of the captured batch",
+        everywhere=False,
+    ),
+)
+"""Options that this generation alone has, or alone may not be started with; a release need not have all."""
 
 
 def model_problem(hf_config: Any, speculative: bool, dequantised_prefill: bool) -> str | None:
