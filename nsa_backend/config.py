@@ -48,6 +48,7 @@ class BackendConfig:
     surplus_last: bool = False  # which SMs DeepGEMM gives a segment more, see kernels/lengths.py
     wide_table: bool = False  # whether the top-k reads page_table_1
     topk_plan: bool = False  # whether it reads a plan, see kernels/topk_plan.py
+    overlapped: bool = False  # whether it is one of several backends that run interleaved (two-batch overlap)
 
     @property
     def dequantised_prefill(self) -> bool:
@@ -101,6 +102,7 @@ class BackendConfig:
             surplus_last=adapter.schedule_surplus_last(adapter.device_sm(device)),
             wide_table=adapter.TOPK_READS_PAGE_TABLE_1,
             topk_plan=adapter.topk_v2() is not None,
+            overlapped=settings.overlaps_batches and not runner.is_draft_worker,  # SGLang splits no draft batch
         )
 
 

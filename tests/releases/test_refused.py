@@ -45,7 +45,6 @@ def test_what_this_generation_alone_has(arguments, name):
         (adapter.DECODE_ATTRIBUTE, "tilelang"),
         (adapter.PREFILL_ATTRIBUTE, "aiter"),
         ("enable_hisparse", True),
-        ("enable_two_batch_overlap", True),
         ("enable_pdmux", True),
         ("enable_multi_layer_eagle", True),
         ("enable_deterministic_inference", True),

@@ -59,12 +59,13 @@ class DsaAdapter(Adapter):
 
     def settings(self, runner: ModelRunner) -> Settings:
         """Options as SGLang resolved and published them in this process; `runner.server_args` may hold what was typed alone."""
-        kernel, spec = get_exec().kernel, get_spec()
+        kernel, overlap, spec = get_exec().kernel, get_exec().overlap, get_spec()
         return Settings(
             kernel.dsa_decode_backend,
             kernel.dsa_prefill_backend,
             spec.speculative_num_steps or 0,
             spec.speculative_num_draft_tokens or 0,
+            overlap.enable_two_batch_overlap,
         )
 
     def resolved(self, server_args: ServerArgs) -> Any:

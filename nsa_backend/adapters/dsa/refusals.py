@@ -51,12 +51,6 @@ REFUSED = (
         builtin_serves=False,
     ),
     rule(
-        "enable_two_batch_overlap",
-        "--enable-two-batch-overlap",
-        "the halves of a batch run interleaved, and captured graphs here share one page table",
-    ),
-    rule("speculative_adaptive", "--speculative-adaptive", ""),
-    rule(
         "dcp_size",
         "--dcp-size",
         "a rank then has a part of every request's KV, and to join the parts takes the log-sum-exp of each, which no "
