@@ -25,11 +25,13 @@ RUN_HERE = [case for case in CASES if case.runs_here()]
 
 
 @pytest.fixture
-def engine(parse, resolve, tmp_path):
+def engine(parse, resolve, tmp_path, monkeypatch):
     """Returns a function of a case that goes as far as sglang.Engine's main process."""
 
     def resolved(case):
         resolve()  # stands in for the GPU
+        for name, value in case.environment.items():
+            monkeypatch.setenv(name, value)
         config = faithful_checkpoint.config(faithful_checkpoint.SHAPES["faithful"], MODELS[case.model])
         (tmp_path / "config.json").write_text(json.dumps(config))
         server_args = ServerArgs(**engine_arguments(case, str(tmp_path), 30000), device="cuda")
@@ -49,7 +51,7 @@ def test_every_case_resolves(engine, case, ask):
     assert set(adapter.served_backends(server_args)) <= set(adapter.BACKEND_NAMES)
     assert getattr(args, adapter.DECODE_ATTRIBUTE) == case.decode
     assert (args.speculative_num_steps or 0) == (0 if ask else case.steps)
-    assert args.tp_size == case.gpus
+    assert args.tp_size * args.pp_size == case.gpus
 
 
 def test_debugging_graphs_is_measured_where_sglang_starts_so(engine):
