@@ -80,4 +80,15 @@ def check_models(server_args: sglang.ServerArgs, names: dict[str, str | None]) -
     if names.get("drafts") in adapter.BACKEND_NAMES:
         draft = adapter.draft_config(server_args, args)
         if draft is not None:
+            _check_draft(draft)
             check_model(draft, **asked)
+
+
+def _check_draft(hf_config: Any) -> None:
+    """Raise ValueError where a draft model of its own checkpoint is dense (EAGLE3), and would get the target's backend."""
+    if not adapter.is_sparse_model(hf_config):
+        raise ValueError(
+            f"--attention-backend {adapter.BACKEND_NAMES[0]} serves models with an index_topk, and the draft model "
+            f"{hf_config.architectures[0]} has none: pass --speculative-draft-attention-backend fa3, and the target is served "
+            "as before"
+        )
