@@ -1,5 +1,6 @@
 """docs/support.md says of every model what the code says of it."""
 
+import deployment_table
 from model_table import BEGIN, END, installed_models, tables
 from quoted import ROOT
 
@@ -14,3 +15,10 @@ def test_the_tables_are_what_the_code_says():
 def test_every_model_has_a_row_that_says_what_was_seen():
     rows = [line.split(" | ")[0].removeprefix("| ") for line in PAGE.partition(BEGIN)[0].splitlines() if line.startswith("| ")]
     assert set(installed_models()) <= set(rows)
+
+
+def test_the_deployments_are_what_the_start_up_checks_say():
+    """What was seen of each is written by hand; the rest follows from the code."""
+    page = deployment_table.on_the_page()
+    wanted = deployment_table.rows({row[0]: row[deployment_table.SEEN] for row in page})
+    assert page == wanted, "python tests/docs/deployment_table.py prints them anew"
