@@ -10,7 +10,7 @@ from nsa_backend.adapters import sglang
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.environment import switched_on
 from nsa_backend.kernels.plan import PAGE_SIZE
-from nsa_backend.model_check import check_model
+from nsa_backend.model_check import check_model, dequantises
 
 CPU = torch.device("cpu")
 
@@ -48,6 +48,12 @@ class BackendConfig:
     surplus_last: bool = False  # which SMs DeepGEMM gives a segment more, see kernels/lengths.py
     wide_table: bool = False  # whether the top-k reads page_table_1
     topk_plan: bool = False  # whether it reads a plan, see kernels/topk_plan.py
+    overlapped: bool = False  # whether it is one of several backends that run interleaved (two-batch overlap)
+
+    @property
+    def dequantised_prefill(self) -> bool:
+        """Whether prefill reads an FP8 KV cache through a bfloat16 copy."""
+        return dequantises(self.attention.kv_cache_dtype, self.prefill_impl)
 
     @classmethod
     def from_runner(cls, runner: sglang.ModelRunner) -> BackendConfig:
@@ -60,7 +66,7 @@ class BackendConfig:
             hf_config,
             speculative=bool(settings.num_steps),
             on_gpu=device.type == "cuda",
-            dequantised_prefill=kv_cache_dtype == torch.float8_e4m3fn and prefill == "flashmla_sparse",
+            dequantised_prefill=dequantises(kv_cache_dtype, prefill),
         )
         if runner.page_size != PAGE_SIZE:
             raise ValueError(f"nsa_backend does not serve --page-size {runner.page_size}: pass --page-size {PAGE_SIZE}")
@@ -96,6 +102,7 @@ class BackendConfig:
             surplus_last=adapter.schedule_surplus_last(adapter.device_sm(device)),
             wide_table=adapter.TOPK_READS_PAGE_TABLE_1,
             topk_plan=adapter.topk_v2() is not None,
+            overlapped=settings.overlaps_batches and not runner.is_draft_worker,  # SGLang splits no draft batch
         )
 
 

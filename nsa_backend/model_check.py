@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from nsa_backend.adapters import sglang
 from nsa_backend.adapters.installed import adapter
 
@@ -14,6 +16,16 @@ GPU_KV = (512, 64)
 """Latent and RoPE values of a token that every kernel here is built for."""
 
 
+def dequantises(kv_cache_dtype: str | torch.dtype, prefill: str) -> bool:
+    """Whether prefill reads an FP8 KV cache through a bfloat16 copy, and its top-k counts rows of that.
+
+    Args:
+        kv_cache_dtype: of the KV cache, or what --kv-cache-dtype calls it.
+        prefill: implementation of prefill.
+    """
+    return kv_cache_dtype in ("fp8_e4m3", torch.float8_e4m3fn) and prefill == "flashmla_sparse"
+
+
 def check_model(hf_config: Any, *, speculative: bool, on_gpu: bool, dequantised_prefill: bool = False) -> None:
     """Raise ValueError with one sentence where a model of this config cannot be served.
 
@@ -21,7 +33,7 @@ def check_model(hf_config: Any, *, speculative: bool, on_gpu: bool, dequantised_
         hf_config: the config.json of a target or a draft model, as SGLang has read it.
         speculative: whether draft steps are asked for.
         on_gpu: whether kernels for a GPU run.
-        dequantised_prefill: whether prefill reads an FP8 KV cache through a bfloat16 copy (flashmla_sparse).
+        dequantised_prefill: what `dequantises` says of the KV cache and of prefill's implementation.
     """
     architecture = hf_config.architectures[0]
     if not adapter.is_sparse_model(hf_config):
@@ -30,6 +42,10 @@ def check_model(hf_config: Any, *, speculative: bool, on_gpu: bool, dequantised_
             f"and {architecture} has none: choose another --attention-backend"
         )
     problem = adapter.model_problem(hf_config, speculative, dequantised_prefill)
+    if getattr(hf_config, "llama_4_scaling", None) is not None:
+        problem = (
+            "its queries are scaled by position (llama_4_scaling), which SGLang hands no implementation that is served here"
+        )
     if problem:
         raise ValueError(f"nsa_backend does not serve {architecture}: {problem}; {adapter.WAY_BACK}")
     index_topk = adapter.index_topk(hf_config)
@@ -57,12 +73,22 @@ def check_models(server_args: sglang.ServerArgs, names: dict[str, str | None]) -
     asked = {
         "speculative": bool(args.speculative_num_steps),
         "on_gpu": args.device == "cuda",
-        "dequantised_prefill": args.kv_cache_dtype == "fp8_e4m3"
-        and getattr(args, adapter.PREFILL_ATTRIBUTE) == "flashmla_sparse",
+        "dequantised_prefill": dequantises(args.kv_cache_dtype, getattr(args, adapter.PREFILL_ATTRIBUTE)),
     }
     if not {names["prefill"], names["decode"]}.isdisjoint(adapter.BACKEND_NAMES):
         check_model(adapter.target_config(server_args), **asked)
     if names.get("drafts") in adapter.BACKEND_NAMES:
         draft = adapter.draft_config(server_args, args)
         if draft is not None:
+            _check_draft(draft)
             check_model(draft, **asked)
+
+
+def _check_draft(hf_config: Any) -> None:
+    """Raise ValueError where a draft model of its own checkpoint is dense (EAGLE3), and would get the target's backend."""
+    if not adapter.is_sparse_model(hf_config):
+        raise ValueError(
+            f"--attention-backend {adapter.BACKEND_NAMES[0]} serves models with an index_topk, and the draft model "
+            f"{hf_config.architectures[0]} has none: pass --speculative-draft-attention-backend fa3, and the target is served "
+            "as before"
+        )

@@ -47,10 +47,10 @@ def check_built(part: str, backend: Any, ours: tuple[type, ...]) -> None:
 
     Args:
         part: whose it is, for the message.
-        backend: SGLang's hybrid of prefill and decode, or a backend.
+        backend: SGLang's hybrid of prefill and decode, its wrapper for two-batch overlap, or a backend.
         ours: our classes.
     """
-    halves = [getattr(backend, name) for name in ("prefill_backend", "decode_backend") if hasattr(backend, name)]
+    halves = [getattr(backend, name) for name in ("prefill_backend", "decode_backend", "primary") if hasattr(backend, name)]
     for built in halves or [backend]:
         if not isinstance(built, ours):
             kind = type(built)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nsa_backend.adapters import sglang, shared, startup
+from nsa_backend.adapters.rule import Rule
 from nsa_backend.adapters.shared import Settings, Takeover
 
 
@@ -36,8 +37,7 @@ class Adapter(ABC):
 
     # Options and models
 
-    REFUSED_OPTIONS: dict[str, str]  # attribute of ServerArgs to an option that must be off
-    REFUSED_VALUES: dict[str, tuple[str, tuple]]  # attribute, dotted where nested, to the option and the values that are served
+    REFUSED: tuple[Rule, ...]  # options that this generation alone has, or alone may not be started with
 
     @abstractmethod
     def settings(self, runner: sglang.ModelRunner) -> Settings:

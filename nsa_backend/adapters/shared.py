@@ -48,6 +48,7 @@ class Settings:
     prefill: str
     num_steps: int  # N; 0 without speculative decoding
     num_draft_tokens: int  # D; 0 without speculative decoding
+    overlaps_batches: bool = False  # whether the halves of a batch run interleaved (--enable-two-batch-overlap)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from nsa_backend.kernels.plan import MetadataPlan
 from nsa_backend.metadata.views import NSAMetadata, step_metadata
 from nsa_backend.metadata.writer import MetadataWriter
 
+READ = ("seq_lens", "req_pool_indices")
+"""What a captured launch reads of its inputs."""
+
 
 @dataclass(frozen=True)
 class CapturedLaunch:
@@ -35,7 +38,7 @@ class CapturedLaunches:
         """`graph` is what an error calls the graphs."""
         self._writer, self._graph = writer, graph
         self._buffers: dict[sglang.ForwardMode | None, MetadataBuffers] = {}
-        self._launches: dict[tuple[sglang.ForwardMode | None, int], CapturedLaunch] = {}
+        self._launches: dict[tuple[sglang.ForwardMode | None, int], list[CapturedLaunch]] = {}
         self.current: CapturedLaunch | None = None
         """The launch of the captured forward that runs on the CPU: in warm-ups, in the capture, and in replays that call it."""
 
@@ -59,24 +62,28 @@ class CapturedLaunches:
             self._buffers[mode] = self._writer.replay_buffers(room)
         buffers = self._buffers[mode]
         steps = tuple(step_metadata(plan, buffers, step) for step in range(plan.num_steps))
-        self.current = self._launches[mode, plan.num_requests] = CapturedLaunch(plan, buffers, inputs, steps)
+        self.current = CapturedLaunch(plan, buffers, inputs, steps)
+        # Two-batch overlap captures the second half of 7 requests and that of 8: 4 requests each, at other addresses.
+        launches = self._launches.setdefault((mode, plan.num_requests), [])
+        self._launches[mode, plan.num_requests] = [self.current, *(old for old in launches if not _same(old.inputs, inputs))]
         return self.current
 
     def replay(self, mode: sglang.ForwardMode | None, num_requests: int, inputs: BatchInputs | None = None) -> CapturedLaunch:
         """The launch of a captured graph; raises ValueError where it was not captured, or reads other tensors than `inputs`."""
         self.leave()
         of_mode = "" if mode is None else f" for {mode.name}"
-        launch = self._launches.get((mode, num_requests))
-        if launch is None:
+        launches = self._launches.get((mode, num_requests))
+        if not launches:
             raise ValueError(
                 f"no {self._graph} of {num_requests} requests was captured{of_mode}: there is no metadata to replay"
             )
-        for name in ("seq_lens", "req_pool_indices") if inputs is not None else ():
-            if getattr(launch.inputs, name).data_ptr() != getattr(inputs, name).data_ptr():
-                raise ValueError(
-                    f"the {self._graph} of {num_requests} requests{of_mode} reads the {name} it was captured with, and the "
-                    "replay brings another tensor: it would attend with the lengths of an earlier batch"
-                )
+        launch = next((found for found in launches if inputs is None or _same(found.inputs, inputs)), None)
+        if launch is None:
+            name = next(name for name in READ if not _same_tensor(name, launches[0].inputs, inputs))
+            raise ValueError(
+                f"the {self._graph} of {num_requests} requests{of_mode} reads the {name} it was captured with, and the "
+                "replay brings another tensor: it would attend with the lengths of an earlier batch"
+            )
         self._writer.check(launch.plan, launch.inputs)
         self.current = launch
         return launch
@@ -90,3 +97,12 @@ class CapturedLaunches:
     def leave(self) -> None:
         """Another forward follows, which must not write the metadata of a graph."""
         self.current = None
+
+
+def _same(one: BatchInputs, other: BatchInputs) -> bool:
+    """Whether both begin at the same addresses."""
+    return all(_same_tensor(name, one, other) for name in READ)
+
+
+def _same_tensor(name: str, one: BatchInputs, other: BatchInputs) -> bool:
+    return getattr(one, name).data_ptr() == getattr(other, name).data_ptr()

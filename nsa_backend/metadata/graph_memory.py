@@ -2,8 +2,8 @@
 
 A table row of 163840 tokens takes 640 KiB, so a table a backend (target_verify, draft steps, draft_extend) is the largest thing
 this package would allocate. One is enough: every captured graph writes the rows it reads before it reads them, and SGLang
-launches the graphs of a rank on one stream, one after the other. (Two-batch overlap and PD multiplexing, which would not, are
-refused at start.)
+launches the graphs of a rank on one stream, one after the other. Two-batch overlap interleaves backends within a graph, so
+each then has a table of its own; PD multiplexing, which has two streams, is refused at start.
 """
 
 from __future__ import annotations

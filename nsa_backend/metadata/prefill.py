@@ -23,7 +23,7 @@ def prefill_metadata(writer: MetadataWriter, batch: sglang.ForwardBatch, *, dens
     # SGLang's dense path reads the flattened slots too.
     flattened = on_fp8 and any(batch.extend_prefix_lens_cpu)
     fields = writer.write_prefill(batch, num_rows=sum(extend_lens), flattened=flattened)
-    ragged_kv = on_fp8 and not dense and config.prefill_impl == "flashmla_sparse"
+    ragged_kv = config.dequantised_prefill and not dense
     return NSAMetadata(
         cache_seqlens_int32=fields.cache_seqlens,
         cu_seqlens_q=fields.cu_seqlens_q,

@@ -29,7 +29,7 @@ class MetadataWriter:
         self.value_check = ValueCheck(req_to_token, config.num_kv_slots) if switched_on("NSA_BACKEND_CHECK") else None
 
     def replay_buffers(self, plan: MetadataPlan) -> MetadataBuffers:
-        """Buffers for captured graphs up to `plan`; all graphs over the pool share their page tables."""
+        """Buffers for captured graphs up to `plan`; graphs that run one after the other share their page tables."""
         return self._allocate(plan, self.config.attention.table_width, new_table=self._shared_table)
 
     def write_eager(self, plan: MetadataPlan, batch: sglang.ForwardBatch) -> MetadataBuffers:
@@ -72,9 +72,13 @@ class MetadataWriter:
         )
 
     def _shared_table(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """Zeros, int32 [rows, columns], one memory for the captured graphs of all backends over this request pool."""
+        """Zeros, int32 [rows, columns], one memory for the captured graphs of all backends over this request pool.
+
+        Two-batch overlap runs a graph's halves interleaved, each by a backend of its own, so none of these shares.
+        """
         pool = self.req_to_token
-        return shared_rows((name, pool.data_ptr()), rows, columns, dtype=torch.int32, device=pool.device)
+        owner = id(self) if self.config.overlapped else None
+        return shared_rows((name, pool.data_ptr(), owner), rows, columns, dtype=torch.int32, device=pool.device)
 
     def _allocate(self, plan: MetadataPlan, table_width: int, new_table: Callable | None = None) -> MetadataBuffers:
         config = self.config

@@ -17,8 +17,11 @@ from sglang.srt.speculative.draft_utils import DraftBackendFactory
 LENGTHS_DTYPE = torch.int64
 
 
-def publish(num_steps: int, num_draft_tokens: int) -> dict[str, Any]:
-    """Options are published for the whole process: a dummy model's, which SGLang resolves without a checkpoint or a GPU."""
+def publish(num_steps: int, num_draft_tokens: int, **options: Any) -> dict[str, Any]:
+    """Options are published for the whole process: a dummy model's, which SGLang resolves without a checkpoint or a GPU.
+
+    `options` are others of SGLang's.
+    """
     server_args = (
         get_context()
         .override_server_args(
@@ -28,6 +31,7 @@ def publish(num_steps: int, num_draft_tokens: int) -> dict[str, Any]:
             speculative_num_steps=num_steps,
             speculative_num_draft_tokens=num_draft_tokens,
             speculative_attention_mode="prefill",
+            **options,
         )
         .install()
     )

@@ -53,7 +53,6 @@ def test_a_default_server_is_served():
         ({DECODE: "aiter"}, f"{adapter.DECODE_OPTION} aiter"),
         ({PREFILL: "tilelang"}, f"{adapter.PREFILL_OPTION} tilelang"),
         ({"enable_hisparse": True}, "--enable-hisparse"),
-        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
         ({"enable_pdmux": True}, "--enable-pdmux"),
         ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
         ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),

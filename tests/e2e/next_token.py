@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from run_case import engine_arguments
 from workloads import CASES, Case
 
-OF_DECODE = ("cuda_graph_bs", "debug_cuda_graph", "max_total_tokens")
+OF_DECODE = ("cuda_graph_bs", "debug_cuda_graph", "max_total_tokens", "speculative_adaptive")
 
 
 def question(case: Case) -> Case:

@@ -62,9 +62,6 @@ def _spelled(arguments: dict) -> dict:
     names = {"nsa_decode_backend": adapter.DECODE_ATTRIBUTE, "nsa_prefill_backend": adapter.PREFILL_ATTRIBUTE}
     if "dsa" in adapter.BACKEND_NAMES:
         names["cuda_graph_bs"] = "cuda_graph_bs_decode"
-        if arguments.get("debug_cuda_graph"):
-            # SGLang asserts the first at capture, and its own capture of prefill ends in an assertion in this mode (0.5.23).
-            arguments = arguments | {"cuda_graph_backend_decode": "breakable", "disable_prefill_cuda_graph": True}
         chunk = arguments.get("chunked_prefill_size", max(PREFILL_SHAPES))
         arguments = arguments | {"cuda_graph_bs_prefill": [size for size in PREFILL_SHAPES if size <= chunk]}
     return {names.get(name, name): value for name, value in arguments.items()}

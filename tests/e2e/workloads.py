@@ -71,6 +71,10 @@ STANDARD = ("8x300", "4x3000")
 GRID = tuple(f"{batch}x{length}" for batch in (1, 8, 32) for length in (300, 3000))
 BATCHES = tuple(f"{batch}x{length}" for batch in (1, 4, 8) for length in (300, 3000))
 GRID_ENGINE = {"cuda_graph_bs": [1, 2, 4, 8, 16, 32], "max_total_tokens": 131072}
+OVERLAPPED = {"enable_two_batch_overlap": True, "moe_a2a_backend": "deepep"}
+"""SGLang overlaps the halves of a batch around the all-to-all of its experts, which takes DeepEP."""
+PP_2 = {"pp_size": 2, "disable_overlap_schedule": True}
+OF_DSA, HAS_PP_DRAFTS = ">=0.5.17", ">=0.5.23"
 UNEQUAL_FLOORS = {"8x300": 3.9 / 4, "unequal ranks": 3.9 / 4}
 
 fp8_case = partial(Case, decode="flashmla_kv", engine=FP8, floors=FP8_FLOORS, floor_of_all=0.95)
@@ -107,8 +111,8 @@ CASES = [
         engine={"disable_cuda_graph": True},
         floors=FLOORS,
     ),
-    # SGLang then calls what it captured again in place of replaying it.
-    Case("n3 debug CUDA graphs", 3, STANDARD, engine={"debug_cuda_graph": True}, floors=FLOORS),
+    # SGLang then calls what it captured again in place of replaying it. From 0.5.17 on no sparse model starts so.
+    Case("n3 debug CUDA graphs", 3, STANDARD, engine={"debug_cuda_graph": True}, floors=FLOORS, releases="<0.5.17"),
     Case("n3 chunked prefill", 3, STANDARD, engine={"chunked_prefill_size": 1024}, floors=FLOORS),
     Case("n3 fa3 prefill too", 3, STANDARD, engine={"nsa_prefill_backend": "fa3"}, floors=FLOORS),
     Case(
@@ -182,6 +186,41 @@ CASES = [
                 gpus=2,
             ),
         )
+    ),
+    Case("two GPUs, pipeline parallel", 0, STANDARD, engine=PP_2, gpus=2),
+    # SGLang drafts on the last stage alone, at the end of a round, and relays the drafts to the first.
+    Case(
+        "two GPUs, pipeline parallel with drafts",
+        3,
+        ("1x300", *STANDARD),
+        environment={"SGLANG_ENABLE_PP_SPEC": "1"},
+        engine=PP_2,
+        floors=FLOORS,
+        gpus=2,
+        releases=HAS_PP_DRAFTS,
+    ),
+    Case(
+        "two GPUs, two-batch overlap", 3, STANDARD, engine=TWO_GPUS | DP_2 | OVERLAPPED, floors=FLOORS, gpus=2, releases=OF_DSA
+    ),
+    fp8_case(
+        "two GPUs, two-batch overlap, fp8", 3, STANDARD, engine=TWO_GPUS | DP_2 | OVERLAPPED | FP8, gpus=2, releases=OF_DSA
+    ),
+    # SGLang's own candidates: N = 1, 3, 5 and 7 below 8 requests, and up to 3 from 8 on. One request at a time climbs to 7.
+    Case(
+        "adaptive n3 fa3",
+        3,
+        ("8x300", "1x300", "sizes between and above the captured"),
+        engine={"speculative_adaptive": True},
+        floors={"8x300": 3.8 / 4, "1x300": 6 / 4},
+        releases=OF_DSA,
+    ),
+    fp8_case(
+        "adaptive n3 fp8, flashmla_kv",
+        3,
+        ("8x300", "1x300"),
+        engine=FP8 | {"speculative_adaptive": True},
+        floors={"8x300": 3.8 / 4, "1x300": 5 / 4},
+        releases=OF_DSA,
     ),
     Case("four GPUs, tensor parallel", 3, ("1x300", *STANDARD), engine=FOUR_GPUS, floors=FLOORS, gpus=4),
     # Two ranks of attention, each on two GPUs.

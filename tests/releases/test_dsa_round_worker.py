@@ -177,6 +177,8 @@ def test_sglang_builds_this_worker_for_eagle_alone(monkeypatch):
         ("disable_cuda_graph", True, "drop --disable-cuda-graph"),
         ("enable_dp_attention", True, "drop --enable-dp-attention"),
         ("pp_size", 2, "pass --pp-size 1"),
+        ("enable_two_batch_overlap", True, "drop --enable-two-batch-overlap"),
+        ("speculative_adaptive", True, "drop --speculative-adaptive"),
         ("disaggregation_mode", "decode", "drop --disaggregation-mode"),
         ("enable_lora", True, "drop --enable-lora"),
     ],
@@ -186,6 +188,13 @@ def test_a_server_that_can_have_none_does_not_start(arguments, monkeypatch, name
     assert refusals(arguments(**{"speculative_algorithm": "EAGLE"} | {name: bad})) == [
         f"NSA_BACKEND_ROUND_GRAPH=1 cannot be served with these options: {advice}, or unset it"
     ]
+
+
+def test_values_that_are_checked_on_the_host(arguments, monkeypatch):
+    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
+    monkeypatch.setenv("NSA_BACKEND_CHECK", "1")
+    (sentence,) = refusals(arguments(speculative_algorithm="EAGLE"))
+    assert sentence.endswith("which looks at every replay on the host, cannot both be: unset one")
 
 
 def test_options_that_are_needed_exist(arguments):

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sglang.srt.server_args import ServerArgs
@@ -10,6 +11,7 @@ from sglang.srt.server_args import ServerArgs
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks import faithful_checkpoint
 from nsa_backend.benchmarks.faithful_models import MODELS
+from nsa_backend.refusals import RULES
 from nsa_backend.releases import generation_of, installed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
@@ -24,11 +26,13 @@ RUN_HERE = [case for case in CASES if case.runs_here()]
 
 
 @pytest.fixture
-def engine(parse, resolve, tmp_path):
+def engine(parse, resolve, tmp_path, monkeypatch):
     """Returns a function of a case that goes as far as sglang.Engine's main process."""
 
     def resolved(case):
         resolve()  # stands in for the GPU
+        for name, value in case.environment.items():
+            monkeypatch.setenv(name, value)
         config = faithful_checkpoint.config(faithful_checkpoint.SHAPES["faithful"], MODELS[case.model])
         (tmp_path / "config.json").write_text(json.dumps(config))
         server_args = ServerArgs(**engine_arguments(case, str(tmp_path), 30000), device="cuda")
@@ -48,7 +52,7 @@ def test_every_case_resolves(engine, case, ask):
     assert set(adapter.served_backends(server_args)) <= set(adapter.BACKEND_NAMES)
     assert getattr(args, adapter.DECODE_ATTRIBUTE) == case.decode
     assert (args.speculative_num_steps or 0) == (0 if ask else case.steps)
-    assert args.tp_size == case.gpus // (2 if case.disaggregated else 1)
+    assert args.tp_size * args.pp_size == case.gpus // (2 if case.disaggregated else 1)
 
 
 @pytest.mark.parametrize("case", [case for case in RUN_HERE if case.disaggregated], ids=lambda case: case.name)
@@ -73,14 +77,15 @@ def test_both_servers_of_a_pair_resolve(parse, resolve, tmp_path, case):
     assert [args.speculative_num_steps or 0 for args in found] == [case.steps] * 2
 
 
-def test_debugging_graphs_has_graphs_to_debug(engine):
-    """SGLang asserts at capture that the decode graphs can be broken, where it has a choice of them."""
+def test_debugging_graphs_is_measured_where_sglang_starts_so(engine):
     (case,) = [c for c in CASES if c.engine.get("debug_cuda_graph")]
-    assert engine_arguments(case, "", 30000)["debug_cuda_graph"]  # which SGLang puts off on a machine without a GPU
-    args = adapter.resolved(engine(case))
-    assert not args.disable_cuda_graph
-    if not HAS_V1:
-        assert args.cuda_graph_config.decode.backend == "breakable"
+    assert case.runs_here() == HAS_V1
+    if HAS_V1:
+        assert engine_arguments(case, "", 30000)["debug_cuda_graph"]  # which SGLang puts off on a machine without a GPU
+        assert not adapter.resolved(engine(case)).disable_cuda_graph
+    else:
+        (rule,) = [rule for rule in RULES if rule.attribute == "debug_cuda_graph"]
+        assert "pass --disable-cuda-graph" in rule.refusal(SimpleNamespace(debug_cuda_graph=True))
 
 
 @pytest.mark.parametrize("name", ["above the captured sizes", "without CUDA graphs"])

@@ -38,6 +38,17 @@ def test_a_model_without_an_index(resolve, checkpoint):
         server_args.check_server_args()
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+def test_a_dense_draft_needs_a_backend_of_its_own(resolve, checkpoint, algorithm):
+    """As the drafts of EAGLE3 are: the target's backend, which drafts get by default, has nothing to choose by."""
+    dense = checkpoint("dense", architectures=["LlamaForCausalLMEagle3"], model_type="llama", drop="index_")
+    words = ["--model-path", checkpoint("target"), *OWN, *SPECULATIVE, "--speculative-draft-model-path", dense]
+    words[words.index("EAGLE")] = algorithm
+    with pytest.raises(ValueError, match=r"draft model LlamaForCausalLMEagle3 has none: pass \S+-draft-attention-backend fa3"):
+        resolve(*words).check_server_args()
+    resolve(*words, "--speculative-draft-attention-backend", "fa3").check_server_args()
+
+
 def test_the_targets_config_is_read_once(resolve, checkpoint, monkeypatch):
     """SGLang has it from resolving its arguments."""
     server_args = resolve("--model-path", checkpoint("target"), *OWN, *SPECULATIVE)

@@ -8,15 +8,13 @@ from installed_source import server_fields
 from sglang.srt.server_args import ServerArgs
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.rule import OFF
 from nsa_backend.refusals import RULES, refusals
 from nsa_backend.releases import round_graph_problem
 
 FIELDS = server_fields()
 
-REFUSED = {
-    **{name: (option, True) for name, option in adapter.REFUSED_OPTIONS.items() if name in FIELDS},
-    **{name: (option, "nothing served") for name, (option, _) in adapter.REFUSED_VALUES.items() if name in FIELDS},
-}
+REFUSED = {rule.attribute: rule for rule in adapter.REFUSED if rule.attribute in FIELDS}
 
 
 def test_a_default_server_is_served(arguments):
@@ -25,10 +23,10 @@ def test_a_default_server_is_served(arguments):
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_this_generation_alone_has(arguments, name):
-    option, bad = REFUSED[name]
-    (sentence,) = refusals(arguments(**{name: bad}))
-    assert sentence.startswith(f"nsa_backend does not serve {option}")
-    assert "NSA_BACKEND_DISABLE=1" in sentence
+    rule = REFUSED[name]
+    (sentence,) = refusals(arguments(**{name: True if rule.served == OFF else "nothing served"}))
+    assert sentence.startswith(f"nsa_backend does not serve {rule.option}")
+    assert ("NSA_BACKEND_DISABLE=1" in sentence) == rule.builtin_serves
     assert "\n" not in sentence
 
 
@@ -41,7 +39,6 @@ def test_what_this_generation_alone_has(arguments, name):
         (adapter.DECODE_ATTRIBUTE, "tilelang"),
         (adapter.PREFILL_ATTRIBUTE, "aiter"),
         ("enable_hisparse", True),
-        ("enable_two_batch_overlap", True),
         ("enable_pdmux", True),
         ("enable_multi_layer_eagle", True),
         ("enable_deterministic_inference", True),
@@ -66,11 +63,10 @@ def test_every_rule_that_holds_everywhere_reads_an_attribute_of_the_release():
     assert {rule.attribute for rule in RULES if rule.everywhere} <= FIELDS
 
 
-@pytest.mark.parametrize("name", [rule.attribute for rule in RULES if not rule.everywhere])
-def test_a_served_value_is_served(arguments, name):
-    served = adapter.REFUSED_VALUES.get(name, (None, (False, None)))[1]
-    for value in served:
-        assert refusals(arguments(**{name: value})) == []
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.attribute)
+def test_a_served_value_is_served(arguments, rule):
+    for value in rule.served:
+        assert refusals(arguments(**{rule.attribute: value})) == []
 
 
 def test_a_model_like_deepseek_v32_is_served():

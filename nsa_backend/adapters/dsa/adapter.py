@@ -43,8 +43,7 @@ class DsaAdapter(Adapter):
     BaseIndexerMetadata = BaseIndexerMetadata
     TOPK_READS_PAGE_TABLE_1 = kernels.TOPK_READS_PAGE_TABLE_1
     FLASH_MLA_DISTRIBUTION = kernels.FLASH_MLA_DISTRIBUTION
-    REFUSED_OPTIONS = refusals.REFUSED_OPTIONS
-    REFUSED_VALUES = refusals.REFUSED_VALUES
+    REFUSED = refusals.REFUSED
 
     concat_query = staticmethod(kernels.concat_query)
     dequantize_k_cache_paged = staticmethod(kernels.dequantize_k_cache_paged)
@@ -64,12 +63,13 @@ class DsaAdapter(Adapter):
 
     def settings(self, runner: ModelRunner) -> Settings:
         """Options as SGLang resolved and published them in this process; `runner.server_args` may hold what was typed alone."""
-        kernel, spec = get_exec().kernel, get_spec()
+        kernel, overlap, spec = get_exec().kernel, get_exec().overlap, get_spec()
         return Settings(
             kernel.dsa_decode_backend,
             kernel.dsa_prefill_backend,
             spec.speculative_num_steps or 0,
             spec.speculative_num_draft_tokens or 0,
+            overlap.enable_two_batch_overlap,
         )
 
     def resolved(self, server_args: ServerArgs) -> Any:

@@ -17,7 +17,7 @@ class BackendEntryPoints(CapturedForwards, AttentionBackend):
     """What SGLang calls around captures and replays of one model's forwards."""
 
     needs_cpu_seq_lens = False
-    """Replays read lengths on the GPU alone; an eager forward that has none on the host waits for the longest."""
+    """Replays read lengths on the GPU alone; tables of an eager forward that has none on the host are full width."""
 
     extend_dummy_seqs_capped_by_req_pool = True
     """A dummy prefill batch may not have more requests than the request pool has rows: page tables come from there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -10,29 +11,93 @@ from sglang.srt.configs import model_config
 from sglang.srt.environ import envs
 
 from nsa_backend.adapters.layer_sharing import sharing_problem
+from nsa_backend.adapters.rule import Rule
 from nsa_backend.releases import installed
 
-REFUSED_OPTIONS = {
-    "enable_prefill_cp": "--enable-prefill-cp",
-    "enable_dsa_prefill_context_parallel": "--enable-dsa-prefill-context-parallel",
-    "enable_dsa_cache_layer_split": "--enable-dsa-cache-layer-split",
-    "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
-    "enable_cp_decode_attn_tp": "--enable-cp-decode-attn-tp",
-    "enable_unified_memory": "--enable-unified-memory",
-    "enable_page_major_kv_layout": "--enable-page-major-kv-layout",
-    "speculative_adaptive": "--speculative-adaptive",
-}
-"""Attributes of ServerArgs to options that this generation alone has and that must be off; a release need not have all."""
+rule = partial(Rule, everywhere=False)
 
-REFUSED_VALUES = {
-    # Its metadata launch would be captured too, and a prefill has no replay buffers: it allocates for the rows that come.
-    "cuda_graph_config.prefill.backend": ("--cuda-graph-backend-prefill", (None, "disabled", "tc_piecewise", "breakable")),
-    "dcp_size": ("--dcp-size", (None, 1)),
-    "dsa_topk_backend": ("--dsa-topk-backend", (None, "sgl-kernel")),
-    "speculative_dsa_topk_backend": ("--speculative-dsa-topk-backend", (None, "sgl-kernel")),
-    "dsa_paged_mqa_logits_backend": ("--dsa-paged-mqa-logits-backend", (None, "auto", "deepgemm")),
-}
-"""Attributes, dotted where they are nested, to the option and the values that are served."""
+_SOME_ROWS = "each rank then computes some rows of a prefill, and the metadata here is of all rows"
+_INDEXER = "SGLang's indexer then reads metadata that it has not asked its backend for, so no server gets through its captures"
+
+REFUSED = (
+    rule("enable_prefill_cp", "--enable-prefill-cp", _SOME_ROWS),
+    rule("enable_dsa_prefill_context_parallel", "--enable-dsa-prefill-context-parallel", _SOME_ROWS),
+    rule(
+        "enable_cp_decode_attn_tp",
+        "--enable-cp-decode-attn-tp",
+        "a rank then has fewer heads in decode than in prefill, and a backend here is built for one number",
+    ),
+    rule(
+        "enable_dsa_cache_layer_split",
+        "--enable-dsa-cache-layer-split",
+        "a rank then keeps the KV of some layers and must fetch that of the others before it attends, which nothing here does",
+    ),
+    rule(
+        "enable_kv_cache_sharding",
+        "--enable-kv-cache-sharding",
+        "a prefill then reads a gathered copy of the KV under other slots than the request table's, and page tables here are "
+        "made from that table",
+    ),
+    rule(
+        "enable_unified_memory",
+        "--enable-unified-memory",
+        "slots in the request table are then virtual, and page tables here are made from them as they stand",
+        builtin_serves=False,
+    ),
+    rule(
+        "enable_page_major_kv_layout",
+        "--enable-page-major-kv-layout",
+        "the KV of a layer is then strided, and kernels here read it as dense",
+        builtin_serves=False,
+    ),
+    rule(
+        "dcp_size",
+        "--dcp-size",
+        "a rank then has a part of every request's KV, and to join the parts takes the log-sum-exp of each, which no "
+        "implementation for Hopper returns here or in SGLang's own backend",
+        (None, 1),
+        "pass --dcp-size 1",
+        builtin_serves=False,
+    ),
+    rule(
+        "cuda_graph_config.prefill.backend",
+        "--cuda-graph-backend-prefill",
+        "its metadata launch would be captured too, and a prefill has no replay buffers",
+        (None, "disabled", "tc_piecewise", "breakable"),
+        "pass --cuda-graph-backend-prefill breakable",
+    ),
+    rule(
+        "cuda_graph_config.decode.backend",
+        "--cuda-graph-backend-decode",
+        _INDEXER,
+        (None, "disabled", "tc_piecewise", "full"),
+        "pass --cuda-graph-backend-decode full",
+        builtin_serves=False,
+    ),
+    rule(
+        "debug_cuda_graph",
+        "--debug-cuda-graph",
+        f"it needs --cuda-graph-backend-decode breakable, and {_INDEXER}",
+        advice="pass --disable-cuda-graph, which runs the same forwards outside graphs",
+        builtin_serves=False,
+    ),
+    rule("dsa_topk_backend", "--dsa-topk-backend", "", (None, "sgl-kernel"), "pass --dsa-topk-backend sgl-kernel"),
+    rule(
+        "speculative_dsa_topk_backend",
+        "--speculative-dsa-topk-backend",
+        "",
+        (None, "sgl-kernel"),
+        "pass --speculative-dsa-topk-backend sgl-kernel",
+    ),
+    rule(
+        "dsa_paged_mqa_logits_backend",
+        "--dsa-paged-mqa-logits-backend",
+        "the schedule that is written here is DeepGEMM's",
+        (None, "auto", "deepgemm"),
+        "pass --dsa-paged-mqa-logits-backend deepgemm",
+    ),
+)
+"""Options that this generation alone has, or alone may not be started with; a release need not have all."""
 
 REFUSED_ENVIRONMENT = {
     "SGLANG_EAGER_INPUT_NO_COPY": "draft steps would hand strided locations to a KV writer that reads them as if dense",
@@ -56,8 +121,6 @@ def model_problem(hf_config: Any, speculative: bool, dequantised_prefill: bool) 
         return "its attention has no RoPE part, and every implementation here reads one"
     if architecture.startswith("Dots3Note"):
         return "SGLang gives its full-attention layers a sparse backend of its own, past the one that is registered"
-    if getattr(hf_config, "llama_4_scaling", None) is not None:
-        return "its queries are scaled by position (llama_4_scaling), and SGLang hands no implementation served here the scale"
     if getattr(hf_config, "learnable_sink", False) and dequantised_prefill:
         return "its attention has learnable sinks, which are added on a bfloat16 KV cache alone; pass --kv-cache-dtype bfloat16"
     if speculative and architecture.startswith("LongcatFlash"):

@@ -32,8 +32,7 @@ class NsaAdapter(Adapter):
     BaseIndexerMetadata = BaseIndexerMetadata
     TOPK_READS_PAGE_TABLE_1 = kernels.TOPK_READS_PAGE_TABLE_1
     FLASH_MLA_DISTRIBUTION = kernels.FLASH_MLA_DISTRIBUTION
-    REFUSED_OPTIONS = refusals.REFUSED_OPTIONS
-    REFUSED_VALUES = refusals.REFUSED_VALUES
+    REFUSED = refusals.REFUSED
 
     concat_query = staticmethod(kernels.concat_query)
     dequantize_k_cache_paged = staticmethod(kernels.dequantize_k_cache_paged)

@@ -5,16 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from nsa_backend.adapters.layer_sharing import sharing_problem
+from nsa_backend.adapters.rule import Rule
 from nsa_backend.releases import installed, round_graph_problem
 
-REFUSED_OPTIONS = {
-    "enable_nsa_prefill_context_parallel": "--enable-nsa-prefill-context-parallel",
-    "enforce_piecewise_cuda_graph": "--enforce-piecewise-cuda-graph",
-}
-"""Attributes of ServerArgs to options that this generation alone has and that must be off."""
-
-REFUSED_VALUES: dict[str, tuple[str, tuple]] = {}
-"""Attributes to the option and the values that are served; nothing more in this generation."""
+REFUSED = (
+    Rule(
+        "enable_two_batch_overlap",
+        "--enable-two-batch-overlap",
+        "the two halves of a batch run interleaved, and captured graphs here share one page table",
+    ),
+    Rule(
+        "enable_nsa_prefill_context_parallel",
+        "--enable-nsa-prefill-context-parallel",
+        "each rank then computes some rows of a prefill, and the metadata here is of all rows",
+        everywhere=False,
+    ),
+    Rule(
+        "enforce_piecewise_cuda_graph",
+        "--enforce-piecewise-cuda-graph",
+        "the indexer would be captured with the metadata of the captured batch",
+        everywhere=False,
+    ),
+)
+"""Options that this generation alone has, or alone may not be started with; a release need not have all."""
 
 
 def model_problem(hf_config: Any, speculative: bool, dequantised_prefill: bool) -> str | None:
@@ -24,8 +37,6 @@ def model_problem(hf_config: Any, speculative: bool, dequantised_prefill: bool) 
         speculative: whether draft steps are asked for.
         dequantised_prefill: makes no difference in these releases.
     """
-    if getattr(hf_config, "llama_4_scaling", None) is not None:
-        return "its queries are scaled by position (llama_4_scaling), and SGLang hands no implementation served here the scale"
     if speculative and getattr(hf_config, "index_share_for_mtp_iteration", False):
         return (
             "its draft steps attend with one selection (index_share_for_mtp_iteration), which SGLang has from 0.5.17 on; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nsa_backend.environment import switched_on
 from nsa_backend.releases import round_graph_problem
 
 SWITCH = "NSA_BACKEND_ROUND_GRAPH"
@@ -13,9 +14,11 @@ NEEDED: dict[str, tuple[tuple, str]] = {
     "disable_overlap_schedule": ((False,), "drop --disable-overlap-schedule"),
     "disable_cuda_graph": ((False,), "drop --disable-cuda-graph"),
     "enable_dp_attention": ((False,), "drop --enable-dp-attention"),
+    "enable_two_batch_overlap": ((False,), "drop --enable-two-batch-overlap"),
     "pp_size": ((1,), "pass --pp-size 1"),
     "ep_size": ((1,), "pass --ep-size 1"),
     "disaggregation_mode": (("null",), "drop --disaggregation-mode"),
+    "speculative_adaptive": ((False,), "drop --speculative-adaptive"),
     "speculative_use_rejection_sampling": ((False,), "drop --speculative-use-rejection-sampling"),
     "enable_lora": ((None, False), "drop --enable-lora"),
     "enable_memory_saver": ((False,), "drop --enable-memory-saver"),
@@ -37,6 +40,8 @@ def server_problems(args: Any) -> list[str]:
     problem = round_graph_problem()
     if problem is not None:
         return [problem]
+    if switched_on("NSA_BACKEND_CHECK"):
+        return [f"{SWITCH}=1 and NSA_BACKEND_CHECK=1, which looks at every replay on the host, cannot both be: unset one"]
     return [
         f"{SWITCH}=1 cannot be served with these options: {advice}, or unset it"
         for name, (served, advice) in NEEDED.items()

@@ -1,0 +1,88 @@
+"""The table of deployments in docs/support.md: what the start-up checks say of each; what was seen stays as the page has it.
+
+python tests/docs/deployment_table.py        # prints it, for the page
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+BEGIN, END = "<!-- begin: tests/docs/deployment_table.py -->", "<!-- end of deployments -->"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "support.md"
+SEEN = 2
+"""The column that is written by hand."""
+
+DEPLOYMENTS = {
+    # name: (the options that make it, what they set)
+    "PD disaggregation": ("--disaggregation-mode", {"disaggregation_mode": "prefill"}),
+    "HiCache": ("--enable-hierarchical-cache", {"enable_hierarchical_cache": True}),
+    "HiCache with a storage backend": ("--hicache-storage-backend", {"enable_hierarchical_cache": True}),
+    "tensor parallel": ("--tp-size 2", {"tp_size": 2}),
+    "DP attention": ("--tp-size 2 --dp-size 2 --enable-dp-attention", {"enable_dp_attention": True, "tp_size": 2}),
+    "DP attention with attention TP": ("--tp-size 4 --dp-size 2 --enable-dp-attention", {"enable_dp_attention": True}),
+    "expert parallel": ("--ep-size 2", {"ep_size": 2}),
+    "expert parallel through DeepEP": ("--moe-a2a-backend deepep", {"moe_a2a_backend": "deepep"}),
+    "overlap scheduling off": ("--disable-overlap-schedule", {"disable_overlap_schedule": True}),
+    "weights updated in a running server": ("-", {}),
+    "memory released and resumed": ("--enable-memory-saver", {"enable_memory_saver": True}),
+    "pipeline parallel": ("--pp-size 2 --disable-overlap-schedule", {"pp_size": 2}),
+    "pipeline parallel with MTP": (
+        "the same, SGLANG_ENABLE_PP_SPEC=1",
+        {"pp_size": 2, "speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1},
+    ),
+    "adaptive speculation": (
+        "--speculative-adaptive",
+        {"speculative_adaptive": True, "speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1},
+    ),
+    "EAGLE3, a dense draft model": (
+        "--speculative-algorithm EAGLE3 --speculative-draft-attention-backend fa3",
+        {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1},
+    ),
+    "two-batch overlap": ("--enable-two-batch-overlap", {"enable_two_batch_overlap": True}),
+    "prefill context parallel": ("--enable-prefill-cp --cp-strategy", {"enable_prefill_cp": True}),
+    "decode attention TP under it": ("--enable-cp-decode-attn-tp", {"enable_cp_decode_attn_tp": True}),
+    "layers split over its ranks": ("--enable-dsa-cache-layer-split", {"enable_dsa_cache_layer_split": True}),
+    "KV sharding": ("--enable-kv-cache-sharding", {"enable_kv_cache_sharding": True}),
+    "decode context parallel": ("--dcp-size 2", {"dcp_size": 2}),
+    "HiSparse": ("--enable-hisparse", {"enable_hisparse": True}),
+    "unified memory": ("--enable-unified-memory", {"enable_unified_memory": True}),
+    "PD multiplexing": ("--enable-pdmux", {"enable_pdmux": True}),
+    "multi-layer EAGLE": ("--enable-multi-layer-eagle", {"enable_multi_layer_eagle": True}),
+    "decode graphs that break": ("--debug-cuda-graph", {"debug_cuda_graph": True}),
+}
+
+
+def answer(changed: dict) -> str:
+    """What the start-up checks say of a served server with these arguments changed."""
+    from nsa_backend.adapters.installed import adapter
+    from nsa_backend.refusals import RULES, refusals
+
+    served = {rule.attribute: rule.served[-1] for rule in RULES if "." not in rule.attribute}
+    found = refusals(SimpleNamespace(**served | {"speculative_algorithm": None} | changed))
+    return " ".join(sentence.partition(": ")[2].removesuffix(f", or {adapter.WAY_BACK}") for sentence in found) or "served"
+
+
+def rows(seen: dict[str, str]) -> list[list[str]]:
+    """The table with its head; `seen` says by deployment what the page has of it."""
+    head = ["deployment", "options", "seen", "here"]
+    body = [[name, option, seen.get(name, "not run"), answer(args)] for name, (option, args) in DEPLOYMENTS.items()]
+    for row in body:
+        row[3] = row[3] if row[3] == "served" else f"refused: {row[3]}"
+    return [head, *body]
+
+
+def on_the_page() -> list[list[str]]:
+    """The page's rows, without the line under the head."""
+    table = PAGE.read_text().partition(BEGIN + "\n")[2].partition("\n" + END)[0]
+    return [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+
+
+if __name__ == "__main__":
+    from nsa_backend.testing.cpu_process import start_process
+
+    start_process()
+    from model_table import markdown
+
+    sys.stdout.write(markdown(rows({row[0]: row[SEEN] for row in on_the_page()})) + "\n")
