@@ -17,11 +17,13 @@ from workloads import CASES, Case
 
 OF_DECODE = ("cuda_graph_bs", "debug_cuda_graph", "max_total_tokens", "speculative_adaptive")
 
+PLAIN = {"disaggregated": "", "action": "", "same": ()}
+
 
 def question(case: Case) -> Case:
     """The case whose engine is asked about `case`: its prefill alone, so what only decoding reads is left out."""
     engine = {name: value for name, value in case.engine.items() if name not in OF_DECODE}
-    return replace(case, steps=0, engine=engine | {"disable_cuda_graph": True}, disaggregated="", action="", same=())
+    return replace(case, steps=0, engine=engine | {"disable_cuda_graph": True}, environment={}, **PLAIN)
 
 
 def main() -> None:
