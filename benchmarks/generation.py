@@ -11,7 +11,6 @@ from itertools import zip_longest
 from pathlib import Path
 
 from nsa_backend.benchmarks import faithful_checkpoint, server_options
-from nsa_backend.benchmarks.bench_common import accept_length
 from nsa_backend.benchmarks.servers import BACKENDS, Server
 
 SIZES = [*server_options.decode_graphs(), "--max-total-tokens", "65536", "--disable-radix-cache"]
@@ -53,6 +52,12 @@ class Sample:
 def prompts(batch: int, length: int) -> list[list[int]]:
     """`batch` different prompts of `length` tokens."""
     return [[2 + (7 * i + 13 * r) % (faithful_checkpoint.VOCAB - 48) for i in range(length)] for r in range(batch)]
+
+
+def accept_length(histogram: list[int]) -> float:
+    """Mean tokens a round (accepted drafts and the bonus), from SGLang's count of rounds by correct drafts."""
+    rounds = sum(histogram)
+    return sum((drafts + 1) * count for drafts, count in enumerate(histogram)) / rounds if rounds else 0.0
 
 
 def counted(answers: list[dict], tokens: int) -> tuple[int, float]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from statistics import fmean
 
-from nsa_backend.benchmarks.bench_common import environment
+from nsa_backend.benchmarks.report import environment
 
 SIDE_BY_SIDE = ("rows", "differences", "failures", "problems", "not_measured")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from soak_answers import Record, group_differences
 
-from nsa_backend.benchmarks.bench_common import accept_length
+from nsa_backend.benchmarks.generation import accept_length
 
 if TYPE_CHECKING:
     from soak_side import Soak
