@@ -48,6 +48,16 @@ def implementations(decode: str, prefill: str | None = None) -> list[str]:
     return found if prefill is None else [*found, names().prefill, prefill]
 
 
+def speculation(steps: int) -> list[str]:
+    """MTP with N = `steps` drafts in one chain; nothing where N is 0."""
+    if not steps:
+        return []
+    return [
+        "--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps),
+        "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1),
+    ]  # fmt: skip
+
+
 def decode_graphs(batches: Iterable[int] = MEASURED_BATCHES) -> list[str]:
     """Capture decode, verify and draft graphs for `batches` alone."""
     return [names().decode_graphs, *map(str, sorted(set(batches)))]
