@@ -69,10 +69,15 @@ def counted(answers: list[dict], tokens: int) -> tuple[int, float]:
 
 
 def sample(server: Server, batch: int, length: int, tokens: int) -> Sample:
+    """One streamed generation of a batch of made-up prompts."""
+    return sample_of(server, prompts(batch, length), tokens)
+
+
+def sample_of(server: Server, asked: list[list[int]], tokens: int) -> Sample:
     """One streamed generation. SGLang prefills what waits before it decodes: decoding begins with the last first token."""
-    found = server.streamed(prompts(batch, length), tokens)
+    found = server.streamed(asked, tokens)
     rounds, accept = counted(found.answers, tokens)
-    return Sample(found.seconds, max(found.first_seconds), tokens, batch, rounds, accept)
+    return Sample(found.seconds, max(found.first_seconds), tokens, len(asked), rounds, accept)
 
 
 def in_turns(servers: dict[str, Server], batch: int, length: int, tokens: int, repeats: int) -> dict[str, list[Sample]]:
