@@ -87,6 +87,25 @@ def begin_round(multi_step: Any, batch: ForwardBatch, *, captured: bool = True) 
         multi_step.begin_draft_round(batch)
 
 
+def replayed_round(multi_step: Any, batch: Batch) -> ForwardBatch:
+    """Capture a draft round on static tensors, then replay it with `batch`: nothing but the recorded launch writes.
+
+    Returns:
+        the static batch.
+    """
+    requests = len(batch.seq_lens)
+    multi_step.init_cuda_graph_state(requests + 2, requests + 2)
+    static = static_batch(requests, requests, ForwardMode.DECODE)
+    static.out_cache_loc = torch.zeros(requests * batch.num_steps, dtype=torch.int64)
+    calls.before_round_capture(multi_step, static)
+    recorded = multi_step.captured.current
+    begin_round(multi_step, static)
+    fill(static, batch)
+    calls.before_round_replay(multi_step, static)
+    multi_step.writer.write(recorded.plan, recorded.buffers, recorded.inputs)
+    return static
+
+
 def check(metadata: Any, batch: Batch, step: int = 0) -> None:
     """Every field of one step against plain Python."""
     check_fields(metadata, batch, step)
