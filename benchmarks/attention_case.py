@@ -8,14 +8,19 @@ from types import SimpleNamespace
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.benchmarks import entry_points
-from nsa_backend.benchmarks.bench_common import fake_runner
+from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.testing.calls import calls
+from nsa_backend.testing.captured import MODES, Captured, static_batch
+from nsa_backend.testing.runner import make_gpu_runner
+from nsa_backend.testing.shape import LATENT, QK_DIM, ROPE, SCALE, TOPK
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 NAMES = {"bf16": ("fa3", "flashmla_sparse"), "fp8": ("flashmla_kv",)}
-SLOTS, TOPK, LATENT, ROPE, CONTEXT = 1 << 20, 2048, 512, 64, 4096
+SLOTS, CONTEXT = 1 << 20, 4096
 CHOSEN_ROWS = 2048  # top-k rows to draw from: 4 calls of 512 rows
 MAX_ROWS = 512
+COLD_ROWS = 56  # rows x 2048 tokens x 1152 bytes that replace what the 60 MB L2 held
+HEAD_BLOCK = 64  # of FlashMLA's kernels
 _pools: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
@@ -24,16 +29,15 @@ def pools(kv: str) -> tuple[torch.Tensor, torch.Tensor]:
     if kv not in _pools:
         _pools.clear()
         generator = torch.Generator(device="cuda").manual_seed(0)
-        values = torch.randn(SLOTS, 1, LATENT + ROPE, generator=generator, device="cuda", dtype=torch.bfloat16)
+        values = torch.randn(SLOTS, 1, QK_DIM, generator=generator, device="cuda", dtype=torch.bfloat16)
         _pools[kv] = (values, values) if kv == "bf16" else _quantised(values)
     return _pools[kv]
 
 
 def _quantised(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    quantize_k_cache_separate, dequantize_k_cache_paged = entry_points.fp8_packing()
-    nope, rope = quantize_k_cache_separate(values[..., :LATENT].contiguous(), values[..., LATENT:].contiguous())
+    nope, rope = calls.quantize_k_cache()(values[..., :LATENT].contiguous(), values[..., LATENT:].contiguous())
     packed = torch.cat([nope.view(torch.uint8), rope.view(torch.uint8)], dim=-1).view(torch.float8_e4m3fn)
-    return packed, dequantize_k_cache_paged(packed, torch.arange(SLOTS, dtype=torch.int32, device="cuda"))
+    return packed, adapter.dequantize_k_cache_paged(packed, torch.arange(SLOTS, dtype=torch.int32, device="cuda"))
 
 
 class Case:
@@ -49,7 +53,7 @@ class Case:
         self._chosen = torch.randint(SLOTS, (CHOSEN_ROWS, TOPK), generator=generator, device="cuda", dtype=torch.int32)
         self._query = torch.randn(heads, MAX_ROWS, LATENT, generator=generator, device="cuda").bfloat16()
         self._rope = torch.randn(MAX_ROWS, heads, ROPE, generator=generator, device="cuda").bfloat16()
-        self._layer = RadixAttention(heads, LATENT + ROPE, (128 + ROPE) ** -0.5, 1, layer_id=0, v_head_dim=LATENT)
+        self._layer = RadixAttention(heads, QK_DIM, SCALE, 1, layer_id=0, v_head_dim=LATENT)
         self._batch = SimpleNamespace(
             token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda layer_id: self.cache), hisparse_coordinator=None
         )
@@ -74,7 +78,7 @@ class Case:
 
     def builtin(self, name: str, rows: int) -> Callable[[int], torch.Tensor]:
         """SGLang's own forward_decode."""
-        backend = self._backend("builtin", entry_points.builtin()[0], name)
+        backend = self._backend("builtin", calls.builtin()[0], name)
         self._capture(backend, rows)
         return self._forward_decode(backend, rows)
 
@@ -99,23 +103,23 @@ class Case:
 
     def _backend(self, side: str, backend_class: type, name: str):
         if (side, name) not in self._backends:
-            runner = fake_runner(num_steps=3, context=CONTEXT, max_requests=MAX_ROWS, heads=self.heads)
+            runner = make_gpu_runner(num_steps=3, context=CONTEXT, max_requests=MAX_ROWS, heads=self.heads)
             dtype = KV_DTYPES[self.kv]
             runner.kv_cache_dtype = runner.token_to_kv_pool.dtype = dtype
             pool = runner.token_to_kv_pool
             pool.nsa_kv_cache_store_fp8 = pool.dsa_kv_cache_store_fp8 = self.kv == "fp8"
             pool.kv_cache_dim, pool.get_key_buffer = self.cache.shape[-1], lambda layer_id: self.cache
-            entry_points.use(runner, decode=name, prefill="flashmla_kv" if self.kv == "fp8" else "flashmla_sparse")
+            calls.choose(runner, decode=name, prefill="flashmla_kv" if self.kv == "fp8" else "flashmla_sparse")
             backend = backend_class(runner)
             backend.init_cuda_graph_state(MAX_ROWS, MAX_ROWS)
             self._backends[side, name] = backend
         return self._backends[side, name]
 
-    def _capture(self, backend, rows: int) -> entry_points.Captured:
+    def _capture(self, backend, rows: int) -> Captured:
         lengths = torch.full((rows,), CONTEXT, device="cuda")
         slots = torch.zeros(rows, dtype=torch.int64, device="cuda")
-        batch = entry_points.static_batch(lengths, slots, 1)
-        return entry_points.Captured(backend, batch, entry_points.modes()["decode"], rows)
+        batch = static_batch(lengths, slots, 1)
+        return Captured(backend, batch, MODES["decode"], rows)
 
     def _forward_decode(self, backend, rows: int) -> Callable[[int], torch.Tensor]:
         metadata = backend.forward_metadata
@@ -144,26 +148,27 @@ class Case:
     def _joined(self, rows: int, multiple: int) -> torch.Tensor:
         q_nope, q_rope = self.query(rows)
         padded = -(-self.heads // multiple) * multiple
-        joined = torch.zeros(rows, padded, LATENT + ROPE, dtype=torch.bfloat16, device="cuda")
+        joined = torch.zeros(rows, padded, QK_DIM, dtype=torch.bfloat16, device="cuda")
         joined[:, : self.heads] = torch.cat([q_nope, q_rope], dim=-1)
         return joined
 
     def _bare_flashmla_sparse(self, rows: int) -> Callable[[int], object]:
         flash_mla_sparse_fwd = adapter.flash_mla().flash_mla_sparse_fwd
-        q, scale = self._joined(rows, 64), self._layer.scaling
+        q, scale = self._joined(rows, HEAD_BLOCK), self._layer.scaling
         return lambda i: flash_mla_sparse_fwd(
             q=q, kv=self.cache, indices=self.chosen(rows, i).unsqueeze(1), sm_scale=scale, d_v=LATENT
         )
 
     def _bare_flashmla_kv(self, rows: int) -> Callable[[int], object]:
         flash_mla = adapter.flash_mla()
-        q = self._joined(rows, 64).unsqueeze(1)
+        q = self._joined(rows, HEAD_BLOCK).unsqueeze(1)
         lengths = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
         tiles, num_splits = flash_mla.get_mla_metadata(
             cache_seqlens=lengths, num_q_tokens_per_head_k=q.shape[2], num_heads_k=1, num_heads_q=q.shape[2],
             is_fp8_kvcache=True, topk=TOPK,
         )  # fmt: skip
-        pages, table = self.cache.view(-1, 64, 1, self.cache.shape[-1]), torch.empty(rows, 0, dtype=torch.int32, device="cuda")
+        pages = self.cache.view(-1, PAGE_SIZE, 1, self.cache.shape[-1])
+        table = torch.empty(rows, 0, dtype=torch.int32, device="cuda")
         return lambda i: flash_mla.flash_mla_with_kvcache(
             q=q, k_cache=pages, cache_seqlens=lengths, head_dim_v=LATENT, tile_scheduler_metadata=tiles, num_splits=num_splits,
             softmax_scale=self._layer.scaling, indices=self.chosen(rows, i).unsqueeze(1), block_table=table,

@@ -16,21 +16,22 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from nsa_backend.benchmarks import sm90
-from nsa_backend.benchmarks.attention_case import KV_DTYPES, MAX_ROWS, Case
-from nsa_backend.benchmarks.bench_common import captured_graph, interleaved, print_table, start_host
+from nsa_backend.benchmarks.attention_case import COLD_ROWS, KV_DTYPES, MAX_ROWS, Case
 from nsa_backend.benchmarks.cells import Cell
+from nsa_backend.benchmarks.h200 import BF16_FLOPS, MEMORY_BYTES_PER_S
+from nsa_backend.benchmarks.report import print_table
+from nsa_backend.benchmarks.timing import captured_graph, interleaved
+from nsa_backend.testing.process import start_sglang
+from nsa_backend.testing.shape import LATENT, QK_DIM, TOPK
 
 HEADS = (8, 16, 32, 64, 128)
 WRAPPER_HEADS, WRAPPER_ROWS = (16, 64, 128), (1, 8, 32, 128)
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-COLD_ROWS = 56  # rows x 2048 tokens x 1152 bytes that replace what the 60 MB L2 held
-MEMORY_BYTES_PER_S, BF16_FLOPS = 4.3e12, 790e12  # measured on an H200: device copies and an 8192^3 matrix product
-TOPK, QK_DIM, V_DIM = 2048, 576, 512
 
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     """Every KV dtype and head count; --heads, --batch (query rows) and --section choose among them."""
-    start_host()
+    start_sglang()
     samples = 3 if options.quick else 9
     chosen_rows = options.batch or DECODE_ROWS
     if max(chosen_rows) > MAX_ROWS:
@@ -66,7 +67,7 @@ def of_sections(found: list[Cell], wanted: list[str] | None) -> list[Cell]:
 def floor_us(heads: int, rows: int, bytes_per_token: int) -> float:
     """The larger of the time to read the KV once and the time of the multiplications."""
     read = rows * TOPK * bytes_per_token / MEMORY_BYTES_PER_S
-    return 1e6 * max(read, 2 * rows * heads * TOPK * (QK_DIM + V_DIM) / BF16_FLOPS)
+    return 1e6 * max(read, 2 * rows * heads * TOPK * (QK_DIM + LATENT) / BF16_FLOPS)
 
 
 def timed(calls: dict[str, Callable[[int], object]], rows: int, samples: int) -> dict[str, tuple[float, list[float]]]:

@@ -16,9 +16,9 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from nsa_backend.benchmarks.bench_common import print_table
 from nsa_backend.benchmarks.cells import Cell
 from nsa_backend.benchmarks.generation import Servers, counted, in_turns, prompts, spread
+from nsa_backend.benchmarks.report import print_table
 from nsa_backend.benchmarks.servers import BACKENDS
 from nsa_backend.benchmarks.traces import read_events
 

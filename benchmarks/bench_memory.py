@@ -12,16 +12,19 @@ from types import SimpleNamespace
 
 import torch
 
-from nsa_backend.benchmarks import entry_points
-from nsa_backend.benchmarks.bench_common import fake_runner, print_table, start_host
 from nsa_backend.benchmarks.cells import Cell
+from nsa_backend.benchmarks.report import print_table
+from nsa_backend.testing.calls import calls
+from nsa_backend.testing.captured import DRAFT_EXTEND, MODES, Captured, CapturedRound, static_batch
+from nsa_backend.testing.process import start_sglang
+from nsa_backend.testing.runner import make_gpu_runner
 
 SIZES, CONTEXT, NUM_STEPS, NUM_DRAFT_TOKENS = (1, 2, 4, 8, 16, 32, 64), 163_840, 4, 4
 
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     """One cell: both sides, one after the other."""
-    start_host()
+    start_sglang()
     return [Cell(f"N = {NUM_STEPS}, D = {NUM_DRAFT_TOKENS}, max_bs {max(SIZES)}, context {CONTEXT}", measure)]
 
 
@@ -30,7 +33,7 @@ def measure() -> list[dict]:
     from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 
     taken = {
-        "builtin": measured(*entry_points.builtin()),
+        "builtin": measured(*calls.builtin()),
         "ours": measured(NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend),
     }
     setting = {"max_bs": max(SIZES), "sizes": SIZES, "context": CONTEXT, "N": NUM_STEPS, "D": NUM_DRAFT_TOKENS}
@@ -39,7 +42,7 @@ def measure() -> list[dict]:
 
 def measured(module_backend: type, module_multi_step: type) -> int:
     """Bytes that the captures of one side keep allocated."""
-    runner = fake_runner(num_steps=NUM_STEPS, num_draft_tokens=NUM_DRAFT_TOKENS, context=CONTEXT, max_requests=max(SIZES))
+    runner = make_gpu_runner(num_steps=NUM_STEPS, num_draft_tokens=NUM_DRAFT_TOKENS, context=CONTEXT, max_requests=max(SIZES))
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -52,9 +55,8 @@ def measured(module_backend: type, module_multi_step: type) -> int:
 
 def capture_all(module_backend: type, module_multi_step: type, runner: SimpleNamespace) -> list:
     """What a server keeps after capturing; returns it, so that it stays alive."""
-    modes = entry_points.modes()
     max_bs = max(SIZES)
-    static = entry_points.static_batch(
+    static = static_batch(
         torch.ones(max_bs, device=runner.device),
         torch.zeros(max_bs, dtype=torch.int64, device=runner.device),
         NUM_DRAFT_TOKENS,
@@ -67,9 +69,9 @@ def capture_all(module_backend: type, module_multi_step: type, runner: SimpleNam
         batch = SimpleNamespace(**vars(static))
         batch.batch_size, batch.seq_lens, batch.req_pool_indices = bs, static.seq_lens[:bs], static.req_pool_indices[:bs]
         batch.spec_info = SimpleNamespace(num_accept_tokens=static.spec_info.num_accept_tokens[:bs])
-        for backend, mode in ((target, modes["target_verify"]), (extend, modes["draft_extend"])):
-            entry_points.Captured(backend, batch, mode, bs * NUM_DRAFT_TOKENS)
-        entry_points.CapturedRound(draft, batch)
+        for backend, mode in ((target, MODES["target_verify"]), (extend, DRAFT_EXTEND)):
+            Captured(backend, batch, mode, bs * NUM_DRAFT_TOKENS)
+        CapturedRound(draft, batch)
     return [target, extend, draft]
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -23,13 +22,17 @@ from typing import Any
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.benchmarks import entry_points
-from nsa_backend.benchmarks.bench_common import captured_graph, fake_runner, kernel_us, print_table, start_host
 from nsa_backend.benchmarks.builtin_replay import GENERATIONS, RELEASED
 from nsa_backend.benchmarks.cells import Cell
+from nsa_backend.benchmarks.h200 import LAUNCH_US, MEMORY_BYTES_PER_S
+from nsa_backend.benchmarks.report import print_table
+from nsa_backend.benchmarks.timing import captured_graph, cpu_us, kernel_us
+from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.testing.calls import calls
+from nsa_backend.testing.captured import DRAFT_EXTEND, MODES, Captured, CapturedRound, static_batch
+from nsa_backend.testing.process import start_sglang
+from nsa_backend.testing.runner import make_gpu_runner
 
-HBM_BYTES_PER_US = 4.3e6  # device copies on an H200, read and written bytes together
-LAUNCH_US = 1.3
 SHAPES = [(1, 4096), (8, 16384), (32, 32768), (64, 65536), (64, 131072)]
 """(requests, length) of the tables; target_verify and draft_extend there have D = 4."""
 
@@ -41,12 +44,13 @@ AXES = {
 }
 """How cost grows: one axis at a time through the centre."""
 
-MODES = ("draft_decode", "target_verify", "draft_extend")
+CAPTURED_MODES = {"target_verify": MODES["target_verify"], "draft_extend": DRAFT_EXTEND}
+NAMES = ("draft_decode", *CAPTURED_MODES)
 
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     """Tables and the three axes; --steps, --batch and --length together name shapes of one's own instead."""
-    start_host()
+    start_sglang()
     repeats = (2, 20) if options.quick else (5, 40)
     return [
         Cell(f"{mode}, N = {steps}, {bs} x {length}", partial(measure_row, mode, bs, length, steps, *repeats), section)
@@ -59,16 +63,16 @@ def wanted(options: argparse.Namespace) -> list[tuple[str, str, int, int, int]]:
     if options.steps or options.batch or options.length:
         return [
             ("rows", mode, steps, bs, length)
-            for mode in MODES
+            for mode in NAMES
             for steps in options.steps or [CENTRE["steps"]]
             for bs in options.batch or [CENTRE["batch"]]
             for length in options.length or [CENTRE["length"]]
         ]
     shapes = SHAPES[:2] if options.quick else SHAPES
     found = [("rows", "draft_decode", steps, *shape) for steps in ((4,) if options.quick else (4, 8)) for shape in shapes]
-    found += [("rows", mode, 3, *shape) for mode in MODES[1:] for shape in shapes]
+    found += [("rows", mode, 3, *shape) for mode in CAPTURED_MODES for shape in shapes]
     if not options.quick:
-        for mode in MODES:
+        for mode in NAMES:
             points = [CENTRE | {axis: value} for axis, values in AXES.items() for value in values]
             found += dict.fromkeys(("growth", mode, p["steps"], p["batch"], p["length"]) for p in points)
     return found
@@ -78,10 +82,10 @@ def measure_row(mode: str, bs: int, length: int, num_steps: int, rounds: int, re
     return [measure(mode, bs, length, num_steps, rounds, repeats)]
 
 
-def static_batch(bs: int, length: int, num_steps: int) -> SimpleNamespace:
+def batch_of(bs: int, length: int, num_steps: int) -> SimpleNamespace:
     """A graph runner's tensors, lengths a little apart so that nothing is uniform."""
     lengths = length - torch.arange(bs, device="cuda") % 50
-    return entry_points.static_batch(lengths, torch.randperm(bs, device="cuda") + 1, num_steps)
+    return static_batch(lengths, torch.randperm(bs, device="cuda") + 1, num_steps)
 
 
 class Side:
@@ -93,11 +97,11 @@ class Side:
         if mode == "draft_decode":
             self.backend = multi_step_class(runner, 1, num_steps)
             self.backend.init_cuda_graph_state(bs, bs)
-            captured = entry_points.CapturedRound(self.backend, batch)
+            captured = CapturedRound(self.backend, batch)
         else:
             self.backend = backend_class(runner)
             self.backend.init_cuda_graph_state(bs, rows)
-            captured = entry_points.Captured(self.backend, batch, entry_points.modes()[mode], rows)
+            captured = Captured(self.backend, batch, CAPTURED_MODES[mode], rows)
         self.call = partial(replay, self.backend, batch, bs) if replay else captured.replay
         self.device = captured_graph(captured.in_graph).replay if in_graph else self.call
 
@@ -107,35 +111,25 @@ def sides(mode: str) -> dict[str, tuple[tuple, Callable | None]]:
     from nsa_backend.backend import NativeSparseAttnBackend
     from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 
-    theirs = (*entry_points.builtin(), False)
+    theirs = (*calls.builtin(), False)
     found = {"ours": ((NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend, True), None), RELEASED: (theirs, None)}
-    if mode == "draft_decode" and not entry_points.IN_GRAPH:
+    if mode == "draft_decode" and "dsa" not in adapter.BACKEND_NAMES:
         found |= {name: (theirs, replay) for name, replay in GENERATIONS.items()}
     return found
-
-
-def cpu_us(call: Callable[[], None], repeats: int) -> list[float]:
-    out = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        call()
-        out.append(1e6 * (time.perf_counter() - started))
-    return out
 
 
 def moved_bytes(mode: str, bs: int, length: int, num_steps: int) -> int:
     """Bytes of the page tables: what is read of the request table, once, and every table written once."""
     page_rows = bs if mode == "draft_decode" else bs * (num_steps + 1)
     if adapter.TOPK_READS_PAGE_TABLE_1:
-        return int(4 * (2 * bs * length + page_rows * length / 64))
-    return int(4 * (bs + page_rows) * length / 64)
+        return int(4 * (2 * bs * length + page_rows * length / PAGE_SIZE))
+    return int(4 * (bs + page_rows) * length / PAGE_SIZE)
 
 
 def measure(mode: str, bs: int, length: int, num_steps: int, rounds: int, repeats: int) -> dict:
     """One row: medians and spreads of every side, in turns."""
-    batch = static_batch(bs, length, num_steps)
-    runner = fake_runner(num_steps=num_steps, context=max(length + 64, 8192), max_requests=bs + 1)
+    batch = batch_of(bs, length, num_steps)
+    runner = make_gpu_runner(num_steps=num_steps, context=max(length + 64, 8192), max_requests=bs + 1)
     req_to_token = runner.req_to_token_pool.req_to_token
     req_to_token.copy_(torch.randint(0, 2**20, req_to_token.shape, device="cuda"))
     found = {name: Side(classes, runner, mode, batch, num_steps, replay) for name, (classes, replay) in sides(mode).items()}
@@ -147,7 +141,7 @@ def measure(mode: str, bs: int, length: int, num_steps: int, rounds: int, repeat
             samples[name]["gpu"].append(gpu)
     moved = moved_bytes(mode, bs, length, num_steps)
     row = {"mode": mode, "steps": num_steps, "bs": bs, "length": length, "bytes": moved}
-    row["floor_us"] = round(LAUNCH_US + moved / HBM_BYTES_PER_US, 2)
+    row["floor_us"] = round(LAUNCH_US + 1e6 * moved / MEMORY_BYTES_PER_S, 2)
     for name, sample in samples.items():
         row[name] = {
             "cpu_us": round(statistics.median(sample["cpu"]), 2),

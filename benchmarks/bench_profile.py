@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from nsa_backend.benchmarks import server_options, traces
-from nsa_backend.benchmarks.bench_common import print_table
 from nsa_backend.benchmarks.cells import Cell
 from nsa_backend.benchmarks.generation import Servers, checkpoint_of, counted, prompts
+from nsa_backend.benchmarks.report import print_table
 from nsa_backend.benchmarks.servers import BACKENDS, Server
 
 TOKENS, PORT = 64, 27000

@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 
 from nsa_backend.benchmarks import faithful_checkpoint, own_model
-from nsa_backend.benchmarks.bench_common import print_table
 from nsa_backend.benchmarks.cells import Cell
 from nsa_backend.benchmarks.generation import Servers, compared, in_turns, summary
+from nsa_backend.benchmarks.report import print_table
 from nsa_backend.benchmarks.servers import BACKENDS
 
 TOKENS, PORT = 256, 25000

@@ -24,14 +24,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
 
-from nsa_backend.benchmarks.bench_common import environment, print_table
-from nsa_backend.benchmarks.cells import write_report
+from nsa_backend.benchmarks.report import environment, print_table, write_report
 from nsa_backend.benchmarks.trained.bar import Clock
+from nsa_backend.benchmarks.trained.gpu_lock import alone
 from nsa_backend.benchmarks.trained.measure import FIRST, AcceptCell, measure_accept, measure_speed
 from nsa_backend.benchmarks.trained.pausing import paused
 from nsa_backend.benchmarks.trained.prompts import held_out_prompts
 from nsa_backend.benchmarks.trained.serving import SIDES, Started, started
-from nsa_backend.benchmarks.trained.timing import alone
 
 TOKENS = 256
 REPEATS = {1: 12, 8: 4, 32: 3}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -53,19 +51,3 @@ def run_cells(cells: list[Cell], seconds: float, keep: Callable[[dict[str, Any]]
             keep(report)
             progress.advance(task)
     return report
-
-
-def dumped(report: dict[str, Any]) -> str:
-    """JSON with one row a line."""
-    parts = []
-    for name, value in report.items():
-        body = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if value and isinstance(value, list) else json.dumps(value)
-        parts.append(f"{json.dumps(name)}: {body}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Write `report`, whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(dumped(report))
-    part.replace(path)

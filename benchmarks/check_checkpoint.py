@@ -20,15 +20,15 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.benchmarks.bench_common import accept_length, environment
-from nsa_backend.benchmarks.cells import write_report
+from nsa_backend.benchmarks.generation import accept_length
+from nsa_backend.benchmarks.report import environment, write_report
 from nsa_backend.benchmarks.trained.bar import Clock
 from nsa_backend.benchmarks.trained.export import load
+from nsa_backend.benchmarks.trained.gpu_lock import busy
 from nsa_backend.benchmarks.trained.model import TrainedModel
 from nsa_backend.benchmarks.trained.prompts import held_out_prompts
 from nsa_backend.benchmarks.trained.serving import SIDES, SideServer, started
 from nsa_backend.benchmarks.trained.simulate import accepted
-from nsa_backend.benchmarks.trained.timing import busy
 
 LENGTHS, PROMPTS = (300, 1500, 3500), 4
 DRAFT_PROMPTS, DRAFT_TOKENS = 24, 256

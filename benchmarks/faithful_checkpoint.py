@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from nsa_backend.benchmarks.faithful_models import MODELS, NEAR_PAIRS, ROPE, ROPE_THETA, Model, rope_queries
+from nsa_backend.benchmarks.faithful_models import MODELS, NEAR_PAIRS, ROPE_THETA, Model, rope_queries
+from nsa_backend.testing.shape import INDEX_DIM, LATENT, ROPE, TOPK
 
 VOCAB = 2048
-KV_RANK, INDEX_DIM, INDEX_TOPK = 512, 128, 2048
 V32 = MODELS["deepseek-v3.2"]
 
 
@@ -77,18 +77,18 @@ def attention_weights(weights: Weights, shape: Shape, model: Model) -> dict[str,
     q_b = weights.normal(shape.heads, nope + ROPE, q_rank, std=0.02)
     q_b[:, nope:] = 0
     q_b[:, nope:, 0] = rope_queries(shape.heads, model) * math.sqrt((nope + ROPE) / q_rank)
-    kv_a = weights.normal(KV_RANK + ROPE, shape.hidden, std=shape.hidden**-0.5)
+    kv_a = weights.normal(LATENT + ROPE, shape.hidden, std=shape.hidden**-0.5)
     kv_a[:, 0] = 0
-    kv_a[KV_RANK:] = 0
-    kv_a[KV_RANK:, 0] = near
-    kv_b = weights.normal(shape.heads, nope + v_dim, KV_RANK, std=KV_RANK**-0.5)
+    kv_a[LATENT:] = 0
+    kv_a[LATENT:, 0] = near
+    kv_b = weights.normal(shape.heads, nope + v_dim, LATENT, std=LATENT**-0.5)
     kv_b[:, :nope] *= 0.02
     return {
         "q_a_proj.weight": q_a,
         "q_a_layernorm.weight": torch.ones(q_rank),
         "q_b_proj.weight": q_b.flatten(0, 1),
         "kv_a_proj_with_mqa.weight": kv_a,
-        "kv_a_layernorm.weight": torch.ones(KV_RANK),
+        "kv_a_layernorm.weight": torch.ones(LATENT),
         "kv_b_proj.weight": kv_b.flatten(0, 1),
         "o_proj.weight": weights.normal(shape.hidden, shape.heads * v_dim, std=1.5 * (shape.heads * v_dim) ** -0.5),
     }
@@ -183,13 +183,13 @@ def config(shape: Shape, model: Model = V32) -> dict:
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.heads,
         "q_lora_rank": model.q_rank,
-        "kv_lora_rank": KV_RANK,
+        "kv_lora_rank": LATENT,
         "qk_rope_head_dim": ROPE,
         "qk_nope_head_dim": model.nope,
         "v_head_dim": model.v_dim,
         "index_n_heads": model.index_heads,
         "index_head_dim": INDEX_DIM,
-        "index_topk": INDEX_TOPK,
+        "index_topk": TOPK,
         "n_routed_experts": shape.experts,
         "n_shared_experts": 1,
         "num_experts_per_tok": shape.experts_per_token,

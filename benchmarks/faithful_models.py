@@ -28,7 +28,9 @@ from typing import Any
 
 import torch
 
-ROPE, ROPE_THETA = 64, 10000.0
+from nsa_backend.testing.shape import NOPE, ROPE
+
+ROPE_THETA = 10000.0
 NEAR_PAIRS = 8
 """The fastest RoPE pairs: the score falls off within a few tokens."""
 SHARPNESS = 6
@@ -43,7 +45,7 @@ class Model:
 
     architecture: str
     model_type: str
-    nope: int = 128  # qk_nope_head_dim
+    nope: int = NOPE  # qk_nope_head_dim
     v_dim: int = 128
     q_rank: int = 512
     index_heads: int = 64

@@ -11,7 +11,6 @@ from itertools import zip_longest
 from pathlib import Path
 
 from nsa_backend.benchmarks import faithful_checkpoint, server_options
-from nsa_backend.benchmarks.bench_common import accept_length
 from nsa_backend.benchmarks.servers import BACKENDS, Server
 
 SIZES = [*server_options.decode_graphs(), "--max-total-tokens", "65536", "--disable-radix-cache"]
@@ -55,6 +54,12 @@ def prompts(batch: int, length: int) -> list[list[int]]:
     return [[2 + (7 * i + 13 * r) % (faithful_checkpoint.VOCAB - 48) for i in range(length)] for r in range(batch)]
 
 
+def accept_length(histogram: list[int]) -> float:
+    """Mean tokens a round (accepted drafts and the bonus), from SGLang's count of rounds by correct drafts."""
+    rounds = sum(histogram)
+    return sum((drafts + 1) * count for drafts, count in enumerate(histogram)) / rounds if rounds else 0.0
+
+
 def counted(answers: list[dict], tokens: int) -> tuple[int, float]:
     """(most rounds of a request, mean accept length) from SGLang's histograms of correct drafts a round."""
     histograms = [a["meta_info"].get("spec_correct_drafts_histogram") or [] for a in answers]
@@ -64,10 +69,15 @@ def counted(answers: list[dict], tokens: int) -> tuple[int, float]:
 
 
 def sample(server: Server, batch: int, length: int, tokens: int) -> Sample:
+    """One streamed generation of a batch of made-up prompts."""
+    return sample_of(server, prompts(batch, length), tokens)
+
+
+def sample_of(server: Server, asked: list[list[int]], tokens: int) -> Sample:
     """One streamed generation. SGLang prefills what waits before it decodes: decoding begins with the last first token."""
-    found = server.streamed(prompts(batch, length), tokens)
+    found = server.streamed(asked, tokens)
     rounds, accept = counted(found.answers, tokens)
-    return Sample(found.seconds, max(found.first_seconds), tokens, batch, rounds, accept)
+    return Sample(found.seconds, max(found.first_seconds), tokens, len(asked), rounds, accept)
 
 
 def in_turns(servers: dict[str, Server], batch: int, length: int, tokens: int, repeats: int) -> dict[str, list[Sample]]:

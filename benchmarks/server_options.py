@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
+from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.releases import SUPPORTED, generation_of, installed
 
 CHUNK = 8192
 """Tokens that SGLang prefills at once on a GPU of 60 to 160 GB unless told otherwise."""
 
 MEASURED_BATCHES = (1, 2, 4, 8, 16, 32)
-PAGE = 64
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,16 @@ def implementations(decode: str, prefill: str | None = None) -> list[str]:
     return found if prefill is None else [*found, names().prefill, prefill]
 
 
+def speculation(steps: int) -> list[str]:
+    """MTP with N = `steps` drafts in one chain; nothing where N is 0."""
+    if not steps:
+        return []
+    return [
+        "--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps),
+        "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1),
+    ]  # fmt: skip
+
+
 def decode_graphs(batches: Iterable[int] = MEASURED_BATCHES) -> list[str]:
     """Capture decode, verify and draft graphs for `batches` alone."""
     return [names().decode_graphs, *map(str, sorted(set(batches)))]
@@ -57,7 +67,7 @@ def prefill_graphs(shapes: Iterable[tuple[int, int]]) -> list[str]:
     """Capture only the prefill graphs that `shapes` of (requests, prompt tokens) run in on a server that captures them all."""
     if names().prefill_graphs is None:
         return []
-    sizes = {graph_tokens(chunk) for shape in shapes for page in (1, PAGE) for chunk in chunks(*shape, page)}
+    sizes = {graph_tokens(chunk) for shape in shapes for page in (1, PAGE_SIZE) for chunk in chunks(*shape, page)}
     captured = {size for size in sizes if size <= largest_prefill_graph()} or {graph_tokens(1)}
     return [names().prefill_graphs, *map(str, sorted(captured))]
 
@@ -67,7 +77,7 @@ def largest_prefill_graph() -> int:
     return CHUNK if Version(installed()) >= Version("0.5.23") else 2048  # 0.5.17; the releases between were not looked at
 
 
-def chunks(requests: int, length: int, page: int = PAGE) -> list[int]:
+def chunks(requests: int, length: int, page: int = PAGE_SIZE) -> list[int]:
     """Tokens of each prefill of `requests` prompts that arrive together.
 
     What a prompt takes of a chunk is rounded up to `page`, as SGLang does where it does not fill chunks exactly. A prompt
@@ -104,6 +114,6 @@ def pool(shapes: Iterable[tuple[int, int]], new_tokens: int) -> list[str]:
     tokens = max(requests * (length + new_tokens + 512) for requests, length in shapes) + 2 * CHUNK
     most = max(requests for requests, _ in shapes)
     return [
-        "--max-total-tokens", str(-(-tokens // PAGE) * PAGE), "--mem-fraction-static", "0.5", "--disable-radix-cache",
+        "--max-total-tokens", str(-(-tokens // PAGE_SIZE) * PAGE_SIZE), "--mem-fraction-static", "0.5", "--disable-radix-cache",
         "--max-running-requests", str(max(32, most)),
     ]  # fmt: skip

@@ -37,14 +37,10 @@ def command(checkpoint: Path, port: int, steps: int = 3) -> list[str]:
 
     The last line is for a checkpoint without a tokenizer. What follows overrides it: SGLang takes the last of an option.
     """
-    speculative = [
-        "--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps),
-        "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1),
-    ]  # fmt: skip
     return [
         sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint),
         *server_options.implementations("fa3"), "--kv-cache-dtype", "bfloat16",
-        *(speculative if steps else ()), "--port", str(port),
+        *server_options.speculation(steps), "--port", str(port),
         "--skip-tokenizer-init", "--grammar-backend", "none", "--mem-fraction-static", "0.3", "--max-running-requests", "32",
     ]  # fmt: skip
 

@@ -8,15 +8,16 @@ from itertools import product
 
 import torch
 
-from nsa_backend.benchmarks.bench_common import captured_graph, interleaved, print_table
+from nsa_backend.benchmarks.attention_case import COLD_ROWS
 from nsa_backend.benchmarks.cells import Cell
+from nsa_backend.benchmarks.report import print_table
 from nsa_backend.benchmarks.sm90_case import Shape, Sm90Case
 from nsa_backend.benchmarks.sm90_kernels import Variant, variants
+from nsa_backend.benchmarks.timing import captured_graph, interleaved
 
 HEADS = (128, 16, 64, 8, 32)  # what a run that is cut should have first
 DECODE_ROWS = (1, 8, 32, 128, 512)
 PREFILL_ROWS = (300, 4096)
-COLD_ROWS = 56  # decode rows that replace what the L2 cache held
 LONGEST_ERROR = 300  # characters of an exception that a report keeps
 
 

@@ -9,13 +9,13 @@ import torch
 
 from nsa_backend.attention.inputs import SparseInputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
-from nsa_backend.benchmarks.attention_case import LATENT, ROPE, SLOTS, TOPK, pools
+from nsa_backend.benchmarks.attention_case import SLOTS, pools
+from nsa_backend.testing.shape import LATENT, QK_DIM, ROPE, SCALE, TOPK
 
 CONTEXT = 1 << 17  # tokens that a prefill of full rows chooses from; 151 MB of bfloat16 KV
 SHORT = 300  # tokens of a short decode row
 LOTS_OF_ROWS = 2048  # decode: rows of slots to draw from, so that calls find no KV in the L2 cache
 CHECKED_ROWS = 16
-SCALE = (128 + ROPE) ** -0.5
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Sm90Case:
     def joined(self, multiple: int) -> torch.Tensor:
         """bfloat16 [rows, heads, 576] with zero heads up to a multiple of `multiple`."""
         heads = -(-self.shape.heads // multiple) * multiple
-        query = torch.zeros(self.shape.rows, heads, LATENT + ROPE, dtype=torch.bfloat16, device="cuda")
+        query = torch.zeros(self.shape.rows, heads, QK_DIM, dtype=torch.bfloat16, device="cuda")
         query[:, : self.shape.heads, :LATENT] = self.q_nope
         query[:, : self.shape.heads, LATENT:] = self.q_rope
         return query

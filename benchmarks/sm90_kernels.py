@@ -15,14 +15,15 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.fa3 import MAX_SCHEDULED_ROWS
-from nsa_backend.benchmarks.attention_case import LATENT, ROPE, TOPK
-from nsa_backend.benchmarks.sm90_case import SCALE, Shape, Sm90Case
+from nsa_backend.benchmarks.attention_case import HEAD_BLOCK
+from nsa_backend.benchmarks.sm90_case import Shape, Sm90Case
+from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.testing.shape import LATENT, QK_DIM, ROPE, SCALE, TOPK
 
 Call = Callable[[int], Any]
 SPLITS, MAX_SPLIT_ROWS = (1, 2, 4, 8, 16), 128
 MOST_TRITON_HEADS = 32  # SGLang refuses triton_sparse_mla with more
 AUTOTUNED_HEADS = 16  # `triton` compiles 27 configurations a head count in prefill: one is enough to place it
-HEAD_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ def flashmla_kv(case: Sm90Case) -> Call:
         cache_seqlens=case.lengths, num_q_tokens_per_head_k=heads, num_heads_k=1, num_heads_q=heads, is_fp8_kvcache=True,
         topk=TOPK,
     )  # fmt: skip
-    pages, table = case.cache.view(-1, 64, 1, case.cache.shape[-1]), torch.empty(rows, 0, dtype=torch.int32, device="cuda")
+    pages = case.cache.view(-1, PAGE_SIZE, 1, case.cache.shape[-1])
+    table = torch.empty(rows, 0, dtype=torch.int32, device="cuda")
     return lambda i: flash_mla.flash_mla_with_kvcache(
         q=query, k_cache=pages, cache_seqlens=case.lengths, head_dim_v=LATENT, tile_scheduler_metadata=tiles,
         num_splits=num_splits, softmax_scale=SCALE, indices=case.chosen(i).unsqueeze(1), block_table=table,
@@ -166,7 +168,7 @@ def q8(case: Sm90Case, lengths: bool = False) -> Call:
     from sglang.kernels.ops.attention.sparse_mla_q8kv8_prefill_sm90 import sparse_mla_q8kv8_prefill_fwd
 
     query = case.joined(HEAD_BLOCK).to(torch.float8_e4m3fn)
-    context = torch.zeros(case.shape.context + TOPK, 1, LATENT + ROPE, device="cuda").to(torch.float8_e4m3fn)
+    context = torch.zeros(case.shape.context + TOPK, 1, QK_DIM, device="cuda").to(torch.float8_e4m3fn)
     context[:-TOPK] = case.values[: case.shape.context].to(torch.float8_e4m3fn)
     one = torch.ones(1, device="cuda")
     told = case.lengths if lengths else None
@@ -201,4 +203,4 @@ def q8_requantise(case: Sm90Case) -> Call:
 
 
 def _room_of_context(case: Sm90Case) -> torch.Tensor:
-    return torch.empty(case.shape.context + TOPK, LATENT + ROPE, dtype=torch.float8_e4m3fn, device="cuda")
+    return torch.empty(case.shape.context + TOPK, QK_DIM, dtype=torch.float8_e4m3fn, device="cuda")

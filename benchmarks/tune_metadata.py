@@ -15,11 +15,13 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.benchmarks.bench_common import captured_graph, environment, kernel_us, print_table
+from nsa_backend.benchmarks.report import environment, print_table
+from nsa_backend.benchmarks.timing import captured_graph, kernel_us
 from nsa_backend.kernels import metadata
 from nsa_backend.kernels import plan as plans
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.inputs import BatchInputs
+from nsa_backend.testing.shape import TOPK
 
 WARPS, COLUMNS, ROWS, PROGRAMS = (4, 8), (1024, 2048, 4096), (128, 256), (512, 1024, 2048, 4096)
 SHAPES = [(1, 4096), (8, 16384), (32, 32768), (64, 65536)]
@@ -34,7 +36,7 @@ def launcher(plan: plans.MetadataPlan, length: int, num_sms: int = 132):
     extend = torch.full((bs,), 3, dtype=torch.int32, device="cuda") if plan.ragged else None
 
     def launch() -> None:
-        metadata.write_metadata(plan, buffers, BatchInputs(seq_lens, slots, extend), req_to_token=req_to_token, index_topk=2048)
+        metadata.write_metadata(plan, buffers, BatchInputs(seq_lens, slots, extend), req_to_token=req_to_token, index_topk=TOPK)
 
     return launch
 

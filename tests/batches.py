@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,10 @@ from metadata_fields import check_fields
 from metadata_reference import Batch
 
 from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
+from nsa_backend.testing import captured
 from nsa_backend.testing.calls import calls
 
-MODES = {
-    "decode": ForwardMode.DECODE,
-    "target_verify": ForwardMode.TARGET_VERIFY,
-    "draft_extend_v2": ForwardMode.DRAFT_EXTEND_V2,
-}
-if hasattr(ForwardMode, "DRAFT_EXTEND"):  # spec v1, which is gone since 0.5.17
-    MODES["draft_extend_v1"] = ForwardMode.DRAFT_EXTEND
+MODES = captured.MODES
 """The paged modes of the installed release, by their names in `metadata_reference`."""
 
 
@@ -62,19 +56,10 @@ def forward_batch(batch: Batch, mode: ForwardMode, *, lengths_on_host: bool = Tr
 
 def static_batch(requests: int, rows: int, mode: ForwardMode) -> ForwardBatch:
     """The graph runner's own buffers, as full of padding as when it captures."""
-    lengths = torch.ones(requests, dtype=calls.LENGTHS_DTYPE)
-    return ForwardBatch(
-        forward_mode=mode,
-        batch_size=requests,
-        input_ids=None,
-        req_pool_indices=torch.zeros(requests, dtype=torch.int64),
-        seq_lens=lengths,
-        seq_lens_cpu=lengths.clone(),
-        seq_lens_sum=requests,
-        out_cache_loc=torch.zeros(rows, dtype=torch.int64),
-        positions=torch.zeros(rows, dtype=torch.int64),
-        spec_info=SimpleNamespace(num_accept_tokens=torch.full((requests,), rows // requests, dtype=torch.int32)),
-    )
+    ones, zeros = torch.ones(requests, dtype=torch.int64), torch.zeros(requests, dtype=torch.int64)
+    fields = vars(captured.static_batch(ones, zeros, rows // requests)) | {"forward_mode": mode}
+    locations, positions = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+    return ForwardBatch(**fields, input_ids=None, out_cache_loc=locations, positions=positions)
 
 
 def fill(static: ForwardBatch, batch: Batch) -> None:
@@ -100,6 +85,25 @@ def begin_round(multi_step: Any, batch: ForwardBatch, *, captured: bool = True) 
         calls.at_round_head(multi_step, batch)
     if not hasattr(multi_step, "init_forward_metadata_in_graph"):
         multi_step.begin_draft_round(batch)
+
+
+def replayed_round(multi_step: Any, batch: Batch) -> ForwardBatch:
+    """Capture a draft round on static tensors, then replay it with `batch`: nothing but the recorded launch writes.
+
+    Returns:
+        the static batch.
+    """
+    requests = len(batch.seq_lens)
+    multi_step.init_cuda_graph_state(requests + 2, requests + 2)
+    static = static_batch(requests, requests, ForwardMode.DECODE)
+    static.out_cache_loc = torch.zeros(requests * batch.num_steps, dtype=torch.int64)
+    calls.before_round_capture(multi_step, static)
+    recorded = multi_step.captured.current
+    begin_round(multi_step, static)
+    fill(static, batch)
+    calls.before_round_replay(multi_step, static)
+    multi_step.writer.write(recorded.plan, recorded.buffers, recorded.inputs)
+    return static
 
 
 def check(metadata: Any, batch: Batch, step: int = 0) -> None:

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 
 def build(table_width: int = 700, pool_size: int = 300, num_steps: int = 3, index_topk: int = 64) -> SimpleNamespace:
-    """What `make_runner` of the demo gives, over a request table of random pages."""
+    """What the demo's runner is, over a request table of random pages."""
     import torch
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-    from nsa_backend.testing.cpu_process import make_runner
+    from nsa_backend.testing.runner import make_runner
+    from nsa_backend.testing.shape import AttentionShape
 
     pool = ReqToTokenPool(pool_size, table_width, "cpu", enable_memory_saver=False)
     generator = torch.Generator().manual_seed(table_width)
@@ -18,7 +19,7 @@ def build(table_width: int = 700, pool_size: int = 300, num_steps: int = 3, inde
     slots = 64 * pages[..., None] + torch.arange(64)
     pool.req_to_token.copy_(slots.flatten(1)[:, : pool.req_to_token.shape[1]])
     return make_runner(
-        SimpleNamespace(index_topk=index_topk, heads=4, latent=8, rope=4),
+        AttentionShape(heads=4, latent=8, rope=4, nope=8, index_topk=index_topk),
         pool,
         SimpleNamespace(page_size=64, dtype=torch.float32, size=2**20 - 64),
         num_steps=num_steps,

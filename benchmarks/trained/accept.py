@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise, zip_longest
 
-from nsa_backend.benchmarks.bench_common import accept_length
+from nsa_backend.benchmarks.generation import accept_length
 
 
 def statistics(histograms: list[list[int]]) -> dict:

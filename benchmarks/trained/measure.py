@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from nsa_backend.benchmarks.generation import Sample, counted, spread
+from nsa_backend.benchmarks.generation import Sample, sample_of, spread, summary
 from nsa_backend.benchmarks.trained.accept import paired, statistics
 from nsa_backend.benchmarks.trained.serving import BATCHES, SideServer
 
@@ -90,18 +90,15 @@ def measure_speed(servers: list[SideServer], batch: int, prompts: Prompts, *, le
     for repeat in range(repeats + 1):
         asked = prompts(length, batch * repeat, batch)
         for server in servers:
-            answer = server.streamed(asked, tokens)
-            rounds, accept = counted(answer.answers, tokens)
+            one = sample_of(server, asked, tokens)
             if repeat:  # the first one warms up
-                found[server.side].append(Sample(answer.seconds, max(answer.first_seconds), tokens, batch, rounds, accept))
+                found[server.side].append(one)
     row = {"steps": servers[0].steps, "batch": batch, "length": length, "tokens": tokens}
     for side, samples in found.items():
-        row[side] = {
+        each = summary(samples)
+        row[side] = each | {
             "tokens_per_s": round(sum(s.batch * s.tokens for s in samples) / sum(s.seconds for s in samples), 1),
-            "tokens_per_s_spread": spread([s.tokens_per_s for s in samples], 1),
-            "tpot_ms": spread([s.tpot_ms for s in samples]),
-            "ttft_ms": spread([s.ttft_ms for s in samples]),
-            "round_ms": spread([s.round_ms for s in samples]),
-            "accept": spread([s.accept for s in samples]),
+            "tokens_per_s_spread": each["tokens_per_s"],
+            "accept": spread([s.accept for s in samples]),  # prompts differ, and with them what is accepted
         }
     return row

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa_backend.benchmarks.trained.shape import EPS, ROPE_THETA
+from nsa_backend.benchmarks.faithful_models import ROPE_THETA
+from nsa_backend.benchmarks.trained.shape import EPS
 
 
 class Linear(nn.Module):

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.benchmarks.bench_common import environment
-from nsa_backend.benchmarks.cells import write_report
+from nsa_backend.benchmarks.report import environment, write_report
 from nsa_backend.benchmarks.trained.model import TrainedModel
 from nsa_backend.benchmarks.trained.optimizing import Budget
 from nsa_backend.benchmarks.trained.shape import SHAPES

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa_backend.adapters.installed import adapter
+from nsa_backend.benchmarks import server_options
 from nsa_backend.benchmarks.servers import Server, call, wait_until_ready
 from nsa_backend.benchmarks.trained.shared_length import ANNOUNCEMENT
 
@@ -40,19 +40,14 @@ def command(side: str, checkpoint: Path, port: int, steps: int, requests: int = 
     Many servers start on one GPU at once: each has a small pool and a port of its own for its process group, and what others
     load meanwhile, which SGLang takes for its own, leaves a pool at this share of memory.
     """
-    batches = [str(batch) for batch in BATCHES if batch <= requests]
-    graphs = ["--cuda-graph-bs", *batches]
-    if "dsa" in adapter.BACKEND_NAMES:
-        graphs = ["--cuda-graph-bs-decode", *batches, "--cuda-graph-bs-prefill", *map(str, PREFILLS)]
-    speculative = [
-        "--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps),
-        "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1),
-    ]  # fmt: skip
+    graphs = server_options.decode_graphs(batch for batch in BATCHES if batch <= requests)
+    if prefill_graphs := server_options.names().prefill_graphs:
+        graphs += [prefill_graphs, *map(str, PREFILLS)]
     return [
         sys.executable, "-m", SIDES[side][0], "--model-path", str(checkpoint),
         "--port", str(port), "--nccl-port", str(port + PORTS // 2), "--context-length", str(CONTEXT),
-        "--attention-backend", adapter.BACKEND_NAMES[0], adapter.DECODE_OPTION, "fa3",
-        adapter.PREFILL_OPTION, "flashmla_sparse", "--kv-cache-dtype", "bfloat16", *(speculative if steps else ()),
+        *server_options.implementations("fa3", "flashmla_sparse"), "--kv-cache-dtype", "bfloat16",
+        *server_options.speculation(steps),
         "--skip-tokenizer-init", "--grammar-backend", "none", "--disable-radix-cache", "--random-seed", "0",
         "--mem-fraction-static", "0.92", "--max-total-tokens", str(requests * LONGEST),
         "--max-running-requests", str(requests),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from nsa_backend.benchmarks import faithful_checkpoint
+from nsa_backend.benchmarks.faithful_models import ROPE_THETA
+from nsa_backend.testing.shape import INDEX_DIM, LATENT, NOPE, ROPE, TOPK
 
 EPS = 1e-6
-ROPE_THETA = 10000.0
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,14 @@ class Shape:
     layers: int = 6  # of the target; the MTP layer comes after them
     heads: int = 16
     q_rank: int = 512
-    kv_rank: int = 512
-    nope: int = 128
-    rope: int = 64
+    kv_rank: int = LATENT
+    nope: int = NOPE
+    rope: int = ROPE
     v_dim: int = 128
     mlp: int = 2560
     index_heads: int = 64
-    index_dim: int = 128
-    index_topk: int = 2048
+    index_dim: int = INDEX_DIM
+    index_topk: int = TOPK
     experts: int = 16  # of the MTP layer, all zero
     expert_dim: int = 128
 

@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         _fail("bench needs an NVIDIA GPU, and torch sees none: run it where you serve, or try `demo`, which needs no GPU")
-    from nsa_backend.benchmarks.bench_common import environment
-    from nsa_backend.benchmarks.cells import dumped, run_cells, write_report
+    from nsa_backend.benchmarks.cells import run_cells
+    from nsa_backend.benchmarks.report import dumped, environment, write_report
 
     bench = import_module(f"nsa_backend.benchmarks.bench_{args.what}")
     head = {"environment": environment(), "command": shlex.join(["python", "-m", "nsa_backend", *args.argv])}

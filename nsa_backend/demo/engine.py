@@ -12,8 +12,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from nsa_backend.demo.model import ModelShape, TinySparseMla
 from nsa_backend.registration import create_backend
 from nsa_backend.testing.calls import calls
-from nsa_backend.testing.cpu_process import make_runner
 from nsa_backend.testing.pool import CpuKVPool, PageAllocator
+from nsa_backend.testing.runner import make_runner
+from nsa_backend.testing.shape import AttentionShape
 
 
 class CpuGraph:
@@ -37,7 +38,7 @@ class Model:
         self.pool = CpuKVPool(engine.num_pages, shape.latent + shape.rope, shape.index_dim)
         self.net = TinySparseMla(shape, self.pool, RadixAttention, calls.attention_backend)
         self.runner = make_runner(
-            shape,
+            AttentionShape(shape.heads, shape.latent, shape.rope, nope=shape.latent, index_topk=shape.index_topk),
             engine.req_to_token_pool,
             self.pool,
             num_steps=engine.num_steps,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,9 @@ from sglang.srt.speculative.draft_utils import DraftBackendFactory
 LENGTHS_DTYPE = torch.int64
 
 
-def publish(num_steps: int, num_draft_tokens: int, **options: Any) -> dict[str, Any]:
+def publish(
+    num_steps: int, num_draft_tokens: int, *, decode: str = "torch", prefill: str = "torch", **options: Any
+) -> dict[str, Any]:
     """Options are published for the whole process: a dummy model's, which SGLang resolves without a checkpoint or a GPU.
 
     `options` are others of SGLang's.
@@ -26,16 +30,38 @@ def publish(num_steps: int, num_draft_tokens: int, **options: Any) -> dict[str, 
         get_context()
         .override_server_args(
             attention_backend="dsa",
-            dsa_decode_backend="torch",
-            dsa_prefill_backend="torch",
+            dsa_decode_backend=decode,
+            dsa_prefill_backend=prefill,
             speculative_num_steps=num_steps,
             speculative_num_draft_tokens=num_draft_tokens,
+            speculative_eagle_topk=1,
             speculative_attention_mode="prefill",
             **options,
         )
         .install()
     )
     return {"server_args": server_args, "draft_attention_backend": None}
+
+
+def choose(runner: Any, *, decode: str, prefill: str) -> None:
+    """Other implementations for the backends that are built next."""
+    get_context().override("testing", dsa_decode_backend=decode, dsa_prefill_backend=prefill)
+
+
+def builtin() -> tuple[type, type]:
+    """SGLang's own (backend, multi-step backend)."""
+    from sglang.srt.layers.attention import dsa_backend
+
+    return dsa_backend.DeepseekSparseAttnBackend, dsa_backend.DeepseekSparseAttnMultiStepBackend
+
+
+def quantize_k_cache() -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """SGLang's quantisation of latent and RoPE parts, as its packed FP8 KV cache has them."""
+    try:
+        from sglang.kernels.ops.attention.dsa.quant_k_cache import quantize_k_cache_separate
+    except ImportError:
+        from sglang.kernels.ops.quantization.dsa_quant_k_cache import quantize_k_cache_separate
+    return quantize_k_cache_separate
 
 
 def draft_factory(runner: Any, num_steps: int, **options: bool) -> DraftBackendFactory:
@@ -68,16 +94,29 @@ def at_graph_head(backend: Any, batch: ForwardBatch) -> None:
 
 
 def before_replay(backend: Any, batch: ForwardBatch) -> None:
-    """SGLang hands a view of the static buffers over, no batch, and may leave the lengths off the host."""
+    replay_call(backend, batch)()
+
+
+def replay_call(backend: Any, batch: ForwardBatch) -> Callable[[], None]:
+    """SGLang hands a view of the static buffers over, no batch."""
     view = SimpleNamespace(
         batch_size=batch.batch_size,
         forward_mode=batch.forward_mode,
         seq_lens=batch.seq_lens,
         req_pool_indices=batch.req_pool_indices,
-        seq_lens_cpu=None,
-        seq_lens_sum=None,
+        spec_info=batch.spec_info,
+        **host_lengths(batch.seq_lens),
     )
-    backend.init_forward_metadata_out_graph(view)
+    return partial(backend.init_forward_metadata_out_graph, view)
+
+
+def host_lengths(seq_lens: torch.Tensor) -> dict[str, Any]:
+    """SGLang may leave the lengths off the host."""
+    return {"seq_lens_cpu": None, "seq_lens_sum": None}
+
+
+def launch_call(backend: Any, batch: ForwardBatch) -> Callable[[], None]:
+    return partial(at_graph_head, backend, batch)
 
 
 def before_round_capture(backend: Any, batch: ForwardBatch) -> None:
@@ -91,7 +130,15 @@ def at_round_head(backend: Any, batch: ForwardBatch) -> None:
 def before_round_replay(backend: Any, batch: ForwardBatch) -> None:
     """Where nothing was padded, SGLang's batch has the live tensors and not those that the graph reads."""
     live = {"seq_lens": batch.seq_lens.clone(), "req_pool_indices": batch.req_pool_indices.clone(), "seq_lens_cpu": None}
-    backend.init_forward_metadata_out_graph(SimpleNamespace(**vars(batch) | live))
+    round_replay_call(backend, SimpleNamespace(**vars(batch) | live))()
+
+
+def round_replay_call(backend: Any, batch: ForwardBatch) -> Callable[[], None]:
+    return partial(backend.init_forward_metadata_out_graph, batch)
+
+
+def round_launch_call(backend: Any, batch: ForwardBatch) -> Callable[[], None]:
+    return partial(at_round_head, backend, batch)
 
 
 def worker_fields(num_requests: int, num_steps: int) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,21 +15,42 @@ from sglang.srt.speculative.draft_utils import DraftBackendFactory
 LENGTHS_DTYPE = torch.int32
 
 
-def publish(num_steps: int, num_draft_tokens: int) -> dict[str, Any]:
+def publish(num_steps: int, num_draft_tokens: int, *, decode: str = "torch", prefill: str = "torch") -> dict[str, Any]:
     """Options stand in the server arguments that every model runner has."""
     return {
         "server_args": SimpleNamespace(
-            nsa_decode_backend="torch",
-            nsa_prefill_backend="torch",
+            nsa_decode_backend=decode,
+            nsa_prefill_backend=prefill,
             speculative_num_steps=num_steps,
             speculative_num_draft_tokens=num_draft_tokens,
+            speculative_eagle_topk=1,
             speculative_draft_attention_backend=None,
             speculative_attention_mode="prefill",
             decode_attention_backend=None,
             prefill_attention_backend=None,
             attention_backend="nsa",
+            enable_deterministic_inference=False,  # the built-in backend reads it
         )
     }
+
+
+def choose(runner: Any, *, decode: str, prefill: str) -> None:
+    """Other implementations for the backends that `runner` builds next."""
+    runner.server_args.nsa_decode_backend, runner.server_args.nsa_prefill_backend = decode, prefill
+
+
+def builtin() -> tuple[type, type]:
+    """SGLang's own (backend, multi-step backend)."""
+    from sglang.srt.layers.attention import nsa_backend
+
+    return nsa_backend.NativeSparseAttnBackend, nsa_backend.NativeSparseAttnMultiStepBackend
+
+
+def quantize_k_cache() -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """SGLang's quantisation of latent and RoPE parts, as its packed FP8 KV cache has them."""
+    from sglang.srt.layers.attention.nsa.quant_k_cache import quantize_k_cache_separate
+
+    return quantize_k_cache_separate
 
 
 def draft_factory(runner: Any, num_steps: int) -> DraftBackendFactory:
@@ -70,9 +93,25 @@ def at_graph_head(backend: Any, batch: ForwardBatch) -> None:
 
 
 def before_replay(backend: Any, batch: ForwardBatch) -> None:
-    backend.init_forward_metadata_replay_cuda_graph(
-        batch.batch_size, batch.req_pool_indices, batch.seq_lens, 0, None, batch.forward_mode, batch.spec_info, batch.seq_lens
-    )
+    replay_call(backend, batch)()
+
+
+def replay_call(backend: Any, batch: ForwardBatch) -> Callable[[], None]:
+    """On the CPU the static lengths are those on the host too."""
+    on_host = batch.seq_lens if batch.seq_lens.device.type == "cpu" else batch.seq_lens_cpu
+    return partial(
+        backend.init_forward_metadata_replay_cuda_graph,
+        batch.batch_size, batch.req_pool_indices, batch.seq_lens, 0, None, batch.forward_mode, batch.spec_info, on_host,
+    )  # fmt: skip
+
+
+def host_lengths(seq_lens: torch.Tensor) -> dict[str, Any]:
+    """SGLang keeps the lengths on the host too, and their sum."""
+    return {"seq_lens_cpu": seq_lens.cpu().to(torch.int32), "seq_lens_sum": int(seq_lens.sum())}
+
+
+def launch_call(backend: Any, batch: ForwardBatch) -> Callable[[], None]:
+    return partial(backend.get_indexer_metadata, 0, None)
 
 
 def before_round_capture(backend: Any, batch: ForwardBatch) -> None:
@@ -84,7 +123,16 @@ def at_round_head(backend: Any, batch: ForwardBatch) -> None:
 
 
 def before_round_replay(backend: Any, batch: ForwardBatch) -> None:
-    backend.init_forward_metadata_replay_cuda_graph(batch, batch.batch_size)
+    round_replay_call(backend, batch)()
+
+
+def round_replay_call(backend: Any, batch: ForwardBatch) -> Callable[[], None]:
+    return partial(backend.init_forward_metadata_replay_cuda_graph, batch, batch.batch_size)
+
+
+def round_launch_call(backend: Any, batch: ForwardBatch) -> Callable[[], None]:
+    """Without the copy that makes the draft locations dense, which the plugin's hook makes too."""
+    return lambda: backend.at_graph_head()
 
 
 def worker_fields(num_requests: int, num_steps: int) -> dict[str, Any]:

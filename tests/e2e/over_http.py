@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 from nsa_backend.benchmarks import faithful_checkpoint
-from nsa_backend.benchmarks.bench_common import accept_length, environment
+from nsa_backend.benchmarks.generation import accept_length
+from nsa_backend.benchmarks.report import environment
 from nsa_backend.benchmarks.servers import Server
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

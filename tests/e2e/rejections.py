@@ -28,7 +28,7 @@ from ties import TIE
 from workloads import new_tokens, prompts
 
 from nsa_backend.benchmarks import faithful_checkpoint
-from nsa_backend.benchmarks.bench_common import environment
+from nsa_backend.benchmarks.report import environment
 from nsa_backend.benchmarks.servers import Server
 
 SIZES = ["--cuda-graph-bs", "1", "2", "4", "8", "16", "32", "--max-total-tokens", "65536", "--disable-radix-cache"]

@@ -10,7 +10,7 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from case import workload_of
 
-from nsa_backend.benchmarks.bench_common import environment
+from nsa_backend.benchmarks.report import environment
 
 SIDE_BY_SIDE = ("rows", "differences", "failures", "problems", "not_measured")
 

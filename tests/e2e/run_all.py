@@ -137,10 +137,14 @@ def written(model: str, logs: Path) -> Path:
 def part_of(cases: list[Case], part: str) -> list[Case]:
     """The cases of part I of N, as "I/N", evened out by their estimates; every case is in one part."""
     index, parts = map(int, part.split("/"))
-    shares: list[list[Case]] = [[] for _ in range(parts)]
-    for case in sorted(cases, key=lambda c: -estimate(c, 2)):
-        min(shares, key=lambda share: sum(estimate(c, 2) for c in share)).append(case)
-    return [c for c in cases if c in shares[index - 1]]
+    minutes = {case.name: estimate(case, 2) for case in cases}
+    shares: list[set[str]] = [set() for _ in range(parts)]
+    totals = [0.0] * parts
+    for name in sorted(minutes, key=lambda name: -minutes[name]):
+        least = totals.index(min(totals))
+        shares[least].add(name)
+        totals[least] += minutes[name]
+    return [case for case in cases if case.name in shares[index - 1]]
 
 
 def arguments() -> tuple[argparse.Namespace, list[Case]]:

@@ -21,7 +21,7 @@ from actions import ACTIONS
 from pd_servers import ALONE, Pair, ServerProcess
 from workloads import CASES, RANKS, WORKLOADS, Case, new_tokens
 
-from nsa_backend.benchmarks.bench_common import accept_length
+from nsa_backend.benchmarks.generation import accept_length
 
 PREFILL_SHAPES = (128, 512, 1024, 4096)
 """Tokens of a captured prefill; SGLang's own list has up to 58 sizes, most of an engine's start."""

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from soak_answers import Record, group_differences
 from soak_server import TOPOLOGIES
 
-from nsa_backend.benchmarks.bench_common import accept_length
+from nsa_backend.benchmarks.generation import accept_length
 
 if TYPE_CHECKING:
     from soak_side import Soak

@@ -30,7 +30,7 @@ from soak_server import SIDES, TOPOLOGIES, gpu_mib, host_mib
 from soak_traffic import FAILURES, Client, Traffic, make_templates, request_body
 
 from nsa_backend.benchmarks import faithful_checkpoint
-from nsa_backend.benchmarks.bench_common import environment
+from nsa_backend.benchmarks.report import environment
 
 CALM = 0.2  # of all the time, what the references may take
 TAIL_SECONDS, DRAIN_SECONDS, LAST_SECONDS = 60.0, 20.0, 10.0  # after the load: all, waiting for requests, writing the JSON

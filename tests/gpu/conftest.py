@@ -5,8 +5,9 @@ import pytest
 
 @pytest.fixture(scope="session")
 def make_runner():
-    """Returns `fake_runner(num_steps, context, ...)`: what the backends read from a ModelRunner, without a model."""
-    from nsa_backend.benchmarks.bench_common import fake_runner, start_host
+    """Returns `make_gpu_runner(num_steps, context, ...)`: what the backends read from a ModelRunner, without a model."""
+    from nsa_backend.testing.process import start_sglang
+    from nsa_backend.testing.runner import make_gpu_runner
 
-    start_host()
-    return fake_runner
+    start_sglang()
+    return make_gpu_runner

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from nsa_backend.testing.shape import LATENT, ROPE, TOPK
+
 pytestmark = pytest.mark.gpu
 
-TOPK, LATENT, ROPE = 2048, 512, 64
 RELATIVE_ERROR = 5e-3  # bfloat16 output of a float32 softmax: 2.2e-3 was measured for either kernel
 
 
@@ -74,7 +75,7 @@ def test_graphs_share_the_padded_query(name, heads):
     from dataclasses import replace
 
     from nsa_backend.attention.implementations import build_attention
-    from nsa_backend.benchmarks.bench_common import captured_graph
+    from nsa_backend.benchmarks.timing import captured_graph
     from nsa_backend.config import AttentionConfig
 
     config = AttentionConfig(
@@ -107,17 +108,17 @@ def test_flashmla_kv_on_fp8_pages(heads, rows, padding):
     """
     from dataclasses import replace
 
+    from nsa_backend.adapters.installed import adapter
     from nsa_backend.attention.flashmla_kv import FlashMlaKv
     from nsa_backend.attention.torch_reference import TorchSparseAttention
-    from nsa_backend.benchmarks.entry_points import fp8_packing
     from nsa_backend.config import AttentionConfig
+    from nsa_backend.testing.calls import calls
 
-    quantize_k_cache_separate, dequantize_k_cache_paged = fp8_packing()
     inputs = sparse_case(rows, heads)
     slots = inputs.kv_cache.shape[0]
     used = inputs.topk_slots[inputs.topk_slots >= 0].unique().long()
     packed = torch.full((slots, 1, 656), 0x7F, dtype=torch.uint8, device="cuda")  # NaN in fp8, bfloat16 and float32 alike
-    nope, rope = quantize_k_cache_separate(inputs.kv_cache[used, :, :LATENT].contiguous(), inputs.kv_cache[used, :, LATENT:])
+    nope, rope = calls.quantize_k_cache()(inputs.kv_cache[used, :, :LATENT].contiguous(), inputs.kv_cache[used, :, LATENT:])
     packed[used] = torch.cat([nope.view(torch.uint8), rope.view(torch.uint8)], dim=-1)
     fp8 = packed.view(torch.float8_e4m3fn)
     config = AttentionConfig(device_sm=90, num_heads=heads, kv_cache_dtype=torch.float8_e4m3fn, index_topk=TOPK)
@@ -127,7 +128,7 @@ def test_flashmla_kv_on_fp8_pages(heads, rows, padding):
     out = attention.forward(replace(inputs, kv_cache=fp8, schedule=tiles)).float()
     real = slice(1, None) if rows > 1 else slice(None)
     bf16 = torch.zeros_like(inputs.kv_cache)
-    bf16[used] = dequantize_k_cache_paged(fp8, used.int())
+    bf16[used] = adapter.dequantize_k_cache_paged(fp8, used.int())
     want = TorchSparseAttention().forward(replace(inputs, kv_cache=bf16)).float()[real]
     assert out.shape == (rows, heads, LATENT)
     assert out.isfinite().all()

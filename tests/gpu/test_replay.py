@@ -9,30 +9,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_backend.adapters import sglang
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.benchmarks import entry_points
-from nsa_backend.benchmarks.bench_common import captured_graph
+from nsa_backend.benchmarks.timing import captured_graph
+from nsa_backend.testing import captured
+from nsa_backend.testing.captured import MODES
+from nsa_backend.testing.shape import TOPK
 
 pytestmark = pytest.mark.gpu
 
 SIZES = (1, 3, 8, 33)
 REPLAYS = 1000
 N, D = 4, 5
-NAMES = {
-    "decode": "DECODE",
-    "target_verify": "TARGET_VERIFY",
-    "draft_extend_v2": "DRAFT_EXTEND_V2",
-    "draft_extend_v1": "DRAFT_EXTEND",
-}
-MODES = {mode: sglang.ForwardMode[name] for mode, name in NAMES.items() if name in sglang.ForwardMode.__members__}
-"""What the installed generation captures; spec v1 is gone from 0.5.13 on."""
 
 
 def static_batch(bs: int) -> SimpleNamespace:
     """The tensors that SGLang's graph runners keep, and the accept counts by a short name."""
     lengths = torch.ones(bs, dtype=torch.int64, device="cuda")
-    batch = entry_points.static_batch(lengths, torch.zeros(bs, dtype=torch.int64, device="cuda"), 1)
+    batch = captured.static_batch(lengths, torch.zeros(bs, dtype=torch.int64, device="cuda"), 1)
     batch.accept = batch.spec_info.num_accept_tokens
     return batch
 
@@ -58,11 +51,11 @@ def capture_mode(backend, mode: str, batch: SimpleNamespace):
 
     bs, forward_mode = batch.batch_size, MODES[mode]
     rows = bs if mode == "decode" else bs * D
-    captured = entry_points.Captured(backend, batch, forward_mode, rows)
-    graph = captured_graph(captured.in_graph)
+    found = captured.Captured(backend, batch, forward_mode, rows)
+    graph = captured_graph(found.in_graph)
 
     def replay():
-        captured.replay()
+        found.replay()
         graph.replay()
         return [backend.forward_metadata]
 
@@ -72,12 +65,12 @@ def capture_mode(backend, mode: str, batch: SimpleNamespace):
 def capture_draft(multi_step, batch: SimpleNamespace):
     from nsa_backend.kernels.plan import plan_draft_decode
 
-    captured = entry_points.CapturedRound(multi_step, batch)
-    graph = captured_graph(captured.in_graph)
+    found = captured.CapturedRound(multi_step, batch)
+    graph = captured_graph(found.in_graph)
     views = [b.forward_metadata for b in multi_step.attn_backends]
 
     def replay():
-        captured.replay()
+        found.replay()
         graph.replay()
         return views
 
@@ -110,7 +103,7 @@ def compare(got: list, plan, batch: SimpleNamespace, req_to_token: torch.Tensor,
         buffers,
         BatchInputs(batch.seq_lens, batch.req_pool_indices, batch.accept if plan.ragged else None),
         req_to_token=req_to_token,
-        index_topk=2048,
+        index_topk=TOPK,
         surplus_last=adapter.schedule_surplus_last(adapter.device_sm("cuda")),
     )
     for step, metadata in enumerate(got):

@@ -3,50 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from long_rows import WRITERS, with_one_table_row, write
 from metadata_reference import POISON, schedule, topk_plan
 
 from nsa_backend.kernels import plan as plans
-from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.kernels.inputs import BatchInputs
-from nsa_backend.kernels.metadata import write_metadata
-from nsa_backend.kernels.metadata_torch import write_metadata_torch
-
-WRITERS = {"kernel": write_metadata, "twin": write_metadata_torch}
 
 
 @pytest.mark.parametrize("rows", [1, 2, 127, 128, 129, 500, 1024])
 @pytest.mark.parametrize("longest", [1, 300, 5000, 163_840])
 def test_schedule_of_many_rows(device, rows, longest):
     """Up to 1024 rows and 163840 tokens. All rows share one row of the page tables, which would be 670 MB otherwise."""
-    if device == "cpu" and rows * longest > 2**22:
-        rows = max(1, 2**22 // longest)  # the interpreter copies 2 MB of table a second
     rng = np.random.default_rng(rows)
     lengths = rng.integers(1, longest + 1, rows).tolist()
     lengths[rows // 2] = longest
     plan = plans.plan_decode(rows)
     buffers = with_one_table_row(plan, longest, device)
-    for writer, surplus_last in itertools.product(WRITERS.values(), (False, True)):
+    for writer, surplus_last in itertools.product(WRITERS, (False, True)):
         buffers.schedule.fill_(POISON)
-        writer(
-            plan,
-            buffers,
-            BatchInputs(torch.tensor(lengths, device=device), torch.zeros(rows, dtype=torch.int64, device=device)),
-            req_to_token=torch.zeros(1, longest, dtype=torch.int32, device=device),
-            index_topk=2048,
-            surplus_last=surplus_last,
-        )
+        write(writer, plan, buffers, torch.tensor(lengths, device=device), longest, surplus_last)
         np.testing.assert_array_equal(buffers.schedule[0].cpu().numpy(), schedule(lengths, 132, surplus_last))
-
-
-def with_one_table_row(plan: plans.MetadataPlan, longest: int, device: str) -> MetadataBuffers:
-    buffers = MetadataBuffers.allocate(plan, table_width=64, num_sms=132, device=device, wide=False, planned=True)
-    row = torch.zeros(1, -(-longest // 256) * 4, dtype=torch.int32, device=device)
-    return replace(buffers, real_page_table=row.expand(plan.num_rows, -1))
 
 
 @pytest.mark.parametrize("rows", [1, 30, 31, 60, 140, 512, 513])
@@ -58,15 +37,9 @@ def test_topk_plan_of_many_rows(device, rows, longest):
     plan = plans.plan_decode(rows)
     buffers = with_one_table_row(plan, longest, device)
     want = topk_plan(lengths)
-    for writer in WRITERS.values():
+    for writer in WRITERS:
         buffers.topk_plan.fill_(POISON)
-        writer(
-            plan,
-            buffers,
-            BatchInputs(torch.tensor(lengths, device=device), torch.zeros(rows, dtype=torch.int64, device=device)),
-            req_to_token=torch.zeros(1, longest, dtype=torch.int32, device=device),
-            index_topk=2048,
-        )
+        write(writer, plan, buffers, torch.tensor(lengths, device=device), longest)
         got = buffers.topk_plan[0].cpu().numpy()
         listed = len(want) if rows <= 512 else 0
         np.testing.assert_array_equal(got[:listed], want[:listed])

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
+from long_rows import WRITERS, with_one_table_row, write
 from metadata_reference import POISON, topk_plan
 
 from nsa_backend.kernels import plan as plans
-from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.kernels.inputs import BatchInputs
-from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.metadata_torch import topk_plan as plan_of_twin
-from nsa_backend.kernels.metadata_torch import write_metadata_torch
-
-WRITERS = {"kernel": write_metadata, "twin": write_metadata_torch}
 
 
 @pytest.mark.parametrize("rows", [128, 129, 512])
@@ -33,24 +26,16 @@ LONG_PLANS = {
 }
 
 
-@pytest.mark.parametrize("writer", ["kernel", "twin"])
+@pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("mode", LONG_PLANS)
 def test_topk_plan_counts_the_tokens_of_each_row_and_step(device, writer, mode):
     """Requests a token or two from the lowest threshold, so that some of their rows or steps are beyond it and some are not."""
     plan, lengths = LONG_PLANS[mode], [65_535, 65_538, 65_534]
     longest = 65_700
-    buffers = MetadataBuffers.allocate(plan, table_width=64, num_sms=132, device=device, wide=False, planned=True)
-    one_row = torch.zeros(1, -(-longest // 256) * 4, dtype=torch.int32, device=device)
-    buffers = replace(buffers, real_page_table=one_row.expand(plan.num_rows, -1))
+    buffers = with_one_table_row(plan, longest, device)
     buffers.topk_plan.fill_(POISON)
     beyond = torch.tensor([*lengths, 500_000], device=device)  # what follows in memory is nobody's
-    WRITERS[writer](
-        plan,
-        buffers,
-        BatchInputs(beyond[:3], torch.zeros(3, dtype=torch.int64, device=device)),
-        req_to_token=torch.zeros(1, longest, dtype=torch.int32, device=device),
-        index_topk=2048,
-    )
+    write(writer, plan, buffers, beyond[:3], longest)
     rows = plan.rows_per_request
     listed = []
     for step in range(plan.num_steps):

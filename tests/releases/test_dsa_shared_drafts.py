@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from batches import begin_round, check, fill, forward_batch, random_batch, static_batch
+from batches import check, forward_batch, random_batch, replayed_round, static_batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sglang.srt.environ import envs
@@ -42,15 +42,7 @@ def test_every_step_attends_to_the_tokens_of_the_target(sharing, make_runner, ca
     for backend in multi_step.attn_backends:
         backend.decode_attention.prepare = lambda metadata: prepared.append(1) or metadata
     if captured:
-        multi_step.init_cuda_graph_state(requests + 2, requests + 2)
-        static = static_batch(requests, requests, ForwardMode.DECODE)
-        static.out_cache_loc = torch.zeros(requests * num_steps, dtype=torch.int64)
-        calls.before_round_capture(multi_step, static)
-        recorded = multi_step.captured.current
-        begin_round(multi_step, static)
-        fill(static, batch)
-        calls.before_round_replay(multi_step, static)
-        multi_step.writer.write(recorded.plan, recorded.buffers, recorded.inputs)
+        replayed_round(multi_step, batch)
     else:
         multi_step.init_forward_metadata(forward_batch(batch, ForwardMode.DECODE))
     assert len(multi_step.attn_backends) == num_steps - 1

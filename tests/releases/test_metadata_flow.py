@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
-from batches import MODES, begin_forward, begin_round, check, fill, forward_batch, random_batch, static_batch
+from batches import MODES, begin_forward, begin_round, check, fill, forward_batch, random_batch, replayed_round, static_batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from metadata_reference import Batch
@@ -68,15 +67,7 @@ def test_draft_steps(make_runner, captured, requests, seed, num_steps):
     multi_step = calls.draft_factory(runner, num_steps).create_decode_backend()
     batch = random_batch(runner, "draft_decode", requests, seed, num_steps)
     if captured:
-        multi_step.init_cuda_graph_state(requests + 2, requests + 2)
-        static = static_batch(requests, requests, ForwardMode.DECODE)
-        static.out_cache_loc = torch.zeros(requests * num_steps, dtype=torch.int64)
-        calls.before_round_capture(multi_step, static)
-        recorded = multi_step.captured.current
-        begin_round(multi_step, static)
-        fill(static, batch)
-        calls.before_round_replay(multi_step, static)
-        multi_step.writer.write(recorded.plan, recorded.buffers, recorded.inputs)
+        static = replayed_round(multi_step, batch)
     else:
         eager = forward_batch(batch, ForwardMode.DECODE)
         multi_step.init_forward_metadata(eager)

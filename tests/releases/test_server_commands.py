@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -75,14 +76,25 @@ def commands(tmp_path_factory) -> dict[str, list[str]]:
     }
 
 
+@pytest.fixture(scope="module")
+def both_parsed(commands) -> dict[str, subprocess.CompletedProcess]:
+    """By side, a process that has parsed all commands, with our plugin or without it; both started at once."""
+
+    def parsed_by(side: str) -> subprocess.CompletedProcess:
+        environment = os.environ | {"NSA_BACKEND_DISABLE": servers.BACKENDS[side], "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.run(
+            [sys.executable, "-W", "ignore", str(SCRIPT)], input=json.dumps(list(commands.values())), env=environment,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(servers.BACKENDS, pool.map(parsed_by, servers.BACKENDS), strict=True))
+
+
 @pytest.fixture(scope="module", params=list(servers.BACKENDS))
-def parsed(request, commands) -> dict[str, dict]:
+def parsed(request, commands, both_parsed) -> dict[str, dict]:
     """What the installed release makes of each command, with our plugin or without it."""
-    environment = os.environ | {"NSA_BACKEND_DISABLE": servers.BACKENDS[request.param], "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT)], input=json.dumps(list(commands.values())), env=environment,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = both_parsed[request.param]
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(commands, json.loads(done.stdout.splitlines()[-1]), strict=True))
 

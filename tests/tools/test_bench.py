@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nsa_backend import __main__ as command
-from nsa_backend.benchmarks import bench_attention, bench_metadata, cells, sm90
+from nsa_backend.benchmarks import bench_attention, bench_metadata, cells, report, sm90
 from nsa_backend.benchmarks.sm90_case import Shape, spread
 from nsa_backend.benchmarks.sm90_kernels import variants
 from nsa_backend.cli import bench
@@ -58,10 +58,10 @@ def test_a_cell_starts_only_where_the_longest_so_far_would_end_in_time(clock, bo
 
 
 def test_a_report_is_json_with_a_row_a_line(tmp_path):
-    report = {"environment": {"gpu": "x"}, "rows": [{"a": 1}, {"a": 2}], "not_measured": []}
-    cells.write_report(tmp_path / "out.json", report)
+    rows = {"environment": {"gpu": "x"}, "rows": [{"a": 1}, {"a": 2}], "not_measured": []}
+    report.write_report(tmp_path / "out.json", rows)
     text = (tmp_path / "out.json").read_text()
-    assert json.loads(text) == report
+    assert json.loads(text) == rows
     assert text.splitlines().count('{"a": 1},') == 1
     assert list(tmp_path.iterdir()) == [tmp_path / "out.json"]
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from nsa_backend import __main__ as command
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -64,7 +66,9 @@ def test_sdist_builds_and_installs_without_a_checkout(tmp_path):
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 6])
-def test_demo_accepts_every_draft(num_steps):
-    out = run(sys.executable, "-m", "nsa_backend", "demo", "--steps", str(num_steps), "--requests", "3", "--tokens", "14")
+def test_demo_accepts_every_draft(num_steps, capsys):
+    """In this process, which has loaded what the command loads; `test_whole_demo.py` starts one."""
+    assert command.main(["demo", "--steps", str(num_steps), "--requests", "3", "--tokens", "14"]) == 0
+    out = capsys.readouterr().out
     assert f"{num_steps + 1}.00 of {num_steps + 1}" in out
     assert "per-step lengths True" in out

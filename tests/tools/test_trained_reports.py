@@ -8,7 +8,7 @@ import pytest
 
 from nsa_backend.benchmarks import bench_trained
 from nsa_backend.benchmarks.trained import serving, shared_length
-from nsa_backend.cli.plot_trained import trained
+from nsa_backend.benchmarks.trained.figure import trained
 
 
 def report(steps: int, name: str = "run") -> dict:
