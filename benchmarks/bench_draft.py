@@ -19,7 +19,7 @@ from pathlib import Path
 from nsa_backend.benchmarks.cells import Cell
 from nsa_backend.benchmarks.generation import Servers, counted, in_turns, prompts, spread
 from nsa_backend.benchmarks.report import print_table
-from nsa_backend.benchmarks.servers import BACKENDS
+from nsa_backend.benchmarks.servers import ENVIRONMENTS
 from nsa_backend.benchmarks.traces import read_events
 
 TOKENS, LENGTH, PORT = 256, 300, 23000
@@ -34,7 +34,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     batches = options.batch or ([1] if options.quick else [1, 8, 32])
     shapes = [(batch, length) for length in options.length or [LENGTH] for batch in batches]
     folder = Path(tempfile.mkdtemp(prefix="nsa-bench-"))
-    servers = Servers(folder, options.port or PORT, shapes, TOKENS)
+    servers = Servers(folder, options.port or PORT, shapes, TOKENS, options.sides)
     resources.callback(servers.close)
     repeats = 2 if options.quick else 7
     return [
@@ -109,7 +109,7 @@ def show(report: dict) -> None:
     )  # fmt: skip
     table = []
     for r in report["rows"]:
-        for backend in BACKENDS:
+        for backend in filter(r.__contains__, ENVIRONMENTS):
             side, profile = r[backend], r[backend]["profile"]
             low_high = "{:.2f}-{:.2f}".format(*side["round_ms_min_max"])
             times = (f"{side['round_ms']:.2f}", low_high, f"{side['outside_graphs_ms']:.2f}", profile["kernel_us"])

@@ -23,7 +23,7 @@ from nsa_backend.benchmarks import faithful_checkpoint, own_model
 from nsa_backend.benchmarks.cells import Cell
 from nsa_backend.benchmarks.generation import Servers, compared, in_turns, summary
 from nsa_backend.benchmarks.report import print_table
-from nsa_backend.benchmarks.servers import BACKENDS
+from nsa_backend.benchmarks.servers import ENVIRONMENTS
 
 TOKENS, PORT = 256, 25000
 STEPS, BATCHES, LENGTHS = (0, 3), (1, 8, 32), (300, 4096, 32768, 131072)
@@ -36,7 +36,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     if options.model:
         return own_model.cells(options, resources)
     wanted = shapes(options)
-    servers = Servers(Path(tempfile.mkdtemp(prefix="nsa-bench-")), options.port or PORT, wanted, TOKENS)
+    servers = Servers(Path(tempfile.mkdtemp(prefix="nsa-bench-")), options.port or PORT, wanted, TOKENS, options.sides)
     resources.callback(servers.close)
     return [
         Cell(
@@ -78,7 +78,7 @@ def show(report: dict) -> None:
     quantities = {"tokens/s": "tokens_per_s", "first token ms": "ttft_ms", "ms per token": "tpot_ms", "round ms": "round_ms"}
     table = []
     for r in report["rows"]:
-        for backend in filter(r.__contains__, BACKENDS):  # a run of one's own that was cut has one side
+        for backend in filter(r.__contains__, ENVIRONMENTS):
             side = r[backend]
             shown = [
                 "{} ({}-{})".format(*(f"{v:.5g}" for v in (side[key]["median"], *side[key]["min_max"])))
@@ -87,7 +87,8 @@ def show(report: dict) -> None:
             table.append(
                 (r["checkpoint"], r["steps"], f"{r['batch']} x {r['length']}", backend, *shown, f"{side['accept']:.2f}")
             )
-        if "ratio" in r:
-            ratios = (r["speedup"], *r["ratio"].values())
-            table.append((None, None, None, "ours / builtin", *(f"{ratio:.3f}" for ratio in ratios), None))
+        for name, over in (("ours / builtin", r), ("round_graph / ours", r.get("round_graph_over_ours", {}))):
+            if "ratio" in over:
+                found = (over["speedup"], *over["ratio"].values())
+                table.append((None, None, None, name, *(f"{ratio:.3f}" for ratio in found), None))
     print_table(("checkpoint", "N", "prompts", "backend", *quantities, "accept"), table)

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from nsa_backend.benchmarks import faithful_checkpoint, server_options
-from nsa_backend.benchmarks.servers import BACKENDS, Server
+from nsa_backend.benchmarks.servers import BACKENDS, ENVIRONMENTS, ROUND_GRAPH, Server
 
 SIZES = [*server_options.decode_graphs(), "--max-total-tokens", "65536", "--disable-radix-cache"]
 """Graphs for the batches that are measured, a small pool, and no cache, so that every prefill is the same."""
@@ -112,16 +112,34 @@ def summary(found: list[Sample]) -> dict:
 
 
 def compared(found: dict[str, list[Sample]]) -> dict:
-    """Ours over the built-in's: `speedup` of tokens per second, above 1 where ours is faster; times below 1 where it is."""
-    sides = [summary(found[backend]) for backend in ("ours", "builtin")]
+    """Ours over the built-in's: `speedup` of tokens per second, above 1 where ours is faster; times below 1 where it is.
+
+    With rounds in one graph beside them, `round_graph_over_ours` is the same of those over ours.
+    """
+    compared_with_builtin = ratios(found["ours"], found["builtin"]) if set(BACKENDS) <= set(found) else {}
+    if {ROUND_GRAPH, "ours"} <= set(found):
+        return compared_with_builtin | {"round_graph_over_ours": ratios(found[ROUND_GRAPH], found["ours"])}
+    return compared_with_builtin
+
+
+def ratios(one: list[Sample], other: list[Sample]) -> dict:
+    """Medians of one side over those of another."""
+    sides = [summary(found) for found in (one, other)]
     ratio = {name: round(sides[0][name]["median"] / sides[1][name]["median"], 3) for name in sides[0] if name != "accept"}
     return {"speedup": ratio.pop("tokens_per_s"), "ratio": ratio}
 
 
 class Servers:
-    """Ours and SGLang's built-in on one checkpoint, kept running until another checkpoint or N is asked for."""
+    """The sides of a comparison on one checkpoint, kept running until another checkpoint or N is asked for."""
 
-    def __init__(self, folder: Path, port: int, shapes: Sequence[tuple[int, int]], new_tokens: int):
+    def __init__(
+        self,
+        folder: Path,
+        port: int,
+        shapes: Sequence[tuple[int, int]],
+        new_tokens: int,
+        sides: Sequence[str] | None = None,
+    ):
         """Checkpoints and logs go to `folder`; servers listen on `port` and `port` + 50, and have room and graphs for `shapes`.
 
         SGLang takes further ports from 100 above a server's on.
@@ -131,18 +149,23 @@ class Servers:
             port: of the first server.
             shapes: (requests, prompt tokens) of all that will be asked.
             new_tokens: a request.
+            sides: keys of servers.ENVIRONMENTS, in the order in which servers start and answer; those of BACKENDS if None.
         """
+        self._sides = sides_of(sides)
         self._folder, self._port = folder, port
         self._options = options_for(shapes, new_tokens)
         self._open, self._key = ExitStack(), None
         self._found: dict[str, Server] = {}
 
     def of(self, checkpoint: str, steps: int) -> dict[str, Server]:
-        """Both servers by backend, ready. `checkpoint` is a name in faithful_checkpoint.SHAPES or a folder."""
+        """Servers by side, ready; without drafts there are no rounds in one graph.
+
+        `checkpoint` is a name in faithful_checkpoint.SHAPES or a folder.
+        """
         if self._key != (checkpoint, steps):
             self.close()
             path = checkpoint_of(checkpoint, self._folder)
-            for number, backend in enumerate(BACKENDS):
+            for number, backend in enumerate(side for side in self._sides if steps or side != ROUND_GRAPH):
                 time.sleep(3 * number)  # each measures the free memory of the GPU when it starts
                 log = self._folder / f"{path.name}-n{steps}-{backend}.log"
                 server = Server(backend, path, self._port + 50 * number, steps, log, *self._options)
@@ -156,6 +179,14 @@ class Servers:
         """End what runs."""
         self._open.close()
         self._found, self._key = {}, None
+
+
+def sides_of(named: Sequence[str] | None) -> tuple[str, ...]:
+    """The sides that --sides names; SystemExit for one that there is not."""
+    for side in named or ():
+        if side not in ENVIRONMENTS:
+            raise SystemExit(f"--sides {side} is none: there are {', '.join(ENVIRONMENTS)}")
+    return tuple(named or BACKENDS)
 
 
 def options_for(shapes: Sequence[tuple[int, int]], new_tokens: int) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nsa_backend.benchmarks import prompt_file, server_options
 from nsa_backend.benchmarks.cells import Cell
-from nsa_backend.benchmarks.generation import Sample, compared, counted, spread, summary
+from nsa_backend.benchmarks.generation import Sample, compared, counted, sides_of, spread, summary
 from nsa_backend.benchmarks.servers import BACKENDS, Server
 from nsa_backend.benchmarks.trained.accept import paired, statistics
 
@@ -65,7 +65,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     return [
         Cell(f"{model.name}, N = {steps}, {side}", partial(run.cell, steps, side))
         for steps in (options.steps if options.steps is not None else STEPS)
-        for side in BACKENDS
+        for side in sides_of(options.sides)
     ]
 
 
@@ -148,8 +148,8 @@ def row_of(name: str, steps: int, batch: int, length: int, sides: dict[str, Meas
     for side, groups in found.items():
         histograms = sides[side].histograms[batch]
         row[side] = summary(groups) | (statistics(histograms) if histograms else {})
-    if set(sides) != set(BACKENDS):
-        return row
+    if not set(BACKENDS) <= set(sides):
+        return row | compared(found)
     if all(measured.histograms[batch] for measured in sides.values()):
         row["gain"] = paired(*(sides[side].histograms[batch] for side in ("ours", "builtin")))
     return row | compared(found)

@@ -19,6 +19,13 @@ from nsa_backend.benchmarks import server_options
 BACKENDS = {"ours": "0", "builtin": "1"}
 """Side of a comparison to its NSA_BACKEND_DISABLE."""
 
+ROUND_GRAPH = "round_graph"
+"""The side that is ours with every speculative round in one graph."""
+
+ENVIRONMENTS = {side: {"NSA_BACKEND_DISABLE": disabled} for side, disabled in BACKENDS.items()}
+ENVIRONMENTS[ROUND_GRAPH] = ENVIRONMENTS["ours"] | {"NSA_BACKEND_ROUND_GRAPH": "1"}
+"""All sides there are, to the environment of their servers."""
+
 STARTING = 480.0  # seconds that a server of a small checkpoint may take to start
 NEVER = 1 << 20  # tokens between two events of a stream: the first token is one, the end is the other
 
@@ -81,12 +88,12 @@ class Server:
     """A running server; leaving the `with` block ends it."""
 
     def __init__(self, backend: str, checkpoint: Path, port: int, steps: int, log: Path, *options: str):
-        """Start `backend` (a key of BACKENDS); `options` follow the README's command. Does not wait."""
+        """Start `backend` (a key of ENVIRONMENTS); `options` follow the README's command. Does not wait."""
         self.port, self.log = port, log
         self._stream = log.open("w")
         self._process = subprocess.Popen(
             [*command(checkpoint, port, steps), *options], stdout=self._stream, stderr=subprocess.STDOUT,
-            env=os.environ | {"NSA_BACKEND_DISABLE": BACKENDS[backend]},
+            env=os.environ | ENVIRONMENTS[backend],
         )  # fmt: skip
 
     def __enter__(self) -> Server:

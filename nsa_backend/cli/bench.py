@@ -24,13 +24,14 @@ EXAMPLE = "python -m nsa_backend bench metadata --quick --out metadata.json"
 BENCHES = {
     "metadata": ("--steps", "--batch", "--length"),
     "attention": ("--batch", "--heads", "--section"),
-    "draft": ("--checkpoint", "--steps", "--batch", "--length", "--port"),
+    "draft": ("--checkpoint", "--steps", "--batch", "--length", "--sides", "--port"),
     "serve": (
         "--checkpoint",
         "--steps",
         "--batch",
         "--length",
         "--prompt-tokens",
+        "--sides",
         "--port",
         "--model",
         "--prompts",
@@ -50,6 +51,7 @@ OPTIONS = {
     "--section": "sections of the report: decode, wrapper, by_rows; sm90, which is measured on request alone",
     "--checkpoint": "faithful, wide, or a folder; a real checkpoint must fit twice on the GPU",
     "--prompt-tokens": "most prompt tokens of a batch: a million take half a minute a sample",
+    "--sides": "whose servers, in the order in which they start: ours, builtin, round_graph (ours, a round in one CUDA graph)",
     "--model": "folder of a checkpoint of your own, served by one side after the other; needs --prompts",
     "--prompts": "your prompts: a .jsonl file with text, messages or input_ids a line, or a text file with one a line",
     "--tokens": "most new tokens of an answer to one of --prompts",
@@ -60,7 +62,7 @@ OPTIONS = {
 SINGLE = ("--port", "--prompt-tokens", "--model", "--prompts", "--tokens", "--server")
 """Those that take one value."""
 
-TEXTS = ("--checkpoint", "--section", "--model", "--prompts", "--server")
+TEXTS = ("--checkpoint", "--section", "--sides", "--model", "--prompts", "--server")
 """Those that are no numbers."""
 
 OWN = ("--prompts", "--tokens", "--server")

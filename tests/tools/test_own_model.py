@@ -99,7 +99,9 @@ class FakeServer:
 
 def options(checkpoint: Path, prompts: Path, **given):
     known = dict.fromkeys(("model", "prompts", "tokens", "server", "steps", "batch", "port", "checkpoint", "length"))
-    return argparse.Namespace(**(known | {"model": str(checkpoint), "prompts": str(prompts), "quick": False} | given))
+    return argparse.Namespace(
+        **(known | {"model": str(checkpoint), "prompts": str(prompts), "quick": False, "sides": None} | given)
+    )
 
 
 def test_one_side_is_served_after_the_other(tmp_path, checkpoint, monkeypatch, capsys):
