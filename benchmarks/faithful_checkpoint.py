@@ -48,6 +48,12 @@ SHAPES = {
 }
 """`faithful` is small, so that the host shows; `wide` (7 GB) gives the GPU work in every layer."""
 
+_HEADS = (("faithful", 16), ("faithful", 8), ("wide", 16))
+RANK_SHAPES = {f"{name}-{heads}-heads": replace(SHAPES[name], heads=heads) for name, heads in _HEADS}
+"""The heads that a rank of tensor parallel 8 has of DeepSeek-V3.2 (16) and of GLM-5 (8), in a model that fits one GPU."""
+
+ALL_SHAPES = SHAPES | RANK_SHAPES
+
 
 class Weights:
     """Random matrices from one seed."""
@@ -235,7 +241,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shape", choices=SHAPES, default="faithful")
+    parser.add_argument("--shape", choices=ALL_SHAPES, default="faithful")
     parser.add_argument("--model", choices=MODELS, default="deepseek-v3.2")
     arguments = parser.parse_args()
-    write(arguments.out, arguments.seed, SHAPES[arguments.shape], MODELS[arguments.model])
+    write(arguments.out, arguments.seed, ALL_SHAPES[arguments.shape], MODELS[arguments.model])

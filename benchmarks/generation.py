@@ -200,13 +200,13 @@ def options_for(shapes: Sequence[tuple[int, int]], new_tokens: int) -> list[str]
 
 
 def checkpoint_of(name: str, folder: Path) -> Path:
-    """The checkpoint called `name` in faithful_checkpoint.SHAPES, written into `folder` if it is not there; or a path."""
-    if name not in faithful_checkpoint.SHAPES:
+    """The checkpoint called `name` in faithful_checkpoint.ALL_SHAPES, written into `folder` if it is not there; or a path."""
+    if name not in faithful_checkpoint.ALL_SHAPES:
         if not (Path(name) / "config.json").exists():
-            known = " or ".join(faithful_checkpoint.SHAPES)
+            known = " or ".join(faithful_checkpoint.ALL_SHAPES)
             raise SystemExit(f"--checkpoint {name} is neither {known} nor a folder with a config.json")
         return Path(name)
     out = folder / name
     if not (out / "config.json").exists():
-        faithful_checkpoint.write(out, shape=faithful_checkpoint.SHAPES[name])
+        faithful_checkpoint.write(out, shape=faithful_checkpoint.ALL_SHAPES[name])
     return out

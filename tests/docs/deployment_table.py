@@ -22,6 +22,10 @@ DEPLOYMENTS = {
     "tensor parallel": ("--tp-size 2", {"tp_size": 2}),
     "DP attention": ("--tp-size 2 --dp-size 2 --enable-dp-attention", {"enable_dp_attention": True, "tp_size": 2}),
     "DP attention with attention TP": ("--tp-size 4 --dp-size 2 --enable-dp-attention", {"enable_dp_attention": True}),
+    "tensor parallel 8, DP attention 8, DP attention of four GPUs each": (
+        "--tp-size 8 --dp-size 8 --enable-dp-attention",
+        {"enable_dp_attention": True, "tp_size": 8},
+    ),
     "expert parallel": ("--ep-size 2", {"ep_size": 2}),
     "expert parallel through DeepEP": ("--moe-a2a-backend deepep", {"moe_a2a_backend": "deepep"}),
     "overlap scheduling off": ("--disable-overlap-schedule", {"disable_overlap_schedule": True}),

@@ -23,6 +23,7 @@ class Case:
     workloads: tuple[str, ...]
     decode: str = "fa3"
     model: str = "deepseek-v3.2"  # a key of benchmarks/faithful_models.MODELS
+    shape: str = "faithful"  # a key of benchmarks/faithful_checkpoint.ALL_SHAPES
     environment: dict[str, str] = field(default_factory=dict)
     builtin_environment: dict[str, str] | None = None  # where the built-in backend fails with `environment`
     engine: dict = field(default_factory=dict)
@@ -58,3 +59,8 @@ class Case:
         """Whether the installed SGLang has what the case is about."""
         has_v1 = generation_of(installed()).adapter == "nsa"
         return (has_v1 or not self.spec_v1) and installed() in SpecifierSet(self.releases, prereleases=True)
+
+    @property
+    def checkpoint(self) -> tuple[str, str]:
+        """Model and shape of what it serves."""
+        return self.model, self.shape

@@ -44,7 +44,7 @@ WAVE_SECONDS, APART_SECONDS = 2.0, 3.0  # a wave of requests; between two starts
 class Run:
     """What has come of a run so far: (result or None, log) by (case name, backend)."""
 
-    checkpoints: dict[str, Path]  # by model
+    checkpoints: dict[tuple[str, str], Path]  # by model and shape
     cases: list[Case]
     args: argparse.Namespace
     began: float = field(default_factory=time.monotonic)
@@ -93,7 +93,7 @@ def launch(run: Run, case: Case, backend: str, port: int) -> tuple[dict | None, 
     command = [
         sys.executable,
         str(HERE / "run_case.py"),
-        str(run.checkpoints[case.model]),
+        str(run.checkpoints[case.checkpoint]),
         case.name,
         str(out),
         "--port",
@@ -130,8 +130,9 @@ def run_engines(run: Run) -> None:
         list(pool.map(job, items[alone:]))
 
 
-def written(model: str, logs: Path) -> Path:
-    return faithful_checkpoint.write(logs / f"checkpoint-{model}", model=MODELS[model])
+def written(model: str, shape: str, logs: Path) -> Path:
+    out = logs / f"checkpoint-{model}-{shape}"
+    return faithful_checkpoint.write(out, shape=faithful_checkpoint.ALL_SHAPES[shape], model=MODELS[model])
 
 
 def part_of(cases: list[Case], part: str) -> list[Case]:
@@ -186,7 +187,7 @@ def main() -> int:
     if args.list:
         return 0
     args.logs.mkdir(parents=True, exist_ok=True)
-    run = Run({model: written(model, args.logs) for model in {case.model for case in cases}}, cases, args)
+    run = Run({which: written(*which, args.logs) for which in {case.checkpoint for case in cases}}, cases, args)
     run_engines(run)
     parted = run.parted()
     judge(run.checkpoints, parted, args.jobs, args.logs, args.port + 1000, min(args.engine_seconds, max(run.left(), 60)))

@@ -59,13 +59,13 @@ def judge(
     groups = defaultdict(list)
     for case, found in parted:
         asked = question(case)
-        groups[json.dumps([asked.model, asked.decode, asked.engine], sort_keys=True)].append((case, found))
+        groups[json.dumps([asked.checkpoint, asked.decode, asked.engine], sort_keys=True)].append((case, found))
     numbered = [(number, group) for number, group in enumerate(groups.values()) if any(found for _, found in group)]
 
     def one(item: tuple[int, list]) -> None:
         number, group = item
         _judge(
-            checkpoints[group[0][0].model],
+            checkpoints[group[0][0].checkpoint],
             group[0][0],
             [d for _, found in group for d in found],
             logs,

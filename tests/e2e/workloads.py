@@ -9,6 +9,7 @@ from case import Case
 from deployment_cases import DEPLOYMENT_CASES
 from engine_options import DP_2, FOUR_GPUS, FP8, TWO_GPUS, UP_TO_TWO
 from model_cases import MODEL_CASES
+from rank_cases import CASES_OF_EIGHT
 from round_cases import ROUND_CASES
 
 VOCAB = 2048
@@ -243,5 +244,6 @@ CASES = [
     Case("no speculation, flashmla_sparse", 0, STANDARD, decode="flashmla_sparse"),
     *MODEL_CASES,
     *ROUND_CASES,
+    *CASES_OF_EIGHT,
     *DEPLOYMENT_CASES,
 ]

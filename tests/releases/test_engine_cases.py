@@ -33,7 +33,7 @@ def engine(parse, resolve, tmp_path, monkeypatch):
         resolve()  # stands in for the GPU
         for name, value in case.environment.items():
             monkeypatch.setenv(name, value)
-        config = faithful_checkpoint.config(faithful_checkpoint.SHAPES["faithful"], MODELS[case.model])
+        config = faithful_checkpoint.config(faithful_checkpoint.ALL_SHAPES[case.shape], MODELS[case.model])
         (tmp_path / "config.json").write_text(json.dumps(config))
         server_args = ServerArgs(**engine_arguments(case, str(tmp_path), 30000), device="cuda")
         if hasattr(server_args, "resolve_once"):

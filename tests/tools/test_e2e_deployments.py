@@ -112,5 +112,5 @@ def test_a_tie_between_two_runs_of_one_side(monkeypatch, tmp_path):
     monkeypatch.setattr(ties, "HERE", tmp_path)
     found = [{"prompt": [2, 3], "ours": 5, "other": 6, "against": "8x300, after weights were updated", "tie": None}]
     case = case_called("weights updated")
-    ties.judge({case.model: tmp_path}, [(case, found)], 1, tmp_path, 12000, 30)
+    ties.judge({case.checkpoint: tmp_path}, [(case, found)], 1, tmp_path, 12000, 30)
     assert (found[0]["tie"], found[0]["below_best"]) == (True, {"ours": 0.0, "other": pytest.approx(0.03)})

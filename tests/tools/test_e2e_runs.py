@@ -65,7 +65,7 @@ def stand_ins(tmp_path, monkeypatch):
         for module in (run_all, ties):
             monkeypatch.setattr(module, "HERE", tmp_path)
         monkeypatch.setattr(run_all, "APART_SECONDS", 0.0)
-        monkeypatch.setattr(run_all.faithful_checkpoint, "write", lambda path, model: path)
+        monkeypatch.setattr(run_all.faithful_checkpoint, "write", lambda path, shape, model: path)
         return tmp_path / "calls"
 
     return put
@@ -216,3 +216,11 @@ class TestMerging:
 
 def test_tokens_are_whole_rounds():
     assert [new_tokens(n) % (n + 1) for n in (1, 3, 5, 8)] == [1, 1, 1, 1]
+
+
+def test_a_case_is_served_the_shape_it_names(tmp_path):
+    """Eight heads in all, as a rank of eight has; and the same folder for all cases of one shape."""
+    case = next(c for c in CASES if c.name == "8 heads, fa3")
+    folder = run_all.written(*case.checkpoint, tmp_path)
+    assert json.loads((folder / "config.json").read_text())["num_attention_heads"] == 8
+    assert run_all.written(*case.checkpoint, tmp_path) == folder
