@@ -19,8 +19,6 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from nsa_backend.adapters.dsa import draft
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
-from nsa_backend.adapters.dsa.rounds.rule import NEEDED
-from nsa_backend.refusals import refusals
 
 
 class Side:
@@ -166,38 +164,3 @@ def test_sglang_builds_this_worker_for_eagle_alone(monkeypatch):
     chosen = partial(draft._round_worker, (), lambda algorithm, args: "SGLang's")
     assert chosen(SpeculativeAlgorithm.EAGLE, None) == ("with rounds", "SGLang's")
     assert chosen(SpeculativeAlgorithm.NGRAM, None) == "SGLang's"
-
-
-@pytest.mark.parametrize(
-    ("name", "bad", "advice"),
-    [
-        ("speculative_algorithm", None, "pass --speculative-algorithm EAGLE"),
-        ("speculative_algorithm", "EAGLE3", "pass --speculative-algorithm EAGLE"),
-        ("disable_overlap_schedule", True, "drop --disable-overlap-schedule"),
-        ("disable_cuda_graph", True, "drop --disable-cuda-graph"),
-        ("enable_dp_attention", True, "drop --enable-dp-attention"),
-        ("pp_size", 2, "pass --pp-size 1"),
-        ("enable_two_batch_overlap", True, "drop --enable-two-batch-overlap"),
-        ("speculative_adaptive", True, "drop --speculative-adaptive"),
-        ("disaggregation_mode", "decode", "drop --disaggregation-mode"),
-        ("enable_lora", True, "drop --enable-lora"),
-    ],
-)
-def test_a_server_that_can_have_none_does_not_start(arguments, monkeypatch, name, bad, advice):
-    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
-    assert refusals(arguments(**{"speculative_algorithm": "EAGLE"} | {name: bad})) == [
-        f"NSA_BACKEND_ROUND_GRAPH=1 cannot be served with these options: {advice}, or unset it"
-    ]
-
-
-def test_values_that_are_checked_on_the_host(arguments, monkeypatch):
-    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
-    monkeypatch.setenv("NSA_BACKEND_CHECK", "1")
-    (sentence,) = refusals(arguments(speculative_algorithm="EAGLE"))
-    assert sentence.endswith("which looks at every replay on the host, cannot both be: unset one")
-
-
-def test_options_that_are_needed_exist(arguments):
-    """A release that renames one must not lose its check; every one is at a served value by default."""
-    server = arguments(speculative_algorithm="EAGLE")
-    assert all(getattr(server, name) in served for name, (served, _) in NEEDED.items())

@@ -1,0 +1,112 @@
+"""What whole rounds ask of SGLang and of a server's options, read from SGLang's own classes and resolved arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import installed_source
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+from nsa_backend.adapters.dsa.rounds import worker as round_worker
+from nsa_backend.adapters.dsa.rounds.rule import NEEDED
+from nsa_backend.refusals import refusals
+from nsa_backend.round_graph import child_graphs
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "advice"),
+    [
+        ("speculative_algorithm", None, "pass --speculative-algorithm EAGLE"),
+        ("speculative_algorithm", "EAGLE3", "pass --speculative-algorithm EAGLE"),
+        ("disable_overlap_schedule", True, "drop --disable-overlap-schedule"),
+        ("disable_cuda_graph", True, "drop --disable-cuda-graph"),
+        ("enable_dp_attention", True, "drop --enable-dp-attention"),
+        ("pp_size", 2, "pass --pp-size 1"),
+        ("enable_two_batch_overlap", True, "drop --enable-two-batch-overlap"),
+        ("speculative_adaptive", True, "drop --speculative-adaptive"),
+        ("disaggregation_mode", "decode", "drop --disaggregation-mode"),
+        ("enable_lora", True, "drop --enable-lora"),
+    ],
+)
+def test_a_server_that_can_have_none_does_not_start(arguments, monkeypatch, name, bad, advice):
+    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
+    assert refusals(arguments(**{"speculative_algorithm": "EAGLE"} | {name: bad})) == [
+        f"NSA_BACKEND_ROUND_GRAPH=1 cannot be served with these options: {advice}, or unset it"
+    ]
+
+
+def test_values_that_are_checked_on_the_host(arguments, monkeypatch):
+    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
+    monkeypatch.setenv("NSA_BACKEND_CHECK", "1")
+    (sentence,) = refusals(arguments(speculative_algorithm="EAGLE"))
+    assert sentence.endswith("which looks at every replay on the host, cannot both be: unset one")
+
+
+def test_options_that_are_needed_exist(arguments):
+    """A release that renames one must not lose its check; every one is at a served value by default."""
+    server = arguments(speculative_algorithm="EAGLE")
+    assert all(getattr(server, name) in served for name, (served, _) in NEEDED.items())
+
+
+def assigned(cls: type, name: str) -> bool:
+    """Whether a class has a member of this name, or its methods assign an attribute of it."""
+    return hasattr(cls, name) or f"self.{name} = " in inspect.getsource(cls) or f"self.{name}: " in inspect.getsource(cls)
+
+
+def test_what_rounds_ask_of_sglang_is_there():
+    """The stand-ins of these tests have these names; SGLang's own classes must."""
+    from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.speculative.eagle_info import EagleDraftInput
+    from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker, EAGLEWorkerV2
+
+    worker = (
+        "target_worker",
+        "draft_worker",
+        "spec_v2_attn_backends",
+        "last_shared_read_runner",
+        "speculative_num_draft_tokens",
+    )
+    assert [name for name in worker if not assigned(EAGLEWorkerV2, name)] == []
+    assert "on_publish" in inspect.signature(EAGLEWorkerV2.forward_batch_generation).parameters
+    draft_worker = (
+        "cuda_graph_runner",
+        "cuda_graph_runner_for_draft_extend",
+        "draft_runner",
+        "seed_dsa_topk_from_draft_extend",
+    )
+    assert [name for name in draft_worker if not assigned(EagleDraftWorker, name)] == []
+    runner = (installed_source.ROOT / "model_executor" / "model_runner.py").read_text()
+    assert "self.device_timer = " in runner
+    assert "self.shared_read_done_event: " in runner
+    batch = {field.name for field in dataclasses.fields(ScheduleBatch)}
+    read = {
+        "sampling_info",
+        "spec_info",
+        "has_grammar",
+        "return_logprob",
+        "return_hidden_states",
+        "multimodal_inputs",
+        "beam_tail",
+    }
+    emptied = {"reqs", "seq_lens_cpu", "seq_lens_sum", "req_pool_indices_cpu", "orig_seq_lens", "input_ids", "out_cache_loc"}
+    assert (read | emptied | {"forward_mode", "is_extend_in_batch", "req_pool_indices", "seq_lens"}) <= batch
+    sampling = {field.name for field in dataclasses.fields(SamplingBatchInfo)}
+    asked = {"is_all_greedy", "penalizer_orchestrator", "logit_bias", "has_custom_logit_processor", "has_watermark_candidates"}
+    assert asked <= sampling
+    result = {field.name for field in dataclasses.fields(GenerationBatchResult)}
+    assert {"next_token_ids", "accept_lens", "next_draft_input"} <= result
+    drafts = {field.name for field in dataclasses.fields(EagleDraftInput)}
+    assert {"future_indices", "future_dsa_topk_indices_available", "cuda_graph_compatible", "bonus_tokens"} <= drafts
+
+
+def test_graphs_are_captured_to_be_kept(monkeypatch):
+    """SGLang's capture, as far as the making of its graph: the one that joins others."""
+    made = []
+    monkeypatch.setattr(child_graphs.KeptGraph, "__new__", lambda cls: made.append(cls))
+    round_worker._capture_kept(lambda *arguments: torch.cuda.CUDAGraph())
+    assert made == [child_graphs.KeptGraph]
+    assert torch.cuda.CUDAGraph is not child_graphs.KeptGraph
