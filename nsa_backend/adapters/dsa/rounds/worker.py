@@ -59,7 +59,7 @@ class Rounds:
         self._bonus: torch.Tensor | None = None  # of the round that the graph has left in the FutureMap
         self._recording = False
         self._warm = False
-        self._problem: str | None = None
+        self._sizes: list[int] | None = None  # batch sizes to capture; empty where no batch can be served
         self._future_map: FutureMap | None = None
 
     # Around SGLang's calls
@@ -116,43 +116,45 @@ class Rounds:
     # The choice
 
     def _serves(self, future_map: FutureMap, batch: Any) -> bool:
-        if batch_problem(batch) is not None or self._server_problem() is not None:
+        if batch_problem(batch) is not None:
+            return False
+        if self._sizes is None:
+            self._sizes = self._sizes_to_capture()
+        if len(batch.seq_lens) > max(self._sizes, default=0):
             return False
         shared = self._worker.draft_worker.seed_dsa_topk_from_draft_extend
         if shared and not batch.spec_info.future_dsa_topk_indices_available:
-            return False
-        if len(batch.seq_lens) > max(captured_sizes(self._worker)):
             return False
         if not self._warm:  # the first round compiles what SGLang launches between its graphs
             self._warm = True
             return False
         return True
 
-    def _server_problem(self) -> str | None:
-        """Why no batch is served, said once in the log."""
+    def _sizes_to_capture(self) -> list[int]:
+        """Empty where the worker cannot have such graphs, and the log says why."""
         problem = worker_problem(self._worker, self._backends)
-        if problem is not None and problem != self._problem:
-            logger.warning("nsa_backend: %s=1 has no effect, because %s", SWITCH, problem)
-            self._problem = problem
-        return problem
+        if problem is None:
+            return captured_sizes(self._worker)
+        logger.warning("nsa_backend: %s=1 has no effect, because %s", SWITCH, problem)
+        return []
 
     # The capture
 
     def _capture(self, batch: Any) -> None:
         """Capture a round of every size whose three graphs SGLang has captured."""
-        future_map, sizes = self._future_map, captured_sizes(self._worker)
+        future_map = self._future_map
         for name in CARRIED:
             buffer = getattr(future_map, name)
             if buffer is not None:
                 buffer[0] = 0
         template = self._template(batch)
-        graphs = RoundGraphs(sizes, self._worker.speculative_num_draft_tokens, future_map.device, self._recorder())
+        graphs = RoundGraphs(self._sizes, self._worker.speculative_num_draft_tokens, future_map.device, self._recorder())
         graphs.capture(lambda inputs: self._round(template, future_map, inputs))
         # Events recorded in a capture belong to it: the scheduler must not wait for one.
         for runner in (self._worker.target_worker.model_runner, self._worker.draft_worker.draft_runner):
             runner.shared_read_done_event = None
         self._graphs = graphs
-        logger.info("nsa_backend: captured whole speculative rounds of %s requests", sizes)
+        logger.info("nsa_backend: captured whole speculative rounds of %s requests", self._sizes)
 
     def _template(self, batch: Any) -> Any:
         """A batch of padding alone, with nothing of a request in it; `_round` adds the tensors."""
