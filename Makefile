@@ -8,10 +8,10 @@ SANITIZED := tests/kernels -k "new_page or context_limit or one_long or empty or
 
 .PHONY: setup demo test test-hosts test-gpu sanitize lint bench
 
-setup: $(VENV)/.ready  ## SGLang, this package in place, and what the tests need (11 GB, 3 to 4 minutes)
+setup: $(VENV)/.ready  ## SGLang, this package in place, and what the tests need (11 GB, 4 to 6 minutes)
 
 $(VENV)/.ready: pyproject.toml
-	@echo "Installing SGLang $(PRIMARY) with torch and its kernels into $(VENV): 11 GB, 3 to 4 minutes, and pip is silent meanwhile"
+	@echo "Installing SGLang $(PRIMARY) with torch and its kernels into $(VENV): 11 GB, 4 to 6 minutes, and pip is silent meanwhile"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable ".[test,host-$(subst .,-,$(PRIMARY))]"
 	touch $@
@@ -22,14 +22,14 @@ demo: setup  ## decode speculatively on the CPU
 test: setup  ## everything that needs no GPU; kernels run through Triton's interpreter
 	$(BIN)/python -m pytest -q
 
-test-hosts: $(HOSTS:%=.venv-hosts/%/.ready)  ## the same tests on each of these SGLang releases (9 to 11 GB and 3 to 4 minutes each, once)
+test-hosts: $(HOSTS:%=.venv-hosts/%/.ready)  ## the same tests on each of these SGLang releases (9 to 11 GB and 4 to 6 minutes each, once)
 	for release in $(HOSTS); do echo "SGLang $$release"; .venv-hosts/$$release/bin/python -m pytest -q tests/releases || exit 1; done
 
 # transformers 5.6.0, which 0.5.12.post1 pins, does not import with kernels 0.13
 .venv-hosts/0.5.12.post1/.ready: KERNELS := "kernels<0.13"
 
 .venv-hosts/%/.ready: pyproject.toml
-	@echo "Installing SGLang $* with torch and its kernels into .venv-hosts/$*: 9 to 11 GB, 3 to 4 minutes, and pip is silent meanwhile"
+	@echo "Installing SGLang $* with torch and its kernels into .venv-hosts/$*: 9 to 11 GB, 4 to 6 minutes, and pip is silent meanwhile"
 	$(PYTHON) -m venv .venv-hosts/$*
 	.venv-hosts/$*/bin/pip install --quiet sglang==$* pytest hypothesis rich $(KERNELS)
 	.venv-hosts/$*/bin/pip install --quiet --no-deps --editable .

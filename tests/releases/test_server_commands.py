@@ -27,6 +27,7 @@ from nsa_backend.benchmarks import (
     servers,
 )
 from nsa_backend.benchmarks.own_model import OwnModel
+from nsa_backend.cli.bench import OPTIONS
 
 SCRIPT = Path(__file__).with_name("parsed_commands.py")
 DEFAULT_PREFILL = ["--chunked-prefill-size", str(server_options.CHUNK)]
@@ -37,14 +38,14 @@ def options_of(bench, monkeypatch, **given) -> list[list[str]]:
     seen = []
 
     class Servers:
-        def __init__(self, folder, port, shapes, new_tokens):
+        def __init__(self, folder, port, shapes, new_tokens, sides=None):
             seen.append(generation.options_for(shapes, new_tokens))
 
         def close(self):
             pass
 
     monkeypatch.setattr(bench, "Servers", Servers)
-    options = ("checkpoint", "steps", "batch", "length", "prompt_tokens", "port", "model")
+    options = (option[2:].replace("-", "_") for option in OPTIONS)
     chosen = dict.fromkeys(options) | {"quick": False} | given
     with ExitStack() as resources:
         bench.cells(argparse.Namespace(**chosen), resources)
