@@ -95,3 +95,11 @@ def batch_problem(batch: Any) -> str | None:
         "its drafts are not ready": draft is None or draft.future_indices is None or not draft.cuda_graph_compatible,
     }
     return next((why for why, holds in asked.items() if holds), None)
+
+
+def captured_sizes(worker: Any) -> list[int]:
+    """Batch sizes of which SGLang has captured every graph of a round; with N = 1 there is no draft graph."""
+    draft = worker.draft_worker
+    runners = (worker.target_worker.model_runner.decode_cuda_graph_runner, draft.cuda_graph_runner_for_draft_extend)
+    runners += (draft.cuda_graph_runner,) if draft.cuda_graph_runner is not None else ()
+    return sorted(set.intersection(*(set(runner.capture_bs) for runner in runners)))

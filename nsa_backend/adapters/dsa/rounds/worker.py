@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
-from nsa_backend.adapters.dsa.rounds.rule import SWITCH, batch_problem, worker_problem
+from nsa_backend.adapters.dsa.rounds.rule import SWITCH, batch_problem, captured_sizes, worker_problem
 from nsa_backend.adapters.sglang import HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.round_graph.child_graphs import kept_graphs
@@ -142,7 +143,7 @@ class Rounds:
 
     def _capture(self, batch: Any) -> None:
         """Capture a round of every size whose three graphs SGLang has captured."""
-        future_map = self._future_map
+        future_map, began, free = self._future_map, time.perf_counter(), free_bytes(self._future_map.device)
         for name in CARRIED:
             buffer = getattr(future_map, name)
             if buffer is not None:
@@ -154,7 +155,10 @@ class Rounds:
         for runner in (self._worker.target_worker.model_runner, self._worker.draft_worker.draft_runner):
             runner.shared_read_done_event = None
         self._graphs = graphs
-        logger.info("nsa_backend: captured whole speculative rounds of %s requests", self._sizes)
+        seconds, taken = time.perf_counter() - began, (free - free_bytes(future_map.device)) / 2**20
+        logger.info(
+            "nsa_backend: captured whole speculative rounds of %s requests in %.1f s, %.0f MiB", self._sizes, seconds, taken
+        )
 
     def _template(self, batch: Any) -> Any:
         """A batch of padding alone, with nothing of a request in it; `_round` adds the tensors."""
@@ -188,12 +192,9 @@ class Rounds:
         return RoundOutputs(result.next_token_ids, result.accept_lens, result)
 
 
-def captured_sizes(worker: Any) -> list[int]:
-    """Batch sizes of which SGLang has captured every graph of a round; with N = 1 there is no draft graph."""
-    draft = worker.draft_worker
-    runners = (worker.target_worker.model_runner.decode_cuda_graph_runner, draft.cuda_graph_runner_for_draft_extend)
-    runners += (draft.cuda_graph_runner,) if draft.cuda_graph_runner is not None else ()
-    return sorted(set.intersection(*(set(runner.capture_bs) for runner in runners)))
+def free_bytes(device: torch.device | str) -> int:
+    """Free memory of a GPU; 0 elsewhere."""
+    return torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else 0
 
 
 _ROUNDS: list[Rounds] = []
