@@ -27,6 +27,7 @@ class Case:
     environment: dict[str, str] = field(default_factory=dict)
     builtin_environment: dict[str, str] | None = None  # where the built-in backend fails with `environment`
     engine: dict = field(default_factory=dict)
+    dense_draft: bool = False  # EAGLE3, with the draft that benchmarks/eagle3_checkpoint.py writes beside the checkpoint
     floors: dict[str, float] = field(default_factory=dict)  # mean accept length over N + 1
     floor_of_all: float = 0.0  # least mean accept length of all requests of the case, over N + 1
     request_floors: dict[str, float] = field(default_factory=dict)  # the same for the worst request

@@ -1,4 +1,4 @@
-"""End-to-end cases of the deployments that people run, on SGLang 0.5.23 and later: PD, HiCache, parallelism, weight updates.
+"""End-to-end cases of the deployments that people run, on SGLang 0.5.23 and later: PD, HiCache, parallelism, and others.
 
 A case of PD takes two GPUs and starts three servers: prefill, decode, and one that does both, whose outputs are the measure.
 nixl is the transfer engine that installs from PyPI and needs no RDMA (`nixl` and `nixl-cu13`, 59 MB). Within a machine it
@@ -134,4 +134,14 @@ PARALLEL_CASES = [
     parallel("four GPUs, DP attention 2, expert parallel", 3, UNEQUAL, engine=FOUR_GPUS | DP_2 | {"ep_size": 4}, gpus=4),
 ]
 
-DEPLOYMENT_CASES = [*PD_CASES, *HICACHE_CASES, *TRAINING_CASES, *PARALLEL_CASES]
+# Five drafts of six are right (benchmarks/eagle3_checkpoint.py), which comes to 3.1 of 4; with all after the first wrong it
+# comes to 1.8.
+eagle3 = partial(Case, steps=3, workloads=STANDARD, dense_draft=True, floors=dict.fromkeys(STANDARD, 2.6 / 4), releases=SINCE)
+EAGLE3_CASES = [
+    eagle3("EAGLE3, dense draft"),
+    eagle3("EAGLE3, dense draft, flashmla_sparse", decode="flashmla_sparse"),
+    # The draft's KV is FP8 too, which fa3 reads.
+    eagle3("EAGLE3, dense draft, fp8", decode="flashmla_kv", engine=FP8),
+]
+
+DEPLOYMENT_CASES = [*PD_CASES, *HICACHE_CASES, *TRAINING_CASES, *PARALLEL_CASES, *EAGLE3_CASES]

@@ -17,7 +17,7 @@ from workloads import CASES, Case
 
 OF_DECODE = ("cuda_graph_bs", "debug_cuda_graph", "max_total_tokens", "speculative_adaptive")
 
-PLAIN = {"disaggregated": "", "action": "", "same": ()}
+PLAIN = {"disaggregated": "", "action": "", "same": (), "dense_draft": False}
 
 
 def question(case: Case) -> Case:

@@ -30,7 +30,7 @@ from reports import merged, report_of, show, write
 from ties import differences, judge
 from workloads import CASES, WORKLOADS, Case
 
-from nsa_backend.benchmarks import faithful_checkpoint
+from nsa_backend.benchmarks import eagle3_checkpoint, faithful_checkpoint
 from nsa_backend.benchmarks.faithful_models import MODELS
 from nsa_backend.benchmarks.servers import BACKENDS
 from nsa_backend.releases import generation_of, installed
@@ -135,6 +135,12 @@ def written(model: str, shape: str, logs: Path) -> Path:
     return faithful_checkpoint.write(out, shape=faithful_checkpoint.ALL_SHAPES[shape], model=MODELS[model])
 
 
+def write_dense_drafts(cases: list[Case], checkpoints: dict[tuple[str, str], Path]) -> None:
+    """Beside each checkpoint whose cases ask for one."""
+    for target in {checkpoints[case.checkpoint] for case in cases if case.dense_draft}:
+        eagle3_checkpoint.write(eagle3_checkpoint.beside(target), target)
+
+
 def part_of(cases: list[Case], part: str) -> list[Case]:
     """The cases of part I of N, as "I/N", evened out by their estimates; every case is in one part."""
     index, parts = map(int, part.split("/"))
@@ -187,7 +193,9 @@ def main() -> int:
     if args.list:
         return 0
     args.logs.mkdir(parents=True, exist_ok=True)
-    run = Run({which: written(*which, args.logs) for which in {case.checkpoint for case in cases}}, cases, args)
+    checkpoints = {which: written(*which, args.logs) for which in {case.checkpoint for case in cases}}
+    write_dense_drafts(cases, checkpoints)
+    run = Run(checkpoints, cases, args)
     run_engines(run)
     parted = run.parted()
     judge(run.checkpoints, parted, args.jobs, args.logs, args.port + 1000, min(args.engine_seconds, max(run.left(), 60)))

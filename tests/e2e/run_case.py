@@ -21,6 +21,7 @@ from actions import ACTIONS
 from pd_servers import ALONE, Pair, ServerProcess
 from workloads import CASES, RANKS, WORKLOADS, Case, new_tokens
 
+from nsa_backend.benchmarks.eagle3_checkpoint import beside
 from nsa_backend.benchmarks.generation import accept_length
 
 PREFILL_SHAPES = (128, 512, 1024, 4096)
@@ -51,6 +52,12 @@ def engine_arguments(case: Case, checkpoint: str, port: int) -> dict:
             "speculative_num_steps": case.steps,
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": case.steps + 1,
+        }
+    if case.dense_draft:
+        arguments |= {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": str(beside(Path(checkpoint))),
+            "speculative_draft_attention_backend": "fa3",
         }
     return _spelled(arguments | case.engine)
 

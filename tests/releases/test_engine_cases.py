@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.benchmarks import faithful_checkpoint
+from nsa_backend.benchmarks import eagle3_checkpoint, faithful_checkpoint
 from nsa_backend.benchmarks.faithful_models import MODELS
 from nsa_backend.refusals import RULES
 from nsa_backend.releases import generation_of, installed
@@ -34,8 +34,11 @@ def engine(parse, resolve, tmp_path, monkeypatch):
         for name, value in case.environment.items():
             monkeypatch.setenv(name, value)
         config = faithful_checkpoint.config(faithful_checkpoint.ALL_SHAPES[case.shape], MODELS[case.model])
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        server_args = ServerArgs(**engine_arguments(case, str(tmp_path), 30000), device="cuda")
+        target = tmp_path / "target"
+        for folder, fields in ((target, config), (eagle3_checkpoint.beside(target), eagle3_checkpoint.config(config))):
+            folder.mkdir(exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(fields))
+        server_args = ServerArgs(**engine_arguments(case, str(target), 30000), device="cuda")
         if hasattr(server_args, "resolve_once"):
             server_args.resolve_once()
         server_args.check_server_args()
@@ -53,6 +56,9 @@ def test_every_case_resolves(engine, case, ask):
     assert getattr(args, adapter.DECODE_ATTRIBUTE) == case.decode
     assert (args.speculative_num_steps or 0) == (0 if ask else case.steps)
     assert args.tp_size * args.pp_size == case.gpus // (2 if case.disaggregated else 1)
+    dense = case.dense_draft and not ask
+    assert (args.speculative_algorithm == "EAGLE3") == dense
+    assert getattr(args, "speculative_draft_attention_backend", None) == ("fa3" if dense else None)
 
 
 @pytest.mark.parametrize("case", [case for case in RUN_HERE if case.disaggregated], ids=lambda case: case.name)

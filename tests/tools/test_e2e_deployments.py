@@ -12,6 +12,7 @@ from test_e2e_runs import ASK
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import actions
 import reports
+import run_all
 import run_case
 import ties
 from workloads import CASES, STANDARD
@@ -114,3 +115,16 @@ def test_a_tie_between_two_runs_of_one_side(monkeypatch, tmp_path):
     case = case_called("weights updated")
     ties.judge({case.checkpoint: tmp_path}, [(case, found)], 1, tmp_path, 12000, 30)
     assert (found[0]["tie"], found[0]["below_best"]) == (True, {"ours": 0.0, "other": pytest.approx(0.03)})
+
+
+def test_a_dense_draft_is_written_where_its_case_looks_for_it(monkeypatch, tmp_path):
+    drafts = []
+    monkeypatch.setattr(run_all.eagle3_checkpoint, "write", lambda out, target: drafts.append((out, target)))
+    plain, dense = case_called("n3 fa3"), case_called("EAGLE3, dense draft")
+    checkpoints = {plain.checkpoint: tmp_path / "target"}
+    run_all.write_dense_drafts([plain], checkpoints)
+    assert drafts == []
+    run_all.write_dense_drafts([plain, dense, dense], checkpoints)
+    asked = run_case.engine_arguments(dense, str(tmp_path / "target"), 30000)
+    assert drafts == [(Path(asked["speculative_draft_model_path"]), tmp_path / "target")]
+    assert "speculative_draft_model_path" not in run_case.engine_arguments(plain, str(tmp_path / "target"), 30000)
