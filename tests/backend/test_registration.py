@@ -98,3 +98,15 @@ def test_a_draft_model_is_silent(make_runner, caplog):
     with caplog.at_level(logging.INFO, logger="nsa_backend"):
         registration.create_backend(runner)
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("problem", "taken"), [(None, ["registered", "rounds"]), ("another release", ["registered"])])
+def test_rounds_are_taken_where_the_release_has_them(monkeypatch, problem, taken):
+    """A server of another model than ours has no start-up check, and must not meet hooks made for another release."""
+    seen = []
+    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
+    monkeypatch.setattr(registration, "round_graph_problem", lambda: problem)
+    monkeypatch.setattr(registration.adapter, "take_over", lambda ours: seen.append("registered"))
+    monkeypatch.setattr(registration.adapter, "take_rounds", lambda ours: seen.append("rounds"))
+    registration.take_over()
+    assert seen == taken
