@@ -22,9 +22,13 @@ class Rule:
     everywhere: bool = True  # whether every release of the generation has the option
     builtin_serves: bool = True  # whether SGLang's own backend does with it what is refused here
 
+    def value(self, server_args: Any) -> Any:
+        """What the server was started with."""
+        return getattr(server_args, self.attribute) if self.everywhere else nested(server_args, self.attribute)
+
     def refusal(self, server_args: Any) -> str | None:
         """The sentence, or None where the value is served."""
-        value = getattr(server_args, self.attribute) if self.everywhere else nested(server_args, self.attribute)
+        value = self.value(server_args)
         if value in self.served:
             return None
         shown = self.option if value is True else f"{self.option} {value}"

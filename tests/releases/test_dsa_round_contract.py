@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from types import SimpleNamespace
 
 import installed_source
 import pytest
@@ -38,6 +39,17 @@ def test_a_server_that_can_have_none_does_not_start(arguments, monkeypatch, name
     ]
 
 
+def test_decode_graphs_of_another_kind(arguments, monkeypatch):
+    """Whole graphs alone can join another one."""
+    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
+    server = arguments(speculative_algorithm="EAGLE")
+    server.cuda_graph_config = SimpleNamespace(
+        decode=SimpleNamespace(backend="tc_piecewise"), prefill=server.cuda_graph_config.prefill
+    )
+    (sentence,) = refusals(server)
+    assert "pass --cuda-graph-backend-decode full, or unset it" in sentence
+
+
 def test_values_that_are_checked_on_the_host(arguments, monkeypatch):
     monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
     monkeypatch.setenv("NSA_BACKEND_CHECK", "1")
@@ -48,7 +60,7 @@ def test_values_that_are_checked_on_the_host(arguments, monkeypatch):
 def test_options_that_are_needed_exist(arguments):
     """A release that renames one must not lose its check; every one is at a served value by default."""
     server = arguments(speculative_algorithm="EAGLE")
-    assert all(getattr(server, name) in served for name, (served, _) in NEEDED.items())
+    assert all(rule.value(server) in rule.served for rule in NEEDED)
 
 
 def assigned(cls: type, name: str) -> bool:

@@ -4,35 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
+from nsa_backend.adapters.rule import Rule
 from nsa_backend.environment import switched_on
 from nsa_backend.releases import round_graph_problem
 
 SWITCH = "NSA_BACKEND_ROUND_GRAPH"
 
-NEEDED: dict[str, tuple[tuple, str]] = {
-    "speculative_algorithm": (("EAGLE", "NEXTN"), "pass --speculative-algorithm EAGLE"),
-    "disable_overlap_schedule": ((False,), "drop --disable-overlap-schedule"),
-    "disable_cuda_graph": ((False,), "drop --disable-cuda-graph"),
-    "enable_dp_attention": ((False,), "drop --enable-dp-attention"),
-    "enable_two_batch_overlap": ((False,), "drop --enable-two-batch-overlap"),
-    "pp_size": ((1,), "pass --pp-size 1"),
-    "ep_size": ((1,), "pass --ep-size 1"),
-    "disaggregation_mode": (("null",), "drop --disaggregation-mode"),
-    "speculative_adaptive": ((False,), "drop --speculative-adaptive"),
-    "speculative_use_rejection_sampling": ((False,), "drop --speculative-use-rejection-sampling"),
-    "enable_lora": ((None, False), "drop --enable-lora"),
-    "enable_memory_saver": ((False,), "drop --enable-memory-saver"),
-    "enable_eplb": ((False,), "drop --enable-eplb"),
-    "elastic_ep_backend": ((None,), "drop --elastic-ep-backend"),
-    "expert_distribution_recorder_mode": ((None,), "drop --expert-distribution-recorder-mode"),
-    "enable_return_routed_experts": ((False,), "drop --enable-return-routed-experts"),
-    "enable_return_indexer_topk": ((False,), "drop --enable-return-indexer-topk"),
-    "kv_canary": (("none",), "drop --kv-canary"),
-    "msprobe_dump_config": ((None,), "drop --msprobe-dump-config"),
-    "debug_tensor_dump_output_folder": ((None,), "drop --debug-tensor-dump-output-folder"),
-}
-"""Attributes of ServerArgs to the values under which nothing happens on the host, or across ranks, between the graphs of a
-round, and to what a user changes for one of them."""
+
+def needed(attribute: str, option: str, served: tuple, advice: str | None = None) -> Rule:
+    """What a round graph asks of an option; `advice` says what a user changes."""
+    return Rule(attribute, option, "", served, advice or f"drop {option}", everywhere="." not in attribute)
+
+
+NEEDED = (
+    needed("speculative_algorithm", "--speculative-algorithm", ("EAGLE", "NEXTN"), "pass --speculative-algorithm EAGLE"),
+    needed("disable_overlap_schedule", "--disable-overlap-schedule", (False,)),
+    needed("disable_cuda_graph", "--disable-cuda-graph", (False,)),
+    needed("enable_dp_attention", "--enable-dp-attention", (False,)),
+    needed("enable_two_batch_overlap", "--enable-two-batch-overlap", (False,)),
+    needed("pp_size", "--pp-size", (1,), "pass --pp-size 1"),
+    needed("ep_size", "--ep-size", (1,), "pass --ep-size 1"),
+    needed("disaggregation_mode", "--disaggregation-mode", ("null",)),
+    needed("speculative_adaptive", "--speculative-adaptive", (False,)),
+    needed("speculative_use_rejection_sampling", "--speculative-use-rejection-sampling", (False,)),
+    needed("enable_lora", "--enable-lora", (None, False)),
+    needed("enable_memory_saver", "--enable-memory-saver", (False,)),
+    needed("enable_eplb", "--enable-eplb", (False,)),
+    needed("elastic_ep_backend", "--elastic-ep-backend", (None,)),
+    needed("expert_distribution_recorder_mode", "--expert-distribution-recorder-mode", (None,)),
+    needed("enable_return_routed_experts", "--enable-return-routed-experts", (False,)),
+    needed("enable_return_indexer_topk", "--enable-return-indexer-topk", (False,)),
+    needed("kv_canary", "--kv-canary", ("none",)),
+    needed("msprobe_dump_config", "--msprobe-dump-config", (None,)),
+    needed("debug_tensor_dump_output_folder", "--debug-tensor-dump-output-folder", (None,)),
+    needed(
+        "cuda_graph_config.decode.backend", "--cuda-graph-backend-decode", ("full",), "pass --cuda-graph-backend-decode full"
+    ),
+)
+"""Options under whose values nothing happens on the host, or across ranks, between the graphs of a round."""
 
 
 def server_problems(args: Any) -> list[str]:
@@ -43,9 +52,9 @@ def server_problems(args: Any) -> list[str]:
     if switched_on("NSA_BACKEND_CHECK"):
         return [f"{SWITCH}=1 and NSA_BACKEND_CHECK=1, which looks at every replay on the host, cannot both be: unset one"]
     return [
-        f"{SWITCH}=1 cannot be served with these options: {advice}, or unset it"
-        for name, (served, advice) in NEEDED.items()
-        if getattr(args, name) not in served
+        f"{SWITCH}=1 cannot be served with these options: {rule.advice}, or unset it"
+        for rule in NEEDED
+        if rule.value(args) not in rule.served
     ]
 
 
