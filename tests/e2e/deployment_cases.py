@@ -10,11 +10,11 @@ from __future__ import annotations
 from functools import partial
 
 from case import Case
-from engine_options import DP_2, FOUR_GPUS, FP8, TWO_GPUS, UP_TO_TWO
+from engine_options import DP_2, FOUR_GPUS, FP8, STANDARD, TWO_GPUS, UP_TO_TWO
+from engine_options import FLOORS as STANDARD_FLOORS
 
 SINCE = ">=0.5.23"
-STANDARD = ("8x300", "4x3000")
-FLOORS = {"8x300": 3.9 / 4, "4x3000": 3.85 / 4, "32x300": 3.9 / 4, "unequal ranks": 3.9 / 4}
+FLOORS = STANDARD_FLOORS | {"32x300": 3.9 / 4, "unequal ranks": 3.9 / 4}
 GLM_52 = {"model": "glm-5.2", "floor_of_all": 0.95}
 
 pd = partial(Case, disaggregated="nixl", gpus=2, releases=SINCE)

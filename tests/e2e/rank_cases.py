@@ -5,10 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from case import Case
-from engine_options import DP_2, FP8, TWO_GPUS
+from engine_options import DP_2, FLOORS, FP8, STANDARD, TWO_GPUS
 
-STANDARD = ("8x300", "4x3000")
-FLOORS = {"8x300": 3.9 / 4, "4x3000": 3.85 / 4}
 IMPLEMENTATIONS = (
     ("fa3", {"floors": FLOORS}),
     ("flashmla_sparse", {"decode": "flashmla_sparse", "floors": FLOORS}),  # pads heads to 64

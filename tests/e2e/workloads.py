@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from case import Case
 from deployment_cases import DEPLOYMENT_CASES
-from engine_options import DP_2, FOUR_GPUS, FP8, TWO_GPUS, UP_TO_TWO
+from engine_options import DP_2, FLOORS, FOUR_GPUS, FP8, STANDARD, TWO_GPUS, UP_TO_TWO
 from model_cases import MODEL_CASES
 from rank_cases import CASES_OF_EIGHT
 from round_cases import ROUND_CASES
@@ -64,11 +64,9 @@ RANKS = {"unequal ranks": [[rank for rank, n in enumerate(counts) for _ in range
 """Of a workload whose requests choose their DP rank: the rank of each, wave by wave."""
 
 
-FLOORS = {"8x300": 3.9 / 4, "4x3000": 3.85 / 4}
 FP8_FLOORS = dict.fromkeys(("8x300", "32x300", "8x3000", "unequal ranks"), 3.8 / 4)
 """Not of "4x3000": on FP8 KV and batches of such contexts the target rejects two first drafts in a hundred, the built-in
 backend's too (case n1), and a mean of four requests then falls below 3.8 by chance. The floor of all requests counts them."""
-STANDARD = ("8x300", "4x3000")
 GRID = tuple(f"{batch}x{length}" for batch in (1, 8, 32) for length in (300, 3000))
 BATCHES = tuple(f"{batch}x{length}" for batch in (1, 4, 8) for length in (300, 3000))
 GRID_ENGINE = {"cuda_graph_bs": [1, 2, 4, 8, 16, 32], "max_total_tokens": 131072}
