@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+PADDING_SLOT = 0
+"""The request-pool row of padding requests, which SGLang (0.5.17 to 0.5.23) gives no request and whose KV slots are all 0."""
+
+PADDING_LENGTH = 1
+"""Their length: DeepGEMM's schedule reads out of bounds when all lengths are 0."""
+
 
 @dataclass(frozen=True)
 class BatchInputs:

@@ -9,11 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-PADDING_SLOT = 0
-"""The request-pool row of padding requests, which SGLang (0.5.17 to 0.5.23) gives no request and whose KV slots are all 0."""
-
-PADDING_LENGTH = 1
-"""Their length: DeepGEMM's schedule reads out of bounds when all lengths are 0."""
+from nsa_backend.kernels.inputs import PADDING_LENGTH, PADDING_SLOT
 
 BLOCK = 256
 

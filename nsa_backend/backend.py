@@ -20,7 +20,7 @@ from nsa_backend.error_notes import Activity, noted
 from nsa_backend.indexer.metadata import IndexerMetadata
 from nsa_backend.indexer.schedule_check import check_schedule
 from nsa_backend.indexer.topk import choose_topk, slots_of
-from nsa_backend.kernels.inputs import BatchInputs
+from nsa_backend.kernels.inputs import PADDING_LENGTH, BatchInputs
 from nsa_backend.metadata.captured import CapturedLaunches
 from nsa_backend.metadata.eager import eager_metadata
 from nsa_backend.metadata.modes import is_paged, plan_for
@@ -107,8 +107,8 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         return self.captured.current is not None
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Length of a padding request: 1, because DeepGEMM's schedule reads out of bounds when all lengths are 0."""
-        return 1
+        """Length of a padding request, in tokens."""
+        return PADDING_LENGTH
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: sglang.SpecInput, cuda_graph_bs: int | None) -> None:
         """Nothing depends on the drafted tokens, so nothing planned before them has to be corrected."""

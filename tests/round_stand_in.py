@@ -19,6 +19,8 @@ D = 4
 POOL = 24
 """Rows of the request pool; SGLang gives row 0 to no request."""
 HIDDEN = 3
+SELECTED = 5
+"""Tokens of a selection that draft steps share."""
 VOCABULARY = 1009
 SIZES = [1, 2, 4, 8]
 
@@ -52,6 +54,8 @@ class StandInWorker:
         assert batch.seq_lens_cpu is None, "lengths on the host would be those of the capture"
         draft = batch.spec_info
         first = draft.topk_index[:, 0] + draft.bonus_tokens * 3 + batch.seq_lens * 5 + draft.hidden_states.sum(1).long()
+        first = first if draft.dsa_topk_indices is None else first + draft.dsa_topk_indices.sum(1)
+        shared = self.draft_worker.seed_dsa_topk_from_draft_extend
         tokens = (first[:, None] * torch.arange(1, D + 1) + batch.req_pool_indices[:, None]) % VOCABULARY
         accept_lens = (tokens.sum(1) % D + 1).int()
         on_publish(batch.seq_lens + accept_lens)
@@ -68,6 +72,7 @@ class StandInWorker:
                 topk_p=torch.ones(len(last), 1),
                 topk_index=(last * 11 + 1) % VOCABULARY,
                 hidden_states=last.float() + torch.arange(HIDDEN),
+                dsa_topk_indices=last.int() + torch.arange(SELECTED, dtype=torch.int32) if shared else None,
             ),
         )
 
@@ -104,8 +109,8 @@ def _counter(function: Callable) -> torch.Tensor:
     return graphs._launches_on_gpu
 
 
-def finished_prefill(future_map: FutureMap, seed: int) -> None:
-    """What prefills leave for every row of the pool that a request can have."""
+def finished_prefill(future_map: FutureMap, seed: int, *, shared: bool = False) -> None:
+    """What prefills leave for every row of the pool that a request can have; `shared`: a selection for draft steps too."""
     rng = torch.Generator().manual_seed(seed)
     rows = torch.arange(1, POOL)
     future_map.publish(rows, torch.randint(1, 5000, (POOL - 1,), generator=rng))
@@ -116,11 +121,12 @@ def finished_prefill(future_map: FutureMap, seed: int) -> None:
             topk_p=torch.ones(POOL - 1, 1),
             topk_index=torch.randint(0, VOCABULARY, (POOL - 1, 1), generator=rng),
             hidden_states=torch.randint(0, 50, (POOL - 1, HIDDEN), generator=rng).float(),
+            dsa_topk_indices=torch.randint(0, 99, (POOL - 1, SELECTED), generator=rng, dtype=torch.int32) if shared else None,
         ),
     )
 
 
-def decode_batch(slots: list[int], *, greedy: bool = True) -> Callable[..., ScheduleBatch]:
+def decode_batch(slots: list[int], *, greedy: bool = True, shared: bool = False) -> Callable[..., ScheduleBatch]:
     """Returns what makes a decode batch of the requests in these rows of the pool, with some fields changed."""
 
     def batch(**fields: Any) -> ScheduleBatch:
@@ -128,7 +134,7 @@ def decode_batch(slots: list[int], *, greedy: bool = True) -> Callable[..., Sche
         made = ScheduleBatch(reqs=[object() for _ in slots])
         made.forward_mode, made.enable_overlap, made.spec_algorithm = ForwardMode.DECODE, True, SpeculativeAlgorithm.EAGLE
         made.req_pool_indices, made.device = rows, "cpu"
-        made.spec_info = EagleDraftInput(future_indices=rows)
+        made.spec_info = EagleDraftInput(future_indices=rows, future_dsa_topk_indices_available=shared)
         made.sampling_info = SimpleNamespace(
             is_all_greedy=greedy,
             penalizer_orchestrator=SimpleNamespace(is_required=False),

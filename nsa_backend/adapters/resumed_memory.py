@@ -14,6 +14,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
 from nsa_backend.adapters.sglang import HookType
 from nsa_backend.adapters.shared import hook
+from nsa_backend.kernels.inputs import PADDING_SLOT
 
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
@@ -27,5 +28,5 @@ def _resume(original: Callable, manager: Any, request: Any) -> Any:
     """Around `resume_memory_occupation`; memory that stays released must not be written."""
     answer = original(manager, request)
     if GPU_MEMORY_TYPE_KV_CACHE not in manager.offload_tags:
-        manager.tp_worker.model_runner.req_to_token_pool.req_to_token[0].zero_()
+        manager.tp_worker.model_runner.req_to_token_pool.req_to_token[PADDING_SLOT].zero_()
     return answer

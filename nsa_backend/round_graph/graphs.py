@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from nsa_backend.kernels.round_tensors import PADDING_LENGTH, PADDING_SLOT, fill_round_inputs, store_round_results
+from nsa_backend.kernels.inputs import PADDING_LENGTH, PADDING_SLOT
+from nsa_backend.kernels.round_tensors import fill_round_inputs, store_round_results
 
 RING_DEPTH = 4
 """Rounds whose results the host may still read: the overlap scheduler is one behind, and this leaves room."""
@@ -66,7 +67,6 @@ class GraphRecorder:
 
     def __init__(self):
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         graph = torch.cuda.CUDAGraph()
@@ -81,7 +81,6 @@ class GraphRecorder:
                 graph.capture_end()
             raise
         graph.capture_end()
-        self._graphs.append(graph)
         return graph.replay, returned
 
 
@@ -124,10 +123,6 @@ class RoundGraphs:
                 return outputs
 
             self._rounds[size] = self._recorder.record(whole)
-
-    def fits(self, requests: int) -> bool:
-        """Whether a captured size holds so many requests."""
-        return requests <= self.sizes[-1]
 
     def replay(self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> RoundResults:
         """Run a round of the smallest captured size that holds the batch: two launches, and nothing waits.

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nsa_backend.kernels.inputs import PADDING_LENGTH, PADDING_SLOT
 from nsa_backend.kernels.round_tensors import (
-    PADDING_LENGTH,
-    PADDING_SLOT,
     fill_round_inputs,
     fill_round_inputs_torch,
     store_round_results,

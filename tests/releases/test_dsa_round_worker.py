@@ -128,6 +128,19 @@ def test_a_request_with_a_wish_of_its_own(name):
     assert ours.replays == 0
 
 
+def test_drafts_that_share_a_selection_get_it_from_round_to_round():
+    sides = Side(with_graphs=False), Side(with_graphs=True)
+    for side in sides:
+        finished_prefill(side.future_map, seed=3, shared=True)
+        side.worker.draft_worker.seed_dsa_topk_from_draft_extend = True
+    for slots in ([2, 4], [4], [9, 2, 4], [4, 2]):
+        theirs, ours = (side.run(decode_batch(slots, shared=True)()) for side in sides)
+        same(ours, theirs, len(slots))
+        assert ours.next_draft_input.dsa_topk_indices is not None  # the scheduler looks for it
+        assert torch.equal(*(side.future_map.dsa_topk_indices_buf[1:] for side in sides))
+    assert sides[1].replays == 3
+
+
 def test_drafts_that_share_a_selection_need_one():
     _, ours = two_sides()
     ours.worker.draft_worker.seed_dsa_topk_from_draft_extend = True

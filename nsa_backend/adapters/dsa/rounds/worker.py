@@ -14,7 +14,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 from nsa_backend.adapters.dsa.rounds.rule import SWITCH, batch_problem, captured_sizes, worker_problem
 from nsa_backend.adapters.sglang import HookType
 from nsa_backend.adapters.shared import hook
+from nsa_backend.kernels.inputs import PADDING_SLOT
 from nsa_backend.round_graph.child_graphs import kept_graphs
 from nsa_backend.round_graph.graphs import GraphRecorder, Recorder, RoundGraphs, RoundInputs, RoundOutputs
 
@@ -88,21 +89,11 @@ class Rounds:
             self._capture(batch)
         results = self._graphs.replay(batch.req_pool_indices, batch.seq_lens)
         self._published()
-        captured = results.carried
-        drafts = captured.next_draft_input
-        self._bonus = drafts.bonus_tokens
-        return replace(
-            captured,
-            next_token_ids=results.next_token_ids,
-            accept_lens=results.accept_lens,
-            next_draft_input=EagleDraftInput(
-                topk_p=drafts.topk_p,
-                topk_index=drafts.topk_index,
-                hidden_states=drafts.hidden_states,
-                bonus_tokens=drafts.bonus_tokens,
-                dsa_topk_indices=drafts.dsa_topk_indices,
-            ),
-        )
+        result = copy.copy(results.carried)  # the scheduler writes on both
+        result.next_draft_input = copy.copy(result.next_draft_input)
+        result.next_token_ids, result.accept_lens = results.next_token_ids, results.accept_lens
+        self._bonus = result.next_draft_input.bonus_tokens
+        return result
 
     def _published(self) -> None:
         """What SGLang does on the host when a round publishes its lengths.
@@ -147,7 +138,7 @@ class Rounds:
         for name in CARRIED:
             buffer = getattr(future_map, name)
             if buffer is not None:
-                buffer[0] = 0
+                buffer[PADDING_SLOT] = 0
         template = self._template(batch)
         graphs = RoundGraphs(self._sizes, self._worker.speculative_num_draft_tokens, future_map.device, self._recorder())
         graphs.capture(lambda inputs: self._round(template, future_map, inputs))
@@ -211,8 +202,8 @@ def with_rounds(worker_class: type, backends: tuple[type, ...], recorder: Callab
         backends: our attention backends.
         recorder: builds what captures.
     """
-    hook(f"{FUTURE_MAP}._resolve_spec_extras", _resolve, HookType.AROUND)
-    hook(f"{FUTURE_MAP}.stash", _stash, HookType.AROUND)
+    hook(f"{FUTURE_MAP}._resolve_spec_extras", partial(_around, "resolve"), HookType.AROUND)
+    hook(f"{FUTURE_MAP}.stash", partial(_around, "stash"), HookType.AROUND)
     hook(CAPTURE, _capture_kept, HookType.AROUND)
 
     class RoundWorker(worker_class):
@@ -229,18 +220,12 @@ def with_rounds(worker_class: type, backends: tuple[type, ...], recorder: Callab
     return RoundWorker
 
 
-def _resolve(original: Callable, future_map: FutureMap, batch: Any) -> None:
+def _around(method: str, original: Callable, *args: Any) -> None:
+    """Around a method of FutureMap: what the rounds of this process make of it, where there are some."""
     if _ROUNDS:
-        _ROUNDS[0].resolve(original, future_map, batch)
+        getattr(_ROUNDS[0], method)(original, *args)
     else:
-        original(future_map, batch)
-
-
-def _stash(original: Callable, future_map: FutureMap, future_indices: torch.Tensor, payload: RelayPayload) -> None:
-    if _ROUNDS:
-        _ROUNDS[0].stash(original, future_map, future_indices, payload)
-    else:
-        original(future_map, future_indices, payload)
+        original(*args)
 
 
 def _capture_kept(original: Callable, *args: Any, **options: Any) -> None:
