@@ -117,8 +117,9 @@ def test_eager_launches_of_a_mode_share_one_variant():
     def variants() -> int:
         return sum(len(caches[0]) for caches in metadata_kernel.device_caches.values())
 
-    launched(random_lens(3, 500, 1), 500)
+    pool = torch.zeros(1, 8192, dtype=torch.int32, device="cuda")  # a server has one, of one stride
+    launched(random_lens(3, 500, 1), 500, pool)
     before = variants()
     for rows, longest in ((1, 64), (2, 100), (16, 1024), (17, 1000), (33, 4096), (64, 8191), (500, 333)):
-        launched(random_lens(rows, longest, rows), longest)
+        launched(random_lens(rows, longest, rows), longest, pool)
     assert variants() == before
