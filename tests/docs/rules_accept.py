@@ -9,6 +9,8 @@ IMPLEMENTATIONS = {
     "flashmla_sparse": "flashmla_sparse",
     "flashmla_kv": "flashmla_kv on fp8 KV",
 }
+SET_APART = {"glm-5.1": ", GLM-5.1", "glm-5.2": ", GLM-5.2", "adaptive": ", N chosen by SGLang"}
+"""By the beginning of a case's name: accept lengths of other models, or of an N that changes, are another row."""
 END_TO_END = files("e2e*")
 
 
@@ -28,22 +30,22 @@ def means(report: dict, side: str, steps: int, decode: str | None = None) -> lis
     return [cell[side]["mean"] for row in rows for cell in row["workloads"].values() if side in cell]
 
 
-def kinds(report: dict) -> list[tuple[int, str]]:
-    """(N, implementation) of all rows that speculate, in their order."""
-    return sorted({(row["steps"], row["decode"]) for row in all_rows(report) if row["steps"]})
+def kind(row: dict) -> tuple[int, str]:
+    """(N, implementation and what sets the case apart), by which rows are comparable."""
+    case = row["case"]
+    apart = next((words for prefix, words in SET_APART.items() if case.startswith(prefix)), "")
+    return row["steps"], IMPLEMENTATIONS[row["decode"]] + apart
 
 
 def complete(name: str, report: dict) -> Iterator[str]:
     """A row of docs/numbers.md for each N and implementation of an end-to-end file: every row of the file is in one."""
     file = f"`benchmarks/results/{name}_h200.json`"
-    counted = 0
-    for steps, decode in kinds(report):
-        ours, theirs = (means(report, side, steps, decode) for side in ("ours", "builtin"))
-        counted += len(ours)
+    rows = [row for row in all_rows(report) if row["steps"]]
+    for steps, words in sorted(set(map(kind, rows))):
+        cells = [cell for row in rows if kind(row) == (steps, words) for cell in row["workloads"].values()]
+        ours, theirs = ([cell[side]["mean"] for cell in cells if side in cell] for side in ("ours", "builtin"))
         builtin = spread(theirs) if theirs else "-"
-        yield f"| {file} | {steps} | {IMPLEMENTATIONS[decode]} | {len(ours)} | {spread(ours)} | {builtin} |"
-    cells = [c for row in all_rows(report) if row["steps"] for c in row["workloads"].values() if "ours" in c]
-    assert counted == len(cells)
+        yield f"| {file} | {steps} | {words} | {len(ours)} | {spread(ours)} | {builtin} |"
 
 
 def parted(name: str, report: dict) -> Iterator[str]:

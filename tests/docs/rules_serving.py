@@ -126,12 +126,12 @@ def over_http(report: dict) -> Iterator[str]:
 
 
 def gpu_tests(name: str) -> None:
-    """The rule of a file of test runs by hand: the last one passed; no number of it is quoted."""
+    """The rule of a file of test runs by hand: the text says so where the last one did not pass; no number of it is quoted."""
 
     @rule(name)
     def says(report: dict) -> Iterator[str]:
-        assert "failed" not in report["runs"][-1]["outcome"]
-        yield f"benchmarks/results/{name}_h200.json"
+        failed = re.search(r"\b(failed|errors?)\b", report["runs"][-1]["outcome"])
+        yield f"`benchmarks/results/{name}_h200.json`" + (", the last run failed" if failed else "")
 
 
 for each in files("gpu_tests*"):

@@ -3,12 +3,14 @@
 import pytest
 import rules_accept
 import rules_kernels
+import rules_rounds
 import rules_serving
 import rules_today
 import rules_trained
 from quoted import PAGES, RULES, SETTINGS, named, unexplained
 
-MODULES = (rules_accept, rules_kernels, rules_serving, rules_today, rules_trained)  # importing them registers their rules
+# Importing them registers their rules.
+MODULES = (rules_accept, rules_kernels, rules_rounds, rules_serving, rules_today, rules_trained)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{'+'.join(rule.files)} {rule.says.__name__}")
