@@ -1,0 +1,193 @@
+"""Sparse MLA decode for few rows: the launcher of both kernels, how rows are split, and the memory of the parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
+
+BLOCK_N = 32
+"""Tokens of one tile, and the least stretch of a row."""
+
+JOINED_AT_ONCE = 16
+"""Parts of a row that one step of the second kernel reads."""
+
+
+@dataclass(frozen=True)
+class HeadBlocks:
+    """How many heads one program serves, and with how many threads."""
+
+    block: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, heads: int) -> HeadBlocks:
+        """Tensor cores take 16 heads at least; more heads a program read a row's tokens fewer times."""
+        if heads <= 16:
+            return cls(16, 4, 3)
+        return cls(32, 8, 3) if heads <= 32 else cls(64, 8, 2)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the rows of one call are split; depends on shapes alone, so a shape's results do too."""
+
+    parts: int  # of a row
+    chunk: int  # tokens of a part
+
+    @classmethod
+    def of(cls, rows: int, heads: int, topk: int, num_sms: int) -> Split:
+        """As many parts as fill the GPU once.
+
+        Args:
+            rows: query rows.
+            heads: query heads.
+            topk: most tokens of a row.
+            num_sms: of the GPU.
+        """
+        programs = rows * triton.cdiv(heads, HeadBlocks.of(heads).block)
+        wanted = max(1, num_sms // max(programs, 1))
+        chunk = triton.cdiv(triton.cdiv(topk, wanted), BLOCK_N) * BLOCK_N
+        return cls(triton.cdiv(topk, chunk), chunk)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Memory between the two kernels; calls on one stream may share it."""
+
+    out: torch.Tensor  # float32 [size * latent]
+    lse: torch.Tensor  # float32 [size]
+
+    @classmethod
+    def allocate(cls, max_rows: int, heads: int, latent: int, topk: int, num_sms: int, device: torch.device | str) -> Parts:
+        """Room for every call of up to `max_rows` rows."""
+        splits = ((rows, Split.of(rows, heads, topk, num_sms).parts) for rows in range(1, max_rows + 1))
+        size = max((rows * parts * heads for rows, parts in splits if parts > 1), default=0)
+        empty = torch.empty(size * (latent + 1), dtype=torch.float32, device=device)
+        return cls(empty[: size * latent], empty[size * latent :])
+
+    def hold(self, size: int) -> bool:
+        """Whether there is room for `size` parts, each of one row and head."""
+        return self.lse.numel() >= size
+
+
+def sparse_decode(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    kv_cache: torch.Tensor,
+    topk_slots: torch.Tensor,
+    lens: torch.Tensor,
+    sm_scale: float,
+    *,
+    num_sms: int,
+    logit_cap: float = 0.0,
+    parts: Parts | None = None,
+) -> torch.Tensor:
+    """softmax(sm_scale * (q_nope . latent + q_rope . rope)) @ latent over the slots of each row; one launch or two.
+
+    Equal shapes give equal bits. In PyTorch, where all slots of a row are there:
+    `keys = kv_cache[topk_slots[row], 0].float(); p = (sm_scale * q @ keys.T).softmax(-1); p @ keys[:, :latent]`.
+
+    Args:
+        q_nope: [rows, heads, latent], the last dimension dense; bfloat16, or float16 or float32 for tests.
+        q_rope: [rows, heads, rope], the last dimension dense.
+        kv_cache: [slots, 1, latent + rope], rows dense; of the query's dtype.
+        topk_slots: int32 [rows, topk], rows dense; -1 where there is none. Slots that no row names are never read.
+        lens: int32 [rows], entries of each row to look at, at most topk; those beyond are not read.
+        sm_scale: of the scores.
+        num_sms: programs that fill the GPU once.
+        logit_cap: scores become logit_cap * tanh(score / logit_cap); 0 leaves them.
+        parts: memory for what is joined, from `Parts.allocate`; None, or too little of it, allocates.
+
+    Returns:
+        [rows, heads, latent] of the query's dtype; zeros where a row has no slot.
+
+    Raises:
+        ValueError: a tensor has another shape, dtype or layout.
+    """
+    rows, heads, latent = q_nope.shape
+    rope, topk = q_rope.shape[-1], topk_slots.shape[1]
+    _check(q_nope, q_rope, kv_cache, topk_slots, lens)
+    out = torch.empty(rows, heads, latent, dtype=q_nope.dtype, device=q_nope.device)
+    if rows == 0:
+        return out
+    blocks, split = HeadBlocks.of(heads), Split.of(rows, heads, topk, num_sms)
+    size = rows * split.parts * heads
+    if split.parts > 1 and (parts is None or not parts.hold(size)):
+        empty = torch.empty(size * (latent + 1), dtype=torch.float32, device=out.device)
+        parts = Parts(empty[: size * latent], empty[size * latent :])
+    partial, lse = (parts.out, parts.lse) if split.parts > 1 else (out, lens)
+    dependent = out.is_cuda and split.parts > 1
+    attend_kernel[(rows, triton.cdiv(heads, blocks.block), split.parts)](
+        q_nope,
+        q_rope,
+        kv_cache,
+        topk_slots,
+        lens,
+        out,
+        partial,
+        lse,
+        sm_scale,
+        logit_cap or 1.0,
+        q_nope.stride(0),
+        q_nope.stride(1),
+        q_rope.stride(0),
+        q_rope.stride(1),
+        kv_cache.stride(0),
+        topk_slots.stride(0),
+        heads,
+        split.parts,
+        split.chunk,
+        LATENT=latent,
+        ROPE=rope,
+        BLOCK_H=blocks.block,
+        BLOCK_N=BLOCK_N,
+        STAGES=blocks.stages,
+        SPLIT=split.parts > 1,
+        CAPPED=logit_cap != 0,
+        DEPENDENT=dependent,
+        num_warps=blocks.warps,
+    )
+    if split.parts > 1:
+        join_kernel[(rows, heads)](
+            partial,
+            lse,
+            lens,
+            out,
+            heads,
+            split.parts,
+            split.chunk,
+            LATENT=latent,
+            MAX_SPLITS=triton.next_power_of_2(triton.cdiv(topk, BLOCK_N)),
+            BLOCK_S=JOINED_AT_ONCE,
+            DEPENDENT=dependent,
+            num_warps=4,
+            **({"launch_pdl": True} if dependent else {}),
+        )
+    return out
+
+
+def _check(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, kv_cache: torch.Tensor, topk_slots: torch.Tensor, lens: torch.Tensor
+) -> None:
+    rows, heads, latent = q_nope.shape
+    rope = q_rope.shape[-1]
+    wrong = {
+        "q_rope": q_rope.shape != (rows, heads, rope) or q_rope.stride(-1) != 1 or q_rope.dtype != q_nope.dtype,
+        "q_nope": q_nope.stride(-1) != 1,
+        "kv_cache": kv_cache.shape[1:] != (1, latent + rope) or kv_cache.stride(-1) != 1 or kv_cache.dtype != q_nope.dtype,
+        "topk_slots": topk_slots.shape[0] != rows or topk_slots.stride(-1) != 1 or topk_slots.dtype != torch.int32,
+        "lens": lens.shape != (rows,) or not lens.is_contiguous() or lens.dtype != torch.int32,
+    }
+    tensors = {"q_nope": q_nope, "q_rope": q_rope, "kv_cache": kv_cache, "topk_slots": topk_slots, "lens": lens}
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            tensor = tensors[name]
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)} with stride {tensor.stride()}, which does not fit a query of "
+                f"{q_nope.dtype} {tuple(q_nope.shape)} and {tuple(q_rope.shape)}: the kernel would misread it"
+            )

@@ -1,0 +1,150 @@
+"""Sparse decode against float32 PyTorch, with NaN in every slot, entry and part that may not be read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nsa_backend.kernels.sparse_decode import BLOCK_N, HeadBlocks, Parts, Split, sparse_decode
+
+LATENT, ROPE, SMS = 64, 16, 132
+RELATIVE_ERROR = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+@pytest.fixture
+def half(device):
+    """The 16-bit dtype of this device: Triton's interpreter multiplies matrices of bfloat16 as if they were integers."""
+    return torch.bfloat16 if device == "cuda" else torch.float16
+
+
+def case(device, rows, heads, topk, lens, dtype, seed, latent=LATENT, rope=ROPE, holes=False):
+    """Rows of these lengths over their own slots; of the others every byte is NaN. With `holes` a fifth of a row is -1."""
+    generator = torch.Generator().manual_seed(seed)
+    lens = torch.tensor(lens, dtype=torch.int32)
+    slots = torch.stack([torch.randperm(4 * topk, generator=generator)[:topk] for _ in range(rows)]).int()
+    if holes:
+        slots = torch.where(torch.rand(rows, topk, generator=generator) < 0.2, -1, slots)
+    used = slots[(torch.arange(topk) < lens[:, None]) & (slots >= 0)].unique().long()
+    kv = torch.full((4 * topk, 1, latent + rope), float("nan"))
+    kv[used] = torch.randn(len(used), 1, latent + rope, generator=generator)
+    nope = torch.randn(heads, rows, latent, generator=generator).transpose(0, 1)  # as a batched matmul leaves it
+    query = torch.randn(rows, heads, 8 + rope, generator=generator)
+    tensors = [t.to(device, dtype) for t in (nope, query, kv)]
+    return tensors[0], tensors[1][..., 8:], tensors[2], slots.to(device), lens.to(device)
+
+
+def expected(q_nope, q_rope, kv, slots, lens, sm_scale, logit_cap=0.0):
+    """Row by row in float32."""
+    out = torch.zeros(q_nope.shape, dtype=torch.float32)
+    query = torch.cat([q_nope, q_rope], dim=-1).float().cpu()
+    for row, length in enumerate(lens.tolist()):
+        chosen = slots[row, :length].cpu().long()
+        keys = kv[:, 0].float().cpu()[chosen[chosen >= 0]]
+        if len(keys):
+            scores = sm_scale * query[row] @ keys.T
+            scores = logit_cap * torch.tanh(scores / logit_cap) if logit_cap else scores
+            out[row] = scores.softmax(-1) @ keys[:, : q_nope.shape[-1]]
+    return out
+
+
+def assert_near(out, want, dtype):
+    assert out.dtype == dtype
+    assert out.isfinite().all()
+    assert (out.float().cpu() - want).norm() <= RELATIVE_ERROR[dtype] * want.norm()
+    empty = (want == 0).flatten(1).all(1)
+    assert (out.cpu()[empty] == 0).all()
+
+
+@st.composite
+def shapes(draw):
+    rows = draw(st.integers(1, 5))
+    topk = draw(st.sampled_from([33, 64, 100, 256]))
+    return rows, topk, [draw(st.integers(0, topk)) for _ in range(rows)]
+
+
+@given(
+    shape=shapes(), heads=st.sampled_from([1, 4, 8, 16, 24, 40]), sms=st.sampled_from([1, 3, 132]), holes=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
+@settings(deadline=None, max_examples=30)
+def test_rows_of_any_length_split_in_any_way(device, shape, heads, sms, holes, seed):
+    rows, topk, lens = shape
+    inputs = case(device, rows, heads, topk, lens, torch.float32, seed, holes=holes)
+    parts = Parts.allocate(rows, heads, LATENT, topk, sms, device)
+    parts.out.fill_(float("nan"))
+    parts.lse.fill_(float("nan"))
+    out = sparse_decode(*inputs, 0.1, num_sms=sms, parts=parts)
+    assert_near(out, expected(*inputs, 0.1), torch.float32)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("sms", [1, SMS])
+def test_the_models_shape_in_sixteen_bits(device, half, heads, sms):
+    inputs = case(device, 3, heads, 2048, [2048, 0, 300], half, heads, latent=512, rope=64)
+    out = sparse_decode(*inputs, 576**-0.5, num_sms=sms)
+    assert_near(out, expected(*inputs, 576**-0.5), half)
+
+
+def test_capped_scores(device):
+    inputs = case(device, 2, 16, 64, [64, 50], torch.float32, 3)
+    out = sparse_decode(*inputs, 2.0, num_sms=SMS, logit_cap=5.0)
+    assert_near(out, expected(*inputs, 2.0, 5.0), torch.float32)
+    assert not torch.allclose(out.cpu(), expected(*inputs, 2.0), atol=1e-2)
+
+
+def test_scores_far_apart_keep_the_best(device):
+    """One token of a part outweighs all others by more than float32 holds."""
+    inputs = case(device, 1, 8, 128, [128], torch.float32, 5)
+    assert_near(sparse_decode(*inputs, 1e3, num_sms=SMS), expected(*inputs, 1e3), torch.float32)
+
+
+def test_equal_shapes_give_equal_bits_whatever_the_memory(device, half):
+    inputs = case(device, 3, 16, 256, [256, 100, 7], half, 9)
+    roomy = Parts.allocate(8, 16, LATENT, 256, SMS, device)
+    roomy.out.fill_(float("nan"))
+    assert torch.equal(sparse_decode(*inputs, 0.1, num_sms=SMS), sparse_decode(*inputs, 0.1, num_sms=SMS, parts=roomy))
+
+
+def test_no_rows(device):
+    inputs = case(device, 1, 8, 64, [64], torch.float32, 1)
+    out = sparse_decode(inputs[0][:0], inputs[1][:0], inputs[2], inputs[3][:0], inputs[4][:0], 0.1, num_sms=SMS)
+    assert out.shape == (0, 8, LATENT)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 33, 64, 132, 133, 500])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+def test_a_split_covers_a_row_and_fills_the_gpu_once(rows, heads):
+    split = Split.of(rows, heads, 2048, SMS)
+    assert split.chunk % BLOCK_N == 0
+    assert (split.parts - 1) * split.chunk < 2048 <= split.parts * split.chunk
+    programs = rows * -(-heads // HeadBlocks.of(heads).block)
+    assert split.parts == 1 or split.parts * programs <= SMS + programs
+
+
+def test_memory_for_every_smaller_batch():
+    parts = Parts.allocate(64, 16, 512, 2048, SMS, "cpu")
+    assert all(parts.hold(rows * Split.of(rows, 16, 2048, SMS).parts * 16) for rows in range(1, 65))
+    assert parts.out.numel() == 512 * parts.lse.numel() <= 512 * 16 * 2 * SMS
+
+
+@pytest.mark.parametrize(
+    ("index", "change"),
+    [
+        (0, lambda t: t[..., ::2]),
+        (1, lambda t: t[:1]),
+        (2, lambda t: t.half()),
+        (2, lambda t: t[..., :-1]),
+        (3, lambda t: t.long()),
+        (3, lambda t: t[:1]),
+        (4, lambda t: t.long()),
+        (4, lambda t: t.repeat_interleave(2)[::2]),
+    ],
+    ids=["query by twos", "rows", "dtype", "width", "slots int64", "rows of slots", "lens int64", "strided lens"],
+)
+def test_what_would_be_misread_is_refused(device, index, change):
+    inputs = list(case(device, 2, 8, 64, [64, 3], torch.float32, 2))
+    inputs[index] = change(inputs[index])
+    with pytest.raises(ValueError, match="the kernel would misread it"):
+        sparse_decode(*inputs, 0.1, num_sms=SMS)
