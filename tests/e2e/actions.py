@@ -2,33 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 MEGABYTES_AT_ONCE = 512
+
+Part = list[tuple[str, torch.Tensor]]
+"""Weights of one call, by name."""
 
 
 def update_weights(engine: Any, checkpoint: Path) -> None:
     """Hand every weight of the checkpoint to the running engine as tensors, as a trainer does; graphs are not captured again.
 
-    Raises RuntimeError where SGLang does not take them.
+    Zeros come first: a weight that SGLang does not take the second time, or a graph that reads old memory, then shows.
+    Raises RuntimeError where SGLang reports that it does not take them.
     """
-    tensors = [item for file in sorted(checkpoint.glob("*.safetensors")) for item in load_file(file).items()]
-    parts: list[list] = [[]]
+    tensors = {name: tensor for file in sorted(checkpoint.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    parts = in_parts(tensors)
+    with weight_update(engine):
+        for part in parts:
+            hand_over(engine, [(name, torch.zeros_like(tensor)) for name, tensor in part], flush_cache=False)
+        for part in parts:
+            hand_over(engine, part, flush_cache=part is parts[-1])
+
+
+def in_parts(tensors: dict[str, torch.Tensor]) -> list[Part]:
+    """`tensors` in parts of at most MEGABYTES_AT_ONCE, and an attention's in one, however large.
+
+    SGLang joins q_a_proj and kv_a_proj_with_mqa as they are loaded, and forgets one that comes without the other.
+    """
+    parts: list[Part] = [[]]
     room = MEGABYTES_AT_ONCE << 20
-    for name, tensor in tensors:
-        if room < tensor.nbytes and parts[-1]:
+    for _, group in groupby(sorted(tensors.items()), lambda item: item[0].partition(".self_attn.")[0]):
+        together = list(group)
+        size = sum(tensor.nbytes for _, tensor in together)
+        if room < size and parts[-1]:
             parts.append([])
             room = MEGABYTES_AT_ONCE << 20
-        parts[-1].append((name, tensor))
-        room -= tensor.nbytes
-    for part in parts:
-        done, message = engine.update_weights_from_tensor(part, flush_cache=part is parts[-1])[:2]
-        if not done:
-            raise RuntimeError(f"the engine did not take {part[0][0]} and the {len(part) - 1} after it: {message}")
+        parts[-1] += together
+        room -= size
+    return parts
+
+
+@contextmanager
+def weight_update(engine: Any) -> Iterator[None]:
+    """The session that SGLang takes tensors in, from 0.5.23 on; older releases have none.
+
+    It is not closed behind an error: weights are then old in part, and nothing is to be served with them.
+    """
+    has_sessions = hasattr(engine, "begin_weight_update")
+    if has_sessions:
+        check(engine.begin_weight_update(), "begin a weight update")
+    yield
+    if has_sessions:
+        check(engine.end_weight_update(), "end the weight update")
+
+
+def hand_over(engine: Any, part: Part, flush_cache: bool) -> None:
+    answer = engine.update_weights_from_tensor(part, flush_cache=flush_cache)
+    check(answer, f"take {part[0][0]} and the {len(part) - 1} after it")
+
+
+def check(answer: tuple[bool, str], what: str) -> None:
+    """Raise RuntimeError unless SGLang's answer, whether it was done and a message, says that it was done."""
+    done, message = answer
+    if not done:
+        raise RuntimeError(f"the engine did not {what}: {message}")
 
 
 def release_and_resume(engine: Any, checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the cases of several files share: workloads, floors and options of engines."""
+"""What the cases of several files share: workloads, lengths of answers, floors and options of engines."""
 
 from __future__ import annotations
 
@@ -11,3 +11,15 @@ FOUR_GPUS = TWO_GPUS | {"tp_size": 4}
 DP_2 = {"dp_size": 2, "enable_dp_attention": True}
 UP_TO_TWO = {"cuda_graph_bs": [1, 2]}
 """Captured sizes that most batches of "unequal ranks" exceed, on one rank or on both."""
+
+
+def new_tokens(steps: int) -> int:
+    """Tokens to generate: at most 128, and as many as whole rounds of N + 1 add up to after the first."""
+    return 1 + 127 // (steps + 1) * (steps + 1)
+
+
+def with_an_empty_round(floors: dict[str, float], steps: int) -> dict[str, float]:
+    """`floors` where one more round of every request has no draft: it gives one token, the others what they gave."""
+    tokens = new_tokens(steps) - 1
+    rounds = {name: 1 + (tokens - 1) / (floor * (steps + 1)) for name, floor in floors.items()}
+    return {name: tokens / count / (steps + 1) for name, count in rounds.items()}

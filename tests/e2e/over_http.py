@@ -16,7 +16,8 @@ from nsa_backend.benchmarks.report import environment
 from nsa_backend.benchmarks.servers import Server
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from workloads import WORKLOADS, new_tokens
+from engine_options import new_tokens
+from workloads import WORKLOADS
 
 
 def main() -> int:

@@ -22,10 +22,11 @@ from pathlib import Path
 from uuid import uuid4
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from engine_options import new_tokens
 from engines import spelled
 from soak_traffic import Client, request_body
 from ties import TIE
-from workloads import new_tokens, prompts
+from workloads import prompts
 
 from nsa_backend.benchmarks import faithful_checkpoint
 from nsa_backend.benchmarks.report import environment

@@ -18,8 +18,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from actions import ACTIONS
+from engine_options import new_tokens
 from pd_servers import ALONE, Pair, ServerProcess
-from workloads import CASES, RANKS, WORKLOADS, Case, new_tokens
+from workloads import CASES, RANKS, WORKLOADS, Case
 
 from nsa_backend.benchmarks.eagle3_checkpoint import beside
 from nsa_backend.benchmarks.generation import accept_length

@@ -36,6 +36,8 @@ if not hasattr(sys.modules.get("sglang.srt.runtime_context"), "_derived_widths")
     ]
     # Before it, HiCache has no index keys of drafts, and a decode server turns no positions into slots.
     collect_ignore_glob += ["test_dsa_hicache.py", "test_dsa_disaggregation.py"]
+    # Nor are there drafts under pipeline parallelism outside PD.
+    collect_ignore_glob += ["test_dsa_pipeline_drafts.py"]
 if round_graph_problem() is not None:
     collect_ignore_glob += ["test_dsa_round_*.py"]
 

@@ -26,10 +26,10 @@ def answers(count: int, **meta) -> list[dict]:
 
 
 class Engine:
-    """Stands for sglang.Engine; takes weights in parts, and gives an output of its own once they are in."""
+    """Stands for sglang.Engine; takes weights in parts, and keeps them."""
 
     def __init__(self, **arguments):
-        self.arguments, self.calls = arguments, []
+        self.arguments, self.calls, self.weights = arguments, [], {}
 
     def generate(self, input_ids, sampling_params):
         self.calls.append("generate")
@@ -38,6 +38,7 @@ class Engine:
 
     def update_weights_from_tensor(self, tensors, flush_cache):
         self.calls.append(([name for name, _ in tensors], flush_cache))
+        self.weights |= tensors
         return True, "Succeeded"
 
     def release_memory_occupation(self):
@@ -50,9 +51,31 @@ class Engine:
         self.calls.append("shutdown")
 
 
+class EngineWithSessions(Engine):
+    """The same of SGLang 0.5.23, which takes tensors within a session alone."""
+
+    is_open = False
+
+    def begin_weight_update(self):
+        self.calls.append("begin")
+        done, self.is_open = not self.is_open, True
+        return done, "Success" if done else "a weight-update session is already open"
+
+    def update_weights_from_tensor(self, tensors, flush_cache):
+        if not self.is_open:
+            return False, "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
+        return super().update_weights_from_tensor(tensors, flush_cache)
+
+    def end_weight_update(self):
+        self.calls.append("end")
+        done, self.is_open = self.is_open, False
+        return done, "Success" if done else "no weight-update session is open"
+
+
 @pytest.fixture
-def engine(monkeypatch):
-    engine = Engine()
+def engine(monkeypatch, request):
+    """Without sessions unless a test names its class."""
+    engine = getattr(request, "param", Engine)()
     monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=lambda **arguments: engine))
     return engine
 
@@ -61,19 +84,51 @@ def case_called(name: str):
     return next(c for c in CASES if c.name == name)
 
 
+@pytest.mark.parametrize("engine", [Engine, EngineWithSessions], indirect=True)
 def test_weights_are_updated_between_two_runs_of_the_same(engine, monkeypatch, tmp_path):
+    """All of them are zero, and then the checkpoint's; prefixes of the zeros are not kept."""
     monkeypatch.setattr(actions, "MEGABYTES_AT_ONCE", 1)
-    save_file({"a": torch.zeros(200, 1024), "b": torch.zeros(200, 1024), "c": torch.zeros(3)}, tmp_path / "x.safetensors")
-    case = case_called("weights updated")
+    weights = {"a": torch.ones(200, 1024), "b": torch.ones(200, 1024), "c": torch.arange(3.0)}
+    save_file(weights, tmp_path / "x.safetensors")
+    case, calls = case_called("weights updated"), [(["a"], False), (["b", "c"], False), (["a"], False), (["b", "c"], True)]
+    zeros = []
+    take = engine.update_weights_from_tensor
+    engine.update_weights_from_tensor = lambda tensors, flush_cache: (
+        zeros.append(all(not tensor.any() for _, tensor in tensors)) or take(tensors, flush_cache)
+    )
     found = run_case.run_engine(case, {"model_path": str(tmp_path)})
     assert tuple(found) == case.measured() == (*STANDARD, *(f"{w}, after weights were updated" for w in STANDARD))
-    assert engine.calls == ["generate"] * 2 + [(["a"], False), (["b", "c"], True)] + ["generate"] * 2 + ["shutdown"]
+    if isinstance(engine, EngineWithSessions):
+        calls = ["begin", *calls, "end"]
+    assert engine.calls == ["generate"] * 2 + calls + ["generate"] * 2 + ["shutdown"]
+    assert zeros == [True, True, False, False]
+    assert engine.weights.keys() == weights.keys()
+    assert all(torch.equal(engine.weights[name], tensor) for name, tensor in weights.items())
 
 
-def test_weights_that_are_not_taken(engine, monkeypatch, tmp_path):
-    engine.update_weights_from_tensor = lambda tensors, flush_cache: (False, "shape mismatch")
+def test_the_weights_of_an_attention_come_together(monkeypatch):
+    monkeypatch.setattr(actions, "MEGABYTES_AT_ONCE", 1)
+    attention = {f"model.layers.0.self_attn.{name}": torch.zeros(150, 1024) for name in ("q_a_proj", "kv_a_proj_with_mqa")}
+    others = {"model.layers.0.mlp": torch.zeros(3), "model.layers.1.self_attn.q_a_proj": torch.zeros(3)}
+    parts = [[name for name, _ in part] for part in actions.in_parts(attention | others)]
+    assert parts == [["model.layers.0.mlp"], sorted(attention), ["model.layers.1.self_attn.q_a_proj"]]
+
+
+@pytest.mark.parametrize(
+    ("engine", "call", "what"),
+    [
+        (Engine, "update_weights_from_tensor", "take a and the 0 after it"),
+        (EngineWithSessions, "begin_weight_update", "begin a weight update"),
+        (EngineWithSessions, "update_weights_from_tensor", "take a and the 0 after it"),
+        (EngineWithSessions, "end_weight_update", "end the weight update"),
+    ],
+    indirect=["engine"],
+)
+def test_weights_that_are_not_taken(engine, call, what, tmp_path):
+    """Whichever call SGLang refuses."""
+    setattr(engine, call, lambda *tensors, **options: (False, "shape mismatch"))
     save_file({"a": torch.zeros(3)}, tmp_path / "x.safetensors")
-    with pytest.raises(RuntimeError, match="did not take a and the 0 after it: shape mismatch"):
+    with pytest.raises(RuntimeError, match=f"did not {what}: shape mismatch"):
         run_case.run_engine(case_called("weights updated"), {"model_path": str(tmp_path)})
     assert engine.calls[-1] == "shutdown"
 

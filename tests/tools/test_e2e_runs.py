@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +16,11 @@ import reports
 import run_all
 import run_case
 import ties
+from engine_options import FLOORS, new_tokens
 from engines import run_to_its_end
-from workloads import CASES, RANKS, STANDARD, UNEQUAL, WORKLOADS, new_tokens
+from workloads import CASES, RANKS, STANDARD, UNEQUAL, WORKLOADS
+
+from nsa_backend.benchmarks.generation import accept_length
 
 ENGINE = """
 import json, os, pathlib, sys
@@ -216,6 +220,16 @@ class TestMerging:
 
 def test_tokens_are_whole_rounds():
     assert [new_tokens(n) % (n + 1) for n in (1, 3, 5, 8)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("rounds", "meets"), [([1, 0, 0, 31], True), ([2, 0, 0, 31], True), ([3, 0, 0, 31], False)])
+def test_floors_where_the_first_round_has_no_draft(rounds, meets):
+    """That round and one rejection a request are within them, as the rejection alone is where there is no such round."""
+    case = next(c for c in CASES if c.name == "two GPUs, pipeline parallel with drafts")
+    found = {name: {"accept": [accept_length(rounds)] * 8} for name in case.workloads}
+    assert (reports.verdicts(case, found) == []) == meets
+    alone = {name: {"accept": [accept_length([rounds[0] - 1, *rounds[1:]])] * 8} for name in case.workloads}
+    assert (reports.verdicts(replace(case, floors=FLOORS), alone) == []) == meets
 
 
 def test_a_case_is_served_the_shape_it_names(tmp_path):
