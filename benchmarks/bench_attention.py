@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from nsa_backend.benchmarks import sm90
-from nsa_backend.benchmarks.attention_case import COLD_ROWS, KV_DTYPES, MAX_ROWS, Case
+from nsa_backend.benchmarks.attention_case import BUILTIN_TOO, COLD_ROWS, KV_DTYPES, MAX_ROWS, Case
 from nsa_backend.benchmarks.cells import Cell
 from nsa_backend.benchmarks.h200 import BF16_FLOPS, MEMORY_BYTES_PER_S
 from nsa_backend.benchmarks.report import print_table
@@ -97,7 +97,7 @@ def decode_rows(make: Callable[[], Case], rows: list[int], samples: int) -> list
 
 
 def wrapper_rows(make: Callable[[], Case], samples: int) -> list[dict]:
-    return [wrapper_row(make(), name, rows, samples) for name in make().names for rows in WRAPPER_ROWS]
+    return [wrapper_row(make(), name, rows, samples) for name in make().names if name in BUILTIN_TOO for rows in WRAPPER_ROWS]
 
 
 def every_row_count(make: Callable[[], Case], samples: int) -> list[dict]:

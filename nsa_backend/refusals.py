@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from nsa_backend.adapters import sglang
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.options import OWN_DECODE_VALUES
 from nsa_backend.adapters.rule import Rule
 from nsa_backend.attention.implementations import OPTION_VALUES
 from nsa_backend.environment import switched_on
 
-PREFILL_VALUES = (*OPTION_VALUES, "flashmla_auto")
+PREFILL_VALUES = (*(name for name in OPTION_VALUES if name not in OWN_DECODE_VALUES), "flashmla_auto")
 
 RULES = (
     Rule("device", "--device", "", ("cuda",), "use an NVIDIA GPU"),

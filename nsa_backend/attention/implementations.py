@@ -14,6 +14,7 @@ IMPLEMENTATIONS = {
     "fa3": "nsa_backend.attention.fa3",
     "flashmla_sparse": "nsa_backend.attention.flashmla_sparse",
     "flashmla_kv": "nsa_backend.attention.flashmla_kv",
+    "sparse_decode": "nsa_backend.attention.sparse_decode",
     "trtllm": "nsa_backend.attention.trtllm",
     "torch": "nsa_backend.attention.torch_reference",
     "auto": "nsa_backend.attention.auto",
@@ -21,7 +22,7 @@ IMPLEMENTATIONS = {
 """Name to module, which has `problems(config) -> [reason]`, empty where it can run, and `build(config) -> SparseAttention`."""
 
 OPTION_VALUES = tuple(name for name in IMPLEMENTATIONS if name not in ("torch", "auto"))
-"""What --nsa-decode-backend and --nsa-prefill-backend may name; SGLang's closed list has neither of the other two."""
+"""What --nsa-decode-backend may name; SGLang's closed list has neither of the other two."""
 
 
 def implementation(name: str) -> ModuleType:

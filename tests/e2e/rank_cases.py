@@ -10,6 +10,7 @@ from engine_options import DP_2, FLOORS, FP8, STANDARD, TWO_GPUS
 IMPLEMENTATIONS = (
     ("fa3", {"floors": FLOORS}),
     ("flashmla_sparse", {"decode": "flashmla_sparse", "floors": FLOORS}),  # pads heads to 64
+    ("sparse_decode", {"decode": "sparse_decode", "floors": FLOORS}),
     ("fp8, flashmla_kv", {"decode": "flashmla_kv", "engine": FP8, "floor_of_all": 0.95}),
 )
 

@@ -22,6 +22,7 @@ from engine_options import new_tokens
 from pd_servers import ALONE, Pair, ServerProcess
 from workloads import CASES, RANKS, WORKLOADS, Case
 
+from nsa_backend.adapters.options import OWN_DECODE_VALUES
 from nsa_backend.benchmarks.eagle3_checkpoint import beside
 from nsa_backend.benchmarks.generation import accept_length
 
@@ -29,14 +30,14 @@ PREFILL_SHAPES = (128, 512, 1024, 4096)
 """Tokens of a captured prefill; SGLang's own list has up to 58 sizes, most of an engine's start."""
 
 
-def engine_arguments(case: Case, checkpoint: str, port: int) -> dict:
-    """Arguments of sglang.Engine; the same for both backends."""
+def engine_arguments(case: Case, checkpoint: str, port: int, *, builtin: bool = False) -> dict:
+    """Arguments of sglang.Engine; the same for both backends, but for our own kernels, which the built-in one does not know."""
     arguments = {
         "model_path": checkpoint,
         "skip_tokenizer_init": True,
         "grammar_backend": "none",
         "attention_backend": "nsa",
-        "nsa_decode_backend": case.decode,
+        "nsa_decode_backend": case.builtin_decode if builtin and case.decode in OWN_DECODE_VALUES else case.decode,
         "nsa_prefill_backend": "flashmla_sparse",
         "kv_cache_dtype": "bfloat16",
         "mem_fraction_static": 0.3,  # of what is free; `max_total_tokens` says what is taken
@@ -153,7 +154,7 @@ def main() -> None:
     case = next(c for c in CASES if c.name == args.case)
     builtin = os.environ.get("NSA_BACKEND_DISABLE") == "1"
     os.environ.update(case.builtin_environment if builtin and case.builtin_environment is not None else case.environment)
-    arguments = engine_arguments(case, args.checkpoint, args.port)
+    arguments = engine_arguments(case, args.checkpoint, args.port, builtin=builtin)
     run = run_disaggregated if case.disaggregated else run_engine
     args.out.write_text(json.dumps(run(case, arguments)))
 

@@ -1,4 +1,4 @@
-"""fa3 and flashmla_sparse against float32, padded heads and padding rows included; NaN in every slot nobody chose."""
+"""What decodes bfloat16 against float32, padded heads and padding rows included; NaN in every slot nobody chose."""
 
 import pytest
 import torch
@@ -49,9 +49,9 @@ def sparse_case(rows: int, heads: int, slots: int = 1 << 15):
     )
 
 
-@pytest.mark.parametrize("name", ["fa3", "flashmla_sparse"])
+@pytest.mark.parametrize("name", ["fa3", "flashmla_sparse", "sparse_decode"])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
-@pytest.mark.parametrize("rows", [1, 2, 7, 33])
+@pytest.mark.parametrize("rows", [1, 2, 7, 33, 140])
 def test_against_float32(name, heads, rows):
     from nsa_backend.attention.implementations import build_attention
     from nsa_backend.attention.torch_reference import TorchSparseAttention
@@ -68,7 +68,7 @@ def test_against_float32(name, heads, rows):
     assert error < RELATIVE_ERROR, f"relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("name", ["fa3", "flashmla_sparse"])
+@pytest.mark.parametrize("name", ["fa3", "flashmla_sparse", "sparse_decode"])
 @pytest.mark.parametrize("heads", [8, 64])
 def test_graphs_share_the_padded_query(name, heads):
     """Two graphs of one implementation, replayed in turn after garbage went through the eager path."""

@@ -45,6 +45,20 @@ def test_a_value_that_no_release_knows_is_refused_by_the_parser(parse, capsys, o
     assert "invalid choice: 'no_such_backend'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--nsa-decode-backend", adapter.DECODE_OPTION])
+def test_our_own_kernel_is_a_value_of_the_decode_option(resolve, option):
+    server_args = resolve(option, "sparse_decode", *SPECULATIVE.split())
+    assert getattr(adapter.resolved(server_args), adapter.DECODE_ATTRIBUTE) == "sparse_decode"
+    server_args.check_server_args()
+
+
+@pytest.mark.parametrize("option", ["--nsa-prefill-backend", adapter.PREFILL_OPTION])
+def test_our_own_kernel_is_no_value_of_the_prefill_option(parse, capsys, option):
+    with pytest.raises(SystemExit):
+        parse(option, "sparse_decode")
+    assert "invalid choice: 'sparse_decode'" in capsys.readouterr().err
+
+
 def test_an_option_that_is_not_given_sets_nothing(parse):
     """The old spelling is a second option for one attribute: its default must not overwrite what the first one set."""
     args = parse(adapter.DECODE_OPTION, "fa3")

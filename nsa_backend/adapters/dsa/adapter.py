@@ -23,7 +23,8 @@ from nsa_backend.adapters import naive_eagle, resumed_memory, retraction
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.dsa.rounds import rule
-from nsa_backend.adapters.old_options import ADD_OPTIONS, add_aliases
+from nsa_backend.adapters.old_options import ADD_OPTIONS
+from nsa_backend.adapters.options import add_options
 from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import CHECK, FACTORY, Settings, Takeover, hook, register_under
 
@@ -152,7 +153,7 @@ class DsaAdapter(Adapter):
         hook(f"{FACTORY}._create_dsa_prefill_backend", built(ours.create_draft_extend_backend), HookType.REPLACE)
         hook(CHECK, ours.check_server_args, HookType.AROUND)
         hook(naive_eagle.FROM_ARGUMENTS, naive_eagle.from_arguments, HookType.AROUND)
-        hook(ADD_OPTIONS, add_aliases, HookType.AROUND)
+        hook(ADD_OPTIONS, add_options, HookType.AROUND)
         register_under(self.BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves
 
     def factory_returns_a_name(self) -> bool:

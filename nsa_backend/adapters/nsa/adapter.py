@@ -12,6 +12,8 @@ from sglang.srt.layers.dp_attention import get_attention_tp_size
 from nsa_backend.adapters import naive_eagle
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.nsa import draft, entry_points, kernels, refusals
+from nsa_backend.adapters.old_options import ADD_OPTIONS
+from nsa_backend.adapters.options import add_options
 from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import CHECK, FACTORY, Settings, Takeover, hook, register_under
 
@@ -114,4 +116,5 @@ class NsaAdapter(Adapter):
         hook(f"{FACTORY}._create_nsa_prefill_backend", ours.create_draft_extend_backend, HookType.REPLACE)
         hook(CHECK, ours.check_server_args, HookType.AROUND)
         hook(naive_eagle.FROM_ARGUMENTS, naive_eagle.from_arguments, HookType.AROUND)
+        hook(ADD_OPTIONS, add_options, HookType.AROUND)
         register_under(self.BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves

@@ -1,0 +1,68 @@
+"""A kernel of our own for the few rows of decode: every row is split over the GPU; no padded heads, no joined query.
+
+Written for one to sixteen rows of a rank's 8 to 32 heads, where FA3 leaves most of the GPU idle.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.attention.interface import SINKS_WHERE, NothingToPrepare, device_title
+from nsa_backend.config import AttentionConfig
+from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
+
+SMS_WITHOUT_A_GPU = 132
+
+
+def problems(config: AttentionConfig) -> list[str]:
+    """Why sparse_decode cannot run."""
+    found = []
+    if config.prefill:
+        found.append(f"it is made for few rows: name it for {adapter.DECODE_OPTION} alone")
+    if config.device_sm != 90:
+        found.append(f"nsa_backend runs it on Hopper (SM90) alone so far and this device is {device_title(config.device_sm)}")
+    if config.kv_cache_dtype != torch.bfloat16:
+        found.append(f"it reads a bfloat16 KV cache and this one is {config.kv_cache_dtype}")
+    if config.sinks:
+        found.append(SINKS_WHERE)
+    return found
+
+
+def build(config: AttentionConfig) -> SparseDecode:
+    return SparseDecode(config)
+
+
+class SparseDecode(NothingToPrepare):
+    """One row, its own list of slots, as many programs as fill the GPU once."""
+
+    def __init__(self, config: AttentionConfig):
+        self._config = config
+        self._parts: Parts | None = None
+        on_gpu = config.device.type == "cuda"
+        self._num_sms = torch.cuda.get_device_properties(config.device).multi_processor_count if on_gpu else SMS_WITHOUT_A_GPU
+
+    def reserve(self, max_rows: int) -> None:
+        """Memory for the parts of rows, which captured forwards share: they run one after the other."""
+        config = self._config
+        self._parts = Parts.allocate(
+            max_rows, config.num_heads, config.latent_dim, config.index_topk, self._num_sms, config.device
+        )
+
+    def forward(self, inputs: SparseInputs) -> torch.Tensor:
+        rows, topk = inputs.topk_slots.shape
+        lens = inputs.cache_seqlens
+        if lens.shape[0] != rows:  # rows that SGLang padded beyond the metadata have no length; their slots are -1
+            lens = torch.full((rows,), topk, dtype=torch.int32, device=inputs.topk_slots.device)
+        return sparse_decode(
+            inputs.q_nope,
+            inputs.q_rope,
+            inputs.kv_cache,
+            inputs.topk_slots,
+            lens,
+            inputs.sm_scale,
+            num_sms=self._num_sms,
+            logit_cap=inputs.logit_cap,
+            parts=self._parts,
+        )
