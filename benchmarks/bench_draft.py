@@ -20,7 +20,7 @@ from nsa_backend.benchmarks.cells import Cell
 from nsa_backend.benchmarks.generation import Servers, counted, in_turns, prompts, spread
 from nsa_backend.benchmarks.report import print_table
 from nsa_backend.benchmarks.servers import ENVIRONMENTS
-from nsa_backend.benchmarks.traces import read_events
+from nsa_backend.benchmarks.traces import calls_a_round, read_events
 
 TOKENS, LENGTH, PORT = 256, 300, 23000
 PROFILED_TOKENS = 64  # a trace of more takes longer to write than everything else
@@ -93,6 +93,7 @@ def read_profile(folder: Path, rounds: int) -> dict:
         "graph_launches": share("GraphLaunch"),
         "synchronisations": share("Synchronize"),
         "copies": share("Memcpy"),
+        "calls_a_round": calls_a_round(events),
         "in_graphs_us": round(sum(map(sum, by_size.values())) / rounds, 1),
         "graphs": [
             {"nodes": size, "replays": round(len(spans) / rounds, 2), "span_us": round(statistics.median(spans), 1)}

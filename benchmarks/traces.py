@@ -63,6 +63,26 @@ def ops(events: Iterable[dict]) -> list[Op]:
     return sorted(found, key=lambda op: op.begin)
 
 
+def calls_a_round(events: Iterable[dict]) -> dict[str, float]:
+    """CUDA calls on the host by name, a round, once rounds follow each other: neither a prefill's nor the first round's.
+
+    A round is marked by the launch of its largest graph, that with the most ops among the graphs that are launched most often;
+    counted is what the launching thread calls between the second and the last of these launches. Empty with fewer than four.
+    """
+    events = list(events)
+    calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    by_correlation = {e["args"]["correlation"]: e for e in calls if "GraphLaunch" in e["name"]}
+    graphs = replays(ops(events)).values()
+    often = [found for found in graphs if 2 * len(found) > max(map(len, graphs))]
+    largest = max(often, key=lambda found: len(found[0]), default=[])
+    marks = sorted((by_correlation[replay[0].launch] for replay in largest), key=lambda e: e["ts"])[1:]
+    if len(marks) < 3:
+        return {}
+    begin, end, thread = marks[0]["ts"], marks[-1]["ts"], marks[0].get("tid")
+    counted = Counter(e["name"] for e in calls if begin <= e["ts"] < end and e.get("tid") == thread)
+    return {name: round(count / (len(marks) - 1), 2) for name, count in sorted(counted.items())}
+
+
 def short(name: str) -> str:
     """A kernel's name without namespaces, template arguments and parameters; a wrapper's with what it wraps."""
     name = re.sub(r"\(anonymous namespace\)|\{lambda[^}]*\}", "_", name.removeprefix("void ")).strip()

@@ -59,6 +59,7 @@ def test_a_trace_is_read_by_graph(tmp_path):
     assert profile["kernel_us"] == 16 / 2
     assert (profile["kernels"], profile["launch_calls"], profile["graph_launches"]) == (2.5, 0.5, 1.0)
     assert profile["synchronisations"] == 0.5
+    assert profile["calls_a_round"] == {}  # of two rounds nothing can be told
 
 
 def test_servers_run_the_command_of_the_readme(monkeypatch):

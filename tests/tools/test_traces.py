@@ -157,3 +157,23 @@ def test_both_sides_print(capsys):
     printed = capsys.readouterr().out
     assert "1 x 300, target_verify: one layer" in printed
     assert "a round outside its graphs" in printed
+
+
+def test_calls_of_a_round_leave_the_prefill_and_other_threads_out():
+    trace = Trace()
+    trace.prefill(5)
+    for _ in range(6):
+        trace.graph(HELPER)
+        trace.graph(VERIFY)
+        trace.eager([("copy", 2.0), ("copy", 2.0)])
+        trace.add("cudaStreamSynchronize", [])
+        trace.graph(EXTEND)
+    trace.eager([("tail", 1.0)] * 9)
+    events = [event | {"tid": 1} for event in trace.events]
+    others = [event | {"tid": 2} for event in trace.events if event["cat"] == "cuda_runtime"]
+    expected = {"cudaGraphLaunch": 3.0, "cudaLaunchKernel": 2.0, "cudaStreamSynchronize": 1.0}
+    assert traces.calls_a_round([*events, *others]) == expected
+    few = Trace()
+    for _ in range(3):
+        few.graph(VERIFY)
+    assert traces.calls_a_round(few.events) == {}
