@@ -13,11 +13,12 @@ Sparse attention alone serves such a prefill: dense attention would need K and V
 
 from __future__ import annotations
 
+from sglang.srt.environ import envs
 from sglang.srt.layers.cp import utils
 
 from nsa_backend.adapters.sglang import ForwardBatch
 
-RUNNER_DIVIDES = hasattr(utils, "is_cp_active")
+RUNNER_DIVIDES = hasattr(utils, "is_cp_active") and not hasattr(envs, "SGLANG_ENABLE_CP_V2")
 """Whether the installed release has these rules and no others. SGLang 0.5.17 has two sets (SGLANG_ENABLE_CP_V2)."""
 
 
