@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,6 +53,33 @@ class PrefillFields:
             real_page_table=table[: requests * pages].view(requests, pages),
             flattened_slots=slots if flattened else None,
         )
+
+    def of_rows(self, rows: slice) -> PrefillFields:
+        """The same batch where some of its rows alone are computed: fields of these, in memory of their own.
+
+        Requests and pages stay as they are, those of a request without such a row among them: windows of keys count them all.
+
+        Args:
+            rows: every `step`-th row from `start` on, which is less than `step`.
+        """
+        per_row = (self.seqlens_expanded, self.nsa_cache_seqlens, self.token_to_batch_idx, self.k_start, self.k_end)
+        lens, clipped, owner, start, end = (field[rows].contiguous() for field in per_row)
+        return replace(
+            self,
+            cu_seqlens_q=rows_before(self.cu_seqlens_q, rows),
+            seqlens_expanded=lens,
+            nsa_cache_seqlens=clipped,
+            nsa_cu_seqlens_q=self.nsa_cu_seqlens_q[: len(lens) + 1],
+            nsa_cu_seqlens_k=torch.nn.functional.pad(clipped.cumsum(0, dtype=torch.int32), (1, 0)),
+            token_to_batch_idx=owner,
+            k_start=start,
+            k_end=end,
+        )
+
+
+def rows_before(row: int | torch.Tensor, rows: slice) -> int | torch.Tensor:
+    """How many of `rows`, every `step`-th from `start` on, lie before each row of all."""
+    return (row + (rows.step - 1 - rows.start)) // rows.step
 
 
 def aligned(count: int) -> int:

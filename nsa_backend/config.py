@@ -49,6 +49,7 @@ class BackendConfig:
     wide_table: bool = False  # whether the top-k reads page_table_1
     topk_plan: bool = False  # whether it reads a plan, see kernels/topk_plan.py
     overlapped: bool = False  # whether it is one of several backends that run interleaved (two-batch overlap)
+    split_prefill: bool = False  # whether ranks may divide the rows of a prefill among them (prefill context parallel)
 
     @property
     def dequantised_prefill(self) -> bool:
@@ -103,6 +104,7 @@ class BackendConfig:
             wide_table=adapter.TOPK_READS_PAGE_TABLE_1,
             topk_plan=adapter.topk_v2() is not None,
             overlapped=settings.overlaps_batches and not runner.is_draft_worker,  # SGLang splits no draft batch
+            split_prefill=settings.splits_prefill,
         )
 
 

@@ -78,6 +78,7 @@ def refusals(server_args: sglang.ServerArgs) -> list[str]:
     """One sentence for each option that is set to something this backend does not serve."""
     args = adapter.resolved(server_args)
     found = [rule.refusal(args) for rule in RULES]
+    found += adapter.combination_problems(args)
     found += adapter.environment_problems()
     if switched_on("NSA_BACKEND_ROUND_GRAPH"):
         found += adapter.round_problems(args)

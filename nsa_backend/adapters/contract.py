@@ -56,6 +56,10 @@ class Adapter(ABC):
         """One sentence for each of SGLang's own switches that must be off."""
 
     @abstractmethod
+    def combination_problems(self, args: Any) -> list[str]:
+        """One sentence for each of these resolved arguments that is not served beside another one."""
+
+    @abstractmethod
     def round_problems(self, args: Any) -> list[str]:
         """One sentence for each reason why a server of these resolved arguments can have no graphs of whole rounds."""
 
@@ -109,6 +113,10 @@ class Adapter(ABC):
     @abstractmethod
     def in_prefill_graph(self) -> bool:
         """Whether a prefill graph is being captured or replayed."""
+
+    @abstractmethod
+    def rows_of_rank(self, batch: sglang.ForwardBatch) -> slice | None:
+        """Of all rows of a prefill, those that this rank computes, as `PrefillFields.of_rows` takes them; None for all."""
 
     @abstractmethod
     def kv_pool(self, batch: sglang.ForwardBatch, backend: sglang.AttentionBackend) -> Any:

@@ -49,6 +49,7 @@ class Settings:
     num_steps: int  # N; 0 without speculative decoding
     num_draft_tokens: int  # D; 0 without speculative decoding
     overlaps_batches: bool = False  # whether the halves of a batch run interleaved (--enable-two-batch-overlap)
+    splits_prefill: bool = False  # whether ranks may divide the rows of a prefill among them (--enable-prefill-cp)
 
 
 @dataclass(frozen=True)

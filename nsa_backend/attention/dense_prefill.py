@@ -17,7 +17,8 @@ class DensePrefill:
         # SGLang's model brings K and V in bfloat16 here, dequantised where the cache is FP8.
         dtypes = (torch.bfloat16, torch.float8_e4m3fn)
         served = config.attention.device_sm == 90 and config.attention.kv_cache_dtype in dtypes
-        self.runs = served and not config.attention.sinks  # nothing adds them here
+        # Nothing adds sinks here, and a rank with some of a prompt's rows has no dense K and V of the others.
+        self.runs = served and not config.attention.sinks and not config.split_prefill
         self._attend = adapter.fa3_functions()[1] if self.runs else None
 
     def fits(self, batch: sglang.ForwardBatch) -> bool:

@@ -18,7 +18,7 @@ def eager_metadata(writer: MetadataWriter, batch: sglang.ForwardBatch, *, dense:
         plan = _paged_plan(batch, writer.config.num_draft_tokens)
         return step_metadata(plan, writer.write_eager(plan, batch))
     if mode.is_extend():
-        return prefill_metadata(writer, batch, dense=dense)
+        return prefill_metadata(writer, batch, dense=dense, rows=adapter.rows_of_rank(batch))
     raise ValueError(f"nsa_backend has no metadata for {mode.name}: it serves prefill, decode, target_verify and draft_extend")
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import torch
 
 from nsa_backend.adapters import sglang
+from nsa_backend.kernels.prefill_fields import rows_before
 from nsa_backend.metadata.views import NSAMetadata
 from nsa_backend.metadata.writer import MetadataWriter
 
 
-def prefill_metadata(writer: MetadataWriter, batch: sglang.ForwardBatch, *, dense: bool) -> NSAMetadata:
+def prefill_metadata(
+    writer: MetadataWriter, batch: sglang.ForwardBatch, *, dense: bool, rows: slice | None = None
+) -> NSAMetadata:
     """Metadata of a prefill; synchronises nothing.
 
     Args:
         writer: of the backend.
         batch: SGLang's, with lengths on the host too.
         dense: whether attention will be dense, which needs no top-k.
+        rows: those that this rank computes, as `PrefillFields.of_rows` takes them; all where None. Keys are of all requests.
     """
     config = writer.config
     on_fp8 = config.attention.kv_cache_dtype == torch.float8_e4m3fn
@@ -23,6 +29,8 @@ def prefill_metadata(writer: MetadataWriter, batch: sglang.ForwardBatch, *, dens
     # SGLang's dense path reads the flattened slots too.
     flattened = on_fp8 and any(batch.extend_prefix_lens_cpu)
     fields = writer.write_prefill(batch, num_rows=sum(extend_lens), flattened=flattened)
+    if rows is not None:
+        fields, extend_lens = fields.of_rows(rows), rows_of_requests(extend_lens, rows)
     ragged_kv = config.dequantised_prefill and not dense
     return NSAMetadata(
         cache_seqlens_int32=fields.cache_seqlens,
@@ -45,6 +53,12 @@ def prefill_metadata(writer: MetadataWriter, batch: sglang.ForwardBatch, *, dens
         page_table_1_flattened=fields.flattened_slots,
         topk_indices_offset=fields.k_start if ragged_kv else None,
     )
+
+
+def rows_of_requests(extend_lens: list[int], rows: slice) -> list[int]:
+    """How many of `rows` each request has."""
+    ends = (rows_before(end, rows) for end in accumulate(extend_lens, initial=0))
+    return [end - begin for begin, end in pairwise(ends)]
 
 
 def extend_lens_on_host(batch: sglang.ForwardBatch) -> list[int]:

@@ -45,9 +45,36 @@ DEPLOYMENTS = {
         {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1},
     ),
     "two-batch overlap": ("--enable-two-batch-overlap", {"enable_two_batch_overlap": True}),
-    "prefill context parallel": ("--enable-prefill-cp --cp-strategy", {"enable_prefill_cp": True}),
-    "decode attention TP under it": ("--enable-cp-decode-attn-tp", {"enable_cp_decode_attn_tp": True}),
-    "layers split over its ranks": ("--enable-dsa-cache-layer-split", {"enable_dsa_cache_layer_split": True}),
+    "prefill context parallel": (
+        "--tp-size 2 --enable-prefill-cp --cp-strategy interleave",
+        {"tp_size": 2, "enable_prefill_cp": True, "cp_strategy": "interleave", "kv_cache_dtype": "bfloat16"},
+    ),
+    "prefill context parallel in blocks": (
+        "--enable-prefill-cp --cp-strategy zigzag",
+        {"enable_prefill_cp": True, "cp_strategy": "zigzag", "kv_cache_dtype": "bfloat16"},
+    ),
+    "two-batch overlap under prefill context parallel": (
+        "--enable-prefill-cp --enable-two-batch-overlap",
+        {"enable_prefill_cp": True, "enable_two_batch_overlap": True, "kv_cache_dtype": "bfloat16"},
+    ),
+    "EAGLE3 under prefill context parallel": (
+        "--enable-prefill-cp --speculative-algorithm EAGLE3",
+        {
+            "enable_prefill_cp": True,
+            "speculative_algorithm": "EAGLE3",
+            "speculative_eagle_topk": 1,
+            "kv_cache_dtype": "bfloat16",
+        },
+    ),
+    "trtllm on FP8 KV under prefill context parallel": (
+        "--enable-prefill-cp --kv-cache-dtype fp8_e4m3, on Blackwell",
+        {"enable_prefill_cp": True},
+    ),
+    "decode attention TP under prefill context parallel": ("--enable-cp-decode-attn-tp", {"enable_cp_decode_attn_tp": True}),
+    "layers split over the ranks of prefill context parallel": (
+        "--enable-dsa-cache-layer-split",
+        {"enable_dsa_cache_layer_split": True},
+    ),
     "KV sharding": ("--enable-kv-cache-sharding", {"enable_kv_cache_sharding": True}),
     "decode context parallel": ("--dcp-size 2", {"dcp_size": 2}),
     "HiSparse": ("--enable-hisparse", {"enable_hisparse": True}),

@@ -134,6 +134,41 @@ PARALLEL_CASES = [
     parallel("four GPUs, DP attention 2, expert parallel", 3, UNEQUAL, engine=FOUR_GPUS | DP_2 | {"ep_size": 4}, gpus=4),
 ]
 
+DIVIDED = TWO_GPUS | {"enable_prefill_cp": True, "cp_strategy": "interleave"}
+"""Each GPU computes every other token of a prefill, and decodes all requests with all heads."""
+divided = partial(Case, steps=3, workloads=(*STANDARD, "short", "shared prefix"), engine=DIVIDED, gpus=2, releases=SINCE)
+divided_fp8 = partial(divided, workloads=STANDARD, decode="flashmla_kv", floor_of_all=0.95)
+CP = "two GPUs, prefill context parallel"
+DIVIDED_CASES = [
+    divided(CP, floors=FLOORS),
+    divided(f"{CP}, without drafts", steps=0),
+    divided(f"{CP}, fa3 prefill", engine=DIVIDED | {"nsa_prefill_backend": "fa3"}, floors=FLOORS),
+    divided(f"{CP}, flashmla_sparse", decode="flashmla_sparse", floors=FLOORS),
+    # Chunks end within a prompt: the next one attends to what all GPUs have written.
+    divided(f"{CP}, chunked prefill", engine=DIVIDED | {"chunked_prefill_size": 1024}, floors=FLOORS),
+    divided(f"{CP}, unfused top-k", environment={"SGLANG_DSA_FUSE_TOPK": "0"}, floors=FLOORS),
+    divided(f"{CP}, without CUDA graphs", engine=DIVIDED | {"disable_cuda_graph": True}, floors=FLOORS),
+    divided_fp8(f"{CP}, fp8", engine=DIVIDED | FP8),
+    divided_fp8(f"{CP}, fp8 without drafts", steps=0, engine=DIVIDED | FP8, floor_of_all=0.0),
+    divided_fp8(f"{CP}, fp8 after flashmla_sparse prefill", engine=DIVIDED | FP8 | {"nsa_prefill_backend": "flashmla_sparse"}),
+    # Drafts attend with a selection that the GPU with the last row of a prompt made.
+    divided(f"{CP}, glm-5.2", steps=5, workloads=STANDARD, **GLM_52),
+    divided(
+        "four GPUs, prefill context parallel and attention TP",
+        engine=DIVIDED | {"tp_size": 4, "attn_cp_size": 2},
+        gpus=4,
+        floors=FLOORS,
+    ),
+    divided(
+        "four GPUs, prefill context parallel and DP attention",
+        workloads=UNEQUAL,
+        engine=DIVIDED | {"tp_size": 4, "attn_dp_size": 2},
+        gpus=4,
+        floors=FLOORS,
+    ),
+]
+"""None of them has run."""
+
 # Five drafts of six are right (benchmarks/eagle3_checkpoint.py), which comes to 3.1 of 4; with all after the first wrong it
 # comes to 1.8.
 eagle3 = partial(Case, steps=3, workloads=STANDARD, dense_draft=True, floors=dict.fromkeys(STANDARD, 2.6 / 4), releases=SINCE)
@@ -144,4 +179,4 @@ EAGLE3_CASES = [
     eagle3("EAGLE3, dense draft, fp8", decode="flashmla_kv", engine=FP8),
 ]
 
-DEPLOYMENT_CASES = [*PD_CASES, *HICACHE_CASES, *TRAINING_CASES, *PARALLEL_CASES, *EAGLE3_CASES]
+DEPLOYMENT_CASES = [*PD_CASES, *HICACHE_CASES, *TRAINING_CASES, *PARALLEL_CASES, *DIVIDED_CASES, *EAGLE3_CASES]

@@ -103,6 +103,47 @@ def test_long_prefix_opens_many_page_blocks(device, writer):
     run_and_compare(device, writer, [16_500, 3], [2, 5], index_topk=2048)
 
 
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 100), st.integers(1, 40)), min_size=1, max_size=9),
+    ranks=st.integers(1, 8),
+    index_topk=st.sampled_from([1, 16, 64, 2048]),
+)
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+def test_some_rows_of_a_batch(device, requests, ranks, index_topk):
+    """Every rank has what all have of its rows; put together, in turn, these are the rows of all."""
+    prefixes, extends = (list(column) for column in zip(*requests, strict=True))
+    tokens = [prefix + new for prefix, new in requests]
+    pool = np.arange(len(tokens) * (max(tokens) + 1), dtype=np.int32).reshape(len(tokens), -1)
+    everything = write_prefill_torch(
+        BatchInputs(
+            seq_lens=torch.tensor(tokens, device=device),
+            req_pool_indices=torch.arange(len(tokens), device=device),
+            extend_lens=torch.tensor(extends, device=device),
+        ),
+        req_to_token=torch.from_numpy(pool).to(device),
+        index_topk=index_topk, num_rows=sum(extends), longest=max(tokens), flattened=sum(tokens),
+    )  # fmt: skip
+    whole = expected(prefixes, extends, pool, index_topk)
+    owners = whole["token_to_batch_idx"]
+    counts = np.zeros(len(tokens), dtype=int)
+    for rank in range(ranks):
+        got = everything.of_rows(slice(rank, None, ranks))
+        want = dict(whole)
+        for name in ("seqlens_expanded", "nsa_cache_seqlens", "token_to_batch_idx", "k_start", "k_end"):
+            want[name] = whole[name][rank::ranks]
+        mine = np.bincount(np.array(owners[rank::ranks], dtype=int), minlength=len(tokens))
+        counts += mine
+        want["cu_seqlens_q"] = np.cumsum([0, *mine])
+        want["nsa_cu_seqlens_q"] = range(len(owners[rank::ranks]) + 1)
+        want["nsa_cu_seqlens_k"] = np.cumsum([0, *want["nsa_cache_seqlens"]])
+        for name, values in want.items():
+            field = getattr(got, name)
+            np.testing.assert_array_equal(field.cpu().numpy(), np.asarray(list(values)), err_msg=name)
+            assert field.dtype == torch.int32, name
+            assert field.is_contiguous(), name
+    assert counts.tolist() == extends
+
+
 def test_batch_without_a_request(device):
     got = write_prefill(
         BatchInputs(

@@ -38,6 +38,8 @@ if not hasattr(sys.modules.get("sglang.srt.runtime_context"), "_derived_widths")
     collect_ignore_glob += ["test_dsa_hicache.py", "test_dsa_disaggregation.py"]
     # Nor are there drafts under pipeline parallelism outside PD.
     collect_ignore_glob += ["test_dsa_pipeline_drafts.py"]
+if "enable_prefill_cp" in {rule.attribute for rule in adapter.REFUSED}:
+    collect_ignore_glob.append("test_dsa_prefill_cp*.py")
 if round_graph_problem() is not None:
     collect_ignore_glob += ["test_dsa_round_*.py"]
 

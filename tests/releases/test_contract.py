@@ -129,6 +129,8 @@ READERS = (
     "layers/attention/nsa/nsa_indexer.py",
     "layers/attention/dsa/dsa_indexer.py",
     "layers/attention/dsa/dsa_prefill_cuda_graph.py",
+    "layers/attention/index_topk_share.py",
+    "layers/cp/*.py",
     "managers/*.py",
     "model_executor/*.py",
     "model_executor/model_runner_components/*.py",

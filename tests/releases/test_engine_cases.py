@@ -96,7 +96,7 @@ def test_debugging_graphs_is_measured_where_sglang_starts_so(engine):
 
 @pytest.mark.parametrize("name", ["above the captured sizes", "without CUDA graphs"])
 def test_batches_of_unequal_ranks_run_outside_graphs(engine, name):
-    for case in (c for c in CASES if c.name.startswith("two GPUs") and name in c.name):
+    for case in (c for c in CASES if c.name.startswith("two GPUs, DP attention") and name in c.name):
         args = adapter.resolved(engine(case))
         assert (args.dp_size if args.enable_dp_attention else args.attn_dp_size) == 2
         if name == "without CUDA graphs":

@@ -126,21 +126,21 @@ def test_models_with_what_no_implementation_applies_are_refused(prefilling):
 
 
 @pytest.mark.parametrize(
-    ("device_sm", "dtype", "runs"),
+    ("device_sm", "dtype", "split", "runs"),
     [
-        (90, torch.bfloat16, True),
-        (90, torch.float8_e4m3fn, True),
-        (90, torch.float16, False),
-        (100, torch.bfloat16, False),
-        (0, torch.float8_e4m3fn, False),
+        (90, torch.bfloat16, False, True),
+        (90, torch.float8_e4m3fn, False, True),
+        (90, torch.float16, False, False),
+        (90, torch.bfloat16, True, False),
+        (100, torch.bfloat16, False, False),
+        (0, torch.float8_e4m3fn, False, False),
     ],
 )
-def test_dense_prefill_is_fa3s_on_hopper_alone(monkeypatch, device_sm, dtype, runs):
+def test_dense_prefill_is_fa3s_on_hopper_alone(monkeypatch, device_sm, dtype, split, runs):
+    """And of whole prompts: not where ranks divide one among them."""
     monkeypatch.setattr(adapter, "fa3_functions", lambda: (None, None))
-    assert (
-        DensePrefill(SimpleNamespace(attention=SimpleNamespace(device_sm=device_sm, kv_cache_dtype=dtype, sinks=False))).runs
-        is runs
-    )
+    attention = SimpleNamespace(device_sm=device_sm, kv_cache_dtype=dtype, sinks=False)
+    assert DensePrefill(SimpleNamespace(attention=attention, split_prefill=split)).runs is runs
 
 
 def test_a_mode_of_another_kind_of_model_is_refused(make_runner):

@@ -22,6 +22,8 @@ from sglang.srt.server_args import ServerArgs
 from nsa_backend.adapters import naive_eagle, resumed_memory, retraction
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
+from nsa_backend.adapters.dsa.prefill_cp import rows
+from nsa_backend.adapters.dsa.prefill_cp import rule as prefill_cp
 from nsa_backend.adapters.dsa.rounds import rule
 from nsa_backend.adapters.old_options import ADD_OPTIONS
 from nsa_backend.adapters.options import add_options
@@ -60,6 +62,8 @@ class DsaAdapter(Adapter):
     draft_extend_sizes_in_tokens = staticmethod(draft.draft_extend_sizes_in_tokens)
     take_draft_side = staticmethod(draft.take_draft_side)
     take_rounds = staticmethod(draft.take_rounds)
+    combination_problems = staticmethod(prefill_cp.combination_problems)
+    rows_of_rank = staticmethod(rows.rows_of_rank)
     round_problems = staticmethod(rule.server_problems)
 
     def settings(self, runner: ModelRunner) -> Settings:
@@ -71,6 +75,7 @@ class DsaAdapter(Adapter):
             spec.speculative_num_steps or 0,
             spec.speculative_num_draft_tokens or 0,
             overlap.enable_two_batch_overlap,
+            get_parallel().attn_cp_size > 1,
         )
 
     def resolved(self, server_args: ServerArgs) -> Any:

@@ -10,18 +10,17 @@ from typing import Any
 from sglang.srt.configs import model_config
 from sglang.srt.environ import envs
 
+from nsa_backend.adapters.dsa.prefill_cp import rule as prefill_cp
 from nsa_backend.adapters.layer_sharing import sharing_problem
 from nsa_backend.adapters.rule import Rule
 from nsa_backend.releases import installed
 
 rule = partial(Rule, everywhere=False)
 
-_SOME_ROWS = "each rank then computes some rows of a prefill, and the metadata here is of all rows"
 _INDEXER = "SGLang's indexer then reads metadata that it has not asked its backend for, so no server gets through its captures"
 
 REFUSED = (
-    rule("enable_prefill_cp", "--enable-prefill-cp", _SOME_ROWS),
-    rule("enable_dsa_prefill_context_parallel", "--enable-dsa-prefill-context-parallel", _SOME_ROWS),
+    *prefill_cp.REFUSED,
     rule(
         "enable_cp_decode_attn_tp",
         "--enable-cp-decode-attn-tp",

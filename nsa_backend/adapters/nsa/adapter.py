@@ -47,6 +47,7 @@ class NsaAdapter(Adapter):
     is_sparse_model = staticmethod(is_deepseek_nsa)
     attention_tp_size = staticmethod(get_attention_tp_size)
     environment_problems = staticmethod(refusals.environment_problems)
+    combination_problems = staticmethod(refusals.combination_problems)
     round_problems = staticmethod(refusals.round_problems)
     model_problem = staticmethod(refusals.model_problem)
     draft_extend_sizes_in_tokens = staticmethod(draft.draft_extend_sizes_in_tokens)
@@ -96,6 +97,9 @@ class NsaAdapter(Adapter):
     def is_ragged_draft_extend(self, mode: ForwardMode) -> bool:
         """Whether requests extend by different numbers of tokens (spec v1)."""
         return mode.is_draft_extend()
+
+    def rows_of_rank(self, batch: ForwardBatch) -> None:
+        """All rows of a prefill: prefill context parallel is refused."""
 
     def kv_pool(self, batch: ForwardBatch, backend: AttentionBackend) -> Any:
         """Where the KV of `batch` is."""

@@ -58,6 +58,11 @@ def environment_problems() -> list[str]:
     return []
 
 
+def combination_problems(args: Any) -> list[str]:
+    """Options that are not served beside others; none in these releases."""
+    return []
+
+
 def round_problems(args: Any) -> list[str]:
     """Why a server can have no graphs of whole rounds: the workers of these releases wait for the GPU in every one."""
     return [round_graph_problem()]

@@ -21,6 +21,7 @@ NEEDED = (
     needed("disable_overlap_schedule", "--disable-overlap-schedule", (False,)),
     needed("disable_cuda_graph", "--disable-cuda-graph", (False,)),
     needed("enable_dp_attention", "--enable-dp-attention", (False,)),
+    needed("enable_prefill_cp", "--enable-prefill-cp", (False,)),
     needed("enable_two_batch_overlap", "--enable-two-batch-overlap", (False,)),
     needed("pp_size", "--pp-size", (1,), "pass --pp-size 1"),
     needed("ep_size", "--ep-size", (1,), "pass --ep-size 1"),
