@@ -9,27 +9,28 @@ import triton
 
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 
-BLOCK_N = 32
-"""Tokens of one tile, and the least stretch of a row."""
-
 JOINED_AT_ONCE = 16
 """Parts of a row that one step of the second kernel reads."""
 
 
 @dataclass(frozen=True)
-class HeadBlocks:
-    """How many heads one program serves, and with how many threads."""
+class Tile:
+    """What one program holds at a time, and how it is run."""
 
-    block: int
+    heads: int  # that a program serves
+    tokens: int  # of one step, and the least stretch of a row; both at least 16, which tensor cores take
     warps: int
-    stages: int
+    stages: int  # of tokens on their way from memory
 
     @classmethod
-    def of(cls, heads: int) -> HeadBlocks:
-        """Tensor cores take 16 heads at least; more heads a program read a row's tokens fewer times."""
+    def of(cls, heads: int) -> Tile:
+        """The one for a rank's heads: more heads a program read a row's tokens fewer times.
+
+        Larger ones spill registers (`tests/kernels/test_compile_for_hopper.py`). No GPU has told which is the fastest.
+        """
         if heads <= 16:
-            return cls(16, 4, 3)
-        return cls(32, 8, 3) if heads <= 32 else cls(64, 8, 2)
+            return cls(16, 32, 4, 3)
+        return cls(32, 32, 8, 3) if heads <= 32 else cls(64, 32, 8, 2)
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Split:
     chunk: int  # tokens of a part
 
     @classmethod
-    def of(cls, rows: int, heads: int, topk: int, num_sms: int) -> Split:
+    def of(cls, rows: int, heads: int, topk: int, num_sms: int, tile: Tile | None = None) -> Split:
         """As many parts as fill the GPU once.
 
         Args:
@@ -48,10 +49,11 @@ class Split:
             heads: query heads.
             topk: most tokens of a row.
             num_sms: of the GPU.
+            tile: `Tile.of(heads)` if None.
         """
-        programs = rows * triton.cdiv(heads, HeadBlocks.of(heads).block)
-        wanted = max(1, num_sms // max(programs, 1))
-        chunk = triton.cdiv(triton.cdiv(topk, wanted), BLOCK_N) * BLOCK_N
+        tile = tile or Tile.of(heads)
+        wanted = max(1, num_sms // max(rows * triton.cdiv(heads, tile.heads), 1))
+        chunk = triton.cdiv(triton.cdiv(topk, wanted), tile.tokens) * tile.tokens
         return cls(triton.cdiv(topk, chunk), chunk)
 
 
@@ -86,6 +88,7 @@ def sparse_decode(
     num_sms: int,
     logit_cap: float = 0.0,
     parts: Parts | None = None,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """softmax(sm_scale * (q_nope . latent + q_rope . rope)) @ latent over the slots of each row; one launch or two.
 
@@ -102,6 +105,7 @@ def sparse_decode(
         num_sms: programs that fill the GPU once.
         logit_cap: scores become logit_cap * tanh(score / logit_cap); 0 leaves them.
         parts: memory for what is joined, from `Parts.allocate`; None, or too little of it, allocates.
+        tile: `Tile.of(heads)` if None; another one is for measurements.
 
     Returns:
         [rows, heads, latent] of the query's dtype; zeros where a row has no slot.
@@ -115,14 +119,15 @@ def sparse_decode(
     out = torch.empty(rows, heads, latent, dtype=q_nope.dtype, device=q_nope.device)
     if rows == 0:
         return out
-    blocks, split = HeadBlocks.of(heads), Split.of(rows, heads, topk, num_sms)
+    tile = tile or Tile.of(heads)
+    split = Split.of(rows, heads, topk, num_sms, tile)
     size = rows * split.parts * heads
     if split.parts > 1 and (parts is None or not parts.hold(size)):
         empty = torch.empty(size * (latent + 1), dtype=torch.float32, device=out.device)
         parts = Parts(empty[: size * latent], empty[size * latent :])
     partial, lse = (parts.out, parts.lse) if split.parts > 1 else (out, lens)
     dependent = out.is_cuda and split.parts > 1
-    attend_kernel[(rows, triton.cdiv(heads, blocks.block), split.parts)](
+    attend_kernel[(rows, triton.cdiv(heads, tile.heads), split.parts)](
         q_nope,
         q_rope,
         kv_cache,
@@ -144,13 +149,13 @@ def sparse_decode(
         split.chunk,
         LATENT=latent,
         ROPE=rope,
-        BLOCK_H=blocks.block,
-        BLOCK_N=BLOCK_N,
-        STAGES=blocks.stages,
+        BLOCK_H=tile.heads,
+        BLOCK_N=tile.tokens,
+        STAGES=tile.stages,
         SPLIT=split.parts > 1,
         CAPPED=logit_cap != 0,
         DEPENDENT=dependent,
-        num_warps=blocks.warps,
+        num_warps=tile.warps,
     )
     if split.parts > 1:
         join_kernel[(rows, heads)](
@@ -162,7 +167,7 @@ def sparse_decode(
             split.parts,
             split.chunk,
             LATENT=latent,
-            MAX_SPLITS=triton.next_power_of_2(triton.cdiv(topk, BLOCK_N)),
+            MAX_SPLITS=triton.next_power_of_2(triton.cdiv(topk, tile.tokens)),
             BLOCK_S=JOINED_AT_ONCE,
             DEPENDENT=dependent,
             num_warps=4,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa_backend.kernels.sparse_decode import BLOCK_N, HeadBlocks, Parts, Split, sparse_decode
+from nsa_backend.kernels.sparse_decode import Parts, Split, Tile, sparse_decode
 
 LATENT, ROPE, SMS = 64, 16, 132
 RELATIVE_ERROR = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
@@ -107,6 +107,13 @@ def test_equal_shapes_give_equal_bits_whatever_the_memory(device, half):
     assert torch.equal(sparse_decode(*inputs, 0.1, num_sms=SMS), sparse_decode(*inputs, 0.1, num_sms=SMS, parts=roomy))
 
 
+@pytest.mark.parametrize("tile", [Tile(16, 16, 4, 1), Tile(32, 64, 4, 2)])
+def test_other_tiles_compute_the_same(device, tile):
+    inputs = case(device, 2, 20, 256, [256, 31], torch.float32, 8)
+    out = sparse_decode(*inputs, 0.1, num_sms=SMS, tile=tile)
+    assert_near(out, expected(*inputs, 0.1), torch.float32)
+
+
 def test_no_rows(device):
     inputs = case(device, 1, 8, 64, [64], torch.float32, 1)
     out = sparse_decode(inputs[0][:0], inputs[1][:0], inputs[2], inputs[3][:0], inputs[4][:0], 0.1, num_sms=SMS)
@@ -117,9 +124,9 @@ def test_no_rows(device):
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 def test_a_split_covers_a_row_and_fills_the_gpu_once(rows, heads):
     split = Split.of(rows, heads, 2048, SMS)
-    assert split.chunk % BLOCK_N == 0
+    assert split.chunk % Tile.of(heads).tokens == 0
     assert (split.parts - 1) * split.chunk < 2048 <= split.parts * split.chunk
-    programs = rows * -(-heads // HeadBlocks.of(heads).block)
+    programs = rows * -(-heads // Tile.of(heads).heads)
     assert split.parts == 1 or split.parts * programs <= SMS + programs
 
 
