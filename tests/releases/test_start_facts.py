@@ -34,7 +34,7 @@ def test_an_implementation_is_built_for_the_heads_of_one_rank(make_runner, monke
 @pytest.mark.parametrize(
     ("device_sm", "dtype", "can"),
     [
-        (90, torch.bfloat16, "fa3, flashmla_sparse"),
+        (90, torch.bfloat16, "fa3, flashmla_sparse, sparse_decode"),
         (90, torch.float8_e4m3fn, "flashmla_kv"),
         (100, torch.bfloat16, "trtllm"),
         (0, torch.bfloat16, "torch"),
