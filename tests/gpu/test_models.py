@@ -63,7 +63,7 @@ def test_dense_prefill_of_a_models_heads(qk_dim, v_dim, heads):
     )
     ends = [torch.tensor([0, *lengths], dtype=torch.int32, device="cuda").cumsum(0).int() for lengths in (new, all_tokens)]
     metadata = SimpleNamespace(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seq_len_q=100, max_seq_len_k=300)
-    out = DensePrefill(SimpleNamespace(attention=attention)).forward(q, k, v, layer, metadata).float()
+    out = DensePrefill(SimpleNamespace(attention=attention, split_prefill=False)).forward(q, k, v, layer, metadata).float()
     want = []
     parts = (q.float().split(new), k.float().split(all_tokens), v.float().split(all_tokens))
     for rows, keys, values in zip(*parts, strict=True):
