@@ -20,9 +20,9 @@ import torch
 from nsa_backend.benchmarks.attention_case import Case
 from nsa_backend.benchmarks.bench_attention import floor_us, timed
 from nsa_backend.benchmarks.report import environment, print_table
-from nsa_backend.kernels.sparse_decode import Parts, Tile, sparse_decode
+from nsa_backend.kernels.sparse_decode import Tile, sparse_decode
 from nsa_backend.testing.process import start_sglang
-from nsa_backend.testing.shape import LATENT, SCALE, TOPK
+from nsa_backend.testing.shape import SCALE, TOPK
 
 OTHERS = ("fa3", "flashmla_sparse")
 TILES = tuple(
@@ -38,10 +38,8 @@ def calls_of(case: Case, rows: int, num_sms: int) -> dict[str, Callable[[int], t
     lens = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
 
     def call(tile: Tile) -> Callable[[int], torch.Tensor]:
-        size = rows * case.heads * TOPK // tile.tokens  # no tile splits a row further
-        parts = Parts(torch.empty(size * LATENT, device="cuda"), torch.empty(size, device="cuda"))
         return lambda i: sparse_decode(
-            q_nope, q_rope, case.cache, case.chosen(rows, i), lens, SCALE, num_sms=num_sms, parts=parts, tile=tile
+            q_nope, q_rope, case.cache, case.chosen(rows, i), lens, SCALE, num_sms=num_sms, tile=tile
         )
 
     return {" ".join(map(str, vars(tile).values())): call(tile) for tile in TILES if tile.heads < 2 * case.heads}

@@ -26,7 +26,8 @@ class Tile:
     def of(cls, heads: int) -> Tile:
         """The one for a rank's heads: more heads a program read a row's tokens fewer times.
 
-        Larger ones spill registers (`tests/kernels/test_compile_for_hopper.py`). No GPU has told which is the fastest.
+        Where rows are split it spills no register (`tests/kernels/test_compile_for_hopper.py`). No GPU has told which is the
+        fastest.
         """
         if heads <= 16:
             return cls(16, 32, 4, 3)
@@ -68,12 +69,16 @@ class Parts:
     def allocate(cls, max_rows: int, heads: int, latent: int, topk: int, num_sms: int, device: torch.device | str) -> Parts:
         """Room for every call of up to `max_rows` rows."""
         splits = ((rows, Split.of(rows, heads, topk, num_sms).parts) for rows in range(1, max_rows + 1))
-        size = max((rows * parts * heads for rows, parts in splits if parts > 1), default=0)
+        return cls.of(max((rows * parts * heads for rows, parts in splits if parts > 1), default=0), latent, device)
+
+    @classmethod
+    def of(cls, size: int, latent: int, device: torch.device | str) -> Parts:
+        """Room for `size` parts, each of one row and head."""
         empty = torch.empty(size * (latent + 1), dtype=torch.float32, device=device)
         return cls(empty[: size * latent], empty[size * latent :])
 
     def hold(self, size: int) -> bool:
-        """Whether there is room for `size` parts, each of one row and head."""
+        """Whether there is room for `size` of them."""
         return self.lse.numel() >= size
 
 
@@ -123,8 +128,7 @@ def sparse_decode(
     split = Split.of(rows, heads, topk, num_sms, tile)
     size = rows * split.parts * heads
     if split.parts > 1 and (parts is None or not parts.hold(size)):
-        empty = torch.empty(size * (latent + 1), dtype=torch.float32, device=out.device)
-        parts = Parts(empty[: size * latent], empty[size * latent :])
+        parts = Parts.of(size, latent, out.device)
     partial, lse = (parts.out, parts.lse) if split.parts > 1 else (out, lens)
     dependent = out.is_cuda and split.parts > 1
     attend_kernel[(rows, triton.cdiv(heads, tile.heads), split.parts)](
