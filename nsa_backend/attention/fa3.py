@@ -8,7 +8,13 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.inputs import SparseInputs
-from nsa_backend.attention.interface import SINKS_WHERE, NothingToPrepare, device_title, package_problems
+from nsa_backend.attention.interface import (
+    NothingToPrepare,
+    bfloat16_problems,
+    device_title,
+    package_problems,
+    sinks_problems,
+)
 from nsa_backend.config import AttentionConfig
 from nsa_backend.metadata.views import NSAMetadata
 
@@ -18,11 +24,7 @@ def problems(config: AttentionConfig) -> list[str]:
     found = []
     if config.device_sm != 90:
         found.append(f"FA3 is built for Hopper (SM90) and this device is {device_title(config.device_sm)}")
-    if config.kv_cache_dtype != torch.bfloat16:
-        found.append(f"it reads a bfloat16 KV cache and this one is {config.kv_cache_dtype}")
-    if config.sinks:
-        found.append(SINKS_WHERE)
-    return found + package_problems("sglang-kernel")
+    return found + bfloat16_problems(config) + sinks_problems(config) + package_problems("sglang-kernel")
 
 
 def build(config: AttentionConfig) -> Fa3:

@@ -8,7 +8,7 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.inputs import SparseInputs
-from nsa_backend.attention.interface import SINKS_WHERE, package_problems
+from nsa_backend.attention.interface import package_problems, sinks_problems
 from nsa_backend.attention.joined_query import QueryJoiner
 from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels.plan import PAGE_SIZE
@@ -36,9 +36,7 @@ def problems(config: AttentionConfig) -> list[str]:
         found.append(f"it reads pages of {PAGE_SIZE} tokens and this cache has pages of {config.page_size}")
     if config.index_topk % TOPK_MULTIPLE:
         found.append(f"it takes an index_topk in multiples of {TOPK_MULTIPLE} and this model has {config.index_topk}")
-    if config.sinks:
-        found.append(SINKS_WHERE)
-    return found + package_problems(adapter.FLASH_MLA_DISTRIBUTION)
+    return found + sinks_problems(config) + package_problems(adapter.FLASH_MLA_DISTRIBUTION)
 
 
 def build(config: AttentionConfig) -> FlashMlaKv:

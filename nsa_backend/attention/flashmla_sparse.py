@@ -8,7 +8,7 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.inputs import SparseInputs
-from nsa_backend.attention.interface import NothingToPrepare, package_problems
+from nsa_backend.attention.interface import NothingToPrepare, bfloat16_problems, package_problems
 from nsa_backend.attention.joined_query import QueryJoiner
 from nsa_backend.config import AttentionConfig
 
@@ -27,8 +27,8 @@ def problems(config: AttentionConfig) -> list[str]:
     if config.index_topk % TOPK_MULTIPLE:
         found.append(f"it takes an index_topk in multiples of {TOPK_MULTIPLE} and this model has {config.index_topk}")
     dequantised = config.kv_cache_dtype == torch.float8_e4m3fn and config.prefill  # once a layer
-    if config.kv_cache_dtype != torch.bfloat16 and not dequantised:
-        found.append(f"it reads a bfloat16 KV cache and this one is {config.kv_cache_dtype}")
+    if not dequantised:
+        found += bfloat16_problems(config)
     return found + package_problems(adapter.FLASH_MLA_DISTRIBUTION)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.config import AttentionConfig
 from nsa_backend.metadata.views import NSAMetadata
 
 
@@ -44,13 +45,23 @@ class NothingToPrepare:
         return metadata
 
 
-SINKS_WHERE = "this model has learnable sinks and its kernel adds none: flashmla_sparse does, on a bfloat16 KV cache"
-"""Why most implementations do not run a model with learnable sinks."""
-
-
 def device_title(device_sm: int) -> str:
     """What a refusal calls the device."""
     return f"SM{device_sm}" if device_sm else "no GPU"
+
+
+def sinks_problems(config: AttentionConfig) -> list[str]:
+    """Why a kernel that adds no sinks cannot run: no sentence, or one."""
+    if not config.sinks:
+        return []
+    return ["this model has learnable sinks and its kernel adds none: flashmla_sparse does, on a bfloat16 KV cache"]
+
+
+def bfloat16_problems(config: AttentionConfig) -> list[str]:
+    """Why a kernel that reads a bfloat16 KV cache cannot run: no sentence, or one."""
+    if config.kv_cache_dtype == torch.bfloat16:
+        return []
+    return [f"it reads a bfloat16 KV cache and this one is {config.kv_cache_dtype}"]
 
 
 def package_problems(distribution: str) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.inputs import SparseInputs
-from nsa_backend.attention.interface import SINKS_WHERE, NothingToPrepare, device_title
+from nsa_backend.attention.interface import NothingToPrepare, bfloat16_problems, device_title, sinks_problems
 from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
 
@@ -23,11 +23,7 @@ def problems(config: AttentionConfig) -> list[str]:
         found.append(f"it is made for few rows: name it for {adapter.DECODE_OPTION} alone")
     if config.device_sm != 90:
         found.append(f"nsa_backend runs it on Hopper (SM90) alone so far and this device is {device_title(config.device_sm)}")
-    if config.kv_cache_dtype != torch.bfloat16:
-        found.append(f"it reads a bfloat16 KV cache and this one is {config.kv_cache_dtype}")
-    if config.sinks:
-        found.append(SINKS_WHERE)
-    return found
+    return found + bfloat16_problems(config) + sinks_problems(config)
 
 
 def build(config: AttentionConfig) -> SparseDecode:

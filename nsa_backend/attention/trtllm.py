@@ -10,7 +10,7 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.inputs import SparseInputs, append_rows
-from nsa_backend.attention.interface import SINKS_WHERE, NothingToPrepare, device_title, package_problems
+from nsa_backend.attention.interface import NothingToPrepare, device_title, package_problems, sinks_problems
 from nsa_backend.attention.joined_query import QueryJoiner
 from nsa_backend.config import AttentionConfig
 
@@ -34,9 +34,7 @@ def problems(config: AttentionConfig) -> list[str]:
             "its FP8 KV cache holds 576 plain values a token, which no other implementation reads: pass "
             f"{adapter.DECODE_OPTION if config.prefill else adapter.PREFILL_OPTION} trtllm too"
         )
-    if config.sinks:
-        found.append(SINKS_WHERE)
-    return found + package_problems("flashinfer_python")
+    return found + sinks_problems(config) + package_problems("flashinfer_python")
 
 
 def build(config: AttentionConfig) -> TrtLlm:
