@@ -15,8 +15,9 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from nsa_backend.adapters.options import OWN_DECODE_VALUES
 from nsa_backend.benchmarks import sm90
-from nsa_backend.benchmarks.attention_case import BUILTIN_TOO, COLD_ROWS, KV_DTYPES, MAX_ROWS, Case
+from nsa_backend.benchmarks.attention_case import COLD_ROWS, KV_DTYPES, MAX_ROWS, Case
 from nsa_backend.benchmarks.cells import Cell
 from nsa_backend.benchmarks.h200 import BF16_FLOPS, MEMORY_BYTES_PER_S
 from nsa_backend.benchmarks.report import print_table
@@ -97,7 +98,8 @@ def decode_rows(make: Callable[[], Case], rows: list[int], samples: int) -> list
 
 
 def wrapper_rows(make: Callable[[], Case], samples: int) -> list[dict]:
-    return [wrapper_row(make(), name, rows, samples) for name in make().names if name in BUILTIN_TOO for rows in WRAPPER_ROWS]
+    names = [name for name in make().names if name not in OWN_DECODE_VALUES]  # the others SGLang's own backend has too
+    return [wrapper_row(make(), name, rows, samples) for name in names for rows in WRAPPER_ROWS]
 
 
 def every_row_count(make: Callable[[], Case], samples: int) -> list[dict]:

@@ -22,7 +22,6 @@ class Case:
     steps: int  # N; 0 without speculation
     workloads: tuple[str, ...]
     decode: str = "fa3"
-    builtin_decode: str = "fa3"  # where SGLang's own backend does not know `decode`
     model: str = "deepseek-v3.2"  # a key of benchmarks/faithful_models.MODELS
     shape: str = "faithful"  # a key of benchmarks/faithful_checkpoint.ALL_SHAPES
     environment: dict[str, str] = field(default_factory=dict)

@@ -37,7 +37,7 @@ def engine_arguments(case: Case, checkpoint: str, port: int, *, builtin: bool = 
         "skip_tokenizer_init": True,
         "grammar_backend": "none",
         "attention_backend": "nsa",
-        "nsa_decode_backend": case.builtin_decode if builtin and case.decode in OWN_DECODE_VALUES else case.decode,
+        "nsa_decode_backend": "fa3" if builtin and case.decode in OWN_DECODE_VALUES else case.decode,
         "nsa_prefill_backend": "flashmla_sparse",
         "kv_cache_dtype": "bfloat16",
         "mem_fraction_static": 0.3,  # of what is free; `max_total_tokens` says what is taken
