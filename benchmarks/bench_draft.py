@@ -20,7 +20,7 @@ from nsa_backend.benchmarks.cells import Cell
 from nsa_backend.benchmarks.generation import Servers, counted, in_turns, prompts, spread
 from nsa_backend.benchmarks.report import print_table
 from nsa_backend.benchmarks.servers import ENVIRONMENTS
-from nsa_backend.benchmarks.traces import calls_a_round, read_events
+from nsa_backend.benchmarks.traces import ON_DEVICE, calls_a_round, graph_launches, host_calls, read_events
 
 TOKENS, LENGTH, PORT = 256, 300, 23000
 PROFILED_TOKENS = 64  # a trace of more takes longer to write than everything else
@@ -71,13 +71,13 @@ def read_profile(folder: Path, rounds: int) -> dict:
     of the last of them.
     """
     events = read_events(folder)
-    calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    calls = host_calls(events)
     kernels = [e for e in events if e.get("cat") == "kernel"]
     names = Counter(e["name"] for e in calls)
-    of_graph = {e["args"]["correlation"] for e in calls if "GraphLaunch" in e["name"]}
+    of_graph = graph_launches(calls)
     replays = defaultdict(list)
     for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and event["args"].get("correlation") in of_graph:
+        if event.get("cat") in ON_DEVICE and event["args"].get("correlation") in of_graph:
             replays[event["args"]["correlation"]].append(event)
     by_size = defaultdict(list)
     for replay in replays.values():

@@ -50,11 +50,20 @@ def read_events(folder: Path) -> list[dict]:
         return json.load(stream)["traceEvents"]
 
 
+def host_calls(events: Iterable[dict]) -> list[dict]:
+    """The calls of CUDA on the host."""
+    return [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+
+
+def graph_launches(calls: Iterable[dict]) -> dict[int, dict]:
+    """Of these, the launches of graphs, by the correlation that their ops carry."""
+    return {e["args"]["correlation"]: e for e in calls if "GraphLaunch" in e["name"]}
+
+
 def ops(events: Iterable[dict]) -> list[Op]:
     """What ran on the GPU, by begin."""
     events = list(events)
-    calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
-    launches = {e["args"]["correlation"] for e in calls if "GraphLaunch" in e["name"]}
+    launches = graph_launches(host_calls(events))
     found = []
     for e in events:
         if e.get("cat") in ON_DEVICE:
@@ -70,8 +79,8 @@ def calls_a_round(events: Iterable[dict]) -> dict[str, float]:
     counted is what the launching thread calls between the second and the last of these launches. Empty with fewer than four.
     """
     events = list(events)
-    calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
-    by_correlation = {e["args"]["correlation"]: e for e in calls if "GraphLaunch" in e["name"]}
+    calls = host_calls(events)
+    by_correlation = graph_launches(calls)
     graphs = replays(ops(events)).values()
     often = [found for found in graphs if 2 * len(found) > max(map(len, graphs))]
     largest = max(often, key=lambda found: len(found[0]), default=[])
