@@ -54,6 +54,18 @@ def forward_batch(batch: Batch, mode: ForwardMode, *, lengths_on_host: bool = Tr
     )
 
 
+def prefill_batch(runner: Any, prefix: list[int], new: list[int], seed: int = 0) -> ForwardBatch:
+    """A prefill of `new` tokens of each request behind `prefix` cached ones, in random rows of the request pool."""
+    lengths = [a + b for a, b in zip(prefix, new, strict=True)]
+    slots = (1 + np.random.default_rng(seed).permutation(290)[: len(new)]).tolist()
+    table = runner.req_to_token_pool.req_to_token.numpy()
+    batch = forward_batch(Batch("decode", lengths, slots, table, 64, 0), ForwardMode.EXTEND)
+    batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(new), new
+    batch.extend_prefix_lens_cpu = prefix
+    batch.input_ids = torch.zeros(sum(new), dtype=torch.long)
+    return batch
+
+
 def static_batch(requests: int, rows: int, mode: ForwardMode) -> ForwardBatch:
     """The graph runner's own buffers, as full of padding as when it captures."""
     ones, zeros = torch.ones(requests, dtype=torch.int64), torch.zeros(requests, dtype=torch.int64)

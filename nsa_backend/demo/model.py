@@ -57,24 +57,32 @@ class TinySparseMla:
         shape, x = self.shape, self.embed[input_ids]
         topk = self._index(input_ids, positions, batch)
         offsets = positions[:, None] - torch.arange(shape.heads)  # head h looks h tokens back
+        k, k_rope = self._new_kv(input_ids, positions, batch)
         out = self.attention(
             (x @ self.to_query.T).view(-1, shape.heads * shape.latent),
-            torch.tanh(x @ self.to_latent.T)[:, None],
-            torch.tanh(x @ self.to_latent.T)[:, None],
+            k,
+            k,
             batch,
             q_rope=4 * _rotation(offsets).view(-1, shape.heads * shape.rope),
-            k_rope=_rotation(positions)[:, None],
+            k_rope=k_rope,
             topk_indices=topk,
         )
         return torch.tanh(2 * out.reshape(len(x), -1) @ self.to_out.T) @ self.head.T
+
+    def _new_kv(self, input_ids: torch.Tensor, positions: torch.Tensor, batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents [tokens, 1, latent] and rotated keys [tokens, 1, rope] of the tokens at `batch.out_cache_loc`."""
+        return torch.tanh(self.embed[input_ids] @ self.to_latent.T)[:, None], _rotation(positions)[:, None]
+
+    def _new_index_keys(self, input_ids: torch.Tensor, positions: torch.Tensor, batch) -> torch.Tensor:
+        """Index keys [tokens, 3] of the same tokens: position, one, interest."""
+        return torch.stack([positions.float(), torch.ones(len(positions)), self.interest[input_ids]], dim=1)
 
     def _index(self, input_ids: torch.Tensor, positions: torch.Tensor, batch) -> torch.Tensor:
         """Lightning indexer: a token's score falls with its distance and rises with its own interest."""
         metadata = self.attention_backend(batch).get_indexer_metadata(0, batch)
         one = torch.ones(len(positions))
-        keys = torch.stack([positions.float(), one, self.interest[input_ids]], dim=1)
         query = torch.stack([one, -positions.float(), one], dim=1)
-        self.pool.set_index_k(batch.out_cache_loc, keys)
+        self.pool.set_index_k(batch.out_cache_loc, self._new_index_keys(input_ids, positions, batch))
         if batch.forward_mode.is_extend_without_speculative():
             start, _ = metadata.get_indexer_kvcache_range()
             return metadata.topk_transform(query @ self._gathered_keys(metadata).T, self.shape.index_topk, ks=start)

@@ -16,7 +16,7 @@ from sglang.srt.layers.cp import base, interleave, utils
 from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend.demo.engine import Engine
-from nsa_backend.demo.model import TinySparseMla, _rotation
+from nsa_backend.demo.model import TinySparseMla
 from nsa_backend.testing.calls import calls
 
 
@@ -40,29 +40,20 @@ class DividedMla(TinySparseMla):
     shards: list[tuple[torch.Tensor, torch.Tensor]]  # tokens and positions of every rank, with SGLang's padding
     rows: int  # of this rank, without it
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
-        shape, x, strategy = self.shape, self.embed[input_ids], utils.get_cp_strategy()
-        with self._among_ranks(lambda ids, at: torch.cat([self._latent(ids), _rotation(at)[:, None]], -1).squeeze(1)):
-            k, k_rope = strategy.materialize_full_mla_kv(batch, None, self._latent(input_ids), _rotation(positions)[:, None])
-        topk = self._index(input_ids, positions, batch)
-        offsets = positions[:, None] - torch.arange(shape.heads)
-        query = (x @ self.to_query.T).view(-1, shape.heads * shape.latent)
-        q_rope = 4 * _rotation(offsets).view(-1, shape.heads * shape.rope)
-        out = self.attention(query, k, k, batch, q_rope=q_rope, k_rope=k_rope, topk_indices=topk)
-        return torch.tanh(2 * out.reshape(len(x), -1) @ self.to_out.T) @ self.head.T
+    def _new_kv(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        latent, rotated = super()._new_kv(input_ids, positions, batch)
+        with self._among_ranks(lambda *shard: torch.cat(super(DividedMla, self)._new_kv(*shard, batch), -1).squeeze(1)):
+            return utils.get_cp_strategy().materialize_full_mla_kv(batch, None, latent, rotated)
 
-    def _latent(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.embed[input_ids] @ self.to_latent.T)[:, None]
-
-    def _keys(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return torch.stack([positions.float(), torch.ones(len(positions)), self.interest[input_ids]], dim=1)
+    def _new_index_keys(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
+        keys = super()._new_index_keys(input_ids, positions, batch)
+        with self._among_ranks(lambda *shard: super(DividedMla, self)._new_index_keys(*shard, batch)):
+            return utils.get_cp_strategy().materialize_full_indexer_k_cache(keys, batch)
 
     def _index(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
         """Scores as SGLang's indexer has them: of as many rows as windows came, -1 in the others."""
         metadata = self.attention_backend(batch).get_indexer_metadata(0, batch)
-        with self._among_ranks(self._keys):
-            keys = utils.get_cp_strategy().materialize_full_indexer_k_cache(self._keys(input_ids, positions), batch)
-        self.pool.set_index_k(batch.out_cache_loc, keys)
+        self.pool.set_index_k(batch.out_cache_loc, self._new_index_keys(input_ids, positions, batch))
         start, end = metadata.get_indexer_kvcache_range()
         rows = len(start)
         assert len(end) == len(metadata.get_token_to_batch_idx()) == len(metadata.get_seqlens_expanded()) == rows

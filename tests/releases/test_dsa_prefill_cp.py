@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from batches import MODES, forward_batch, random_batch
+from batches import MODES, forward_batch, prefill_batch, random_batch
 from divided_prefill import rank_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from metadata_reference import Batch
 from sglang.srt.batch_overlap import two_batch_overlap
 from sglang.srt.layers.cp import base, zigzag
 from sglang.srt.layers.cp.interleave import InterleaveCPStrategy, interleave_rows_per_request
@@ -25,17 +24,6 @@ from nsa_backend.registration import create_backend
 from nsa_backend.testing.calls import calls
 
 RUNS = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
-
-
-def prefill(runner: SimpleNamespace, prefix: list[int], new: list[int], seed: int = 0) -> ForwardBatch:
-    lengths = [a + b for a, b in zip(prefix, new, strict=True)]
-    slots = (1 + np.random.default_rng(seed).permutation(290)[: len(new)]).tolist()
-    table = runner.req_to_token_pool.req_to_token.numpy()
-    batch = forward_batch(Batch("decode", lengths, slots, table, 64, 0), ForwardMode.EXTEND)
-    batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(new), new
-    batch.extend_prefix_lens_cpu = prefix
-    batch.input_ids = torch.zeros(sum(new), dtype=torch.long)
-    return batch
 
 
 def metadata(runner: SimpleNamespace, batch: ForwardBatch) -> NSAMetadata:
@@ -52,7 +40,7 @@ def test_a_rank_has_what_sglang_divides_off_for_it(make_runner, data, seed):
     requests = data.draw(st.integers(1, 8))
     prefix = data.draw(st.lists(st.integers(0, 200), min_size=requests, max_size=requests))
     new = data.draw(st.lists(st.integers(1, 90), min_size=requests, max_size=requests))
-    batch, ranks = prefill(runner, prefix, new, seed), data.draw(st.integers(2, 8))
+    batch, ranks = prefill_batch(runner, prefix, new, seed), data.draw(st.integers(2, 8))
     whole = metadata(runner, batch)
     for rank in range(ranks):
         with rank_of(ranks, rank):
@@ -78,7 +66,7 @@ def test_windows_are_those_of_sglangs_own_backend(make_runner, monkeypatch):
     """Where every request has a row on the rank; of others, SGLang's own leaves out the keys, and ours does not."""
     runner, (own, _) = make_runner(), calls.builtin()
     monkeypatch.setattr(f"{own.__module__}.can_dsa_prefill_cp_interleave", lambda batch: True)
-    batch = prefill(runner, [0, 130, 7], [70, 12, 33])
+    batch = prefill_batch(runner, [0, 130, 7], [70, 12, 33])
     for rank in range(4):
         with rank_of(4, rank):
             windows, owners = own._cal_indexer_k_start_end(SimpleNamespace(device="cpu"), batch, [0, 1, 2])
@@ -95,8 +83,8 @@ def test_only_prefills_are_divided(make_runner, mode):
     batch.input_ids = torch.zeros(20, dtype=torch.long)
     with rank_of(2, 1):
         assert adapter.rows_of_rank(batch) is None
-        assert adapter.rows_of_rank(prefill(runner, [0], [5])) == slice(1, None, 2)
-    assert adapter.rows_of_rank(prefill(runner, [0], [5])) is None
+        assert adapter.rows_of_rank(prefill_batch(runner, [0], [5])) == slice(1, None, 2)
+    assert adapter.rows_of_rank(prefill_batch(runner, [0], [5])) is None
 
 
 CP = {"enable_prefill_cp": True, "cp_strategy": "interleave"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from batches import forward_batch
+from batches import forward_batch, prefill_batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from metadata_reference import Batch
@@ -28,11 +28,7 @@ def test_prefill(make_runner, data, seed):
     prefix = data.draw(st.lists(st.integers(0, 200), min_size=requests, max_size=requests))
     new = data.draw(st.lists(st.integers(1, 90), min_size=requests, max_size=requests))
     lengths = [a + b for a, b in zip(prefix, new, strict=True)]
-    slots = (1 + np.random.default_rng(seed).permutation(290)[:requests]).tolist()
-    batch = forward_batch(
-        Batch("decode", lengths, slots, runner.req_to_token_pool.req_to_token.numpy(), 64, 0), ForwardMode.EXTEND
-    )
-    batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(new), new
+    batch = prefill_batch(runner, prefix, new, seed)
     backend = create_backend(runner)
     backend.init_forward_metadata(batch)
     m = backend.forward_metadata
@@ -57,7 +53,7 @@ def test_prefill(make_runner, data, seed):
     assert m.nsa_extend_seq_lens_list == new
     table = runner.req_to_token_pool.req_to_token
     for request, length in enumerate(lengths):
-        pages = table[slots[request], :length:64] // 64
+        pages = table[batch.req_pool_indices[request], :length:64] // 64
         assert torch.equal(m.real_page_table[request, : len(pages)], pages)
     for tensor in (m.nsa_seqlens_expanded, m.nsa_cu_seqlens_k, m.token_to_batch_idx, *m.indexer_k_start_end, m.cu_seqlens_q):
         assert tensor.dtype == torch.int32
