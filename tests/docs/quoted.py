@@ -100,6 +100,11 @@ def one(rows: list[dict], **wanted) -> dict:
     return row
 
 
+def medians(row: dict, sides: tuple[str, ...], key: str, form: str, between: str = " / ") -> str:
+    """The median of one quantity on each of these sides."""
+    return between.join(form.format(row[side][key]["median"]) for side in sides)
+
+
 def spread(values: list[float], form: str = "{:.2f}") -> str:
     """ "least to most" of all these values."""
     least, most = form.format(min(values)), form.format(max(values))

@@ -2,23 +2,19 @@
 
 from collections.abc import Iterator
 
-from quoted import one, rule, spread
+from quoted import medians, one, rule, spread
 
 SIDES = ("round_graph", "ours", "builtin")
-
-
-def medians(row: dict, key: str, form: str, between: str = " | ") -> str:
-    return between.join(form.format(row[side][key]["median"]) for side in SIDES)
 
 
 @rule("serve_rounds_0_5_23")
 def every_cell(report: dict) -> Iterator[str]:
     for row in report["rows"]:
-        over = row["round_graph_over_ours"]
+        over, accept = row["round_graph_over_ours"], " / ".join(f"{row[side]['accept']:.2f}" for side in SIDES)
+        rates, rounds = (medians(row, SIDES, *what, " | ") for what in (("tokens_per_s", "{:.0f}"), ("round_ms", "{:.2f}")))
         yield (
-            f"| {row['checkpoint']} | {row['steps']} | {row['batch']} x {row['length']} | "
-            f"{medians(row, 'tokens_per_s', '{:.0f}')} | {over['speedup']:.3f} | {medians(row, 'round_ms', '{:.2f}')} | "
-            f"{over['ratio']['round_ms']:.3f} | {row['round_graph']['accept']:.2f} / {row['ours']['accept']:.2f} |"
+            f"| {row['checkpoint']} | {row['steps']} | {row['batch']} x {row['length']} | {rates} | {over['speedup']:.3f} | "
+            f"{rounds} | {over['ratio']['round_ms']:.3f} | {accept} |"
         )
 
 
@@ -32,11 +28,27 @@ def targets(report: dict) -> Iterator[str]:
     yield "{:.3f} and {:.3f} at batch 1 and 8".format(*gains("wide", 300, (1, 8)))
     level = [*gains("wide", 300, (32,)), *gains("wide", 4096, (1, 8, 32))]
     yield f"{spread(level, '{:.3f}')} elsewhere"
+    yield "on `wide` {:.3f}, {:.3f} and {:.3f} times without it".format(*gains("wide", 300, (1, 8, 32)))
     single = one(report["rows"], checkpoint="wide", steps=1)["round_graph_over_ours"]["speedup"]
     yield f"{single:.3f} with one draft"
     rows = [one(report["rows"], checkpoint="faithful", batch=batch) for batch in (1, 8, 32)]
     cells = [" / ".join(f"{row[side]['tokens_per_s']['median']:.0f}" for row in rows) for side in SIDES]
     yield f"| {cells[0]}; without it {cells[1]} | {cells[2]} |"
+
+
+@rule("serve_rounds_0_5_23")
+def where_something_is_lost(report: dict) -> Iterator[str]:
+    """Time to first token, and the rounds that take longer than the built-in's."""
+    rows = report["rows"]
+    graph = spread([r["round_graph_over_ours"]["ratio"]["ttft_ms"] for r in rows])
+    plain = spread([r["ratio"]["ttft_ms"] for r in rows])
+    yield f"Time to first token is {graph} times that without it, which is {plain} times the built-in's"
+    longer = [r for r in rows if r["ratio"]["round_ms"] > 1]
+    cells = " and ".join(f"{r['batch']} x {r['length']} ({r['ratio']['round_ms']:.2f})" for r in longer)
+    assert {r["checkpoint"] for r in longer} == {"wide"}
+    yield f"Without it a round of `wide` takes longer than the built-in's at {cells}"
+    slower = [r for r in rows if r["round_graph"]["round_ms"]["median"] > r["builtin"]["round_ms"]["median"]]
+    yield "with it at {}".format(" and ".join(f"{r['batch']} x {r['length']}" for r in slower))
 
 
 @rule("draft_rounds_0_5_23")

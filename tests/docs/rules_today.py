@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from quoted import one, rule, spread
+from quoted import medians, one, rule, spread
 
 
 def pair(row: dict, key: str, form: str) -> str:
-    return " / ".join(form.format(row[side][key]["median"]) for side in ("ours", "builtin"))
+    return medians(row, ("ours", "builtin"), key, form)
 
 
 @rule("serve_0_5_23")
