@@ -3,69 +3,125 @@
     python benchmarks/tune_sparse_decode.py OUT.json [--heads 8 16 32 64 128] [--rows 1 2 4 8 16 32]
 
 Calls are those of `bench attention`: inside a captured graph, each on 2048 of a million tokens of its own, variants in turns.
-Every tile is compared with fa3 before it is timed. OUT.json is written after every cell. `Tile.of` in
-kernels/sparse_decode.py is to name the file that chose its tiles.
+Every tile is compared with fa3 before it is timed, and the fastest of a cell is timed again with other ways to join. OUT.json
+is written after every cell. `Tile.of` and `Join` in kernels/sparse_decode.py are to name the file that chose them.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
+import triton
 
 from nsa_backend.benchmarks.attention_case import Case
 from nsa_backend.benchmarks.bench_attention import floor_us, timed
 from nsa_backend.benchmarks.report import environment, print_table
-from nsa_backend.kernels.sparse_decode import Tile, sparse_decode
+from nsa_backend.kernels.sparse_decode import Join, Split, Tile, sparse_decode
 from nsa_backend.testing.process import start_sglang
-from nsa_backend.testing.shape import SCALE, TOPK
+from nsa_backend.testing.shape import LATENT, QK_DIM, SCALE, TOPK
 
 OTHERS = ("fa3", "flashmla_sparse")
 TILES = tuple(
-    Tile(*sizes)
-    for sizes in (*itertools.product((16,), (32, 64), (4, 8), (2, 3)), *itertools.product((32, 64), (32, 64), (4, 8), (2,)))
+    Tile(heads, tokens, warps, stages, programs)
+    for heads, tokens, warps, stages, most in (
+        (16, 16, 4, 3, 4),
+        (16, 16, 4, 4, 2),
+        (16, 32, 4, 2, 3),
+        (16, 32, 4, 3, 2),
+        (16, 32, 4, 4, 1),
+        (16, 32, 8, 3, 2),
+        (16, 64, 4, 2, 2),
+        (16, 64, 8, 2, 2),
+        (16, 64, 8, 3, 1),
+        (32, 32, 8, 2, 2),
+        (32, 32, 8, 3, 2),
+        (32, 64, 8, 2, 1),
+        (32, 64, 8, 3, 1),
+        (64, 16, 8, 3, 1),
+        (64, 32, 8, 2, 1),
+        (64, 32, 8, 3, 1),
+        (64, 64, 8, 2, 1),
+    )
+    for programs in range(1, most + 1)
 )
+JOINS = tuple(Join(*sizes) for sizes in ((16, 128, 4), (64, 128, 4), (16, 256, 4), (32, 64, 2), (64, 64, 4), (16, 512, 4)))
+COMPILERS = 8  # processes
+SAMPLES = 5
 TOO_FAR = 5e-3
 
 
-def calls_of(case: Case, rows: int, num_sms: int) -> dict[str, Callable[[int], torch.Tensor]]:
-    """A call of each tile, by its fields."""
+def compile_tile(tile: Tile) -> None:
+    """Into Triton's cache, split and not: of a compiled kernel a cell asks for nothing but time."""
+    for rows, join in ((1, None), *((1, join) for join in JOINS), (512, None)):
+        query = torch.zeros(rows, 128, QK_DIM, dtype=torch.bfloat16, device="cuda")
+        cache = torch.zeros(64, 1, QK_DIM, dtype=torch.bfloat16, device="cuda")
+        slots = torch.zeros(rows, TOPK, dtype=torch.int32, device="cuda")
+        lens = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
+        try:
+            sparse_decode(
+                query[..., :LATENT], query[..., LATENT:], cache, slots, lens, SCALE, num_sms=132, tile=tile, join=join
+            )
+        except (RuntimeError, triton.TritonError):  # told of in the cell
+            return
+
+
+def compile_all() -> None:
+    with ProcessPoolExecutor(COMPILERS, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_tile, TILES))
+
+
+def caller(case: Case, rows: int, num_sms: int) -> Callable[[Tile, Join | None], Callable[[int], torch.Tensor]]:
+    """What makes a call of a tile."""
     q_nope, q_rope = case.query(rows)
     lens = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
 
-    def call(tile: Tile) -> Callable[[int], torch.Tensor]:
+    def calls(tile: Tile, join: Join | None = None) -> Callable[[int], torch.Tensor]:
         return lambda i: sparse_decode(
-            q_nope, q_rope, case.cache, case.chosen(rows, i), lens, SCALE, num_sms=num_sms, tile=tile
+            q_nope, q_rope, case.cache, case.chosen(rows, i), lens, SCALE, num_sms=num_sms, tile=tile, join=join
         )
 
-    return {" ".join(map(str, vars(tile).values())): call(tile) for tile in TILES if tile.heads < 2 * case.heads}
+    return calls
+
+
+def title(what: Tile | Join) -> str:
+    return " ".join(map(str, astuple(what)))
 
 
 def cell(case: Case, rows: int, num_sms: int) -> dict:
     """Microseconds of every tile that is right, and of the others; the rest is named with what is wrong."""
-    wanted, wrong, calls = case.ours("fa3", rows)(0).float(), {}, {}
-    for name, call in calls_of(case, rows, num_sms).items():
+    wanted, wrong, calls, call = case.ours("fa3", rows)(0).float(), {}, {}, caller(case, rows, num_sms)
+    tiles = {title(tile): tile for tile in TILES if tile.heads < 2 * max(case.heads, 16)}
+    for name, tile in tiles.items():
         try:
-            out = call(0).float()
-        except RuntimeError as error:  # more shared memory than there is, for one
+            out = call(tile)(0).float()
+        except (RuntimeError, triton.TritonError) as error:  # more shared memory than there is, for one
             wrong[name] = str(error).splitlines()[0]
             continue
         distance = float((out - wanted).norm() / wanted.norm())
         if distance < TOO_FAR:
-            calls[name] = call
+            calls[name] = call(tile)
         else:
             wrong[name] = f"relative distance from fa3 {distance:.1e}"
-    times = timed({name: case.ours(name, rows) for name in OTHERS} | calls, rows, 7)
+    times = timed({name: case.ours(name, rows) for name in OTHERS} | calls, rows, SAMPLES)
+    best = min(calls, key=lambda name: times[name][0], default=None)
+    joins = {}
+    if best is not None and Split.of(rows, case.heads, TOPK, num_sms, tiles[best]).parts > 1:
+        joins = timed({title(join): call(tiles[best], join) for join in (Join(), *JOINS)}, rows, SAMPLES)
     return {
         "heads": case.heads,
         "rows": rows,
         "floor_us": round(floor_us(case.heads, rows, case.bytes_per_token), 2),
         "us": {name: round(us, 2) for name, (us, _) in times.items()},
         "min_max": {name: [round(x, 2) for x in spread] for name, (_, spread) in times.items()},
+        "best": best,
+        "joins_of_best": {name: round(us, 2) for name, (us, _) in joins.items()},
         "wrong": wrong,
     }
 
@@ -76,6 +132,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 8, 32, 128, 64])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     args = parser.parse_args()
+    compile_all()
     start_sglang()
     num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     found: list[dict] = []
@@ -97,7 +154,9 @@ def show(found: list[dict]) -> None:
         table.append(
             (row["heads"], row["rows"], row["floor_us"], *(row["us"][name] for name in OTHERS), *best, len(row["wrong"]))
         )
-    print_table(("heads", "rows", "floor us", *OTHERS, "best (heads tokens warps stages)", "second", "third", "wrong"), table)
+    print_table(
+        ("heads", "rows", "floor us", *OTHERS, "best (heads tokens warps stages programs)", "second", "third", "wrong"), table
+    )
 
 
 if __name__ == "__main__":

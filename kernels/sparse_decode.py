@@ -9,9 +9,6 @@ import triton
 
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 
-JOINED_AT_ONCE = 16
-"""Parts of a row that one step of the second kernel reads."""
-
 
 @dataclass(frozen=True)
 class Tile:
@@ -20,7 +17,8 @@ class Tile:
     heads: int  # that a program serves
     tokens: int  # of one step, and the least stretch of a row; both at least 16, which tensor cores take
     warps: int
-    stages: int  # of tokens on their way from memory
+    stages: int  # one more than the steps whose tokens are on their way from memory
+    programs: int = 1  # of an SM at a time
 
     @classmethod
     def of(cls, heads: int) -> Tile:
@@ -35,6 +33,15 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Join:
+    """What one program of the second kernel holds at a time."""
+
+    parts: int = 32  # of a row, in one step
+    latent: int = 128  # of a head
+    warps: int = 4
+
+
+@dataclass(frozen=True)
 class Split:
     """How the rows of one call are split; depends on shapes alone, so a shape's results do too."""
 
@@ -43,7 +50,7 @@ class Split:
 
     @classmethod
     def of(cls, rows: int, heads: int, topk: int, num_sms: int, tile: Tile | None = None) -> Split:
-        """As many parts as fill the GPU once.
+        """As many parts as fill the GPU once with as many programs an SM as the tile says.
 
         Args:
             rows: query rows.
@@ -53,7 +60,7 @@ class Split:
             tile: `Tile.of(heads)` if None.
         """
         tile = tile or Tile.of(heads)
-        wanted = max(1, num_sms // max(rows * triton.cdiv(heads, tile.heads), 1))
+        wanted = max(1, num_sms * tile.programs // max(rows * triton.cdiv(heads, tile.heads), 1))
         chunk = triton.cdiv(triton.cdiv(topk, wanted), tile.tokens) * tile.tokens
         return cls(triton.cdiv(topk, chunk), chunk)
 
@@ -94,6 +101,7 @@ def sparse_decode(
     logit_cap: float = 0.0,
     parts: Parts | None = None,
     tile: Tile | None = None,
+    join: Join | None = None,
 ) -> torch.Tensor:
     """softmax(sm_scale * (q_nope . latent + q_rope . rope)) @ latent over the slots of each row; one launch or two.
 
@@ -107,10 +115,11 @@ def sparse_decode(
         topk_slots: int32 [rows, topk], rows dense; -1 where there is none. Slots that no row names are never read.
         lens: int32 [rows], entries of each row to look at, at most topk; those beyond are not read.
         sm_scale: of the scores.
-        num_sms: programs that fill the GPU once.
+        num_sms: of the GPU.
         logit_cap: scores become logit_cap * tanh(score / logit_cap); 0 leaves them.
         parts: memory for what is joined, from `Parts.allocate`; None, or too little of it, allocates.
         tile: `Tile.of(heads)` if None; another one is for measurements.
+        join: `Join()` if None; likewise.
 
     Returns:
         [rows, heads, latent] of the query's dtype; zeros where a row has no slot.
@@ -124,13 +133,13 @@ def sparse_decode(
     out = torch.empty(rows, heads, latent, dtype=q_nope.dtype, device=q_nope.device)
     if rows == 0:
         return out
-    tile = tile or Tile.of(heads)
+    tile, join = tile or Tile.of(heads), join or Join()
     split = Split.of(rows, heads, topk, num_sms, tile)
     size = rows * split.parts * heads
     if split.parts > 1 and (parts is None or not parts.hold(size)):
         parts = Parts.of(size, latent, out.device)
     partial, lse = (parts.out, parts.lse) if split.parts > 1 else (out, lens)
-    dependent = out.is_cuda and split.parts > 1
+    launch = {"DEPENDENT": True, "launch_pdl": True} if out.is_cuda else {"DEPENDENT": False}
     attend_kernel[(rows, triton.cdiv(heads, tile.heads), split.parts)](
         q_nope,
         q_rope,
@@ -158,11 +167,11 @@ def sparse_decode(
         STAGES=tile.stages,
         SPLIT=split.parts > 1,
         CAPPED=logit_cap != 0,
-        DEPENDENT=dependent,
         num_warps=tile.warps,
+        **launch,
     )
     if split.parts > 1:
-        join_kernel[(rows, heads)](
+        join_kernel[(rows, heads, triton.cdiv(latent, join.latent))](
             partial,
             lse,
             lens,
@@ -172,10 +181,10 @@ def sparse_decode(
             split.chunk,
             LATENT=latent,
             MAX_SPLITS=triton.next_power_of_2(triton.cdiv(topk, tile.tokens)),
-            BLOCK_S=JOINED_AT_ONCE,
-            DEPENDENT=dependent,
-            num_warps=4,
-            **({"launch_pdl": True} if dependent else {}),
+            BLOCK_S=join.parts,
+            BLOCK_D=min(join.latent, latent),
+            num_warps=join.warps,
+            **launch,
         )
     return out
 

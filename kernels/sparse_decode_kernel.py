@@ -48,12 +48,17 @@ def attend_kernel(
     LOG2E: tl.constexpr = 1.4426950408889634
     if DEPENDENT:
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     begin = split * chunk
     end = tl.minimum(begin + chunk, tl.load(lens_ptr + row))
     if SPLIT and begin >= end:  # nobody reads the parts past a row's length
         return
+    columns = tl.arange(0, BLOCK_N)
+    slots_ptr += row * slots_stride
+    # a step's slots come with the step before, so that its tokens can be asked for at once
+    slot = tl.load(slots_ptr + begin + columns, mask=begin + columns < end, other=-1)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, LATENT)
     r = tl.arange(0, ROPE)
@@ -64,12 +69,12 @@ def attend_kernel(
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, LATENT), tl.float32)
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        column = first + tl.arange(0, BLOCK_N)
-        slot = tl.load(slots_ptr + row * slots_stride + column, mask=column < end, other=-1)
         there = slot >= 0
         token = kv_ptr + tl.where(there, slot, 0).to(tl.int64)[:, None] * kv_stride
         latent = tl.load(token + d[None, :], mask=there[:, None], other=0.0)
         rope = tl.load(token + LATENT + r[None, :], mask=there[:, None], other=0.0)
+        following = first + BLOCK_N + columns
+        slot = tl.load(slots_ptr + following, mask=following < end, other=-1)
         scores = tl.dot(q_nope, tl.trans(latent))
         scores = tl.dot(q_rope, tl.trans(rope), scores) * scale
         if CAPPED:
@@ -103,27 +108,27 @@ def join_kernel(
     LATENT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,  # a power of two
     BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    written = tl.minimum(tl.cdiv(tl.load(lens_ptr + row), chunk), splits)
+    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     if DEPENDENT:
         gdc_wait()
+    written = tl.minimum(tl.cdiv(tl.load(lens_ptr + row), chunk), splits)
     first = row * splits
     every = tl.arange(0, MAX_SPLITS)
     lse = tl.load(lse_ptr + (first + every) * heads + head, mask=every < written, other=float("-inf"))
     best = tl.max(lse, 0)
     best = tl.where(best == float("-inf"), 0.0, best)
     total = tl.sum(tl.exp2(lse - best), 0)
-    d = tl.arange(0, LATENT)
-    acc = tl.zeros((LATENT,), tl.float32)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
     for begin in range(0, written, BLOCK_S):
         s = begin + tl.arange(0, BLOCK_S)
-        lse_of_s = tl.load(lse_ptr + (first + s) * heads + head, mask=s < written, other=float("-inf"))
-        parts = tl.load(
-            partial_ptr + ((first + s) * heads + head)[:, None] * LATENT + d[None, :], mask=(s < written)[:, None], other=0.0
-        )
+        part = (first + s) * heads + head
+        lse_of_s = tl.load(lse_ptr + part, mask=s < written, other=float("-inf"))
+        parts = tl.load(partial_ptr + part[:, None] * LATENT + d[None, :], mask=(s < written)[:, None], other=0.0)
         acc += tl.sum(parts * tl.exp2(lse_of_s - best)[:, None], 0)
     out = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + (row * heads + head) * LATENT + d, out.to(out_ptr.dtype.element_ty))

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from nsa_backend.kernels.sparse_decode import JOINED_AT_ONCE, Tile
+from nsa_backend.kernels.sparse_decode import Join, Tile
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 
 TYPES = {name: "*bf16" for name in ("q_nope_ptr", "q_rope_ptr", "kv_ptr", "out_ptr")}
@@ -57,10 +57,11 @@ def main() -> None:
     for tile in dict.fromkeys(map(Tile.of, (8, 16, 32, 64, 128))):
         for split in (True, False):
             shape = {"BLOCK_H": tile.heads, "BLOCK_N": tile.tokens, "STAGES": tile.stages}
-            constants = model | shape | {"SPLIT": split, "CAPPED": False, "DEPENDENT": split}
+            constants = model | shape | {"SPLIT": split, "CAPPED": False, "DEPENDENT": True}
             found[f"attend, {tile.heads} heads, split {split}"] = resources(attend_kernel, constants, num_warps=tile.warps)
-    constants = {"LATENT": 512, "MAX_SPLITS": 64, "BLOCK_S": JOINED_AT_ONCE, "DEPENDENT": True}
-    found["join"] = resources(join_kernel, constants, num_warps=4)
+    join = Join()
+    constants = {"LATENT": 512, "MAX_SPLITS": 64, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "DEPENDENT": True}
+    found["join"] = resources(join_kernel, constants, num_warps=join.warps)
     sys.stdout.write(json.dumps(found))
 
 
