@@ -15,7 +15,7 @@ from nsa_backend.testing.runner import make_gpu_runner
 from nsa_backend.testing.shape import LATENT, QK_DIM, ROPE, SCALE, TOPK
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-NAMES = {"bf16": ("fa3", "flashmla_sparse", "sparse_decode"), "fp8": ("flashmla_kv",)}
+NAMES = {"bf16": ("fa3", "flashmla_sparse", "sparse_decode"), "fp8": ("flashmla_kv", "sparse_decode")}
 SLOTS, CONTEXT = 1 << 20, 4096
 CHOSEN_ROWS = 2048  # top-k rows to draw from: 4 calls of 512 rows
 MAX_ROWS = 512

@@ -1,6 +1,6 @@
 """Write the table of NSA_BACKEND_AUTO_DECODE=1 from what bench_attention.py measured.
 
-python benchmarks/auto_table.py benchmarks/results/attention_h200.json
+python benchmarks/auto_table.py benchmarks/results/auto_0_5_23_h200.json
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEEP = 1.01
 
 
 def derive(result: Path) -> dict:
-    """{GPU name: {source, commit, date, heads: {heads: [[most rows, implementation], ...]}}}."""
+    """{GPU name: {source, commit, date, KV dtype: {heads: [[most rows, implementation], ...]}}}."""
     report = json.loads(result.read_text())
     environment = report["environment"]
     return {
@@ -25,16 +25,18 @@ def derive(result: Path) -> dict:
             "source": str(result.resolve().relative_to(ROOT)),
             "commit": environment["commit"],
             "date": environment["date"],
-            "heads": {str(found["heads"]): _intervals(found) for found in report["by_rows"]},
+            **{
+                kv: {str(found["heads"]): _intervals(found, names) for found in report["by_rows"] if found["kv"] == kv}
+                for kv, names in CANDIDATES.items()
+            },
         }
     }
 
 
-def _intervals(found: dict) -> list[list]:
-    first, last = found["rows"]
+def _intervals(found: dict, names: tuple[str, ...]) -> list[list]:
     table: list[list] = []
-    for i, rows in enumerate(range(first, last + 1)):
-        times = {name: sum(one[name][i] for one in found["passes"]) for name in CANDIDATES}
+    for i, rows in enumerate(found["rows"]):
+        times = {name: sum(one[name][i] for one in found["passes"]) for name in names}
         best = min(times, key=times.get)
         if table and times[table[-1][1]] <= KEEP * times[best]:
             table[-1][0] = rows

@@ -9,6 +9,9 @@ import triton
 
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 
+SCALE_BYTES = 16
+"""Of a slot of an FP8 cache: a float32 for each quarter of the latent."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -21,24 +24,32 @@ class Tile:
     programs: int = 1  # of an SM at a time
 
     @classmethod
-    def of(cls, heads: int) -> Tile:
-        """The one for a rank's heads: more heads a program read a row's tokens fewer times.
+    def of(cls, rows: int, heads: int, *, fp8: bool = False) -> Tile:
+        """The fastest on an H200, of those that benchmarks/results/sparse_decode_tiles_h200.json has, or nearly so.
 
-        Where rows are split it spills no register (`tests/kernels/test_compile_for_hopper.py`). No GPU has told which is the
-        fastest.
+        Few blocks of sixteen heads are split into the shortest stretches. More of them read longer ones, with more tokens on
+        their way, and then read them for more heads at a time. FP8 values take registers to widen, hence more warps.
         """
+        blocks = rows * triton.cdiv(heads, 16)
+        if blocks <= 8:
+            return cls(16, 32, 4, 3) if blocks <= 4 else cls(16, 64, 8 if fp8 else 4, 3)
         if heads <= 16:
-            return cls(16, 32, 4, 3)
-        return cls(32, 32, 8, 3) if heads <= 32 else cls(64, 32, 8, 2)
+            return cls(16, 64, 8, 3) if blocks <= 16 or fp8 else cls(16, 64, 4, 2, programs=2)
+        return cls(32, 64, 8, 3) if heads <= 32 or blocks < 64 or fp8 else cls(64, 64, 8, 2)
 
 
 @dataclass(frozen=True)
 class Join:
     """What one program of the second kernel holds at a time."""
 
-    parts: int = 32  # of a row, in one step
-    latent: int = 128  # of a head
-    warps: int = 4
+    parts: int  # of a row, in one step
+    latent: int  # of a head
+    warps: int
+
+    @classmethod
+    def of(cls, rows: int, heads: int) -> Join:
+        """The fastest on an H200; from the same file."""
+        return cls(64, 128, 4) if rows * heads <= 64 else cls(16, 512, 4)
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class Split:
     chunk: int  # tokens of a part
 
     @classmethod
-    def of(cls, rows: int, heads: int, topk: int, num_sms: int, tile: Tile | None = None) -> Split:
+    def of(cls, rows: int, heads: int, topk: int, num_sms: int, tile: Tile) -> Split:
         """As many parts as fill the GPU once with as many programs an SM as the tile says.
 
         Args:
@@ -57,9 +68,8 @@ class Split:
             heads: query heads.
             topk: most tokens of a row.
             num_sms: of the GPU.
-            tile: `Tile.of(heads)` if None.
+            tile: of the call.
         """
-        tile = tile or Tile.of(heads)
         wanted = max(1, num_sms * tile.programs // max(rows * triton.cdiv(heads, tile.heads), 1))
         chunk = triton.cdiv(triton.cdiv(topk, wanted), tile.tokens) * tile.tokens
         return cls(triton.cdiv(topk, chunk), chunk)
@@ -73,10 +83,15 @@ class Parts:
     lse: torch.Tensor  # float32 [size]
 
     @classmethod
-    def allocate(cls, max_rows: int, heads: int, latent: int, topk: int, num_sms: int, device: torch.device | str) -> Parts:
+    def allocate(
+        cls, max_rows: int, heads: int, latent: int, topk: int, num_sms: int, device: torch.device | str, *, fp8: bool = False
+    ) -> Parts:
         """Room for every call of up to `max_rows` rows."""
-        splits = ((rows, Split.of(rows, heads, topk, num_sms).parts) for rows in range(1, max_rows + 1))
-        return cls.of(max((rows * parts * heads for rows, parts in splits if parts > 1), default=0), latent, device)
+        size = 0
+        for rows in range(1, max_rows + 1):
+            parts = Split.of(rows, heads, topk, num_sms, Tile.of(rows, heads, fp8=fp8)).parts
+            size = max(size, rows * parts * heads if parts > 1 else 0)
+        return cls.of(size, latent, device)
 
     @classmethod
     def of(cls, size: int, latent: int, device: torch.device | str) -> Parts:
@@ -111,15 +126,17 @@ def sparse_decode(
     Args:
         q_nope: [rows, heads, latent], the last dimension dense; bfloat16, or float16 or float32 for tests.
         q_rope: [rows, heads, rope], the last dimension dense.
-        kv_cache: [slots, 1, latent + rope], rows dense; of the query's dtype.
-        topk_slots: int32 [rows, topk], rows dense; -1 where there is none. Slots that no row names are never read.
-        lens: int32 [rows], entries of each row to look at, at most topk; those beyond are not read.
+        kv_cache: [slots, 1, latent + rope] of the query's dtype; or float8_e4m3fn, rows as FlashMLA's: latent values, then
+            four float32 scales, one of each quarter of them, then rope values of the query's dtype. Rows dense. Slots that no
+            row names are never read.
+        topk_slots: int32 [rows, topk], rows dense; -1 where there is none.
+        lens: int32 [rows], entries of each row to look at, at most topk.
         sm_scale: of the scores.
         num_sms: of the GPU.
         logit_cap: scores become logit_cap * tanh(score / logit_cap); 0 leaves them.
         parts: memory for what is joined, from `Parts.allocate`; None, or too little of it, allocates.
-        tile: `Tile.of(heads)` if None; another one is for measurements.
-        join: `Join()` if None; likewise.
+        tile: `Tile.of` if None; another one is for measurements.
+        join: `Join.of` if None; likewise.
 
     Returns:
         [rows, heads, latent] of the query's dtype; zeros where a row has no slot.
@@ -133,17 +150,21 @@ def sparse_decode(
     out = torch.empty(rows, heads, latent, dtype=q_nope.dtype, device=q_nope.device)
     if rows == 0:
         return out
-    tile, join = tile or Tile.of(heads), join or Join()
+    fp8 = kv_cache.dtype == torch.float8_e4m3fn
+    tile, join = tile or Tile.of(rows, heads, fp8=fp8), join or Join.of(rows, heads)
     split = Split.of(rows, heads, topk, num_sms, tile)
     size = rows * split.parts * heads
     if split.parts > 1 and (parts is None or not parts.hold(size)):
         parts = Parts.of(size, latent, out.device)
     partial, lse = (parts.out, parts.lse) if split.parts > 1 else (out, lens)
-    launch = {"DEPENDENT": True, "launch_pdl": True} if out.is_cuda else {"DEPENDENT": False}
+    k_rope, scales = _behind_the_latent(kv_cache, latent, q_nope.dtype)
+    launch = {"COMPILED": True, "launch_pdl": True} if out.is_cuda else {"COMPILED": False}
     attend_kernel[(rows, triton.cdiv(heads, tile.heads), split.parts)](
         q_nope,
         q_rope,
         kv_cache,
+        k_rope,
+        scales,
         topk_slots,
         lens,
         out,
@@ -155,38 +176,48 @@ def sparse_decode(
         q_nope.stride(1),
         q_rope.stride(0),
         q_rope.stride(1),
-        kv_cache.stride(0),
         topk_slots.stride(0),
+        topk,
         heads,
         split.parts,
         split.chunk,
         LATENT=latent,
         ROPE=rope,
+        LATENT_STRIDE=kv_cache.stride(0),
+        ROPE_STRIDE=k_rope.stride(0),
+        SCALES_STRIDE=scales.stride(0),
         BLOCK_H=tile.heads,
         BLOCK_N=tile.tokens,
         STAGES=tile.stages,
         SPLIT=split.parts > 1,
+        FP8=fp8,
         CAPPED=logit_cap != 0,
         num_warps=tile.warps,
         **launch,
     )
     if split.parts > 1:
-        join_kernel[(rows, heads, triton.cdiv(latent, join.latent))](
+        width = min(join.latent, latent)
+        join_kernel[(rows, heads, latent // width)](
             partial,
             lse,
-            lens,
             out,
             heads,
             split.parts,
-            split.chunk,
             LATENT=latent,
-            MAX_SPLITS=triton.next_power_of_2(triton.cdiv(topk, tile.tokens)),
             BLOCK_S=join.parts,
-            BLOCK_D=min(join.latent, latent),
+            BLOCK_D=width,
             num_warps=join.warps,
             **launch,
         )
     return out
+
+
+def _behind_the_latent(kv_cache: torch.Tensor, latent: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of every slot's rotated part and of its scales, which a cache without scales has none of."""
+    if kv_cache.dtype == dtype:
+        return kv_cache[..., latent:], kv_cache
+    after_scales = latent + SCALE_BYTES
+    return kv_cache[..., after_scales:].view(dtype), kv_cache[..., latent:after_scales].view(torch.float32)
 
 
 def _check(
@@ -194,10 +225,11 @@ def _check(
 ) -> None:
     rows, heads, latent = q_nope.shape
     rope = q_rope.shape[-1]
+    widths = {q_nope.dtype: latent + rope, torch.float8_e4m3fn: latent + SCALE_BYTES + rope * q_nope.element_size()}
     wrong = {
         "q_rope": q_rope.shape != (rows, heads, rope) or q_rope.stride(-1) != 1 or q_rope.dtype != q_nope.dtype,
         "q_nope": q_nope.stride(-1) != 1,
-        "kv_cache": kv_cache.shape[1:] != (1, latent + rope) or kv_cache.stride(-1) != 1 or kv_cache.dtype != q_nope.dtype,
+        "kv_cache": kv_cache.shape[1:] != (1, widths.get(kv_cache.dtype)) or kv_cache.stride(-1) != 1,
         "topk_slots": topk_slots.shape[0] != rows or topk_slots.stride(-1) != 1 or topk_slots.dtype != torch.int32,
         "lens": lens.shape != (rows,) or not lens.is_contiguous() or lens.dtype != torch.int32,
     }

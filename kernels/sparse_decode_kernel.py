@@ -3,6 +3,10 @@
 A row of decode reads at most index_topk tokens, too few programs for a GPU where there are few rows, so a row is split over
 programs: each attends to one stretch of the row's slots for one block of heads and leaves its output and the logarithm of its
 weights' sum. The second kernel weighs the parts of a row, in their order, so that the result depends on the shape alone.
+
+The latent is taken in four pieces. A matrix product of sixteen heads over 512 values is one chain of 32 tensor-core
+instructions that wait for each other; four shorter chains run beside each other. With an FP8 KV cache a piece is what has a
+scale of its own, so that scores and weights are scaled and no value is.
 """
 
 from __future__ import annotations
@@ -12,14 +16,46 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # What changes from batch to batch must not compile the kernels again.
-UNSPECIALIZED = ["slots_stride", "heads", "splits", "chunk"]
+UNSPECIALIZED = ["slots_stride", "topk", "heads", "splits", "chunk"]
+
+# Four FP8 values to bfloat16, which holds them all. In assembly that claims to have side effects, because the compiler would
+# widen each value twice, once for each product, and then copies nothing ahead of its use (seen with Triton 3.6 and 3.8).
+FP8_TO_BF16 = tl.constexpr(
+    """{
+    .reg .b16 low, high, h0, h1, h2, h3;
+    .reg .b32 first, second;
+    .reg .f32 f0, f1, f2, f3;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 first, low;
+    cvt.rn.f16x2.e4m3x2 second, high;
+    mov.b32 {h0, h1}, first;
+    mov.b32 {h2, h3}, second;
+    cvt.f32.f16 f0, h0;
+    cvt.f32.f16 f1, h1;
+    cvt.f32.f16 f2, h2;
+    cvt.f32.f16 f3, h3;
+    cvt.rn.bf16x2.f32 $0, f1, f0;
+    cvt.rn.bf16x2.f32 $1, f3, f2;
+}"""
+)
+
+
+@triton.jit
+def load_piece(ptr, mask, dtype: tl.constexpr, FP8: tl.constexpr, COMPILED: tl.constexpr):
+    """Values of one piece of the latent, of the query's dtype."""
+    values = tl.load(ptr, mask=mask, other=0.0)
+    if FP8 and COMPILED:
+        return tl.inline_asm_elementwise(FP8_TO_BF16, "=r,=r,r", [values], dtype=tl.bfloat16, is_pure=False, pack=4)
+    return values.to(dtype)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attend_kernel(
-    q_nope_ptr,  # [rows, heads, LATENT], heads and latent dense in a row
+    q_nope_ptr,  # [rows, heads, LATENT], strides below
     q_rope_ptr,  # [rows, heads, ROPE], strides below
-    kv_ptr,  # [slots, LATENT + ROPE]
+    latent_ptr,  # [slots, LATENT], LATENT_STRIDE apart; of the query's dtype, or FP8
+    k_rope_ptr,  # [slots, ROPE], ROPE_STRIDE apart, of the query's dtype
+    scales_ptr,  # float32 [slots, 4], SCALES_STRIDE apart, of the pieces; read where FP8
     slots_ptr,  # int32 [rows, slots_stride], -1 where there is none
     lens_ptr,  # int32 [rows], entries of each row to look at
     out_ptr,  # [rows, heads, LATENT], written where SPLIT is False
@@ -31,104 +67,153 @@ def attend_kernel(
     q_nope_head_stride,
     q_rope_row_stride,
     q_rope_head_stride,
-    kv_stride,
     slots_stride,
+    topk,
     heads,
     splits,
     chunk,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
+    LATENT_STRIDE: tl.constexpr,  # strides of the cache are constants: of an FP8 one they would else not tell how it is aligned
+    ROPE_STRIDE: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
+    FP8: tl.constexpr,
     CAPPED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
-    if DEPENDENT:
+    D: tl.constexpr = LATENT // 4
+    EVERY_COLUMN: tl.constexpr = BLOCK_H < 64  # has a sum of its own, added up at the end; more heads have no registers for it
+    if COMPILED:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     begin = split * chunk
-    end = tl.minimum(begin + chunk, tl.load(lens_ptr + row))
-    if SPLIT and begin >= end:  # nobody reads the parts past a row's length
-        return
     columns = tl.arange(0, BLOCK_N)
     slots_ptr += row * slots_stride
-    # a step's slots come with the step before, so that its tokens can be asked for at once
-    slot = tl.load(slots_ptr + begin + columns, mask=begin + columns < end, other=-1)
+    # The first slots do not wait for the row's length, and a step's slots come with the step before: tokens are asked for as
+    # soon as can be, several steps ahead.
+    slot = tl.load(slots_ptr + begin + columns, mask=begin + columns < topk, other=-1)
+    end = tl.minimum(begin + chunk, tl.load(lens_ptr + row))
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    d = tl.arange(0, LATENT)
-    r = tl.arange(0, ROPE)
+    part = (row * splits + split) * heads + h
+    if SPLIT and begin >= end:
+        tl.store(lse_ptr + part, tl.full((BLOCK_H,), float("-inf"), tl.float32), mask=h < heads)
+        return
+    slot = tl.where(begin + columns < end, slot, -1)
+    d = tl.arange(0, D)[None, :]
+    r = tl.arange(0, ROPE)[None, :]
     real = (h < heads)[:, None]
-    q_nope = tl.load(q_nope_ptr + row * q_nope_row_stride + h[:, None] * q_nope_head_stride + d[None, :], mask=real, other=0.0)
-    q_rope = tl.load(q_rope_ptr + row * q_rope_row_stride + h[:, None] * q_rope_head_stride + r[None, :], mask=real, other=0.0)
+    query = q_nope_ptr + row * q_nope_row_stride + h[:, None] * q_nope_head_stride + d
+    q0 = tl.load(query, mask=real, other=0.0)
+    q1 = tl.load(query + D, mask=real, other=0.0)
+    q2 = tl.load(query + 2 * D, mask=real, other=0.0)
+    q3 = tl.load(query + 3 * D, mask=real, other=0.0)
+    q_rope = tl.load(q_rope_ptr + row * q_rope_row_stride + h[:, None] * q_rope_head_stride + r, mask=real, other=0.0)
     best = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    acc = tl.zeros((BLOCK_H, LATENT), tl.float32)
+    total = tl.zeros((BLOCK_H, BLOCK_N if EVERY_COLUMN else 1), tl.float32)
+    out0 = tl.zeros((BLOCK_H, D), tl.float32)
+    out1 = tl.zeros((BLOCK_H, D), tl.float32)
+    out2 = tl.zeros((BLOCK_H, D), tl.float32)
+    out3 = tl.zeros((BLOCK_H, D), tl.float32)
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         there = slot >= 0
-        token = kv_ptr + tl.where(there, slot, 0).to(tl.int64)[:, None] * kv_stride
-        latent = tl.load(token + d[None, :], mask=there[:, None], other=0.0)
-        rope = tl.load(token + LATENT + r[None, :], mask=there[:, None], other=0.0)
+        real_token = there[:, None]
+        token = tl.where(there, slot, 0).to(tl.int64)
+        latent = latent_ptr + token[:, None] * LATENT_STRIDE + d
+        k0 = load_piece(latent, real_token, q0.dtype, FP8, COMPILED)
+        k1 = load_piece(latent + D, real_token, q0.dtype, FP8, COMPILED)
+        k2 = load_piece(latent + 2 * D, real_token, q0.dtype, FP8, COMPILED)
+        k3 = load_piece(latent + 3 * D, real_token, q0.dtype, FP8, COMPILED)
+        k_rope = tl.load(k_rope_ptr + token[:, None] * ROPE_STRIDE + r, mask=real_token, other=0.0)
+        scores0 = tl.dot(q0, tl.trans(k0), input_precision="ieee")
+        scores1 = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+        scores2 = tl.dot(q2, tl.trans(k2), input_precision="ieee")
+        scores3 = tl.dot(q3, tl.trans(k3), input_precision="ieee")
+        scores = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
+        if FP8:
+            scales = scales_ptr + token * SCALES_STRIDE
+            scale0 = tl.load(scales, mask=there, other=0.0)[None, :]
+            scale1 = tl.load(scales + 1, mask=there, other=0.0)[None, :]
+            scale2 = tl.load(scales + 2, mask=there, other=0.0)[None, :]
+            scale3 = tl.load(scales + 3, mask=there, other=0.0)[None, :]
+            scores += (scores0 * scale0 + scores1 * scale1) + (scores2 * scale2 + scores3 * scale3)
+        else:
+            scores += (scores0 + scores1) + (scores2 + scores3)
         following = first + BLOCK_N + columns
         slot = tl.load(slots_ptr + following, mask=following < end, other=-1)
-        scores = tl.dot(q_nope, tl.trans(latent))
-        scores = tl.dot(q_rope, tl.trans(rope), scores) * scale
+        scores *= scale
         if CAPPED:
             scores = cap * (1.0 - 2.0 / (tl.exp2(2.0 * LOG2E * scores / cap) + 1.0))
         scores = tl.where(there[None, :], scores * LOG2E, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - finite[:, None])
-        fade = tl.exp2(best - finite)
-        total = total * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(latent.dtype), latent, acc * fade[:, None])
+        fade = tl.exp2(best - finite)[:, None]
+        total = total * fade + (weights if EVERY_COLUMN else tl.sum(weights, 1)[:, None])
+        if FP8:
+            out0 = tl.dot((weights * scale0).to(q0.dtype), k0, out0 * fade, input_precision="ieee")
+            out1 = tl.dot((weights * scale1).to(q0.dtype), k1, out1 * fade, input_precision="ieee")
+            out2 = tl.dot((weights * scale2).to(q0.dtype), k2, out2 * fade, input_precision="ieee")
+            out3 = tl.dot((weights * scale3).to(q0.dtype), k3, out3 * fade, input_precision="ieee")
+        else:
+            rounded = weights.to(q0.dtype)
+            out0 = tl.dot(rounded, k0, out0 * fade, input_precision="ieee")
+            out1 = tl.dot(rounded, k1, out1 * fade, input_precision="ieee")
+            out2 = tl.dot(rounded, k2, out2 * fade, input_precision="ieee")
+            out3 = tl.dot(rounded, k3, out3 * fade, input_precision="ieee")
         best = higher
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    weight = tl.sum(total, 1)
+    over = (1.0 / tl.where(weight == 0.0, 1.0, weight))[:, None]
     if SPLIT:
-        part = (row * splits + split) * heads + h
-        tl.store(partial_ptr + part[:, None] * LATENT + d[None, :], out, mask=real)
-        tl.store(lse_ptr + part, best + tl.log2(total), mask=h < heads)
+        out = partial_ptr + part[:, None] * LATENT + d
+        tl.store(lse_ptr + part, best + tl.log2(weight), mask=h < heads)
     else:
-        tl.store(out_ptr + (row * heads + h)[:, None] * LATENT + d[None, :], out.to(out_ptr.dtype.element_ty), mask=real)
+        out = out_ptr + (row * heads + h)[:, None] * LATENT + d
+    dtype = out.dtype.element_ty
+    tl.store(out, (out0 * over).to(dtype), mask=real)
+    tl.store(out + D, (out1 * over).to(dtype), mask=real)
+    tl.store(out + 2 * D, (out2 * over).to(dtype), mask=real)
+    tl.store(out + 3 * D, (out3 * over).to(dtype), mask=real)
 
 
-@triton.jit(do_not_specialize=["heads", "splits", "chunk"])
+@triton.jit(do_not_specialize=["heads", "splits"])
 def join_kernel(
-    partial_ptr,  # float32 [rows, splits, heads, LATENT]
-    lse_ptr,  # float32 [rows, splits, heads], base 2
-    lens_ptr,  # int32 [rows]
+    partial_ptr,  # float32 [rows, splits, heads, LATENT]; anything in a part without a token
+    lse_ptr,  # float32 [rows, splits, heads], base 2; -inf for a part without a token
     out_ptr,  # [rows, heads, LATENT]
     heads,
     splits,
-    chunk,
     LATENT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,  # a power of two
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):
+    if COMPILED:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    if DEPENDENT:
-        gdc_wait()
-    written = tl.minimum(tl.cdiv(tl.load(lens_ptr + row), chunk), splits)
-    first = row * splits
-    every = tl.arange(0, MAX_SPLITS)
-    lse = tl.load(lse_ptr + (first + every) * heads + head, mask=every < written, other=float("-inf"))
-    best = tl.max(lse, 0)
-    best = tl.where(best == float("-inf"), 0.0, best)
-    total = tl.sum(tl.exp2(lse - best), 0)
+    best = float("-inf")
+    total = 0.0
     acc = tl.zeros((BLOCK_D,), tl.float32)
-    for begin in range(0, written, BLOCK_S):
-        s = begin + tl.arange(0, BLOCK_S)
-        part = (first + s) * heads + head
-        lse_of_s = tl.load(lse_ptr + part, mask=s < written, other=float("-inf"))
-        parts = tl.load(partial_ptr + part[:, None] * LATENT + d[None, :], mask=(s < written)[:, None], other=0.0)
-        acc += tl.sum(parts * tl.exp2(lse_of_s - best)[:, None], 0)
+    for first in range(0, splits, BLOCK_S):
+        s = first + tl.arange(0, BLOCK_S)
+        part = (row * splits + s) * heads + head
+        lse = tl.load(lse_ptr + part, mask=s < splits, other=float("-inf"))
+        # asked for beside the sums, not after them
+        parts = tl.load(partial_ptr + part[:, None] * LATENT + d[None, :], mask=(s < splits)[:, None], other=0.0)
+        higher = tl.maximum(best, tl.max(lse, 0))
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(lse - finite)
+        fade = tl.exp2(best - finite)
+        total = total * fade + tl.sum(weights, 0)
+        acc = acc * fade + tl.sum(tl.where((lse > float("-inf"))[:, None], parts, 0.0) * weights[:, None], 0)
+        best = higher
     out = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + (row * heads + head) * LATENT + d, out.to(out_ptr.dtype.element_ty))

@@ -21,8 +21,8 @@ from nsa_backend.metadata.views import NSAMetadata
 
 TABLE = Path(__file__).with_name("auto_table.json")
 
-CANDIDATES = ("fa3", "flashmla_sparse")
-"""What serves a bfloat16 KV cache; on an FP8 one flashmla_kv is the only implementation, so nothing is to be chosen."""
+CANDIDATES = {"bf16": ("fa3", "flashmla_sparse", "sparse_decode"), "fp8": ("flashmla_kv", "sparse_decode")}
+"""What serves either KV cache."""
 
 
 @functools.cache
@@ -39,23 +39,24 @@ def problems(config: AttentionConfig) -> list[str]:
             f"it was measured on {', '.join(known)} and this device is {config.device_name or 'no GPU'}: unset it and name "
             "the implementation, or measure (python -m nsa_backend bench attention, then benchmarks/auto_table.py)"
         ]
-    names = CANDIDATES if config.kv_cache_dtype == torch.bfloat16 else ("flashmla_kv",)
-    return [f"{name}: {problem}" for name in names for problem in implementation(name).problems(config)]
+    return [f"{name}: {problem}" for name in CANDIDATES[_kv(config)] for problem in implementation(name).problems(config)]
 
 
 def build(config: AttentionConfig) -> SparseAttention:
-    """An implementation that chooses per call; flashmla_kv itself on an FP8 KV cache."""
-    if config.kv_cache_dtype != torch.bfloat16:
-        return implementation("flashmla_kv").build(config)
-    return Auto(config, intervals(config.device_name, config.num_heads))
+    """An implementation that chooses per call."""
+    return Auto(config, intervals(config.device_name, _kv(config), config.num_heads))
 
 
-def intervals(device_name: str, num_heads: int) -> list[tuple[int, str]]:
+def _kv(config: AttentionConfig) -> str:
+    return "bf16" if config.kv_cache_dtype == torch.bfloat16 else "fp8"
+
+
+def intervals(device_name: str, kv: str, num_heads: int) -> list[tuple[int, str]]:
     """[(most rows, implementation)] in ascending order; the last one also serves what lies above.
 
     Head counts between the measured ones follow the next larger one, as FlashMLA pads them; the largest follows itself.
     """
-    by_heads = {int(heads): rows for heads, rows in measured()[device_name]["heads"].items()}
+    by_heads = {int(heads): rows for heads, rows in measured()[device_name][kv].items()}
     heads = min((h for h in by_heads if h >= num_heads), default=max(by_heads))
     return [(most, name) for most, name in by_heads[heads]]
 

@@ -1,6 +1,7 @@
 """A kernel of our own for the few rows of decode: every row is split over the GPU; no padded heads, no joined query.
 
-Written for one to sixteen rows of a rank's 8 to 32 heads, where FA3 leaves most of the GPU idle.
+Written for one to sixteen rows of a rank's 8 to 32 heads, where FA3 leaves most of the GPU idle, and for FP8 KV caches, which
+FA3 does not read.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.inputs import SparseInputs
-from nsa_backend.attention.interface import NothingToPrepare, bfloat16_problems, device_title, sinks_problems
+from nsa_backend.attention.interface import NothingToPrepare, device_title, sinks_problems
 from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
 
 SMS_WITHOUT_A_GPU = 132
+FP8_LATENT = 512  # values of a slot of SGLang's FP8 cache, which have a scale for each 128
 
 
 def problems(config: AttentionConfig) -> list[str]:
@@ -23,7 +25,12 @@ def problems(config: AttentionConfig) -> list[str]:
         found.append(f"it is made for few rows: name it for {adapter.DECODE_OPTION} alone")
     if config.device_sm != 90:
         found.append(f"nsa_backend runs it on Hopper (SM90) alone so far and this device is {device_title(config.device_sm)}")
-    return found + bfloat16_problems(config) + sinks_problems(config)
+    fp8 = config.kv_cache_dtype == torch.float8_e4m3fn
+    if config.kv_cache_dtype != torch.bfloat16 and not fp8:
+        found.append(f"it reads a bfloat16 or fp8_e4m3 KV cache and this one is {config.kv_cache_dtype}")
+    if fp8 and config.latent_dim != FP8_LATENT:
+        found.append(f"it reads FP8 values in four groups of 128 and this model's latent has {config.latent_dim}")
+    return found + sinks_problems(config)
 
 
 def build(config: AttentionConfig) -> SparseDecode:
@@ -42,8 +49,9 @@ class SparseDecode(NothingToPrepare):
     def reserve(self, max_rows: int) -> None:
         """Memory for the parts of rows, which captured forwards share: they run one after the other."""
         config = self._config
+        fp8 = config.kv_cache_dtype == torch.float8_e4m3fn
         self._parts = Parts.allocate(
-            max_rows, config.num_heads, config.latent_dim, config.index_topk, self._num_sms, config.device
+            max_rows, config.num_heads, config.latent_dim, config.index_topk, self._num_sms, config.device, fp8=fp8
         )
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:

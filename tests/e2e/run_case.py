@@ -30,6 +30,13 @@ PREFILL_SHAPES = (128, 512, 1024, 4096)
 """Tokens of a captured prefill; SGLang's own list has up to 58 sizes, most of an engine's start."""
 
 
+def known_to_sglang(case: Case) -> str:
+    """What its own backend decodes with: the case's implementation, or where it lacks that, what it takes by itself."""
+    if case.decode not in OWN_DECODE_VALUES:
+        return case.decode
+    return "flashmla_kv" if case.engine.get("kv_cache_dtype") == "fp8_e4m3" else "fa3"
+
+
 def engine_arguments(case: Case, checkpoint: str, port: int, *, builtin: bool = False) -> dict:
     """Arguments of sglang.Engine; the same for both backends, but for our own kernels, which the built-in one does not know."""
     arguments = {
@@ -37,7 +44,7 @@ def engine_arguments(case: Case, checkpoint: str, port: int, *, builtin: bool = 
         "skip_tokenizer_init": True,
         "grammar_backend": "none",
         "attention_backend": "nsa",
-        "nsa_decode_backend": "fa3" if builtin and case.decode in OWN_DECODE_VALUES else case.decode,
+        "nsa_decode_backend": known_to_sglang(case) if builtin else case.decode,
         "nsa_prefill_backend": "flashmla_sparse",
         "kv_cache_dtype": "bfloat16",
         "mem_fraction_static": 0.3,  # of what is free; `max_total_tokens` says what is taken

@@ -84,6 +84,7 @@ CASES = [
     Case("n3 flashmla_sparse", 3, STANDARD, decode="flashmla_sparse", floors=FLOORS, request_floors={"8x300": 3.75 / 4}),
     Case("n3 sparse_decode", 3, (*STANDARD, "32x300"), decode="sparse_decode", floors=FLOORS),
     Case("no speculation, sparse_decode", 0, STANDARD, decode="sparse_decode"),
+    Case("fp8, sparse_decode", 3, (*STANDARD, "32x300"), decode="sparse_decode", engine=FP8, floor_of_all=0.95),
     # About one draft in a hundred is a tie in bfloat16 that target and draft round apart, as with dense MLA. It costs half a
     # round, so the more steps, the more requests it takes to tell 0.95 of N + 1 from noise.
     Case("n2 fa3", 2, STANDARD, floor_of_all=0.95),

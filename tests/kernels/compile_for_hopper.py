@@ -22,19 +22,29 @@ from triton.compiler import ASTSource
 from nsa_backend.kernels.sparse_decode import Join, Tile
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 
-TYPES = {name: "*bf16" for name in ("q_nope_ptr", "q_rope_ptr", "kv_ptr", "out_ptr")}
-TYPES |= {"slots_ptr": "*i32", "lens_ptr": "*i32", "partial_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32", "cap": "fp32"}
-ALIGNED = {"q_nope_row_stride", "q_nope_head_stride", "q_rope_row_stride", "q_rope_head_stride", "kv_stride"}
+TYPES = {name: "*bf16" for name in ("q_nope_ptr", "q_rope_ptr", "k_rope_ptr", "out_ptr")}
+TYPES |= {
+    "slots_ptr": "*i32",
+    "lens_ptr": "*i32",
+    "partial_ptr": "*fp32",
+    "lse_ptr": "*fp32",
+    "scales_ptr": "*fp32",
+    "scale": "fp32",
+    "cap": "fp32",
+}
+ALIGNED = {"q_nope_row_stride", "q_nope_head_stride", "q_rope_row_stride", "q_rope_head_stride"}
+MODEL = {"LATENT": 512, "ROPE": 64}
 PTXAS = Path(nvidia.__file__).parent / "bin" / "ptxas"
 
 
-def resources(kernel: triton.JITFunction, constants: dict, **options: int) -> dict[str, int]:
+def resources(kernel: triton.JITFunction, constants: dict, latent: str = "*bf16", **options: int) -> dict[str, int]:
     """Registers a thread, bytes spilled a thread and bytes of shared memory a program."""
+    types = TYPES | {"latent_ptr": latent}
     names = [parameter.name for parameter in kernel.params]
     aligned = [(place,) for place, name in enumerate(names) if name.endswith("_ptr") or name in ALIGNED]
     source = ASTSource(
         fn=kernel,
-        signature={name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in names},
+        signature={name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={place: [["tt.divisibility", 16]] for place in aligned},
     )
@@ -52,16 +62,22 @@ def resources(kernel: triton.JITFunction, constants: dict, **options: int) -> di
 
 
 def main() -> None:
-    model = {"LATENT": 512, "ROPE": 64}
     found = {}
-    for tile in dict.fromkeys(map(Tile.of, (8, 16, 32, 64, 128))):
-        for split in (True, False):
-            shape = {"BLOCK_H": tile.heads, "BLOCK_N": tile.tokens, "STAGES": tile.stages}
-            constants = model | shape | {"SPLIT": split, "CAPPED": False, "DEPENDENT": True}
-            found[f"attend, {tile.heads} heads, split {split}"] = resources(attend_kernel, constants, num_warps=tile.warps)
-    join = Join()
-    constants = {"LATENT": 512, "MAX_SPLITS": 64, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "DEPENDENT": True}
-    found["join"] = resources(join_kernel, constants, num_warps=join.warps)
+    caches = {
+        "*bf16": {"LATENT_STRIDE": 576, "ROPE_STRIDE": 576, "SCALES_STRIDE": 576, "FP8": False},
+        "*fp8e4nv": {"LATENT_STRIDE": 656, "ROPE_STRIDE": 328, "SCALES_STRIDE": 164, "FP8": True},
+    }
+    shapes = [(rows, heads) for heads in (8, 16, 32, 64, 128) for rows in (1, 4, 8, 16, 32, 64)]
+    for latent, cache in caches.items():
+        for tile in dict.fromkeys(Tile.of(*shape, fp8=cache["FP8"]) for shape in shapes):
+            for split in (True, False):
+                shape = {"BLOCK_H": tile.heads, "BLOCK_N": tile.tokens, "STAGES": tile.stages}
+                constants = MODEL | cache | shape | {"SPLIT": split, "CAPPED": False, "COMPILED": True}
+                used = resources(attend_kernel, constants, latent, num_warps=tile.warps)
+                found[f"attend, {tile}, {latent[1:]}, split {split}"] = used | {"programs": tile.programs}
+    for join in dict.fromkeys(Join.of(*shape) for shape in shapes):
+        constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True}
+        found[f"join, {join.parts} parts"] = resources(join_kernel, constants, num_warps=join.warps) | {"programs": 1}
     sys.stdout.write(json.dumps(found))
 
 

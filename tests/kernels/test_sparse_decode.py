@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa_backend.kernels.sparse_decode import Parts, Split, Tile, sparse_decode
+from nsa_backend.kernels.sparse_decode import Join, Parts, Split, Tile, sparse_decode
 
 LATENT, ROPE, SMS = 64, 16, 132
 RELATIVE_ERROR = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
@@ -33,6 +33,16 @@ def case(device, rows, heads, topk, lens, dtype, seed, latent=LATENT, rope=ROPE,
     query = torch.randn(rows, heads, 8 + rope, generator=generator)
     tensors = [t.to(device, dtype) for t in (nope, query, kv)]
     return tensors[0], tensors[1][..., 8:], tensors[2], slots.to(device), lens.to(device)
+
+
+def quantised(kv, latent, dtype):
+    """The same slots as FlashMLA's FP8 cache has them, and the values that they then hold."""
+    quarters = kv[..., :latent].float().unflatten(-1, (4, -1))
+    scales = quarters.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max
+    values = (quarters / scales[..., None]).to(torch.float8_e4m3fn)
+    pieces = (values.flatten(-2), scales, kv[..., latent:].to(dtype))
+    packed = torch.cat([piece.contiguous().view(torch.uint8) for piece in pieces], dim=-1).view(torch.float8_e4m3fn)
+    return packed, torch.cat([(values.float() * scales[..., None]).flatten(-2), kv[..., latent:].float()], dim=-1)
 
 
 def expected(q_nope, q_rope, kv, slots, lens, sm_scale, logit_cap=0.0):
@@ -79,6 +89,29 @@ def test_rows_of_any_length_split_in_any_way(device, shape, heads, sms, holes, s
     assert_near(out, expected(*inputs, 0.1), torch.float32)
 
 
+@pytest.mark.parametrize("heads", [3, 16, 40])
+@pytest.mark.parametrize("sms", [1, SMS])
+@pytest.mark.parametrize("logit_cap", [0.0, 5.0])
+def test_an_fp8_cache(device, half, heads, sms, logit_cap):
+    """Scales of quarters far apart; every byte of a slot that no row names is NaN."""
+    q_nope, q_rope, kv, slots, lens = case(device, 3, heads, 100, [100, 0, 37], half, 4, latent=128, holes=True)
+    kv[..., :64] *= 50
+    packed, values = quantised(kv, 128, half)
+    want = expected(q_nope, q_rope, values, slots, lens, 0.02, logit_cap)
+    out = sparse_decode(q_nope, q_rope, packed, slots, lens, 0.02, num_sms=sms, logit_cap=logit_cap)
+    assert_near(out, want, half)
+    assert (out.float().cpu() - expected(q_nope, q_rope, kv, slots, lens, 0.02, logit_cap)).norm() > 5e-3 * want.norm()
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_the_models_shape_in_fp8(device, half, heads):
+    q_nope, q_rope, kv, slots, lens = case(device, 3, heads, 2048, [2048, 1, 300], half, 6, latent=512, rope=64)
+    packed, values = quantised(kv, 512, half)
+    assert packed.shape[-1] == 656
+    out = sparse_decode(q_nope, q_rope, packed, slots, lens, 576**-0.5, num_sms=SMS)
+    assert_near(out, expected(q_nope, q_rope, values, slots, lens, 576**-0.5), half)
+
+
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("sms", [1, SMS])
 def test_the_models_shape_in_sixteen_bits(device, half, heads, sms):
@@ -107,10 +140,11 @@ def test_equal_shapes_give_equal_bits_whatever_the_memory(device, half):
     assert torch.equal(sparse_decode(*inputs, 0.1, num_sms=SMS), sparse_decode(*inputs, 0.1, num_sms=SMS, parts=roomy))
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 16, 4, 1), Tile(32, 64, 4, 2)])
-def test_other_tiles_compute_the_same(device, tile):
+@pytest.mark.parametrize("tile", [Tile(16, 16, 4, 1), Tile(32, 64, 4, 2), Tile(64, 64, 8, 2), Tile(16, 32, 4, 3, programs=2)])
+@pytest.mark.parametrize("join", [Join(2, 64, 4), Join(16, 32, 2)])
+def test_other_tiles_compute_the_same(device, tile, join):
     inputs = case(device, 2, 20, 256, [256, 31], torch.float32, 8)
-    out = sparse_decode(*inputs, 0.1, num_sms=SMS, tile=tile)
+    out = sparse_decode(*inputs, 0.1, num_sms=SMS, tile=tile, join=join)
     assert_near(out, expected(*inputs, 0.1), torch.float32)
 
 
@@ -122,18 +156,24 @@ def test_no_rows(device):
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 33, 64, 132, 133, 500])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
-def test_a_split_covers_a_row_and_fills_the_gpu_once(rows, heads):
-    split = Split.of(rows, heads, 2048, SMS)
-    assert split.chunk % Tile.of(heads).tokens == 0
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_split_covers_a_row_and_fills_the_gpu_once(rows, heads, fp8):
+    tile = Tile.of(rows, heads, fp8=fp8)
+    split = Split.of(rows, heads, 2048, SMS, tile)
+    assert split.chunk % tile.tokens == 0
     assert (split.parts - 1) * split.chunk < 2048 <= split.parts * split.chunk
-    programs = rows * -(-heads // Tile.of(heads).heads)
-    assert split.parts == 1 or split.parts * programs <= SMS + programs
+    programs = rows * -(-heads // tile.heads)
+    assert split.parts == 1 or split.parts * programs <= tile.programs * SMS + programs
 
 
-def test_memory_for_every_smaller_batch():
-    parts = Parts.allocate(64, 16, 512, 2048, SMS, "cpu")
-    assert all(parts.hold(rows * Split.of(rows, 16, 2048, SMS).parts * 16) for rows in range(1, 65))
-    assert parts.out.numel() == 512 * parts.lse.numel() <= 512 * 16 * 2 * SMS
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_memory_for_every_smaller_batch(heads, fp8):
+    parts = Parts.allocate(64, heads, 512, 2048, SMS, "cpu", fp8=fp8)
+    for rows in range(1, 65):
+        split = Split.of(rows, heads, 2048, SMS, Tile.of(rows, heads, fp8=fp8))
+        assert split.parts == 1 or parts.hold(rows * split.parts * heads)
+    assert parts.out.numel() == 512 * parts.lse.numel() <= 512 * 16 * 4 * SMS
 
 
 @pytest.mark.parametrize(
@@ -143,12 +183,23 @@ def test_memory_for_every_smaller_batch():
         (1, lambda t: t[:1]),
         (2, lambda t: t.half()),
         (2, lambda t: t[..., :-1]),
+        (2, lambda t: t.to(torch.float8_e4m3fn)),
         (3, lambda t: t.long()),
         (3, lambda t: t[:1]),
         (4, lambda t: t.long()),
         (4, lambda t: t.repeat_interleave(2)[::2]),
     ],
-    ids=["query by twos", "rows", "dtype", "width", "slots int64", "rows of slots", "lens int64", "strided lens"],
+    ids=[
+        "query by twos",
+        "rows",
+        "dtype",
+        "width",
+        "fp8 without scales",
+        "slots int64",
+        "rows of slots",
+        "lens int64",
+        "strided lens",
+    ],
 )
 def test_what_would_be_misread_is_refused(device, index, change):
     inputs = list(case(device, 2, 8, 64, [64, 3], torch.float32, 2))
