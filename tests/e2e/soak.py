@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -156,7 +157,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, interrupt)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    asked = {"gpus": len(args.gpus), "topology": args.topology, "minutes": args.minutes, "seed": args.seed}
+    switches = {name: value for name, value in os.environ.items() if name.startswith("NSA_BACKEND_")}  # of both sides
+    asked = {name: getattr(args, name) for name in ("topology", "minutes", "seed")} | {"gpus": len(args.gpus), "switches": switches}
     report = joined(run(args), asked, time.monotonic() - began)
     args.out.write_text(json.dumps(report, indent=1))
     print(table(report))
