@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = {
-    "fa3": "#3b6fb6", "flashmla_sparse": "#d1702f", "ours": "#3b6fb6", "floor": "#444444",
+    "fa3": "#3b6fb6", "flashmla_sparse": "#d1702f", "sparse_decode": "#3f8f4f", "ours": "#3b6fb6", "floor": "#444444",
     "builtin": "#d1702f", "builtin_precompute": "#9a9a9a", "builtin_per_step": "#c9c9c9",
 }  # fmt: skip
 GENERATIONS = {
@@ -45,8 +45,8 @@ def draw_all(results: Path, out: Path) -> Iterator[Path]:
     matplotlib.use("agg")
     matplotlib.rcParams["svg.hashsalt"] = "nsa_backend"  # the same numbers give the same file
     out.mkdir(parents=True, exist_ok=True)
-    for name, draw in FIGURES.items():
-        source = results / f"{name}_h200.json"
+    for name, (result, draw) in FIGURES.items():
+        source = results / f"{result}_h200.json"
         if not source.exists() and name in OPTIONAL:
             continue
         if not source.exists():
@@ -59,16 +59,15 @@ def draw_all(results: Path, out: Path) -> Iterator[Path]:
 
 
 def attention(report: dict[str, Any]) -> Figure:
-    """Time of a call by rows, one panel a head count; both implementations that a bfloat16 cache has."""
+    """Time of a call by rows, one panel a head count; all implementations that a bfloat16 cache has."""
     from matplotlib.figure import Figure
 
-    panels = [found for found in report["by_rows"] if found["heads"] in (16, 64, 128)]
+    panels = [found for found in report["by_rows"] if found["kv"] == "bf16" and found["heads"] in (16, 64, 128)]
     figure = Figure(figsize=(11, 3.4))
     axes = figure.subplots(1, len(panels), sharey=True)
     for axis, found in zip(axes, panels, strict=True):
-        first, last = found["rows"]
-        rows = range(first, last + 1)
-        for name in ("fa3", "flashmla_sparse"):
+        rows = found["rows"]
+        for name in found["passes"][0]:
             mean = [sum(times) / len(times) for times in zip(*(one[name] for one in found["passes"]), strict=True)]
             axis.plot(rows, mean, label=name, color=COLOURS[name], linewidth=1.4)
         axis.set(title=f"{found['heads']} heads", xlabel="query rows", xscale="log", yscale="log")
@@ -76,7 +75,7 @@ def attention(report: dict[str, Any]) -> Figure:
         axis.minorticks_off()
         axis.grid(alpha=0.25)
     axes[0].set_ylabel("us a call")
-    axes[0].set_yticks([20, 50, 100, 200, 500], ["20", "50", "100", "200", "500"])
+    axes[0].set_yticks([10, 20, 50, 100, 200, 500], ["10", "20", "50", "100", "200", "500"])
     axes[0].legend(frameon=False)
     figure.suptitle(_where("Sparse MLA decode, 2048 of a million tokens, bfloat16 KV", report), y=1.04)
     return figure
@@ -141,8 +140,13 @@ def _where(title: str, report: dict[str, Any]) -> str:
     return f"{title} ({environment['gpu']}, SGLang {environment['packages']['sglang']}, {environment['date']})"
 
 
-FIGURES = {"serve": serve, "attention": attention, "metadata": metadata, "trained": trained}
-"""Result file (without _h200.json) to the function that draws it."""
+FIGURES = {
+    "serve": ("serve", serve),
+    "attention": ("auto_0_5_23", attention),
+    "metadata": ("metadata", metadata),
+    "trained": ("trained", trained),
+}
+"""Figure to its result file (without _h200.json) and the function that draws it."""
 
 OPTIONAL = {"trained"}
 """Figures of runs that a folder with results may lack: a checkpoint has to be trained for them."""

@@ -25,17 +25,25 @@ class Tile:
 
     @classmethod
     def of(cls, rows: int, heads: int, *, fp8: bool = False) -> Tile:
-        """The fastest on an H200, of those that benchmarks/results/sparse_decode_tiles_h200.json has, or nearly so.
+        """The fastest on an H200, of those that benchmarks/results/sparse_decode_tiles_0_5_23_h200.json has, or nearly so.
 
         Few blocks of sixteen heads are split into the shortest stretches. More of them read longer ones, with more tokens on
-        their way, and then read them for more heads at a time. FP8 values take registers to widen, hence more warps.
+        their way, and then read them for more heads at a time. FP8 values take registers to widen: many rows read less at once.
         """
         blocks = rows * triton.cdiv(heads, 16)
-        if blocks <= 8:
-            return cls(16, 32, 4, 3) if blocks <= 4 else cls(16, 64, 8 if fp8 else 4, 3)
+        if blocks <= (2 if fp8 else 4):
+            return cls(16, 32, 4, 3)
+        if blocks <= 8 or (fp8 and heads <= 16 and blocks <= 16):
+            return cls(16, 64, 4, 3)
         if heads <= 16:
-            return cls(16, 64, 8, 3) if blocks <= 16 or fp8 else cls(16, 64, 4, 2, programs=2)
-        return cls(32, 64, 8, 3) if heads <= 32 or blocks < 64 or fp8 else cls(64, 64, 8, 2)
+            if fp8:
+                return cls(16, 32, 4, 3, programs=2)
+            return cls(16, 64, 8, 3) if blocks <= 16 else cls(16, 64, 4, 2, programs=2)
+        if blocks < 64 or (heads <= 32 and not fp8):
+            return cls(32, 64, 8, 3)
+        if fp8:
+            return cls(32, 32, 4, 3, programs=2) if heads <= 32 else cls(64, 32, 8, 3)
+        return cls(64, 64, 8, 2)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,12 @@
 
 import statistics
 from collections.abc import Iterator
-from itertools import chain
 
 from quoted import files, one, rule, spread
 
 from nsa_backend.attention import auto
 
-KV = ("bf16", "fp8")
+KV = {"bf16": "bfloat16 KV", "fp8": "fp8 KV"}
 OLDER = {"builtin": "fused copies", "builtin_precompute": "computed once", "builtin_per_step": "every step by itself"}
 
 
@@ -113,23 +112,58 @@ def what_our_calls_cost(report: dict) -> Iterator[str]:
     yield f"up to {max(builtin_over_ours[16]):.0f} % more with 16"
 
 
-@rule("auto", "attention_check", "attention")
-def the_choice_by_rows(made: dict, earlier: dict, later: dict) -> Iterator[str]:
-    """What the table of NSA_BACKEND_AUTO_DECODE loses to the better of the two, in the three runs."""
+@rule("auto_0_5_23", "attention_decode_0_5_23")
+def the_choice_by_rows(made: dict, other: dict) -> Iterator[str]:
+    """What the table of NSA_BACKEND_AUTO_DECODE chooses, and what it loses to the fastest, here and on another GPU."""
 
-    def losses(report: dict) -> Iterator[float]:
-        for found in report["by_rows"]:
-            table = auto.intervals("NVIDIA H200", found["heads"])
-            for i, rows in enumerate(range(1, 513)):
-                times = {n: statistics.fmean(one[n][i] for one in found["passes"]) for n in auto.CANDIDATES}
-                yield 100 * (times[auto.choose(table, rows)] / min(times.values()) - 1)
+    def loss(kv: str, heads: int, rows: int, times: dict[str, float]) -> float:
+        return 100 * (times[auto.choose(auto.intervals("NVIDIA H200", kv, heads), rows)] / min(times.values()) - 1)
 
-    before = [
-        100 * (row["us"][auto.choose(auto.intervals("NVIDIA H200", row["heads"]), row["rows"])] / best - 1)
-        for row in earlier["decode"]
-        for best in [min(row["us"][name] for name in auto.CANDIDATES)]
-    ]
-    here = max(chain(losses(made)))
-    yield f"loses at most {here:.1f} % to the better of the two"
-    yield f"at most {max(before):.1f} % in an earlier one"
-    yield f"at most {max(losses(later)):.1f} % in a later one"
+    losses = []
+    for found in made["by_rows"]:
+        for i, rows in enumerate(found["rows"]):
+            times = {name: statistics.fmean(one[name][i] for one in found["passes"]) for name in auto.CANDIDATES[found["kv"]]}
+            losses.append(loss(found["kv"], found["heads"], rows, times))
+    yield f"loses at most {max(losses):.1f} % to the fastest at any of {len(made['by_rows'][0]['rows'])} row counts"
+    elsewhere = [loss(r["kv"], r["heads"], r["rows"], r["us"]) for r in other["decode"]]
+    yield f"at most {max(elsewhere):.1f} % on another GPU in the same hour"
+    for kv in auto.CANDIDATES:
+        first = {heads: auto.intervals("NVIDIA H200", kv, heads)[0] for heads in (16, 32, 64, 128)}
+        assert {name for _, name in first.values()} == {"sparse_decode"}
+        yield f"{KV[kv]}: up to " + ", ".join(f"{most} rows with {heads} heads" for heads, (most, _) in first.items())
+
+
+@rule("attention_decode_0_5_23")
+def sparse_decode_beside_the_others(report: dict) -> Iterator[str]:
+    """One line for each cache and head count, the cells that lose among them."""
+    columns = (1, 2, 4, 8, 16, 32, 64)
+    times = {(r["kv"], r["heads"], r["rows"]): r["us"] for r in report["decode"]}
+    for kv in auto.CANDIDATES:
+        for heads in (8, 16, 32, 64, 128):
+            cells = []
+            for rows in columns:
+                us = times[kv, heads, rows]
+                best = min(time for name, time in us.items() if name != "sparse_decode")
+                cells.append(f"{us['sparse_decode']:.1f} / {best:.1f} = {us['sparse_decode'] / best:.2f}")
+            yield f"| {KV[kv]} | {heads} | " + " | ".join(cells) + " |"
+    for kv, names in auto.CANDIDATES.items():
+        errors = [r["relative_error"] for r in report["decode"] if r["kv"] == kv and "relative_error" in r]
+        yield f"{KV[kv]}: " + ", ".join(f"{name} {100 * max(e[name] for e in errors):.2f} %" for name in names)
+    over = {key: us["sparse_decode"] / min(t for n, t in us.items() if n != "sparse_decode") for key, us in times.items()}
+    single = [over["fp8", heads, 1] for heads in (8, 16, 32, 64, 128)]
+    yield f"at one request in {spread(single)} of flashmla_kv's time"
+    few = [over["bf16", 16, rows] for rows in (1, 2, 4, 8)]
+    yield f"takes {spread(few)} of fa3's time at 1 to 8 rows"
+    assert max(over["bf16", 16, rows] for rows in columns) <= 1  # no more than fa3's to 64
+    assert over["bf16", 64, 8] <= 1 < over["bf16", 64, 16]  # with 64 heads it pays to 8 rows
+    assert over["bf16", 128, 4] <= 1 < over["bf16", 128, 8]  # with 128 to 4
+    share = 32 * 2048 * 1152 / times["bf16", 16, 32]["sparse_decode"] / 1e6
+    yield f"reads {share:.1f} TB/s at 32 rows and 16 heads, {100 * share / 4.3:.0f} % of 4.3, where 70 % was the aim"
+
+
+@rule("sparse_decode_tiles_0_5_23")
+def tiles(report: dict) -> Iterator[str]:
+    """What the tiles of that commit lost to the fastest of the same cell."""
+    for kv in auto.CANDIDATES:
+        losses = [r["us"][r["of"][0]] / r["us"][r["best"]] - 1 for r in report["rows"] if r["kv"] == kv]
+        yield f"at most {100 * max(losses):.0f} % on {KV[kv]}"

@@ -158,7 +158,8 @@ def main() -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     switches = {name: value for name, value in os.environ.items() if name.startswith("NSA_BACKEND_")}  # of both sides
-    asked = {name: getattr(args, name) for name in ("topology", "minutes", "seed")} | {"gpus": len(args.gpus), "switches": switches}
+    asked = {"gpus": len(args.gpus), "topology": args.topology, "minutes": args.minutes, "seed": args.seed}
+    asked["switches"] = switches
     report = joined(run(args), asked, time.monotonic() - began)
     args.out.write_text(json.dumps(report, indent=1))
     print(table(report))

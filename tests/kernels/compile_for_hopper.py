@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from nsa_backend.kernels.sparse_decode import Join, Tile
+from nsa_backend.kernels.sparse_decode import Join, Split, Tile
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 
 TYPES = {name: "*bf16" for name in ("q_nope_ptr", "q_rope_ptr", "k_rope_ptr", "out_ptr")}
@@ -34,6 +34,7 @@ TYPES |= {
 }
 ALIGNED = {"q_nope_row_stride", "q_nope_head_stride", "q_rope_row_stride", "q_rope_head_stride"}
 MODEL = {"LATENT": 512, "ROPE": 64}
+SMS = 132
 PTXAS = Path(nvidia.__file__).parent / "bin" / "ptxas"
 
 
@@ -67,14 +68,14 @@ def main() -> None:
         "*bf16": {"LATENT_STRIDE": 576, "ROPE_STRIDE": 576, "SCALES_STRIDE": 576, "FP8": False},
         "*fp8e4nv": {"LATENT_STRIDE": 656, "ROPE_STRIDE": 328, "SCALES_STRIDE": 164, "FP8": True},
     }
-    shapes = [(rows, heads) for heads in (8, 16, 32, 64, 128) for rows in (1, 4, 8, 16, 32, 64)]
+    shapes = [(rows, heads) for heads in (8, 16, 32, 64, 128) for rows in (1, 2, 4, 8, 16, 32, 64, 140, 512)]
     for latent, cache in caches.items():
-        for tile in dict.fromkeys(Tile.of(*shape, fp8=cache["FP8"]) for shape in shapes):
-            for split in (True, False):
-                shape = {"BLOCK_H": tile.heads, "BLOCK_N": tile.tokens, "STAGES": tile.stages}
-                constants = MODEL | cache | shape | {"SPLIT": split, "CAPPED": False, "COMPILED": True}
-                used = resources(attend_kernel, constants, latent, num_warps=tile.warps)
-                found[f"attend, {tile}, {latent[1:]}, split {split}"] = used | {"programs": tile.programs}
+        tiles = {shape: Tile.of(*shape, fp8=cache["FP8"]) for shape in shapes}
+        for tile, split in dict.fromkeys((t, Split.of(*shape, 2048, SMS, t).parts > 1) for shape, t in tiles.items()):
+            shape = {"BLOCK_H": tile.heads, "BLOCK_N": tile.tokens, "STAGES": tile.stages}
+            constants = MODEL | cache | shape | {"SPLIT": split, "CAPPED": False, "COMPILED": True}
+            used = resources(attend_kernel, constants, latent, num_warps=tile.warps)
+            found[f"attend, {tile}, {latent[1:]}, split {split}"] = used | {"programs": tile.programs}
     for join in dict.fromkeys(Join.of(*shape) for shape in shapes):
         constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True}
         found[f"join, {join.parts} parts"] = resources(join_kernel, constants, num_warps=join.warps) | {"programs": 1}

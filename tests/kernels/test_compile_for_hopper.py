@@ -15,8 +15,8 @@ SHARED_BYTES = 228 * 1024
 """Of an SM of Hopper for programs (CUDA C++ Programming Guide, compute capability 9.0)."""
 OF_EVERY_PROGRAM = 1024
 """Bytes of it that CUDA takes, from the same chapter."""
-WIDE_TILES_SPILL = 160
-"""Bytes a thread. Those of 32 and 64 heads were the fastest of their shapes on an H200 in spite of it."""
+SPILLED_BYTES = 160
+"""Of a thread at most, and those tiles were the fastest of their shapes on an H200 in spite of it."""
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,9 @@ def compiled(tmp_path_factory) -> dict[str, dict[str, int]]:
 
 
 def test_every_variant_fits(compiled):
-    """As many programs an SM as its tile says, and with what they keep in registers, but for the widest."""
-    assert len(compiled) >= 20
+    """As many programs an SM as its tile says; with what they keep in registers, but for wide tiles and for FP8."""
+    assert len(compiled) >= 15
     for name, found in compiled.items():
         assert found["programs"] * (found["shared"] + OF_EVERY_PROGRAM) <= SHARED_BYTES, name
-        assert found["spilled"] <= (0 if "heads=16" in name or "join" in name else WIDE_TILES_SPILL), name
+        lean = "join" in name or ("heads=16" in name and "bf16" in name)
+        assert found["spilled"] <= (0 if lean else SPILLED_BYTES), name
