@@ -4,7 +4,7 @@
 
 Calls are those of `bench attention`: inside a captured graph, each on 2048 of a million tokens of its own, variants in turns.
 Every tile is compared with the first of them before it is timed, and the fastest of a cell is timed again with every way to
-join. OUT.json is written after every cell; `Tile.of` and `Join.of` in kernels/sparse_decode.py name the file that chose them.
+join. OUT.json is written after every cell; kernels/sparse_decode_plan.py names the file that chose its tiles and joins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import triton
 from nsa_backend.benchmarks.attention_case import Case
 from nsa_backend.benchmarks.bench_attention import floor_us, timed
 from nsa_backend.benchmarks.report import environment, print_table
-from nsa_backend.kernels.sparse_decode import Join, Split, Tile, sparse_decode
+from nsa_backend.kernels.sparse_decode import sparse_decode
+from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 from nsa_backend.testing.process import start_sglang
 from nsa_backend.testing.shape import LATENT, QK_DIM, ROPE, SCALE, TOPK
 

@@ -1,4 +1,4 @@
-"""Sparse MLA decode for few rows: the launcher of both kernels, how rows are split, and the memory of the parts."""
+"""Sparse MLA decode for few rows: the launcher of both kernels, and the memory of the parts."""
 
 from __future__ import annotations
 
@@ -8,79 +8,10 @@ import torch
 import triton
 
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
+from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 
 SCALE_BYTES = 16
 """Of a slot of an FP8 cache: a float32 for each quarter of the latent."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What one program holds at a time, and how it is run."""
-
-    heads: int  # that a program serves
-    tokens: int  # of one step, and the least stretch of a row; both at least 16, which tensor cores take
-    warps: int
-    stages: int  # one more than the steps whose tokens are on their way from memory
-    programs: int = 1  # of an SM at a time
-
-    @classmethod
-    def of(cls, rows: int, heads: int, *, fp8: bool = False) -> Tile:
-        """The fastest on an H200, of those that benchmarks/results/sparse_decode_tiles_0_5_23_h200.json has, or nearly so.
-
-        Few blocks of sixteen heads are split into the shortest stretches. More of them read longer ones, with more tokens on
-        their way, and then read them for more heads at a time. FP8 values take registers to widen: many rows read less at once.
-        """
-        blocks = rows * triton.cdiv(heads, 16)
-        if blocks <= (2 if fp8 else 4):
-            return cls(16, 32, 4, 3)
-        if blocks <= 8 or (fp8 and heads <= 16 and blocks <= 16):
-            return cls(16, 64, 4, 3)
-        if heads <= 16:
-            if fp8:
-                return cls(16, 32, 4, 3, programs=2)
-            return cls(16, 64, 8, 3) if blocks <= 16 else cls(16, 64, 4, 2, programs=2)
-        if blocks < 64 or (heads <= 32 and not fp8):
-            return cls(32, 64, 8, 3)
-        if fp8:
-            return cls(32, 32, 4, 3, programs=2) if heads <= 32 else cls(64, 32, 8, 3)
-        return cls(64, 64, 8, 2)
-
-
-@dataclass(frozen=True)
-class Join:
-    """What one program of the second kernel holds at a time."""
-
-    parts: int  # of a row, in one step
-    latent: int  # of a head
-    warps: int
-
-    @classmethod
-    def of(cls, rows: int, heads: int) -> Join:
-        """The fastest on an H200; from the same file."""
-        return cls(64, 128, 4) if rows * heads <= 64 else cls(16, 512, 4)
-
-
-@dataclass(frozen=True)
-class Split:
-    """How the rows of one call are split; depends on shapes alone, so a shape's results do too."""
-
-    parts: int  # of a row
-    chunk: int  # tokens of a part
-
-    @classmethod
-    def of(cls, rows: int, heads: int, topk: int, num_sms: int, tile: Tile) -> Split:
-        """As many parts as fill the GPU once with as many programs an SM as the tile says.
-
-        Args:
-            rows: query rows.
-            heads: query heads.
-            topk: most tokens of a row.
-            num_sms: of the GPU.
-            tile: of the call.
-        """
-        wanted = max(1, num_sms * tile.programs // max(rows * triton.cdiv(heads, tile.heads), 1))
-        chunk = triton.cdiv(triton.cdiv(topk, wanted), tile.tokens) * tile.tokens
-        return cls(triton.cdiv(topk, chunk), chunk)
 
 
 @dataclass(frozen=True)

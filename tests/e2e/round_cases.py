@@ -25,6 +25,7 @@ MANY = ("8x300", "8x3000", "32x300", "sizes between and above the captured", "sh
 ROUND_CASES = [
     *(round_case(f"n{n} fa3, one graph a round", n, MANY) for n in (1, 3, 5)),
     round_case("n3 flashmla_sparse, one graph a round", 3, ("8x300", "8x3000"), decode="flashmla_sparse"),
+    round_case("n3 sparse_decode, one graph a round", 3, ("8x300", "8x3000"), decode="sparse_decode"),
     *(
         round_case(f"n{n} fp8, flashmla_kv, one graph a round", n, ("8x300", "8x3000"), decode="flashmla_kv", engine=FP8)
         for n in (1, 3)

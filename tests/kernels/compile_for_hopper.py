@@ -19,8 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from nsa_backend.kernels.sparse_decode import Join, Split, Tile
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
+from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 
 TYPES = {name: "*bf16" for name in ("q_nope_ptr", "q_rope_ptr", "k_rope_ptr", "out_ptr")}
 TYPES |= {

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa_backend.kernels.sparse_decode import Join, Parts, Split, Tile, sparse_decode
+from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
+from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 
 LATENT, ROPE, SMS = 64, 16, 132
 RELATIVE_ERROR = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
