@@ -23,7 +23,7 @@ from nsa_backend.benchmarks import faithful_checkpoint, own_model
 from nsa_backend.benchmarks.cells import Cell
 from nsa_backend.benchmarks.generation import Servers, compared, in_turns, summary
 from nsa_backend.benchmarks.report import print_table
-from nsa_backend.benchmarks.servers import ENVIRONMENTS
+from nsa_backend.benchmarks.servers import ENVIRONMENTS, VARIANTS
 
 TOKENS, PORT = 256, 25000
 STEPS, BATCHES, LENGTHS = (0, 3), (1, 8, 32), (300, 4096, 32768, 131072)
@@ -87,7 +87,10 @@ def show(report: dict) -> None:
             table.append(
                 (r["checkpoint"], r["steps"], f"{r['batch']} x {r['length']}", backend, *shown, f"{side['accept']:.2f}")
             )
-        for name, over in (("ours / builtin", r), ("round_graph / ours", r.get("round_graph_over_ours", {}))):
+        for name, over in {
+            "ours / builtin": r,
+            **{f"{side} / ours": r.get(f"{side}_over_ours", {}) for side in VARIANTS},
+        }.items():
             if "ratio" in over:
                 found = (over["speedup"], *over["ratio"].values())
                 table.append((None, None, None, name, *(f"{ratio:.3f}" for ratio in found), None))

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from nsa_backend.benchmarks import faithful_checkpoint, server_options
-from nsa_backend.benchmarks.servers import BACKENDS, ENVIRONMENTS, ROUND_GRAPH, Server
+from nsa_backend.benchmarks.servers import BACKENDS, ENVIRONMENTS, ROUND_GRAPH, VARIANTS, Server
 
 SIZES = [*server_options.decode_graphs(), "--max-total-tokens", "65536", "--disable-radix-cache"]
 """Graphs for the batches that are measured, a small pool, and no cache, so that every prefill is the same."""
@@ -114,12 +114,11 @@ def summary(found: list[Sample]) -> dict:
 def compared(found: dict[str, list[Sample]]) -> dict:
     """Ours over the built-in's: `speedup` of tokens per second, above 1 where ours is faster; times below 1 where it is.
 
-    With rounds in one graph beside them, `round_graph_over_ours` is the same of those over ours.
+    With a side of VARIANTS beside ours, `round_graph_over_ours`, for one, is the same of that side over ours.
     """
     compared_with_builtin = ratios(found["ours"], found["builtin"]) if set(BACKENDS) <= set(found) else {}
-    if {ROUND_GRAPH, "ours"} <= set(found):
-        return compared_with_builtin | {"round_graph_over_ours": ratios(found[ROUND_GRAPH], found["ours"])}
-    return compared_with_builtin
+    variants = [side for side in VARIANTS if {side, "ours"} <= set(found)]
+    return compared_with_builtin | {f"{side}_over_ours": ratios(found[side], found["ours"]) for side in variants}
 
 
 def ratios(one: list[Sample], other: list[Sample]) -> dict:

@@ -20,10 +20,11 @@ BACKENDS = {"ours": "0", "builtin": "1"}
 """Side of a comparison to its NSA_BACKEND_DISABLE."""
 
 ROUND_GRAPH = "round_graph"
-"""The side that is ours with every speculative round in one graph."""
+VARIANTS = {ROUND_GRAPH: {"NSA_BACKEND_ROUND_GRAPH": "1"}, "auto": {"NSA_BACKEND_AUTO_DECODE": "1"}}
+"""Sides that are ours with a switch on: every speculative round in one graph, decode by whatever is fastest at its rows."""
 
 ENVIRONMENTS = {side: {"NSA_BACKEND_DISABLE": disabled} for side, disabled in BACKENDS.items()}
-ENVIRONMENTS[ROUND_GRAPH] = ENVIRONMENTS["ours"] | {"NSA_BACKEND_ROUND_GRAPH": "1"}
+ENVIRONMENTS |= {side: ENVIRONMENTS["ours"] | switch for side, switch in VARIANTS.items()}
 """All sides there are, to the environment of their servers."""
 
 STARTING = 480.0  # seconds that a server of a small checkpoint may take to start

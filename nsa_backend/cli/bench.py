@@ -51,7 +51,8 @@ OPTIONS = {
     "--section": "sections of the report: decode, wrapper, by_rows; sm90, which is measured on request alone",
     "--checkpoint": "faithful, wide, or a folder; a real checkpoint must fit twice on the GPU",
     "--prompt-tokens": "most prompt tokens of a batch: a million take half a minute a sample",
-    "--sides": "whose servers, in the order in which they start: ours, builtin, round_graph (ours, a round in one CUDA graph)",
+    "--sides": "whose servers, in the order in which they start: ours, builtin, round_graph (ours, a round in one CUDA graph), "
+    "auto (ours, NSA_BACKEND_AUTO_DECODE=1)",
     "--model": "folder of a checkpoint of your own, served by one side after the other; needs --prompts",
     "--prompts": "your prompts: a .jsonl file with text, messages or input_ids a line, or a text file with one a line",
     "--tokens": "most new tokens of an answer to one of --prompts",

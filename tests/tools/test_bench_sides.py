@@ -32,25 +32,29 @@ def test_sides_start_in_the_order_they_are_named_in(tmp_path, monkeypatch):
 
 
 def test_a_side_that_there_is_not():
-    with pytest.raises(SystemExit, match="--sides theirs is none: there are ours, builtin, round_graph"):
+    with pytest.raises(SystemExit, match="--sides theirs is none: there are ours, builtin, round_graph, auto"):
         generation.sides_of(["ours", "theirs"])
 
 
 def test_a_side_is_told_from_the_others_by_its_environment():
     assert servers.ENVIRONMENTS["builtin"] == {"NSA_BACKEND_DISABLE": "1"}
     assert servers.ENVIRONMENTS["round_graph"] == {"NSA_BACKEND_DISABLE": "0", "NSA_BACKEND_ROUND_GRAPH": "1"}
+    assert servers.ENVIRONMENTS["auto"] == {"NSA_BACKEND_DISABLE": "0", "NSA_BACKEND_AUTO_DECODE": "1"}
 
 
-def test_rounds_in_one_graph_are_compared_with_ours(capsys):
+def test_ours_with_a_switch_is_compared_with_ours(capsys):
     def found(seconds: float) -> list:
         return [generation.Sample(seconds, 0.5, 257, 8, 64, 4.0)] * 2
 
-    sides = {"ours": found(1.5), "builtin": found(2.5), "round_graph": found(1.0)}
+    sides = {"ours": found(1.5), "builtin": found(2.5), "round_graph": found(1.0), "auto": found(1.2)}
     row = bench_serve.compared(sides)
     assert row["speedup"] == pytest.approx(2.5 / 1.5, abs=1e-3)
     assert row["round_graph_over_ours"]["speedup"] == 1.5
     assert row["round_graph_over_ours"]["ratio"]["round_ms"] == 0.5
+    assert row["auto_over_ours"]["speedup"] == 1.25
     assert "ratio" not in bench_serve.compared({name: sides[name] for name in ("ours", "round_graph")})
     head = {"checkpoint": "faithful", "steps": 3, "batch": 8, "length": 300}
     bench_serve.show({"rows": [head | {side: bench_serve.summary(of_one) for side, of_one in sides.items()} | row]})
-    assert "round_graph / ours" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "round_graph / ours" in shown
+    assert "auto / ours" in shown
