@@ -25,7 +25,7 @@ HELD_MIB = 32
 
 DRIFT, ACCEPT_FLOOR = 0.02, 0.95 * 4
 SUSPECT = re.compile(r"Traceback|\bERROR\b|Error: |CUDA error|\b[nN]a[nN]\b|leak detected|state was deleted|watchdog timeout")
-RETRACTED = re.compile(r"Retract requests\. #retracted_reqs: (\d+)")
+RETRACTED = re.compile(r"(?:Retract requests|Testing retraction)\. #retracted_reqs: (\d+)")
 
 
 def accept_of(records: list[Record]) -> float:

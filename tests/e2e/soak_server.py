@@ -24,6 +24,10 @@ SIDES = {"ours": {"NSA_BACKEND_REQUIRED": "1", "NSA_BACKEND_DISABLE": "0"}, "bui
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """Each new record of the indexer's scores would take a segment of its own beside all the smaller ones."""
 
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "499"}
+"""SGLang's own switch: every so many forwards a request is taken back, where there are two. 0.5.23 answers this load before the
+pool is full, so that without it nothing ever was."""
+
 POOL_TOKENS = 57344
 """Less than what 64 random requests need (60000 to 90000 tokens, by the seed), so that SGLang admits more than fit and takes
 some back; it still holds 30 to 50 requests at once, and four of the longest."""
@@ -67,7 +71,7 @@ class Topology:
 
 
 TOPOLOGIES = {
-    "one": Topology(lambda checkpoint, port: [command(checkpoint, port)], Client, 1, ALLOCATOR),
+    "one": Topology(lambda checkpoint, port: [command(checkpoint, port)], Client, 1, ALLOCATOR | RETRACTING),
     # A transfer engine cannot hand memory in expandable segments to another process, so there are none, and what the allocator
     # keeps is more.
     "pd": Topology(pair_commands, PairClient, 2, {}, {"gpu_mib": 1024, "host_mib": 512}),

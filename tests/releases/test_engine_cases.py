@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import installed_source
 import pytest
 from sglang.srt.server_args import ServerArgs
 
@@ -15,6 +16,7 @@ from nsa_backend.refusals import RULES
 from nsa_backend.releases import generation_of, installed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+import soak_judge
 import soak_server
 from next_token import question
 from pd_servers import command, roles
@@ -113,6 +115,19 @@ def test_both_sides_of_the_soak_run_understand_its_command(resolve, tmp_path):
     assert getattr(args, adapter.DECODE_ATTRIBUTE) == "fa3"
     assert (args.speculative_num_steps, args.max_total_tokens, args.chunked_prefill_size) == (3, soak_server.POOL_TOKENS, 512)
     assert max(args.cuda_graph_bs if HAS_V1 else args.cuda_graph_config.decode.bs) == 64
+
+
+def test_the_soak_run_makes_sglang_take_requests_back(monkeypatch):
+    """By a switch of its own, whose line in the log is counted."""
+    from sglang.srt.environ import envs
+
+    for name, value in soak_server.RETRACTING.items():
+        monkeypatch.setenv(name, value)
+    assert (envs.SGLANG_TEST_RETRACT.get(), envs.SGLANG_TEST_RETRACT_INTERVAL.get()) == (True, 499)
+    said = '"Testing retraction. "', 'f"#retracted_reqs: {'
+    scheduler = (installed_source.ROOT / "managers" / "scheduler.py").read_text()
+    assert all(words in scheduler for words in said)
+    assert soak_judge.RETRACTED.search("Testing retraction. #retracted_reqs: 1, #new_tokens_gained: 64")
 
 
 @pytest.mark.skipif(HAS_V1, reason="PD of sparse models with drafts is served from 0.5.23 on")

@@ -16,6 +16,7 @@ from soak_traffic import Traffic, make_templates
 BEGAN, ENDED = 1000.0, 1240.0
 ACTIVE = "[2026-11-20 11:15:06] nsa_backend 0.1.0 is active: decode=fa3"
 RETRACT = "[2026-11-20 11:16:06] KV cache pool is full. Retract requests. #retracted_reqs: 3, #new_tokens_gained: 192"
+TESTED = "[2026-11-20 11:16:06] Testing retraction. #retracted_reqs: 1, #new_tokens_gained: 64"
 
 
 def finished(template: int = 0, end: float = BEGAN + 1, histogram: tuple[int, ...] = (0, 0, 1, 19), **fields) -> Record:
@@ -185,11 +186,11 @@ class TestMinutes:
 
 class TestReport:
     def test_good(self, tmp_path):
-        run = run_of(tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n{RETRACT}\n{RETRACT}\n", samples())
+        run = run_of(tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n{RETRACT}\n{TESTED}\n{RETRACT}\n", samples())
         report = soak_judge.summary(run)
         assert soak_judge.problems_of(report) == []
         assert report["requests"] == {"finished": 240, "aborted": 1, "closed": 1, "failed": 0}
-        assert report["retracted"]["in_log"] == 6
+        assert report["retracted"]["in_log"] == 7
 
     def test_nothing_happened(self, tmp_path):
         run = run_of(tmp_path, [], "", [])
