@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +22,7 @@ import triton
 
 from nsa_backend.benchmarks.attention_case import Case
 from nsa_backend.benchmarks.bench_attention import floor_us, timed
-from nsa_backend.benchmarks.report import environment, print_table
+from nsa_backend.benchmarks.report import environment, print_table, write_report
 from nsa_backend.kernels.sparse_decode import sparse_decode
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 from nsa_backend.testing.process import start_sglang
@@ -142,7 +141,7 @@ def main() -> None:
         case = Case(kv, heads)
         for rows in args.rows:
             found.append(cell(case, rows, num_sms))
-            args.out.write_text(json.dumps({"environment": environment(), "rows": found}, indent=1))
+            write_report(args.out, {"environment": environment(), "rows": found})
             show(found[-1:])
     show(found)
 
