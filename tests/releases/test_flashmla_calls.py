@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from chosen_slots import LATENT, TOPK, attended, config, decode_metadata, inputs, same_as_the_reference
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.attention import flashmla_kv
+from nsa_backend.attention import auto, flashmla_kv
 from nsa_backend.attention.implementations import implementation
 from nsa_backend.registration import create_backend
 
@@ -151,7 +152,13 @@ def test_flashmla_kv_trims_the_heads_it_padded(flash_mla, heads, padded):
     assert out.shape == (3, heads, LATENT)
 
 
-def test_auto_leaves_an_fp8_cache_to_the_only_implementation_that_reads_it(flash_mla):
-    flash_mla()
-    fp8 = config(3, torch.float8_e4m3fn)
-    assert type(implementation("auto").build(fp8)) is type(implementation("flashmla_kv").build(fp8))
+def test_auto_schedules_what_flashmla_will_attend_to_and_nothing_else(flash_mla, decoding):
+    """Of an FP8 cache sparse_decode reads few rows, and has no schedule."""
+    found, h200 = flash_mla(), "NVIDIA H200"
+    attention = implementation("auto").build(replace(config(3, torch.float8_e4m3fn), device_name=h200))
+    (few, first), (more, second), *_ = auto.intervals(h200, "fp8", 3)
+    assert (first, second) == ("sparse_decode", "flashmla_kv")
+    assert attention.prepare(decoding(few)).schedule is None
+    assert found.scheduled == []
+    assert attention.prepare(decoding(more)).schedule is not None
+    assert found.scheduled == [more]
