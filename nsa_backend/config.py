@@ -34,6 +34,11 @@ class AttentionConfig:
     partner: str = ""  # the implementation asked for on the other side: prefill's for decode, decode's for prefill
     sinks: bool = False  # whether the model has learned the score of a key without a value
 
+    @property
+    def fp8(self) -> bool:
+        """Whether the KV cache is fp8_e4m3."""
+        return self.kv_cache_dtype == torch.float8_e4m3fn
+
 
 @dataclass(frozen=True)
 class BackendConfig:

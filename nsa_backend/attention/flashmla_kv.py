@@ -26,7 +26,7 @@ def problems(config: AttentionConfig) -> list[str]:
     found = []
     if config.device_sm != 90:
         found.append("nsa_backend runs FlashMLA on Hopper (SM90) alone so far")
-    if config.kv_cache_dtype != torch.float8_e4m3fn:
+    if not config.fp8:
         found.append(f"it reads an fp8_e4m3 KV cache and this one is {config.kv_cache_dtype}: pass --kv-cache-dtype fp8_e4m3")
     if config.num_heads > HEAD_COUNTS[-1]:
         found.append(

@@ -26,7 +26,7 @@ def problems(config: AttentionConfig) -> list[str]:
         found.append("nsa_backend runs FlashMLA on Hopper (SM90) alone so far")
     if config.index_topk % TOPK_MULTIPLE:
         found.append(f"it takes an index_topk in multiples of {TOPK_MULTIPLE} and this model has {config.index_topk}")
-    dequantised = config.kv_cache_dtype == torch.float8_e4m3fn and config.prefill  # once a layer
+    dequantised = config.fp8 and config.prefill  # once a layer
     if not dequantised:
         found += bfloat16_problems(config)
     return found + package_problems(adapter.FLASH_MLA_DISTRIBUTION)

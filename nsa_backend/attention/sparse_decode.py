@@ -25,10 +25,9 @@ def problems(config: AttentionConfig) -> list[str]:
         found.append(f"it is made for few rows: name it for {adapter.DECODE_OPTION} alone")
     if config.device_sm != 90:
         found.append(f"nsa_backend runs it on Hopper (SM90) alone so far and this device is {device_title(config.device_sm)}")
-    fp8 = config.kv_cache_dtype == torch.float8_e4m3fn
-    if config.kv_cache_dtype != torch.bfloat16 and not fp8:
+    if config.kv_cache_dtype != torch.bfloat16 and not config.fp8:
         found.append(f"it reads a bfloat16 or fp8_e4m3 KV cache and this one is {config.kv_cache_dtype}")
-    if fp8 and config.latent_dim != FP8_LATENT:
+    if config.fp8 and config.latent_dim != FP8_LATENT:
         found.append(f"it reads FP8 values in four groups of 128 and this model's latent has {config.latent_dim}")
     return found + sinks_problems(config)
 
@@ -49,9 +48,8 @@ class SparseDecode(NothingToPrepare):
     def reserve(self, max_rows: int) -> None:
         """Memory for the parts of rows, which captured forwards share: they run one after the other."""
         config = self._config
-        fp8 = config.kv_cache_dtype == torch.float8_e4m3fn
         self._parts = Parts.allocate(
-            max_rows, config.num_heads, config.latent_dim, config.index_topk, self._num_sms, config.device, fp8=fp8
+            max_rows, config.num_heads, config.latent_dim, config.index_topk, self._num_sms, config.device, fp8=config.fp8
         )
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:

@@ -29,7 +29,7 @@ def problems(config: AttentionConfig) -> list[str]:
         found.append(f"it reads a bfloat16 or fp8_e4m3 KV cache and this one is {config.kv_cache_dtype}")
     if config.page_size not in PAGE_SIZES:
         found.append(f"it reads pages of 32 or 64 tokens and this cache has pages of {config.page_size}")
-    if config.kv_cache_dtype == torch.float8_e4m3fn and config.partner != "trtllm":
+    if config.fp8 and config.partner != "trtllm":
         found.append(
             "its FP8 KV cache holds 576 plain values a token, which no other implementation reads: pass "
             f"{adapter.DECODE_OPTION if config.prefill else adapter.PREFILL_OPTION} trtllm too"

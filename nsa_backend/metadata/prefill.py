@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-import torch
-
 from nsa_backend.adapters import sglang
 from nsa_backend.kernels.prefill_fields import rows_before
 from nsa_backend.metadata.views import NSAMetadata
@@ -24,7 +22,7 @@ def prefill_metadata(
         rows: those that this rank computes, as `PrefillFields.of_rows` takes them; all where None. Keys are of all requests.
     """
     config = writer.config
-    on_fp8 = config.attention.kv_cache_dtype == torch.float8_e4m3fn
+    on_fp8 = config.attention.fp8
     extend_lens = extend_lens_on_host(batch)
     # SGLang's dense path reads the flattened slots too.
     flattened = on_fp8 and any(batch.extend_prefix_lens_cpu)
