@@ -87,10 +87,8 @@ def show(report: dict) -> None:
             table.append(
                 (r["checkpoint"], r["steps"], f"{r['batch']} x {r['length']}", backend, *shown, f"{side['accept']:.2f}")
             )
-        for name, over in {
-            "ours / builtin": r,
-            **{f"{side} / ours": r.get(f"{side}_over_ours", {}) for side in VARIANTS},
-        }.items():
+        ratios = {"ours / builtin": r} | {f"{side} / ours": r.get(f"{side}_over_ours", {}) for side in VARIANTS}
+        for name, over in ratios.items():
             if "ratio" in over:
                 found = (over["speedup"], *over["ratio"].values())
                 table.append((None, None, None, name, *(f"{ratio:.3f}" for ratio in found), None))

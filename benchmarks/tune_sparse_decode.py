@@ -23,7 +23,7 @@ import triton
 from nsa_backend.benchmarks.attention_case import Case
 from nsa_backend.benchmarks.bench_attention import floor_us, timed
 from nsa_backend.benchmarks.report import environment, print_table, write_report
-from nsa_backend.kernels.sparse_decode import sparse_decode
+from nsa_backend.kernels.sparse_decode import SCALE_BYTES, sparse_decode
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 from nsa_backend.testing.process import start_sglang
 from nsa_backend.testing.shape import LATENT, QK_DIM, ROPE, SCALE, TOPK
@@ -56,7 +56,7 @@ TOO_FAR = 5e-3
 
 def compile_tile(tile: Tile) -> None:
     """Into Triton's cache, split and not, for either cache: of a compiled kernel a cell asks for nothing but time."""
-    fp8 = torch.zeros(64, 1, LATENT + 16 + 2 * ROPE, dtype=torch.float8_e4m3fn, device="cuda")
+    fp8 = torch.zeros(64, 1, LATENT + SCALE_BYTES + 2 * ROPE, dtype=torch.float8_e4m3fn, device="cuda")
     for cache in (torch.zeros(64, 1, QK_DIM, dtype=torch.bfloat16, device="cuda"), fp8):
         for rows, join in (*((1, join) for join in JOINS), (512, None)):
             query = torch.zeros(rows, 128, QK_DIM, dtype=torch.bfloat16, device="cuda").split([LATENT, ROPE], dim=-1)

@@ -138,18 +138,16 @@ def sparse_decode_beside_the_others(report: dict) -> Iterator[str]:
     """One line for each cache and head count, the cells that lose among them."""
     columns = (1, 2, 4, 8, 16, 32, 64)
     times = {(r["kv"], r["heads"], r["rows"]): r["us"] for r in report["decode"]}
+    best = {key: min(t for name, t in us.items() if name != "sparse_decode") for key, us in times.items()}
+    over = {key: us["sparse_decode"] / best[key] for key, us in times.items()}
     for kv in auto.CANDIDATES:
         for heads in (8, 16, 32, 64, 128):
-            cells = []
-            for rows in columns:
-                us = times[kv, heads, rows]
-                best = min(time for name, time in us.items() if name != "sparse_decode")
-                cells.append(f"{us['sparse_decode']:.1f} / {best:.1f} = {us['sparse_decode'] / best:.2f}")
+            keys = [(kv, heads, rows) for rows in columns]
+            cells = [f"{times[key]['sparse_decode']:.1f} / {best[key]:.1f} = {over[key]:.2f}" for key in keys]
             yield f"| {KV[kv]} | {heads} | " + " | ".join(cells) + " |"
     for kv, names in auto.CANDIDATES.items():
         errors = [r["relative_error"] for r in report["decode"] if r["kv"] == kv and "relative_error" in r]
         yield f"{KV[kv]}: " + ", ".join(f"{name} {100 * max(e[name] for e in errors):.2f} %" for name in names)
-    over = {key: us["sparse_decode"] / min(t for n, t in us.items() if n != "sparse_decode") for key, us in times.items()}
     single = [over["fp8", heads, 1] for heads in (8, 16, 32, 64, 128)]
     yield f"at one request in {spread(single)} of flashmla_kv's time"
     bf16, fp8 = times["bf16", 16, 1], times["fp8", 16, 1]

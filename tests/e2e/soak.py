@@ -157,9 +157,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, interrupt)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    switches = {name: value for name, value in os.environ.items() if name.startswith("NSA_BACKEND_")}  # of both sides
     asked = {"gpus": len(args.gpus), "topology": args.topology, "minutes": args.minutes, "seed": args.seed}
-    asked["switches"] = switches
+    asked |= {"switches": {name: value for name, value in os.environ.items() if name.startswith("NSA_BACKEND_")}}
     report = joined(run(args), asked, time.monotonic() - began)
     args.out.write_text(json.dumps(report, indent=1))
     print(table(report))
