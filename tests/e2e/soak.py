@@ -1,11 +1,12 @@
 """Serve for minutes under changing load, ours and SGLang's built-in backend asked by the same seeded clients, side by side.
 
     python tests/e2e/soak.py OUT.json [--gpus 0 1] [--minutes 8] [--port 33000] [--seed 0]
+    python tests/e2e/soak.py OUT.json --sides ours round_graph builtin --gpus 0 1 2
     python tests/e2e/soak.py OUT.json --topology pd --gpus 0,1 --minutes 5
     python tests/e2e/soak.py OUT.json --table
 
-Two GPUs serve both sides at once; one serves them in turns, each for so many minutes. With `--topology pd` a side is a prefill
-and a decode server, on the two GPUs of one `--gpus` word, and the sides come in turns.
+As many GPUs as sides serve them at once; one serves them in turns, each for so many minutes. With `--topology pd` a side is a
+prefill and a decode server, on the two GPUs of one `--gpus` word.
 
 Exits with 1 where anything is wrong with ours; what is wrong with the built-in backend is reported. --table prints the columns
 of OUT.json for docs/promises.md.
@@ -23,18 +24,27 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+from soak_server import BUILTIN, SIDES
+
 GRACE_SECONDS = 30.0  # for a side to write its report, once its minutes are over
+TITLES = {BUILTIN: "built-in", "round_graph": "ours, a round in one graph"}
+"""Of a side's column, where its own name is not it."""
 
 
 def joined(sides: dict[str, dict | None], arguments: dict, seconds: float) -> dict:
-    """One report of both sides; a side that left none is None, and a problem where it is ours."""
-    ours, builtin = sides["ours"], sides["builtin"]
-    problems = ["no report of ours"] if ours is None else list(ours["problems"])
-    if None not in (ours, builtin) and ours["references"] != builtin["references"]:
-        asked = f"{ours['references']} and {builtin['references']}"
-        problems.append(f"the sides were not asked the same: {asked} templates had a reference when the load began")
+    """One report of all sides; a side that left none is None, and a problem where it is ours."""
+    left = {side: report for side, report in sides.items() if report is not None}
+    problems = []
+    for side in sides:
+        if side != BUILTIN:
+            found = left[side]["problems"] if side in left else ["no report"]
+            problems += [f"{side}: {problem}" for problem in found]
+    references = {side: report["references"] for side, report in left.items()}
+    if len(set(references.values())) > 1:
+        problems.append(f"the sides were not asked the same: {references} templates had a reference when the load began")
     return {
-        "environment": (ours or builtin or {}).get("environment"),
+        "environment": next((report["environment"] for report in left.values()), None),
         "arguments": arguments,
         "sides": {side: None if report is None else compact(report) for side, report in sides.items()},
         "problems": problems,
@@ -57,8 +67,8 @@ def compact(report: dict) -> dict:
 
 
 def table(report: dict) -> str:
-    """Both columns as Markdown."""
-    sides = [report["sides"][side] for side in ("ours", "builtin")]
+    """A column a side as Markdown."""
+    sides = report["sides"].values()
 
     def times(latency: dict | None) -> str:
         return "-" if latency is None else f"{latency['p50']:.2f} / {latency['p99']:.2f}"
@@ -91,7 +101,7 @@ def table(report: dict) -> str:
         "host memory, growth after warm-up": lambda s: grown(s["growth"]["host_mib"]),
         "problems": lambda s: str(len(s["problems"])),
     }
-    lines = ["| | ours | built-in |", "|---|---|---|"]
+    lines = ["| | " + " | ".join(TITLES.get(side, side) for side in report["sides"]) + " |", "|---" * (len(sides) + 1) + "|"]
     for label, cell in rows.items():
         lines.append(f"| {label} | " + " | ".join("-" if side is None else cell(side) for side in sides) + " |")
     return "\n".join(lines)
@@ -106,9 +116,9 @@ def start(side: str, gpu: str, args: argparse.Namespace, port: int) -> tuple[sub
 
 
 def run(args: argparse.Namespace) -> dict[str, dict | None]:
-    """Both sides, at once or in turns; a signal ends them, and they write what they have."""
-    turns = [("ours", "builtin")] if len(args.gpus) == 2 else [("ours",), ("builtin",)]
-    reports: dict[str, dict | None] = {"ours": None, "builtin": None}
+    """All sides, at once or in turns; a signal ends them, and they write what they have."""
+    turns = [args.sides] if len(args.gpus) > 1 else [[side] for side in args.sides]
+    reports: dict[str, dict | None] = dict.fromkeys(args.sides)
     stopped = False
     for turn in turns:
         started = {}
@@ -140,16 +150,17 @@ def interrupt(number: int, frame: object) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--gpus", nargs="+", default=["0", "1"], help="one for both sides in turns, or one each")
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=["ours", BUILTIN])
+    parser.add_argument("--gpus", nargs="+", default=["0", "1"], help="one for all sides in turns, or one each")
     parser.add_argument("--minutes", type=float, default=8, help="of everything a side does, the start of its server included")
     for option, default in (("--port", 33000), ("--seed", 0)):
         parser.add_argument(option, type=int, default=default)
     parser.add_argument("--topology", choices=("one", "pd"), default="one", help="what serves a side: see soak_server.py")
     parser.add_argument("--table", action="store_true", help="print the table of OUT.json; run nothing")
     args = parser.parse_args()
-    if len(args.gpus) > 2:
-        parser.error("--gpus takes one GPU or two")
-    if args.topology == "pd" and len(args.gpus[0].split(",")) != 2:
+    if len(args.gpus) not in (1, len(args.sides)):
+        parser.error(f"--gpus takes one word for all sides in turns, or one for each of the {len(args.sides)}")
+    if args.topology == "pd" and any(len(gpus.split(",")) != 2 for gpus in args.gpus):
         parser.error("--topology pd takes two GPUs for a side: --gpus 0,1")
     if args.table:
         print(table(json.loads(args.out.read_text())))

@@ -19,7 +19,12 @@ from soak_traffic import LONGEST_OUTPUT, Client
 
 from nsa_backend.benchmarks import servers
 
-SIDES = {"ours": {"NSA_BACKEND_REQUIRED": "1", "NSA_BACKEND_DISABLE": "0"}, "builtin": {"NSA_BACKEND_DISABLE": "1"}}
+BUILTIN = "builtin"
+SIDES = {
+    side: environment | ({} if side == BUILTIN else {"NSA_BACKEND_REQUIRED": "1"})
+    for side, environment in servers.ENVIRONMENTS.items()
+}
+"""All sides there are, to the environment of their servers: ours must serve where it is asked."""
 
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """Each new record of the indexer's scores would take a segment of its own beside all the smaller ones."""

@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from soak_answers import Template, group_differences, judge_answer, judge_tie
 from soak_judge import problems_of, summary
-from soak_server import SIDES, TOPOLOGIES, gpu_mib, host_mib
+from soak_server import BUILTIN, SIDES, TOPOLOGIES, gpu_mib, host_mib
 from soak_traffic import FAILURES, Client, Traffic, make_templates, request_body
 
 from nsa_backend.benchmarks import faithful_checkpoint
@@ -48,7 +48,7 @@ class Soak:
     seconds: float
     began: float
     port: int = 0  # the first of its servers'
-    side: str = "ours"  # a key of servers.BACKENDS
+    side: str = "ours"  # a key of SIDES
     gpu: str = "0"
     phase: str = "start"
     topology: str = "one"  # a key of TOPOLOGIES
@@ -202,7 +202,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):  # what is left is quick
         signal.signal(number, signal.SIG_IGN)
     report |= summary(run)
-    problems = run.problems + problems_of(report, ours=run.side == "ours")
+    problems = run.problems + problems_of(report, ours=run.side != BUILTIN)
     report |= {"problems": problems, "seconds": round(time.monotonic() - began, 1)}
     args.out.write_text(json.dumps(report, indent=1))
     for server in run.servers:

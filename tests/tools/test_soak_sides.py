@@ -82,7 +82,7 @@ def serve_quickly(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT)}
 
-    def run(side: str, delay: float, port: int, topology: str = "one") -> dict:
+    def run(side: str, delay: float, port: int, topology: str = "one", minutes: float = 0.15) -> dict:
         def commands(checkpoint: Path, port: int) -> list[list[str]]:
             ports = [port, port + DECODE][: served.servers]
             return [[sys.executable, str(tmp_path / "server.py"), str(port), str(delay), side] for port in ports]
@@ -90,7 +90,7 @@ def serve_quickly(monkeypatch, tmp_path):
         served = soak_side.TOPOLOGIES[topology]
         monkeypatch.setitem(soak_side.TOPOLOGIES, topology, replace(served, commands=commands))
         out = tmp_path / f"{side}.json"
-        options = ["--side", side, "--minutes", "0.15", "--port", str(port), "--topology", topology]
+        options = ["--side", side, "--minutes", str(minutes), "--port", str(port), "--topology", topology]
         monkeypatch.setattr(sys, "argv", ["soak_side.py", str(out), *options])
         soak_side.main()
         for number, handler in handlers.items():
@@ -112,21 +112,37 @@ def test_both_sides_over_http(serve_quickly):
         rare = ("fewer than two whole minutes", "no request was", "no stream was closed", "growth of", "GPU memory was not")
         assert [p for p in side["problems"] if not p.startswith(rare)] == []
     report = soak.joined({"ours": ours, "builtin": builtin}, {}, 1.0)
-    assert report["problems"] == ours["problems"]
+    assert report["problems"] == [f"ours: {problem}" for problem in ours["problems"]]
     assert f"| whole request, s, p50 / p99 | {ours['latency']['request_s']['p50']:.2f} / " in soak.table(report)
 
 
 def test_a_pair_of_servers_gets_every_request_and_every_abort(serve_quickly, monkeypatch, tmp_path):
+    """The load lasts until every kind of request was seen, and until both servers have read all that was sent."""
+
+    def asked_by_port() -> dict[int, set]:
+        asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+        return {
+            port: {(a["rid"], a.get("bootstrap_room")) for at, a in asked if at == port} for port in (33840, 33840 + DECODE)
+        }
+
+    def load(run: soak_side.Soak) -> None:
+        run.traffic.start(run.templates, run.references)
+        deadline = time.monotonic() + 60
+        while {record.kind for record in run.traffic.records} < set(soak_traffic.SHARES) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        run.traffic.drain(deadline)
+        while len(set(map(frozenset, asked_by_port().values()))) > 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    monkeypatch.setattr(soak_side, "load", load)
     monkeypatch.setattr(soak_traffic, "SHARES", {"finished": 0.6, "aborted": 0.2, "closed": 0.2})
-    found = serve_quickly("ours", 0.02, 33840, "pd")
+    found = serve_quickly("ours", 0.02, 33840, "pd", minutes=2)
     assert found["references"] == 4
     assert found["requests"]["failed"] == 0
     assert all(found["requests"][kind] for kind in ("finished", "aborted", "closed"))
     assert len(found["active"]) == found["servers"] == 2
     assert not [problem for problem in found["problems"] if "lines of the log say" in problem]
-    asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
-    by_port = {port: {(a["rid"], a.get("bootstrap_room")) for at, a in asked if at == port} for port in (33840, 33840 + DECODE)}
-    prefill, decode = by_port.values()
+    prefill, decode = asked_by_port().values()
     assert prefill == decode
     assert any(room is None for _, room in prefill)  # an abort
     rooms = [room for _, room in prefill if room is not None]
@@ -154,7 +170,9 @@ class TestSides:
         (tmp_path / "seconds").write_text("0.2")
         monkeypatch.setattr(soak, "HERE", tmp_path)
         monkeypatch.setattr(soak, "GRACE_SECONDS", 0.0)
-        return SimpleNamespace(out=tmp_path / "out.json", gpus=["2", "3"], minutes=0.1, port=33000, seed=4, topology="one")
+        sides = ["ours", "builtin"]
+        asked = {"gpus": ["2", "3"], "minutes": 0.1, "port": 33000, "seed": 4, "topology": "one", "sides": sides}
+        return SimpleNamespace(out=tmp_path / "out.json", **asked)
 
     def test_two_gpus_serve_at_once(self, args):
         reports = soak.run(args)
@@ -162,6 +180,13 @@ class TestSides:
         assert (ours["--gpu"], builtin["--gpu"]) == ("2", "3")
         assert ours["--port"] != builtin["--port"]
         assert (ours["--seed"], ours["--minutes"]) == (builtin["--seed"], builtin["--minutes"]) == ("4", "0.1")
+
+    def test_a_third_side_has_a_gpu_of_its_own(self, args):
+        args.sides, args.gpus = ["ours", "round_graph", "builtin"], ["1", "2", "3"]
+        found = {side: report["options"] for side, report in soak.run(args).items()}
+        assert {side: options["--gpu"] for side, options in found.items()} == dict(zip(args.sides, args.gpus, strict=True))
+        assert {options["--side"] for options in found.values()} == set(args.sides)
+        assert len({options["--port"] for options in found.values()}) == 3
 
     def test_one_gpu_serves_in_turns(self, args):
         args.gpus = ["1"]
