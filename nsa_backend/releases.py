@@ -41,8 +41,11 @@ spec v1's draft-extend is captured with.
 
 SUPPORTED = " or ".join(str(generation.releases) for generation in GENERATIONS)
 
-ROUND_GRAPHS = ("0.5.23",)
-"""Releases whose speculative rounds can be one graph: another one's worker may wait for the GPU, or plan on the host."""
+ROUND_GRAPHS = ("0.5.17", "0.5.23")
+"""Releases whose speculative rounds can be one graph: another one's worker may wait for the GPU, or plan on the host.
+
+What differs between them is in `nsa_backend.adapters.dsa.rounds.release`.
+"""
 
 
 def installed() -> str:
@@ -74,4 +77,5 @@ def round_graph_problem() -> str | None:
     """Why the installed SGLang's rounds cannot be one graph, or None."""
     if installed() in ROUND_GRAPHS:
         return None
-    return f"NSA_BACKEND_ROUND_GRAPH=1 is served on SGLang {', '.join(ROUND_GRAPHS)}, and {installed()} is installed: unset it"
+    served = " and ".join(ROUND_GRAPHS)
+    return f"NSA_BACKEND_ROUND_GRAPH=1 is served on SGLang {served}, and {installed()} is installed: unset it"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload, resolve_forward_inputs
@@ -14,6 +15,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from nsa_backend.adapters.dsa.rounds.release import names
 
 D = 4
 POOL = 24
@@ -41,14 +44,14 @@ class StandInWorker:
             draft_runner=self.runner(),
             seed_dsa_topk_from_draft_extend=False,
         )
-        self.last_shared_read_runner = self.draft_worker.draft_runner
+        setattr(self, names().last_reader, self.draft_worker.draft_runner)
         self.spec_v2_attn_backends = (Backend(), None, Backend())
         self.speculative_num_draft_tokens = D
 
     @staticmethod
     def runner(**fields: Any) -> SimpleNamespace:
         config = SimpleNamespace(model_is_mrope=False)
-        return SimpleNamespace(device_timer=None, model_config=config, shared_read_done_event=None, **fields)
+        return SimpleNamespace(device_timer=None, model_config=config, **{names().reads_done: None}, **fields)
 
     def forward_batch_generation(self, batch: Any, on_publish: Callable | None = None) -> GenerationBatchResult:
         assert batch.seq_lens_cpu is None, "lengths on the host would be those of the capture"
@@ -135,12 +138,11 @@ def decode_batch(slots: list[int], *, greedy: bool = True, shared: bool = False)
         made.forward_mode, made.enable_overlap, made.spec_algorithm = ForwardMode.DECODE, True, SpeculativeAlgorithm.EAGLE
         made.req_pool_indices, made.device = rows, "cpu"
         made.spec_info = EagleDraftInput(future_indices=rows, future_dsa_topk_indices_available=shared)
+        wishes = {"logit_bias": None, "has_custom_logit_processor": False, "has_watermark_candidates": False}
         made.sampling_info = SimpleNamespace(
             is_all_greedy=greedy,
             penalizer_orchestrator=SimpleNamespace(is_required=False),
-            logit_bias=None,
-            has_custom_logit_processor=False,
-            has_watermark_candidates=False,
+            **{name: value for name, value in wishes.items() if name not in names().lacks},
         )
         for name, value in fields.items():
             setattr(made, name, value)
@@ -149,6 +151,7 @@ def decode_batch(slots: list[int], *, greedy: bool = True, shared: bool = False)
     return batch
 
 
+@mock.patch.object(torch.Tensor, "record_stream", new=mock.Mock())  # 0.5.17 does not ask whether a tensor is on a GPU
 def generate(worker: Any, future_map: FutureMap, batch: ScheduleBatch) -> GenerationBatchResult:
     """SGLang's scheduler around one forward, as its overlap loop has it."""
     future_map.resolve_seq_lens_cpu(batch)

@@ -34,7 +34,7 @@ class Case:
     says: str = ""  # what our engine's log must have, beside that the backend is active
     gpus: int = 1
     spec_v1: bool = False  # gone from SGLang 0.5.13 on
-    releases: str = ""  # of SGLang, those that can serve it, as a version specifier
+    releases: str = ""  # of SGLang, those that can serve it, as a version specifier, or several with " or " between them
     disaggregated: str = ""  # the transfer engine between a prefill server on the first GPU and a decode server on the next
     router: bool = False  # whether requests reach these two through SGLang's own router
     action: str = ""  # a key of actions.ACTIONS: done once the workloads have run, which then run again
@@ -59,7 +59,8 @@ class Case:
     def runs_here(self) -> bool:
         """Whether the installed SGLang has what the case is about."""
         has_v1 = generation_of(installed()).adapter == "nsa"
-        return (has_v1 or not self.spec_v1) and installed() in SpecifierSet(self.releases, prereleases=True)
+        ranges = (SpecifierSet(one, prereleases=True) for one in self.releases.split(" or "))
+        return (has_v1 or not self.spec_v1) and any(installed() in one for one in ranges)
 
     @property
     def checkpoint(self) -> tuple[str, str]:

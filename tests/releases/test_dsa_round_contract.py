@@ -12,6 +12,7 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
+from nsa_backend.adapters.dsa.rounds.release import names
 from nsa_backend.adapters.dsa.rounds.rule import NEEDED
 from nsa_backend.refusals import refusals
 from nsa_backend.round_graph import child_graphs
@@ -79,7 +80,7 @@ def test_what_rounds_ask_of_sglang_is_there():
         "target_worker",
         "draft_worker",
         "spec_v2_attn_backends",
-        "last_shared_read_runner",
+        names().last_reader,
         "speculative_num_draft_tokens",
     )
     assert [name for name in worker if not assigned(EAGLEWorkerV2, name)] == []
@@ -93,7 +94,7 @@ def test_what_rounds_ask_of_sglang_is_there():
     assert [name for name in draft_worker if not assigned(EagleDraftWorker, name)] == []
     runner = (installed_source.ROOT / "model_executor" / "model_runner.py").read_text()
     assert "self.device_timer = " in runner
-    assert "self.shared_read_done_event: " in runner
+    assert f"self.{names().reads_done}: " in runner
     batch = {field.name for field in dataclasses.fields(ScheduleBatch)}
     read = {
         "sampling_info",
@@ -105,14 +106,17 @@ def test_what_rounds_ask_of_sglang_is_there():
         "beam_tail",
     }
     emptied = {"reqs", "seq_lens_cpu", "seq_lens_sum", "req_pool_indices_cpu", "orig_seq_lens", "input_ids", "out_cache_loc"}
-    assert (read | emptied | {"forward_mode", "is_extend_in_batch", "req_pool_indices", "seq_lens"}) <= batch
+    plain = {"forward_mode", "is_extend_in_batch", "req_pool_indices", "seq_lens"}
+    assert (read | emptied | plain) - batch == names().lacks & read
     sampling = {field.name for field in dataclasses.fields(SamplingBatchInfo)}
     asked = {"is_all_greedy", "penalizer_orchestrator", "logit_bias", "has_custom_logit_processor", "has_watermark_candidates"}
-    assert asked <= sampling
+    assert asked - sampling == names().lacks & asked
     result = {field.name for field in dataclasses.fields(GenerationBatchResult)}
     assert {"next_token_ids", "accept_lens", "next_draft_input"} <= result
     drafts = {field.name for field in dataclasses.fields(EagleDraftInput)}
-    assert {"future_indices", "future_dsa_topk_indices_available", "cuda_graph_compatible", "bonus_tokens"} <= drafts
+    asked_of_drafts = {"future_indices", "future_dsa_topk_indices_available", "cuda_graph_compatible", "bonus_tokens"}
+    assert asked_of_drafts - drafts == names().lacks & asked_of_drafts
+    assert names().lacks <= read | asked | asked_of_drafts
 
 
 def test_graphs_are_captured_to_be_kept(monkeypatch):

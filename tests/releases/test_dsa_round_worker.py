@@ -19,6 +19,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from nsa_backend.adapters.dsa import draft
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
+from nsa_backend.adapters.dsa.rounds.release import names
 
 
 class Side:
@@ -98,17 +99,18 @@ def test_results_stay_until_they_are_read():
         same(mine, other, 2)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("has_grammar", True),
-        ("return_logprob", True),
-        ("return_hidden_states", True),
-        ("is_extend_in_batch", True),
-        ("beam_tail", object()),
-        ("multimodal_inputs", [None, object()]),
-    ],
-)
+FIELDS = {
+    "has_grammar": True,
+    "return_logprob": True,
+    "return_hidden_states": True,
+    "is_extend_in_batch": True,
+    "beam_tail": object(),
+    "multimodal_inputs": [None, object()],
+}
+WISHES = ("logit_bias", "has_custom_logit_processor", "has_watermark_candidates")
+
+
+@pytest.mark.parametrize(("field", "value"), [item for item in FIELDS.items() if item[0] not in names().lacks])
 def test_what_sglangs_own_path_runs(field, value):
     theirs, ours = two_sides()
     batch = decode_batch([2, 4])
@@ -118,7 +120,7 @@ def test_what_sglangs_own_path_runs(field, value):
     assert ours.replays == 1
 
 
-@pytest.mark.parametrize("name", ["logit_bias", "has_custom_logit_processor", "has_watermark_candidates"])
+@pytest.mark.parametrize("name", [name for name in WISHES if name not in names().lacks])
 def test_a_request_with_a_wish_of_its_own(name):
     _, ours = two_sides()
     for _ in range(3):
@@ -166,10 +168,10 @@ def test_the_scheduler_gets_no_event_of_a_capture():
     _, ours = two_sides()
     runners = (ours.worker.target_worker.model_runner, ours.worker.draft_worker.draft_runner)
     for runner in runners:
-        runner.shared_read_done_event = "recorded in the capture"
+        setattr(runner, names().reads_done, "recorded in the capture")
     for _ in range(2):
         ours.run(decode_batch([2, 4])())
-    assert [runner.shared_read_done_event for runner in runners] == [None, None]
+    assert [getattr(runner, names().reads_done) for runner in runners] == [None, None]
 
 
 def test_sglang_builds_this_worker_for_eagle_alone(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nsa_backend.adapters.dsa.rounds.release import names
 from nsa_backend.adapters.rule import Rule
 from nsa_backend.environment import switched_on
 from nsa_backend.releases import round_graph_problem
@@ -90,7 +91,7 @@ def batch_problem(batch: Any) -> str | None:
     """
     if not batch.forward_mode.is_decode() or batch.is_extend_in_batch:
         return "it is no plain decode"
-    sampling, draft = batch.sampling_info, batch.spec_info
+    sampling, draft, mark = batch.sampling_info, batch.spec_info, names().mark
     asked = {
         "a request samples": not sampling.is_all_greedy,
         "a request has a grammar": batch.has_grammar,
@@ -99,10 +100,12 @@ def batch_problem(batch: Any) -> str | None:
         "a request has penalties": sampling.penalizer_orchestrator.is_required,
         "a request biases its logits": sampling.logit_bias is not None,
         "a request brings a logit processor of its own": sampling.has_custom_logit_processor,
-        "a request is watermarked": sampling.has_watermark_candidates,
+        "a request is watermarked": mark(sampling, "has_watermark_candidates"),
         "a request has images": any(found is not None for found in batch.multimodal_inputs or ()),
-        "requests search by beams": batch.beam_tail is not None,
-        "its drafts are not ready": draft is None or draft.future_indices is None or not draft.cuda_graph_compatible,
+        "requests search by beams": mark(batch, "beam_tail") is not None,
+        "its drafts are not ready": draft is None
+        or draft.future_indices is None
+        or mark(draft, "cuda_graph_compatible") is False,
     }
     return next((why for why, holds in asked.items() if holds), None)
 

@@ -21,6 +21,7 @@ import torch
 from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
+from nsa_backend.adapters.dsa.rounds.release import names
 from nsa_backend.adapters.dsa.rounds.rule import SWITCH, batch_problem, captured_sizes, worker_problem
 from nsa_backend.adapters.sglang import HookType
 from nsa_backend.adapters.shared import hook
@@ -103,7 +104,7 @@ class Rounds:
         future_map = self._future_map
         future_map.publish_ready.record()
         future_map._publish_fresh = True
-        self._worker.last_shared_read_runner.shared_read_done_event = None
+        names().wait_for_all_after(getattr(self._worker, names().last_reader))
 
     # The choice
 
@@ -144,7 +145,7 @@ class Rounds:
         graphs.capture(lambda inputs: self._round(template, future_map, inputs))
         # Events recorded in a capture belong to it: the scheduler must not wait for one.
         for runner in (self._worker.target_worker.model_runner, self._worker.draft_worker.draft_runner):
-            runner.shared_read_done_event = None
+            names().wait_for_all_after(runner)
         self._graphs = graphs
         seconds, taken = time.perf_counter() - began, (free - free_bytes(future_map.device)) / 2**20
         logger.info(

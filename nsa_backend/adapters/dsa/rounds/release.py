@@ -1,0 +1,43 @@
+"""What SGLang's worker, scheduler and batches call the things that whole rounds touch, release by release."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from nsa_backend.releases import ROUND_GRAPHS, installed
+
+
+@dataclass(frozen=True)
+class RoundNames:
+    """Names of one release."""
+
+    last_reader: str  # of a worker: the runner whose event the scheduler waits for before it writes what rounds read
+    reads_done: str  # of a runner: that event, or None for the whole forward
+    lacks: frozenset[str] = frozenset()  # marks of a batch whose feature the release does not have
+
+    def wait_for_all_after(self, runner: Any) -> None:
+        """Let the scheduler wait for the whole forward of this runner, and for no event inside it."""
+        setattr(runner, self.reads_done, None)
+
+    def mark(self, holder: Any, name: str) -> Any:
+        """An attribute by which a batch says what it asks for; None where no batch of the release can ask."""
+        return None if name in self.lacks else getattr(holder, name)
+
+
+NAMES = {
+    "0.5.17": RoundNames(
+        last_reader="war_fastpath_runner",
+        reads_done="war_fastpath_read_done_event",
+        lacks=frozenset({"has_watermark_candidates", "beam_tail", "cuda_graph_compatible"}),
+    ),
+    "0.5.23": RoundNames(last_reader="last_shared_read_runner", reads_done="shared_read_done_event"),
+}
+assert tuple(NAMES) == ROUND_GRAPHS
+
+
+@cache
+def names() -> RoundNames:
+    """Those of the installed release; asked on releases of `ROUND_GRAPHS` alone."""
+    return NAMES[installed()]
