@@ -9,7 +9,7 @@ from nsa_backend.adapters import sglang
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.shared import Takeover
 from nsa_backend.backend import NativeSparseAttnBackend
-from nsa_backend.environment import switched_on
+from nsa_backend.environment import asked, switched_on
 from nsa_backend.model_check import check_models
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.refusals import refuse_unsupported
@@ -20,7 +20,7 @@ from nsa_backend.required import check_built, check_names
 def take_over() -> None:
     """Register everything; raises RuntimeError where SGLang did not take a hook."""
     adapter.take_over(OURS)
-    if switched_on("NSA_BACKEND_ROUND_GRAPH") and round_graph_problem() is None:
+    if asked("NSA_BACKEND_ROUND_GRAPH") is not False and round_graph_problem() is None:
         adapter.take_rounds(OURS)
     if switched_on("NSA_BACKEND_REQUIRED"):
         adapter.watch_backends(partial(check_built, ours=(NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend)))

@@ -100,13 +100,16 @@ def test_a_draft_model_is_silent(make_runner, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("problem", "taken"), [(None, ["registered", "rounds"]), ("another release", ["registered"])])
-def test_rounds_are_taken_where_the_release_has_them(monkeypatch, problem, taken):
+@pytest.mark.parametrize("switch", [None, "0", "1"])
+@pytest.mark.parametrize("problem", [None, "another release"])
+def test_rounds_are_taken_where_the_release_has_them(monkeypatch, switch, problem):
     """A server of another model than ours has no start-up check, and must not meet hooks made for another release."""
     seen = []
-    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
+    monkeypatch.delenv("NSA_BACKEND_ROUND_GRAPH", raising=False)
+    if switch is not None:
+        monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", switch)
     monkeypatch.setattr(registration, "round_graph_problem", lambda: problem)
     monkeypatch.setattr(registration.adapter, "take_over", lambda ours: seen.append("registered"))
     monkeypatch.setattr(registration.adapter, "take_rounds", lambda ours: seen.append("rounds"))
     registration.take_over()
-    assert seen == taken
+    assert seen == (["registered"] if problem or switch == "0" else ["registered", "rounds"])

@@ -13,7 +13,8 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
 from nsa_backend.adapters.dsa.rounds.release import names
-from nsa_backend.adapters.dsa.rounds.rule import NEEDED
+from nsa_backend.adapters.dsa.rounds.rule import NEEDED, has_rounds
+from nsa_backend.adapters.installed import adapter
 from nsa_backend.refusals import refusals
 from nsa_backend.round_graph import child_graphs
 
@@ -56,6 +57,24 @@ def test_values_that_are_checked_on_the_host(arguments, monkeypatch):
     monkeypatch.setenv("NSA_BACKEND_CHECK", "1")
     (sentence,) = refusals(arguments(speculative_algorithm="EAGLE"))
     assert sentence.endswith("which looks at every replay on the host, cannot both be: unset one")
+
+
+def test_a_server_has_rounds_in_one_graph_unless_its_options_forbid_them(arguments, monkeypatch, caplog):
+    """Not one of another attention backend, whose log then has no word of ours."""
+    caplog.set_level("INFO")
+    monkeypatch.delenv("NSA_BACKEND_CHECK", raising=False)
+    can = arguments(speculative_algorithm="EAGLE")
+    ours = adapter.BACKEND_NAMES
+    assert has_rounds(can, ("dsa", "dsa"), ours)
+    assert not has_rounds(arguments(speculative_algorithm="EAGLE", pp_size=2), ("triton", "fa3"), ours)
+    assert not caplog.messages
+    assert not has_rounds(arguments(speculative_algorithm="EAGLE", pp_size=2, enable_lora=True), ("dsa", "fa3"), ours)
+    monkeypatch.setenv("NSA_BACKEND_CHECK", "1")
+    assert not has_rounds(can, ("dsa", "dsa"), ours)
+    assert caplog.messages == [
+        "nsa_backend: speculative rounds are three CUDA graphs; for one, pass --pp-size 1 and drop --enable-lora",
+        "nsa_backend: speculative rounds are three CUDA graphs; for one, unset NSA_BACKEND_CHECK",
+    ]
 
 
 def test_options_that_are_needed_exist(arguments):

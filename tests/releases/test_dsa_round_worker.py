@@ -151,17 +151,19 @@ def test_drafts_that_share_a_selection_need_one():
     assert ours.replays == 0
 
 
-def test_another_backend_is_said_once(caplog):
+@pytest.mark.parametrize(("switch", "level"), [(None, "INFO"), ("1", "WARNING")])
+def test_another_backend_is_said_once(caplog, monkeypatch, switch, level):
+    if switch:
+        monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", switch)
+    caplog.set_level("INFO")
     _, ours = two_sides()
     ours.worker.spec_v2_attn_backends = (object(),)
     for _ in range(3):
         ours.run(decode_batch([2, 4])())
     assert ours.replays == 0
-    said = [record.message for record in caplog.records if "NSA_BACKEND_ROUND_GRAPH" in record.message]
-    assert said == [
-        "nsa_backend: NSA_BACKEND_ROUND_GRAPH=1 has no effect, because another attention backend serves the target or the "
-        "drafts"
-    ]
+    said = [(record.levelname, record.message) for record in caplog.records if "three CUDA graphs" in record.message]
+    why = "another attention backend serves the target or the drafts"
+    assert said == [(level, f"nsa_backend: speculative rounds are three CUDA graphs, because {why}")]
 
 
 def test_the_scheduler_gets_no_event_of_a_capture():
@@ -176,6 +178,7 @@ def test_the_scheduler_gets_no_event_of_a_capture():
 
 def test_sglang_builds_this_worker_for_eagle_alone(monkeypatch):
     monkeypatch.setattr(round_worker, "with_rounds", lambda worker_class, backends: ("with rounds", worker_class))
-    chosen = partial(draft._round_worker, (), lambda algorithm, args: "SGLang's")
-    assert chosen(SpeculativeAlgorithm.EAGLE, None) == ("with rounds", "SGLang's")
-    assert chosen(SpeculativeAlgorithm.NGRAM, None) == "SGLang's"
+    chosen = partial(draft._round_worker, (), lambda args: args == "can", lambda algorithm, args: "SGLang's")
+    assert chosen(SpeculativeAlgorithm.EAGLE, "can") == ("with rounds", "SGLang's")
+    assert chosen(SpeculativeAlgorithm.EAGLE, "cannot") == "SGLang's"
+    assert chosen(SpeculativeAlgorithm.NGRAM, "can") == "SGLang's"

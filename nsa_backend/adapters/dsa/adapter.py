@@ -61,7 +61,6 @@ class DsaAdapter(Adapter):
     model_problem = staticmethod(refusals.model_problem)
     draft_extend_sizes_in_tokens = staticmethod(draft.draft_extend_sizes_in_tokens)
     take_draft_side = staticmethod(draft.take_draft_side)
-    take_rounds = staticmethod(draft.take_rounds)
     combination_problems = staticmethod(prefill_cp.combination_problems)
     rows_of_rank = staticmethod(rows.rows_of_rank)
     round_problems = staticmethod(rule.server_problems)
@@ -160,6 +159,14 @@ class DsaAdapter(Adapter):
         hook(naive_eagle.FROM_ARGUMENTS, naive_eagle.from_arguments, HookType.AROUND)
         hook(ADD_OPTIONS, add_options, HookType.AROUND)
         register_under(self.BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves
+
+    def take_rounds(self, ours: Takeover) -> None:
+        """Let the servers that this package serves run their speculative rounds in one graph, where their options allow it."""
+
+        def has_rounds(server_args: ServerArgs) -> bool:
+            return rule.has_rounds(self.resolved(server_args), self.served_backends(server_args), self.BACKEND_NAMES)
+
+        draft.take_rounds(ours, has_rounds)
 
     def factory_returns_a_name(self) -> bool:
         """Whether the draft factory's methods return (backend name, backend), which began with the stamping of backends."""

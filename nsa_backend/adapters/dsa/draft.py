@@ -30,15 +30,23 @@ def draft_extend_sizes_in_tokens(tokens_per_request: int) -> contextlib.Abstract
     return batch_sizes_chosen_with(captured_req_width=tokens_per_request)
 
 
-def take_rounds(ours: Takeover) -> None:
-    """Let EAGLE's worker run its rounds in one graph; the worker's modules are loaded where SGLang builds one."""
-    hook(CREATE_WORKER, partial(_round_worker, (ours.backend_class, ours.multi_step_class)), HookType.AROUND)
+def take_rounds(ours: Takeover, has_rounds: Callable[[Any], bool]) -> None:
+    """Let EAGLE's worker run its rounds in one graph; the worker's modules are loaded where SGLang builds one.
+
+    Args:
+        ours: the attention backends.
+        has_rounds: whether a server of these arguments is to have such graphs.
+    """
+    backends = (ours.backend_class, ours.multi_step_class)
+    hook(CREATE_WORKER, partial(_round_worker, backends, has_rounds), HookType.AROUND)
 
 
-def _round_worker(backends: tuple[type, ...], original: Callable, algorithm: Any, server_args: Any) -> type | None:
+def _round_worker(
+    backends: tuple[type, ...], has_rounds: Callable[[Any], bool], original: Callable, algorithm: Any, server_args: Any
+) -> type | None:
     """Around SGLang's choice of a worker class."""
     worker_class = original(algorithm, server_args)
-    if not algorithm.is_eagle():
+    if not algorithm.is_eagle() or not has_rounds(server_args):
         return worker_class
     from nsa_backend.adapters.dsa.rounds.worker import with_rounds
 

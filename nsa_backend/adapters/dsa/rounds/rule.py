@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from typing import Any
 
 from nsa_backend.adapters.dsa.rounds.release import names
 from nsa_backend.adapters.rule import Rule
 from nsa_backend.environment import switched_on
 from nsa_backend.releases import round_graph_problem
+
+logger = logging.getLogger(__name__)
 
 SWITCH = "NSA_BACKEND_ROUND_GRAPH"
 
@@ -47,17 +51,35 @@ NEEDED = (
 
 
 def server_problems(args: Any) -> list[str]:
-    """One sentence for each reason why a server of these resolved arguments can have no round graphs."""
+    """One sentence for each reason why a server of these resolved arguments that asks for round graphs can have none."""
     problem = round_graph_problem()
     if problem is not None:
         return [problem]
     if switched_on("NSA_BACKEND_CHECK"):
         return [f"{SWITCH}=1 and NSA_BACKEND_CHECK=1, which looks at every replay on the host, cannot both be: unset one"]
-    return [
-        f"{SWITCH}=1 cannot be served with these options: {rule.advice}, or unset it"
-        for rule in NEEDED
-        if rule.value(args) not in rule.served
-    ]
+    return [f"{SWITCH}=1 cannot be served with these options: {advice}, or unset it" for advice in changes_needed(args)]
+
+
+def changes_needed(args: Any) -> list[str]:
+    """What to change on a server of these resolved arguments for round graphs; nothing where it can have them."""
+    changes = [rule.advice for rule in NEEDED if rule.value(args) not in rule.served]
+    return [*changes, "unset NSA_BACKEND_CHECK"] if switched_on("NSA_BACKEND_CHECK") else changes
+
+
+def has_rounds(args: Any, serving: Iterable[str | None], ours: Iterable[str]) -> bool:
+    """Whether the rounds of a server are to be one graph; where they could be after a change of its options, the log says so.
+
+    Args:
+        args: its resolved arguments.
+        serving: attention backends of prefill and decode, by name.
+        ours: the names that this package serves.
+    """
+    if set(ours).isdisjoint(serving):
+        return False
+    changes = changes_needed(args)
+    if changes:
+        logger.info("nsa_backend: speculative rounds are three CUDA graphs; for one, %s", " and ".join(changes))
+    return not changes
 
 
 def worker_problem(worker: Any, backends: tuple[type, ...]) -> str | None:

@@ -25,6 +25,7 @@ from nsa_backend.adapters.dsa.rounds.release import names
 from nsa_backend.adapters.dsa.rounds.rule import SWITCH, batch_problem, captured_sizes, worker_problem
 from nsa_backend.adapters.sglang import HookType
 from nsa_backend.adapters.shared import hook
+from nsa_backend.environment import switched_on
 from nsa_backend.kernels.inputs import PADDING_SLOT
 from nsa_backend.round_graph.child_graphs import kept_graphs
 from nsa_backend.round_graph.graphs import GraphRecorder, Recorder, RoundGraphs, RoundInputs, RoundOutputs
@@ -128,7 +129,8 @@ class Rounds:
         problem = worker_problem(self._worker, self._backends)
         if problem is None:
             return captured_sizes(self._worker)
-        logger.warning("nsa_backend: %s=1 has no effect, because %s", SWITCH, problem)
+        log = logger.warning if switched_on(SWITCH) else logger.info
+        log("nsa_backend: speculative rounds are three CUDA graphs, because %s", problem)
         return []
 
     # The capture
