@@ -145,3 +145,12 @@ def test_graphs_are_captured_to_be_kept(monkeypatch):
     round_worker._capture_kept(lambda *arguments: torch.cuda.CUDAGraph())
     assert made == [child_graphs.KeptGraph]
     assert torch.cuda.CUDAGraph is not child_graphs.KeptGraph
+
+
+def test_what_joins_graphs_is_there():
+    from cuda.bindings import runtime
+
+    assert "keep_graph" in inspect.signature(torch.cuda.CUDAGraph.__new__).parameters
+    assert hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph")
+    functions = ("StreamGetCaptureInfo", "GraphAddChildGraphNode", "StreamUpdateCaptureDependencies")
+    assert [name for name in functions if not hasattr(runtime, f"cuda{name}")] == []

@@ -1,0 +1,61 @@
+"""A whole round of SGLang's own worker neither waits for the GPU nor copies from the host, which would end its capture.
+
+On 0.5.17 alone, whose rounds no GPU has captured yet: the worker is put together as that release has it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_gpu import fake_gpu, gpu
+from round_on_fake_gpu import FakeGpuWorker
+
+from nsa_backend.adapters.dsa.rounds.worker import Rounds
+from nsa_backend.round_graph.graphs import RoundInputs
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own selections", "shared selection"])
+@pytest.mark.parametrize("num_steps", [1, 3, 5])
+def test_a_round_is_launches_alone(num_steps, shared):
+    requests = 2
+    with fake_gpu() as crossings:
+        fake = FakeGpuWorker(num_steps, requests, shared=shared)
+        future_map, batch = fake.future_map(), fake.batch()
+        rounds = Rounds(fake.worker, fake.worker.forward_batch_generation, ())
+        inputs = RoundInputs(gpu(requests), gpu(requests))
+        crossings.found.clear()
+        outputs = rounds._round(rounds._template(batch), future_map, inputs)
+        assert crossings.found == []
+        assert outputs.next_token_ids.shape == (requests * (num_steps + 1),)
+        assert outputs.accept_lens.shape == (requests,)
+        assert outputs.next_token_ids.dtype == outputs.accept_lens.dtype == torch.int32
+        assert outputs.carried.next_draft_input.hidden_states.shape[0] == requests
+        assert (outputs.carried.next_draft_input.dsa_topk_indices is not None) == shared
+    assert fake.replayed == (["draft"] if num_steps > 1 else []) + ["verify", "draft-extend"]
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda t: t.sum().item(), lambda t: t.tolist(), lambda t: t[t > 0], lambda t: int(t[0]), torch.nonzero]
+)
+def test_what_reads_a_value_raises(wait):
+    with fake_gpu(), pytest.raises(RuntimeError):
+        wait(gpu(4))
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda t: t.cpu(),
+        lambda t: t.to("cpu", non_blocking=True),
+        lambda t: torch.tensor([1, 2], device="cuda"),
+        lambda t: torch.tensor(3).to("cuda", non_blocking=True),
+        lambda t: t.copy_(torch.zeros(4)),
+        lambda t: t[[0, 2]],
+    ],
+)
+def test_what_is_copied_is_seen(copy):
+    with fake_gpu() as crossings:
+        there = gpu(4)
+        assert crossings.found == []
+        copy(there)
+        assert len(crossings.found) == 1
