@@ -25,7 +25,7 @@ from statistics import fmean
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from case import workload_of
-from engines import PORTS, first_device, run_to_its_end
+from engines import PORTS, PORTS_APART, first_device, run_to_its_end
 from reports import merged, report_of, show, write
 from ties import differences, judge
 from workloads import CASES, WORKLOADS, Case
@@ -114,7 +114,7 @@ def run_engines(run: Run) -> None:
         began = time.monotonic()
         if run.left() < run.longest:
             return
-        result, log = launch(run, case, backend, run.args.port + 20 * (number % 50))
+        result, log = launch(run, case, backend, run.args.port + PORTS_APART * (number % 50))
         with run.writing:
             run.results[case.name, backend] = result, log
             run.longest = max(run.longest, time.monotonic() - began)

@@ -12,7 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from case import workload_of
-from engines import run_to_its_end
+from engines import PORTS_APART, run_to_its_end
 from next_token import question
 from workloads import WORKLOADS, Case
 
@@ -69,7 +69,7 @@ def judge(
             group[0][0],
             [d for _, found in group for d in found],
             logs,
-            port + 20 * number,
+            port + PORTS_APART * number,
             seconds,
         )
 
