@@ -155,14 +155,14 @@ DIVIDED_CASES = [
     divided(f"{CP}, glm-5.2", steps=5, workloads=STANDARD, **GLM_52),
     divided(
         "four GPUs, prefill context parallel and attention TP",
-        engine=DIVIDED | {"tp_size": 4, "attn_cp_size": 2},
+        engine=DIVIDED | FOUR_GPUS | {"attn_cp_size": 2},
         gpus=4,
         floors=FLOORS,
     ),
     divided(
         "four GPUs, prefill context parallel and DP attention",
         workloads=UNEQUAL,
-        engine=DIVIDED | {"tp_size": 4, "attn_dp_size": 2},
+        engine=DIVIDED | FOUR_GPUS | {"attn_dp_size": 2},
         gpus=4,
         floors=FLOORS,
     ),
