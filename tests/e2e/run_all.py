@@ -32,7 +32,7 @@ from workloads import CASES, WORKLOADS, Case
 
 from nsa_backend.benchmarks import eagle3_checkpoint, faithful_checkpoint
 from nsa_backend.benchmarks.faithful_models import MODELS
-from nsa_backend.benchmarks.servers import BACKENDS
+from nsa_backend.benchmarks.servers import BACKENDS, SIDE_BY_SIDE
 from nsa_backend.releases import generation_of, installed
 
 START_SECONDS = {"nsa": 40, "dsa": 80}
@@ -100,7 +100,8 @@ def launch(run: Run, case: Case, backend: str, port: int) -> tuple[dict | None, 
         str(port),
     ]
     seconds = min(run.args.engine_seconds, max(run.left(), 1))
-    code = run_to_its_end(command, log, os.environ | {"NSA_BACKEND_DISABLE": BACKENDS[backend]}, seconds)
+    environment = os.environ | SIDE_BY_SIDE | {"NSA_BACKEND_DISABLE": BACKENDS[backend]}
+    code = run_to_its_end(command, log, environment, seconds)
     text = log.read_text(errors="replace")
     return (None if code or not out.exists() else json.loads(out.read_text())), text
 

@@ -30,7 +30,7 @@ PREFILL_SHAPES = (128, 512, 1024, 4096)
 """Tokens of a captured prefill; SGLang's own list has up to 58 sizes, most of an engine's start."""
 
 NCCL_PORT = 10
-"""Above an engine's port: where its ranks meet, apart from all ports of the engines beside it (tests/releases/test_ports.py).
+"""Above an engine's port: where its ranks meet. No engine beside it takes that one (tests/releases/test_side_by_side.py).
 Unless told, SGLang looks for a free port and takes it half a minute later, when another engine may have it."""
 
 

@@ -1,4 +1,4 @@
-"""Engines side by side on the same GPUs: none takes a port of another, by SGLang's own rules."""
+"""Engines side by side on the same GPUs: none takes a port of another, by SGLang's own rules, nor ends where another loads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from sglang.srt import server_args as sglang_args
+from sglang.srt.environ import envs
 
 from nsa_backend.benchmarks import faithful_checkpoint
+from nsa_backend.benchmarks.servers import SIDE_BY_SIDE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 from engines import PORTS, PORTS_APART
@@ -25,6 +27,12 @@ CASE = "four GPUs, DP attention 4, fa3"
 FIRST, MOST = 12000, 50
 JUDGES = 1000
 """From the first engine's port to that of the first one that is asked about ties."""
+
+
+def test_what_lets_engines_load_beside_each_other_is_a_switch_of_sglang():
+    """Otherwise ranks that see unequal memory, while another engine takes it, end the start."""
+    for name in SIDE_BY_SIDE:
+        assert getattr(envs, name).get() is True
 
 
 @pytest.fixture
