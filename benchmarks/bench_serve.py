@@ -1,9 +1,10 @@
 """Real servers over HTTP, ours and SGLang's built-in: tokens per second, time to first token, time per token, accept length.
 
 Same checkpoint, same prompts, greedy; N draft steps, batches from 1 to 32, prompts from 300 to 131072 tokens. Both servers of a
-comparison live on the same GPU and answer in turns. Two checkpoints are made up on the spot, both with an MTP layer that equals
-the target, so that every draft is right if it attends to the right tokens: `faithful`, two layers of 64 heads, shows what the
-host and the backend cost; `wide`, twelve layers of 128 heads with 64 experts, 8 a token, gives the GPU work to do.
+comparison live on the same GPU, or with --parallel on the same GPUs, and answer in turns. Two checkpoints are made up on the
+spot, both with an MTP layer that equals the target, so that every draft is right if it attends to the right tokens: `faithful`,
+two layers of 64 heads, shows what the host and the backend cost; `wide`, twelve layers of 128 heads with 64 experts, 8 a token,
+gives the GPU work to do.
 
 Every sample is one streamed batch. Time to first token ends with the first token of the request that gets it last, so it holds
 the prefill of the whole batch; time per token and the time of a round are taken from there to the last answer.
@@ -22,6 +23,7 @@ from pathlib import Path
 from nsa_backend.benchmarks import faithful_checkpoint, own_model
 from nsa_backend.benchmarks.cells import Cell
 from nsa_backend.benchmarks.generation import Servers, compared, in_turns, summary
+from nsa_backend.benchmarks.parallel import ONE_GPU, Parallel, parsed
 from nsa_backend.benchmarks.report import print_table
 from nsa_backend.benchmarks.servers import ENVIRONMENTS, VARIANTS
 
@@ -32,7 +34,7 @@ LONG = 65536  # tokens of a prompt above which, unless batches are named, one re
 
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
-    """One cell a checkpoint, N, length and batch; the servers of a checkpoint and N stay for all lengths and batches."""
+    """One cell a checkpoint, parallelism, N, length and batch; servers stay for all lengths and batches."""
     if options.model:
         return own_model.cells(options, resources)
     wanted = shapes(options)
@@ -40,10 +42,13 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     resources.callback(servers.close)
     return [
         Cell(
-            f"{name}, N = {n}, {batch} x {length}",
-            partial(measure, servers, name, n, batch, length, repeats(batch, length, options.quick)),
+            f"{name}, {parallel}, N = {n}, {batch} x {length}",
+            partial(
+                measure, servers, name, parallel, n, batch, length, options.samples or repeats(batch, length, options.quick)
+            ),
         )
         for name in options.checkpoint or (["faithful"] if options.quick else list(faithful_checkpoint.SHAPES))
+        for parallel in (list(map(parsed, options.parallel)) if options.parallel else [ONE_GPU])
         for n in options.steps or (QUICK_STEPS if options.quick else STEPS)
         for batch, length in wanted
     ]
@@ -66,15 +71,19 @@ def repeats(batch: int, length: int, quick: bool) -> int:
     return next(times for most, times in ((16_384, 7), (131_072, 5), (float("inf"), 3)) if batch * length <= most)
 
 
-def measure(servers: Servers, checkpoint: str, steps: int, batch: int, length: int, samples: int) -> list[dict]:
-    row = {"checkpoint": Path(checkpoint).name, "steps": steps, "batch": batch, "length": length, "tokens": TOKENS}
-    row["samples"] = samples
-    found = in_turns(servers.of(checkpoint, steps), batch, length, TOKENS, samples)
-    return [row | {backend: summary(of_one) for backend, of_one in found.items()} | compared(found)]
+def measure(
+    servers: Servers, checkpoint: str, parallel: Parallel, steps: int, batch: int, length: int, samples: int
+) -> list[dict]:
+    """One row; what the servers hold of each GPU comes into it when they end."""
+    row = {"checkpoint": Path(checkpoint).name, "parallel": str(parallel), "steps": steps, "batch": batch, "length": length}
+    row |= {"tokens": TOKENS, "samples": samples}
+    found = in_turns(servers.of(checkpoint, steps, parallel), batch, length, TOKENS, samples)
+    sides = {side: summary(of_one) | {"memory_gib": servers.memory[side]} for side, of_one in found.items()}
+    return [row | sides | compared(found)]
 
 
 def show(report: dict) -> None:
-    """Medians with the least and the most of the samples, and ours over the built-in's."""
+    """Medians with the least and the most of the samples, memory of the GPU with the most, and ours over the built-in's."""
     quantities = {"tokens/s": "tokens_per_s", "first token ms": "ttft_ms", "ms per token": "tpot_ms", "round ms": "round_ms"}
     table = []
     for r in report["rows"]:
@@ -84,12 +93,11 @@ def show(report: dict) -> None:
                 "{} ({}-{})".format(*(f"{v:.5g}" for v in (side[key]["median"], *side[key]["min_max"])))
                 for key in quantities.values()
             ]
-            table.append(
-                (r["checkpoint"], r["steps"], f"{r['batch']} x {r['length']}", backend, *shown, f"{side['accept']:.2f}")
-            )
+            cell = (r["checkpoint"], r.get("parallel"), r["steps"], f"{r['batch']} x {r['length']}")
+            table.append((*cell, backend, *shown, f"{side['accept']:.2f}", max(side.get("memory_gib") or [None])))
         ratios = {"ours / builtin": r} | {f"{side} / ours": r.get(f"{side}_over_ours", {}) for side in VARIANTS}
         for name, over in ratios.items():
             if "ratio" in over:
                 found = (over["speedup"], *over["ratio"].values())
-                table.append((None, None, None, name, *(f"{ratio:.3f}" for ratio in found), None))
-    print_table(("checkpoint", "N", "prompts", "backend", *quantities, "accept"), table)
+                table.append((None, None, None, None, name, *(f"{ratio:.3f}" for ratio in found), None, None))
+    print_table(("checkpoint", "parallel", "N", "prompts", "backend", *quantities, "accept", "GiB a GPU"), table)

@@ -48,9 +48,10 @@ SHAPES = {
 }
 """`faithful` is small, so that the host shows; `wide` (7 GB) gives the GPU work in every layer."""
 
-_HEADS = (("faithful", 16), ("faithful", 8), ("wide", 16))
+_HEADS = (("faithful", 32), ("faithful", 16), ("faithful", 8), ("wide", 16))
 RANK_SHAPES = {f"{name}-{heads}-heads": replace(SHAPES[name], heads=heads) for name, heads in _HEADS}
-"""The heads that a rank of tensor parallel 8 has of DeepSeek-V3.2 (16) and of GLM-5 (8), in a model that fits one GPU."""
+"""The heads that a rank of tensor parallel 8 has of DeepSeek-V3.2 (16) and of GLM-5 (8), in a model that fits one GPU. Of 32
+four GPUs have 8 each, of 16 two."""
 
 ALL_SHAPES = SHAPES | RANK_SHAPES
 

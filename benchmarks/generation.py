@@ -11,6 +11,8 @@ from itertools import zip_longest
 from pathlib import Path
 
 from nsa_backend.benchmarks import faithful_checkpoint, server_options
+from nsa_backend.benchmarks.gpu_memory import weighed
+from nsa_backend.benchmarks.parallel import ONE_GPU, Parallel
 from nsa_backend.benchmarks.servers import BACKENDS, ENVIRONMENTS, ROUND_GRAPH, VARIANTS, Server
 
 SIZES = [*server_options.decode_graphs(), "--max-total-tokens", "65536", "--disable-radix-cache"]
@@ -129,7 +131,7 @@ def ratios(one: list[Sample], other: list[Sample]) -> dict:
 
 
 class Servers:
-    """The sides of a comparison on one checkpoint, kept running until another checkpoint or N is asked for."""
+    """The sides of a comparison on one checkpoint, kept running until another checkpoint, N or other GPUs are asked for."""
 
     def __init__(
         self,
@@ -152,32 +154,36 @@ class Servers:
         """
         self._sides = sides_of(sides)
         self._folder, self._port = folder, port
-        self._options = options_for(shapes, new_tokens)
+        self._shapes, self._new_tokens = shapes, new_tokens
         self._open, self._key = ExitStack(), None
         self._found: dict[str, Server] = {}
+        self.memory: dict[str, list[float]] = {}
+        """GiB on each GPU of the servers that run, by side: empty lists, which are filled when the servers end."""
 
-    def of(self, checkpoint: str, steps: int) -> dict[str, Server]:
+    def of(self, checkpoint: str, steps: int, parallel: Parallel = ONE_GPU) -> dict[str, Server]:
         """Servers by side, ready; without drafts there are no rounds in one graph.
 
         `checkpoint` is a name in faithful_checkpoint.SHAPES or a folder.
         """
-        if self._key != (checkpoint, steps):
+        if self._key != (checkpoint, steps, parallel):
             self.close()
             path = checkpoint_of(checkpoint, self._folder)
+            options = options_for(self._shapes, self._new_tokens, parallel)
             for number, backend in enumerate(side for side in self._sides if steps or side != ROUND_GRAPH):
                 time.sleep(3 * number)  # each measures the free memory of the GPU when it starts
-                log = self._folder / f"{path.name}-n{steps}-{backend}.log"
-                server = Server(backend, path, self._port + 50 * number, steps, log, *self._options)
-                self._found[backend] = self._open.enter_context(server)
+                log = self._folder / f"{path.name}-{parallel}-n{steps}-{backend}.log"
+                server = Server(backend, path, self._port + 50 * number, steps, log, *options)
+                self.memory[backend] = []
+                self._found[backend] = self._open.enter_context(weighed(server, self.memory[backend]))
             for server in self._found.values():
                 server.wait()
-            self._key = checkpoint, steps
+            self._key = checkpoint, steps, parallel
         return self._found
 
     def close(self) -> None:
         """End what runs."""
         self._open.close()
-        self._found, self._key = {}, None
+        self._found, self._key, self.memory = {}, None, {}
 
 
 def sides_of(named: Sequence[str] | None) -> tuple[str, ...]:
@@ -188,13 +194,15 @@ def sides_of(named: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(named or BACKENDS)
 
 
-def options_for(shapes: Sequence[tuple[int, int]], new_tokens: int) -> list[str]:
+def options_for(shapes: Sequence[tuple[int, int]], new_tokens: int, parallel: Parallel = ONE_GPU) -> list[str]:
     """A server's options beyond the README's command: graphs and a pool for `shapes`, prefill as a default server runs it."""
-    batches = {batch for batch, _ in shapes}
+    of_rank = parallel.of_a_rank(shapes)
+    batches = {batch for batch, _ in of_rank}
     return [
         *server_options.decode_graphs({*server_options.MEASURED_BATCHES, *batches}),
-        *server_options.prefill_graphs(shapes),
-        *server_options.pool(shapes, new_tokens),
+        *server_options.prefill_graphs(of_rank, parallel.dp),
+        *server_options.pool(of_rank, new_tokens, parallel.dp),
+        *parallel.options(),
     ]
 
 

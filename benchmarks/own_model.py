@@ -17,6 +17,7 @@ from pathlib import Path
 from nsa_backend.benchmarks import prompt_file, server_options
 from nsa_backend.benchmarks.cells import Cell
 from nsa_backend.benchmarks.generation import Sample, compared, counted, sides_of, spread, summary
+from nsa_backend.benchmarks.gpu_memory import weighed
 from nsa_backend.benchmarks.servers import BACKENDS, Server
 from nsa_backend.benchmarks.trained.accept import paired, statistics
 
@@ -44,6 +45,7 @@ class Measured:
 
     groups: dict[int, list[Group]]
     histograms: dict[int, list[list[int]]]  # of every request; empty without speculation
+    memory: list[float]  # GiB that came free on each GPU when it ended
 
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
@@ -97,9 +99,10 @@ class OwnModel:
         """Measure one side. The first one's rows are the result, and the second adds itself to them: where no time is left for
         it, or it does not start, the report has what the first one did."""
         log = self.folder / f"n{steps}-{side}.log"
-        with Server(side, self.model, self.port, steps, log, *self.options()) as server:
+        memory: list[float] = []
+        with weighed(Server(side, self.model, self.port, steps, log, *self.options()), memory) as server:
             server.wait(LOADING)
-            found = self._found.get(steps, {}) | {side: self.measured(server)}
+            found = self._found.get(steps, {}) | {side: self.measured(server, memory)}
         self._found[steps] = found
         rows = [row_of(self.model.name, steps, batch, self.length(batch), found) for batch in self.batches]
         if steps not in self._rows:
@@ -109,8 +112,8 @@ class OwnModel:
             known.update(row)
         return []
 
-    def measured(self, server: Server) -> Measured:
-        found = Measured({}, {})
+    def measured(self, server: Server, memory: list[float]) -> Measured:
+        found = Measured({}, {}, memory)
         for batch in self.batches:
             groups = self.groups(batch)
             self.ask(server, groups[0])  # warms up
@@ -147,7 +150,7 @@ def row_of(name: str, steps: int, batch: int, length: int, sides: dict[str, Meas
     row["tokens"] = {side: spread([group.new_tokens / batch for group in groups], 1) for side, groups in found.items()}
     for side, groups in found.items():
         histograms = sides[side].histograms[batch]
-        row[side] = summary(groups) | (statistics(histograms) if histograms else {})
+        row[side] = summary(groups) | (statistics(histograms) if histograms else {}) | {"memory_gib": sides[side].memory}
     if not set(BACKENDS) <= set(sides):
         return row | compared(found)
     if all(measured.histograms[batch] for measured in sides.values()):

@@ -63,12 +63,16 @@ def decode_graphs(batches: Iterable[int] = MEASURED_BATCHES) -> list[str]:
     return [names().decode_graphs, *map(str, sorted(set(batches)))]
 
 
-def prefill_graphs(shapes: Iterable[tuple[int, int]]) -> list[str]:
-    """Capture only the prefill graphs that `shapes` of (requests, prompt tokens) run in on a server that captures them all."""
+def prefill_graphs(shapes: Iterable[tuple[int, int]], ranks: int = 1) -> list[str]:
+    """Capture only the prefill graphs that `shapes` of (requests, prompt tokens) run in on a server that captures them all.
+
+    `shapes` are of one of `ranks` ranks of DP attention, between which SGLang divides the tokens that it prefills at once.
+    """
     if names().prefill_graphs is None:
         return []
-    sizes = {graph_tokens(chunk) for shape in shapes for page in (1, PAGE_SIZE) for chunk in chunks(*shape, page)}
-    captured = {size for size in sizes if size <= largest_prefill_graph()} or {graph_tokens(1)}
+    most = CHUNK // ranks
+    sizes = {graph_tokens(chunk) for shape in shapes for page in (1, PAGE_SIZE) for chunk in chunks(*shape, page, most)}
+    captured = {size for size in sizes if size <= min(largest_prefill_graph(), most)} or {graph_tokens(1)}
     return [names().prefill_graphs, *map(str, sorted(captured))]
 
 
@@ -77,15 +81,15 @@ def largest_prefill_graph() -> int:
     return CHUNK if Version(installed()) >= Version("0.5.23") else 2048  # 0.5.17; the releases between were not looked at
 
 
-def chunks(requests: int, length: int, page: int = PAGE_SIZE) -> list[int]:
-    """Tokens of each prefill of `requests` prompts that arrive together.
+def chunks(requests: int, length: int, page: int = PAGE_SIZE, most: int = CHUNK) -> list[int]:
+    """Tokens of each prefill of `requests` prompts that arrive together, with at most `most` at once.
 
     What a prompt takes of a chunk is rounded up to `page`, as SGLang does where it does not fill chunks exactly. A prompt
     that a chunk has no room for is cut, and continues in the next one.
     """
     found, waiting = [], [length] * requests
     while waiting:
-        room, tokens = CHUNK, 0
+        room, tokens = most, 0
         while waiting and room > 0:
             taken = min(waiting[0], room)
             tokens, room = tokens + taken, room - -(-taken // page) * page
@@ -105,9 +109,10 @@ def graph_tokens(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def pool(shapes: Iterable[tuple[int, int]], new_tokens: int) -> list[str]:
+def pool(shapes: Iterable[tuple[int, int]], new_tokens: int, ranks: int = 1) -> list[str]:
     """Room for the largest of `shapes`, its new tokens and what SGLang holds back for more; no cache, so that prefills repeat.
 
+    `shapes` are of one of `ranks` ranks of DP attention. SGLang divides the running requests by the ranks, and the tokens not.
     Two servers start on one GPU at a time, and what one loads meanwhile counts against the other's share of memory: half is
     enough for both.
     """
@@ -115,5 +120,5 @@ def pool(shapes: Iterable[tuple[int, int]], new_tokens: int) -> list[str]:
     most = max(requests for requests, _ in shapes)
     return [
         "--max-total-tokens", str(-(-tokens // PAGE_SIZE) * PAGE_SIZE), "--mem-fraction-static", "0.5", "--disable-radix-cache",
-        "--max-running-requests", str(max(32, most)),
+        "--max-running-requests", str(max(32, most) * ranks),
     ]  # fmt: skip

@@ -27,6 +27,9 @@ ENVIRONMENTS = {side: {"NSA_BACKEND_DISABLE": disabled} for side, disabled in BA
 ENVIRONMENTS |= {side: ENVIRONMENTS["ours"] | switch for side, switch in VARIANTS.items()}
 """All sides there are, to the environment of their servers."""
 
+SIDE_BY_SIDE = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+"""Environment of all servers: SGLang ends one of several GPUs that another fills at that moment, one GPU before the next."""
+
 STARTING = 480.0  # seconds that a server of a small checkpoint may take to start
 NEVER = 1 << 20  # tokens between two events of a stream: the first token is one, the end is the other
 
@@ -94,7 +97,7 @@ class Server:
         self._stream = log.open("w")
         self._process = subprocess.Popen(
             [*command(checkpoint, port, steps), *options], stdout=self._stream, stderr=subprocess.STDOUT,
-            env=os.environ | ENVIRONMENTS[backend],
+            env=os.environ | SIDE_BY_SIDE | ENVIRONMENTS[backend],
         )  # fmt: skip
 
     def __enter__(self) -> Server:

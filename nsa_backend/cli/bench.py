@@ -31,6 +31,8 @@ BENCHES = {
         "--batch",
         "--length",
         "--prompt-tokens",
+        "--parallel",
+        "--samples",
         "--sides",
         "--port",
         "--model",
@@ -51,6 +53,8 @@ OPTIONS = {
     "--section": "sections of the report: decode, wrapper, by_rows; sm90, which is measured on request alone",
     "--checkpoint": "faithful, wide, or a folder; a real checkpoint must fit twice on the GPU",
     "--prompt-tokens": "most prompt tokens of a batch: a million take half a minute a sample",
+    "--parallel": "GPUs of a server: tp4, dp4 (DP attention), dp2-tp2 (DP attention 2 of two GPUs each); one GPU unless told",
+    "--samples": "samples of a side and cell; unless told 7, 5 or 3, the fewer the more prompt tokens",
     "--sides": "whose servers, in the order in which they start: ours, builtin, round_graph (ours, a round in one CUDA graph), "
     "auto (ours, NSA_BACKEND_AUTO_DECODE=1)",
     "--model": "folder of a checkpoint of your own, served by one side after the other; needs --prompts",
@@ -60,15 +64,17 @@ OPTIONS = {
     "--port": "of the first server; runs at the same time need ports 2000 apart",
 }
 
-SINGLE = ("--port", "--prompt-tokens", "--model", "--prompts", "--tokens", "--server")
+SINGLE = ("--port", "--prompt-tokens", "--samples", "--model", "--prompts", "--tokens", "--server")
 """Those that take one value."""
 
-TEXTS = ("--checkpoint", "--section", "--sides", "--model", "--prompts", "--server")
+TEXTS = ("--checkpoint", "--parallel", "--section", "--sides", "--model", "--prompts", "--server")
 """Those that are no numbers."""
 
 OWN = ("--prompts", "--tokens", "--server")
-NOT_OWN = ("--checkpoint", "--length", "--prompt-tokens", "--quick")
-"""What goes with --model alone, and what does not go with it."""
+NOT_OWN = dict.fromkeys(
+    ("--checkpoint", "--length", "--prompt-tokens", "--samples", "--quick"), "whose prompts come from --prompts"
+) | {"--parallel": "whose GPUs --server names: '--tp-size 8'"}
+"""What goes with --model alone, and what does not go with it, with the reason."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
     from nsa_backend.benchmarks.report import dumped, environment, write_report
 
     bench = import_module(f"nsa_backend.benchmarks.bench_{args.what}")
-    head = {"environment": environment(), "command": shlex.join(["python", "-m", "nsa_backend", *args.argv])}
+    gpus = _gpus(args.parallel, torch.cuda.device_count()) if args.parallel else 1
+    head = {"environment": environment(gpus), "command": shlex.join(["python", "-m", "nsa_backend", *args.argv])}
 
     def keep(report: dict) -> None:
         if args.out:
@@ -126,7 +133,17 @@ def _check_model(args: argparse.Namespace) -> None:
     if args.prompts is None:
         _fail("--model needs --prompts FILE: what a draft is worth depends on the text")
     if wrong := [option for option in given if option in NOT_OWN]:
-        _fail(f"{wrong[0]} does not go with --model, whose prompts come from --prompts")
+        _fail(f"{wrong[0]} does not go with --model, {NOT_OWN[wrong[0]]}")
+
+
+def _gpus(parallel: list[str], there: int) -> int:
+    """GPUs of the largest server of --parallel, of those that are there."""
+    from nsa_backend.benchmarks.parallel import parsed
+
+    largest = max(map(parsed, parallel), key=lambda one: one.gpus)
+    if largest.gpus > there:
+        _fail(f"--parallel {largest} takes {largest.gpus} GPUs, and torch sees {there}")
+    return largest.gpus
 
 
 def _fail(sentence: str) -> None:

@@ -118,7 +118,8 @@ PARALLEL_CASES = [
     parallel("two GPUs, expert parallel", 3, ("1x300", *STANDARD), engine=TWO_GPUS | EXPERTS, gpus=2),
     parallel("two GPUs, DP attention, expert parallel", 3, UNEQUAL, engine=TWO_GPUS | DP_2 | EXPERTS, gpus=2),
     parallel("two GPUs, DP attention, overlap scheduling off", 3, UNEQUAL, engine=TWO_GPUS | DP_2 | NO_OVERLAP, gpus=2),
-    # Two ranks of attention, each on two GPUs: rows are padded to the GPUs of a rank, and to the largest rank.
+    # Two ranks of attention, each on two GPUs: rows are padded to the GPUs of a rank, and to the largest rank. In graphs:
+    # `four GPUs, DP attention 2, fa3` and the others of rank_cases.py.
     *(
         parallel(f"four GPUs, DP attention 2, {name}", 3, UNEQUAL, engine=FOUR_GPUS | DP_2 | options, gpus=4, **others)
         for kv, dtype, others in (
@@ -126,7 +127,6 @@ PARALLEL_CASES = [
             ("fp8, ", FP8, {"decode": "flashmla_kv", "floors": {}, "floor_of_all": 0.95}),
         )
         for name, options in (
-            (f"{kv}unequal ranks", dtype),
             (f"{kv}without CUDA graphs", dtype | {"disable_cuda_graph": True}),
             (f"{kv}above the captured sizes", dtype | UP_TO_TWO),
         )
@@ -155,14 +155,14 @@ DIVIDED_CASES = [
     divided(f"{CP}, glm-5.2", steps=5, workloads=STANDARD, **GLM_52),
     divided(
         "four GPUs, prefill context parallel and attention TP",
-        engine=DIVIDED | {"tp_size": 4, "attn_cp_size": 2},
+        engine=DIVIDED | FOUR_GPUS | {"attn_cp_size": 2},
         gpus=4,
         floors=FLOORS,
     ),
     divided(
         "four GPUs, prefill context parallel and DP attention",
         workloads=UNEQUAL,
-        engine=DIVIDED | {"tp_size": 4, "attn_dp_size": 2},
+        engine=DIVIDED | FOUR_GPUS | {"attn_dp_size": 2},
         gpus=4,
         floors=FLOORS,
     ),

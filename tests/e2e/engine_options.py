@@ -7,7 +7,10 @@ FLOORS = {"8x300": 3.9 / 4, "4x3000": 3.85 / 4}
 FP8 = {"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"}
 TWO_GPUS = {"tp_size": 2, "disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
 """All-reduce through NCCL alone: SGLang's fused one asks for NVLink multicast, which not every machine offers."""
-FOUR_GPUS = TWO_GPUS | {"tp_size": 4}
+BESIDE_OTHERS = {"mem_fraction_static": 0.8}
+"""What other engines take while this one loads counts against its share; `max_total_tokens` says what its KV cache takes."""
+FOUR_GPUS = TWO_GPUS | BESIDE_OTHERS | {"tp_size": 4}
+EIGHT_GPUS = FOUR_GPUS | {"tp_size": 8}
 DP_2 = {"dp_size": 2, "enable_dp_attention": True}
 UP_TO_TWO = {"cuda_graph_bs": [1, 2]}
 """Captured sizes that most batches of "unequal ranks" exceed, on one rank or on both."""

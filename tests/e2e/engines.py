@@ -15,6 +15,8 @@ NAMES_OF_DSA = {
     "--nsa-prefill-backend": "--dsa-prefill-backend",
     "--cuda-graph-bs": "--cuda-graph-bs-decode",
 }
+PORTS_APART = 20
+"""Between engines side by side."""
 PORTS = 2500
 """Between the ports of runs on different GPUs; the highest stays below those that Linux hands out."""
 

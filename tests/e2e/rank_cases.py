@@ -1,11 +1,11 @@
-"""End-to-end cases of eight GPUs, and of what one of eight ranks computes, in a model of so few heads on one or two GPUs."""
+"""End-to-end cases of four and of eight GPUs, and of what one of eight ranks computes, in a model of so few heads."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from case import Case
-from engine_options import DP_2, FLOORS, FP8, STANDARD, TWO_GPUS
+from engine_options import DP_2, EIGHT_GPUS, FLOORS, FOUR_GPUS, FP8, STANDARD, TWO_GPUS
 
 IMPLEMENTATIONS = (
     ("fa3", {"floors": FLOORS}),
@@ -13,6 +13,8 @@ IMPLEMENTATIONS = (
     ("sparse_decode", {"decode": "sparse_decode", "floors": FLOORS}),
     ("fp8, flashmla_kv", {"decode": "flashmla_kv", "engine": FP8, "floor_of_all": 0.95}),
 )
+MANY = ("1x300", *STANDARD, "32x300")
+UNEQUAL = (*MANY, "unequal ranks")  # two ranks have requests, the others nothing to do
 
 
 def on(engine: dict, options: dict) -> dict:
@@ -20,39 +22,50 @@ def on(engine: dict, options: dict) -> dict:
     return options | {"engine": engine | options.get("engine", {})}
 
 
-RANK_CASES = [
-    Case(f"{heads} heads, {name}", 3, STANDARD, shape=f"faithful-{heads}-heads", **options)
-    for heads in (16, 8)
-    for name, options in IMPLEMENTATIONS
-]
+def with_heads(where: str, shape: str, engine: dict | None = None, workloads: tuple[str, ...] = STANDARD) -> list[Case]:
+    """One case an implementation, N = 3, of a faithful checkpoint with fewer heads."""
+    engine = engine or {}
+    case = partial(Case, steps=3, workloads=workloads, shape=shape, gpus=engine.get("tp_size", 1))
+    return [case(f"{where}, {name}", **on(engine, options)) for name, options in IMPLEMENTATIONS]
+
+
+def on_many(word: str, engine: dict) -> list[Case]:
+    """On all of the GPUs of `engine`: tensor parallel, DP attention with one GPU a rank, and DP attention with two ranks.
+
+    Every implementation with N = 3, and fa3 with N = 0 and 1. A rank has as many requests as the graphs of a case go to.
+    """
+    gpus = engine["tp_size"]
+    attention = {
+        "tensor parallel": (MANY, {}),
+        f"DP attention {gpus}": (UNEQUAL, DP_2 | {"dp_size": gpus, "max_running_requests": 8 * gpus}),
+        "DP attention 2": (UNEQUAL, DP_2),
+    }
+    case = partial(Case, gpus=gpus)
+    return [
+        *(
+            case(f"{word} GPUs, {how}, {name}", 3, workloads, **on(engine | ranks, options))
+            for how, (workloads, ranks) in attention.items()
+            for name, options in IMPLEMENTATIONS
+        ),
+        *(
+            case(f"{word} GPUs, {how}, n{n}", n, workloads, engine=engine | ranks, floor_of_all=0.95 if n else 0.0)
+            for how, (workloads, ranks) in attention.items()
+            for n in (0, 1)
+        ),
+    ]
+
+
+RANK_CASES = [case for heads in (16, 8) for case in with_heads(f"{heads} heads", f"faithful-{heads}-heads")]
 """Of tensor parallel 8, without its collectives."""
 
-HALVED_CASES = [
-    Case(f"two GPUs, 8 heads each, {name}", 3, STANDARD, shape="faithful-16-heads", gpus=2, **on(TWO_GPUS, options))
-    for name, options in IMPLEMENTATIONS
+EIGHT_HEADS_CASES = [
+    *with_heads("two GPUs, 8 heads each", "faithful-16-heads", TWO_GPUS),
+    *with_heads("four GPUs, 8 heads each", "faithful-32-heads", FOUR_GPUS, MANY),
 ]
+"""Of tensor parallel 8 of GLM-5, with collectives; `four GPUs, tensor parallel, ...` has the 16 heads of DeepSeek-V3.2."""
 
-EIGHT_GPUS = TWO_GPUS | {"tp_size": 8}
-MANY = ("1x300", *STANDARD, "32x300")
-UNEQUAL = (*MANY, "unequal ranks")  # of eight, six have nothing to do
-ATTENTION = {
-    "tensor parallel": (MANY, {}),
-    "DP attention 8": (UNEQUAL, DP_2 | {"dp_size": 8}),
-    "DP attention 2": (UNEQUAL, DP_2),
-}
-eight = partial(Case, gpus=8)
-EIGHT_GPU_CASES = [
-    *(
-        eight(f"eight GPUs, {how}, {name}", 3, workloads, **on(EIGHT_GPUS | attention, options))
-        for how, (workloads, attention) in ATTENTION.items()
-        for name, options in IMPLEMENTATIONS
-    ),
-    *(
-        eight(f"eight GPUs, {how}, n{n}", n, workloads, engine=EIGHT_GPUS | attention, floor_of_all=0.95 if n else 0.0)
-        for how, (workloads, attention) in ATTENTION.items()
-        for n in (0, 1)
-    ),
-]
-"""In none of these has anything run: DeepSeek-V3.2 and GLM-5 are served so on eight H200s."""
+FOUR_GPU_CASES = on_many("four", FOUR_GPUS)
+EIGHT_GPU_CASES = on_many("eight", EIGHT_GPUS)
+"""In none of those on eight has anything run: DeepSeek-V3.2 and GLM-5 are served so on eight H200s."""
 
-CASES_OF_EIGHT = [*RANK_CASES, *HALVED_CASES, *EIGHT_GPU_CASES]
+CASES_OF_RANKS = [*RANK_CASES, *EIGHT_HEADS_CASES, *FOUR_GPU_CASES, *EIGHT_GPU_CASES]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from case import Case
-from engine_options import FP8, TWO_GPUS
+from engine_options import FOUR_GPUS, FP8, TWO_GPUS
 
 from nsa_backend.releases import ROUND_GRAPHS
 
@@ -32,5 +32,10 @@ ROUND_CASES = [
     ),
     round_case("n3 chunked prefill, one graph a round", 3, ("8x300", "8x3000"), engine={"chunked_prefill_size": 1024}),
     round_case("glm-5.2 n5 fa3, one graph a round", 5, ("8x300", "8x3000"), model="glm-5.2"),
-    round_case("two GPUs, tensor parallel, one graph a round", 3, ("1x300", "8x300", "8x3000"), engine=TWO_GPUS, gpus=2),
+    *(
+        round_case(
+            f"{word} GPUs, tensor parallel, one graph a round", 3, ("1x300", "8x300", "8x3000"), engine=engine, gpus=gpus
+        )
+        for word, engine, gpus in (("two", TWO_GPUS, 2), ("four", FOUR_GPUS, 4))
+    ),
 ]

@@ -25,14 +25,14 @@ from statistics import fmean
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from case import workload_of
-from engines import PORTS, first_device, run_to_its_end
+from engines import PORTS, PORTS_APART, first_device, run_to_its_end
 from reports import merged, report_of, show, write
 from ties import differences, judge
 from workloads import CASES, WORKLOADS, Case
 
 from nsa_backend.benchmarks import eagle3_checkpoint, faithful_checkpoint
 from nsa_backend.benchmarks.faithful_models import MODELS
-from nsa_backend.benchmarks.servers import BACKENDS
+from nsa_backend.benchmarks.servers import BACKENDS, SIDE_BY_SIDE
 from nsa_backend.releases import generation_of, installed
 
 START_SECONDS = {"nsa": 40, "dsa": 80}
@@ -100,7 +100,8 @@ def launch(run: Run, case: Case, backend: str, port: int) -> tuple[dict | None, 
         str(port),
     ]
     seconds = min(run.args.engine_seconds, max(run.left(), 1))
-    code = run_to_its_end(command, log, os.environ | {"NSA_BACKEND_DISABLE": BACKENDS[backend]}, seconds)
+    environment = os.environ | SIDE_BY_SIDE | {"NSA_BACKEND_DISABLE": BACKENDS[backend]}
+    code = run_to_its_end(command, log, environment, seconds)
     text = log.read_text(errors="replace")
     return (None if code or not out.exists() else json.loads(out.read_text())), text
 
@@ -114,7 +115,7 @@ def run_engines(run: Run) -> None:
         began = time.monotonic()
         if run.left() < run.longest:
             return
-        result, log = launch(run, case, backend, run.args.port + 20 * (number % 50))
+        result, log = launch(run, case, backend, run.args.port + PORTS_APART * (number % 50))
         with run.writing:
             run.results[case.name, backend] = result, log
             run.longest = max(run.longest, time.monotonic() - began)

@@ -29,6 +29,10 @@ from nsa_backend.benchmarks.generation import accept_length
 PREFILL_SHAPES = (128, 512, 1024, 4096)
 """Tokens of a captured prefill; SGLang's own list has up to 58 sizes, most of an engine's start."""
 
+NCCL_PORT = 10
+"""Above an engine's port: where its ranks meet. No engine beside it takes that one (tests/releases/test_side_by_side.py).
+Unless told, SGLang looks for a free port and takes it half a minute later, when another engine may have it."""
+
 
 def known_to_sglang(case: Case) -> str:
     """What its own backend decodes with: the case's implementation, or where it lacks that, what it takes by itself."""
@@ -55,6 +59,8 @@ def engine_arguments(case: Case, checkpoint: str, port: int, *, builtin: bool = 
         "port": port,
         "log_level": "info",
     }
+    if not case.disaggregated:
+        arguments["nccl_port"] = port + NCCL_PORT
     if case.steps:
         arguments |= {
             "speculative_algorithm": "EAGLE",

@@ -12,9 +12,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from case import workload_of
-from engines import run_to_its_end
+from engines import PORTS_APART, run_to_its_end
 from next_token import question
 from workloads import WORKLOADS, Case
+
+from nsa_backend.benchmarks.servers import SIDE_BY_SIDE
 
 TIE = 0.0626
 """Two steps of a bfloat16 logit between 4 and 8, where the best logits of this checkpoint lie: a forward with other batch
@@ -69,7 +71,7 @@ def judge(
             group[0][0],
             [d for _, found in group for d in found],
             logs,
-            port + 20 * number,
+            port + PORTS_APART * number,
             seconds,
         )
 
@@ -87,7 +89,7 @@ def _judge(checkpoint: Path, case: Case, found: list[dict], logs: Path, port: in
     questions.write_text(json.dumps([d["prompt"] for d in found]))
     answers.unlink(missing_ok=True)
     command = [sys.executable, str(HERE / "next_token.py"), str(checkpoint), case.name, str(questions), str(answers)]
-    environment = os.environ | {"NSA_BACKEND_DISABLE": "1"}
+    environment = os.environ | SIDE_BY_SIDE | {"NSA_BACKEND_DISABLE": "1"}
     code = run_to_its_end([*command, "--port", str(port)], logs / f"{name}-ties.log", environment, seconds)
     if code or not answers.exists():
         print(f"{case.name}: no answer about ties, see {logs / f'{name}-ties.log'}", flush=True)

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from case import Case
 from deployment_cases import DEPLOYMENT_CASES
-from engine_options import DP_2, FLOORS, FOUR_GPUS, FP8, STANDARD, TWO_GPUS, UP_TO_TWO, with_an_empty_round
+from engine_options import DP_2, FLOORS, FP8, STANDARD, TWO_GPUS, UP_TO_TWO, with_an_empty_round
 from model_cases import MODEL_CASES
-from rank_cases import CASES_OF_EIGHT
+from rank_cases import CASES_OF_RANKS
 from round_cases import ROUND_CASES
 
 VOCAB = 2048
@@ -220,27 +220,10 @@ CASES = [
         floors={"8x300": 3.8 / 4, "1x300": 5 / 4},
         releases=OF_DSA,
     ),
-    Case("four GPUs, tensor parallel", 3, ("1x300", *STANDARD), engine=FOUR_GPUS, floors=FLOORS, gpus=4),
-    # Two ranks of attention, each on two GPUs.
-    Case(
-        "four GPUs, DP attention 2",
-        3,
-        ("1x300", *STANDARD, "sizes between and above the captured"),
-        engine=FOUR_GPUS | DP_2,
-        floors=FLOORS,
-        gpus=4,
-    ),
-    fp8_case(
-        "four GPUs, DP attention 4, fp8",
-        3,
-        ("1x300", *STANDARD, "sizes between and above the captured"),
-        engine=FOUR_GPUS | DP_2 | FP8 | {"dp_size": 4},
-        gpus=4,
-    ),
     Case("no speculation", 0, (*STANDARD, "sizes between and above the captured")),
     Case("no speculation, flashmla_sparse", 0, STANDARD, decode="flashmla_sparse"),
     *MODEL_CASES,
     *ROUND_CASES,
-    *CASES_OF_EIGHT,
+    *CASES_OF_RANKS,
     *DEPLOYMENT_CASES,
 ]

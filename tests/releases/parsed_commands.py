@@ -30,6 +30,11 @@ def graphs(args: ServerArgs) -> dict[str, list[int] | None]:
     return {"decode": config.decode.bs, "prefill": config.prefill.bs}
 
 
+def attention_ranks(args: ServerArgs) -> int:
+    """Ranks of DP attention, 1 without, by either of the names that releases have for them."""
+    return getattr(args, "attn_dp_size", None) or (args.dp_size if args.enable_dp_attention else 1)
+
+
 def main() -> None:
     load_plugins()
     torch.cuda.get_device_capability = lambda *device: (9, 0)  # all that resolution asks of a GPU
@@ -48,6 +53,9 @@ def main() -> None:
                 "steps": args.speculative_num_steps,
                 "max_total_tokens": args.max_total_tokens,
                 "max_running_requests": args.max_running_requests,
+                "tensor_parallel": args.tp_size,
+                "attention_ranks": attention_ranks(args),
+                "prefilled_at_once": args.chunked_prefill_size,
                 "cache": not args.disable_radix_cache,
                 "port": args.port,
             }

@@ -27,9 +27,13 @@ from nsa_backend.benchmarks import (
     servers,
 )
 from nsa_backend.benchmarks.own_model import OwnModel
+from nsa_backend.benchmarks.parallel import parsed as parallel
 from nsa_backend.cli.bench import OPTIONS
 
 SCRIPT = Path(__file__).with_name("parsed_commands.py")
+ON_FOUR_GPUS = {"tp4": (4, 1), "dp4": (4, 4), "dp2-tp2": (4, 2)}
+"""GPUs, and ranks of attention."""
+MANY = [(batch, 300) for batch in (1, 8, 64, 256)]
 DEFAULT_PREFILL = ["--chunked-prefill-size", str(server_options.CHUNK)]
 
 
@@ -70,6 +74,8 @@ def commands(tmp_path_factory) -> dict[str, list[str]]:
         *generation.SIZES, "--kv-cache-dtype", "fp8_e4m3", *server_options.implementations("flashmla_kv", "flashmla_kv"),
     ]  # fmt: skip
     options["every prefill graph"] = DEFAULT_PREFILL
+    for word in ON_FOUR_GPUS:
+        options[f"serve {word}"] = [*generation.options_for(MANY, bench_serve.TOKENS, parallel(word)), *DEFAULT_PREFILL]
     return {
         f"{name}, N = {steps}": [*servers.command(folder, 25000 + steps, steps)[3:], *given]
         for name, given in options.items()
@@ -114,6 +120,19 @@ def test_serve_has_room_for_its_largest_cell_and_graphs_for_its_batches(parsed):
     assert found["max_running_requests"] == 32
     assert not found["cache"]
     assert set(bench_serve.BATCHES) <= set(found["decode"]) <= set(server_options.MEASURED_BATCHES)
+
+
+@pytest.mark.parametrize("word", ON_FOUR_GPUS)
+def test_serve_on_four_gpus_has_room_for_what_comes_to_a_rank(parsed, word):
+    found = parsed[f"serve {word}, N = 3"]
+    ranks = ON_FOUR_GPUS[word][1]
+    assert (found["tensor_parallel"], found["attention_ranks"]) == ON_FOUR_GPUS[word]
+    assert found["prefilled_at_once"] == server_options.CHUNK // ranks
+    assert found["max_running_requests"] // ranks >= 256 // ranks
+    assert found["max_total_tokens"] >= 256 // ranks * (300 + bench_serve.TOKENS)
+    assert {-(-batch // ranks) for batch, _ in MANY} <= set(found["decode"])
+    if server_options.names().prefill_graphs is not None:
+        assert max(found["prefill"]) <= found["prefilled_at_once"]
 
 
 def test_prefill_runs_in_the_graphs_of_a_default_server(parsed):

@@ -158,7 +158,11 @@ def test_too_few_prompts_are_refused(tmp_path, checkpoint):
         (["--prompts", "x"], "--prompts says how --model is measured: pass --model FOLDER too"),
         (["--model", "x"], "--model needs --prompts FILE"),
         (["--model", "x", "--prompts", "y", "--length", "300"], "--length does not go with --model"),
-        (["--model", "x", "--prompts", "y", "--quick"], "--quick does not go with --model"),
+        (["--model", "x", "--prompts", "y", "--quick"], "--quick does not go with --model, whose prompts come from --prompts"),
+        (
+            ["--model", "x", "--prompts", "y", "--parallel", "tp8"],
+            "--parallel does not go with --model, whose GPUs --server names",
+        ),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(words, message, monkeypatch, capsys):

@@ -1,0 +1,60 @@
+"""Device memory that a server holds, as what comes free when it ends: with CUDA contexts, graphs and the buffers of NCCL.
+
+Servers start side by side but end one after the other, and what ends beside them on the same GPUs would count too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+Ending = TypeVar("Ending")
+
+APART_SECONDS, STILL_SECONDS, MOST_SECONDS = 0.25, 1.0, 15.0
+"""Between two looks; without a change, which ends the looking once something came free; after which nobody looks any more."""
+
+
+def used() -> list[float]:
+    """GiB in use on each GPU that this process sees, in their order; empty where nvidia-smi does not tell."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = [] if visible is None else ["-i", visible]
+    query = ["nvidia-smi", *chosen, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+        return [int(mib) / 1024 for mib in lines]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+
+
+@contextmanager
+def weighed(server: Ending, held: list[float]) -> Iterator[Ending]:
+    """`server` within its own `with` block; once it has ended `held` has the GiB that came free on each GPU."""
+    before: list[float] = []
+    try:
+        with server:
+            try:
+                yield server
+            finally:
+                before = used()
+    finally:
+        held += [round(was - now, 2) for was, now in zip(before, _after(before), strict=True)]
+
+
+def _after(before: list[float]) -> list[float]:
+    """What is in use once it no longer falls: processes free their memory a moment after their server has ended."""
+    if not before:
+        return []
+    now, began = used(), time.monotonic()
+    changed = began
+    while time.monotonic() - began < MOST_SECONDS:
+        if now != before and time.monotonic() - changed > STILL_SECONDS:
+            break
+        time.sleep(APART_SECONDS)
+        last, now = now, used()
+        if now != last:
+            changed = time.monotonic()
+    return now if len(now) == len(before) else before

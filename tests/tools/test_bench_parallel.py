@@ -1,0 +1,172 @@
+"""Servers of several GPUs: how they are named, what comes to a rank, and what they hold of each GPU's memory."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nsa_backend.__main__ import main
+from nsa_backend.benchmarks import bench_serve, generation, gpu_memory, server_options
+from nsa_backend.benchmarks.parallel import ONE_GPU, Parallel, parsed
+from nsa_backend.benchmarks.servers import Streamed
+
+
+@pytest.mark.parametrize(
+    ("word", "parallel", "gpus"),
+    [
+        ("tp4", Parallel(tp=4), 4),
+        ("dp4", Parallel(dp=4), 4),
+        ("dp2-tp2", Parallel(2, 2), 4),
+        ("dp2-tp4", Parallel(2, 4), 8),
+        ("tp1", ONE_GPU, 1),
+    ],
+)
+def test_a_word_names_the_ranks_of_a_server(word, parallel, gpus):
+    assert parsed(word) == parallel
+    assert (str(parallel), parallel.gpus) == (word, gpus)
+
+
+@pytest.mark.parametrize("word", ["", "dp", "tp0", "4", "tp2-dp2", "dp2tp2", "-tp2", "pp2"])
+def test_a_word_that_names_none(word):
+    with pytest.raises(SystemExit, match=f"--parallel {word} is none: write tp4, dp4, or dp2-tp2"):
+        parsed(word)
+
+
+def options(parallel: Parallel, *shapes: tuple[int, int]) -> dict[str, list[str]]:
+    """A server's options, with their values."""
+    found: dict[str, list[str]] = {}
+    for word in generation.options_for(shapes, 256, parallel):
+        if word.startswith("--"):
+            values = found[word] = []
+        else:
+            values.append(word)
+    return found
+
+
+def test_a_rank_has_its_share_of_a_batch(monkeypatch):
+    monkeypatch.setattr(server_options, "installed", lambda: "0.5.23")
+    assert Parallel(dp=4).of_a_rank([(1, 300), (8, 300), (9, 300)]) == [(1, 300), (2, 300), (3, 300)]
+    tensor, attention = (options(one, (8, 300), (256, 300)) for one in (Parallel(tp=4), Parallel(dp=4)))
+    assert "256" in tensor["--cuda-graph-bs-decode"]
+    assert "256" not in attention["--cuda-graph-bs-decode"]
+    assert {"2", "64"} <= set(attention["--cuda-graph-bs-decode"])
+    assert tensor["--max-running-requests"] == attention["--max-running-requests"] == ["256"]  # of all ranks
+    tokens = [int(one["--max-total-tokens"][0]) for one in (tensor, attention)]  # of one
+    assert tokens[0] > 3 * tokens[1] > 3 * 64 * (300 + 256)
+    assert max(map(int, tensor["--cuda-graph-bs-prefill"])) == 8192
+    assert max(map(int, attention["--cuda-graph-bs-prefill"])) == 2048  # SGLang divides its chunks by the ranks
+
+
+def test_both_sides_are_spread_alike_and_reduce_through_nccl():
+    found = options(Parallel(2, 2), (8, 300))
+    assert found["--tp-size"] == ["4"]
+    assert found["--dp-size"] == ["2"]
+    assert {"--enable-dp-attention", "--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"} <= set(
+        found
+    )
+    assert not [option for option in options(ONE_GPU, (8, 300)) if option.startswith(("--tp", "--dp", "--enable", "--enforce"))]
+
+
+@pytest.fixture
+def in_use(monkeypatch):
+    """MiB of each of two GPUs, as nvidia-smi tells them."""
+    found = [1024, 1024]
+    monkeypatch.setattr(gpu_memory, "APART_SECONDS", 0.0)
+    monkeypatch.setattr(gpu_memory, "STILL_SECONDS", 0.0)
+    monkeypatch.setattr(
+        gpu_memory.subprocess, "run", lambda *command, **how: SimpleNamespace(stdout="\n".join(map(str, found)) + "\n")
+    )
+    return found
+
+
+class Fake(nullcontext):
+    """A server that takes 2 GiB of the first GPU and 1 of the second, and more for every batch."""
+
+    def __init__(self, in_use: list[int], batches: list):
+        super().__init__(self)
+        self.in_use, self.batches = in_use, batches
+        self.mine = 0
+        self.take(2)
+
+    def take(self, gib: int) -> None:
+        self.mine += gib
+        self.in_use[0] += 1024 * gib
+        self.in_use[1] += 512 * gib
+
+    def __exit__(self, *exception):
+        self.take(-self.mine)
+
+    def wait(self):
+        """Ready at once."""
+
+    def streamed(self, prompts, tokens):
+        self.batches.append(len(prompts))
+        self.take(1)
+        return Streamed([0.1] * len(prompts), 1.0, [{"meta_info": {}}] * len(prompts))
+
+
+def test_a_row_gets_what_each_side_gave_back_when_it_ended(in_use, monkeypatch, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    started, batches = [], []
+    monkeypatch.setattr(generation.time, "sleep", lambda seconds: None)
+
+    def start(side, path, port, steps, log, *options):
+        started.append((side, options[options.index("--tp-size") + 1]))
+        return Fake(in_use, batches)
+
+    monkeypatch.setattr(generation, "Server", start)
+    given = {"checkpoint": [str(tmp_path)], "parallel": ["tp2", "dp2"], "steps": [3], "batch": [8], "length": [300]}
+    chosen = dict.fromkeys(("model", "port", "sides", "prompt_tokens"), None) | {"quick": False, "samples": 2} | given
+    with ExitStack() as resources:
+        cells = bench_serve.cells(argparse.Namespace(**chosen), resources)
+        rows = [row for cell in cells for row in cell.measure()]
+        assert rows[1]["ours"]["memory_gib"] == []
+    assert [cell.name.split(", ", 1)[1] for cell in cells] == ["tp2, N = 3, 8 x 300", "dp2, N = 3, 8 x 300"]
+    assert started == [("ours", "2"), ("builtin", "2")] * 2
+    assert batches == [8] * 12
+    assert [row["parallel"] for row in rows] == ["tp2", "dp2"]
+    for row in rows:
+        assert row["samples"] == 2
+        for side in ("ours", "builtin"):
+            assert row[side]["memory_gib"] == [5.0, 2.5]  # 2 when it started, and a warm-up and two samples
+    assert in_use == [1024, 1024]
+    bench_serve.show({"rows": rows})
+    shown = capsys.readouterr().out
+    assert "GiB a GPU" in shown
+    assert "dp2" in shown
+    assert "5.0" in shown
+
+
+def test_memory_that_nobody_tells_is_left_out(monkeypatch):
+    def fails(*command, **how):
+        raise FileNotFoundError(command)
+
+    monkeypatch.setattr(gpu_memory.subprocess, "run", fails)
+    held: list[float] = []
+    with pytest.raises(RuntimeError, match="its own"), gpu_memory.weighed(nullcontext(), held):
+        raise RuntimeError("its own")
+    assert held == []
+
+
+@pytest.mark.parametrize(("visible", "asked"), [(None, []), ("2,3", ["-i", "2,3"])])
+def test_only_the_gpus_of_this_process_are_asked(monkeypatch, visible, asked):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    seen = []
+    monkeypatch.setattr(gpu_memory.subprocess, "run", lambda words, **how: seen.extend(words) or SimpleNamespace(stdout=""))
+    assert gpu_memory.used() == []
+    assert seen[1 : 1 + len(asked)] == asked
+
+
+def test_more_gpus_than_there_are(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "serve", "--parallel", "tp2", "dp4"])
+    assert stopped.value.code == 2
+    assert "--parallel dp4 takes 4 GPUs, and torch sees 2" in capsys.readouterr().err

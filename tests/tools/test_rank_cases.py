@@ -1,0 +1,67 @@
+"""Cases of several GPUs: four have what eight have, and each case the heads and requests a rank that it is about."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+import rank_cases
+from run_case import engine_arguments
+from workloads import CASES, UNEQUAL
+
+from nsa_backend.benchmarks.faithful_checkpoint import ALL_SHAPES
+
+
+def heads_of_a_rank(case) -> int:
+    ranks = case.engine.get("dp_size", 1)
+    return ALL_SHAPES[case.shape].heads * ranks // case.gpus
+
+
+def test_no_two_cases_have_one_name():
+    assert [name for name, times in Counter(case.name for case in CASES).items() if times > 1] == []
+
+
+def test_four_gpus_have_the_cases_of_eight():
+    def seen(cases, word):
+        return [
+            (
+                case.name.replace(word, "all").replace(f"attention {case.gpus}", "attention"),
+                case.steps,
+                case.decode,
+                case.workloads,
+            )
+            for case in cases
+        ]
+
+    assert seen(rank_cases.FOUR_GPU_CASES, "four") == seen(rank_cases.EIGHT_GPU_CASES, "eight")
+    assert all(case in CASES for case in rank_cases.CASES_OF_RANKS)
+
+
+@pytest.mark.parametrize("how", ["tensor parallel", "DP attention 4", "DP attention 2", "8 heads each"])
+def test_every_implementation_runs_on_four_gpus(how):
+    of_this = [case for case in rank_cases.CASES_OF_RANKS if case.name.startswith(f"four GPUs, {how}")]
+    assert {case.decode for case in of_this if case.steps == 3} == {"fa3", "flashmla_sparse", "sparse_decode", "flashmla_kv"}
+    heads = {"tensor parallel": 16, "DP attention 4": 64, "DP attention 2": 32, "8 heads each": 8}[how]
+    assert {heads_of_a_rank(case) for case in of_this} == {heads}
+
+
+def test_two_gpus_leave_a_rank_eight_heads_too():
+    assert {heads_of_a_rank(case) for case in CASES if case.name.startswith("two GPUs, 8 heads each")} == {8}
+
+
+def test_no_rank_keeps_requests_waiting():
+    """SGLang divides the running requests by the ranks of DP attention."""
+    for case in (c for c in rank_cases.CASES_OF_RANKS if "unequal ranks" in c.workloads):
+        arguments = engine_arguments(case, "", 12000)
+        assert arguments["max_running_requests"] // arguments["dp_size"] >= max(map(max, UNEQUAL))
+
+
+def test_engines_of_many_gpus_leave_room_for_those_that_start_meanwhile():
+    shares: dict[int, set[float]] = {}
+    for case in (c for c in CASES if not c.disaggregated):
+        shares.setdefault(case.gpus, set()).add(engine_arguments(case, "/checkpoint", 12000)["mem_fraction_static"])
+    assert shares == {1: {0.3}, 2: {0.3}, 4: {0.8}, 8: {0.8}}
