@@ -13,7 +13,7 @@ from pathlib import Path
 from nsa_backend.benchmarks import faithful_checkpoint, server_options
 from nsa_backend.benchmarks.gpu_memory import weighed
 from nsa_backend.benchmarks.parallel import ONE_GPU, Parallel
-from nsa_backend.benchmarks.servers import BACKENDS, ENVIRONMENTS, ROUND_GRAPH, VARIANTS, Server
+from nsa_backend.benchmarks.servers import BACKENDS, ENVIRONMENTS, THREE_GRAPHS, VARIANTS, Server
 
 SIZES = [*server_options.decode_graphs(), "--max-total-tokens", "65536", "--disable-radix-cache"]
 """Graphs for the batches that are measured, a small pool, and no cache, so that every prefill is the same."""
@@ -116,7 +116,7 @@ def summary(found: list[Sample]) -> dict:
 def compared(found: dict[str, list[Sample]]) -> dict:
     """Ours over the built-in's: `speedup` of tokens per second, above 1 where ours is faster; times below 1 where it is.
 
-    With a side of VARIANTS beside ours, `round_graph_over_ours`, for one, is the same of that side over ours.
+    With a side of VARIANTS beside ours, `three_graphs_over_ours`, for one, is the same of that side over ours.
     """
     compared_with_builtin = ratios(found["ours"], found["builtin"]) if set(BACKENDS) <= set(found) else {}
     variants = [side for side in VARIANTS if {side, "ours"} <= set(found)]
@@ -161,7 +161,7 @@ class Servers:
         """GiB on each GPU of the servers that run, by side: empty lists, which are filled when the servers end."""
 
     def of(self, checkpoint: str, steps: int, parallel: Parallel = ONE_GPU) -> dict[str, Server]:
-        """Servers by side, ready; without drafts there are no rounds in one graph.
+        """Servers by side, ready; without drafts there are no rounds, in three graphs or in one.
 
         `checkpoint` is a name in faithful_checkpoint.SHAPES or a folder.
         """
@@ -169,7 +169,7 @@ class Servers:
             self.close()
             path = checkpoint_of(checkpoint, self._folder)
             options = options_for(self._shapes, self._new_tokens, parallel)
-            for number, backend in enumerate(side for side in self._sides if steps or side != ROUND_GRAPH):
+            for number, backend in enumerate(side for side in self._sides if steps or side != THREE_GRAPHS):
                 time.sleep(3 * number)  # each measures the free memory of the GPU when it starts
                 log = self._folder / f"{path.name}-{parallel}-n{steps}-{backend}.log"
                 server = Server(backend, path, self._port + 50 * number, steps, log, *options)

@@ -55,8 +55,8 @@ OPTIONS = {
     "--prompt-tokens": "most prompt tokens of a batch: a million take half a minute a sample",
     "--parallel": "GPUs of a server: tp4, dp4 (DP attention), dp2-tp2 (DP attention 2 of two GPUs each); one GPU unless told",
     "--samples": "samples of a side and cell; unless told 7, 5 or 3, the fewer the more prompt tokens",
-    "--sides": "whose servers, in the order in which they start: ours, builtin, round_graph (ours, a round in one CUDA graph), "
-    "auto (ours, NSA_BACKEND_AUTO_DECODE=1)",
+    "--sides": "whose servers, in the order in which they start: ours, builtin, three_graphs (ours, "
+    "NSA_BACKEND_ROUND_GRAPH=0), auto (ours, NSA_BACKEND_AUTO_DECODE=1)",
     "--model": "folder of a checkpoint of your own, served by one side after the other; needs --prompts",
     "--prompts": "your prompts: a .jsonl file with text, messages or input_ids a line, or a text file with one a line",
     "--tokens": "most new tokens of an answer to one of --prompts",

@@ -1,6 +1,7 @@
 """End-to-end cases of speculative rounds in one CUDA graph; the built-in backend has none and runs beside them as it is.
 
-The same floors as without: a round in one graph must accept what three graphs accept.
+The same floors as without: a round in one graph must accept what three graphs accept. Other cases have one graph too, where
+their options allow it; these end where it is not so.
 """
 
 from __future__ import annotations
@@ -32,6 +33,18 @@ ROUND_CASES = [
     ),
     round_case("n3 chunked prefill, one graph a round", 3, ("8x300", "8x3000"), engine={"chunked_prefill_size": 1024}),
     round_case("glm-5.2 n5 fa3, one graph a round", 5, ("8x300", "8x3000"), model="glm-5.2"),
+    *(
+        Case(
+            f"n3 {name}, three graphs a round",
+            3,
+            MANY[:2],
+            environment={"NSA_BACKEND_ROUND_GRAPH": "0"},
+            builtin_environment={},
+            floor_of_all=0.95,
+            **options,
+        )
+        for name, options in (("fa3", {}), ("fp8, flashmla_kv", {"decode": "flashmla_kv", "engine": FP8}))
+    ),
     *(
         round_case(
             f"{word} GPUs, tensor parallel, one graph a round", 3, ("1x300", "8x300", "8x3000"), engine=engine, gpus=gpus

@@ -1,7 +1,7 @@
 """Serve for minutes under changing load, ours and SGLang's built-in backend asked by the same seeded clients, side by side.
 
     python tests/e2e/soak.py OUT.json [--gpus 0 1] [--minutes 8] [--port 33000] [--seed 0]
-    python tests/e2e/soak.py OUT.json --sides ours round_graph builtin --gpus 0 1 2
+    python tests/e2e/soak.py OUT.json --sides ours three_graphs builtin --gpus 0 1 2
     python tests/e2e/soak.py OUT.json --topology pd --gpus 0,1 --minutes 5
     python tests/e2e/soak.py OUT.json --table
 
@@ -28,7 +28,7 @@ sys.path.insert(0, str(HERE))
 from soak_server import BUILTIN, SIDES
 
 GRACE_SECONDS = 30.0  # for a side to write its report, once its minutes are over
-TITLES = {BUILTIN: "built-in", "round_graph": "ours, a round in one graph"}
+TITLES = {BUILTIN: "built-in", "three_graphs": "ours, a round in three graphs"}
 """Of a side's column, where its own name is not it."""
 
 

@@ -182,7 +182,7 @@ class TestSides:
         assert (ours["--seed"], ours["--minutes"]) == (builtin["--seed"], builtin["--minutes"]) == ("4", "0.1")
 
     def test_a_third_side_has_a_gpu_of_its_own(self, args):
-        args.sides, args.gpus = ["ours", "round_graph", "builtin"], ["1", "2", "3"]
+        args.sides, args.gpus = ["ours", "three_graphs", "builtin"], ["1", "2", "3"]
         found = {side: report["options"] for side, report in soak.run(args).items()}
         assert {side: options["--gpu"] for side, options in found.items()} == dict(zip(args.sides, args.gpus, strict=True))
         assert {options["--side"] for options in found.values()} == set(args.sides)
