@@ -1,0 +1,624 @@
+// Sparse MLA decode for few rows, for Hopper: two kernels, compiled at run time by sparse_decode_cuda.py, one cubin a tile.
+//
+// `attend` takes one stretch of one row's slots for one block of heads. A token of the KV cache is 1152 contiguous bytes, so
+// one bulk copy gathers it into shared memory, and as many steps are on their way at once as shared memory holds. All warps do
+// each phase of a step together:
+//   scores   the warps share the tokens, the heads and the 576 values of the dot product; sums over the latter meet in shared
+//            memory. The query stays in registers where there is room, since it is read in every step.
+//   softmax  a fixed group of threads has each head, and holds its running maximum and sum.
+//   values   every warp has all heads and a slice of the latent.
+// A row's stretches are joined within a thread-block cluster (CLUSTER > 1), through distributed shared memory, and what the
+// clusters leave, or the blocks where there are none, by `join` in a second launch, each in a fixed order.
+//
+// With EMULATE a host compiler takes this file: what follows in PTX comes from emulation.h then.
+
+#ifdef EMULATE
+#include "emulation.h"
+#else
+
+typedef unsigned int uint32_t;
+typedef unsigned short uint16_t;
+
+#define SHARED_MEMORY(name) extern __shared__ __align__(128) unsigned char name[]
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+__device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes the initialised barriers known to the copy engine.
+__device__ __forceinline__ void fence_barrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+    uint32_t done = 0;
+    while (!done) {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    }
+}
+
+// Orders this thread's own accesses to shared memory before copies that are asked for later.
+__device__ __forceinline__ void fence_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xffffffffu, x, lanes); }
+
+__device__ __forceinline__ int shuffle(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+
+__device__ __forceinline__ uint32_t ballot(bool x) { return __ballot_sync(0xffffffffu, x); }
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// The address of what has this address here, in another block of the cluster.
+__device__ __forceinline__ uint32_t address_in_block(uint32_t address, uint32_t block) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+    return there;
+}
+
+__device__ __forceinline__ float load_remote(uint32_t address) {
+    float x;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ float4 load_remote4(uint32_t address) {
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return x;
+}
+#endif
+
+// The tile, as the compiler is told.
+constexpr int HEADS = TILE_HEADS;        // of a block: 16, 32 or 64
+constexpr int TOKENS = TILE_TOKENS;      // of a step
+constexpr int STAGES = TILE_STAGES;      // steps that are in shared memory or on their way there
+constexpr int WARPS_H = TILE_WARPS_H;    // warps that share the heads in scores,
+constexpr int WARPS_T = TILE_WARPS_T;    // those that share the tokens,
+constexpr int WARPS_D = TILE_WARPS_D;    // and those that share the dot product
+constexpr bool QUERY_IN_REGISTERS = TILE_QUERY_IN_REGISTERS;
+constexpr int SCORE_PADDING = TILE_SCORE_PADDING;  // floats; 8 leave no bank conflict, 4 a few
+constexpr int CLUSTER = TILE_CLUSTER;    // blocks of a row that join through distributed shared memory
+constexpr int BLOCKS = TILE_BLOCKS;      // that have to fit an SM
+constexpr int PASSES = TILE_PASSES;      // over the tokens of a warp in scores: more hold fewer sums in registers
+
+constexpr int LATENT = 512, ROPE = 64, DIM = LATENT + ROPE;
+constexpr int ROW = DIM * 2;     // bytes of a token
+constexpr int PITCH = ROW + 16;  // eight rows start in different banks, so that ldmatrix meets no conflict
+constexpr int WARPS = WARPS_H * WARPS_T * WARPS_D, THREADS = 32 * WARPS;
+constexpr int D_STEPS = DIM / 16 / WARPS_D;            // of sixteen values of the dot product, of a warp in scores
+constexpr int H_TILES = HEADS / 16 / WARPS_H;          // of sixteen heads, likewise
+constexpr int T_TILES = TOKENS / 8 / WARPS_T / PASSES;  // of eight tokens, likewise, in a pass
+constexpr int CHAINS = H_TILES * T_TILES < 4 ? 2 : 1;  // sums beside each other, where few tiles would wait for each other
+constexpr int L_TILES = LATENT / 8 / WARPS;            // of eight latents, of a warp in values
+constexpr int ASKED = TOKENS / WARPS;                  // tokens of a step that a warp asks for
+constexpr int HEADS_ASKED = HEADS / WARPS;             // heads of the query, likewise
+constexpr int HEAD_THREADS = THREADS / HEADS;          // of a head in softmax
+constexpr int COLUMNS = TOKENS / HEAD_THREADS;         // tokens of such a thread
+constexpr int SCORE_PITCH = TOKENS + SCORE_PADDING;    // floats
+constexpr int WEIGHT_PITCH = TOKENS * 2 + 16;          // bytes
+constexpr int SUM_PITCH = LATENT + 8;                  // floats, of what a cluster joins
+
+static_assert(DIM / 16 % WARPS_D == 0 && T_TILES % 2 == 0 && L_TILES % 2 == 0 && H_TILES >= 1, "warps do not divide the tile");
+static_assert(HEAD_THREADS <= 32 && COLUMNS >= 2 && COLUMNS % 2 == 0, "no such tile: softmax");
+static_assert(ASKED >= 1 && ASKED < 32 && STAGES * ASKED <= 32 && HEADS_ASKED >= 1 && HEADS_ASKED <= 16, "no such tile: copies");
+
+// Shared memory, in bytes. A query that went to registers leaves its place to the scores.
+__host__ __device__ constexpr int aligned(int bytes) { return (bytes + 127) / 128 * 128; }
+__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int SCORE_BYTES = aligned(WARPS_D * HEADS * SCORE_PITCH * 4), QUERY_BYTES = aligned(HEADS * PITCH);
+constexpr int AT_QUERY = aligned(STAGES * TOKENS * PITCH);
+constexpr int AT_SCORES = QUERY_IN_REGISTERS ? AT_QUERY : AT_QUERY + QUERY_BYTES;
+constexpr int AT_WEIGHTS = QUERY_IN_REGISTERS ? AT_QUERY + larger(SCORE_BYTES, QUERY_BYTES) : AT_SCORES + SCORE_BYTES;
+constexpr int AT_FADES = AT_WEIGHTS + aligned(HEADS * WEIGHT_PITCH);
+constexpr int AT_INVERSES = AT_FADES + HEADS * 4;
+constexpr int AT_LSES = AT_INVERSES + HEADS * 4;
+constexpr int AT_THERE = AT_LSES + HEADS * 4;
+constexpr int AT_BARRIERS = AT_THERE + STAGES * TOKENS * 4;
+constexpr int SHARED_BYTES = AT_BARRIERS + 8 * (STAGES + 1);
+static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
+static_assert(CLUSTER == 1 || HEADS * SUM_PITCH * 4 <= AT_FADES, "no room for what the cluster joins");
+
+struct Attend {
+    const uint16_t* q_nope;   // bfloat16 [rows, heads, LATENT]; strides below, in values
+    const uint16_t* q_rope;   // bfloat16 [rows, heads, ROPE]
+    const unsigned char* kv;  // bfloat16 [slots, DIM], kv_stride bytes apart
+    const int* slots;         // [rows, topk], slots_stride apart; -1 where there is none
+    const int* lens;          // [rows], entries of each row to look at
+    uint16_t* out;            // bfloat16 [rows, heads, LATENT], written where a row has one part
+    float* partial;           // [rows, parts, heads, LATENT], written where it has more; left alone for a part without a token
+    float* lse;               // [rows, parts, heads], base 2; -inf for a part without a token
+    long long q_nope_row, q_nope_head, q_rope_row, q_rope_head, slots_stride, kv_stride;
+    float scale;  // of scores, times log2(e)
+    int topk, heads, parts;
+    int chunk;  // tokens of a block, a multiple of TOKENS
+};
+
+__device__ __forceinline__ void zero_row(unsigned char* row, int lane) {
+    for (int piece = lane; piece < ROW / 16; piece += 32) reinterpret_cast<uint4*>(row)[piece] = make_uint4(0, 0, 0, 0);
+}
+
+// blockIdx: stretch, block of heads, row. A row has parts * CLUSTER stretches.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __grid_constant__ Attend a) {
+    SHARED_MEMORY(memory);
+    const float NONE = __int_as_float(0xff800000);
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+    const uint32_t base = shared_address(memory);
+    const uint32_t barriers = base + AT_BARRIERS, query_barrier = barriers + 8 * STAGES;
+    float* scores = reinterpret_cast<float*>(memory + AT_SCORES);  // [WARPS_D, HEADS, SCORE_PITCH]
+    float* fades = reinterpret_cast<float*>(memory + AT_FADES);    // [HEADS], of the sums so far
+    float* inverses = reinterpret_cast<float*>(memory + AT_INVERSES);
+    float* lses = reinterpret_cast<float*>(memory + AT_LSES);
+    int* there = reinterpret_cast<int*>(memory + AT_THERE);  // [STAGES, TOKENS], whether a token is
+
+    if (tid <= STAGES) {
+        barrier_init(barriers + 8 * tid, WARPS);
+        fence_barrier_init();
+    }
+    __syncthreads();
+    launch_dependents();
+    wait_for_inputs();
+
+    const int row = blockIdx.z, first_head = blockIdx.y * HEADS, begin = blockIdx.x * a.chunk;
+    const int* slots = a.slots + row * a.slots_stride;
+    const int latest = min(begin + a.chunk, a.topk);
+    // At first a lane asks for a token of the stage that its place in its warp says, later the first lanes for one each.
+    const int token = warp * ASKED + lane % ASKED, lane_stage = lane / ASKED;
+    const int first_position = begin + lane_stage * TOKENS + token;
+    const int first_slot = lane_stage < STAGES && first_position < latest ? slots[first_position] : -1;
+    const int length = a.lens[row];
+
+    // The query comes while the slots do.
+    {
+        const int h = warp * HEADS_ASKED + lane / 2, head = first_head + h;
+        const bool mine = lane < 2 * HEADS_ASKED && head < a.heads, rope = lane % 2;
+        const uint32_t copied = ballot(mine);
+        for (int other = warp * HEADS_ASKED; other < (warp + 1) * HEADS_ASKED; ++other) {
+            if (first_head + other >= a.heads) zero_row(memory + AT_QUERY + other * PITCH, lane);
+        }
+        __syncwarp();
+        if (lane == 0) arrive_expecting(query_barrier, __popc(copied) / 2 * ROW);
+        __syncwarp();
+        if (mine) {
+            const uint16_t* from = rope ? a.q_rope + row * a.q_rope_row + head * a.q_rope_head
+                                        : a.q_nope + row * a.q_nope_row + head * a.q_nope_head;
+            bulk_copy(base + AT_QUERY + h * PITCH + (rope ? LATENT * 2 : 0), from, rope ? ROPE * 2 : LATENT * 2, query_barrier);
+        }
+    }
+
+    const int end = min(latest, length);
+    const int steps = end > begin ? (end - begin + TOKENS - 1) / TOKENS : 0;
+
+    // Asks for this lane's token of a stage; either all lanes that have one of a stage are asking, or none. Where there is no
+    // token the row becomes zeros, because a weight of zero does not silence the NaN that memory may have held.
+    auto ask = [&](bool asking, int stage, int slot) {
+        const int place = stage * TOKENS + token;
+        const bool real = asking && slot >= 0;
+        const uint32_t copied = ballot(real);
+        uint32_t missing = ballot(asking && !real);
+        if (missing) {
+            for (; missing; missing &= missing - 1) zero_row(memory + shuffle(place, __ffs(missing) - 1) * PITCH, lane);
+            fence_before_copies();
+        }
+        if (asking) there[place] = real;
+        __syncwarp();
+        if (asking && lane % ASKED == 0) {
+            arrive_expecting(barriers + 8 * stage, __popc(copied >> lane & ((1u << ASKED) - 1)) * ROW);
+        }
+        __syncwarp();
+        if (real) bulk_copy(base + place * PITCH, a.kv + slot * a.kv_stride, ROW, barriers + 8 * stage);
+    };
+    // The slot of this lane's token of a step, if it is one of the lanes that ask in the loop.
+    auto look_up = [&](int step) {
+        const int position = begin + step * TOKENS + token;
+        return lane < ASKED && step < steps && position < end ? slots[position] : -1;
+    };
+
+    ask(lane_stage < min(STAGES, steps), lane_stage, first_position < end ? first_slot : -1);
+    int following = look_up(STAGES);
+
+    const int warp_h = warp % WARPS_H, warp_t = warp / WARPS_H % WARPS_T, warp_d = warp / (WARPS_H * WARPS_T);
+    const int group = lane / 4, pair = 2 * (lane % 4);  // of a fragment: its row, or the column of a second operand; two values
+    // Addresses of the eight values that this lane hands to ldmatrix: as a first operand (16 rows, two halves of 16 columns
+    // one behind the other), and as a second (two times 8 rows, the halves of the first before those of the second).
+    const int first_row = lane % 16, first_half = lane / 16 * 16;
+    const int second_row = lane / 16 * 8 + lane % 8, second_half = lane / 8 % 2 * 16;
+    const uint32_t query_address =
+        base + AT_QUERY + (warp_h * H_TILES * 16 + first_row) * PITCH + first_half + warp_d * D_STEPS * 32;
+    const uint32_t key_address = base + (warp_t * PASSES * T_TILES * 8 + second_row) * PITCH + second_half + warp_d * D_STEPS * 32;
+    // Transposed, rows are tokens: two times 8 tokens of 8 latents before those of the next 8 latents, as `first` has them.
+    const uint32_t value_address = base + first_row * PITCH + warp * L_TILES * 16 + first_half;
+    const uint32_t weight_address = base + AT_WEIGHTS + first_row * WEIGHT_PITCH + first_half;
+
+    barrier_wait(query_barrier, 0);
+    uint32_t query[QUERY_IN_REGISTERS ? H_TILES : 1][QUERY_IN_REGISTERS ? D_STEPS : 1][4];
+    if constexpr (QUERY_IN_REGISTERS) {
+#pragma unroll
+        for (int h = 0; h < H_TILES; ++h) {
+#pragma unroll
+            for (int d = 0; d < D_STEPS; ++d) ldmatrix(query[h][d], query_address + h * 16 * PITCH + d * 32);
+        }
+        __syncthreads();  // scores take its place
+    }
+
+    float sums[HEADS / 16][L_TILES][4];
+#pragma unroll
+    for (int h = 0; h < HEADS / 16; ++h) {
+#pragma unroll
+        for (int l = 0; l < L_TILES; ++l) sums[h][l][0] = sums[h][l][1] = sums[h][l][2] = sums[h][l][3] = 0.0f;
+    }
+    const int my_head = tid / HEAD_THREADS, my_column = tid % HEAD_THREADS * COLUMNS;  // in softmax
+    float best = NONE, total = 0.0f;  // of this thread's head; the sum of its columns alone
+
+    int stage = 0, before = STAGES - 1;  // of this step and of the one before
+    uint32_t parity = 0;
+    for (int step = 0; step < steps; ++step) {
+        barrier_wait(barriers + 8 * stage, parity);
+        const uint32_t stage_offset = stage * TOKENS * PITCH;
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            float products[CHAINS][H_TILES][T_TILES][4];
+#pragma unroll
+            for (int c = 0; c < CHAINS; ++c) {
+#pragma unroll
+                for (int h = 0; h < H_TILES; ++h) {
+#pragma unroll
+                    for (int t = 0; t < T_TILES; ++t) {
+                        products[c][h][t][0] = products[c][h][t][1] = products[c][h][t][2] = products[c][h][t][3] = 0.0f;
+                    }
+                }
+            }
+#pragma unroll
+            for (int d = 0; d < D_STEPS; ++d) {
+                uint32_t keys[T_TILES / 2][4];
+#pragma unroll
+                for (int t = 0; t < T_TILES / 2; ++t) {
+                    ldmatrix(keys[t], key_address + stage_offset + (pass * T_TILES * 8 + t * 16) * PITCH + d * 32);
+                }
+#pragma unroll
+                for (int h = 0; h < H_TILES; ++h) {
+                    if constexpr (!QUERY_IN_REGISTERS) ldmatrix(query[0][0], query_address + h * 16 * PITCH + d * 32);
+                    const uint32_t(&heads)[4] = query[QUERY_IN_REGISTERS ? h : 0][QUERY_IN_REGISTERS ? d : 0];
+#pragma unroll
+                    for (int t = 0; t < T_TILES; ++t) {
+                        mma(products[d % CHAINS][h][t], heads, keys[t / 2][t % 2 * 2], keys[t / 2][t % 2 * 2 + 1]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int h = 0; h < H_TILES; ++h) {
+#pragma unroll
+                for (int t = 0; t < T_TILES; ++t) {
+                    float* at = scores + ((warp_d * HEADS) + (warp_h * H_TILES + h) * 16 + group) * SCORE_PITCH +
+                                ((warp_t * PASSES + pass) * T_TILES + t) * 8 + pair;
+                    const float(&p)[4] = products[0][h][t];
+                    const float(&q)[4] = products[CHAINS - 1][h][t];
+                    const bool two = CHAINS == 2;
+                    *reinterpret_cast<float2*>(at) = make_float2(two ? p[0] + q[0] : p[0], two ? p[1] + q[1] : p[1]);
+                    *reinterpret_cast<float2*>(at + 8 * SCORE_PITCH) =
+                        make_float2(two ? p[2] + q[2] : p[2], two ? p[3] + q[3] : p[3]);
+                }
+            }
+        }
+        __syncthreads();  // and every warp is done with the values of the step before
+
+        if (step > 0 && step - 1 + STAGES < steps) {
+            ask(lane < ASKED, before, following);
+            following = look_up(step + STAGES);
+        }
+
+        {
+            float x[COLUMNS];
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c += 2) {
+                x[c] = x[c + 1] = 0.0f;
+#pragma unroll
+                for (int d = 0; d < WARPS_D; ++d) {
+                    const float2 two =
+                        *reinterpret_cast<const float2*>(scores + (d * HEADS + my_head) * SCORE_PITCH + my_column + c);
+                    x[c] += two.x;
+                    x[c + 1] += two.y;
+                }
+            }
+            float higher = best;
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) {
+                x[c] = there[stage * TOKENS + my_column + c] ? x[c] * a.scale : NONE;
+                higher = fmaxf(higher, x[c]);
+            }
+#pragma unroll
+            for (int lanes = 1; lanes < HEAD_THREADS; lanes *= 2) higher = fmaxf(higher, shuffle_xor(higher, lanes));
+            const float finite = higher == NONE ? 0.0f : higher;
+            const float fade = exp2_fast(best - finite);
+            total *= fade;
+            uint32_t* weights =
+                reinterpret_cast<uint32_t*>(memory + AT_WEIGHTS + my_head * WEIGHT_PITCH + my_column * 2);
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c += 2) {
+                const float one = exp2_fast(x[c] - finite), two = exp2_fast(x[c + 1] - finite);
+                total += one + two;
+                weights[c / 2] = pack_bf16(one, two);
+            }
+            if (tid % HEAD_THREADS == 0) fades[my_head] = fade;
+            best = higher;
+        }
+        __syncthreads();
+
+#pragma unroll
+        for (int h = 0; h < HEADS / 16; ++h) {
+            const float low = fades[h * 16 + group], high = fades[h * 16 + group + 8];
+#pragma unroll
+            for (int l = 0; l < L_TILES; ++l) {
+                sums[h][l][0] *= low;
+                sums[h][l][1] *= low;
+                sums[h][l][2] *= high;
+                sums[h][l][3] *= high;
+            }
+        }
+#pragma unroll
+        for (int t = 0; t < TOKENS / 16; ++t) {
+            uint32_t weights[HEADS / 16][4];
+#pragma unroll
+            for (int h = 0; h < HEADS / 16; ++h) ldmatrix(weights[h], weight_address + h * 16 * WEIGHT_PITCH + t * 32);
+#pragma unroll
+            for (int l = 0; l < L_TILES / 2; ++l) {
+                uint32_t values[4];
+                ldmatrix_transposed(values, value_address + stage_offset + t * 16 * PITCH + l * 32);
+#pragma unroll
+                for (int h = 0; h < HEADS / 16; ++h) {
+                    mma(sums[h][2 * l], weights[h], values[0], values[1]);
+                    mma(sums[h][2 * l + 1], weights[h], values[2], values[3]);
+                }
+            }
+        }
+        before = stage;
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+
+#pragma unroll
+    for (int lanes = 1; lanes < HEAD_THREADS; lanes *= 2) total += shuffle_xor(total, lanes);
+    if (tid % HEAD_THREADS == 0) {
+        inverses[my_head] = total > 0.0f ? 1.0f / total : 0.0f;
+        lses[my_head] = total > 0.0f ? best + log2_fast(total) : NONE;
+    }
+    __syncthreads();  // and every warp is done with the tokens, whose place the cluster takes
+
+    const int part = blockIdx.x / CLUSTER;
+    const long long first_of_row = (static_cast<long long>(row) * a.parts + part) * a.heads + first_head;
+    const bool alone = a.parts == 1;
+    if constexpr (CLUSTER == 1) {
+        if (!alone && tid < HEADS && first_head + tid < a.heads) a.lse[first_of_row + tid] = lses[tid];
+        if (!alone && steps == 0) return;
+    }
+    float* joined = reinterpret_cast<float*>(memory);  // [HEADS, SUM_PITCH]
+#pragma unroll
+    for (int h = 0; h < HEADS / 16; ++h) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int head = h * 16 + half * 8 + group;
+            const float inverse = inverses[head];
+            const bool real = first_head + head < a.heads;
+#pragma unroll
+            for (int l = 0; l < L_TILES; ++l) {
+                const int latent = (warp * L_TILES + l) * 8 + pair;
+                const float one = sums[h][l][2 * half] * inverse, two = sums[h][l][2 * half + 1] * inverse;
+                if constexpr (CLUSTER > 1) {
+                    *reinterpret_cast<float2*>(joined + head * SUM_PITCH + latent) = make_float2(one, two);
+                } else if (real) {
+                    const long long at = (first_of_row + head) * LATENT + latent;
+                    if (alone) {
+                        *reinterpret_cast<uint32_t*>(a.out + at) = pack_bf16(one, two);
+                    } else {
+                        *reinterpret_cast<float2*>(a.partial + at) = make_float2(one, two);
+                    }
+                }
+            }
+        }
+    }
+    if constexpr (CLUSTER > 1) {
+        // Every block joins a slice of the latent, of all blocks.
+        constexpr int SLICE = LATENT / CLUSTER;
+        const int rank = blockIdx.x % CLUSTER;
+        cluster_arrive();
+        cluster_wait();
+        for (int piece = tid; piece < HEADS * SLICE / 4; piece += THREADS) {
+            const int head = piece / (SLICE / 4), latent = rank * SLICE + piece % (SLICE / 4) * 4;
+            float lse[CLUSTER], highest = NONE;
+            float4 values[CLUSTER];
+#pragma unroll
+            for (int block = 0; block < CLUSTER; ++block) {
+                lse[block] = load_remote(address_in_block(base + AT_LSES + head * 4, block));
+                values[block] = load_remote4(address_in_block(base + (head * SUM_PITCH + latent) * 4, block));
+            }
+#pragma unroll
+            for (int block = 0; block < CLUSTER; ++block) highest = fmaxf(highest, lse[block]);
+            const float finite = highest == NONE ? 0.0f : highest;
+            float sum = 0.0f;
+            float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+            for (int block = 0; block < CLUSTER; ++block) {
+                const float weight = exp2_fast(lse[block] - finite);
+                sum += weight;
+                x.x += weight * values[block].x;
+                x.y += weight * values[block].y;
+                x.z += weight * values[block].z;
+                x.w += weight * values[block].w;
+            }
+            if (first_head + head >= a.heads) continue;
+            const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+            const long long at = (first_of_row + head) * LATENT + latent;
+            x = make_float4(x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse);
+            if (alone) {
+                *reinterpret_cast<uint2*>(a.out + at) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
+            } else {
+                if (latent == 0) a.lse[first_of_row + head] = sum > 0.0f ? highest + log2_fast(sum) : NONE;
+                *reinterpret_cast<float4*>(a.partial + at) = x;
+            }
+        }
+        cluster_arrive();  // nobody leaves while another block reads what it holds
+        cluster_wait();
+    }
+}
+
+struct Join {
+    const float* partial;  // [rows, parts, heads, LATENT]; anything in a part without a token
+    const float* lse;      // [rows, parts, heads], base 2; -inf for a part without a token
+    uint16_t* out;         // bfloat16 [rows, heads, LATENT]
+    int heads, parts;      // at most MOST_PARTS
+};
+
+constexpr int MOST_PARTS = 128;
+constexpr int QUARTER = LATENT / 4;  // of the latent, what a warp joins: four values a lane
+constexpr int BATCH = 8;             // parts that a warp reads at once
+
+// blockIdx: quarter (one warp has a quarter of each head's parts' latent; SHARED warps share the parts), head, row. With
+// SHARED == 1 a block has four warps and every quarter.
+template <int SHARED>
+__device__ __forceinline__ void join_parts(const Join& j, float* weights, float4* shared) {
+    const float NONE = __int_as_float(0xff800000);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int first = SHARED == 1 ? 0 : warp, quarter = SHARED == 1 ? warp : blockIdx.x;
+    launch_dependents();
+    wait_for_inputs();
+    const long long row_and_head = static_cast<long long>(blockIdx.z) * j.parts * j.heads + blockIdx.y;
+    const float4* partial = reinterpret_cast<const float4*>(j.partial + row_and_head * LATENT + quarter * QUARTER) + lane;
+    const long long stride = static_cast<long long>(j.heads) * (LATENT / 4);
+    float lse[MOST_PARTS / 32];
+#pragma unroll
+    for (int i = 0; i < MOST_PARTS / 32; ++i) {
+        const int part = i * 32 + lane;
+        lse[i] = part < j.parts ? j.lse[row_and_head + static_cast<long long>(part) * j.heads] : NONE;
+    }
+    float4 values[BATCH];  // asked for beside the sums, not after them
+    auto read = [&](int from) {
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int part = from + i * SHARED;
+            values[i] = part < j.parts ? partial[part * stride] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+    };
+    read(first);
+    float best = NONE;
+#pragma unroll
+    for (int i = 0; i < MOST_PARTS / 32; ++i) best = fmaxf(best, lse[i]);
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) best = fmaxf(best, shuffle_xor(best, lanes));
+    const float finite = best == NONE ? 0.0f : best;
+    float total = 0.0f;
+    float* own = weights + warp * MOST_PARTS;
+#pragma unroll
+    for (int i = 0; i < MOST_PARTS / 32; ++i) {
+        const float weight = exp2_fast(lse[i] - finite);
+        own[i * 32 + lane] = weight;
+        total += weight;
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) total += shuffle_xor(total, lanes);
+    __syncwarp();
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int from = first; from < j.parts; from += BATCH * SHARED) {
+        if (from != first) read(from);
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int part = from + i * SHARED;
+            const float weight = part < j.parts ? own[part] : 0.0f;
+            if (weight > 0.0f) {  // a part without a token holds anything
+                sum.x += weight * values[i].x;
+                sum.y += weight * values[i].y;
+                sum.z += weight * values[i].z;
+                sum.w += weight * values[i].w;
+            }
+        }
+    }
+    if constexpr (SHARED > 1) {
+        shared[threadIdx.x] = sum;
+        __syncthreads();
+        if (warp > 0) return;
+        for (int other = 1; other < SHARED; ++other) {
+            const float4 more = shared[other * 32 + lane];
+            sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
+        }
+    }
+    const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
+    uint16_t* out = j.out + (static_cast<long long>(blockIdx.z) * j.heads + blockIdx.y) * LATENT + quarter * QUARTER;
+    reinterpret_cast<uint2*>(out)[lane] =
+        make_uint2(pack_bf16(sum.x * inverse, sum.y * inverse), pack_bf16(sum.z * inverse, sum.w * inverse));
+}
+
+#define JOIN_KERNEL(name, shared_by, warps)                                                     \
+    extern "C" __global__ void __launch_bounds__(32 * warps) name(const __grid_constant__ Join j) { \
+        SHARED_MEMORY(memory);                                                                  \
+        float4* shared = reinterpret_cast<float4*>(memory);                                     \
+        join_parts<shared_by>(j, reinterpret_cast<float*>(shared + 32 * warps), shared);        \
+    }
+JOIN_KERNEL(join1, 1, 4)
+JOIN_KERNEL(join4, 4, 4)
+JOIN_KERNEL(join8, 8, 8)
