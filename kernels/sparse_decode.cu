@@ -132,6 +132,80 @@ __device__ __forceinline__ float4 load_remote4(uint32_t address) {
                  : "memory");
     return x;
 }
+
+#if TILE_WGMMA
+typedef unsigned long long uint64_t;
+
+// Orders registers and shared memory that this warp group wrote before the products that follow.
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void products_issued() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// 64 x 32 sums of a (64 x 16, columns dense) and b (32 x 16, columns dense), over what they held or, at `first`, over nothing.
+__device__ __forceinline__ void score_products(float (&d)[16], uint64_t a, uint64_t b, bool first) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+        "}, %16, %17, p, 1, 1, 0, 0;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "l"(a), "l"(b), "r"(first ? 0 : 1)
+        : "memory");
+}
+
+// 64 x 256 sums of a (64 x 16, columns dense) and b (16 x 256, 64 columns dense), over what they held.
+__device__ __forceinline__ void value_products(float (&d)[128], uint64_t a, uint64_t b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+        "}, %128, %129, 1, 1, 1, 0, 1;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+          "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+          "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+          "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+          "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
+          "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+          "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
+          "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
+          "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+        : "l"(a), "l"(b)
+        : "memory");
+}
+
+// Asks for 16 bytes, or zeros where there are none.
+__device__ __forceinline__ void copy_piece(uint32_t to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)),
+                 "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+__device__ __forceinline__ void copies_asked() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most as many groups of copies are on their way.
+template <int GROUPS>
+__device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
+__device__ __forceinline__ bool all_lanes(bool x) { return __all_sync(0xffffffffu, x); }
+#endif
 #endif
 
 // The tile, as the compiler is told.
@@ -164,6 +238,7 @@ constexpr int SCORE_PITCH = TOKENS + SCORE_PADDING;    // floats
 constexpr int WEIGHT_PITCH = TOKENS * 2 + 16;          // bytes
 constexpr int SUM_PITCH = LATENT + 8;                  // floats, of what a cluster joins
 
+#if !TILE_WGMMA
 static_assert(DIM / 16 % WARPS_D == 0 && T_TILES % 2 == 0 && L_TILES % 2 == 0 && H_TILES >= 1, "warps do not divide the tile");
 static_assert(HEAD_THREADS <= 32 && COLUMNS >= 2 && COLUMNS % 2 == 0, "no such tile: softmax");
 static_assert(ASKED >= 1 && ASKED < 32 && STAGES * ASKED <= 32 && HEADS_ASKED >= 1 && HEADS_ASKED <= 16, "no such tile: copies");
@@ -183,6 +258,7 @@ constexpr int AT_BARRIERS = AT_THERE + STAGES * TOKENS * 4;
 constexpr int SHARED_BYTES = AT_BARRIERS + 8 * (STAGES + 1);
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
 static_assert(CLUSTER == 1 || HEADS * SUM_PITCH * 4 <= AT_FADES, "no room for what the cluster joins");
+#endif
 
 struct Attend {
     const uint16_t* q_nope;   // bfloat16 [rows, heads, LATENT]; strides below, in values
@@ -198,6 +274,8 @@ struct Attend {
     int topk, heads, parts;
     int chunk;  // tokens of a block, a multiple of TOKENS
 };
+
+#if !TILE_WGMMA
 
 __device__ __forceinline__ void zero_row(unsigned char* row, int lane) {
     for (int piece = lane; piece < ROW / 16; piece += 32) reinterpret_cast<uint4*>(row)[piece] = make_uint4(0, 0, 0, 0);
@@ -527,6 +605,213 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         cluster_wait();
     }
 }
+
+#else  // TILE_WGMMA
+
+// The same for 64 heads and steps of 64 tokens, with products of warp groups, which read both operands from shared memory: the
+// mma.sync above would be bound by ldmatrix. Both of two warp groups have all heads: half the tokens in scores, half the latent
+// in values. Shared memory holds the query, two steps of tokens and the weights as tiles of rows of 128 bytes, swizzled, so
+// copies are of 16 bytes.
+constexpr int GROUP = 128;         // threads
+constexpr int SWIZZLED = 64 * 128;  // bytes of a tile: 64 rows of 64 values
+constexpr int TILES = DIM / 64;
+constexpr int WG_STAGES = 2;
+constexpr int AT_WG_QUERY = WG_STAGES * TILES * SWIZZLED;
+constexpr int AT_WG_WEIGHTS = AT_WG_QUERY + TILES * SWIZZLED;
+constexpr int AT_WG_HIGHEST = AT_WG_WEIGHTS + SWIZZLED;    // float [2, 64], of each warp group's tokens; later their sums
+constexpr int AT_WG_THERE = AT_WG_HIGHEST + 2 * 64 * 4;  // int [WG_STAGES, 64]
+constexpr int SHARED_BYTES = AT_WG_THERE + WG_STAGES * 64 * 4 + 1024;  // to begin at a multiple of 1024
+static_assert(HEADS == 64 && TOKENS == 64 && STAGES == 2 && WARPS == 8 && CLUSTER == 1 && BLOCKS == 1, "no such tile");
+static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
+constexpr float SLACK = 8.0f;  // log2 of what weights may exceed 1 by before the sums are scaled down
+
+// What tells the tensor cores where an operand lies: 128-byte swizzle, and two strides in bytes. Columns dense: `stride` is from
+// eight rows to the next eight. Rows dense: `stride` is from eight columns to the next eight, `leading` from 64 rows to the next.
+__device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t leading, uint32_t stride) {
+    return static_cast<uint64_t>(address >> 4 & 0x3fff) | static_cast<uint64_t>(leading >> 4) << 16 |
+           static_cast<uint64_t>(stride >> 4) << 32 | 1ull << 62;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __grid_constant__ Attend a) {
+    SHARED_MEMORY(unaligned);
+    const float NONE = __int_as_float(0xff800000);
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, half = tid / GROUP;
+    const uint32_t base = (shared_address(unaligned) + 1023) / 1024 * 1024;
+    unsigned char* memory = unaligned + (base - shared_address(unaligned));
+    float* highest = reinterpret_cast<float*>(memory + AT_WG_HIGHEST);
+    int* there = reinterpret_cast<int*>(memory + AT_WG_THERE);
+
+    launch_dependents();
+    wait_for_inputs();
+
+    const int row = blockIdx.z, first_head = blockIdx.y * HEADS, begin = blockIdx.x * a.chunk;
+    const int* slots = a.slots + row * a.slots_stride;
+    const int latest = min(begin + a.chunk, a.topk);
+    // Four lanes copy a row, of the query and of tokens.
+    const int copied = warp * 8 + lane / 4, part_of_copied = lane % 4;
+    int first_slots[WG_STAGES];
+#pragma unroll
+    for (int i = 0; i < WG_STAGES; ++i) {
+        const int position = begin + i * TOKENS + copied;
+        first_slots[i] = position < latest ? slots[position] : -1;
+    }
+    const int length = a.lens[row];
+
+    // Sixteen bytes of row `copied` of a tile, in their swizzled place.
+    auto place = [&](uint32_t first_tile, int piece) {
+        return base + first_tile + piece / 8 * SWIZZLED + copied * 128 + ((piece % 8) ^ (copied % 8)) * 16;
+    };
+    {
+        const int head = first_head + copied;
+        const bool real = head < a.heads;
+        const int its = real ? head : 0;
+        const uint16_t* nope = a.q_nope + row * a.q_nope_row + its * a.q_nope_head;
+        const uint16_t* rope = a.q_rope + row * a.q_rope_row + its * a.q_rope_head;
+#pragma unroll
+        for (int i = 0; i < ROW / 16 / 4; ++i) {
+            const int piece = i * 4 + part_of_copied;
+            const uint16_t* from = i < LATENT / 32 ? nope + piece * 8 : rope + (piece * 8 - LATENT);
+            copy_piece(place(AT_WG_QUERY, piece), from, real);
+        }
+    }
+
+    const int end = min(latest, length);
+    const int steps = end > begin ? (end - begin + TOKENS - 1) / TOKENS : 0;
+    auto ask = [&](int stage, int slot) {
+        const unsigned char* from = a.kv + (slot >= 0 ? slot : 0) * a.kv_stride;
+        if (part_of_copied == 0) there[stage * TOKENS + copied] = slot >= 0;
+#pragma unroll
+        for (int i = 0; i < ROW / 16 / 4; ++i) {
+            const int piece = i * 4 + part_of_copied;
+            copy_piece(place(stage * TILES * SWIZZLED, piece), from + piece * 16, slot >= 0);
+        }
+    };
+    auto look_up = [&](int step) {
+        const int position = begin + step * TOKENS + copied;
+        return step < steps && position < end ? slots[position] : -1;
+    };
+#pragma unroll
+    for (int i = 0; i < WG_STAGES; ++i) {
+        if (i < steps) ask(i, begin + i * TOKENS + copied < end ? first_slots[i] : -1);
+        copies_asked();
+    }
+    int following = look_up(WG_STAGES);
+
+    const int pair = 2 * (lane % 4);
+    const int low_head = warp % 4 * 16 + lane / 4;  // of this thread's two; the other is eight further
+    float sums[128];
+#pragma unroll
+    for (int i = 0; i < 128; ++i) sums[i] = 0.0f;
+    float best[2] = {NONE, NONE}, total[2] = {0.0f, 0.0f};  // of both heads; totals of this thread's columns alone
+    for (int step = 0; step < steps; ++step) {
+        const int stage = step % WG_STAGES;
+        if (step == 0) {
+            copies_wait<1>();
+        } else {
+            copies_wait<0>();
+        }
+        fence_before_copies();
+        __syncthreads();  // and every warp is done with the step before
+
+        float scores[16];
+        const uint32_t tokens = base + stage * TILES * SWIZZLED;
+        products_begin();
+#pragma unroll
+        for (int d = 0; d < DIM / 16; ++d) {
+            const uint32_t offset = d / 4 * SWIZZLED + d % 4 * 32;
+            score_products(scores, operand(base + AT_WG_QUERY + offset, 16, 1024),
+                           operand(tokens + offset + half * 32 * 128, 16, 1024), d == 0);
+        }
+        products_issued();
+        if (step > 0 && step + 1 < steps) {
+            ask((step + 1) % WG_STAGES, following);
+            following = look_up(step + 2);
+        }
+        copies_asked();
+        products_wait();
+
+        float higher[2] = {NONE, NONE};
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const int column = half * 32 + i / 4 * 8 + pair + i % 2;
+            scores[i] = there[stage * TOKENS + column] ? scores[i] * a.scale : NONE;
+            higher[i / 2 % 2] = fmaxf(higher[i / 2 % 2], scores[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            higher[i] = fmaxf(higher[i], shuffle_xor(higher[i], 1));
+            higher[i] = fmaxf(higher[i], shuffle_xor(higher[i], 2));
+            if (lane % 4 == 0) highest[half * 64 + low_head + 8 * i] = higher[i];
+        }
+        __syncthreads();
+        float fade[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            higher[i] = fmaxf(higher[i], highest[(1 - half) * 64 + low_head + 8 * i]);
+            // Weights may exceed 1 a little: scaling the sums costs more than they lose.
+            const float reference = higher[i] > best[i] + SLACK || best[i] == NONE ? fmaxf(higher[i], best[i]) : best[i];
+            fade[i] = best[i] == reference ? 1.0f : exp2_fast(best[i] - reference);
+            best[i] = reference;
+            total[i] *= fade[i];
+        }
+#pragma unroll
+        for (int i = 0; i < 16; i += 2) {
+            const int which = i / 2 % 2, head = low_head + 8 * which, column = half * 32 + i / 4 * 8 + pair;
+            const float finite = best[which] == NONE ? 0.0f : best[which];
+            const float one = exp2_fast(scores[i] - finite), two = exp2_fast(scores[i + 1] - finite);
+            total[which] += one + two;
+            *reinterpret_cast<uint32_t*>(memory + AT_WG_WEIGHTS + head * 128 + ((column / 8) ^ (head % 8)) * 16 + pair * 2) =
+                pack_bf16(one, two);
+        }
+        if (!all_lanes(fade[0] == 1.0f && fade[1] == 1.0f)) {
+#pragma unroll
+            for (int i = 0; i < 128; ++i) sums[i] *= fade[i / 2 % 2];
+        }
+        fence_before_copies();
+        __syncthreads();
+
+        products_begin();
+#pragma unroll
+        for (int t = 0; t < TOKENS / 16; ++t) {
+            value_products(sums, operand(base + AT_WG_WEIGHTS + t * 32, 16, 1024),
+                           operand(tokens + half * (LATENT / 2 / 64) * SWIZZLED + t * 2048, SWIZZLED, 1024));
+        }
+        products_issued();
+        products_wait();
+    }
+    copies_wait<0>();
+
+    __syncthreads();  // `highest` has been read
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        total[i] += shuffle_xor(total[i], 1);
+        total[i] += shuffle_xor(total[i], 2);
+        if (lane % 4 == 0) highest[half * 64 + low_head + 8 * i] = total[i];
+    }
+    __syncthreads();
+    const long long first_of_row = (static_cast<long long>(row) * a.parts + blockIdx.x) * a.heads + first_head;
+    const bool alone = a.parts == 1;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int head = low_head + 8 * i;
+        const float sum = highest[head] + highest[64 + head];  // in one order, so that both warp groups have the same
+        const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+        if (first_head + head >= a.heads) continue;
+        if (!alone && half == 0 && lane % 4 == 0) a.lse[first_of_row + head] = sum > 0.0f ? best[i] + log2_fast(sum) : NONE;
+        if (!alone && steps == 0) continue;
+#pragma unroll
+        for (int l = 0; l < 32; ++l) {
+            const float one = sums[4 * l + 2 * i] * inverse, two = sums[4 * l + 2 * i + 1] * inverse;
+            const long long at = (first_of_row + head) * LATENT + half * (LATENT / 2) + l * 8 + pair;
+            if (alone) {
+                *reinterpret_cast<uint32_t*>(a.out + at) = pack_bf16(one, two);
+            } else {
+                *reinterpret_cast<float2*>(a.partial + at) = make_float2(one, two);
+            }
+        }
+    }
+}
+#endif
 
 struct Join {
     const float* partial;  // [rows, parts, heads, LATENT]; anything in a part without a token

@@ -47,6 +47,7 @@ class CudaTile:
     blocks: int = 1  # on an SM at a time
     score_padding: int = 8
     passes: int = 1  # over the tokens of a warp in scores
+    wgmma: bool = False  # products of warp groups: 64 heads, 64 tokens, two stages, eight warps, no cluster; the rest is unused
 
     @classmethod
     def of(cls, rows: int, heads: int) -> CudaTile:
@@ -65,7 +66,7 @@ class CudaTile:
         warps = f"{self.warps_heads}{self.warps_tokens}{self.warps_values}"
         query = "r" if self.query_in_registers else "s"
         word = f"h{self.heads}t{self.tokens}s{self.stages}w{warps}{query}"
-        return word + f"c{self.cluster}b{self.blocks}p{self.score_padding}n{self.passes}"
+        return word + f"c{self.cluster}b{self.blocks}p{self.score_padding}n{self.passes}" + ("wgmma" if self.wgmma else "")
 
     def macros(self) -> dict[str, int]:
         """What sparse_decode.cu is compiled with."""
@@ -81,11 +82,15 @@ class CudaTile:
             "TILE_BLOCKS": self.blocks,
             "TILE_SCORE_PADDING": self.score_padding,
             "TILE_PASSES": self.passes,
+            "TILE_WGMMA": int(self.wgmma),
         }
 
     @property
     def shared_bytes(self) -> int:
         """SHARED_BYTES of sparse_decode.cu."""
+        if self.wgmma:
+            rows = (self.stages * self.tokens + self.heads) * ROW_BYTES + self.heads * 2 * self.tokens
+            return rows + 8 * self.heads + 4 * self.stages * self.tokens + 1024
         pitch = ROW_BYTES + 16
         query = _up(self.heads * pitch, 128)
         scores = _up(self.warps_values * self.heads * (self.tokens + self.score_padding) * 4, 128)
@@ -99,6 +104,7 @@ TILES = {
     "h16": CudaTile(16, 32, 5, 1, 2, 4),
     "h32": CudaTile(32, 32, 4, 1, 2, 4),
     "h64": CudaTile(64, 32, 4, 2, 1, 4, passes=2),
+    "h64, wgmma": CudaTile(64, 64, 2, 2, 1, 4, wgmma=True),
 }
 """Those that `CudaTile.of` names."""
 

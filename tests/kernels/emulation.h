@@ -60,10 +60,11 @@ static_assert(sizeof(Barrier) == 8);
 
 struct Block;
 struct Warp {
+    Warp* group = nullptr;  // where its warp group meets
     int arrived = 0, exited = 0;
     uint64_t generation = 0;
-    const void* in[32];
-    void* out[32];
+    const void* in[128];
+    void* out[128];
     int wait_until = 0;
 };
 struct Fiber {
@@ -71,6 +72,7 @@ struct Fiber {
     ucontext_t context;
     char* stack;
     bool started = false, done = false;
+    int groups = 0;  // of copies that it has committed
     Block* block;
     Warp* warp;
     dim3 thread, index;
@@ -82,11 +84,17 @@ struct Copy {
     uint32_t bytes;
     Barrier* barrier;
 };
+struct Piece {  // of a copy that its thread waits for
+    const Fiber* fiber;
+    int group;
+    char* to;
+    const char* from;  // null: zeros
+};
 struct Block {
     std::vector<char> memory;
     char* base;
     std::vector<Fiber*> fibers;
-    std::vector<Warp> warps;
+    std::vector<Warp> warps, groups;
     int waiting = 0, left = 0;
     uint64_t generation = 0;
     int rank;
@@ -96,6 +104,7 @@ struct Machine {
     std::vector<Copy> copies;
     std::mt19937 random;
     Fiber* now = nullptr;
+    std::vector<Piece> pieces;
     jmp_buf scheduler;
     ucontext_t main;
     int cluster_arrived = 0;
@@ -148,21 +157,21 @@ inline void land(size_t i) {
     ++machine->moves;
 }
 
-// All lanes of a warp meet; the last computes what each is given.
-template <typename In, typename Out, typename Compute>
+// All lanes of a warp, or of a warp group, meet; the last computes what each is given.
+template <typename In, typename Out, int LANES = 32, typename Compute>
 Out together(const In& in, Compute compute) {
-    Warp& warp = *me().warp;
-    const int lane = me().thread.x % 32;
-    if (warp.exited) fail("a lane of this warp has left");
+    Warp& warp = LANES == 32 ? *me().warp : *me().warp->group;
+    const int lane = me().thread.x % LANES;
+    if (me().warp->exited) fail("a lane of this warp has left");
     Out out{};
     warp.in[lane] = &in;
     warp.out[lane] = &out;
     const uint64_t generation = warp.generation;
     ++machine->moves;
-    if (++warp.arrived == 32) {
-        const In* ins[32];
-        Out* outs[32];
-        for (int i = 0; i < 32; ++i) {
+    if (++warp.arrived == LANES) {
+        const In* ins[LANES];
+        Out* outs[LANES];
+        for (int i = 0; i < LANES; ++i) {
             ins[i] = static_cast<const In*>(warp.in[i]);
             outs[i] = static_cast<Out*>(warp.out[i]);
         }
@@ -222,7 +231,7 @@ inline void run_cluster(int threads) {
         idle = m.moves == moves ? idle + 1 : 0;
         if (idle > 1000) fail("nothing moves: a barrier that not all reach");
     }
-    if (!m.copies.empty()) fail("a block has left before its copies landed");
+    if (!m.copies.empty() || !m.pieces.empty()) fail("a block has left before its copies landed");
 }
 
 inline void run(dim3 grid, int threads, int cluster, int seed, std::function<void()> kernel) {
@@ -241,6 +250,8 @@ inline void run(dim3 grid, int threads, int cluster, int seed, std::function<voi
                     block.memory.assign(SHARED + 128, static_cast<char>(0xff));
                     block.base = block.memory.data() + (128 - reinterpret_cast<uintptr_t>(block.memory.data()) % 128);
                     block.warps.resize(threads / 32);
+                    block.groups.resize(threads / 128);
+                    for (int warp = 0; warp < threads / 32; ++warp) block.warps[warp].group = &block.groups[warp / 4];
                     for (int thread = 0; thread < threads; ++thread) {
                         Fiber* fiber = new Fiber;
                         fiber->block = &block;
@@ -446,3 +457,76 @@ inline T load_from(uint32_t address) {
 }
 inline float load_remote(uint32_t address) { return load_from<float>(address); }
 inline float4 load_remote4(uint32_t address) { return load_from<float4>(address); }
+
+// Copies that their thread waits for land when it does, and not before.
+inline void copy_piece(uint32_t to, const void* from, bool there) {
+    if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16) emulation::fail("a copy is not aligned");
+    emulation::Fiber& fiber = emulation::me();
+    memset(emulation::shared_pointer(to), 0xff, 16);
+    emulation::machine->pieces.push_back(
+        {&fiber, fiber.groups, emulation::shared_pointer(to), there ? static_cast<const char*>(from) : nullptr});
+}
+inline void copies_asked() { ++emulation::me().groups; }
+template <int GROUPS>
+inline void copies_wait() {
+    emulation::Fiber& fiber = emulation::me();
+    auto& pieces = emulation::machine->pieces;
+    size_t kept = 0;
+    for (size_t i = 0; i < pieces.size(); ++i) {
+        const emulation::Piece piece = pieces[i];
+        if (piece.fiber != &fiber || piece.group >= fiber.groups - GROUPS) {
+            pieces[kept++] = piece;
+        } else if (piece.from) {
+            memcpy(piece.to, piece.from, 16);
+        } else {
+            memset(piece.to, 0, 16);
+        }
+    }
+    pieces.resize(kept);
+}
+
+inline bool all_lanes(bool x) { return ballot(x) == 0xffffffffu; }
+inline void products_begin() {}
+inline void products_issued() {}
+inline void products_wait() {}
+
+// A value of an operand that a descriptor of 128-byte swizzle names: CUTLASS's canonical layouts, of 16-bit values.
+inline float value_of(uint64_t descriptor, bool rows_dense, uint32_t block, int row, int column) {
+    if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) emulation::fail("not 128-byte swizzle");
+    const uint32_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
+    const uint32_t stride = (descriptor >> 32 & 0x3fff) << 4;
+    uint32_t address = rows_dense ? start + row / 64 * leading + row % 64 * 2 + column / 8 * stride + column % 8 * 128
+                                  : start + row / 8 * stride + row % 8 * 128 + column * 2;
+    address ^= (address >> 7 & 7) << 4;
+    uint16_t bits;
+    memcpy(&bits, emulation::shared_pointer(address + (block + 1) * emulation::WINDOW), 2);
+    return emulation::from_bf16(bits);
+}
+
+template <int N, bool B_ROWS_DENSE>
+inline void group_products(float (&d)[N / 2], uint64_t a, uint64_t b, bool first) {
+    struct In {
+        uint64_t a, b;
+        float* d;
+        bool first;
+    } in{a, b, d, first};
+    const uint32_t block = emulation::me().block->rank;
+    emulation::together<In, int, 128>(in, [block](const In** ins, int**) {
+        std::vector<float> a(64 * 16), b(N * 16);
+        for (int column = 0; column < 16; ++column) {
+            for (int row = 0; row < 64; ++row) a[row * 16 + column] = value_of(ins[0]->a, false, block, row, column);
+            for (int row = 0; row < N; ++row) b[row * 16 + column] = value_of(ins[0]->b, B_ROWS_DENSE, block, row, column);
+        }
+        for (int thread = 0; thread < 128; ++thread) {
+            if (ins[thread]->a != ins[0]->a || ins[thread]->b != ins[0]->b) emulation::fail("descriptors differ");
+            for (int i = 0; i < N / 2; ++i) {
+                const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + thread % 4 * 2 + i % 2;
+                float sum = ins[thread]->first ? 0.0f : ins[thread]->d[i];
+                for (int k = 0; k < 16; ++k) sum += a[row * 16 + k] * b[column * 16 + k];
+                ins[thread]->d[i] = sum;
+            }
+        }
+    });
+}
+inline void score_products(float (&d)[16], uint64_t a, uint64_t b, bool first) { group_products<32, false>(d, a, b, first); }
+inline void value_products(float (&d)[128], uint64_t a, uint64_t b) { group_products<256, true>(d, a, b, false); }
