@@ -133,6 +133,18 @@ __device__ __forceinline__ float4 load_remote4(uint32_t address) {
     return x;
 }
 
+// Asks for 16 bytes, or zeros where there are none.
+__device__ __forceinline__ void copy_piece(uint32_t to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)),
+                 "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+// Counts as an arrival of this thread once the copies that it asked for in pieces have landed.
+__device__ __forceinline__ void arrive_when_copied(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 #if TILE_WGMMA
 typedef unsigned long long uint64_t;
 
@@ -189,13 +201,6 @@ __device__ __forceinline__ void value_products(float (&d)[128], uint64_t a, uint
         : "memory");
 }
 
-// Asks for 16 bytes, or zeros where there are none.
-__device__ __forceinline__ void copy_piece(uint32_t to, const void* from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)),
-                 "r"(there ? 16 : 0)
-                 : "memory");
-}
-
 __device__ __forceinline__ void copies_asked() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Until at most as many groups of copies are on their way.
@@ -219,6 +224,7 @@ constexpr bool QUERY_IN_REGISTERS = TILE_QUERY_IN_REGISTERS;
 constexpr int SCORE_PADDING = TILE_SCORE_PADDING;  // floats; 8 leave no bank conflict, 4 a few
 constexpr int CLUSTER = TILE_CLUSTER;    // blocks of a row that join through distributed shared memory
 constexpr int BLOCKS = TILE_BLOCKS;      // that have to fit an SM
+constexpr bool BULK = TILE_BULK;         // a token comes as one bulk copy, or else in pieces of 16 bytes
 constexpr int PASSES = TILE_PASSES;      // over the tokens of a warp in scores: more hold fewer sums in registers
 
 constexpr int LATENT = 512, ROPE = 64, DIM = LATENT + ROPE;
@@ -275,6 +281,53 @@ struct Attend {
     int chunk;  // tokens of a block, a multiple of TOKENS
 };
 
+// Joins what the blocks of a cluster hold: each has normalised sums, float [HEADS, SUM_PITCH], and their lse, float [HEADS], and
+// takes a slice of the latent of all. `first_of_row` is the row's part's first head.
+__device__ __forceinline__ void join_cluster(const Attend& a, uint32_t sums, uint32_t lses, int first_head, long long first_of_row) {
+    constexpr int SLICE = LATENT / CLUSTER;
+    const float NONE = __int_as_float(0xff800000);
+    const int rank = blockIdx.x % CLUSTER;
+    cluster_arrive();
+    cluster_wait();
+#pragma unroll 2
+    for (int piece = threadIdx.x; piece < HEADS * SLICE / 4; piece += THREADS) {
+        const int head = piece / (SLICE / 4), latent = rank * SLICE + piece % (SLICE / 4) * 4;
+        float lse[CLUSTER], highest = NONE;
+        float4 values[CLUSTER];
+#pragma unroll
+        for (int block = 0; block < CLUSTER; ++block) {
+            lse[block] = load_remote(address_in_block(lses + head * 4, block));
+            values[block] = load_remote4(address_in_block(sums + (head * SUM_PITCH + latent) * 4, block));
+        }
+#pragma unroll
+        for (int block = 0; block < CLUSTER; ++block) highest = fmaxf(highest, lse[block]);
+        const float finite = highest == NONE ? 0.0f : highest;
+        float sum = 0.0f;
+        float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int block = 0; block < CLUSTER; ++block) {
+            const float weight = exp2_fast(lse[block] - finite);
+            sum += weight;
+            x.x += weight * values[block].x;
+            x.y += weight * values[block].y;
+            x.z += weight * values[block].z;
+            x.w += weight * values[block].w;
+        }
+        if (first_head + head >= a.heads) continue;
+        const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+        const long long at = (first_of_row + head) * LATENT + latent;
+        x = make_float4(x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse);
+        if (a.parts == 1) {
+            *reinterpret_cast<uint2*>(a.out + at) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
+        } else {
+            if (latent == 0) a.lse[first_of_row + head] = sum > 0.0f ? highest + log2_fast(sum) : NONE;
+            *reinterpret_cast<float4*>(a.partial + at) = x;
+        }
+    }
+    cluster_arrive();  // nobody leaves while another block reads what it holds
+    cluster_wait();
+}
+
 #if !TILE_WGMMA
 
 __device__ __forceinline__ void zero_row(unsigned char* row, int lane) {
@@ -295,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
     int* there = reinterpret_cast<int*>(memory + AT_THERE);  // [STAGES, TOKENS], whether a token is
 
     if (tid <= STAGES) {
-        barrier_init(barriers + 8 * tid, WARPS);
+        barrier_init(barriers + 8 * tid, BULK || tid == STAGES ? WARPS : THREADS);
         fence_barrier_init();
     }
     __syncthreads();
@@ -351,13 +404,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         __syncwarp();
         if (real) bulk_copy(base + place * PITCH, a.kv + slot * a.kv_stride, ROW, barriers + 8 * stage);
     };
+    // The same in pieces, for a stage whose slots the lanes from `first` on hold.
+    auto ask_in_pieces = [&](int stage, int slot, int first) {
+        constexpr int LANES = 32 / ASKED, PIECES = ROW / 16 / LANES;  // of a token; of a lane
+        const int own = shuffle(slot, first + lane / LANES), place = stage * TOKENS + warp * ASKED + lane / LANES;
+        const unsigned char* from = a.kv + max(own, 0) * a.kv_stride + lane % LANES * 16;
+        const uint32_t to = base + place * PITCH + lane % LANES * 16;
+        if (lane % LANES == 0) there[place] = own >= 0;
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) copy_piece(to + i * LANES * 16, from + i * LANES * 16, own >= 0);
+        arrive_when_copied(barriers + 8 * stage);
+    };
     // The slot of this lane's token of a step, if it is one of the lanes that ask in the loop.
     auto look_up = [&](int step) {
         const int position = begin + step * TOKENS + token;
         return lane < ASKED && step < steps && position < end ? slots[position] : -1;
     };
 
-    ask(lane_stage < min(STAGES, steps), lane_stage, first_position < end ? first_slot : -1);
+    const int own_slot = first_position < end ? first_slot : -1;
+    if constexpr (BULK) {
+        ask(lane_stage < min(STAGES, steps), lane_stage, own_slot);
+    } else {
+        for (int i = 0; i < min(STAGES, steps); ++i) ask_in_pieces(i, own_slot, i * ASKED);
+    }
     int following = look_up(STAGES);
 
     const int warp_h = warp % WARPS_H, warp_t = warp / WARPS_H % WARPS_T, warp_d = warp / (WARPS_H * WARPS_T);
@@ -446,7 +515,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         __syncthreads();  // and every warp is done with the values of the step before
 
         if (step > 0 && step - 1 + STAGES < steps) {
-            ask(lane < ASKED, before, following);
+            if constexpr (BULK) {
+                ask(lane < ASKED, before, following);
+            } else {
+                ask_in_pieces(before, following, 0);
+            }
             following = look_up(step + STAGES);
         }
 
@@ -562,47 +635,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         }
     }
     if constexpr (CLUSTER > 1) {
-        // Every block joins a slice of the latent, of all blocks.
-        constexpr int SLICE = LATENT / CLUSTER;
-        const int rank = blockIdx.x % CLUSTER;
-        cluster_arrive();
-        cluster_wait();
-        for (int piece = tid; piece < HEADS * SLICE / 4; piece += THREADS) {
-            const int head = piece / (SLICE / 4), latent = rank * SLICE + piece % (SLICE / 4) * 4;
-            float lse[CLUSTER], highest = NONE;
-            float4 values[CLUSTER];
-#pragma unroll
-            for (int block = 0; block < CLUSTER; ++block) {
-                lse[block] = load_remote(address_in_block(base + AT_LSES + head * 4, block));
-                values[block] = load_remote4(address_in_block(base + (head * SUM_PITCH + latent) * 4, block));
-            }
-#pragma unroll
-            for (int block = 0; block < CLUSTER; ++block) highest = fmaxf(highest, lse[block]);
-            const float finite = highest == NONE ? 0.0f : highest;
-            float sum = 0.0f;
-            float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-            for (int block = 0; block < CLUSTER; ++block) {
-                const float weight = exp2_fast(lse[block] - finite);
-                sum += weight;
-                x.x += weight * values[block].x;
-                x.y += weight * values[block].y;
-                x.z += weight * values[block].z;
-                x.w += weight * values[block].w;
-            }
-            if (first_head + head >= a.heads) continue;
-            const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
-            const long long at = (first_of_row + head) * LATENT + latent;
-            x = make_float4(x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse);
-            if (alone) {
-                *reinterpret_cast<uint2*>(a.out + at) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
-            } else {
-                if (latent == 0) a.lse[first_of_row + head] = sum > 0.0f ? highest + log2_fast(sum) : NONE;
-                *reinterpret_cast<float4*>(a.partial + at) = x;
-            }
-        }
-        cluster_arrive();  // nobody leaves while another block reads what it holds
-        cluster_wait();
+        join_cluster(a, base, base + AT_LSES, first_head, first_of_row);
     }
 }
 
@@ -619,10 +652,12 @@ constexpr int WG_STAGES = 2;
 constexpr int AT_WG_QUERY = WG_STAGES * TILES * SWIZZLED;
 constexpr int AT_WG_WEIGHTS = AT_WG_QUERY + TILES * SWIZZLED;
 constexpr int AT_WG_HIGHEST = AT_WG_WEIGHTS + SWIZZLED;    // float [2, 64], of each warp group's tokens; later their sums
-constexpr int AT_WG_THERE = AT_WG_HIGHEST + 2 * 64 * 4;  // int [WG_STAGES, 64]
+constexpr int AT_WG_LSES = AT_WG_HIGHEST + 2 * 64 * 4;     // float [64]
+constexpr int AT_WG_THERE = AT_WG_LSES + 64 * 4;           // int [WG_STAGES, 64]
 constexpr int SHARED_BYTES = AT_WG_THERE + WG_STAGES * 64 * 4 + 1024;  // to begin at a multiple of 1024
-static_assert(HEADS == 64 && TOKENS == 64 && STAGES == 2 && WARPS == 8 && CLUSTER == 1 && BLOCKS == 1, "no such tile");
+static_assert(HEADS == 64 && TOKENS == 64 && STAGES == 2 && WARPS == 8 && BLOCKS == 1, "no such tile");
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
+static_assert(HEADS * SUM_PITCH * 4 <= AT_WG_QUERY, "no room for what the cluster joins");
 constexpr float SLACK = 8.0f;  // log2 of what weights may exceed 1 by before the sums are scaled down
 
 // What tells the tensor cores where an operand lies: 128-byte swizzle, and two strides in bytes. Columns dense: `stride` is from
@@ -789,27 +824,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         if (lane % 4 == 0) highest[half * 64 + low_head + 8 * i] = total[i];
     }
     __syncthreads();
-    const long long first_of_row = (static_cast<long long>(row) * a.parts + blockIdx.x) * a.heads + first_head;
+    const int part = blockIdx.x / CLUSTER;
+    const long long first_of_row = (static_cast<long long>(row) * a.parts + part) * a.heads + first_head;
     const bool alone = a.parts == 1;
+    float* joined = reinterpret_cast<float*>(memory);  // [HEADS, SUM_PITCH]
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int head = low_head + 8 * i;
         const float sum = highest[head] + highest[64 + head];  // in one order, so that both warp groups have the same
-        const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
-        if (first_head + head >= a.heads) continue;
-        if (!alone && half == 0 && lane % 4 == 0) a.lse[first_of_row + head] = sum > 0.0f ? best[i] + log2_fast(sum) : NONE;
-        if (!alone && steps == 0) continue;
+        const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f, lse = sum > 0.0f ? best[i] + log2_fast(sum) : NONE;
+        const bool real = first_head + head < a.heads;
+        if (half == 0 && lane % 4 == 0) {
+            if constexpr (CLUSTER > 1) {
+                reinterpret_cast<float*>(memory + AT_WG_LSES)[head] = lse;
+            } else if (!alone && real) {
+                a.lse[first_of_row + head] = lse;
+            }
+        }
 #pragma unroll
         for (int l = 0; l < 32; ++l) {
+            const int latent = half * (LATENT / 2) + l * 8 + pair;
             const float one = sums[4 * l + 2 * i] * inverse, two = sums[4 * l + 2 * i + 1] * inverse;
-            const long long at = (first_of_row + head) * LATENT + half * (LATENT / 2) + l * 8 + pair;
-            if (alone) {
-                *reinterpret_cast<uint32_t*>(a.out + at) = pack_bf16(one, two);
-            } else {
-                *reinterpret_cast<float2*>(a.partial + at) = make_float2(one, two);
+            if constexpr (CLUSTER > 1) {
+                *reinterpret_cast<float2*>(joined + head * SUM_PITCH + latent) = make_float2(one, two);
+            } else if (real && (alone || steps > 0)) {
+                const long long at = (first_of_row + head) * LATENT + latent;
+                if (alone) {
+                    *reinterpret_cast<uint32_t*>(a.out + at) = pack_bf16(one, two);
+                } else {
+                    *reinterpret_cast<float2*>(a.partial + at) = make_float2(one, two);
+                }
             }
         }
     }
+    if constexpr (CLUSTER > 1) join_cluster(a, base, base + AT_WG_LSES, first_head, first_of_row);
 }
 #endif
 

@@ -46,15 +46,18 @@ class CudaTile:
     cluster: int = 1  # blocks of a row that join through distributed shared memory
     blocks: int = 1  # on an SM at a time
     score_padding: int = 8
+    bulk: bool = True  # a token comes as one bulk copy, or else in pieces of 16 bytes
     passes: int = 1  # over the tokens of a warp in scores
-    wgmma: bool = False  # products of warp groups: 64 heads, 64 tokens, two stages, eight warps, no cluster; the rest is unused
+    wgmma: bool = (
+        False  # products of warp groups: 64 heads, 64 tokens, two stages, eight warps; the rest but the cluster is unused
+    )
 
     @classmethod
     def of(cls, rows: int, heads: int) -> CudaTile:
         """By estimate, until it is measured: as few heads a block as reading the tokens again for each block allows."""
         if heads <= 16 or rows * heads <= 64:
             return TILES["h16"]
-        return TILES["h32"] if heads <= 32 or rows * heads <= 256 else TILES["h64"]
+        return TILES["h32"] if heads <= 32 or rows * heads <= 128 else TILES["h64"]
 
     @property
     def threads(self) -> int:
@@ -66,7 +69,12 @@ class CudaTile:
         warps = f"{self.warps_heads}{self.warps_tokens}{self.warps_values}"
         query = "r" if self.query_in_registers else "s"
         word = f"h{self.heads}t{self.tokens}s{self.stages}w{warps}{query}"
-        return word + f"c{self.cluster}b{self.blocks}p{self.score_padding}n{self.passes}" + ("wgmma" if self.wgmma else "")
+        return (
+            word
+            + f"c{self.cluster}b{self.blocks}p{self.score_padding}n{self.passes}"
+            + ("" if self.bulk else "a")
+            + ("wgmma" if self.wgmma else "")
+        )
 
     def macros(self) -> dict[str, int]:
         """What sparse_decode.cu is compiled with."""
@@ -82,6 +90,7 @@ class CudaTile:
             "TILE_BLOCKS": self.blocks,
             "TILE_SCORE_PADDING": self.score_padding,
             "TILE_PASSES": self.passes,
+            "TILE_BULK": int(self.bulk),
             "TILE_WGMMA": int(self.wgmma),
         }
 
@@ -90,7 +99,7 @@ class CudaTile:
         """SHARED_BYTES of sparse_decode.cu."""
         if self.wgmma:
             rows = (self.stages * self.tokens + self.heads) * ROW_BYTES + self.heads * 2 * self.tokens
-            return rows + 8 * self.heads + 4 * self.stages * self.tokens + 1024
+            return rows + 12 * self.heads + 4 * self.stages * self.tokens + 1024
         pitch = ROW_BYTES + 16
         query = _up(self.heads * pitch, 128)
         scores = _up(self.warps_values * self.heads * (self.tokens + self.score_padding) * 4, 128)
@@ -103,8 +112,7 @@ class CudaTile:
 TILES = {
     "h16": CudaTile(16, 32, 5, 1, 2, 4),
     "h32": CudaTile(32, 32, 4, 1, 2, 4),
-    "h64": CudaTile(64, 32, 4, 2, 1, 4, passes=2),
-    "h64, wgmma": CudaTile(64, 64, 2, 2, 1, 4, wgmma=True),
+    "h64": CudaTile(64, 64, 2, 2, 1, 4, wgmma=True),
 }
 """Those that `CudaTile.of` names."""
 
@@ -139,7 +147,7 @@ def join_of(parts: int) -> int:
 class AttendArguments(ctypes.Structure):
     """`Attend` of sparse_decode.cu."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q_nope", "q_rope", "kv", "slots", "lens", "out", "partial", "lse")),
         *(
             (name, ctypes.c_longlong)
@@ -153,7 +161,7 @@ class AttendArguments(ctypes.Structure):
 class JoinArguments(ctypes.Structure):
     """`Join` of sparse_decode.cu."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, ctypes.c_void_p) for name in ("partial", "lse", "out")),
         *((name, ctypes.c_int) for name in ("heads", "parts")),
     ]
@@ -304,7 +312,9 @@ def _check(
     for name, is_wrong in wrong.items():
         if is_wrong:
             tensor = tensors[name]
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)} with stride {tensor.stride()}: see sparse_decode_cuda")
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)} with stride {tensor.stride()}: see sparse_decode_cuda"
+            )
 
 
 # Compilation
@@ -383,19 +393,19 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 class _AttributeValue(ctypes.Union):
-    _fields_ = [("cluster", ctypes.c_uint * 3), ("number", ctypes.c_int), ("size", ctypes.c_char * 64)]  # noqa: RUF012
+    _fields_ = [("cluster", ctypes.c_uint * 3), ("number", ctypes.c_int), ("size", ctypes.c_char * 64)]
 
 
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute."""
 
-    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_char * 4), ("value", _AttributeValue)]  # noqa: RUF012
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_char * 4), ("value", _AttributeValue)]
 
 
 class _Config(ctypes.Structure):
     """CUlaunchConfig."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_uint),

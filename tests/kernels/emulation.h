@@ -32,6 +32,7 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline int max(int a, int b) { return a > b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
@@ -77,18 +78,18 @@ struct Fiber {
     Warp* warp;
     dim3 thread, index;
 };
-struct Copy {
-    char* to;
-    std::vector<char> data;  // empty: read `from` when it lands
-    const char* from;
-    uint32_t bytes;
-    Barrier* barrier;
-};
 struct Piece {  // of a copy that its thread waits for
     const Fiber* fiber;
     int group;
     char* to;
     const char* from;  // null: zeros
+};
+struct Copy {
+    char* to;
+    const char* from;
+    uint32_t bytes;
+    Barrier* barrier;
+    std::vector<Piece> pieces;  // instead, whose landing is an arrival
 };
 struct Block {
     std::vector<char> memory;
@@ -147,10 +148,23 @@ inline void advance(Barrier& barrier) {
     }
 }
 
+inline void land(const Piece& piece) {
+    if (piece.from) {
+        memcpy(piece.to, piece.from, 16);
+    } else {
+        memset(piece.to, 0, 16);
+    }
+}
+
 inline void land(size_t i) {
     Copy& copy = machine->copies[i];
-    memcpy(copy.to, copy.from, copy.bytes);
-    copy.barrier->bytes_and_phase -= 2 * static_cast<int32_t>(copy.bytes);
+    if (copy.to) {
+        memcpy(copy.to, copy.from, copy.bytes);
+        copy.barrier->bytes_and_phase -= 2 * static_cast<int32_t>(copy.bytes);
+    } else {
+        for (const Piece& piece : copy.pieces) land(piece);
+        if (--copy.barrier->pending < 0) fail("too many arrivals");
+    }
     advance(*copy.barrier);
     machine->copies[i] = machine->copies.back();
     machine->copies.pop_back();
@@ -227,7 +241,10 @@ inline void run_cluster(int threads) {
             }
         }
         if (!left) break;
-        if (!m.copies.empty() && (m.random() % 4 == 0 || m.moves == moves)) land(m.random() % m.copies.size());
+        const bool storm = m.random() % 16 == 0;  // of landings
+        if (!m.copies.empty() && (storm || m.random() % 4 == 0 || m.moves == moves)) {
+            for (size_t n = storm ? m.random() % 256 : 1; n > 0 && !m.copies.empty(); --n) land(m.random() % m.copies.size());
+        }
         idle = m.moves == moves ? idle + 1 : 0;
         if (idle > 1000) fail("nothing moves: a barrier that not all reach");
     }
@@ -346,7 +363,7 @@ inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
     // What is there before the copy lands may not be relied upon.
     memset(emulation::shared_pointer(to), 0xff, bytes);
     emulation::machine->copies.push_back(
-        {emulation::shared_pointer(to), {}, static_cast<const char*>(from), bytes, &barrier_at(barrier)});
+        {emulation::shared_pointer(to), static_cast<const char*>(from), bytes, &barrier_at(barrier), {}});
     ++emulation::machine->moves;
 }
 
@@ -476,13 +493,27 @@ inline void copies_wait() {
         const emulation::Piece piece = pieces[i];
         if (piece.fiber != &fiber || piece.group >= fiber.groups - GROUPS) {
             pieces[kept++] = piece;
-        } else if (piece.from) {
-            memcpy(piece.to, piece.from, 16);
         } else {
-            memset(piece.to, 0, 16);
+            emulation::land(piece);
         }
     }
     pieces.resize(kept);
+}
+inline void arrive_when_copied(uint32_t barrier) {
+    emulation::Fiber& fiber = emulation::me();
+    emulation::Copy copy{nullptr, nullptr, 0, &barrier_at(barrier), {}};
+    auto& pieces = emulation::machine->pieces;
+    size_t kept = 0;
+    for (size_t i = 0; i < pieces.size(); ++i) {
+        const emulation::Piece piece = pieces[i];
+        if (piece.fiber == &fiber) {
+            copy.pieces.push_back(piece);
+        } else {
+            pieces[kept++] = piece;
+        }
+    }
+    pieces.resize(kept);
+    emulation::machine->copies.push_back(copy);
 }
 
 inline bool all_lanes(bool x) { return ballot(x) == 0xffffffffu; }

@@ -38,7 +38,8 @@ OTHERS = {
     "h16, 64 tokens": CudaTile(16, 64, 2, 1, 4, 2),
     "h16, two blocks": CudaTile(16, 32, 2, 1, 2, 4, blocks=2),
     "h16, four warps": CudaTile(16, 32, 4, 1, 2, 2),
-    "h64, shared query": CudaTile(64, 32, 3, 2, 1, 4, False, score_padding=4),
+    "h16, in pieces": replace(TILES["h16"], bulk=False),
+    "h64, mma": CudaTile(64, 32, 4, 2, 1, 4, passes=2),
 }
 EVERY = TILES | OTHERS | {f"{name}, cluster": replace(tile, cluster=4) for name, tile in TILES.items()}
 
@@ -74,7 +75,7 @@ def emulator(tmp_path_factory):
         if tile not in found:
             path = tmp_path_factory.mktemp("emulation") / f"{tile.name}.so"
             macros = [f"-D{name}={value}" for name, value in tile.macros().items()]
-            options = ["-O2", "-std=c++17", "-shared", "-fPIC", "-DEMULATE", f"-I{HERE}"]
+            options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-DEMULATE", f"-I{HERE}"]
             subprocess.run(["g++", *options, *macros, HERE / "emulation.cpp", "-o", path], check=True)
             found[tile] = Emulator(tile, ctypes.CDLL(str(path)))
         return found[tile]
@@ -92,14 +93,14 @@ def near(out, inputs) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_tile_on_rows_of_any_length(emulator, name):
-    """One block has three steps more than stages; empty and one-token rows beside them."""
+    """One block has two steps more than stages; empty and one-token rows beside them."""
     tile = EVERY[name]
-    topk = (tile.stages + 3) * tile.tokens * tile.cluster - 5
+    topk = (tile.stages + 2) * tile.tokens * tile.cluster - 5
     lens = [topk, 0, 1, 17]
     inputs = inputs_of(4, tile.heads, topk, lens, 3)
     run = emulator(tile)
     near(run(inputs, sms=4 * tile.cluster), inputs)
-    near(run(inputs, sms=20 * tile.cluster, seed=1), inputs)
+    near(run(inputs, sms=12 * tile.cluster, seed=1), inputs)
 
 
 @pytest.mark.parametrize("heads", [8, 24, 40])
@@ -132,7 +133,7 @@ def test_a_row_without_slots_in_every_entry(emulator):
 def test_timing_does_not_change_a_bit(emulator):
     inputs = inputs_of(2, 16, 400, [400, 300], 7)
     run = emulator(TILES["h16"])
-    assert all(torch.equal(run(inputs, sms=4), run(inputs, sms=4, seed=seed)) for seed in range(1, 4))
+    assert all(torch.equal(run(inputs, sms=4), run(inputs, sms=4, seed=seed)) for seed in (1, 2))
 
 
 @pytest.mark.parametrize("name", EVERY)
