@@ -247,7 +247,8 @@ constexpr int SUM_PITCH = LATENT + 8;                  // floats, of what a clus
 #if !TILE_WGMMA
 static_assert(DIM / 16 % WARPS_D == 0 && T_TILES % 2 == 0 && L_TILES % 2 == 0 && H_TILES >= 1, "warps do not divide the tile");
 static_assert(HEAD_THREADS <= 32 && COLUMNS >= 2 && COLUMNS % 2 == 0, "no such tile: softmax");
-static_assert(ASKED >= 1 && ASKED < 32 && STAGES * ASKED <= 32 && HEADS_ASKED >= 1 && HEADS_ASKED <= 16, "no such tile: copies");
+static_assert(ASKED >= 1 && ASKED < 32 && STAGES * ASKED <= 32 && HEADS_ASKED >= 1 && HEADS_ASKED <= 16,
+              "no such tile: copies");
 
 // Shared memory, in bytes. A query that went to registers leaves its place to the scores.
 __host__ __device__ constexpr int aligned(int bytes) { return (bytes + 127) / 128 * 128; }
@@ -283,7 +284,8 @@ struct Attend {
 
 // Joins what the blocks of a cluster hold: each has normalised sums, float [HEADS, SUM_PITCH], and their lse, float [HEADS], and
 // takes a slice of the latent of all. `first_of_row` is the row's part's first head.
-__device__ __forceinline__ void join_cluster(const Attend& a, uint32_t sums, uint32_t lses, int first_head, long long first_of_row) {
+__device__ __forceinline__ void join_cluster(const Attend& a, uint32_t sums, uint32_t lses, int first_head,
+                                             long long first_of_row) {
     constexpr int SLICE = LATENT / CLUSTER;
     const float NONE = __int_as_float(0xff800000);
     const int rank = blockIdx.x % CLUSTER;
@@ -324,6 +326,7 @@ __device__ __forceinline__ void join_cluster(const Attend& a, uint32_t sums, uin
             *reinterpret_cast<float4*>(a.partial + at) = x;
         }
     }
+    __syncwarp();
     cluster_arrive();  // nobody leaves while another block reads what it holds
     cluster_wait();
 }
@@ -437,7 +440,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
     const int second_row = lane / 16 * 8 + lane % 8, second_half = lane / 8 % 2 * 16;
     const uint32_t query_address =
         base + AT_QUERY + (warp_h * H_TILES * 16 + first_row) * PITCH + first_half + warp_d * D_STEPS * 32;
-    const uint32_t key_address = base + (warp_t * PASSES * T_TILES * 8 + second_row) * PITCH + second_half + warp_d * D_STEPS * 32;
+    const uint32_t key_address =
+        base + (warp_t * PASSES * T_TILES * 8 + second_row) * PITCH + second_half + warp_d * D_STEPS * 32;
     // Transposed, rows are tokens: two times 8 tokens of 8 latents before those of the next 8 latents, as `first` has them.
     const uint32_t value_address = base + first_row * PITCH + warp * L_TILES * 16 + first_half;
     const uint32_t weight_address = base + AT_WEIGHTS + first_row * WEIGHT_PITCH + first_half;

@@ -9,7 +9,8 @@ extern "C" void run_attend(const Attend* a, unsigned x, unsigned y, unsigned z, 
 }
 
 extern "C" void run_join(const Join* j, int shared, unsigned x, unsigned y, unsigned z, int seed) {
-    emulation::run({x, y, z}, shared == 8 ? 256 : 128, 1, seed, [=] { shared == 1 ? join1(*j) : shared == 4 ? join4(*j) : join8(*j); });
+    const auto join = shared == 1 ? join1 : shared == 4 ? join4 : join8;
+    emulation::run({x, y, z}, shared == 8 ? 256 : 128, 1, seed, [=] { join(*j); });
 }
 
 extern "C" int shared_bytes() { return SHARED_BYTES; }

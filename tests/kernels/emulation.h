@@ -1,5 +1,5 @@
-// What kernels/sparse_decode.cu needs of a Hopper GPU, for a host compiler: a CUDA thread is a fiber, and every instruction that
-// file has in PTX does here what the PTX ISA says of it. Blocks of a cluster run beside each other, warps in a random order and
+// What kernels/sparse_decode.cu needs of a Hopper GPU, for a host compiler: a CUDA thread is a fiber, and every instruction
+// that file has in PTX does here what the PTX ISA says of it. Blocks of a cluster run beside each other, warps in a random order and
 // some of them late; a bulk copy lands at a random moment before the wait that needs it; shared memory begins as NaN.
 
 #pragma once
@@ -203,6 +203,7 @@ inline char* shared_pointer(uint32_t address, bool remote = false) {
     if (rank >= machine->blocks.size()) fail("not an address of shared memory");
     if (!remote && static_cast<int>(rank) != me().block->rank) fail("shared memory of another block");
     if (address % WINDOW >= SHARED) fail("past shared memory");
+    if (remote && machine->blocks[rank].left) fail("shared memory of a block that leaves");
     return machine->blocks[rank].base + address % WINDOW;
 }
 
@@ -367,8 +368,6 @@ inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
     ++emulation::machine->moves;
 }
 
-struct EightByEight { uint16_t values[4][8][8]; };
-
 template <bool TRANSPOSED>
 inline void ldmatrix_of(uint32_t (&r)[4], uint32_t address) {
     struct Four { uint32_t r[4]; };
@@ -447,7 +446,6 @@ inline uint32_t ballot(bool x) {
     });
 }
 
-inline thread_local uint64_t no_cluster_wait;
 inline void cluster_arrive() {}
 inline void cluster_wait() {
     emulation::Machine& m = *emulation::machine;
