@@ -1,4 +1,4 @@
-"""sparse_decode.cu on an emulated Hopper SM, with NaN in every slot, entry, part and byte of shared memory that may not count.
+"""kernel.cu on an emulated Hopper SM, with NaN in every slot, entry, part and byte of shared memory that may not count.
 
 A host compiler takes the kernel's own source; emulation.h has what PTX does. NVRTC compiles it for Hopper, which takes no GPU.
 """
@@ -17,7 +17,7 @@ import torch
 from test_sparse_decode import assert_near, case, expected
 
 from nsa_backend.kernels.sparse_decode import Parts
-from nsa_backend.kernels.sparse_decode_cuda import (
+from nsa_backend.benchmarks.sparse_decode_cuda.launch import (
     JOINS,
     LATENT,
     MOST_PARTS,
@@ -32,7 +32,7 @@ from nsa_backend.kernels.sparse_decode_cuda import (
     sparse_decode_cuda,
 )
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "emulation"
 SCALE = 0.05
 OTHERS = {
     "h16, 64 tokens": CudaTile(16, 64, 2, 1, 4, 2),

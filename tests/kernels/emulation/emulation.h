@@ -1,4 +1,4 @@
-// What kernels/sparse_decode.cu needs of a Hopper GPU, for a host compiler: a CUDA thread is a fiber, and every instruction
+// What kernel.cu needs of a Hopper GPU, for a host compiler: a CUDA thread is a fiber, and every instruction
 // that file has in PTX does here what the PTX ISA says of it. Blocks of a cluster run beside each other, warps in a random order and
 // some of them late; a bulk copy lands at a random moment before the wait that needs it; shared memory begins as NaN.
 

@@ -1,4 +1,4 @@
-// Sparse MLA decode for few rows, for Hopper: two kernels, compiled at run time by sparse_decode_cuda.py, one cubin a tile.
+// Sparse MLA decode for few rows, for Hopper: two kernels, compiled at run time by launch.py, one cubin a tile.
 //
 // `attend` takes one stretch of one row's slots for one block of heads. A token of the KV cache is 1152 contiguous bytes, so
 // one bulk copy gathers it into shared memory, and as many steps are on their way at once as shared memory holds. All warps do

@@ -1,4 +1,4 @@
-"""Sparse MLA decode for few rows in CUDA C++ (sparse_decode.cu): compiles a tile once through NVRTC and launches it.
+"""Sparse MLA decode for few rows in CUDA C++ (kernel.cu): compiles a tile once through NVRTC and launches it.
 
 What it computes is `sparse_decode`'s, for a bfloat16 KV cache of the model's shape on Hopper, without a cap of the scores.
 """
@@ -25,7 +25,7 @@ MOST_PARTS = 128
 """Of a row, that the second kernel joins."""
 MOST_SHARED_BYTES = 232448
 """Of a block, on Hopper."""
-SOURCE = Path(__file__).with_name("sparse_decode.cu")
+SOURCE = Path(__file__).with_name("kernel.cu")
 
 
 def _up(value: int, multiple: int) -> int:
@@ -34,7 +34,7 @@ def _up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class CudaTile:
-    """What one block holds at a time, and how its warps share it: the constants of sparse_decode.cu."""
+    """What one block holds at a time, and how its warps share it: the constants of kernel.cu."""
 
     heads: int  # of a block: 16, 32 or 64
     tokens: int  # of a step
@@ -77,7 +77,7 @@ class CudaTile:
         )
 
     def macros(self) -> dict[str, int]:
-        """What sparse_decode.cu is compiled with."""
+        """What kernel.cu is compiled with."""
         return {
             "TILE_HEADS": self.heads,
             "TILE_TOKENS": self.tokens,
@@ -96,7 +96,7 @@ class CudaTile:
 
     @property
     def shared_bytes(self) -> int:
-        """SHARED_BYTES of sparse_decode.cu."""
+        """SHARED_BYTES of kernel.cu."""
         if self.wgmma:
             rows = (self.stages * self.tokens + self.heads) * ROW_BYTES + self.heads * 2 * self.tokens
             return rows + 12 * self.heads + 4 * self.stages * self.tokens + 1024
@@ -145,7 +145,7 @@ def join_of(parts: int) -> int:
 
 
 class AttendArguments(ctypes.Structure):
-    """`Attend` of sparse_decode.cu."""
+    """`Attend` of kernel.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q_nope", "q_rope", "kv", "slots", "lens", "out", "partial", "lse")),
@@ -159,7 +159,7 @@ class AttendArguments(ctypes.Structure):
 
 
 class JoinArguments(ctypes.Structure):
-    """`Join` of sparse_decode.cu."""
+    """`Join` of kernel.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("partial", "lse", "out")),

@@ -1,8 +1,8 @@
-// kernels/sparse_decode.cu as a host library, which test_sparse_decode_cuda.py calls through ctypes.
+// kernel.cu as a host library, which test_sparse_decode_cuda.py calls through ctypes.
 
 #include <algorithm>
 
-#include "../../kernels/sparse_decode.cu"
+#include "../../../benchmarks/sparse_decode_cuda/kernel.cu"
 
 extern "C" void run_attend(const Attend* a, unsigned x, unsigned y, unsigned z, int seed) {
     emulation::run({x, y, z}, THREADS, CLUSTER, seed, [=] { attend(*a); });
