@@ -1,7 +1,5 @@
 // kernel.cu as a host library, which test_sparse_decode_cuda.py calls through ctypes.
 
-#include <algorithm>
-
 #include "../../../benchmarks/sparse_decode_cuda/kernel.cu"
 
 extern "C" void run_attend(const Attend* a, unsigned x, unsigned y, unsigned z, int seed) {
