@@ -7,10 +7,11 @@ import rules_rounds
 import rules_serving
 import rules_today
 import rules_trained
+import rules_variants
 from quoted import PAGES, RULES, SETTINGS, named, unexplained
 
 # Importing them registers their rules.
-MODULES = (rules_accept, rules_kernels, rules_rounds, rules_serving, rules_today, rules_trained)
+MODULES = (rules_accept, rules_kernels, rules_rounds, rules_serving, rules_today, rules_trained, rules_variants)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{'+'.join(rule.files)} {rule.says.__name__}")
