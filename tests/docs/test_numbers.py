@@ -2,6 +2,7 @@
 
 import pytest
 import rules_accept
+import rules_gained
 import rules_kernels
 import rules_more
 import rules_rounds
@@ -11,7 +12,7 @@ import rules_trained
 from quoted import PAGES, RULES, SETTINGS, named, unexplained
 
 # Importing them registers their rules.
-MODULES = (rules_accept, rules_kernels, rules_more, rules_rounds, rules_serving, rules_today, rules_trained)
+MODULES = (rules_accept, rules_gained, rules_kernels, rules_more, rules_rounds, rules_serving, rules_today, rules_trained)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{'+'.join(rule.files)} {rule.says.__name__}")
