@@ -34,9 +34,9 @@ class Parts:
 
     @classmethod
     def of(cls, size: int, latent: int, device: torch.device | str) -> Parts:
-        """Room for `size` parts, each of one row and head."""
-        empty = torch.empty(size * (latent + 1), dtype=torch.float32, device=device)
-        return cls(empty[: size * latent], empty[size * latent :])
+        """Room for `size` parts, each of one row and head; zeros, because the join reads also those that it then skips."""
+        zeros = torch.zeros(size * (latent + 1), dtype=torch.float32, device=device)
+        return cls(zeros[: size * latent], zeros[size * latent :])
 
     def hold(self, size: int) -> bool:
         """Whether there is room for `size` of them."""

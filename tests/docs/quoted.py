@@ -92,7 +92,7 @@ def unexplained(text: str, sentences: list[str]) -> list[str]:
     for sentence in (*sentences, *SETTINGS):
         for found in re.finditer(re.escape(sentence), text):
             covered[found.start() : found.end()] = b"\1" * len(sentence)
-    numbers = re.finditer(r"(?<!GLM-)(?<![\w.])\d+\.\d+(?!\.?\w)|(?<![\w.])\d+ (?:%|MiB|us|ms)(?!\w)", text)
+    numbers = re.finditer(r"(?<!GLM-)(?<!glm-)(?<![\w.])\d+\.\d+(?!\.?\w)|(?<![\w.])\d+ (?:%|MiB|us|ms)(?!\w)", text)
     return [text[max(n.start() - 50, 0) : n.end() + 30] for n in numbers if not all(covered[n.start() : n.end()])]
 
 

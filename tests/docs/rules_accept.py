@@ -45,14 +45,17 @@ def complete(name: str, report: dict) -> Iterator[str]:
     for steps, words in sorted(set(map(kind, rows))):
         cells = [cell for row in rows if kind(row) == (steps, words) for cell in row["workloads"].values()]
         ours, theirs = ([cell[side]["mean"] for cell in cells if side in cell] for side in ("ours", "builtin"))
-        builtin = spread(theirs) if theirs else "-"
-        yield f"| {file} | {steps} | {words} | {len(ours)} | {spread(ours)} | {builtin} |"
+        means = [spread(side) if side else "-" for side in (ours, theirs)]  # a side whose engines all failed has none
+        yield f"| {file} | {steps} | {words} | {len(ours or theirs)} | {means[0]} | {means[1]} |"
 
 
 def parted(name: str, report: dict) -> Iterator[str]:
     """A row of docs/numbers.md: outputs that part from the built-in backend's, and how far from the best token."""
     found = report.get("differences")
     if found is None:
+        return
+    if not any({"ours", "builtin"} <= cell.keys() for row in all_rows(report) for cell in row["workloads"].values()):
+        yield f"| `benchmarks/results/{name}_h200.json` | none compared | - | - |"
         return
     asked = [d for d in found if d["tie"] is not None]  # a run that was cut short has not
     if found and not asked:

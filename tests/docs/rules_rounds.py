@@ -28,12 +28,8 @@ def targets(report: dict) -> Iterator[str]:
     yield "{:.3f} and {:.3f} at batch 1 and 8".format(*gains("wide", 300, (1, 8)))
     level = [*gains("wide", 300, (32,)), *gains("wide", 4096, (1, 8, 32))]
     yield f"{spread(level, '{:.3f}')} elsewhere"
-    yield "on `wide` {:.3f}, {:.3f} and {:.3f} times without it".format(*gains("wide", 300, (1, 8, 32)))
     single = one(report["rows"], checkpoint="wide", steps=1)["round_graph_over_ours"]["speedup"]
     yield f"{single:.3f} with one draft"
-    rows = [one(report["rows"], checkpoint="faithful", batch=batch) for batch in (1, 8, 32)]
-    cells = [" / ".join(f"{row[side]['tokens_per_s']['median']:.0f}" for row in rows) for side in SIDES]
-    yield f"| {cells[0]}; without it {cells[1]} | {cells[2]} |"
 
 
 @rule("serve_rounds_0_5_23")

@@ -38,15 +38,6 @@ def ranges_of_cells(report: dict) -> Iterator[str]:
         yield f"Not measured: {cell}"
 
 
-@rule("serve_0_5_23")
-def gained(report: dict) -> Iterator[str]:
-    """The README's first table: medians at batch 1, 8 and 32, beside one another."""
-    rows = [one(report["rows"], checkpoint="wide", steps=3, length=300, batch=batch) for batch in (1, 8, 32)]
-    for key, form, unit in (("round_ms", "{:.2f}", " ms"), ("tokens_per_s", "{:.0f}", "")):
-        sides = (" / ".join(form.format(row[side][key]["median"]) for row in rows) for side in ("ours", "builtin"))
-        yield "| " + " | ".join(side + unit for side in sides) + " |"
-
-
 @rule("forward_parts_0_5_23")
 def metadata_launch(report: dict) -> Iterator[str]:
     chosen = {"column_block": 8192, "num_warps": 4, "row_block": 128}

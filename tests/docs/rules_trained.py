@@ -36,12 +36,9 @@ def checks(report: dict) -> Iterator[str]:
 
 
 def gained(report: dict) -> Iterator[str]:
-    """The README's first table: accept length with three drafts, rounds with one."""
+    """The README's first table: accept length with three drafts."""
     row = one(report["accept"], **README_CELL)
     yield "| " + " | ".join(f"{row[side]['accept']:.2f}" for side in BOTH) + " |"
-    rows = [one(report["speed"], steps=1, batch=batch) for batch in BATCHES]
-    rounds = (" / ".join(f"{r[side]['round_ms']['median']:.2f}" for r in rows) for side in BOTH)
-    yield "| " + " | ".join(side + " ms" for side in rounds) + " |"
 
 
 def every_cell(report: dict) -> Iterator[str]:

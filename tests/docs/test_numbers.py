@@ -2,7 +2,9 @@
 
 import pytest
 import rules_accept
+import rules_gained
 import rules_kernels
+import rules_more
 import rules_rounds
 import rules_serving
 import rules_today
@@ -11,7 +13,17 @@ import rules_variants
 from quoted import PAGES, RULES, SETTINGS, named, unexplained
 
 # Importing them registers their rules.
-MODULES = (rules_accept, rules_kernels, rules_rounds, rules_serving, rules_today, rules_trained, rules_variants)
+MODULES = (
+    rules_accept,
+    rules_gained,
+    rules_kernels,
+    rules_more,
+    rules_rounds,
+    rules_serving,
+    rules_today,
+    rules_trained,
+    rules_variants,
+)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{'+'.join(rule.files)} {rule.says.__name__}")
@@ -106,6 +118,23 @@ class TestTheRulesThemselves:
             "Of N = 0, 1 and 7 the most tokens per second come with 0 or 1",
             "a round with seven drafts takes 0.67 times the built-in's",
         ]
+
+    def test_engines_that_failed_are_told(self):
+        rows = [{"case": "one", "steps": 3, "decode": "fa3", "workloads": {"8x300": {"builtin": {"mean": 2.3}}}}]
+        (row,) = rules_accept.complete("e2e_new", {"rows": rows})
+        assert row == "| `benchmarks/results/e2e_new_h200.json` | 3 | fa3 | 1 | - | 2.30 |"
+        (row,) = rules_accept.parted("e2e_new", {"rows": rows, "differences": []})
+        assert row == "| `benchmarks/results/e2e_new_h200.json` | none compared | - | - |"
+
+    def test_cells_that_lose_are_named(self):
+        def row(batch: int, ours: float, builtin: float) -> dict:
+            sides = {side: {"tokens_per_s": {"median": rate}} for side, rate in (("ours", ours), ("builtin", builtin))}
+            return {"checkpoint": "wide", "batch": batch, "length": 300} | sides
+
+        assert (
+            rules_more.behind([row(1, 12.0, 10.0), row(8, 9.0, 10.0)], "ours", "builtin", "tokens_per_s")
+            == "wide 8 x 300 (0.900)"
+        )
 
     def test_rows_that_only_a_figure_shows_count(self):
         rows = [{"ours": {"gpu_us": n}, "floor_us": 1.0} for n in (1, 2)]

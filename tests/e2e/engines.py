@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,9 @@ NAMES_OF_DSA = {
 }
 PORTS_APART = 20
 """Between engines side by side."""
+NCCL_PORT = 10
+"""Above an engine's port: where its ranks meet. No engine beside it takes that one (tests/releases/test_side_by_side.py).
+Unless told, SGLang looks for a free port and takes it half a minute later, when another engine may have it."""
 PORTS = 2500
 """Between the ports of runs on different GPUs; the highest stays below those that Linux hands out."""
 
@@ -33,6 +37,17 @@ def first_device() -> int:
     """The first GPU that this process sees, counted over the machine."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return int(first) if first.isdigit() else 0
+
+
+def refuse_taken_ports(ports: list[int]) -> None:
+    """Raise SystemExit where somebody listens on one of these: runs with the same first GPU have the same ports by default."""
+    for port in ports:
+        with socket.socket() as probe:
+            probe.settimeout(1)
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                raise SystemExit(
+                    f"port {port} is taken, perhaps by another run: pass --port, {PORTS} apart from every other run's"
+                )
 
 
 def run_to_its_end(command: list[str], log: Path, environment: dict[str, str], seconds: float) -> int | None:

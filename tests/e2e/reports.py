@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -12,6 +13,7 @@ from case import workload_of
 
 from nsa_backend.benchmarks.report import environment
 
+FIRST_ERROR = re.compile(r"Traceback \(most recent call last\)|^.*(?:Error|error): ", re.MULTILINE)
 SIDE_BY_SIDE = ("rows", "differences", "failures", "problems", "not_measured")
 
 
@@ -71,6 +73,15 @@ def problems_of(cases: list, results: dict, found: list[dict]) -> list[str]:
     return problems
 
 
+def excerpt(log: str, most: int = 3000) -> str:
+    """What says why an engine ended: where its first error begins, and the end, which may be of processes that followed it."""
+    cause = FIRST_ERROR.search(log)
+    if cause is None or len(log) - cause.start() <= most:
+        return log[-most:]
+    begin = cause.start()
+    return f"{log[begin : begin + most // 2]}\n[...]\n{log[-most // 2 :]}"
+
+
 def report_of(cases: list, backends: list[str], results: dict, found: list[dict], command: str, seconds: float) -> dict:
     """Everything that was seen.
 
@@ -85,7 +96,7 @@ def report_of(cases: list, backends: list[str], results: dict, found: list[dict]
         "rows": [row_of(c, sides[c.name]) for c in cases if sides[c.name]],
         "differences": [d | {"prompt": f"{len(d['prompt'])} tokens"} for d in found],
         "failures": [
-            {"case": c.name, "backend": b, "log": results[c.name, b][1][-3000:]}
+            {"case": c.name, "backend": b, "log": excerpt(results[c.name, b][1])}
             for c in cases
             for b in backends
             if results.get((c.name, b), ({},))[0] is None
@@ -133,7 +144,8 @@ def show(report: dict) -> None:
         print("FAILED", failure["case"], failure["backend"], failure["log"][-1500:])
     for name in report["not_measured"]:
         print("not measured:", name)
-    print("\n".join(report["problems"]) or "all floors met")
+    whole = not (report["failures"] or report["not_measured"])
+    print("\n".join(report["problems"]) or ("all floors met" if whole else "no floor missed where something was measured"))
 
 
 def write(report: dict, out: Path) -> None:

@@ -25,7 +25,7 @@ from statistics import fmean
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from case import workload_of
-from engines import PORTS, PORTS_APART, first_device, run_to_its_end
+from engines import NCCL_PORT, PORTS, PORTS_APART, first_device, refuse_taken_ports, run_to_its_end
 from reports import merged, report_of, show, write
 from ties import differences, judge
 from workloads import CASES, WORKLOADS, Case
@@ -193,6 +193,7 @@ def main() -> int:
     print(f"{minutes:5.1f} minutes in all, {minutes / args.jobs:.1f} with {args.jobs} engines side by side", flush=True)
     if args.list:
         return 0
+    refuse_taken_ports([args.port + PORTS_APART * number + at for number in range(50) for at in (0, NCCL_PORT)])
     args.logs.mkdir(parents=True, exist_ok=True)
     checkpoints = {which: written(*which, args.logs) for which in {case.checkpoint for case in cases}}
     write_dense_drafts(cases, checkpoints)

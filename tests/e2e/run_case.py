@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from actions import ACTIONS
 from engine_options import new_tokens
+from engines import NCCL_PORT
 from pd_servers import ALONE, Pair, ServerProcess
 from workloads import CASES, RANKS, WORKLOADS, Case
 
@@ -28,10 +29,6 @@ from nsa_backend.benchmarks.generation import accept_length
 
 PREFILL_SHAPES = (128, 512, 1024, 4096)
 """Tokens of a captured prefill; SGLang's own list has up to 58 sizes, most of an engine's start."""
-
-NCCL_PORT = 10
-"""Above an engine's port: where its ranks meet. No engine beside it takes that one (tests/releases/test_side_by_side.py).
-Unless told, SGLang looks for a free port and takes it half a minute later, when another engine may have it."""
 
 
 def known_to_sglang(case: Case) -> str:

@@ -76,6 +76,9 @@ def table(report: dict) -> str:
     def rate(side: dict) -> str:
         return f"{side['requests']['finished'] / side['load_minutes']:.0f}" if side["load_minutes"] else "-"
 
+    def whole(mib: float | None) -> str:
+        return "-" if mib is None else f"{mib:.0f}"
+
     def grown(mib: float | None) -> str:
         return "-" if mib is None else f"{mib:+.0f} MiB"
 
@@ -96,7 +99,7 @@ def table(report: dict) -> str:
         ),
         "GPU memory during the load, growth after warm-up": lambda s: grown(s["growth"]["gpu_mib"]),
         "GPU memory held before the load / after it and a flush, MiB": lambda s: (
-            f"{s['held']['before_mib']} / {s['held']['after_mib']}"
+            f"{whole(s['held']['before_mib'])} / {whole(s['held']['after_mib'])}"
         ),
         "host memory, growth after warm-up": lambda s: grown(s["growth"]["host_mib"]),
         "problems": lambda s: str(len(s["problems"])),

@@ -1,6 +1,6 @@
 """A whole round of SGLang's own worker neither waits for the GPU nor copies from the host, which would end its capture.
 
-On 0.5.17 alone, whose rounds no GPU has captured yet: the worker is put together as that release has it.
+On 0.5.17 alone: the worker is put together as that release has it.
 """
 
 from __future__ import annotations
