@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ import run_all
 import run_case
 import ties
 from engine_options import FLOORS, new_tokens
-from engines import refuse_taken_ports, run_to_its_end
+from engines import run_to_its_end
 from workloads import CASES, RANKS, STANDARD, UNEQUAL, WORKLOADS
 
 from nsa_backend.benchmarks.generation import accept_length
@@ -56,28 +55,6 @@ pathlib.Path(sys.argv[4]).write_text(json.dumps([[[-1.0, 5], [-1.0 - {gap}, 6]] 
 def test_what_an_engine_must_say(log, problems):
     case = run_case.Case("x", 1, ("w",), says="graphs: 3")
     assert reports.problems_of([case], {("x", "ours"): ({"w": {"accept": [2.0]}}, log)}, []) == problems
-
-
-def test_a_failure_is_told_by_its_first_error_and_the_end():
-    """What follows a crash, such as ranks that miss each other, fills a log's end."""
-    noise = "loading\n" * 900
-    log = noise + "Traceback (most recent call last):\nOutOfMemoryError: no room\n" + "rank 1 lost rank 0\n" * 900 + "the end"
-    told = reports.excerpt(log)
-    assert told.startswith("Traceback (most recent call last):\nOutOfMemoryError: no room\n")
-    assert told.endswith("rank 1 lost rank 0\nthe end")
-    assert len(told) < 3100
-    assert reports.excerpt(noise) == noise[-3000:]
-    assert reports.excerpt("short\nValueError: why") == "short\nValueError: why"
-
-
-def test_ports_of_another_run_are_refused():
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        taken = other.getsockname()[1]
-        with pytest.raises(SystemExit, match=f"port {taken} is taken, perhaps by another run: pass --port, 2500 apart"):
-            refuse_taken_ports([taken])
-    refuse_taken_ports([taken])
 
 
 @pytest.fixture
