@@ -15,13 +15,21 @@ import torch
 
 
 class KeptGraph(torch.cuda.CUDAGraph):
-    """A graph that is kept after its capture, so that it can join another; its executable is made at its first replay alone."""
+    """A graph that is kept after its capture, so that it can join another.
+
+    Its own executable is made then too, as any other graph's: a batch that no whole round serves replays it, and would wait for
+    that otherwise.
+    """
 
     def __new__(cls) -> KeptGraph:
         return super().__new__(cls, keep_graph=True)
 
     def __init__(self):
         super().__init__(keep_graph=True)
+
+    def capture_end(self) -> None:
+        super().capture_end()
+        self.instantiate()
 
     def replay(self) -> None:
         """Launch it; on a stream that is capturing, add it to what is captured."""

@@ -147,6 +147,15 @@ def test_graphs_are_captured_to_be_kept(monkeypatch):
     assert torch.cuda.CUDAGraph is not child_graphs.KeptGraph
 
 
+def test_a_kept_graph_is_ready_for_a_batch_that_replays_it_alone(monkeypatch):
+    """Its executable is not left to the first replay, in the middle of traffic."""
+    graph, done = child_graphs.KeptGraph.__new__(child_graphs.KeptGraph), []
+    for name in ("capture_end", "instantiate"):
+        monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda self, name=name: done.append(name))
+    graph.capture_end()
+    assert done == ["capture_end", "instantiate"]
+
+
 def test_what_joins_graphs_is_there():
     from cuda.bindings import runtime
 
