@@ -38,11 +38,11 @@ def joined(sides: dict[str, dict | None], arguments: dict, seconds: float) -> di
     problems = []
     for side in sides:
         if side != BUILTIN:
-            found = left[side]["problems"] if side in left else ["no report"]
+            found = left[side]["problems"] if side in left else ["it left no report"]
             problems += [f"{side}: {problem}" for problem in found]
-    references = {side: report["references"] for side, report in left.items()}
-    if len(set(references.values())) > 1:
-        problems.append(f"the sides were not asked the same: {references} templates had a reference when the load began")
+    if len({report["references"] for report in left.values()}) > 1:
+        asked = ", ".join(f"{report['references']} of {side}" for side, report in left.items())
+        problems.append(f"the sides were not asked the same: of their templates {asked} had a reference when the load began")
     return {
         "environment": next((report["environment"] for report in left.values()), None),
         "arguments": arguments,

@@ -56,17 +56,25 @@ class TestJoined:
 
     def test_ours_is_judged(self):
         report = soak.joined({"ours": side(problems=["3 requests failed"]), "builtin": side()}, {}, 480.0)
-        assert report["problems"] == ["3 requests failed"]
+        assert report["problems"] == ["ours: 3 requests failed"]
+
+    def test_every_side_of_ours_is_judged(self):
+        """Each by its name, and a third column in the table."""
+        asked = {"ours": side(), "three_graphs": side(problems=["3 requests failed"]), "builtin": side(problems=["another"])}
+        report = soak.joined(asked, {}, 480.0)
+        assert report["problems"] == ["three_graphs: 3 requests failed"]
+        assert soak.table(report).splitlines()[0] == "| | ours | ours, a round in three graphs | built-in |"
 
     def test_other_traffic(self):
         report = soak.joined({"ours": side(), "builtin": side(references=71)}, {}, 480.0)
+        asked = "80 of ours, 71 of builtin"
         assert report["problems"] == [
-            "the sides were not asked the same: 80 and 71 templates had a reference when the load began"
+            f"the sides were not asked the same: of their templates {asked} had a reference when the load began"
         ]
 
     def test_a_side_without_a_report(self):
         report = soak.joined({"ours": None, "builtin": side()}, {}, 480.0)
-        assert report["problems"] == ["no report of ours"]
+        assert report["problems"] == ["ours: it left no report"]
         assert "| retracted | - | 5 |" in soak.table(report)
         assert soak.joined({"ours": side(), "builtin": None}, {}, 480.0)["problems"] == []
 
