@@ -18,16 +18,24 @@ APART_SECONDS, STILL_SECONDS, MOST_SECONDS = 0.25, 1.0, 15.0
 """Between two looks; without a change, which ends the looking once something came free; after which nobody looks any more."""
 
 
-def used() -> list[float]:
-    """GiB in use on each GPU that this process sees, in their order; empty where nvidia-smi does not tell."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    chosen = [] if visible is None else ["-i", visible]
+def used_mib(gpus: str | None, seconds: float = 30) -> list[int]:
+    """MiB in use on each of these GPUs; empty where nvidia-smi does not tell.
+
+    Args:
+        gpus: as CUDA_VISIBLE_DEVICES names them; all if None.
+        seconds: that nvidia-smi may take.
+    """
+    chosen = [] if gpus is None else ["-i", gpus]
     query = ["nvidia-smi", *chosen, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.split()
-        return [int(mib) / 1024 for mib in lines]
+        return list(map(int, subprocess.run(query, capture_output=True, text=True, timeout=seconds, check=True).stdout.split()))
     except (OSError, subprocess.SubprocessError, ValueError):
         return []
+
+
+def used() -> list[float]:
+    """GiB in use on each GPU that this process sees, in their order; empty where nvidia-smi does not tell."""
+    return [mib / 1024 for mib in used_mib(os.environ.get("CUDA_VISIBLE_DEVICES"))]
 
 
 @contextmanager

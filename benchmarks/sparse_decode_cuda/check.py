@@ -50,15 +50,17 @@ def inputs_of(rows: int, heads: int, topk: int, lens: list[int], holes: bool, se
 
 
 def expected(q_nope: torch.Tensor, q_rope: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor):
-    """Row by row in float32."""
-    out = torch.zeros(q_nope.shape, device="cuda")
-    query = torch.cat([q_nope, q_rope], -1).float()
-    for row, length in enumerate(lens.tolist()):
-        chosen = slots[row, :length].long()
-        keys = kv[:, 0][chosen[chosen >= 0]].float()
-        if len(keys):
-            out[row] = (SCALE * query[row] @ keys.T).softmax(-1) @ keys[:, :LATENT]
-    return out
+    """The project's torch reference, in float32."""
+    from nsa_backend.attention.inputs import SparseInputs
+    from nsa_backend.attention.torch_reference import TorchSparseAttention
+
+    looked_at = torch.arange(slots.shape[1], device=slots.device) < lens[:, None]
+    return TorchSparseAttention().forward(
+        SparseInputs(
+            q_nope=q_nope.float(), q_rope=q_rope.float(), kv_cache=kv, topk_slots=torch.where(looked_at, slots, -1),
+            cache_seqlens=None, cu_seqlens_q=None, cu_seqlens_k=None, sm_scale=SCALE, logit_cap=0.0,
+        )
+    )  # fmt: skip
 
 
 def poison(num_sms: int) -> None:

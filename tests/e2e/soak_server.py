@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +17,7 @@ from soak_pair import PairClient
 from soak_traffic import LONGEST_OUTPUT, Client
 
 from nsa_backend.benchmarks import servers
+from nsa_backend.benchmarks.gpu_memory import used_mib
 
 BUILTIN = "builtin"
 SIDES = {
@@ -85,12 +85,9 @@ TOPOLOGIES = {
 
 
 def gpu_mib(gpu: str) -> int | None:
-    """Memory taken on these GPUs, one or several with commas between."""
-    query = ["nvidia-smi", "-i", gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    with suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()
-        return sum(map(int, lines)) if lines else None
-    return None
+    """Memory taken on these GPUs, one or several with commas between; None where nobody tells."""
+    found = used_mib(gpu, seconds=10)
+    return sum(found) if found else None
 
 
 def host_mib(pids: list[int]) -> float | None:
