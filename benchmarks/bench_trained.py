@@ -21,6 +21,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from threading import Lock
 
@@ -112,19 +113,19 @@ class Bench:
             order = sorted(self.steps, key=lambda n: [*SPEED_ORDER, n].index(n))
             for steps in order:
                 with paused(server.pid for server in self.servers.servers if server.steps != steps):
-                    for batch in self.args.batch:
-                        self.guarded(f"speed of N = {steps}, batch {batch}", lambda: self.speed_of(steps, batch))  # noqa: B023
+                    for temperature, batch in product(self.args.speed_temperature, self.args.batch):
+                        what = f"speed of N = {steps}, batch {batch}, T = {temperature:g}"
+                        self.guarded(what, lambda: self.speed_of(steps, batch, temperature, what))  # noqa: B023
 
-    def speed_of(self, steps: int, batch: int) -> None:
+    def speed_of(self, steps: int, batch: int, temperature: float, what: str) -> None:
         if time.monotonic() > self.deadline:
-            self.problem(f"speed of N = {steps}, batch {batch}: no time was left")
+            self.problem(f"{what}: no time was left")
             return
-        servers = self.servers.of(steps)
-        row = measure_speed(servers, batch, self.prompts, length=300, tokens=TOKENS, repeats=REPEATS.get(batch, 3))
+        servers, repeats = self.servers.of(steps), REPEATS.get(batch, 3)
+        row = measure_speed(servers, batch, self.prompts, length=300, tokens=TOKENS, repeats=repeats, temperature=temperature)
         self.report["speed"].append(row)
         self.keep()
-        rates = ", ".join(f"{server.side} {row[server.side]['tokens_per_s']:.0f}" for server in servers)
-        self.say(f"N = {steps}, batch {batch}: {rates} tokens/s")
+        self.say(f"{what}: " + ", ".join(f"{one.side} {row[one.side]['tokens_per_s']:.0f}" for one in servers) + " tokens/s")
 
     def guarded(self, what: str, doing) -> None:
         try:
@@ -182,10 +183,11 @@ def show(report: dict) -> None:
     for row in report["speed"]:
         for side in filter(row.__contains__, SIDES):
             found = row[side]
-            mark = "best N" if best(report, row["batch"], side) == row["steps"] else ""
+            temperature = row.get("temperature", 0.0)
+            mark = "best N" if best(report, row["batch"], side, temperature) == row["steps"] else ""
             speed = (f"{found['tokens_per_s']:.0f}", f"{found['tpot_ms']['median']:.3f}")
-            table.append((row["batch"], row["steps"], side, *speed, mark))
-    print_table(("batch", "N", "side", "tokens/s", "ms per token", ""), sorted(table, key=lambda r: (r[0], r[2], r[1])))
+            table.append((f"{temperature:g}", row["batch"], side, row["steps"], *speed, mark))
+    print_table(("temperature", "batch", "side", "N", "tokens/s", "ms per token", ""), sorted(table, key=lambda r: r[:4]))
 
 
 def known(value: float, error: float | None) -> str:
@@ -193,9 +195,10 @@ def known(value: float, error: float | None) -> str:
     return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
 
 
-def best(report: dict, batch: int, side: str) -> int:
+def best(report: dict, batch: int, side: str, temperature: float = 0.0) -> int:
     """The N with the most tokens per second of `side`."""
-    rows = [row for row in report["speed"] if row["batch"] == batch and side in row]
+    wanted = (batch, temperature)
+    rows = [row for row in report["speed"] if (row["batch"], row.get("temperature", 0.0)) == wanted and side in row]
     return max(rows, key=lambda row: row[side]["tokens_per_s"])["steps"]
 
 
@@ -206,11 +209,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 2, 3, 5, 7], help="draft steps N; 0: no speculation")
     parser.add_argument("--sides", choices=SIDES, nargs="+", default=list(SIDES))
-    parser.add_argument("--length", type=int, nargs="+", default=[300, 1500, 3500], help="tokens of a prompt")
+    parser.add_argument(
+        "--length", type=int, nargs="*", default=[300, 1500, 3500], help="tokens of a prompt; none: no accept lengths"
+    )
     parser.add_argument(
         "--temperature", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="0 is greedy; above, top-p is 0.95"
     )
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="of the speed rows; none: no speed rows")
+    parser.add_argument("--speed-temperature", type=float, nargs="+", default=[0.0], help="the same of the speed rows")
     parser.add_argument("--error", type=float, default=0.02, help="standard error of an accept length to reach")
     parser.add_argument("--requests", type=int, default=8192, help="most requests of one accept length")
     parser.add_argument("--minutes", type=float, default=20.0, help="bound on the run time, starting included")

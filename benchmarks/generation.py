@@ -75,9 +75,12 @@ def sample(server: Server, batch: int, length: int, tokens: int) -> Sample:
     return sample_of(server, prompts(batch, length), tokens)
 
 
-def sample_of(server: Server, asked: list[list[int]], tokens: int) -> Sample:
-    """One streamed generation. SGLang prefills what waits before it decodes: decoding begins with the last first token."""
-    found = server.streamed(asked, tokens)
+def sample_of(server: Server, asked: list[list[int]], tokens: int, **sampling: float) -> Sample:
+    """One streamed generation, greedy unless `sampling` says otherwise.
+
+    SGLang prefills what waits before it decodes: decoding begins with the last first token.
+    """
+    found = server.streamed(asked, tokens, **sampling)
     rounds, accept = counted(found.answers, tokens)
     return Sample(found.seconds, max(found.first_seconds), tokens, len(asked), rounds, accept)
 

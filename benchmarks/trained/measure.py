@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from nsa_backend.benchmarks.generation import Sample, sample_of, spread, summary
 from nsa_backend.benchmarks.trained.accept import paired, statistics
-from nsa_backend.benchmarks.trained.serving import BATCHES, SideServer
+from nsa_backend.benchmarks.trained.serving import BATCHES, SideServer, sampling_of
 
 FIRST = BATCHES[-1]
 """Requests of the first wave of a cell, after which its standard error is believed."""
@@ -84,16 +84,19 @@ def measure_accept(
             say(f"N = {cell.steps}, {cell.length} tokens, T = {cell.temperature:g}: {cell.requests} requests, {means}")
 
 
-def measure_speed(servers: list[SideServer], batch: int, prompts: Prompts, *, length: int, tokens: int, repeats: int) -> dict:
-    """A row: greedy generations of one batch, server after server on the same prompts, other prompts in every repeat."""
+def measure_speed(
+    servers: list[SideServer], batch: int, prompts: Prompts, *, length: int, tokens: int, repeats: int, temperature: float = 0.0
+) -> dict:
+    """A row: generations of one batch, server after server on the same prompts, other prompts in every repeat."""
+    sampling = sampling_of(temperature)
     found: dict[str, list[Sample]] = {server.side: [] for server in servers}
     for repeat in range(repeats + 1):
         asked = prompts(length, batch * repeat, batch)
         for server in servers:
-            one = sample_of(server, asked, tokens)
+            one = sample_of(server, asked, tokens, **sampling)
             if repeat:  # the first one warms up
                 found[server.side].append(one)
-    row = {"steps": servers[0].steps, "batch": batch, "length": length, "tokens": tokens}
+    row = {"steps": servers[0].steps, "batch": batch, "length": length, "temperature": temperature, "tokens": tokens}
     for side, samples in found.items():
         each = summary(samples)
         row[side] = each | {

@@ -32,6 +32,12 @@ START_SECONDS = 330.0
 AGAIN_SECONDS = 60.0
 """What must be left of START_SECONDS for a second start."""
 PORTS = 24  # from one server to the next
+TOP_P = 0.95  # of every answer that is sampled
+
+
+def sampling_of(temperature: float) -> dict[str, float]:
+    """SGLang's sampling parameters of a temperature; greedy where it is 0."""
+    return {"temperature": temperature, "top_p": TOP_P} if temperature else {"temperature": 0}
 
 
 def command(side: str, checkpoint: Path, port: int, steps: int, requests: int = BATCHES[-1]) -> list[str]:
@@ -91,11 +97,9 @@ class SideServer(Server):
         """Tell it to end; does not wait."""
         self._process.terminate()
 
-    def sampled(self, prompts: list[list[int]], tokens: int, temperature: float, top_p: float = 0.95) -> list[dict]:
+    def sampled(self, prompts: list[list[int]], tokens: int, temperature: float) -> list[dict]:
         """Answers of one batch, exactly `tokens` new tokens each; greedy where `temperature` is 0."""
-        sampling = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
-        if temperature:
-            sampling["top_p"] = top_p
+        sampling = {"max_new_tokens": tokens, "ignore_eos": True, **sampling_of(temperature)}
         return call(self.port, "/generate", {"input_ids": prompts, "sampling_params": sampling}, timeout=600)
 
     def log_probabilities(self, prompt: list[int]) -> list[float]:

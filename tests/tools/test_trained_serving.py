@@ -74,9 +74,10 @@ class FakeServer:
         self.asked.append((len(prompts), temperature))
         return [{"meta_info": {"spec_correct_drafts_histogram": [10, 10 + prompt[0] % 7]}} for prompt in prompts]
 
-    def streamed(self, prompts, tokens):
-        seconds = 0.1 if self.side == "ours" else 0.2
-        return Streamed([0.05] * len(prompts), 0.05 + seconds, self.sampled(prompts, tokens, None))
+    def streamed(self, prompts, tokens, temperature, top_p=1.0):
+        seconds = (0.1 if self.side == "ours" else 0.2) * (1 + temperature)
+        assert (top_p == 1.0) == (temperature == 0), "a greedy answer has no top-p, a sampled one has"
+        return Streamed([0.05] * len(prompts), 0.05 + seconds, self.sampled(prompts, tokens, temperature))
 
 
 def numbered(length: int, first: int, count: int) -> list[list[int]]:
@@ -167,6 +168,19 @@ def test_everything_of_every_n_is_measured(bench):
     assert found["speed"][0]["ours"]["round_ms"]["median"] < found["speed"][0]["builtin"]["round_ms"]["median"]
 
 
+def test_speeds_of_sampled_answers_alone(bench):
+    servers = [FakeServer(side, 3) for side in ("ours", "builtin")]
+    options = ("--steps", "3", "--sides", "ours", "builtin", "--length", "--speed-temperature", "0", "1", "--batch", "1", "8")
+    code, found = bench(servers, *options)
+    assert code == 0
+    assert found["accept"] == []
+    assert [(r["temperature"], r["batch"]) for r in found["speed"]] == [(t, batch) for t in (0.0, 1.0) for batch in (1, 8)]
+    assert {temperature for _, temperature in servers[0].asked} == {0.0, 1.0}
+    greedy, _, sampled, _ = (r["ours"]["tokens_per_s"] for r in found["speed"])
+    assert greedy == pytest.approx(256 / 0.15, rel=1e-3)
+    assert sampled == pytest.approx(256 / 0.25, rel=1e-3)
+
+
 def test_what_fails_is_named_and_the_rest_is_measured(bench):
     servers = [FakeServer("ours", 1), FakeServer("builtin", 1), Dying("ours", 3), FakeServer("builtin", 3)]
     code, found = bench(
@@ -186,7 +200,7 @@ def test_what_fails_is_named_and_the_rest_is_measured(bench):
 def test_time_that_is_up_is_named(bench):
     code, found = bench([FakeServer("ours", 1)], "--steps", "1", "--minutes", "0", "--batch", "1", "8")
     assert code == 1
-    assert found["problems"] == [f"speed of N = 1, batch {batch}: no time was left" for batch in (1, 8)]
+    assert found["problems"] == [f"speed of N = 1, batch {batch}, T = 0: no time was left" for batch in (1, 8)]
 
 
 def test_what_is_timed_waits_for_those_that_are_busy(monkeypatch):
