@@ -50,6 +50,7 @@ def main() -> int:
         language=Budget(seconds=60 * args.language_minutes),
         indexer=Budget(seconds=60 * args.indexer_minutes),
         corpus_bytes=int(1e6 * args.corpus_mb),
+        mtp_depth=args.mtp_depth,
     )
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         corpus = pool.submit(corpus_of, args.out, settings, say)
@@ -83,9 +84,15 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--indexer-minutes", type=float, default=1.0)
     parser.add_argument("--corpus-mb", type=float, default=500, help="most text to train on")
     parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument(
+        "--mtp-depth", type=int, default=1,
+        help="draft steps that the MTP layer is trained for: 1 as DeepSeek-V3.2's, 3 as GLM-5's, whose steps share weights",
+    )  # fmt: skip
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile, where it does not work")
     args = parser.parse_args()
+    if args.mtp_depth < 1:
+        parser.error(f"--mtp-depth {args.mtp_depth}: the MTP layer is trained for one draft step at least")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU: train where there is one, or try --device cpu --shape tiny")
     return args
@@ -109,7 +116,8 @@ def corpus_of(out: Path, settings: Settings, say: Callable[[str], None], **corpu
 
 def model_of(settings: Settings, device: str, say: Callable[[str], None]) -> TrainedModel:
     """The model with its first weights, on `device`."""
-    model = TrainedModel(SHAPES[settings.shape], torch.bfloat16 if device == "cuda" else torch.float32)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = TrainedModel(SHAPES[settings.shape], dtype, settings.mtp_depth)
     model.initialize(settings.seed)
     model.to(device)
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters")
@@ -143,7 +151,8 @@ def judge(run: Run) -> dict:
     ids, settings = run.prepared.load("held_out"), run.settings
     if run.stage == "indexer":
         return {"attention_kept": distill.attention_kept(run.model, Blocks(ids, settings.long_context, settings.seed))}
-    return {"held_out": language.held_out(run.model, Blocks(ids, settings.context, settings.seed))}
+    blocks = Blocks(ids, settings.context, settings.seed, 1 + language.HELD_OUT_STEPS)
+    return {"held_out": language.held_out(run.model, blocks)}
 
 
 def attention_of(device: str) -> contextlib.AbstractContextManager[None]:

@@ -18,6 +18,7 @@ LOG_EVERY = 10
 FIRST = (2, 5, 20, 50)
 """Steps that are told of besides every hundredth: they say early whether a run is as fast as it should be."""
 HELD_OUT_BLOCKS = 64
+HELD_OUT_STEPS = 3
 
 
 def train_language(run: Run, optimizer_states: list[dict]) -> bool:
@@ -26,7 +27,8 @@ def train_language(run: Run, optimizer_states: list[dict]) -> bool:
     run.optimizers = language_optimizers(run.model)
     for optimizer, state in zip(run.optimizers, optimizer_states, strict=False):
         optimizer.load_state_dict(state)
-    sources = {n: Blocks(run.prepared.load("train"), n, settings.seed) for n in (settings.context, settings.long_context)}
+    ids, more = run.prepared.load("train"), 1 + settings.mtp_depth
+    sources = {n: Blocks(ids, n, settings.seed, more) for n in (settings.context, settings.long_context)}
     with Bar("language") as bar:
         while (done := settings.language.progress(progress.seconds, progress.step)) < 1:
             if run.stop(progress.step):
@@ -63,7 +65,8 @@ def warm_up(model: TrainedModel, settings: Settings, say: Callable[[str], None])
     for length in (settings.context, settings.long_context):
         for doing in ("compiled in", "then a forward and backward pass takes"):
             began = time.perf_counter()
-            blocks = torch.randint(model.shape.vocab, (max(1, settings.micro_tokens // length), length + 2), device=device)
+            size = (max(1, settings.micro_tokens // length), length + 1 + model.mtp_depth)
+            blocks = torch.randint(model.shape.vocab, size, device=device)
             target, mtp = model.losses(blocks)
             (target + settings.mtp_weight * mtp).backward()
             model.zero_grad(set_to_none=True)
@@ -93,16 +96,20 @@ def _step(run: Run, source: Blocks, factor: float) -> tuple[float, float]:
 
 @torch.no_grad()
 def held_out(model: TrainedModel, blocks: Blocks, most: int = HELD_OUT_BLOCKS) -> dict:
-    """Losses on held-out text, and how often the MTP layer's best token is the target's best one for the same place."""
+    """Losses on held-out text, and how often the MTP layer's best token is the target's best one for the same place.
+
+    `mtp_by_step` has the MTP layer's losses in the first HELD_OUT_STEPS steps of drafting, whatever it was trained for.
+    Blocks have 1 + HELD_OUT_STEPS tokens more than their length.
+    """
     device = model.lm_head.weight.device
     rows = []
     with torch.compiler.set_stance("force_eager"):
         for number in range(min(most, blocks.count)):
             block = blocks.batch(number, 1).to(device)
-            hidden = model.hidden(block[:, :-2])
-            drafted = model.mtp_hidden(block[:, 1:-1], hidden)
-            losses = [model.head_loss(hidden, block[:, 1:-1]), model.head_loss(drafted, block[:, 2:])]
-            best, drafts = model.lm_head(hidden).argmax(-1), model.lm_head(drafted).argmax(-1)
-            rows.append([*map(float, losses), float((best[:, 1:] == drafts[:, :-1]).float().mean())])
-    target, mtp, agree = torch.tensor(rows).mean(0).tolist()
-    return {"target": round(target, 4), "mtp": round(mtp, 4), "drafts_equal_to_target": round(agree, 4)}
+            ids, following = block[:, : blocks.length], block[:, 1 : blocks.length + 1]
+            hidden = model.hidden(ids)
+            best, drafts = (model.lm_head(state).argmax(-1) for state in (hidden, model.mtp_hidden(following, hidden)))
+            agree = float((best[:, 1:] == drafts[:, :-1]).float().mean())
+            rows.append([agree, *map(float, model.losses_by_depth(block, HELD_OUT_STEPS))])
+    agree, target, *mtp = (round(value, 4) for value in torch.tensor(rows).mean(0).tolist())
+    return {"target": target, "mtp": mtp[0], "drafts_equal_to_target": agree, "mtp_by_step": mtp}

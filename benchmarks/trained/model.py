@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +26,14 @@ class Stack(nn.Module):
 
 
 class TrainedModel(nn.Module):
-    """DeepSeek-V3.2 with one MTP layer. Forwards compute in `dtype`; the residual stream has that dtype too."""
+    """DeepSeek-V3.2 with one MTP layer. Forwards compute in `dtype`; the residual stream has that dtype too.
 
-    def __init__(self, shape: Shape, dtype: torch.dtype = torch.bfloat16):
+    `mtp_depth` draft steps are trained with that one layer: 1 as DeepSeek does, 3 as GLM-5, which shares its weights.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype = torch.bfloat16, mtp_depth: int = 1):
         super().__init__()
-        self.shape, self.dtype = shape, dtype
+        self.shape, self.dtype, self.mtp_depth = shape, dtype, mtp_depth
         self.model = Stack(shape)
         self.lm_head = Linear(shape.hidden, shape.vocab)
 
@@ -92,10 +96,24 @@ class TrainedModel(nn.Module):
         return torch.cat(parts, dim=1)[:, None]
 
     def losses(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """(target's, MTP layer's) mean cross entropy in nats over blocks of ids, int64 [B, T + 2]."""
-        hidden = self.hidden(blocks[:, :-2])
-        drafted = self.mtp_hidden(blocks[:, 1:-1], hidden)
-        return self.head_loss(hidden, blocks[:, 1:-1]), self.head_loss(drafted, blocks[:, 2:])
+        """(target's, MTP layer's) mean cross entropy in nats over blocks of ids, int64 [B, T + 1 + mtp_depth]."""
+        target, *drafted = self.losses_by_depth(blocks, self.mtp_depth)
+        return target, sum(drafted) / self.mtp_depth
+
+    def losses_by_depth(self, blocks: Tensor, depth: int) -> list[Tensor]:
+        """The target's mean loss over blocks of ids, int64 [B, T + 1 + depth], then the MTP layer's in each step of drafting.
+
+        Row i of step d takes the hidden state of row i of the step before, the target's in the first, and the embedding of
+        token i + d, and predicts token i + d + 1.
+        """
+        rows = blocks.shape[1] - 1 - depth
+        ids = [blocks[:, d : d + rows] for d in range(depth + 2)]
+        state = self.hidden(ids[0])
+        found = [self.head_loss(state, ids[1])]
+        for embedded, following in pairwise(ids[1:]):
+            state = self.mtp_hidden(embedded, state)
+            found.append(self.head_loss(state, following))
+        return found
 
     def head_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.lm_head(hidden).flatten(0, 1).float(), targets.flatten())

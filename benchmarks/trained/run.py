@@ -37,6 +37,7 @@ class Settings:
     indexer_rows: int = 256  # of each block, drawn anew in every step
     warmup_steps: int = 50  # of the language stage
     mtp_weight: float = 0.3  # of the MTP layer's loss
+    mtp_depth: int = 1  # draft steps that the MTP layer is trained for
     corpus_bytes: int = 500_000_000
 
     def context_at(self, progress: float) -> int:

@@ -114,16 +114,16 @@ def _sample(texts: list[str]) -> list[str]:
 class Blocks:
     """Blocks of consecutive tokens in a shuffled order that depends on the seed alone, epoch after epoch."""
 
-    def __init__(self, ids: np.ndarray, length: int, seed: int):
-        """Block i is ids[i * length : (i + 1) * length + 2]: the two more are what the last position's heads predict."""
-        self._ids, self.length, self._seed = ids, length, seed
-        self.count = (len(ids) - 2) // length
+    def __init__(self, ids: np.ndarray, length: int, seed: int, more: int = 2):
+        """Block i is ids[i * length : (i + 1) * length + more]: these are what the last position's heads predict."""
+        self._ids, self.length, self._seed, self._more = ids, length, seed, more
+        self.count = (len(ids) - more) // length
         if self.count < 1:
-            raise ValueError(f"{len(ids)} tokens hold no block of {length} + 2: take more text or a shorter context")
+            raise ValueError(f"{len(ids)} tokens hold no block of {length} + {more}: take more text or a shorter context")
         self._orders: dict[int, np.ndarray] = {}
 
     def batch(self, first: int, size: int) -> torch.Tensor:
-        """int64 [size, length + 2]: blocks number first, first + 1, ... of the endless order."""
+        """int64 [size, length + more]: blocks number first, first + 1, ... of the endless order."""
         rows = [self._block(number) for number in range(first, first + size)]
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
@@ -132,4 +132,4 @@ class Blocks:
         if epoch not in self._orders:
             self._orders = {epoch: np.random.default_rng([self._seed, epoch]).permutation(self.count)}
         start = int(self._orders[epoch][place]) * self.length
-        return self._ids[start : start + self.length + 2]
+        return self._ids[start : start + self.length + self._more]

@@ -62,7 +62,9 @@ def test_losses_fall_and_everything_is_reported(finished):
     assert language[-1]["target"] < language[0]["target"]
     assert language[-1]["mtp"] < language[0]["mtp"]
     assert [row["step"] for row in finished.log if row["stage"] == "indexer"] == [1, 2, 3, 4]
-    assert set(finished.results["language"]["held_out"]) == {"target", "mtp", "drafts_equal_to_target"}
+    held_out = finished.results["language"]["held_out"]
+    assert set(held_out) == {"target", "mtp", "drafts_equal_to_target", "mtp_by_step"}
+    assert held_out["mtp"] == held_out["mtp_by_step"][0]
     assert [row["layer"] for row in finished.results["indexer"]["attention_kept"]] == [0, 1, 2]
     assert set(finished.prepared.packages["held_out"]).isdisjoint(finished.prepared.packages["training"])
     assert (finished.folder / "training.json").exists()
@@ -105,6 +107,33 @@ def test_warming_up_changes_no_weight(finished):
     assert all(torch.equal(value, before[name]) for name, value in finished.model.state_dict().items())
     assert all(p.grad is None for p in finished.model.parameters())
     assert [line.split(":")[0] for line in said] == ["3 x 64", "3 x 64", "2 x 96", "2 x 96"]
+
+
+def test_every_step_of_drafting_takes_the_state_of_the_step_before_and_the_next_token():
+    model = TrainedModel(SHAPES["tiny"], torch.float32, mtp_depth=3)
+    model.initialize(1)
+    ids = torch.randint(0, 512, (2, 24), generator=torch.Generator().manual_seed(2))
+    rows = 24 - 4
+    state, expected = model.hidden(ids[:, :rows]), []
+    for step in range(3):
+        state = model.mtp_hidden(ids[:, step + 1 : step + 1 + rows], state)
+        scores = model.lm_head(state).log_softmax(-1)
+        predicted = ids[:, step + 2 : step + 2 + rows]
+        expected.append(-scores.gather(-1, predicted[..., None]).mean())
+    target, drafted = model.losses(ids)
+    assert float(drafted) == pytest.approx(float(sum(expected)) / 3, rel=1e-5)
+    assert float(target) == pytest.approx(float(model.losses_by_depth(ids[:, :-2], 1)[0]), rel=1e-5)
+    assert len({round(float(loss), 6) for loss in expected}) == 3
+
+
+def test_a_model_trained_for_three_draft_steps_is_better_at_the_third(tmp_path_factory, text):
+    by_step = {}
+    for depth in (1, 3):
+        settings = replace(SETTINGS, mtp_depth=depth, mtp_weight=1.0, language=Budget(steps=60), indexer=Budget(steps=1))
+        run, _ = run_in(tmp_path_factory.mktemp(f"depth{depth}"), text, settings)
+        assert train_checkpoint.train(run)
+        by_step[depth] = run.results["language"]["held_out"]["mtp_by_step"]
+    assert by_step[3][2] < by_step[1][2]
 
 
 def test_other_settings_do_not_go_on(finished, text):
