@@ -56,7 +56,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Launches:
-    """How both kernels are launched on a GPU: dependent ones before what is ahead of them on the stream ends, to wait inside."""
+    """How both kernels are launched: dependent ones before what is ahead of them on the stream ends, and then wait for it."""
 
     attend: bool = True  # whether the first is dependent
     join: bool = True  # whether the second is
