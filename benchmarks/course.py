@@ -28,11 +28,21 @@ def measure(servers: Servers, checkpoint: str, steps: int, batch: int, length: i
     for server in both.values():
         server.generate(asked, EVERY)
     found: dict[str, list[list[float]]] = {side: [] for side in both}
+    tokens: dict[str, list[list[int]]] = {}
     for _ in range(samples(batch, length)):
         for side, server in both.items():
-            found[side].append(stretches(server.streamed(asked, TOKENS, stream_interval=EVERY)))
+            streamed = server.streamed(asked, TOKENS, stream_interval=EVERY)
+            found[side].append(stretches(streamed))
+            tokens[side] = [answer["output_ids"] for answer in streamed.answers]
     row = {"checkpoint": Path(checkpoint).name, "steps": steps, "batch": batch, "length": length, "tokens": ends()}
+    row["equal_tokens"] = round(equal_share(*tokens.values()), 3)
     return [row | {side: summary(of_side) for side, of_side in found.items()}]
+
+
+def equal_share(*sides: list[list[int]]) -> float:
+    """Share of the new tokens that all sides have alike: where they differ, so may the experts that are read."""
+    alike = [len(set(found)) == 1 for answers in zip(*sides, strict=True) for found in zip(*answers, strict=True)]
+    return sum(alike) / len(alike)
 
 
 def ends() -> list[int]:
@@ -69,7 +79,8 @@ def summary(found: list[list[float]]) -> dict:
 def show(rows: list[dict]) -> None:
     """A line a side, a column a stretch, in microseconds per token; then ours less the built-in's."""
     for row in rows:
-        print(f"\n{row['checkpoint']}, N = {row['steps']}, {row['batch']} x {row['length']}: us per token up to token ...")
+        shape = f"{row['checkpoint']}, N = {row['steps']}, {row['batch']} x {row['length']}"
+        print(f"\n{shape}: us per token up to token ...; {row['equal_tokens']:.1%} of the tokens are alike")
         sides = {side: row[side]["ms_per_token"] for side in BACKENDS if side in row}
         table = [(side, *(1e3 * ms for ms in found)) for side, found in sides.items()]
         if len(sides) == len(BACKENDS):

@@ -10,8 +10,9 @@ import pytest
 from nsa_backend.benchmarks import course, servers
 
 
-def streamed(*progress: list[tuple[int, float]]) -> servers.Streamed:
-    return servers.Streamed([of_one[0][1] for of_one in progress], progress[0][-1][1], [], list(progress))
+def streamed(*progress: list[tuple[int, float]], output_ids: tuple[int, ...] = ()) -> servers.Streamed:
+    answers = [{"output_ids": list(output_ids)} for _ in progress]
+    return servers.Streamed([of_one[0][1] for of_one in progress], progress[0][-1][1], answers, list(progress))
 
 
 def test_a_course_follows_the_slowest_request_from_stretch_to_stretch():
@@ -41,7 +42,7 @@ def test_a_course_asks_both_sides_in_turns_and_prints_their_difference(monkeypat
 
         def streamed(self, prompts, tokens, stream_interval):
             asked.append((self.name, tokens, stream_interval))
-            return streamed([(n, 1e-6 * self.us * n) for n in (1, *course.ends())])
+            return streamed([(n, 1e-6 * self.us * n) for n in (1, *course.ends())], output_ids=(7, self.us, 9, 4))
 
     both = {"ours": Side("ours", 2100), "builtin": Side("builtin", 2000)}
     made = argparse.Namespace(of=lambda checkpoint, steps: both)
@@ -49,5 +50,8 @@ def test_a_course_asks_both_sides_in_turns_and_prints_their_difference(monkeypat
     assert asked[:2] == [("ours", "warm", 2), ("builtin", "warm", 2)]
     assert asked[2:] == [("ours", 256, 32), ("builtin", 256, 32)] * 3
     assert row["ours"]["ms_per_token"] == pytest.approx([2.1] * 8)
+    assert row["equal_tokens"] == 0.75
     course.show([row])
-    assert re.search(r"ours - builtin +(\| 100\.0 +){8}", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert re.search(r"ours - builtin +(\| 100\.0 +){8}", printed)
+    assert "wide, N = 0, 2 x 40000: us per token up to token ...; 75.0% of the tokens are alike" in printed
