@@ -12,9 +12,10 @@ from pathlib import Path
 
 from nsa_backend.benchmarks.generation import Servers, prompts
 from nsa_backend.benchmarks.report import print_table
-from nsa_backend.benchmarks.servers import BACKENDS, Streamed
+from nsa_backend.benchmarks.servers import BACKENDS, Server, Streamed
 
 TOKENS, EVERY = 256, 32
+FORCED, BIAS = 1000, 1e4  # a token, and what is added to its logit
 
 
 def samples(batch: int, length: int) -> int:
@@ -23,24 +24,34 @@ def samples(batch: int, length: int) -> int:
 
 
 def measure(servers: Servers, checkpoint: str, steps: int, batch: int, length: int) -> list[dict]:
-    """One row: milliseconds per token of each stretch, median and least and most, of both sides, which answer in turns."""
+    """Two rows, of greedy answers and of forced ones: milliseconds per token of each stretch, of sides that answer in turns."""
     both, asked = servers.of(checkpoint, steps), prompts(batch, length)
     for server in both.values():
         server.generate(asked, EVERY)
+    shape = {"checkpoint": Path(checkpoint).name, "steps": steps, "batch": batch, "length": length}
+    return [shape | of_answers(both, asked, forced) for forced in (False, True)]
+
+
+def of_answers(both: dict[str, Server], asked: list[list[int]], forced: bool) -> dict:
+    """Median, least and most of each stretch, by side, and how many tokens are alike.
+
+    Greedy answers of the sides part at ties, and other tokens go to other experts of a mixture: more of them or fewer, whose
+    weights take longer to read than anything here. Forced answers are FORCED over and over on both sides.
+    """
+    options = {"logit_bias": {str(FORCED): BIAS}} if forced else {}
     found: dict[str, list[list[float]]] = {side: [] for side in both}
     tokens: dict[str, list[list[int]]] = {}
-    for _ in range(samples(batch, length)):
+    for _ in range(samples(len(asked), len(asked[0]))):
         for side, server in both.items():
-            streamed = server.streamed(asked, TOKENS, stream_interval=EVERY)
+            streamed = server.streamed(asked, TOKENS, stream_interval=EVERY, **options)
             found[side].append(stretches(streamed))
             tokens[side] = [answer["output_ids"] for answer in streamed.answers]
-    row = {"checkpoint": Path(checkpoint).name, "steps": steps, "batch": batch, "length": length, "tokens": ends()}
-    row["equal_tokens"] = round(equal_share(*tokens.values()), 3)
-    return [row | {side: summary(of_side) for side, of_side in found.items()}]
+    row = {"forced": forced, "tokens": ends(), "equal_tokens": round(equal_share(*tokens.values()), 3)}
+    return row | {side: summary(of_side) for side, of_side in found.items()}
 
 
 def equal_share(*sides: list[list[int]]) -> float:
-    """Share of the new tokens that all sides have alike: where they differ, so may the experts that are read."""
+    """Share of the new tokens that all sides have alike."""
     alike = [len(set(found)) == 1 for answers in zip(*sides, strict=True) for found in zip(*answers, strict=True)]
     return sum(alike) / len(alike)
 
@@ -79,7 +90,7 @@ def summary(found: list[list[float]]) -> dict:
 def show(rows: list[dict]) -> None:
     """A line a side, a column a stretch, in microseconds per token; then ours less the built-in's."""
     for row in rows:
-        shape = f"{row['checkpoint']}, N = {row['steps']}, {row['batch']} x {row['length']}"
+        shape = f"{row['checkpoint']}, N = {row['steps']}, {row['batch']} x {row['length']}" + ", forced" * row["forced"]
         print(f"\n{shape}: us per token up to token ...; {row['equal_tokens']:.1%} of the tokens are alike")
         sides = {side: row[side]["ms_per_token"] for side in BACKENDS if side in row}
         table = [(side, *(1e3 * ms for ms in found)) for side, found in sides.items()]

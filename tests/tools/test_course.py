@@ -31,6 +31,7 @@ def test_a_course_follows_the_slowest_request_from_stretch_to_stretch():
 
 
 def test_a_course_asks_both_sides_in_turns_and_prints_their_difference(monkeypatch, capsys):
+    """Greedy first, where answers part; then forced ones, for which the sampler is told and not the model."""
     asked = []
 
     class Side:
@@ -40,18 +41,21 @@ def test_a_course_asks_both_sides_in_turns_and_prints_their_difference(monkeypat
         def generate(self, prompts, tokens):
             asked.append((self.name, "warm", len(prompts)))
 
-        def streamed(self, prompts, tokens, stream_interval):
-            asked.append((self.name, tokens, stream_interval))
-            return streamed([(n, 1e-6 * self.us * n) for n in (1, *course.ends())], output_ids=(7, self.us, 9, 4))
+        def streamed(self, prompts, tokens, stream_interval, logit_bias=None):
+            asked.append((self.name, tokens, stream_interval, logit_bias))
+            chosen = self.us if logit_bias is None else 8
+            return streamed([(n, 1e-6 * self.us * n) for n in (1, *course.ends())], output_ids=(7, chosen, 9, 4))
 
     both = {"ours": Side("ours", 2100), "builtin": Side("builtin", 2000)}
     made = argparse.Namespace(of=lambda checkpoint, steps: both)
-    (row,) = course.measure(made, "some/wide", 0, 2, 40000)
+    greedy, forced = course.measure(made, "some/wide", 0, 2, 40000)
     assert asked[:2] == [("ours", "warm", 2), ("builtin", "warm", 2)]
-    assert asked[2:] == [("ours", 256, 32), ("builtin", 256, 32)] * 3
-    assert row["ours"]["ms_per_token"] == pytest.approx([2.1] * 8)
-    assert row["equal_tokens"] == 0.75
-    course.show([row])
+    assert asked[2:8] == [("ours", 256, 32, None), ("builtin", 256, 32, None)] * 3
+    assert asked[8:] == [("ours", 256, 32, {"1000": 1e4}), ("builtin", 256, 32, {"1000": 1e4})] * 3
+    assert greedy["ours"]["ms_per_token"] == pytest.approx([2.1] * 8)
+    assert (greedy["equal_tokens"], forced["equal_tokens"]) == (0.75, 1.0)
+    course.show([greedy, forced])
     printed = capsys.readouterr().out
-    assert re.search(r"ours - builtin +(\| 100\.0 +){8}", printed)
+    assert len(re.findall(r"ours - builtin +(?:\| 100\.0 +){8}", printed)) == 2
     assert "wide, N = 0, 2 x 40000: us per token up to token ...; 75.0% of the tokens are alike" in printed
+    assert "wide, N = 0, 2 x 40000, forced: us per token up to token ...; 100.0% of the tokens are alike" in printed
