@@ -5,6 +5,9 @@ captured graphs are decode, or draft, verify and draft-extend, in the order in w
 besides these graphs: SGLang 0.5.17 and later capture it in pieces. A layer is one period of the kernel that runs once a layer
 and takes longest, in the middle of the forward; draft steps, each a forward of one layer, are the layers of a draft round.
 `between` is what a round runs outside its graphs.
+
+Kernels overlap, so `path` has what each adds to the span of a forward, and how long nothing ran before it began; period_us is
+the time from one replay to the next. `course` has the time per token as a generation goes on, before anything is profiled.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from nsa_backend.benchmarks import server_options, traces
+from nsa_backend.benchmarks import course, server_options, traces
 from nsa_backend.benchmarks.cells import Cell
 from nsa_backend.benchmarks.generation import Servers, checkpoint_of, counted, prompts
 from nsa_backend.benchmarks.report import print_table
@@ -27,17 +30,21 @@ STEPS, BATCH, LENGTH = (0, 3), 1, 300
 
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
-    """One cell a checkpoint, N, batch and length; each gives a row a mode."""
+    """Two cells a checkpoint, N, batch and length: its course, and its profile, which gives a row a mode."""
     folder = Path(tempfile.mkdtemp(prefix="nsa-bench-"))
     shapes = [(batch, length) for length in options.length or [LENGTH] for batch in options.batch or [BATCH]]
-    servers = Servers(folder, options.port or PORT, shapes, TOKENS)
+    servers = Servers(folder, options.port or PORT, shapes, max(TOKENS, course.TOKENS))
     resources.callback(servers.close)
-    return [
-        Cell(f"{name}, N = {n}, {batch} x {length}", partial(measure, servers, folder, name, n, batch, length))
-        for name in options.checkpoint or ["faithful" if options.quick else "wide"]
-        for n in options.steps or STEPS
-        for batch, length in shapes
-    ]
+    found = []
+    for name in options.checkpoint or ["faithful" if options.quick else "wide"]:
+        for n in options.steps or STEPS:
+            for batch, length in shapes:
+                title = f"{name}, N = {n}, {batch} x {length}, course"
+                found.append(Cell(title, partial(course.measure, servers, name, n, batch, length), "course"))
+            for batch, length in shapes:  # only now: a server that was profiled may be slower
+                title = f"{name}, N = {n}, {batch} x {length}"
+                found.append(Cell(title, partial(measure, servers, folder, name, n, batch, length)))
+    return found
 
 
 def measure(servers: Servers, folder: Path, checkpoint: str, steps: int, batch: int, length: int) -> list[dict]:
@@ -92,15 +99,18 @@ def captured_modes(steps: int, layers: int) -> dict[str, int]:
 
 
 def reported(forwards: list[traces.Replay], layer: list[traces.Replay]) -> dict:
+    period = traces.period_us(forwards)
     found = {"replays": len(forwards), "span_us": round(traces.span_us(forwards), 2)}
+    found["period_us"] = None if period is None else round(period, 2)
     found["forward"] = rows(traces.kernels(forwards))
     found["layer"] = rows(traces.kernels(layer)) if layer else None
+    found["path"], found["layer_path"] = rows(traces.path(forwards)), rows(traces.path(layer)) if layer else None
     return found
 
 
-def rows(found: traces.Kernels) -> dict[str, list[float]]:
-    """By kernel: [launches, microseconds]."""
-    return {name: [round(launches, 2), round(us, 2)] for name, (launches, us) in found.items()}
+def rows(found: dict[str, tuple[float, float]]) -> dict[str, list[float]]:
+    """By kernel: [launches, microseconds], or of a path [own, gap] microseconds."""
+    return {name: [round(value, 2) for value in pair] for name, pair in found.items()}
 
 
 def show(report: dict) -> None:
@@ -113,6 +123,27 @@ def show(report: dict) -> None:
             what = {"layer": "one layer", "forward": "one forward", "kernels": "a round outside its graphs"}[section]
             print(f"\n{r['checkpoint']}, N = {r['steps']}, {r['batch']} x {r['length']}, {r['mode']}: {what}")
             print_table(("kernel", "ours", "us", "built-in", "us"), table(*(sides[b] or {} for b in BACKENDS)))
+        for section, what in {"layer_path": "one layer", "path": "one forward"}.items():
+            sides = [(r.get(backend) or {}).get(section) for backend in BACKENDS]
+            if all(sides):
+                print(f"\n{r['mode']}: where the time of {what} goes, us; {spans(r)}")
+                print_table(("kernel", "ours: own", "gap", "built-in: own", "gap", "ours - built-in"), path_table(*sides))
+    course.show(report.get("course", []))
+
+
+def spans(row: dict) -> str:
+    """Span and period of both sides."""
+    sides = ((backend, row[backend]) for backend in BACKENDS)
+    return "; ".join(f"{name}: span {side['span_us']}, from one replay to the next {side['period_us']}" for name, side in sides)
+
+
+def path_table(ours: dict[str, list[float]], builtin: dict[str, list[float]]) -> list[tuple]:
+    """Rows (kernel, own and gap of ours, of the built-in, difference of both together), the most different first, sums last."""
+    nothing = [0.0, 0.0]
+    found = [(name, *ours.get(name, nothing), *builtin.get(name, nothing)) for name in {**ours, **builtin}]
+    found.append(("sum", *(sum(row[i] for row in found) for i in range(1, 5))))
+    told = [(*row, row[1] + row[2] - row[3] - row[4]) for row in found]
+    return [*sorted(told[:-1], key=lambda row: -abs(row[-1])), told[-1]]
 
 
 def table(ours: dict[str, list[float]], builtin: dict[str, list[float]]) -> list[tuple]:

@@ -9,7 +9,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class Streamed:
     first_seconds: list[float]  # of each prompt, until its first token
     seconds: float  # until the last answer was complete
     answers: list[dict]
+    progress: list[list[tuple[int, float]]] = field(default_factory=list)  # of each prompt: (new tokens so far, when they came)
 
 
 def command(checkpoint: Path, port: int, steps: int = 3) -> list[str]:
@@ -127,10 +129,10 @@ class Server:
     def streamed(self, prompts: list[list[int]], tokens: int, **others: object) -> Streamed:
         """The same as a stream, which says when each prompt has its first token and nothing more until the end.
 
-        `others` are sampling parameters that replace those of `greedy`.
+        `others` are sampling parameters that replace those of `greedy`; with a `stream_interval` it says more.
         """
         sampling = greedy(tokens) | {"stream_interval": NEVER} | others
-        first, answers = {}, {}
+        progress, answers = defaultdict(list), {}
         started = time.perf_counter()
         with _open(self.port, "/generate", {"input_ids": prompts, "sampling_params": sampling, "stream": True}, 300) as lines:
             for line in lines:
@@ -140,11 +142,12 @@ class Server:
                 if "error" in event:
                     raise RuntimeError(f"the server refused a batch: {event['error']}")
                 index = event.get("index", 0)
-                first.setdefault(index, now)
+                progress[index].append((event.get("meta_info", {}).get("completion_tokens", 0), now))
                 answers[index] = event
         if len(answers) != len(prompts):
             raise RuntimeError(f"the server answered {len(answers)} of {len(prompts)} prompts: its log says why")
-        return Streamed([first[i] for i in range(len(prompts))], now, [answers[i] for i in range(len(prompts))])
+        order = range(len(prompts))
+        return Streamed([progress[i][0][1] for i in order], now, [answers[i] for i in order], [progress[i] for i in order])
 
     def profiled(self, folder: Path, prompts: list[list[int]], tokens: int) -> list[dict]:
         """Answers of one batch, with a trace of it in `folder`."""

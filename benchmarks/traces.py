@@ -13,6 +13,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -164,6 +165,36 @@ def kernels(forwards: list[Replay]) -> Kernels:
 def span_us(forwards: list[Replay]) -> float:
     """Median time from the begin of the first to the end of the last op."""
     return statistics.median(max(op.begin + op.us for op in r) - r[0].begin for r in forwards)
+
+
+def period_us(forwards: list[Replay]) -> float | None:
+    """Median time from one replay's begin to the next one's; None of fewer than two. What it has beyond the span is between."""
+    begins = sorted(replay[0].begin for replay in forwards)
+    return statistics.median(after - before for before, after in pairwise(begins)) if len(begins) > 1 else None
+
+
+def path(forwards: list[Replay]) -> dict[str, tuple[float, float]]:
+    """Where the time of a forward goes, by kernel: (own, gap) microseconds, medians over `forwards` of the same kind.
+
+    A kernel that is launched before those ahead of it end (by programmatic dependent launch, or on a second stream) waits for
+    them in its own time, so that the times of `kernels` add up to more than the span. Here own is how much later an op ends
+    than all that began before it, and gap how long nothing had run when it began: of one replay they add up to its span.
+    """
+    each = []
+    for replay in forwards:
+        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        reached = replay[0].begin
+        for op in replay:
+            found = sums[op.name]
+            found[0] += max(0.0, op.begin + op.us - max(op.begin, reached))
+            found[1] += max(0.0, op.begin - reached)
+            reached = max(reached, op.begin + op.us)
+        each.append(sums)
+    order = dict.fromkeys(name for sums in each for name in sums)
+    return {
+        name: tuple(statistics.median(sums[name][i] if name in sums else 0.0 for sums in each) for i in (0, 1))
+        for name in order
+    }
 
 
 def one_layer(forwards: list[Replay], layers: int, which: int) -> list[Replay]:

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
-from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
+from nsa_backend.kernels.sparse_decode_plan import Join, Launches, Split, Tile
 
 SCALE_BYTES = 16
 """Of a slot of an FP8 cache: a float32 for each quarter of the latent."""
@@ -56,6 +56,7 @@ def sparse_decode(
     parts: Parts | None = None,
     tile: Tile | None = None,
     join: Join | None = None,
+    launches: Launches = Launches(),  # noqa: B008 (frozen)
 ) -> torch.Tensor:
     """softmax(sm_scale * (q_nope . latent + q_rope . rope)) @ latent over the slots of each row; one launch or two.
 
@@ -76,6 +77,7 @@ def sparse_decode(
         parts: memory for what is joined, from `Parts.allocate`; None, or too little of it, allocates.
         tile: `Tile.of` if None; another one is for measurements.
         join: `Join.of` if None; likewise.
+        launches: how both kernels are launched; another than the default is for measurements.
 
     Returns:
         [rows, heads, latent] of the query's dtype; zeros where a row has no slot.
@@ -97,7 +99,7 @@ def sparse_decode(
         parts = Parts.of(size, latent, out.device)
     partial, lse = (parts.out, parts.lse) if split.parts > 1 else (out, lens)
     k_rope, scales = _behind_the_latent(kv_cache, latent, q_nope.dtype)
-    launch = {"COMPILED": True, "launch_pdl": True} if out.is_cuda else {"COMPILED": False}
+    on_gpu = out.is_cuda
     attend_kernel[(rows, triton.cdiv(heads, tile.heads), split.parts)](
         q_nope,
         q_rope,
@@ -131,8 +133,10 @@ def sparse_decode(
         SPLIT=split.parts > 1,
         FP8=fp8,
         CAPPED=logit_cap != 0,
+        AHEAD=launches.ahead,
+        COMPILED=on_gpu,
         num_warps=tile.warps,
-        **launch,
+        **({"launch_pdl": launches.attend} if on_gpu else {}),
     )
     if split.parts > 1:
         width = min(join.latent, latent)
@@ -145,8 +149,9 @@ def sparse_decode(
             LATENT=latent,
             BLOCK_S=join.parts,
             BLOCK_D=width,
+            COMPILED=on_gpu,
             num_warps=join.warps,
-            **launch,
+            **({"launch_pdl": launches.join} if on_gpu else {}),
         )
     return out
 

@@ -50,7 +50,8 @@ OPTIONS = {
     "--batch": "requests; query rows in attention",
     "--length": "tokens of a request; of a prompt where there are servers",
     "--heads": "query heads on this GPU",
-    "--section": "sections of the report: decode, wrapper, by_rows; sm90, which is measured on request alone",
+    "--section": "sections of the report: decode, wrapper, by_rows; on request alone sm90, chain (top-k, KV write and "
+    "attention of a layer as one piece) and parts (what they cost by the backend's choices)",
     "--checkpoint": "faithful, wide, or a folder; a real checkpoint must fit twice on the GPU",
     "--prompt-tokens": "most prompt tokens of a batch: a million take half a minute a sample",
     "--parallel": "GPUs of a server: tp4, dp4 (DP attention), dp2-tp2 (DP attention 2 of two GPUs each); one GPU unless told",

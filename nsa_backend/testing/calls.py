@@ -6,6 +6,9 @@ Both offer the same names:
 - `publish(num_steps, num_draft_tokens, decode=, prefill=)`: set the options; returns what a model runner knows of them;
 - `choose(runner, decode=, prefill=)`: other implementations for the backends that are built next;
 - `builtin()`: SGLang's own backends; `quantize_k_cache()`: its packing of an FP8 KV cache;
+- `mla_pool(dtype, packed_dim, device)`: SGLang's KV pool of one layer, for its write of new tokens;
+- `one_rank()`: around that write, in a process without SGLang's parallel groups;
+- `topk_plan(lengths)`: its plan of the top-k v2 kernel, where it has that kernel (0.5.17 on);
 - `host_lengths(seq_lens)`: the fields of a batch that say the lengths on the host;
 - `draft_factory(runner, num_steps)`: SGLang's factory of draft backends;
 - `batch_fields(model)`, `attention_backend(batch)`, `running(backend)`: how a forward finds its pools and its backend;

@@ -38,8 +38,8 @@ SMS = 132
 PTXAS = Path(nvidia.__file__).parent / "bin" / "ptxas"
 
 
-def resources(kernel: triton.JITFunction, constants: dict, latent: str = "*bf16", **options: int) -> dict[str, int]:
-    """Registers a thread, bytes spilled a thread and bytes of shared memory a program."""
+def resources(kernel: triton.JITFunction, constants: dict, latent: str = "*bf16", **options: int) -> dict:
+    """Registers a thread, bytes spilled a thread, bytes of shared memory a program, and reads before it waits for another."""
     types = TYPES | {"latent_ptr": latent}
     names = [parameter.name for parameter in kernel.params]
     aligned = [(place,) for place, name in enumerate(names) if name.endswith("_ptr") or name in ALIGNED]
@@ -59,6 +59,7 @@ def resources(kernel: triton.JITFunction, constants: dict, latent: str = "*bf16"
         "registers": int(re.search(r"Used (\d+) registers", said).group(1)),
         "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
         "shared": compiled.metadata.shared,
+        "ahead": sorted(set(re.findall(r"ld\.global|cp\.async", compiled.asm["ptx"].partition("griddepcontrol.wait")[0]))),
     }
 
 
@@ -73,9 +74,11 @@ def main() -> None:
         tiles = {shape: Tile.of(*shape, fp8=cache["FP8"]) for shape in shapes}
         for tile, split in dict.fromkeys((t, Split.of(*shape, 2048, SMS, t).parts > 1) for shape, t in tiles.items()):
             shape = {"BLOCK_H": tile.heads, "BLOCK_N": tile.tokens, "STAGES": tile.stages}
-            constants = MODEL | cache | shape | {"SPLIT": split, "CAPPED": False, "COMPILED": True}
-            used = resources(attend_kernel, constants, latent, num_warps=tile.warps)
-            found[f"attend, {tile}, {latent[1:]}, split {split}"] = used | {"programs": tile.programs}
+            for ahead in (False, True) if shape["BLOCK_H"] == 16 else (False,):
+                constants = MODEL | cache | shape | {"SPLIT": split, "CAPPED": False, "AHEAD": ahead, "COMPILED": True}
+                used = resources(attend_kernel, constants, latent, num_warps=tile.warps)
+                name = f"attend, {tile}, {latent[1:]}, split {split}" + ", ahead" * ahead
+                found[name] = used | {"programs": tile.programs}
     for join in dict.fromkeys(Join.of(*shape) for shape in shapes):
         constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True}
         found[f"join, {join.parts} parts"] = resources(join_kernel, constants, num_warps=join.warps) | {"programs": 1}

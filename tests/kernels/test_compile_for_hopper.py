@@ -20,7 +20,7 @@ SPILLED_BYTES = 160
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> dict[str, dict[str, int]]:
+def compiled(tmp_path_factory) -> dict[str, dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=False)
@@ -35,3 +35,10 @@ def test_every_variant_fits(compiled):
         assert found["programs"] * (found["shared"] + OF_EVERY_PROGRAM) <= SHARED_BYTES, name
         lean = "join" in name or ("heads=16" in name and "bf16" in name)
         assert found["spilled"] <= (0 if lean else SPILLED_BYTES), name
+
+
+def test_nothing_is_read_before_the_wait_but_what_was_there_long_before(compiled):
+    """The KV cache comes by asynchronous copies; slots, lengths and the query by plain loads, ahead of the wait on demand."""
+    assert sum("ahead" in name for name in compiled) >= 4
+    for name, found in compiled.items():
+        assert found["ahead"] == (["ld.global"] if "ahead" in name else []), name

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
-from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
+from nsa_backend.kernels.sparse_decode_plan import Join, Launches, Split, Tile
 
 LATENT, ROPE, SMS = 64, 16, 132
 RELATIVE_ERROR = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
@@ -147,6 +147,19 @@ def test_other_tiles_compute_the_same(device, tile, join):
     inputs = case(device, 2, 20, 256, [256, 31], torch.float32, 8)
     out = sparse_decode(*inputs, 0.1, num_sms=SMS, tile=tile, join=join)
     assert_near(out, expected(*inputs, 0.1), torch.float32)
+
+
+@pytest.mark.parametrize("lens", [[256, 31], [0, 256]])
+@pytest.mark.parametrize("launches", [Launches(False, False), Launches(join=False), Launches(ahead=True)])
+def test_other_launches_compute_the_same_bits(device, launches, lens):
+    inputs = case(device, 2, 20, 256, lens, torch.float32, 8)
+    for sms in (1, SMS):
+        parts = Parts.allocate(2, 20, LATENT, 256, sms, device)
+        parts.out.fill_(float("nan"))
+        parts.lse.fill_(float("nan"))
+        out = sparse_decode(*inputs, 0.1, num_sms=sms, parts=parts, launches=launches)
+        assert_near(out, expected(*inputs, 0.1), torch.float32)
+        assert torch.equal(out, sparse_decode(*inputs, 0.1, num_sms=sms))
 
 
 def test_no_rows(device):

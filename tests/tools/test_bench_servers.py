@@ -89,7 +89,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200); self.send_header("Content-Type", "text/event-stream"); self.end_headers()
         if body["sampling_params"]["max_new_tokens"] > 100:
             self.event({"error": {"message": "too long"}}); return
-        for index in (1, 0): self.event({"index": index, "output_ids": [index]})
+        for index in (1, 0): self.event({"index": index, "meta_info": {"completion_tokens": 1 + index}})
         time.sleep(0.2)
         for index in (0, 1): self.event({"index": index, "body": body})
         self.wfile.write(b"data: [DONE]\\n\\n")
@@ -129,6 +129,8 @@ def test_a_stream_tells_first_tokens_from_the_end(monkeypatch, tmp_path, unused_
     assert 0 < max(found.first_seconds) <= found.seconds - 0.2
     assert [a["index"] for a in found.answers] == [0, 1]
     assert found.answers[0]["body"]["sampling_params"]["stream_interval"] == servers.NEVER
+    assert [[tokens for tokens, _ in of_one] for of_one in found.progress] == [[1, 0], [2, 0]]
+    assert [of_one[0][1] for of_one in found.progress] == found.first_seconds
 
 
 @pytest.fixture

@@ -97,6 +97,19 @@ def test_without_speculation_the_repeated_graph_is_decode():
     assert found["prefill"]["forward"] == {"gemm": [4, 80.0], "attend": [2, 60.0]}
 
 
+def test_a_path_adds_up_to_the_span_however_kernels_overlap():
+    """`b` begins inside `a` and waits for it; `c` begins and ends inside `b`; `d` begins 3 us after all of them."""
+    ops = [traces.Op("a", 100.0, 10.0, 1), traces.Op("b", 104.0, 10.0, 1), traces.Op("c", 106.0, 2.0, 1)]
+    ops += [traces.Op("d", 117.0, 5.0, 1), traces.Op("a", 122.5, 1.0, 1)]
+    found = traces.path([ops])
+    assert found == {"a": (11.0, 0.5), "b": (4.0, 0.0), "c": (0.0, 0.0), "d": (5.0, 3.0)}
+    assert sum(map(sum, found.values())) == traces.span_us([ops]) == 23.5
+    later = [traces.Op(op.name, op.begin + 40.0, op.us + 2.0, 2) for op in ops if op.name != "c"]
+    assert traces.path([ops, later, later])["a"] == (13.5, 0.0)
+    assert traces.period_us([later, ops]) == 40.0
+    assert traces.period_us([ops]) is None
+
+
 def test_graphs_that_cannot_be_named_are_numbered():
     def generated(tokens: int) -> list[traces.Op]:
         trace = Trace()
@@ -150,6 +163,16 @@ def test_the_table_shows_what_only_one_side_launches():
     ]
 
 
+def test_where_the_time_goes_is_sorted_by_what_differs():
+    table = bench_profile.path_table({"a": [2.0, 0.5], "mine": [1.0, 0.0]}, {"a": [2.0, 4.5], "theirs": [0.5, 1.0]})
+    assert table == [
+        ("a", 2.0, 0.5, 2.0, 4.5, -4.0),
+        ("theirs", 0.0, 0.0, 0.5, 1.0, -1.5),
+        ("mine", 1.0, 0.0, 0.0, 0.0, 1.0),
+        ("sum", 3.0, 0.5, 2.5, 5.5, -4.5),
+    ]
+
+
 def test_both_sides_print(capsys):
     side = bench_profile.modes(speculative(20), speculative(1), 20, steps=3, layers=4, shape=(1, 300))
     what = {"checkpoint": "faithful", "steps": 3, "batch": 1, "length": 300}
@@ -157,6 +180,7 @@ def test_both_sides_print(capsys):
     printed = capsys.readouterr().out
     assert "1 x 300, target_verify: one layer" in printed
     assert "a round outside its graphs" in printed
+    assert "target_verify: where the time of one forward goes, us; ours: span 89.5, from one replay to the next" in printed
 
 
 def test_calls_of_a_round_leave_the_prefill_and_other_threads_out():
