@@ -15,7 +15,7 @@ import psutil
 
 POLL_SECONDS, TREE_SECONDS = 0.1, 1.0  # between two looks at the known processes; between two looks for new ones
 LAST_LINES, LINE_LENGTH, MOST_EXITS = 80, 300, 12
-OF_MAIN = "main"
+OF_MAIN, TITLE = "main", "sglang::"
 
 CRASHED = re.compile(r"Subprocess \S+ \(pid=(\d+)\) crashed with exit code (-?\d+)")
 """SGLang's own words for a child that ended, which it reaps itself."""
@@ -81,13 +81,15 @@ class Followed:
             self._stop.wait(POLL_SECONDS)
 
     def _find(self) -> None:
+        """Look for children of the first process, and for what has a title of SGLang's; compilers come and go beneath."""
         with suppress(psutil.Error):
             for process in psutil.Process(self._pid).children(recursive=True):
                 with suppress(psutil.Error):
+                    name = Path((process.cmdline() or [process.name()])[0]).name
+                    its_own = process.ppid() == self._pid or name.startswith(TITLE)
                     gone = any(one.pid == process.pid for one in self.exits)
-                    if not gone and process.status() != psutil.STATUS_ZOMBIE:
-                        title = (process.cmdline() or [process.name()])[0]
-                        self._alive[process.pid] = Path(title).name, process.memory_info().rss / 2**30
+                    if its_own and not gone and process.status() != psutil.STATUS_ZOMBIE:
+                        self._alive[process.pid] = name, process.memory_info().rss / 2**30
 
     def _look_at(self, pid: int) -> None:
         state, status = state_of(pid)

@@ -1,5 +1,6 @@
 """What an end-to-end run tells of an engine that ended: signals of its processes, last lines of its ranks, the machine."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ for words in {ranks}:
 time.sleep({seconds})
 sys.exit(7)
 """
+TITLED = ["bash", "-c", 'exec -a sglang::scheduler_TP1 "$@"', ""]
+"""In front of a command: its process has a title of SGLang's."""
 
 
 def run(tmp_path, ranks: list[tuple[int, float]], seconds: float = 4.0, limit: float = 30.0) -> tuple[int | None, list[Exit]]:
@@ -39,6 +42,17 @@ def test_each_process_is_told_by_its_signal_in_the_order_in_which_they_ended(tmp
     assert [one.how() for one in exits] == ["SIGKILL", "SIGBUS"]
     assert exits[0].seconds < exits[1].seconds < 4
     assert all(0 < one.rss_gib < 1 for one in exits)
+
+
+@pytest.mark.parametrize(("title", "told"), [([], []), (TITLED, [("sglang::scheduler_TP1", "SIGKILL")])])
+def test_compilers_beneath_a_rank_are_nobodys_end(tmp_path, title, told):
+    """Of what a rank starts, only what has SGLang's title is followed."""
+    started = [*title, sys.executable, "-c", RANK, str(int(signal.SIGKILL)), "1.5"]
+    rank = f"import subprocess, time; subprocess.Popen({started}); time.sleep(60)"
+    engine = f"import subprocess; subprocess.run({[sys.executable, '-c', rank]})"
+    exits: list[Exit] = []
+    assert run_to_its_end([sys.executable, "-c", engine], tmp_path / "log", dict(os.environ), 4.0, exits) is None
+    assert [(one.name, one.how()) for one in exits] == told
 
 
 def test_processes_that_are_ended_with_a_late_engine_are_no_cause(tmp_path):
