@@ -9,6 +9,8 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+from endings import Exit, Followed
+
 from nsa_backend.releases import generation_of, installed
 
 NAMES_OF_DSA = {
@@ -50,15 +52,19 @@ def refuse_taken_ports(ports: list[int]) -> None:
                 )
 
 
-def run_to_its_end(command: list[str], log: Path, environment: dict[str, str], seconds: float) -> int | None:
+def run_to_its_end(
+    command: list[str], log: Path, environment: dict[str, str], seconds: float, exits: list[Exit] | None = None
+) -> int | None:
     """Run a command with all that it starts, and end them all; returns its exit code, or None where `seconds` were over.
 
-    An engine that hangs would otherwise keep its schedulers, and their memory, on the GPU.
+    An engine that hangs would otherwise keep its schedulers, and their memory, on the GPU. `exits` takes up the processes that
+    ended before, as they ended.
     """
     with log.open("w") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
         try:
-            return process.wait(seconds)
+            with Followed(process.pid, log, exits):
+                return process.wait(seconds)
         except subprocess.TimeoutExpired:
             stream.write(f"\nended after {seconds:.0f} s without a result\n")
             return None

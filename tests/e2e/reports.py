@@ -82,12 +82,15 @@ def excerpt(log: str, most: int = 3000) -> str:
     return f"{log[begin : begin + most // 2]}\n[...]\n{log[-most // 2 :]}"
 
 
-def report_of(cases: list, backends: list[str], results: dict, found: list[dict], command: str, seconds: float) -> dict:
+def report_of(
+    cases: list, backends: list[str], results: dict, found: list[dict], command: str, seconds: float, endings: dict
+) -> dict:
     """Everything that was seen.
 
     Args:
         results: (what the case gave or None, its log) by (case name, backend), as far as engines have come.
         found: differences of the outputs, judged or not.
+        endings: what `endings.facts` keeps of each engine without a result, by (case name, backend).
     """
     sides = {c.name: {b: results[c.name, b][0] for b in backends if results.get((c.name, b), (None,))[0]} for c in cases}
     return {
@@ -96,7 +99,7 @@ def report_of(cases: list, backends: list[str], results: dict, found: list[dict]
         "rows": [row_of(c, sides[c.name]) for c in cases if sides[c.name]],
         "differences": [d | {"prompt": f"{len(d['prompt'])} tokens"} for d in found],
         "failures": [
-            {"case": c.name, "backend": b, "log": excerpt(results[c.name, b][1])}
+            {"case": c.name, "backend": b, **endings.get((c.name, b), {}), "log": excerpt(results[c.name, b][1])}
             for c in cases
             for b in backends
             if results.get((c.name, b), ({},))[0] is None
@@ -122,7 +125,8 @@ def merged(reports: list[dict]) -> dict:
     for number, report in enumerate(reports):
         joined["runs"].append(
             {key: report["environment"][key] for key in ("commit", "date")}
-            | {"command": report.get("command"), "seconds": report.get("seconds")}
+            | {key: report.get(key) for key in ("command", "seconds")}
+            | {key: report[key] for key in ("machine",) if key in report}
         )
         for key in SIDE_BY_SIDE:
             joined[key] += [{"run": number} | x if isinstance(x, dict) else x for x in report.get(key, [])]
@@ -142,6 +146,8 @@ def show(report: dict) -> None:
     print(f"{len(report['differences'])} of the outputs differ from what they should equal, {ties} of them at ties")
     for failure in report["failures"]:
         print("FAILED", failure["case"], failure["backend"], failure["log"][-1500:])
+        for what in filter(None, (failure.get("ended"), *failure.get("exits", ()))):
+            print(" ", what)
     for name in report["not_measured"]:
         print("not measured:", name)
     whole = not (report["failures"] or report["not_measured"])

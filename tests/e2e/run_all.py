@@ -25,7 +25,9 @@ from statistics import fmean
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from case import workload_of
+from endings import facts
 from engines import NCCL_PORT, PORTS, PORTS_APART, first_device, refuse_taken_ports, run_to_its_end
+from machine import Machine
 from reports import merged, report_of, show, write
 from ties import differences, judge
 from workloads import CASES, WORKLOADS, Case
@@ -47,8 +49,10 @@ class Run:
     checkpoints: dict[tuple[str, str], Path]  # by model and shape
     cases: list[Case]
     args: argparse.Namespace
+    machine: Machine
     began: float = field(default_factory=time.monotonic)
     results: dict = field(default_factory=dict)
+    endings: dict = field(default_factory=dict)  # of engines without a result, what `endings.facts` keeps
     longest: float = 0.0  # seconds of an engine
     starting: threading.Lock = field(default_factory=threading.Lock)
     writing: threading.Lock = field(default_factory=threading.Lock)
@@ -64,7 +68,9 @@ class Run:
     def write(self, parted: list[tuple[Case, list[dict]]]) -> dict:
         found = [difference for _, of_case in parted for difference in of_case]
         command = " ".join(["python", "tests/e2e/run_all.py", *sys.argv[1:]])
-        report = report_of(self.cases, self.args.backends, self.results, found, command, time.monotonic() - self.began)
+        seconds = time.monotonic() - self.began
+        report = report_of(self.cases, self.args.backends, self.results, found, command, seconds, self.endings)
+        report["machine"] = self.machine.since(self.began)
         write(report, self.args.out)
         return report
 
@@ -101,9 +107,13 @@ def launch(run: Run, case: Case, backend: str, port: int) -> tuple[dict | None, 
     ]
     seconds = min(run.args.engine_seconds, max(run.left(), 1))
     environment = os.environ | SIDE_BY_SIDE | {"NSA_BACKEND_DISABLE": BACKENDS[backend]}
-    code = run_to_its_end(command, log, environment, seconds)
+    began, exits = time.monotonic(), []
+    code = run_to_its_end(command, log, environment, seconds, exits)
     text = log.read_text(errors="replace")
-    return (None if code or not out.exists() else json.loads(out.read_text())), text
+    if code == 0 and out.exists():
+        return json.loads(out.read_text()), text
+    run.endings[case.name, backend] = facts(exits, code, text, run.machine.since(began), time.monotonic() - began)
+    return None, text
 
 
 def run_engines(run: Run) -> None:
@@ -121,7 +131,8 @@ def run_engines(run: Run) -> None:
             run.longest = max(run.longest, time.monotonic() - began)
             run.write(run.parted())
         means = {w: round(fmean(c["accept"]), 3) for w, c in (result or {}).items()}
-        print(f"{case.name}, {backend}: {means or 'FAILED'}, {time.monotonic() - began:.0f} s", flush=True)
+        why = run.endings.get((case.name, backend), {}).get("ended", "")
+        print(f"{case.name}, {backend}: {means or f'FAILED: {why}'}, {time.monotonic() - began:.0f} s", flush=True)
 
     # Without caches the first start compiles kernels that all others load, so it runs alone.
     alone = 0 if run.args.warm else 1
@@ -197,11 +208,12 @@ def main() -> int:
     args.logs.mkdir(parents=True, exist_ok=True)
     checkpoints = {which: written(*which, args.logs) for which in {case.checkpoint for case in cases}}
     write_dense_drafts(cases, checkpoints)
-    run = Run(checkpoints, cases, args)
-    run_engines(run)
-    parted = run.parted()
-    judge(run.checkpoints, parted, args.jobs, args.logs, args.port + 1000, min(args.engine_seconds, max(run.left(), 60)))
-    report = run.write(parted)
+    with Machine() as machine:
+        run = Run(checkpoints, cases, args, machine)
+        run_engines(run)
+        parted = run.parted()
+        judge(run.checkpoints, parted, args.jobs, args.logs, args.port + 1000, min(args.engine_seconds, max(run.left(), 60)))
+        report = run.write(parted)
     show(report)
     return 1 if report["failures"] or report["problems"] or report["not_measured"] else 0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from engines import spelled
+from engines import NCCL_PORT, spelled
 from pd_servers import BOOTSTRAP, DECODE
 from soak_pair import PairClient
 from soak_traffic import LONGEST_OUTPUT, Client
@@ -43,12 +43,13 @@ def command(checkpoint: Path, port: int) -> list[str]:
 
     SGLang's indexer keeps a float32 score of every new token with every token of its batch: 448 MiB for chunks of 2048 over
     this pool, 112 MiB for chunks of 512. The largest comes late in a run, and would look like growth. A stream says its first
-    token at once and the rest at its end, which leaves the clients time to be punctual.
+    token at once and the rest at its end, which leaves the clients time to be punctual. Where its ranks meet is told: by itself
+    SGLang takes some free port, half a minute later, when the server beside it may have it.
     """
     return spelled([
         *servers.command(checkpoint, port), "--max-running-requests", "64", "--max-total-tokens", str(POOL_TOKENS),
         "--context-length", "16384", "--chunked-prefill-size", "512", "--cuda-graph-bs", "1", "2", "4", "8", "16", "32", "64",
-        "--stream-interval", str(LONGEST_OUTPUT + 1), "--log-level-http", "warning",
+        "--stream-interval", str(LONGEST_OUTPUT + 1), "--log-level-http", "warning", "--nccl-port", str(port + NCCL_PORT),
     ])  # fmt: skip
 
 

@@ -138,4 +138,6 @@ def test_both_servers_of_a_soaked_pair_understand_their_commands(resolve, tmp_pa
     assert prefill.disaggregation_bootstrap_port == decode.disaggregation_bootstrap_port
     assert (prefill.base_gpu_id, decode.base_gpu_id) == (0, 1)
     assert decode.num_reserved_decode_tokens < soak_server.LONGEST_OUTPUT
-    assert len({prefill.port, decode.port, prefill.disaggregation_bootstrap_port}) == 3
+    ports = {prefill.port, decode.port, prefill.disaggregation_bootstrap_port, prefill.nccl_port, decode.nccl_port}
+    assert None not in ports
+    assert len(ports) == 5

@@ -104,6 +104,11 @@ class TestRuns:
         assert code == 1
         assert [(f["case"], f["backend"]) for f in report["failures"]] == [("n5 fa3", "ours"), ("n5 fa3", "builtin")]
         assert [row["case"] for row in report["rows"]] == ["n2 fa3"]
+        assert {(f["exit_code"], f["ended"].partition(": ")[2].partition(",")[0]) for f in report["failures"]} == {
+            (3, "its first process ended with 3")
+        }
+        assert report["failures"][0]["last_lines"] == {"main": ["nsa_backend 0.1.0 is active"]}
+        assert report["failures"][0]["machine"].keys() <= report["machine"].keys()
         stand_ins()
         code, report = run(monkeypatch, tmp_path, "--cases", "n2 fa3", "n5 fa3", "--resume")
         assert (code, report["failures"]) == (0, [])
@@ -204,6 +209,10 @@ class TestMerging:
         assert joined["problems"] == ["a: low"]
         assert joined["not_measured"] == ["c, ours"]
         assert len(joined["runs"]) == 3
+
+    def test_each_run_keeps_what_its_machine_had_left(self):
+        joined = reports.merged([report("a", "ours", machine={"oom_kills": 0}), report("b", "ours")])
+        assert [run.get("machine") for run in joined["runs"]] == [{"oom_kills": 0}, None]
 
     def test_other_machines_are_not_joined(self):
         with pytest.raises(ValueError, match="gpu is NVIDIA H200 and NVIDIA H100"):

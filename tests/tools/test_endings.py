@@ -1,0 +1,244 @@
+"""What an end-to-end run tells of an engine that ended: signals of its processes, last lines of its ranks, the machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+import machine
+from endings import Exit, cause, facts, last_lines, state_of
+from engines import run_to_its_end
+
+GIB = 2**30
+RANK = "import os, signal, sys, time; time.sleep(float(sys.argv[2])); os.kill(os.getpid(), int(sys.argv[1]))"
+ENGINE = """
+import subprocess, sys, time
+for words in {ranks}:
+    subprocess.Popen([sys.executable, "-c", {rank!r}, *map(str, words)])
+time.sleep({seconds})
+sys.exit(7)
+"""
+TITLED = ["bash", "-c", 'exec -a sglang::scheduler_TP1 "$@"', ""]
+"""In front of a command: its process has a title of SGLang's."""
+
+
+def run(tmp_path, ranks: list[tuple[int, float]], seconds: float = 4.0, limit: float = 30.0) -> tuple[int | None, list[Exit]]:
+    """(exit code, ends) of an engine whose ranks get a signal after so many seconds; it reaps none, and ends with 7 itself."""
+    exits: list[Exit] = []
+    ranks = [(int(number), after) for number, after in ranks]
+    command = [sys.executable, "-c", ENGINE.format(ranks=ranks, rank=RANK, seconds=seconds)]
+    return run_to_its_end(command, tmp_path / "log", {}, limit, exits), exits
+
+
+def test_each_process_is_told_by_its_signal_in_the_order_in_which_they_ended(tmp_path):
+    code, exits = run(tmp_path, [(signal.SIGBUS, 2.4), (signal.SIGKILL, 1.5)])
+    assert code == 7
+    assert [one.status for one in exits] == [-signal.SIGKILL, -signal.SIGBUS]
+    assert [one.how() for one in exits] == ["SIGKILL", "SIGBUS"]
+    assert exits[0].seconds < exits[1].seconds < 4
+    assert all(0 < one.rss_gib < 1 for one in exits)
+
+
+@pytest.mark.parametrize(("title", "told"), [([], []), (TITLED, [("sglang::scheduler_TP1", "SIGKILL")])])
+def test_compilers_beneath_a_rank_are_nobodys_end(tmp_path, title, told):
+    """Of what a rank starts, only what has SGLang's title is followed."""
+    started = [*title, sys.executable, "-c", RANK, str(int(signal.SIGKILL)), "1.5"]
+    rank = f"import subprocess, time; subprocess.Popen({started}); time.sleep(60)"
+    engine = f"import subprocess; subprocess.run({[sys.executable, '-c', rank]})"
+    exits: list[Exit] = []
+    assert run_to_its_end([sys.executable, "-c", engine], tmp_path / "log", dict(os.environ), 4.0, exits) is None
+    assert [(one.name, one.how()) for one in exits] == told
+
+
+def test_processes_that_are_ended_with_a_late_engine_are_no_cause(tmp_path):
+    code, exits = run(tmp_path, [(signal.SIGKILL, 60.0)], seconds=60.0, limit=3.0)
+    assert (code, exits) == (None, [])
+    assert cause(exits, code, "", {}, 3.0) == "it was ended after 3 s without a result"
+
+
+def test_the_status_of_a_process_is_read_until_its_parent_asks():
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(3)"])
+    deadline = time.monotonic() + 20
+    while state_of(process.pid)[0] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert state_of(process.pid) == ("Z", 3)
+    process.wait()
+    assert state_of(process.pid) == ("", None)
+
+
+def gone(status: int | None, logged: int = 0, pid: int = 5, name: str = "sglang::scheduler_DP0_TP0") -> Exit:
+    return Exit(pid, name, status, 181.24, logged, 9.5)
+
+
+KILLED = "sglang::scheduler_DP0_TP0 ended first, after 181 s, with SIGKILL"
+FULL = {"mem_available_gib": 0.4, "cgroup_gib": 511.9, "cgroup_limit_gib": 512.0, "oom_kills": 2}
+
+
+@pytest.mark.parametrize(
+    ("status", "found", "sentence"),
+    [
+        (
+            -signal.SIGKILL,
+            FULL,
+            f"{KILLED}: the kernel ended 2 processes for lack of memory meanwhile; at least 0.4 GiB of the machine were "
+            "available, the container held up to 511.9 of 512.0 GiB",
+        ),
+        (
+            -signal.SIGKILL,
+            {"mem_available_gib": 300.0, "oom_kills": 0},
+            f"{KILLED}, which the kernel does not count as one for lack of memory; at least 300.0 GiB of the machine were "
+            "available",
+        ),
+        (
+            -signal.SIGBUS,
+            {"dev_shm_gib": 0.06, "dev_shm_size_gib": 0.06},
+            "sglang::scheduler_DP0_TP0 ended first, after 181 s, with SIGBUS: /dev/shm held up to 0.06 of 0.06 GiB",
+        ),
+        (-signal.SIGSEGV, FULL, "sglang::scheduler_DP0_TP0 ended first, after 181 s, with SIGSEGV"),
+        (1, FULL, "sglang::scheduler_DP0_TP0 ended first, after 181 s, with exit code 1"),
+    ],
+)
+def test_a_signal_is_told_with_what_the_machine_says_about_it(status, found, sentence):
+    assert cause([gone(0, pid=4), gone(status), gone(-signal.SIGKILL, pid=6, name="other")], -9, "", found, 190.0) == sentence
+
+
+LOG = """loading
+[2026-11-22 10:41:30 DP0 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "scheduler.py", line 6362, in run_scheduler_process
+    forward()
+RuntimeError: num_splits must have shape (b+1)
+
+[2026-11-22 10:41:37] kill_process_tree called
+"""
+
+
+def test_an_error_of_python_is_the_cause_where_it_was_logged_before_processes_ended():
+    after = gone(-signal.SIGKILL, logged=len(LOG))
+    assert cause([after], -9, LOG, FULL, 190.0) == (
+        "an error of Python came first: RuntimeError: num_splits must have shape (b+1)"
+    )
+    before = gone(-signal.SIGKILL, logged=5)
+    assert cause([before], -9, LOG, FULL, 190.0).startswith(KILLED)
+    assert cause([], -9, LOG, {}, 190.0) == cause([after], -9, LOG, FULL, 190.0)
+
+
+def test_what_nothing_tells_is_said_so():
+    assert cause([gone(None)], -9, "loading", {}, 9.0) == (
+        "nothing tells: its first process ended with -9, no other was seen to end badly, and the log has no error"
+    )
+    log = "".join(f"Traceback (most recent call last):\n  x\n{error}\n" for error in ("ValueError: first", "KeyError: 'last'"))
+    assert cause([], 1, log, {}, 9.0) == "its first process ended with 1, after KeyError: 'last'"
+
+
+def test_sglangs_own_word_for_a_process_counts(tmp_path):
+    """It reaps its processes itself, and may do so before anybody looks."""
+    log = "Subprocess scheduler_0 (pid=5) crashed with exit code -9. Triggering SIGQUIT for cleanup..."
+    kept = facts([gone(None)], -9, log, FULL, 190.0)
+    assert kept["ended"].startswith(f"{KILLED}: the kernel ended 2 processes")
+    assert kept["exits"] == ["sglang::scheduler_DP0_TP0 (5): SIGKILL after 181.2 s, 9.5 GiB"]
+    assert (kept["exit_code"], kept["machine"]) == (-9, FULL)
+
+
+def test_each_rank_keeps_its_last_lines():
+    lines = ["before anybody has a name"]
+    for number in range(100):
+        lines += [f"[2026-11-22 10:41:37 DP0 TP0] {number}", "  more of it", f"[2026-11-22 10:41:37 DP1 TP1] {number}"]
+    lines += ["[rank1]:[W1122 10:41:37] store", "frame #0: c10::Error", "x" * 1000, "[2026-11-22 10:41:38] the end"]
+    found = last_lines("\n".join(lines))
+    assert list(found) == ["main", "DP0 TP0", "DP1 TP1", "rank1"]
+    assert found["main"] == ["before anybody has a name", "[2026-11-22 10:41:38] the end"]
+    assert found["DP0 TP0"][0] == "[2026-11-22 10:41:37 DP0 TP0] 60"
+    assert found["DP0 TP0"][-1] == "  more of it"
+    assert len(found["DP0 TP0"]) == len(found["DP1 TP1"]) == 80
+    assert found["rank1"] == ["[rank1]:[W1122 10:41:37] store", "x" * 300]
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Returns a function of (path, text) that writes a file of the kernel; no GPU is there."""
+    monkeypatch.setattr(machine, "used_mib", lambda gpus, seconds: [])
+
+    def put(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    return put
+
+
+def test_a_sample_of_a_container(files, tmp_path, monkeypatch):
+    files("proc/meminfo", f"MemTotal: 99 kB\nMemAvailable:  {3 * 2**20} kB\nShmem: {2**19} kB\n")
+    files("proc/vmstat", "oom_kill 3\n")
+    files("sys/fs/cgroup/memory.current", f"{5 * GIB}\n")
+    files("sys/fs/cgroup/memory.max", f"{8 * GIB}\n")
+    files("sys/fs/cgroup/memory.events", "low 0\noom 9\noom_kill 4\noom_group_kill 0\n")
+    monkeypatch.setattr(machine, "used_mib", lambda gpus, seconds: [1024, 2048] if gpus == "2,3" else [])
+    assert machine.sample(tmp_path, "2,3") == {
+        "mem_available_gib": 3.0,
+        "shmem_gib": 0.5,
+        "cgroup_gib": 5.0,
+        "cgroup_limit_gib": 8.0,
+        "oom_kills": 4,
+        "gpu_gib": [1.0, 2.0],
+    }
+
+
+def test_what_a_machine_does_not_tell_is_missing(files, tmp_path):
+    assert machine.sample(tmp_path) == {}
+    files("sys/fs/cgroup/memory/memory.usage_in_bytes", f"{2 * GIB}\n")
+    files("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    files("sys/fs/cgroup/memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
+    assert machine.sample(tmp_path) == {"cgroup_gib": 2.0, "oom_kills": 1}
+    files("sys/fs/cgroup/memory.current", f"{GIB}\n")
+    files("sys/fs/cgroup/memory.max", "max\n")
+    assert machine.sample(tmp_path) == {"cgroup_gib": 1.0}
+
+
+def test_this_machine_tells_its_memory():
+    found = machine.sample()
+    assert found["mem_available_gib"] > 0
+    assert 0 <= found["dev_shm_gib"] <= found["dev_shm_size_gib"]
+
+
+def test_the_worst_of_all_samples():
+    samples = [
+        {"mem_available_gib": 3.0, "dev_shm_gib": 1.0, "dev_shm_size_gib": 2.0, "oom_kills": 4, "gpu_gib": [1.0, 9.0]},
+        {"mem_available_gib": 0.126, "dev_shm_gib": 1.5, "dev_shm_size_gib": 2.0, "oom_kills": 6, "gpu_gib": [2.0, 8.0]},
+        {"mem_available_gib": 2.0},
+    ]
+    worst = {"mem_available_gib": 0.13, "dev_shm_gib": 1.5, "dev_shm_size_gib": 2.0, "oom_kills": 2, "gpu_gib": [2.0, 9.0]}
+    assert machine.extremes(samples) == worst
+    assert machine.extremes([]) == {}
+
+
+def test_an_engine_is_told_the_samples_of_its_own_life(monkeypatch):
+    """What another engine took before it started is not held against it."""
+    available = iter([1.0, 60.0, 40.0, 50.0, 45.0])
+    monkeypatch.setattr(machine, "sample", lambda **options: {"mem_available_gib": next(available)})
+    watched = machine.Machine()
+    watched.look()
+    watched.look()
+    began = time.monotonic()
+    watched.look()
+    assert watched.since(began) == {"mem_available_gib": 40.0}
+    assert watched.since(0.0) == {"mem_available_gib": 1.0}
+
+
+def test_samples_are_taken_as_long_as_engines_run(monkeypatch):
+    taken = []
+    monkeypatch.setattr(machine, "sample", lambda **options: taken.append(options) or {})
+    monkeypatch.setattr(machine, "SAMPLE_SECONDS", 0.01)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    with machine.Machine():
+        deadline = time.monotonic() + 20
+        while len(taken) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert len(taken) >= 3
+    assert taken[0] == {"gpus": "2,3"}
+    after = len(taken)
+    time.sleep(0.1)
+    assert len(taken) == after
