@@ -51,6 +51,7 @@ class StandInWorker:
         setattr(self, names().last_reader, self.draft_worker.draft_runner)
         self.spec_v2_attn_backends = (Backend(), None, Backend())
         self.speculative_num_draft_tokens = D
+        self.filters: list[tuple[bool, bool]] = []  # top-p and top-k, by sampled round
 
     @staticmethod
     def runner(**fields: Any) -> SimpleNamespace:
@@ -87,6 +88,7 @@ class StandInWorker:
 
     def drawn(self, sampling: Any) -> torch.Tensor:
         """What a sampled round of these parameters adds to the first token of every request, int64 [requests]."""
+        self.filters.append((sampling.need_top_p_sampling, sampling.need_top_k_sampling))
         temperatures = (sampling.temperatures[:, 0] * 100).long()
         top_ps = (sampling.top_ps * 1000).long() if sampling.need_top_p_sampling else torch.tensor(1000)
         top_ks = sampling.top_ks.long() if sampling.need_top_k_sampling else torch.tensor(KEEPS_ALL)
@@ -185,6 +187,8 @@ def generate(worker: Any, future_map: FutureMap, batch: ScheduleBatch) -> Genera
     future_map.resolve_seq_lens_cpu(batch)
     resolve_forward_inputs(batch, future_map)
     rows = batch.req_pool_indices
+    schedulers = batch.sampling_info
     result = worker.forward_batch_generation(batch, on_publish=partial(future_map.publish, rows))
+    batch.sampling_info = schedulers
     future_map.stash(rows, RelayPayload.from_draft_input(result.next_draft_input))
     return result

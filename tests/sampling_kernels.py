@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative import eagle_utils
 
 
@@ -115,7 +116,9 @@ def sampling_kernels(sample: Any = sample_chains, ranks: int = 1) -> Iterator[mo
     group = mock.Mock(world_size=ranks)
     with contextlib.ExitStack() as stack:
         put = stack.enter_context
-        put(mock.patch("sglang.srt.distributed.parallel_state._TP", group))
+        put(mock.patch("sglang.srt.distributed.parallel_state._TP", group))  # 0.5.17's
+        widths = {"tp_size": ranks, "attn_tp_size": ranks, "moe_tp_size": ranks}
+        put(get_parallel().override(tp_group=group, attn_tp_group=group, **widths))  # 0.5.23's
         if hasattr(eagle_utils, "top_k_renorm_prob"):
             for name, kernel in found.items():
                 put(mock.patch.object(eagle_utils, name, kernel))
