@@ -3,7 +3,7 @@
     python tests/e2e/sampled_rounds.py OUT.json [--requests 2000] [--steps 3] [--port 32000] [--parallel tp2]
 
 Many requests of one prompt, each a few tokens long, so that whole outputs can be counted: by top-k, by top-p, by both, and with
-greedy requests among them, whose outputs must all be one. Verification of three graphs is SGLang's own path, so where the two
+greedy requests among them. Verification of three graphs is SGLang's own path, so where the two
 sides' outputs come equally often, a graph samples what SGLang samples. Accept lengths are compared on longer outputs. Exits
 with 1 where a side differs beyond chance (once in ten thousand runs), or where no sampled round was one graph.
 """

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nsa_backend import __main__ as command
-from nsa_backend.benchmarks import bench_attention, bench_metadata, cells, report, sm90
+from nsa_backend.benchmarks import bench_attention, bench_metadata, cells, generation, report, sm90
 from nsa_backend.benchmarks.sm90_case import Shape, spread
 from nsa_backend.benchmarks.sm90_kernels import variants
 from nsa_backend.cli import bench
@@ -187,3 +187,9 @@ def test_prefill_rows_choose_different_positions_of_what_they_see():
         assert real.unique().numel() == real.numel() == min(limit, 2048)
         assert 0 <= int(real.min()) <= int(real.max()) < limit
         assert (row[len(real) :] == -1).all()
+
+
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.6}, {"temperature": 1.0, "top_p": 0.95}])
+def test_what_requests_sample_by(given):
+    """Nothing where nothing is asked: requests are greedy then."""
+    assert generation.sampling_of(argparse.Namespace(**({"temperature": None, "top_p": None} | given))) == given

@@ -248,9 +248,3 @@ def test_a_cell_warms_up_with_a_batch_that_is_not_too_long(monkeypatch):
     assert row["round_ms"] == {"median": 15.625, "min_max": [15.625, 15.625]}
     assert row["speedup"] == pytest.approx(2.5 / 1.5, abs=1e-3)
     assert row["ratio"] == {"ttft_ms": 1.0, "tpot_ms": 0.5, "round_ms": 0.5}
-
-
-@pytest.mark.parametrize("given", [{}, {"temperature": 0.6}, {"temperature": 1.0, "top_p": 0.95}])
-def test_what_requests_sample_by(given):
-    """Nothing where nothing is asked: requests are greedy then."""
-    assert generation.sampling_of(argparse.Namespace(**({"temperature": None, "top_p": None} | given))) == given
