@@ -44,7 +44,7 @@ SAID = "sampled requests in"
 
 
 def answers_of(port: int, prompt: list[int], sampling: tuple[dict, ...], tokens: int, requests: int) -> list[tuple[int, dict]]:
-    """(which of `sampling`, answer) of so many requests, `BATCH` at once; a seven of eight batch is there too, with padding."""
+    """(which of `sampling`, answer) of so many requests, `BATCH` at once or one fewer, for padding."""
     found = []
     while len(found) < requests:
         size = BATCH - (len(found) // BATCH % 2)
