@@ -71,6 +71,7 @@ def sampled_rounds():
         patch.setenv(rule.SAMPLED_SWITCH, "1")
         patch.setattr(worker, "least_free_bytes", lambda device: 2**40)
         yield
+    worker._ROUNDS.clear()  # SGLang's FutureMap stays hooked, and the tests that follow have no such worker
 
 
 @pytest.fixture
