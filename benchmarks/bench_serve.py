@@ -9,7 +9,8 @@ gives the GPU work to do.
 Every sample is one streamed batch. Time to first token ends with the first token of the request that gets it last, so it holds
 the prefill of the whole batch; time per token and the time of a round are taken from there to the last answer.
 
-With --model and --prompts it serves a checkpoint and prompts of one's own: `own_model`.
+Requests are greedy; with --temperature they sample. The made-up checkpoints then choose among many tokens, and few drafts are
+right: compare rounds. With --model and --prompts it serves a checkpoint and prompts of one's own: `own_model`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from nsa_backend.benchmarks import faithful_checkpoint, own_model
 from nsa_backend.benchmarks.cells import Cell
-from nsa_backend.benchmarks.generation import Servers, compared, in_turns, summary
+from nsa_backend.benchmarks.generation import Servers, compared, in_turns, sampling_of, summary
 from nsa_backend.benchmarks.parallel import ONE_GPU, Parallel, parsed
 from nsa_backend.benchmarks.report import print_table
 from nsa_backend.benchmarks.servers import ENVIRONMENTS, VARIANTS
@@ -44,7 +45,15 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
         Cell(
             f"{name}, {parallel}, N = {n}, {batch} x {length}",
             partial(
-                measure, servers, name, parallel, n, batch, length, options.samples or repeats(batch, length, options.quick)
+                measure,
+                servers,
+                name,
+                parallel,
+                n,
+                batch,
+                length,
+                options.samples or repeats(batch, length, options.quick),
+                sampling_of(options),
             ),
         )
         for name in options.checkpoint or (["faithful"] if options.quick else list(faithful_checkpoint.SHAPES))
@@ -72,12 +81,19 @@ def repeats(batch: int, length: int, quick: bool) -> int:
 
 
 def measure(
-    servers: Servers, checkpoint: str, parallel: Parallel, steps: int, batch: int, length: int, samples: int
+    servers: Servers,
+    checkpoint: str,
+    parallel: Parallel,
+    steps: int,
+    batch: int,
+    length: int,
+    samples: int,
+    sampling: dict[str, float],
 ) -> list[dict]:
     """One row; what the servers hold of each GPU comes into it when they end."""
     row = {"checkpoint": Path(checkpoint).name, "parallel": str(parallel), "steps": steps, "batch": batch, "length": length}
-    row |= {"tokens": TOKENS, "samples": samples}
-    found = in_turns(servers.of(checkpoint, steps, parallel), batch, length, TOKENS, samples)
+    row |= {"tokens": TOKENS, "samples": samples} | sampling
+    found = in_turns(servers.of(checkpoint, steps, parallel), batch, length, TOKENS, samples, **sampling)
     sides = {side: summary(of_one) | {"memory_gib": servers.memory[side]} for side, of_one in found.items()}
     return [row | sides | compared(found)]
 

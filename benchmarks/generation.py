@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Sequence
@@ -70,9 +71,9 @@ def counted(answers: list[dict], tokens: int) -> tuple[int, float]:
     return max(map(sum, histograms)), accept_length([sum(counts) for counts in zip_longest(*histograms, fillvalue=0)])
 
 
-def sample(server: Server, batch: int, length: int, tokens: int) -> Sample:
-    """One streamed generation of a batch of made-up prompts."""
-    return sample_of(server, prompts(batch, length), tokens)
+def sample(server: Server, batch: int, length: int, tokens: int, **sampling: float) -> Sample:
+    """One streamed generation of a batch of made-up prompts; greedy, but for what `sampling` asks."""
+    return sample_of(server, prompts(batch, length), tokens, **sampling)
 
 
 def sample_of(server: Server, asked: list[list[int]], tokens: int, **sampling: float) -> Sample:
@@ -85,15 +86,23 @@ def sample_of(server: Server, asked: list[list[int]], tokens: int, **sampling: f
     return Sample(found.seconds, max(found.first_seconds), tokens, len(asked), rounds, accept)
 
 
-def in_turns(servers: dict[str, Server], batch: int, length: int, tokens: int, repeats: int) -> dict[str, list[Sample]]:
+def sampling_of(options: argparse.Namespace) -> dict[str, float]:
+    """What --temperature and --top-p ask of every request, by SGLang's names; empty for greedy ones."""
+    asked = {name: getattr(options, name) for name in ("temperature", "top_p")}
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def in_turns(
+    servers: dict[str, Server], batch: int, length: int, tokens: int, repeats: int, **sampling: float
+) -> dict[str, list[Sample]]:
     """`repeats` samples of each server, one after the other; a batch of at most WARM_TOKENS warms each up."""
     warm = max(1, min(batch, WARM_TOKENS // length))
     for server in servers.values():
-        sample(server, warm, length, tokens)
+        sample(server, warm, length, tokens, **sampling)
     found: dict[str, list[Sample]] = {backend: [] for backend in servers}
     for _ in range(repeats):
         for backend, server in servers.items():
-            found[backend].append(sample(server, batch, length, tokens))
+            found[backend].append(sample(server, batch, length, tokens, **sampling))
     return found
 
 

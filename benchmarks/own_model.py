@@ -10,13 +10,13 @@ import argparse
 import shlex
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from nsa_backend.benchmarks import prompt_file, server_options
 from nsa_backend.benchmarks.cells import Cell
-from nsa_backend.benchmarks.generation import Sample, compared, counted, sides_of, spread, summary
+from nsa_backend.benchmarks.generation import Sample, compared, counted, sampling_of, sides_of, spread, summary
 from nsa_backend.benchmarks.gpu_memory import weighed
 from nsa_backend.benchmarks.servers import BACKENDS, Server
 from nsa_backend.benchmarks.trained.accept import paired, statistics
@@ -62,7 +62,14 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
         )
     folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="nsa-own-")))
     run = OwnModel(
-        model, prompts, batches, options.tokens or TOKENS, folder, options.port or PORT, shlex.split(options.server or "")
+        model,
+        prompts,
+        batches,
+        options.tokens or TOKENS,
+        folder,
+        options.port or PORT,
+        shlex.split(options.server or ""),
+        sampling_of(options),
     )
     return [
         Cell(f"{model.name}, N = {steps}, {side}", partial(run.cell, steps, side))
@@ -82,6 +89,7 @@ class OwnModel:
     folder: Path  # for logs
     port: int
     words: list[str]  # of the user, at the end of the command: SGLang takes the last of an option
+    sampling: dict[str, float] = field(default_factory=dict)  # sampling parameters, where requests are not greedy
 
     def __post_init__(self):
         self._found: dict[int, dict[str, Measured]] = {}  # by N and side
@@ -104,7 +112,7 @@ class OwnModel:
             server.wait(LOADING)
             found = self._found.get(steps, {}) | {side: self.measured(server, memory)}
         self._found[steps] = found
-        rows = [row_of(self.model.name, steps, batch, self.length(batch), found) for batch in self.batches]
+        rows = [row_of(self.model.name, steps, batch, self.length(batch), found) | self.sampling for batch in self.batches]
         if steps not in self._rows:
             self._rows[steps] = rows
             return rows
@@ -134,7 +142,7 @@ class OwnModel:
         return round(sum(lengths) / len(lengths))
 
     def ask(self, server: Server, prompts: list[list[int]]) -> tuple[Group, list[list[int]]]:
-        answer = server.streamed(prompts, self.tokens, ignore_eos=False)
+        answer = server.streamed(prompts, self.tokens, ignore_eos=False, **self.sampling)
         infos = [one["meta_info"] for one in answer.answers]
         new = [info["completion_tokens"] for info in infos]
         histograms = [h for h in (info.get("spec_correct_drafts_histogram") for info in infos) if h]

@@ -77,24 +77,14 @@ def fill_round_inputs(
     Raises:
         ValueError: a tensor has another dtype or layout, or the batch does not fit.
     """
-    requests, rows = len(seq_lens), len(static_seq_lens)
-    named = {
-        "req_pool_indices": (req_pool_indices, requests),
-        "seq_lens": (seq_lens, requests),
-        "static_req_pool_indices": (static_req_pool_indices, rows),
-        "static_seq_lens": (static_seq_lens, rows),
-    }
-    for name, (tensor, length) in named.items():
-        _check(name, tensor, torch.int64, length)
-    if requests > rows:
-        raise ValueError(f"a batch of {requests} requests does not fit a round captured for {rows}: rows would be lost")
+    check_that_a_batch_fits(req_pool_indices, seq_lens, static_req_pool_indices, static_seq_lens)
     fill_inputs_kernel[(1,)](
         req_pool_indices,
         seq_lens,
         static_req_pool_indices,
         static_seq_lens,
-        requests,
-        rows,
+        len(seq_lens),
+        len(static_seq_lens),
         PADDING_SLOT=PADDING_SLOT,
         PADDING_LENGTH=PADDING_LENGTH,
         BLOCK=BLOCK,
@@ -130,9 +120,9 @@ def store_round_results(
     Raises:
         ValueError: a tensor has another dtype or layout, or a slot is too small.
     """
-    _check("next_token_ids", next_token_ids, torch.int32, len(next_token_ids))
-    _check("accept_lens", accept_lens, torch.int32, len(accept_lens))
-    _check("launches", launches, torch.int64, 1)
+    check_tensor("next_token_ids", next_token_ids, torch.int32, (len(next_token_ids),))
+    check_tensor("accept_lens", accept_lens, torch.int32, (len(accept_lens),))
+    check_tensor("launches", launches, torch.int64, (1,))
     tokens, requests = len(next_token_ids), len(accept_lens)
     if ring.dtype != torch.int32 or not ring.is_contiguous() or ring.shape[1] < tokens + requests:
         raise ValueError(
@@ -162,9 +152,30 @@ def store_round_results_torch(
     launches += 1
 
 
-def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, length: int) -> None:
-    if tensor.shape != (length,) or tensor.dtype != dtype or not tensor.is_contiguous():
+def check_that_a_batch_fits(
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    static_req_pool_indices: torch.Tensor,
+    static_seq_lens: torch.Tensor,
+) -> None:
+    """Raises ValueError where an argument of `fill_round_inputs` has another dtype or layout, or the rows are too few."""
+    requests, rows = len(seq_lens), len(static_seq_lens)
+    named = {
+        "req_pool_indices": (req_pool_indices, requests),
+        "seq_lens": (seq_lens, requests),
+        "static_req_pool_indices": (static_req_pool_indices, rows),
+        "static_seq_lens": (static_seq_lens, rows),
+    }
+    for name, (tensor, length) in named.items():
+        check_tensor(name, tensor, torch.int64, (length,))
+    if requests > rows:
+        raise ValueError(f"a batch of {requests} requests does not fit a round captured for {rows}: rows would be lost")
+
+
+def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raises ValueError where a tensor is not contiguous, of this dtype and of this shape."""
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
         raise ValueError(
-            f"{name} must be contiguous {dtype} [{length}], got {tensor.dtype} {tuple(tensor.shape)} with stride "
+            f"{name} must be contiguous {dtype} {list(shape)}, got {tensor.dtype} {tuple(tensor.shape)} with stride "
             f"{tensor.stride()}: the kernel would misread it"
         )

@@ -55,7 +55,7 @@ class FakeGpuWorker:
         future_map.stash(gpu(1), RelayPayload(bonus_tokens=gpu(1), hidden_states=hidden, dsa_topk_indices=selection, **tensors))
         return future_map
 
-    def batch(self) -> ScheduleBatch:
+    def batch(self, *, sampled: bool = False) -> ScheduleBatch:
         """A decode batch as the scheduler hands it to the forward."""
         batch = ScheduleBatch(reqs=[])
         batch.forward_mode, batch.enable_overlap, batch.spec_algorithm = ForwardMode.DECODE, True, SpeculativeAlgorithm.EAGLE
@@ -63,7 +63,7 @@ class FakeGpuWorker:
         batch.token_to_kv_pool_allocator, batch.req_to_token_pool = self.allocator, self.pool
         batch.seq_lens, batch.req_pool_indices = gpu(self.requests), gpu(self.requests)
         nothing = dict.fromkeys(("acc_additive_penalties", "acc_scaling_penalties", "logit_bias", "grammars"))
-        batch.sampling_info = SimpleNamespace(is_all_greedy=True, **nothing)
+        batch.sampling_info = SimpleNamespace(is_all_greedy=not sampled, sampling_seed=None, **nothing)
         batch.spec_info = EagleDraftInput(future_indices=batch.req_pool_indices, future_dsa_topk_indices_available=self.shared)
         return batch
 

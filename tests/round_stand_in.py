@@ -26,6 +26,8 @@ SELECTED = 5
 """Tokens of a selection that draft steps share."""
 VOCABULARY = 1009
 SIZES = [1, 2, 4, 8]
+KEEPS_ALL = 1 << 30
+"""SGLang's top-k of a request that asks for none."""
 
 
 class Backend:
@@ -37,7 +39,9 @@ class StandInWorker:
 
     def __init__(self):
         graphs = SimpleNamespace(capture_bs=SIZES)
-        self.target_worker = SimpleNamespace(model_runner=self.runner(decode_cuda_graph_runner=graphs))
+        self.target_worker = SimpleNamespace(
+            model_runner=self.runner(decode_cuda_graph_runner=graphs), model_config=SimpleNamespace(vocab_size=VOCABULARY)
+        )
         self.draft_worker = SimpleNamespace(
             cuda_graph_runner=graphs,
             cuda_graph_runner_for_draft_extend=SimpleNamespace(capture_bs=[*SIZES, 16]),
@@ -47,6 +51,7 @@ class StandInWorker:
         setattr(self, names().last_reader, self.draft_worker.draft_runner)
         self.spec_v2_attn_backends = (Backend(), None, Backend())
         self.speculative_num_draft_tokens = D
+        self.filters: list[tuple[bool, bool]] = []  # top-p and top-k, by sampled round
 
     @staticmethod
     def runner(**fields: Any) -> SimpleNamespace:
@@ -58,6 +63,8 @@ class StandInWorker:
         draft = batch.spec_info
         first = draft.topk_index[:, 0] + draft.bonus_tokens * 3 + batch.seq_lens * 5 + draft.hidden_states.sum(1).long()
         first = first if draft.dsa_topk_indices is None else first + draft.dsa_topk_indices.sum(1)
+        if not batch.sampling_info.is_all_greedy:
+            first = first + self.drawn(batch.sampling_info)
         shared = self.draft_worker.seed_dsa_topk_from_draft_extend
         tokens = (first[:, None] * torch.arange(1, D + 1) + batch.req_pool_indices[:, None]) % VOCABULARY
         accept_lens = (tokens.sum(1) % D + 1).int()
@@ -78,6 +85,14 @@ class StandInWorker:
                 dsa_topk_indices=last.int() + torch.arange(SELECTED, dtype=torch.int32) if shared else None,
             ),
         )
+
+    def drawn(self, sampling: Any) -> torch.Tensor:
+        """What a sampled round of these parameters adds to the first token of every request, int64 [requests]."""
+        self.filters.append((sampling.need_top_p_sampling, sampling.need_top_k_sampling))
+        temperatures = (sampling.temperatures[:, 0] * 100).long()
+        top_ps = (sampling.top_ps * 1000).long() if sampling.need_top_p_sampling else torch.tensor(1000)
+        top_ks = sampling.top_ks.long() if sampling.need_top_k_sampling else torch.tensor(KEEPS_ALL)
+        return temperatures * 7 + top_ps * 13 + top_ks % VOCABULARY * 17
 
 
 class Recorded:
@@ -129,6 +144,26 @@ def finished_prefill(future_map: FutureMap, seed: int, *, shared: bool = False) 
     )
 
 
+def sampling_info(slots: list[int], *, greedy: bool) -> SimpleNamespace:
+    """How the requests in these rows sample; where not all are greedy, those in rows of a multiple of 3 are."""
+    rows = torch.tensor(slots)
+    one = torch.ones(len(slots), dtype=torch.bool) if greedy else rows % 3 == 0
+    wishes = {"logit_bias": None, "has_custom_logit_processor": False, "has_watermark_candidates": False}
+    top_ps = torch.where(one | (rows % 4 == 0), 1.0, rows / (POOL + 1))
+    top_ks = torch.where(one, 1, torch.where(rows % 5 == 0, rows + 5, KEEPS_ALL)).int()
+    return SimpleNamespace(
+        temperatures=torch.where(one, 1.0, rows / POOL)[:, None],
+        top_ps=top_ps,
+        top_ks=top_ks,
+        is_all_greedy=bool(one.all()),
+        need_top_p_sampling=bool((top_ps != 1).any()),
+        need_top_k_sampling=bool((top_ks != KEEPS_ALL).any()),
+        sampling_seed=None,
+        penalizer_orchestrator=SimpleNamespace(is_required=False),
+        **{name: value for name, value in wishes.items() if name not in names().lacks},
+    )
+
+
 def decode_batch(slots: list[int], *, greedy: bool = True, shared: bool = False) -> Callable[..., ScheduleBatch]:
     """Returns what makes a decode batch of the requests in these rows of the pool, with some fields changed."""
 
@@ -138,12 +173,7 @@ def decode_batch(slots: list[int], *, greedy: bool = True, shared: bool = False)
         made.forward_mode, made.enable_overlap, made.spec_algorithm = ForwardMode.DECODE, True, SpeculativeAlgorithm.EAGLE
         made.req_pool_indices, made.device = rows, "cpu"
         made.spec_info = EagleDraftInput(future_indices=rows, future_dsa_topk_indices_available=shared)
-        wishes = {"logit_bias": None, "has_custom_logit_processor": False, "has_watermark_candidates": False}
-        made.sampling_info = SimpleNamespace(
-            is_all_greedy=greedy,
-            penalizer_orchestrator=SimpleNamespace(is_required=False),
-            **{name: value for name, value in wishes.items() if name not in names().lacks},
-        )
+        made.sampling_info = sampling_info(slots, greedy=greedy)
         for name, value in fields.items():
             setattr(made, name, value)
         return made
@@ -157,6 +187,8 @@ def generate(worker: Any, future_map: FutureMap, batch: ScheduleBatch) -> Genera
     future_map.resolve_seq_lens_cpu(batch)
     resolve_forward_inputs(batch, future_map)
     rows = batch.req_pool_indices
+    schedulers = batch.sampling_info
     result = worker.forward_batch_generation(batch, on_publish=partial(future_map.publish, rows))
+    batch.sampling_info = schedulers
     future_map.stash(rows, RelayPayload.from_draft_input(result.next_draft_input))
     return result

@@ -33,6 +33,8 @@ BENCHES = {
         "--prompt-tokens",
         "--parallel",
         "--samples",
+        "--temperature",
+        "--top-p",
         "--sides",
         "--port",
         "--model",
@@ -56,6 +58,8 @@ OPTIONS = {
     "--prompt-tokens": "most prompt tokens of a batch: a million take half a minute a sample",
     "--parallel": "GPUs of a server: tp4, dp4 (DP attention), dp2-tp2 (DP attention 2 of two GPUs each); one GPU unless told",
     "--samples": "samples of a side and cell; unless told 7, 5 or 3, the fewer the more prompt tokens",
+    "--temperature": "of every request; 0, which is greedy, unless told",
+    "--top-p": "of every request that samples; 1 unless told",
     "--sides": "whose servers, in the order in which they start: ours, builtin, three_graphs (ours, "
     "NSA_BACKEND_ROUND_GRAPH=0), auto (ours, NSA_BACKEND_AUTO_DECODE=1)",
     "--model": "folder of a checkpoint of your own, served by one side after the other; needs --prompts",
@@ -65,8 +69,11 @@ OPTIONS = {
     "--port": "of the first server; runs at the same time need ports 2000 apart",
 }
 
-SINGLE = ("--port", "--prompt-tokens", "--samples", "--model", "--prompts", "--tokens", "--server")
+SINGLE = ("--port", "--prompt-tokens", "--samples", "--model", "--prompts", "--tokens", "--server", "--temperature", "--top-p")
 """Those that take one value."""
+
+FRACTIONS = ("--temperature", "--top-p")
+"""Those that are no whole numbers."""
 
 TEXTS = ("--checkpoint", "--parallel", "--section", "--sides", "--model", "--prompts", "--server")
 """Those that are no numbers."""
@@ -86,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=_positive, default=15.0, help="bound on the run time; what does not fit is left out")
     for option, text in OPTIONS.items():
         takers = ", ".join(name for name, taken in BENCHES.items() if option in taken)
-        kind = str if option in TEXTS else _count
+        kind = str if option in TEXTS else float if option in FRACTIONS else _count
         parser.add_argument(option, type=kind, nargs=None if option in SINGLE else "+", help=f"{text} ({takers})")
 
 
@@ -97,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
                 f"bench {args.what} does not take {option}: it takes {' '.join(BENCHES[args.what]) or 'none of these options'}"
             )
     _check_model(args)
+    if args.top_p is not None and not args.temperature:
+        _fail("--top-p is for requests that sample: pass --temperature above 0 too")
     import torch
 
     if not torch.cuda.is_available():

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from nsa_backend.kernels.inputs import PADDING_LENGTH, PADDING_SLOT
+from nsa_backend.kernels.round_sampling import SamplingParameters, fill_sampled_round_inputs
 from nsa_backend.kernels.round_tensors import fill_round_inputs, store_round_results
 
 RING_DEPTH = 4
@@ -23,14 +24,25 @@ class RoundInputs:
 
     req_pool_indices: torch.Tensor  # int64 [size]
     seq_lens: torch.Tensor  # int64 [size]; tokens before the round
+    sampling: SamplingParameters | None = None  # of a sampled round
 
     @classmethod
-    def allocate(cls, size: int, device: torch.device | str) -> RoundInputs:
+    def allocate(cls, size: int, device: torch.device | str, *, sampled: bool = False) -> RoundInputs:
         """All rows padding."""
         return cls(
             torch.full((size,), PADDING_SLOT, dtype=torch.int64, device=device),
             torch.full((size,), PADDING_LENGTH, dtype=torch.int64, device=device),
+            SamplingParameters.allocate(size, device) if sampled else None,
         )
+
+    def fill(self, batch: RoundInputs) -> None:
+        """Copy a batch here and make the rows beyond it padding: one launch. Both are sampled, or neither is."""
+        ours, theirs = (self.req_pool_indices, self.seq_lens), (batch.req_pool_indices, batch.seq_lens)
+        assert (self.sampling is None) == (batch.sampling is None)
+        if self.sampling is None:
+            fill_round_inputs(*theirs, *ours)
+        else:
+            fill_sampled_round_inputs(*theirs, batch.sampling, *ours, self.sampling)
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,9 @@ class GraphRecorder:
     """Captures CUDA graphs, all in one memory pool of their own.
 
     Not in the pool of the graphs that become children: there the allocator could give the pieces between them memory that a
-    child overwrites. The rounds of different sizes run one after the other and may share.
+    child overwrites. The rounds of different sizes and kinds run one after the other and may share.
+
+    Random numbers are those of torch's generator of the device: each replay takes the next ones, as the recorded calls would.
     """
 
     def __init__(self):
@@ -85,9 +99,17 @@ class GraphRecorder:
 
 
 class RoundGraphs:
-    """Graphs of whole rounds, by captured batch size."""
+    """Graphs of whole rounds of one kind, greedy or sampled, by captured batch size."""
 
-    def __init__(self, sizes: list[int], num_draft_tokens: int, device: torch.device | str, recorder: Recorder):
+    def __init__(
+        self,
+        sizes: list[int],
+        num_draft_tokens: int,
+        device: torch.device | str,
+        recorder: Recorder,
+        *,
+        sampled: bool = False,
+    ):
         """Allocate what the graphs share.
 
         Args:
@@ -95,11 +117,13 @@ class RoundGraphs:
             num_draft_tokens: D, tokens a request verifies.
             device: where rounds run.
             recorder: captures.
+            sampled: whether rounds are given `SamplingParameters`.
         """
         self.sizes = sorted(sizes)
         self._width = num_draft_tokens
         self._device = device
         self._recorder = recorder
+        self._sampled = sampled
         pinned = torch.device(device).type == "cuda"
         self._ring = torch.zeros(RING_DEPTH, self.sizes[-1] * (num_draft_tokens + 1), dtype=torch.int32, pin_memory=pinned)
         self._launches_on_gpu = torch.zeros(1, dtype=torch.int64, device=device)
@@ -115,7 +139,7 @@ class RoundGraphs:
                 round to round.
         """
         for size in reversed(self.sizes):
-            inputs = self._inputs[size] = RoundInputs.allocate(size, self._device)
+            inputs = self._inputs[size] = RoundInputs.allocate(size, self._device, sampled=self._sampled)
 
             def whole(inputs: RoundInputs = inputs) -> RoundOutputs:
                 outputs = run(inputs)
@@ -124,18 +148,18 @@ class RoundGraphs:
 
             self._rounds[size] = self._recorder.record(whole)
 
-    def replay(self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> RoundResults:
+    def replay(self, batch: RoundInputs) -> RoundResults:
         """Run a round of the smallest captured size that holds the batch: two launches, and nothing waits.
 
+        Before a graph that draws random numbers torch writes their seed and offset, which is two more.
+
         Args:
-            req_pool_indices: int64 [requests], rows of the request pool.
-            seq_lens: int64 [requests], tokens before the round.
+            batch: its own tensors, of as many rows as it has requests.
         """
-        requests = len(seq_lens)
+        requests = len(batch.seq_lens)
         size = self.sizes[bisect.bisect_left(self.sizes, requests)]
-        inputs = self._inputs[size]
         launch, outputs = self._rounds[size]
-        fill_round_inputs(req_pool_indices, seq_lens, inputs.req_pool_indices, inputs.seq_lens)
+        self._inputs[size].fill(batch)
         launch()
         slot = self._ring[self._launches % RING_DEPTH]
         self._launches += 1

@@ -39,6 +39,7 @@ class Case:
     router: bool = False  # whether requests reach these two through SGLang's own router
     action: str = ""  # a key of actions.ACTIONS: done once the workloads have run, which then run again
     loaded_back: str = ""  # the workload whose prompts must come back from host memory
+    sampling: tuple[dict, ...] = ()  # sampling parameters in place of greedy ones, of one request of a wave after the other
     same: tuple[tuple[str, str], ...] = ()  # workloads that must have the same outputs on one side
 
     @property

@@ -21,6 +21,14 @@ round_case = partial(
     releases=" or ".join(f"=={release}" for release in ROUND_GRAPHS),
     floor_of_all=0.95,
 )
+sampled_case = partial(
+    round_case,
+    environment={"NSA_BACKEND_ROUND_GRAPH": "1", "NSA_BACKEND_SAMPLED_ROUNDS": "1"},
+    says="sampled requests in",
+)
+"""Their requests sample, but at a temperature that leaves the best token alone: tokens and accept lengths are greedy ones'."""
+NEAR_ZERO = {"temperature": 1e-4}
+SAMPLED = (NEAR_ZERO, NEAR_ZERO | {"top_p": 0.95}, NEAR_ZERO | {"top_k": 20}, {}, {"temperature": 1.0, "top_p": 1e-6})
 MANY = ("8x300", "8x3000", "32x300", "sizes between and above the captured", "shared prefix", "short")
 
 ROUND_CASES = [
@@ -44,6 +52,37 @@ ROUND_CASES = [
             **options,
         )
         for name, options in (("fa3", {}), ("fp8, flashmla_kv", {"decode": "flashmla_kv", "engine": FP8}))
+    ),
+    *(
+        sampled_case(f"n{n} fa3, sampled, one graph a round", n, (*MANY, "1x300"), sampling=(NEAR_ZERO | {"top_p": 0.95},))
+        for n in (1, 3)
+    ),
+    sampled_case("n3 fa3, sampled and greedy, one graph a round", 3, MANY, sampling=SAMPLED),
+    sampled_case(
+        "n3 fp8, flashmla_kv, sampled and greedy, one graph a round",
+        3,
+        ("8x300", "8x3000"),
+        decode="flashmla_kv",
+        engine=FP8,
+        sampling=SAMPLED,
+    ),
+    sampled_case("glm-5.2 n5 fa3, sampled, one graph a round", 5, ("8x300",), model="glm-5.2", sampling=SAMPLED),
+    sampled_case(
+        "two GPUs, tensor parallel, sampled, one graph a round",
+        3,
+        ("1x300", "8x300"),
+        engine=TWO_GPUS,
+        gpus=2,
+        sampling=(NEAR_ZERO | {"top_p": 0.95},),
+    ),
+    Case(
+        "n3 fa3, sampled, three graphs a round",
+        3,
+        MANY[:2],
+        environment={"NSA_BACKEND_ROUND_GRAPH": "0"},
+        builtin_environment={},
+        floor_of_all=0.95,
+        sampling=SAMPLED,
     ),
     *(
         round_case(

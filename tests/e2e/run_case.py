@@ -86,8 +86,8 @@ def _spelled(arguments: dict) -> dict:
     return {names.get(name, name): value for name, value in arguments.items()}
 
 
-Generate = Callable[[list[list[int]], dict, list[int] | None], list[dict]]
-"""From the prompts of a wave, sampling parameters and DP ranks (or None) to the answers, in the order of the prompts."""
+Generate = Callable[[list[list[int]], dict | list[dict], list[int] | None], list[dict]]
+"""From the prompts of a wave, sampling parameters of all or of each, and DP ranks (or None) to answers in their order."""
 
 
 def generate_with(engine) -> Generate:
@@ -109,13 +109,19 @@ def generate_with(engine) -> Generate:
 
 def measure(generate: Generate, case: Case, again: str = "") -> dict:
     """What each workload of `case` gave, by its name; with `again`, which tells a second run from the first."""
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens(case.steps), "ignore_eos": True}
+    greedy = {"temperature": 0, "max_new_tokens": new_tokens(case.steps), "ignore_eos": True}
+
+    def sampling(wave: list[list[int]]) -> dict | list[dict]:
+        if not case.sampling:
+            return greedy
+        return [greedy | case.sampling[number % len(case.sampling)] for number in range(len(wave))]
+
     out = {}
     for name in case.workloads:
         waves = WORKLOADS[name]()
         ranks = RANKS.get(name, [None] * len(waves))
         began = time.perf_counter()
-        answers = [a for wave, where in zip(waves, ranks, strict=True) for a in generate(wave, sampling, where)]
+        answers = [a for wave, where in zip(waves, ranks, strict=True) for a in generate(wave, sampling(wave), where)]
         metas = [a["meta_info"] for a in answers]
         histograms = [meta.get("spec_correct_drafts_histogram") or [] for meta in metas]
         out[f"{name}, {again}" if again else name] = {

@@ -67,7 +67,7 @@ def test_rounds_of_every_size_against_the_same_pieces_run_eagerly():
         requests = int(torch.randint(1, SIZES[-1] + 1, (), generator=generator))
         rows = torch.randperm(31, generator=generator)[:requests].add_(1).cuda()
         lens = torch.randint(1, 10_000, (requests,), generator=generator).cuda()
-        pending.append((graphs.replay(rows, lens), expected(eager_table, rows, lens)))
+        pending.append((graphs.replay(RoundInputs(rows, lens)), expected(eager_table, rows, lens)))
         if number % 2:  # results are read up to two rounds later, as under the overlap scheduler
             torch.cuda.synchronize()
             for results, (tokens, accept) in pending:

@@ -62,6 +62,18 @@ def make_runner():
     return build
 
 
+@pytest.fixture(scope="module")
+def sampled_rounds():
+    """Sampled rounds in one graph are asked for, and there is memory for them."""
+    from nsa_backend.adapters.dsa.rounds import rule, worker
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(rule.SAMPLED_SWITCH, "1")
+        patch.setattr(worker, "least_free_bytes", lambda device: 2**40)
+        yield
+    worker._ROUNDS.clear()  # SGLang's FutureMap stays hooked, and the tests that follow have no such worker
+
+
 @pytest.fixture
 def one_rank():
     """SGLang's decode context parallel off, which its KV pools ask for; releases that do not ask have nothing to state."""

@@ -130,6 +130,8 @@ def test_what_rounds_ask_of_sglang_is_there():
     sampling = {field.name for field in dataclasses.fields(SamplingBatchInfo)}
     asked = {"is_all_greedy", "penalizer_orchestrator", "logit_bias", "has_custom_logit_processor", "has_watermark_candidates"}
     assert asked - sampling == names().lacks & asked
+    filled = {"temperatures", "top_ps", "top_ks", "min_ps", "need_top_p_sampling", "need_top_k_sampling", "sampling_seed"}
+    assert filled <= sampling
     result = {field.name for field in dataclasses.fields(GenerationBatchResult)}
     assert {"next_token_ids", "accept_lens", "next_draft_input"} <= result
     drafts = {field.name for field in dataclasses.fields(EagleDraftInput)}

@@ -5,33 +5,48 @@ On 0.5.17 alone: the worker is put together as that release has it.
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from fake_gpu import fake_gpu, gpu
 from round_on_fake_gpu import FakeGpuWorker
+from sampling_kernels import check_sampling, sampling_kernels
 
-from nsa_backend.adapters.dsa.rounds.worker import Rounds
+from nsa_backend.adapters.dsa.rounds.own_round import run_on, template_of
 from nsa_backend.round_graph.graphs import RoundInputs
 
 
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shared", [False, True], ids=["own selections", "shared selection"])
 @pytest.mark.parametrize("num_steps", [1, 3, 5])
-def test_a_round_is_launches_alone(num_steps, shared):
+def test_a_round_is_launches_alone(num_steps, shared, sampled):
     requests = 2
-    with fake_gpu() as crossings:
+    with fake_gpu() as crossings, sampling_kernels(sampling := mock.Mock(side_effect=check_sampling)):
         fake = FakeGpuWorker(num_steps, requests, shared=shared)
-        future_map, batch = fake.future_map(), fake.batch()
-        rounds = Rounds(fake.worker, fake.worker.forward_batch_generation, ())
-        inputs = RoundInputs(gpu(requests), gpu(requests))
+        future_map, batch = fake.future_map(), fake.batch(sampled=sampled)
+        inputs = RoundInputs.allocate(requests, "cuda", sampled=sampled)
         crossings.found.clear()
-        outputs = rounds._round(rounds._template(batch), future_map, inputs)
+        outputs = run_on(inputs, template_of(batch), future_map, fake.worker.forward_batch_generation)
         assert crossings.found == []
+        assert sampling.call_count == int(sampled)
         assert outputs.next_token_ids.shape == (requests * (num_steps + 1),)
         assert outputs.accept_lens.shape == (requests,)
         assert outputs.next_token_ids.dtype == outputs.accept_lens.dtype == torch.int32
         assert outputs.carried.next_draft_input.hidden_states.shape[0] == requests
         assert (outputs.carried.next_draft_input.dsa_topk_indices is not None) == shared
     assert fake.replayed == (["draft"] if num_steps > 1 else []) + ["verify", "draft-extend"]
+
+
+def test_ranks_agree_on_what_was_sampled_inside_the_round():
+    """The first rank's tokens, accepted drafts and their number go to the others, as in a round of three graphs."""
+    with fake_gpu() as crossings, sampling_kernels(mock.Mock(side_effect=check_sampling), ranks=2) as group:
+        fake = FakeGpuWorker(3, 2)
+        future_map, batch, inputs = fake.future_map(), fake.batch(sampled=True), RoundInputs.allocate(2, "cuda", sampled=True)
+        crossings.found.clear()
+        run_on(inputs, template_of(batch), future_map, fake.worker.forward_batch_generation)
+        assert [call.args[0].shape for call in group.broadcast.call_args_list] == [(8,), (2, 4), (2,)]
+        assert crossings.found == []
 
 
 @pytest.mark.parametrize(

@@ -7,55 +7,20 @@ graphs of these tests are recorded on the CPU, where a replay runs the recorded 
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from round_stand_in import POOL, SIZES, Backend, D, Recorded, StandInWorker, decode_batch, finished_prefill, generate
-from sglang.srt.managers.overlap_utils import FutureMap
+from round_sides import Side, same, two_sides
+from round_stand_in import POOL, SIZES, D, decode_batch, finished_prefill
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from nsa_backend.adapters.dsa import draft
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
 from nsa_backend.adapters.dsa.rounds.release import names
 
-
-class Side:
-    """One server: a worker, and what its scheduler keeps."""
-
-    def __init__(self, with_graphs: bool):
-        recorded = partial(Recorded, self)
-        worker_class = round_worker.with_rounds(StandInWorker, (Backend,), recorded) if with_graphs else StandInWorker
-        self.worker = worker_class()
-        if not with_graphs:
-            round_worker._ROUNDS.clear()
-        self.rounds = list(round_worker._ROUNDS)
-        pool = SimpleNamespace(req_to_token=torch.zeros(POOL, 8, dtype=torch.int32))
-        self.future_map = FutureMap(torch.device("cpu"), SpeculativeAlgorithm.EAGLE, pool, needs_cpu_seq_lens=False)
-        self.replays = 0
-
-    def run(self, batch):
-        """What the scheduler does with a batch; the hooks see this side's worker alone."""
-        round_worker._ROUNDS[:] = self.rounds
-        return generate(self.worker, self.future_map, batch)
-
-
-def two_sides() -> tuple[Side, Side]:
-    sides = Side(with_graphs=False), Side(with_graphs=True)
-    for side in sides:
-        finished_prefill(side.future_map, seed=7)
-    return sides
-
-
-def same(ours, theirs, requests: int) -> None:
-    """Accepted tokens of every request, and their numbers."""
-    assert torch.equal(ours.accept_lens, theirs.accept_lens)
-    for request in range(requests):
-        accepted = slice(request * D, request * D + int(theirs.accept_lens[request]))
-        assert torch.equal(ours.next_token_ids[accepted], theirs.next_token_ids[accepted])
-
+pytestmark = pytest.mark.usefixtures("sampled_rounds")
 
 BATCHES = st.lists(
     st.tuples(st.lists(st.integers(1, POOL - 1), min_size=1, max_size=SIZES[-1] + 2, unique=True), st.booleans()),
@@ -75,8 +40,11 @@ def test_any_sequence_of_batches_leaves_what_sglang_leaves(batches):
         for name in ("output_tokens_buf", "topk_p_buf", "topk_index_buf", "hidden_states_buf", "new_seq_lens_buf"):
             left = [getattr(side.future_map, name)[1:] for side in (theirs, ours)]
             assert torch.equal(*left), name
-    served = [len(slots) <= SIZES[-1] and greedy for slots, greedy in batches]
-    assert ours.replays == max(sum(served) - 1, 0)  # the first is SGLang's: it compiles what runs between the graphs
+    served = [
+        decode_batch(slots, greedy=greedy)().sampling_info.is_all_greedy for slots, greedy in batches if len(slots) <= SIZES[-1]
+    ]
+    # The first of a kind is SGLang's: it compiles what runs between the graphs.
+    assert ours.replays == sum(max(served.count(kind) - 1, 0) for kind in (True, False))
 
 
 def test_padding_never_reaches_a_request_and_stays_short():

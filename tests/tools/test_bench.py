@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nsa_backend import __main__ as command
-from nsa_backend.benchmarks import bench_attention, bench_metadata, cells, report, sm90
+from nsa_backend.benchmarks import bench_attention, bench_metadata, cells, generation, report, sm90
 from nsa_backend.benchmarks.sm90_case import Shape, spread
 from nsa_backend.benchmarks.sm90_kernels import variants
 from nsa_backend.cli import bench
@@ -82,6 +82,9 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
         (["serve", "--port", "1", "2"], "unrecognized arguments: 2"),
         (["metadata", "--checkpoint", "x"], "bench metadata does not take --checkpoint"),
         (["metadata", "--minutes", "0"], "must be above 0"),
+        (["draft", "--temperature", "1"], "bench draft does not take --temperature"),
+        (["serve", "--top-p", "0.9"], "--top-p is for requests that sample: pass --temperature above 0 too"),
+        (["serve", "--top-p", "0.9", "--temperature", "0"], "pass --temperature above 0 too"),
         (["metadata", "--steps", "-1"], "must be at least 0"),
         (["nothing"], "invalid choice: 'nothing'"),
     ],
@@ -184,3 +187,9 @@ def test_prefill_rows_choose_different_positions_of_what_they_see():
         assert real.unique().numel() == real.numel() == min(limit, 2048)
         assert 0 <= int(real.min()) <= int(real.max()) < limit
         assert (row[len(real) :] == -1).all()
+
+
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.6}, {"temperature": 1.0, "top_p": 0.95}])
+def test_what_requests_sample_by(given):
+    """Nothing where nothing is asked: requests are greedy then."""
+    assert generation.sampling_of(argparse.Namespace(**({"temperature": None, "top_p": None} | given))) == given

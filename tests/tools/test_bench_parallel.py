@@ -120,7 +120,11 @@ def test_a_row_gets_what_each_side_gave_back_when_it_ended(in_use, monkeypatch, 
 
     monkeypatch.setattr(generation, "Server", start)
     given = {"checkpoint": [str(tmp_path)], "parallel": ["tp2", "dp2"], "steps": [3], "batch": [8], "length": [300]}
-    chosen = dict.fromkeys(("model", "port", "sides", "prompt_tokens"), None) | {"quick": False, "samples": 2} | given
+    chosen = (
+        dict.fromkeys(("model", "port", "sides", "prompt_tokens", "temperature", "top_p"), None)
+        | {"quick": False, "samples": 2}
+        | given
+    )
     with ExitStack() as resources:
         cells = bench_serve.cells(argparse.Namespace(**chosen), resources)
         rows = [row for cell in cells for row in cell.measure()]

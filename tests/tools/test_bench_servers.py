@@ -226,21 +226,25 @@ def test_serve_measures_the_whole_matrix_and_what_one_chooses():
 
 
 def test_a_cell_warms_up_with_a_batch_that_is_not_too_long(monkeypatch):
-    """And both sides answer in turns."""
-    asked = []
+    """And both sides answer in turns, each time by the same sampling parameters."""
+    asked, wanted = [], {}
 
     class Fake:
         def __init__(self, name, seconds):
             self.name, self.seconds = name, seconds
 
-        def streamed(self, prompts, tokens):
+        def streamed(self, prompts, tokens, **sampling):
             asked.append((self.name, len(prompts)))
+            assert sampling == wanted
             answers = [answer([0, 0, 0, 64])] * len(prompts)
             return servers.Streamed([0.1, *[0.5] * (len(prompts) - 1)], self.seconds, answers)
 
     both = {"ours": Fake("ours", 1.5), "builtin": Fake("builtin", 2.5)}
     found = generation.in_turns(both, 32, 32768, 257, 2)
     assert asked == [("ours", 4), ("builtin", 4)] + [("ours", 32), ("builtin", 32)] * 2
+    wanted |= {"temperature": 0.6, "top_p": 0.95}
+    generation.in_turns(both, 32, 32768, 257, 1, **wanted)
+    assert asked[6:] == [("ours", 4), ("builtin", 4), ("ours", 32), ("builtin", 32)]
     row = bench_serve.summary(found["ours"]) | bench_serve.compared(found)
     assert row["ttft_ms"]["median"] == 500
     assert row["round_ms"] == {"median": 15.625, "min_max": [15.625, 15.625]}

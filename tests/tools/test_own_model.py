@@ -98,7 +98,8 @@ class FakeServer:
 
 
 def options(checkpoint: Path, prompts: Path, **given):
-    known = dict.fromkeys(("model", "prompts", "tokens", "server", "steps", "batch", "port", "checkpoint", "length"))
+    names = ("model", "prompts", "tokens", "server", "steps", "batch", "port", "checkpoint", "length", "temperature", "top_p")
+    known = dict.fromkeys(names)
     return argparse.Namespace(
         **(known | {"model": str(checkpoint), "prompts": str(prompts), "quick": False, "sides": None} | given)
     )

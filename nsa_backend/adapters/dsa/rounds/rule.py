@@ -8,12 +8,15 @@ from typing import Any
 
 from nsa_backend.adapters.dsa.rounds.release import names
 from nsa_backend.adapters.rule import Rule
-from nsa_backend.environment import switched_on
+from nsa_backend.environment import asked, switched_on
 from nsa_backend.releases import round_graph_problem
 
 logger = logging.getLogger(__name__)
 
 SWITCH = "NSA_BACKEND_ROUND_GRAPH"
+SAMPLED_SWITCH = "NSA_BACKEND_SAMPLED_ROUNDS"
+SAMPLED_BY_DEFAULT = False
+"""Whether sampled rounds are one graph where the switch is unset: not before they have run on a GPU."""
 
 
 def needed(attribute: str, option: str, served: tuple, advice: str | None = None) -> Rule:
@@ -88,12 +91,15 @@ def worker_problem(worker: Any, backends: tuple[type, ...]) -> str | None:
     `backends` are our attention backends, which plan nothing on the host.
     """
     from sglang.srt.managers import overlap_utils
+    from sglang.srt.speculative import spec_utils
 
     target, draft = worker.target_worker.model_runner, worker.draft_worker
     if not all(isinstance(backend, backends) for backend in worker.spec_v2_attn_backends if backend is not None):
         return "another attention backend serves the target or the drafts"
     if overlap_utils._DEBUG_ASSERT:
         return "SGLang checks what rounds leave to one another (SGLANG_IS_IN_CI)"
+    if spec_utils.SIMULATE_ACC_LEN > 0:
+        return "SGLang draws accept lengths on the host (SGLANG_SIMULATE_ACC_LEN)"
     if target.decode_cuda_graph_runner is None:
         return "SGLang captured no graph of target-verify"
     if draft.cuda_graph_runner_for_draft_extend is None:
@@ -103,6 +109,17 @@ def worker_problem(worker: Any, backends: tuple[type, ...]) -> str | None:
     if target.model_config.model_is_mrope:
         return "the model's positions have several parts"
     return None
+
+
+def is_sampled(batch: Any) -> bool:
+    """Whether a request of this batch samples; its greedy ones then keep one token, with temperature 1 and top-k 1."""
+    return not batch.sampling_info.is_all_greedy
+
+
+def serves_sampled() -> bool:
+    """Whether sampled rounds are one graph where greedy ones are."""
+    answer = asked(SAMPLED_SWITCH)
+    return SAMPLED_BY_DEFAULT if answer is None else answer
 
 
 def batch_problem(batch: Any) -> str | None:
@@ -115,7 +132,8 @@ def batch_problem(batch: Any) -> str | None:
         return "it is no plain decode"
     sampling, draft, mark = batch.sampling_info, batch.spec_info, names().mark
     asked = {
-        "a request samples": not sampling.is_all_greedy,
+        f"a request samples, which {SAMPLED_SWITCH}=1 makes one graph": is_sampled(batch) and not serves_sampled(),
+        "requests sample from seeds of their own": is_sampled(batch) and sampling.sampling_seed is not None,
         "a request has a grammar": batch.has_grammar,
         "a request asks for log-probabilities": batch.return_logprob,
         "a request asks for hidden states": batch.return_hidden_states,

@@ -4,8 +4,11 @@ The round that is captured is SGLang's own: its worker runs once, on a batch of 
 Its three graphs join as child nodes, and what it launches between them is recorded as it is. So nothing of the worker is
 written twice, and a batch that one graph cannot serve goes through the very same code.
 
-What a round takes from the last one and leaves for the next one is in SGLang's FutureMap, rows by request: its gather and its
-scatters are captured too, and SGLang's own calls of them are left out for a batch that a graph serves.
+A graph gathers from SGLang's FutureMap and scatters to it by itself, so SGLang's own calls of these are left out for a batch
+that a graph serves.
+
+Rounds of greedy batches and of sampled ones are graphs of their own, captured when the second batch of the kind comes. A server
+that nobody asks to sample captures none of those.
 """
 
 from __future__ import annotations
@@ -19,14 +22,14 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
-from sglang.srt.speculative.eagle_info import EagleDraftInput
 
+from nsa_backend.adapters.dsa.rounds.own_round import clear_padding, run_on, template_of
 from nsa_backend.adapters.dsa.rounds.release import names
-from nsa_backend.adapters.dsa.rounds.rule import SWITCH, batch_problem, captured_sizes, worker_problem
+from nsa_backend.adapters.dsa.rounds.rule import SWITCH, batch_problem, captured_sizes, is_sampled, worker_problem
+from nsa_backend.adapters.dsa.rounds.sampling import fitting, free_bytes, least_free_bytes, parameters, renormalizing
 from nsa_backend.adapters.sglang import HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.environment import switched_on
-from nsa_backend.kernels.inputs import PADDING_SLOT
 from nsa_backend.round_graph.child_graphs import kept_graphs
 from nsa_backend.round_graph.graphs import GraphRecorder, Recorder, RoundGraphs, RoundInputs, RoundOutputs
 
@@ -34,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 FUTURE_MAP = "sglang.srt.managers.overlap_utils.FutureMap"
 CAPTURE = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend.capture_one"
-
-CARRIED = ("output_tokens_buf", "topk_p_buf", "topk_index_buf", "hidden_states_buf", "dsa_topk_indices_buf")
-"""What a FutureMap keeps of a request between rounds; padding's row must hold something that can be computed with."""
 
 
 class Rounds:
@@ -57,23 +57,26 @@ class Rounds:
             backends: our attention backends, whose forwards plan nothing on the host.
             recorder: builds what captures.
         """
-        self._worker, self._forward, self._backends, self._recorder = worker, forward, backends, recorder
-        self._graphs: RoundGraphs | None = None
-        self._served: Any = None  # the batch whose forward comes next
+        self._worker, self._forward, self._backends, self._new_recorder = worker, forward, backends, recorder
+        self._recorder: Recorder | None = None
+        self._graphs: dict[bool, RoundGraphs] = {}  # by whether their batches are sampled, as in what follows
+        self._warm: set[bool] = set()  # kinds of which SGLang has run a round
+        self._sizes: dict[bool, list[int]] = {}  # batch sizes to capture; empty where no batch can be served
+        self._warming: Any = None  # the first sampled batch, whose forward comes next
+        self._served: Any = None  # the batch whose forward comes next, where it is to be one graph
         self._bonus: torch.Tensor | None = None  # of the round that the graph has left in the FutureMap
         self._recording = False
-        self._warm = False
-        self._sizes: list[int] | None = None  # batch sizes to capture; empty where no batch can be served
         self._future_map: FutureMap | None = None
 
     # Around SGLang's calls
 
     def resolve(self, original: Callable, future_map: FutureMap, batch: Any) -> None:
         """Around `FutureMap._resolve_spec_extras`: a graph gathers by itself."""
-        if self._recording or not self._serves(future_map, batch):
+        self._future_map = future_map
+        if self._recording or not self._serves(batch):
             original(future_map, batch)
         else:
-            self._served, self._future_map = batch, future_map
+            self._served = batch
 
     def stash(self, original: Callable, future_map: FutureMap, future_indices: torch.Tensor, payload: RelayPayload) -> None:
         """Around `FutureMap.stash`: a graph has scattered already."""
@@ -85,11 +88,19 @@ class Rounds:
         served, self._served = self._served, None
         return served is batch
 
+    def prepare(self, batch: Any) -> None:
+        """Before SGLang's own forward of a batch: the first sampled one compiles all that a graph of sampled rounds records."""
+        warming, self._warming = self._warming, None
+        if warming is batch:
+            batch.sampling_info = renormalizing(batch.sampling_info)
+
     def run(self, batch: Any) -> Any:
         """A round of one graph; returns SGLang's GenerationBatchResult, its tokens on the host once the round is done."""
-        if self._graphs is None:
-            self._capture(batch)
-        results = self._graphs.replay(batch.req_pool_indices, batch.seq_lens)
+        sampled = is_sampled(batch)
+        if sampled not in self._graphs:
+            self._capture(batch, sampled)
+        sampling = parameters(batch.sampling_info) if sampled else None
+        results = self._graphs[sampled].replay(RoundInputs(batch.req_pool_indices, batch.seq_lens, sampling))
         self._published()
         result = copy.copy(results.carried)  # the scheduler writes on both
         result.next_draft_input = copy.copy(result.next_draft_input)
@@ -109,20 +120,29 @@ class Rounds:
 
     # The choice
 
-    def _serves(self, future_map: FutureMap, batch: Any) -> bool:
+    def _serves(self, batch: Any) -> bool:
         if batch_problem(batch) is not None:
             return False
-        if self._sizes is None:
-            self._sizes = self._sizes_to_capture()
-        if len(batch.seq_lens) > max(self._sizes, default=0):
+        requests, sampled = len(batch.seq_lens), is_sampled(batch)
+        if requests > max(self._sizes_of(sampled=False), default=0):
             return False
         shared = self._worker.draft_worker.seed_dsa_topk_from_draft_extend
         if shared and not batch.spec_info.future_dsa_topk_indices_available:
             return False
-        if not self._warm:  # the first round compiles what SGLang launches between its graphs
-            self._warm = True
+        if sampled not in self._warm:  # the first round of a kind compiles what SGLang launches between its graphs
+            self._warm.add(sampled)
+            self._warming = batch if sampled else None
             return False
-        return True
+        return requests <= max(self._sizes_of(sampled=sampled), default=0)
+
+    def _sizes_of(self, *, sampled: bool) -> list[int]:
+        if False not in self._sizes:
+            self._sizes[False] = self._sizes_to_capture()
+        if sampled and True not in self._sizes:
+            target, width = self._worker.target_worker, self._worker.speculative_num_draft_tokens
+            free = least_free_bytes(self._future_map.device)
+            self._sizes[True] = fitting(self._sizes[False], width, target.model_config.vocab_size, free)
+        return self._sizes[sampled]
 
     def _sizes_to_capture(self) -> list[int]:
         """Empty where the worker cannot have such graphs, and the log says why."""
@@ -135,60 +155,34 @@ class Rounds:
 
     # The capture
 
-    def _capture(self, batch: Any) -> None:
-        """Capture a round of every size whose three graphs SGLang has captured."""
+    def _capture(self, batch: Any, sampled: bool) -> None:
+        """Capture a round of every size, of the kind that this batch is."""
         future_map, began, free = self._future_map, time.perf_counter(), free_bytes(self._future_map.device)
-        for name in CARRIED:
-            buffer = getattr(future_map, name)
-            if buffer is not None:
-                buffer[PADDING_SLOT] = 0
-        template = self._template(batch)
-        graphs = RoundGraphs(self._sizes, self._worker.speculative_num_draft_tokens, future_map.device, self._recorder())
-        graphs.capture(lambda inputs: self._round(template, future_map, inputs))
+        clear_padding(future_map)
+        if self._recorder is None:
+            self._recorder = self._new_recorder()
+        width, sizes = self._worker.speculative_num_draft_tokens, self._sizes[sampled]
+        graphs = RoundGraphs(sizes, width, future_map.device, self._recorder, sampled=sampled)
+        graphs.capture(partial(self._record, template=template_of(batch), future_map=future_map))
         # Events recorded in a capture belong to it: the scheduler must not wait for one.
         for runner in (self._worker.target_worker.model_runner, self._worker.draft_worker.draft_runner):
             names().wait_for_all_after(runner)
-        self._graphs = graphs
+        self._graphs[sampled] = graphs
         seconds, taken = time.perf_counter() - began, (free - free_bytes(future_map.device)) / 2**20
         logger.info(
-            "nsa_backend: captured whole speculative rounds of %s requests in %.1f s, %.0f MiB", self._sizes, seconds, taken
+            "nsa_backend: captured whole speculative rounds of %s %s requests in %.1f s, %.0f MiB",
+            sizes,
+            "sampled" if sampled else "greedy",
+            seconds,
+            taken,
         )
 
-    def _template(self, batch: Any) -> Any:
-        """A batch of padding alone, with nothing of a request in it; `_round` adds the tensors."""
-        template = copy.copy(batch)
-        template.reqs = []
-        template.sampling_info = copy.copy(batch.sampling_info)
-        for name in ("seq_lens_cpu", "seq_lens_sum", "req_pool_indices_cpu", "orig_seq_lens", "input_ids", "out_cache_loc"):
-            setattr(template, name, None)
-        template.multimodal_inputs = None
-        return template
-
-    def _round(self, template: Any, future_map: FutureMap, inputs: RoundInputs) -> RoundOutputs:
-        """SGLang's own round on static tensors, from the FutureMap to the FutureMap."""
-        batch = copy.copy(template)
-        batch.seq_lens, batch.req_pool_indices = inputs.seq_lens, inputs.req_pool_indices
-        batch.spec_info = EagleDraftInput(
-            future_indices=inputs.req_pool_indices,
-            future_dsa_topk_indices_available=template.spec_info.future_dsa_topk_indices_available,
-        )
-
-        def publish(new_seq_lens: torch.Tensor) -> None:
-            future_map.new_seq_lens_buf[inputs.req_pool_indices] = new_seq_lens.to(future_map.new_seq_lens_buf.dtype)
-
+    def _record(self, inputs: RoundInputs, template: Any, future_map: FutureMap) -> RoundOutputs:
         self._recording, self._bonus = True, None
         try:
-            future_map._resolve_spec_extras(batch)
-            result = self._forward(batch, on_publish=publish)
-            future_map.stash(inputs.req_pool_indices, RelayPayload.from_draft_input(result.next_draft_input))
+            return run_on(inputs, template, future_map, self._forward)
         finally:
             self._recording = False
-        return RoundOutputs(result.next_token_ids, result.accept_lens, result)
-
-
-def free_bytes(device: torch.device | str) -> int:
-    """Free memory of a GPU; 0 elsewhere."""
-    return torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else 0
 
 
 _ROUNDS: list[Rounds] = []
@@ -218,6 +212,7 @@ def with_rounds(worker_class: type, backends: tuple[type, ...], recorder: Callab
         def forward_batch_generation(self, batch: Any, *args: Any, **options: Any) -> Any:
             if self.rounds.takes(batch):
                 return self.rounds.run(batch)
+            self.rounds.prepare(batch)
             return super().forward_batch_generation(batch, *args, **options)
 
     return RoundWorker

@@ -1,0 +1,67 @@
+"""SGLang's own round on static tensors, which is what a graph of rounds records.
+
+What a round takes from the last one and leaves for the next one is in SGLang's FutureMap, rows by request: its gather and its
+scatters are recorded too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
+from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+from nsa_backend.adapters.dsa.rounds.sampling import on_static_tensors
+from nsa_backend.kernels.inputs import PADDING_SLOT
+from nsa_backend.round_graph.graphs import RoundInputs, RoundOutputs
+
+CARRIED = ("output_tokens_buf", "topk_p_buf", "topk_index_buf", "hidden_states_buf", "dsa_topk_indices_buf")
+"""What a FutureMap keeps of a request between rounds; padding's row must hold something that can be computed with."""
+
+
+def clear_padding(future_map: FutureMap) -> None:
+    """Zeros in the row that padding gathers."""
+    for name in CARRIED:
+        buffer = getattr(future_map, name)
+        if buffer is not None:
+            buffer[PADDING_SLOT] = 0
+
+
+def template_of(batch: Any) -> Any:
+    """A batch of the same kind with nothing of a request in it; `run_on` adds the tensors."""
+    template = copy.copy(batch)
+    template.reqs = []
+    for name in ("seq_lens_cpu", "seq_lens_sum", "req_pool_indices_cpu", "orig_seq_lens", "input_ids", "out_cache_loc"):
+        setattr(template, name, None)
+    template.multimodal_inputs = None
+    return template
+
+
+def run_on(inputs: RoundInputs, template: Any, future_map: FutureMap, forward: Callable[..., Any]) -> RoundOutputs:
+    """A round from the FutureMap to the FutureMap.
+
+    Args:
+        inputs: static tensors of the batch.
+        template: `template_of` a batch of this kind, greedy or sampled.
+        future_map: of SGLang's scheduler.
+        forward: `forward(batch, on_publish=...)`, the worker's own round.
+    """
+    batch = copy.copy(template)
+    batch.seq_lens, batch.req_pool_indices = inputs.seq_lens, inputs.req_pool_indices
+    info = template.sampling_info
+    batch.sampling_info = copy.copy(info) if inputs.sampling is None else on_static_tensors(info, inputs.sampling)
+    batch.spec_info = EagleDraftInput(
+        future_indices=inputs.req_pool_indices,
+        future_dsa_topk_indices_available=template.spec_info.future_dsa_topk_indices_available,
+    )
+
+    def publish(new_seq_lens: torch.Tensor) -> None:
+        future_map.new_seq_lens_buf[inputs.req_pool_indices] = new_seq_lens.to(future_map.new_seq_lens_buf.dtype)
+
+    future_map._resolve_spec_extras(batch)
+    result = forward(batch, on_publish=publish)
+    future_map.stash(inputs.req_pool_indices, RelayPayload.from_draft_input(result.next_draft_input))
+    return RoundOutputs(result.next_token_ids, result.accept_lens, result)

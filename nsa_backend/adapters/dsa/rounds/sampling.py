@@ -1,0 +1,78 @@
+"""How a batch samples, as static tensors that a captured round reads, and the memory that sampled rounds take.
+
+SGLang leaves top-k or top-p out of a round where no request of the batch asks for it. A captured round always applies both: a
+request that asks for neither goes through them as it does in a batch with one that does, and keeps every token. So one graph a
+size serves every sampled batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.distributed.parallel_state import get_tp_group
+
+from nsa_backend.kernels.round_sampling import SamplingParameters
+
+logger = logging.getLogger(__name__)
+
+FLOAT_BYTES = 4
+VOCABULARIES = 3
+"""Tensors of probabilities, float32 [rows, vocabulary], alive at once in SGLang's verification: what a step reads and writes,
+and one for what the allocator cannot join."""
+SHARE_OF_FREE = 0.5
+"""Of the free memory, at most this much goes to sampled rounds: prefills may still want the rest."""
+
+
+def parameters(sampling_info: Any) -> SamplingParameters:
+    """Those of a batch, from SGLang's SamplingBatchInfo."""
+    return SamplingParameters(sampling_info.temperatures, sampling_info.top_ps, sampling_info.top_ks)
+
+
+def renormalizing(sampling_info: Any) -> Any:
+    """The same, but SGLang applies top-k and top-p even where every request keeps all tokens."""
+    changed = copy.copy(sampling_info)
+    changed.need_top_k_sampling = changed.need_top_p_sampling = True
+    return changed
+
+
+def on_static_tensors(sampling_info: Any, static: SamplingParameters) -> Any:
+    """A SamplingBatchInfo of sampled requests that SGLang reads from `static`; `sampling_info` is of any sampled batch."""
+    changed = renormalizing(sampling_info)
+    changed.temperatures, changed.top_ps, changed.top_ks = static.temperatures, static.top_ps, static.top_ks
+    changed.min_ps = None  # SGLang's verification does not read it
+    return changed
+
+
+def fitting(sizes: list[int], num_draft_tokens: int, vocabulary: int, free: int) -> list[int]:
+    """The batch sizes whose probabilities take no more than `SHARE_OF_FREE` of `free` bytes; the log names the others.
+
+    The graphs of all sizes share their memory, so the largest one counts.
+    """
+    a_request = VOCABULARIES * num_draft_tokens * vocabulary * FLOAT_BYTES
+    found = [size for size in sizes if size * a_request <= SHARE_OF_FREE * free]
+    if found != sizes:
+        logger.warning(
+            "nsa_backend: rounds of more than %d sampled requests are three CUDA graphs, because the probabilities of %d take "
+            "%.0f MiB, and %.0f MiB are free: lower --mem-fraction-static for more",
+            max(found, default=0),
+            max(sizes),
+            max(sizes) * a_request / 2**20,
+            free / 2**20,
+        )
+    return found
+
+
+def free_bytes(device: torch.device | str) -> int:
+    """Free memory of a GPU; 0 elsewhere."""
+    return torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else 0
+
+
+def least_free_bytes(device: torch.device | str) -> int:
+    """The least over the ranks of tensor parallelism, which must capture the same sizes: every rank calls this."""
+    group, free = get_tp_group(), torch.tensor(free_bytes(device))
+    if group.world_size > 1:
+        torch.distributed.all_reduce(free, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return int(free)

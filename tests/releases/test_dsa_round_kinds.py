@@ -1,0 +1,111 @@
+"""Rounds of greedy and of sampled batches have graphs of their own: when they are captured, and what keeps SGLang's path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from round_sides import same, two_sides
+from round_stand_in import SIZES, VOCABULARY, D, decode_batch
+
+from nsa_backend.adapters.dsa.rounds import rule
+from nsa_backend.adapters.dsa.rounds import worker as round_worker
+from nsa_backend.adapters.dsa.rounds.rule import SAMPLED_SWITCH
+
+pytestmark = pytest.mark.usefixtures("sampled_rounds")
+
+
+def test_kinds_of_batches_in_turns():
+    """What one kind leaves, the other and SGLang's own path take up; each has graphs of its own."""
+    theirs, ours = two_sides()
+    asked = ({}, {"greedy": False}, {"has_grammar": True})
+    for number in range(12):
+        options = asked[number % 3]
+        batch = decode_batch([2, 4, 9, 5][: 1 + number % 4], greedy=options.get("greedy", True))
+        fields = {name: value for name, value in options.items() if name != "greedy"}
+        mine, other = (side.run(batch(**fields)) for side in (ours, theirs))
+        same(mine, other, 1 + number % 4)
+    assert ours.replays == 6  # of four greedy and four sampled batches, all but the first of each kind
+
+
+def test_the_first_sampled_round_compiles_what_graphs_record():
+    """SGLang leaves a filter out where no request asks for it; a graph has both, and must not be the first to run one."""
+    _, ours = two_sides()
+    nothing_asked = [4]  # neither top-p nor top-k
+    batches = [decode_batch(nothing_asked, greedy=False)() for _ in range(3)]
+    assert not batches[0].sampling_info.need_top_p_sampling
+    assert not batches[0].sampling_info.need_top_k_sampling
+    ours.run(batches[0])
+    assert (ours.replays, ours.worker.filters) == (0, [(True, True)])
+    assert not batches[0].sampling_info.need_top_p_sampling  # the scheduler's own is as it was
+    for batch in batches[1:]:
+        ours.run(batch)
+    assert ours.replays == 2
+    assert set(ours.worker.filters) == {(True, True)}
+
+
+def test_sglangs_own_path_goes_on_leaving_filters_out():
+    _, ours = two_sides()
+    for _ in range(2):
+        ours.run(decode_batch([4], greedy=False)())
+    ours.worker.filters.clear()
+    ours.run(decode_batch([4], greedy=False)(has_grammar=True))
+    assert ours.worker.filters == [(False, False)]
+
+
+def test_sampled_rounds_that_find_no_memory_are_three_graphs(monkeypatch, caplog):
+    _, ours = two_sides()
+    room_for_two = 2 * 2 * 3 * D * VOCABULARY * 4
+    monkeypatch.setattr(round_worker, "least_free_bytes", lambda device: room_for_two)
+    for slots in ([2, 4], [2, 4], [2, 4, 5], [2]):
+        ours.run(decode_batch(slots, greedy=False)())
+    assert ours.replays == 2
+    for _ in range(2):
+        ours.run(decode_batch([2, 4, 5])())
+    assert ours.replays == 3  # greedy rounds have no such need
+    assert len([message for message in caplog.messages if "rounds of more than 2 sampled requests" in message]) == 1
+
+
+@pytest.mark.parametrize(("switch", "default", "served"), [("0", True, 0), ("1", False, 1), (None, True, 1), (None, False, 0)])
+def test_the_switch_of_sampled_rounds(monkeypatch, switch, default, served):
+    monkeypatch.setattr(rule, "SAMPLED_BY_DEFAULT", default)
+    if switch is None:
+        monkeypatch.delenv(SAMPLED_SWITCH)
+    else:
+        monkeypatch.setenv(SAMPLED_SWITCH, switch)
+    _, ours = two_sides()
+    for greedy in (True, True, False, False):
+        ours.run(decode_batch([2, 4], greedy=greedy)())
+    assert ours.replays == 1 + served
+
+
+def test_a_batch_with_seeds_of_its_own():
+    _, ours = two_sides()
+    for _ in range(3):
+        batch = decode_batch([2, 4], greedy=False)()
+        batch.sampling_info.sampling_seed = torch.tensor([1, 2])
+        ours.run(batch)
+    assert ours.replays == 0
+
+
+def test_the_log_says_what_was_captured(caplog):
+    caplog.set_level("INFO")
+    _, ours = two_sides()
+    for greedy in (True, False) * 2:
+        ours.run(decode_batch([2, 4], greedy=greedy)())
+    said = [message for message in caplog.messages if "captured whole" in message]
+    assert [message.split(" in ")[0] for message in said] == [
+        f"nsa_backend: captured whole speculative rounds of {SIZES} {kind} requests" for kind in ("greedy", "sampled")
+    ]
+
+
+def test_accept_lengths_that_sglang_draws_on_the_host(monkeypatch, caplog):
+    """A graph would repeat the one that was drawn while it was captured."""
+    from sglang.srt.speculative import spec_utils
+
+    monkeypatch.setattr(spec_utils, "SIMULATE_ACC_LEN", 2.5)
+    caplog.set_level("INFO")
+    _, ours = two_sides()
+    for greedy in (True, False) * 2:
+        ours.run(decode_batch([2, 4], greedy=greedy)())
+    assert ours.replays == 0
+    assert [m for m in caplog.messages if "SGLang draws accept lengths on the host (SGLANG_SIMULATE_ACC_LEN)" in m]

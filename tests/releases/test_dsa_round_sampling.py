@@ -1,0 +1,202 @@
+"""SGLang's own verification of sampled drafts as a round of one graph runs it: static tensors, padding, top-k and top-p always.
+
+The CUDA kernels are torch stand-ins; the rest is SGLang's.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from fake_gpu import fake_gpu
+from sampling_kernels import check_sampling, sampling_kernels
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
+from sglang.srt.speculative import eagle_utils
+
+from nsa_backend.adapters.dsa.rounds import sampling
+from nsa_backend.kernels.round_sampling import PADDING_TOP_K, SamplingParameters, fill_sampled_round_inputs_torch
+from nsa_backend.testing.dsa_calls import publish
+
+D, VOCABULARY = 4, 40
+MIXED = ({"temperature": 0.7, "top_p": 0.8}, {"temperature": 0}, {"temperature": 1.3, "top_k": 5}, {})
+BATCHES = {
+    "nothing asked": ({}, {"temperature": 0.5}),
+    "top-p": ({"top_p": 0.9}, {"temperature": 0.6, "top_p": 0.95}, {}),
+    "top-k": ({"top_k": 3}, {"temperature": 2.0}),
+    "greedy requests too": MIXED,
+    "min-p, which SGLang does not look at here": ({"min_p": 0.2}, {"min_p": 0.9, "temperature": 0.8}),
+}
+
+
+@pytest.fixture(autouse=True)
+def options():
+    publish(D - 1, D, decode="fa3", prefill="flashmla_sparse")
+
+
+def of_requests(asked: tuple[dict, ...]) -> SamplingBatchInfo:
+    """SGLang's own, of requests that ask for this."""
+    unasked = {"custom_logit_processor": None, "return_sampling_mask": False, "sampling_logprobs_mode": None}
+    reqs = [SimpleNamespace(sampling_params=SamplingParams(**parameters), **unasked) for parameters in asked]
+    for req in reqs:
+        req.sampling_params.normalize(None)
+    batch = ScheduleBatch(reqs=reqs)
+    batch.device = "cpu"
+    return SamplingBatchInfo.from_schedule_batch(batch, VOCABULARY).copy_for_forward()
+
+
+def static(info: SamplingBatchInfo, rows: int, device: str = "cpu") -> SamplingBatchInfo:
+    """The same on the static tensors of a round that was captured for `rows`."""
+    into = SamplingParameters.allocate(rows, device)
+    ids, lens = (torch.zeros(n, dtype=torch.int64) for n in (len(info), rows))
+    fill_sampled_round_inputs_torch(ids, ids, sampling.parameters(info), lens, lens, into)
+    return sampling.on_static_tensors(info, into)
+
+
+def verified(info: SamplingBatchInfo, logits: torch.Tensor, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens int32 [rows, D], accepted ones int32 [rows]) of SGLang's verification of chains of drafts."""
+    rows, device = len(drafts), drafts.device
+    chain = torch.arange(D, device=device).expand(rows, D)
+    nowhere = torch.full((rows, D), -1, device=device)
+    verify = SimpleNamespace(
+        draft_token=drafts.flatten(),
+        draft_token_num=D,
+        max_tree_depth=D,
+        tree_topk=1,
+        draft_probs=None,
+        retrieve_index=torch.arange(rows * D, device=device).view(rows, D),
+        retrieve_next_token=torch.where(chain < D - 1, chain + 1, nowhere),
+        retrieve_next_sibling=nowhere,
+    )
+    batch = SimpleNamespace(
+        device=device, forward_mode=ForwardMode.TARGET_VERIFY, sampling_info=info, seq_lens=torch.empty(rows, device=device)
+    )
+    output = SimpleNamespace(next_token_logits=logits.reshape(rows * D, VOCABULARY).clone())
+    tokens, accepted, _ = eagle_utils.eagle_sample(verify, batch, output)
+    return tokens.view(rows, D), accepted
+
+
+def coins_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same coins for a request, however many rows of padding there are."""
+    coins = torch.rand(100, D + 1, generator=torch.Generator().manual_seed(5))[:rows]
+    return coins[:, :D].contiguous(), coins[:, D].contiguous()
+
+
+@pytest.mark.parametrize("asked", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_captured_round_samples_what_sglang_samples(monkeypatch, asked, padding):
+    monkeypatch.setattr(eagle_utils, "_verify_coins", lambda candidates, **_: coins_of(len(candidates)))
+    asked = asked * 8
+    rng = torch.Generator().manual_seed(3)
+    rows = len(asked) + padding
+    logits = torch.randn(rows, D, VOCABULARY, generator=rng) * 3
+    drafts = logits.argmax(-1).roll(1, 1)
+    with sampling_kernels():
+        theirs = verified(of_requests(asked), logits[: len(asked)], drafts[: len(asked)])
+        ours = verified(static(of_requests(asked), rows), logits, drafts)
+    assert torch.equal(ours[1][: len(asked)], theirs[1])
+    for request, accepted in enumerate(theirs[1].tolist()):
+        assert torch.equal(ours[0][request, :accepted], theirs[0][request, :accepted])
+    assert 1 < theirs[1].float().mean() < D  # there are accepted and rejected drafts among them
+
+
+def filtered(logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = VOCABULARY) -> torch.Tensor:
+    """Probabilities of one token by the definitions alone, without ties."""
+    if temperature == 0:
+        temperature, top_k = 1.0, 1
+    probs = torch.softmax(logits.double() / temperature, -1)
+    order = probs.argsort(descending=True)
+    for keep in (slice(top_k), None):
+        ordered = probs[order]
+        count = int((ordered.cumsum(0) - ordered < top_p * (1 - 1e-9)).sum())
+        probs[order[keep.stop :] if keep else order[count:]] = 0
+        probs /= probs.sum()
+    return probs
+
+
+def test_tokens_come_as_often_as_the_target_says():
+    """Whatever was drafted, the first token of a round has the target's distribution, as each request filters it."""
+    samples = 1500
+    rng = torch.Generator().manual_seed(9)
+    logits = (torch.randn(len(MIXED), D, VOCABULARY, generator=rng) * 2).repeat(samples, 1, 1)
+    drafts = torch.randint(0, 3, (len(logits), D), generator=rng)
+    drafts[:, 1] = torch.where(drafts[:, 1] > 0, logits[:, 0].argmax(-1), drafts[:, 1])
+    torch.manual_seed(11)
+    with sampling_kernels():
+        tokens, accepted = verified(static(of_requests(MIXED * samples), len(logits)), logits, drafts)
+    assert {1, 2} <= set(accepted.tolist())
+    for request, asked in enumerate(MIXED):
+        expected = filtered(logits[request, 0], **asked) * samples
+        counted = torch.bincount(tokens[request :: len(MIXED), 0], minlength=VOCABULARY)
+        assert (counted[expected == 0] == 0).all()
+        often = expected > 5
+        chi_square = ((counted - expected)[often] ** 2 / expected[often]).sum()
+        assert chi_square < 3 * int(often.sum()) + 10
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_waits_and_ranks_agree(ranks):
+    """SGLang's verification neither reads a value on the host nor copies from it; the first rank's tokens go to the others."""
+    rows = 3
+    info = of_requests(MIXED)
+    sample = mock.Mock(side_effect=check_sampling)
+    with fake_gpu() as crossings, sampling_kernels(sample, ranks) as group:
+        info = sampling.on_static_tensors(info, SamplingParameters.allocate(rows, "cuda"))
+        logits, drafts = torch.zeros(rows, D, VOCABULARY, device="cuda"), torch.zeros(rows, D, dtype=torch.int64, device="cuda")
+        crossings.found.clear()
+        tokens, accepted = verified(info, logits, drafts)
+        assert crossings.found == []
+        assert (tokens.shape, accepted.shape) == ((rows, D), (rows,))
+        sent = [tuple(call.args[0].shape) for call in group.broadcast.call_args_list]
+    assert sample.call_count == 1
+    assert sent == ([(rows * D,), (rows, D), (rows,)] if ranks > 1 else [])
+
+
+def test_sglangs_parameters_have_the_form_that_a_round_takes():
+    """Also of batches that shrank and grew."""
+    whole, other = of_requests(MIXED), of_requests(({"top_p": 0.3},))
+    for info in (whole, other):
+        info.penalizer_orchestrator = mock.Mock(is_required=False)
+    sampling.parameters(whole).check("", len(MIXED))
+    whole.filter_batch([0, 3], torch.tensor([0, 3]))
+    sampling.parameters(whole).check("", 2)
+    whole.merge_batch(other)
+    sampling.parameters(whole).check("", 3)
+    assert whole.top_ps.tolist() == pytest.approx([0.8, 1.0, 0.3])
+
+
+def test_padding_asks_for_what_a_request_that_asks_nothing_does():
+    padding, unasked = vars(SamplingParameters.allocate(1, "cpu")), vars(sampling.parameters(of_requests(({},))))
+    assert {name: tensor.tolist() for name, tensor in padding.items()} == {name: t.tolist() for name, t in unasked.items()}
+    assert PADDING_TOP_K == TOP_K_ALL
+
+
+def test_sizes_whose_probabilities_leave_no_room(caplog):
+    a_request = 3 * D * 1000 * 4
+    assert sampling.fitting([1, 2, 4], D, 1000, 2 * 4 * a_request) == [1, 2, 4]
+    assert not caplog.records
+    assert sampling.fitting([1, 2, 4], D, 1000, 2 * 4 * a_request - 1) == [1, 2]
+    assert sampling.fitting([1, 2, 4], D, 1000, 0) == []
+    said = (
+        "nsa_backend: rounds of more than {} sampled requests are three CUDA graphs, because the probabilities of 4 take 0 MiB"
+    )
+    assert [message.split(",")[0:2] for message in caplog.messages] == [said.format(n).split(",") for n in (2, 0)]
+
+
+def test_ranks_go_by_the_one_with_the_least_memory(monkeypatch):
+    group = mock.Mock(world_size=2)
+    monkeypatch.setattr(sampling, "get_tp_group", lambda: group)
+    monkeypatch.setattr(sampling, "free_bytes", lambda device: 7)
+
+    def all_reduce(tensor: torch.Tensor, operation: object, group: object) -> None:
+        assert (operation, group) == (torch.distributed.ReduceOp.MIN, group)
+        tensor.clamp_(max=5)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    assert sampling.least_free_bytes("cuda") == 5
+    group.world_size = 1
+    assert sampling.least_free_bytes("cuda") == 7
