@@ -1,5 +1,6 @@
 """What the text must say of rounds in one graph, and of other models and deployments on SGLang 0.5.23."""
 
+import re
 from collections.abc import Iterator
 
 from quoted import medians, one, rule, spread
@@ -117,3 +118,20 @@ def other_models(report: dict) -> Iterator[str]:
     below = [c["ours"]["mean"] / c["builtin"]["mean"] for r in report["rows"] for c in r["workloads"].values()]
     less = [ratio for ratio in below if ratio < 1]
     yield f"{len(less)} of {len(below)} cells are below the built-in's, the furthest by {100 * (1 - min(less)):.1f} %"
+
+
+@rule("printed_0_5_23")
+def printed_last(report: dict) -> Iterator[str]:
+    """Runs of which the last lines are all that is left."""
+    runs = {next(word for word in ("sampled and greedy", "tensor parallel", "EAGLE3", "DP attention") if word in run["command"]): run
+            for run in report["runs"]}  # fmt: skip
+    parted = re.compile(r"(\d+) of the outputs differ .*, (\d+) of them at ties")
+    for name in ("EAGLE3", "tensor parallel"):
+        *_, differing, floors = runs[name]["printed"]
+        count, ties = parted.match(differing).groups()
+        assert (count, floors, runs[name]["exit_code"]) == (ties, "all floors met", 0)
+        yield f"all floors met, {count} parted outputs, ties"
+    means = [re.findall(r"': ([\d.]+)", line) for line in runs["tensor parallel"]["printed"][:2]]
+    yield "{} and {} of 4, built-in {} and {}".format(*means[0], *means[1])
+    assert runs["sampled and greedy"]["printed"][-1] == "no floor missed where something was measured"
+    assert runs["DP attention"]["exit_code"] == 1

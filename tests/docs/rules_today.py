@@ -72,14 +72,21 @@ def replay_buffers(report: dict) -> Iterator[str]:
     yield f"{ours} MiB, built-in {theirs} MiB"
 
 
-@rule("profile_0_5_23")
-def one_decode(report: dict) -> Iterator[str]:
-    row = one(report["rows"], mode="decode", steps=0)
+@rule("profile_0_5_23", "profile_4096_0_5_23")
+def one_decode(short: dict, long: dict) -> Iterator[str]:
+    for report, tokens in ((short, 300), (long, 4096)):
+        row = one(report["rows"], mode="decode", steps=0)
+        sides = [row[side]["forward"] for side in ("ours", "builtin")]
+        kernels = [sum(us for _, us in side.values()) / 1e3 for side in sides]
+        spans = [row[side]["span_us"] / 1e3 for side in ("ours", "builtin")]
+        yield "{} tokens {:.2f} ms of kernels in {:.2f} ms, built-in {:.2f} in {:.2f}".format(
+            tokens, kernels[0], spans[0], kernels[1], spans[1]
+        )
+        moe = [side["fused_moe_kernel"][1] for side in sides]
+        assert moe[0] < moe[1]
+        yield "{:.0f} and {:.0f} us".format(*moe)
+    row = one(short["rows"], mode="decode", steps=0)
     sides = [row[side]["forward"] for side in ("ours", "builtin")]
-    kernels = [sum(us for _, us in side.values()) / 1e3 for side in sides]
-    yield "{:.2f} ms of kernels against {:.2f}".format(*kernels)
     yield "{} launches against {}".format(*(sum(launches for launches, _ in side.values()) for side in sides))
-    moe = [side["fused_moe_kernel"][1] for side in sides]
-    yield "took {:.0f} us in our process and {:.0f} us in the other".format(*moe)
     schedules = [side["prepare_varlen_num_blocks_kernel"] for side in sides]
     yield "{} of {:.1f} us where the built-in has {} of {:.1f} us".format(*schedules[0], *schedules[1])
