@@ -1,6 +1,5 @@
 """What the text must say of the swapped order, GLM and auto served, and of engine runs that were judged again or cut short."""
 
-import re
 from collections.abc import Iterator
 
 from quoted import medians, one, rule, spread
@@ -195,9 +194,9 @@ def who_ran_the_gpu_tests(first: dict, second: dict, newest: dict) -> Iterator[s
     for report, release in ((newest, "0.5.23"), (second, "0.5.17"), (first, "0.5.12.post1")):
         assert "failed" not in last(report, "pytest -q -m gpu tests/kernels tests/gpu")
         yield f"on {release} {last(report, 'pytest -q -m gpu tests/kernels tests/gpu').split(' passed')[0]} passed"
-    for tool, words in (("memcheck", "memcheck found nothing in {} tests"), ("initcheck", "initcheck nothing in sparse_decode's {}")):
-        assert "0 errors" in last(newest, tool)
-        yield words.format(last(newest, tool).split(" passed")[0])
+    for checker, words in (("memcheck", "memcheck found nothing in {} tests"), ("initcheck", "nothing in sparse_decode's {}")):
+        assert "0 errors" in last(newest, checker)
+        yield words.format(last(newest, checker).split(" passed")[0])
     assert not any("racecheck" in run["command"] for run in newest["runs"])
     sampled = last(newest, "test_sampled_round_graph")
     assert sampled.startswith("ended by a time limit")

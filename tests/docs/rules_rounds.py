@@ -123,8 +123,8 @@ def other_models(report: dict) -> Iterator[str]:
 @rule("printed_0_5_23")
 def printed_last(report: dict) -> Iterator[str]:
     """Runs of which the last lines are all that is left."""
-    runs = {next(word for word in ("sampled and greedy", "tensor parallel", "EAGLE3", "DP attention") if word in run["command"]): run
-            for run in report["runs"]}  # fmt: skip
+    names = ("sampled and greedy", "tensor parallel", "EAGLE3", "DP attention")
+    runs = {name: run for run in report["runs"] for name in names if name in run["command"]}
     parted = re.compile(r"(\d+) of the outputs differ .*, (\d+) of them at ties")
     for name in ("EAGLE3", "tensor parallel"):
         *_, differing, floors = runs[name]["printed"]

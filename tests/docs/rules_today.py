@@ -79,9 +79,8 @@ def one_decode(short: dict, long: dict) -> Iterator[str]:
         sides = [row[side]["forward"] for side in ("ours", "builtin")]
         kernels = [sum(us for _, us in side.values()) / 1e3 for side in sides]
         spans = [row[side]["span_us"] / 1e3 for side in ("ours", "builtin")]
-        yield "{} tokens {:.2f} ms of kernels in {:.2f} ms, built-in {:.2f} in {:.2f}".format(
-            tokens, kernels[0], spans[0], kernels[1], spans[1]
-        )
+        ours, theirs = (f"{sum_of:.2f}{{}} in {span:.2f}" for sum_of, span in zip(kernels, spans, strict=True))
+        yield f"{tokens} tokens {ours.format(' ms of kernels')} ms, built-in {theirs.format('')}"
         moe = [side["fused_moe_kernel"][1] for side in sides]
         assert moe[0] < moe[1]
         yield "{:.0f} and {:.0f} us".format(*moe)
