@@ -1,0 +1,181 @@
+"""Many commands on the GPUs of one machine: each starts when its GPUs are free and when what it waits for has ended.
+
+    python -m nsa_backend.benchmarks.lanes PLAN.json OUT
+
+PLAN is a list of jobs, first come, first served on every GPU:
+
+    name      what it is called, and its folder in OUT
+    gpus      numbers of the GPUs that it has to itself; CUDA_VISIBLE_DEVICES says them to it
+    command   for a shell; {python} is the interpreter of this process, $OUT the job's folder, $PLAN_OUT that of all
+    minutes   after which it is ended, with all that it started
+    after     names of jobs that must have ended before, however they did
+    needs     names of jobs that must have succeeded before; otherwise this one is left out
+    beside    true: it starts beside whatever runs on its GPUs, and others beside it; for what is not timed
+    environment  variables that it gets besides
+
+What a job prints is in OUT/NAME/log, and OUT/status.txt grows by a line as each begins and ends. PLAN is read again every
+second, so jobs can be added while others run. Exits with 0 where every job succeeded, else 1; one that was left out has not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ENDING = 10.0
+"""Seconds between asking a job to end and killing it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command of a plan."""
+
+    name: str
+    gpus: list[int]
+    command: str
+    minutes: float
+    after: list[str] = field(default_factory=list)
+    needs: list[str] = field(default_factory=list)
+    beside: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def plan(path: Path) -> list[Job]:
+    """The jobs of a file.
+
+    Raises:
+        ValueError: a job has a field that there is not, lacks one, waits for a job that does not come before it, or has the
+            name of another.
+    """
+    jobs: list[Job] = []
+    for entry in json.loads(path.read_text()):
+        try:
+            job = Job(**entry)
+        except TypeError as error:
+            raise ValueError(f"{path}, job {entry.get('name', len(jobs))}: {str(error).partition('() ')[2]}") from error
+        known = [one.name for one in jobs]
+        if job.name in known:
+            raise ValueError(f"{path}: two jobs are called {job.name}, and would write into one folder: rename one")
+        for name in (*job.after, *job.needs):
+            if name not in known:
+                raise ValueError(f"{path}: {job.name} waits for {name}, which is no job before it: put it there")
+        jobs.append(job)
+    return jobs
+
+
+class Lanes:
+    """The jobs of one plan, as far as they have come."""
+
+    def __init__(self, out: Path):
+        self._out = out.absolute()
+        self._out.mkdir(parents=True, exist_ok=True)
+        self._began = time.monotonic()
+        self._running: dict[str, tuple[Job, subprocess.Popen, float]] = {}
+        self.succeeded: dict[str, bool] = {}
+        """Whether a job that is over did, by name; one that was left out did not."""
+
+    @property
+    def running(self) -> list[str]:
+        """Names of the jobs that run now."""
+        return list(self._running)
+
+    def step(self, jobs: list[Job]) -> bool:
+        """End what is over, start what can start; whether anything is left to do."""
+        for name, (job, process, began) in list(self._running.items()):
+            self._look_at(name, job, process, time.monotonic() - began)
+        taken: set[int] = {gpu for job, *_ in self._running.values() if not job.beside for gpu in job.gpus}
+        for job in jobs:
+            if job.name in self.succeeded or job.name in self._running:
+                continue
+            failed = [name for name in job.needs if self.succeeded.get(name) is False]
+            if failed:
+                self._over(job.name, False, f"left out: {failed[0]} did not succeed")
+            elif any(name not in self.succeeded for name in (*job.after, *job.needs)):
+                continue
+            elif job.beside:
+                self._start(job)
+            else:
+                if taken.isdisjoint(job.gpus):
+                    self._start(job)
+                taken |= set(job.gpus)  # those who come later wait behind it, whether it runs or waits itself
+        return any(job.name not in self.succeeded for job in jobs)
+
+    def _start(self, job: Job) -> None:
+        folder = self._out / job.name
+        folder.mkdir(exist_ok=True)
+        environment = (
+            os.environ
+            | job.environment
+            | {
+                "CUDA_VISIBLE_DEVICES": ",".join(map(str, job.gpus)),
+                "OUT": str(folder),
+                "PLAN_OUT": str(self._out),
+                "PYTHONUNBUFFERED": "1",
+            }
+        )
+        command = job.command.replace("{python}", sys.executable)
+        with (folder / "log").open("w") as log:
+            process = subprocess.Popen(
+                command, shell=True, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self._running[job.name] = job, process, time.monotonic()
+        self._say(f"{job.name} begins on {job.gpus}")
+
+    def _look_at(self, name: str, job: Job, process: subprocess.Popen, seconds: float) -> None:
+        code = process.poll()
+        if code is None and seconds < 60 * job.minutes:
+            return
+        end_all(process)
+        del self._running[name]
+        how = f"ended after its {job.minutes:g} minutes" if code is None else f"exit code {code} after {seconds:.0f} s"
+        self._over(name, code == 0, how)
+
+    def _over(self, name: str, succeeded: bool, how: str) -> None:
+        self.succeeded[name] = succeeded
+        self._say(f"{name}: {how}")
+
+    def _say(self, text: str) -> None:
+        line = f"{time.monotonic() - self._began:7.1f} s  {text}"
+        print(line, flush=True)
+        with (self._out / "status.txt").open("a") as status:
+            status.write(line + "\n")
+
+    def close(self) -> None:
+        """End what still runs."""
+        for _, process, _ in self._running.values():
+            end_all(process)
+
+
+def end_all(process: subprocess.Popen) -> None:
+    """End a process and all that its session still has."""
+    for number, seconds in ((signal.SIGTERM, ENDING), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    lanes = Lanes(args.out)
+    try:
+        while lanes.step(plan(args.plan)):
+            time.sleep(1)
+    finally:
+        lanes.close()
+    return 0 if all(lanes.succeeded.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
