@@ -19,7 +19,7 @@ NAMES_OF_DSA = {
     "--cuda-graph-bs": "--cuda-graph-bs-decode",
 }
 PORTS_APART = 20
-"""Between engines side by side."""
+"""Between engines side by side; what each has above its own is in ports.py."""
 NCCL_PORT = 10
 """Above an engine's port: where its ranks meet. No engine beside it takes that one (tests/releases/test_side_by_side.py).
 Unless told, SGLang looks for a free port and takes it half a minute later, when another engine may have it."""

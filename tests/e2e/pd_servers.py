@@ -12,10 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from engines import NCCL_PORT, PORTS_APART
+
 from nsa_backend.benchmarks.servers import STARTING, call, wait_until_ready
 
-DECODE, ALONE, ROUTER, BOOTSTRAP = 4, 8, 12, 16
-"""Ports of a case, above the prefill server's."""
+DECODE, ALONE = PORTS_APART, 2 * PORTS_APART
+ROUTER, BOOTSTRAP = 4, 8
+"""Ports of a case, above the prefill server's. Servers are as far apart as engines: each may count ports up from its own."""
 
 APART_SECONDS = 3.0  # between two starts, as servers measure free memory then
 ROOMS = 2**63
@@ -44,9 +47,14 @@ def roles(arguments: dict[str, Any], engine: str) -> tuple[dict[str, Any], dict[
     common = arguments | {"disaggregation_transfer_backend": engine, "disaggregation_bootstrap_port": port + BOOTSTRAP}
     tp = arguments.get("tp_size", 1)
     return (
-        common | {"disaggregation_mode": "prefill", "base_gpu_id": 0},
-        common | {"disaggregation_mode": "decode", "base_gpu_id": tp, "port": port + DECODE},
+        common | {"disaggregation_mode": "prefill", "base_gpu_id": 0} | meeting(port),
+        common | {"disaggregation_mode": "decode", "base_gpu_id": tp} | meeting(port + DECODE),
     )
+
+
+def meeting(port: int) -> dict[str, int]:
+    """Arguments of a server on `port`, whose ranks meet above it."""
+    return {"port": port, "nccl_port": port + NCCL_PORT}
 
 
 def rooms(count: int, port: int) -> dict[str, list]:

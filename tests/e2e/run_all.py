@@ -26,8 +26,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from case import workload_of
 from endings import facts
-from engines import NCCL_PORT, PORTS, PORTS_APART, first_device, refuse_taken_ports, run_to_its_end
+from engines import PORTS, first_device, refuse_taken_ports, run_to_its_end
 from machine import Machine
+from ports import begins, ports_of_run
 from reports import merged, report_of, show, write
 from ties import differences, judge
 from workloads import CASES, WORKLOADS, Case
@@ -118,14 +119,16 @@ def launch(run: Run, case: Case, backend: str, port: int) -> tuple[dict | None, 
 
 def run_engines(run: Run) -> None:
     """Every case with every backend, as far as there is time."""
-    items = [(number, c, b) for number, (c, b) in enumerate((c, b) for c in run.cases for b in run.args.backends)]
+    engines = [(case, backend) for case in run.cases for backend in run.args.backends]
+    ports = begins([case for case, _ in engines], run.args.port)
+    items = [(port, *engine) for port, engine in zip(ports, engines, strict=True)]
 
     def job(item: tuple[int, Case, str]) -> None:
-        number, case, backend = item
+        port, case, backend = item
         began = time.monotonic()
         if run.left() < run.longest:
             return
-        result, log = launch(run, case, backend, run.args.port + PORTS_APART * (number % 50))
+        result, log = launch(run, case, backend, port)
         with run.writing:
             run.results[case.name, backend] = result, log
             run.longest = max(run.longest, time.monotonic() - began)
@@ -204,7 +207,7 @@ def main() -> int:
     print(f"{minutes:5.1f} minutes in all, {minutes / args.jobs:.1f} with {args.jobs} engines side by side", flush=True)
     if args.list:
         return 0
-    refuse_taken_ports([args.port + PORTS_APART * number + at for number in range(50) for at in (0, NCCL_PORT)])
+    refuse_taken_ports(ports_of_run([case for case in cases for _ in args.backends], args.port))
     args.logs.mkdir(parents=True, exist_ok=True)
     checkpoints = {which: written(*which, args.logs) for which in {case.checkpoint for case in cases}}
     write_dense_drafts(cases, checkpoints)
@@ -212,7 +215,7 @@ def main() -> int:
         run = Run(checkpoints, cases, args, machine)
         run_engines(run)
         parted = run.parted()
-        judge(run.checkpoints, parted, args.jobs, args.logs, args.port + 1000, min(args.engine_seconds, max(run.left(), 60)))
+        judge(run.checkpoints, parted, args.jobs, args.logs, args.port, min(args.engine_seconds, max(run.left(), 60)))
         report = run.write(parted)
     show(report)
     return 1 if report["failures"] or report["problems"] or report["not_measured"] else 0

@@ -19,8 +19,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from actions import ACTIONS
 from engine_options import new_tokens
-from engines import NCCL_PORT
-from pd_servers import ALONE, Pair, ServerProcess
+from pd_servers import ALONE, Pair, ServerProcess, meeting
 from workloads import CASES, RANKS, WORKLOADS, Case
 
 from nsa_backend.adapters.options import OWN_DECODE_VALUES
@@ -53,11 +52,9 @@ def engine_arguments(case: Case, checkpoint: str, port: int, *, builtin: bool = 
         "max_running_requests": 32,
         "cuda_graph_bs": [1, 2, 4, 8],
         "random_seed": 0,
-        "port": port,
+        **meeting(port),
         "log_level": "info",
     }
-    if not case.disaggregated:
-        arguments["nccl_port"] = port + NCCL_PORT
     if case.steps:
         arguments |= {
             "speculative_algorithm": "EAGLE",
@@ -151,10 +148,9 @@ def run_engine(case: Case, arguments: dict) -> dict:
 
 def run_disaggregated(case: Case, arguments: dict) -> dict:
     """Prefill and decode server, and one that does both, all of them started at once."""
-    port = arguments["port"]
     with ExitStack() as open_servers:
         pair = open_servers.enter_context(Pair(arguments, case.disaggregated, router=case.router))
-        alone = open_servers.enter_context(ServerProcess(arguments | {"port": port + ALONE}))
+        alone = open_servers.enter_context(ServerProcess(arguments | meeting(arguments["port"] + ALONE)))
         pair.wait()
         alone.wait()
         return measure(pair.generate, case) | measure(alone.generate, case, case.again)

@@ -12,8 +12,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from case import workload_of
-from engines import PORTS_APART, run_to_its_end
+from engines import run_to_its_end
 from next_token import question
+from ports import judge_begin
 from workloads import WORKLOADS, Case
 
 from nsa_backend.benchmarks.servers import SIDE_BY_SIDE
@@ -57,7 +58,10 @@ def _parted(case: Case, name: str, mine: dict, theirs: dict, side: str) -> list[
 def judge(
     checkpoints: dict[str, Path], parted: list[tuple[Case, list[dict]]], jobs: int, logs: Path, port: int, seconds: float
 ) -> None:
-    """Judge the differences of all cases in place, with one engine for all cases that ask the same engine of a model."""
+    """Judge the differences of all cases in place, with one engine for all cases that ask the same engine of a model.
+
+    `port` is that of the run's first engine; those that are asked have their own above it.
+    """
     groups = defaultdict(list)
     for case, found in parted:
         asked = question(case)
@@ -71,7 +75,7 @@ def judge(
             group[0][0],
             [d for _, found in group for d in found],
             logs,
-            port + PORTS_APART * number,
+            judge_begin(number, port),
             seconds,
         )
 

@@ -17,16 +17,17 @@ from nsa_backend.benchmarks import faithful_checkpoint
 from nsa_backend.benchmarks.servers import SIDE_BY_SIDE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
-from engines import PORTS, PORTS_APART
+from engines import PORTS
 from next_token import question
+from pd_servers import ALONE, meeting, roles
+from ports import DP_PORTS, ENGINES, JUDGES, begins, judge_begin, ports_of, ports_of_run
 from run_case import engine_arguments
 from workloads import CASES
 
-CASE = "four GPUs, DP attention 4, fa3"
-"""With DP attention SGLang counts ports up from the engine's own, and talks over sockets without."""
-FIRST, MOST = 12000, 50
-JUDGES = 1000
-"""From the first engine's port to that of the first one that is asked about ties."""
+FIRST = 12000
+RUN_HERE = [case for case in CASES if case.runs_here()]
+OF_EACH_KIND = {(c.disaggregated, *sorted(c.engine)): c for c in RUN_HERE if not c.dense_draft}.values()
+"""One case of those that are asked for the same options, whatever their values."""
 
 
 def test_what_lets_engines_load_beside_each_other_is_a_switch_of_sglang():
@@ -36,34 +37,62 @@ def test_what_lets_engines_load_beside_each_other_is_a_switch_of_sglang():
 
 
 @pytest.fixture
-def ports_of(resolve, tmp_path, monkeypatch):
-    """Returns a function of (case, port) to the ports that such an engine listens on."""
+def ports_of_sglang(resolve, tmp_path, monkeypatch):
+    """Returns a function of (case, port) to the ports that SGLang's own rules give such an engine, or such servers."""
     if hasattr(sglang_args, "wait_port_available"):
         monkeypatch.setattr(sglang_args, "wait_port_available", lambda *of_port: True)
     resolve()  # stands in for the GPU
     (tmp_path / "config.json").write_text(json.dumps(faithful_checkpoint.config(faithful_checkpoint.SHAPES["faithful"])))
 
     def found(case, port: int) -> set[int]:
-        server_args = sglang_args.ServerArgs(**engine_arguments(case, str(tmp_path), port), device="cuda")
+        arguments = engine_arguments(case, str(tmp_path), port)
+        if not case.disaggregated:
+            return of_server(arguments)
+        pair = roles(arguments, case.disaggregated)
+        (bootstrap,) = {role["disaggregation_bootstrap_port"] for role in pair}
+        servers = [of_server(server) for server in (*pair, arguments | meeting(port + ALONE))]
+        assert len(set().union(*servers)) == sum(map(len, servers))
+        return {bootstrap}.union(*servers)
+
+    def of_server(arguments: dict) -> set[int]:
+        server_args = sglang_args.ServerArgs(**arguments, device="cuda")
         if hasattr(server_args, "resolve_once"):
             server_args.resolve_once()
         made = dataclasses.asdict(sglang_args.PortArgs.init_new(server_args)).values()
         addresses = [re.fullmatch(r"tcp://.*:(\d+)", str(value)) for value in made]
-        return {value for value in made if type(value) is int} | {int(address[1]) for address in addresses if address}
+        own = {value for value in made if type(value) is int} | {int(address[1]) for address in addresses if address}
+        return own | {arguments["port"]}
 
     return found
 
 
 @pytest.mark.parametrize("ask", [False, True], ids=["measured", "asked about ties"])
-@pytest.mark.parametrize("name", [CASE, "four GPUs, tensor parallel, fa3", "n3 fa3"])
-def test_engines_side_by_side_share_no_port(ports_of, name, ask):
-    case = next(c for c in CASES if c.name == name)
+@pytest.mark.parametrize("case", OF_EACH_KIND, ids=lambda case: case.name)
+def test_a_run_knows_the_ports_of_its_engines(ports_of_sglang, case, ask):
     case = question(case) if ask else case
-    offsets, again = ({port - first for port in ports_of(case, first)} for first in (FIRST, FIRST + 60))
-    widest = {port - FIRST for port in ports_of(next(c for c in CASES if c.name == CASE), FIRST)}
-    assert offsets == again
-    assert len(offsets) > 4 if "DP attention" in name else len(offsets) == 1
-    begins = [*range(0, MOST * PORTS_APART, PORTS_APART), *range(JUDGES, JUDGES + MOST * PORTS_APART, PORTS_APART)]
-    for one, other in itertools.permutations(set(begins), 2):
-        assert not {one + offset for offset in offsets} & {other + offset for offset in widest}
-    assert max(begins) + max(widest) < PORTS
+    assert ports_of_sglang(case, FIRST) <= ports_of(case, FIRST)
+
+
+def test_dp_attention_counts_ports_up_from_its_own():
+    """What `ports_of` takes from SGLang: the first is no part of PortArgs, the others are what it gives after this one."""
+    handed_out, first_met, *_ = DP_PORTS
+    assert (handed_out, first_met) == (sglang_args.DP_ATTENTION_HANDSHAKE_PORT_DELTA, sglang_args.ZMQ_TCP_PORT_DELTA)
+
+
+@pytest.mark.parametrize("gpus", sorted({case.gpus for case in RUN_HERE}))
+def test_engines_side_by_side_share_no_port(gpus):
+    """Nor do those asked about ties, though not beside them. Where ports are handed out nobody listens for longer than that."""
+    cases = [case for case in RUN_HERE if case.gpus == gpus for _ in range(2)]
+    listening = []
+    for at in (begins(cases, FIRST), [judge_begin(number, FIRST) for number in range(len(cases))]):
+        for case, begin in list(zip(cases, at, strict=True))[: ENGINES // 3]:
+            listening.append(ports_of(case, begin) - {port + DP_PORTS[0] for port in at})
+    for one, other in itertools.combinations(listening, 2):
+        assert not one & other
+
+
+def test_runs_on_other_gpus_share_no_port():
+    most = [max(RUN_HERE, key=lambda case: len(ports_of(case, 0)))] * 2 * ENGINES
+    ports = ports_of_run(most, FIRST)
+    assert (ports[0], ports[-1] - FIRST < PORTS) == (FIRST, True)
+    assert {FIRST + JUDGES, FIRST + DP_PORTS[-1], FIRST + JUDGES + DP_PORTS[-1]} <= set(ports)

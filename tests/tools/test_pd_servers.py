@@ -81,7 +81,6 @@ def test_a_server_that_ends_says_so(stand_ins, monkeypatch):
 def test_ports_of_a_case_are_apart():
     ports = [0, DECODE, ALONE, pd_servers.ROUTER, BOOTSTRAP]
     assert len(set(ports)) == len(ports)
-    assert max(ports) < 20  # run_all's next case
     router = router_command(34000)
     assert router[router.index("--prefill") + 1 :][:2] == ["http://127.0.0.1:34000", str(34000 + BOOTSTRAP)]
     assert router[router.index("--decode") + 1] == f"http://127.0.0.1:{34000 + DECODE}"
