@@ -21,7 +21,10 @@ BACKENDS = {"ours": "0", "builtin": "1"}
 """Side of a comparison to its NSA_BACKEND_DISABLE."""
 
 THREE_GRAPHS = "three_graphs"
-VARIANTS = {THREE_GRAPHS: {"NSA_BACKEND_ROUND_GRAPH": "0"}, "auto": {"NSA_BACKEND_AUTO_DECODE": "1"}}
+VARIANTS = {
+    THREE_GRAPHS: {"NSA_BACKEND_ROUND_GRAPH": "0", "NSA_BACKEND_SAMPLED_ROUNDS": "0"},
+    "auto": {"NSA_BACKEND_AUTO_DECODE": "1"},
+}
 """Sides that are ours with a switch set: speculative rounds of three graphs, decode by whatever is fastest at its rows."""
 
 ENVIRONMENTS = {side: {"NSA_BACKEND_DISABLE": disabled} for side, disabled in BACKENDS.items()}

@@ -81,3 +81,11 @@ def test_whole_rounds_in_one_graph(arguments, monkeypatch):
     monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
     problem = round_graph_problem()
     assert refusals(arguments(speculative_algorithm="EAGLE")) == ([problem] if problem else [])
+
+
+def test_sampled_rounds_without_rounds_in_one_graph(arguments, monkeypatch):
+    monkeypatch.setenv("NSA_BACKEND_SAMPLED_ROUNDS", "1")
+    assert refusals(arguments(speculative_algorithm="EAGLE")) == []
+    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "0")
+    (sentence,) = refusals(arguments(speculative_algorithm="EAGLE"))
+    assert sentence.endswith("NSA_BACKEND_ROUND_GRAPH=0 leaves three: unset one")

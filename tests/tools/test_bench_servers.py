@@ -223,30 +223,3 @@ def test_serve_measures_the_whole_matrix_and_what_one_chooses():
     assert every[-1] == (32, 32768)
     assert bench_serve.shapes(serve_options(length=[131072], batch=[8])) == [(8, 131072)]
     assert [bench_serve.repeats(b, n, False) for b, n in ((1, 300), (32, 4096), (32, 32768))] == [7, 5, 3]
-
-
-def test_a_cell_warms_up_with_a_batch_that_is_not_too_long(monkeypatch):
-    """And both sides answer in turns, each time by the same sampling parameters."""
-    asked, wanted = [], {}
-
-    class Fake:
-        def __init__(self, name, seconds):
-            self.name, self.seconds = name, seconds
-
-        def streamed(self, prompts, tokens, **sampling):
-            asked.append((self.name, len(prompts)))
-            assert sampling == wanted
-            answers = [answer([0, 0, 0, 64])] * len(prompts)
-            return servers.Streamed([0.1, *[0.5] * (len(prompts) - 1)], self.seconds, answers)
-
-    both = {"ours": Fake("ours", 1.5), "builtin": Fake("builtin", 2.5)}
-    found = generation.in_turns(both, 32, 32768, 257, 2)
-    assert asked == [("ours", 4), ("builtin", 4)] + [("ours", 32), ("builtin", 32)] * 2
-    wanted |= {"temperature": 0.6, "top_p": 0.95}
-    generation.in_turns(both, 32, 32768, 257, 1, **wanted)
-    assert asked[6:] == [("ours", 4), ("builtin", 4), ("ours", 32), ("builtin", 32)]
-    row = bench_serve.summary(found["ours"]) | bench_serve.compared(found)
-    assert row["ttft_ms"]["median"] == 500
-    assert row["round_ms"] == {"median": 15.625, "min_max": [15.625, 15.625]}
-    assert row["speedup"] == pytest.approx(2.5 / 1.5, abs=1e-3)
-    assert row["ratio"] == {"ttft_ms": 1.0, "tpot_ms": 0.5, "round_ms": 0.5}

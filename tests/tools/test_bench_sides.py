@@ -38,7 +38,9 @@ def test_a_side_that_there_is_not():
 
 def test_a_side_is_told_from_the_others_by_its_environment():
     assert servers.ENVIRONMENTS["builtin"] == {"NSA_BACKEND_DISABLE": "1"}
-    assert servers.ENVIRONMENTS["three_graphs"] == {"NSA_BACKEND_DISABLE": "0", "NSA_BACKEND_ROUND_GRAPH": "0"}
+    assert servers.ENVIRONMENTS["three_graphs"] == {
+        "NSA_BACKEND_DISABLE": "0", "NSA_BACKEND_ROUND_GRAPH": "0", "NSA_BACKEND_SAMPLED_ROUNDS": "0",
+    }  # fmt: skip
     assert servers.ENVIRONMENTS["auto"] == {"NSA_BACKEND_DISABLE": "0", "NSA_BACKEND_AUTO_DECODE": "1"}
 
 
@@ -58,3 +60,30 @@ def test_ours_with_a_switch_is_compared_with_ours(capsys):
     shown = capsys.readouterr().out
     assert "three_graphs / ours" in shown
     assert "auto / ours" in shown
+
+
+def test_a_cell_warms_up_with_a_batch_that_is_not_too_long(monkeypatch):
+    """And both sides answer in turns, each time by the same sampling parameters."""
+    asked, wanted = [], {}
+
+    class Fake:
+        def __init__(self, name, seconds):
+            self.name, self.seconds = name, seconds
+
+        def streamed(self, prompts, tokens, **sampling):
+            asked.append((self.name, len(prompts)))
+            assert sampling == wanted
+            answers = [{"meta_info": {"spec_correct_drafts_histogram": [0, 0, 0, 64]}}] * len(prompts)
+            return servers.Streamed([0.1, *[0.5] * (len(prompts) - 1)], self.seconds, answers)
+
+    both = {"ours": Fake("ours", 1.5), "builtin": Fake("builtin", 2.5)}
+    found = generation.in_turns(both, 32, 32768, 257, 2)
+    assert asked == [("ours", 4), ("builtin", 4)] + [("ours", 32), ("builtin", 32)] * 2
+    wanted |= {"temperature": 0.6, "top_p": 0.95}
+    generation.in_turns(both, 32, 32768, 257, 1, **wanted)
+    assert asked[6:] == [("ours", 4), ("builtin", 4), ("ours", 32), ("builtin", 32)]
+    row = bench_serve.summary(found["ours"]) | bench_serve.compared(found)
+    assert row["ttft_ms"]["median"] == 500
+    assert row["round_ms"] == {"median": 15.625, "min_max": [15.625, 15.625]}
+    assert row["speedup"] == pytest.approx(2.5 / 1.5, abs=1e-3)
+    assert row["ratio"] == {"ttft_ms": 1.0, "tpot_ms": 0.5, "round_ms": 0.5}

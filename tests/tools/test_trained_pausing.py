@@ -1,4 +1,4 @@
-"""Servers that are not timed stand still with all their processes, and go on afterwards."""
+"""Servers that are not timed stand still with all their processes, and go on afterwards; what is timed has its GPU alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from nsa_backend.benchmarks.trained import gpu_lock
 from nsa_backend.benchmarks.trained.pausing import paused
 
 CHILD = "import time; time.sleep(60)"
@@ -52,3 +53,16 @@ def test_they_go_on_after_an_error_and_one_that_ended_does_no_harm(server):
         assert come_to(server, stopped=True)
         raise RuntimeError("of the measurement")
     assert come_to(server, stopped=False)
+
+
+def test_what_is_timed_waits_for_those_that_are_busy(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "test_what_is_timed")
+    with gpu_lock.busy():
+        with gpu_lock.alone(time.monotonic() + 0.2) as free:
+            assert not free
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "test_another_gpu")
+        with gpu_lock.alone(time.monotonic()) as free:
+            assert free
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "test_what_is_timed")
+    with gpu_lock.alone(time.monotonic()) as free:
+        assert free

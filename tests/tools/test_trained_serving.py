@@ -17,7 +17,7 @@ from nsa_backend import registration
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks import bench_trained
 from nsa_backend.benchmarks.servers import Streamed
-from nsa_backend.benchmarks.trained import gpu_lock, measure, serving, shared_length
+from nsa_backend.benchmarks.trained import measure, serving, shared_length
 from nsa_backend.demo.engine import Engine
 from nsa_backend.demo.speculative import SpeculativeDecoder
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
@@ -201,19 +201,6 @@ def test_time_that_is_up_is_named(bench):
     code, found = bench([FakeServer("ours", 1)], "--steps", "1", "--minutes", "0", "--batch", "1", "8")
     assert code == 1
     assert found["problems"] == [f"speed of N = 1, batch {batch}, T = 0: no time was left" for batch in (1, 8)]
-
-
-def test_what_is_timed_waits_for_those_that_are_busy(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "test_what_is_timed")
-    with gpu_lock.busy():
-        with gpu_lock.alone(time.monotonic() + 0.2) as free:
-            assert not free
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "test_another_gpu")
-        with gpu_lock.alone(time.monotonic()) as free:
-            assert free
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "test_what_is_timed")
-    with gpu_lock.alone(time.monotonic()) as free:
-        assert free
 
 
 class FakeSideServer:
