@@ -78,6 +78,7 @@ class Lanes:
         self._out = out.absolute()
         self._out.mkdir(parents=True, exist_ok=True)
         self._began = time.monotonic()
+        self._unread = ""  # why the plan could not be read again
         self._running: dict[str, tuple[Job, subprocess.Popen, float]] = {}
         self.succeeded: dict[str, bool] = {}
         """Whether a job that is over did, by name; one that was left out did not."""
@@ -107,6 +108,16 @@ class Lanes:
                     self._start(job)
                 taken |= set(job.gpus)  # those who come later wait behind it, whether it runs or waits itself
         return any(job.name not in self.succeeded for job in jobs)
+
+    def read_again(self, path: Path, jobs: list[Job]) -> list[Job]:
+        """The jobs of the file now; `jobs` where it cannot be read, being half written, and the status says so once."""
+        try:
+            jobs, self._unread = plan(path), ""
+        except (OSError, ValueError) as error:
+            if str(error) != self._unread:
+                self._unread = str(error)
+                self._say(f"goes on with the plan as it was: {error}")
+        return jobs
 
     def _start(self, job: Job) -> None:
         folder = self._out / job.name
@@ -168,10 +179,15 @@ def main() -> int:
     parser.add_argument("plan", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
+    try:
+        jobs = plan(args.plan)
+    except ValueError as error:
+        sys.exit(str(error))
     lanes = Lanes(args.out)
     try:
-        while lanes.step(plan(args.plan)):
+        while lanes.step(jobs):
             time.sleep(1)
+            jobs = lanes.read_again(args.plan, jobs)
     finally:
         lanes.close()
     return 0 if all(lanes.succeeded.values()) else 1

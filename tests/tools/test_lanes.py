@@ -106,6 +106,11 @@ def test_jobs_can_be_added_while_others_run(tmp_path):
         more = lanes.plan(written(tmp_path, job("first", [0], "sleep 60"), job("second", [1], "sleep 60")))
         assert one.step(more)
         assert one.running == ["first", "second"]
+        half = tmp_path / "plan.json"
+        half.write_text(half.read_text()[:-20])
+        assert one.read_again(half, more) == one.read_again(half, more) == more
+        said = (tmp_path / "out" / "status.txt").read_text()
+        assert said.count("goes on with the plan as it was") == 1
     finally:
         one.close()
 
@@ -122,6 +127,14 @@ def test_jobs_can_be_added_while_others_run(tmp_path):
 def test_a_plan_that_cannot_be_meant_is_refused(tmp_path, jobs, sentence):
     with pytest.raises(ValueError, match=sentence):
         lanes.plan(written(tmp_path, *jobs))
+
+
+def test_a_plan_that_is_refused_ends_with_its_sentence_alone(tmp_path):
+    command = [sys.executable, "-m", "nsa_backend.benchmarks.lanes", str(written(tmp_path, job("a", [0], after=["b"]))), "out"]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.strip().endswith("a waits for b, which is no job before it: put it there")
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
