@@ -8,6 +8,7 @@ from nsa_backend.adapters.options import OWN_DECODE_VALUES
 from nsa_backend.adapters.rule import Rule
 from nsa_backend.attention.implementations import OPTION_VALUES
 from nsa_backend.environment import asked, switched_on
+from nsa_backend.releases import round_graph_problem
 
 PREFILL_VALUES = (*(name for name in OPTION_VALUES if name not in OWN_DECODE_VALUES), "flashmla_auto")
 
@@ -82,10 +83,12 @@ def refusals(server_args: sglang.ServerArgs) -> list[str]:
     found += adapter.environment_problems()
     if switched_on("NSA_BACKEND_ROUND_GRAPH"):
         found += adapter.round_problems(args)
-    elif asked("NSA_BACKEND_ROUND_GRAPH") is False and switched_on("NSA_BACKEND_SAMPLED_ROUNDS"):
-        found.append(
-            "NSA_BACKEND_SAMPLED_ROUNDS=1 is for rounds in one graph, and NSA_BACKEND_ROUND_GRAPH=0 leaves three: unset one"
-        )
+    elif switched_on("NSA_BACKEND_SAMPLED_ROUNDS"):
+        found.append(round_graph_problem("NSA_BACKEND_SAMPLED_ROUNDS"))
+        if asked("NSA_BACKEND_ROUND_GRAPH") is False:
+            found.append(
+                "NSA_BACKEND_SAMPLED_ROUNDS=1 is for rounds in one graph, and NSA_BACKEND_ROUND_GRAPH=0 leaves three: unset one"
+            )
     if adapter.is_rocm():
         found.append("nsa_backend does not serve ROCm: use an NVIDIA GPU, or " + adapter.WAY_BACK)
     return [sentence for sentence in found if sentence]

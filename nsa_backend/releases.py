@@ -73,9 +73,9 @@ def unsupported_host() -> str | None:
     return f"it supports SGLang {SUPPORTED} and this is {release}"
 
 
-def round_graph_problem() -> str | None:
-    """Why the installed SGLang's rounds cannot be one graph, or None."""
+def round_graph_problem(switch: str = "NSA_BACKEND_ROUND_GRAPH") -> str | None:
+    """Why the installed SGLang's rounds cannot be one graph, for a user who set `switch` to 1, or None."""
     if installed() in ROUND_GRAPHS:
         return None
     served = " and ".join(ROUND_GRAPHS)
-    return f"NSA_BACKEND_ROUND_GRAPH=1 is served on SGLang {served}, and {installed()} is installed: unset it"
+    return f"{switch}=1 is served on SGLang {served}, and {installed()} is installed: unset it"
