@@ -41,6 +41,9 @@ Replay = list[Op]
 Kernels = dict[str, tuple[float, float]]
 """By name, in the order of a forward: (launches, microseconds of all of them)."""
 
+Sums = dict[str, list[float]]
+"""Two numbers by kernel, of one forward."""
+
 
 def read_events(folder: Path) -> list[dict]:
     """The events of the one trace in `folder`; raises RuntimeError where SGLang wrote none or several."""
@@ -148,18 +151,22 @@ def between(long: list[Op], one_token: list[Op], rounds: int) -> Kernels:
 
 def kernels(forwards: list[Replay]) -> Kernels:
     """Launches and time by kernel, the median over `forwards` of the same kind."""
-    order = dict.fromkeys(op.name for replay in forwards for op in replay)
     each = []
     for replay in forwards:
-        sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+        sums: Sums = defaultdict(lambda: [0, 0.0])
         for op in replay:
             sums[op.name][0] += 1
             sums[op.name][1] += op.us
         each.append(sums)
-    found = {
+    return {name: pair for name, pair in medians(each).items() if pair[0]}
+
+
+def medians(each: list[Sums]) -> Kernels:
+    """The median of both numbers by kernel, in the order of first appearance; 0 where a forward has none of it."""
+    order = dict.fromkeys(name for sums in each for name in sums)
+    return {
         name: tuple(statistics.median(sums[name][i] if name in sums else 0 for sums in each) for i in (0, 1)) for name in order
     }
-    return {name: pair for name, pair in found.items() if pair[0]}
 
 
 def span_us(forwards: list[Replay]) -> float:
@@ -182,7 +189,7 @@ def path(forwards: list[Replay]) -> dict[str, tuple[float, float]]:
     """
     each = []
     for replay in forwards:
-        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        sums: Sums = defaultdict(lambda: [0.0, 0.0])
         reached = replay[0].begin
         for op in replay:
             found = sums[op.name]
@@ -190,11 +197,7 @@ def path(forwards: list[Replay]) -> dict[str, tuple[float, float]]:
             found[1] += max(0.0, op.begin - reached)
             reached = max(reached, op.begin + op.us)
         each.append(sums)
-    order = dict.fromkeys(name for sums in each for name in sums)
-    return {
-        name: tuple(statistics.median(sums[name][i] if name in sums else 0.0 for sums in each) for i in (0, 1))
-        for name in order
-    }
+    return medians(each)
 
 
 def one_layer(forwards: list[Replay], layers: int, which: int) -> list[Replay]:

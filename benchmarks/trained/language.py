@@ -106,10 +106,9 @@ def held_out(model: TrainedModel, blocks: Blocks, most: int = HELD_OUT_BLOCKS) -
     with torch.compiler.set_stance("force_eager"):
         for number in range(min(most, blocks.count)):
             block = blocks.batch(number, 1).to(device)
-            ids, following = block[:, : blocks.length], block[:, 1 : blocks.length + 1]
-            hidden = model.hidden(ids)
-            best, drafts = (model.lm_head(state).argmax(-1) for state in (hidden, model.mtp_hidden(following, hidden)))
+            states = model.states(block, HELD_OUT_STEPS)
+            best, drafts = (model.lm_head(state).argmax(-1) for state, _ in states[:2])
             agree = float((best[:, 1:] == drafts[:, :-1]).float().mean())
-            rows.append([agree, *map(float, model.losses_by_depth(block, HELD_OUT_STEPS))])
+            rows.append([agree, *(float(model.head_loss(*pair)) for pair in states)])
     agree, target, *mtp = (round(value, 4) for value in torch.tensor(rows).mean(0).tolist())
     return {"target": target, "mtp": mtp[0], "drafts_equal_to_target": agree, "mtp_by_step": mtp}

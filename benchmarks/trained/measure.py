@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from nsa_backend.benchmarks.generation import Sample, sample_of, spread, summary
 from nsa_backend.benchmarks.trained.accept import paired, statistics
-from nsa_backend.benchmarks.trained.serving import BATCHES, SideServer, sampling_of
+from nsa_backend.benchmarks.trained.serving import BATCHES, SideServer, sampling_at
 
 FIRST = BATCHES[-1]
 """Requests of the first wave of a cell, after which its standard error is believed."""
@@ -88,7 +88,7 @@ def measure_speed(
     servers: list[SideServer], batch: int, prompts: Prompts, *, length: int, tokens: int, repeats: int, temperature: float = 0.0
 ) -> dict:
     """A row: generations of one batch, server after server on the same prompts, other prompts in every repeat."""
-    sampling = sampling_of(temperature)
+    sampling = sampling_at(temperature)
     found: dict[str, list[Sample]] = {server.side: [] for server in servers}
     for repeat in range(repeats + 1):
         asked = prompts(length, batch * repeat, batch)

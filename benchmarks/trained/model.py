@@ -101,18 +101,26 @@ class TrainedModel(nn.Module):
         return target, sum(drafted) / self.mtp_depth
 
     def losses_by_depth(self, blocks: Tensor, depth: int) -> list[Tensor]:
-        """The target's mean loss over blocks of ids, int64 [B, T + 1 + depth], then the MTP layer's in each step of drafting.
+        """Mean losses over blocks of ids, int64 [B, T + 1 + depth]: the target's, then of each step of drafting."""
+        return [self.head_loss(state, following) for state, following in self.states(blocks, depth)]
+
+    def states(self, blocks: Tensor, depth: int) -> list[tuple[Tensor, Tensor]]:
+        """(hidden states [B, T, hidden], ids int64 [B, T] that they predict) of the target, then of each step of drafting.
 
         Row i of step d takes the hidden state of row i of the step before, the target's in the first, and the embedding of
         token i + d, and predicts token i + d + 1.
+
+        Args:
+            blocks: ids, int64 [B, T + 1 + depth].
+            depth: steps of drafting.
         """
         rows = blocks.shape[1] - 1 - depth
         ids = [blocks[:, d : d + rows] for d in range(depth + 2)]
         state = self.hidden(ids[0])
-        found = [self.head_loss(state, ids[1])]
+        found = [(state, ids[1])]
         for embedded, following in pairwise(ids[1:]):
             state = self.mtp_hidden(embedded, state)
-            found.append(self.head_loss(state, following))
+            found.append((state, following))
         return found
 
     def head_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:

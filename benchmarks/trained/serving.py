@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nsa_backend.benchmarks import server_options
-from nsa_backend.benchmarks.servers import Server, call, wait_until_ready
+from nsa_backend.benchmarks.servers import Server, call, greedy, wait_until_ready
 from nsa_backend.benchmarks.trained.shared_length import ANNOUNCEMENT
 
 SIDES = {
@@ -35,8 +35,8 @@ PORTS = 24  # from one server to the next
 TOP_P = 0.95  # of every answer that is sampled
 
 
-def sampling_of(temperature: float) -> dict[str, float]:
-    """SGLang's sampling parameters of a temperature; greedy where it is 0."""
+def sampling_at(temperature: float) -> dict[str, float]:
+    """What a temperature asks of SGLang beside or in place of `greedy`'s; 0 is greedy."""
     return {"temperature": temperature, "top_p": TOP_P} if temperature else {"temperature": 0}
 
 
@@ -99,7 +99,7 @@ class SideServer(Server):
 
     def sampled(self, prompts: list[list[int]], tokens: int, temperature: float) -> list[dict]:
         """Answers of one batch, exactly `tokens` new tokens each; greedy where `temperature` is 0."""
-        sampling = {"max_new_tokens": tokens, "ignore_eos": True, **sampling_of(temperature)}
+        sampling = greedy(tokens) | sampling_at(temperature)
         return call(self.port, "/generate", {"input_ids": prompts, "sampling_params": sampling}, timeout=600)
 
     def log_probabilities(self, prompt: list[int]) -> list[float]:
