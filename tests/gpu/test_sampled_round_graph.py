@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sampled_drafts import verified
 
 from nsa_backend.kernels.round_sampling import PADDING_TOP_K, SamplingParameters
 from nsa_backend.round_graph.graphs import GraphRecorder, RoundGraphs, RoundInputs, RoundOutputs
@@ -68,23 +69,7 @@ def test_random_numbers_go_on_as_they_would_without_graphs():
 
 
 def verification(logits: torch.Tensor, drafts: torch.Tensor, inputs: RoundInputs, *, always: bool = True) -> tuple:
-    """SGLang's own, of chains of drafts; `always`: top-k and top-p even where nobody asks."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-    from sglang.srt.speculative.eagle_utils import eagle_sample
-
-    rows = len(inputs.seq_lens)
-    chain = torch.arange(D, device="cuda").repeat(rows, 1)
-    nowhere = torch.full_like(chain, -1)
-    verify = SimpleNamespace(
-        draft_token=drafts.flatten(),
-        draft_token_num=D,
-        max_tree_depth=D,
-        tree_topk=1,
-        draft_probs=None,
-        retrieve_index=torch.arange(rows * D, device="cuda").view(rows, D),
-        retrieve_next_token=torch.where(chain < D - 1, chain + 1, nowhere),
-        retrieve_next_sibling=nowhere,
-    )
+    """SGLang's own, of requests that sample by `inputs`; `always`: top-k and top-p even where nobody asks."""
     info = SimpleNamespace(
         **vars(inputs.sampling),
         is_all_greedy=False,
@@ -95,16 +80,7 @@ def verification(logits: torch.Tensor, drafts: torch.Tensor, inputs: RoundInputs
         sampling_seed=None,
         **dict.fromkeys(("acc_additive_penalties", "acc_scaling_penalties", "logit_bias")),
     )
-    batch = SimpleNamespace(
-        device="cuda",
-        forward_mode=ForwardMode.TARGET_VERIFY,
-        sampling_info=info,
-        seq_lens=inputs.seq_lens,
-        return_logprob=False,
-    )
-    output = SimpleNamespace(next_token_logits=logits.reshape(rows * D, VOCABULARY).clone())
-    tokens, accepted, _ = eagle_sample(verify, batch, output)
-    return tokens.view(rows, D), accepted
+    return verified(info, logits, drafts)
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 from fake_gpu import fake_gpu
+from sampled_drafts import verified
 from sampling_kernels import check_sampling, sampling_kernels
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from sglang.srt.speculative import eagle_utils
@@ -55,29 +55,6 @@ def static(info: SamplingBatchInfo, rows: int, device: str = "cpu") -> SamplingB
     ids, lens = (torch.zeros(n, dtype=torch.int64) for n in (len(info), rows))
     fill_sampled_round_inputs_torch(ids, ids, sampling.parameters(info), lens, lens, into)
     return sampling.on_static_tensors(info, into)
-
-
-def verified(info: SamplingBatchInfo, logits: torch.Tensor, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens int32 [rows, D], accepted ones int32 [rows]) of SGLang's verification of chains of drafts."""
-    rows, device = len(drafts), drafts.device
-    chain = torch.arange(D, device=device).expand(rows, D)
-    nowhere = torch.full((rows, D), -1, device=device)
-    verify = SimpleNamespace(
-        draft_token=drafts.flatten(),
-        draft_token_num=D,
-        max_tree_depth=D,
-        tree_topk=1,
-        draft_probs=None,
-        retrieve_index=torch.arange(rows * D, device=device).view(rows, D),
-        retrieve_next_token=torch.where(chain < D - 1, chain + 1, nowhere),
-        retrieve_next_sibling=nowhere,
-    )
-    batch = SimpleNamespace(
-        device=device, forward_mode=ForwardMode.TARGET_VERIFY, sampling_info=info, seq_lens=torch.empty(rows, device=device)
-    )
-    output = SimpleNamespace(next_token_logits=logits.reshape(rows * D, VOCABULARY).clone())
-    tokens, accepted, _ = eagle_utils.eagle_sample(verify, batch, output)
-    return tokens.view(rows, D), accepted
 
 
 def coins_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
