@@ -134,4 +134,7 @@ def printed_last(report: dict) -> Iterator[str]:
     means = [re.findall(r"': ([\d.]+)", line) for line in runs["tensor parallel"]["printed"][:2]]
     yield "{} and {} of 4, built-in {} and {}".format(*means[0], *means[1])
     assert runs["sampled and greedy"]["printed"][-1] == "no floor missed where something was measured"
-    assert runs["DP attention"]["exit_code"] == 1
+    builtin, *_, floors = runs["DP attention"]["printed"]
+    assert (runs["DP attention"]["exit_code"], floors) == (1, "no floor missed where something was measured")
+    assert ", builtin: " in builtin
+    yield f"the built-in's on bfloat16 were {spread(list(map(float, re.findall(r': ([0-9.]+)', builtin))))}"

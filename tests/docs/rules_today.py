@@ -72,18 +72,30 @@ def replay_buffers(report: dict) -> Iterator[str]:
     yield f"{ours} MiB, built-in {theirs} MiB"
 
 
+def total(kernels: dict[str, list[float]]) -> float:
+    """Microseconds of all kernels."""
+    return sum(us for _, us in kernels.values())
+
+
 @rule("profile_0_5_23", "profile_4096_0_5_23")
 def one_decode(short: dict, long: dict) -> Iterator[str]:
     for report, tokens in ((short, 300), (long, 4096)):
         row = one(report["rows"], mode="decode", steps=0)
         sides = [row[side]["forward"] for side in ("ours", "builtin")]
-        kernels = [sum(us for _, us in side.values()) / 1e3 for side in sides]
+        kernels = [total(side) / 1e3 for side in sides]
         spans = [row[side]["span_us"] / 1e3 for side in ("ours", "builtin")]
         ours, theirs = (f"{sum_of:.2f}{{}} in {span:.2f}" for sum_of, span in zip(kernels, spans, strict=True))
         yield f"{tokens} tokens {ours.format(' ms of kernels')} ms, built-in {theirs.format('')}"
         moe = [side["fused_moe_kernel"][1] for side in sides]
         assert moe[0] < moe[1]
         yield "{:.0f} and {:.0f} us".format(*moe)
+    ours, theirs = (one(long["rows"], mode="prefill", steps=0)[side] for side in ("ours", "builtin"))
+    prefill = [f"{us / 1e3:.1f}" for side in (ours, theirs) for us in (total(side["forward"]), side["span_us"])]
+    yield "{} ms of kernels in {}, built-in {} in {}".format(*prefill)
+    between = [total(one(long["rows"], mode="between", steps=0)[side]["kernels"]) for side in ("ours", "builtin")]
+    yield "{:.1f} us of kernels outside the graph, built-in {:.1f}".format(*between)
+    assert {row["mode"] for row in long["rows"]} == {"decode", "prefill", "between"}
+    assert long["not_measured"] == ["wide, N = 0, 8 x 4096"]
     row = one(short["rows"], mode="decode", steps=0)
     sides = [row[side]["forward"] for side in ("ours", "builtin")]
     yield "{} launches against {}".format(*(sum(launches for launches, _ in side.values()) for side in sides))
