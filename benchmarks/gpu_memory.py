@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -31,6 +31,20 @@ def used_mib(gpus: str | None, seconds: float = 30) -> list[int]:
         return list(map(int, subprocess.run(query, capture_output=True, text=True, timeout=seconds, check=True).stdout.split()))
     except (OSError, subprocess.SubprocessError, ValueError):
         return []
+
+
+def of_processes_mib(pids: Collection[int], seconds: float = 30) -> int | None:
+    """MiB that these processes hold on all GPUs together, with their CUDA contexts; None where nvidia-smi does not tell.
+
+    Unlike `used_mib` it leaves out what runs beside them on the same GPUs.
+    """
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=seconds, check=True).stdout
+        rows = [tuple(map(int, line.split(","))) for line in told.splitlines()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return sum(mib for pid, mib in rows if pid in pids)
 
 
 def used() -> list[float]:

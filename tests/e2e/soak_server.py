@@ -17,7 +17,7 @@ from soak_pair import PairClient
 from soak_traffic import LONGEST_OUTPUT, Client
 
 from nsa_backend.benchmarks import servers
-from nsa_backend.benchmarks.gpu_memory import used_mib
+from nsa_backend.benchmarks.gpu_memory import of_processes_mib
 
 BUILTIN = "builtin"
 SIDES = {
@@ -85,18 +85,24 @@ TOPOLOGIES = {
 """During the load torch's allocator keeps what the largest prefill so far needed, indexer scores of up to 112 MiB."""
 
 
-def gpu_mib(gpu: str) -> int | None:
-    """Memory taken on these GPUs, one or several with commas between; None where nobody tells."""
-    found = used_mib(gpu, seconds=10)
-    return sum(found) if found else None
+def processes(pids: list[int]) -> list[psutil.Process]:
+    """The servers and all that they started, as far as they live."""
+    found = []
+    for pid in pids:
+        with suppress(psutil.Error):
+            found += [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return found
+
+
+def gpu_mib(pids: list[int]) -> int | None:
+    """Memory that the servers hold on their GPUs, whatever runs beside them; None where nobody tells."""
+    return of_processes_mib({process.pid for process in processes(pids)}, seconds=10)
 
 
 def host_mib(pids: list[int]) -> float | None:
     """Resident memory of the servers' processes; a page that they share counts in each."""
     total = 0
-    for pid in pids:
+    for process in processes(pids):
         with suppress(psutil.Error):
-            for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-                with suppress(psutil.Error):
-                    total += process.memory_info().rss
+            total += process.memory_info().rss
     return round(total / 2**20, 1) if total else None

@@ -71,7 +71,8 @@ def watch(run: Soak) -> None:
     while True:
         now, kinds = time.monotonic(), Counter(record.kind for record in list(run.traffic.records))
         sample = {"clients": run.traffic.in_flight(), "finished": kinds["finished"]}
-        sample |= {"gpu_mib": gpu_mib(run.gpu), "host_mib": host_mib([server.pid for server in run.servers])}
+        pids = [server.pid for server in run.servers]
+        sample |= {"gpu_mib": gpu_mib(pids), "host_mib": host_mib(pids)}
         run.samples.append({"time": now} | sample)
         if now - printed >= PROGRESS_SECONDS:
             printed = now

@@ -78,7 +78,7 @@ def serve_quickly(monkeypatch, tmp_path):
     monkeypatch.setattr(soak_side, "SAMPLE_SECONDS", 0.2)
     monkeypatch.setattr(soak_side, "make_templates", lambda seed: [Template(i, (2,) * 9, 8 * i + 8) for i in range(4)])
     monkeypatch.setattr(soak_side.faithful_checkpoint, "write", lambda path: path)
-    monkeypatch.setattr(soak_side, "gpu_mib", lambda gpu: 4000)
+    monkeypatch.setattr(soak_side, "gpu_mib", lambda pids: 4000)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT)}
 
