@@ -7,8 +7,7 @@ import json
 import runpy
 import sys
 import time
-from contextlib import ExitStack, contextmanager
-from typing import ClassVar
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -201,40 +200,3 @@ def test_time_that_is_up_is_named(bench):
     code, found = bench([FakeServer("ours", 1)], "--steps", "1", "--minutes", "0", "--batch", "1", "8")
     assert code == 1
     assert found["problems"] == [f"speed of N = 1, batch {batch}, T = 0: no time was left" for batch in (1, 8)]
-
-
-class FakeSideServer:
-    """Ends at its first start where its log is in `broken`."""
-
-    broken: ClassVar[set[str]] = set()
-
-    def __init__(self, side, checkpoint, port, steps, log, requests):
-        self.side, self.steps, self.port, self.log, self.name = side, steps, port, log, f"{side}, N = {steps}"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
-
-    def wait(self, seconds):
-        if self.log.stem in self.broken:
-            raise RuntimeError("the server ended with 1; the end of its log: no memory")
-
-    def end(self):
-        pass
-
-
-def test_a_server_that_does_not_start_is_tried_again_and_then_left_out(monkeypatch, tmp_path):
-    monkeypatch.setattr(serving, "SideServer", FakeSideServer)
-    monkeypatch.setattr(FakeSideServer, "broken", {"n3-ours", "n3-builtin", "n3-builtin-again"})
-    (tmp_path / "checkpoint").mkdir()
-    wanted = [("ours", 3), ("builtin", 3), ("ours", 1)]
-    with ExitStack() as stack:
-        with pytest.raises(FileNotFoundError, match=r"has no config.json"):
-            serving.started(stack, tmp_path, wanted, 1000, tmp_path, print)
-        (tmp_path / "checkpoint" / "config.json").write_text("{}")
-        found = serving.started(stack, tmp_path, wanted, 1000, tmp_path, lambda text: None)
-    assert [server.log.name for server in found.servers] == ["n3-ours-again.log", "n1-ours.log"]
-    assert [server.port for server in found.servers] == [1000, 1048]
-    assert [text.split(":")[0] for text in found.problems] == ["ours, N = 3", "builtin, N = 3", "builtin, N = 3"]
