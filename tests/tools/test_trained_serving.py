@@ -125,13 +125,16 @@ class Dying(FakeServer):
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    """`bench_trained` over servers that are not there; what it is to start goes to `asked`, what stood still to `stopped`."""
+    """`bench_trained` over servers that are not there.
+
+    What it is to start goes to `asked`, within how many seconds to `patience`, what stood still to `stopped`.
+    """
     (tmp_path / "training.json").write_text(json.dumps({"packages": {"held_out": {"a": 1}}, "log": [], "seed": 0}))
     asked, stopped = [], []
 
     def run(servers, *words: str, problems: tuple[str, ...] = ()) -> tuple[int, dict]:
-        def started(stack, run, wanted, port, logs, say):
-            asked[:] = wanted
+        def started(stack, folder, wanted, port, logs, say, seconds):
+            asked[:], run.patience = wanted, seconds
             return serving.Started(servers, list(problems))
 
         @contextmanager
@@ -161,8 +164,9 @@ def test_everything_of_every_n_is_measured(bench):
         (n, length, t) for n in (1, 3) for length in (300, 1500, 3500) for t in (0.0, 0.7, 1.0)
     }
     assert all(r[side]["standard_error"] <= 0.01 for r in found["accept"] for side in ("ours", "builtin"))
-    assert [(r["steps"], r["batch"]) for r in found["speed"]] == [(n, batch) for n in (3, 1, 0) for batch in (1, 8, 32)]
-    assert bench.stopped == [[s.pid for s in servers if s.steps != n] for n in (3, 1, 0)]
+    assert [(r["steps"], r["batch"]) for r in found["speed"]] == [(n, batch) for n in (0, 3, 1) for batch in (1, 8, 32)]
+    assert bench.stopped == [[s.pid for s in servers if s.steps != n] for n in (0, 3, 1)]
+    assert bench.patience == serving.START_SECONDS
     assert found["speed"][0]["ours"]["tokens_per_s"] == pytest.approx(256 / 0.15, rel=1e-3)
     assert found["speed"][0]["ours"]["round_ms"]["median"] < found["speed"][0]["builtin"]["round_ms"]["median"]
 
@@ -178,6 +182,17 @@ def test_speeds_of_sampled_answers_alone(bench):
     greedy, _, sampled, _ = (r["ours"]["tokens_per_s"] for r in found["speed"])
     assert greedy == pytest.approx(256 / 0.15, rel=1e-3)
     assert sampled == pytest.approx(256 / 0.25, rel=1e-3)
+
+
+def test_greedy_speeds_of_every_n_come_before_sampled_ones(bench):
+    """So that what is cut off by the time given is not one N's greedy row, and N = 0 and 3 are there first."""
+    servers = [FakeServer(side, n) for n in (1, 0, 7, 4, 3) for side in ("ours", "builtin")]
+    options = ("--steps", "1", "0", "7", "4", "3", "--sides", "ours", "builtin", "--length", "--speed-temperature", "0", "1")
+    _, found = bench(servers, *options, "--batch", "8", "--minutes", "4")
+    order = (0, 3, 1, 7, 4)
+    assert [(r["temperature"], r["steps"]) for r in found["speed"]] == [(t, n) for t in (0.0, 1.0) for n in order]
+    assert bench.stopped == 2 * [[s.pid for s in servers if s.steps != n] for n in order]
+    assert bench.patience == 120, "half of the minutes are left to measure, whatever does not start"
 
 
 def test_what_fails_is_named_and_the_rest_is_measured(bench):
