@@ -120,6 +120,7 @@ class Server:
             self._process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.wait()
         self._stream.close()
 
     def wait(self, seconds: float = STARTING) -> None:

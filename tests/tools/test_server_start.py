@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 
-from nsa_backend.benchmarks.servers import HEALTH_SECONDS, wait_until_ready
+from nsa_backend.benchmarks.servers import HEALTH_SECONDS, Server, wait_until_ready
 from nsa_backend.benchmarks.trained import serving
 
 ENDLESS = "import time; time.sleep(60)"
@@ -83,6 +83,17 @@ def test_one_that_has_ended_is_told_with_its_exit_code():
         ended.wait()
         with pytest.raises(RuntimeError, match="ended with 3"):
             wait_until_ready(1, ended, 30)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_server_that_is_stopped_has_ended(tmp_path, times):
+    """A second time too: one that did not come up is stopped at once, and again with all others."""
+    server = Server.__new__(Server)
+    with (tmp_path / "log").open("w") as server._stream, subprocess.Popen([sys.executable, "-c", ENDLESS]) as server._process:
+        for _ in range(times):
+            server.stop()
+            assert server._process.returncode is not None
+        assert server._stream.closed
 
 
 def test_sglang_has_answered_before_the_time_of_a_request_is_up():
