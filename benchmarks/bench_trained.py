@@ -1,14 +1,15 @@
 """The trained checkpoint served: accept lengths by draft position, speed, and the best N, ours beside SGLang's built-in.
 
-    python -m nsa_backend.benchmarks.bench_trained RUN --steps 1 2 3 5 7 --out OUT.json [--minutes 20] [--port 16000]
+    python -m nsa_backend.benchmarks.bench_trained RUN --steps 0 1 2 3 5 7 --out OUT.json [--minutes 20] [--port 16000]
     python -m nsa_backend.benchmarks.bench_trained --merge N1.json N3.json --out OUT.json
 
-RUN is the folder of train_checkpoint. Prompts are stretches of packages that the model was not trained on. The servers of every
-N and side start at the same time on the GPU that CUDA_VISIBLE_DEVICES names; `shared` is our backend with draft steps that all
-attend to L + 1 tokens (so they see the first draft, and the first one sees itself). First every accept length is measured with
-a few requests, all servers at once, then speed, one server at a time with those of every other N stopped, then accept lengths
-again until each has a standard error below 0.02. OUT.json is written after every step. A server or an N that fails is named in
-it under `problems`, the rest goes on. Exits with 0 where all was measured, else 1.
+RUN is the folder of train_checkpoint. Prompts are stretches of packages that the model was not trained on. The servers of
+every N and side start at the same time on the GPU that CUDA_VISIBLE_DEVICES names; `shared` is our backend with draft steps
+that all attend to L + 1 tokens (so they see the first draft, and the first one sees itself). First every accept length is
+measured with a few requests, all servers at once, then speed, one server at a time with those of every other N stopped, greedy
+rows of every N before sampled ones, then accept lengths again until each has a standard error below 0.02. OUT.json is written
+after every step. A server that does not answer when half of the minutes are over is ended; it, or an N that fails, is named
+under `problems`, and the rest goes on. Exits with 0 where all was measured, else 1.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from nsa_backend.benchmarks.trained.gpu_lock import alone
 from nsa_backend.benchmarks.trained.measure import FIRST, AcceptCell, measure_accept, measure_speed
 from nsa_backend.benchmarks.trained.pausing import paused
 from nsa_backend.benchmarks.trained.prompts import held_out_prompts
-from nsa_backend.benchmarks.trained.serving import SIDES, Started, started
+from nsa_backend.benchmarks.trained.serving import SIDES, START_SECONDS, Started, started
 
 TOKENS = 256
 REPEATS = {1: 12, 8: 4, 32: 3}
 """Timed generations by batch: one request alone says little of the others."""
-SPEED_ORDER = (3, 1, 2, 5, 7, 0)
-"""Values of N, the ones that say most first; all others come after them."""
+SPEED_ORDER = (0, 3, 1, 2, 5, 7)
+"""Values of N, the ones that say most first (what all others are compared with is 0); those that are not here come last."""
+STARTING_SHARE = 0.5
+"""Of the minutes, the most that servers may take to start: with those that answer then the rest is measured."""
 
 
 def main() -> int:
@@ -60,7 +63,8 @@ def main() -> int:
     wanted = [(side, n) for n in args.steps for side in args.sides if side in sides_of(n)]
     say = Clock()
     with ExitStack() as stack:
-        servers = started(stack, args.run, wanted, args.port, args.logs, say)
+        patience = min(START_SECONDS, STARTING_SHARE * 60 * args.minutes)
+        servers = started(stack, args.run, wanted, args.port, args.logs, say, seconds=patience)
         say(f"{len(servers.servers)} of {len(wanted)} servers answer")
         report["problems"] += servers.problems
         Bench(args, servers, report, say).run()
@@ -111,9 +115,9 @@ class Bench:
                 self.problem("another program was busy on this GPU until the end: speed was not measured")
                 return
             order = sorted(self.steps, key=lambda n: [*SPEED_ORDER, n].index(n))
-            for steps in order:
+            for temperature, steps in product(self.args.speed_temperature, order):  # greedy rows of every N come first
                 with paused(server.pid for server in self.servers.servers if server.steps != steps):
-                    for temperature, batch in product(self.args.speed_temperature, self.args.batch):
+                    for batch in self.args.batch:
                         what = f"speed of N = {steps}, batch {batch}, T = {temperature:g}"
                         self.guarded(what, lambda: self.speed_of(steps, batch, temperature, what))  # noqa: B023
 
@@ -207,7 +211,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("run", type=Path, nargs="?", help="the folder that train_checkpoint wrote to")
     parser.add_argument("--merge", type=Path, nargs="+", help="reports to put together instead of measuring")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, nargs="+", default=[1, 2, 3, 5, 7], help="draft steps N; 0: no speculation")
+    parser.add_argument("--steps", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="draft steps N; 0: no speculation")
     parser.add_argument("--sides", choices=SIDES, nargs="+", default=list(SIDES))
     parser.add_argument(
         "--length", type=int, nargs="*", default=[300, 1500, 3500], help="tokens of a prompt; none: no accept lengths"

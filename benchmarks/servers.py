@@ -35,6 +35,8 @@ SIDE_BY_SIDE = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 """Environment of all servers: SGLang ends one of several GPUs that another fills at that moment, one GPU before the next."""
 
 STARTING = 480.0  # seconds that a server of a small checkpoint may take to start
+HEALTH_SECONDS = 25.0
+"""Of one request to /health: SGLang generates a token, looks once a second whether it is there, and gives up after twenty."""
 NEVER = 1 << 20  # tokens between two events of a stream: the first token is one, the end is the other
 
 
@@ -86,7 +88,7 @@ def wait_until_ready(port: int, server: subprocess.Popen, seconds: float = START
         if server.poll() is not None:
             raise RuntimeError(f"the server ended with {server.returncode}")
         try:
-            call(port, "/health", timeout=1)
+            call(port, "/health", timeout=max(0.1, min(HEALTH_SECONDS, deadline - time.monotonic())))
             return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
@@ -109,11 +111,16 @@ class Server:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End it, and wait until it has ended; one that has already is left as it is."""
         self._process.terminate()
         try:
             self._process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.wait()
         self._stream.close()
 
     def wait(self, seconds: float = STARTING) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,38 +123,42 @@ class Started:
 
 def started(
     stack: ExitStack, folder: Path, wanted: list[tuple[str, int]], port: int, logs: Path, say: Callable[[str], None],
-    requests: int = BATCHES[-1],
+    requests: int = BATCHES[-1], seconds: float = START_SECONDS,
 ) -> Started:  # fmt: skip
     """Servers of the run in `folder`, (side, steps) each, all started at once; leaving `stack` ends them.
 
-    One that does not come up is started a second time, alone; where that fails too the others go on without it.
+    One that does not come up within `seconds` is ended, and where time is left started a second time, alone; where that fails
+    too the others go on without it. So all that runs when this returns answers, in the order of `wanted`.
     """
     checkpoint = folder / "checkpoint"
     if not (checkpoint / "config.json").exists():
         raise FileNotFoundError(f"{checkpoint} has no config.json: run train_checkpoint until it says that it is ready")
     logs.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + seconds
 
     def start(number: int, log: str) -> SideServer:
         side, steps = wanted[number]
         server = SideServer(side, checkpoint, port + PORTS * number, steps, logs / f"n{steps}-{side}{log}.log", requests)
         return stack.enter_context(server)
 
-    first = [start(number, "") for number in range(len(wanted))]
-    stack.callback(lambda: [server.end() for server in found.servers])  # all at once; leaving one waits for it
-    found = Started([], [])
-    for number, server in enumerate(first):
-        for attempt in (server, None):
-            try:
-                attempt = attempt or start(number, "-again")
-                attempt.wait(max(1.0, deadline - time.monotonic()))
-            except RuntimeError as error:
-                found.problems.append(f"{server.name}: {error}")
-                say(f"{server.name} did not start: {str(error)[-1500:]}")
-                if deadline - time.monotonic() < AGAIN_SECONDS:
-                    break
-            else:
-                found.servers.append(attempt)
-                say(f"{server.name} answers")
-                break
-    return found
+    def problem_of(server: SideServer) -> str | None:
+        try:
+            server.wait(max(1.0, deadline - time.monotonic()))
+        except RuntimeError as error:
+            say(f"{server.name} did not start: {str(error)[-1500:]}")
+            server.stop()  # or it would go on loading, or poll for requests, beside those that are timed
+            return f"{server.name}: {error}"
+        say(f"{server.name} answers")
+        return None
+
+    servers = [start(number, "") for number in range(len(wanted))]
+    stack.callback(lambda: [server.end() for server in servers])  # all at once; leaving one waits for it
+    with ThreadPoolExecutor(max(1, len(servers))) as pool:
+        last = list(pool.map(problem_of, servers))
+    problems = [text for text in last if text]
+    for number, text in enumerate(last):
+        if text and deadline - time.monotonic() >= AGAIN_SECONDS:
+            servers[number] = start(number, "-again")
+            last[number] = problem_of(servers[number])
+            problems += filter(None, [last[number]])
+    return Started([server for server, text in zip(servers, last, strict=True) if not text], problems)

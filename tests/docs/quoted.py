@@ -40,6 +40,7 @@ SETTINGS = {
     "is below 0.02 (`--error`)": "an option of a command",
     "top-p 0.95 above temperature 0": "of the requests",
     "--whole-in 9.5 --indexer-minutes 0.7": "options of a command",
+    "--whole-in 8.4 --indexer-minutes 0.7 --seed 1": "the same",
     "tile: 52 us": "of a kernel that is no more",
     "│ per-step lengths (ours) │ 0 │ 0 │ 0 │ 48 │ 4.00 of 4 │": "tests/releases/test_whole_demo.py compares it",
     "│ one shared length │ 0 │ 62 │ 19 │ 3 │ 2.30 of 4 │": "the same",

@@ -18,7 +18,6 @@ README_CELL = {"steps": 3, "length": 300, "temperature": 0.0}
 def says(report: dict) -> Iterator[str]:
     yield from gained(report)
     yield from every_cell(report)
-    yield from every_speed(report)
     yield from accept_sentences(report)
     yield from speed_sentences(report)
     yield from training(report)
@@ -41,36 +40,31 @@ def gained(report: dict) -> Iterator[str]:
     yield "| " + " | ".join(f"{row[side]['accept']:.2f}" for side in BOTH) + " |"
 
 
-def every_cell(report: dict) -> Iterator[str]:
+def every_cell(report: dict, sides: tuple[str, ...] = SIDES) -> Iterator[str]:
     """A row a cell, with standard errors."""
     for row in report["accept"]:
-        cells = [f"{row[s]['accept']:.3f} ± {row[s]['standard_error']:.3f}" if s in row else "-" for s in SIDES]
+        cells = [f"{row[s]['accept']:.3f} ± {row[s]['standard_error']:.3f}" if s in row else "-" for s in sides]
         cells.append(f"{row['gain']['ratio']:.3f} ± {row['gain']['standard_error']:.3f}")
         head = f"| {row['steps']} | {row['length']} | {row['temperature']:g} | {row['requests']} | "
         yield head + " | ".join(cells) + " |"
 
 
-def every_speed(report: dict) -> Iterator[str]:
-    """A row an N and batch: tokens per second, time per token and of a round, each with the least and the most."""
-    for row in report["speed"]:
-        cells = [around(row[s]["tokens_per_s_spread"], row[s]["tokens_per_s"], "{:.0f}") if s in row else "-" for s in SIDES]
-        for key in ("tpot_ms", "round_ms"):
-            cells += [around(row[side][key], row[side][key]["median"], "{:.2f}") for side in BOTH]
-        yield f"| {row['steps']} | {row['batch']} | " + " | ".join(cells) + " |"
+def accept_range(rows: list[dict]) -> Iterator[str]:
+    gains = [row["gain"]["ratio"] for row in rows]
+    yield f"{min(gains):.3f} to {max(gains):.3f} times the built-in's"
+    yield f"over {len(gains)} cells, {sum(gains) / len(gains):.3f} on average"
 
 
-def around(found: dict, value: float, form: str) -> str:
-    return " ".join([form.format(value), "({} to {})".format(*map(form.format, found["min_max"]))])
+def better_and_worse(rows: list[dict]) -> tuple[list[dict], list[dict]]:
+    """Rows whose gain is more than two standard errors below 1, and above."""
+    below, above = ([r for r in rows if sign * (r["gain"]["ratio"] - 1) > 2 * r["gain"]["standard_error"]] for sign in (-1, 1))
+    return below, above
 
 
 def accept_sentences(report: dict) -> Iterator[str]:
     drafting = [row for row in report["accept"] if row["steps"] > 1]
-    gains = [row["gain"]["ratio"] for row in drafting]
-    yield f"{min(gains):.3f} to {max(gains):.3f} times the built-in's"
-    yield f"over {len(gains)} cells, {sum(gains) / len(gains):.3f} on average"
-    below, above = (
-        [row for row in drafting if sign * (row["gain"]["ratio"] - 1) > 2 * row["gain"]["standard_error"]] for sign in (-1, 1)
-    )
+    yield from accept_range(drafting)
+    below, above = better_and_worse(drafting)
     greedy = [row for row in below if not row["temperature"]]
     yield f"{len(below)} are more than two standard errors below 1, {len(greedy)} of them greedy, and {len(above)} above"
     if below:
@@ -114,17 +108,24 @@ def best_steps(report: dict, batch: int, side: str, steps: tuple[int, ...]) -> i
 
 
 def training(report: dict) -> Iterator[str]:
-    language = report["training"]["language"]
-    yield (
+    yield losses(report["training"]["language"])
+    yield from indexers(report)
+    yield f"{len(report['training_packages'].split())} packages and modules"
+    yield f"The packages held out are {', '.join(report['held_out_packages'])}"
+
+
+def losses(language: dict) -> str:
+    return (
         f"{language['tokens'] / 1e6:.0f}M tokens, held-out loss {language['held_out']['target']:.2f} nats a token "
         f"of the target and {language['held_out']['mtp']:.2f} of the MTP layer"
     )
+
+
+def indexers(report: dict) -> Iterator[str]:
     kept = report["training"]["indexer"]["attention_kept"]
     yield f"keeps {spread([layer['indexer'] for layer in kept], '{:.3f}')} of the dense attention"
     yield f"the best 2048 tokens {spread([layer['best'] for layer in kept], '{:.3f}')}"
     yield f"the newest {spread([layer['newest'] for layer in kept], '{:.3f}')}"
-    yield f"{len(report['training_packages'].split())} packages and modules"
-    yield f"The packages held out are {', '.join(report['held_out_packages'])}"
 
 
 if files("trained"):

@@ -7,8 +7,7 @@ import json
 import runpy
 import sys
 import time
-from contextlib import ExitStack, contextmanager
-from typing import ClassVar
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -126,13 +125,16 @@ class Dying(FakeServer):
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    """`bench_trained` over servers that are not there; what it is to start goes to `asked`, what stood still to `stopped`."""
+    """`bench_trained` over servers that are not there.
+
+    What it is to start goes to `asked`, within how many seconds to `patience`, what stood still to `stopped`.
+    """
     (tmp_path / "training.json").write_text(json.dumps({"packages": {"held_out": {"a": 1}}, "log": [], "seed": 0}))
     asked, stopped = [], []
 
     def run(servers, *words: str, problems: tuple[str, ...] = ()) -> tuple[int, dict]:
-        def started(stack, run, wanted, port, logs, say):
-            asked[:] = wanted
+        def started(stack, folder, wanted, port, logs, say, seconds):
+            asked[:], run.patience = wanted, seconds
             return serving.Started(servers, list(problems))
 
         @contextmanager
@@ -162,8 +164,9 @@ def test_everything_of_every_n_is_measured(bench):
         (n, length, t) for n in (1, 3) for length in (300, 1500, 3500) for t in (0.0, 0.7, 1.0)
     }
     assert all(r[side]["standard_error"] <= 0.01 for r in found["accept"] for side in ("ours", "builtin"))
-    assert [(r["steps"], r["batch"]) for r in found["speed"]] == [(n, batch) for n in (3, 1, 0) for batch in (1, 8, 32)]
-    assert bench.stopped == [[s.pid for s in servers if s.steps != n] for n in (3, 1, 0)]
+    assert [(r["steps"], r["batch"]) for r in found["speed"]] == [(n, batch) for n in (0, 3, 1) for batch in (1, 8, 32)]
+    assert bench.stopped == [[s.pid for s in servers if s.steps != n] for n in (0, 3, 1)]
+    assert bench.patience == serving.START_SECONDS
     assert found["speed"][0]["ours"]["tokens_per_s"] == pytest.approx(256 / 0.15, rel=1e-3)
     assert found["speed"][0]["ours"]["round_ms"]["median"] < found["speed"][0]["builtin"]["round_ms"]["median"]
 
@@ -179,6 +182,17 @@ def test_speeds_of_sampled_answers_alone(bench):
     greedy, _, sampled, _ = (r["ours"]["tokens_per_s"] for r in found["speed"])
     assert greedy == pytest.approx(256 / 0.15, rel=1e-3)
     assert sampled == pytest.approx(256 / 0.25, rel=1e-3)
+
+
+def test_greedy_speeds_of_every_n_come_before_sampled_ones(bench):
+    """So that what is cut off by the time given is not one N's greedy row, and N = 0 and 3 are there first."""
+    servers = [FakeServer(side, n) for n in (1, 0, 7, 4, 3) for side in ("ours", "builtin")]
+    options = ("--steps", "1", "0", "7", "4", "3", "--sides", "ours", "builtin", "--length", "--speed-temperature", "0", "1")
+    _, found = bench(servers, *options, "--batch", "8", "--minutes", "4")
+    order = (0, 3, 1, 7, 4)
+    assert [(r["temperature"], r["steps"]) for r in found["speed"]] == [(t, n) for t in (0.0, 1.0) for n in order]
+    assert bench.stopped == 2 * [[s.pid for s in servers if s.steps != n] for n in order]
+    assert bench.patience == 120, "half of the minutes are left to measure, whatever does not start"
 
 
 def test_what_fails_is_named_and_the_rest_is_measured(bench):
@@ -201,40 +215,3 @@ def test_time_that_is_up_is_named(bench):
     code, found = bench([FakeServer("ours", 1)], "--steps", "1", "--minutes", "0", "--batch", "1", "8")
     assert code == 1
     assert found["problems"] == [f"speed of N = 1, batch {batch}, T = 0: no time was left" for batch in (1, 8)]
-
-
-class FakeSideServer:
-    """Ends at its first start where its log is in `broken`."""
-
-    broken: ClassVar[set[str]] = set()
-
-    def __init__(self, side, checkpoint, port, steps, log, requests):
-        self.side, self.steps, self.port, self.log, self.name = side, steps, port, log, f"{side}, N = {steps}"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
-
-    def wait(self, seconds):
-        if self.log.stem in self.broken:
-            raise RuntimeError("the server ended with 1; the end of its log: no memory")
-
-    def end(self):
-        pass
-
-
-def test_a_server_that_does_not_start_is_tried_again_and_then_left_out(monkeypatch, tmp_path):
-    monkeypatch.setattr(serving, "SideServer", FakeSideServer)
-    monkeypatch.setattr(FakeSideServer, "broken", {"n3-ours", "n3-builtin", "n3-builtin-again"})
-    (tmp_path / "checkpoint").mkdir()
-    wanted = [("ours", 3), ("builtin", 3), ("ours", 1)]
-    with ExitStack() as stack:
-        with pytest.raises(FileNotFoundError, match=r"has no config.json"):
-            serving.started(stack, tmp_path, wanted, 1000, tmp_path, print)
-        (tmp_path / "checkpoint" / "config.json").write_text("{}")
-        found = serving.started(stack, tmp_path, wanted, 1000, tmp_path, lambda text: None)
-    assert [server.log.name for server in found.servers] == ["n3-ours-again.log", "n1-ours.log"]
-    assert [server.port for server in found.servers] == [1000, 1048]
-    assert [text.split(":")[0] for text in found.problems] == ["ours, N = 3", "builtin, N = 3", "builtin, N = 3"]
