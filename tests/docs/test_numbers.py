@@ -2,6 +2,7 @@
 
 import pytest
 import rules_accept
+import rules_deployments
 import rules_gained
 import rules_kernels
 import rules_more
@@ -16,6 +17,7 @@ from quoted import PAGES, RULES, SETTINGS, named, unexplained
 # Importing them registers their rules.
 MODULES = (
     rules_accept,
+    rules_deployments,
     rules_gained,
     rules_kernels,
     rules_more,
