@@ -11,8 +11,16 @@ import triton.language as tl
 from nsa_backend.kernels.inputs import PADDING_LENGTH, PADDING_SLOT
 from nsa_backend.kernels.round_tensors import BLOCK, check_tensor, check_that_a_batch_fits
 
+KEEP_ALL_TOP_P = 4.0
+"""Top-p that keeps every token, whatever rounding does.
+
+FlashInfer's filter (`air_top_p.cuh` of 0.6.15 and 0.7.2) looks, in three passes over the bits of the probabilities, for the
+one with which a running sum reaches top-p times the sum of the row. With top-p 1 rounding may let the running sum of a pass
+miss that by its last bits, and the next pass then keeps the largest of the least likely tokens alone. A pass takes at most the
+sum of the row off what is left to reach, so above 3 every pass misses it, and all tokens stay.
+"""
 PADDING_TEMPERATURE = 1.0
-PADDING_TOP_P = 1.0
+PADDING_TOP_P = KEEP_ALL_TOP_P
 PADDING_TOP_K = 1 << 30
 """Keeps every token of any vocabulary."""
 
@@ -22,7 +30,7 @@ class SamplingParameters:
     """How the requests of a batch sample; a greedy one has temperature 1 and top-k 1."""
 
     temperatures: torch.Tensor  # float32 [rows, 1]; above 0
-    top_ps: torch.Tensor  # float32 [rows]; 1 keeps every token
+    top_ps: torch.Tensor  # float32 [rows]; 1 asks for every token, and `KEEP_ALL_TOP_P` gets them
     top_ks: torch.Tensor  # int32 [rows]; at least a vocabulary's size keeps every token
 
     @classmethod
@@ -39,6 +47,11 @@ class SamplingParameters:
         check_tensor(f"{whose}temperatures", self.temperatures, torch.float32, (rows, 1))
         check_tensor(f"{whose}top_ps", self.top_ps, torch.float32, (rows,))
         check_tensor(f"{whose}top_ks", self.top_ks, torch.int32, (rows,))
+
+
+def keeping_all(top_ps: torch.Tensor) -> torch.Tensor:
+    """The same, float32 [rows], with `KEEP_ALL_TOP_P` where every token is asked for."""
+    return torch.where(top_ps >= 1.0, KEEP_ALL_TOP_P, top_ps)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_rows"])
@@ -60,6 +73,7 @@ def fill_sampled_inputs_kernel(
     PADDING_TEMPERATURE: tl.constexpr,
     PADDING_TOP_P: tl.constexpr,
     PADDING_TOP_K: tl.constexpr,
+    KEEP_ALL_TOP_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     for start in range(0, num_rows, BLOCK):
@@ -69,6 +83,7 @@ def fill_sampled_inputs_kernel(
         length = tl.load(seq_lens_ptr + row, mask=real, other=PADDING_LENGTH)
         temperature = tl.load(temperatures_ptr + row, mask=real, other=PADDING_TEMPERATURE)
         top_p = tl.load(top_ps_ptr + row, mask=real, other=PADDING_TOP_P)
+        top_p = tl.where(top_p >= 1.0, KEEP_ALL_TOP_P, top_p)
         top_k = tl.load(top_ks_ptr + row, mask=real, other=PADDING_TOP_K)
         tl.store(static_req_pool_indices_ptr + row, slot, mask=inside)
         tl.store(static_seq_lens_ptr + row, length, mask=inside)
@@ -93,7 +108,8 @@ def fill_sampled_round_inputs(
         sampling: of the requests.
         static_req_pool_indices: int64 [rows], at least as long; padding rows get `PADDING_SLOT`.
         static_seq_lens: int64 [rows]; padding rows get `PADDING_LENGTH`.
-        static_sampling: of as many rows; padding rows sample from the whole vocabulary, what they sample being read by nobody.
+        static_sampling: of as many rows; it gets `KEEP_ALL_TOP_P` where a request asks for every token. Padding rows sample
+            from the whole vocabulary, what they sample being read by nobody.
 
     Raises:
         ValueError: a tensor has another dtype or layout, or the batch does not fit.
@@ -120,6 +136,7 @@ def fill_sampled_round_inputs(
         PADDING_TEMPERATURE=PADDING_TEMPERATURE,
         PADDING_TOP_P=PADDING_TOP_P,
         PADDING_TOP_K=PADDING_TOP_K,
+        KEEP_ALL_TOP_P=KEEP_ALL_TOP_P,
         BLOCK=BLOCK,
     )
 
@@ -137,7 +154,7 @@ def fill_sampled_round_inputs_torch(
         (static_req_pool_indices, req_pool_indices, PADDING_SLOT),
         (static_seq_lens, seq_lens, PADDING_LENGTH),
         (static_sampling.temperatures, sampling.temperatures, PADDING_TEMPERATURE),
-        (static_sampling.top_ps, sampling.top_ps, PADDING_TOP_P),
+        (static_sampling.top_ps, keeping_all(sampling.top_ps), PADDING_TOP_P),
         (static_sampling.top_ks, sampling.top_ks, PADDING_TOP_K),
     ):
         static[: len(values)], static[len(values) :] = values, padding

@@ -90,7 +90,7 @@ class StandInWorker:
         """What a sampled round of these parameters adds to the first token of every request, int64 [requests]."""
         self.filters.append((sampling.need_top_p_sampling, sampling.need_top_k_sampling))
         temperatures = (sampling.temperatures[:, 0] * 100).long()
-        top_ps = (sampling.top_ps * 1000).long() if sampling.need_top_p_sampling else torch.tensor(1000)
+        top_ps = (sampling.top_ps.clamp(max=1.0) * 1000).long() if sampling.need_top_p_sampling else torch.tensor(1000)
         top_ks = sampling.top_ks.long() if sampling.need_top_k_sampling else torch.tensor(KEEPS_ALL)
         return temperatures * 7 + top_ps * 13 + top_ks % VOCABULARY * 17
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sampled_drafts import verified
 
-from nsa_backend.kernels.round_sampling import PADDING_TOP_K, SamplingParameters
+from nsa_backend.kernels.round_sampling import PADDING_TOP_K, SamplingParameters, keeping_all
 from nsa_backend.round_graph.graphs import GraphRecorder, RoundGraphs, RoundInputs, RoundOutputs
 
 pytestmark = pytest.mark.gpu
@@ -69,9 +69,10 @@ def test_random_numbers_go_on_as_they_would_without_graphs():
 
 
 def verification(logits: torch.Tensor, drafts: torch.Tensor, inputs: RoundInputs, *, always: bool = True) -> tuple:
-    """SGLang's own, of requests that sample by `inputs`; `always`: top-k and top-p even where nobody asks."""
+    """SGLang's own, of requests that sample by `inputs`; `always`: top-k and top-p even where nobody asks, as in a graph."""
+    asked = vars(inputs.sampling) | ({"top_ps": keeping_all(inputs.sampling.top_ps)} if always else {})
     info = SimpleNamespace(
-        **vars(inputs.sampling),
+        **asked,
         is_all_greedy=False,
         need_top_k_sampling=always,
         need_top_p_sampling=always,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nsa_backend.kernels.inputs import PADDING_LENGTH, PADDING_SLOT
 from nsa_backend.kernels.round_sampling import (
+    KEEP_ALL_TOP_P,
     PADDING_TEMPERATURE,
     PADDING_TOP_K,
     PADDING_TOP_P,
@@ -42,6 +43,7 @@ def a_batch(requests: int, seed: int, device: str) -> tuple[torch.Tensor, torch.
     lens = torch.randint(1, 200_000, (requests,), generator=rng)
     temperatures = torch.rand(requests, 1, generator=rng) + 0.01
     top_ps = torch.rand(requests, generator=rng)
+    top_ps[torch.rand(requests, generator=rng) < 0.3] = 1.0
     top_ks = torch.randint(1, PADDING_TOP_K, (requests,), generator=rng, dtype=torch.int32)
     return slots.to(device), lens.to(device), SamplingParameters(*(t.to(device) for t in (temperatures, top_ps, top_ks)))
 
@@ -59,7 +61,8 @@ def test_a_batch_and_its_padding(device, requests, padding, seed):
         assert torch.equal(filled, twin[name]), name
         assert (filled[requests:rows] == padding_value).all(), name
         assert (filled[rows:] == POISON).all(), name
-    for filled, values in zip(ours.values(), (*batch[:2], *vars(batch[2]).values()), strict=True):
+    asked = vars(batch[2]) | {"top_ps": torch.where(batch[2].top_ps == 1, KEEP_ALL_TOP_P, batch[2].top_ps)}
+    for filled, values in zip(ours.values(), (*batch[:2], *asked.values()), strict=True):
         assert torch.equal(filled[:requests], values)
 
 

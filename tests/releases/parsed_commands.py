@@ -20,6 +20,7 @@ from sglang.srt.plugins import load_plugins  # noqa: E402
 from sglang.srt.server_args import ServerArgs, prepare_server_args  # noqa: E402
 
 from nsa_backend.adapters.installed import adapter  # noqa: E402
+from nsa_backend.releases import round_graph_problem  # noqa: E402
 
 
 def graphs(args: ServerArgs) -> dict[str, list[int] | None]:
@@ -33,6 +34,15 @@ def graphs(args: ServerArgs) -> dict[str, list[int] | None]:
 def attention_ranks(args: ServerArgs) -> int:
     """Ranks of DP attention, 1 without, by either of the names that releases have for them."""
     return getattr(args, "attn_dp_size", None) or (args.dp_size if args.enable_dp_attention else 1)
+
+
+def against_one_graph(args: ServerArgs) -> list[str] | None:
+    """What to change for rounds in one graph; None on a release that has none."""
+    if round_graph_problem() is not None:
+        return None
+    from nsa_backend.adapters.dsa.rounds.rule import changes_needed
+
+    return changes_needed(args)
 
 
 def main() -> None:
@@ -58,6 +68,7 @@ def main() -> None:
                 "prefilled_at_once": args.chunked_prefill_size,
                 "cache": not args.disable_radix_cache,
                 "port": args.port,
+                "against_one_graph": against_one_graph(args),
             }
         )
     json.dump(found, sys.__stdout__)

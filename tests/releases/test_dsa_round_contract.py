@@ -123,6 +123,7 @@ def test_what_rounds_ask_of_sglang_is_there():
         "return_hidden_states",
         "multimodal_inputs",
         "beam_tail",
+        "global_num_tokens",
     }
     emptied = {"reqs", "seq_lens_cpu", "seq_lens_sum", "req_pool_indices_cpu", "orig_seq_lens", "input_ids", "out_cache_loc"}
     plain = {"forward_mode", "is_extend_in_batch", "req_pool_indices", "seq_lens"}

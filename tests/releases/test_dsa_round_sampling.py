@@ -147,7 +147,10 @@ def test_sglangs_parameters_have_the_form_that_a_round_takes():
 
 
 def test_padding_asks_for_what_a_request_that_asks_nothing_does():
-    padding, unasked = vars(SamplingParameters.allocate(1, "cpu")), vars(sampling.parameters(of_requests(({},))))
+    padding, unasked = SamplingParameters.allocate(1, "cpu"), SamplingParameters.allocate(1, "cpu")
+    nothing = torch.zeros(1, dtype=torch.int64)
+    fill_sampled_round_inputs_torch(nothing, nothing, sampling.parameters(of_requests(({},))), nothing, nothing, unasked)
+    padding, unasked = vars(padding), vars(unasked)
     assert {name: tensor.tolist() for name, tensor in padding.items()} == {name: t.tolist() for name, t in unasked.items()}
     assert PADDING_TOP_K == TOP_K_ALL
 

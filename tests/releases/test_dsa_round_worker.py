@@ -73,6 +73,7 @@ FIELDS = {
     "return_hidden_states": True,
     "is_extend_in_batch": True,
     "beam_tail": object(),
+    "global_num_tokens": [3, 0],
     "multimodal_inputs": [None, object()],
 }
 WISHES = ("logit_bias", "has_custom_logit_processor", "has_watermark_candidates")

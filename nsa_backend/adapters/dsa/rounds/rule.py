@@ -19,9 +19,9 @@ SAMPLED_BY_DEFAULT = False
 """Whether sampled rounds are one graph where the switch is unset: not before they have run on a GPU."""
 
 
-def needed(attribute: str, option: str, served: tuple, advice: str | None = None) -> Rule:
+def needed(attribute: str, option: str, served: tuple, advice: str | None = None, *, everywhere: bool = True) -> Rule:
     """What a round graph asks of an option; `advice` says what a user changes."""
-    return Rule(attribute, option, "", served, advice or f"drop {option}", everywhere="." not in attribute)
+    return Rule(attribute, option, "", served, advice or f"drop {option}", everywhere and "." not in attribute)
 
 
 NEEDED = (
@@ -29,7 +29,9 @@ NEEDED = (
     needed("disable_overlap_schedule", "--disable-overlap-schedule", (False,)),
     needed("disable_cuda_graph", "--disable-cuda-graph", (False,)),
     needed("enable_dp_attention", "--enable-dp-attention", (False,)),
-    needed("enable_prefill_cp", "--enable-prefill-cp", (False,)),
+    # 0.5.23 resolves that option to this one, and turns it off.
+    needed("attn_dp_size", "--attn-dp-size", (None, 1), "drop --enable-dp-attention or --attn-dp-size", everywhere=False),
+    needed("attn_cp_size", "--attn-cp-size", (1,), "drop --enable-prefill-cp or --attn-cp-size"),
     needed("enable_two_batch_overlap", "--enable-two-batch-overlap", (False,)),
     needed("pp_size", "--pp-size", (1,), "pass --pp-size 1"),
     needed("ep_size", "--ep-size", (1,), "pass --ep-size 1"),
@@ -143,6 +145,7 @@ def batch_problem(batch: Any) -> str | None:
         "a request is watermarked": mark(sampling, "has_watermark_candidates"),
         "a request has images": any(found is not None for found in batch.multimodal_inputs or ()),
         "requests search by beams": mark(batch, "beam_tail") is not None,
+        "its ranks tell one another how much they have": batch.global_num_tokens is not None,
         "its drafts are not ready": draft is None
         or draft.future_indices is None
         or mark(draft, "cuda_graph_compatible") is False,

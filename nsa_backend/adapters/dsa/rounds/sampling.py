@@ -1,8 +1,8 @@
 """How a batch samples, as static tensors that a captured round reads, and the memory that sampled rounds take.
 
 SGLang leaves top-k or top-p out of a round where no request of the batch asks for it. A captured round always applies both: a
-request that asks for neither goes through them as it does in a batch with one that does, and keeps every token. So one graph a
-size serves every sampled batch.
+request that asks for neither goes through them as it does in a batch with one that does, and keeps every token, which top-p 1
+does not promise (`KEEP_ALL_TOP_P`). So one graph a size serves every sampled batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
 
-from nsa_backend.kernels.round_sampling import SamplingParameters
+from nsa_backend.kernels.round_sampling import SamplingParameters, keeping_all
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +32,23 @@ def parameters(sampling_info: Any) -> SamplingParameters:
 
 
 def renormalizing(sampling_info: Any) -> Any:
-    """The same, but SGLang applies top-k and top-p even where every request keeps all tokens."""
-    changed = copy.copy(sampling_info)
-    changed.need_top_k_sampling = changed.need_top_p_sampling = True
+    """The same, but SGLang applies top-k and top-p even where nobody asks for it, and then keeps every token."""
+    changed = _filtered(sampling_info)
+    changed.top_ps = keeping_all(changed.top_ps)
     return changed
 
 
 def on_static_tensors(sampling_info: Any, static: SamplingParameters) -> Any:
     """A SamplingBatchInfo of sampled requests that SGLang reads from `static`; `sampling_info` is of any sampled batch."""
-    changed = renormalizing(sampling_info)
+    changed = _filtered(sampling_info)
     changed.temperatures, changed.top_ps, changed.top_ks = static.temperatures, static.top_ps, static.top_ks
     changed.min_ps = None  # SGLang's verification does not read it
+    return changed
+
+
+def _filtered(sampling_info: Any) -> Any:
+    changed = copy.copy(sampling_info)
+    changed.need_top_k_sampling = changed.need_top_p_sampling = True
     return changed
 
 

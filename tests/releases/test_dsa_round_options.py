@@ -1,0 +1,96 @@
+"""Options that forbid rounds in one graph, typed as a user types them and resolved by SGLang itself.
+
+A release may resolve an option into another one and turn the first off, as 0.5.23 does with --enable-dp-attention.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa_backend.adapters.dsa.rounds.rule import NEEDED
+from nsa_backend.benchmarks import faithful_checkpoint, servers
+from nsa_backend.releases import installed
+
+SCRIPT = Path(__file__).with_name("parsed_commands.py")
+TWO, EXPERTS = ["--tp-size", "2"], ["--tp-size", "2", "--ep-size", "2"]
+DP = [*TWO, "--dp-size", "2", "--enable-dp-attention"]
+WORDS = {
+    "another algorithm": ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "."],
+    "no overlap": ["--disable-overlap-schedule"],
+    "no graphs": ["--disable-cuda-graph"],
+    "no decode graphs": ["--disable-decode-cuda-graph"],
+    "DP attention": DP,
+    "DP attention in four ranks": ["--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head"],
+    "context parallel": [*TWO, "--attn-cp-size", "2"],
+    "two-batch overlap": [*DP, "--enable-two-batch-overlap", "--moe-a2a-backend", "deepep"],
+    "experts": EXPERTS,
+    "experts through DeepEP": [*TWO, "--moe-a2a-backend", "deepep"],
+    "PD": ["--disaggregation-mode", "decode"],
+    "adaptive": ["--speculative-adaptive"],
+    "rejection sampling": ["--speculative-use-rejection-sampling"],
+    "released memory": ["--enable-memory-saver"],
+    "balanced experts": [*EXPERTS, "--enable-eplb"],
+    "elastic experts": [*EXPERTS, "--elastic-ep-backend", "mooncake"],
+    "recorded experts": ["--expert-distribution-recorder-mode", "stat"],
+    "returned experts": ["--enable-return-routed-experts"],
+    "returned selections": ["--enable-return-indexer-topk"],
+    "canary": ["--kv-canary", "log"],
+    "dumped tensors": ["--debug-tensor-dump-output-folder", "dumped"],
+}
+"""What every release with rounds in one graph parses beside EAGLE."""
+OF_A_RELEASE = {
+    "0.5.17": {"decode graphs of another kind": ["--cuda-graph-backend-decode", "tc_piecewise"]},
+    "0.5.23": {
+        "DP attention by its new name": [*TWO, "--attn-dp-size", "2"],
+        "prefill context parallel": [*TWO, "--enable-prefill-cp", "--cp-strategy", "interleave"],
+        "LoRA": ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
+        "LoRA by its paths": ["--lora-paths", "adapter=folder"],
+    },
+}
+"""LoRA and context parallelism of prefill end 0.5.17's start beside EAGLE, by SGLang's own sentence or by ours."""
+NOT_BESIDE_EAGLE = {"pp_size", "msprobe_dump_config"}
+"""SGLang takes pipeline parallelism with drafts under PD or an environment variable alone, and a file that exists."""
+
+
+@pytest.fixture(scope="module")
+def changes(tmp_path_factory) -> dict[str, list[str]]:
+    """By name, what SGLang's resolved options would have to change for rounds in one graph; and `plain`, with none."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    (folder / "config.json").write_text(json.dumps(faithful_checkpoint.config(faithful_checkpoint.SHAPES["faithful"])))
+    words = {"plain": []} | WORDS | OF_A_RELEASE.get(installed(), {})
+    plain = servers.command(folder, 25000, 3)[3:]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT)],
+        input=json.dumps([[*plain, *given] for given in words.values()]),
+        env=os.environ | {"NSA_BACKEND_DISABLE": "0", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: one["against_one_graph"] for name, one in zip(words, found, strict=True)}
+
+
+def test_a_plain_server_has_them(changes):
+    assert changes["plain"] == []
+
+
+@pytest.mark.parametrize("name", [*WORDS, *OF_A_RELEASE.get(installed(), {})])
+def test_a_server_with_one_of_these_does_not(changes, name):
+    assert changes[name] != []
+
+
+def test_every_rule_was_tried(changes):
+    """But where a release does not take the option beside EAGLE, or has another name for it."""
+    said = {change for of_one in changes.values() for change in of_one}
+    left = {rule.attribute for rule in NEEDED if rule.advice not in said}
+    renamed = {"0.5.17": {"attn_dp_size", "enable_lora"}, "0.5.23": {"enable_dp_attention"}}
+    assert left == NOT_BESIDE_EAGLE | renamed.get(installed(), set())
