@@ -44,7 +44,10 @@ DEPLOYMENTS = {
         "--speculative-algorithm EAGLE3 --speculative-draft-attention-backend fa3",
         {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1},
     ),
-    "two-batch overlap": ("--enable-two-batch-overlap", {"enable_two_batch_overlap": True}),
+    "two-batch overlap": (
+        "--enable-two-batch-overlap --moe-a2a-backend deepep",
+        {"enable_two_batch_overlap": True, "moe_a2a_backend": "deepep"},
+    ),
     "prefill context parallel": (
         "--tp-size 2 --enable-prefill-cp --cp-strategy interleave",
         {"tp_size": 2, "enable_prefill_cp": True, "cp_strategy": "interleave", "kv_cache_dtype": "bfloat16"},

@@ -9,6 +9,7 @@ TABLES = {
     "serve_order_0_5_23": ("ours", "three_graphs", "builtin"),
     "serve_models_0_5_23": ("ours", "builtin"),
     "serve_auto_0_5_23": ("auto", "ours", "builtin"),
+    "serve_sampled_0_5_23": ("ours", "three_graphs", "builtin"),
 }
 """File to its sides: the first is what a user asks about, and its ratios to the others stand in the table, in this order."""
 NAMES = {"glm-5.1": "GLM-5.1", "glm-5.2": "GLM-5.2"}
@@ -194,12 +195,13 @@ def who_ran_the_gpu_tests(first: dict, second: dict, newest: dict) -> Iterator[s
     for report, release in ((newest, "0.5.23"), (second, "0.5.17"), (first, "0.5.12.post1")):
         assert "failed" not in last(report, "pytest -q -m gpu tests/kernels tests/gpu")
         yield f"on {release} {last(report, 'pytest -q -m gpu tests/kernels tests/gpu').split(' passed')[0]} passed"
-    for checker, words in (("memcheck", "memcheck found nothing in {} tests"), ("initcheck", "nothing in sparse_decode's {}")):
+    for checker, words in (
+        ("memcheck", "memcheck found nothing in {} tests"),
+        ("initcheck", "nothing in sparse_decode's {}"),
+        ("racecheck", "racecheck nothing in the same {}"),
+    ):
         assert "0 errors" in last(newest, checker)
         yield words.format(last(newest, checker).split(" passed")[0])
-    assert not any("racecheck" in run["command"] for run in newest["runs"])
-    sampled = last(newest, "test_sampled_round_graph")
-    assert sampled.startswith("ended by a time limit")
 
 
 @rule("e2e_rounds_0_5_17")

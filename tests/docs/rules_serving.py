@@ -98,6 +98,7 @@ def soak_runs(large: dict, small: dict) -> Iterator[str]:
 
 
 NO_RETRACTION = "no request was retracted"
+HELD = re.compile(r"ours: (\d+) MiB of GPU memory are held after the load and the flush, more than (\d+)")
 
 
 def soak_of_both(name: str) -> None:
@@ -105,9 +106,12 @@ def soak_of_both(name: str) -> None:
 
     @rule(name)
     def says(report: dict) -> Iterator[str]:
-        assert report["problems"] in ([], [NO_RETRACTION])
         yield from soak.table(report).splitlines()
-        if report["problems"]:
+        for problem in report["problems"]:
+            if held := HELD.fullmatch(problem):
+                yield "{} MiB are held after the load and a flush, more than the bound of {} MiB".format(*held.groups())
+                continue
+            assert problem == NO_RETRACTION
             assert all(NO_RETRACTION in report["sides"][side]["problems"] for side in ("ours", "builtin"))
             yield f"`benchmarks/results/{name}_h200.json`: no request was retracted on either side"
 

@@ -2,10 +2,12 @@
 
 import pytest
 import rules_accept
+import rules_deployments
 import rules_gained
 import rules_kernels
 import rules_more
 import rules_rounds
+import rules_sampled
 import rules_serving
 import rules_today
 import rules_trained
@@ -16,10 +18,12 @@ from quoted import PAGES, RULES, SETTINGS, named, unexplained
 # Importing them registers their rules.
 MODULES = (
     rules_accept,
+    rules_deployments,
     rules_gained,
     rules_kernels,
     rules_more,
     rules_rounds,
+    rules_sampled,
     rules_serving,
     rules_today,
     rules_trained,
@@ -158,6 +162,10 @@ class TestTheRulesThemselves:
             rules_more.behind([row(1, 12.0, 10.0), row(8, 9.0, 10.0)], "ours", "builtin", "tokens_per_s")
             == "wide 8 x 300 (0.900)"
         )
+
+    @pytest.mark.parametrize(("chi_square", "freedom", "share"), [(3.84, 1, 0.05), (18.31, 10, 0.05), (249.4, 200, 0.01)])
+    def test_how_often_chance_exceeds_a_chi_square(self, chi_square, freedom, share):
+        assert rules_sampled.beyond(chi_square, freedom) == pytest.approx(share, rel=0.1)
 
     def test_rows_that_only_a_figure_shows_count(self):
         rows = [{"ours": {"gpu_us": n}, "floor_us": 1.0} for n in (1, 2)]

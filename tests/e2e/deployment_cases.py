@@ -106,7 +106,7 @@ TRAINING_CASES = [
 ]
 
 EXPERTS = {"ep_size": 2}
-"""Experts are divided, and SGLang adds up what the ranks have (`--moe-a2a-backend none`); DeepEP does not come from PyPI."""
+"""Experts are divided, and SGLang adds up what the ranks have (`--moe-a2a-backend none`)."""
 NO_OVERLAP = {"disable_overlap_schedule": True}
 UNEQUAL = ("8x300", "unequal ranks")
 parallel = partial(Case, floors=FLOORS, releases=SINCE)

@@ -1,0 +1,76 @@
+"""What the text must say of sampled rounds in one graph: how often outputs come, their speed, and the GPU tests."""
+
+import math
+from collections.abc import Iterator
+
+from quoted import one, rule, spread
+from rules_more import apart, behind, over
+
+SIDES = ("ours", "three_graphs")
+
+
+def beyond(chi_square: float, freedom: int) -> float:
+    """The share of samples that exceed it by chance (Wilson and Hilferty)."""
+    width = 2 / (9 * freedom)
+    return 0.5 * math.erfc(((chi_square / freedom) ** (1 / 3) - 1 + width) / math.sqrt(2 * width))
+
+
+@rule("sampled_rounds_0_5_23")
+def how_often_outputs_come(report: dict) -> Iterator[str]:
+    rows = report["rows"]
+    assert all(row["same"] for row in rows)
+    assert len(report["captured"]["ours"]) == 1
+    assert report["captured"]["three_graphs"] == []
+    asked = {row["sampling"]: row["parameters"][0] for row in rows}
+    yield '"top-k" is top-k {top_k}'.format(**asked["top-k"])
+    yield '"top-p" is top-p {top_p} at temperature {temperature}'.format(**asked["top-p"])
+    yield '"both" top-k {top_k} and top-p {top_p} at {temperature}'.format(**asked["both"])
+    chances = []
+    for row in rows:
+        found = [beyond(*pair) for pair in zip(row["chi_square"], row["freedom"], strict=True)]
+        chances += found
+        counted = " / ".join(
+            f"{chi_square:.1f} of {freedom}" for chi_square, freedom in zip(row["chi_square"], row["freedom"], strict=True)
+        )
+        shares = " / ".join(f"{100 * share:.1f} %" for share in found)
+        accept = " | ".join(f"{row['accept'][side]:.3f}" for side in SIDES)
+        cells = f"{counted} | {shares} | {accept} | {row['accept_apart']:+.3f} ± {row['accept_error']:.3f}"
+        yield f"| {row['sampling']} | {cells} |"
+    yield f"The furthest of these {len(chances)} is one that chance exceeds {100 * min(chances):.1f} % of the time"
+    furthest = max(abs(row["accept_apart"]) for row in rows)
+    errors = spread([row["accept_error"] for row in rows], "{:.3f}")
+    yield f"accept lengths lie apart by at most {furthest:.3f}, with standard errors of {errors}"
+
+
+@rule("serve_sampled_0_5_23")
+def how_fast_they_are(report: dict) -> Iterator[str]:
+    assert report["environment"]["switches"] == {"NSA_BACKEND_SAMPLED_ROUNDS": "1"}
+    rows = report["rows"]
+    assert {(row["temperature"], row["top_p"], row["steps"]) for row in rows} == {(1.0, 0.95, 3)}
+    yield "temperature 1.0, top-p 0.95, N = 3"
+    yield "--temperature 1.0 --top-p 0.95"
+    wide = [one(rows, checkpoint="wide", batch=batch) for batch in (1, 8, 32)]
+    alone = one(rows, checkpoint="faithful", batch=1)
+    for other, words in (("three_graphs", "three graphs'"), ("builtin", "the built-in's")):
+        rates = [over(row, "ours", other) for row in (*wide, alone)]
+        rounds = [over(row, "ours", other, "round_ms") for row in (*wide, alone)]
+        yield "{:.2f}, {:.2f} and {:.2f} times {words} tokens per second, {:.2f} on `faithful`".format(*rates, words=words)
+        yield "{:.2f}, {:.2f} and {:.2f} of {words} time, {:.2f} on `faithful`".format(*rounds, words=words)
+    level = [(row["batch"], other) for row in wide for other in ("three_graphs", "builtin") if not apart(row, "ours", other)]
+    assert level == [(8, "builtin"), (32, "three_graphs")]
+    assert apart(alone, "ours", "three_graphs")
+    assert apart(alone, "ours", "builtin")
+    for other, words in (("three_graphs", "three graphs'"), ("builtin", "the built-in's")):
+        if lost := behind(rows, "ours", other, "ttft_ms"):
+            yield f"first token later than {words}: {lost}"
+        assert behind(rows, "ours", other, "tokens_per_s") == behind(rows, "ours", other, "round_ms") == ""
+    accept = [row[side]["accept"] for row in rows for side in (*SIDES, "builtin")]
+    yield f"accept lengths are {spread(accept)} there on all sides"
+
+
+@rule("gpu_tests_0_5_23")
+def what_the_gpu_tests_say(report: dict) -> Iterator[str]:
+    last = next(run["outcome"] for run in reversed(report["runs"]) if "test_sampled_round_graph" in run["command"])
+    assert last.startswith("1 failed, 8 passed")
+    assert "6 of 400 requests got other tokens" in last
+    yield "6 of 400 requests got other tokens, where it allows 2"
