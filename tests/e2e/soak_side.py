@@ -30,6 +30,7 @@ from soak_server import BUILTIN, SIDES, TOPOLOGIES, memory
 from soak_traffic import FAILURES, Client, Traffic, make_templates, request_body
 
 from nsa_backend.benchmarks import faithful_checkpoint
+from nsa_backend.benchmarks.process_trees import end_all
 from nsa_backend.benchmarks.report import environment
 
 CALM = 0.2  # of all the time, what the references may take
@@ -207,8 +208,7 @@ def main() -> int:
     report |= {"problems": problems, "seconds": round(time.monotonic() - began, 1)}
     args.out.write_text(json.dumps(report, indent=1))
     for server in run.servers:
-        with suppress(ProcessLookupError):  # not SIGTERM, after which SGLang waits for requests aborted in its queue for ever
-            os.killpg(server.pid, signal.SIGKILL)
+        end_all(server)
     if report["problems"] and run.log.exists():
         print(run.log.read_text(errors="replace")[-3000:])
     print("\n".join(f"{run.side}: {problem}" for problem in report["problems"]) or f"{run.side}: no problems", flush=True)
