@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import torch
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.fa3 import Fa3
 from nsa_backend.benchmarks.attention_case import COLD_ROWS, KV_DTYPES, Case
+from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.metadata import write_metadata
@@ -125,12 +127,8 @@ class Chain(Indexer):
 
     def fa3_schedule(self) -> torch.Tensor:
         """What FA3 computes of the lengths, as our forward computes it once for all layers."""
-        metadata = self.metadata
-        return adapter.fa3_scheduler()(
-            batch_size=self.rows, max_seqlen_q=1, max_seqlen_k=TOPK, num_heads=self.heads, num_heads_k=1, headdim=ROPE,
-            headdim_v=LATENT, cache_seqlens=metadata.nsa_cache_seqlens_int32, qkv_dtype=torch.bfloat16,
-            cu_seqlens_q=metadata.nsa_cu_seqlens_q, page_size=1, causal=True, num_splits=0,
-        )  # fmt: skip
+        config = AttentionConfig(device_sm=90, num_heads=self.heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK)
+        return Fa3(config).schedule(self.metadata.nsa_cache_seqlens_int32, self.metadata.nsa_cu_seqlens_q)
 
 
 def metadata_of(rows: int, table: int) -> NSAMetadata:

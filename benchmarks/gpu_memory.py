@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -33,10 +34,10 @@ def used_mib(gpus: str | None, seconds: float = 30) -> list[int]:
         return []
 
 
-def of_processes_mib(pids: Collection[int], seconds: float = 30) -> int | None:
-    """MiB that these processes hold on all GPUs together, with their CUDA contexts; None where nvidia-smi does not tell.
+def by_process_mib(seconds: float = 30) -> dict[int, int] | None:
+    """MiB that each process holds on all GPUs together, with its CUDA contexts; None where nvidia-smi does not tell.
 
-    Unlike `used_mib` it leaves out what runs beside them on the same GPUs.
+    Unlike in `used_mib` one can leave out what runs beside, on the same GPUs. A process that holds nothing is not there.
     """
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     try:
@@ -44,7 +45,10 @@ def of_processes_mib(pids: Collection[int], seconds: float = 30) -> int | None:
         rows = [tuple(map(int, line.split(","))) for line in told.splitlines()]
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-    return sum(mib for pid, mib in rows if pid in pids)
+    held: Counter[int] = Counter()
+    for pid, mib in rows:
+        held[pid] += mib
+    return dict(held)
 
 
 def used() -> list[float]:

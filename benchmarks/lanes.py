@@ -22,13 +22,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from nsa_backend.benchmarks.process_trees import end_all
 
 ENDING = 10.0
 """Seconds between asking a job to end and killing it."""
@@ -144,7 +144,7 @@ class Lanes:
         code = process.poll()
         if code is None and seconds < 60 * job.minutes:
             return
-        end_all(process)
+        end_all(process, asked=ENDING)
         del self._running[name]
         how = f"ended after its {job.minutes:g} minutes" if code is None else f"exit code {code} after {seconds:.0f} s"
         self._over(name, code == 0, how)
@@ -162,16 +162,7 @@ class Lanes:
     def close(self) -> None:
         """End what still runs."""
         for _, process, _ in self._running.values():
-            end_all(process)
-
-
-def end_all(process: subprocess.Popen) -> None:
-    """End a process and all that its session still has."""
-    for number, seconds in ((signal.SIGTERM, ENDING), (signal.SIGKILL, None)):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
+            end_all(process, asked=ENDING)
 
 
 def main() -> int:

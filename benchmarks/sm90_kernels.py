@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.attention.fa3 import MAX_SCHEDULED_ROWS
+from nsa_backend.attention.fa3 import MAX_SCHEDULED_ROWS, Fa3
 from nsa_backend.benchmarks.attention_case import HEAD_BLOCK
 from nsa_backend.benchmarks.sm90_case import Shape, Sm90Case
+from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels.plan import PAGE_SIZE
-from nsa_backend.testing.shape import LATENT, QK_DIM, ROPE, SCALE, TOPK
+from nsa_backend.testing.shape import LATENT, QK_DIM, SCALE, TOPK
 
 Call = Callable[[int], Any]
 SPLITS, MAX_SPLIT_ROWS = (1, 2, 4, 8, 16), 128
@@ -69,18 +70,17 @@ def variants(shape: Shape) -> dict[str, Variant]:
 
 
 def fa3(case: Sm90Case, scheduled: bool = False, num_splits: int = 0) -> Call:
-    """FA3 with page size 1; 0 splits leaves their number to its heuristic, `scheduled` its schedule to a call before."""
+    """FA3 with page size 1; 0 splits leaves their number to its heuristic, `scheduled` its schedule to a call before.
+
+    The schedule is the one of our forward, which leaves the number of splits to the heuristic.
+    """
+    assert not (scheduled and num_splits)
     attend, _ = adapter.fa3_functions()
     rows, lengths = case.shape.rows, case.lengths
     cu = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
     ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    schedule = None
-    if scheduled:
-        schedule = adapter.fa3_scheduler()(
-            batch_size=rows, max_seqlen_q=1, max_seqlen_k=TOPK, num_heads=case.shape.heads, num_heads_k=1, headdim=ROPE,
-            headdim_v=LATENT, cache_seqlens=lengths, qkv_dtype=torch.bfloat16, cu_seqlens_q=cu, page_size=1, causal=True,
-            num_splits=num_splits,
-        )  # fmt: skip
+    config = AttentionConfig(device_sm=90, num_heads=case.shape.heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK)
+    schedule = Fa3(config).schedule(lengths, cu) if scheduled else None
     arguments = dict(
         q=case.q_rope, qv=case.q_nope, k_cache=case.cache[..., LATENT:].unsqueeze(1),
         v_cache=case.cache[..., :LATENT].unsqueeze(1), cache_seqlens=lengths, cu_seqlens_q=cu, cu_seqlens_k_new=ends,

@@ -44,16 +44,25 @@ class Fa3(NothingToPrepare):
 
     def __init__(self, config: AttentionConfig):
         self._attend, _ = adapter.fa3_functions()
-        self._schedule = adapter.fa3_scheduler()
+        self._scheduler = adapter.fa3_scheduler()
         self._config = config
 
     def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
         """Schedule the rows that the metadata launch has just measured; one launch, capturable."""
         lengths = metadata.nsa_cache_seqlens_int32
-        if self._schedule is None or not 0 < lengths.shape[0] <= MAX_SCHEDULED_ROWS:
+        if self._scheduler is None or not 0 < lengths.shape[0] <= MAX_SCHEDULED_ROWS:
             return metadata
+        return replace(metadata, schedule=self.schedule(lengths, metadata.nsa_cu_seqlens_q))
+
+    def schedule(self, lengths: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
+        """FA3's tiles of rows of these lengths, its `scheduler_metadata`, where the release has a scheduler; one launch.
+
+        Args:
+            lengths: int32 [rows], KV tokens of each row.
+            cu_seqlens_q: int32 [rows + 1], 0 to rows.
+        """
         config = self._config
-        schedule = self._schedule(
+        return self._scheduler(
             batch_size=lengths.shape[0],
             max_seqlen_q=1,
             max_seqlen_k=config.index_topk,
@@ -63,12 +72,11 @@ class Fa3(NothingToPrepare):
             headdim_v=config.latent_dim,
             cache_seqlens=lengths,
             qkv_dtype=torch.bfloat16,
-            cu_seqlens_q=metadata.nsa_cu_seqlens_q,
+            cu_seqlens_q=cu_seqlens_q,
             page_size=1,
             causal=True,
             num_splits=0,
         )
-        return replace(metadata, schedule=schedule)
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         latent_dim = inputs.q_nope.shape[-1]

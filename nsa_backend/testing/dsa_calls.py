@@ -16,10 +16,10 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
-from nsa_backend.kernels.plan import PAGE_SIZE
-from nsa_backend.testing.shape import LATENT, ROPE
+from nsa_backend.testing.mla_pool import one_layer
 
 LENGTHS_DTYPE = torch.int64
+mla_pool = partial(one_layer, use_dsa=True)
 
 
 def publish(
@@ -65,19 +65,6 @@ def quantize_k_cache() -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Ten
     except ImportError:
         from sglang.kernels.ops.quantization.dsa_quant_k_cache import quantize_k_cache_separate
     return quantize_k_cache_separate
-
-
-def mla_pool(dtype: torch.dtype, packed_dim: int | None, device: str) -> Any:
-    """SGLang's KV pool of one layer and a page of slots in DeepSeek-V3.2's shape.
-
-    `packed_dim` is the size of a slot of an FP8 cache that is packed as FlashMLA reads it; None for other dtypes.
-    """
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-
-    return MLATokenToKVPool(
-        size=PAGE_SIZE, page_size=PAGE_SIZE, dtype=dtype, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, layer_num=1,
-        device=device, enable_memory_saver=False, use_dsa=True, override_kv_cache_dim=packed_dim,
-    )  # fmt: skip
 
 
 def one_rank() -> contextlib.AbstractContextManager:

@@ -12,10 +12,10 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
-from nsa_backend.kernels.plan import PAGE_SIZE
-from nsa_backend.testing.shape import LATENT, ROPE
+from nsa_backend.testing.mla_pool import one_layer
 
 LENGTHS_DTYPE = torch.int32
+mla_pool = partial(one_layer, use_nsa=True)
 
 
 def publish(num_steps: int, num_draft_tokens: int, *, decode: str = "torch", prefill: str = "torch") -> dict[str, Any]:
@@ -47,19 +47,6 @@ def builtin() -> tuple[type, type]:
     from sglang.srt.layers.attention import nsa_backend
 
     return nsa_backend.NativeSparseAttnBackend, nsa_backend.NativeSparseAttnMultiStepBackend
-
-
-def mla_pool(dtype: torch.dtype, packed_dim: int | None, device: str) -> Any:
-    """SGLang's KV pool of one layer and a page of slots in DeepSeek-V3.2's shape.
-
-    `packed_dim` is the size of a slot of an FP8 cache that is packed as FlashMLA reads it; None for other dtypes.
-    """
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-
-    return MLATokenToKVPool(
-        size=PAGE_SIZE, page_size=PAGE_SIZE, dtype=dtype, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, layer_num=1,
-        device=device, enable_memory_saver=False, use_nsa=True, override_kv_cache_dim=packed_dim,
-    )  # fmt: skip
 
 
 def one_rank() -> contextlib.AbstractContextManager:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 from endings import Exit, Followed
 
+from nsa_backend.benchmarks.process_trees import end_all
 from nsa_backend.releases import generation_of, installed
 
 NAMES_OF_DSA = {
@@ -69,6 +68,4 @@ def run_to_its_end(
             stream.write(f"\nended after {seconds:.0f} s without a result\n")
             return None
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_all(process)

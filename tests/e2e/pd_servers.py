@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 from engines import NCCL_PORT, PORTS_APART
 
+from nsa_backend.benchmarks.process_trees import end_all
 from nsa_backend.benchmarks.servers import STARTING, call, wait_until_ready
 
 DECODE, ALONE = PORTS_APART, 2 * PORTS_APART
@@ -79,9 +78,7 @@ class ServerProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with suppress(ProcessLookupError):  # not SIGTERM, after which SGLang waits for requests aborted in its queue for ever
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        end_all(self.process)
 
     def wait(self, seconds: float = STARTING) -> None:
         wait_until_ready(self.port, self.process, seconds)

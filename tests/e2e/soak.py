@@ -6,7 +6,7 @@
     python tests/e2e/soak.py OUT.json --table
 
 As many GPUs as sides serve them at once; one serves them in turns, each for so many minutes. With `--topology pd` a side is a
-prefill and a decode server, on the two GPUs of one `--gpus` word.
+prefill and a decode server, on the two GPUs of one `--gpus` word; their memory is judged together and reported of each, too.
 
 Exits with 1 where anything is wrong with ours; what is wrong with the built-in backend is reported. --table prints the columns
 of OUT.json for docs/promises.md.
@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -76,12 +77,6 @@ def table(report: dict) -> str:
     def rate(side: dict) -> str:
         return f"{side['requests']['finished'] / side['load_minutes']:.0f}" if side["load_minutes"] else "-"
 
-    def whole(mib: float | None) -> str:
-        return "-" if mib is None else f"{mib:.0f}"
-
-    def grown(mib: float | None) -> str:
-        return "-" if mib is None else f"{mib:+.0f} MiB"
-
     rows = {
         "load, minutes": lambda s: f"{s['load_minutes']:.2f}",
         "requests finished / aborted / closed / failed": lambda s: " / ".join(str(n) for n in s["requests"].values()),
@@ -97,17 +92,36 @@ def table(report: dict) -> str:
         "ways in which an output left its calm reference / of them at ties": lambda s: (
             f"{s['differences']['ways']} / {s['differences']['at_ties']}"
         ),
-        "GPU memory during the load, growth after warm-up": lambda s: grown(s["growth"]["gpu_mib"]),
-        "GPU memory held before the load / after it and a flush, MiB": lambda s: (
-            f"{whole(s['held']['before_mib'])} / {whole(s['held']['after_mib'])}"
-        ),
-        "host memory, growth after warm-up": lambda s: grown(s["growth"]["host_mib"]),
-        "problems": lambda s: str(len(s["problems"])),
+        **memory_rows(lambda s: s),
     }
+    servers = dict.fromkeys(name for side in sides if side is not None for name in side.get("by_server", ()))
+    if len(servers) > 1:
+        for name in servers:
+            rows |= memory_rows(lambda s, name=name: s["by_server"][name], f"{name} server alone: ")
+    rows |= {"problems": lambda s: str(len(s["problems"]))}
     lines = ["| | " + " | ".join(TITLES.get(side, side) for side in report["sides"]) + " |", "|---" * (len(sides) + 1) + "|"]
     for label, cell in rows.items():
         lines.append(f"| {label} | " + " | ".join("-" if side is None else cell(side) for side in sides) + " |")
     return "\n".join(lines)
+
+
+def memory_rows(of: Callable[[dict], dict], whose: str = "") -> dict[str, Callable[[dict], str]]:
+    """Rows of the memory that `of` finds in a side's report; `whose` begins their labels."""
+
+    def whole(mib: float | None) -> str:
+        return "-" if mib is None else f"{mib:.0f}"
+
+    def grown(mib: float | None) -> str:
+        return "-" if mib is None else f"{mib:+.0f} MiB"
+
+    def held(side: dict) -> str:
+        return f"{whole(of(side)['held']['before_mib'])} / {whole(of(side)['held']['after_mib'])}"
+
+    return {
+        f"{whose}GPU memory during the load, growth after warm-up": lambda s: grown(of(s)["growth"]["gpu_mib"]),
+        f"{whose}GPU memory held before the load / after it and a flush, MiB": held,
+        f"{whose}host memory, growth after warm-up": lambda s: grown(of(s)["growth"]["host_mib"]),
+    }
 
 
 def start(side: str, gpu: str, args: argparse.Namespace, port: int) -> tuple[subprocess.Popen, Path]:

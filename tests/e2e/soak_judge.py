@@ -82,6 +82,19 @@ def held(samples: list[dict], began: float, flushed: float | None) -> dict[str, 
     return {"before_mib": before[-1] if before else None, "after_mib": median(after) if after else None}
 
 
+def of_server(samples: list[dict], name: str) -> list[dict]:
+    """The memory of one server alone in each sample that has it."""
+    return [{"time": s["time"]} | s["by_server"][name] for s in samples if name in s["by_server"]]
+
+
+def memory(run: Soak, samples: list[dict]) -> dict:
+    """Growth during the load, and what is held before it and after the flush, of whatever was sampled."""
+    return {
+        "growth": {key: growth(samples, key, *run.load) for key in TOPOLOGIES[run.topology].growth},
+        "held": held(samples, run.load[0], run.flushed),
+    }
+
+
 def drift(rows: list[dict]) -> float | None:
     """Accept length of the last whole minute over that of the first, less one; None without two such minutes."""
     whole = [row["accept_length"] for row in rows if row["seconds"] == 60 and row["accept_length"]]
@@ -107,11 +120,11 @@ def summary(run: Soak) -> dict:
         "accept_length": round(accept_of(records), 4),
         "drift": drift(rows),
         "latency": latency(records),
-        "growth": {key: growth(run.samples, key, began, ended) for key in topology.growth},
-        "held": held(run.samples, began, run.flushed),
+        **memory(run, run.samples),
+        "by_server": {name: memory(run, of_server(run.samples, name)) for name in topology.servers},
         "bounds": {"growth": topology.growth, "held_mib": HELD_MIB, "drift": DRIFT, "accept_length": ACCEPT_FLOOR},
         "differences": run.differences or group_differences(records, run.templates, run.references),
-        "servers": topology.servers,
+        "servers": len(topology.servers),
         "active": [line for line in lines if "nsa_backend" in line and "is active" in line],
         "suspect_lines": {"count": len(suspect), "first": suspect[:20]},
     }

@@ -17,7 +17,7 @@ from soak_pair import PairClient
 from soak_traffic import LONGEST_OUTPUT, Client
 
 from nsa_backend.benchmarks import servers
-from nsa_backend.benchmarks.gpu_memory import of_processes_mib
+from nsa_backend.benchmarks.gpu_memory import by_process_mib
 
 BUILTIN = "builtin"
 SIDES = {
@@ -67,42 +67,52 @@ def pair_commands(checkpoint: Path, port: int) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Topology:
-    """What serves one side. Growth during the load is of all servers together, in MiB."""
+    """What serves one side. The bounds on growth during the load are of all servers together, in MiB."""
 
     commands: Callable[[Path, int], list[list[str]]]
     client: Callable[[int], Client]
-    servers: int
+    servers: tuple[str, ...]  # what a report calls them, in the order of their commands
     environment: dict[str, str]
     growth: dict[str, int] = field(default_factory=lambda: {"gpu_mib": 256, "host_mib": 256})
 
 
 TOPOLOGIES = {
-    "one": Topology(lambda checkpoint, port: [command(checkpoint, port)], Client, 1, ALLOCATOR | RETRACTING),
+    "one": Topology(lambda checkpoint, port: [command(checkpoint, port)], Client, ("server",), ALLOCATOR | RETRACTING),
     # A transfer engine cannot hand memory in expandable segments to another process, so there are none, and what the allocator
     # keeps is more.
-    "pd": Topology(pair_commands, PairClient, 2, {}, {"gpu_mib": 1024, "host_mib": 512}),
+    "pd": Topology(pair_commands, PairClient, ("prefill", "decode"), {}, {"gpu_mib": 1024, "host_mib": 512}),
 }
 """During the load torch's allocator keeps what the largest prefill so far needed, indexer scores of up to 112 MiB."""
 
 
-def processes(pids: list[int]) -> list[psutil.Process]:
-    """The servers and all that they started, as far as they live."""
+def processes(pid: int) -> list[psutil.Process]:
+    """A server and all that it started, as far as they live."""
     found = []
-    for pid in pids:
-        with suppress(psutil.Error):
-            found += [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    with suppress(psutil.Error):
+        found += [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     return found
 
 
-def gpu_mib(pids: list[int]) -> int | None:
-    """Memory that the servers hold on their GPUs, whatever runs beside them; None where nobody tells."""
-    return of_processes_mib({process.pid for process in processes(pids)}, seconds=10)
+def memory(pids: dict[str, int]) -> dict:
+    """MiB that the servers of these names hold together, and `by_server` each of them; None where nobody tells.
+
+    `gpu_mib` is on their GPUs, whatever runs beside them. `host_mib` is resident; a page that processes share counts in each.
+    """
+    on_gpus, by_server = by_process_mib(seconds=10), {}
+    for name, pid in pids.items():
+        tree = processes(pid)
+        held = None if on_gpus is None else sum(on_gpus.get(process.pid, 0) for process in tree)
+        by_server[name] = {"gpu_mib": held, "host_mib": resident_mib(tree)}
+    total = {}
+    for key in ("gpu_mib", "host_mib"):
+        known = [of_one[key] for of_one in by_server.values() if of_one[key] is not None]
+        total[key] = round(sum(known), 1) if known else None
+    return total | {"by_server": by_server}
 
 
-def host_mib(pids: list[int]) -> float | None:
-    """Resident memory of the servers' processes; a page that they share counts in each."""
+def resident_mib(tree: list[psutil.Process]) -> float | None:
     total = 0
-    for process in processes(pids):
+    for process in tree:
         with suppress(psutil.Error):
             total += process.memory_info().rss
     return round(total / 2**20, 1) if total else None

@@ -26,10 +26,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from soak_answers import Template, group_differences, judge_answer, judge_tie
 from soak_judge import problems_of, summary
-from soak_server import BUILTIN, SIDES, TOPOLOGIES, gpu_mib, host_mib
+from soak_server import BUILTIN, SIDES, TOPOLOGIES, memory
 from soak_traffic import FAILURES, Client, Traffic, make_templates, request_body
 
 from nsa_backend.benchmarks import faithful_checkpoint
+from nsa_backend.benchmarks.process_trees import end_all
 from nsa_backend.benchmarks.report import environment
 
 CALM = 0.2  # of all the time, what the references may take
@@ -71,8 +72,8 @@ def watch(run: Soak) -> None:
     while True:
         now, kinds = time.monotonic(), Counter(record.kind for record in list(run.traffic.records))
         sample = {"clients": run.traffic.in_flight(), "finished": kinds["finished"]}
-        pids = [server.pid for server in run.servers]
-        sample |= {"gpu_mib": gpu_mib(pids), "host_mib": host_mib(pids)}
+        started = zip(TOPOLOGIES[run.topology].servers, run.servers, strict=False)  # while the run starts, not yet all
+        sample |= memory({name: server.pid for name, server in started})
         run.samples.append({"time": now} | sample)
         if now - printed >= PROGRESS_SECONDS:
             printed = now
@@ -192,7 +193,7 @@ def main() -> int:
         for number in (signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, cut)
         signal.setitimer(signal.ITIMER_REAL, max(run.left() - LAST_SECONDS, 1))
-        report["environment"] = environment(TOPOLOGIES[args.topology].servers)
+        report["environment"] = environment(len(TOPOLOGIES[args.topology].servers))
         threading.Thread(target=watch, args=(run,), daemon=True).start()
         for phase in (start, calm, load, settle, explain):
             run.phase = phase.__name__
@@ -207,8 +208,7 @@ def main() -> int:
     report |= {"problems": problems, "seconds": round(time.monotonic() - began, 1)}
     args.out.write_text(json.dumps(report, indent=1))
     for server in run.servers:
-        with suppress(ProcessLookupError):  # not SIGTERM, after which SGLang waits for requests aborted in its queue for ever
-            os.killpg(server.pid, signal.SIGKILL)
+        end_all(server)
     if report["problems"] and run.log.exists():
         print(run.log.read_text(errors="replace")[-3000:])
     print("\n".join(f"{run.side}: {problem}" for problem in report["problems"]) or f"{run.side}: no problems", flush=True)

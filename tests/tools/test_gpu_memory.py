@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nsa_backend.benchmarks.gpu_memory import of_processes_mib
+from nsa_backend.benchmarks.gpu_memory import by_process_mib
 
 
 @pytest.fixture
@@ -20,17 +20,16 @@ def nvidia_smi(tmp_path, monkeypatch):
     return tells
 
 
-def test_memory_is_that_of_the_processes_asked_for_on_all_gpus(nvidia_smi):
+def test_memory_of_a_process_is_that_on_all_gpus(nvidia_smi):
     nvidia_smi("11, 500\\n12, 40\\n11, 300\\n13, 7\\n")
-    assert of_processes_mib({11, 13}) == 807
-    assert of_processes_mib([99]) == 0
+    assert by_process_mib() == {11: 800, 12: 40, 13: 7}
     nvidia_smi("")
-    assert of_processes_mib({11}) == 0
+    assert by_process_mib() == {}
 
 
 def test_memory_that_nobody_tells_is_unknown(nvidia_smi):
-    assert of_processes_mib({11}) is None
+    assert by_process_mib() is None
     nvidia_smi("11, [N/A]\\n")
-    assert of_processes_mib({11}) is None
+    assert by_process_mib() is None
     nvidia_smi("No devices were found\\n", code=6)
-    assert of_processes_mib({11}) is None
+    assert by_process_mib() is None

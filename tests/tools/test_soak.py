@@ -4,51 +4,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from soak_runs import ACTIVE, BEGAN, ENDED, RETRACT, finished, run_of, samples, steady_load, taken_back
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak_judge
 import soak_server
-import soak_side
 import soak_traffic
 from soak_answers import Record, group_differences, judge_answer, judge_tie
-from soak_traffic import Traffic, make_templates
+from soak_traffic import make_templates
 
-BEGAN, ENDED = 1000.0, 1240.0
-ACTIVE = "[2026-11-20 11:15:06] nsa_backend 0.1.0 is active: decode=fa3"
-RETRACT = "[2026-11-20 11:16:06] KV cache pool is full. Retract requests. #retracted_reqs: 3, #new_tokens_gained: 192"
 TESTED = "[2026-11-20 11:16:06] Testing retraction. #retracted_reqs: 1, #new_tokens_gained: 64"
-
-
-def finished(template: int = 0, end: float = BEGAN + 1, histogram: tuple[int, ...] = (0, 0, 1, 19), **fields) -> Record:
-    return Record(template, end - 1, end, "finished", "finished", tokens=80, histogram=histogram, **fields)
 
 
 def answer(ids: list[int], reason: str = "length", **meta) -> dict:
     return {"output_ids": ids, "meta_info": {"finish_reason": {"type": reason, "message": "Aborted"}, **meta}}
-
-
-def steady_load() -> list[Record]:
-    return [finished(end=BEGAN + second) for second in range(240)]
-
-
-def samples(gpu=lambda second: 20000, host=lambda second: 9000.0) -> list[dict]:
-    return [
-        {"time": BEGAN + s, "clients": 8, "gpu_mib": gpu(s), "host_mib": host(s)} for s in range(-30, 260, 2)
-    ]  # before and after the load, too
-
-
-def run_of(tmp_path: Path, records: list[Record], log: str, sampled: list[dict]) -> soak_side.Soak:
-    traffic = Traffic(soak_traffic.Client(1), seed=0)
-    traffic.records += records
-    run = soak_side.Soak(soak_traffic.Client(1), traffic, make_templates(0), 480.0, 900.0, log=tmp_path / "server.log")
-    run.log.write_text(log)
-    run.load, run.samples = (BEGAN, ENDED), sampled
-    run.references, run.flushed = {0: [5, 6, 7]}, ENDED + 5
-    return run
-
-
-def taken_back() -> list[Record]:
-    return [Record(1, BEGAN, BEGAN + 1, kind, kind) for kind in ("aborted", "closed")]
 
 
 @pytest.fixture(scope="module")
@@ -145,24 +114,6 @@ class TestDifferences:
         difference = group_differences(list(self.RECORDS), templates, {0: [5, 6, 7]})[0]
         judge_tie(difference, best)
         assert difference["tie"] is tie
-
-
-class TestGrowth:
-    def test_warm_up_does_not_count(self):
-        assert soak_judge.growth(samples(gpu=lambda s: 20000 + min(s, 55) * 100), "gpu_mib", BEGAN, ENDED) == 0
-
-    def test_leak(self):
-        assert soak_judge.growth(samples(host=lambda s: 9000 + 2.0 * s), "host_mib", BEGAN, ENDED) == 240
-
-    def test_not_sampled(self):
-        assert soak_judge.growth(samples(gpu=lambda s: None), "gpu_mib", BEGAN, ENDED) is None
-        assert soak_judge.growth([], "gpu_mib", BEGAN, ENDED) is None
-
-    def test_held_is_what_a_flush_does_not_give_back(self):
-        cache = samples(gpu=lambda s: 20000 if s <= 0 else 20000 + s if s < 245 else 20010)
-        assert soak_judge.held(cache, BEGAN, BEGAN + 245) == {"before_mib": 20000, "after_mib": 20010}
-        assert soak_judge.held(cache, BEGAN, None)["after_mib"] is None
-        assert soak_judge.held([], BEGAN, BEGAN) == {"before_mib": None, "after_mib": None}
 
 
 class TestMinutes:

@@ -78,6 +78,24 @@ class TestJoined:
         assert "| retracted | - | 5 |" in soak.table(report)
         assert soak.joined({"ours": side(), "builtin": None}, {}, 480.0)["problems"] == []
 
+    def test_the_servers_of_a_pair_have_rows_of_their_own(self):
+        """Where each side has several; a side without a report has none of them."""
+        prefill = {"growth": {"gpu_mib": 0, "host_mib": 1.6}, "held": {"before_mib": 1700, "after_mib": 1700}}
+        decode = {"growth": {"gpu_mib": 80, "host_mib": 6.2}, "held": {"before_mib": 2276, "after_mib": None}}
+        pair = side(by_server={"prefill": prefill, "decode": decode})
+        rows = soak.table(soak.joined({"ours": pair, "builtin": None}, {}, 480.0)).splitlines()
+        assert rows[-7:] == [
+            "| prefill server alone: GPU memory during the load, growth after warm-up | +0 MiB | - |",
+            "| prefill server alone: GPU memory held before the load / after it and a flush, MiB | 1700 / 1700 | - |",
+            "| prefill server alone: host memory, growth after warm-up | +2 MiB | - |",
+            "| decode server alone: GPU memory during the load, growth after warm-up | +80 MiB | - |",
+            "| decode server alone: GPU memory held before the load / after it and a flush, MiB | 2276 / - | - |",
+            "| decode server alone: host memory, growth after warm-up | +6 MiB | - |",
+            "| problems | 0 | - |",
+        ]
+        alone = side(by_server={"server": decode})
+        assert not any("alone" in row for row in soak.table(soak.joined({"ours": alone}, {}, 480.0)).splitlines())
+
     def test_every_row_of_the_table_has_both_columns(self):
         slow = {"first_token_s": None, "request_s": {"p50": 2.0, "p99": 9.0}}
         rows = soak.table(soak.joined({"ours": side(), "builtin": side(latency=slow, drift=None)}, {}, 480.0)).splitlines()

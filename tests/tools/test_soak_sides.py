@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak
+import soak_server
 import soak_side
 import soak_traffic
 from pd_servers import DECODE
@@ -78,13 +79,14 @@ def serve_quickly(monkeypatch, tmp_path):
     monkeypatch.setattr(soak_side, "SAMPLE_SECONDS", 0.2)
     monkeypatch.setattr(soak_side, "make_templates", lambda seed: [Template(i, (2,) * 9, 8 * i + 8) for i in range(4)])
     monkeypatch.setattr(soak_side.faithful_checkpoint, "write", lambda path: path)
-    monkeypatch.setattr(soak_side, "gpu_mib", lambda pids: 4000)
+    everyone = SimpleNamespace(get=lambda pid, default: pid)  # each process holds as many MiB as its number says
+    monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: everyone)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT)}
 
     def run(side: str, delay: float, port: int, topology: str = "one", minutes: float = 0.15) -> dict:
         def commands(checkpoint: Path, port: int) -> list[list[str]]:
-            ports = [port, port + DECODE][: served.servers]
+            ports = [port, port + DECODE][: len(served.servers)]
             return [[sys.executable, str(tmp_path / "server.py"), str(port), str(delay), side] for port in ports]
 
         served = soak_side.TOPOLOGIES[topology]
@@ -125,7 +127,11 @@ def test_a_pair_of_servers_gets_every_request_and_every_abort(serve_quickly, mon
             port: {(a["rid"], a.get("bootstrap_room")) for at, a in asked if at == port} for port in (33840, 33840 + DECODE)
         }
 
+    servers = []
+
     def load(run: soak_side.Soak) -> None:
+        run.load = (time.monotonic(), time.monotonic())
+        servers.extend(server.pid for server in run.servers)
         run.traffic.start(run.templates, run.references)
         deadline = time.monotonic() + 60
         while {record.kind for record in run.traffic.records} < set(soak_traffic.SHARES) and time.monotonic() < deadline:
@@ -141,6 +147,11 @@ def test_a_pair_of_servers_gets_every_request_and_every_abort(serve_quickly, mon
     assert found["requests"]["failed"] == 0
     assert all(found["requests"][kind] for kind in ("finished", "aborted", "closed"))
     assert len(found["active"]) == found["servers"] == 2
+    assert found["held"]["before_mib"] == sum(servers)
+    assert [(name, of_one["held"]["before_mib"]) for name, of_one in found["by_server"].items()] == [
+        ("prefill", servers[0]),
+        ("decode", servers[1]),
+    ]
     assert not [problem for problem in found["problems"] if "lines of the log say" in problem]
     prefill, decode = asked_by_port().values()
     assert prefill == decode
