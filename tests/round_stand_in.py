@@ -34,17 +34,21 @@ class Backend:
     """Stands for ours."""
 
 
+class Graphs(SimpleNamespace):
+    """Stands for one of SGLang's graph runners, which weak references are made to."""
+
+
 class StandInWorker:
     """One round as a function of everything a real one reads."""
 
     def __init__(self):
-        graphs = SimpleNamespace(capture_bs=SIZES)
+        graphs = Graphs(capture_bs=SIZES)
         self.target_worker = SimpleNamespace(
             model_runner=self.runner(decode_cuda_graph_runner=graphs), model_config=SimpleNamespace(vocab_size=VOCABULARY)
         )
         self.draft_worker = SimpleNamespace(
             cuda_graph_runner=graphs,
-            cuda_graph_runner_for_draft_extend=SimpleNamespace(capture_bs=[*SIZES, 16]),
+            cuda_graph_runner_for_draft_extend=Graphs(capture_bs=[*SIZES, 16]),
             draft_runner=self.runner(),
             seed_dsa_topk_from_draft_extend=False,
         )

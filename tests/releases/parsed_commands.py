@@ -1,9 +1,9 @@
 """Parse server commands as the launcher of the installed release does, in a process of its own, with the plugin or without.
 
-    python tests/releases/parsed_commands.py < COMMANDS.json > PARSED.json
+    python tests/releases/parsed_commands.py [--refusals] < COMMANDS.json > PARSED.json
 
 A command is what follows `python -m sglang.launch_server`. Whether the plugin serves is up to NSA_BACKEND_DISABLE. One
-that SGLang refuses ends the process with its error.
+that is refused ends the process with its error; with --refusals the answer for a command is that error, or null.
 """
 
 from __future__ import annotations
@@ -45,15 +45,34 @@ def against_one_graph(args: ServerArgs) -> list[str] | None:
     return changes_needed(args)
 
 
+def checked(words: list[str]) -> ServerArgs:
+    """Parsed, resolved and checked, as all of SGLang's processes are before weights load."""
+    server_args = prepare_server_args([*words, "--device", "cuda"])
+    if hasattr(server_args, "resolve_once"):
+        server_args.resolve_once()
+    server_args.check_server_args()
+    return server_args
+
+
+def refusal(words: list[str]) -> str | None:
+    """What ends the start of this command, or None."""
+    try:
+        checked(words)
+    except (ValueError, AssertionError) as error:
+        return str(error)
+    return None
+
+
 def main() -> None:
     load_plugins()
     torch.cuda.get_device_capability = lambda *device: (9, 0)  # all that resolution asks of a GPU
+    commands = json.load(sys.stdin)
+    if "--refusals" in sys.argv:
+        json.dump([refusal(words) for words in commands], sys.__stdout__)
+        return
     found = []
-    for words in json.load(sys.stdin):
-        server_args = prepare_server_args([*words, "--device", "cuda"])
-        if hasattr(server_args, "resolve_once"):
-            server_args.resolve_once()
-        server_args.check_server_args()
+    for words in commands:
+        server_args = checked(words)
         args = adapter.resolved(server_args)
         found.append(
             graphs(args)

@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
 from nsa_backend.adapters.dsa.rounds.release import names
-from nsa_backend.adapters.dsa.rounds.rule import NEEDED, has_rounds
+from nsa_backend.adapters.dsa.rounds.rule import NEEDED, ON_THE_HOST, has_rounds
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.refusals import refusals
 from nsa_backend.round_graph import child_graphs
@@ -57,6 +57,28 @@ def test_values_that_are_checked_on_the_host(arguments, monkeypatch):
     monkeypatch.setenv("NSA_BACKEND_CHECK", "1")
     (sentence,) = refusals(arguments(speculative_algorithm="EAGLE"))
     assert sentence.endswith("which looks at every replay on the host, cannot both be: unset one")
+
+
+@pytest.mark.parametrize("name", ON_THE_HOST)
+def test_switches_of_sglang_that_do_something_on_the_host_in_every_round(arguments, monkeypatch, caplog, name):
+    caplog.set_level("INFO")
+    server = arguments(speculative_algorithm="EAGLE")
+    monkeypatch.delenv("NSA_BACKEND_CHECK", raising=False)
+    assert has_rounds(server, ("dsa", "dsa"), adapter.BACKEND_NAMES)
+    monkeypatch.setenv(name, "1")
+    assert not has_rounds(server, ("dsa", "dsa"), adapter.BACKEND_NAMES)
+    assert caplog.messages == [f"nsa_backend: speculative rounds are three CUDA graphs; for one, unset {name}"]
+    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
+    assert refusals(server) == [f"NSA_BACKEND_ROUND_GRAPH=1 and {name}=1, {ON_THE_HOST[name]}, cannot both be: unset one"]
+
+
+def test_sglang_captures_anew_into_another_runner():
+    """Rounds look at the runner: after /update_weights_from_disk with `recapture_cuda_graph` it is another."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    runner = (installed_source.ROOT / "model_executor" / "model_runner.py").read_text()
+    assert "recapture_cuda_graph=" in runner
+    assert "self.decode_cuda_graph_runner = capture.runner" in inspect.getsource(ModelRunner.init_decode_cuda_graph)
 
 
 def test_a_server_has_rounds_in_one_graph_unless_its_options_forbid_them(arguments, monkeypatch, caplog):

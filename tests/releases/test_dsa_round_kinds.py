@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from round_sides import same, two_sides
-from round_stand_in import SIZES, VOCABULARY, D, decode_batch
+from round_stand_in import SIZES, VOCABULARY, D, Graphs, decode_batch
+from sglang.srt.runtime_context import get_context
 
 from nsa_backend.adapters.dsa.rounds import rule
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
+from nsa_backend.adapters.dsa.rounds.own_round import thresholds
 from nsa_backend.adapters.dsa.rounds.rule import SAMPLED_SWITCH
 
 pytestmark = pytest.mark.usefixtures("sampled_rounds")
@@ -109,3 +113,80 @@ def test_accept_lengths_that_sglang_draws_on_the_host(monkeypatch, caplog):
         ours.run(decode_batch([2, 4], greedy=greedy)())
     assert ours.replays == 0
     assert [m for m in caplog.messages if "SGLang draws accept lengths on the host (SGLANG_SIMULATE_ACC_LEN)" in m]
+
+
+def captures(caplog) -> list[str]:
+    """The kind of rounds of each capture so far."""
+    return [message.split(" requests in ")[0].split()[-1] for message in caplog.messages if "captured whole" in message]
+
+
+def test_graphs_that_sglang_captures_anew_are_joined_anew(caplog):
+    """As it does where /update_weights_from_disk asks for it: a round must not replay a copy of graphs whose memory is free."""
+    caplog.set_level("INFO")
+    theirs, ours = two_sides()
+    for number in range(8):
+        batch = decode_batch([2, 4], greedy=number % 2 == 0)
+        same(*(side.run(batch()) for side in (ours, theirs)), 2)
+    assert captures(caplog) == ["greedy", "sampled"]
+    ours.worker.target_worker.model_runner.decode_cuda_graph_runner = Graphs(capture_bs=SIZES)
+    for number in range(4):
+        batch = decode_batch([2, 4], greedy=number % 2 == 0)
+        same(*(side.run(batch()) for side in (ours, theirs)), 2)
+    assert captures(caplog) == ["greedy", "sampled"] * 2
+    assert ours.replays == 10  # all but the first of each kind
+
+
+def test_graphs_that_sglang_has_no_more(caplog):
+    _, ours = two_sides()
+    caplog.set_level("INFO")
+    for _ in range(3):
+        ours.run(decode_batch([2, 4])())
+    ours.worker.target_worker.model_runner.decode_cuda_graph_runner = None
+    for _ in range(3):
+        ours.run(decode_batch([2, 4])())
+    assert ours.replays == 2
+    assert [message for message in caplog.messages if "because SGLang captured no graph of target-verify" in message]
+
+
+def test_sglangs_graphs_are_not_kept_alive():
+    """They must be gone before SGLang captures others: there may be no memory for both."""
+    _, ours = two_sides()
+    for _ in range(3):
+        ours.run(decode_batch([2, 4])())
+    runner, gone = ours.worker.target_worker.model_runner, []
+    weakref.finalize(ours.worker.draft_worker.cuda_graph_runner_for_draft_extend, gone.append, "draft-extend")
+    ours.worker.draft_worker.cuda_graph_runner_for_draft_extend = None
+    assert gone == ["draft-extend"]
+    assert runner.decode_cuda_graph_runner is not None
+
+
+def test_thresholds_of_acceptance_that_change_while_it_serves(caplog):
+    """By /set_internal_state; they are numbers in a captured launch, and greedy rounds have none."""
+    caplog.set_level("INFO")
+    _, ours = two_sides()
+    for greedy in (True, False) * 3:
+        ours.run(decode_batch([2, 4], greedy=greedy)())
+    assert captures(caplog) == ["greedy", "sampled"]
+    before = thresholds()
+    context = get_context()
+    try:
+        context.override("test", speculative_accept_threshold_single=0.25)
+        assert thresholds() == (0.25, before[1])
+        for greedy in (True, False) * 3:
+            ours.run(decode_batch([2, 4], greedy=greedy)())
+    finally:
+        context.override("test", speculative_accept_threshold_single=before[0])
+    assert captures(caplog) == ["greedy", "sampled", "sampled"]
+
+
+def test_sglangs_dumper_counts_forwards(monkeypatch, caplog):
+    """Tensors are named by the number of the forward, which SGLang's model runner counts on the host."""
+    from sglang.srt.debug_utils.dumper import dumper
+
+    monkeypatch.setattr(type(dumper), "may_enable", True)
+    caplog.set_level("INFO")
+    _, ours = two_sides()
+    for _ in range(3):
+        ours.run(decode_batch([2, 4])())
+    assert ours.replays == 0
+    assert [message for message in caplog.messages if "DUMPER_ENABLE or DUMPER_SERVER_PORT" in message]

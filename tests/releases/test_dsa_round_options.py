@@ -25,12 +25,17 @@ WORDS = {
     "no overlap": ["--disable-overlap-schedule"],
     "no graphs": ["--disable-cuda-graph"],
     "no decode graphs": ["--disable-decode-cuda-graph"],
+    "no padding": ["--disable-cuda-graph-padding"],
     "DP attention": DP,
     "DP attention in four ranks": ["--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head"],
     "context parallel": [*TWO, "--attn-cp-size", "2"],
     "two-batch overlap": [*DP, "--enable-two-batch-overlap", "--moe-a2a-backend", "deepep"],
     "experts": EXPERTS,
     "experts through DeepEP": [*TWO, "--moe-a2a-backend", "deepep"],
+    "DeepEP on one GPU": ["--moe-a2a-backend", "deepep"],
+    "DeepEP for the drafts": ["--speculative-moe-a2a-backend", "deepep"],
+    "dense layers in a group of their own": [*TWO, "--moe-dense-tp-size", "1"],
+    "experts drawn at random": ["--ep-dispatch-algorithm", "dynamic"],
     "PD": ["--disaggregation-mode", "decode"],
     "adaptive": ["--speculative-adaptive"],
     "rejection sampling": ["--speculative-use-rejection-sampling"],
@@ -58,24 +63,38 @@ NOT_BESIDE_EAGLE = {"pp_size", "msprobe_dump_config"}
 """SGLang takes pipeline parallelism with drafts under PD or an environment variable alone, and a file that exists."""
 
 
-@pytest.fixture(scope="module")
-def changes(tmp_path_factory) -> dict[str, list[str]]:
-    """By name, what SGLang's resolved options would have to change for rounds in one graph; and `plain`, with none."""
-    folder = tmp_path_factory.mktemp("checkpoint")
+ASKED = {"NAIVE_EAGLE": ["--speculative-algorithm", "NAIVE_EAGLE"], "the switch": []}
+"""Two ways to insist on one graph; the second is NSA_BACKEND_ROUND_GRAPH=1."""
+PIPELINES = {
+    "pipeline": ["--pp-size", "2"],
+    "pipeline of a prefill server": ["--pp-size", "2", "--disaggregation-mode", "prefill"],
+}
+SGLANGS = ("PP + speculative decoding", "Pipeline parallelism is not compatible with overlap schedule, speculative decoding")
+"""What it says itself of pipelines with drafts."""
+
+
+def parsed(folder: Path, commands: list[list[str]], *arguments: str, **environment: str) -> list:
+    """What `parsed_commands.py` answers for these words after those of a plain server with one draft."""
     (folder / "config.json").write_text(json.dumps(faithful_checkpoint.config(faithful_checkpoint.SHAPES["faithful"])))
-    words = {"plain": []} | WORDS | OF_A_RELEASE.get(installed(), {})
-    plain = servers.command(folder, 25000, 3)[3:]
+    plain = servers.command(folder, 25000, 1)[3:]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT)],
-        input=json.dumps([[*plain, *given] for given in words.values()]),
-        env=os.environ | {"NSA_BACKEND_DISABLE": "0", "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, "-W", "ignore", str(SCRIPT), *arguments],
+        input=json.dumps([[*plain, *words] for words in commands]),
+        env=os.environ | {"NSA_BACKEND_DISABLE": "0", "CUDA_VISIBLE_DEVICES": ""} | environment,
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def changes(tmp_path_factory) -> dict[str, list[str]]:
+    """By name, what SGLang's resolved options would have to change for rounds in one graph; and `plain`, with none."""
+    words = {"plain": []} | WORDS | OF_A_RELEASE.get(installed(), {})
+    found = parsed(tmp_path_factory.mktemp("checkpoint"), list(words.values()))
     return {name: one["against_one_graph"] for name, one in zip(words, found, strict=True)}
 
 
@@ -94,3 +113,18 @@ def test_every_rule_was_tried(changes):
     left = {rule.attribute for rule in NEEDED if rule.advice not in said}
     renamed = {"0.5.17": {"attn_dp_size", "enable_lora"}, "0.5.23": {"enable_dp_attention"}}
     assert left == NOT_BESIDE_EAGLE | renamed.get(installed(), set())
+
+
+@pytest.mark.parametrize("way", ASKED)
+def test_who_insists_on_one_graph_gets_a_sentence_instead_of_a_server(tmp_path, way):
+    """At the check of the options, before weights load. Some pipelines are refused by SGLang, in its own words."""
+    words = {"plain": []} | WORDS | OF_A_RELEASE.get(installed(), {}) | PIPELINES
+    del words["another algorithm"]  # typed after NAIVE_EAGLE, it is the one that counts
+    environment = {"NSA_BACKEND_ROUND_GRAPH": "1"} if way == "the switch" else {}
+    found = parsed(tmp_path, [[*ASKED[way], *given] for given in words.values()], "--refusals", **environment)
+    refused = dict(zip(words, found, strict=True))
+    assert refused.pop("plain") is None
+    for name, said in refused.items():
+        sentences = ("NSA_BACKEND_ROUND_GRAPH=1 cannot be served with these options", *(SGLANGS if name in PIPELINES else ()))
+        assert said is not None, name
+        assert any(sentence in said for sentence in sentences), (name, said)

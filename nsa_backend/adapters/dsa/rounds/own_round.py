@@ -7,11 +7,13 @@ scatters are recorded too.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 from nsa_backend.adapters.dsa.rounds.sampling import on_static_tensors
@@ -20,6 +22,33 @@ from nsa_backend.round_graph.graphs import RoundInputs, RoundOutputs
 
 CARRIED = ("output_tokens_buf", "topk_p_buf", "topk_index_buf", "hidden_states_buf", "dsa_topk_indices_buf")
 """What a FutureMap keeps of a request between rounds; padding's row must hold something that can be computed with."""
+
+
+class MadeOf:
+    """SGLang's graphs of a round, which a captured round has copies of.
+
+    SGLang captures its own of target-verify anew where /update_weights_from_disk asks for it (`recapture_cuda_graph`), and the
+    memory of the old ones is then free. Hence no reference here that would keep them.
+    """
+
+    def __init__(self, worker: Any):
+        self._graphs = [None if runner is None else weakref.ref(runner) for runner in _graphs_of(worker)]
+
+    def still_those_of(self, worker: Any) -> bool:
+        pairs = zip(self._graphs, _graphs_of(worker), strict=True)
+        return all(now is None if kept is None else now is not None and kept() is now for kept, now in pairs)
+
+
+def _graphs_of(worker: Any) -> tuple[Any, ...]:
+    draft = worker.draft_worker
+    verify = worker.target_worker.model_runner.decode_cuda_graph_runner
+    return verify, draft.cuda_graph_runner, draft.cuda_graph_runner_for_draft_extend
+
+
+def thresholds() -> tuple[float, float]:
+    """By which sampled rounds accept drafts now: numbers that a capture keeps, and that /set_internal_state changes."""
+    spec = get_spec()
+    return spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc
 
 
 def clear_padding(future_map: FutureMap) -> None:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from sglang.srt.environ import envs
+
 from nsa_backend.adapters.dsa.rounds.release import names
 from nsa_backend.adapters.rule import Rule
 from nsa_backend.environment import asked, switched_on
@@ -28,6 +30,8 @@ NEEDED = (
     needed("speculative_algorithm", "--speculative-algorithm", ("EAGLE", "NEXTN"), "pass --speculative-algorithm EAGLE"),
     needed("disable_overlap_schedule", "--disable-overlap-schedule", (False,)),
     needed("disable_cuda_graph", "--disable-cuda-graph", (False,)),
+    # A round of one graph pads a batch to the next captured size.
+    needed("disable_cuda_graph_padding", "--disable-cuda-graph-padding", (False,)),
     needed("enable_dp_attention", "--enable-dp-attention", (False,)),
     # 0.5.23 resolves that option to this one, and turns it off.
     needed("attn_dp_size", "--attn-dp-size", (None, 1), "drop --enable-dp-attention or --attn-dp-size", everywhere=False),
@@ -35,6 +39,13 @@ NEEDED = (
     needed("enable_two_batch_overlap", "--enable-two-batch-overlap", (False,)),
     needed("pp_size", "--pp-size", (1,), "pass --pp-size 1"),
     needed("ep_size", "--ep-size", (1,), "pass --ep-size 1"),
+    # SGLang tells DeepEP's buffers before each graph which mode they are in, on one GPU too, whose EP size is 1.
+    needed("moe_a2a_backend", "--moe-a2a-backend", ("none",)),
+    needed("speculative_moe_a2a_backend", "--speculative-moe-a2a-backend", (None, "none")),
+    # The ranks then tell one another their sizes before every batch, as with DP attention.
+    needed("moe_dense_tp_size", "--moe-dense-tp-size", (None,)),
+    # The others draw random numbers inside graphs, and torch writes their offset when it replays the graph itself.
+    needed("ep_dispatch_algorithm", "--ep-dispatch-algorithm", (None, "static")),
     needed("disaggregation_mode", "--disaggregation-mode", ("null",)),
     needed("speculative_adaptive", "--speculative-adaptive", (False,)),
     needed("speculative_use_rejection_sampling", "--speculative-use-rejection-sampling", (False,)),
@@ -54,21 +65,40 @@ NEEDED = (
 )
 """Options under whose values nothing happens on the host, or across ranks, between the graphs of a round."""
 
+ON_THE_HOST = {
+    "SGLANG_LOG_DECODE_GRAPH_KEY": "which logs every replay",
+    "SGLANG_SANITIZE_NAN_LOGITS": "which looks on the host at what rounds found",
+    "SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE": "which hashes the names of a batch's requests on the host",
+    "SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT": "which collects the tokens of a batch's requests on the host",
+}
+"""Switches of SGLang that must be off, and what they do in every round."""
+
+
+def switches_on() -> dict[str, str]:
+    """Environment switches that leave no room for round graphs, ours and SGLang's, and what each does."""
+    found = {name: does for name, does in ON_THE_HOST.items() if getattr(envs, name).get()}
+    if switched_on("NSA_BACKEND_CHECK"):
+        found["NSA_BACKEND_CHECK"] = "which looks at every replay on the host"
+    return found
+
 
 def server_problems(args: Any) -> list[str]:
     """One sentence for each reason why a server of these resolved arguments that asks for round graphs can have none."""
     problem = round_graph_problem()
     if problem is not None:
         return [problem]
-    if switched_on("NSA_BACKEND_CHECK"):
-        return [f"{SWITCH}=1 and NSA_BACKEND_CHECK=1, which looks at every replay on the host, cannot both be: unset one"]
-    return [f"{SWITCH}=1 cannot be served with these options: {advice}, or unset it" for advice in changes_needed(args)]
+    options = [f"{SWITCH}=1 cannot be served with these options: {advice}, or unset it" for advice in options_to_change(args)]
+    return options + [f"{SWITCH}=1 and {name}=1, {does}, cannot both be: unset one" for name, does in switches_on().items()]
+
+
+def options_to_change(args: Any) -> list[str]:
+    """What to change of these resolved arguments for round graphs."""
+    return [rule.advice for rule in NEEDED if rule.value(args) not in rule.served]
 
 
 def changes_needed(args: Any) -> list[str]:
     """What to change on a server of these resolved arguments for round graphs; nothing where it can have them."""
-    changes = [rule.advice for rule in NEEDED if rule.value(args) not in rule.served]
-    return [*changes, "unset NSA_BACKEND_CHECK"] if switched_on("NSA_BACKEND_CHECK") else changes
+    return options_to_change(args) + [f"unset {name}" for name in switches_on()]
 
 
 def has_rounds(args: Any, serving: Iterable[str | None], ours: Iterable[str]) -> bool:
@@ -92,6 +122,7 @@ def worker_problem(worker: Any, backends: tuple[type, ...]) -> str | None:
 
     `backends` are our attention backends, which plan nothing on the host.
     """
+    from sglang.srt.debug_utils.dumper import dumper
     from sglang.srt.managers import overlap_utils
     from sglang.srt.speculative import spec_utils
 
@@ -102,6 +133,8 @@ def worker_problem(worker: Any, backends: tuple[type, ...]) -> str | None:
         return "SGLang checks what rounds leave to one another (SGLANG_IS_IN_CI)"
     if spec_utils.SIMULATE_ACC_LEN > 0:
         return "SGLang draws accept lengths on the host (SGLANG_SIMULATE_ACC_LEN)"
+    if dumper.may_enable:
+        return "SGLang dumps tensors by the number of the forward (DUMPER_ENABLE or DUMPER_SERVER_PORT)"
     if target.decode_cuda_graph_runner is None:
         return "SGLang captured no graph of target-verify"
     if draft.cuda_graph_runner_for_draft_extend is None:

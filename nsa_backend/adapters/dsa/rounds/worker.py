@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
 
-from nsa_backend.adapters.dsa.rounds.own_round import clear_padding, run_on, template_of
+from nsa_backend.adapters.dsa.rounds.own_round import MadeOf, clear_padding, run_on, template_of, thresholds
 from nsa_backend.adapters.dsa.rounds.release import names
 from nsa_backend.adapters.dsa.rounds.rule import SWITCH, batch_problem, captured_sizes, is_sampled, worker_problem
 from nsa_backend.adapters.dsa.rounds.sampling import fitting, free_bytes, least_free_bytes, parameters, renormalizing
@@ -67,6 +67,8 @@ class Rounds:
         self._bonus: torch.Tensor | None = None  # of the round that the graph has left in the FutureMap
         self._recording = False
         self._future_map: FutureMap | None = None
+        self._made_of: MadeOf | None = None  # what all of `_graphs` have copies of
+        self._accepts_by: tuple[float, float] | None = None  # thresholds that sampled graphs keep
 
     # Around SGLang's calls
 
@@ -123,6 +125,7 @@ class Rounds:
     def _serves(self, batch: Any) -> bool:
         if batch_problem(batch) is not None:
             return False
+        self._forget_exchanged()
         requests, sampled = len(batch.seq_lens), is_sampled(batch)
         if requests > max(self._sizes_of(sampled=False), default=0):
             return False
@@ -134,6 +137,14 @@ class Rounds:
             self._warming = batch if sampled else None
             return False
         return requests <= max(self._sizes_of(sampled=sampled), default=0)
+
+    def _forget_exchanged(self) -> None:
+        """Drop what was captured of things that SGLang has exchanged while it serves: the next batch captures anew."""
+        if self._graphs and not self._made_of.still_those_of(self._worker):
+            self._graphs.clear()
+            self._sizes.pop(False)  # the worker may have no graphs now
+        elif True in self._graphs and thresholds() != self._accepts_by:
+            del self._graphs[True]
 
     def _sizes_of(self, *, sampled: bool) -> list[int]:
         if False not in self._sizes:
@@ -167,7 +178,9 @@ class Rounds:
         # Events recorded in a capture belong to it: the scheduler must not wait for one.
         for runner in (self._worker.target_worker.model_runner, self._worker.draft_worker.draft_runner):
             names().wait_for_all_after(runner)
-        self._graphs[sampled] = graphs
+        self._graphs[sampled], self._made_of = graphs, MadeOf(self._worker)
+        if sampled:
+            self._accepts_by = thresholds()
         seconds, taken = time.perf_counter() - began, (free - free_bytes(future_map.device)) / 2**20
         logger.info(
             "nsa_backend: captured whole speculative rounds of %s %s requests in %.1f s, %.0f MiB",
