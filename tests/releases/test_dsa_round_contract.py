@@ -37,7 +37,8 @@ from nsa_backend.round_graph import child_graphs
 def test_a_server_that_can_have_none_does_not_start(arguments, monkeypatch, name, bad, advice):
     monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
     assert refusals(arguments(**{"speculative_algorithm": "EAGLE"} | {name: bad})) == [
-        f"NSA_BACKEND_ROUND_GRAPH=1 cannot be served with these options: {advice}, or unset it"
+        "NSA_BACKEND_ROUND_GRAPH=1, which NAIVE_EAGLE sets, cannot be served with these options: "
+        f"{advice}, or unset it and choose EAGLE"
     ]
 
 
@@ -49,7 +50,7 @@ def test_decode_graphs_of_another_kind(arguments, monkeypatch):
         decode=SimpleNamespace(backend="tc_piecewise"), prefill=server.cuda_graph_config.prefill
     )
     (sentence,) = refusals(server)
-    assert "pass --cuda-graph-backend-decode full, or unset it" in sentence
+    assert "pass --cuda-graph-backend-decode full, or unset it and choose EAGLE" in sentence
 
 
 def test_values_that_are_checked_on_the_host(arguments, monkeypatch):

@@ -125,6 +125,6 @@ def test_who_insists_on_one_graph_gets_a_sentence_instead_of_a_server(tmp_path, 
     refused = dict(zip(words, found, strict=True))
     assert refused.pop("plain") is None
     for name, said in refused.items():
-        sentences = ("NSA_BACKEND_ROUND_GRAPH=1 cannot be served with these options", *(SGLANGS if name in PIPELINES else ()))
+        sentences = ("which NAIVE_EAGLE sets, cannot be served with these options", *(SGLANGS if name in PIPELINES else ()))
         assert said is not None, name
         assert any(sentence in said for sentence in sentences), (name, said)

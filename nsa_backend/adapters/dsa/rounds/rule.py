@@ -87,7 +87,10 @@ def server_problems(args: Any) -> list[str]:
     problem = round_graph_problem()
     if problem is not None:
         return [problem]
-    options = [f"{SWITCH}=1 cannot be served with these options: {advice}, or unset it" for advice in options_to_change(args)]
+    asking = f"{SWITCH}=1, which NAIVE_EAGLE sets,"
+    options = [
+        f"{asking} cannot be served with these options: {way}, or unset it and choose EAGLE" for way in options_to_change(args)
+    ]
     return options + [f"{SWITCH}=1 and {name}=1, {does}, cannot both be: unset one" for name, does in switches_on().items()]
 
 
