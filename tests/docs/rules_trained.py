@@ -18,6 +18,7 @@ README_CELL = {"steps": 3, "length": 300, "temperature": 0.0}
 def says(report: dict) -> Iterator[str]:
     yield from gained(report)
     yield from every_cell(report)
+    yield from every_speed(report)
     yield from accept_sentences(report)
     yield from speed_sentences(report)
     yield from training(report)
@@ -47,6 +48,24 @@ def every_cell(report: dict, sides: tuple[str, ...] = SIDES) -> Iterator[str]:
         cells.append(f"{row['gain']['ratio']:.3f} ± {row['gain']['standard_error']:.3f}")
         head = f"| {row['steps']} | {row['length']} | {row['temperature']:g} | {row['requests']} | "
         yield head + " | ".join(cells) + " |"
+
+
+def every_speed(report: dict) -> Iterator[str]:
+    """A row an N and batch: tokens per second, time per token and of a round, each with the least and the most."""
+    for row in report["speed"]:
+        yield f"| {row['steps']} | {row['batch']} | " + " | ".join(timed(row)) + " |"
+
+
+def timed(row: dict, sides: tuple[str, ...] = SIDES) -> list[str]:
+    """Cells of a speed row: tokens per second of `sides`, then of ours and built-in time per token and of a round."""
+    cells = [around(row[s]["tokens_per_s_spread"], row[s]["tokens_per_s"], "{:.0f}") if s in row else "-" for s in sides]
+    for key in ("tpot_ms", "round_ms"):
+        cells += [around(row[side][key], row[side][key]["median"], "{:.2f}") for side in BOTH]
+    return cells
+
+
+def around(found: dict, value: float, form: str) -> str:
+    return " ".join([form.format(value), "({} to {})".format(*map(form.format, found["min_max"]))])
 
 
 def accept_range(rows: list[dict]) -> Iterator[str]:

@@ -8,7 +8,7 @@ prints it: cells of the README's table, rows of the tables in docs/numbers.md, a
 from collections.abc import Iterator
 
 from quoted import one, rule, spread
-from rules_trained import BOTH, accept_range, better_and_worse, every_cell, indexers, losses
+from rules_trained import BOTH, accept_range, better_and_worse, every_cell, indexers, losses, timed
 
 FILE = "trained_rounds_0_5_23"
 BATCHES = (1, 8, 32)
@@ -75,15 +75,8 @@ def accept_sentences(report: dict) -> Iterator[str]:
 def every_speed(report: dict) -> Iterator[str]:
     """A row an N, temperature and batch: tokens per second, time per token and of a round, with the least and the most."""
     for row in report["speed"]:
-        cells = [around(row[side]["tokens_per_s_spread"], row[side]["tokens_per_s"], "{:.0f}") for side in BOTH]
-        for key in ("tpot_ms", "round_ms"):
-            cells += [around(row[side][key], row[side][key]["median"], "{:.2f}") for side in BOTH]
         accept = " / ".join(f"{row[side]['accept']['median']:.2f}" for side in BOTH)
-        yield f"| {row['steps']} | {row['temperature']:g} | {row['batch']} | {' | '.join(cells)} | {accept} |"
-
-
-def around(found: dict, value: float, form: str) -> str:
-    return " ".join([form.format(value), "({} to {})".format(*map(form.format, found["min_max"]))])
+        yield f"| {row['steps']} | {row['temperature']:g} | {row['batch']} | {' | '.join(timed(row, BOTH))} | {accept} |"
 
 
 def greedy_sentences(report: dict) -> Iterator[str]:

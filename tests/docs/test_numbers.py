@@ -120,6 +120,10 @@ class TestTheRulesThemselves:
                 )
             )
         apart["speed"][3:6] = [speed_row(1, batch, 13.0, 10.0) for batch in (1, 8, 32)]
+        assert next(iter(rules_trained.every_speed(apart))) == (
+            "| 0 | 1 | 12 (11 to 13) | - | 10 (9 to 11) | 8.33 (8.25 to 8.42) | 10.00 (9.90 to 10.10) | "
+            "8.33 (8.25 to 8.42) | 10.00 (9.90 to 10.10) |"
+        )
         assert list(rules_trained.speed_sentences(apart)) == [
             "1.30, 1.30 and 1.30 times the tokens per second with one draft",
             "12 against 10 at batch 8",
