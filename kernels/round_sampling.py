@@ -12,7 +12,7 @@ from nsa_backend.kernels.inputs import PADDING_LENGTH, PADDING_SLOT
 from nsa_backend.kernels.round_tensors import BLOCK, check_tensor, check_that_a_batch_fits
 
 KEEP_ALL_TOP_P = 4.0
-"""Top-p that keeps every token, whatever rounding does.
+"""Top-p that keeps every token, whatever rounding does; padding has it too.
 
 FlashInfer's filter (`air_top_p.cuh` of 0.6.15 and 0.7.2) looks, in three passes over the bits of the probabilities, for the
 one with which a running sum reaches top-p times the sum of the row. With top-p 1 rounding may let the running sum of a pass
@@ -20,7 +20,6 @@ miss that by its last bits, and the next pass then keeps the largest of the leas
 sum of the row off what is left to reach, so above 3 every pass misses it, and all tokens stay.
 """
 PADDING_TEMPERATURE = 1.0
-PADDING_TOP_P = KEEP_ALL_TOP_P
 PADDING_TOP_K = 1 << 30
 """Keeps every token of any vocabulary."""
 
@@ -38,7 +37,7 @@ class SamplingParameters:
         """All rows padding."""
         return cls(
             torch.full((rows, 1), PADDING_TEMPERATURE, dtype=torch.float32, device=device),
-            torch.full((rows,), PADDING_TOP_P, dtype=torch.float32, device=device),
+            torch.full((rows,), KEEP_ALL_TOP_P, dtype=torch.float32, device=device),
             torch.full((rows,), PADDING_TOP_K, dtype=torch.int32, device=device),
         )
 
@@ -71,7 +70,6 @@ def fill_sampled_inputs_kernel(
     PADDING_SLOT: tl.constexpr,
     PADDING_LENGTH: tl.constexpr,
     PADDING_TEMPERATURE: tl.constexpr,
-    PADDING_TOP_P: tl.constexpr,
     PADDING_TOP_K: tl.constexpr,
     KEEP_ALL_TOP_P: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -82,7 +80,7 @@ def fill_sampled_inputs_kernel(
         slot = tl.load(req_pool_indices_ptr + row, mask=real, other=PADDING_SLOT)
         length = tl.load(seq_lens_ptr + row, mask=real, other=PADDING_LENGTH)
         temperature = tl.load(temperatures_ptr + row, mask=real, other=PADDING_TEMPERATURE)
-        top_p = tl.load(top_ps_ptr + row, mask=real, other=PADDING_TOP_P)
+        top_p = tl.load(top_ps_ptr + row, mask=real, other=KEEP_ALL_TOP_P)
         top_p = tl.where(top_p >= 1.0, KEEP_ALL_TOP_P, top_p)
         top_k = tl.load(top_ks_ptr + row, mask=real, other=PADDING_TOP_K)
         tl.store(static_req_pool_indices_ptr + row, slot, mask=inside)
@@ -134,7 +132,6 @@ def fill_sampled_round_inputs(
         PADDING_SLOT=PADDING_SLOT,
         PADDING_LENGTH=PADDING_LENGTH,
         PADDING_TEMPERATURE=PADDING_TEMPERATURE,
-        PADDING_TOP_P=PADDING_TOP_P,
         PADDING_TOP_K=PADDING_TOP_K,
         KEEP_ALL_TOP_P=KEEP_ALL_TOP_P,
         BLOCK=BLOCK,
@@ -154,7 +151,7 @@ def fill_sampled_round_inputs_torch(
         (static_req_pool_indices, req_pool_indices, PADDING_SLOT),
         (static_seq_lens, seq_lens, PADDING_LENGTH),
         (static_sampling.temperatures, sampling.temperatures, PADDING_TEMPERATURE),
-        (static_sampling.top_ps, keeping_all(sampling.top_ps), PADDING_TOP_P),
+        (static_sampling.top_ps, keeping_all(sampling.top_ps), KEEP_ALL_TOP_P),
         (static_sampling.top_ks, sampling.top_ks, PADDING_TOP_K),
     ):
         static[: len(values)], static[len(values) :] = values, padding

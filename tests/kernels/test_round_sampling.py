@@ -14,7 +14,6 @@ from nsa_backend.kernels.round_sampling import (
     KEEP_ALL_TOP_P,
     PADDING_TEMPERATURE,
     PADDING_TOP_K,
-    PADDING_TOP_P,
     SamplingParameters,
     fill_sampled_round_inputs,
     fill_sampled_round_inputs_torch,
@@ -56,7 +55,7 @@ def test_a_batch_and_its_padding(device, requests, padding, seed):
     for fill, into in ((fill_sampled_round_inputs, ours), (fill_sampled_round_inputs_torch, twin)):
         slots, lens, *sampling = (tensor[:rows] for tensor in into.values())
         fill(*batch, slots, lens, SamplingParameters(*sampling))
-    paddings = (PADDING_SLOT, PADDING_LENGTH, PADDING_TEMPERATURE, PADDING_TOP_P, PADDING_TOP_K)
+    paddings = (PADDING_SLOT, PADDING_LENGTH, PADDING_TEMPERATURE, KEEP_ALL_TOP_P, PADDING_TOP_K)
     for (name, filled), padding_value in zip(ours.items(), paddings, strict=True):
         assert torch.equal(filled, twin[name]), name
         assert (filled[requests:rows] == padding_value).all(), name

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 SWITCH = "NSA_BACKEND_ROUND_GRAPH"
 SAMPLED_SWITCH = "NSA_BACKEND_SAMPLED_ROUNDS"
 SAMPLED_BY_DEFAULT = False
-"""Whether sampled rounds are one graph where the switch is unset: not before they have run on a GPU."""
+"""Whether sampled rounds are one graph where the switch is unset: not before `KEEP_ALL_TOP_P` has run on a GPU."""
 
 
 def needed(attribute: str, option: str, served: tuple, advice: str | None = None, *, everywhere: bool = True) -> Rule:
