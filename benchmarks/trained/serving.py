@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nsa_backend.benchmarks import server_options
-from nsa_backend.benchmarks.servers import Server, call, greedy, wait_until_ready
+from nsa_backend.benchmarks.servers import Server, call, greedy
 from nsa_backend.benchmarks.trained.shared_length import ANNOUNCEMENT
 
 SIDES = {
@@ -82,10 +82,7 @@ class SideServer(Server):
 
     def wait(self, seconds: float = START_SECONDS) -> None:
         """Wait until it answers; raises RuntimeError with the end of its log, or where it is not the side it should be."""
-        try:
-            wait_until_ready(self.port, self._process, seconds)
-        except (RuntimeError, TimeoutError) as error:
-            raise RuntimeError(f"{error}; the end of {self.log}:\n{self.log.read_text(errors='replace')[-3000:]}") from error
+        super().wait(seconds)
         text = self.log.read_text(errors="replace")
         for sentence, expected in (
             ("is active: decode=", self.side != "builtin"),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
-from nsa_backend.benchmarks import bench_trained
+from nsa_backend.benchmarks import bench_trained, servers
 from nsa_backend.benchmarks.trained import serving, shared_length
 from nsa_backend.benchmarks.trained.figure import trained
 
@@ -43,13 +41,14 @@ def test_the_figure_has_a_panel_for_each_n():
 
 
 def test_a_server_that_is_not_the_side_it_should_be_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(serving, "wait_until_ready", lambda *arguments: None)
-    server = SimpleNamespace(port=1, _process=None, log=tmp_path / "log", side="shared", steps=3)
+    monkeypatch.setattr(servers, "wait_until_ready", lambda *arguments: None)
+    server = object.__new__(serving.SideServer)  # no process is started
+    vars(server).update(port=1, _process=None, log=tmp_path / "log", side="shared", steps=3)
     server.log.write_text("nsa_backend 0.1.0 is active: decode=fa3")
     with pytest.raises(RuntimeError, match="says nothing of"):
-        serving.SideServer.wait(server)
+        server.wait()
     server.log.write_text(f"nsa_backend 0.1.0 is active: decode=fa3\n{shared_length.ANNOUNCEMENT}")
-    serving.SideServer.wait(server)
+    server.wait()
     server.side = "builtin"
     with pytest.raises(RuntimeError, match="is active"):
-        serving.SideServer.wait(server)
+        server.wait()
