@@ -44,10 +44,14 @@ def gained(report: dict) -> Iterator[str]:
 def every_cell(report: dict, sides: tuple[str, ...] = SIDES) -> Iterator[str]:
     """A row a cell, with standard errors."""
     for row in report["accept"]:
-        cells = [f"{row[s]['accept']:.3f} ± {row[s]['standard_error']:.3f}" if s in row else "-" for s in sides]
-        cells.append(f"{row['gain']['ratio']:.3f} ± {row['gain']['standard_error']:.3f}")
         head = f"| {row['steps']} | {row['length']} | {row['temperature']:g} | {row['requests']} | "
-        yield head + " | ".join(cells) + " |"
+        yield head + " | ".join(cells_of_row(row, sides)) + " |"
+
+
+def cells_of_row(row: dict, sides: tuple[str, ...]) -> list[str]:
+    """The accept length of each side, then the gain, each with its standard error."""
+    cells = [f"{row[s]['accept']:.3f} ± {row[s]['standard_error']:.3f}" if s in row else "-" for s in sides]
+    return [*cells, f"{row['gain']['ratio']:.3f} ± {row['gain']['standard_error']:.3f}"]
 
 
 def every_speed(report: dict) -> Iterator[str]:
@@ -68,12 +72,6 @@ def around(found: dict, value: float, form: str) -> str:
     return " ".join([form.format(value), "({} to {})".format(*map(form.format, found["min_max"]))])
 
 
-def accept_range(rows: list[dict]) -> Iterator[str]:
-    gains = [row["gain"]["ratio"] for row in rows]
-    yield f"{min(gains):.3f} to {max(gains):.3f} times the built-in's"
-    yield f"over {len(gains)} cells, {sum(gains) / len(gains):.3f} on average"
-
-
 def better_and_worse(rows: list[dict]) -> tuple[list[dict], list[dict]]:
     """Rows whose gain is more than two standard errors below 1, and above."""
     below, above = ([r for r in rows if sign * (r["gain"]["ratio"] - 1) > 2 * r["gain"]["standard_error"]] for sign in (-1, 1))
@@ -82,12 +80,6 @@ def better_and_worse(rows: list[dict]) -> tuple[list[dict], list[dict]]:
 
 def accept_sentences(report: dict) -> Iterator[str]:
     drafting = [row for row in report["accept"] if row["steps"] > 1]
-    yield from accept_range(drafting)
-    below, above = better_and_worse(drafting)
-    greedy = [row for row in below if not row["temperature"]]
-    yield f"{len(below)} are more than two standard errors below 1, {len(greedy)} of them greedy, and {len(above)} above"
-    if below:
-        yield f"the furthest of them {min(row['gain']['ratio'] for row in below):.3f}"
     shared = [row["ours"]["accept"] / row["shared"]["accept"] for row in drafting]
     yield f"{min(shared):.3f} to {max(shared):.3f} times `shared`'s"
     alike = [row["gain"]["ratio"] for row in report["accept"] if row["steps"] == 1]
@@ -127,24 +119,12 @@ def best_steps(report: dict, batch: int, side: str, steps: tuple[int, ...]) -> i
 
 
 def training(report: dict) -> Iterator[str]:
-    yield losses(report["training"]["language"])
-    yield from indexers(report)
-    yield f"{len(report['training_packages'].split())} packages and modules"
-    yield f"The packages held out are {', '.join(report['held_out_packages'])}"
+    yield f"The first one's text left out {', '.join(report['held_out_packages'])}"
 
 
-def losses(language: dict) -> str:
-    return (
-        f"{language['tokens'] / 1e6:.0f}M tokens, held-out loss {language['held_out']['target']:.2f} nats a token "
-        f"of the target and {language['held_out']['mtp']:.2f} of the MTP layer"
-    )
-
-
-def indexers(report: dict) -> Iterator[str]:
-    kept = report["training"]["indexer"]["attention_kept"]
-    yield f"keeps {spread([layer['indexer'] for layer in kept], '{:.3f}')} of the dense attention"
-    yield f"the best 2048 tokens {spread([layer['best'] for layer in kept], '{:.3f}')}"
-    yield f"the newest {spread([layer['newest'] for layer in kept], '{:.3f}')}"
+def kept(report: dict, which: str) -> str:
+    """The share of the dense attention, least to most over layers, that 2048 tokens keep: indexer, best or newest."""
+    return spread([layer[which] for layer in report["training"]["indexer"]["attention_kept"]], "{:.3f}")
 
 
 if files("trained"):

@@ -6,12 +6,15 @@ import rules_deployments
 import rules_gained
 import rules_kernels
 import rules_more
+import rules_own_model
 import rules_rounds
 import rules_sampled
 import rules_serving
 import rules_today
 import rules_trained
+import rules_trained_models
 import rules_trained_rounds
+import rules_trained_third
 import rules_variants
 from quoted import PAGES, RULES, SETTINGS, named, unexplained
 
@@ -22,12 +25,15 @@ MODULES = (
     rules_gained,
     rules_kernels,
     rules_more,
+    rules_own_model,
     rules_rounds,
     rules_sampled,
     rules_serving,
     rules_today,
     rules_trained,
+    rules_trained_models,
     rules_trained_rounds,
+    rules_trained_third,
     rules_variants,
 )
 
@@ -55,21 +61,6 @@ def test_every_setting_stands_in_the_text():
     assert [s for s in SETTINGS if not any(s in text for text in PAGES.values())] == []
 
 
-def gain(ratio: float) -> dict:
-    return {"ratio": ratio, "standard_error": 0.004}
-
-
-def speed_row(steps: int, batch: int, ours: float, builtin: float) -> dict:
-    """A greedy row of bench_trained, with these tokens per second, one more and one less of them."""
-    found = {"steps": steps, "batch": batch, "temperature": 0.0}
-    for side, rate in (("ours", ours), ("builtin", builtin)):
-        time = {"median": 100 / rate, "min_max": [99 / rate, 101 / rate]}
-        rates = {"median": rate, "min_max": [rate - 1, rate + 1]}
-        found[side] = {"tokens_per_s": rate, "tokens_per_s_spread": rates, "round_ms": time, "tpot_ms": time}
-        found[side]["accept"] = {"median": rate / 10}
-    return found
-
-
 class TestTheRulesThemselves:
     ROWS = (
         {"case": "grid fa3", "steps": 3, "decode": "fa3", "workloads": {"8x300": {"ours": {"mean": 3.95}}}},
@@ -83,72 +74,6 @@ class TestTheRulesThemselves:
     def test_the_worst_row_is_in_the_range(self):
         (row,) = rules_accept.complete("e2e_new", {"rows": list(self.ROWS)})
         assert row == "| `benchmarks/results/e2e_new_h200.json` | 3 | fa3 | 2 | 3.90 to 3.95 | - |"
-
-    def test_a_trained_model_is_told_of_cell_by_cell(self):
-        def side(accept: float) -> dict:
-            return {"accept": accept, "standard_error": 0.0123}
-
-        cell = {"length": 300, "temperature": 0.0, "requests": 384}
-        report = {
-            "accept": [
-                cell | {"steps": 1, "ours": side(1.7), "builtin": side(1.7), "gain": gain(1.0)},
-                cell | {"steps": 3, "ours": side(2.1), "shared": side(2.0), "builtin": side(2.0), "gain": gain(1.05)},
-                cell | {"steps": 5, "ours": side(1.9), "shared": side(2.0), "builtin": side(2.0), "gain": gain(0.95)},
-            ],
-        }
-        assert list(rules_trained.every_cell(report))[:2] == [
-            "| 1 | 300 | 0 | 384 | 1.700 ± 0.012 | - | 1.700 ± 0.012 | 1.000 ± 0.004 |",
-            "| 3 | 300 | 0 | 384 | 2.100 ± 0.012 | 2.000 ± 0.012 | 2.000 ± 0.012 | 1.050 ± 0.004 |",
-        ]
-        assert list(rules_trained.accept_sentences(report)) == [
-            "0.950 to 1.050 times the built-in's",
-            "over 2 cells, 1.000 on average",
-            "1 are more than two standard errors below 1, 1 of them greedy, and 1 above",
-            "the furthest of them 0.950",
-            "0.950 to 1.050 times `shared`'s",
-            "with one draft, where both sides do the same, 1.000 to 1.000",
-            "at most 0.012 to N = 3",
-            "at most 0.012 for N = 5 and 7",
-        ]
-
-    def test_ranges_that_overlap_are_not_told_as_apart(self):
-        apart = {"speed": [speed_row(n, batch, 12.0, 10.0 - 2 * (n == 7)) for n in (0, 1, 7) for batch in (1, 8, 32)]}
-        with pytest.raises(AssertionError, match="one draft overlap"):
-            list(
-                rules_trained.speed_sentences(
-                    {"speed": [*apart["speed"][:3], speed_row(1, 1, 11.0, 10.0), *apart["speed"][4:]]}
-                )
-            )
-        apart["speed"][3:6] = [speed_row(1, batch, 13.0, 10.0) for batch in (1, 8, 32)]
-        assert next(iter(rules_trained.every_speed(apart))) == (
-            "| 0 | 1 | 12 (11 to 13) | - | 10 (9 to 11) | 8.33 (8.25 to 8.42) | 10.00 (9.90 to 10.10) | "
-            "8.33 (8.25 to 8.42) | 10.00 (9.90 to 10.10) |"
-        )
-        assert list(rules_trained.speed_sentences(apart)) == [
-            "1.30, 1.30 and 1.30 times the tokens per second with one draft",
-            "12 against 10 at batch 8",
-            "12 against 10 at batch 32",
-            "Of N = 0, 1 and 7 the most tokens per second come with 0 or 1",
-            "a round with seven drafts takes 0.67 times the built-in's",
-        ]
-
-    def test_a_speed_has_its_range_and_greedy_ranges_lie_apart(self):
-        rows = [speed_row(steps, batch, 20.0, 10.0) for steps in (1, 3) for batch in (1, 8, 32)] + [speed_row(2, 1, 30.0, 10.0)]
-        assert list(rules_trained_rounds.every_speed({"speed": rows[-1:]})) == [
-            "| 2 | 0 | 1 | 30 (29 to 31) | 10 (9 to 11) | 3.33 (3.30 to 3.37) | 10.00 (9.90 to 10.10) | "
-            "3.33 (3.30 to 3.37) | 10.00 (9.90 to 10.10) | 3.00 / 1.00 |"
-        ]
-        assert list(rules_trained_rounds.greedy_sentences({"speed": rows})) == [
-            "2.00 to 3.00 times the built-in's tokens per second, greedy",
-            "2.00 / 2.00 / 2.00 times the built-in's tokens per second with three drafts",
-            "2.00 / 2.00 / 2.00 times the built-in's tokens per second with one draft",
-            "3.00 times with two, of which batch 1 alone was reached",
-            "medians of the accept length are at most 2.00 apart",
-        ]
-        with pytest.raises(AssertionError, match="greedy ranges overlap"):
-            list(rules_trained_rounds.greedy_sentences({"speed": [speed_row(3, 1, 12.0, 10.0), *rows[1:]]}))
-        with pytest.raises(AssertionError):  # the README says that both sides accept alike
-            list(rules_trained_rounds.gained({"speed": rows}))
 
     def test_engines_that_failed_are_told(self):
         rows = [{"case": "one", "steps": 3, "decode": "fa3", "workloads": {"8x300": {"builtin": {"mean": 2.3}}}}]
