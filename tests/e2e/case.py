@@ -32,6 +32,7 @@ class Case:
     floor_of_all: float = 0.0  # least mean accept length of all requests of the case, over N + 1
     request_floors: dict[str, float] = field(default_factory=dict)  # the same for the worst request
     says: str = ""  # what our engine's log must have, beside that the backend is active
+    says_times: int = 1  # how often at least
     gpus: int = 1
     spec_v1: bool = False  # gone from SGLang 0.5.13 on
     releases: str = ""  # of SGLang, those that can serve it, as a version specifier, or several with " or " between them

@@ -64,8 +64,8 @@ def problems_of(cases: list, results: dict, found: list[dict]) -> list[str]:
             problems += verdicts(case, ours)
             if "is active" not in log:
                 problems.append(f"{case.name}: the log has no line that says the backend is active")
-            if case.says not in log:
-                problems.append(f"{case.name}: the log does not say '{case.says}'")
+            if (times := log.count(case.says)) < case.says_times:
+                problems.append(f"{case.name}: the log says '{case.says}' {times} times, not {case.says_times}")
     for d in found:
         if not d["tie"]:
             why = "nobody asked whether it is a tie" if d["tie"] is None else "no tie"

@@ -106,6 +106,29 @@ def test_weights_are_updated_between_two_runs_of_the_same(engine, monkeypatch, t
     assert all(torch.equal(engine.weights[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.parametrize("answer", [(True, "Succeeded", 0), (False, "no such folder", 0)])
+def test_weights_are_loaded_again_and_graphs_captured(answer, monkeypatch, tmp_path):
+    """Between zeros and the second run; SGLang's own request says what is asked for."""
+    engine, asked = EngineWithSessions(), []
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=lambda **arguments: engine))
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", SimpleNamespace(UpdateWeightFromDiskReqInput=dict))
+    engine.loop = SimpleNamespace(run_until_complete=lambda done: done)
+    engine.tokenizer_manager = SimpleNamespace(
+        update_weights_from_disk=lambda wanted, request: engine.calls.append("disk") or asked.append(wanted) or answer
+    )
+    save_file({"a": torch.ones(3)}, tmp_path / "x.safetensors")
+    case = case_called("weights updated from disk, graphs captured again")
+    if answer[0]:
+        run_case.run_engine(case, {"model_path": str(tmp_path)})
+        zeros = ["begin", (["a"], False), "end"]
+        assert engine.calls == ["generate"] * 2 + zeros + ["disk"] + ["generate"] * 2 + ["shutdown"]
+        assert not engine.weights["a"].any()
+    else:
+        with pytest.raises(RuntimeError, match="did not load the checkpoint again: no such folder"):
+            run_case.run_engine(case, {"model_path": str(tmp_path)})
+    assert asked == [{"model_path": str(tmp_path), "recapture_cuda_graph": True}]
+
+
 def test_the_weights_of_an_attention_come_together(monkeypatch):
     monkeypatch.setattr(actions, "MEGABYTES_AT_ONCE", 1)
     attention = {f"model.layers.0.self_attn.{name}": torch.zeros(150, 1024) for name in ("q_a_proj", "kv_a_proj_with_mqa")}
