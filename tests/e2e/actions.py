@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 MEGABYTES_AT_ONCE = 512
+BACKUP_SECONDS = 5.0
+"""In which SGLang writes what a few prompts left in host memory to a folder, beside doing nothing."""
 
 Part = list[tuple[str, torch.Tensor]]
 """Weights of one call, by name."""
@@ -106,8 +109,16 @@ def release_and_resume(engine: Any, checkpoint: Path) -> None:
     engine.resume_memory_occupation()
 
 
+def forget_caches(engine: Any, checkpoint: Path) -> None:
+    """Once what was cached has gone on to storage, drop it on the GPU and in host memory."""
+    time.sleep(BACKUP_SECONDS)
+    answer = engine.flush_cache()
+    check((answer.success, answer.message), "flush its caches")
+
+
 ACTIONS: dict[str, Callable[[Any, Path], None]] = {
     "weights were updated": update_weights,
     "weights were loaded again": load_weights_again,
     "memory was released and resumed": release_and_resume,
+    "caches were flushed": forget_caches,
 }

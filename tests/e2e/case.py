@@ -39,7 +39,8 @@ class Case:
     disaggregated: str = ""  # the transfer engine between a prefill server on the first GPU and a decode server on the next
     router: bool = False  # whether requests reach these two through SGLang's own router
     action: str = ""  # a key of actions.ACTIONS: done once the workloads have run, which then run again
-    loaded_back: str = ""  # the workload whose prompts must come back from host memory
+    loaded_back: str = ""  # the workload whose prompts must come back from host memory, or
+    tier: str = "host"  # from "storage": a key of SGLang's cached_tokens_details
     sampling: tuple[dict, ...] = ()  # sampling parameters in place of greedy ones, of one request of a wave after the other
     same: tuple[tuple[str, str], ...] = ()  # workloads that must have the same outputs on one side
 

@@ -79,6 +79,23 @@ HICACHE_CASES = [
     hicache("HiCache, chunked prefill", 3, engine=HICACHE | {"chunked_prefill_size": 1024}),
     hicache("HiCache, fp8", 3, decode="flashmla_kv", engine=HICACHE | FP8, floors={}, floor_of_all=0.95),
     hicache("HiCache without drafts", 0, floors={}),
+    *(
+        hicache(
+            f"HiCache, storage in files{words}",
+            steps,
+            workloads=("prompts",),
+            engine=HICACHE | {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete"} | more,
+            action="caches were flushed",
+            loaded_back="prompts, after caches were flushed",
+            tier="storage",
+            same=(),
+            **asked,
+        )
+        for words, steps, more, asked in (
+            ("", 3, {}, {"floors": {"prompts": 3.85 / 4}}),
+            (", fp8", 3, FP8, {"decode": "flashmla_kv", "floors": {}, "floor_of_all": 0.95}),
+        )
+    ),
     hicache("HiCache, glm-5.2", 5, floors={}, **GLM_52),
 ]
 

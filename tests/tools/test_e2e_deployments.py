@@ -1,5 +1,6 @@
 """Cases that run their workloads twice on one side, with an action between or in another place, against a stand-in engine."""
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,10 @@ class Engine:
         self.calls.append(([name for name, _ in tensors], flush_cache))
         self.weights |= tensors
         return True, "Succeeded"
+
+    def flush_cache(self):
+        self.calls.append("flush")
+        return SimpleNamespace(success=True, message="")
 
     def release_memory_occupation(self):
         self.calls.append("release")
@@ -169,7 +174,39 @@ def test_what_must_come_from_host_memory(engine):
     assert reports.verdicts(case, found) == []
     found[case.loaded_back]["host_tokens"] = [0] * 8
     (problem,) = reports.verdicts(case, found)
-    assert "no prompt came back from host memory" in problem
+    assert "no prompt came back from host," in problem
+
+
+def test_what_must_come_from_storage(engine, monkeypatch):
+    """Once nothing is left nearer; the folder is the engine's alone, and gone with it."""
+    monkeypatch.setattr(actions, "BACKUP_SECONDS", 0.0)
+    case, folders = case_called("HiCache, storage in files"), []
+
+    def generate(input_ids, sampling_params):
+        folders.append(Path(os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"]))
+        assert folders[-1].is_dir()
+        engine.calls.append("generate")
+        return answers(
+            len(input_ids), cached_tokens_details={"device": 0, "host": 0, "storage": 64 * ("flush" in engine.calls)}
+        )
+
+    monkeypatch.setattr(engine, "generate", generate)
+    found = run_case.run_engine(case, {"model_path": ""})
+    assert len(set(folders)) == 1
+    assert not folders[0].exists()
+    assert set(found[case.loaded_back]["storage_tokens"]) == {64}
+    assert reports.verdicts(case, found) == []
+    found[case.loaded_back]["storage_tokens"] = [0] * 8
+    assert reports.verdicts(case, found) == [
+        f"{case.name}, {case.loaded_back}: no prompt came back from storage, so nothing was tested"
+    ]
+
+
+def test_caches_that_are_not_flushed(engine, monkeypatch):
+    monkeypatch.setattr(actions, "BACKUP_SECONDS", 0.0)
+    engine.flush_cache = lambda: SimpleNamespace(success=False, message="requests are running")
+    with pytest.raises(RuntimeError, match="did not flush its caches: requests are running"):
+        run_case.run_engine(case_called("HiCache, storage in files"), {"model_path": ""})
 
 
 def test_a_second_run_is_held_to_the_floors_and_outputs_of_the_first(engine, tmp_path):

@@ -37,7 +37,8 @@ for name, count in workloads.items():
     if builtin and name == "4x3000":
         ids[1][3] = 6
     out[name] = {{"output_ids": ids, "accept": [steps + 0.97] * count, "histograms": [[0] * steps + [9]] * count,
-                 "cached_tokens": [0] * count, "host_tokens": [0] * count, "seconds": 1.0}}
+                 "cached_tokens": [0] * count, "host_tokens": [0] * count, "storage_tokens": [0] * count,
+                 "seconds": 1.0}}
 pathlib.Path(sys.argv[3]).write_text(json.dumps(out))
 """
 ASK = """
