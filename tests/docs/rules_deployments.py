@@ -60,6 +60,21 @@ def what_ended(report: dict) -> Iterator[str]:
     yield f"the built-in's on bfloat16 ran, with {means(theirs, 'builtin')}"
 
 
+@rule("e2e_dp_attention_0_5_23")
+def ranks_after_the_mend(report: dict) -> Iterator[str]:
+    assert report["problems"] == report["not_measured"] == []
+    (failure,) = report["failures"]
+    assert (failure["case"], failure["backend"]) == ("two GPUs, DP attention, fp8", "builtin")
+    assert "num_splits must have shape (b+1)" in failure["ended"]
+    plain, fp8, waiting = (
+        one(report["rows"], case=f"two GPUs, DP attention{how}") for how in ("", ", fp8", ", overlap scheduling off")
+    )
+    yield f"on bfloat16 {means(plain, 'ours')} of 4 (built-in {means(plain, 'builtin')})"
+    yield f"on FP8 KV {means(fp8, 'ours')}"
+    off = f"{means(waiting, 'ours')} (built-in {means(waiting, 'builtin')})"
+    yield f"with overlap scheduling off, unequal ranks among it, {off}"
+
+
 @rule("soak_pd_0_5_23")
 def a_pair_under_load(report: dict) -> Iterator[str]:
     """Beside its table: what was missed."""

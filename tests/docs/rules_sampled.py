@@ -15,16 +15,21 @@ def beyond(chi_square: float, freedom: int) -> float:
     return 0.5 * math.erfc(((chi_square / freedom) ** (1 / 3) - 1 + width) / math.sqrt(2 * width))
 
 
-@rule("sampled_rounds_0_5_23")
+@rule("sampled_rounds_mended_0_5_23", "sampled_rounds_0_5_23")
+def what_was_asked(newest: dict, first: dict) -> Iterator[str]:
+    """Both runs asked alike."""
+    asked, before = ({row["sampling"]: row["parameters"] for row in report["rows"]} for report in (newest, first))
+    assert asked == before
+    yield '"top-k" is top-k {top_k}'.format(**asked["top-k"][0])
+    yield '"top-p" is top-p {top_p} at temperature {temperature}'.format(**asked["top-p"][0])
+    yield '"both" top-k {top_k} and top-p {top_p} at {temperature}'.format(**asked["both"][0])
+
+
 def how_often_outputs_come(report: dict) -> Iterator[str]:
     rows = report["rows"]
     assert all(row["same"] for row in rows)
     assert len(report["captured"]["ours"]) == 1
     assert report["captured"]["three_graphs"] == []
-    asked = {row["sampling"]: row["parameters"][0] for row in rows}
-    yield '"top-k" is top-k {top_k}'.format(**asked["top-k"])
-    yield '"top-p" is top-p {top_p} at temperature {temperature}'.format(**asked["top-p"])
-    yield '"both" top-k {top_k} and top-p {top_p} at {temperature}'.format(**asked["both"])
     chances = []
     for row in rows:
         found = [beyond(*pair) for pair in zip(row["chi_square"], row["freedom"], strict=True)]
@@ -36,10 +41,14 @@ def how_often_outputs_come(report: dict) -> Iterator[str]:
         accept = " | ".join(f"{row['accept'][side]:.3f}" for side in SIDES)
         cells = f"{counted} | {shares} | {accept} | {row['accept_apart']:+.3f} ± {row['accept_error']:.3f}"
         yield f"| {row['sampling']} | {cells} |"
-    yield f"The furthest of these {len(chances)} is one that chance exceeds {100 * min(chances):.1f} % of the time"
+    yield f"furthest of these {len(chances)} is one that chance exceeds {100 * min(chances):.1f} % of the time"
     furthest = max(abs(row["accept_apart"]) for row in rows)
     errors = spread([row["accept_error"] for row in rows], "{:.3f}")
-    yield f"accept lengths lie apart by at most {furthest:.3f}, with standard errors of {errors}"
+    yield f"lengths lie apart by at most {furthest:.3f}, with standard errors of {errors}"
+
+
+for each in ("sampled_rounds_mended_0_5_23", "sampled_rounds_0_5_23"):
+    rule(each)(how_often_outputs_come)
 
 
 @rule("serve_sampled_0_5_23")
@@ -70,7 +79,8 @@ def how_fast_they_are(report: dict) -> Iterator[str]:
 
 @rule("gpu_tests_0_5_23")
 def what_the_gpu_tests_say(report: dict) -> Iterator[str]:
-    last = next(run["outcome"] for run in reversed(report["runs"]) if "test_sampled_round_graph" in run["command"])
-    assert last.startswith("1 failed, 8 passed")
-    assert "6 of 400 requests got other tokens" in last
+    *_, before, last = [run["outcome"] for run in report["runs"] if "test_sampled_round_graph" in run["command"]]
+    assert before.startswith("1 failed, 8 passed")
+    assert "6 of 400 requests got other tokens" in before
     yield "6 of 400 requests got other tokens, where it allows 2"
+    yield f"the run after that has {last.split(' in ')[0]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 MEGABYTES_AT_ONCE = 512
+BACKUP_SECONDS = 5.0
+"""In which SGLang writes what a few prompts left in host memory to a folder, beside doing nothing."""
 
 Part = list[tuple[str, torch.Tensor]]
 """Weights of one call, by name."""
@@ -23,13 +26,37 @@ def update_weights(engine: Any, checkpoint: Path) -> None:
     Zeros come first: a weight that SGLang does not take the second time, or a graph that reads old memory, then shows.
     Raises RuntimeError where SGLang reports that it does not take them.
     """
-    tensors = {name: tensor for file in sorted(checkpoint.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-    parts = in_parts(tensors)
+    parts = parts_of(checkpoint)
     with weight_update(engine):
-        for part in parts:
-            hand_over(engine, [(name, torch.zeros_like(tensor)) for name, tensor in part], flush_cache=False)
+        hand_over_zeros(engine, parts)
         for part in parts:
             hand_over(engine, part, flush_cache=part is parts[-1])
+
+
+def load_weights_again(engine: Any, checkpoint: Path) -> None:
+    """Zeros for every weight, then the checkpoint from its files; SGLang then captures the target's graphs again.
+
+    The engine's own call does not ask for that, /update_weights_from_disk of a server can: `recapture_cuda_graph`.
+    """
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    with weight_update(engine):
+        hand_over_zeros(engine, parts_of(checkpoint))
+    asked = UpdateWeightFromDiskReqInput(model_path=str(checkpoint), recapture_cuda_graph=True)
+    done, message, _ = engine.loop.run_until_complete(engine.tokenizer_manager.update_weights_from_disk(asked, None))
+    check((done, message), "load the checkpoint again")
+
+
+def parts_of(checkpoint: Path) -> list[Part]:
+    """All weights of the checkpoint, in the parts in which they are handed over."""
+    return in_parts(
+        {name: tensor for file in sorted(checkpoint.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    )
+
+
+def hand_over_zeros(engine: Any, parts: list[Part]) -> None:
+    for part in parts:
+        hand_over(engine, [(name, torch.zeros_like(tensor)) for name, tensor in part], flush_cache=False)
 
 
 def in_parts(tensors: dict[str, torch.Tensor]) -> list[Part]:
@@ -82,7 +109,16 @@ def release_and_resume(engine: Any, checkpoint: Path) -> None:
     engine.resume_memory_occupation()
 
 
+def forget_caches(engine: Any, checkpoint: Path) -> None:
+    """Once what was cached has gone on to storage, drop it on the GPU and in host memory."""
+    time.sleep(BACKUP_SECONDS)
+    answer = engine.flush_cache()
+    check((answer.success, answer.message), "flush its caches")
+
+
 ACTIONS: dict[str, Callable[[Any, Path], None]] = {
     "weights were updated": update_weights,
+    "weights were loaded again": load_weights_again,
     "memory was released and resumed": release_and_resume,
+    "caches were flushed": forget_caches,
 }

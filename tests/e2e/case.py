@@ -32,13 +32,15 @@ class Case:
     floor_of_all: float = 0.0  # least mean accept length of all requests of the case, over N + 1
     request_floors: dict[str, float] = field(default_factory=dict)  # the same for the worst request
     says: str = ""  # what our engine's log must have, beside that the backend is active
+    says_times: int = 1  # how often at least
     gpus: int = 1
     spec_v1: bool = False  # gone from SGLang 0.5.13 on
     releases: str = ""  # of SGLang, those that can serve it, as a version specifier, or several with " or " between them
     disaggregated: str = ""  # the transfer engine between a prefill server on the first GPU and a decode server on the next
     router: bool = False  # whether requests reach these two through SGLang's own router
     action: str = ""  # a key of actions.ACTIONS: done once the workloads have run, which then run again
-    loaded_back: str = ""  # the workload whose prompts must come back from host memory
+    loaded_back: str = ""  # the workload whose prompts must come back from host memory, or
+    tier: str = "host"  # from "storage": a key of SGLang's cached_tokens_details
     sampling: tuple[dict, ...] = ()  # sampling parameters in place of greedy ones, of one request of a wave after the other
     same: tuple[tuple[str, str], ...] = ()  # workloads that must have the same outputs on one side
 

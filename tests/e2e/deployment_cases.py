@@ -79,6 +79,23 @@ HICACHE_CASES = [
     hicache("HiCache, chunked prefill", 3, engine=HICACHE | {"chunked_prefill_size": 1024}),
     hicache("HiCache, fp8", 3, decode="flashmla_kv", engine=HICACHE | FP8, floors={}, floor_of_all=0.95),
     hicache("HiCache without drafts", 0, floors={}),
+    *(
+        hicache(
+            f"HiCache, storage in files{words}",
+            steps,
+            workloads=("prompts",),
+            engine=HICACHE | {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete"} | more,
+            action="caches were flushed",
+            loaded_back="prompts, after caches were flushed",
+            tier="storage",
+            same=(),
+            **asked,
+        )
+        for words, steps, more, asked in (
+            ("", 3, {}, {"floors": {"prompts": 3.85 / 4}}),
+            (", fp8", 3, FP8, {"decode": "flashmla_kv", "floors": {}, "floor_of_all": 0.95}),
+        )
+    ),
     hicache("HiCache, glm-5.2", 5, floors={}, **GLM_52),
 ]
 
@@ -90,6 +107,17 @@ TRAINING_CASES = [
     again("weights updated", 3, STANDARD, floors=FLOORS),
     again("weights updated, fp8", 3, STANDARD, decode="flashmla_kv", engine=FP8, floor_of_all=0.95),
     again("weights updated, two GPUs", 3, STANDARD, engine=TWO_GPUS, floors=FLOORS, gpus=2),
+    again(
+        "weights updated from disk, graphs captured again",
+        3,
+        STANDARD,
+        action="weights were loaded again",
+        environment={"NSA_BACKEND_ROUND_GRAPH": "1"},
+        builtin_environment={},
+        says="captured whole speculative rounds",
+        says_times=2,
+        floors=FLOORS,
+    ),
     released("memory released and resumed", 3, STANDARD),
     released("memory released and resumed, flashmla_sparse", 3, STANDARD, decode="flashmla_sparse"),
     released("memory released and resumed, graphs too", 3, STANDARD, environment={"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}),

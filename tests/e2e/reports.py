@@ -32,8 +32,8 @@ def verdicts(case, ours: dict) -> list[str]:
         least = case.request_floors.get(workload_of(workload), 0) * (case.steps + 1)
         if worst < least:
             bad.append(f"{case.name}, {workload}: worst request {worst:.3f} < {least:.3f}")
-    if case.loaded_back and not any(ours[case.loaded_back]["host_tokens"]):
-        bad.append(f"{case.name}, {case.loaded_back}: no prompt came back from host memory, so nothing was tested")
+    if case.loaded_back and not any(ours[case.loaded_back][f"{case.tier}_tokens"]):
+        bad.append(f"{case.name}, {case.loaded_back}: no prompt came back from {case.tier}, so nothing was tested")
     return bad
 
 
@@ -48,6 +48,7 @@ def row_of(case, results: dict[str, dict]) -> dict:
                 "histograms": result[workload]["histograms"],
                 "cached_tokens": result[workload]["cached_tokens"],
                 "host_tokens": result[workload]["host_tokens"],
+                "storage_tokens": result[workload]["storage_tokens"],
                 "seconds": result[workload]["seconds"],
             }
             for backend, result in results.items()
@@ -64,8 +65,8 @@ def problems_of(cases: list, results: dict, found: list[dict]) -> list[str]:
             problems += verdicts(case, ours)
             if "is active" not in log:
                 problems.append(f"{case.name}: the log has no line that says the backend is active")
-            if case.says not in log:
-                problems.append(f"{case.name}: the log does not say '{case.says}'")
+            if (times := log.count(case.says)) < case.says_times:
+                problems.append(f"{case.name}: the log says '{case.says}' {times} times, not {case.says_times}")
     for d in found:
         if not d["tie"]:
             why = "nobody asked whether it is a tie" if d["tie"] is None else "no tie"

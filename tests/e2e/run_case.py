@@ -10,9 +10,10 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -126,13 +127,32 @@ def measure(generate: Generate, case: Case, again: str = "") -> dict:
             "accept": [round(accept_length(h), 4) for h in histograms],
             "histograms": histograms,
             "cached_tokens": [meta.get("cached_tokens") for meta in metas],
-            "host_tokens": [(meta.get("cached_tokens_details") or {}).get("host", 0) for meta in metas],
+            "host_tokens": from_tier(metas, "host"),
+            "storage_tokens": from_tier(metas, "storage"),
             "seconds": round(time.perf_counter() - began, 3),
         }
     return out
 
 
+def from_tier(metas: list[dict], tier: str) -> list[int]:
+    """Tokens of each prompt that were cached there."""
+    return [(meta.get("cached_tokens_details") or {}).get(tier, 0) for meta in metas]
+
+
+@contextmanager
+def storage_of_its_own() -> Iterator[None]:
+    """An empty folder for `--hicache-storage-backend file`, whose files say nothing of the model, the KV or the side."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = folder
+        yield
+
+
 def run_engine(case: Case, arguments: dict) -> dict:
+    with storage_of_its_own():
+        return run_in(case, arguments)
+
+
+def run_in(case: Case, arguments: dict) -> dict:
     import sglang
 
     engine = sglang.Engine(**arguments)

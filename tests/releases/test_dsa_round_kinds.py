@@ -14,6 +14,7 @@ from nsa_backend.adapters.dsa.rounds import rule
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
 from nsa_backend.adapters.dsa.rounds.own_round import thresholds
 from nsa_backend.adapters.dsa.rounds.rule import SAMPLED_SWITCH
+from nsa_backend.releases import installed
 
 pytestmark = pytest.mark.usefixtures("sampled_rounds")
 
@@ -71,7 +72,7 @@ def test_sampled_rounds_that_find_no_memory_are_three_graphs(monkeypatch, caplog
 
 @pytest.mark.parametrize(("switch", "default", "served"), [("0", True, 0), ("1", False, 1), (None, True, 1), (None, False, 0)])
 def test_the_switch_of_sampled_rounds(monkeypatch, switch, default, served):
-    monkeypatch.setattr(rule, "SAMPLED_BY_DEFAULT", default)
+    monkeypatch.setattr(rule, "SAMPLED_BY_DEFAULT", (installed(),) if default else ())
     if switch is None:
         monkeypatch.delenv(SAMPLED_SWITCH)
     else:

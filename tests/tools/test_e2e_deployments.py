@@ -1,5 +1,6 @@
 """Cases that run their workloads twice on one side, with an action between or in another place, against a stand-in engine."""
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,10 @@ class Engine:
         self.calls.append(([name for name, _ in tensors], flush_cache))
         self.weights |= tensors
         return True, "Succeeded"
+
+    def flush_cache(self):
+        self.calls.append("flush")
+        return SimpleNamespace(success=True, message="")
 
     def release_memory_occupation(self):
         self.calls.append("release")
@@ -106,6 +111,29 @@ def test_weights_are_updated_between_two_runs_of_the_same(engine, monkeypatch, t
     assert all(torch.equal(engine.weights[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.parametrize("answer", [(True, "Succeeded", 0), (False, "no such folder", 0)])
+def test_weights_are_loaded_again_and_graphs_captured(answer, monkeypatch, tmp_path):
+    """Between zeros and the second run; SGLang's own request says what is asked for."""
+    engine, asked = EngineWithSessions(), []
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=lambda **arguments: engine))
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", SimpleNamespace(UpdateWeightFromDiskReqInput=dict))
+    engine.loop = SimpleNamespace(run_until_complete=lambda done: done)
+    engine.tokenizer_manager = SimpleNamespace(
+        update_weights_from_disk=lambda wanted, request: engine.calls.append("disk") or asked.append(wanted) or answer
+    )
+    save_file({"a": torch.ones(3)}, tmp_path / "x.safetensors")
+    case = case_called("weights updated from disk, graphs captured again")
+    if answer[0]:
+        run_case.run_engine(case, {"model_path": str(tmp_path)})
+        zeros = ["begin", (["a"], False), "end"]
+        assert engine.calls == ["generate"] * 2 + zeros + ["disk"] + ["generate"] * 2 + ["shutdown"]
+        assert not engine.weights["a"].any()
+    else:
+        with pytest.raises(RuntimeError, match="did not load the checkpoint again: no such folder"):
+            run_case.run_engine(case, {"model_path": str(tmp_path)})
+    assert asked == [{"model_path": str(tmp_path), "recapture_cuda_graph": True}]
+
+
 def test_the_weights_of_an_attention_come_together(monkeypatch):
     monkeypatch.setattr(actions, "MEGABYTES_AT_ONCE", 1)
     attention = {f"model.layers.0.self_attn.{name}": torch.zeros(150, 1024) for name in ("q_a_proj", "kv_a_proj_with_mqa")}
@@ -146,7 +174,39 @@ def test_what_must_come_from_host_memory(engine):
     assert reports.verdicts(case, found) == []
     found[case.loaded_back]["host_tokens"] = [0] * 8
     (problem,) = reports.verdicts(case, found)
-    assert "no prompt came back from host memory" in problem
+    assert "no prompt came back from host," in problem
+
+
+def test_what_must_come_from_storage(engine, monkeypatch):
+    """Once nothing is left nearer; the folder is the engine's alone, and gone with it."""
+    monkeypatch.setattr(actions, "BACKUP_SECONDS", 0.0)
+    case, folders = case_called("HiCache, storage in files"), []
+
+    def generate(input_ids, sampling_params):
+        folders.append(Path(os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"]))
+        assert folders[-1].is_dir()
+        engine.calls.append("generate")
+        return answers(
+            len(input_ids), cached_tokens_details={"device": 0, "host": 0, "storage": 64 * ("flush" in engine.calls)}
+        )
+
+    monkeypatch.setattr(engine, "generate", generate)
+    found = run_case.run_engine(case, {"model_path": ""})
+    assert len(set(folders)) == 1
+    assert not folders[0].exists()
+    assert set(found[case.loaded_back]["storage_tokens"]) == {64}
+    assert reports.verdicts(case, found) == []
+    found[case.loaded_back]["storage_tokens"] = [0] * 8
+    assert reports.verdicts(case, found) == [
+        f"{case.name}, {case.loaded_back}: no prompt came back from storage, so nothing was tested"
+    ]
+
+
+def test_caches_that_are_not_flushed(engine, monkeypatch):
+    monkeypatch.setattr(actions, "BACKUP_SECONDS", 0.0)
+    engine.flush_cache = lambda: SimpleNamespace(success=False, message="requests are running")
+    with pytest.raises(RuntimeError, match="did not flush its caches: requests are running"):
+        run_case.run_engine(case_called("HiCache, storage in files"), {"model_path": ""})
 
 
 def test_a_second_run_is_held_to_the_floors_and_outputs_of_the_first(engine, tmp_path):

@@ -37,7 +37,8 @@ for name, count in workloads.items():
     if builtin and name == "4x3000":
         ids[1][3] = 6
     out[name] = {{"output_ids": ids, "accept": [steps + 0.97] * count, "histograms": [[0] * steps + [9]] * count,
-                 "cached_tokens": [0] * count, "host_tokens": [0] * count, "seconds": 1.0}}
+                 "cached_tokens": [0] * count, "host_tokens": [0] * count, "storage_tokens": [0] * count,
+                 "seconds": 1.0}}
 pathlib.Path(sys.argv[3]).write_text(json.dumps(out))
 """
 ASK = """
@@ -50,10 +51,15 @@ pathlib.Path(sys.argv[4]).write_text(json.dumps([[[-1.0, 5], [-1.0 - {gap}, 6]] 
 
 
 @pytest.mark.parametrize(
-    ("log", "problems"), [("is active; graphs: 3", []), ("is active", ["x: the log does not say 'graphs: 3'"])]
+    ("log", "problems"),
+    [
+        ("is active; graphs: 3; graphs: 3", []),
+        ("is active; graphs: 3", ["x: the log says 'graphs: 3' 1 times, not 2"]),
+        ("is active", ["x: the log says 'graphs: 3' 0 times, not 2"]),
+    ],
 )
 def test_what_an_engine_must_say(log, problems):
-    case = run_case.Case("x", 1, ("w",), says="graphs: 3")
+    case = run_case.Case("x", 1, ("w",), says="graphs: 3", says_times=2)
     assert reports.problems_of([case], {("x", "ours"): ({"w": {"accept": [2.0]}}, log)}, []) == problems
 
 

@@ -11,14 +11,14 @@ from sglang.srt.environ import envs
 from nsa_backend.adapters.dsa.rounds.release import names
 from nsa_backend.adapters.rule import Rule
 from nsa_backend.environment import asked, switched_on
-from nsa_backend.releases import round_graph_problem
+from nsa_backend.releases import installed, round_graph_problem
 
 logger = logging.getLogger(__name__)
 
 SWITCH = "NSA_BACKEND_ROUND_GRAPH"
 SAMPLED_SWITCH = "NSA_BACKEND_SAMPLED_ROUNDS"
-SAMPLED_BY_DEFAULT = False
-"""Whether sampled rounds are one graph where the switch is unset: not before `KEEP_ALL_TOP_P` has run on a GPU."""
+SAMPLED_BY_DEFAULT = ("0.5.23",)
+"""Releases on which sampled rounds are one graph where the switch is unset: those that were seen to sample alike on a GPU."""
 
 
 def needed(attribute: str, option: str, served: tuple, advice: str | None = None, *, everywhere: bool = True) -> Rule:
@@ -157,7 +157,7 @@ def is_sampled(batch: Any) -> bool:
 def serves_sampled() -> bool:
     """Whether sampled rounds are one graph where greedy ones are."""
     answer = asked(SAMPLED_SWITCH)
-    return SAMPLED_BY_DEFAULT if answer is None else answer
+    return installed() in SAMPLED_BY_DEFAULT if answer is None else answer
 
 
 def batch_problem(batch: Any) -> str | None:
