@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -52,10 +53,10 @@ class FakeGraphs:
         self.sizes, self.draft_sizes, self.requests = sizes, draft_sizes or sizes, max(sizes)
         self.replayed: list[tuple[str, int]] = []
 
-    def _runner(self, cls: type, model_runner: Any, name: str, width: int, output: Any, **fields: Any) -> Any:
+    def _runner(self, cls: type, model_runner: Any, name: str, width: int, output: Callable[[int], Any], **fields: Any) -> Any:
         def replay(shape: Any, *_: Any) -> Any:
             self.replayed.append((name, shape.size))
-            return output
+            return output(shape.size)
 
         sizes = self.draft_sizes if name == "draft" else self.sizes
         runner = object.__new__(cls)
@@ -83,8 +84,8 @@ class FakeGraphs:
             for what in ("", "_for_logprob")
         }
 
-    def _logits(self) -> LogitsProcessorOutput:
-        rows = self.requests * self.width
+    def _logits(self, size: int) -> LogitsProcessorOutput:
+        rows = size * self.width
         return LogitsProcessorOutput(
             next_token_logits=gpu(rows, VOCABULARY, dtype=torch.float32), hidden_states=gpu(rows, HIDDEN, dtype=torch.float32)
         )
@@ -100,7 +101,7 @@ class FakeGraphs:
             model_runner,
             "verify",
             self.width,
-            self._logits(),
+            self._logits,
             buffer_registry=registry,
             buffers=SimpleNamespace(
                 **dict.fromkeys(("mamba_track_indices", "num_token_non_padded", "custom_mask")),
@@ -123,13 +124,12 @@ class FakeGraphs:
         others = dict.fromkeys(("rids_int", "bootstrap_room_ids_int", "draft_probs", "dsa_seed_topk"))
         others["dsa_seed_topk"] = gpu(requests, SELECTED, dtype=torch.int32) if self.shared else None
         chains = {"topk_p": gpu(requests, 1, dtype=torch.float32), "topk_index": gpu(requests, 1)}
-        output = (gpu(requests, self.steps), gpu(requests, self.steps), gpu(requests, self.steps), None)
         return self._runner(
             EAGLEDraftCudaGraphRunner,
             model_runner,
             "draft",
             1,
-            output,
+            lambda size: (*(gpu(size, self.steps) for _ in range(3)), None),
             buffers=self._inputs(requests, requests * self.steps, **chains, **others),
             draft_attn_backend=mock.Mock(),
             speculative_num_steps=self.steps,
@@ -146,7 +146,7 @@ class FakeGraphs:
             model_runner,
             "draft-extend",
             self.width,
-            self._logits(),
+            self._logits,
             buffers=self._inputs(tokens, tokens, dsa_seed_topk_capture=seeds, **others),
             draft_extend_attn_backend=mock.Mock(),
             forward_mode=ForwardMode.DRAFT_EXTEND_V2,

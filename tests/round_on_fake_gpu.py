@@ -45,6 +45,8 @@ class FakeGpuWorker:
             hf_config=PretrainedConfig(architectures=["DeepseekV32ForCausalLM"]),
             linear_attn_registry_result=None,
             requires_mm_token_modalities=False,
+            spec_hidden_size=HIDDEN,
+            dtype=torch.float32,
         )
         self.pool = SimpleNamespace(req_to_token=gpu(POOL, CONTEXT, dtype=torch.int32))
         self.allocator = SimpleNamespace(get_kvcache=SimpleNamespace, page_size=64)
@@ -102,6 +104,8 @@ class FakeGpuWorker:
             draft_runner=self._runner(is_draft_worker=True, tp_group=None),
             draft_tp_context=contextlib.nullcontext,
             parallel_layout=SimpleNamespace(tp_group=None),
+            draft_attn_backend=mock.Mock(),
+            draft_extend_attn_backend=mock.Mock(),
             tree_mask_mode=TreeMaskMode.FULL_MASK,
             hot_token_id=None,
             index_share_for_mtp_iteration=self.shared,

@@ -40,6 +40,9 @@ if not hasattr(sys.modules.get("sglang.srt.runtime_context"), "_derived_widths")
     collect_ignore_glob += ["test_dsa_pipeline_drafts.py"]
 if "enable_prefill_cp" in {rule.attribute for rule in adapter.REFUSED}:
     collect_ignore_glob.append("test_dsa_prefill_cp*.py")
+if installed() != "0.5.23":
+    # Rounds under DP attention are three graphs there.
+    collect_ignore_glob += ["test_dsa_round_ranks*.py"]
 if round_graph_problem() is not None:
     collect_ignore_glob += ["test_dsa_round_*.py"]
 

@@ -20,13 +20,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 from nsa_backend.adapters.dsa.rounds import rule
-from nsa_backend.adapters.dsa.rounds.release import NAMES, names
+from nsa_backend.adapters.dsa.rounds.release import NAMES
 from nsa_backend.adapters.dsa.rounds.sizes import captured_sizes
 
-pytestmark = [
-    pytest.mark.usefixtures("sampled_rounds"),
-    pytest.mark.skipif(not names().has_ranks, reason="rounds under DP attention are three graphs on this release"),
-]
+pytestmark = pytest.mark.usefixtures("sampled_rounds")
 
 KEPT = ("output_tokens_buf", "topk_p_buf", "topk_index_buf", "hidden_states_buf", "new_seq_lens_buf")
 CAN = {"can_run_decode_cuda_graph": True, "can_run_dp_draft_cuda_graph": True}
