@@ -5,21 +5,17 @@ That is what lets each rank choose for itself: all collectives between ranks are
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import torch
 from fake_gpu import fake_gpu
 from ranks_on_fake_gpu import RANKS, FakeRank, exchanged
 from sampling_kernels import check_sampling, sampling_kernels
 from sglang.srt.layers import dp_attention
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
 from nsa_backend.adapters.dsa.rounds.own_round import run_on, template_of
-from nsa_backend.adapters.dsa.rounds.ranks import OF_A_BATCH, counts_filled_in
 from nsa_backend.round_graph import graphs
 from nsa_backend.round_graph.graphs import RoundInputs
 
@@ -124,25 +120,3 @@ def test_what_the_ranks_have_is_not_copied_from_the_host_in_a_capture(crossings,
     round_worker._ROUNDS.clear()
     run_on(inputs, template, rank.future_map, rounds._forward)  # as outside a capture
     assert crossings.found == ["aten._to_copy.default"] * 2 * 3
-
-
-def test_the_counts_are_those_that_sglang_would_copy():
-    counts = {name: [3, 3] for name in OF_A_BATCH} | {"dp_spec_prefill_coordination_applied": False}
-    batch = SimpleNamespace(**counts, can_run_decode_cuda_graph=True, can_run_dp_draft_cuda_graph=True)
-    spec = SimpleNamespace(num_tokens_per_req=4, num_tokens_for_logprob_per_req=1)
-    copied, filled = (SimpleNamespace(spec_info=spec) for _ in range(2))
-    original = ForwardBatch.init_mlp_sync_metadata
-    original(copied, batch, "cpu")
-    counts_filled_in(original, filled, batch, "cpu", is_draft_worker=True)
-    assert copied.global_num_tokens_gpu.tolist() == [12, 12]
-    assert vars(copied).keys() == vars(filled).keys()
-    for name, value in vars(copied).items():
-        mine = getattr(filled, name)
-        assert torch.equal(value, mine) and value.dtype == mine.dtype if isinstance(value, torch.Tensor) else value == mine
-
-
-def test_without_ranks_there_are_no_counts():
-    batch = SimpleNamespace(**dict.fromkeys(OF_A_BATCH), dp_spec_prefill_coordination_applied=False)
-    forward = SimpleNamespace(spec_info=None, **{f"{name}_cpu": None for name in OF_A_BATCH[:2]})
-    counts_filled_in(ForwardBatch.init_mlp_sync_metadata, forward, batch, "cpu")
-    assert not hasattr(forward, "global_num_tokens_gpu")

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from nsa_backend.adapters.dsa.rounds.release import graphs_of
 
 COUNTS = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_mlp_sync_metadata"
@@ -70,14 +68,10 @@ def among_equals(batch: Any, requests: int) -> None:
             setattr(batch, name, [requests] * len(counts))
 
 
-def counts_filled_in(original: Callable, forward_batch: Any, batch: Any, device: Any, **options: Any) -> None:
-    """Around `ForwardBatch.init_mlp_sync_metadata` while a round is captured: the ranks' counts come to the GPU by a fill.
+def counts_on_host(original: Callable, forward_batch: Any, batch: Any, device: Any, **options: Any) -> None:
+    """Around `ForwardBatch.init_mlp_sync_metadata` while a round is captured: the ranks' counts are not copied to the GPU.
 
-    SGLang copies them from host memory that it then gives back, and a graph would go on reading there. They are equal.
+    SGLang copies them from memory that it then gives back, and a graph would go on reading there. Its graphs read buffers of
+    their own; a forward outside them, which reads the copies, cannot be captured with tensors of the host.
     """
     original(forward_batch, batch, "cpu", **options)
-    for name in OF_A_BATCH[:2]:
-        counts = getattr(forward_batch, f"{name}_cpu")
-        if counts is not None:
-            filled = torch.full((len(counts),), counts[0], dtype=torch.int64, device=device)
-            setattr(forward_batch, f"{name}_gpu", filled)

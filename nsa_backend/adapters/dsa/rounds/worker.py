@@ -25,7 +25,7 @@ import torch
 from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
 
 from nsa_backend.adapters.dsa.rounds.own_round import MadeOf, clear_padding, run_on, template_of, thresholds
-from nsa_backend.adapters.dsa.rounds.ranks import COUNTS, counts_filled_in, is_idle_round, most_requests, ranks_problem
+from nsa_backend.adapters.dsa.rounds.ranks import COUNTS, counts_on_host, is_idle_round, most_requests, ranks_problem
 from nsa_backend.adapters.dsa.rounds.release import names
 from nsa_backend.adapters.dsa.rounds.rule import batch_problem, is_sampled
 from nsa_backend.adapters.dsa.rounds.sampling import free_bytes, parameters, renormalizing
@@ -235,7 +235,7 @@ def _around(method: str, original: Callable, *args: Any) -> None:
 def _count_ranks(original: Callable, *args: Any, **options: Any) -> None:
     """Around what SGLang makes of the ranks' counts for a forward."""
     if _ROUNDS and _ROUNDS[0].recording:
-        counts_filled_in(original, *args, **options)
+        counts_on_host(original, *args, **options)
     else:
         original(*args, **options)
 
