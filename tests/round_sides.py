@@ -16,16 +16,19 @@ from nsa_backend.adapters.dsa.rounds import worker as round_worker
 class Side:
     """One server: a worker, and what its scheduler keeps."""
 
-    def __init__(self, with_graphs: bool):
+    def __init__(self, with_graphs: bool, worker_class: type = StandInWorker):
         recorded = partial(Recorded, self)
-        worker_class = round_worker.with_rounds(StandInWorker, (Backend,), recorded) if with_graphs else StandInWorker
-        self.worker = worker_class()
+        self.worker = (round_worker.with_rounds(worker_class, (Backend,), recorded) if with_graphs else worker_class)()
         if not with_graphs:
             round_worker._ROUNDS.clear()
         self.rounds = list(round_worker._ROUNDS)
         pool = SimpleNamespace(req_to_token=torch.zeros(POOL, 8, dtype=torch.int32))
         self.future_map = FutureMap(torch.device("cpu"), SpeculativeAlgorithm.EAGLE, pool, needs_cpu_seq_lens=False)
-        self.replays = 0
+        self.sizes: list[int] = []  # of the graphs that were replayed
+
+    @property
+    def replays(self) -> int:
+        return len(self.sizes)
 
     def run(self, batch):
         """What the scheduler does with a batch; the hooks see this side's worker alone."""
@@ -33,8 +36,8 @@ class Side:
         return generate(self.worker, self.future_map, batch)
 
 
-def two_sides() -> tuple[Side, Side]:
-    sides = Side(with_graphs=False), Side(with_graphs=True)
+def two_sides(worker_class: type = StandInWorker) -> tuple[Side, Side]:
+    sides = Side(False, worker_class), Side(True, worker_class)
     for side in sides:
         finished_prefill(side.future_map, seed=7)
     return sides

@@ -41,14 +41,16 @@ class Graphs(SimpleNamespace):
 class StandInWorker:
     """One round as a function of everything a real one reads."""
 
+    gathers = False  # whether its graphs go by the rank with the most requests
+
     def __init__(self):
-        graphs = Graphs(capture_bs=SIZES)
+        graphs = Graphs(capture_bs=SIZES, require_mlp_tp_gather=self.gathers)
         self.target_worker = SimpleNamespace(
             model_runner=self.runner(decode_cuda_graph_runner=graphs), model_config=SimpleNamespace(vocab_size=VOCABULARY)
         )
         self.draft_worker = SimpleNamespace(
             cuda_graph_runner=graphs,
-            cuda_graph_runner_for_draft_extend=Graphs(capture_bs=[*SIZES, 16]),
+            cuda_graph_runner_for_draft_extend=Graphs(capture_bs=[*SIZES, 16], require_mlp_tp_gather=self.gathers),
             draft_runner=self.runner(),
             seed_dsa_topk_from_draft_extend=False,
         )
@@ -117,7 +119,7 @@ class Recorded:
             value.copy_(before[name])
 
         def replay() -> None:
-            self.side.replays += 1
+            self.side.sizes.append(len(outputs.accept_lens))
             again = function()
             outputs.next_token_ids.copy_(again.next_token_ids)
             outputs.accept_lens.copy_(again.accept_lens)

@@ -148,16 +148,17 @@ class RoundGraphs:
 
             self._rounds[size] = self._recorder.record(whole)
 
-    def replay(self, batch: RoundInputs) -> RoundResults:
+    def replay(self, batch: RoundInputs, at_least: int = 0) -> RoundResults:
         """Run a round of the smallest captured size that holds the batch: two launches, and nothing waits.
 
         Before a graph that draws random numbers torch writes their seed and offset, which is two more.
 
         Args:
-            batch: its own tensors, of as many rows as it has requests.
+            batch: its own tensors, of as many rows as it has requests; it may have none.
+            at_least: requests that the size must hold too, where other ranks have more.
         """
         requests = len(batch.seq_lens)
-        size = self.sizes[bisect.bisect_left(self.sizes, requests)]
+        size = self.sizes[bisect.bisect_left(self.sizes, max(requests, at_least))]
         launch, outputs = self._rounds[size]
         self._inputs[size].fill(batch)
         launch()

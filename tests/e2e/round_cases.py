@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from case import Case
-from engine_options import FOUR_GPUS, FP8, TWO_GPUS
+from engine_options import DP_2, FOUR_GPUS, FP8, TWO_GPUS
 
 from nsa_backend.releases import ROUND_GRAPHS
 
@@ -29,6 +29,10 @@ sampled_case = partial(
 """Their requests sample, but at a temperature that leaves the best token alone: tokens and accept lengths are greedy ones'."""
 NEAR_ZERO = {"temperature": 1e-4}
 SAMPLED = (NEAR_ZERO, NEAR_ZERO | {"top_p": 0.95}, NEAR_ZERO | {"top_k": 20}, {}, {"temperature": 1.0, "top_p": 1e-6})
+WITH_RANKS = "==0.5.23"
+"""Rounds under DP attention are three graphs on other releases."""
+UNEQUAL = ("1x300", "8x300", "unequal ranks")
+"""With one request at a time a rank is idle, and has to replay what its peer does."""
 MANY = ("8x300", "8x3000", "32x300", "sizes between and above the captured", "shared prefix", "short")
 
 ROUND_CASES = [
@@ -89,5 +93,38 @@ ROUND_CASES = [
             f"{word} GPUs, tensor parallel, one graph a round", 3, ("1x300", "8x300", "8x3000"), engine=engine, gpus=gpus
         )
         for word, engine, gpus in (("two", TWO_GPUS, 2), ("four", FOUR_GPUS, 4))
+    ),
+    *(
+        round_case(f"{word}, one graph a round", 3, workloads, engine=engine, releases=WITH_RANKS, **options)
+        for word, workloads, engine, options in (
+            (
+                "two GPUs, DP attention",
+                (*UNEQUAL, "4x3000", "sizes between and above the captured"),
+                TWO_GPUS | DP_2,
+                {"gpus": 2},
+            ),
+            ("two GPUs, DP attention, fp8", (*UNEQUAL, "4x3000"), TWO_GPUS | DP_2 | FP8, {"gpus": 2, "decode": "flashmla_kv"}),
+            ("two GPUs, DP attention, its own LM head", UNEQUAL, TWO_GPUS | DP_2 | {"enable_dp_lm_head": True}, {"gpus": 2}),
+            ("four GPUs, DP attention 2", UNEQUAL, FOUR_GPUS | DP_2, {"gpus": 4}),
+            ("four GPUs, DP attention 2, fp8", UNEQUAL, FOUR_GPUS | DP_2 | FP8, {"gpus": 4, "decode": "flashmla_kv"}),
+        )
+    ),
+    round_case(
+        "two GPUs, DP attention, n1, one graph a round", 1, UNEQUAL, engine=TWO_GPUS | DP_2, gpus=2, releases=WITH_RANKS
+    ),
+    *(
+        sampled_case(
+            f"{word}, sampled and greedy, one graph a round",
+            3,
+            UNEQUAL,
+            engine=engine,
+            gpus=gpus,
+            releases=WITH_RANKS,
+            sampling=SAMPLED,
+        )
+        for word, engine, gpus in (
+            ("two GPUs, DP attention", TWO_GPUS | DP_2, 2),
+            ("four GPUs, DP attention 2", FOUR_GPUS | DP_2, 4),
+        )
     ),
 ]

@@ -91,13 +91,14 @@ Generate = Callable[[list[list[int]], dict | list[dict], list[int] | None], list
 def generate_with(engine) -> Generate:
     """Sends a wave to an engine at once; `ranks` are the DP ranks that its requests go to."""
 
-    def generate(wave: list[list[int]], sampling: dict, ranks: list[int] | None) -> list[dict]:
+    def generate(wave: list[list[int]], sampling: dict | list[dict], ranks: list[int] | None) -> list[dict]:
         if ranks is None:
             return engine.generate(input_ids=wave, sampling_params=sampling)
 
         async def all_of_them() -> list[dict]:
-            pairs = zip(wave, ranks, strict=True)
-            calls = [engine.async_generate(input_ids=p, sampling_params=sampling, routed_dp_rank=r) for p, r in pairs]
+            each = sampling if isinstance(sampling, list) else [sampling] * len(wave)
+            requests = zip(wave, each, ranks, strict=True)
+            calls = [engine.async_generate(input_ids=p, sampling_params=s, routed_dp_rank=r) for p, s, r in requests]
             return await asyncio.gather(*calls)
 
         return engine.loop.run_until_complete(all_of_them())

@@ -40,10 +40,11 @@ if not hasattr(sys.modules.get("sglang.srt.runtime_context"), "_derived_widths")
     collect_ignore_glob += ["test_dsa_pipeline_drafts.py"]
 if "enable_prefill_cp" in {rule.attribute for rule in adapter.REFUSED}:
     collect_ignore_glob.append("test_dsa_prefill_cp*.py")
+if installed() != "0.5.23":
+    # Rounds under DP attention are three graphs there.
+    collect_ignore_glob += ["test_dsa_round_ranks*.py"]
 if round_graph_problem() is not None:
     collect_ignore_glob += ["test_dsa_round_*.py"]
-if installed() != "0.5.17":
-    collect_ignore_glob.append("test_dsa_round_waits.py")
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -65,11 +66,11 @@ def make_runner():
 @pytest.fixture(scope="module")
 def sampled_rounds():
     """Sampled rounds in one graph are asked for, and there is memory for them."""
-    from nsa_backend.adapters.dsa.rounds import rule, worker
+    from nsa_backend.adapters.dsa.rounds import rule, sizes, worker
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(rule.SAMPLED_SWITCH, "1")
-        patch.setattr(worker, "least_free_bytes", lambda device: 2**40)
+        patch.setattr(sizes, "least_free_bytes", lambda device: 2**40)
         yield
     worker._ROUNDS.clear()  # SGLang's FutureMap stays hooked, and the tests that follow have no such worker
 

@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
 from nsa_backend.adapters.dsa.rounds.release import names
-from nsa_backend.adapters.dsa.rounds.rule import NEEDED, ON_THE_HOST, has_rounds
+from nsa_backend.adapters.dsa.rounds.rule import DP_ATTENTION, NEEDED, ON_THE_HOST, has_rounds
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.refusals import refusals
 from nsa_backend.round_graph import child_graphs
@@ -26,7 +26,6 @@ from nsa_backend.round_graph import child_graphs
         ("speculative_algorithm", "EAGLE3", "pass --speculative-algorithm EAGLE"),
         ("disable_overlap_schedule", True, "drop --disable-overlap-schedule"),
         ("disable_cuda_graph", True, "drop --disable-cuda-graph"),
-        ("enable_dp_attention", True, "drop --enable-dp-attention"),
         ("pp_size", 2, "pass --pp-size 1"),
         ("enable_two_batch_overlap", True, "drop --enable-two-batch-overlap"),
         ("speculative_adaptive", True, "drop --speculative-adaptive"),
@@ -103,7 +102,7 @@ def test_a_server_has_rounds_in_one_graph_unless_its_options_forbid_them(argumen
 def test_options_that_are_needed_exist(arguments):
     """A release that renames one must not lose its check; every one is at a served value by default."""
     server = arguments(speculative_algorithm="EAGLE")
-    assert all(rule.value(server) in rule.served for rule in NEEDED)
+    assert all(rule.value(server) in rule.served for rule in (*NEEDED, *DP_ATTENTION))
 
 
 def assigned(cls: type, name: str) -> bool:

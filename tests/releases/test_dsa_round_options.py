@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa_backend.adapters.dsa.rounds.rule import NEEDED
+from nsa_backend.adapters.dsa.rounds.release import names
+from nsa_backend.adapters.dsa.rounds.rule import DP_ATTENTION, NEEDED
 from nsa_backend.benchmarks import faithful_checkpoint, servers
 from nsa_backend.releases import installed
 
@@ -69,6 +70,9 @@ PIPELINES = {
     "pipeline": ["--pp-size", "2"],
     "pipeline of a prefill server": ["--pp-size", "2", "--disaggregation-mode", "prefill"],
 }
+ASK = ", or set NSA_BACKEND_ROUND_GRAPH=1"
+RANKS_ALONE = {"DP attention", "DP attention in four ranks", "DP attention by its new name"}
+"""What has rounds in one graph once it is asked for, on the releases that have them under DP attention."""
 SGLANGS = ("PP + speculative decoding", "Pipeline parallelism is not compatible with overlap schedule, speculative decoding")
 """What it says itself of pipelines with drafts."""
 
@@ -107,10 +111,19 @@ def test_a_server_with_one_of_these_does_not(changes, name):
     assert changes[name] != []
 
 
+@pytest.mark.skipif(not names().has_ranks, reason="rounds under DP attention are three graphs on this release")
+def test_dp_attention_alone_asks_for_the_switch(changes):
+    """A constant of the rule says whether it must be asked for."""
+    way = f"drop --enable-dp-attention or --attn-dp-size{ASK}"
+    assert all(changes[name] == [way] for name in RANKS_ALONE)
+    assert way in changes["two-batch overlap"]
+    assert len(changes["two-batch overlap"]) > 1
+
+
 def test_every_rule_was_tried(changes):
     """But where a release does not take the option beside EAGLE, or has another name for it."""
-    said = {change for of_one in changes.values() for change in of_one}
-    left = {rule.attribute for rule in NEEDED if rule.advice not in said}
+    said = {change.removesuffix(ASK) for of_one in changes.values() for change in of_one}
+    left = {rule.attribute for rule in (*NEEDED, *DP_ATTENTION) if rule.advice not in said}
     renamed = {"0.5.17": {"attn_dp_size", "enable_lora"}, "0.5.23": {"enable_dp_attention"}}
     assert left == NOT_BESIDE_EAGLE | renamed.get(installed(), set())
 
@@ -123,7 +136,8 @@ def test_who_insists_on_one_graph_gets_a_sentence_instead_of_a_server(tmp_path, 
     environment = {"NSA_BACKEND_ROUND_GRAPH": "1"} if way == "the switch" else {}
     found = parsed(tmp_path, [[*ASKED[way], *given] for given in words.values()], "--refusals", **environment)
     refused = dict(zip(words, found, strict=True))
-    assert refused.pop("plain") is None
+    served = {"plain"} | (RANKS_ALONE if names().has_ranks else set())
+    assert {name: refused.pop(name) for name in served} == dict.fromkeys(served)
     for name, said in refused.items():
         sentences = ("which NAIVE_EAGLE sets, cannot be served with these options", *(SGLANGS if name in PIPELINES else ()))
         assert said is not None, name

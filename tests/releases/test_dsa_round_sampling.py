@@ -168,8 +168,9 @@ def test_sizes_whose_probabilities_leave_no_room(caplog):
 
 
 def test_ranks_go_by_the_one_with_the_least_memory(monkeypatch):
+    """Of those that share a batch: with DP attention another rank's requests come and are captured in other rounds."""
     group = mock.Mock(world_size=2)
-    monkeypatch.setattr(sampling, "get_tp_group", lambda: group)
+    monkeypatch.setattr(sampling, "get_parallel", lambda: SimpleNamespace(attn_tp_group=group, tp_group=None))
     monkeypatch.setattr(sampling, "free_bytes", lambda device: 7)
 
     def all_reduce(tensor: torch.Tensor, operation: object, group: object) -> None:

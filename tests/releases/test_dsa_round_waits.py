@@ -1,7 +1,4 @@
-"""A whole round of SGLang's own worker neither waits for the GPU nor copies from the host, which would end its capture.
-
-On 0.5.17 alone: the worker is put together as that release has it.
-"""
+"""A whole round of SGLang's own worker neither waits for the GPU nor copies from the host, which would end its capture."""
 
 from __future__ import annotations
 

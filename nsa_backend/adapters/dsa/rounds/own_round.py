@@ -16,6 +16,8 @@ from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
+from nsa_backend.adapters.dsa.rounds.ranks import among_equals
+from nsa_backend.adapters.dsa.rounds.release import graphs_of
 from nsa_backend.adapters.dsa.rounds.sampling import on_static_tensors
 from nsa_backend.kernels.inputs import PADDING_SLOT
 from nsa_backend.round_graph.graphs import RoundInputs, RoundOutputs
@@ -32,17 +34,11 @@ class MadeOf:
     """
 
     def __init__(self, worker: Any):
-        self._graphs = [None if runner is None else weakref.ref(runner) for runner in _graphs_of(worker)]
+        self._graphs = [None if runner is None else weakref.ref(runner) for runner in graphs_of(worker)]
 
     def still_those_of(self, worker: Any) -> bool:
-        pairs = zip(self._graphs, _graphs_of(worker), strict=True)
+        pairs = zip(self._graphs, graphs_of(worker), strict=True)
         return all(now is None if kept is None else now is not None and kept() is now for kept, now in pairs)
-
-
-def _graphs_of(worker: Any) -> tuple[Any, ...]:
-    draft = worker.draft_worker
-    verify = worker.target_worker.model_runner.decode_cuda_graph_runner
-    return verify, draft.cuda_graph_runner, draft.cuda_graph_runner_for_draft_extend
 
 
 def thresholds() -> tuple[float, float]:
@@ -80,6 +76,7 @@ def run_on(inputs: RoundInputs, template: Any, future_map: FutureMap, forward: C
     """
     batch = copy.copy(template)
     batch.seq_lens, batch.req_pool_indices = inputs.seq_lens, inputs.req_pool_indices
+    among_equals(batch, len(inputs.seq_lens))
     info = template.sampling_info
     batch.sampling_info = copy.copy(info) if inputs.sampling is None else on_static_tensors(info, inputs.sampling)
     batch.spec_info = EagleDraftInput(

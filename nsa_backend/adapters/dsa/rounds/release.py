@@ -16,6 +16,7 @@ class RoundNames:
     last_reader: str  # of a worker: the runner whose event the scheduler waits for before it writes what rounds read
     reads_done: str  # of a runner: that event, or None for the whole forward
     lacks: frozenset[str] = frozenset()  # marks of a batch whose feature the release does not have
+    has_ranks: bool = False  # whether rounds of DP attention can be one graph; read in that release's source
 
     def wait_for_all_after(self, runner: Any) -> None:
         """Let the scheduler wait for the whole forward of this runner, and for no event inside it."""
@@ -32,7 +33,7 @@ NAMES = {
         reads_done="war_fastpath_read_done_event",
         lacks=frozenset({"has_watermark_candidates", "beam_tail", "cuda_graph_compatible"}),
     ),
-    "0.5.23": RoundNames(last_reader="last_shared_read_runner", reads_done="shared_read_done_event"),
+    "0.5.23": RoundNames(last_reader="last_shared_read_runner", reads_done="shared_read_done_event", has_ranks=True),
 }
 assert tuple(NAMES) == ROUND_GRAPHS
 
@@ -41,3 +42,10 @@ assert tuple(NAMES) == ROUND_GRAPHS
 def names() -> RoundNames:
     """Those of the installed release; asked on releases of `ROUND_GRAPHS` alone."""
     return NAMES[installed()]
+
+
+def graphs_of(worker: Any) -> tuple[Any, ...]:
+    """SGLang's runners of target-verify, of draft steps and of draft-extend; None for one that it has not captured."""
+    draft = worker.draft_worker
+    verify = worker.target_worker.model_runner.decode_cuda_graph_runner
+    return verify, draft.cuda_graph_runner, draft.cuda_graph_runner_for_draft_extend

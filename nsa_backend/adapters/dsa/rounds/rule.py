@@ -19,6 +19,8 @@ SWITCH = "NSA_BACKEND_ROUND_GRAPH"
 SAMPLED_SWITCH = "NSA_BACKEND_SAMPLED_ROUNDS"
 SAMPLED_BY_DEFAULT = ("0.5.23",)
 """Releases on which sampled rounds are one graph where the switch is unset: those that were seen to sample alike on a GPU."""
+DP_BY_DEFAULT = False
+"""Whether rounds under DP attention are one graph where `SWITCH` is unset: not before they have run on GPUs."""
 
 
 def needed(attribute: str, option: str, served: tuple, advice: str | None = None, *, everywhere: bool = True) -> Rule:
@@ -32,9 +34,6 @@ NEEDED = (
     needed("disable_cuda_graph", "--disable-cuda-graph", (False,)),
     # A round of one graph pads a batch to the next captured size.
     needed("disable_cuda_graph_padding", "--disable-cuda-graph-padding", (False,)),
-    needed("enable_dp_attention", "--enable-dp-attention", (False,)),
-    # 0.5.23 resolves that option to this one, and turns it off.
-    needed("attn_dp_size", "--attn-dp-size", (None, 1), "drop --enable-dp-attention or --attn-dp-size", everywhere=False),
     needed("attn_cp_size", "--attn-cp-size", (1,), "drop --enable-prefill-cp or --attn-cp-size"),
     needed("enable_two_batch_overlap", "--enable-two-batch-overlap", (False,)),
     needed("pp_size", "--pp-size", (1,), "pass --pp-size 1"),
@@ -65,6 +64,13 @@ NEEDED = (
 )
 """Options under whose values nothing happens on the host, or across ranks, between the graphs of a round."""
 
+DP_ATTENTION = (
+    needed("enable_dp_attention", "--enable-dp-attention", (False,)),
+    # 0.5.23 resolves that option to this one, and turns it off.
+    needed("attn_dp_size", "--attn-dp-size", (None, 1), "drop --enable-dp-attention or --attn-dp-size", everywhere=False),
+)
+"""Options of DP attention, whose rounds are one graph where `serves_ranks` says so."""
+
 ON_THE_HOST = {
     "SGLANG_LOG_DECODE_GRAPH_KEY": "which logs every replay",
     "SGLANG_SANITIZE_NAN_LOGITS": "which looks on the host at what rounds found",
@@ -94,9 +100,19 @@ def server_problems(args: Any) -> list[str]:
     return options + [f"{SWITCH}=1 and {name}=1, {does}, cannot both be: unset one" for name, does in switches_on().items()]
 
 
+def serves_ranks() -> bool:
+    """Whether rounds under DP attention are one graph, on a server that has round graphs without it."""
+    answer = asked(SWITCH)
+    return names().has_ranks and (DP_BY_DEFAULT if answer is None else answer)
+
+
 def options_to_change(args: Any) -> list[str]:
     """What to change of these resolved arguments for round graphs."""
-    return [rule.advice for rule in NEEDED if rule.value(args) not in rule.served]
+    found = [rule.advice for rule in NEEDED if rule.value(args) not in rule.served]
+    ranks = [rule.advice for rule in DP_ATTENTION if rule.value(args) not in rule.served]
+    if not ranks or serves_ranks():
+        return found
+    return [*found, f"{ranks[0]}, or set {SWITCH}=1" if names().has_ranks else ranks[0]]
 
 
 def changes_needed(args: Any) -> list[str]:
@@ -181,17 +197,8 @@ def batch_problem(batch: Any) -> str | None:
         "a request is watermarked": mark(sampling, "has_watermark_candidates"),
         "a request has images": any(found is not None for found in batch.multimodal_inputs or ()),
         "requests search by beams": mark(batch, "beam_tail") is not None,
-        "its ranks tell one another how much they have": batch.global_num_tokens is not None,
         "its drafts are not ready": draft is None
         or draft.future_indices is None
         or mark(draft, "cuda_graph_compatible") is False,
     }
     return next((why for why, holds in asked.items() if holds), None)
-
-
-def captured_sizes(worker: Any) -> list[int]:
-    """Batch sizes of which SGLang has captured every graph of a round; with N = 1 there is no draft graph."""
-    draft = worker.draft_worker
-    runners = (worker.target_worker.model_runner.decode_cuda_graph_runner, draft.cuda_graph_runner_for_draft_extend)
-    runners += (draft.cuda_graph_runner,) if draft.cuda_graph_runner is not None else ()
-    return sorted(set.intersection(*(set(runner.capture_bs) for runner in runners)))

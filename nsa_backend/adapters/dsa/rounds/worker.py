@@ -8,7 +8,8 @@ A graph gathers from SGLang's FutureMap and scatters to it by itself, so SGLang'
 that a graph serves.
 
 Rounds of greedy batches and of sampled ones are graphs of their own, captured when the second batch of the kind comes. A server
-that nobody asks to sample captures none of those.
+that nobody asks to sample captures none of those. A rank of DP attention without a request replays one of what it has captured,
+with padding alone.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ import torch
 from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
 
 from nsa_backend.adapters.dsa.rounds.own_round import MadeOf, clear_padding, run_on, template_of, thresholds
+from nsa_backend.adapters.dsa.rounds.ranks import COUNTS, counts_on_host, is_idle_round, most_requests, ranks_problem
 from nsa_backend.adapters.dsa.rounds.release import names
-from nsa_backend.adapters.dsa.rounds.rule import SWITCH, batch_problem, captured_sizes, is_sampled, worker_problem
-from nsa_backend.adapters.dsa.rounds.sampling import fitting, free_bytes, least_free_bytes, parameters, renormalizing
+from nsa_backend.adapters.dsa.rounds.rule import batch_problem, is_sampled
+from nsa_backend.adapters.dsa.rounds.sampling import free_bytes, parameters, renormalizing
+from nsa_backend.adapters.dsa.rounds.sizes import Sizes
 from nsa_backend.adapters.sglang import HookType
 from nsa_backend.adapters.shared import hook
-from nsa_backend.environment import switched_on
 from nsa_backend.round_graph.child_graphs import kept_graphs
 from nsa_backend.round_graph.graphs import GraphRecorder, Recorder, RoundGraphs, RoundInputs, RoundOutputs
 
@@ -57,15 +59,16 @@ class Rounds:
             backends: our attention backends, whose forwards plan nothing on the host.
             recorder: builds what captures.
         """
-        self._worker, self._forward, self._backends, self._new_recorder = worker, forward, backends, recorder
+        self._worker, self._forward, self._new_recorder = worker, forward, recorder
         self._recorder: Recorder | None = None
         self._graphs: dict[bool, RoundGraphs] = {}  # by whether their batches are sampled, as in what follows
         self._warm: set[bool] = set()  # kinds of which SGLang has run a round
-        self._sizes: dict[bool, list[int]] = {}  # batch sizes to capture; empty where no batch can be served
+        self._sizes = Sizes(worker, backends)
         self._warming: Any = None  # the first sampled batch, whose forward comes next
-        self._served: Any = None  # the batch whose forward comes next, where it is to be one graph
+        self._served: Any = None  # the batch whose forward comes next, where it is to be one graph,
+        self._sampled = False  # and of which kind
         self._bonus: torch.Tensor | None = None  # of the round that the graph has left in the FutureMap
-        self._recording = False
+        self.recording = False
         self._future_map: FutureMap | None = None
         self._made_of: MadeOf | None = None  # what all of `_graphs` have copies of
         self._accepts_by: tuple[float, float] | None = None  # thresholds that sampled graphs keep
@@ -75,10 +78,11 @@ class Rounds:
     def resolve(self, original: Callable, future_map: FutureMap, batch: Any) -> None:
         """Around `FutureMap._resolve_spec_extras`: a graph gathers by itself."""
         self._future_map = future_map
-        if self._recording or not self._serves(batch):
+        kind = None if self.recording else self._kind_for(batch)
+        if kind is None:
             original(future_map, batch)
         else:
-            self._served = batch
+            self._served, self._sampled = batch, kind
 
     def stash(self, original: Callable, future_map: FutureMap, future_indices: torch.Tensor, payload: RelayPayload) -> None:
         """Around `FutureMap.stash`: a graph has scattered already."""
@@ -98,71 +102,62 @@ class Rounds:
 
     def run(self, batch: Any) -> Any:
         """A round of one graph; returns SGLang's GenerationBatchResult, its tokens on the host once the round is done."""
-        sampled = is_sampled(batch)
+        sampled = self._sampled
         if sampled not in self._graphs:
             self._capture(batch, sampled)
         sampling = parameters(batch.sampling_info) if sampled else None
-        results = self._graphs[sampled].replay(RoundInputs(batch.req_pool_indices, batch.seq_lens, sampling))
-        self._published()
+        inputs = RoundInputs(batch.req_pool_indices, batch.seq_lens, sampling)
+        results = self._graphs[sampled].replay(inputs, at_least=most_requests(batch))
+        self._published(batch)
         result = copy.copy(results.carried)  # the scheduler writes on both
         result.next_draft_input = copy.copy(result.next_draft_input)
         result.next_token_ids, result.accept_lens = results.next_token_ids, results.accept_lens
         self._bonus = result.next_draft_input.bonus_tokens
         return result
 
-    def _published(self) -> None:
-        """What SGLang does on the host when a round publishes its lengths.
+    def _published(self, batch: Any) -> None:
+        """What SGLang does on the host when a round publishes its lengths; of no request it publishes none.
 
         Its scheduler then waits for the whole round before it writes what rounds read.
         """
-        future_map = self._future_map
-        future_map.publish_ready.record()
-        future_map._publish_fresh = True
+        if len(batch.seq_lens):
+            self._future_map.publish_ready.record()
+            self._future_map._publish_fresh = True
         names().wait_for_all_after(getattr(self._worker, names().last_reader))
 
     # The choice
 
-    def _serves(self, batch: Any) -> bool:
-        if batch_problem(batch) is not None:
-            return False
+    def _kind_for(self, batch: Any) -> bool | None:
+        """Whether a graph of sampled rounds is to serve this batch or one of greedy rounds; None where none is."""
+        idle = is_idle_round(batch)
+        if not idle and batch_problem(batch) is not None:
+            return None
         self._forget_exchanged()
-        requests, sampled = len(batch.seq_lens), is_sampled(batch)
-        if requests > max(self._sizes_of(sampled=False), default=0):
-            return False
-        shared = self._worker.draft_worker.seed_dsa_topk_from_draft_extend
+        if not self._holds(batch, False) or ranks_problem(batch, self._worker) is not None:
+            return None
+        if idle:  # it has not compiled what SGLang launches for requests, and takes what was captured for them
+            return next((kind for kind in sorted(self._graphs) if self._holds(batch, kind)), None)
+        sampled, shared = is_sampled(batch), self._worker.draft_worker.seed_dsa_topk_from_draft_extend
         if shared and not batch.spec_info.future_dsa_topk_indices_available:
-            return False
+            return None
         if sampled not in self._warm:  # the first round of a kind compiles what SGLang launches between its graphs
             self._warm.add(sampled)
             self._warming = batch if sampled else None
-            return False
-        return requests <= max(self._sizes_of(sampled=sampled), default=0)
+            return None
+        return sampled if self._holds(batch, sampled) else None
+
+    def _holds(self, batch: Any, sampled: bool) -> bool:
+        """Whether a round of this kind is captured, or to be captured, of a size that holds the largest rank's batch."""
+        sizes = self._sizes.of(sampled=sampled, device=self._future_map.device)
+        return most_requests(batch) <= max(sizes, default=0)
 
     def _forget_exchanged(self) -> None:
         """Drop what was captured of things that SGLang has exchanged while it serves: the next batch captures anew."""
         if self._graphs and not self._made_of.still_those_of(self._worker):
             self._graphs.clear()
-            self._sizes.pop(False)  # the worker may have no graphs now
+            self._sizes.look_again()  # the worker may have no graphs now
         elif True in self._graphs and thresholds() != self._accepts_by:
             del self._graphs[True]
-
-    def _sizes_of(self, *, sampled: bool) -> list[int]:
-        if False not in self._sizes:
-            self._sizes[False] = self._sizes_to_capture()
-        if sampled and True not in self._sizes:
-            target, width = self._worker.target_worker, self._worker.speculative_num_draft_tokens
-            free = least_free_bytes(self._future_map.device)
-            self._sizes[True] = fitting(self._sizes[False], width, target.model_config.vocab_size, free)
-        return self._sizes[sampled]
-
-    def _sizes_to_capture(self) -> list[int]:
-        """Empty where the worker cannot have such graphs, and the log says why."""
-        problem = worker_problem(self._worker, self._backends)
-        if problem is None:
-            return captured_sizes(self._worker)
-        log = logger.warning if switched_on(SWITCH) else logger.info
-        log("nsa_backend: speculative rounds are three CUDA graphs, because %s", problem)
-        return []
 
     # The capture
 
@@ -172,7 +167,7 @@ class Rounds:
         clear_padding(future_map)
         if self._recorder is None:
             self._recorder = self._new_recorder()
-        width, sizes = self._worker.speculative_num_draft_tokens, self._sizes[sampled]
+        width, sizes = self._worker.speculative_num_draft_tokens, self._sizes.of(sampled=sampled, device=future_map.device)
         graphs = RoundGraphs(sizes, width, future_map.device, self._recorder, sampled=sampled)
         graphs.capture(partial(self._record, template=template_of(batch), future_map=future_map))
         # Events recorded in a capture belong to it: the scheduler must not wait for one.
@@ -182,20 +177,16 @@ class Rounds:
         if sampled:
             self._accepts_by = thresholds()
         seconds, taken = time.perf_counter() - began, (free - free_bytes(future_map.device)) / 2**20
-        logger.info(
-            "nsa_backend: captured whole speculative rounds of %s %s requests in %.1f s, %.0f MiB",
-            sizes,
-            "sampled" if sampled else "greedy",
-            seconds,
-            taken,
-        )
+        kind = "sampled" if sampled else "greedy"
+        said = "nsa_backend: captured whole speculative rounds of %s %s requests in %.1f s, %.0f MiB"
+        logger.info(said, sizes, kind, seconds, taken)
 
     def _record(self, inputs: RoundInputs, template: Any, future_map: FutureMap) -> RoundOutputs:
-        self._recording, self._bonus = True, None
+        self.recording, self._bonus = True, None
         try:
             return run_on(inputs, template, future_map, self._forward)
         finally:
-            self._recording = False
+            self.recording = False
 
 
 _ROUNDS: list[Rounds] = []
@@ -215,6 +206,8 @@ def with_rounds(worker_class: type, backends: tuple[type, ...], recorder: Callab
     hook(f"{FUTURE_MAP}._resolve_spec_extras", partial(_around, "resolve"), HookType.AROUND)
     hook(f"{FUTURE_MAP}.stash", partial(_around, "stash"), HookType.AROUND)
     hook(CAPTURE, _capture_kept, HookType.AROUND)
+    if names().has_ranks:
+        hook(COUNTS, _count_ranks, HookType.AROUND)
 
     class RoundWorker(worker_class):
         def __init__(self, *args: Any, **options: Any):
@@ -237,6 +230,14 @@ def _around(method: str, original: Callable, *args: Any) -> None:
         getattr(_ROUNDS[0], method)(original, *args)
     else:
         original(*args)
+
+
+def _count_ranks(original: Callable, *args: Any, **options: Any) -> None:
+    """Around what SGLang makes of the ranks' counts for a forward."""
+    if _ROUNDS and _ROUNDS[0].recording:
+        counts_on_host(original, *args, **options)
+    else:
+        original(*args, **options)
 
 
 def _capture_kept(original: Callable, *args: Any, **options: Any) -> None:

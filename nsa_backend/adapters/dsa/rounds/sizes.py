@@ -1,0 +1,61 @@
+"""Batch sizes of captured rounds: of which numbers of requests there are graphs, of greedy rounds and of sampled ones."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from nsa_backend.adapters.dsa.rounds.ranks import gather
+from nsa_backend.adapters.dsa.rounds.release import graphs_of
+from nsa_backend.adapters.dsa.rounds.rule import SWITCH, worker_problem
+from nsa_backend.adapters.dsa.rounds.sampling import fitting, least_free_bytes
+from nsa_backend.environment import switched_on
+
+logger = logging.getLogger(__name__)
+
+
+class Sizes:
+    """Those of one worker, found when a batch first asks for them."""
+
+    def __init__(self, worker: Any, backends: tuple[type, ...]):
+        """Nothing is found yet; `backends` are our attention backends."""
+        self._worker, self._backends = worker, backends
+        self._found: dict[bool, list[int]] = {}  # by whether rounds are sampled
+
+    def of(self, *, sampled: bool, device: torch.device) -> list[int]:
+        """In ascending order; empty where no batch can be served. Every rank that has the same batch must ask."""
+        if False not in self._found:
+            self._found[False] = self._to_capture()
+        if sampled and True not in self._found:
+            target, width = self._worker.target_worker, self._worker.speculative_num_draft_tokens
+            self._found[True] = fitting(self._found[False], width, target.model_config.vocab_size, least_free_bytes(device))
+        return self._found[sampled]
+
+    def look_again(self) -> None:
+        """Once SGLang has captured its own graphs anew, or has none any more."""
+        del self._found[False]
+
+    def _to_capture(self) -> list[int]:
+        """Empty where the worker cannot have such graphs, and the log says why."""
+        problem = worker_problem(self._worker, self._backends)
+        if problem is None:
+            return captured_sizes(self._worker)
+        log = logger.warning if switched_on(SWITCH) else logger.info
+        log("nsa_backend: speculative rounds are three CUDA graphs, because %s", problem)
+        return []
+
+
+def captured_sizes(worker: Any) -> list[int]:
+    """Batch sizes of whole rounds; with N = 1 there is no draft graph.
+
+    Those of which SGLang has captured every graph of a round. Where sizes go by all ranks, those of which it has captured any:
+    each graph of a round must then be the one that a rank with three graphs takes, the smallest that holds the largest rank.
+    With attention TP the draft steps have fewer sizes than the others, and SGLang pads their part of a round as it always does.
+    """
+    found = [set(runner.capture_bs) for runner in graphs_of(worker) if runner is not None]
+    if not gather(worker):
+        return sorted(set.intersection(*found))
+    largest = min(max(sizes) for sizes in found)
+    return sorted(size for size in set.union(*found) if size <= largest)
