@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -80,9 +81,12 @@ class GraphRecorder:
     """
 
     def __init__(self):
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: tuple[int, int] | None = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        if not self._graphs:  # torch gives a pool up with its last graph, and captures into it no more
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.current_stream().synchronize()
         # Relaxed: a kernel that Triton has not compiled for this size yet is loaded here, and other threads of the process
@@ -95,6 +99,7 @@ class GraphRecorder:
                 graph.capture_end()
             raise
         graph.capture_end()
+        self._graphs.add(graph)
         return graph.replay, returned
 
 

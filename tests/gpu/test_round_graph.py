@@ -54,6 +54,28 @@ def side_stream():
 
 
 @pytest.mark.usefixtures("side_stream")
+def test_one_recorder_captures_again_when_nothing_is_left_of_what_it_captured():
+    """As rounds do when SGLang has captured its own graphs anew."""
+    recorder, source = GraphRecorder(), torch.arange(8, device="cuda")
+
+    def twice():
+        return (source + 1) * 2
+
+    def more():
+        return source + 5
+
+    eager = twice(), more()
+    for _ in range(3):
+        captured = [recorder.record(function) for function in (twice, more)]
+        for (replay, found), right in zip(captured, eager, strict=True):
+            found.zero_()
+            replay()
+            assert torch.equal(found, right)
+        captured.clear()
+        del replay, found
+
+
+@pytest.mark.usefixtures("side_stream")
 def test_rounds_of_every_size_against_the_same_pieces_run_eagerly():
     pool = torch.cuda.graph_pool_handle()
     parts = {size: Parts(size, pool) for size in SIZES}
