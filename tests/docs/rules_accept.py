@@ -10,7 +10,13 @@ IMPLEMENTATIONS = {
     "flashmla_kv": "flashmla_kv on fp8 KV",
     "sparse_decode": "sparse_decode",
 }
-SET_APART = {"glm-5.1": ", GLM-5.1", "glm-5.2": ", GLM-5.2", "adaptive": ", N chosen by SGLang", "fp8, sparse": " on fp8 KV"}
+SET_APART = {
+    "glm-5.1": ", GLM-5.1",
+    "glm-5.2": ", GLM-5.2",
+    "PD, glm-5.2": ", GLM-5.2",
+    "adaptive": ", N chosen by SGLang",
+    "fp8, sparse": " on fp8 KV",
+}
 """By the beginning of a case's name: accept lengths of other models, or of an N that changes, are another row."""
 END_TO_END = files("e2e*")
 

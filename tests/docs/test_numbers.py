@@ -7,6 +7,7 @@ import rules_gained
 import rules_kernels
 import rules_more
 import rules_own_model
+import rules_ranks
 import rules_rounds
 import rules_sampled
 import rules_serving
@@ -26,6 +27,7 @@ MODULES = (
     rules_kernels,
     rules_more,
     rules_own_model,
+    rules_ranks,
     rules_rounds,
     rules_sampled,
     rules_serving,
