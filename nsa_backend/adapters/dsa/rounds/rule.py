@@ -20,7 +20,7 @@ SAMPLED_SWITCH = "NSA_BACKEND_SAMPLED_ROUNDS"
 SAMPLED_BY_DEFAULT = ("0.5.23",)
 """Releases on which sampled rounds are one graph where the switch is unset: those that were seen to sample alike on a GPU."""
 DP_BY_DEFAULT = False
-"""Whether rounds under DP attention are one graph where `SWITCH` is unset: not before they have run on GPUs."""
+"""Whether rounds under DP attention are one graph where `SWITCH` is unset: not before they have run under load with aborts."""
 
 
 def needed(attribute: str, option: str, served: tuple, advice: str | None = None, *, everywhere: bool = True) -> Rule:
