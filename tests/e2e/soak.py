@@ -3,10 +3,12 @@
     python tests/e2e/soak.py OUT.json [--gpus 0 1] [--minutes 8] [--port 33000] [--seed 0]
     python tests/e2e/soak.py OUT.json --sides ours three_graphs builtin --gpus 0 1 2
     python tests/e2e/soak.py OUT.json --topology pd --gpus 0,1 --minutes 5
+    NSA_BACKEND_ROUND_GRAPH=1 python tests/e2e/soak.py OUT.json --topology dp --gpus 0,1 --sides ours builtin
     python tests/e2e/soak.py OUT.json --table
 
 As many GPUs as sides serve them at once; one serves them in turns, each for so many minutes. With `--topology pd` a side is a
 prefill and a decode server, on the two GPUs of one `--gpus` word; their memory is judged together and reported of each, too.
+With `--topology dp` it is one server with two ranks of DP attention; their rounds are one graph where that is asked for.
 
 Exits with 1 where anything is wrong with ours; what is wrong with the built-in backend is reported. --table prints the columns
 of OUT.json for docs/promises.md.
@@ -26,7 +28,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-from soak_server import BUILTIN, SIDES
+from soak_server import BUILTIN, SIDES, TOPOLOGIES
 
 GRACE_SECONDS = 30.0  # for a side to write its report, once its minutes are over
 TITLES = {BUILTIN: "built-in", "three_graphs": "ours, a round in three graphs"}
@@ -172,13 +174,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8, help="of everything a side does, the start of its server included")
     for option, default in (("--port", 33000), ("--seed", 0)):
         parser.add_argument(option, type=int, default=default)
-    parser.add_argument("--topology", choices=("one", "pd"), default="one", help="what serves a side: see soak_server.py")
+    parser.add_argument("--topology", choices=list(TOPOLOGIES), default="one", help="what serves a side: see soak_server.py")
     parser.add_argument("--table", action="store_true", help="print the table of OUT.json; run nothing")
     args = parser.parse_args()
     if len(args.gpus) not in (1, len(args.sides)):
         parser.error(f"--gpus takes one word for all sides in turns, or one for each of the {len(args.sides)}")
-    if args.topology == "pd" and any(len(gpus.split(",")) != 2 for gpus in args.gpus):
-        parser.error("--topology pd takes two GPUs for a side: --gpus 0,1")
+    wanted = TOPOLOGIES[args.topology].gpus
+    if any(len(gpus.split(",")) != wanted for gpus in args.gpus):
+        each = ",".join(map(str, range(wanted)))
+        parser.error(f"--topology {args.topology} takes {wanted} GPUs for a side: --gpus {each}")
     if args.table:
         print(table(json.loads(args.out.read_text())))
         return 0

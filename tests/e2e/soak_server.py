@@ -18,6 +18,7 @@ from soak_traffic import LONGEST_OUTPUT, Client
 
 from nsa_backend.benchmarks import servers
 from nsa_backend.benchmarks.gpu_memory import by_process_mib
+from nsa_backend.benchmarks.parallel import Parallel
 
 BUILTIN = "builtin"
 SIDES = {
@@ -65,6 +66,12 @@ def pair_commands(checkpoint: Path, port: int) -> list[list[str]]:
     return [prefill, [*decode, "--num-reserved-decode-tokens", "64"]]
 
 
+def ranks_command(checkpoint: Path, port: int) -> list[str]:
+    """Two ranks of DP attention, each with half of the requests and of the pool, on two GPUs."""
+    pool = ["--max-total-tokens", str(POOL_TOKENS // 2)]
+    return [*command(checkpoint, port), *Parallel(dp=2).options(), *pool]  # SGLang halves --max-running-requests by itself
+
+
 @dataclass(frozen=True)
 class Topology:
     """What serves one side. The bounds on growth during the load are of all servers together, in MiB."""
@@ -73,6 +80,7 @@ class Topology:
     client: Callable[[int], Client]
     servers: tuple[str, ...]  # what a report calls them, in the order of their commands
     environment: dict[str, str]
+    gpus: int = 1  # of a side
     growth: dict[str, int] = field(default_factory=lambda: {"gpu_mib": 256, "host_mib": 256})
 
 
@@ -80,7 +88,15 @@ TOPOLOGIES = {
     "one": Topology(lambda checkpoint, port: [command(checkpoint, port)], Client, ("server",), ALLOCATOR | RETRACTING),
     # A transfer engine cannot hand memory in expandable segments to another process, so there are none, and what the allocator
     # keeps is more.
-    "pd": Topology(pair_commands, PairClient, ("prefill", "decode"), {}, {"gpu_mib": 1024, "host_mib": 512}),
+    "pd": Topology(pair_commands, PairClient, ("prefill", "decode"), {}, 2, {"gpu_mib": 1024, "host_mib": 512}),
+    "dp": Topology(
+        lambda checkpoint, port: [ranks_command(checkpoint, port)],
+        Client,
+        ("server",),
+        ALLOCATOR | RETRACTING,
+        2,
+        {"gpu_mib": 512, "host_mib": 512},
+    ),
 }
 """During the load torch's allocator keeps what the largest prefill so far needed, indexer scores of up to 112 MiB."""
 

@@ -193,7 +193,7 @@ def main() -> int:
         for number in (signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, cut)
         signal.setitimer(signal.ITIMER_REAL, max(run.left() - LAST_SECONDS, 1))
-        report["environment"] = environment(len(TOPOLOGIES[args.topology].servers))
+        report["environment"] = environment(TOPOLOGIES[args.topology].gpus)
         threading.Thread(target=watch, args=(run,), daemon=True).start()
         for phase in (start, calm, load, settle, explain):
             run.phase = phase.__name__

@@ -18,6 +18,7 @@ from nsa_backend.releases import generation_of, installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak_judge
 import soak_server
+import soak_traffic
 from next_token import question
 from pd_servers import command, roles
 from run_case import engine_arguments
@@ -115,6 +116,15 @@ def test_both_sides_of_the_soak_run_understand_its_command(resolve, tmp_path):
     assert getattr(args, adapter.DECODE_ATTRIBUTE) == "fa3"
     assert (args.speculative_num_steps, args.max_total_tokens, args.chunked_prefill_size) == (3, soak_server.POOL_TOKENS, 512)
     assert max(args.cuda_graph_bs if HAS_V1 else args.cuda_graph_config.decode.bs) == 64
+
+
+def test_both_sides_of_the_soak_run_understand_its_ranks(resolve, tmp_path):
+    words = soak_server.ranks_command(tmp_path, 33000)
+    args = adapter.resolved(resolve(*words[words.index("--model-path") + 2 :]))
+    assert (args.tp_size, args.dp_size if args.enable_dp_attention else args.attn_dp_size) == (2, 2)
+    assert (args.max_total_tokens, args.disable_custom_all_reduce) == (soak_server.POOL_TOKENS // 2, True)
+    longest = max(len(each.prompt) + each.new_tokens for each in soak_traffic.make_templates(0))
+    assert 2 * longest < args.max_total_tokens  # what is taken back must find room beside another
 
 
 def test_the_soak_run_makes_sglang_take_requests_back(monkeypatch):
