@@ -52,6 +52,13 @@ for each in ("sampled_rounds_mended_0_5_23", "sampled_rounds_0_5_23"):
 
 
 @rule("serve_sampled_0_5_23")
+def what_they_hold(report: dict) -> Iterator[str]:
+    """Three tensors of float32 over DeepSeek-V3.2's vocabulary, of 64 requests with four tokens to verify."""
+    assert {row["steps"] for row in report["rows"]} == {3}
+    yield f"({3 * 64 * 4 * 129280 * 4 / 1e9:.1f} GB for 64 requests of DeepSeek-V3.2 with three drafts)"
+
+
+@rule("serve_sampled_0_5_23")
 def how_fast_they_are(report: dict) -> Iterator[str]:
     assert report["environment"]["switches"] == {"NSA_BACKEND_SAMPLED_ROUNDS": "1"}
     rows = report["rows"]

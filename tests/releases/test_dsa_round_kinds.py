@@ -56,9 +56,13 @@ def test_sglangs_own_path_goes_on_leaving_filters_out():
     assert ours.worker.filters == [(False, False)]
 
 
-def test_sampled_rounds_that_find_no_memory_are_three_graphs(monkeypatch, caplog):
+@pytest.mark.parametrize(("switch", "share"), [("1", 2), (None, 8)])
+def test_sampled_rounds_that_find_no_memory_are_three_graphs(monkeypatch, caplog, switch, share):
+    monkeypatch.setattr(rule, "SAMPLED_BY_DEFAULT", (installed(),))
+    if switch is None:
+        monkeypatch.delenv(SAMPLED_SWITCH)
     _, ours = two_sides()
-    room_for_two = 2 * 2 * 3 * D * VOCABULARY * 4
+    room_for_two = share * 2 * 3 * D * VOCABULARY * 4
     monkeypatch.setattr(sizes, "least_free_bytes", lambda device: room_for_two)
     for slots in ([2, 4], [2, 4], [2, 4, 5], [2]):
         ours.run(decode_batch(slots, greedy=False)())

@@ -157,14 +157,23 @@ def test_padding_asks_for_what_a_request_that_asks_nothing_does():
 
 def test_sizes_whose_probabilities_leave_no_room(caplog):
     a_request = 3 * D * 1000 * 4
-    assert sampling.fitting([1, 2, 4], D, 1000, 2 * 4 * a_request) == [1, 2, 4]
+    assert sampling.fitting([1, 2, 4], D, 1000, 2 * 4 * a_request, asked=True) == [1, 2, 4]
     assert not caplog.records
-    assert sampling.fitting([1, 2, 4], D, 1000, 2 * 4 * a_request - 1) == [1, 2]
-    assert sampling.fitting([1, 2, 4], D, 1000, 0) == []
+    assert sampling.fitting([1, 2, 4], D, 1000, 2 * 4 * a_request - 1, asked=True) == [1, 2]
+    assert sampling.fitting([1, 2, 4], D, 1000, 0, asked=True) == []
     said = (
         "nsa_backend: rounds of more than {} sampled requests are three CUDA graphs, because the probabilities of 4 take 0 MiB"
     )
     assert [message.split(",")[0:2] for message in caplog.messages] == [said.format(n).split(",") for n in (2, 0)]
+
+
+def test_rounds_that_nobody_asks_for_leave_more_room(caplog):
+    a_request = 3 * D * 1000 * 4
+    assert sampling.fitting([1, 2, 4], D, 1000, 8 * 4 * a_request, asked=False) == [1, 2, 4]
+    assert not caplog.records
+    assert sampling.fitting([1, 2, 4], D, 1000, 8 * 4 * a_request - 1, asked=False) == [1, 2]
+    (said,) = caplog.messages
+    assert said.endswith("or set NSA_BACKEND_SAMPLED_ROUNDS=1, which gives them half of what is free in place of an eighth")
 
 
 def test_ranks_go_by_the_one_with_the_least_memory(monkeypatch):

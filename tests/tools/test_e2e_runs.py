@@ -1,13 +1,11 @@
 """The end-to-end runs' bookkeeping, with stand-ins for the engines: partial reports, cut runs, ties, parts and merging."""
 
-import asyncio
 import json
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +16,7 @@ import run_case
 import ties
 from engine_options import FLOORS, new_tokens
 from engines import run_to_its_end
-from workloads import CASES, RANKS, STANDARD, UNEQUAL, WORKLOADS
+from workloads import CASES, STANDARD, WORKLOADS
 
 from nsa_backend.benchmarks.generation import accept_length
 
@@ -174,26 +172,6 @@ class TestSpreading:
         args, _ = run_all.arguments()
         assert args.port == 12000 + run_all.PORTS * device
         assert (visible or "").replace(",", "-") in args.logs.name
-
-    def test_ranks_fit_their_waves(self):
-        for name, ranks in RANKS.items():
-            waves = WORKLOADS[name]()
-            assert [len(wave) for wave in waves] == [len(of_wave) for of_wave in ranks]
-        assert [[r.count(rank) for rank in (0, 1)] for r in RANKS["unequal ranks"]] == [list(counts) for counts in UNEQUAL]
-
-    @pytest.mark.parametrize("sampling", [{"top_k": 1}, [{"top_k": 1}, {}, {"top_k": 3}]], ids=["of all", "of each"])
-    def test_requests_go_to_their_ranks(self, sampling):
-        asked = []
-
-        async def async_generate(input_ids, sampling_params, routed_dp_rank):
-            asked.append((len(input_ids), sampling_params, routed_dp_rank))
-            return input_ids
-
-        engine = SimpleNamespace(loop=asyncio.new_event_loop(), async_generate=async_generate)
-        assert run_case.generate_with(engine)([[1, 2], [3], [4]], sampling, [0, 0, 1]) == [[1, 2], [3], [4]]
-        each = sampling if isinstance(sampling, list) else [sampling] * 3
-        assert asked == list(zip((2, 1, 1), each, (0, 0, 1), strict=True))
-        engine.loop.close()
 
 
 def report(case: str, side: str, gpu: str = "NVIDIA H200", **fields) -> dict:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import rank_cases
-from run_case import engine_arguments
-from workloads import CASES, UNEQUAL
+from run_case import engine_arguments, generate_with
+from workloads import CASES, RANKS, UNEQUAL, WORKLOADS
 
 from nsa_backend.benchmarks.faithful_checkpoint import ALL_SHAPES
 
@@ -65,3 +67,25 @@ def test_engines_of_many_gpus_leave_room_for_those_that_start_meanwhile():
     for case in (c for c in CASES if not c.disaggregated):
         shares.setdefault(case.gpus, set()).add(engine_arguments(case, "/checkpoint", 12000)["mem_fraction_static"])
     assert shares == {1: {0.3}, 2: {0.3}, 4: {0.8}, 8: {0.8}}
+
+
+def test_ranks_fit_their_waves():
+    for name, ranks in RANKS.items():
+        waves = WORKLOADS[name]()
+        assert [len(wave) for wave in waves] == [len(of_wave) for of_wave in ranks]
+    assert [[r.count(rank) for rank in (0, 1)] for r in RANKS["unequal ranks"]] == [list(counts) for counts in UNEQUAL]
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 1}, [{"top_k": 1}, {}, {"top_k": 3}]], ids=["of all", "of each"])
+def test_requests_go_to_their_ranks(sampling):
+    asked = []
+
+    async def async_generate(input_ids, sampling_params, routed_dp_rank):
+        asked.append((len(input_ids), sampling_params, routed_dp_rank))
+        return input_ids
+
+    engine = SimpleNamespace(loop=asyncio.new_event_loop(), async_generate=async_generate)
+    assert generate_with(engine)([[1, 2], [3], [4]], sampling, [0, 0, 1]) == [[1, 2], [3], [4]]
+    each = sampling if isinstance(sampling, list) else [sampling] * 3
+    assert asked == list(zip((2, 1, 1), each, (0, 0, 1), strict=True))
+    engine.loop.close()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.runtime_context import get_parallel
 
+from nsa_backend.adapters.dsa.rounds.rule import SAMPLED_SWITCH
 from nsa_backend.kernels.round_sampling import SamplingParameters, keeping_all
 
 logger = logging.getLogger(__name__)
@@ -22,8 +23,9 @@ FLOAT_BYTES = 4
 VOCABULARIES = 3
 """Tensors of probabilities, float32 [rows, vocabulary], alive at once in SGLang's verification: what a step reads and writes,
 and one for what the allocator cannot join."""
-SHARE_OF_FREE = 0.5
-"""Of the free memory, at most this much goes to sampled rounds: prefills may still want the rest."""
+SHARE_OF_FREE, UNASKED_SHARE_OF_FREE = 0.5, 0.125
+"""Of the free memory, at most so much goes to sampled rounds that somebody asks for, and to those that are there by default:
+prefills may still want the rest."""
 
 
 def parameters(sampling_info: Any) -> SamplingParameters:
@@ -52,21 +54,22 @@ def _filtered(sampling_info: Any) -> Any:
     return changed
 
 
-def fitting(sizes: list[int], num_draft_tokens: int, vocabulary: int, free: int) -> list[int]:
-    """The batch sizes whose probabilities take no more than `SHARE_OF_FREE` of `free` bytes; the log names the others.
+def fitting(sizes: list[int], num_draft_tokens: int, vocabulary: int, free: int, *, asked: bool) -> list[int]:
+    """The batch sizes whose probabilities take no more than their share of `free` bytes; the log names the others.
 
     The graphs of all sizes share their memory, so the largest one counts.
     """
     a_request = VOCABULARIES * num_draft_tokens * vocabulary * FLOAT_BYTES
-    found = [size for size in sizes if size * a_request <= SHARE_OF_FREE * free]
+    found = [size for size in sizes if size * a_request <= (SHARE_OF_FREE if asked else UNASKED_SHARE_OF_FREE) * free]
     if found != sizes:
         logger.warning(
             "nsa_backend: rounds of more than %d sampled requests are three CUDA graphs, because the probabilities of %d take "
-            "%.0f MiB, and %.0f MiB are free: lower --mem-fraction-static for more",
+            "%.0f MiB, and %.0f MiB are free: lower --mem-fraction-static for more%s",
             max(found, default=0),
             max(sizes),
             max(sizes) * a_request / 2**20,
             free / 2**20,
+            "" if asked else f", or set {SAMPLED_SWITCH}=1, which gives them half of what is free in place of an eighth",
         )
     return found
 

@@ -9,7 +9,7 @@ import torch
 
 from nsa_backend.adapters.dsa.rounds.ranks import gather
 from nsa_backend.adapters.dsa.rounds.release import graphs_of
-from nsa_backend.adapters.dsa.rounds.rule import SWITCH, worker_problem
+from nsa_backend.adapters.dsa.rounds.rule import SAMPLED_SWITCH, SWITCH, worker_problem
 from nsa_backend.adapters.dsa.rounds.sampling import fitting, least_free_bytes
 from nsa_backend.environment import switched_on
 
@@ -30,7 +30,8 @@ class Sizes:
             self._found[False] = self._to_capture()
         if sampled and True not in self._found:
             target, width = self._worker.target_worker, self._worker.speculative_num_draft_tokens
-            self._found[True] = fitting(self._found[False], width, target.model_config.vocab_size, least_free_bytes(device))
+            vocabulary, free = target.model_config.vocab_size, least_free_bytes(device)
+            self._found[True] = fitting(self._found[False], width, vocabulary, free, asked=switched_on(SAMPLED_SWITCH))
         return self._found[sampled]
 
     def look_again(self) -> None:
