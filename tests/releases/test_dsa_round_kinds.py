@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from sglang.srt.runtime_context import get_context
 
 from nsa_backend.adapters.dsa.rounds import rule, sizes
 from nsa_backend.adapters.dsa.rounds.own_round import thresholds
+from nsa_backend.adapters.dsa.rounds.release import names
 from nsa_backend.adapters.dsa.rounds.rule import SAMPLED_SWITCH
-from nsa_backend.releases import installed
 
 pytestmark = pytest.mark.usefixtures("sampled_rounds")
 
@@ -58,7 +60,7 @@ def test_sglangs_own_path_goes_on_leaving_filters_out():
 
 @pytest.mark.parametrize(("switch", "share"), [("1", 2), (None, 8)])
 def test_sampled_rounds_that_find_no_memory_are_three_graphs(monkeypatch, caplog, switch, share):
-    monkeypatch.setattr(rule, "SAMPLED_BY_DEFAULT", (installed(),))
+    monkeypatch.setattr(rule, "names", lambda: replace(names(), samples_alike=True))
     if switch is None:
         monkeypatch.delenv(SAMPLED_SWITCH)
     _, ours = two_sides()
@@ -75,7 +77,7 @@ def test_sampled_rounds_that_find_no_memory_are_three_graphs(monkeypatch, caplog
 
 @pytest.mark.parametrize(("switch", "default", "served"), [("0", True, 0), ("1", False, 1), (None, True, 1), (None, False, 0)])
 def test_the_switch_of_sampled_rounds(monkeypatch, switch, default, served):
-    monkeypatch.setattr(rule, "SAMPLED_BY_DEFAULT", (installed(),) if default else ())
+    monkeypatch.setattr(rule, "names", lambda: replace(names(), samples_alike=default))
     if switch is None:
         monkeypatch.delenv(SAMPLED_SWITCH)
     else:
@@ -84,6 +86,30 @@ def test_the_switch_of_sampled_rounds(monkeypatch, switch, default, served):
     for greedy in (True, True, False, False):
         ours.run(decode_batch([2, 4], greedy=greedy)())
     assert ours.replays == 1 + served
+
+
+def test_ranks_of_one_batch_have_graphs_or_none(monkeypatch, caplog):
+    """SGLang times forwards on one of them alone; the other must not ask for what this one never will."""
+    _, ours = two_sides()
+    caplog.set_level("INFO")
+    asked = []
+    monkeypatch.setattr(sizes, "least_of_batch", lambda value: asked.append(value) or 0)  # the other one's answer is 0
+    monkeypatch.setattr(sizes, "least_free_bytes", lambda device: pytest.fail("the other rank does not come here"))
+    for greedy in (True, True, False, False):
+        ours.run(decode_batch([2, 4], greedy=greedy)())
+    assert (ours.replays, asked) == (0, [True])
+    assert [
+        message for message in caplog.messages if "because another rank that has the same requests can have none" in message
+    ]
+
+
+def test_no_round_reads_the_version_of_sglang(monkeypatch):
+    """It is in a file; a millisecond of every round that says nothing of the switch."""
+    monkeypatch.delenv(SAMPLED_SWITCH)
+    rule.serves_sampled()  # which may read it once
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: pytest.fail(f"the version of {name} was read"))
+    monkeypatch.setattr("nsa_backend.releases.version", importlib.metadata.version)
+    rule.batch_problem(decode_batch([2, 4], greedy=False)())
 
 
 def test_a_batch_with_seeds_of_its_own():

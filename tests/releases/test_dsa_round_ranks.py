@@ -160,7 +160,7 @@ def test_the_other_rank_is_above_the_captured_sizes():
 
 
 def test_graphs_that_go_by_this_rank_alone():
-    """As behind DeepEP: two ranks then replay graphs of different sizes, which nothing here was made for."""
+    """As with DeepEP, a dense TP size and an LM head of each rank together: graphs of two ranks then have different sizes."""
     _, ours = two_sides(type("Alone", (RankWorker,), {"gathers": False}))
     for _ in range(3):
         ours.run(told([2, 4], 5))

@@ -18,7 +18,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from sglang.srt.speculative import eagle_utils
 
-from nsa_backend.adapters.dsa.rounds import sampling
+from nsa_backend.adapters.dsa.rounds import ranks, sampling
 from nsa_backend.kernels.round_sampling import PADDING_TOP_K, SamplingParameters, fill_sampled_round_inputs_torch
 from nsa_backend.testing.dsa_calls import publish
 
@@ -179,7 +179,7 @@ def test_rounds_that_nobody_asks_for_leave_more_room(caplog):
 def test_ranks_go_by_the_one_with_the_least_memory(monkeypatch):
     """Of those that share a batch: with DP attention another rank's requests come and are captured in other rounds."""
     group = mock.Mock(world_size=2)
-    monkeypatch.setattr(sampling, "get_parallel", lambda: SimpleNamespace(attn_tp_group=group, tp_group=None))
+    monkeypatch.setattr(ranks, "get_parallel", lambda: SimpleNamespace(attn_tp_group=group, tp_group=None))
     monkeypatch.setattr(sampling, "free_bytes", lambda device: 7)
 
     def all_reduce(tensor: torch.Tensor, operation: object, group: object) -> None:

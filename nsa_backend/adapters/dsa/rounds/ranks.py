@@ -1,6 +1,7 @@
 """DP attention: what its ranks have alike in a round, and which of a rank's rounds can be one graph.
 
-Ranks meet in collectives, and all of these are inside SGLang's three graphs. A round of one graph has the same three as child
+Ranks meet in collectives, and all of these are inside SGLang's three graphs; between them only the ranks of attention TP speak,
+which have the same batch and decide alike (`least_of_batch`). A round of one graph has the same three as child
 nodes, in the same order, so a rank that replays one and a rank that replays three meet in the same collectives, as long as both
 take graphs of the same sizes. SGLang's ranks settle these before every round: they tell one another how many requests they
 have, and whether all can replay graphs (`MLPSyncBatchInfo`); the largest number decides the size of every graph of every rank.
@@ -12,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from sglang.srt.runtime_context import get_parallel
+
 from nsa_backend.adapters.dsa.rounds.release import graphs_of
 
 COUNTS = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_mlp_sync_metadata"
@@ -22,6 +26,19 @@ OF_A_BATCH = (
     "draft_global_num_tokens_for_logprob",
 )
 """Of a ScheduleBatch: requests of every rank, in a round of drafts; of the drafts' own where their experts are elsewhere."""
+
+
+def least_of_batch(value: int) -> int:
+    """The least over the ranks that share a batch, those of attention TP: every one of them calls this, once for each value.
+
+    Under DP attention other ranks have batches of their own, and capture in other rounds.
+    """
+    group = get_parallel().attn_tp_group
+    if group.world_size == 1:
+        return value
+    least = torch.tensor(value)
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return int(least)
 
 
 def gather(worker: Any) -> bool:

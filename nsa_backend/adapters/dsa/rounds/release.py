@@ -17,6 +17,7 @@ class RoundNames:
     reads_done: str  # of a runner: that event, or None for the whole forward
     lacks: frozenset[str] = frozenset()  # marks of a batch whose feature the release does not have
     has_ranks: bool = False  # whether rounds of DP attention can be one graph; read in that release's source
+    samples_alike: bool = False  # whether sampled rounds were seen to sample alike on a GPU: they are one graph by default
 
     def wait_for_all_after(self, runner: Any) -> None:
         """Let the scheduler wait for the whole forward of this runner, and for no event inside it."""
@@ -33,7 +34,9 @@ NAMES = {
         reads_done="war_fastpath_read_done_event",
         lacks=frozenset({"has_watermark_candidates", "beam_tail", "cuda_graph_compatible"}),
     ),
-    "0.5.23": RoundNames(last_reader="last_shared_read_runner", reads_done="shared_read_done_event", has_ranks=True),
+    "0.5.23": RoundNames(
+        last_reader="last_shared_read_runner", reads_done="shared_read_done_event", has_ranks=True, samples_alike=True
+    ),
 }
 assert tuple(NAMES) == ROUND_GRAPHS
 

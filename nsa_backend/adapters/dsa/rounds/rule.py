@@ -11,14 +11,12 @@ from sglang.srt.environ import envs
 from nsa_backend.adapters.dsa.rounds.release import names
 from nsa_backend.adapters.rule import Rule
 from nsa_backend.environment import asked, switched_on
-from nsa_backend.releases import installed, round_graph_problem
+from nsa_backend.releases import round_graph_problem
 
 logger = logging.getLogger(__name__)
 
 SWITCH = "NSA_BACKEND_ROUND_GRAPH"
 SAMPLED_SWITCH = "NSA_BACKEND_SAMPLED_ROUNDS"
-SAMPLED_BY_DEFAULT = ("0.5.23",)
-"""Releases on which sampled rounds are one graph where the switch is unset: those that were seen to sample alike on a GPU."""
 DP_BY_DEFAULT = False
 """Whether rounds under DP attention are one graph where `SWITCH` is unset: not before they have run under load with aborts."""
 
@@ -80,9 +78,11 @@ ON_THE_HOST = {
 """Switches of SGLang that must be off, and what they do in every round."""
 
 
-def switches_on() -> dict[str, str]:
-    """Environment switches that leave no room for round graphs, ours and SGLang's, and what each does."""
+def switches_on(args: Any) -> dict[str, str]:
+    """Environment switches that leave a server of these resolved arguments no room for round graphs, and what each does."""
     found = {name: does for name, does in ON_THE_HOST.items() if getattr(envs, name).get()}
+    if is_divided(args) and envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
+        found["SGLANG_SCHEDULER_SKIP_ALL_GATHER"] = "under which ranks of DP attention do not tell one another what they have"
     if switched_on("NSA_BACKEND_CHECK"):
         found["NSA_BACKEND_CHECK"] = "which looks at every replay on the host"
     return found
@@ -97,7 +97,7 @@ def server_problems(args: Any) -> list[str]:
     options = [
         f"{asking} cannot be served with these options: {way}, or unset it and choose EAGLE" for way in options_to_change(args)
     ]
-    return options + [f"{SWITCH}=1 and {name}=1, {does}, cannot both be: unset one" for name, does in switches_on().items()]
+    return options + [f"{SWITCH}=1 and {name}=1, {does}, cannot both be: unset one" for name, does in switches_on(args).items()]
 
 
 def serves_ranks() -> bool:
@@ -106,18 +106,23 @@ def serves_ranks() -> bool:
     return names().has_ranks and (DP_BY_DEFAULT if answer is None else answer)
 
 
+def is_divided(args: Any) -> bool:
+    """Whether these resolved arguments ask for DP attention."""
+    return any(rule.value(args) not in rule.served for rule in DP_ATTENTION)
+
+
 def options_to_change(args: Any) -> list[str]:
     """What to change of these resolved arguments for round graphs."""
     found = [rule.advice for rule in NEEDED if rule.value(args) not in rule.served]
-    ranks = [rule.advice for rule in DP_ATTENTION if rule.value(args) not in rule.served]
-    if not ranks or serves_ranks():
+    if not is_divided(args) or serves_ranks():
         return found
-    return [*found, f"{ranks[0]}, or set {SWITCH}=1" if names().has_ranks else ranks[0]]
+    dropped = next(rule.advice for rule in DP_ATTENTION if rule.value(args) not in rule.served)
+    return [*found, dropped] if found or not names().has_ranks else [f"{dropped}, or set {SWITCH}=1"]
 
 
 def changes_needed(args: Any) -> list[str]:
     """What to change on a server of these resolved arguments for round graphs; nothing where it can have them."""
-    return options_to_change(args) + [f"unset {name}" for name in switches_on()]
+    return options_to_change(args) + [f"unset {name}" for name in switches_on(args)]
 
 
 def has_rounds(args: Any, serving: Iterable[str | None], ours: Iterable[str]) -> bool:
@@ -173,7 +178,7 @@ def is_sampled(batch: Any) -> bool:
 def serves_sampled() -> bool:
     """Whether sampled rounds are one graph where greedy ones are."""
     answer = asked(SAMPLED_SWITCH)
-    return installed() in SAMPLED_BY_DEFAULT if answer is None else answer
+    return names().samples_alike if answer is None else answer
 
 
 def batch_problem(batch: Any) -> str | None:

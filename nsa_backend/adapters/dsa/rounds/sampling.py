@@ -12,8 +12,8 @@ import logging
 from typing import Any
 
 import torch
-from sglang.srt.runtime_context import get_parallel
 
+from nsa_backend.adapters.dsa.rounds.ranks import least_of_batch
 from nsa_backend.adapters.dsa.rounds.rule import SAMPLED_SWITCH
 from nsa_backend.kernels.round_sampling import SamplingParameters, keeping_all
 
@@ -80,11 +80,5 @@ def free_bytes(device: torch.device | str) -> int:
 
 
 def least_free_bytes(device: torch.device | str) -> int:
-    """The least over the ranks that share a batch, which must capture the same sizes: every one of them calls this.
-
-    Those of attention: under DP attention other ranks have batches of their own, and capture in other rounds.
-    """
-    group, free = get_parallel().attn_tp_group, torch.tensor(free_bytes(device))
-    if group.world_size > 1:
-        torch.distributed.all_reduce(free, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return int(free)
+    """Of the ranks that share a batch, which must capture the same sizes: every one of them calls this."""
+    return least_of_batch(free_bytes(device))

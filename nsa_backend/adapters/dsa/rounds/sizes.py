@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nsa_backend.adapters.dsa.rounds.ranks import gather
+from nsa_backend.adapters.dsa.rounds.ranks import gather, least_of_batch
 from nsa_backend.adapters.dsa.rounds.release import graphs_of
 from nsa_backend.adapters.dsa.rounds.rule import SAMPLED_SWITCH, SWITCH, worker_problem
 from nsa_backend.adapters.dsa.rounds.sampling import fitting, least_free_bytes
@@ -39,10 +39,14 @@ class Sizes:
         del self._found[False]
 
     def _to_capture(self) -> list[int]:
-        """Empty where the worker cannot have such graphs, and the log says why."""
+        """Empty where the worker cannot have such graphs, or that of another rank of its batch, and the log says why.
+
+        SGLang times forwards on one of them alone, for one.
+        """
         problem = worker_problem(self._worker, self._backends)
-        if problem is None:
+        if least_of_batch(problem is None):
             return captured_sizes(self._worker)
+        problem = problem or "another rank that has the same requests can have none"
         log = logger.warning if switched_on(SWITCH) else logger.info
         log("nsa_backend: speculative rounds are three CUDA graphs, because %s", problem)
         return []
