@@ -29,8 +29,8 @@ sampled_case = partial(
 """Their requests sample, but at a temperature that leaves the best token alone: tokens and accept lengths are greedy ones'."""
 NEAR_ZERO = {"temperature": 1e-4}
 SAMPLED = (NEAR_ZERO, NEAR_ZERO | {"top_p": 0.95}, NEAR_ZERO | {"top_k": 20}, {}, {"temperature": 1.0, "top_p": 1e-6})
-WITH_RANKS = "==0.5.23"
-"""Rounds under DP attention are three graphs on other releases."""
+OF_RANKS = {"releases": "==0.5.23", "says_times": 2}
+"""Rounds under DP attention are three graphs on other releases, and each rank has graphs of its own."""
 UNEQUAL = ("1x300", "8x300", "unequal ranks")
 """With one request at a time a rank is idle, and has to replay what its peer does."""
 MANY = ("8x300", "8x3000", "32x300", "sizes between and above the captured", "shared prefix", "short")
@@ -95,7 +95,7 @@ ROUND_CASES = [
         for word, engine, gpus in (("two", TWO_GPUS, 2), ("four", FOUR_GPUS, 4))
     ),
     *(
-        round_case(f"{word}, one graph a round", 3, workloads, engine=engine, releases=WITH_RANKS, **options)
+        round_case(f"{word}, one graph a round", 3, workloads, engine=engine, **OF_RANKS, **options)
         for word, workloads, engine, options in (
             (
                 "two GPUs, DP attention",
@@ -109,9 +109,7 @@ ROUND_CASES = [
             ("four GPUs, DP attention 2, fp8", UNEQUAL, FOUR_GPUS | DP_2 | FP8, {"gpus": 4, "decode": "flashmla_kv"}),
         )
     ),
-    round_case(
-        "two GPUs, DP attention, n1, one graph a round", 1, UNEQUAL, engine=TWO_GPUS | DP_2, gpus=2, releases=WITH_RANKS
-    ),
+    round_case("two GPUs, DP attention, n1, one graph a round", 1, UNEQUAL, engine=TWO_GPUS | DP_2, gpus=2, **OF_RANKS),
     *(
         sampled_case(
             f"{word}, sampled and greedy, one graph a round",
@@ -119,7 +117,7 @@ ROUND_CASES = [
             UNEQUAL,
             engine=engine,
             gpus=gpus,
-            releases=WITH_RANKS,
+            **OF_RANKS,
             sampling=SAMPLED,
         )
         for word, engine, gpus in (

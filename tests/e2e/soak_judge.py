@@ -16,6 +16,7 @@ from soak_answers import Record, group_differences
 from soak_server import TOPOLOGIES
 
 from nsa_backend.benchmarks.generation import accept_length
+from nsa_backend.environment import switched_on
 
 if TYPE_CHECKING:
     from soak_side import Soak
@@ -126,6 +127,8 @@ def summary(run: Soak) -> dict:
         "differences": run.differences or group_differences(records, run.templates, run.references),
         "servers": len(topology.servers),
         "active": [line for line in lines if "nsa_backend" in line and "is active" in line],
+        "captured": [line for line in lines if "captured whole speculative rounds" in line],
+        "must_capture": topology.ranks if run.side == "ours" and switched_on("NSA_BACKEND_ROUND_GRAPH") else 0,
         "suspect_lines": {"count": len(suspect), "first": suspect[:20]},
     }
 
@@ -145,6 +148,10 @@ def problems_of(report: dict, ours: bool = True) -> list[str]:
             len(report["active"]) == ours * report["servers"],
             f"{len(report['active'])} lines of the log say that this package's backend is active, not "
             f"{ours * report['servers']}",
+        ),
+        (
+            len(report["captured"]) >= report["must_capture"],
+            f"{len(report['captured'])} lines of the log tell of whole rounds, which {report['must_capture']} ranks must have",
         ),
         (not report["suspect_lines"]["count"], f"{report['suspect_lines']['count']} lines of the log tell of errors"),
     ]

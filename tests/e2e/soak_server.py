@@ -81,21 +81,23 @@ class Topology:
     servers: tuple[str, ...]  # what a report calls them, in the order of their commands
     environment: dict[str, str]
     gpus: int = 1  # of a side
+    ranks: int = 0  # that capture whole rounds where these are asked for
     growth: dict[str, int] = field(default_factory=lambda: {"gpu_mib": 256, "host_mib": 256})
 
 
 TOPOLOGIES = {
-    "one": Topology(lambda checkpoint, port: [command(checkpoint, port)], Client, ("server",), ALLOCATOR | RETRACTING),
+    "one": Topology(lambda checkpoint, port: [command(checkpoint, port)], Client, ("server",), ALLOCATOR | RETRACTING, ranks=1),
     # A transfer engine cannot hand memory in expandable segments to another process, so there are none, and what the allocator
     # keeps is more.
-    "pd": Topology(pair_commands, PairClient, ("prefill", "decode"), {}, 2, {"gpu_mib": 1024, "host_mib": 512}),
+    "pd": Topology(pair_commands, PairClient, ("prefill", "decode"), {}, gpus=2, growth={"gpu_mib": 1024, "host_mib": 512}),
     "dp": Topology(
         lambda checkpoint, port: [ranks_command(checkpoint, port)],
         Client,
         ("server",),
         ALLOCATOR | RETRACTING,
-        2,
-        {"gpu_mib": 512, "host_mib": 512},
+        gpus=2,
+        ranks=2,
+        growth={"gpu_mib": 512, "host_mib": 512},
     ),
 }
 """During the load torch's allocator keeps what the largest prefill so far needed, indexer scores of up to 112 MiB."""

@@ -32,6 +32,7 @@ from soak_traffic import FAILURES, Client, Traffic, make_templates, request_body
 from nsa_backend.benchmarks import faithful_checkpoint
 from nsa_backend.benchmarks.process_trees import end_all
 from nsa_backend.benchmarks.report import environment
+from nsa_backend.benchmarks.servers import SIDE_BY_SIDE
 
 CALM = 0.2  # of all the time, what the references may take
 TAIL_SECONDS, DRAIN_SECONDS, LAST_SECONDS = 60.0, 20.0, 10.0  # after the load: all, waiting for requests, writing the JSON
@@ -102,7 +103,7 @@ def start(run: Soak) -> None:
         for words in topology.commands(checkpoint, run.port):
             server = subprocess.Popen(
                 words, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
-                env=os.environ | SIDES[run.side] | {"CUDA_VISIBLE_DEVICES": run.gpu} | topology.environment,
+                env=os.environ | SIDE_BY_SIDE | SIDES[run.side] | {"CUDA_VISIBLE_DEVICES": run.gpu} | topology.environment,
             )  # fmt: skip
             run.servers.append(server)
     while not alive(run):

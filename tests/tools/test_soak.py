@@ -143,6 +143,15 @@ class TestReport:
         assert report["requests"] == {"finished": 240, "aborted": 1, "closed": 1, "failed": 0}
         assert report["retracted"]["in_log"] == 7
 
+    @pytest.mark.parametrize(("switch", "side", "ranks"), [("1", "ours", 2), ("0", "ours", 0), ("1", "three_graphs", 0)])
+    def test_every_rank_has_whole_rounds_where_they_are_asked_for(self, tmp_path, monkeypatch, switch, side, ranks):
+        monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", switch)
+        said = "DP0 nsa_backend: captured whole speculative rounds of [1, 2] greedy requests in 0.1 s, 20 MiB"
+        run = run_of(tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n{RETRACT}\n{said}\n", samples())
+        run.topology, run.side = "dp", side
+        problems = soak_judge.problems_of(soak_judge.summary(run))
+        assert problems == (["1 lines of the log tell of whole rounds, which 2 ranks must have"] if ranks else [])
+
     def test_nothing_happened(self, tmp_path):
         run = run_of(tmp_path, [], "", [])
         run.load = (0.0, 0.0)
