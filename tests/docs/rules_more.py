@@ -1,6 +1,6 @@
 """What the text must say of the swapped order, GLM and auto served, and of engine runs that were judged again or cut short."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from quoted import medians, one, rule, spread
 
@@ -45,6 +45,15 @@ def round_samples(rows: list[dict], side: str) -> list[list[float]]:
     return [row[side]["round_ms"]["min_max"] for row in rows]
 
 
+def cells_of_row(row: dict, sides: Sequence[str]) -> list[str]:
+    """Medians of each quantity on each side, each with the ratios of the first side to the others, and accept lengths."""
+    cells = []
+    for key, form in QUANTITIES.items():
+        cells.append(medians(row, sides, key, form))
+        cells.append(" / ".join(f"{over(row, sides[0], other, key):.3f}" for other in sides[1:]))
+    return [*cells, " / ".join(f"{row[side]['accept']:.2f}" for side in sides)]
+
+
 def table_of(name: str, sides: tuple[str, ...]) -> None:
     """The rule of a file of servers: a row a cell, the lost ones too, and the cells that were not reached."""
 
@@ -52,11 +61,7 @@ def table_of(name: str, sides: tuple[str, ...]) -> None:
     def every_cell(report: dict) -> Iterator[str]:
         for row in report["rows"]:
             here = [side for side in sides if side in row]
-            cells = []
-            for key, form in QUANTITIES.items():
-                cells.append(medians(row, here, key, form))
-                cells.append(" / ".join(f"{over(row, here[0], other, key):.3f}" for other in here[1:]))
-            cells.append(" / ".join(f"{row[side]['accept']:.2f}" for side in here))
+            cells = cells_of_row(row, here)
             yield f"| {row['checkpoint']} | {row['steps']} | {row['batch']} x {row['length']} | {' | '.join(cells)} |"
         for run in report["runs"]:
             cells = [cell.replace(" tp1,", "").rsplit(", ", 1) for cell in run["not_measured"]]

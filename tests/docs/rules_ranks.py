@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from quoted import medians, one, rule
+from quoted import one, rule
 from rules_deployments import means
-from rules_more import QUANTITIES, apart, behind, over
+from rules_more import apart, behind, cells_of_row, over
 
 SIDES = ("ours", "three_graphs", "builtin")
 
@@ -33,12 +33,8 @@ def every_cell_in_parallel(report: dict) -> Iterator[str]:
     assert "after the first cell of tp2" in report["notes"]["cut"]
     for row in report["rows"]:
         assert (row["checkpoint"], row["steps"], row["length"]) == ("faithful", 3, 300)
-        cells = []
-        for key, form in QUANTITIES.items():
-            cells += [medians(row, SIDES, key, form), " / ".join(f"{over(row, 'ours', side, key):.3f}" for side in SIDES[1:])]
-        accept = " / ".join(f"{row[side]['accept']:.2f}" for side in SIDES)
         memory = " / ".join(f"{max(row[side]['memory_gib']):.2f}" if row[side]["memory_gib"] else "-" for side in SIDES)
-        yield f"| {row['parallel']} | {row['batch']} x 300 | {' | '.join(cells)} | {accept} | {memory} |"
+        yield f"| {row['parallel']} | {row['batch']} x 300 | {' | '.join(cells_of_row(row, SIDES))} | {memory} |"
 
 
 @rule("serve_parallel_0_5_23")
