@@ -203,6 +203,13 @@ def test_who_gets_one_graph_under_dp_attention(monkeypatch, switch, default, one
     assert rule.serves_ranks() is one
 
 
+@pytest.mark.parametrize(("ranks", "skips", "named"), [(2, "1", True), (2, "0", False), (1, "1", False)])
+def test_ranks_that_tell_one_another_nothing(monkeypatch, ranks, skips, named):
+    monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", skips)
+    found = rule.switches_on(SimpleNamespace(enable_dp_attention=False, attn_dp_size=ranks))
+    assert ("SGLANG_SCHEDULER_SKIP_ALL_GATHER" in found) is named
+
+
 def test_releases_whose_ranks_were_not_read(monkeypatch):
     monkeypatch.setenv(rule.SWITCH, "1")
     monkeypatch.setattr(rule, "names", lambda: NAMES["0.5.17"])

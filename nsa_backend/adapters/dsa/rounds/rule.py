@@ -81,7 +81,7 @@ ON_THE_HOST = {
 def switches_on(args: Any) -> dict[str, str]:
     """Environment switches that leave a server of these resolved arguments no room for round graphs, and what each does."""
     found = {name: does for name, does in ON_THE_HOST.items() if getattr(envs, name).get()}
-    if is_divided(args) and envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
+    if unmet(DP_ATTENTION, args) and envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
         found["SGLANG_SCHEDULER_SKIP_ALL_GATHER"] = "under which ranks of DP attention do not tell one another what they have"
     if switched_on("NSA_BACKEND_CHECK"):
         found["NSA_BACKEND_CHECK"] = "which looks at every replay on the host"
@@ -106,18 +106,17 @@ def serves_ranks() -> bool:
     return names().has_ranks and (DP_BY_DEFAULT if answer is None else answer)
 
 
-def is_divided(args: Any) -> bool:
-    """Whether these resolved arguments ask for DP attention."""
-    return any(rule.value(args) not in rule.served for rule in DP_ATTENTION)
+def unmet(rules: Iterable[Rule], args: Any) -> list[str]:
+    """The advice of those that these resolved arguments do not meet."""
+    return [rule.advice for rule in rules if rule.value(args) not in rule.served]
 
 
 def options_to_change(args: Any) -> list[str]:
     """What to change of these resolved arguments for round graphs."""
-    found = [rule.advice for rule in NEEDED if rule.value(args) not in rule.served]
-    if not is_divided(args) or serves_ranks():
+    found, ranks = unmet(NEEDED, args), unmet(DP_ATTENTION, args)
+    if not ranks or serves_ranks():
         return found
-    dropped = next(rule.advice for rule in DP_ATTENTION if rule.value(args) not in rule.served)
-    return [*found, dropped] if found or not names().has_ranks else [f"{dropped}, or set {SWITCH}=1"]
+    return [*found, ranks[0]] if found or not names().has_ranks else [f"{ranks[0]}, or set {SWITCH}=1"]
 
 
 def changes_needed(args: Any) -> list[str]:
