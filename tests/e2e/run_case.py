@@ -148,12 +148,8 @@ def storage_of_its_own() -> Iterator[None]:
         yield
 
 
+@storage_of_its_own()
 def run_engine(case: Case, arguments: dict) -> dict:
-    with storage_of_its_own():
-        return run_in(case, arguments)
-
-
-def run_in(case: Case, arguments: dict) -> dict:
     import sglang
 
     engine = sglang.Engine(**arguments)
