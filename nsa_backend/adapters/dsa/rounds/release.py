@@ -17,6 +17,7 @@ class RoundNames:
     reads_done: str  # of a runner: that event, or None for the whole forward
     lacks: frozenset[str] = frozenset()  # marks of a batch whose feature the release does not have
     has_ranks: bool = False  # whether rounds of DP attention can be one graph; read in that release's source
+    counts_pages: bool = False  # whether SGLang has a function that says which pages the next round needs
     samples_alike: bool = False  # whether sampled rounds were seen to sample alike on a GPU: they are one graph by default
 
     def wait_for_all_after(self, runner: Any) -> None:
@@ -35,7 +36,11 @@ NAMES = {
         lacks=frozenset({"has_watermark_candidates", "beam_tail", "cuda_graph_compatible"}),
     ),
     "0.5.23": RoundNames(
-        last_reader="last_shared_read_runner", reads_done="shared_read_done_event", has_ranks=True, samples_alike=True
+        last_reader="last_shared_read_runner",
+        reads_done="shared_read_done_event",
+        has_ranks=True,
+        counts_pages=True,
+        samples_alike=True,
     ),
 }
 assert tuple(NAMES) == ROUND_GRAPHS

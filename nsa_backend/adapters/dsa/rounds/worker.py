@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
 
+from nsa_backend.adapters.dsa.rounds import pages
 from nsa_backend.adapters.dsa.rounds.own_round import MadeOf, clear_padding, run_on, template_of, thresholds
 from nsa_backend.adapters.dsa.rounds.ranks import COUNTS, counts_on_host, is_idle_round, most_requests, ranks_problem
 from nsa_backend.adapters.dsa.rounds.release import names
@@ -196,7 +197,7 @@ _ROUNDS: list[Rounds] = []
 def with_rounds(worker_class: type, backends: tuple[type, ...], recorder: Callable[[], Recorder] = GraphRecorder) -> type:
     """SGLang's EAGLE worker class, whose rounds are one graph where `rule` allows it.
 
-    Hooks SGLang's FutureMap and its captures too, so it must come before either is used.
+    Hooks SGLang's FutureMap, its captures and what it prepares before a round too, so it must come before any is used.
 
     Args:
         worker_class: SGLang's.
@@ -208,6 +209,8 @@ def with_rounds(worker_class: type, backends: tuple[type, ...], recorder: Callab
     hook(CAPTURE, _capture_kept, HookType.AROUND)
     if names().has_ranks:
         hook(COUNTS, _count_ranks, HookType.AROUND)
+    if names().counts_pages:
+        hook(pages.PREPARE, pages.prepare, HookType.AROUND)
 
     class RoundWorker(worker_class):
         def __init__(self, *args: Any, **options: Any):
