@@ -42,6 +42,28 @@ PD_CASES = [
     pd("PD, glm-5.2", 5, ("8x300", "8x3000"), **GLM_52),
     pd("PD, glm-5.2, unfused top-k", 5, ("8x300",), environment={"SGLANG_DSA_FUSE_TOPK": "0"}, **GLM_52),
     pd("PD, glm-5.2, fp8", 5, ("8x300", "8x3000"), decode="flashmla_kv", engine=FP8, **GLM_52),
+    # The decode server's rounds, and those of the server that does both.
+    *(
+        Case(
+            f"PD{words}, one graph a round",
+            steps,
+            workloads,
+            disaggregated="nixl",
+            gpus=2,
+            releases="==0.5.23",
+            environment={"NSA_BACKEND_ROUND_GRAPH": "1"},
+            builtin_environment={},
+            says="captured whole speculative rounds",
+            says_times=2,
+            floor_of_all=0.95,
+            **options,
+        )
+        for words, steps, workloads, options in (
+            ("", 3, (*STANDARD, "32x300", "short", "shared prefix"), {}),
+            (", fp8", 3, (*STANDARD, "32x300"), {"decode": "flashmla_kv", "engine": FP8}),
+            (", glm-5.2", 5, ("8x300", "8x3000"), {"model": "glm-5.2"}),
+        )
+    ),
     # A pair of GPUs each: DP attention on both sides of the transfer.
     pd(
         "PD, DP attention",
@@ -144,6 +166,16 @@ PARALLEL_CASES = [
         "overlap scheduling off, fp8", 3, STANDARD, decode="flashmla_kv", engine=NO_OVERLAP | FP8, floors={}, floor_of_all=0.95
     ),
     parallel("two GPUs, expert parallel", 3, ("1x300", *STANDARD), engine=TWO_GPUS | EXPERTS, gpus=2),
+    parallel(
+        "two GPUs, expert parallel, one graph a round",
+        3,
+        ("1x300", *STANDARD),
+        engine=TWO_GPUS | EXPERTS,
+        gpus=2,
+        environment={"NSA_BACKEND_ROUND_GRAPH": "1"},
+        builtin_environment={},
+        says="captured whole speculative rounds",
+    ),
     parallel("two GPUs, DP attention, expert parallel", 3, UNEQUAL, engine=TWO_GPUS | DP_2 | EXPERTS, gpus=2),
     parallel("two GPUs, DP attention, overlap scheduling off", 3, UNEQUAL, engine=TWO_GPUS | DP_2 | NO_OVERLAP, gpus=2),
     # Two ranks of attention, each on two GPUs: rows are padded to the GPUs of a rank, and to the largest rank. In graphs:

@@ -29,7 +29,7 @@ from nsa_backend.round_graph import child_graphs
         ("pp_size", 2, "pass --pp-size 1"),
         ("enable_two_batch_overlap", True, "drop --enable-two-batch-overlap"),
         ("speculative_adaptive", True, "drop --speculative-adaptive"),
-        ("disaggregation_mode", "decode", "drop --disaggregation-mode"),
+        ("enable_memory_saver", True, "drop --enable-memory-saver"),
         ("enable_lora", True, "drop --enable-lora"),
     ],
 )

@@ -73,6 +73,8 @@ PIPELINES = {
 ASK = ", or set NSA_BACKEND_ROUND_GRAPH=1"
 RANKS_ALONE = {"DP attention", "DP attention in four ranks", "DP attention by its new name"}
 """What has rounds in one graph once it is asked for, on the releases that have them under DP attention."""
+FREE = {name: words for name, words in {"experts": "ep_size", "PD": "disaggregation_mode"}.items() if words in names().free}
+"""What a release's rounds are one graph beside, and another's are not; by the option."""
 SGLANGS = ("PP + speculative decoding", "Pipeline parallelism is not compatible with overlap schedule, speculative decoding")
 """What it says itself of pipelines with drafts."""
 
@@ -104,9 +106,10 @@ def changes(tmp_path_factory) -> dict[str, list[str]]:
 
 def test_a_plain_server_has_them(changes):
     assert changes["plain"] == []
+    assert {name: changes[name] for name in FREE} == {name: [] for name in FREE}
 
 
-@pytest.mark.parametrize("name", [*WORDS, *OF_A_RELEASE.get(installed(), {})])
+@pytest.mark.parametrize("name", [name for name in (*WORDS, *OF_A_RELEASE.get(installed(), {})) if name not in FREE])
 def test_a_server_with_one_of_these_does_not(changes, name):
     assert changes[name] != []
 
@@ -127,7 +130,7 @@ def test_every_rule_was_tried(changes):
     said = {change.removesuffix(ASK) for of_one in changes.values() for change in of_one}
     left = {rule.attribute for rule in (*NEEDED, *DP_ATTENTION) if rule.advice not in said}
     renamed = {"0.5.17": {"attn_dp_size", "enable_lora"}, "0.5.23": {"enable_dp_attention"}}
-    assert left == NOT_BESIDE_EAGLE | renamed.get(installed(), set())
+    assert left == NOT_BESIDE_EAGLE | renamed.get(installed(), set()) | names().free
 
 
 @pytest.mark.parametrize("way", ASKED)
@@ -138,7 +141,9 @@ def test_who_insists_on_one_graph_gets_a_sentence_instead_of_a_server(tmp_path, 
     environment = {"NSA_BACKEND_ROUND_GRAPH": "1"} if way == "the switch" else {}
     found = parsed(tmp_path, [[*ASKED[way], *given] for given in words.values()], "--refusals", **environment)
     refused = dict(zip(words, found, strict=True))
-    served = {"plain"} | (RANKS_ALONE if names().has_ranks else set())
+    served = {"plain"} | set(FREE) | (RANKS_ALONE if names().has_ranks else set())
+    if "PD" in FREE:
+        served.add("pipeline of a prefill server")
     assert {name: refused.pop(name) for name in served} == dict.fromkeys(served)
     for name, said in refused.items():
         sentences = ("which NAIVE_EAGLE sets, cannot be served with these options", *(SGLANGS if name in PIPELINES else ()))

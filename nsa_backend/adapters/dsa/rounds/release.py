@@ -15,6 +15,7 @@ class RoundNames:
 
     last_reader: str  # of a worker: the runner whose event the scheduler waits for before it writes what rounds read
     reads_done: str  # of a runner: that event, or None for the whole forward
+    free: frozenset[str] = frozenset()  # options of `rule.NEEDED` that may have any value: read in that release's source
     lacks: frozenset[str] = frozenset()  # marks of a batch whose feature the release does not have
     has_ranks: bool = False  # whether rounds of DP attention can be one graph; read in that release's source
     counts_pages: bool = False  # whether SGLang has a function that says which pages the next round needs
@@ -38,6 +39,7 @@ NAMES = {
     "0.5.23": RoundNames(
         last_reader="last_shared_read_runner",
         reads_done="shared_read_done_event",
+        free=frozenset({"disaggregation_mode", "ep_size"}),
         has_ranks=True,
         counts_pages=True,
         samples_alike=True,

@@ -93,11 +93,18 @@ def server_problems(args: Any) -> list[str]:
     problem = round_graph_problem()
     if problem is not None:
         return [problem]
+    if not decodes(args):
+        return []
     asking = f"{SWITCH}=1, which NAIVE_EAGLE sets,"
     options = [
         f"{asking} cannot be served with these options: {way}, or unset it and choose EAGLE" for way in options_to_change(args)
     ]
     return options + [f"{SWITCH}=1 and {name}=1, {does}, cannot both be: unset one" for name, does in switches_on(args).items()]
+
+
+def decodes(args: Any) -> bool:
+    """Whether a server of these resolved arguments has rounds at all: the prefill server of a pair has none."""
+    return args.disaggregation_mode != "prefill" or "disaggregation_mode" not in names().free
 
 
 def serves_ranks() -> bool:
@@ -108,7 +115,8 @@ def serves_ranks() -> bool:
 
 def unmet(rules: Iterable[Rule], args: Any) -> list[str]:
     """The advice of those that these resolved arguments do not meet."""
-    return [rule.advice for rule in rules if rule.value(args) not in rule.served]
+    free = names().free
+    return [rule.advice for rule in rules if rule.attribute not in free and rule.value(args) not in rule.served]
 
 
 def options_to_change(args: Any) -> list[str]:
@@ -132,7 +140,7 @@ def has_rounds(args: Any, serving: Iterable[str | None], ours: Iterable[str]) ->
         serving: attention backends of prefill and decode, by name.
         ours: the names that this package serves.
     """
-    if set(ours).isdisjoint(serving):
+    if set(ours).isdisjoint(serving) or not decodes(args):
         return False
     changes = changes_needed(args)
     if changes:
