@@ -113,7 +113,7 @@ class FakeRank:
         self.result = generate(self.worker, self.future_map, batch)
         return self.graphs.replayed[before:]
 
-    def takes(self, batch: ScheduleBatch) -> bool:
+    def takes(self, batch: ScheduleBatch) -> bool | None:
         """Whether the forward of this batch would be one graph."""
         round_worker._ROUNDS[:] = self.rounds
         self.future_map._resolve_spec_extras(batch)

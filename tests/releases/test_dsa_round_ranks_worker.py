@@ -98,7 +98,7 @@ def test_no_rank_has_a_round_while_one_prefills(crossings):
     ranks = two(crossings)
     batches = exchanged(ranks, [ranks[0].prefill(5), None])
     assert [batch.is_extend_in_batch for batch in batches] == [True, True]
-    assert [rank.takes(batch) for rank, batch in zip(ranks, batches, strict=True)] == [False, False]
+    assert [rank.takes(batch) for rank, batch in zip(ranks, batches, strict=True)] == [None, None]
 
 
 @pytest.mark.parametrize("counts", [(9, 1), (1, 9), (9, 0), (0, 9)])
@@ -106,7 +106,7 @@ def test_no_rank_has_one_above_the_captured_sizes(crossings, counts):
     ranks = two(crossings)
     run(ranks, [rank.decode(1) for rank in ranks])
     batches = exchanged(ranks, [rank.decode(n) for rank, n in zip(ranks, counts, strict=True)])
-    assert [rank.takes(batch) for rank, batch in zip(ranks, batches, strict=True)] == [False, False]
+    assert [rank.takes(batch) for rank, batch in zip(ranks, batches, strict=True)] == [None, None]
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])

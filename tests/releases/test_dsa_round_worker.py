@@ -80,13 +80,21 @@ WISHES = ("logit_bias", "has_custom_logit_processor", "has_watermark_candidates"
 
 
 @pytest.mark.parametrize(("field", "value"), [item for item in FIELDS.items() if item[0] not in names().lacks])
-def test_what_sglangs_own_path_runs(field, value):
+def test_what_sglangs_own_path_runs(caplog, field, value):
+    """The log says why, once; a prefill is no round."""
+    caplog.set_level("INFO", "nsa_backend")
     theirs, ours = two_sides()
     batch = decode_batch([2, 4])
     for _ in range(2):
         same(ours.run(batch()), theirs.run(batch()), 2)
-    same(ours.run(batch(**{field: value})), theirs.run(batch(**{field: value})), 2)
+    caplog.clear()
+    for _ in range(2):
+        same(ours.run(batch(**{field: value})), theirs.run(batch(**{field: value})), 2)
     assert ours.replays == 1
+    said = [
+        message for message in caplog.messages if "three CUDA graphs instead of one for the rounds of some batches" in message
+    ]
+    assert len(said) == (field != "is_extend_in_batch")
 
 
 @pytest.mark.parametrize("name", [name for name in WISHES if name not in names().lacks])

@@ -188,14 +188,17 @@ def serves_sampled() -> bool:
     return names().samples_alike if answer is None else answer
 
 
+def is_decode(batch: Any) -> bool:
+    """Whether this batch decodes and no rank's prefills beside it."""
+    return batch.forward_mode.is_decode() and not batch.is_extend_in_batch
+
+
 def batch_problem(batch: Any) -> str | None:
-    """Why SGLang's own path runs this batch of a server that has round graphs, or None where one graph does.
+    """Why SGLang's own path runs this decode batch of a server that has round graphs, or None where one graph does.
 
     Args:
         batch: SGLang's ScheduleBatch, as its scheduler hands it to the forward.
     """
-    if not batch.forward_mode.is_decode() or batch.is_extend_in_batch:
-        return "it is no plain decode"
     sampling, draft, mark = batch.sampling_info, batch.spec_info, names().mark
     asked = {
         f"a request samples, which {SAMPLED_SWITCH}=1 makes one graph": is_sampled(batch) and not serves_sampled(),
@@ -214,3 +217,17 @@ def batch_problem(batch: Any) -> str | None:
         or mark(draft, "cuda_graph_compatible") is False,
     }
     return next((why for why, holds in asked.items() if holds), None)
+
+
+class Reasons:
+    """Why batches of a server with round graphs were left to SGLang's own path: the log has each reason once."""
+
+    def __init__(self):
+        self._told: set[str] = set()
+
+    def left(self, problem: str | None) -> bool:
+        """Whether there is such a reason."""
+        if problem is not None and problem not in self._told:
+            self._told.add(problem)
+            logger.info("nsa_backend: three CUDA graphs instead of one for the rounds of some batches: %s", problem)
+        return problem is not None

@@ -28,7 +28,7 @@ from nsa_backend.adapters.dsa.rounds import pages
 from nsa_backend.adapters.dsa.rounds.own_round import MadeOf, clear_padding, run_on, template_of, thresholds
 from nsa_backend.adapters.dsa.rounds.ranks import COUNTS, counts_on_host, is_idle_round, most_requests, ranks_problem
 from nsa_backend.adapters.dsa.rounds.release import names
-from nsa_backend.adapters.dsa.rounds.rule import batch_problem, is_sampled
+from nsa_backend.adapters.dsa.rounds.rule import Reasons, batch_problem, is_decode, is_sampled
 from nsa_backend.adapters.dsa.rounds.sampling import free_bytes, parameters, renormalizing
 from nsa_backend.adapters.dsa.rounds.sizes import Sizes
 from nsa_backend.adapters.sglang import HookType
@@ -66,8 +66,8 @@ class Rounds:
         self._warm: set[bool] = set()  # kinds of which SGLang has run a round
         self._sizes = Sizes(worker, backends)
         self._warming: Any = None  # the first sampled batch, whose forward comes next
-        self._served: Any = None  # the batch whose forward comes next, where it is to be one graph,
-        self._sampled = False  # and of which kind
+        self._served: tuple[Any, bool] | None = None  # the batch whose forward comes next, where one graph is to run it
+        self._reasons = Reasons()
         self._bonus: torch.Tensor | None = None  # of the round that the graph has left in the FutureMap
         self.recording = False
         self._future_map: FutureMap | None = None
@@ -83,17 +83,17 @@ class Rounds:
         if kind is None:
             original(future_map, batch)
         else:
-            self._served, self._sampled = batch, kind
+            self._served = batch, kind
 
     def stash(self, original: Callable, future_map: FutureMap, future_indices: torch.Tensor, payload: RelayPayload) -> None:
         """Around `FutureMap.stash`: a graph has scattered already."""
         if self._bonus is None or payload.bonus_tokens is not self._bonus:
             original(future_map, future_indices, payload)
 
-    def takes(self, batch: Any) -> bool:
-        """Whether `run` is to run the forward of this batch; asked once a forward."""
+    def takes(self, batch: Any) -> bool | None:
+        """Of which kind this batch is where `run` is to run its forward, else None; asked once a forward."""
         served, self._served = self._served, None
-        return served is batch
+        return served[1] if served is not None and served[0] is batch else None
 
     def prepare(self, batch: Any) -> None:
         """Before SGLang's own forward of a batch: the first sampled one compiles all that a graph of sampled rounds records."""
@@ -101,9 +101,8 @@ class Rounds:
         if warming is batch:
             batch.sampling_info = renormalizing(batch.sampling_info)
 
-    def run(self, batch: Any) -> Any:
+    def run(self, batch: Any, sampled: bool) -> Any:
         """A round of one graph; returns SGLang's GenerationBatchResult, its tokens on the host once the round is done."""
-        sampled = self._sampled
         if sampled not in self._graphs:
             self._capture(batch, sampled)
         sampling = parameters(batch.sampling_info) if sampled else None
@@ -131,10 +130,10 @@ class Rounds:
     def _kind_for(self, batch: Any) -> bool | None:
         """Whether a graph of sampled rounds is to serve this batch or one of greedy rounds; None where none is."""
         idle = is_idle_round(batch)
-        if not idle and batch_problem(batch) is not None:
+        if not idle and (not is_decode(batch) or self._reasons.left(batch_problem(batch))):
             return None
         self._forget_exchanged()
-        if not self._holds(batch, False) or ranks_problem(batch, self._worker) is not None:
+        if not self._holds(batch, False) or self._reasons.left(ranks_problem(batch, self._worker)):
             return None
         if idle:  # it has not compiled what SGLang launches for requests, and takes what was captured for them
             return next((kind for kind in sorted(self._graphs) if self._holds(batch, kind)), None)
@@ -219,8 +218,9 @@ def with_rounds(worker_class: type, backends: tuple[type, ...], recorder: Callab
             _ROUNDS[:] = [self.rounds]
 
         def forward_batch_generation(self, batch: Any, *args: Any, **options: Any) -> Any:
-            if self.rounds.takes(batch):
-                return self.rounds.run(batch)
+            kind = self.rounds.takes(batch)
+            if kind is not None:
+                return self.rounds.run(batch, kind)
             self.rounds.prepare(batch)
             return super().forward_batch_generation(batch, *args, **options)
 
