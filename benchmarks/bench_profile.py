@@ -7,7 +7,8 @@ and takes longest, in the middle of the forward; draft steps, each a forward of 
 `between` is what a round runs outside its graphs.
 
 Kernels overlap, so `path` has what each adds to the span of a forward, and how long nothing ran before it began; period_us is
-the time from one replay to the next. `course` has the time per token as a generation goes on, before anything is profiled.
+the time from one replay to the next. `course` has the time per token as a generation goes on, before anything is profiled; with
+--servers K it is all that is measured, of K servers of each side.
 """
 
 from __future__ import annotations
@@ -30,10 +31,16 @@ STEPS, BATCH, LENGTH = (0, 3), 1, 300
 
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
-    """Two cells a checkpoint, N, batch and length: its course, and its profile, which gives a row a mode."""
+    """Two cells a checkpoint, N, batch and length: its course, and its profile, which gives a row a mode.
+
+    With more than one server a side there are no profiles.
+    """
+    copies = 1 if options.servers is None else options.servers
+    if copies < 1:
+        raise SystemExit("--servers 0 leaves nothing to measure: pass 1, or more to compare servers of one side too")
     folder = Path(tempfile.mkdtemp(prefix="nsa-bench-"))
     shapes = [(batch, length) for length in options.length or [LENGTH] for batch in options.batch or [BATCH]]
-    servers = Servers(folder, options.port or PORT, shapes, max(TOKENS, course.TOKENS))
+    servers = Servers(folder, options.port or PORT, shapes, max(TOKENS, course.TOKENS), copies=copies)
     resources.callback(servers.close)
     found = []
     for name in options.checkpoint or ["faithful" if options.quick else "wide"]:
@@ -41,7 +48,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
             for batch, length in shapes:
                 title = f"{name}, N = {n}, {batch} x {length}, course"
                 found.append(Cell(title, partial(course.measure, servers, name, n, batch, length), "course"))
-            for batch, length in shapes:  # only now: a server that was profiled may be slower
+            for batch, length in shapes if copies == 1 else ():  # only now: a server that was profiled may be slower
                 title = f"{name}, N = {n}, {batch} x {length}"
                 found.append(Cell(title, partial(measure, servers, folder, name, n, batch, length)))
     return found
@@ -115,7 +122,7 @@ def rows(found: dict[str, tuple[float, float]]) -> dict[str, list[float]]:
 
 def show(report: dict) -> None:
     """A table a mode and section: what both launch first, then what only one side does, each by its time."""
-    for r in report["rows"]:
+    for r in report.get("rows", []):
         for section in ("layer", "forward", "kernels"):
             sides = {backend: (r.get(backend) or {}).get(section) for backend in BACKENDS}
             if not any(sides.values()):

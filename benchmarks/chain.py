@@ -13,28 +13,20 @@ import functools
 import sys
 from collections.abc import Callable, Iterable
 
-import torch
-
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks import sm90_kernels
 from nsa_backend.benchmarks.attention_case import SLOTS, Case
 from nsa_backend.benchmarks.cells import Cell
 from nsa_backend.benchmarks.chain_case import CONTEXT, TABLE, Chain, Indexer, repeats
+from nsa_backend.benchmarks.chain_ways import Way, check, ways
 from nsa_backend.benchmarks.report import print_table
 from nsa_backend.benchmarks.sm90_case import Shape, Sm90Case
 from nsa_backend.benchmarks.timing import captured_graph, interleaved
 from nsa_backend.kernels.plan import PAGE_SIZE
-from nsa_backend.kernels.sparse_decode_plan import Launches
 from nsa_backend.testing.calls import calls as sglang
 
 HEADS, CHAIN_ROWS, PARTS_ROWS = (16, 128), (1, 2, 4, 8), (1, 8, 32, 64)
 NARROW = CONTEXT + 4 * PAGE_SIZE  # tokens that a page table need reach
-LAUNCHES = {
-    "": Launches(),
-    ", ordinary launches": Launches(attend=False, join=False),
-    ", first launch ordinary": Launches(attend=False),
-    ", reading ahead": Launches(ahead=True),
-}
 Call = Callable[[int], object]
 
 
@@ -58,12 +50,11 @@ def cells(heads: Iterable[int] | None, rows: list[int] | None, samples: int) -> 
 
 
 def measure_chain(make: Callable[[], Case], rows: int, samples: int) -> list[dict]:
-    """One row; raises RuntimeError where two ways to run the chain give other bits."""
+    """One row; raises RuntimeError where a way to run the chain reads what is not there yet."""
     chain = Chain(make(), rows)
     try:
         calls = chain_calls(chain)
-        chain.write(0)  # those without a write read what another has written
-        check_equal({name: call(0) for name, call in calls.items() if name not in ("top-k", "KV write")})
+        check({name: call for name, call in calls.items() if isinstance(call, Way)})
         return [row_of({"kv": chain.case.kv, "heads": chain.heads, "rows": rows}, calls, rows, samples)]
     finally:
         chain.restore()
@@ -71,37 +62,7 @@ def measure_chain(make: Callable[[], Case], rows: int, samples: int) -> list[dic
 
 def chain_calls(chain: Chain) -> dict[str, Call]:
     """Every part alone, and every way to run the chain, by name."""
-    selected, attend, served = chain.selected, chain.sparse_decode, LAUNCHES[""]
-
-    def whole(attend: Callable[[torch.Tensor], torch.Tensor], topk: bool = True, write: bool = True) -> Call:
-        def call(i: int) -> torch.Tensor:
-            slots = chain.topk(i) if topk else selected[i]
-            if write:
-                chain.write(i)
-            return attend(slots)
-
-        return call
-
-    as_served = functools.partial(attend, launches=served)
-    found: dict[str, Call] = {"top-k": chain.topk, "KV write": chain.write, "sparse_decode": lambda i: as_served(selected[i])}
-    for name, launches in LAUNCHES.items():
-        found["chain" + name] = whole(functools.partial(attend, launches=launches))
-    found["chain without the KV write"] = whole(as_served, write=False)
-    found["chain without the top-k"] = whole(as_served, topk=False)
-    if chain.case.kv == "bf16" and adapter.fa3_scheduler() is not None:
-        schedule = chain.fa3_schedule()
-        found["fa3 chain, scheduled in the call"] = whole(functools.partial(chain.fa3, schedule=None))
-        found["fa3 chain, scheduled once"] = whole(functools.partial(chain.fa3, schedule=schedule))
-    return found
-
-
-def check_equal(found: dict[str, torch.Tensor]) -> None:
-    """Raise RuntimeError where one of the ways gives other bits than another of the same kernel."""
-    first: dict[bool, str] = {}
-    for name, out in found.items():
-        other = first.setdefault(name.startswith("fa3"), name)
-        if not torch.equal(out, found[other]):
-            raise RuntimeError(f"{name} and {other} give other bits on one input: one of them reads what is not there yet")
+    return {"top-k": chain.topk, "KV write": chain.write, **ways(chain)}
 
 
 def measure_indexer(rows: int, samples: int) -> list[dict]:

@@ -23,6 +23,7 @@ from nsa_backend.testing.shape import INDEX_DIM, LATENT, QK_DIM, ROPE, SCALE, TO
 
 CONTEXT = 4096  # tokens of a request
 TABLE = 163_840  # tokens that a row of the request table reaches on a server of DeepSeek-V3.2
+CHOSEN = 10.0  # a score above all that are drawn
 INDEX_HEADS = 64
 INDEX_BYTES = INDEX_DIM + 4  # of a token: FP8 values and their scale
 
@@ -83,6 +84,7 @@ class Chain(Indexer):
 
     def __init__(self, case: Case, rows: int):
         super().__init__(rows, case.cache.shape[0] // PAGE_SIZE)
+        self.scores[:, CONTEXT - 1] = CHOSEN  # each call reads what it wrote
         self.case, self.heads = case, case.heads
         generator = torch.Generator(device="cuda").manual_seed(case.heads)
         self._new = [torch.randn(rows, 1, n, generator=generator, device="cuda").bfloat16() for n in (LATENT, ROPE)]
@@ -101,6 +103,11 @@ class Chain(Indexer):
     def restore(self) -> None:
         """Put back what the write has overwritten in the cache, which other cases read."""
         self._bytes[self._slots] = self._overwritten
+
+    def forget(self) -> None:
+        """Put NaN where the first kernel of sparse decode leaves parts for the second."""
+        for parts in (self._parts.out, self._parts.lse):
+            parts.fill_(torch.nan)
 
     def write(self, i: int) -> None:
         """SGLang's write of the new tokens' KV, quantised where the cache is FP8."""

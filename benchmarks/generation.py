@@ -14,10 +14,14 @@ from pathlib import Path
 from nsa_backend.benchmarks import faithful_checkpoint, server_options
 from nsa_backend.benchmarks.gpu_memory import weighed
 from nsa_backend.benchmarks.parallel import ONE_GPU, Parallel
-from nsa_backend.benchmarks.servers import BACKENDS, ENVIRONMENTS, THREE_GRAPHS, VARIANTS, Server
+from nsa_backend.benchmarks.servers import BACKENDS, ENVIRONMENTS, THREE_GRAPHS, VARIANTS, Server, names_of
 
 SIZES = [*server_options.decode_graphs(), "--max-total-tokens", "65536", "--disable-radix-cache"]
 """Graphs for the batches that are measured, a small pool, and no cache, so that every prefill is the same."""
+
+PORTS_APART, NCCL_PORT = 50, 25
+"""Between servers; above a server's own, where its ranks meet. Unless told, SGLang looks for a free port and takes it half a
+minute later, when the server beside it may have it."""
 
 WARM_TOKENS = 1 << 17  # prompt tokens of a warm-up at most: kernels compile for shapes, not for how often they come
 
@@ -152,10 +156,11 @@ class Servers:
         shapes: Sequence[tuple[int, int]],
         new_tokens: int,
         sides: Sequence[str] | None = None,
+        copies: int = 1,
     ):
-        """Checkpoints and logs go to `folder`; servers listen on `port` and `port` + 50, and have room and graphs for `shapes`.
+        """Checkpoints and logs go to `folder`; servers listen 50 ports apart, and have room and graphs for `shapes`.
 
-        SGLang takes further ports from 100 above a server's on.
+        SGLang takes further ports from 100 above a server's on for DP attention.
 
         Args:
             folder: of this run alone.
@@ -163,30 +168,34 @@ class Servers:
             shapes: (requests, prompt tokens) of all that will be asked.
             new_tokens: a request.
             sides: keys of servers.ENVIRONMENTS, in the order in which servers start and answer; those of BACKENDS if None.
+            copies: servers of each side, all on the same GPU.
         """
-        self._sides = sides_of(sides)
+        self._sides, self._copies = sides_of(sides), copies
         self._folder, self._port = folder, port
         self._shapes, self._new_tokens = shapes, new_tokens
         self._open, self._key = ExitStack(), None
         self._found: dict[str, Server] = {}
         self.memory: dict[str, list[float]] = {}
-        """GiB on each GPU of the servers that run, by side: empty lists, which are filled when the servers end."""
+        """GiB on each GPU of the servers that run, by name: empty lists, which are filled when the servers end."""
 
     def of(self, checkpoint: str, steps: int, parallel: Parallel = ONE_GPU) -> dict[str, Server]:
-        """Servers by side, ready; without drafts there are no rounds, in three graphs or in one.
+        """Servers by name (`servers.names_of`), ready; without drafts there are no rounds, in three graphs or in one.
 
         `checkpoint` is a name in faithful_checkpoint.SHAPES or a folder.
         """
         if self._key != (checkpoint, steps, parallel):
             self.close()
             path = checkpoint_of(checkpoint, self._folder)
-            options = options_for(self._shapes, self._new_tokens, parallel)
-            for number, backend in enumerate(side for side in self._sides if steps or side != THREE_GRAPHS):
-                time.sleep(3 * number)  # each measures the free memory of the GPU when it starts
-                log = self._folder / f"{path.name}-{parallel}-n{steps}-{backend}.log"
-                server = Server(backend, path, self._port + 50 * number, steps, log, *options)
-                self.memory[backend] = []
-                self._found[backend] = self._open.enter_context(weighed(server, self.memory[backend]))
+            options = options_for(self._shapes, self._new_tokens, parallel, self._copies)
+            sides = [side for side in self._sides if steps or side != THREE_GRAPHS]
+            for number, (name, side) in enumerate(names_of(sides, self._copies).items()):
+                time.sleep(3 * (number > 0))  # each measures the free memory of the GPU when it starts
+                log = self._folder / f"{path.name}-{parallel}-n{steps}-{name.replace(' ', '-')}.log"
+                port = self._port + PORTS_APART * number
+                own = ("--nccl-port", str(port + NCCL_PORT))
+                server = Server(side, path, port, steps, log, *options, *own)
+                self.memory[name] = []
+                self._found[name] = self._open.enter_context(weighed(server, self.memory[name]))
             for server in self._found.values():
                 server.wait()
             self._key = checkpoint, steps, parallel
@@ -206,14 +215,17 @@ def sides_of(named: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(named or BACKENDS)
 
 
-def options_for(shapes: Sequence[tuple[int, int]], new_tokens: int, parallel: Parallel = ONE_GPU) -> list[str]:
-    """A server's options beyond the README's command: graphs and a pool for `shapes`, prefill as a default server runs it."""
+def options_for(shapes: Sequence[tuple[int, int]], new_tokens: int, parallel: Parallel = ONE_GPU, copies: int = 1) -> list[str]:
+    """A server's options beyond the README's command: graphs and a pool for `shapes`, prefill as a default server runs it.
+
+    `copies` are the servers of each side that share a GPU.
+    """
     of_rank = parallel.of_a_rank(shapes)
     batches = {batch for batch, _ in of_rank}
     return [
         *server_options.decode_graphs({*server_options.MEASURED_BATCHES, *batches}),
         *server_options.prefill_graphs(of_rank, parallel.dp),
-        *server_options.pool(of_rank, new_tokens, parallel.dp),
+        *server_options.pool(of_rank, new_tokens, parallel.dp, copies),
         *parallel.options(),
     ]
 

@@ -25,7 +25,9 @@ def steady_load() -> list[Record]:
 def samples(gpu=lambda second: 20000, host=lambda second: 9000.0) -> list[dict]:
     """Of one server, before and after the load, too."""
     held = [(s, {"gpu_mib": gpu(s), "host_mib": host(s)}) for s in range(-30, 260, 2)]
-    return [{"time": BEGAN + s, "clients": 8, **memory, "by_server": {"server": memory}} for s, memory in held]
+    return [
+        {"time": BEGAN + s, "clients": 8, **memory, "by_server": {"server": memory}, "by_process": {}} for s, memory in held
+    ]
 
 
 def run_of(tmp_path: Path, records: list[Record], log: str, sampled: list[dict]) -> soak_side.Soak:

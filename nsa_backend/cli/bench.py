@@ -42,7 +42,7 @@ BENCHES = {
         "--tokens",
         "--server",
     ),
-    "profile": ("--checkpoint", "--steps", "--batch", "--length", "--port"),
+    "profile": ("--checkpoint", "--steps", "--batch", "--length", "--servers", "--port"),
     "memory": (),
 }
 """What to measure, and which of OPTIONS it takes; each is a module nsa_backend.benchmarks.bench_NAME."""
@@ -62,6 +62,8 @@ OPTIONS = {
     "--top-p": "of every request that samples; 1 unless told",
     "--sides": "whose servers, in the order in which they start: ours, builtin, three_graphs (ours, "
     "NSA_BACKEND_ROUND_GRAPH=0), auto (ours, NSA_BACKEND_AUTO_DECODE=1)",
+    "--servers": "servers of each side, which answer in turns; 1 unless told. With more only `course` is measured, nothing is "
+    "profiled, and all must fit on the GPU at once: 18 GiB each of wide with 32 prompts of 4096 tokens",
     "--model": "folder of a checkpoint of your own, served by one side after the other; needs --prompts",
     "--prompts": "your prompts: a .jsonl file with text, messages or input_ids a line, or a text file with one a line",
     "--tokens": "most new tokens of an answer to one of --prompts",
@@ -69,11 +71,11 @@ OPTIONS = {
     "--port": "of the first server; runs at the same time need ports 2000 apart",
 }
 
-SINGLE = ("--port", "--prompt-tokens", "--samples", "--model", "--prompts", "--tokens", "--server", "--temperature", "--top-p")
-"""Those that take one value."""
-
 FRACTIONS = ("--temperature", "--top-p")
 """Those that are no whole numbers."""
+
+SINGLE = ("--port", "--prompt-tokens", "--samples", "--servers", "--model", "--prompts", "--tokens", "--server", *FRACTIONS)
+"""Those that take one value."""
 
 TEXTS = ("--checkpoint", "--parallel", "--section", "--sides", "--model", "--prompts", "--server")
 """Those that are no numbers."""

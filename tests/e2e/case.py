@@ -33,6 +33,7 @@ class Case:
     request_floors: dict[str, float] = field(default_factory=dict)  # the same for the worst request
     says: str = ""  # what our engine's log must have, beside that the backend is active
     says_times: int = 1  # how often at least
+    never_says: str = ""  # what it must not have
     gpus: int = 1
     spec_v1: bool = False  # gone from SGLang 0.5.13 on
     releases: str = ""  # of SGLang, those that can serve it, as a version specifier, or several with " or " between them

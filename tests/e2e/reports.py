@@ -67,6 +67,8 @@ def problems_of(cases: list, results: dict, found: list[dict]) -> list[str]:
                 problems.append(f"{case.name}: the log has no line that says the backend is active")
             if (times := log.count(case.says)) < case.says_times:
                 problems.append(f"{case.name}: the log says '{case.says}' {times} times, not {case.says_times}")
+            if case.never_says and case.never_says in log:
+                problems.append(f"{case.name}: the log says '{case.never_says}', which its options forbid")
     for d in found:
         if not d["tie"]:
             why = "nobody asked whether it is a tie" if d["tie"] is None else "no tie"

@@ -125,4 +125,18 @@ ROUND_CASES = [
             ("four GPUs, DP attention 2", FOUR_GPUS | DP_2, 4),
         )
     ),
+    # The control of the first of these: is its accept length below greedy requests' by the graph's sampling, or because one of
+    # equally good tokens is drawn? In one wave of "unequal ranks" a rank has a greedy request alone: its rounds are one graph.
+    round_case(
+        "two GPUs, DP attention, sampled and greedy, sampled rounds in three graphs",
+        3,
+        UNEQUAL,
+        environment={"NSA_BACKEND_ROUND_GRAPH": "1", "NSA_BACKEND_SAMPLED_ROUNDS": "0"},
+        says="greedy requests in",
+        never_says="sampled requests in",
+        engine=TWO_GPUS | DP_2,
+        gpus=2,
+        releases=OF_RANKS["releases"],
+        sampling=SAMPLED,
+    ),
 ]

@@ -7,8 +7,9 @@
     python tests/e2e/soak.py OUT.json --table
 
 As many GPUs as sides serve them at once; one serves them in turns, each for so many minutes. With `--topology pd` a side is a
-prefill and a decode server, on the two GPUs of one `--gpus` word; their memory is judged together and reported of each, too.
-With `--topology dp` it is one server with two ranks of DP attention; their rounds are one graph where that is asked for.
+prefill and a decode server, on the two GPUs of one `--gpus` word. With `--topology dp` it is one server with two ranks of DP
+attention; their rounds are one graph where that is asked for. Growth of memory is judged of all servers together, what is held
+after the load of each server, or each rank's process; both are reported of each.
 
 Exits with 1 where anything is wrong with ours; what is wrong with the built-in backend is reported. --table prints the columns
 of OUT.json for docs/promises.md.
@@ -100,6 +101,8 @@ def table(report: dict) -> str:
     if len(servers) > 1:
         for name in servers:
             rows |= memory_rows(lambda s, name=name: s["by_server"][name], f"{name} server alone: ")
+    for name in dict.fromkeys(name for side in sides if side is not None for name in side.get("by_process", ())):
+        rows |= memory_rows(lambda s, name=name: s["by_process"].get(name), f"{name} alone: ")
     rows |= {"problems": lambda s: str(len(s["problems"]))}
     lines = ["| | " + " | ".join(TITLES.get(side, side) for side in report["sides"]) + " |", "|---" * (len(sides) + 1) + "|"]
     for label, cell in rows.items():
@@ -107,8 +110,8 @@ def table(report: dict) -> str:
     return "\n".join(lines)
 
 
-def memory_rows(of: Callable[[dict], dict], whose: str = "") -> dict[str, Callable[[dict], str]]:
-    """Rows of the memory that `of` finds in a side's report; `whose` begins their labels."""
+def memory_rows(of: Callable[[dict], dict | None], whose: str = "") -> dict[str, Callable[[dict], str]]:
+    """Rows of the memory that `of` finds in a side's report, if any; `whose` begins their labels."""
 
     def whole(mib: float | None) -> str:
         return "-" if mib is None else f"{mib:.0f}"
@@ -116,13 +119,16 @@ def memory_rows(of: Callable[[dict], dict], whose: str = "") -> dict[str, Callab
     def grown(mib: float | None) -> str:
         return "-" if mib is None else f"{mib:+.0f} MiB"
 
-    def held(side: dict) -> str:
-        return f"{whole(of(side)['held']['before_mib'])} / {whole(of(side)['held']['after_mib'])}"
+    def cells(side: dict) -> tuple[str, str, str]:
+        if (found := of(side)) is None:
+            return "-", "-", "-"
+        held = " / ".join(whole(found["held"][when]) for when in ("before_mib", "after_mib"))
+        return grown(found["growth"]["gpu_mib"]), held, grown(found["growth"]["host_mib"])
 
     return {
-        f"{whose}GPU memory during the load, growth after warm-up": lambda s: grown(of(s)["growth"]["gpu_mib"]),
-        f"{whose}GPU memory held before the load / after it and a flush, MiB": held,
-        f"{whose}host memory, growth after warm-up": lambda s: grown(of(s)["growth"]["host_mib"]),
+        f"{whose}GPU memory during the load, growth after warm-up": lambda s: cells(s)[0],
+        f"{whose}GPU memory held before the load / after it and a flush, MiB": lambda s: cells(s)[1],
+        f"{whose}host memory, growth after warm-up": lambda s: cells(s)[2],
     }
 
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from soak_side import Soak
 
 HELD_MIB = 32
-"""What may be held after the load that was not held before it, once the server has emptied torch's cache: one of its pages."""
+"""What one allocator may hold after the load that it did not before it, once the server has emptied torch's cache: one of its
+pages. A server has one; under DP attention the process of each rank has."""
 
 DRIFT, ACCEPT_FLOOR = 0.02, 0.95 * 4
 SUSPECT = re.compile(r"Traceback|\bERROR\b|Error: |CUDA error|\b[nN]a[nN]\b|leak detected|state was deleted|watchdog timeout")
@@ -83,9 +84,9 @@ def held(samples: list[dict], began: float, flushed: float | None) -> dict[str, 
     return {"before_mib": before[-1] if before else None, "after_mib": median(after) if after else None}
 
 
-def of_server(samples: list[dict], name: str) -> list[dict]:
-    """The memory of one server alone in each sample that has it."""
-    return [{"time": s["time"]} | s["by_server"][name] for s in samples if name in s["by_server"]]
+def of_one(samples: list[dict], which: str, name: str) -> list[dict]:
+    """The memory of one of `by_server` or `by_process` alone, in each sample that has it."""
+    return [{"time": s["time"]} | s[which][name] for s in samples if name in s[which]]
 
 
 def memory(run: Soak, samples: list[dict]) -> dict:
@@ -94,6 +95,27 @@ def memory(run: Soak, samples: list[dict]) -> dict:
         "growth": {key: growth(samples, key, *run.load) for key in TOPOLOGIES[run.topology].growth},
         "held": held(samples, run.load[0], run.flushed),
     }
+
+
+def memory_of_each(run: Soak) -> dict[str, dict]:
+    """The same of each server, and, where one has several ranks, of each process on a GPU since the load began."""
+    topology = TOPOLOGIES[run.topology]
+    later = dict.fromkeys(name for s in run.samples if s["time"] > run.load[0] for name in s["by_process"])
+    named = {"by_server": topology.servers, "by_process": later if topology.ranks > 1 else ()}
+    return {which: {name: memory(run, of_one(run.samples, which, name)) for name in names} for which, names in named.items()}
+
+
+def held_too_much(report: dict) -> list[str]:
+    """A sentence for every allocator that holds more than HELD_MIB after the load and the flush beyond what it held before."""
+    several = len(report["by_server"]) > 1
+    by_server = {f" by the {name} server" if several else "": of_one for name, of_one in report["by_server"].items()}
+    by_process = {f" by {name}": of_one for name, of_one in report["by_process"].items()}
+    problems = []
+    for whose, each in (by_process or by_server).items():
+        more = (each["held"]["after_mib"] or 0) - (each["held"]["before_mib"] or 0)
+        if more > HELD_MIB:
+            problems.append(f"{more} MiB of GPU memory are held{whose} after the load and the flush, more than {HELD_MIB}")
+    return problems
 
 
 def drift(rows: list[dict]) -> float | None:
@@ -122,7 +144,7 @@ def summary(run: Soak) -> dict:
         "drift": drift(rows),
         "latency": latency(records),
         **memory(run, run.samples),
-        "by_server": {name: memory(run, of_server(run.samples, name)) for name in topology.servers},
+        **memory_of_each(run),
         "bounds": {"growth": topology.growth, "held_mib": HELD_MIB, "drift": DRIFT, "accept_length": ACCEPT_FLOOR},
         "differences": run.differences or group_differences(records, run.templates, run.references),
         "servers": len(topology.servers),
@@ -159,11 +181,9 @@ def problems_of(report: dict, ours: bool = True) -> list[str]:
         grown = report["growth"][key]
         must.append((grown is not None, f"growth of {key} was not measured"))
         must.append((grown is None or grown <= bound, f"{key} grew by {grown} after warm-up, more than {bound}"))
-    before, after = report["held"]["before_mib"], report["held"]["after_mib"]
-    must.append((None not in (before, after), "GPU memory was not sampled before the load and after the flush"))
-    if None not in (before, after):
-        more = after - before
-        must.append((more <= HELD_MIB, f"{more} MiB of GPU memory are held after the load and the flush, more than {HELD_MIB}"))
+    sampled = None not in report["held"].values()
+    must.append((sampled, "GPU memory was not sampled before the load and after the flush"))
+    must += [(False, problem) for problem in held_too_much(report) if sampled]
     for d in report["differences"]:
         why = "no tie" if d["tie"] is False else "nobody asked whether it is a tie"
         must.append((d["tie"], f"template {d['template']} differs at {d['position']} in {d['requests']} requests, {why}"))

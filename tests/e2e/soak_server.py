@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -114,18 +115,34 @@ def processes(pid: int) -> list[psutil.Process]:
 def memory(pids: dict[str, int]) -> dict:
     """MiB that the servers of these names hold together, and `by_server` each of them; None where nobody tells.
 
+    `by_process` has those that hold some of a GPU, by server and title; alike ones are added up.
     `gpu_mib` is on their GPUs, whatever runs beside them. `host_mib` is resident; a page that processes share counts in each.
     """
-    on_gpus, by_server = by_process_mib(seconds=10), {}
+    on_gpus, by_server, by_process = by_process_mib(seconds=10), {}, {}
     for name, pid in pids.items():
         tree = processes(pid)
-        held = None if on_gpus is None else sum(on_gpus.get(process.pid, 0) for process in tree)
-        by_server[name] = {"gpu_mib": held, "host_mib": resident_mib(tree)}
+        by_server[name] = {"gpu_mib": on_gpu_mib(tree, on_gpus), "host_mib": resident_mib(tree)}
+        alike = defaultdict(list)
+        for process in tree:
+            if on_gpu_mib([process], on_gpus):
+                alike[f"{name}, {title(process)}"].append(process)
+        by_process |= {key: {"gpu_mib": on_gpu_mib(of, on_gpus), "host_mib": resident_mib(of)} for key, of in alike.items()}
     total = {}
     for key in ("gpu_mib", "host_mib"):
         known = [of_one[key] for of_one in by_server.values() if of_one[key] is not None]
         total[key] = round(sum(known), 1) if known else None
-    return total | {"by_server": by_server}
+    return total | {"by_server": by_server, "by_process": by_process}
+
+
+def on_gpu_mib(tree: list[psutil.Process], on_gpus: dict[int, int] | None) -> int | None:
+    return None if on_gpus is None else sum(on_gpus.get(process.pid, 0) for process in tree)
+
+
+def title(process: psutil.Process) -> str:
+    """What a process calls itself: SGLang names its schedulers, with their ranks where there are several."""
+    with suppress(psutil.Error):
+        return next(iter(process.cmdline()), process.name())
+    return str(process.pid)
 
 
 def resident_mib(tree: list[psutil.Process]) -> float | None:

@@ -42,8 +42,9 @@ def options_of(bench, monkeypatch, **given) -> list[list[str]]:
     seen = []
 
     class Servers:
-        def __init__(self, folder, port, shapes, new_tokens, sides=None):
-            seen.append(generation.options_for(shapes, new_tokens))
+        def __init__(self, folder, port, shapes, new_tokens, sides=None, copies=1):
+            own = ["--nccl-port", str(port + generation.NCCL_PORT)]
+            seen.append([*generation.options_for(shapes, new_tokens, copies=copies), *own])
 
         def close(self):
             pass
@@ -66,6 +67,7 @@ def commands(tmp_path_factory) -> dict[str, list[str]]:
             bench.__name__.rsplit("_", 1)[1]: options_of(bench, monkeypatch)[0]
             for bench in (bench_serve, bench_draft, bench_profile)
         }
+        options["profile, three pairs"] = options_of(bench_profile, monkeypatch, servers=3, batch=[32], length=[4096])[0]
     options["readme"] = []
     options["own model"] = OwnModel(
         folder, [[1]], [1, 8], 256, folder, 1, ["--tp-size", "1", "--max-running-requests", "16"]

@@ -54,10 +54,11 @@ pathlib.Path(sys.argv[4]).write_text(json.dumps([[[-1.0, 5], [-1.0 - {gap}, 6]] 
         ("is active; graphs: 3; graphs: 3", []),
         ("is active; graphs: 3", ["x: the log says 'graphs: 3' 1 times, not 2"]),
         ("is active", ["x: the log says 'graphs: 3' 0 times, not 2"]),
+        ("is active; graphs: 3; graphs: 3; graphs: 1", ["x: the log says 'graphs: 1', which its options forbid"]),
     ],
 )
 def test_what_an_engine_must_say(log, problems):
-    case = run_case.Case("x", 1, ("w",), says="graphs: 3", says_times=2)
+    case = run_case.Case("x", 1, ("w",), says="graphs: 3", says_times=2, never_says="graphs: 1")
     assert reports.problems_of([case], {("x", "ours"): ({"w": {"accept": [2.0]}}, log)}, []) == problems
 
 

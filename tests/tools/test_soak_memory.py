@@ -1,4 +1,4 @@
-"""The memory of a soak run's servers: sampled together and by server, and judged together."""
+"""The memory of a soak run's servers: sampled together, by server and by process; what is held is judged of each allocator."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from soak_runs import ACTIVE, BEGAN, ENDED, RETRACT, run_of, samples, steady_load, taken_back
 
@@ -58,6 +59,31 @@ class TestServers:
         assert 0 < prefill["host_mib"] < decode["host_mib"]
         assert found["host_mib"] == pytest.approx(prefill["host_mib"] + decode["host_mib"])
 
+    def test_processes_on_a_gpu_have_their_titles_and_alike_ones_are_added_up(self, servers, monkeypatch):
+        pids, child = servers
+        titles = {
+            pids["prefill"]: "sglang::scheduler",
+            pids["decode"]: "sglang::scheduler_DP0_TP0",
+            child: "sglang::scheduler_DP1_TP1",
+        }
+        monkeypatch.setattr(soak_server, "title", lambda process: titles[process.pid])
+        on_gpus = {pids["prefill"]: 500, pids["decode"]: 40, child: 3000}
+        monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: on_gpus)
+        found = soak_server.memory(pids)["by_process"]
+        assert {name: of_one["gpu_mib"] for name, of_one in found.items()} == {
+            "prefill, sglang::scheduler": 500,
+            "decode, sglang::scheduler_DP0_TP0": 40,
+            "decode, sglang::scheduler_DP1_TP1": 3000,
+        }
+        assert all(of_one["host_mib"] > 0 for of_one in found.values())
+        titles[child] = titles[pids["decode"]]
+        assert soak_server.memory(pids)["by_process"]["decode, sglang::scheduler_DP0_TP0"]["gpu_mib"] == 3040
+        del on_gpus[pids["decode"]], on_gpus[child]
+        assert list(soak_server.memory(pids)["by_process"]) == ["prefill, sglang::scheduler"]
+
+    def test_a_process_is_called_what_it_calls_itself(self, servers):
+        assert soak_server.title(psutil.Process(servers[0]["prefill"])) == sys.executable
+
     def test_one_that_has_ended_holds_nothing(self, servers, monkeypatch):
         monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: {servers[0]["prefill"]: 500})
         found = soak_server.memory({"prefill": servers[0]["prefill"], "decode": 2**22 + 1})  # no process has that number
@@ -70,24 +96,72 @@ class TestServers:
         found = soak_server.memory(servers[0])
         assert found["gpu_mib"] is None
         assert [of_one["gpu_mib"] for of_one in found["by_server"].values()] == [None, None]
-        assert soak_server.memory({}) == {"gpu_mib": None, "host_mib": None, "by_server": {}}
+        assert found["by_process"] == {}
+        assert soak_server.memory({}) == {"gpu_mib": None, "host_mib": None, "by_server": {}, "by_process": {}}
 
     def test_a_report_says_which_of_a_pair_grew(self, tmp_path):
-        """The bounds are on both together."""
+        """The bounds on growth are on both together, that on what is held is on each."""
         prefill, decode = samples(gpu=lambda s: 1500), samples(gpu=lambda s: 2000 + max(s, 0), host=lambda s: 9000 + 2.0 * s)
-        both = []
-        for first, second in zip(prefill, decode, strict=True):
-            total = {key: first[key] + second[key] for key in ("gpu_mib", "host_mib")}
-            by_server = {"prefill": first["by_server"]["server"], "decode": second["by_server"]["server"]}
-            both.append(first | total | {"by_server": by_server})
+        both = together({"prefill": prefill, "decode": decode})
         both[0]["by_server"].pop("decode")  # it had not started yet
-        run = run_of(tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n{ACTIVE}\n{RETRACT}\n", both)
-        run.topology = "pd"
-        report = soak_judge.summary(run)
+        report = report_of(tmp_path, "pd", both)
         assert report["growth"] == {"gpu_mib": 120, "host_mib": 240}
         assert report["held"] == {"before_mib": 3500, "after_mib": 3752}
         assert report["by_server"] == {
             "prefill": {"growth": {"gpu_mib": 0, "host_mib": 0}, "held": {"before_mib": 1500, "after_mib": 1500}},
             "decode": {"growth": {"gpu_mib": 120, "host_mib": 240}, "held": {"before_mib": 2000, "after_mib": 2252}},
         }
-        assert soak_judge.problems_of(report) == ["252 MiB of GPU memory are held after the load and the flush, more than 32"]
+        assert soak_judge.problems_of(report) == [
+            "252 MiB of GPU memory are held by the decode server after the load and the flush, more than 32"
+        ]
+
+    @pytest.mark.parametrize(("more", "problems"), [((27, 27), []), ((32, 33), [33]), ((40, -40), [40]), ((54, 0), [54])])
+    def test_each_of_a_pair_may_hold_what_one_server_may(self, tmp_path, more, problems):
+        """And none what another gave back."""
+        pair = {name: samples(gpu=held_later(mib)) for name, mib in zip(("prefill", "decode"), more, strict=True)}
+        found = soak_judge.problems_of(report_of(tmp_path, "pd", together(pair)))
+        assert [int(problem.split()[0]) for problem in found] == problems
+
+    def test_each_rank_of_dp_attention_may_hold_as_much(self, tmp_path):
+        """A process that is new counts whole; what had ended before the load does not count."""
+        ranks = {f"server, sglang::scheduler_DP{n}_TP{n}": samples(gpu=held_later(27)) for n in (0, 1)}
+        sampled = together(ranks, "by_process")
+        report = report_of(tmp_path, "dp", sampled, servers=1)
+        assert report["held"] == {"before_mib": 40000, "after_mib": 40054}
+        assert list(report["by_process"]) == list(ranks)
+        assert [of_one["held"]["after_mib"] for of_one in report["by_process"].values()] == [20027] * 2
+        assert soak_judge.problems_of(report) == []
+        sampled[0]["by_process"]["server, compiling"] = {"gpu_mib": 700, "host_mib": 1.0}
+        for sample in sampled[-3:]:
+            sample["by_process"]["server, new"] = {"gpu_mib": 33, "host_mib": 1.0}
+        report = report_of(tmp_path, "dp", sampled, servers=1)
+        assert list(report["by_process"]) == [*ranks, "server, new"]
+        assert soak_judge.problems_of(report) == [
+            "33 MiB of GPU memory are held by server, new after the load and the flush, more than 32"
+        ]
+
+    def test_one_server_is_judged_without_a_name(self, tmp_path):
+        report = report_of(tmp_path, "one", samples(gpu=held_later(33)), servers=1)
+        assert report["by_process"] == {}
+        assert soak_judge.problems_of(report) == ["33 MiB of GPU memory are held after the load and the flush, more than 32"]
+
+
+def held_later(mib: int):
+    """Of a server that holds so many MiB more once it has flushed its cache."""
+    return lambda second: 20000 if second < ENDED - BEGAN else 20000 + mib
+
+
+def together(each: dict[str, list[dict]], which: str = "by_server") -> list[dict]:
+    """Samples of servers, or of the processes of one server."""
+    found = []
+    for at_once in zip(*each.values(), strict=True):
+        total = {key: sum(sample[key] for sample in at_once) for key in ("gpu_mib", "host_mib")}
+        of_each = {name: sample["by_server"]["server"] for name, sample in zip(each, at_once, strict=True)}
+        found.append(at_once[0] | total | {"by_server": {"server": total}} | {which: of_each})
+    return found
+
+
+def report_of(tmp_path: Path, topology: str, sampled: list[dict], servers: int = 2) -> dict:
+    run = run_of(tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n" * servers + f"{RETRACT}\n", sampled)
+    run.topology = topology
+    return soak_judge.summary(run)

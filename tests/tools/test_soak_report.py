@@ -93,6 +93,12 @@ class TestJoined:
             "| decode server alone: host memory, growth after warm-up | +6 MiB | - |",
             "| problems | 0 | - |",
         ]
+        ranks = side(by_server={"server": decode}, by_process={"server, sglang::scheduler_DP1_TP1": prefill})
+        rows = soak.table(
+            soak.joined({"ours": ranks, "builtin": side(by_server={"server": decode}, by_process={})}, {}, 480.0)
+        ).splitlines()
+        label = "server, sglang::scheduler_DP1_TP1 alone: GPU memory held before the load / after it and a flush, MiB"
+        assert rows[-3] == f"| {label} | 1700 / 1700 | - |"
         alone = side(by_server={"server": decode})
         assert not any("alone" in row for row in soak.table(soak.joined({"ours": alone}, {}, 480.0)).splitlines())
 
