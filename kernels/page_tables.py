@@ -44,6 +44,9 @@ def copy_page_tables(
     table_len = tl.load(seq_lens_ptr + request).to(tl.int32) + table_offset
     table_len = tl.minimum(tl.maximum(table_len, 1), max_len)
     slot = tl.load(req_pool_indices_ptr + request).to(tl.int64)
+    # A slot is never negative. As the exit of programs without a column asks for it, its load is issued beside that of the
+    # length; the compiler moves it behind the exit otherwise, where it is one wait more before the first column.
+    table_len = tl.where(slot >= 0, table_len, 0)
     source_ptr = req_to_token_ptr + slot * req_to_token_stride
     target_ptr = page_table_1_ptr + request.to(tl.int64) * page_table_1_stride
     if ROWS_PER_REQUEST == 0:
