@@ -17,6 +17,7 @@ from nsa_backend.kernels.topk_plan import CAPS, MAX_ROWS, THRESHOLDS
 ROW_BLOCK = 128
 COLUMN_BLOCK, NUM_WARPS = 4096, 4
 PAGED_COLUMN_BLOCK, PAGED_NUM_WARPS = 16384, 1  # 256 page entries, eight loads of a thread under way at once
+PAGED_PIECE = 128  # page entries of one store of a warp
 SM_BLOCK = 32  # entries of the schedule in a program, one a thread of a warp
 TARGET_TABLE_PROGRAMS = 2048
 
@@ -101,6 +102,7 @@ def write_metadata(
         SPLIT_KV=SCHEDULE_SPLIT_KV,
         ROW_BLOCK=ROW_BLOCK,
         COLUMN_BLOCK=column_block,
+        PIECE=column_block // PAGE_SIZE if wide else PAGED_PIECE,
         SURPLUS_LAST=surplus_last,
         num_warps=num_warps,
     )

@@ -75,6 +75,7 @@ def metadata_kernel(
     SPLIT_KV: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
     SURPLUS_LAST: tl.constexpr,
 ):
     split, splits, line = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
@@ -105,6 +106,7 @@ def metadata_kernel(
             PAGE=PAGE,
             ROW_BLOCK=ROW_BLOCK,
             COLUMN_BLOCK=COLUMN_BLOCK,
+            PIECE=PIECE,
         )
     elif program < NUM_STEPS * SCHEDULE_PARTS:
         step = program // SCHEDULE_PARTS
