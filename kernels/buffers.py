@@ -26,7 +26,6 @@ class MetadataBuffers:
     seqlens_expanded: torch.Tensor  # int32 [num_steps, max_rows], len of each row; is cache_seqlens where rows are requests
     nsa_cache_seqlens: torch.Tensor  # int32 [num_steps, max_rows], min(len, index_topk)
     nsa_cu_seqlens_k: torch.Tensor  # int32 [num_steps, max_rows + 1], exclusive prefix sum of nsa_cache_seqlens
-    segment_ends: torch.Tensor  # int32 [num_steps, max_rows], inclusive prefix sum of ceil(len / 256): the schedule's scratch
     schedule: torch.Tensor | None  # int32 [num_steps, num_sms + 1, 2], DeepGEMM's paged-MQA schedule; None without DeepGEMM
     topk_plan: torch.Tensor | None  # int32 [num_steps, max_rows + 1, 2], work list of SGLang's top-k v2 kernel; None without it
     page_table_1: torch.Tensor | None  # int32 [max_requests, pages * 64], slot of every token; None where nothing reads it
@@ -77,7 +76,6 @@ class MetadataBuffers:
             seqlens_expanded=cache_seqlens if rows_are_requests else int32(steps, rows, fill=1),
             nsa_cache_seqlens=int32(steps, rows, fill=1),
             nsa_cu_seqlens_k=int32(steps, rows + 1),
-            segment_ends=int32(steps, rows),
             schedule=int32(steps, num_sms + 1, 2) if num_sms else None,
             topk_plan=int32(steps, rows + 1, 2) if planned else None,
             page_table_1=table("page_table_1", requests, pages * PAGE_SIZE) if wide else None,

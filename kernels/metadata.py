@@ -12,11 +12,13 @@ from nsa_backend.kernels.metadata_kernel import metadata_kernel
 from nsa_backend.kernels.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
 from nsa_backend.kernels.topk_plan import CAPS, MAX_ROWS, THRESHOLDS
 
-# The variant that loses least over all modes and shapes in benchmarks/results/tune_metadata_h200.json.
+# With page_table_1 (SGLang 0.5.12), the variant that loses least over all modes and shapes in
+# benchmarks/results/tune_metadata_h200.json; without, one warp, which scans and searches with no barrier.
 ROW_BLOCK = 128
-COLUMN_BLOCK = 4096
-PAGED_COLUMN_BLOCK = 8192  # where only page entries are copied: 128 of them, one a thread
-NUM_WARPS = 4
+COLUMN_BLOCK, NUM_WARPS = 4096, 4
+PAGED_COLUMN_BLOCK, PAGED_NUM_WARPS = 16384, 1  # 256 page entries, eight loads of a thread under way at once
+PAGED_PIECE = 128  # page entries of one store of a warp
+SM_BLOCK = 32  # entries of the schedule in a program, one a thread of a warp
 TARGET_TABLE_PROGRAMS = 2048
 
 
@@ -47,11 +49,14 @@ def write_metadata(
     wide = buffers.page_table_1 is not None
     planned = buffers.topk_plan is not None and plan.num_rows <= MAX_ROWS
     num_plans = plan.num_steps if planned else 0
-    column_block = COLUMN_BLOCK if wide else PAGED_COLUMN_BLOCK
+    column_block, num_warps = (COLUMN_BLOCK, NUM_WARPS) if wide else (PAGED_COLUMN_BLOCK, PAGED_NUM_WARPS)
     blocks = triton.cdiv(buffers.table_width, column_block)
     splits = max(1, min(blocks, triton.cdiv(TARGET_TABLE_PROGRAMS, max(plan.num_requests, 1))))
     num_sms = 0 if buffers.schedule is None else buffers.schedule.shape[1] - 1
-    metadata_kernel[(plan.num_steps + num_plans + plan.num_requests * splits,)](
+    schedule_parts = triton.cdiv(num_sms + 1, SM_BLOCK) if num_sms else 0
+    of_steps = plan.num_steps * (schedule_parts + 2) + num_plans
+    step_lines = triton.cdiv(of_steps, splits)
+    metadata_kernel[(splits, step_lines + plan.num_requests)](
         inputs.seq_lens,
         inputs.req_pool_indices,
         req_to_token,
@@ -61,7 +66,6 @@ def write_metadata(
         buffers.seqlens_expanded,
         buffers.nsa_cache_seqlens,
         buffers.nsa_cu_seqlens_k,
-        buffers.segment_ends,
         buffers.cache_seqlens if buffers.schedule is None else buffers.schedule,
         buffers.topk_plan if planned else buffers.cache_seqlens,
         buffers.page_table_1 if wide else buffers.real_page_table,
@@ -84,22 +88,21 @@ def write_metadata(
         plan.table_offset,
         min(req_to_token.shape[1], buffers.table_width),
         index_topk,
-        splits,
-        plan.num_requests.bit_length(),
-        plan.num_rows.bit_length(),
+        step_lines,
         NUM_STEPS=plan.num_steps,
         NUM_PLANS=num_plans,
         ROWS_PER_REQUEST=plan.rows_per_request,
         WIDE=wide,
         THRESHOLDS=THRESHOLDS,
         CAPS=CAPS,
-        MAX_ROWS=MAX_ROWS,
         NUM_SMS=num_sms,
-        SM_BLOCK=triton.next_power_of_2(num_sms + 1),
+        SM_BLOCK=SM_BLOCK,
+        SCHEDULE_PARTS=schedule_parts,
         PAGE=PAGE_SIZE,
         SPLIT_KV=SCHEDULE_SPLIT_KV,
         ROW_BLOCK=ROW_BLOCK,
         COLUMN_BLOCK=column_block,
+        PIECE=column_block // PAGE_SIZE if wide else PAGED_PIECE,
         SURPLUS_LAST=surplus_last,
-        num_warps=NUM_WARPS,
+        num_warps=num_warps,
     )

@@ -1,9 +1,13 @@
 """The kernel that writes the metadata of every step and row of a forward, or of a whole draft round.
 
-Grid, known on the host: `num_steps` programs write lengths, prefix sums and the DeepGEMM schedule of one step each, as many the
-plan of the top-k kernel where it is wanted; `num_requests * splits` programs copy page tables, `splits` of them taking turns at
-the column blocks of one request. A program past the end of its request stops at once, so the grid depends on no value that only
-the GPU knows and one long request is spread over as many programs as a short one.
+No program waits for another one, nor for what another thread has stored: each is a chain of a few loads. Of a step,
+`SCHEDULE_PARTS` programs write the DeepGEMM schedule, one the plan of the top-k kernel where it is wanted, one the lengths of
+rows and one those of requests. `num_requests * splits` programs copy page tables, `splits` of them taking turns at the column
+blocks of one request. A program past the end of its request stops at once, so the grid depends on no value that only the GPU
+knows and one long request is spread over as many programs as a short one.
+
+Grid, known on the host: [splits, step_lines + num_requests]. The first lines are the programs of steps, as many lines as those
+fill; then a line is a request. So no program has to divide by a run-time number before its first load.
 """
 
 from __future__ import annotations
@@ -11,21 +15,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend.kernels.lengths import (
-    write_cu_seqlens_q,
-    write_request_lengths,
-    write_row_lengths,
-    write_schedule,
-)
+from nsa_backend.kernels.lengths import write_cu_seqlens_q, write_request_lengths, write_row_lengths
 from nsa_backend.kernels.page_tables import copy_page_tables
+from nsa_backend.kernels.schedule import write_schedule
 from nsa_backend.kernels.topk_plan import write_topk_plan
 
 # What changes from batch to batch; a special value (1, or a multiple of 16) must not compile the kernel again.
 UNSPECIALIZED = [
     "cache_seqlens_stride", "cu_seqlens_k_stride", "seqlens_expanded_stride", "nsa_cache_seqlens_stride",
     "nsa_cu_seqlens_k_stride", "topk_plan_stride", "page_table_1_stride", "real_page_table_stride",
-    "num_requests", "num_rows", "row_offset", "cache_offset", "table_offset", "max_len", "splits",
-    "request_search_steps", "row_search_steps",
+    "num_requests", "num_rows", "row_offset", "cache_offset", "table_offset", "max_len", "step_lines",
 ]  # fmt: skip
 
 
@@ -40,7 +39,6 @@ def metadata_kernel(
     seqlens_expanded_ptr,  # int32 [num_steps, seqlens_expanded_stride]
     nsa_cache_seqlens_ptr,  # int32 [num_steps, nsa_cache_seqlens_stride]
     nsa_cu_seqlens_k_ptr,  # int32 [num_steps, nsa_cu_seqlens_k_stride]
-    segment_ends_ptr,  # int32 [num_steps, nsa_cache_seqlens_stride]
     schedule_ptr,  # int32 [num_steps, NUM_SMS + 1, 2], not written where NUM_SMS is 0
     topk_plan_ptr,  # int32 [num_steps, topk_plan_stride], not written where NUM_PLANS is 0
     page_table_1_ptr,  # int32 [num_requests, page_table_1_stride], not written where WIDE is False
@@ -63,92 +61,32 @@ def metadata_kernel(
     table_offset,
     max_len,
     index_topk,
-    splits,
-    request_search_steps,
-    row_search_steps,
+    step_lines,  # lines of the grid before the requests'
     NUM_STEPS: tl.constexpr,
     NUM_PLANS: tl.constexpr,
     ROWS_PER_REQUEST: tl.constexpr,
     WIDE: tl.constexpr,
     THRESHOLDS: tl.constexpr,
     CAPS: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
     NUM_SMS: tl.constexpr,
     SM_BLOCK: tl.constexpr,
+    SCHEDULE_PARTS: tl.constexpr,
     PAGE: tl.constexpr,
     SPLIT_KV: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
     SURPLUS_LAST: tl.constexpr,
 ):
-    # What `MetadataBuffers.allocate` keeps of the strides: rows of page tables begin at 16 bytes.
-    page_table_1_stride = tl.multiple_of(page_table_1_stride, 4)
-    real_page_table_stride = tl.multiple_of(real_page_table_stride, 4)
-    step = tl.program_id(0)
-    if step < NUM_STEPS:
-        write_request_lengths(
-            seq_lens_ptr,
-            cache_seqlens_ptr + step * cache_seqlens_stride,
-            cu_seqlens_k_ptr + step * cu_seqlens_k_stride,
-            num_requests,
-            cache_offset + step,
-            max_len,
-            BLOCK=ROW_BLOCK,
-        )
-        if ROWS_PER_REQUEST == 0:
-            write_cu_seqlens_q(extend_lens_ptr, cu_seqlens_q_ptr, num_requests, num_rows, BLOCK=ROW_BLOCK)
-            # Read back below, by other threads of this program.
-            tl.debug_barrier()
-        ends_ptr = segment_ends_ptr + step * nsa_cache_seqlens_stride
-        segments = write_row_lengths(
-            seq_lens_ptr,
-            extend_lens_ptr,
-            cu_seqlens_q_ptr,
-            seqlens_expanded_ptr + step * seqlens_expanded_stride,
-            nsa_cache_seqlens_ptr + step * nsa_cache_seqlens_stride,
-            nsa_cu_seqlens_k_ptr + step * nsa_cu_seqlens_k_stride,
-            ends_ptr,
-            token_to_batch_idx_ptr,
-            num_requests,
-            num_rows,
-            row_offset + step,
-            max_len,
-            index_topk,
-            request_search_steps,
-            ROWS_PER_REQUEST=ROWS_PER_REQUEST,
-            SPLIT_KV=SPLIT_KV,
-            BLOCK=ROW_BLOCK,
-        )
-        if NUM_SMS > 0:
-            tl.debug_barrier()
-            write_schedule(
-                ends_ptr,
-                schedule_ptr + step * (2 * (NUM_SMS + 1)),
-                num_rows,
-                segments,
-                row_search_steps,
-                NUM_SMS=NUM_SMS,
-                SM_BLOCK=SM_BLOCK,
-                SURPLUS_LAST=SURPLUS_LAST,
-            )
-    elif step < NUM_STEPS + NUM_PLANS:
-        planned = step - NUM_STEPS
-        write_topk_plan(
-            seq_lens_ptr,
-            topk_plan_ptr + planned * topk_plan_stride,
-            num_rows,
-            row_offset + planned,
-            max_len,
-            ROWS_PER_REQUEST=ROWS_PER_REQUEST,
-            THRESHOLDS=THRESHOLDS,
-            CAPS=CAPS,
-            MAX_ROWS=MAX_ROWS,
-        )
-    else:
-        table_program = step - NUM_STEPS - NUM_PLANS
+    split, splits, line = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    program = line * splits + split
+    if line >= step_lines:
+        if WIDE:
+            # What `MetadataBuffers.allocate` keeps of the stride: rows of page_table_1 begin at 16 bytes.
+            page_table_1_stride = tl.multiple_of(page_table_1_stride, 4)
         copy_page_tables(
-            table_program // splits,
-            table_program % splits,
+            line - step_lines,
+            split,
             splits,
             seq_lens_ptr,
             req_pool_indices_ptr,
@@ -168,4 +106,67 @@ def metadata_kernel(
             PAGE=PAGE,
             ROW_BLOCK=ROW_BLOCK,
             COLUMN_BLOCK=COLUMN_BLOCK,
+            PIECE=PIECE,
         )
+    elif program < NUM_STEPS * SCHEDULE_PARTS:
+        step = program // SCHEDULE_PARTS
+        write_schedule(
+            seq_lens_ptr,
+            extend_lens_ptr,
+            schedule_ptr + step * (2 * (NUM_SMS + 1)),
+            program % SCHEDULE_PARTS,
+            num_requests,
+            num_rows,
+            row_offset + step,
+            max_len,
+            ROWS_PER_REQUEST=ROWS_PER_REQUEST,
+            SPLIT_KV=SPLIT_KV,
+            NUM_SMS=NUM_SMS,
+            SM_BLOCK=SM_BLOCK,
+            SURPLUS_LAST=SURPLUS_LAST,
+            BLOCK=ROW_BLOCK,
+        )
+    elif program < NUM_STEPS * SCHEDULE_PARTS + NUM_PLANS:
+        step = program - NUM_STEPS * SCHEDULE_PARTS
+        write_topk_plan(
+            seq_lens_ptr,
+            topk_plan_ptr + step * topk_plan_stride,
+            num_requests,
+            num_rows,
+            row_offset + step,
+            max_len,
+            ROWS_PER_REQUEST=ROWS_PER_REQUEST,
+            THRESHOLDS=THRESHOLDS,
+            CAPS=CAPS,
+            BLOCK=ROW_BLOCK,
+        )
+    elif program < NUM_STEPS * (SCHEDULE_PARTS + 1) + NUM_PLANS:
+        step = program - NUM_STEPS * SCHEDULE_PARTS - NUM_PLANS
+        write_row_lengths(
+            seq_lens_ptr,
+            extend_lens_ptr,
+            seqlens_expanded_ptr + step * seqlens_expanded_stride,
+            nsa_cache_seqlens_ptr + step * nsa_cache_seqlens_stride,
+            nsa_cu_seqlens_k_ptr + step * nsa_cu_seqlens_k_stride,
+            token_to_batch_idx_ptr,
+            num_requests,
+            num_rows,
+            row_offset + step,
+            max_len,
+            index_topk,
+            ROWS_PER_REQUEST=ROWS_PER_REQUEST,
+            BLOCK=ROW_BLOCK,
+        )
+    elif program < NUM_STEPS * (SCHEDULE_PARTS + 2) + NUM_PLANS:
+        step = program - NUM_STEPS * (SCHEDULE_PARTS + 1) - NUM_PLANS
+        write_request_lengths(
+            seq_lens_ptr,
+            cache_seqlens_ptr + step * cache_seqlens_stride,
+            cu_seqlens_k_ptr + step * cu_seqlens_k_stride,
+            num_requests,
+            cache_offset + step,
+            max_len,
+            BLOCK=ROW_BLOCK,
+        )
+        if ROWS_PER_REQUEST == 0:
+            write_cu_seqlens_q(extend_lens_ptr, cu_seqlens_q_ptr, num_requests, num_rows, BLOCK=ROW_BLOCK)

@@ -41,7 +41,6 @@ def write_metadata_torch(
         buffers.seqlens_expanded[step, :rows] = lens
         buffers.nsa_cache_seqlens[step, :rows] = clipped
         buffers.nsa_cu_seqlens_k[step, : rows + 1] = _exclusive_sum(clipped)
-        buffers.segment_ends[step, :rows] = torch.cumsum((lens + SCHEDULE_SPLIT_KV - 1) // SCHEDULE_SPLIT_KV, 0)
         if buffers.schedule is not None:
             buffers.schedule[step] = paged_mqa_schedule(lens, buffers.schedule.shape[1] - 1, surplus_last)
         if buffers.topk_plan is not None and rows <= MAX_ROWS:
@@ -61,7 +60,7 @@ def write_metadata_torch(
 def paged_mqa_schedule(lens: torch.Tensor, num_sms: int, surplus_last: bool = False) -> torch.Tensor:
     """DeepGEMM's schedule, int32 [num_sms + 1, 2], of rows with lengths `lens` [num_rows].
 
-    Row m is (query row, split) where SM m starts; `nsa_backend.kernels.lengths` has the rule and its two releases.
+    Row m is (query row, split) where SM m starts; `nsa_backend.kernels.schedule` has the rule and its two releases.
     """
     ends = torch.cumsum((lens.long() + SCHEDULE_SPLIT_KV - 1) // SCHEDULE_SPLIT_KV, 0)
     total = int(ends[-1]) if len(ends) else 0

@@ -40,10 +40,20 @@ def copy_page_tables(
     PAGE: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
+    """Copy the page tables of one request, as one of `splits` programs that take turns at pieces of PIECE pages.
+
+    A program asks for the COLUMN_BLOCK tokens of several pieces at once. Turns leave no program with many of them while others
+    have none, however long the request is.
+    """
+    PAGES: tl.constexpr = COLUMN_BLOCK // PAGE
     table_len = tl.load(seq_lens_ptr + request).to(tl.int32) + table_offset
     table_len = tl.minimum(tl.maximum(table_len, 1), max_len)
     slot = tl.load(req_pool_indices_ptr + request).to(tl.int64)
+    # A slot is never negative. As the exit of programs without a column asks for it, its load is issued beside that of the
+    # length; the compiler moves it behind the exit otherwise, where it is one wait more before the first column.
+    table_len = tl.where(slot >= 0, table_len, 0)
     source_ptr = req_to_token_ptr + slot * req_to_token_stride
     target_ptr = page_table_1_ptr + request.to(tl.int64) * page_table_1_stride
     if ROWS_PER_REQUEST == 0:
@@ -53,12 +63,15 @@ def copy_page_tables(
     else:
         row_begin = request * ROWS_PER_REQUEST
         row_end = row_begin + ROWS_PER_REQUEST
-    for start in range(split * COLUMN_BLOCK, table_len, splits * COLUMN_BLOCK):
-        page = start // PAGE + tl.arange(0, COLUMN_BLOCK // PAGE)
+    place = tl.arange(0, PAGES)
+    turns = place // PIECE * splits * PIECE + place % PIECE
+    for first in range(split * PIECE, tl.cdiv(table_len, PAGE), splits * PAGES):
+        page = first + turns
         page_mask = page * PAGE < table_len
         page_slot = tl.load(source_ptr + page * PAGE, mask=page_mask)
         if WIDE:
-            column = start + tl.arange(0, COLUMN_BLOCK)
+            tl.static_assert(PIECE == PAGES)
+            column = first * PAGE + tl.arange(0, COLUMN_BLOCK)
             mask = column < table_len
             tl.store(target_ptr + column, tl.load(source_ptr + column, mask=mask), mask=mask)
         for row in range(row_begin, row_end):

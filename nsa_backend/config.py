@@ -50,7 +50,7 @@ class BackendConfig:
     num_draft_tokens: int  # D; 0 without speculative decoding
     num_sms: int  # DeepGEMM's; 0 without a GPU
     num_kv_slots: int  # tokens the KV pool has memory for
-    surplus_last: bool = False  # which SMs DeepGEMM gives a segment more, see kernels/lengths.py
+    surplus_last: bool = False  # which SMs DeepGEMM gives a segment more, see kernels/schedule.py
     wide_table: bool = False  # whether the top-k reads page_table_1
     topk_plan: bool = False  # whether it reads a plan, see kernels/topk_plan.py
     overlapped: bool = False  # whether it is one of several backends that run interleaved (two-batch overlap)

@@ -20,7 +20,7 @@ def check_fields(metadata, batch: Batch, step: int = 0) -> None:
     rows, requests = len(metadata.nsa_seqlens_expanded), len(batch.seq_lens)
     shapes = {
         "cache_seqlens": (9, requests), "cu_seqlens_k": (9, requests + 1), "seqlens_expanded": (9, rows),
-        "nsa_cache_seqlens": (9, rows), "nsa_cu_seqlens_k": (9, rows + 1), "segment_ends": (9, rows),
+        "nsa_cache_seqlens": (9, rows), "nsa_cu_seqlens_k": (9, rows + 1),
         "real_page_table": (rows, 20),
         "token_to_batch_idx": (rows,), "cu_seqlens_q": (requests + 1,),
     }  # fmt: skip

@@ -104,7 +104,6 @@ def expected_buffers(batch: Batch, shapes: dict[str, tuple[int, ...]]) -> dict[s
         out["nsa_cache_seqlens"][step, : len(rows)] = clipped
         out["nsa_cu_seqlens_k"][step, : len(rows) + 1] = np.cumsum([0, *clipped])
         out["seqlens_expanded"][step, : len(rows)] = lengths
-        out["segment_ends"][step, : len(rows)] = np.cumsum([-(-length // SPLIT_KV) for length in lengths])
         if batch.num_sms:
             out["schedule"][step] = schedule(lengths, batch.num_sms, batch.surplus_last)
         if batch.planned and len(rows) <= 512:
