@@ -99,11 +99,14 @@ def greedy(tokens: int) -> dict:
     return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
 
 
-def wait_until_ready(port: int, server: subprocess.Popen, seconds: float = STARTING) -> None:
-    """Return when the server answers; raises RuntimeError where it ends first, TimeoutError where it takes too long."""
+def wait_until_ready(port: int, server: subprocess.Popen | None, seconds: float = STARTING) -> None:
+    """Return when the server answers; raises RuntimeError where it ends first, TimeoutError where it takes too long.
+
+    `server` is None where somebody else looks whether it ends.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if server.poll() is not None:
+        if server is not None and server.poll() is not None:
             raise RuntimeError(f"the server ended with {server.returncode}")
         try:
             call(port, "/health", timeout=max(0.1, min(HEALTH_SECONDS, deadline - time.monotonic())))

@@ -35,6 +35,8 @@ class Case:
     says_times: int = 1  # how often at least
     never_says: str = ""  # what it must not have
     gpus: int = 1
+    ranks_per_gpu: int = 1  # more than one: as many nodes on this machine, each with a rank on every GPU (nodes.py)
+    most_tokens: int = 128  # new tokens of a request at most: engine_options.new_tokens
     spec_v1: bool = False  # gone from SGLang 0.5.13 on
     releases: str = ""  # of SGLang, those that can serve it, as a version specifier, or several with " or " between them
     disaggregated: str = ""  # the transfer engine between a prefill server on the first GPU and a decode server on the next

@@ -23,7 +23,8 @@ RANK = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:]+((?: [A-Z]+\d+)*)\]|^\[(rank\d+)\]:
 RAISED = re.compile(r"hit an exception: Traceback \(most recent call last\)")
 """What SGLang writes of an error that ends a process of its."""
 TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
-ERROR = re.compile(r"^(?:[\w.]*\.)?\w*(?:Error|Exception|Interrupt)(?:: .*)?$", re.MULTILINE)
+CHAINED = re.compile(r"(?:During handling of the|The) above exception.*:\n\nTraceback \(most recent call last\)")
+ERROR = re.compile(r"^(?:\[rank\d+\]: )?(?:[\w.]*\.)?\w*(?:Error|Exception|Interrupt)(?:: .*)?$", re.MULTILINE)
 FRAME = re.compile(r"^frame #\d+: ")
 """A line of C++, of which an error brings a dozen."""
 
@@ -40,11 +41,16 @@ class Exit:
     rss_gib: float  # resident memory when it was last seen
 
     def how(self) -> str:
-        if self.status is None:
-            return "ended unseen"
-        if self.status < 0:
-            return signal.Signals(-self.status).name
-        return f"exit code {self.status}"
+        return how_ended(self.status)
+
+
+def how_ended(status: int | None) -> str:
+    """Words for an exit code, which is less than 0 for a signal and None where nobody saw it."""
+    if status is None:
+        return "ended unseen"
+    if status < 0:
+        return signal.Signals(-status).name
+    return f"exit code {status}"
 
 
 class Followed:
@@ -85,7 +91,7 @@ class Followed:
         with suppress(psutil.Error):
             for process in psutil.Process(self._pid).children(recursive=True):
                 with suppress(psutil.Error):
-                    name = Path((process.cmdline() or [process.name()])[0]).name
+                    name = name_of(process)
                     its_own = process.ppid() == self._pid or name.startswith(TITLE)
                     gone = any(one.pid == process.pid for one in self.exits)
                     if its_own and not gone and process.status() != psutil.STATUS_ZOMBIE:
@@ -97,6 +103,22 @@ class Followed:
             name, rss = self._alive.pop(pid)
             seconds, logged = time.monotonic() - self._began, self._log.stat().st_size
             self.exits.append(Exit(pid, name, status, seconds, logged, rss))
+
+
+def name_of(process: psutil.Process) -> str:
+    """As SGLang titles it, or what it runs."""
+    return Path((process.cmdline() or [process.name()])[0]).name
+
+
+def titles_beneath(pid: int) -> set[str]:
+    """SGLang's titles of what lives beneath a process."""
+    found = set()
+    with suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.add(name_of(process))
+    return {name for name in found if name.startswith(TITLE)}
 
 
 def state_of(pid: int) -> tuple[str, int | None]:
@@ -164,6 +186,17 @@ def _error(log: str, start: int) -> str:
     """The line that ends the traceback which begins there; the first line of what it says."""
     found = ERROR.search(log, start)
     return (found[0] if found else log[start:].partition("\n")[0])[:LINE_LENGTH]
+
+
+def first_error(log: str) -> str:
+    """The line that ends the first traceback of a log, or of a chain of them the last; empty where it has none."""
+    found = TRACEBACK.search(log)
+    while found and (chained := CHAINED.search(log, found.end())):
+        if len(TRACEBACK.findall(log, found.end(), chained.end())) > 1:
+            break  # a chain of its own, further on
+        found = chained
+    error = ERROR.search(log, found.end()) if found else None
+    return error[0][:LINE_LENGTH] if error else ""
 
 
 def last_lines(log: str, most: int = LAST_LINES) -> dict[str, list[str]]:

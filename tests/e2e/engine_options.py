@@ -16,9 +16,9 @@ UP_TO_TWO = {"cuda_graph_bs": [1, 2]}
 """Captured sizes that most batches of "unequal ranks" exceed, on one rank or on both."""
 
 
-def new_tokens(steps: int) -> int:
-    """Tokens to generate: at most 128, and as many as whole rounds of N + 1 add up to after the first."""
-    return 1 + 127 // (steps + 1) * (steps + 1)
+def new_tokens(steps: int, most: int = 128) -> int:
+    """Tokens to generate: at most `most`, and as many as whole rounds of N + 1 add up to after the first."""
+    return 1 + (most - 1) // (steps + 1) * (steps + 1)
 
 
 def with_an_empty_round(floors: dict[str, float], steps: int) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Cases that no committed report has seen since a commit: what a change of that commit owes.
 
-    python tests/e2e/owed.py COMMIT [--gpus 1]
+    python tests/e2e/owed.py COMMIT [--gpus 1] [--ranks-per-gpu 1]
 
 Prints the names as they follow run_all.py's --cases, of the installed release, one a line; nothing where none is owed. A case
 counts as seen where our side of it gave something. The history has to be there, so ask before you go to a machine without it.
@@ -35,9 +35,10 @@ def seen(reports: Iterable[dict], release: str, newer: Callable[[str], bool]) ->
     return found
 
 
-def owed(cases: Iterable[Case], gpus: int, known: set[str]) -> list[str]:
-    """Names of the cases for this number of GPUs, in their order, that are not known."""
-    return [case.name for case in cases if case.gpus == gpus and case.runs_here() and case.name not in known]
+def owed(cases: Iterable[Case], gpus: int, known: set[str], ranks_per_gpu: int = 1) -> list[str]:
+    """Names of the cases for this number of GPUs, and of ranks on each, in their order, that are not known."""
+    on_these = [case for case in cases if (case.gpus, case.ranks_per_gpu) == (gpus, ranks_per_gpu) and case.runs_here()]
+    return [case.name for case in on_these if case.name not in known]
 
 
 def is_since(commit: str, where: Path = HERE) -> Callable[[str], bool]:
@@ -59,9 +60,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--ranks-per-gpu", type=int, default=1)
     args = parser.parse_args()
     reports = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("e2e_*.json"))]
-    for name in owed(CASES, args.gpus, seen(reports, installed(), is_since(args.commit))):
+    known = seen(reports, installed(), is_since(args.commit))
+    for name in owed(CASES, args.gpus, known, args.ranks_per_gpu):
         print(shlex.quote(name))
 
 

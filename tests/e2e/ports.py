@@ -7,6 +7,7 @@ from itertools import accumulate
 from case import Case
 from engines import NCCL_PORT, PORTS_APART
 from next_token import question
+from nodes import AFTER_MEETING, MEETING, NCCL
 from pd_servers import ALONE, BOOTSTRAP, DECODE, ROUTER
 
 ENGINES = 50
@@ -19,8 +20,11 @@ ask for them, and its processes meet on the others."""
 
 
 def ports_of(case: Case, port: int) -> set[int]:
-    """Those of the engine of a case, or of the servers of a disaggregated one, from `port` up."""
+    """Those of the engine of a case, of the servers of a disaggregated one, or of several nodes, from `port` up."""
     with_dp = case.engine.get("enable_dp_attention", False) or case.engine.get("attn_dp_size", 1) > 1
+    if case.ranks_per_gpu > 1:
+        meeting = {MEETING, *((MEETING + at for at in AFTER_MEETING) if with_dp else ())}
+        return {port + at for at in (*range(case.ranks_per_gpu), NCCL, *meeting)}
     of_each = (0, NCCL_PORT, *(DP_PORTS if with_dp else ()))
     servers, beside = ((0, DECODE, ALONE), {port + ROUTER, port + BOOTSTRAP}) if case.disaggregated else ((0,), set())
     return {port + server + at for server in servers for at in of_each} | beside

@@ -38,8 +38,11 @@ def verdicts(case, ours: dict) -> list[str]:
 
 
 def row_of(case, results: dict[str, dict]) -> dict:
-    """One row of a report, from what each side's engine gave."""
+    """One row of a report, from what each side's engine gave; `ranks_per_gpu` where ranks share GPUs, and then no times."""
     row = {"case": case.name, "steps": case.steps, "decode": case.decode, "workloads": {}}
+    shared = case.ranks_per_gpu > 1
+    if shared:
+        row["ranks_per_gpu"] = case.ranks_per_gpu
     for workload in case.measured():
         row["workloads"][workload] = {
             backend: {
@@ -49,8 +52,8 @@ def row_of(case, results: dict[str, dict]) -> dict:
                 "cached_tokens": result[workload]["cached_tokens"],
                 "host_tokens": result[workload]["host_tokens"],
                 "storage_tokens": result[workload]["storage_tokens"],
-                "seconds": result[workload]["seconds"],
             }
+            | ({} if shared else {"seconds": result[workload]["seconds"]})  # ranks that take turns tell nothing of time
             for backend, result in results.items()
         }
     return row
@@ -145,6 +148,8 @@ def show(report: dict) -> None:
         for workload, cell in row["workloads"].items():
             sides = " ".join(f"{b} {v['mean']} (worst {min(v['requests'])})" for b, v in cell.items())
             print(f"{row['case']} | {workload} | {sides}")
+    if shared := sum("ranks_per_gpu" in row for row in report["rows"]):
+        print(f"in {shared} of these cases ranks share GPUs: nothing is measured there but accept lengths and outputs")
     ties = sum(d["tie"] is True for d in report["differences"])
     print(f"{len(report['differences'])} of the outputs differ from what they should equal, {ties} of them at ties")
     for failure in report["failures"]:

@@ -40,7 +40,9 @@ from nsa_backend.releases import generation_of, installed
 
 START_SECONDS = {"nsa": 40, "dsa": 80}
 """An engine's start beside three others, with kernels compiled; the first one without caches takes up to four minutes."""
-WAVE_SECONDS, APART_SECONDS = 2.0, 3.0  # a wave of requests; between two starts, as engines measure free memory then
+WAVE_SECONDS = {1: 2.0, 2: 8.0, 4: 25.0}
+"""A wave of requests, by ranks that share a GPU; estimated from about 20 collectives a round where they do."""
+APART_SECONDS = 3.0  # between two starts, as engines measure free memory then
 
 
 @dataclass
@@ -85,7 +87,8 @@ def estimate(case: Case, backends: int) -> float:
     """Minutes that a case takes, one engine after the other."""
     waves = sum(waves_of(workload_of(name)) for name in case.measured())
     starts = 2 if case.disaggregated else 1  # three servers, side by side
-    return backends * (starts * START_SECONDS[generation_of(installed()).adapter] + WAVE_SECONDS * waves) / 60
+    wave = WAVE_SECONDS[case.ranks_per_gpu]
+    return backends * (starts * START_SECONDS[generation_of(installed()).adapter] + wave * waves) / 60
 
 
 def launch(run: Run, case: Case, backend: str, port: int) -> tuple[dict | None, str]:
@@ -175,8 +178,9 @@ def arguments() -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--cases", nargs="*", help="all by default")
     parser.add_argument("--part", help="I/N: the I-th of N parts of these cases, which take about as long")
     parser.add_argument("--gpus", type=int, default=1, help="run the cases for this number of GPUs")
+    parser.add_argument("--ranks-per-gpu", type=int, default=1, help="run the cases whose ranks share GPUs so")
     parser.add_argument("--backends", nargs="*", default=list(BACKENDS))
-    parser.add_argument("--jobs", type=int, default=4, help="engines side by side")
+    parser.add_argument("--jobs", type=int, help="engines side by side: 4 by default, 1 where ranks share GPUs")
     parser.add_argument("--minutes", type=float, default=60, help="no engine starts that would not end in time")
     parser.add_argument("--engine-seconds", type=float, default=420, help="after which an engine counts as hanging")
     parser.add_argument("--warm", action="store_true", help="kernels are compiled: the first engine need not run alone")
@@ -187,9 +191,11 @@ def arguments() -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--list", action="store_true", help="the cases and their minutes; run nothing")
     parser.add_argument("--merge", nargs="+", type=Path, help="join these reports in OUT.json; run nothing")
     args = parser.parse_args()
-    on_these = [c for c in CASES if c.gpus == args.gpus and c.runs_here()]
+    args.jobs = args.jobs or (4 if args.ranks_per_gpu == 1 else 1)
+    on_these = [c for c in CASES if (c.gpus, c.ranks_per_gpu) == (args.gpus, args.ranks_per_gpu) and c.runs_here()]
     if unknown := set(args.cases or ()) - {c.name for c in on_these}:
-        parser.error(f"no case {sorted(unknown)} on {args.gpus} GPUs of this SGLang; there are {[c.name for c in on_these]}")
+        where = f"{args.gpus} GPUs, ranks per GPU {args.ranks_per_gpu}, of this SGLang"
+        parser.error(f"no case {sorted(unknown)} on {where}; there are {[c.name for c in on_these]}")
     cases = [c for c in on_these if not args.cases or c.name in args.cases]
     return args, part_of(cases, args.part) if args.part else cases
 

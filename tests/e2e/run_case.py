@@ -14,12 +14,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from actions import ACTIONS
 from engine_options import new_tokens
+from nodes import Nodes
 from pd_servers import ALONE, Pair, ServerProcess, meeting
 from workloads import CASES, RANKS, WORKLOADS, Case
 
@@ -108,7 +110,7 @@ def generate_with(engine) -> Generate:
 
 def measure(generate: Generate, case: Case, again: str = "") -> dict:
     """What each workload of `case` gave, by its name; with `again`, which tells a second run from the first."""
-    greedy = {"temperature": 0, "max_new_tokens": new_tokens(case.steps), "ignore_eos": True}
+    greedy = {"temperature": 0, "max_new_tokens": new_tokens(case.steps, case.most_tokens), "ignore_eos": True}
 
     def sampling(wave: list[list[int]]) -> dict | list[dict]:
         if not case.sampling:
@@ -173,6 +175,13 @@ def run_disaggregated(case: Case, arguments: dict) -> dict:
         return measure(pair.generate, case) | measure(alone.generate, case, case.again)
 
 
+def run_on_nodes(case: Case, arguments: dict, logs: Path) -> dict:
+    """On as many nodes as ranks share a GPU; their logs are `logs` with other suffixes."""
+    with Nodes(arguments, case.ranks_per_gpu, logs) as nodes:
+        nodes.wait()
+        return measure(nodes.generate, case)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
@@ -185,6 +194,8 @@ def main() -> None:
     os.environ.update(case.builtin_environment if builtin and case.builtin_environment is not None else case.environment)
     arguments = engine_arguments(case, args.checkpoint, args.port, builtin=builtin)
     run = run_disaggregated if case.disaggregated else run_engine
+    if case.ranks_per_gpu > 1:
+        run = partial(run_on_nodes, logs=args.out)
     args.out.write_text(json.dumps(run(case, arguments)))
 
 

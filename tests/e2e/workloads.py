@@ -11,6 +11,7 @@ from engine_options import DP_2, FLOORS, FP8, STANDARD, TWO_GPUS, UP_TO_TWO, wit
 from model_cases import MODEL_CASES
 from rank_cases import CASES_OF_RANKS
 from round_cases import ROUND_CASES
+from shared_cases import SHARED_CASES
 
 VOCAB = 2048
 
@@ -28,7 +29,9 @@ def shared_prefix(seed: int = 5) -> list[list[int]]:
 
 
 UNEQUAL = ((3, 1), (5, 0), (1, 4), (0, 2), (7, 3), (1, 8))
-"""Requests on the first and on the second of two DP ranks, wave by wave."""
+"""Requests on the first and on the second of DP ranks, of which others have none, wave by wave."""
+
+ON_RANKS = {"unequal ranks": UNEQUAL, "some unequal ranks": ((3, 1), (0, 2), (1, 8))}
 
 WORKLOADS = {
     # name: list of waves; a wave is one batched generate call
@@ -52,10 +55,15 @@ WORKLOADS = {
     "prompts": lambda: [prompts(8, 3000, seed=61)],
     "prompts that take their room": lambda: [prompts(8, 3000, seed=seed) for seed in (62, 63, 64)],
     "the first prompts again": lambda: [prompts(8, 3000, seed=61)],
-    "unequal ranks": lambda: [prompts(sum(counts), 300, step=9, seed=40 + i) for i, counts in enumerate(UNEQUAL)],
+    **{
+        name: lambda waves=waves: [prompts(sum(counts), 300, step=9, seed=40 + i) for i, counts in enumerate(waves)]
+        for name, waves in ON_RANKS.items()
+    },
 }
 
-RANKS = {"unequal ranks": [[rank for rank, n in enumerate(counts) for _ in range(n)] for counts in UNEQUAL]}
+RANKS = {
+    name: [[rank for rank, n in enumerate(counts) for _ in range(n)] for counts in waves] for name, waves in ON_RANKS.items()
+}
 """Of a workload whose requests choose their DP rank: the rank of each, wave by wave."""
 
 
@@ -231,4 +239,5 @@ CASES = [
     *ROUND_CASES,
     *CASES_OF_RANKS,
     *DEPLOYMENT_CASES,
+    *SHARED_CASES,
 ]

@@ -58,7 +58,8 @@ def test_every_case_resolves(engine, case, ask):
     assert set(adapter.served_backends(server_args)) <= set(adapter.BACKEND_NAMES)
     assert getattr(args, adapter.DECODE_ATTRIBUTE) == case.decode
     assert (args.speculative_num_steps or 0) == (0 if ask else case.steps)
-    assert args.tp_size * args.pp_size == case.gpus // (2 if case.disaggregated else 1)
+    ranks = 1 if ask else case.ranks_per_gpu
+    assert args.tp_size * args.pp_size == ranks * case.gpus // (2 if case.disaggregated else 1)
     dense = case.dense_draft and not ask
     assert (args.speculative_algorithm == "EAGLE3") == dense
     assert getattr(args, "speculative_draft_attention_backend", None) == ("fa3" if dense else None)

@@ -19,6 +19,7 @@ from nsa_backend.benchmarks.servers import SIDE_BY_SIDE
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 from engines import PORTS
 from next_token import question
+from nodes import AFTER_MEETING, arguments_of
 from pd_servers import ALONE, meeting, roles
 from ports import DP_PORTS, ENGINES, JUDGES, begins, judge_begin, ports_of, ports_of_run
 from run_case import engine_arguments
@@ -26,7 +27,7 @@ from workloads import CASES
 
 FIRST = 12000
 RUN_HERE = [case for case in CASES if case.runs_here()]
-OF_EACH_KIND = {(c.disaggregated, *sorted(c.engine)): c for c in RUN_HERE if not c.dense_draft}.values()
+OF_EACH_KIND = {(c.disaggregated, c.ranks_per_gpu, *sorted(c.engine)): c for c in RUN_HERE if not c.dense_draft}.values()
 """One case of those that are asked for the same options, whatever their values."""
 
 
@@ -46,6 +47,8 @@ def ports_of_sglang(resolve, tmp_path, monkeypatch):
 
     def found(case, port: int) -> set[int]:
         arguments = engine_arguments(case, str(tmp_path), port)
+        if case.ranks_per_gpu > 1:
+            return set().union(*map(of_server, arguments_of(arguments, case.ranks_per_gpu)))
         if not case.disaggregated:
             return of_server(arguments)
         pair = roles(arguments, case.disaggregated)
@@ -77,12 +80,13 @@ def test_dp_attention_counts_ports_up_from_its_own():
     """What `ports_of` takes from SGLang: the first is no part of PortArgs, the others are what it gives after this one."""
     handed_out, first_met, *_ = DP_PORTS
     assert (handed_out, first_met) == (sglang_args.DP_ATTENTION_HANDSHAKE_PORT_DELTA, sglang_args.ZMQ_TCP_PORT_DELTA)
+    assert AFTER_MEETING[-1] == handed_out
 
 
-@pytest.mark.parametrize("gpus", sorted({case.gpus for case in RUN_HERE}))
-def test_engines_side_by_side_share_no_port(gpus):
+@pytest.mark.parametrize(("gpus", "ranks"), sorted({(case.gpus, case.ranks_per_gpu) for case in RUN_HERE}))
+def test_engines_side_by_side_share_no_port(gpus, ranks):
     """Nor do those asked about ties, though not beside them. Where ports are handed out nobody listens for longer than that."""
-    cases = [case for case in RUN_HERE if case.gpus == gpus for _ in range(2)]
+    cases = [case for case in RUN_HERE if (case.gpus, case.ranks_per_gpu) == (gpus, ranks) for _ in range(2)]
     listening = []
     for at in (begins(cases, FIRST), [judge_begin(number, FIRST) for number in range(len(cases))]):
         for case, begin in list(zip(cases, at, strict=True))[: ENGINES // 3]:

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import machine
-from endings import Exit, cause, facts, last_lines, state_of
+from endings import Exit, cause, facts, first_error, last_lines, state_of
 from engines import run_to_its_end
 
 GIB = 2**30
@@ -242,3 +242,25 @@ def test_samples_are_taken_as_long_as_engines_run(monkeypatch):
     after = len(taken)
     time.sleep(0.1)
     assert len(taken) == after
+
+
+FIRST, SECOND, THIRD = (f"Traceback (most recent call last):\n  File {n}\n{n}Error: words of {n}\nmore of it\n" for n in "ABC")
+HANDLING = "\nDuring handling of the above exception, another exception occurred:\n\n"
+CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [
+        ("all went well\n", ""),
+        (f"loading\n{FIRST}{SECOND}", "AError: words of A"),
+        (f"{FIRST}{HANDLING}{SECOND}", "BError: words of B"),
+        (f"{FIRST}{HANDLING}{SECOND}{CAUSE}{THIRD}noise\n{FIRST}", "CError: words of C"),
+        (f"{FIRST}noise\n{SECOND}{HANDLING}{THIRD}", "AError: words of A"),
+        ("[rank3]: Traceback (most recent call last):\n[rank3]:   File A\n[rank3]: AError: words", "[rank3]: AError: words"),
+        ("Traceback (most recent call last):\n  File A\n", ""),
+    ],
+)
+def test_the_first_error_of_a_log(log, told):
+    """Where it is one of a chain, what came of it."""
+    assert first_error(log) == told

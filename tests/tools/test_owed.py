@@ -33,11 +33,12 @@ def test_what_an_older_commit_another_release_or_the_other_side_gave_does_not_co
 
 
 def test_cases_of_other_machines_are_not_owed():
-    def case(name: str, gpus: int, here: bool = True) -> SimpleNamespace:
-        return SimpleNamespace(name=name, gpus=gpus, runs_here=lambda: here)
+    def case(name: str, gpus: int, here: bool = True, ranks: int = 1) -> SimpleNamespace:
+        return SimpleNamespace(name=name, gpus=gpus, ranks_per_gpu=ranks, runs_here=lambda: here)
 
-    cases = [case("a", 1), case("b", 2), case("c", 1, here=False), case("d", 1)]
+    cases = [case("a", 1), case("b", 2), case("c", 1, here=False), case("d", 1), case("e", 2, ranks=4)]
     assert owed(cases, 1, {"d"}) == ["a"]
+    assert owed(cases, 2, set(), ranks_per_gpu=4) == ["e"]
     assert owed(cases, 2, set()) == ["b"]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +14,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import rank_cases
+import reports
+import run_all
+from next_token import question
+from nodes import MOST_NODES
 from run_case import engine_arguments, generate_with
-from workloads import CASES, RANKS, UNEQUAL, WORKLOADS
+from shared_cases import SHARED_CASES
+from workloads import CASES, ON_RANKS, RANKS, UNEQUAL, WORKLOADS
 
 from nsa_backend.benchmarks.faithful_checkpoint import ALL_SHAPES
 
@@ -65,7 +72,8 @@ def test_no_rank_keeps_requests_waiting():
 def test_engines_of_many_gpus_leave_room_for_those_that_start_meanwhile():
     shares: dict[int, set[float]] = {}
     for case in (c for c in CASES if not c.disaggregated):
-        shares.setdefault(case.gpus, set()).add(engine_arguments(case, "/checkpoint", 12000)["mem_fraction_static"])
+        ranks = case.gpus * case.ranks_per_gpu
+        shares.setdefault(ranks, set()).add(engine_arguments(case, "/checkpoint", 12000)["mem_fraction_static"])
     assert shares == {1: {0.3}, 2: {0.3}, 4: {0.8}, 8: {0.8}}
 
 
@@ -89,3 +97,61 @@ def test_requests_go_to_their_ranks(sampling):
     each = sampling if isinstance(sampling, list) else [sampling] * 3
     assert asked == list(zip((2, 1, 1), each, (0, 0, 1), strict=True))
     engine.loop.close()
+
+
+class TestSharedGPUs:
+    def test_they_are_asked_for_by_the_ranks_of_a_gpu(self, monkeypatch, tmp_path):
+        """So that no run has them beside engines that are timed, or that wait for GPUs of their own."""
+
+        def chosen(*words: str) -> tuple[set[str], int]:
+            monkeypatch.setattr(sys, "argv", ["run_all.py", str(tmp_path / "x.json"), "--gpus", "2", *words])
+            args, cases = run_all.arguments()
+            return {case.name for case in cases}, args.jobs
+
+        monkeypatch.setattr(run_all.Case, "runs_here", lambda case: True)
+        shared = {case.name: case.ranks_per_gpu for case in SHARED_CASES}
+        alone, jobs = chosen()
+        assert (alone & shared.keys(), jobs) == (set(), 4)
+        for ranks in (2, 4):
+            assert chosen("--ranks-per-gpu", str(ranks)) == ({name for name in shared if shared[name] == ranks}, 1)
+        assert chosen("--ranks-per-gpu", "2", "--jobs", "3")[1] == 3
+        with pytest.raises(SystemExit):
+            chosen("--cases", next(iter(shared)))
+
+    @pytest.mark.parametrize("case", SHARED_CASES, ids=lambda case: case.name)
+    def test_each_is_what_its_name_says(self, case):
+        ranks = {"four": 4, "eight": 8}[case.name.split()[0]]
+        assert (case.gpus * case.ranks_per_gpu, case.engine["tp_size"]) == (ranks, ranks)
+        assert case.ranks_per_gpu <= MOST_NODES
+        of_dp = case.name.partition("DP attention ")[2][:1]
+        assert str(case.engine.get("dp_size", "")) == of_dp
+        assert (case.says, case.says_times) == (
+            ("captured whole speculative rounds", ranks) if "one graph" in case.name else ("", 1)
+        )
+        assert {case.action, case.disaggregated, case.loaded_back} == {""}  # nodes have no engine for any of these
+        if "some unequal ranks" in case.workloads:
+            most = engine_arguments(case, "", 12000)["max_running_requests"] // case.engine["dp_size"]
+            assert most >= max(map(max, ON_RANKS["some unequal ranks"]))
+
+    def test_a_row_says_so_and_has_no_times(self):
+        case = SHARED_CASES[0]
+        counts = {name: sum(map(len, WORKLOADS[name]())) for name in case.workloads}
+        given = {
+            name: {key: [0] * n for key in ("accept", "histograms", "cached_tokens", "host_tokens", "storage_tokens")}
+            | {"seconds": 9.0}
+            for name, n in counts.items()
+        }
+        row = reports.row_of(case, {"ours": given})
+        assert row["ranks_per_gpu"] == 2
+        assert "seconds" not in json.dumps(row)
+        alone = reports.row_of(replace(case, ranks_per_gpu=1), {"ours": given})
+        assert "ranks_per_gpu" not in alone
+        assert "seconds" in json.dumps(alone)
+
+    def test_ties_are_asked_of_one_rank_a_gpu(self):
+        for case in SHARED_CASES:
+            asked = question(case)
+            arguments = engine_arguments(asked, "", 12000)
+            assert (asked.ranks_per_gpu, arguments["tp_size"], arguments.get("dp_size")) == (1, case.gpus, None)
+            assert (asked.checkpoint, asked.decode) == (case.checkpoint, case.decode)
+            assert arguments["kv_cache_dtype"] == engine_arguments(case, "", 12000)["kv_cache_dtype"]

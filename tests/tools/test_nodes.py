@@ -1,0 +1,250 @@
+"""Nodes of one deployment on one machine: their start, their end, and what is said of one that ends, with small stand-ins."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+import nodes
+import run_case
+from endings import facts
+from engines import run_to_its_end
+from nodes import MEETING, NCCL, Nodes
+from pd_servers import command
+from workloads import CASES
+
+E2E = Path(run_case.__file__).parent
+NODE = """
+import json, os, subprocess, sys, threading, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+words = sys.argv[1:]
+option = dict(zip(words, words[1:]))
+node, port, asked = int(option["--node-rank"]), int(option["--port"]), json.loads(option["--model-path"])
+told = {{name: value for name, value in os.environ.items() if name.startswith(("NCCL", "GLOO"))}}
+with open({seen!r}, "a") as seen:
+    print(json.dumps([node, time.monotonic(), option, told, os.getpid()]), file=seen)
+if asked.get("fails at once") == node:
+    raise ValueError("there is no such option")
+time.sleep(asked.get("seconds", 0))
+print("node", node, "server_args=...", flush=True)
+RANK = "import sys, time; time.sleep(float(sys.argv[1])); sys.exit(int(sys.argv[2]))"
+for who, title, seconds, code in asked.get("ranks", []):
+    if who == node:
+        titled = ["bash", "-c", 'exec -a sglang::%s "$@"' % title, "", sys.executable, "-c", RANK, str(seconds), str(code)]
+        subprocess.Popen(titled)
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with open({seen!r}, "a") as seen:
+            print(json.dumps(["asked", body]), file=seen)
+        time.sleep(asked.get("answers after", 0))
+        meta = {{"spec_correct_drafts_histogram": [0, 0, 0, 9], "cached_tokens": 0}}
+        prompts = body["input_ids"]
+        many = isinstance(prompts[0], list)
+        given = [{{"output_ids": [len(p)], "meta_info": meta}} for p in (prompts if many else [prompts])]
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(given if many else given[0]).encode())
+    def log_message(self, *arguments):
+        pass
+if asked.get("raises") == node:
+    def end():
+        print("Traceback (most recent call last):\\n  x\\nKeyError: 'why'", flush=True)
+        os._exit(5)
+    threading.Timer(3.0, end).start()
+if node:
+    time.sleep(120)
+ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def stand_ins(tmp_path, monkeypatch):
+    """Puts small processes in place of nodes; returns a function of (what they do, port) to arguments, with `seen` of them."""
+    script, seen = tmp_path / "node.py", tmp_path / "seen"
+    script.write_text(NODE.format(seen=str(seen)))
+    monkeypatch.setattr(nodes, "command", lambda arguments: [sys.executable, str(script), *command(arguments)[3:]])
+
+    def arguments(port: int, **asked) -> dict:
+        return {"port": port, "tp_size": 4, "model_path": json.dumps(asked)}
+
+    arguments.seen = lambda: [json.loads(line) for line in seen.read_text().splitlines()]
+    arguments.script = script
+    return arguments
+
+
+def started(seen: list) -> dict[int, SimpleNamespace]:
+    """What each node was started with, by its number, in the order in which they started."""
+    names = ("at", "option", "environment", "pid")
+    return {row[0]: SimpleNamespace(**dict(zip(names, row[1:], strict=True))) for row in seen if row[0] != "asked"}
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_the_first_node_starts_once_the_others_have_looked_at_its_ports(stand_ins, tmp_path):
+    with Nodes(stand_ins(34200, seconds=1.0), 3, tmp_path / "case.json") as deployment:
+        deployment.wait(20)
+        answers = deployment.generate([[1, 2], [3, 4, 5]], {"temperature": 0})
+        found = started(stand_ins.seen())
+        assert all(is_alive(node.pid) for node in found.values())
+    assert [a["output_ids"] for a in answers] == [[2], [3]]
+    assert sorted(found) == [0, 1, 2]
+    assert found[0].at > max(found[1].at, found[2].at) + 1.0
+    assert [found[n].environment["NCCL_HOSTID"] for n in range(3)] == ["node0", "node1", "node2"]
+    for node in found.values():
+        assert (
+            node.environment.items() >= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}.items()
+        )
+        assert (node.option["--nnodes"], node.option["--dist-init-addr"]) == ("3", f"127.0.0.1:{34200 + MEETING}")
+        assert (node.option["--nccl-port"], node.option["--tp-size"]) == (str(34200 + NCCL), "4")
+        assert not is_alive(node.pid)
+    assert [found[n].option["--port"] for n in range(3)] == ["34200", "34201", "34202"]
+
+
+def test_each_node_has_a_log_and_all_are_in_the_output(stand_ins, tmp_path, capfd):
+    with Nodes(stand_ins(34220), 2, tmp_path / "case.json") as deployment:
+        deployment.wait(20)
+    assert [(tmp_path / f"case.node{n}.log").read_text() for n in (0, 1)] == [
+        "node 0 server_args=...\n",
+        "node 1 server_args=...\n",
+    ]
+    assert sorted(capfd.readouterr().out.splitlines()) == ["node 0 server_args=...", "node 1 server_args=..."]
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 1}, [{"top_k": 1}, {}, {"top_k": 3}]], ids=["of all", "of each"])
+def test_requests_choose_their_ranks(stand_ins, tmp_path, sampling):
+    with Nodes(stand_ins(34240), 2, tmp_path / "case.json") as deployment:
+        deployment.wait(20)
+        answers = deployment.generate([[1, 2], [3], [4, 5, 6]], sampling, [0, 0, 1])
+    assert [a["output_ids"] for a in answers] == [[2], [1], [3]]
+    asked = sorted((row[1] for row in stand_ins.seen() if row[0] == "asked"), key=lambda body: body["input_ids"])
+    each = sampling if isinstance(sampling, list) else [sampling] * 3
+    assert asked == [
+        {"input_ids": prompt, "sampling_params": its_own, "routed_dp_rank": rank}
+        for prompt, its_own, rank in zip(([1, 2], [3], [4, 5, 6]), each, (0, 0, 1), strict=True)
+    ]
+
+
+def test_a_case_whose_ranks_share_gpus_is_measured_on_nodes(stand_ins, tmp_path, monkeypatch):
+    case = next(c for c in CASES if c.name == "eight ranks on two GPUs, tensor parallel, fa3")
+    monkeypatch.setattr(run_case, "WORKLOADS", {"8x300": lambda: [[[2, 3]] * 8]})
+    found = run_case.run_on_nodes(case, stand_ins(34260), tmp_path / "case.json")
+    assert tuple(found) == case.measured()
+    assert sorted(started(stand_ins.seen())) == [0, 1, 2, 3]
+    (body,) = [row[1] for row in stand_ins.seen() if row[0] == "asked"]
+    assert body["sampling_params"]["max_new_tokens"] == 61
+
+
+def ended_nodes(stand_ins) -> set[bool]:
+    return {is_alive(node.pid) for node in started(stand_ins.seen()).values()}
+
+
+def test_a_node_that_does_not_start_says_why(stand_ins, tmp_path):
+    with pytest.raises(
+        RuntimeError, match=r"^node 1 of 3: exit code 1, after \d+ s: ValueError: there is no such option\n"
+    ) as told:
+        Nodes(stand_ins(34280, **{"fails at once": 1}), 3, tmp_path / "case.json").__enter__()
+    assert "The last lines of node 1:" in str(told.value)
+    assert ended_nodes(stand_ins) == {False}
+
+
+def test_a_node_that_ends_ends_the_wave_it_is_missing_in(stand_ins, tmp_path):
+    began = time.monotonic()
+    with Nodes(stand_ins(34300, raises=1, **{"answers after": 60}), 2, tmp_path / "case.json") as deployment:
+        deployment.wait(20)
+        with pytest.raises(RuntimeError, match=r"^node 1 of 2: exit code 5, after \d+ s: KeyError: 'why'\n"):
+            deployment.generate([[1]], {})
+        assert ended_nodes(stand_ins) == {False}
+    assert time.monotonic() - began < 15
+
+
+def test_the_first_node_is_the_cause_of_the_request_that_fails_with_it(stand_ins, tmp_path):
+    with Nodes(stand_ins(34320, raises=0, **{"answers after": 60}), 2, tmp_path / "case.json") as deployment:
+        deployment.wait(20)
+        with pytest.raises(RuntimeError, match=r"^node 0 of 2: exit code 5"):
+            deployment.generate([[1]], {})
+
+
+def test_a_node_that_lives_on_without_a_rank(stand_ins, tmp_path):
+    """A rank that is killed leaves a node which waits for another of its ranks."""
+    lasting = f"scheduler_{tmp_path.name}"
+    ranks = [[1, lasting, 60, 0], [1, "scheduler_TP3", 3, 9]]
+    with Nodes(stand_ins(34340, ranks=ranks, **{"answers after": 60}), 2, tmp_path / "case.json") as deployment:
+        deployment.wait(20)
+        with pytest.raises(RuntimeError, match=r"^node 1 of 2: sglang::scheduler_TP3 ended first: exit code 9, after"):
+            deployment.generate([[1]], {})
+    assert lasting not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+
+def test_what_a_rank_starts_may_end(stand_ins, tmp_path):
+    """Until it runs something else it has its rank's title."""
+    ranks = [[1, "scheduler_TP2", 60, 0], [1, "scheduler_TP2", 2, 0]]
+    with Nodes(stand_ins(34360, ranks=ranks, **{"answers after": 4}), 2, tmp_path / "case.json") as deployment:
+        deployment.wait(20)
+        assert [a["output_ids"] for a in deployment.generate([[1]], {})] == [[1]]
+
+
+def test_a_node_that_does_not_look_at_its_ports(stand_ins, tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes.Nodes._start, "__defaults__", (1.0,))
+    with pytest.raises(TimeoutError, match="node 1 did not log 'server_args=' within 1 s"):
+        Nodes(stand_ins(34380, seconds=60), 2, tmp_path / "case.json").__enter__()
+    assert ended_nodes(stand_ins) == {False}
+
+
+def test_a_request_that_is_refused_is_no_nodes_end(stand_ins, tmp_path):
+    with Nodes(stand_ins(34400), 2, tmp_path / "case.json") as deployment:
+        deployment.wait(20)
+        with pytest.raises(OSError, match=r"Remote end closed|reset"):
+            deployment.generate([], {})
+
+
+CASE = """
+import sys
+sys.path.insert(0, {e2e!r})
+import nodes, pd_servers
+from pathlib import Path
+nodes.command = lambda arguments: [sys.executable, {script!r}, *pd_servers.command(arguments)[3:]]
+with nodes.Nodes({arguments!r}, 2, Path({logs!r})) as deployment:
+    deployment.wait(60)
+    deployment.generate([[1]], {{}})
+"""
+
+
+def in_a_process_of_its_own(stand_ins, tmp_path, seconds: float, arguments: dict) -> tuple[int | None, list, str]:
+    """(exit code, ends of processes, log) of a case as run_all.py runs it."""
+    words = CASE.format(e2e=str(E2E), script=str(stand_ins.script), arguments=arguments, logs=str(tmp_path / "case.json"))
+    exits: list = []
+    code = run_to_its_end([sys.executable, "-c", words], tmp_path / "log", dict(os.environ), seconds, exits)
+    return code, exits, (tmp_path / "log").read_text()
+
+
+def test_a_report_tells_of_the_node_that_ended_first(stand_ins, tmp_path):
+    """Not of those that are ended for it."""
+    arguments = stand_ins(34420, raises=1, **{"answers after": 60})
+    code, exits, log = in_a_process_of_its_own(stand_ins, tmp_path, 60, arguments)
+    assert code == 1
+    assert exits[0].status == 5
+    told = facts(exits, code, log, {}, 9.0)
+    assert "ended first" in told["ended"]
+    assert "with exit code 5" in told["ended"]
+    assert any("node 1 of 2: exit code 5" in line for line in told["last_lines"]["main"])
+
+
+def test_a_late_case_leaves_no_node(stand_ins, tmp_path):
+    code, _, log = in_a_process_of_its_own(stand_ins, tmp_path, 8, stand_ins(34440, **{"answers after": 60}))
+    assert code is None
+    assert "node 0 server_args" in log
+    assert ended_nodes(stand_ins) == {False}
