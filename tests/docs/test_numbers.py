@@ -3,6 +3,7 @@
 import pytest
 import rules_accept
 import rules_calls
+import rules_course
 import rules_deployments
 import rules_gained
 import rules_kernels
@@ -24,6 +25,7 @@ from quoted import PAGES, RULES, SETTINGS, named, unexplained
 MODULES = (
     rules_accept,
     rules_calls,
+    rules_course,
     rules_deployments,
     rules_gained,
     rules_kernels,
