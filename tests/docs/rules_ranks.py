@@ -105,3 +105,21 @@ def what_came_back_from_storage(report: dict) -> Iterator[str]:
     yield failure["ended"].split("RuntimeError: ")[1].split(" at ")[0]
     assert "use_count > 0" in failure["ended"]
     yield "no token came back from storage on either side"
+
+
+@rule("e2e_weights_from_disk_0_5_23", "gpu_tests_0_5_23")
+def captured_again(report: dict, tests: dict) -> Iterator[str]:
+    assert report["problems"] == report["not_measured"] == report["failures"] == []
+    (row,) = report["rows"]
+    assert row["case"] == "weights updated from disk, graphs captured again"
+    for side, words in (("ours", "{} and {} before, {} and {} after"), ("builtin", "the built-in's {} and {}, and {} and {}")):
+        found = {name: f"{cell[side]['mean']:.2f}" for name, cell in row["workloads"].items()}
+        again = ", after weights were loaded again"
+        yield words.format(found["8x300"], found["4x3000"], found["8x300" + again], found["4x3000" + again])
+    assert [capture["sizes"] for capture in report["captures"]] == [[1, 2, 4, 8]] * 2
+    (parted,) = report["differences"]
+    assert parted["tie"]
+    yield "one output parts from the built-in's, at a tie"
+    last = [run["outcome"] for run in tests["runs"] if run["command"].endswith("gpu tests/gpu/test_round_graph.py")][-1]
+    assert "captures_again" in last
+    yield f"`tests/gpu/test_round_graph.py` has {last.split(' in ')[0]}"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from quoted import one, rule, spread
-from rules_more import apart, behind, over
+from rules_more import apart, behind, cells_of_row, over
 
 SIDES = ("ours", "three_graphs")
 
@@ -82,6 +82,42 @@ def how_fast_they_are(report: dict) -> Iterator[str]:
         assert behind(rows, "ours", other, "tokens_per_s") == behind(rows, "ours", other, "round_ms") == ""
     accept = [row[side]["accept"] for row in rows for side in (*SIDES, "builtin")]
     yield f"accept lengths are {spread(accept)} there on all sides"
+
+
+@rule("serve_sampled_default_0_5_23", "serve_sampled_0_5_23")
+def how_fast_they_are_by_default(report: dict, before: dict) -> Iterator[str]:
+    """No switch is set, and every cell was asked as before."""
+    assert "switches" not in report["environment"]
+    rows = report["rows"]
+    asked = ("temperature", "top_p", "steps", "length", "tokens", "samples")
+    assert len({tuple(row[key] for key in asked) for row in (*rows, *before["rows"])}) == 1
+    for row in rows:
+        cells = cells_of_row(row, (*SIDES, "builtin"))
+        yield f"| {row['checkpoint']} | {row['steps']} | {row['batch']} x {row['length']} | {' | '.join(cells)} |"
+    (where,) = {cell.replace(" tp1,", "").rsplit(", ", 1)[0] for cell in report["not_measured"]}
+    yield f"Not reached: {where}, {', '.join(cell.rsplit(', ', 1)[1] for cell in report['not_measured'])}"
+    faithful = [one(rows, checkpoint="faithful", batch=batch) for batch in (1, 8, 32)]
+    alone = one(rows, checkpoint="wide", batch=1)
+    for other, words in (("three_graphs", "three graphs'"), ("builtin", "the built-in's")):
+        assert all(apart(row, "ours", other, key) for row in rows for key in ("tokens_per_s", "round_ms"))
+        rates = [over(row, "ours", other) for row in (*faithful, alone)]
+        rounds = [over(row, "ours", other, "round_ms") for row in (*faithful, alone)]
+        yield "{:.2f}, {:.2f} and {:.2f} times {words} tokens per second, {:.2f} on `wide`".format(*rates, words=words)
+        yield "{:.2f}, {:.2f} and {:.2f} of {words} time, {:.2f} on `wide`".format(*rounds, words=words)
+    yield f"first token later than three graphs': {behind(rows, 'ours', 'three_graphs', 'ttft_ms')}"
+    assert behind(rows, "ours", "builtin", "ttft_ms") == ""
+    assert not apart(faithful[2], "ours", "three_graphs", "ttft_ms")
+    yield f"accept lengths are {spread([row[side]['accept'] for row in rows for side in (*SIDES, 'builtin')])} on all sides"
+    cells = [(row["checkpoint"], row["batch"]) for row in before["rows"]]
+    both = [
+        (one(before["rows"], checkpoint=c, batch=b), row)
+        for c, b in cells
+        for row in rows
+        if (row["checkpoint"], row["batch"]) == (c, b)
+    ]
+    yield "{:.2f} and {:.2f} ms on `wide`, {:.2f} and {:.2f} on `faithful`".format(
+        *(run["ours"]["round_ms"]["median"] for pair in both for run in pair)
+    )
 
 
 @rule("gpu_tests_0_5_23")

@@ -2,6 +2,8 @@
 
 import pytest
 import rules_accept
+import rules_calls
+import rules_course
 import rules_deployments
 import rules_gained
 import rules_kernels
@@ -22,6 +24,8 @@ from quoted import PAGES, RULES, SETTINGS, named, unexplained
 # Importing them registers their rules.
 MODULES = (
     rules_accept,
+    rules_calls,
+    rules_course,
     rules_deployments,
     rules_gained,
     rules_kernels,
