@@ -148,9 +148,10 @@ def summary(run: Soak) -> dict:
         "bounds": {"growth": topology.growth, "held_mib": HELD_MIB, "drift": DRIFT, "accept_length": ACCEPT_FLOOR},
         "differences": run.differences or group_differences(records, run.templates, run.references),
         "servers": len(topology.servers),
+        "ranks": len(topology.servers) * topology.ranks,
         "active": [line for line in lines if "nsa_backend" in line and "is active" in line],
         "captured": [line for line in lines if "captured whole speculative rounds" in line],
-        "must_capture": topology.ranks if run.side == "ours" and switched_on("NSA_BACKEND_ROUND_GRAPH") else 0,
+        "must_capture": topology.capturing if run.side == "ours" and switched_on("NSA_BACKEND_ROUND_GRAPH") else 0,
         "suspect_lines": {"count": len(suspect), "first": suspect[:20]},
     }
 
@@ -167,9 +168,8 @@ def problems_of(report: dict, ours: bool = True) -> list[str]:
         (steady is not None, "fewer than two whole minutes of load: whether accept length is steady was not judged"),
         (abs(steady or 0) <= DRIFT, f"accept length changed by {steady} from the first whole minute to the last"),
         (
-            len(report["active"]) == ours * report["servers"],
-            f"{len(report['active'])} lines of the log say that this package's backend is active, not "
-            f"{ours * report['servers']}",
+            len(report["active"]) == ours * report["ranks"],
+            f"{len(report['active'])} lines of the log say that this package's backend is active, not {ours * report['ranks']}",
         ),
         (
             len(report["captured"]) >= report["must_capture"],

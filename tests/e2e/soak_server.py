@@ -82,12 +82,13 @@ class Topology:
     servers: tuple[str, ...]  # what a report calls them, in the order of their commands
     environment: dict[str, str]
     gpus: int = 1  # of a side
-    ranks: int = 0  # that capture whole rounds where these are asked for
+    ranks: int = 1  # of each server; every one says in the log that the backend is active
+    capturing: int = 1  # ranks of all servers that capture whole rounds where these are asked for
     growth: dict[str, int] = field(default_factory=lambda: {"gpu_mib": 256, "host_mib": 256})
 
 
 TOPOLOGIES = {
-    "one": Topology(lambda checkpoint, port: [command(checkpoint, port)], Client, ("server",), ALLOCATOR | RETRACTING, ranks=1),
+    "one": Topology(lambda checkpoint, port: [command(checkpoint, port)], Client, ("server",), ALLOCATOR | RETRACTING),
     # A transfer engine cannot hand memory in expandable segments to another process, so there are none, and what the allocator
     # keeps is more.
     "pd": Topology(pair_commands, PairClient, ("prefill", "decode"), {}, gpus=2, growth={"gpu_mib": 1024, "host_mib": 512}),
@@ -98,6 +99,7 @@ TOPOLOGIES = {
         ALLOCATOR | RETRACTING,
         gpus=2,
         ranks=2,
+        capturing=2,
         growth={"gpu_mib": 512, "host_mib": 512},
     ),
 }

@@ -106,7 +106,7 @@ def test_ranks_of_one_batch_have_graphs_or_none(monkeypatch, caplog):
 def test_no_round_reads_the_version_of_sglang(monkeypatch):
     """It is in a file; a millisecond of every round that says nothing of the switch."""
     monkeypatch.delenv(SAMPLED_SWITCH)
-    rule.serves_sampled()  # which may read it once
+    rule.batch_problem(decode_batch([2, 4], greedy=False)())  # which may read it once
     monkeypatch.setattr(importlib.metadata, "version", lambda name: pytest.fail(f"the version of {name} was read"))
     monkeypatch.setattr("nsa_backend.releases.version", importlib.metadata.version)
     rule.batch_problem(decode_batch([2, 4], greedy=False)())

@@ -71,10 +71,12 @@ PIPELINES = {
     "pipeline of a prefill server": ["--pp-size", "2", "--disaggregation-mode", "prefill"],
 }
 ASK = ", or set NSA_BACKEND_ROUND_GRAPH=1"
-RANKS_ALONE = {"DP attention", "DP attention in four ranks", "DP attention by its new name"}
-"""What has rounds in one graph once it is asked for, on the releases that have them under DP attention."""
-FREE = {name: words for name, words in {"experts": "ep_size", "PD": "disaggregation_mode"}.items() if words in names().free}
-"""What a release's rounds are one graph beside, and another's are not; by the option."""
+RANKS_ALONE = ("DP attention", "DP attention in four ranks", "DP attention by its new name")
+BESIDE = {"PD": "disaggregation_mode"} | dict.fromkeys(RANKS_ALONE, "attn_dp_size")
+FREE = {name for name, option in BESIDE.items() if option in names().free}
+"""What a release's rounds are one graph beside, and another's are not."""
+UNSEEN = {name for name, option in {"experts": "ep_size"}.items() if option in names().unseen}
+"""The same once they are asked for."""
 SGLANGS = ("PP + speculative decoding", "Pipeline parallelism is not compatible with overlap schedule, speculative decoding")
 """What it says itself of pipelines with drafts."""
 
@@ -107,6 +109,7 @@ def changes(tmp_path_factory) -> dict[str, list[str]]:
 def test_a_plain_server_has_them(changes):
     assert changes["plain"] == []
     assert {name: changes[name] for name in FREE} == {name: [] for name in FREE}
+    assert {name: changes[name] for name in UNSEEN} == {name: [f"pass --ep-size 1{ASK}"] for name in UNSEEN}
 
 
 @pytest.mark.parametrize("name", [name for name in (*WORDS, *OF_A_RELEASE.get(installed(), {})) if name not in FREE])
@@ -114,15 +117,11 @@ def test_a_server_with_one_of_these_does_not(changes, name):
     assert changes[name] != []
 
 
-@pytest.mark.skipif(not names().has_ranks, reason="rounds under DP attention are three graphs on this release")
-def test_dp_attention_alone_asks_for_the_switch(changes):
-    """A constant of the rule says whether it must be asked for."""
-    way = f"drop --enable-dp-attention or --attn-dp-size{ASK}"
-    assert all(changes[name] == [way] for name in RANKS_ALONE)
-    others = changes["two-batch overlap"]  # where the switch would not be enough, it is not spoken of
-    assert way.removesuffix(ASK) in others
+def test_where_the_switch_would_not_be_enough_it_is_not_spoken_of(changes):
+    others = changes["balanced experts"]
+    assert "pass --ep-size 1" in others
     assert len(others) > 1
-    assert not any(change.endswith(ASK) for change in others) or not ASK
+    assert not any(change.endswith(ASK) for change in others)
 
 
 def test_every_rule_was_tried(changes):
@@ -141,7 +140,7 @@ def test_who_insists_on_one_graph_gets_a_sentence_instead_of_a_server(tmp_path, 
     environment = {"NSA_BACKEND_ROUND_GRAPH": "1"} if way == "the switch" else {}
     found = parsed(tmp_path, [[*ASKED[way], *given] for given in words.values()], "--refusals", **environment)
     refused = dict(zip(words, found, strict=True))
-    served = {"plain"} | set(FREE) | (RANKS_ALONE if names().has_ranks else set())
+    served = {"plain"} | FREE | UNSEEN
     if "PD" in FREE:
         served.add("pipeline of a prefill server")
     assert {name: refused.pop(name) for name in served} == dict.fromkeys(served)

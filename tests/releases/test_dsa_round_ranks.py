@@ -193,14 +193,16 @@ def test_every_graph_of_a_round_is_the_one_that_a_rank_with_three_takes():
 
 
 @pytest.mark.parametrize(
-    ("switch", "default", "one"), [("1", False, True), ("0", True, False), (None, True, True), (None, False, False)]
+    ("switch", "counts", "one"), [("1", [2, 2], True), ("0", None, False), (None, None, True), (None, [2, 2], False)]
 )
-def test_who_gets_one_graph_under_dp_attention(monkeypatch, switch, default, one):
-    monkeypatch.setattr(rule, "DP_BY_DEFAULT", default)
-    monkeypatch.delenv(rule.SWITCH, raising=False)
+def test_sampled_rounds_under_dp_attention_are_asked_for(monkeypatch, switch, counts, one):
+    """No GPU run has shown that they sample alike there; greedy ones are one graph without being asked."""
+    monkeypatch.delenv(rule.SAMPLED_SWITCH, raising=False)
     if switch:
-        monkeypatch.setenv(rule.SWITCH, switch)
-    assert rule.serves_ranks() is one
+        monkeypatch.setenv(rule.SAMPLED_SWITCH, switch)
+    sampled, greedy = (decode_batch([2, 4], greedy=greedy)(global_num_tokens=counts) for greedy in (False, True))
+    assert (rule.batch_problem(sampled) is None) is one
+    assert rule.batch_problem(greedy) is None
 
 
 @pytest.mark.parametrize(("ranks", "skips", "named"), [(2, "1", True), (2, "0", False), (1, "1", False)])
@@ -210,7 +212,12 @@ def test_ranks_that_tell_one_another_nothing(monkeypatch, ranks, skips, named):
     assert ("SGLANG_SCHEDULER_SKIP_ALL_GATHER" in found) is named
 
 
-def test_releases_whose_ranks_were_not_read(monkeypatch):
-    monkeypatch.setenv(rule.SWITCH, "1")
+@pytest.mark.parametrize("switch", ["1", None])
+def test_releases_whose_ranks_were_not_read(monkeypatch, arguments, switch):
+    monkeypatch.delenv(rule.SWITCH, raising=False)
+    if switch:
+        monkeypatch.setenv(rule.SWITCH, switch)
+    server = arguments(speculative_algorithm="EAGLE", attn_dp_size=2)
+    assert rule.options_to_change(server) == []
     monkeypatch.setattr(rule, "names", lambda: NAMES["0.5.17"])
-    assert not rule.serves_ranks()
+    assert rule.options_to_change(server) == ["drop --enable-dp-attention or --attn-dp-size"]

@@ -147,7 +147,7 @@ class TestReport:
     def test_every_rank_has_whole_rounds_where_they_are_asked_for(self, tmp_path, monkeypatch, switch, side, ranks):
         monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", switch)
         said = "DP0 nsa_backend: captured whole speculative rounds of [1, 2] greedy requests in 0.1 s, 20 MiB"
-        run = run_of(tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n{RETRACT}\n{said}\n", samples())
+        run = run_of(tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n{ACTIVE}\n{RETRACT}\n{said}\n", samples())
         run.topology, run.side = "dp", side
         problems = soak_judge.problems_of(soak_judge.summary(run))
         assert problems == (["1 lines of the log tell of whole rounds, which 2 ranks must have"] if ranks else [])

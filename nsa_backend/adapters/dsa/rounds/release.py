@@ -15,9 +15,10 @@ class RoundNames:
 
     last_reader: str  # of a worker: the runner whose event the scheduler waits for before it writes what rounds read
     reads_done: str  # of a runner: that event, or None for the whole forward
-    free: frozenset[str] = frozenset()  # options of `rule.NEEDED` that may have any value: read in that release's source
+    free: frozenset[str] = frozenset()  # options of `rule` that may have any value
+    unseen: frozenset[str] = frozenset()  # the same of options that no GPU run has had: one graph where it is asked for
     lacks: frozenset[str] = frozenset()  # marks of a batch whose feature the release does not have
-    has_ranks: bool = False  # whether rounds of DP attention can be one graph; read in that release's source
+    has_ranks: bool = False  # whether rounds of DP attention can be one graph
     counts_pages: bool = False  # whether SGLang has a function that says which pages the next round needs
     samples_alike: bool = False  # whether sampled rounds were seen to sample alike on a GPU: they are one graph by default
 
@@ -39,7 +40,8 @@ NAMES = {
     "0.5.23": RoundNames(
         last_reader="last_shared_read_runner",
         reads_done="shared_read_done_event",
-        free=frozenset({"disaggregation_mode", "ep_size"}),
+        free=frozenset({"enable_dp_attention", "attn_dp_size", "disaggregation_mode"}),
+        unseen=frozenset({"ep_size"}),
         has_ranks=True,
         counts_pages=True,
         samples_alike=True,

@@ -17,8 +17,6 @@ logger = logging.getLogger(__name__)
 
 SWITCH = "NSA_BACKEND_ROUND_GRAPH"
 SAMPLED_SWITCH = "NSA_BACKEND_SAMPLED_ROUNDS"
-DP_BY_DEFAULT = False
-"""Whether rounds under DP attention are one graph where `SWITCH` is unset: not before they have run under load with aborts."""
 
 
 def needed(attribute: str, option: str, served: tuple, advice: str | None = None, *, everywhere: bool = True) -> Rule:
@@ -67,7 +65,7 @@ DP_ATTENTION = (
     # 0.5.23 resolves that option to this one, and turns it off.
     needed("attn_dp_size", "--attn-dp-size", (None, 1), "drop --enable-dp-attention or --attn-dp-size", everywhere=False),
 )
-"""Options of DP attention, whose rounds are one graph where `serves_ranks` says so."""
+"""Options of DP attention."""
 
 ON_THE_HOST = {
     "SGLANG_LOG_DECODE_GRAPH_KEY": "which logs every replay",
@@ -81,7 +79,8 @@ ON_THE_HOST = {
 def switches_on(args: Any) -> dict[str, str]:
     """Environment switches that leave a server of these resolved arguments no room for round graphs, and what each does."""
     found = {name: does for name, does in ON_THE_HOST.items() if getattr(envs, name).get()}
-    if unmet(DP_ATTENTION, args) and envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
+    ranks = any(rule.value(args) not in rule.served for rule in DP_ATTENTION)
+    if ranks and envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
         found["SGLANG_SCHEDULER_SKIP_ALL_GATHER"] = "under which ranks of DP attention do not tell one another what they have"
     if switched_on("NSA_BACKEND_CHECK"):
         found["NSA_BACKEND_CHECK"] = "which looks at every replay on the host"
@@ -107,24 +106,14 @@ def decodes(args: Any) -> bool:
     return args.disaggregation_mode != "prefill" or "disaggregation_mode" not in names().free
 
 
-def serves_ranks() -> bool:
-    """Whether rounds under DP attention are one graph, on a server that has round graphs without it."""
-    answer = asked(SWITCH)
-    return names().has_ranks and (DP_BY_DEFAULT if answer is None else answer)
-
-
-def unmet(rules: Iterable[Rule], args: Any) -> list[str]:
-    """The advice of those that these resolved arguments do not meet."""
-    free = names().free
-    return [rule.advice for rule in rules if rule.attribute not in free and rule.value(args) not in rule.served]
-
-
 def options_to_change(args: Any) -> list[str]:
-    """What to change of these resolved arguments for round graphs."""
-    found, ranks = unmet(NEEDED, args), unmet(DP_ATTENTION, args)
-    if not ranks or serves_ranks():
-        return found
-    return [*found, ranks[0]] if found or not names().has_ranks else [f"{ranks[0]}, or set {SWITCH}=1"]
+    """What to change of these resolved arguments for round graphs; where asking for them would be enough, that too."""
+    free, unseen = names().free, names().unseen
+    found = [rule for rule in (*NEEDED, *DP_ATTENTION) if rule.attribute not in free and rule.value(args) not in rule.served]
+    if asked(SWITCH):
+        found = [rule for rule in found if rule.attribute not in unseen]
+    enough = all(rule.attribute in unseen for rule in found)
+    return [f"{advice}, or set {SWITCH}=1" if enough else advice for advice in dict.fromkeys(rule.advice for rule in found)]
 
 
 def changes_needed(args: Any) -> list[str]:
@@ -182,10 +171,14 @@ def is_sampled(batch: Any) -> bool:
     return not batch.sampling_info.is_all_greedy
 
 
-def serves_sampled() -> bool:
-    """Whether sampled rounds are one graph where greedy ones are."""
+def serves_sampled(batch: Any) -> bool:
+    """Whether a sampled round of this batch is one graph where a greedy one is.
+
+    Under DP attention, whose batches say how many requests each rank has, only where it is asked for: no GPU run has shown
+    there that outputs come as often as with three graphs.
+    """
     answer = asked(SAMPLED_SWITCH)
-    return names().samples_alike if answer is None else answer
+    return names().samples_alike and batch.global_num_tokens is None if answer is None else answer
 
 
 def is_decode(batch: Any) -> bool:
@@ -201,7 +194,7 @@ def batch_problem(batch: Any) -> str | None:
     """
     sampling, draft, mark = batch.sampling_info, batch.spec_info, names().mark
     asked = {
-        f"a request samples, which {SAMPLED_SWITCH}=1 makes one graph": is_sampled(batch) and not serves_sampled(),
+        f"a request samples, which {SAMPLED_SWITCH}=1 makes one graph": is_sampled(batch) and not serves_sampled(batch),
         "requests sample from seeds of their own": is_sampled(batch) and sampling.sampling_seed is not None,
         "a request has a grammar": batch.has_grammar,
         "a request asks for log-probabilities": batch.return_logprob,
