@@ -126,7 +126,7 @@ class TestServers:
         """A process that is new counts whole; what had ended before the load does not count."""
         ranks = {f"server, sglang::scheduler_DP{n}_TP{n}": samples(gpu=held_later(27)) for n in (0, 1)}
         sampled = together(ranks, "by_process")
-        report = report_of(tmp_path, "dp", sampled, servers=1)
+        report = report_of(tmp_path, "dp", sampled)
         assert report["held"] == {"before_mib": 40000, "after_mib": 40054}
         assert list(report["by_process"]) == list(ranks)
         assert [of_one["held"]["after_mib"] for of_one in report["by_process"].values()] == [20027] * 2
@@ -134,14 +134,14 @@ class TestServers:
         sampled[0]["by_process"]["server, compiling"] = {"gpu_mib": 700, "host_mib": 1.0}
         for sample in sampled[-3:]:
             sample["by_process"]["server, new"] = {"gpu_mib": 33, "host_mib": 1.0}
-        report = report_of(tmp_path, "dp", sampled, servers=1)
+        report = report_of(tmp_path, "dp", sampled)
         assert list(report["by_process"]) == [*ranks, "server, new"]
         assert soak_judge.problems_of(report) == [
             "33 MiB of GPU memory are held by server, new after the load and the flush, more than 32"
         ]
 
     def test_one_server_is_judged_without_a_name(self, tmp_path):
-        report = report_of(tmp_path, "one", samples(gpu=held_later(33)), servers=1)
+        report = report_of(tmp_path, "one", samples(gpu=held_later(33)), active=1)
         assert report["by_process"] == {}
         assert soak_judge.problems_of(report) == ["33 MiB of GPU memory are held after the load and the flush, more than 32"]
 
@@ -161,7 +161,7 @@ def together(each: dict[str, list[dict]], which: str = "by_server") -> list[dict
     return found
 
 
-def report_of(tmp_path: Path, topology: str, sampled: list[dict], servers: int = 2) -> dict:
-    run = run_of(tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n" * servers + f"{RETRACT}\n", sampled)
+def report_of(tmp_path: Path, topology: str, sampled: list[dict], active: int = 2) -> dict:
+    run = run_of(tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n" * active + f"{RETRACT}\n", sampled)
     run.topology = topology
     return soak_judge.summary(run)
