@@ -109,37 +109,40 @@ def metadata_kernel(
             PIECE=PIECE,
         )
     elif program < NUM_STEPS * SCHEDULE_PARTS:
-        step = program // SCHEDULE_PARTS
-        write_schedule(
-            seq_lens_ptr,
-            extend_lens_ptr,
-            schedule_ptr + step * (2 * (NUM_SMS + 1)),
-            program % SCHEDULE_PARTS,
-            num_requests,
-            num_rows,
-            row_offset + step,
-            max_len,
-            ROWS_PER_REQUEST=ROWS_PER_REQUEST,
-            SPLIT_KV=SPLIT_KV,
-            NUM_SMS=NUM_SMS,
-            SM_BLOCK=SM_BLOCK,
-            SURPLUS_LAST=SURPLUS_LAST,
-            BLOCK=ROW_BLOCK,
-        )
+        if NUM_SMS > 0:  # where there is no schedule its arithmetic would divide by 0, which no compiler takes
+            step = program // SCHEDULE_PARTS
+            write_schedule(
+                seq_lens_ptr,
+                extend_lens_ptr,
+                schedule_ptr + step * (2 * (NUM_SMS + 1)),
+                program % SCHEDULE_PARTS,
+                num_requests,
+                num_rows,
+                row_offset + step,
+                max_len,
+                ROWS_PER_REQUEST=ROWS_PER_REQUEST,
+                SPLIT_KV=SPLIT_KV,
+                NUM_SMS=NUM_SMS,
+                SM_BLOCK=SM_BLOCK,
+                SURPLUS_LAST=SURPLUS_LAST,
+                BLOCK=ROW_BLOCK,
+            )
     elif program < NUM_STEPS * SCHEDULE_PARTS + NUM_PLANS:
-        step = program - NUM_STEPS * SCHEDULE_PARTS
-        write_topk_plan(
-            seq_lens_ptr,
-            topk_plan_ptr + step * topk_plan_stride,
-            num_requests,
-            num_rows,
-            row_offset + step,
-            max_len,
-            ROWS_PER_REQUEST=ROWS_PER_REQUEST,
-            THRESHOLDS=THRESHOLDS,
-            CAPS=CAPS,
-            BLOCK=ROW_BLOCK,
-        )
+        if NUM_PLANS > 0:
+            tl.static_assert(ROWS_PER_REQUEST > 0)  # no release has both ragged rows and a plan
+            step = program - NUM_STEPS * SCHEDULE_PARTS
+            write_topk_plan(
+                seq_lens_ptr,
+                topk_plan_ptr + step * topk_plan_stride,
+                num_requests,
+                num_rows,
+                row_offset + step,
+                max_len,
+                ROWS_PER_REQUEST=ROWS_PER_REQUEST,
+                THRESHOLDS=THRESHOLDS,
+                CAPS=CAPS,
+                BLOCK=ROW_BLOCK,
+            )
     elif program < NUM_STEPS * (SCHEDULE_PARTS + 1) + NUM_PLANS:
         step = program - NUM_STEPS * SCHEDULE_PARTS - NUM_PLANS
         write_row_lengths(

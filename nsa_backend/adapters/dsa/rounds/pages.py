@@ -30,9 +30,8 @@ def prepare(original: Callable, batch: Any) -> None:
 
 
 def _needs_pages(batch: Any) -> bool:
-    """Whether SGLang is about to give a request slots, by its own count."""
-    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode, page_aligned_decode_alloc_lens
+    """Whether SGLang is about to give a request slots: whether what the next round may write lies beyond its whole pages."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
-    page_size = batch.token_to_kv_pool_allocator.page_size
-    *_, tokens = page_aligned_decode_alloc_lens(batch.reqs, reserve=get_alloc_reserve_per_decode(), page_size=page_size)
-    return tokens > 0
+    page_size, reserve = batch.token_to_kv_pool_allocator.page_size, get_alloc_reserve_per_decode()
+    return any(req.kv.kv_committed_len + reserve > req.kv.kv_allocated_len // page_size * page_size for req in batch.reqs)

@@ -106,19 +106,26 @@ def decodes(args: Any) -> bool:
     return args.disaggregation_mode != "prefill" or "disaggregation_mode" not in names().free
 
 
+def unmet(args: Any) -> list[Rule]:
+    """The rules that these resolved arguments do not meet; of options that no GPU run has had, unless one graph is asked for."""
+    free = names().free | (names().unseen if asked(SWITCH) else frozenset())
+    return [rule for rule in (*NEEDED, *DP_ATTENTION) if rule.attribute not in free and rule.value(args) not in rule.served]
+
+
 def options_to_change(args: Any) -> list[str]:
-    """What to change of these resolved arguments for round graphs; where asking for them would be enough, that too."""
-    free, unseen = names().free, names().unseen
-    found = [rule for rule in (*NEEDED, *DP_ATTENTION) if rule.attribute not in free and rule.value(args) not in rule.served]
-    if asked(SWITCH):
-        found = [rule for rule in found if rule.attribute not in unseen]
-    enough = all(rule.attribute in unseen for rule in found)
-    return [f"{advice}, or set {SWITCH}=1" if enough else advice for advice in dict.fromkeys(rule.advice for rule in found)]
+    """What to change of these resolved arguments for round graphs."""
+    return list(dict.fromkeys(rule.advice for rule in unmet(args)))
 
 
 def changes_needed(args: Any) -> list[str]:
-    """What to change on a server of these resolved arguments for round graphs; nothing where it can have them."""
-    return options_to_change(args) + [f"unset {name}" for name in switches_on(args)]
+    """What to change on a server of these resolved arguments for round graphs; nothing where it can have them.
+
+    Where it would be enough to ask for them, that too.
+    """
+    options, switches = options_to_change(args), [f"unset {name}" for name in switches_on(args)]
+    if not switches and all(rule.attribute in names().unseen for rule in unmet(args)):
+        return [f"{advice}, or set {SWITCH}=1" for advice in options]
+    return options + switches
 
 
 def has_rounds(args: Any, serving: Iterable[str | None], ours: Iterable[str]) -> bool:
