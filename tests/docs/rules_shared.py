@@ -82,6 +82,6 @@ def four_ranks(report: dict) -> Iterator[str]:
     assert sorted(c["rank"] for c in report["captures"]) == ["DP0 TP0", "DP0 TP1", "DP1 TP2", "DP1 TP3"]
     assert {c["case"] for c in report["captures"]} == {single["case"]}
     assert "speculative rounds are three CUDA graphs" in report["notes"]["three graphs"]
-    found = [[cell["ours"]["mean"] for cell in row["workloads"].values()] for row in (single, fp8)]
-    yield "in one graph a round on bfloat16 {:.2f} and {:.2f} of 4, and on FP8 KV {:.2f} and {:.2f}".format(*found[0], *found[1])
+    found = [cell["ours"]["mean"] for row in (single, fp8) for cell in row["workloads"].values()]
+    yield "in one graph a round on bfloat16 {:.2f} and {:.2f} of 4, and on FP8 KV {:.2f} and {:.2f}".format(*found)
     yield f"rounds took {spread([c['mib'] for c in report['captures']], '{:.0f}')} MiB a rank"
