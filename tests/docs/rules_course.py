@@ -94,3 +94,30 @@ def beside_decode(report: dict) -> Iterator[str]:
     between = [one(report["rows"], batch=batch, mode="between") for batch in BATCHES]
     outside = [total(row[side]["kernels"]) for side in SIDES for row in between]
     yield "{:.1f} / {:.1f} / {:.1f} us of kernels outside the graph, built-in {:.1f} / {:.1f} / {:.1f}".format(*outside)
+
+
+@rule("course_servers_0_5_23")
+def several_servers(report: dict) -> Iterator[str]:
+    """Three servers of each side: what the sides differ by, and what servers of one side do."""
+    assert {(row["batch"], row["length"], row["steps"]) for row in report["course"]} == {(32, 4096, 0)}
+    for row in report["course"]:
+        sides = row["sides"]
+        of = {s: sorted(us for name, us in sides["us_per_token"].items() if name.startswith(s)) for s in SIDES}
+        assert all(len(of[s]) == 3 for s in SIDES)
+        assert sides["ranges_overlap"] is row["forced"] is (of["ours"][0] < of["builtin"][-1])
+        assert (row["equal_tokens"] == 1) is row["forced"]
+        cells = ["one, forced" if row["forced"] else f"each side's own, {100 * row['equal_tokens']:.0f} % alike"]
+        cells += [", ".join(f"{us:.0f}" for us in of[s]) for s in SIDES]
+        cells += [f"{sides['difference']:+.0f}", " / ".join(f"{sides['spread'][s]:.0f}" for s in SIDES)]
+        yield f"| {' | '.join(cells)} |"
+    own, forced = (one(report["course"], forced=f)["sides"] for f in (False, True))
+    yield f"{own['difference']:.0f} us more, {100 * own['difference'] / own['mean']['builtin']:.1f} % of a token"
+    yield f"Two servers of ours differ by up to {forced['spread']['ours']:.0f} us there"
+
+
+@rule("course_servers_0_5_23", "profile_course_0_5_23")
+def one_pair_and_three(three: dict, pair: dict) -> Iterator[str]:
+    """With one token forced, what one pair lost is less than servers of one side differ by."""
+    difference = 1e3 * (average(row := one(pair["course"], batch=32, forced=True), "ours") - average(row, "builtin"))
+    assert 0 < difference < one(three["course"], forced=True)["sides"]["spread"]["ours"]
+    yield f"the {difference:.0f} us that the pair above lost with one token"

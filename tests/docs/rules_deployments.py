@@ -7,6 +7,7 @@ from pathlib import Path
 from quoted import one, rule, spread
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+import soak_judge
 import soak_server
 
 
@@ -88,3 +89,36 @@ def a_pair_under_load(report: dict) -> Iterator[str]:
     held = builtin["held"]["after_mib"] - builtin["held"]["before_mib"]
     yield f"the built-in's held {held} MiB more"
     assert soak_server.TOPOLOGIES["pd"].environment == {}  # no expandable segments
+
+
+@rule("soak_pd_rounds_0_5_23")
+def a_pair_in_one_graph(report: dict) -> Iterator[str]:
+    assert report["problems"] == []
+    ours = report["sides"]["ours"]
+    held = {name: of["held"]["after_mib"] - of["held"]["before_mib"] for name, of in ours["by_server"].items()}
+    assert held["decode"] == ours["by_server"]["decode"]["growth"]["gpu_mib"] == 0
+    yield f"{held['prefill']:.0f} MiB are held by the prefill server and none by the decode server"
+    yield f"where {soak_judge.HELD_MIB} each are the bound"
+    assert ours["load_minutes"] < 5
+    yield f"The load lasted {ours['load_minutes']:.2f} minutes, so five were missed"
+    (line,) = ours["captured"]
+    yield f"rounds of up to 64 requests took {line.rsplit(', ', 1)[1]} as they were captured"
+    assert "16, 32, 64]" in line
+
+
+@rule("soak_dp_0_5_23")
+def two_ranks_under_load(report: dict) -> Iterator[str]:
+    sides = [report["sides"][side] for side in ("ours", "builtin")]
+    assert report["arguments"]["switches"] == {"NSA_BACKEND_ROUND_GRAPH": "1"}
+    for side in sides:
+        assert side["requests"]["failed"] == 0 < side["retracted"]["in_log"]
+        assert side["differences"]["ways"] == side["differences"]["at_ties"]
+    (held,) = {of["held"]["after_mib"] - of["held"]["before_mib"] for side in sides for of in side["by_process"].values()}
+    yield f"each rank holds {held:.0f} MiB more, on either side"
+    yield "The load lasted {:.2f} and {:.2f} minutes".format(*(side["load_minutes"] for side in sides))
+    late = [side["latency"]["first_token_s"]["p99"] for side in sides]
+    yield "had its first token after {:.1f} s and more, the built-in's after {:.1f} s".format(*late)
+    rates = [side["requests"]["finished"] / side["load_minutes"] for side in sides]
+    yield "ours finished {:.0f} requests a minute, the built-in {:.0f}".format(*rates)
+    captured = [line.rsplit(", ", 1)[1].removesuffix(" MiB") for line in sides[0]["captured"]]
+    yield "took {} and {} MiB on the two ranks".format(*captured)

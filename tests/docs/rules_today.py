@@ -39,15 +39,6 @@ def ranges_of_cells(report: dict) -> Iterator[str]:
 
 
 @rule("forward_parts_0_5_23")
-def metadata_launch(report: dict) -> Iterator[str]:
-    chosen = {"column_block": 8192, "num_warps": 4, "row_block": 128}
-    rows = [r for r in report["metadata"] if chosen.items() <= r.items()]
-    for bs, length in dict.fromkeys((r["bs"], r["length"]) for r in rows):
-        modes = [one(rows, bs=bs, length=length, mode=m)["us"] for m in ("decode", "draft_decode", "target_verify")]
-        yield f"| {bs} x {length} | " + " | ".join(f"{us:.1f}" for us in modes) + " |"
-
-
-@rule("forward_parts_0_5_23")
 def attention_scheduled_once(report: dict) -> Iterator[str]:
     pairs = [("us_12_layers", "us_12_layers_scheduled_once"), ("again", "again_scheduled_once")]
     less = [row[each] - row[once] for row in report["fa3"] for each, once in pairs]

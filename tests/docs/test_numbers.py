@@ -7,12 +7,14 @@ import rules_course
 import rules_deployments
 import rules_gained
 import rules_kernels
+import rules_launches
 import rules_more
 import rules_own_model
 import rules_ranks
 import rules_rounds
 import rules_sampled
 import rules_serving
+import rules_shared
 import rules_today
 import rules_trained
 import rules_trained_models
@@ -29,12 +31,14 @@ MODULES = (
     rules_deployments,
     rules_gained,
     rules_kernels,
+    rules_launches,
     rules_more,
     rules_own_model,
     rules_ranks,
     rules_rounds,
     rules_sampled,
     rules_serving,
+    rules_shared,
     rules_today,
     rules_trained,
     rules_trained_models,

@@ -150,6 +150,8 @@ def show(report: dict) -> None:
             print(f"{row['case']} | {workload} | {sides}")
     if shared := sum("ranks_per_gpu" in row for row in report["rows"]):
         print(f"in {shared} of these cases ranks share GPUs: nothing is measured there but accept lengths and outputs")
+    if alone := sum(not any(len(cell) > 1 for cell in row["workloads"].values()) for row in report["rows"]):
+        print(f"in {alone} of these cases one side ran: its outputs were compared with none of another side")
     ties = sum(d["tie"] is True for d in report["differences"])
     print(f"{len(report['differences'])} of the outputs differ from what they should equal, {ties} of them at ties")
     for failure in report["failures"]:

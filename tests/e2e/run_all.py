@@ -64,9 +64,9 @@ class Run:
         return self.began + 60 * self.args.minutes - time.monotonic()
 
     def parted(self) -> list[tuple[Case, list[dict]]]:
-        """Where the outputs of both sides part, by case."""
-        pairs = [(c, [self.results.get((c.name, b), (None, ""))[0] for b in BACKENDS]) for c in self.cases]
-        return [(case, differences(case, *both)) for case, both in pairs if None not in both]
+        """Where outputs of ours part from the built-in's, if there are any, and from another run of ours, by case."""
+        found = [(c, *(self.results.get((c.name, b), (None, ""))[0] for b in ("ours", "builtin"))) for c in self.cases]
+        return [(case, differences(case, ours, builtin)) for case, ours, builtin in found if ours is not None]
 
     def write(self, parted: list[tuple[Case, list[dict]]]) -> dict:
         found = [difference for _, of_case in parted for difference in of_case]

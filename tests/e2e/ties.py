@@ -28,15 +28,17 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
 
 
-def differences(case: Case, ours: dict, builtin: dict) -> list[dict]:
+def differences(case: Case, ours: dict, builtin: dict | None) -> list[dict]:
     """Where outputs part, with the prompt that leads there; nobody has asked yet whether these are ties.
 
-    A difference has the tokens of `ours` and of `builtin`; one between two runs of ours has `ours` and `other`, and says
-    `against` which run.
+    Without the other side (`builtin` is None) those of two runs of ours that must be equal are compared still. A difference
+    has the tokens of `ours` and of `builtin`; one between two runs of ours has `ours` and `other`, and says `against` which
+    run.
     """
     found = []
-    for name in case.measured():
-        found += _parted(case, name, ours[name], builtin[name], "builtin")
+    if builtin is not None:
+        for name in case.measured():
+            found += _parted(case, name, ours[name], builtin[name], "builtin")
     for name, other in case.equal_outputs():
         found += [d | {"against": other} for d in _parted(case, name, ours[name], ours[other], "other")]
     return found
