@@ -11,6 +11,7 @@ from soak_traffic import Traffic, make_templates
 
 BEGAN, ENDED = 1000.0, 1240.0
 ACTIVE = "[2026-11-20 11:15:06] nsa_backend 0.1.0 is active: decode=fa3"
+CAPTURED = "DP0 nsa_backend: captured whole speculative rounds of [1, 2] greedy requests in 0.1 s, 20 MiB"
 RETRACT = "[2026-11-20 11:16:06] KV cache pool is full. Retract requests. #retracted_reqs: 3, #new_tokens_gained: 192"
 
 

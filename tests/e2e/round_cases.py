@@ -109,6 +109,17 @@ ROUND_CASES = [
             ("four GPUs, DP attention 2, fp8", UNEQUAL, FOUR_GPUS | DP_2 | FP8, {"gpus": 4, "decode": "flashmla_kv"}),
         )
     ),
+    Case(
+        "two GPUs, DP attention, three graphs a round",
+        3,
+        UNEQUAL,
+        engine=TWO_GPUS | DP_2,
+        gpus=2,
+        environment={"NSA_BACKEND_ROUND_GRAPH": "0"},
+        builtin_environment={},
+        never_says="captured whole speculative rounds",
+        floor_of_all=0.95,
+    ),
     round_case("two GPUs, DP attention, n1, one graph a round", 1, UNEQUAL, engine=TWO_GPUS | DP_2, gpus=2, **OF_RANKS),
     *(
         sampled_case(

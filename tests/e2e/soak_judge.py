@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from soak_answers import Record, group_differences
-from soak_server import TOPOLOGIES
+from soak_server import TOPOLOGIES, Topology
 
 from nsa_backend.benchmarks.generation import accept_length
-from nsa_backend.environment import switched_on
+from nsa_backend.environment import asked
+from nsa_backend.releases import installed
 
 if TYPE_CHECKING:
     from soak_side import Soak
@@ -124,6 +125,11 @@ def drift(rows: list[dict]) -> float | None:
     return round(whole[-1] / whole[0] - 1, 5) if len(whole) > 1 else None
 
 
+def whole_rounds(topology: Topology) -> bool:
+    """Whether rounds of ours are to be one graph."""
+    return asked("NSA_BACKEND_ROUND_GRAPH") is not False and installed() in topology.one_graph
+
+
 def summary(run: Soak) -> dict:
     records, (began, ended) = list(run.traffic.records), run.load
     text = run.log.read_text(errors="replace") if run.log.exists() else ""
@@ -151,7 +157,7 @@ def summary(run: Soak) -> dict:
         "ranks": len(topology.servers) * topology.ranks,
         "active": [line for line in lines if "nsa_backend" in line and "is active" in line],
         "captured": [line for line in lines if "captured whole speculative rounds" in line],
-        "must_capture": topology.capturing if run.side == "ours" and switched_on("NSA_BACKEND_ROUND_GRAPH") else 0,
+        "must_capture": topology.capturing * (run.side == "ours" and whole_rounds(topology)),
         "suspect_lines": {"count": len(suspect), "first": suspect[:20]},
     }
 

@@ -20,6 +20,7 @@ from soak_traffic import LONGEST_OUTPUT, Client
 from nsa_backend.benchmarks import servers
 from nsa_backend.benchmarks.gpu_memory import by_process_mib
 from nsa_backend.benchmarks.parallel import Parallel
+from nsa_backend.releases import ROUND_GRAPHS
 
 BUILTIN = "builtin"
 SIDES = {
@@ -83,12 +84,19 @@ class Topology:
     environment: dict[str, str]
     gpus: int = 1  # of a side
     ranks: int = 1  # of each server; every one says in the log that the backend is active
-    capturing: int = 1  # ranks of all servers that capture whole rounds where these are asked for
+    capturing: int = 1  # ranks of all servers that capture whole rounds,
+    one_graph: tuple[str, ...] = ("0.5.23",)  # on these releases, unless they are not to
     growth: dict[str, int] = field(default_factory=lambda: {"gpu_mib": 256, "host_mib": 256})
 
 
 TOPOLOGIES = {
-    "one": Topology(lambda checkpoint, port: [command(checkpoint, port)], Client, ("server",), ALLOCATOR | RETRACTING),
+    "one": Topology(
+        lambda checkpoint, port: [command(checkpoint, port)],
+        Client,
+        ("server",),
+        ALLOCATOR | RETRACTING,
+        one_graph=ROUND_GRAPHS,
+    ),
     # A transfer engine cannot hand memory in expandable segments to another process, so there are none, and what the allocator
     # keeps is more.
     "pd": Topology(pair_commands, PairClient, ("prefill", "decode"), {}, gpus=2, growth={"gpu_mib": 1024, "host_mib": 512}),

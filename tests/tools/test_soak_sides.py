@@ -24,6 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 port, delay, side = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 if side == "ours":
     print("nsa_backend 0.1.0 is active", flush=True)
+    print("nsa_backend: captured whole speculative rounds of [1] greedy requests in 0.1 s, 8 MiB", flush=True)
 print("KV cache pool is full. Retract requests. #retracted_reqs: 2,", flush=True)
 aborted = set()
 

@@ -107,7 +107,7 @@ def decodes(args: Any) -> bool:
 
 
 def unmet(args: Any) -> list[Rule]:
-    """The rules that these resolved arguments do not meet; of options that no GPU run has had, unless one graph is asked for."""
+    """The rules that these resolved arguments do not meet; `unseen` options count unless one graph is asked for."""
     free = names().free | (names().unseen if asked(SWITCH) else frozenset())
     return [rule for rule in (*NEEDED, *DP_ATTENTION) if rule.attribute not in free and rule.value(args) not in rule.served]
 
