@@ -31,6 +31,7 @@ NEAR_ZERO = {"temperature": 1e-4}
 SAMPLED = (NEAR_ZERO, NEAR_ZERO | {"top_p": 0.95}, NEAR_ZERO | {"top_k": 20}, {}, {"temperature": 1.0, "top_p": 1e-6})
 OF_RANKS = {"releases": "==0.5.23", "says_times": 2}
 """Rounds under DP attention are three graphs on other releases, and each rank has graphs of its own."""
+SEEDS = {"": {}, ", seed 1": {"random_seed": 1}, ", seed 2": {"random_seed": 2}}
 UNEQUAL = ("1x300", "8x300", "unequal ranks")
 """With one request at a time a rank is idle, and has to replay what its peer does."""
 MANY = ("8x300", "8x3000", "32x300", "sizes between and above the captured", "shared prefix", "short")
@@ -138,16 +139,33 @@ ROUND_CASES = [
     ),
     # The control of the first of these: is its accept length below greedy requests' by the graph's sampling, or because one of
     # equally good tokens is drawn? In one wave of "unequal ranks" a rank has a greedy request alone: its rounds are one graph.
-    round_case(
-        "two GPUs, DP attention, sampled and greedy, sampled rounds in three graphs",
-        3,
-        UNEQUAL,
-        environment={"NSA_BACKEND_ROUND_GRAPH": "1", "NSA_BACKEND_SAMPLED_ROUNDS": "0"},
-        says="greedy requests in",
-        never_says="sampled requests in",
-        engine=TWO_GPUS | DP_2,
-        gpus=2,
-        releases=OF_RANKS["releases"],
-        sampling=SAMPLED,
+    # One seed is one draw, so both have more of them.
+    *(
+        round_case(
+            f"two GPUs, DP attention, sampled and greedy, sampled rounds in three graphs{words}",
+            3,
+            UNEQUAL,
+            environment={"NSA_BACKEND_ROUND_GRAPH": "1", "NSA_BACKEND_SAMPLED_ROUNDS": "0"},
+            says="greedy requests in",
+            never_says="sampled requests in",
+            engine=TWO_GPUS | DP_2 | seed,
+            gpus=2,
+            releases=OF_RANKS["releases"],
+            sampling=SAMPLED,
+        )
+        for words, seed in SEEDS.items()
+    ),
+    *(
+        sampled_case(
+            f"two GPUs, DP attention, sampled and greedy, one graph a round{words}",
+            3,
+            UNEQUAL,
+            engine=TWO_GPUS | DP_2 | seed,
+            gpus=2,
+            **OF_RANKS,
+            sampling=SAMPLED,
+        )
+        for words, seed in SEEDS.items()
+        if words
     ),
 ]
