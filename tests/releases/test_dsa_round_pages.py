@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,11 @@ def sglang():
             patch.setattr(module, "get_alloc_reserve_per_decode", lambda: RESERVE)
         patch.setattr(eagle_utils, "get_spec", lambda: SimpleNamespace(speculative_eagle_topk=1))
         yield
+
+
+def sglangs(batch: SimpleNamespace) -> None:
+    """Its own function: in a process where rounds were built, the module's is wrapped already."""
+    inspect.unwrap(eagle_utils.eagle_prepare_for_decode)(batch)
 
 
 def a_batch(requests: list[tuple[int, int]], penalties: bool = False) -> SimpleNamespace:
@@ -67,11 +73,9 @@ def left(batch: SimpleNamespace, prepare) -> tuple:
 
 @given(requests=REQUESTS, penalties=st.booleans())
 def test_the_host_keeps_what_sglang_keeps(requests, penalties):
-    theirs, devices, tokens = left(a_batch(requests, penalties), eagle_utils.eagle_prepare_for_decode)
+    theirs, devices, tokens = left(a_batch(requests, penalties), sglangs)
     assert devices == {DEVICE}
-    ours, devices, again = left(
-        a_batch(requests, penalties), lambda batch: pages.prepare(eagle_utils.eagle_prepare_for_decode, batch)
-    )
+    ours, devices, again = left(a_batch(requests, penalties), lambda batch: pages.prepare(sglangs, batch))
     assert (ours, again) == (theirs, tokens)
     assert devices == ({DEVICE} if tokens or penalties else {"cpu"})
 
@@ -80,7 +84,7 @@ def test_a_request_of_three_drafts_takes_a_page_every_16_rounds():
     batch, copied = a_batch([(5 * PAGE - RESERVE, 0)]), 0
     for _ in range(160):
         batch.reqs[0].kv.kv_committed_len += 4
-        _, devices, _ = left(batch, lambda batch: pages.prepare(eagle_utils.eagle_prepare_for_decode, batch))
+        _, devices, _ = left(batch, lambda batch: pages.prepare(sglangs, batch))
         copied += DEVICE in devices
     assert copied == 10
 
@@ -99,8 +103,6 @@ def test_a_failure_leaves_the_batch_its_device():
 
 def test_sglang_calls_what_is_hooked():
     """By the module's name, at the time of the call; and the allocator reads lengths on the GPU only where pages are needed."""
-    import inspect
-
     from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
     from sglang.srt.speculative import spec_utils
 
