@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,7 +92,9 @@ def started(seen: list) -> dict[int, SimpleNamespace]:
 
 
 def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def test_the_first_node_starts_once_the_others_have_looked_at_its_ports(stand_ins, tmp_path):
@@ -149,7 +152,11 @@ def test_a_case_whose_ranks_share_gpus_is_measured_on_nodes(stand_ins, tmp_path,
 
 
 def ended_nodes(stand_ins) -> set[bool]:
-    return {is_alive(node.pid) for node in started(stand_ins.seen()).values()}
+    """Whether each node that was started lives still; one that was killed a moment ago has some seconds to be gone."""
+    pids, last = [node.pid for node in started(stand_ins.seen()).values()], time.monotonic() + 10
+    while any(map(is_alive, pids)) and time.monotonic() < last:
+        time.sleep(0.02)
+    return {is_alive(pid) for pid in pids}
 
 
 def test_a_node_that_does_not_start_says_why(stand_ins, tmp_path):
