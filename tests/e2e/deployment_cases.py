@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from case import Case
-from engine_options import DP_2, FOUR_GPUS, FP8, STANDARD, TWO_GPUS, UP_TO_TWO
+from engine_options import DP_2, FOUR_GPUS, FP8, ONE_GRAPH, STANDARD, TWO_GPUS, UP_TO_TWO
 from engine_options import FLOORS as STANDARD_FLOORS
 
 SINCE = ">=0.5.23"
@@ -51,9 +51,7 @@ PD_CASES = [
             disaggregated="nixl",
             gpus=2,
             releases="==0.5.23",
-            environment={"NSA_BACKEND_ROUND_GRAPH": "1"},
-            builtin_environment={},
-            says="captured whole speculative rounds",
+            **ONE_GRAPH,
             says_times=2,
             floor_of_all=0.95,
             **options,
@@ -134,9 +132,7 @@ TRAINING_CASES = [
         3,
         STANDARD,
         action="weights were loaded again",
-        environment={"NSA_BACKEND_ROUND_GRAPH": "1"},
-        builtin_environment={},
-        says="captured whole speculative rounds",
+        **ONE_GRAPH,
         says_times=2,
         floors=FLOORS,
     ),
@@ -172,9 +168,7 @@ PARALLEL_CASES = [
         ("1x300", *STANDARD),
         engine=TWO_GPUS | EXPERTS,
         gpus=2,
-        environment={"NSA_BACKEND_ROUND_GRAPH": "1"},
-        builtin_environment={},
-        says="captured whole speculative rounds",
+        **ONE_GRAPH,
     ),
     parallel("two GPUs, DP attention, expert parallel", 3, UNEQUAL, engine=TWO_GPUS | DP_2 | EXPERTS, gpus=2),
     parallel("two GPUs, DP attention, overlap scheduling off", 3, UNEQUAL, engine=TWO_GPUS | DP_2 | NO_OVERLAP, gpus=2),

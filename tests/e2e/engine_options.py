@@ -12,6 +12,12 @@ BESIDE_OTHERS = {"mem_fraction_static": 0.8}
 FOUR_GPUS = TWO_GPUS | BESIDE_OTHERS | {"tp_size": 4}
 EIGHT_GPUS = FOUR_GPUS | {"tp_size": 8}
 DP_2 = {"dp_size": 2, "enable_dp_attention": True}
+ONE_GRAPH = {
+    "environment": {"NSA_BACKEND_ROUND_GRAPH": "1"},
+    "builtin_environment": {},
+    "says": "captured whole speculative rounds",
+}
+"""Fields of a case whose rounds must be one graph."""
 UP_TO_TWO = {"cuda_graph_bs": [1, 2]}
 """Captured sizes that most batches of "unequal ranks" exceed, on one rank or on both."""
 

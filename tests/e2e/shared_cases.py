@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from case import Case
-from engine_options import BESIDE_OTHERS, DP_2, FP8, TWO_GPUS
+from engine_options import BESIDE_OTHERS, DP_2, FP8, ONE_GRAPH, TWO_GPUS
 
 NEWEST = "==0.5.23"
 ALONE, BOTH = ("8x300",), ("8x300", "some unequal ranks")
@@ -20,11 +20,6 @@ HALF = dict.fromkeys(BOTH, 3.85 / 4)
 standard deviation of 0.021, so that 3.9 is two of them below. Half of the rounds make it 0.030, and 3.85 is three below."""
 FP8_FLOORS = dict.fromkeys(BOTH, 3.8 / 4)
 """Of 31 rounds: the same runs had means of 3.92 on FP8 KV, with a standard deviation of 0.028."""
-ONE_GRAPH = {
-    "environment": {"NSA_BACKEND_ROUND_GRAPH": "1"},
-    "builtin_environment": {},
-    "says": "captured whole speculative rounds",
-}
 ON_FP8 = {"decode": "flashmla_kv", "floors": FP8_FLOORS, "floor_of_all": 0.95}
 
 
