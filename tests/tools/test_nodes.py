@@ -22,66 +22,20 @@ from pd_servers import command
 from workloads import CASES
 
 E2E = Path(run_case.__file__).parent
-NODE = """
-import json, os, subprocess, sys, threading, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-words = sys.argv[1:]
-option = dict(zip(words, words[1:]))
-node, port, asked = int(option["--node-rank"]), int(option["--port"]), json.loads(option["--model-path"])
-told = {{name: value for name, value in os.environ.items() if name.startswith(("NCCL", "GLOO"))}}
-with open({seen!r}, "a") as seen:
-    print(json.dumps([node, time.monotonic(), option, told, os.getpid()]), file=seen)
-if asked.get("fails at once") == node:
-    raise ValueError("there is no such option")
-time.sleep(asked.get("seconds", 0))
-print("node", node, "server_args=...", flush=True)
-RANK = "import sys, time; time.sleep(float(sys.argv[1])); sys.exit(int(sys.argv[2]))"
-for who, title, seconds, code in asked.get("ranks", []):
-    if who == node:
-        titled = ["bash", "-c", 'exec -a sglang::%s "$@"' % title, "", sys.executable, "-c", RANK, str(seconds), str(code)]
-        subprocess.Popen(titled)
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with open({seen!r}, "a") as seen:
-            print(json.dumps(["asked", body]), file=seen)
-        time.sleep(asked.get("answers after", 0))
-        meta = {{"spec_correct_drafts_histogram": [0, 0, 0, 9], "cached_tokens": 0}}
-        prompts = body["input_ids"]
-        many = isinstance(prompts[0], list)
-        given = [{{"output_ids": [len(p)], "meta_info": meta}} for p in (prompts if many else [prompts])]
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(given if many else given[0]).encode())
-    def log_message(self, *arguments):
-        pass
-if asked.get("raises") == node:
-    def end():
-        print("Traceback (most recent call last):\\n  x\\nKeyError: 'why'", flush=True)
-        os._exit(5)
-    threading.Timer(3.0, end).start()
-if node:
-    time.sleep(120)
-ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
+NODE = E2E.parent / "stand_in_node.py"
 
 
 @pytest.fixture
 def stand_ins(tmp_path, monkeypatch):
     """Puts small processes in place of nodes; returns a function of (what they do, port) to arguments, with `seen` of them."""
-    script, seen = tmp_path / "node.py", tmp_path / "seen"
-    script.write_text(NODE.format(seen=str(seen)))
-    monkeypatch.setattr(nodes, "command", lambda arguments: [sys.executable, str(script), *command(arguments)[3:]])
+    seen = tmp_path / "seen"
+    monkeypatch.setenv("NODE_SEEN", str(seen))
+    monkeypatch.setattr(nodes, "command", lambda arguments: [sys.executable, str(NODE), *command(arguments)[3:]])
 
     def arguments(port: int, **asked) -> dict:
         return {"port": port, "tp_size": 4, "model_path": json.dumps(asked)}
 
     arguments.seen = lambda: [json.loads(line) for line in seen.read_text().splitlines()]
-    arguments.script = script
     return arguments
 
 
@@ -230,9 +184,9 @@ with nodes.Nodes({arguments!r}, 2, Path({logs!r})) as deployment:
 """
 
 
-def in_a_process_of_its_own(stand_ins, tmp_path, seconds: float, arguments: dict) -> tuple[int | None, list, str]:
+def in_a_process_of_its_own(tmp_path, seconds: float, arguments: dict) -> tuple[int | None, list, str]:
     """(exit code, ends of processes, log) of a case as run_all.py runs it."""
-    words = CASE.format(e2e=str(E2E), script=str(stand_ins.script), arguments=arguments, logs=str(tmp_path / "case.json"))
+    words = CASE.format(e2e=str(E2E), script=str(NODE), arguments=arguments, logs=str(tmp_path / "case.json"))
     exits: list = []
     code = run_to_its_end([sys.executable, "-c", words], tmp_path / "log", dict(os.environ), seconds, exits)
     return code, exits, (tmp_path / "log").read_text()
@@ -241,7 +195,7 @@ def in_a_process_of_its_own(stand_ins, tmp_path, seconds: float, arguments: dict
 def test_a_report_tells_of_the_node_that_ended_first(stand_ins, tmp_path):
     """Not of those that are ended for it."""
     arguments = stand_ins(34420, raises=1, **{"answers after": 60})
-    code, exits, log = in_a_process_of_its_own(stand_ins, tmp_path, 60, arguments)
+    code, exits, log = in_a_process_of_its_own(tmp_path, 60, arguments)
     assert code == 1
     assert exits[0].status == 5
     told = facts(exits, code, log, {}, 9.0)
@@ -251,7 +205,7 @@ def test_a_report_tells_of_the_node_that_ended_first(stand_ins, tmp_path):
 
 
 def test_a_late_case_leaves_no_node(stand_ins, tmp_path):
-    code, _, log = in_a_process_of_its_own(stand_ins, tmp_path, 8, stand_ins(34440, **{"answers after": 60}))
+    code, _, log = in_a_process_of_its_own(tmp_path, 8, stand_ins(34440, **{"answers after": 60}))
     assert code is None
     assert "node 0 server_args" in log
     assert ended_nodes(stand_ins) == {False}

@@ -1,0 +1,85 @@
+"""A small process in place of a node: takes its arguments, writes down what it is asked, and ends as its model path says.
+
+NODE_SEEN names the file for what was seen. The model path is JSON: `fails at once` and `raises` name the node that ends before
+and after it is ready, `seconds` the time before it has looked at its ports, `answers after` that before an answer, and `ranks`
+the ranks that live beside it, each as [node, title, seconds, exit code].
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+
+RANK = "import sys, time; time.sleep(float(sys.argv[1])); sys.exit(int(sys.argv[2]))"
+META = {"spec_correct_drafts_histogram": [0, 0, 0, 9], "cached_tokens": 0}
+
+
+def write_down(row: list) -> None:
+    with Path(os.environ["NODE_SEEN"]).open("a") as seen:
+        seen.write(f"{json.dumps(row)}\n")
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def start_rank(title: str, seconds: float, code: int) -> None:
+    titled = ["bash", "-c", f'exec -a sglang::{title} "$@"', "", sys.executable, "-c", RANK, str(seconds), str(code)]
+    subprocess.Popen(titled)
+
+
+def end() -> None:
+    say("Traceback (most recent call last):\n  x\nKeyError: 'why'")
+    os._exit(5)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        write_down(["asked", body])
+        time.sleep(self.server.answers_after)
+        prompts = body["input_ids"]
+        many = isinstance(prompts[0], list)
+        given = [{"output_ids": [len(p)], "meta_info": META} for p in (prompts if many else [prompts])]
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(given if many else given[0]).encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+def main(words: list[str]) -> None:
+    option = dict(pairwise(words))
+    node, asked = int(option["--node-rank"]), json.loads(option["--model-path"])
+    told = {name: value for name, value in os.environ.items() if name.startswith(("NCCL", "GLOO"))}
+    write_down([node, time.monotonic(), option, told, os.getpid()])
+    if asked.get("fails at once") == node:
+        raise ValueError("there is no such option")
+    time.sleep(asked.get("seconds", 0))
+    say(f"node {node} server_args=...")
+    for who, *rank in asked.get("ranks", []):
+        if who == node:
+            start_rank(*rank)
+    if asked.get("raises") == node:
+        threading.Timer(3.0, end).start()
+    if node:
+        time.sleep(120)
+    server = ThreadingHTTPServer(("127.0.0.1", int(option["--port"])), Handler)
+    server.answers_after = asked.get("answers after", 0)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
