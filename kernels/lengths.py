@@ -13,6 +13,12 @@ from nsa_backend.kernels.prefix_search import NO_END, count_ends_up_to
 
 
 @triton.jit
+def clip_length(length, max_len):
+    """A length that memory can be read by: at least 1, as padding has, and at most what tables hold."""
+    return tl.minimum(tl.maximum(length, 1), max_len)
+
+
+@triton.jit
 def write_request_lengths(
     seq_lens_ptr,  # int32 | int64 [num_requests]
     cache_seqlens_ptr,  # int32 [num_requests]
@@ -28,7 +34,7 @@ def write_request_lengths(
         r = start + tl.arange(0, BLOCK)
         mask = r < num_requests
         length = tl.load(seq_lens_ptr + r, mask=mask, other=0).to(tl.int32) + offset
-        length = tl.where(mask, tl.minimum(tl.maximum(length, 1), max_len), 0)
+        length = tl.where(mask, clip_length(length, max_len), 0)
         tl.store(cache_seqlens_ptr + r, length, mask=mask)
         tl.store(cu_seqlens_k_ptr + 1 + r, carry + tl.cumsum(length, 0), mask=mask)
         carry += tl.sum(length, 0)
@@ -87,7 +93,7 @@ def lengths_of_rows(
         request = row // ROWS_PER_REQUEST
         seq_len = tl.load(seq_lens_ptr + request, mask=mask, other=0).to(tl.int32)
         length = seq_len + offset + row % ROWS_PER_REQUEST
-    return tl.where(mask, tl.minimum(tl.maximum(length, 1), max_len), 0), request
+    return tl.where(mask, clip_length(length, max_len), 0), request
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
 No program waits for another one, nor for what another thread has stored: each is a chain of a few loads. Of a step,
 `SCHEDULE_PARTS` programs write the DeepGEMM schedule, one the plan of the top-k kernel where it is wanted, one the lengths of
-rows and one those of requests. `num_requests * splits` programs copy page tables, `splits` of them taking turns at the column
-blocks of one request. A program past the end of its request stops at once, so the grid depends on no value that only the GPU
+rows and one those of requests. `num_requests * splits` programs copy page tables, `splits` of them taking turns at pieces of
+one request's. A program past the end of its request stops at once, so the grid depends on no value that only the GPU
 knows and one long request is spread over as many programs as a short one.
 
 Grid, known on the host: [splits, step_lines + num_requests]. The first lines are the programs of steps, as many lines as those

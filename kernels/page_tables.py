@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_backend.kernels.lengths import clip_length
 from nsa_backend.kernels.request_tiles import requests_passed
 
 
@@ -49,7 +50,7 @@ def copy_page_tables(
     """
     PAGES: tl.constexpr = COLUMN_BLOCK // PAGE
     table_len = tl.load(seq_lens_ptr + request).to(tl.int32) + table_offset
-    table_len = tl.minimum(tl.maximum(table_len, 1), max_len)
+    table_len = clip_length(table_len, max_len)
     slot = tl.load(req_pool_indices_ptr + request).to(tl.int64)
     # A slot is never negative. As the exit of programs without a column asks for it, its load is issued beside that of the
     # length; the compiler moves it behind the exit otherwise, where it is one wait more before the first column.

@@ -15,13 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend.kernels.lengths import lengths_of_rows
+from nsa_backend.kernels.lengths import clip_length, lengths_of_rows
 from nsa_backend.kernels.prefix_search import NO_END, count_ends_up_to
 
 
 @triton.jit
 def _segments_of_row(seq_len, offset, max_len, SPLIT_KV: tl.constexpr):
-    return (tl.minimum(tl.maximum(seq_len + offset, 1), max_len) + SPLIT_KV - 1) // SPLIT_KV
+    return tl.cdiv(clip_length(seq_len + offset, max_len), SPLIT_KV)
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _segments_of_entries(
             seq_lens_ptr, extend_lens_ptr, entry, num_requests, num_rows, offset, max_len,
             ROWS_PER_REQUEST=ROWS_PER_REQUEST, BLOCK=BLOCK,
         )  # fmt: skip
-        return (length + SPLIT_KV - 1) // SPLIT_KV
+        return tl.cdiv(length, SPLIT_KV)
     else:
         mask = entry < num_requests
         seq_len = tl.load(seq_lens_ptr + entry, mask=mask, other=0).to(tl.int32)
