@@ -26,11 +26,15 @@ class Rule:
         """What the server was started with."""
         return getattr(server_args, self.attribute) if self.everywhere else nested(server_args, self.attribute)
 
+    def serves(self, server_args: Any) -> bool:
+        """Whether that is served."""
+        return self.value(server_args) in self.served
+
     def refusal(self, server_args: Any) -> str | None:
         """The sentence, or None where the value is served."""
-        value = self.value(server_args)
-        if value in self.served:
+        if self.serves(server_args):
             return None
+        value = self.value(server_args)
         shown = self.option if value is True else f"{self.option} {value}"
         reason = f"{self.why}; " if self.why else ""
         way_back = f", or {WAY_BACK}" if self.builtin_serves else ""

@@ -18,9 +18,13 @@ class RoundNames:
     free: frozenset[str] = frozenset()  # options of `rule` that may have any value
     unseen: frozenset[str] = frozenset()  # the same of options that no GPU run has had: one graph where it is asked for
     lacks: frozenset[str] = frozenset()  # marks of a batch whose feature the release does not have
-    has_ranks: bool = False  # whether rounds of DP attention can be one graph
-    counts_pages: bool = False  # whether SGLang has a function that says which pages the next round needs
+    counts_in_kv: bool = False  # whether a request's `kv` says how far its slots reach and are written, which `pages` reads
     samples_alike: bool = False  # whether sampled rounds were seen to sample alike on a GPU: they are one graph by default
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether rounds of DP attention can be one graph."""
+        return "attn_dp_size" in self.free
 
     def wait_for_all_after(self, runner: Any) -> None:
         """Let the scheduler wait for the whole forward of this runner, and for no event inside it."""
@@ -42,8 +46,7 @@ NAMES = {
         reads_done="shared_read_done_event",
         free=frozenset({"enable_dp_attention", "attn_dp_size", "disaggregation_mode"}),
         unseen=frozenset({"ep_size"}),
-        has_ranks=True,
-        counts_pages=True,
+        counts_in_kv=True,
         samples_alike=True,
     ),
 }

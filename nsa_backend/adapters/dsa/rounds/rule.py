@@ -79,7 +79,7 @@ ON_THE_HOST = {
 def switches_on(args: Any) -> dict[str, str]:
     """Environment switches that leave a server of these resolved arguments no room for round graphs, and what each does."""
     found = {name: does for name, does in ON_THE_HOST.items() if getattr(envs, name).get()}
-    ranks = any(rule.value(args) not in rule.served for rule in DP_ATTENTION)
+    ranks = not all(rule.serves(args) for rule in DP_ATTENTION)
     if ranks and envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
         found["SGLANG_SCHEDULER_SKIP_ALL_GATHER"] = "under which ranks of DP attention do not tell one another what they have"
     if switched_on("NSA_BACKEND_CHECK"):
@@ -109,7 +109,7 @@ def decodes(args: Any) -> bool:
 def unmet(args: Any) -> list[Rule]:
     """The rules that these resolved arguments do not meet; `unseen` options count unless one graph is asked for."""
     free = names().free | (names().unseen if asked(SWITCH) else frozenset())
-    return [rule for rule in (*NEEDED, *DP_ATTENTION) if rule.attribute not in free and rule.value(args) not in rule.served]
+    return [rule for rule in (*NEEDED, *DP_ATTENTION) if rule.attribute not in free and not rule.serves(args)]
 
 
 def options_to_change(args: Any) -> list[str]:

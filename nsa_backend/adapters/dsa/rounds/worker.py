@@ -208,7 +208,7 @@ def with_rounds(worker_class: type, backends: tuple[type, ...], recorder: Callab
     hook(CAPTURE, _capture_kept, HookType.AROUND)
     if names().has_ranks:
         hook(COUNTS, _count_ranks, HookType.AROUND)
-    if names().counts_pages:
+    if names().counts_in_kv:
         hook(pages.PREPARE, pages.prepare, HookType.AROUND)
 
     class RoundWorker(worker_class):
