@@ -147,12 +147,17 @@ def test_the_soak_run_makes_sglang_take_requests_back(monkeypatch):
 
 
 @pytest.mark.skipif(HAS_V1, reason="PD of sparse models with drafts is served from 0.5.23 on")
-def test_both_servers_of_a_soaked_pair_understand_their_commands(resolve, tmp_path):
-    found = [words[words.index("--model-path") + 2 :] for words in soak_server.pair_commands(tmp_path, 33000)]
+@pytest.mark.parametrize(("topology", "decode_gpu", "tp", "ranks"), [("pd", 1, 1, 1), ("pd-dp", 0, 2, 2)])
+def test_both_servers_of_a_soaked_pair_understand_their_commands(resolve, tmp_path, topology, decode_gpu, tp, ranks):
+    commands = soak_server.TOPOLOGIES[topology].commands(tmp_path, 33000)
+    found = [words[words.index("--model-path") + 2 :] for words in commands]
     prefill, decode = (adapter.resolved(resolve(*words)) for words in found)
+    for server in (prefill, decode):
+        assert (server.tp_size, server.attn_dp_size, server.max_total_tokens * ranks) == (tp, ranks, soak_server.POOL_TOKENS)
     assert (prefill.disaggregation_mode, decode.disaggregation_mode) == ("prefill", "decode")
     assert prefill.disaggregation_bootstrap_port == decode.disaggregation_bootstrap_port
-    assert (prefill.base_gpu_id, decode.base_gpu_id) == (0, 1)
+    assert (prefill.base_gpu_id, decode.base_gpu_id) == (0, decode_gpu)
+    assert decode_gpu + tp == soak_server.TOPOLOGIES[topology].gpus
     assert decode.num_reserved_decode_tokens < soak_server.LONGEST_OUTPUT
     ports = {prefill.port, decode.port, prefill.disaggregation_bootstrap_port, prefill.nccl_port, decode.nccl_port}
     assert None not in ports
