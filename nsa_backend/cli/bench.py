@@ -56,7 +56,8 @@ OPTIONS = {
     "attention of a layer as one piece) and parts (what they cost by the backend's choices)",
     "--checkpoint": "faithful, wide, or a folder; a real checkpoint must fit twice on the GPU",
     "--prompt-tokens": "most prompt tokens of a batch: a million take half a minute a sample",
-    "--parallel": "GPUs of a server: tp4, dp4 (DP attention), dp2-tp2 (DP attention 2 of two GPUs each); one GPU unless told",
+    "--parallel": "GPUs of a server: tp4, dp4 (DP attention), dp2-tp2 (DP attention 2 of two GPUs each), tp4-ep (experts "
+    "divided), cp2 (prefill context parallel), pp2, pd (a prefill and a decode server); one GPU unless told",
     "--samples": "samples of a side and cell; unless told 7, 5 or 3, the fewer the more prompt tokens",
     "--temperature": "of every request; 0, which is greedy, unless told",
     "--top-p": "of every request that samples; 1 unless told",
@@ -149,12 +150,16 @@ def _check_model(args: argparse.Namespace) -> None:
 
 
 def _gpus(parallel: list[str], there: int) -> int:
-    """GPUs of the largest server of --parallel, of those that are there."""
+    """GPUs of the largest deployment of --parallel, of those that are there."""
+    from nsa_backend.benchmarks.pairs import engine_problem
     from nsa_backend.benchmarks.parallel import parsed
 
-    largest = max(map(parsed, parallel), key=lambda one: one.gpus)
+    asked = list(map(parsed, parallel))
+    largest = max(asked, key=lambda one: one.gpus)
     if largest.gpus > there:
         _fail(f"--parallel {largest} takes {largest.gpus} GPUs, and torch sees {there}")
+    if any(one.pd for one in asked) and (problem := engine_problem()):
+        _fail(problem)
     return largest.gpus
 
 
