@@ -137,6 +137,11 @@ class Server:
             env=os.environ | SIDE_BY_SIDE | (environment or {}) | ENVIRONMENTS[backend],
         )  # fmt: skip
 
+    @property
+    def pid(self) -> int:
+        """Of the process that all others of the server are beneath."""
+        return self._process.pid
+
     def __enter__(self) -> Server:
         return self
 

@@ -18,6 +18,7 @@ import pytest
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks import (
+    bench_capture,
     bench_draft,
     bench_profile,
     bench_serve,
@@ -71,6 +72,7 @@ def commands(tmp_path_factory) -> dict[str, list[str]]:
             for bench in (bench_serve, bench_draft, bench_profile)
         }
         options["profile, three pairs"] = options_of(bench_profile, monkeypatch, servers=3, batch=[32], length=[4096])[0]
+    options |= {f"capture {requests}": bench_capture.options_for(requests) for requests in bench_capture.REQUESTS}
     options["readme"] = []
     options["own model"] = OwnModel(
         folder, [[1]], [1, 8], 256, folder, 1, ["--tp-size", "1", "--max-running-requests", "16"]
@@ -131,6 +133,16 @@ def test_serve_has_room_for_its_largest_cell_and_graphs_for_its_batches(parsed):
     assert found["max_running_requests"] == 32
     assert not found["cache"]
     assert set(bench_serve.BATCHES) <= set(found["decode"]) <= set(server_options.MEASURED_BATCHES)
+
+
+def test_captures_are_those_of_a_default_server_for_as_many_requests(parsed):
+    few, many = (parsed[f"capture {requests}, N = 3"] for requests in bench_capture.REQUESTS)
+    default = parsed["readme, N = 3"]
+    assert (few["max_running_requests"], many["max_running_requests"]) == bench_capture.REQUESTS
+    assert max(few["decode"]) >= 48
+    assert max(many["decode"]) >= 160  # of a GPU whose memory nobody knows; more on one that is there
+    assert set(parsed["serve, N = 3"]["decode"]) < set(default["decode"]) <= set(few["decode"]) <= set(many["decode"])
+    assert few["prefill"] == many["prefill"] == default["prefill"]
 
 
 @pytest.mark.parametrize("word", ON_FOUR_GPUS)
