@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 from engines import NCCL_PORT, PORTS_APART
 from waves import RANK, generate
 
+from nsa_backend.benchmarks.pairs import rooms
 from nsa_backend.benchmarks.process_trees import end_all
 from nsa_backend.benchmarks.servers import STARTING, call, wait_until_ready
 
@@ -22,7 +22,6 @@ ROUTER, BOOTSTRAP = 4, 8
 """Ports of a case, above the prefill server's. Servers are as far apart as engines: each may count ports up from its own."""
 
 APART_SECONDS = 3.0  # between two starts, as servers measure free memory then
-ROOMS = 2**63
 
 
 def command(arguments: dict[str, Any]) -> list[str]:
@@ -59,15 +58,6 @@ def roles(arguments: dict[str, Any], engine: str, gpus: int = 2) -> tuple[dict[s
 def meeting(port: int) -> dict[str, int]:
     """Arguments of a server on `port`, whose ranks meet above it."""
     return {"port": port, "nccl_port": port + NCCL_PORT}
-
-
-def rooms(count: int, port: int) -> dict[str, list]:
-    """What SGLang's router adds to a batch of `count` requests: where the prefill server tells its peers of each of them."""
-    return {
-        "bootstrap_host": ["127.0.0.1"] * count,
-        "bootstrap_port": [port] * count,
-        "bootstrap_room": [random.randrange(ROOMS) for _ in range(count)],
-    }
 
 
 def in_rooms(body: dict, port: int) -> dict:

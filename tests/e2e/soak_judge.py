@@ -127,7 +127,8 @@ def drift(rows: list[dict]) -> float | None:
 
 def whole_rounds(topology: Topology) -> bool:
     """Whether rounds of ours are to be one graph."""
-    return asked("NSA_BACKEND_ROUND_GRAPH") is not False and installed() in topology.one_graph
+    switch = asked("NSA_BACKEND_ROUND_GRAPH")
+    return (topology.by_default if switch is None else switch) and installed() in topology.one_graph
 
 
 def summary(run: Soak) -> dict:

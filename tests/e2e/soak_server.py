@@ -88,7 +88,8 @@ class Topology:
     gpus: int = 1  # of a side
     ranks: int = 1  # of each server; every one says in the log that the backend is active
     capturing: int = 1  # ranks of all servers that capture whole rounds,
-    one_graph: tuple[str, ...] = ("0.5.23",)  # on these releases, unless they are not to
+    one_graph: tuple[str, ...] = ("0.5.23",)  # on these releases, unless they are not to,
+    by_default: bool = True  # or only where they are asked to
     growth: dict[str, int] = field(default_factory=lambda: {"gpu_mib": 256, "host_mib": 256})
 
 
@@ -122,6 +123,7 @@ TOPOLOGIES = {
         gpus=2,
         ranks=2,
         capturing=2,
+        by_default=False,
         growth={"gpu_mib": 2048, "host_mib": 1024},
     ),
 }

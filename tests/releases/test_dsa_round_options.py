@@ -57,6 +57,13 @@ OF_A_RELEASE = {
         "prefill context parallel": [*TWO, "--enable-prefill-cp", "--cp-strategy", "interleave"],
         "LoRA": ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
         "LoRA by its paths": ["--lora-paths", "adapter=folder"],
+        "PD with DP attention": [*DP, "--disaggregation-mode", "decode"],
+        "PD with DP attention, logits gathered": [
+            *DP,
+            "--disaggregation-mode",
+            "decode",
+            "--no-enable-tp-lm-head-all-to-all",
+        ],
     },
 }
 """LoRA and context parallelism of prefill end 0.5.17's start beside EAGLE, by SGLang's own sentence or by ours."""
@@ -72,10 +79,16 @@ PIPELINES = {
 }
 ASK = ", or set NSA_BACKEND_ROUND_GRAPH=1"
 RANKS_ALONE = ("DP attention", "DP attention in four ranks", "DP attention by its new name")
-BESIDE = {"PD": "disaggregation_mode"} | dict.fromkeys(RANKS_ALONE, "attn_dp_size")
+BESIDE = dict.fromkeys(("PD", "PD with DP attention, logits gathered"), "disaggregation_mode") | dict.fromkeys(
+    RANKS_ALONE, "attn_dp_size"
+)
 FREE = {name for name, option in BESIDE.items() if option in names().free}
 """What a release's rounds are one graph beside, and another's are not."""
-UNSEEN = {name for name, option in {"experts": "ep_size"}.items() if option in names().unseen}
+ADVICE = {
+    "experts": ("ep_size", "pass --ep-size 1"),
+    "PD with DP attention": ("enable_tp_lm_head_all_to_all", "pass --no-enable-tp-lm-head-all-to-all"),
+}
+UNSEEN = {name: advice for name, (option, advice) in ADVICE.items() if option in names().unseen}
 """The same once they are asked for."""
 SGLANGS = ("PP + speculative decoding", "Pipeline parallelism is not compatible with overlap schedule, speculative decoding")
 """What it says itself of pipelines with drafts."""
@@ -109,7 +122,7 @@ def changes(tmp_path_factory) -> dict[str, list[str]]:
 def test_a_plain_server_has_them(changes):
     assert changes["plain"] == []
     assert {name: changes[name] for name in FREE} == {name: [] for name in FREE}
-    assert {name: changes[name] for name in UNSEEN} == {name: [f"pass --ep-size 1{ASK}"] for name in UNSEEN}
+    assert {name: changes[name] for name in UNSEEN} == {name: [f"{advice}{ASK}"] for name, advice in UNSEEN.items()}
 
 
 @pytest.mark.parametrize("name", [name for name in (*WORDS, *OF_A_RELEASE.get(installed(), {})) if name not in FREE])
@@ -128,7 +141,7 @@ def test_every_rule_was_tried(changes):
     """But where a release does not take the option beside EAGLE, or has another name for it."""
     said = {change.removesuffix(ASK) for of_one in changes.values() for change in of_one}
     left = {rule.attribute for rule in (*NEEDED, *DP_ATTENTION) if rule.advice not in said}
-    renamed = {"0.5.17": {"attn_dp_size", "enable_lora"}, "0.5.23": {"enable_dp_attention"}}
+    renamed = {"0.5.17": {"attn_dp_size", "enable_lora", "enable_tp_lm_head_all_to_all"}, "0.5.23": {"enable_dp_attention"}}
     assert left == NOT_BESIDE_EAGLE | renamed.get(installed(), set()) | names().free
 
 
@@ -140,7 +153,7 @@ def test_who_insists_on_one_graph_gets_a_sentence_instead_of_a_server(tmp_path, 
     environment = {"NSA_BACKEND_ROUND_GRAPH": "1"} if way == "the switch" else {}
     found = parsed(tmp_path, [[*ASKED[way], *given] for given in words.values()], "--refusals", **environment)
     refused = dict(zip(words, found, strict=True))
-    served = {"plain"} | FREE | UNSEEN
+    served = {"plain", *FREE, *UNSEEN}
     if "PD" in FREE:
         served.add("pipeline of a prefill server")
     assert {name: refused.pop(name) for name in served} == dict.fromkeys(served)

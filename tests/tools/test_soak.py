@@ -158,8 +158,8 @@ class TestReport:
         assert problems == (["1 lines of the log tell of whole rounds, which 2 ranks must have"] if ranks else [])
 
     def test_ranks_of_a_pair(self, tmp_path, monkeypatch):
-        """All are active, and the decode server's have rounds."""
-        monkeypatch.delenv("NSA_BACKEND_ROUND_GRAPH", raising=False)
+        """All are active, and the decode server's have whole rounds where they are asked for."""
+        monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
         text = f"{ACTIVE}\n" * 4 + f"{RETRACT}\n" + f"{CAPTURED}\n" * 2
         for log, problems in (
             (text, []),
@@ -169,6 +169,8 @@ class TestReport:
             run = run_of(tmp_path, steady_load() + taken_back(), log, samples())
             run.topology = "pd-dp"
             assert soak_judge.problems_of(soak_judge.summary(run)) == problems
+        monkeypatch.delenv("NSA_BACKEND_ROUND_GRAPH")
+        assert soak_judge.problems_of(soak_judge.summary(run)) == []
 
     def test_nothing_happened(self, tmp_path):
         run = run_of(tmp_path, [], "", [])

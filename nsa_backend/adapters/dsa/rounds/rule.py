@@ -42,6 +42,14 @@ NEEDED = (
     # The others draw random numbers inside graphs, and torch writes their offset when it replays the graph itself.
     needed("ep_dispatch_algorithm", "--ep-dispatch-algorithm", (None, "static")),
     needed("disaggregation_mode", "--disaggregation-mode", ("null",)),
+    # The ranks of DP attention then exchange logits inside the graphs: SGLang's default on the decode server of a pair.
+    needed(
+        "enable_tp_lm_head_all_to_all",
+        "--enable-tp-lm-head-all-to-all",
+        (None, False),
+        "pass --no-enable-tp-lm-head-all-to-all",
+        everywhere=False,
+    ),
     needed("speculative_adaptive", "--speculative-adaptive", (False,)),
     needed("speculative_use_rejection_sampling", "--speculative-use-rejection-sampling", (False,)),
     needed("enable_lora", "--enable-lora", (None, False)),
