@@ -14,11 +14,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = {page.name: " ".join(page.read_text().split()) for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "numbers").glob("*.md")))
+"""Every page: the README, docs, and the pages of docs/numbers.md."""
+
+PAGES = {page.relative_to(ROOT).as_posix(): " ".join(page.read_text().split()) for page in DOCUMENTS}
 """Text by page, without line breaks."""
 
 README = (ROOT / "README.md").read_text()
-DOCS = "\n".join(p.read_text() for p in (ROOT / "docs").glob("*.md"))
+DOCS = "\n".join(page.read_text() for page in DOCUMENTS[1:])
 
 SETTINGS = {
     "bytes over 4.3 TB/s": "a constant of the benchmarks",
