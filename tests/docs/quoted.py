@@ -86,7 +86,12 @@ def files(pattern: str) -> list[str]:
 
 def named() -> set[str]:
     """Result files that README or docs name, without "_h200.json"."""
-    found = re.findall(r"benchmarks/results/(\w+)\.json", " ".join(PAGES.values()))
+    return {name for page in PAGES for name in named_on(page)}
+
+
+def named_on(page: str) -> set[str]:
+    """Those that this page names."""
+    found = re.findall(r"benchmarks/results/(\w+)\.json", PAGES[page])
     return {name.removesuffix("_h200") for name in found}
 
 
