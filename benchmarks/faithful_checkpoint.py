@@ -53,7 +53,8 @@ RANK_SHAPES = {f"{name}-{heads}-heads": replace(SHAPES[name], heads=heads) for n
 """The heads that a rank of tensor parallel 8 has of DeepSeek-V3.2 (16) and of GLM-5 (8), in a model that fits one GPU. Of 32
 four GPUs have 8 each, of 16 two."""
 
-ALL_SHAPES = SHAPES | RANK_SHAPES
+ALL_SHAPES = SHAPES | RANK_SHAPES | {"deep": Shape(heads=16, layers=61)}
+"""`deep` (4 GB) has as many layers as DeepSeek-V3.2."""
 
 
 class Weights:

@@ -13,15 +13,14 @@ from pathlib import Path
 
 from nsa_backend.benchmarks import faithful_checkpoint, server_options
 from nsa_backend.benchmarks.gpu_memory import weighed
+from nsa_backend.benchmarks.pairs import Pair, started
 from nsa_backend.benchmarks.parallel import ONE_GPU, Parallel
 from nsa_backend.benchmarks.servers import BACKENDS, ENVIRONMENTS, THREE_GRAPHS, VARIANTS, Server, names_of
 
 SIZES = [*server_options.decode_graphs(), "--max-total-tokens", "65536", "--disable-radix-cache"]
 """Graphs for the batches that are measured, a small pool, and no cache, so that every prefill is the same."""
 
-PORTS_APART, NCCL_PORT = 50, 25
-"""Between servers; above a server's own, where its ranks meet. Unless told, SGLang looks for a free port and takes it half a
-minute later, when the server beside it may have it."""
+PORTS_APART = 50  # between the servers of two sides
 
 WARM_TOKENS = 1 << 17  # prompt tokens of a warm-up at most: kernels compile for shapes, not for how often they come
 
@@ -174,11 +173,11 @@ class Servers:
         self._folder, self._port = folder, port
         self._shapes, self._new_tokens = shapes, new_tokens
         self._open, self._key = ExitStack(), None
-        self._found: dict[str, Server] = {}
+        self._found: dict[str, Server | Pair] = {}
         self.memory: dict[str, list[float]] = {}
         """GiB on each GPU of the servers that run, by name: empty lists, which are filled when the servers end."""
 
-    def of(self, checkpoint: str, steps: int, parallel: Parallel = ONE_GPU) -> dict[str, Server]:
+    def of(self, checkpoint: str, steps: int, parallel: Parallel = ONE_GPU) -> dict[str, Server | Pair]:
         """Servers by name (`servers.names_of`), ready; without drafts there are no rounds, in three graphs or in one.
 
         `checkpoint` is a name in faithful_checkpoint.SHAPES or a folder.
@@ -191,9 +190,7 @@ class Servers:
             for number, (name, side) in enumerate(names_of(sides, self._copies).items()):
                 time.sleep(3 * (number > 0))  # each measures the free memory of the GPU when it starts
                 log = self._folder / f"{path.name}-{parallel}-n{steps}-{name.replace(' ', '-')}.log"
-                port = self._port + PORTS_APART * number
-                own = ("--nccl-port", str(port + NCCL_PORT))
-                server = Server(side, path, port, steps, log, *options, *own)
+                server = started(parallel, side, path, self._port + PORTS_APART * number, steps, log, *options)
                 self.memory[name] = []
                 self._found[name] = self._open.enter_context(weighed(server, self.memory[name]))
             for server in self._found.values():

@@ -1,4 +1,4 @@
-"""How a server is spread over GPUs: tensor parallel 4 as `tp4`, DP attention 4 as `dp4`, 2 ranks of two GPUs as `dp2-tp2`."""
+"""How a deployment is spread over GPUs, in a word: tensor parallel 4 is `tp4`, DP attention 2 of two GPUs each `dp2-tp2`."""
 
 from __future__ import annotations
 
@@ -6,31 +6,55 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-WORD = re.compile(r"(?!-)(?:dp(?P<dp>[1-9]\d*))?(?:(?:^|-)tp(?P<tp>[1-9]\d*))?")
+SIZES = ("dp", "tp", "cp", "pp")
+NUMBER = re.compile(r"[1-9]\d*")
+WORDS = (
+    "write tp4, dp4, dp2-tp2 (DP attention 2 of two GPUs each), tp4-ep or dp4-ep (experts are divided), cp2 (prefill context "
+    "parallel), pp2 (pipeline parallel), or pd, pd-tp2, pd-dp2 (a prefill and a decode server of so many GPUs each)"
+)
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """`dp` ranks of attention, each on `tp` GPUs; experts are divided over all of them."""
+    """`dp` ranks of attention, each on `tp` GPUs; or prefill context parallel of `cp`, or `pp` stages of one GPU each."""
 
     dp: int = 1
     tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: bool = False  # a GPU has some of the experts, and not a part of each; `--moe-a2a-backend none` adds up what they give
+    pd: bool = False  # one server prefills and another decodes, each on GPUs of its own
+
+    @property
+    def gpus_of_a_server(self) -> int:
+        return self.dp * self.tp * self.cp * self.pp
 
     @property
     def gpus(self) -> int:
-        return self.dp * self.tp
+        return self.gpus_of_a_server * (2 if self.pd else 1)
 
     def __str__(self) -> str:
         """As an option names it, and as rows have it."""
-        return "-".join(f"{name}{size}" for name, size in (("dp", self.dp), ("tp", self.tp)) if size > 1) or "tp1"
+        sizes = [f"{name}{size}" for name in SIZES if (size := getattr(self, name)) > 1]
+        return "-".join([*["pd"] * self.pd, *sizes, *["ep"] * self.ep]) or "tp1"
 
     def options(self) -> list[str]:
-        """A server's options. All-reduce goes through NCCL alone: SGLang's fused one asks for NVLink multicast."""
-        if self.gpus == 1:
+        """Options of each server. All-reduce goes through NCCL alone: SGLang's fused one asks for NVLink multicast."""
+        if self.gpus_of_a_server == 1:
             return []
-        attention = ["--enable-dp-attention", "--dp-size", str(self.dp)] if self.dp > 1 else []
-        no_multicast = ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
-        return ["--tp-size", str(self.gpus), *attention, *no_multicast]
+        if self.pp > 1:
+            return ["--pp-size", str(self.pp), "--disable-overlap-schedule"]
+        options = ["--tp-size", str(self.gpus_of_a_server)]
+        options += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
+        if self.dp > 1:
+            options += ["--enable-dp-attention", "--dp-size", str(self.dp)]
+        if self.cp > 1:
+            options += ["--enable-prefill-cp", "--cp-strategy", "interleave"]
+        return options + (["--ep-size", str(self.gpus_of_a_server)] if self.ep else [])
+
+    def environment(self) -> dict[str, str]:
+        """What its servers need to find there: without it SGLang has no drafts under pipeline parallelism."""
+        return {"SGLANG_ENABLE_PP_SPEC": "1"} if self.pp > 1 else {}
 
     def of_a_rank(self, shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """(requests, prompt tokens) of the rank with the most of a batch: SGLang deals requests out one after the other."""
@@ -42,8 +66,16 @@ ONE_GPU = Parallel()
 
 def parsed(word: str) -> Parallel:
     """What `word` names; SystemExit for what it is not."""
-    found = WORD.fullmatch(word)
-    sizes = {name: int(size) for name, size in found.groupdict().items() if size} if found else {}
-    if not sizes:
-        raise SystemExit(f"--parallel {word} is none: write tp4, dp4, or dp2-tp2 for DP attention 2 of two GPUs each")
-    return Parallel(**sizes)
+    found: dict[str, int | bool] = {}
+    for part in word.split("-"):
+        if part in ("pd", "ep"):
+            found[part] = True
+        elif part[:2] in SIZES and NUMBER.fullmatch(part[2:]):
+            found[part[:2]] = int(part[2:])
+        else:
+            raise SystemExit(f"--parallel {word} is none: {WORDS}")
+    one = Parallel(**found)
+    alone = one.pp > 1 or one.cp > 1
+    if word not in (str(one), "tp1") or (one.ep and one.gpus_of_a_server == 1) or (alone and len(found) > 1):
+        raise SystemExit(f"--parallel {word} is none: {WORDS}")
+    return one

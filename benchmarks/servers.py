@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPResponse
 from pathlib import Path
@@ -119,14 +119,28 @@ def wait_until_ready(port: int, server: subprocess.Popen | None, seconds: float 
 class Server:
     """A running server; leaving the `with` block ends it."""
 
-    def __init__(self, backend: str, checkpoint: Path, port: int, steps: int, log: Path, *options: str):
+    def __init__(
+        self,
+        backend: str,
+        checkpoint: Path,
+        port: int,
+        steps: int,
+        log: Path,
+        *options: str,
+        environment: Mapping[str, str] | None = None,
+    ):
         """Start `backend` (a key of ENVIRONMENTS); `options` follow the README's command. Does not wait."""
         self.port, self.log = port, log
         self._stream = log.open("w")
         self._process = subprocess.Popen(
             [*command(checkpoint, port, steps), *options], stdout=self._stream, stderr=subprocess.STDOUT,
-            env=os.environ | SIDE_BY_SIDE | ENVIRONMENTS[backend],
+            env=os.environ | SIDE_BY_SIDE | (environment or {}) | ENVIRONMENTS[backend],
         )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        """Of the process that all others of the server are beneath."""
+        return self._process.pid
 
     def __enter__(self) -> Server:
         return self
@@ -151,21 +165,30 @@ class Server:
         except (RuntimeError, TimeoutError) as error:
             raise RuntimeError(f"{error}; the end of {self.log}:\n{self.log.read_text(errors='replace')[-3000:]}") from error
 
-    def generate(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[dict]]:
-        """(seconds, answers) of one batch, greedy, exactly `tokens` new tokens each."""
+    def generate(
+        self, prompts: list[list[int]], tokens: int, body: Mapping[str, object] | None = None, **others: object
+    ) -> tuple[float, list[dict]]:
+        """(seconds, answers) of one batch, greedy, exactly `tokens` new tokens each.
+
+        `body` has more fields of the request, and `others` are sampling parameters that replace those of `greedy`.
+        """
         started = time.perf_counter()
-        answers = call(self.port, "/generate", {"input_ids": prompts, "sampling_params": greedy(tokens)})
+        asked = {"input_ids": prompts, "sampling_params": greedy(tokens) | others} | (body or {})
+        answers = call(self.port, "/generate", asked)
         return time.perf_counter() - started, answers
 
-    def streamed(self, prompts: list[list[int]], tokens: int, **others: object) -> Streamed:
+    def streamed(
+        self, prompts: list[list[int]], tokens: int, body: Mapping[str, object] | None = None, **others: object
+    ) -> Streamed:
         """The same as a stream, which says when each prompt has its first token and nothing more until the end.
 
-        `others` are sampling parameters that replace those of `greedy`; with a `stream_interval` it says more.
+        With a `stream_interval` among `others` it says more.
         """
         sampling = greedy(tokens) | {"stream_interval": NEVER} | others
+        asked = {"input_ids": prompts, "sampling_params": sampling, "stream": True} | (body or {})
         progress, answers = defaultdict(list), {}
         started = time.perf_counter()
-        with _open(self.port, "/generate", {"input_ids": prompts, "sampling_params": sampling, "stream": True}, 300) as lines:
+        with _open(self.port, "/generate", asked, 300) as lines:
             for line in lines:
                 if not line.startswith(b"data: {"):
                     continue

@@ -32,7 +32,11 @@ MODES = {
     "decode": plans.plan_decode,
     "draft decode, 4 steps": lambda bs: plans.plan_draft_decode(bs, 4),
     "target_verify": lambda bs: plans.plan_target_verify(bs, 4),
+    "draft_extend": lambda bs: plans.plan_draft_extend_v2(bs, 4),
 }
+RAGGED = {"draft_extend, ragged": lambda bs: plans.plan_draft_extend_v1(bs, 4 * bs)}
+"""Of SGLang 0.5.12 alone, where every request has ACCEPTED rows here."""
+ACCEPTED = 3
 PAGED = {
     "served": {},
     "2 warps": {"PAGED_NUM_WARPS": 2},
@@ -40,6 +44,7 @@ PAGED = {
     "64 rows": {"ROW_BLOCK": 64},
     "128 pages": {"PAGED_COLUMN_BLOCK": 8192},
     "256 pages in a row": {"PAGED_PIECE": 256},
+    "2 warps, 256 pages in a row": {"PAGED_NUM_WARPS": 2, "PAGED_PIECE": 256},
     "512 pages": {"PAGED_COLUMN_BLOCK": 32768},
 }
 WIDE = {
@@ -68,7 +73,8 @@ class Launch:
         self._pool = pool(bs)
         lengths = (length - torch.arange(bs, device="cuda") % 50).int()
         slots = torch.randperm(bs, generator=torch.Generator().manual_seed(bs)).cuda() + 1
-        self._inputs = BatchInputs(lengths, slots)
+        extend_lens = torch.full((bs,), ACCEPTED, dtype=torch.int32, device="cuda") if plan.ragged else None
+        self._inputs = BatchInputs(lengths, slots, extend_lens)
 
     def __call__(self) -> None:
         before = {name: getattr(metadata, name) for name in self._constants}
@@ -95,14 +101,14 @@ def pool(requests: int) -> torch.Tensor:
     return torch.randint(0, 2**20, (requests + 1, TABLE), dtype=torch.int32, device="cuda")
 
 
-def measure(mode: str, bs: int, length: int, variants: dict[str, dict[str, int]], *, wide: bool) -> dict:
+def measure(mode: str, plan: plans.MetadataPlan, length: int, variants: dict[str, dict[str, int]], *, wide: bool) -> dict:
     """Microseconds of one launch by variant; raises RuntimeError where one writes something else than the first."""
-    launches = {name: Launch(MODES[mode](bs), length, constants, wide=wide) for name, constants in variants.items()}
+    launches = {name: Launch(plan, length, constants, wide=wide) for name, constants in variants.items()}
     first = next(iter(launches.values())).written()
     for name, launch in launches.items():
         differ = [field for field, value in launch.written().items() if not torch.equal(value, first[field])]
         if differ:
-            raise RuntimeError(f"{mode}, {bs} x {length}: {name} writes other values of {', '.join(differ)}")
+            raise RuntimeError(f"{mode}, {plan.num_requests} x {length}: {name} writes other values of {', '.join(differ)}")
 
     def repeated(launch: Launch) -> Callable[[], None]:
         return captured_graph(lambda: [launch() for _ in range(REPEATS)]).replay
@@ -110,7 +116,7 @@ def measure(mode: str, bs: int, length: int, variants: dict[str, dict[str, int]]
     times = interleaved({name: repeated(launch) for name, launch in launches.items()}, REPEATS, SAMPLES)
     us = {name: round(median, 2) for name, (median, _) in times.items()}
     spread = {name: [round(x, 2) for x in ends] for name, (_, ends) in times.items()}
-    return {"mode": mode, "bs": bs, "length": length, "us": us, "min_max": spread}
+    return {"mode": mode, "bs": plan.num_requests, "length": length, "us": us, "min_max": spread}
 
 
 def main() -> None:
@@ -118,11 +124,11 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--wide", action="store_true", help="with page_table_1")
     args = parser.parse_args()
-    variants = WIDE if args.wide else PAGED
+    variants, modes = (WIDE, MODES | RAGGED) if args.wide else (PAGED, MODES)
     report = {"environment": environment(), "table": TABLE, "variants": variants, "rows": []}
-    for mode in MODES:
+    for mode, plan in modes.items():
         for bs, length in SHAPES:
-            report["rows"].append(measure(mode, bs, length, variants, wide=args.wide))
+            report["rows"].append(measure(mode, plan(bs), length, variants, wide=args.wide))
             args.out.write_text(json.dumps(report, indent=1))
     table = [(f"{row['mode']}, {row['bs']} x {row['length']}", *row["us"].values()) for row in report["rows"]]
     print_table(("launch", *variants), table)

@@ -5,6 +5,7 @@
   draft      a speculative round of real servers: time, time outside CUDA graphs, launches
   serve      real servers over HTTP: tokens per second, time to first token and per token, accept length, by N, batch and length
   profile    the kernels of one layer and of one forward of real servers: decode, verify, draft, draft-extend, prefill
+  capture    servers alone on the GPU: time until they answer, time and memory of each capture, how long first requests wait
   memory     device memory of captured metadata
 
 Exits with 0 where everything was measured, 1 where the time bound left something out (the report names it), 2 on bad arguments.
@@ -43,20 +44,22 @@ BENCHES = {
         "--server",
     ),
     "profile": ("--checkpoint", "--steps", "--batch", "--length", "--servers", "--port"),
+    "capture": ("--checkpoint", "--steps", "--batch", "--sides", "--port"),
     "memory": (),
 }
 """What to measure, and which of OPTIONS it takes; each is a module nsa_backend.benchmarks.bench_NAME."""
 
 OPTIONS = {
     "--steps": "draft steps N (0 in serve and profile: no speculation)",
-    "--batch": "requests; query rows in attention",
+    "--batch": "requests; query rows in attention; in capture the most that run at once",
     "--length": "tokens of a request; of a prompt where there are servers",
     "--heads": "query heads on this GPU",
     "--section": "sections of the report: decode, wrapper, by_rows; on request alone sm90, chain (top-k, KV write and "
     "attention of a layer as one piece) and parts (what they cost by the backend's choices)",
-    "--checkpoint": "faithful, wide, or a folder; a real checkpoint must fit twice on the GPU",
+    "--checkpoint": "faithful, wide, deep (61 small layers), or a folder; a real checkpoint must fit twice on the GPU",
     "--prompt-tokens": "most prompt tokens of a batch: a million take half a minute a sample",
-    "--parallel": "GPUs of a server: tp4, dp4 (DP attention), dp2-tp2 (DP attention 2 of two GPUs each); one GPU unless told",
+    "--parallel": "GPUs of a server: tp4, dp4 (DP attention), dp2-tp2 (DP attention 2 of two GPUs each), tp4-ep (experts "
+    "divided), cp2 (prefill context parallel), pp2, pd (a prefill and a decode server); one GPU unless told",
     "--samples": "samples of a side and cell; unless told 7, 5 or 3, the fewer the more prompt tokens",
     "--temperature": "of every request; 0, which is greedy, unless told",
     "--top-p": "of every request that samples; 1 unless told",
@@ -149,12 +152,16 @@ def _check_model(args: argparse.Namespace) -> None:
 
 
 def _gpus(parallel: list[str], there: int) -> int:
-    """GPUs of the largest server of --parallel, of those that are there."""
+    """GPUs of the largest deployment of --parallel, of those that are there."""
+    from nsa_backend.benchmarks.pairs import engine_problem
     from nsa_backend.benchmarks.parallel import parsed
 
-    largest = max(map(parsed, parallel), key=lambda one: one.gpus)
+    asked = list(map(parsed, parallel))
+    largest = max(asked, key=lambda one: one.gpus)
     if largest.gpus > there:
         _fail(f"--parallel {largest} takes {largest.gpus} GPUs, and torch sees {there}")
+    if any(one.pd for one in asked) and (problem := engine_problem()):
+        _fail(problem)
     return largest.gpus
 
 

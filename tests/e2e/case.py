@@ -39,7 +39,7 @@ class Case:
     most_tokens: int = 128  # new tokens of a request at most: engine_options.new_tokens
     spec_v1: bool = False  # gone from SGLang 0.5.13 on
     releases: str = ""  # of SGLang, those that can serve it, as a version specifier, or several with " or " between them
-    disaggregated: str = ""  # the transfer engine between a prefill server on the first GPU and a decode server on the next
+    disaggregated: str = ""  # the transfer engine between a prefill and a decode server (pd_servers.roles)
     router: bool = False  # whether requests reach these two through SGLang's own router
     action: str = ""  # a key of actions.ACTIONS: done once the workloads have run, which then run again
     loaded_back: str = ""  # the workload whose prompts must come back from host memory, or

@@ -1,8 +1,6 @@
-"""End-to-end cases of the deployments that people run, on SGLang 0.5.23 and later: PD, HiCache, parallelism, and others.
+"""End-to-end cases of the deployments that people run, on SGLang 0.5.23 and later: HiCache, parallelism, and others.
 
-A case of PD takes two GPUs and starts three servers: prefill, decode, and one that does both, whose outputs are the measure.
-nixl is the transfer engine that installs from PyPI and needs no RDMA (`nixl` and `nixl-cu13`, 59 MB). Within a machine it
-copies from GPU to GPU where they can reach each other, and through TCP otherwise.
+Those of a prefill and a decode server are in pd_cases.py.
 """
 
 from __future__ import annotations
@@ -10,68 +8,11 @@ from __future__ import annotations
 from functools import partial
 
 from case import Case
-from engine_options import DP_2, FOUR_GPUS, FP8, ONE_GRAPH, STANDARD, TWO_GPUS, UP_TO_TWO
-from engine_options import FLOORS as STANDARD_FLOORS
+from engine_options import DEPLOYMENT_FLOORS as FLOORS
+from engine_options import DP_2, FOUR_GPUS, FP8, GLM_52, ONE_GRAPH, STANDARD, TWO_GPUS, UP_TO_TWO
+from pd_cases import PD_CASES
 
 SINCE = ">=0.5.23"
-FLOORS = STANDARD_FLOORS | {"32x300": 3.9 / 4, "unequal ranks": 3.9 / 4}
-GLM_52 = {"model": "glm-5.2", "floor_of_all": 0.95}
-
-pd = partial(Case, disaggregated="nixl", gpus=2, releases=SINCE)
-pd_fp8 = partial(pd, decode="flashmla_kv", engine=FP8, floors={"8x300": 3.8 / 4}, floor_of_all=0.95)
-PD_CASES = [
-    pd("PD", 3, (*STANDARD, "32x300", "short", "shared prefix"), floors=FLOORS),
-    pd_fp8("PD, fp8", 3, (*STANDARD, "32x300")),
-    pd_fp8("PD, fp8 after flashmla_sparse prefill", 3, STANDARD, engine=FP8 | {"nsa_prefill_backend": "flashmla_sparse"}),
-    pd("PD, flashmla_sparse", 3, STANDARD, decode="flashmla_sparse", floors=FLOORS),
-    pd("PD, chunked prefill", 3, STANDARD, engine={"chunked_prefill_size": 1024}, floors=FLOORS),
-    pd("PD, unfused top-k", 3, STANDARD, environment={"SGLANG_DSA_FUSE_TOPK": "0"}, floors=FLOORS),
-    pd("PD, without CUDA graphs", 3, ("8x300",), engine={"disable_cuda_graph": True}, floors=FLOORS),
-    pd("PD without drafts", 0, STANDARD),
-    pd("PD through SGLang's router", 3, ("8x300",), router=True, floors=FLOORS),
-    # Where GPUs cannot reach each other: through TCP, whatever else there is.
-    pd("PD through TCP", 3, ("8x300",), environment={"UCX_TLS": "tcp,cuda_copy,self"}, floors=FLOORS),
-    # Fewer tokens than 32 requests come to, and few held back for each: the decode server takes some of them back.
-    pd(
-        "PD with retractions",
-        3,
-        ("32x300",),
-        engine={"max_total_tokens": 12288, "num_reserved_decode_tokens": 16},
-        floor_of_all=0.9,
-    ),
-    pd("PD, glm-5.2", 5, ("8x300", "8x3000"), **GLM_52),
-    pd("PD, glm-5.2, unfused top-k", 5, ("8x300",), environment={"SGLANG_DSA_FUSE_TOPK": "0"}, **GLM_52),
-    pd("PD, glm-5.2, fp8", 5, ("8x300", "8x3000"), decode="flashmla_kv", engine=FP8, **GLM_52),
-    # The decode server's rounds, and those of the server that does both.
-    *(
-        Case(
-            f"PD{words}, one graph a round",
-            steps,
-            workloads,
-            disaggregated="nixl",
-            gpus=2,
-            releases="==0.5.23",
-            **ONE_GRAPH,
-            says_times=2,
-            floor_of_all=0.95,
-            **options,
-        )
-        for words, steps, workloads, options in (
-            ("", 3, (*STANDARD, "32x300", "short", "shared prefix"), {}),
-            (", fp8", 3, (*STANDARD, "32x300"), {"decode": "flashmla_kv", "engine": FP8}),
-            (", glm-5.2", 5, ("8x300", "8x3000"), {"model": "glm-5.2"}),
-        )
-    ),
-    # A pair of GPUs each: DP attention on both sides of the transfer.
-    pd(
-        "PD, DP attention",
-        3,
-        STANDARD,
-        engine=TWO_GPUS | DP_2,
-        floors=FLOORS,
-        gpus=4,
-    ),
-]
 
 HICACHE = {
     "enable_hierarchical_cache": True,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 STANDARD = ("8x300", "4x3000")
 FLOORS = {"8x300": 3.9 / 4, "4x3000": 3.85 / 4}
+DEPLOYMENT_FLOORS = FLOORS | {"32x300": 3.9 / 4, "unequal ranks": 3.9 / 4}
+GLM_52 = {"model": "glm-5.2", "floor_of_all": 0.95}
 FP8 = {"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"}
 TWO_GPUS = {"tp_size": 2, "disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
 """All-reduce through NCCL alone: SGLang's fused one asks for NVLink multicast, which not every machine offers."""

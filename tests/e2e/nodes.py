@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from endings import POLL_SECONDS, TITLE, Followed, first_error, how_ended, state_of, titles_beneath
 from pd_servers import command
+from waves import generate
 
 from nsa_backend.benchmarks.process_trees import end_all
 from nsa_backend.benchmarks.servers import SIDE_BY_SIDE, STARTING, call, wait_until_ready
@@ -169,20 +170,8 @@ class Nodes:
 
     def generate(self, wave: list[list[int]], sampling: dict | list[dict], ranks: list[int] | None = None) -> list[dict]:
         """Answers of one batch, or where its requests choose their DP ranks, of requests that are sent at once."""
-        if ranks is None:
-            body = {"input_ids": wave, "sampling_params": sampling}
-            return self._unless_a_node_ends(partial(call, self.port, "/generate", body, ANSWERING))
-        each = sampling if isinstance(sampling, list) else [sampling] * len(wave)
-        bodies = [
-            {"input_ids": prompt, "sampling_params": its_own, "routed_dp_rank": rank}
-            for prompt, its_own, rank in zip(wave, each, ranks, strict=True)
-        ]
-
-        def all_of_them() -> list[dict]:
-            with ThreadPoolExecutor(len(bodies)) as pool:
-                return list(pool.map(lambda body: call(self.port, "/generate", body, ANSWERING), bodies))
-
-        return self._unless_a_node_ends(all_of_them)
+        ask = partial(call, self.port, "/generate", timeout=ANSWERING)
+        return self._unless_a_node_ends(partial(generate, ask, wave, sampling, ranks))
 
     def _unless_a_node_ends(self, ask: Callable[[], Any]) -> Any:
         """What `ask` returns, or its error; RuntimeError as soon as a node ends: its peers wait for it in a collective."""

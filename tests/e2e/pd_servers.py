@@ -1,4 +1,4 @@
-"""A prefill and a decode server on two GPUs of one machine, asked as SGLang's router asks them, or through it."""
+"""A prefill and a decode server on GPUs of one machine, asked as SGLang's router asks them, or through it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from engines import NCCL_PORT, PORTS_APART
+from waves import RANK, generate
 
 from nsa_backend.benchmarks.process_trees import end_all
 from nsa_backend.benchmarks.servers import STARTING, call, wait_until_ready
@@ -37,17 +39,20 @@ def command(arguments: dict[str, Any]) -> list[str]:
     return words
 
 
-def roles(arguments: dict[str, Any], engine: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of (prefill, decode) server, the first on the first GPU, with `engine` between them.
+def roles(arguments: dict[str, Any], engine: str, gpus: int = 2) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of (prefill, decode) server on so many GPUs, with `engine` between them.
 
-    Both see both GPUs: an engine that copies from GPU to GPU has to see the other one.
+    The prefill server is on the first GPUs and the decode server on the next, or on the same ones where there are no more:
+    rank i of either is on GPU i then, so that no NCCL communicator has two ranks on one GPU. Both see all GPUs: an engine that
+    copies from GPU to GPU has to see the other one.
     """
     port = arguments["port"]
     common = arguments | {"disaggregation_transfer_backend": engine, "disaggregation_bootstrap_port": port + BOOTSTRAP}
     tp = arguments.get("tp_size", 1)
+    assert gpus in (tp, 2 * tp), f"servers of {tp} GPUs each take {tp} or {2 * tp}, not {gpus}"
     return (
         common | {"disaggregation_mode": "prefill", "base_gpu_id": 0} | meeting(port),
-        common | {"disaggregation_mode": "decode", "base_gpu_id": tp} | meeting(port + DECODE),
+        common | {"disaggregation_mode": "decode", "base_gpu_id": gpus - tp} | meeting(port + DECODE),
     )
 
 
@@ -63,6 +68,14 @@ def rooms(count: int, port: int) -> dict[str, list]:
         "bootstrap_port": [port] * count,
         "bootstrap_room": [random.randrange(ROOMS) for _ in range(count)],
     }
+
+
+def in_rooms(body: dict, port: int) -> dict:
+    """A request of /generate, or a batch of them, with its rooms."""
+    prompts = body["input_ids"]
+    if isinstance(prompts[0], list):
+        return body | rooms(len(prompts), port)
+    return body | {name: value for name, (value,) in rooms(1, port).items()}
 
 
 class ServerProcess:
@@ -83,19 +96,25 @@ class ServerProcess:
     def wait(self, seconds: float = STARTING) -> None:
         wait_until_ready(self.port, self.process, seconds)
 
-    def generate(self, wave: list[list[int]], sampling: dict, ranks: list[int] | None = None) -> list[dict]:
-        """Answers of one batch, whose requests choose no DP rank."""
-        assert ranks is None
-        return call(self.port, "/generate", {"input_ids": wave, "sampling_params": sampling})
+    def generate(self, wave: list[list[int]], sampling: dict | list[dict], ranks: list[int] | None = None) -> list[dict]:
+        """Answers of one batch, or where its requests choose their DP ranks, of requests that are sent at once."""
+        return generate(partial(call, self.port, "/generate"), wave, sampling, ranks)
 
 
 class Pair:
     """A prefill and a decode server, and SGLang's router where it is asked for."""
 
-    def __init__(self, arguments: dict[str, Any], engine: str, *, router: bool = False):
-        """Start them on `arguments["port"]` and some above; `engine` is SGLang's name of what carries the KV."""
+    def __init__(self, arguments: dict[str, Any], engine: str, *, gpus: int = 2, router: bool = False):
+        """Start them on so many GPUs.
+
+        Args:
+            arguments: of one server; `port` is the prefill server's, and some above it are taken too.
+            engine: SGLang's name of what carries the KV.
+            gpus: of both servers: as many as one has, or twice as many.
+            router: whether to start SGLang's router too, and to ask it.
+        """
         self._bootstrap, self._router = arguments["port"] + BOOTSTRAP, None
-        prefill, decode = roles(arguments, engine)
+        prefill, decode = roles(arguments, engine, gpus)
         self.prefill, self.decode = ServerProcess(prefill), ServerProcess(decode)
         if router:
             self._router = ServerProcess({"port": arguments["port"] + ROUTER}, router_command(arguments["port"]))
@@ -111,14 +130,26 @@ class Pair:
         for server in filter(None, (self.prefill, self.decode, self._router)):
             server.wait(seconds)
 
-    def generate(self, wave: list[list[int]], sampling: dict, ranks: list[int] | None = None) -> list[dict]:
-        """Answers of one batch: the decode server's, once the prefill server has said that its part is done."""
+    def generate(self, wave: list[list[int]], sampling: dict | list[dict], ranks: list[int] | None = None) -> list[dict]:
+        """Answers of one batch, or of requests that choose their DP ranks: those of the decode server."""
         if self._router is not None:
-            return self._router.generate(wave, sampling, ranks)
-        assert ranks is None
-        body = {"input_ids": wave, "sampling_params": sampling, **rooms(len(wave), self._bootstrap)}
+            assert ranks is None, "the router sends both servers the same, and a prefill server goes by the room"
+            return self._router.generate(wave, sampling)
+        return generate(self._ask, wave, sampling, ranks)
+
+    def _ask(self, body: dict) -> Any:
+        """What the decode server answers, once the prefill server has said that its part is done.
+
+        A rank that a request chooses is one of the decode server's, whose rounds it is about. The prefill server goes by the
+        room, and refuses a request that chooses another rank; by the room the decode server knows where its KV is.
+        """
+        of_decode = in_rooms(body, self._bootstrap)
+        of_prefill = {name: value for name, value in of_decode.items() if name != RANK}
         with ThreadPoolExecutor(2) as pool:
-            asked = [pool.submit(call, server.port, "/generate", body) for server in (self.prefill, self.decode)]
+            asked = [
+                pool.submit(call, server.port, "/generate", its_own)
+                for server, its_own in ((self.prefill, of_prefill), (self.decode, of_decode))
+            ]
             return [one.result() for one in asked][1]
 
 

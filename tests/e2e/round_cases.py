@@ -44,6 +44,7 @@ ROUND_CASES = [
     ),
     round_case("n3 chunked prefill, one graph a round", 3, ("8x300", "8x3000"), engine={"chunked_prefill_size": 1024}),
     round_case("glm-5.2 n5 fa3, one graph a round", 5, ("8x300", "8x3000"), model="glm-5.2"),
+    round_case("n3 fa3, 61 layers, one graph a round", 3, ("8x300", "8x3000"), shape="deep"),
     *(
         Case(
             f"n3 {name}, three graphs a round",

@@ -4,11 +4,13 @@
     python tests/e2e/soak.py OUT.json --sides ours three_graphs builtin --gpus 0 1 2
     python tests/e2e/soak.py OUT.json --topology pd --gpus 0,1 --minutes 5
     python tests/e2e/soak.py OUT.json --topology dp --gpus 0,1 --sides ours builtin
+    python tests/e2e/soak.py OUT.json --topology pd-dp --gpus 0,1
     python tests/e2e/soak.py OUT.json --table
 
 As many GPUs as sides serve them at once; one serves them in turns, each for so many minutes. With `--topology pd` a side is a
 prefill and a decode server, on the two GPUs of one `--gpus` word. With `--topology dp` it is one server with two ranks of DP
-attention. Growth of memory is judged of all servers together, what is held
+attention, with `--topology pd-dp` a prefill and a decode server of two such ranks each, on the same GPUs. Growth of memory is
+judged of all servers together, what is held
 after the load of each server, or each rank's process; both are reported of each.
 
 Exits with 1 where anything is wrong with ours; what is wrong with the built-in backend is reported. --table prints the columns

@@ -7,7 +7,7 @@ from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from pd_servers import BOOTSTRAP, DECODE, rooms
+from pd_servers import BOOTSTRAP, DECODE, in_rooms
 from soak_traffic import REQUEST_SECONDS, Client
 
 
@@ -36,7 +36,7 @@ class PairClient(Client):
     def _send(self, path: str, body: dict | None, timeout: float) -> HTTPConnection | PairedConnection:
         if path != "/generate":
             return super()._send(path, body, timeout)
-        whole = body | {name: value for name, (value,) in rooms(1, self._bootstrap).items()}
+        whole = in_rooms(body, self._bootstrap)
         return PairedConnection(self._prefill._send(path, whole, timeout), super()._send(path, whole, timeout))
 
     def call(self, path: str, body: dict | None = None, timeout: float = REQUEST_SECONDS) -> bytes:

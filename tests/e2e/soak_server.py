@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -56,16 +57,18 @@ def command(checkpoint: Path, port: int) -> list[str]:
     ])  # fmt: skip
 
 
-def pair_commands(checkpoint: Path, port: int) -> list[list[str]]:
-    """A prefill server on the first GPU and a decode server on the second, which takes requests back.
+def pair_commands(
+    checkpoint: Path, port: int, of_one: Callable[[Path, int], list[str]] = command, decode_gpu: int = 1
+) -> list[list[str]]:
+    """A prefill server from the first GPU on and a decode server from another, which takes requests back.
 
     SGLang's decode server holds back 512 tokens for each request unless told otherwise, the longest output here: none would
-    ever have to go.
+    ever have to go. `of_one` makes the command of a server that does both.
     """
     carried = ["--disaggregation-transfer-backend", "nixl", "--disaggregation-bootstrap-port", str(port + BOOTSTRAP)]
-    prefill = [*command(checkpoint, port), "--disaggregation-mode", "prefill", "--base-gpu-id", "0", *carried]
-    decode = [*command(checkpoint, port + DECODE), "--disaggregation-mode", "decode", "--base-gpu-id", "1", *carried]
-    return [prefill, [*decode, "--num-reserved-decode-tokens", "64"]]
+    prefill = [*of_one(checkpoint, port), "--disaggregation-mode", "prefill", "--base-gpu-id", "0", *carried]
+    decode = [*of_one(checkpoint, port + DECODE), "--disaggregation-mode", "decode", *carried]
+    return [prefill, [*decode, "--base-gpu-id", str(decode_gpu), "--num-reserved-decode-tokens", "64"]]
 
 
 def ranks_command(checkpoint: Path, port: int) -> list[str]:
@@ -109,6 +112,17 @@ TOPOLOGIES = {
         ranks=2,
         capturing=2,
         growth={"gpu_mib": 512, "host_mib": 512},
+    ),
+    # Both servers on both GPUs.
+    "pd-dp": Topology(
+        partial(pair_commands, of_one=ranks_command, decode_gpu=0),
+        PairClient,
+        ("prefill", "decode"),
+        RETRACTING,
+        gpus=2,
+        ranks=2,
+        capturing=2,
+        growth={"gpu_mib": 2048, "host_mib": 1024},
     ),
 }
 """During the load torch's allocator keeps what the largest prefill so far needed, indexer scores of up to 112 MiB."""

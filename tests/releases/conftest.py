@@ -34,15 +34,16 @@ if not hasattr(sys.modules.get("sglang.srt.runtime_context"), "_derived_widths")
         "test_dsa_faithful_checkpoint.py",
         "test_dsa_eagle3_checkpoint.py",
     ]
-    # Before it, HiCache has no index keys of drafts, and a decode server turns no positions into slots.
-    collect_ignore_glob += ["test_dsa_hicache.py", "test_dsa_disaggregation.py"]
+    # Before it, HiCache has no index keys of drafts, a decode server turns no positions into slots, and servers count their DP
+    # ranks otherwise.
+    collect_ignore_glob += ["test_dsa_hicache.py", "test_dsa_disaggregation.py", "test_dsa_pair_rooms.py"]
     # Nor are there drafts under pipeline parallelism outside PD.
     collect_ignore_glob += ["test_dsa_pipeline_drafts.py"]
 if "enable_prefill_cp" in {rule.attribute for rule in adapter.REFUSED}:
     collect_ignore_glob.append("test_dsa_prefill_cp*.py")
 if installed() != "0.5.23":
     # Rounds under DP attention and of a decode server are three graphs there, and a request counts its slots elsewhere.
-    collect_ignore_glob += ["test_dsa_round_ranks*.py", "test_dsa_round_pages.py", "test_dsa_round_pairs.py"]
+    collect_ignore_glob += ["test_dsa_round_ranks*.py", "test_dsa_round_pages.py", "test_dsa_round_pair*.py"]
 if round_graph_problem() is not None:
     collect_ignore_glob += ["test_dsa_round_*.py"]
 

@@ -28,6 +28,11 @@ HAS_V1 = generation_of(installed()).adapter == "nsa"
 RUN_HERE = [case for case in CASES if case.runs_here()]
 
 
+def spans_all(case) -> bool:
+    """Whether each of its servers is on all of its GPUs."""
+    return not case.disaggregated or "on the same two GPUs" in case.name
+
+
 @pytest.fixture
 def engine(parse, resolve, tmp_path, monkeypatch):
     """Returns a function of a case that goes as far as sglang.Engine's main process."""
@@ -59,7 +64,7 @@ def test_every_case_resolves(engine, case, ask):
     assert getattr(args, adapter.DECODE_ATTRIBUTE) == case.decode
     assert (args.speculative_num_steps or 0) == (0 if ask else case.steps)
     ranks = 1 if ask else case.ranks_per_gpu
-    assert args.tp_size * args.pp_size == ranks * case.gpus // (2 if case.disaggregated else 1)
+    assert args.tp_size * args.pp_size == ranks * case.gpus // (1 if spans_all(case) else 2)
     dense = case.dense_draft and not ask
     assert (args.speculative_algorithm == "EAGLE3") == dense
     assert getattr(args, "speculative_draft_attention_backend", None) == ("fa3" if dense else None)
@@ -72,7 +77,7 @@ def test_both_servers_of_a_pair_resolve(parse, resolve, tmp_path, case):
         json.dumps(faithful_checkpoint.config(faithful_checkpoint.SHAPES["faithful"], MODELS[case.model]))
     )
     found = []
-    for arguments in roles(engine_arguments(case, str(tmp_path), 30000), case.disaggregated):
+    for arguments in roles(engine_arguments(case, str(tmp_path), 30000), case.disaggregated, case.gpus):
         server_args = resolve(*command(arguments)[3:])
         server_args.check_server_args()
         found.append(adapter.resolved(server_args))
@@ -81,8 +86,8 @@ def test_both_servers_of_a_pair_resolve(parse, resolve, tmp_path, case):
     for name in ("disaggregation_transfer_backend", "disaggregation_bootstrap_port", "kv_cache_dtype", "page_size", "tp_size"):
         assert getattr(prefill, name) == getattr(decode, name), name
     assert prefill.disaggregation_transfer_backend == case.disaggregated
-    assert prefill.base_gpu_id + prefill.tp_size == decode.base_gpu_id
-    assert decode.base_gpu_id + decode.tp_size == case.gpus
+    assert (prefill.base_gpu_id, decode.base_gpu_id + decode.tp_size) == (0, case.gpus)
+    assert decode.base_gpu_id == (0 if spans_all(case) else prefill.tp_size)
     assert len({prefill.port, decode.port, prefill.disaggregation_bootstrap_port}) == 3
     assert [args.speculative_num_steps or 0 for args in found] == [case.steps] * 2
 
@@ -142,12 +147,17 @@ def test_the_soak_run_makes_sglang_take_requests_back(monkeypatch):
 
 
 @pytest.mark.skipif(HAS_V1, reason="PD of sparse models with drafts is served from 0.5.23 on")
-def test_both_servers_of_a_soaked_pair_understand_their_commands(resolve, tmp_path):
-    found = [words[words.index("--model-path") + 2 :] for words in soak_server.pair_commands(tmp_path, 33000)]
+@pytest.mark.parametrize(("topology", "decode_gpu", "tp", "ranks"), [("pd", 1, 1, 1), ("pd-dp", 0, 2, 2)])
+def test_both_servers_of_a_soaked_pair_understand_their_commands(resolve, tmp_path, topology, decode_gpu, tp, ranks):
+    commands = soak_server.TOPOLOGIES[topology].commands(tmp_path, 33000)
+    found = [words[words.index("--model-path") + 2 :] for words in commands]
     prefill, decode = (adapter.resolved(resolve(*words)) for words in found)
+    for server in (prefill, decode):
+        assert (server.tp_size, server.attn_dp_size, server.max_total_tokens * ranks) == (tp, ranks, soak_server.POOL_TOKENS)
     assert (prefill.disaggregation_mode, decode.disaggregation_mode) == ("prefill", "decode")
     assert prefill.disaggregation_bootstrap_port == decode.disaggregation_bootstrap_port
-    assert (prefill.base_gpu_id, decode.base_gpu_id) == (0, 1)
+    assert (prefill.base_gpu_id, decode.base_gpu_id) == (0, decode_gpu)
+    assert decode_gpu + tp == soak_server.TOPOLOGIES[topology].gpus
     assert decode.num_reserved_decode_tokens < soak_server.LONGEST_OUTPUT
     ports = {prefill.port, decode.port, prefill.disaggregation_bootstrap_port, prefill.nccl_port, decode.nccl_port}
     assert None not in ports

@@ -18,21 +18,26 @@ import pytest
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks import (
+    bench_capture,
     bench_draft,
     bench_profile,
     bench_serve,
     faithful_checkpoint,
     generation,
+    pairs,
     server_options,
     servers,
 )
 from nsa_backend.benchmarks.own_model import OwnModel
 from nsa_backend.benchmarks.parallel import parsed as parallel
 from nsa_backend.cli.bench import OPTIONS
+from nsa_backend.releases import installed
 
 SCRIPT = Path(__file__).with_name("parsed_commands.py")
 ON_FOUR_GPUS = {"tp4": (4, 1), "dp4": (4, 4), "dp2-tp2": (4, 2)}
 """GPUs, and ranks of attention."""
+ON_TWO_GPUS = ("tp2-ep", "dp2-ep", "cp2", "pd", "pp2")
+"""What 0.5.23 alone is asked for; with drafts, but for pp2, which needs a switch for them."""
 MANY = [(batch, 300) for batch in (1, 8, 64, 256)]
 DEFAULT_PREFILL = ["--chunked-prefill-size", str(server_options.CHUNK)]
 
@@ -43,8 +48,7 @@ def options_of(bench, monkeypatch, **given) -> list[list[str]]:
 
     class Servers:
         def __init__(self, folder, port, shapes, new_tokens, sides=None, copies=1):
-            own = ["--nccl-port", str(port + generation.NCCL_PORT)]
-            seen.append([*generation.options_for(shapes, new_tokens, copies=copies), *own])
+            seen.append([*generation.options_for(shapes, new_tokens, copies=copies), *pairs.meeting(port)])
 
         def close(self):
             pass
@@ -68,6 +72,7 @@ def commands(tmp_path_factory) -> dict[str, list[str]]:
             for bench in (bench_serve, bench_draft, bench_profile)
         }
         options["profile, three pairs"] = options_of(bench_profile, monkeypatch, servers=3, batch=[32], length=[4096])[0]
+    options |= {f"capture {requests}": bench_capture.options_for(requests) for requests in bench_capture.REQUESTS}
     options["readme"] = []
     options["own model"] = OwnModel(
         folder, [[1]], [1, 8], 256, folder, 1, ["--tp-size", "1", "--max-running-requests", "16"]
@@ -78,10 +83,16 @@ def commands(tmp_path_factory) -> dict[str, list[str]]:
     options["every prefill graph"] = DEFAULT_PREFILL
     for word in ON_FOUR_GPUS:
         options[f"serve {word}"] = [*generation.options_for(MANY, bench_serve.TOKENS, parallel(word)), *DEFAULT_PREFILL]
+    for word in ON_TWO_GPUS if installed() == "0.5.23" else ():
+        options[f"serve {word}"] = generation.options_for(MANY, bench_serve.TOKENS, parallel(word))
+    if shared := options.pop("serve pd", None):
+        options |= {
+            f"serve pd, {mode}": [*shared, *pairs.role(mode, 26000, gpu)] for mode, gpu in (("prefill", 0), ("decode", 1))
+        }
     return {
         f"{name}, N = {steps}": [*servers.command(folder, 25000 + steps, steps)[3:], *given]
         for name, given in options.items()
-        for steps in (0, 1, 3)
+        for steps in ((0,) if name == "serve pp2" else (0, 1, 3))
     }
 
 
@@ -124,6 +135,16 @@ def test_serve_has_room_for_its_largest_cell_and_graphs_for_its_batches(parsed):
     assert set(bench_serve.BATCHES) <= set(found["decode"]) <= set(server_options.MEASURED_BATCHES)
 
 
+def test_captures_are_those_of_a_default_server_for_as_many_requests(parsed):
+    few, many = (parsed[f"capture {requests}, N = 3"] for requests in bench_capture.REQUESTS)
+    default = parsed["readme, N = 3"]
+    assert (few["max_running_requests"], many["max_running_requests"]) == bench_capture.REQUESTS
+    assert max(few["decode"]) >= 48
+    assert max(many["decode"]) >= 160  # of a GPU whose memory nobody knows; more on one that is there
+    assert set(parsed["serve, N = 3"]["decode"]) < set(default["decode"]) <= set(few["decode"]) <= set(many["decode"])
+    assert few["prefill"] == many["prefill"] == default["prefill"]
+
+
 @pytest.mark.parametrize("word", ON_FOUR_GPUS)
 def test_serve_on_four_gpus_has_room_for_what_comes_to_a_rank(parsed, word):
     found = parsed[f"serve {word}, N = 3"]
@@ -135,6 +156,18 @@ def test_serve_on_four_gpus_has_room_for_what_comes_to_a_rank(parsed, word):
     assert {-(-batch // ranks) for batch, _ in MANY} <= set(found["decode"])
     if server_options.names().prefill_graphs is not None:
         assert max(found["prefill"]) <= found["prefilled_at_once"]
+
+
+@pytest.mark.skipif(installed() != "0.5.23", reason="an older release has not all of these")
+def test_what_two_gpus_make(parsed):
+    for mode, gpu in (("prefill", 0), ("decode", 1)):
+        found = parsed[f"serve pd, {mode}, N = 3"]
+        assert (found["disaggregation"], found["first_gpu"], found["tensor_parallel"]) == ([mode, "nixl", 26000], gpu, 1)
+    for word, ranks, experts in (("tp2-ep", 1, 2), ("dp2-ep", 2, 2), ("cp2", 1, 1)):
+        found = parsed[f"serve {word}, N = 3"]
+        assert (found["tensor_parallel"], found["attention_ranks"], found["experts"]) == (2, ranks, experts), word
+    assert parsed["serve cp2, N = 3"]["divided_prefill"] == 2
+    assert (parsed["serve pp2, N = 0"]["stages"], parsed["serve pp2, N = 0"]["tensor_parallel"]) == (2, 1)
 
 
 def test_prefill_runs_in_the_graphs_of_a_default_server(parsed):

@@ -51,7 +51,7 @@ def ports_of_sglang(resolve, tmp_path, monkeypatch):
             return set().union(*map(of_server, arguments_of(arguments, case.ranks_per_gpu)))
         if not case.disaggregated:
             return of_server(arguments)
-        pair = roles(arguments, case.disaggregated)
+        pair = roles(arguments, case.disaggregated, case.gpus)
         (bootstrap,) = {role["disaggregation_bootstrap_port"] for role in pair}
         servers = [of_server(server) for server in (*pair, arguments | meeting(port + ALONE))]
         assert len(set().union(*servers)) == sum(map(len, servers))

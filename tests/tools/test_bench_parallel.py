@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa_backend.__main__ import main
-from nsa_backend.benchmarks import bench_serve, generation, gpu_memory, server_options
+from nsa_backend.benchmarks import bench_serve, generation, gpu_memory, pairs, server_options
 from nsa_backend.benchmarks.parallel import ONE_GPU, Parallel, parsed
 from nsa_backend.benchmarks.servers import Streamed
 
@@ -23,6 +23,13 @@ from nsa_backend.benchmarks.servers import Streamed
         ("dp2-tp2", Parallel(2, 2), 4),
         ("dp2-tp4", Parallel(2, 4), 8),
         ("tp1", ONE_GPU, 1),
+        ("tp2-ep", Parallel(tp=2, ep=True), 2),
+        ("dp2-tp2-ep", Parallel(2, 2, ep=True), 4),
+        ("cp2", Parallel(cp=2), 2),
+        ("pp2", Parallel(pp=2), 2),
+        ("pd", Parallel(pd=True), 2),
+        ("pd-dp2", Parallel(dp=2, pd=True), 4),
+        ("pd-dp2-tp2-ep", Parallel(2, 2, ep=True, pd=True), 8),
     ],
 )
 def test_a_word_names_the_ranks_of_a_server(word, parallel, gpus):
@@ -30,9 +37,12 @@ def test_a_word_names_the_ranks_of_a_server(word, parallel, gpus):
     assert (str(parallel), parallel.gpus) == (word, gpus)
 
 
-@pytest.mark.parametrize("word", ["", "dp", "tp0", "4", "tp2-dp2", "dp2tp2", "-tp2", "pp2"])
+@pytest.mark.parametrize(
+    "word",
+    ["", "dp", "tp0", "tp02", "4", "tp2-dp2", "dp2tp2", "-tp2", "ep", "ep2", "pd2", "tp2-pd", "tp2-tp2", "cp2-ep", "pd-pp2"],
+)
 def test_a_word_that_names_none(word):
-    with pytest.raises(SystemExit, match=f"--parallel {word} is none: write tp4, dp4, or dp2-tp2"):
+    with pytest.raises(SystemExit, match=f"--parallel {word} is none: write tp4, dp4, dp2-tp2"):
         parsed(word)
 
 
@@ -69,6 +79,20 @@ def test_both_sides_are_spread_alike_and_reduce_through_nccl():
         found
     )
     assert not [option for option in options(ONE_GPU, (8, 300)) if option.startswith(("--tp", "--dp", "--enable", "--enforce"))]
+
+
+def test_what_a_deployment_is_made_of():
+    experts = options(Parallel(2, ep=True), (8, 300))
+    assert (experts["--ep-size"], experts["--tp-size"], experts["--dp-size"]) == (["2"], ["2"], ["2"])
+    divided = options(Parallel(cp=2), (8, 300))
+    assert (divided["--tp-size"], divided["--cp-strategy"], divided["--enable-prefill-cp"]) == (["2"], ["interleave"], [])
+    stages = options(Parallel(pp=2), (8, 300))
+    assert (stages["--pp-size"], stages["--disable-overlap-schedule"]) == (["2"], [])
+    assert "--tp-size" not in stages
+    assert Parallel(pp=2).environment() == {"SGLANG_ENABLE_PP_SPEC": "1"}
+    assert Parallel(pd=True).environment() == Parallel(2, 2).environment() == {}
+    assert options(Parallel(pd=True), (8, 300)) == options(ONE_GPU, (8, 300))
+    assert options(Parallel(dp=2, pd=True), (8, 300)) == options(Parallel(dp=2), (8, 300))
 
 
 @pytest.fixture
@@ -114,11 +138,11 @@ def test_a_row_gets_what_each_side_gave_back_when_it_ended(in_use, monkeypatch, 
     started, batches = [], []
     monkeypatch.setattr(generation.time, "sleep", lambda seconds: None)
 
-    def start(side, path, port, steps, log, *options):
+    def start(side, path, port, steps, log, *options, environment):
         started.append((side, options[options.index("--tp-size") + 1]))
         return Fake(in_use, batches)
 
-    monkeypatch.setattr(generation, "Server", start)
+    monkeypatch.setattr(pairs, "Server", start)
     given = {"checkpoint": [str(tmp_path)], "parallel": ["tp2", "dp2"], "steps": [3], "batch": [8], "length": [300]}
     chosen = (
         dict.fromkeys(("model", "port", "sides", "prompt_tokens", "temperature", "top_p"), None)
@@ -174,3 +198,13 @@ def test_more_gpus_than_there_are(monkeypatch, capsys):
         main(["bench", "serve", "--parallel", "tp2", "dp4"])
     assert stopped.value.code == 2
     assert "--parallel dp4 takes 4 GPUs, and torch sees 2" in capsys.readouterr().err
+
+
+def test_a_pair_without_what_carries_its_kv(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(pairs, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "serve", "--parallel", "tp2", "pd"])
+    assert stopped.value.code == 2
+    assert "need nixl to hand over KV: pip install nixl nixl-cu13" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_backend.benchmarks import bench_draft, bench_serve, faithful_checkpoint, generation, server_options, servers
+from nsa_backend.benchmarks import bench_draft, bench_serve, faithful_checkpoint, generation, pairs, server_options, servers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -182,7 +182,7 @@ def test_servers_are_kept_until_another_checkpoint_or_n_is_asked_for(monkeypatch
     events = []
 
     class Fake:
-        def __init__(self, backend, checkpoint, port, steps, log, *options):
+        def __init__(self, backend, checkpoint, port, steps, log, *options, environment):
             self.name = f"{backend} {checkpoint.name} N={steps} {port}"
             events.append(f"start {self.name}")
 
@@ -195,7 +195,7 @@ def test_servers_are_kept_until_another_checkpoint_or_n_is_asked_for(monkeypatch
         def wait(self):
             events.append(f"wait {self.name}")
 
-    monkeypatch.setattr(generation, "Server", Fake)
+    monkeypatch.setattr(pairs, "Server", Fake)
     monkeypatch.setattr(generation.time, "sleep", lambda seconds: None)
     checkpoint = tmp_path / "tiny"
     checkpoint.mkdir()

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from nsa_backend.benchmarks import bench_serve, generation, servers
+from nsa_backend.benchmarks import bench_serve, generation, pairs, servers
 
 
 def test_sides_start_in_the_order_they_are_named_in(tmp_path, monkeypatch):
@@ -15,14 +15,14 @@ def test_sides_start_in_the_order_they_are_named_in(tmp_path, monkeypatch):
     started = []
 
     class Fake(nullcontext):
-        def __init__(self, backend, path, port, steps, log, *options):
+        def __init__(self, backend, path, port, steps, log, *options, environment):
             super().__init__(self)
             started.append((backend, port))
 
         def wait(self):
             """Ready at once."""
 
-    monkeypatch.setattr(generation, "Server", Fake)
+    monkeypatch.setattr(pairs, "Server", Fake)
     monkeypatch.setattr(generation.time, "sleep", lambda seconds: None)
     (tmp_path / "config.json").write_text("{}")
     sides = ["builtin", "three_graphs", "ours"]
@@ -37,7 +37,7 @@ def test_servers_of_one_side_start_in_turns_each_with_a_port_and_a_log_of_its_ow
     started = []
 
     class Fake(nullcontext):
-        def __init__(self, backend, path, port, steps, log, *options):
+        def __init__(self, backend, path, port, steps, log, *options, environment):
             super().__init__(self)
             words = dict(pairwise(options))
             started.append((backend, port, int(words["--nccl-port"]), log.name, words["--mem-fraction-static"]))
@@ -45,7 +45,7 @@ def test_servers_of_one_side_start_in_turns_each_with_a_port_and_a_log_of_its_ow
         def wait(self):
             """Ready at once."""
 
-    monkeypatch.setattr(generation, "Server", Fake)
+    monkeypatch.setattr(pairs, "Server", Fake)
     monkeypatch.setattr(generation.time, "sleep", lambda seconds: None)
     (tmp_path / "config.json").write_text("{}")
     running = generation.Servers(tmp_path, 100, [(32, 4096)], 256, copies=3)

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import pd_servers
 import run_case
-from pd_servers import ALONE, BOOTSTRAP, DECODE, Pair, command, rooms, router_command
+from pd_servers import ALONE, BOOTSTRAP, DECODE, Pair, ServerProcess, command, roles, rooms, router_command
 from workloads import CASES
 
 SERVER = """
@@ -32,8 +32,10 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         count = 1 if role == "prefill" else 4
         meta = {{"spec_correct_drafts_histogram": [0, 0, 0, 9], "cached_tokens": 0}}
-        many = [{{"output_ids": [7] * count, "meta_info": meta}} for _ in asked["input_ids"]]
-        self.wfile.write(json.dumps(many).encode())
+        prompts = asked["input_ids"]
+        many = [{{"output_ids": [len(prompt)] * count, "meta_info": meta}} for prompt in prompts if isinstance(prompt, list)]
+        one = {{"output_ids": [len(prompts)] * count, "meta_info": meta}}
+        self.wfile.write(json.dumps(many or one).encode())
     def log_message(self, *arguments):
         pass
 ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
@@ -55,12 +57,68 @@ def test_both_servers_get_the_request_and_the_decode_server_answers(stand_ins):
         pair.wait(20)
         answers = pair.generate([[1, 2], [3, 4]], {"temperature": 0})
         alive = pair.prefill.process.pid
-    assert [a["output_ids"] for a in answers] == [[7] * 4] * 2
+    assert [a["output_ids"] for a in answers] == [[2] * 4] * 2
     asked = {role: body for role, path, body in stand_ins()}
     assert asked["prefill"] == asked["decode"]
     assert asked["prefill"]["bootstrap_port"] == [34000 + BOOTSTRAP] * 2
     assert len(set(asked["prefill"]["bootstrap_room"])) == 2
     assert subprocess.run(["ps", "-p", str(alive)], capture_output=True, check=False).returncode == 1
+
+
+RANKS, PROMPTS = [0, 1, 1], [[1], [2, 3], [4, 5, 6]]
+EACH = [{"top_k": 1}, {}, {"top_k": 3}]
+
+
+@pytest.mark.parametrize("sampling", [EACH[0], EACH], ids=["of all", "of each"])
+def test_requests_choose_ranks_of_the_decode_server(stand_ins, sampling):
+    """The prefill server gives them to the ranks of their rooms, and would refuse others."""
+    with Pair({"port": 34120, "model_path": "x", "tp_size": 2}, "nixl", gpus=2) as pair:
+        pair.wait(20)
+        answers = pair.generate(PROMPTS, sampling, RANKS)
+    assert [a["output_ids"] for a in answers] == [[1] * 4, [2] * 4, [3] * 4]
+    asked = {(role, body["bootstrap_room"]): body for role, _, body in stand_ins()}
+    rooms_asked = {room for _, room in asked}
+    assert (len(asked), len(rooms_asked)) == (6, 3)
+    chosen = {}
+    for room in rooms_asked:
+        of_decode = asked["decode", room]
+        rank = of_decode.pop("routed_dp_rank")
+        assert asked["prefill", room] == of_decode
+        assert (of_decode["bootstrap_host"], of_decode["bootstrap_port"]) == ("127.0.0.1", 34120 + BOOTSTRAP)
+        chosen[len(of_decode["input_ids"])] = rank, of_decode["sampling_params"]
+    each = sampling if isinstance(sampling, list) else [sampling] * 3
+    assert chosen == {n: (rank, its_own) for n, rank, its_own in zip((1, 2, 3), RANKS, each, strict=True)}
+
+
+def test_requests_choose_ranks_of_one_server(stand_ins):
+    with ServerProcess({"port": 34160, "model_path": "x"}) as server:
+        server.wait(20)
+        answers = server.generate(PROMPTS, {"top_k": 1}, RANKS)
+    assert [a["output_ids"] for a in answers] == [[1] * 4, [2] * 4, [3] * 4]
+    asked = sorted((body for _, _, body in stand_ins()), key=lambda body: body["input_ids"])
+    assert asked == [
+        {"input_ids": prompt, "sampling_params": {"top_k": 1}, "routed_dp_rank": rank}
+        for prompt, rank in zip(PROMPTS, RANKS, strict=True)
+    ]
+
+
+def test_the_router_is_not_asked_for_ranks(stand_ins, monkeypatch):
+    """It would tell the prefill server too."""
+    monkeypatch.setattr(pd_servers, "router_command", lambda port: [sys.executable, "-c", "import time; time.sleep(60)"])
+    with Pair({"port": 34200, "model_path": "x"}, "nixl", router=True) as pair, pytest.raises(AssertionError, match="router"):
+        pair.generate(PROMPTS, {}, RANKS)
+
+
+@pytest.mark.parametrize(("tp", "gpus", "first"), [(1, 2, 1), (2, 4, 2), (2, 2, 0), (4, 4, 0)])
+def test_a_decode_server_is_beside_the_prefill_server_or_on_the_same_gpus(tp, gpus, first):
+    prefill, decode = roles({"port": 1, "tp_size": tp}, "nixl", gpus)
+    assert (prefill["base_gpu_id"], decode["base_gpu_id"]) == (0, first)
+
+
+@pytest.mark.parametrize(("tp", "gpus"), [(2, 3), (4, 2), (1, 4)])
+def test_gpus_that_servers_would_share_in_part(tp, gpus):
+    with pytest.raises(AssertionError, match=f"servers of {tp} GPUs each take {tp} or {2 * tp}, not {gpus}"):
+        roles({"port": 1, "tp_size": tp}, "nixl", gpus)
 
 
 def test_a_case_measures_the_pair_and_one_server(stand_ins, monkeypatch):

@@ -157,6 +157,19 @@ class TestReport:
         problems = soak_judge.problems_of(soak_judge.summary(run))
         assert problems == (["1 lines of the log tell of whole rounds, which 2 ranks must have"] if ranks else [])
 
+    def test_ranks_of_a_pair(self, tmp_path, monkeypatch):
+        """All are active, and the decode server's have rounds."""
+        monkeypatch.delenv("NSA_BACKEND_ROUND_GRAPH", raising=False)
+        text = f"{ACTIVE}\n" * 4 + f"{RETRACT}\n" + f"{CAPTURED}\n" * 2
+        for log, problems in (
+            (text, []),
+            (text.removeprefix(ACTIVE), ["3 lines of the log say that this package's backend is active, not 4"]),
+            (text.replace(CAPTURED, "", 1), ["1 lines of the log tell of whole rounds, which 2 ranks must have"]),
+        ):
+            run = run_of(tmp_path, steady_load() + taken_back(), log, samples())
+            run.topology = "pd-dp"
+            assert soak_judge.problems_of(soak_judge.summary(run)) == problems
+
     def test_nothing_happened(self, tmp_path):
         run = run_of(tmp_path, [], "", [])
         run.load = (0.0, 0.0)

@@ -1,0 +1,114 @@
+"""A prefill and a decode server that a benchmark measures as one: how they start, what they are asked, and how they end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import urllib.error
+from pathlib import Path
+
+import pytest
+
+from nsa_backend.benchmarks import generation, pairs, servers
+from nsa_backend.benchmarks.pairs import BOOTSTRAP, DECODE, NCCL_PORT, Pair
+from nsa_backend.benchmarks.parallel import Parallel
+
+STAND_IN = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+option = dict(zip(sys.argv[2:], sys.argv[3:]))
+print(json.dumps({"options": option}), flush=True)
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        print(json.dumps({"asked": body}), flush=True)
+        if body["sampling_params"]["max_new_tokens"] > 100 and option["--disaggregation-mode"] == "prefill":
+            self.send_error(500)
+            return
+        answers = [{"index": i, "meta_info": {"completion_tokens": 7}} for i in range(len(body["input_ids"]))]
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        if body.get("stream"):
+            self.wfile.write(b"".join(b"data: " + json.dumps(one).encode() + b"\\n\\n" for one in answers))
+        else:
+            self.wfile.write(json.dumps(answers).encode())
+
+    def log_message(self, *arguments):
+        pass
+
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def port() -> int:
+    """The first of some that nobody listens on."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            found = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", found + DECODE))
+            except OSError:
+                continue
+            return found
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Small processes in place of servers, which print what they were started with and what they are asked."""
+    monkeypatch.setattr(pairs, "APART_SECONDS", 0.0)
+    monkeypatch.setattr(servers, "command", lambda checkpoint, port, steps: [sys.executable, "-c", STAND_IN, str(port)])
+
+
+def printed(folder: Path, mode: str, what: str) -> list[dict]:
+    rows = map(json.loads, (folder / f"glm-5.2-n3.{mode}.log").read_text().splitlines())
+    return [row[what] for row in rows if what in row]
+
+
+def test_both_are_asked_for_the_same_rooms_and_the_decode_server_answers(stand_ins, tmp_path, port):
+    with Pair(Parallel(dp=2, pd=True), "ours", tmp_path, port, 3, tmp_path / "glm-5.2-n3.log", "--tp-size", "2") as pair:
+        pair.wait()
+        found = pair.streamed([[1], [2, 3], [4]], 7, temperature=0.5)
+        processes = [server._process for server in (pair.prefill, pair.decode)]
+    assert [answer["index"] for answer in found.answers] == [0, 1, 2]
+    assert None not in {process.poll() for process in processes}
+    (prefill,), (decode,) = (printed(tmp_path, mode, "asked") for mode in ("prefill", "decode"))
+    assert (decode.pop("stream"), decode["sampling_params"].pop("stream_interval")) == (True, servers.NEVER)
+    assert prefill == decode
+    assert prefill["sampling_params"] == servers.greedy(7) | {"temperature": 0.5}
+    first = prefill["bootstrap_room"][0]
+    assert prefill["bootstrap_room"] == [first, first + 1, first + 2]
+    assert prefill["bootstrap_port"] == [port + BOOTSTRAP] * 3
+    assert prefill["bootstrap_host"] == ["127.0.0.1"] * 3
+
+
+def test_each_has_gpus_and_ports_of_its_own(stand_ins, tmp_path, port):
+    with Pair(Parallel(dp=2, pd=True), "ours", tmp_path, port, 3, tmp_path / "glm-5.2-n3.log", "--tp-size", "2") as pair:
+        pair.wait()
+    for mode, above, gpu in (("prefill", 0, "0"), ("decode", DECODE, "2")):
+        (option,) = printed(tmp_path, mode, "options")
+        assert (option["--disaggregation-mode"], option["--base-gpu-id"], option["--tp-size"]) == (mode, gpu, "2")
+        assert option["--disaggregation-bootstrap-port"] == str(port + BOOTSTRAP)
+        assert option["--nccl-port"] == str(port + above + NCCL_PORT)
+
+
+def test_a_prefill_server_that_refuses_is_what_went_wrong(stand_ins, tmp_path, port):
+    with Pair(Parallel(pd=True), "ours", tmp_path, port, 3, tmp_path / "glm-5.2-n3.log") as pair:
+        pair.wait()
+        with pytest.raises(urllib.error.HTTPError, match="500"):
+            pair.streamed([[1]], 101)
+
+
+def test_pairs_of_two_sides_share_no_port():
+    own = {0, DECODE, BOOTSTRAP, NCCL_PORT, DECODE + NCCL_PORT}
+    assert len(own) == 5
+    assert max(own) < generation.PORTS_APART
