@@ -1,1 +1,1 @@
-"""Sparse MLA decode in CUDA C++: a measured variant, not served (docs/numbers.md says why), that runs from a checkout."""
+"""Sparse MLA decode in CUDA C++, measured and not served (docs/numbers/attention.md says why); it runs from a checkout."""

@@ -14,11 +14,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = {page.name: " ".join(page.read_text().split()) for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "numbers").glob("*.md")))
+"""Every page: the README, docs, and the pages of docs/numbers.md."""
+
+PAGES = {page.relative_to(ROOT).as_posix(): " ".join(page.read_text().split()) for page in DOCUMENTS}
 """Text by page, without line breaks."""
 
 README = (ROOT / "README.md").read_text()
-DOCS = "\n".join(p.read_text() for p in (ROOT / "docs").glob("*.md"))
+DOCS = "\n".join(page.read_text() for page in DOCUMENTS[1:])
 
 SETTINGS = {
     "bytes over 4.3 TB/s": "a constant of the benchmarks",
@@ -83,7 +86,12 @@ def files(pattern: str) -> list[str]:
 
 def named() -> set[str]:
     """Result files that README or docs name, without "_h200.json"."""
-    found = re.findall(r"benchmarks/results/(\w+)\.json", " ".join(PAGES.values()))
+    return {name for page in PAGES for name in named_on(page)}
+
+
+def named_on(page: str) -> set[str]:
+    """Those that this page names."""
+    found = re.findall(r"benchmarks/results/(\w+)\.json", PAGES[page])
     return {name.removesuffix("_h200") for name in found}
 
 

@@ -45,7 +45,7 @@ def kind(row: dict) -> tuple[int, str]:
 
 
 def complete(name: str, report: dict) -> Iterator[str]:
-    """A row of docs/numbers.md for each N and implementation of an end-to-end file: every row of the file is in one."""
+    """A row of docs/numbers/accept_lengths.md for each N and implementation of an end-to-end file, over all of its rows."""
     file = f"`benchmarks/results/{name}_h200.json`"
     rows = [row for row in all_rows(report) if row["steps"]]
     for steps, words in sorted(set(map(kind, rows))):
@@ -56,7 +56,7 @@ def complete(name: str, report: dict) -> Iterator[str]:
 
 
 def parted(name: str, report: dict) -> Iterator[str]:
-    """A row of docs/numbers.md: outputs that part from the built-in backend's, and how far from the best token."""
+    """A row of docs/numbers/accept_lengths.md: outputs that part from the built-in backend's, and how far from the best."""
     found = report.get("differences")
     if found is None:
         return

@@ -22,7 +22,7 @@ def ratios(rows: list[dict], key: str, side: str = "builtin") -> list[float]:
 
 
 def every_launch_of(name: str) -> None:
-    """The rule that each metadata file has: a row of docs/numbers.md for each mode, over all shapes of the file."""
+    """The rule that each metadata file has: a row of docs/numbers/metadata.md for each mode, over all shapes of the file."""
 
     @rule(name)
     def says(report: dict) -> Iterator[str]:

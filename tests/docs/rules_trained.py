@@ -2,7 +2,7 @@
 
     cd tests/docs && python -c "import rules_trained, quoted; print(*rules_trained.says(quoted.result('trained')), sep='\\n')"
 
-prints it: cells of the README's table, rows of the tables in docs/numbers.md, and sentences.
+prints it: cells of the README's table, rows of the tables of docs/numbers, and sentences.
 """
 
 from collections.abc import Iterator

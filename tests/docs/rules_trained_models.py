@@ -2,7 +2,7 @@
 
     cd tests/docs && python -c "import rules_trained_models as r, quoted; print(*r.says(*map(quoted.result, r.FILES)))"
 
-prints it: rows of the tables in docs/numbers.md, a column a model, and sentences.
+prints it: rows of the tables of docs/numbers, a column a model, and sentences.
 """
 
 from collections.abc import Iterator

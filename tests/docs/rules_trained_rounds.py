@@ -2,7 +2,7 @@
 
     cd tests/docs && python -c "import rules_trained_rounds as r, quoted; print(*r.says(quoted.result(r.FILE)), sep='\\n')"
 
-prints it: rows of the tables in docs/numbers.md, and sentences.
+prints it: rows of the tables of docs/numbers, and sentences.
 """
 
 from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
     cd tests/docs && python -c "import rules_trained_third as r, quoted; print(*r.says(quoted.result(r.FILE)), sep='\\n')"
 
-prints it: the README's row, rows of the tables in docs/numbers.md, and sentences. What it says of accept lengths stands beside
+prints it: the README's row, rows of the tables of docs/numbers, and sentences. What it says of accept lengths stands beside
 the other models': rules_trained_models.py.
 """
 

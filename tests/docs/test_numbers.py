@@ -8,6 +8,7 @@ import rules_deployments
 import rules_gained
 import rules_kernels
 import rules_launches
+import rules_losses
 import rules_more
 import rules_own_model
 import rules_ranks
@@ -21,7 +22,7 @@ import rules_trained_models
 import rules_trained_rounds
 import rules_trained_third
 import rules_variants
-from quoted import PAGES, RULES, SETTINGS, named, unexplained
+from quoted import PAGES, RULES, SETTINGS, named, named_on, unexplained
 
 # Importing them registers their rules.
 MODULES = (
@@ -32,6 +33,7 @@ MODULES = (
     rules_gained,
     rules_kernels,
     rules_launches,
+    rules_losses,
     rules_more,
     rules_own_model,
     rules_ranks,
@@ -64,6 +66,13 @@ def test_every_file_that_the_text_names_has_a_rule():
 @pytest.mark.parametrize("page", PAGES)
 def test_every_number_in_the_text_comes_from_a_rule(page):
     sentences = [sentence for rule in RULES for sentence in rule.sentences()]
+    assert unexplained(PAGES[page], sentences) == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/numbers")])
+def test_a_page_of_numbers_names_the_files_that_its_numbers_come_from(page):
+    here = named_on(page)
+    sentences = [sentence for rule in RULES if here.issuperset(rule.files) for sentence in rule.sentences()]
     assert unexplained(PAGES[page], sentences) == []
 
 

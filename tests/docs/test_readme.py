@@ -3,7 +3,7 @@
 import json
 import re
 
-from quoted import DOCS, README, ROOT
+from quoted import DOCS, DOCUMENTS, README, ROOT
 
 RELEASES = {"trained_h200": "0.5.23"}
 """Release of a file whose name has none and that is not of the first release measured."""
@@ -23,7 +23,7 @@ def test_every_result_file_that_is_named_exists_and_says_where_it_ran():
 
 
 def test_every_link_and_path_in_the_docs_leads_somewhere():
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in DOCUMENTS:
         text = page.read_text()
         for target in re.findall(r"\]\(([^)#]+)\)", text):
             if not target.startswith("http"):
@@ -48,6 +48,14 @@ def test_every_command_for_users_is_run_by_somebody():
 def test_every_page_of_the_docs_is_linked_from_the_readme():
     for page in (ROOT / "docs").glob("*.md"):
         assert f"(docs/{page.name})" in README, page.name
+
+
+def test_every_page_of_numbers_is_linked_from_their_front_page():
+    front = (ROOT / "docs/numbers.md").read_text()
+    pages = list((ROOT / "docs" / "numbers").glob("*.md"))
+    assert pages
+    for page in pages:
+        assert re.search(rf"\(numbers/{page.stem}\.md[#)]", front), page.name
 
 
 def test_every_switch_is_documented():
