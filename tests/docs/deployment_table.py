@@ -1,6 +1,6 @@
-"""The table of deployments in docs/support.md: what the start-up checks say of each; what was seen stays as the page has it.
+"""The tables of deployments in docs/support.md: what the start-up checks say of each; what was seen stays as the page has it.
 
-python tests/docs/deployment_table.py        # prints it, for the page
+python tests/docs/deployment_table.py        # prints them, for the page
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 BEGIN, END = "<!-- begin: tests/docs/deployment_table.py -->", "<!-- end of deployments -->"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "support.md"
-SEEN = 2
-"""The column that is written by hand."""
+SERVED_HEAD = ["deployment", "options", "seen on"]
+"""Of the first table, whose last column is written by hand."""
+REFUSED_HEAD = ["deployment", "options", "refused, because"]
 
 DEPLOYMENTS = {
     # name: (the options that make it, what they set)
@@ -98,19 +99,29 @@ def answer(changed: dict) -> str:
     return " ".join(sentence.partition(": ")[2].removesuffix(f", or {adapter.WAY_BACK}") for sentence in found) or "served"
 
 
-def rows(seen: dict[str, str]) -> list[list[str]]:
-    """The table with its head; `seen` says by deployment what the page has of it."""
-    head = ["deployment", "options", "seen", "here"]
-    body = [[name, option, seen.get(name, "not run"), answer(args)] for name, (option, args) in DEPLOYMENTS.items()]
-    for row in body:
-        row[3] = row[3] if row[3] == "served" else f"refused: {row[3]}"
-    return [head, *body]
+def tables(seen: dict[str, str]) -> list[list[list[str]]]:
+    """What is served and what is refused, each with its head; `seen` says by deployment what the page has of it."""
+    served, refused = [SERVED_HEAD], [REFUSED_HEAD]
+    for name, (option, args) in DEPLOYMENTS.items():
+        found = answer(args)
+        if found == "served":
+            served.append([name, option, seen.get(name, "not run")])
+        else:
+            refused.append([name, option, found])
+    return [served, refused]
 
 
-def on_the_page() -> list[list[str]]:
-    """The page's rows, without the line under the head."""
-    table = PAGE.read_text().partition(BEGIN + "\n")[2].partition("\n" + END)[0]
-    return [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+def on_the_page() -> list[list[list[str]]]:
+    """The page's tables, without the lines under their heads."""
+    text = PAGE.read_text().partition(BEGIN + "\n")[2].partition("\n" + END)[0]
+    return [
+        [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")] for table in text.split("\n\n")
+    ]
+
+
+def seen_on_the_page() -> dict[str, str]:
+    """Deployment to what was seen of it, by the first table."""
+    return {name: seen for name, _, seen in on_the_page()[0][1:]}
 
 
 if __name__ == "__main__":
@@ -119,4 +130,4 @@ if __name__ == "__main__":
     start_process()
     from model_table import markdown
 
-    sys.stdout.write(markdown(rows({row[0]: row[SEEN] for row in on_the_page()})) + "\n")
+    sys.stdout.write("\n\n".join(map(markdown, tables(seen_on_the_page()))) + "\n")
