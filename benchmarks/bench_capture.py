@@ -4,8 +4,11 @@ Servers capture what they capture by default for so many running requests at onc
 told otherwise). One server runs at a time: each tells what its captures take from what is free on the GPU. `deep` has as many
 layers as DeepSeek-V3.2, small ones, since captures grow with the number of kernels and not with their work.
 
-Rounds in one graph are captured at the second plain decode, greedy ones and sampled ones apart: `greedy_s` and `sampled_s` are
-the seconds of the first generations of either kind, one request each, one after the other.
+Of each side a first server, which nobody records, compiles what the recorded ones find compiled.
+
+Rounds in one graph are captured at the second plain decode, greedy ones and sampled ones apart: greedy ones within the request
+by which SGLang warms up, so in `ready_s`, sampled ones when somebody first samples. `greedy_s` and `sampled_s` are the seconds
+of the first generations of either kind, one request each, one after the other.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import argparse
 import re
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -39,11 +42,11 @@ OF_ROUNDS = re.compile(r"captured whole speculative rounds of \[(.*?)\] (\w+) re
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     """One cell a checkpoint, N, number of running requests and side."""
-    folder = Path(tempfile.mkdtemp(prefix="nsa-bench-"))
+    folder, compiled = Path(tempfile.mkdtemp(prefix="nsa-bench-")), set()
     return [
         Cell(
             f"{name}, N = {n}, {requests} requests, {side}",
-            partial(measure, folder, options.port or PORT, name, n, requests, side),
+            partial(measure, folder, options.port or PORT, compiled, name, n, requests, side),
         )
         for name in options.checkpoint or [CHECKPOINT]
         for n in options.steps or STEPS
@@ -53,9 +56,17 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     ]
 
 
-def measure(folder: Path, port: int, checkpoint: str, steps: int, requests: int, side: str) -> list[dict]:
-    """One row: a server from its start to its end, alone on the GPU."""
+def measure(folder: Path, port: int, compiled: set[tuple], checkpoint: str, steps: int, requests: int, side: str) -> list[dict]:
+    """One row; `compiled` has those (checkpoint, N, side) of which a server has run."""
     path = checkpoint_of(checkpoint, folder)
+    if (path, steps, side) not in compiled:
+        served(folder, port, path, steps, requests, side)
+        compiled.add((path, steps, side))
+    return [{"checkpoint": path.name} | served(folder, port, path, steps, requests, side)]
+
+
+def served(folder: Path, port: int, path: Path, steps: int, requests: int, side: str) -> dict:
+    """What a server tells from its start to its end, alone on the GPU."""
     log, memory = folder / f"{path.name}-n{steps}-{requests}-{side}.log", []
     began = time.perf_counter()
     server = started(ONE_GPU, side, path, port, steps, log, *options_for(requests))
@@ -65,9 +76,9 @@ def measure(folder: Path, port: int, checkpoint: str, steps: int, requests: int,
         greedy = [seconds_of(server) for _ in range(WAVES)]
         sampled = [seconds_of(server, temperature=1.0, top_p=0.95) for _ in range(WAVES)]
         host = host_gib(server.pid)
-    row = {"checkpoint": path.name, "steps": steps, "requests": requests, "side": side, "ready_s": round(ready, 1)}
+    row = {"steps": steps, "requests": requests, "side": side, "ready_s": round(ready, 1)}
     row |= {"captures": captures(log.read_text(errors="replace")), "greedy_s": greedy, "sampled_s": sampled}
-    return [row | {"memory_gib": memory, "host_gib": host}]
+    return row | {"memory_gib": memory, "host_gib": host}
 
 
 def options_for(requests: int) -> list[str]:
@@ -95,9 +106,11 @@ def captures(log: str) -> list[dict]:
 
 def host_gib(pid: int) -> float:
     """Memory that a process and all beneath it have to themselves."""
-    parent = psutil.Process(pid)
-    own = [process.memory_full_info().uss for process in (parent, *parent.children(recursive=True))]
-    return round(sum(own) / 2**30, 2)
+    parent, own = psutil.Process(pid), 0
+    for process in (parent, *parent.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # a compiler, for one, may have ended
+            own += process.memory_full_info().uss
+    return round(own / 2**30, 2)
 
 
 def show(report: dict) -> None:

@@ -54,7 +54,7 @@ RANK_SHAPES = {f"{name}-{heads}-heads": replace(SHAPES[name], heads=heads) for n
 four GPUs have 8 each, of 16 two."""
 
 ALL_SHAPES = SHAPES | RANK_SHAPES | {"deep": Shape(heads=16, layers=61)}
-"""`deep` (4 GB) has as many layers as DeepSeek-V3.2."""
+"""`deep` (2 GB) has as many layers as DeepSeek-V3.2."""
 
 
 class Weights:

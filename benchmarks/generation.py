@@ -33,17 +33,23 @@ class Sample:
     first_seconds: float  # from sending the request to the first token of the prompt that gets it last
     tokens: int  # new tokens a request
     batch: int
-    rounds: int  # most rounds of a request; tokens - 1 without speculation
+    rounds: float  # most rounds of a request, or of a pair's their median; tokens - 1 without speculation
     accept: float  # mean tokens a round; 1 without speculation
+    own_seconds: float | None = None  # of a pair: from a request's own first token to its last, the median
+
+    @property
+    def decoding_seconds(self) -> float:
+        """What those rounds take: from the last first token on, or of a pair, where some decode before it, `own_seconds`."""
+        return self.seconds - self.first_seconds if self.own_seconds is None else self.own_seconds
 
     @property
     def round_ms(self) -> float:
-        return 1e3 * (self.seconds - self.first_seconds) / self.rounds
+        return 1e3 * self.decoding_seconds / self.rounds
 
     @property
     def tpot_ms(self) -> float:
-        """Time per output token after the first, of one request, once every request has its first."""
-        return 1e3 * (self.seconds - self.first_seconds) / (self.tokens - 1)
+        """Time per output token after the first, of one request."""
+        return 1e3 * self.decoding_seconds / (self.tokens - 1)
 
     @property
     def ttft_ms(self) -> float:
@@ -74,19 +80,23 @@ def counted(answers: list[dict], tokens: int) -> tuple[int, float]:
     return max(map(sum, histograms)), accept_length([sum(counts) for counts in zip_longest(*histograms, fillvalue=0)])
 
 
-def sample(server: Server, batch: int, length: int, tokens: int, **sampling: float) -> Sample:
+def sample(server: Server | Pair, batch: int, length: int, tokens: int, **sampling: float) -> Sample:
     """One streamed generation of a batch of made-up prompts; greedy, but for what `sampling` asks."""
     return sample_of(server, prompts(batch, length), tokens, **sampling)
 
 
-def sample_of(server: Server, asked: list[list[int]], tokens: int, **sampling: float) -> Sample:
+def sample_of(server: Server | Pair, asked: list[list[int]], tokens: int, **sampling: float) -> Sample:
     """One streamed generation, greedy unless `sampling` says otherwise.
 
-    SGLang prefills what waits before it decodes: decoding begins with the last first token.
+    SGLang prefills what waits before it decodes: decoding begins with the last first token. A pair decodes what has come.
     """
     found = server.streamed(asked, tokens, **sampling)
     rounds, accept = counted(found.answers, tokens)
-    return Sample(found.seconds, max(found.first_seconds), tokens, len(asked), rounds, accept)
+    own_seconds = None
+    if isinstance(server, Pair):
+        rounds = statistics.median(counted([answer], tokens)[0] for answer in found.answers)
+        own_seconds = statistics.median(events[-1][1] - events[0][1] for events in found.progress)
+    return Sample(found.seconds, max(found.first_seconds), tokens, len(asked), rounds, accept, own_seconds)
 
 
 def sampling_of(options: argparse.Namespace) -> dict[str, float]:
@@ -96,7 +106,7 @@ def sampling_of(options: argparse.Namespace) -> dict[str, float]:
 
 
 def in_turns(
-    servers: dict[str, Server], batch: int, length: int, tokens: int, repeats: int, **sampling: float
+    servers: dict[str, Server | Pair], batch: int, length: int, tokens: int, repeats: int, **sampling: float
 ) -> dict[str, list[Sample]]:
     """`repeats` samples of each server, one after the other; a batch of at most WARM_TOKENS warms each up."""
     warm = max(1, min(batch, WARM_TOKENS // length))

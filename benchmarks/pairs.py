@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,12 +88,18 @@ class Pair:
     def streamed(self, prompts: list[list[int]], tokens: int, **others: object) -> Streamed:
         """The decode server's stream of one batch, as `Server.streamed`: a first token has crossed from one to the other."""
         where = rooms(len(prompts), self._bootstrap)
-        with ThreadPoolExecutor(1) as pool:
-            prefilled = pool.submit(self.prefill.generate, prompts, tokens, where, **others)
-            try:
-                return self.decode.streamed(prompts, tokens, where, **others)
-            finally:
-                prefilled.result()  # where it failed, the decode server waited for nothing
+        pool = ThreadPoolExecutor(2)
+        try:
+            asked = [
+                pool.submit(ask, prompts, tokens, where, **others) for ask in (self.decode.streamed, self.prefill.generate)
+            ]
+            wait(asked, return_when=FIRST_EXCEPTION)
+            for one in asked:
+                if one.done():
+                    one.result()  # raises what went wrong first; the other server waits for minutes then
+            return asked[0].result()
+        finally:
+            pool.shutdown(wait=False)
 
 
 def started(

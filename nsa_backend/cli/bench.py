@@ -50,7 +50,7 @@ BENCHES = {
 """What to measure, and which of OPTIONS it takes; each is a module nsa_backend.benchmarks.bench_NAME."""
 
 OPTIONS = {
-    "--steps": "draft steps N (0 in serve and profile: no speculation)",
+    "--steps": "draft steps N (0 in serve, profile and capture: no speculation)",
     "--batch": "requests; query rows in attention; in capture the most that run at once",
     "--length": "tokens of a request; of a prompt where there are servers",
     "--heads": "query heads on this GPU",

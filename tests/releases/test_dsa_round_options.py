@@ -58,6 +58,7 @@ OF_A_RELEASE = {
         "LoRA": ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
         "LoRA by its paths": ["--lora-paths", "adapter=folder"],
         "PD with DP attention": [*DP, "--disaggregation-mode", "decode"],
+        "PD with DP attention and experts": [*DP, "--ep-size", "2", "--disaggregation-mode", "decode"],
         "PD with DP attention, logits gathered": [
             *DP,
             "--disaggregation-mode",
@@ -87,6 +88,7 @@ FREE = {name for name, option in BESIDE.items() if option in names().free}
 ADVICE = {
     "experts": ("ep_size", "pass --ep-size 1"),
     "PD with DP attention": ("enable_tp_lm_head_all_to_all", "pass --no-enable-tp-lm-head-all-to-all"),
+    "PD with DP attention and experts": ("ep_size", "pass --ep-size 1 and pass --no-enable-tp-lm-head-all-to-all"),
 }
 UNSEEN = {name: advice for name, (option, advice) in ADVICE.items() if option in names().unseen}
 """The same once they are asked for."""

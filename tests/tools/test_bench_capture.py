@@ -40,15 +40,15 @@ def test_a_log_tells_of_every_capture():
 
 
 class Fake(nullcontext):
-    """A server that says what a real one does, and is as slow in its first answer of either kind as one that captures then."""
+    """A server that says what a real one does, and is as slow in its first sampled answer as one that captures then."""
 
-    running = 0
+    running, started = 0, 0
 
     def __init__(self, side, path, port, steps, log, *options, environment):
         super().__init__(self)
         self.asked, self.pid = [], os.getpid()
         log.write_text(LOG if side == "ours" else "")
-        Fake.running += 1
+        Fake.running, Fake.started = Fake.running + 1, Fake.started + 1
 
     def __exit__(self, *exception):
         Fake.running -= 1
@@ -58,7 +58,7 @@ class Fake(nullcontext):
 
     def generate(self, prompts, tokens, **sampling):
         self.asked.append(sampling)
-        return (2.0 if self.asked.count(sampling) == 1 else 0.5), []
+        return (2.0 if sampling and self.asked.count(sampling) == 1 else 0.5), []
 
 
 @pytest.fixture
@@ -76,13 +76,16 @@ def cells(tmp_path, monkeypatch):
 
 
 def test_servers_run_one_after_the_other_and_say_how_long_first_requests_wait(cells, capsys):
-    asked = cells(batch=[48])
-    assert [cell.name.rsplit(", ", 1)[1] for cell in asked] == ["ours", "three_graphs", "builtin"]
+    Fake.started = 0
+    asked = cells(batch=[48, 64])
+    assert [cell.name.rsplit(", ", 1)[1] for cell in asked] == ["ours", "three_graphs", "builtin"] * 2
     rows = [row for cell in asked for row in cell.measure()]
-    assert [len(row["captures"]) for row in rows] == [5, 0, 0]
+    assert [len(row["captures"]) for row in rows] == [5, 0, 0] * 2
+    assert Fake.started == 2 * 3 + 3, "the first of each side compiles, and is not recorded"
+    assert [row["requests"] for row in rows] == [48] * 3 + [64] * 3
     for row in rows:
-        assert (row["requests"], row["steps"]) == (48, 3)
-        assert row["greedy_s"] == row["sampled_s"] == [2.0, 0.5, 0.5, 0.5]
+        assert row["steps"] == 3
+        assert (row["greedy_s"], row["sampled_s"]) == ([0.5] * 4, [2.0, 0.5, 0.5, 0.5])
         assert row["host_gib"] > 0
     bench_capture.show({"rows": rows})
     shown = capsys.readouterr().out

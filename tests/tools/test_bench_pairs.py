@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import time
 import urllib.error
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from nsa_backend.benchmarks.pairs import BOOTSTRAP, DECODE, NCCL_PORT, Pair
 from nsa_backend.benchmarks.parallel import Parallel
 
 STAND_IN = """
-import json, sys
+import json, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 option = dict(zip(sys.argv[2:], sys.argv[3:]))
@@ -32,6 +33,11 @@ class Handler(BaseHTTPRequestHandler):
         if body["sampling_params"]["max_new_tokens"] > 100 and option["--disaggregation-mode"] == "prefill":
             self.send_error(500)
             return
+        if body["sampling_params"]["max_new_tokens"] == 99:
+            if option["--disaggregation-mode"] == "decode":
+                self.send_error(400)
+                return
+            time.sleep(60)
         answers = [{"index": i, "meta_info": {"completion_tokens": 7}} for i in range(len(body["input_ids"]))]
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -57,7 +63,7 @@ def port() -> int:
             found = first.getsockname()[1]
             try:
                 second.bind(("127.0.0.1", found + DECODE))
-            except OSError:
+            except (OSError, OverflowError):
                 continue
             return found
 
@@ -108,7 +114,32 @@ def test_a_prefill_server_that_refuses_is_what_went_wrong(stand_ins, tmp_path, p
             pair.streamed([[1]], 101)
 
 
+def test_a_decode_server_that_refuses_is_not_waited_for(stand_ins, tmp_path, port):
+    """Its prefill server, which nobody fetches the KV from, would answer after minutes."""
+    with Pair(Parallel(pd=True), "ours", tmp_path, port, 3, tmp_path / "glm-5.2-n3.log") as pair:
+        pair.wait()
+        began = time.monotonic()
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            pair.streamed([[1]], 99)
+        assert time.monotonic() - began < 10
+
+
 def test_pairs_of_two_sides_share_no_port():
-    own = {0, DECODE, BOOTSTRAP, NCCL_PORT, DECODE + NCCL_PORT}
-    assert len(own) == 5
-    assert max(own) < generation.PORTS_APART
+    of_dp = (13, *range(233, 240))  # SGLang's own, above the port of a server with DP attention
+    own = [BOOTSTRAP, *(server + port for server in (0, DECODE) for port in (0, NCCL_PORT, *of_dp))]
+    sides = [generation.PORTS_APART * side + port for side in range(4) for port in own]
+    assert len(set(sides)) == len(sides) == 4 * len(own)
+
+
+def test_rounds_of_a_pair_are_those_of_each_request(monkeypatch):
+    """Some decode while others are prefilled, so that the last first token says nothing of the others' rounds."""
+    histogram = {"meta_info": {"spec_correct_drafts_histogram": [0, 0, 0, 10]}}
+    progress = [[(1, 1.0), (41, 2.0)], [(1, 1.5), (41, 2.6)], [(1, 2.9), (41, 4.0)]]
+    found = servers.Streamed([1.0, 1.5, 2.9], 4.0, [histogram] * 3, progress)
+    pair = object.__new__(Pair)
+    monkeypatch.setattr(Pair, "streamed", lambda self, prompts, tokens: found)
+    sample = generation.sample_of(pair, [[1]] * 3, 41)
+    assert sample.round_ms == pytest.approx(1e3 * 1.1 / 10)
+    assert sample.tpot_ms == pytest.approx(1e3 * 1.1 / 40)
+    assert sample.ttft_ms == 2900
+    assert sample.tokens_per_s == pytest.approx(3 * 41 / 4.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa_backend.__main__ import main
-from nsa_backend.benchmarks import bench_serve, generation, gpu_memory, pairs, server_options
+from nsa_backend.benchmarks import bench_serve, generation, gpu_memory, pairs, server_options, servers
 from nsa_backend.benchmarks.parallel import ONE_GPU, Parallel, parsed
 from nsa_backend.benchmarks.servers import Streamed
 
@@ -93,6 +93,21 @@ def test_what_a_deployment_is_made_of():
     assert Parallel(pd=True).environment() == Parallel(2, 2).environment() == {}
     assert options(Parallel(pd=True), (8, 300)) == options(ONE_GPU, (8, 300))
     assert options(Parallel(dp=2, pd=True), (8, 300)) == options(Parallel(dp=2), (8, 300))
+
+
+def test_a_server_finds_what_its_deployment_needs(tmp_path, monkeypatch):
+    found = []
+
+    def start(words, env, **how):
+        found.append(env)
+        raise SystemExit
+
+    monkeypatch.setattr(servers.subprocess, "Popen", start)
+    for parallel in (Parallel(pp=2), ONE_GPU):
+        with pytest.raises(SystemExit):
+            pairs.started(parallel, "builtin", tmp_path, 1, 3, tmp_path / "log")
+    assert [env.get("SGLANG_ENABLE_PP_SPEC") for env in found] == ["1", None]
+    assert {env["NSA_BACKEND_DISABLE"] for env in found} == {"1"}
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ def changes_needed(args: Any) -> list[str]:
     """
     options, switches = options_to_change(args), [f"unset {name}" for name in switches_on(args)]
     if not switches and all(rule.attribute in names().unseen for rule in unmet(args)):
-        return [f"{advice}, or set {SWITCH}=1" for advice in options]
+        return [f"{' and '.join(options)}, or set {SWITCH}=1"] if options else []
     return options + switches
 
 
