@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class Sample:
     batch: int
     rounds: float  # most rounds of a request, or of a pair's their median; tokens - 1 without speculation
     accept: float  # mean tokens a round; 1 without speculation
-    own_seconds: float | None = None  # of a pair: from a request's own first token to its last, the median
+    own_seconds: float | None = field(default=None, kw_only=True)  # of a pair: from a request's first token to its last, median
 
     @property
     def decoding_seconds(self) -> float:
@@ -96,7 +96,7 @@ def sample_of(server: Server | Pair, asked: list[list[int]], tokens: int, **samp
     if isinstance(server, Pair):
         rounds = statistics.median(counted([answer], tokens)[0] for answer in found.answers)
         own_seconds = statistics.median(events[-1][1] - events[0][1] for events in found.progress)
-    return Sample(found.seconds, max(found.first_seconds), tokens, len(asked), rounds, accept, own_seconds)
+    return Sample(found.seconds, max(found.first_seconds), tokens, len(asked), rounds, accept, own_seconds=own_seconds)
 
 
 def sampling_of(options: argparse.Namespace) -> dict[str, float]:
