@@ -153,7 +153,8 @@ def test_both_servers_of_a_soaked_pair_understand_their_commands(resolve, tmp_pa
     found = [words[words.index("--model-path") + 2 :] for words in commands]
     prefill, decode = (adapter.resolved(resolve(*words)) for words in found)
     for server in (prefill, decode):
-        assert (server.tp_size, server.attn_dp_size, server.max_total_tokens * ranks) == (tp, ranks, soak_server.POOL_TOKENS)
+        of_attention = server.dp_size if server.enable_dp_attention else getattr(server, "attn_dp_size", 1)
+        assert (server.tp_size, of_attention, server.max_total_tokens * ranks) == (tp, ranks, soak_server.POOL_TOKENS)
     assert (prefill.disaggregation_mode, decode.disaggregation_mode) == ("prefill", "decode")
     assert prefill.disaggregation_bootstrap_port == decode.disaggregation_bootstrap_port
     assert (prefill.base_gpu_id, decode.base_gpu_id) == (0, decode_gpu)
