@@ -11,9 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
+
+import stand_in_server
 
 RANK = "import sys, time; time.sleep(float(sys.argv[1])); sys.exit(int(sys.argv[2]))"
 META = {"spec_correct_drafts_histogram": [0, 0, 0, 9], "cached_tokens": 0}
@@ -39,25 +40,15 @@ def end() -> None:
     os._exit(5)
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
+class Handler(stand_in_server.Handler):
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         write_down(["asked", body])
         time.sleep(self.server.answers_after)
         prompts = body["input_ids"]
         many = isinstance(prompts[0], list)
         given = [{"output_ids": [len(p)], "meta_info": META} for p in (prompts if many else [prompts])]
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(given if many else given[0]).encode())
-
-    def log_message(self, *arguments):
-        pass
+        self.answer(given if many else given[0])
 
 
 def main(words: list[str]) -> None:
@@ -76,7 +67,7 @@ def main(words: list[str]) -> None:
         threading.Timer(3.0, end).start()
     if node:
         time.sleep(120)
-    server = ThreadingHTTPServer(("127.0.0.1", int(option["--port"])), Handler)
+    server = stand_in_server.listening(int(option["--port"]), Handler)
     server.answers_after = asked.get("answers after", 0)
     server.serve_forever()
 

@@ -15,43 +15,7 @@ from nsa_backend.benchmarks import generation, pairs, servers
 from nsa_backend.benchmarks.pairs import BOOTSTRAP, DECODE, NCCL_PORT, Pair
 from nsa_backend.benchmarks.parallel import Parallel
 
-STAND_IN = """
-import json, sys, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-option = dict(zip(sys.argv[2:], sys.argv[3:]))
-print(json.dumps({"options": option}), flush=True)
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        print(json.dumps({"asked": body}), flush=True)
-        if body["sampling_params"]["max_new_tokens"] > 100 and option["--disaggregation-mode"] == "prefill":
-            self.send_error(500)
-            return
-        if body["sampling_params"]["max_new_tokens"] == 99:
-            if option["--disaggregation-mode"] == "decode":
-                self.send_error(400)
-                return
-            time.sleep(60)
-        answers = [{"index": i, "meta_info": {"completion_tokens": 7}} for i in range(len(body["input_ids"]))]
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        if body.get("stream"):
-            self.wfile.write(b"".join(b"data: " + json.dumps(one).encode() + b"\\n\\n" for one in answers))
-        else:
-            self.wfile.write(json.dumps(answers).encode())
-
-    def log_message(self, *arguments):
-        pass
-
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
+STAND_IN = Path(__file__).resolve().parents[1] / "stand_in_of_pair.py"
 
 
 @pytest.fixture
@@ -72,7 +36,7 @@ def port() -> int:
 def stand_ins(monkeypatch):
     """Small processes in place of servers, which print what they were started with and what they are asked."""
     monkeypatch.setattr(pairs, "APART_SECONDS", 0.0)
-    monkeypatch.setattr(servers, "command", lambda checkpoint, port, steps: [sys.executable, "-c", STAND_IN, str(port)])
+    monkeypatch.setattr(servers, "command", lambda checkpoint, port, steps: [sys.executable, str(STAND_IN), str(port)])
 
 
 def printed(folder: Path, mode: str, what: str) -> list[dict]:
