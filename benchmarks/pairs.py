@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nsa_backend.benchmarks.parallel import Parallel
-from nsa_backend.benchmarks.servers import STARTING, Server, Streamed
+from nsa_backend.benchmarks.servers import APART_SECONDS, STARTING, Server, Streamed
 
 ENGINE = "nixl"
 """What carries the KV: it installs from PyPI and needs no RDMA."""
@@ -20,7 +20,6 @@ BOOTSTRAP, DECODE = 5, 10
 NCCL_PORT = 25
 """Above a server's port, where its ranks meet. Unless told, SGLang looks for a free port and takes it half a minute later, when
 the server beside it may have it."""
-APART_SECONDS = 3.0  # between two starts, as servers measure free memory then
 ROOMS = 2**62
 
 

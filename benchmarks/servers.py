@@ -35,6 +35,7 @@ ENVIRONMENTS |= {side: ENVIRONMENTS["ours"] | switch for side, switch in VARIANT
 SIDE_BY_SIDE = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 """Environment of all servers: SGLang ends one of several GPUs that another fills at that moment, one GPU before the next."""
 
+APART_SECONDS = 3.0  # between two starts, as servers measure free memory then
 STARTING = 480.0  # seconds that a server of a small checkpoint may take to start
 HEALTH_SECONDS = 25.0
 """Of one request to /health: SGLang generates a token, looks once a second whether it is there, and gives up after twenty."""

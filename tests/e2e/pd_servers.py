@@ -15,13 +15,11 @@ from waves import RANK, generate
 
 from nsa_backend.benchmarks.pairs import rooms
 from nsa_backend.benchmarks.process_trees import end_all
-from nsa_backend.benchmarks.servers import STARTING, call, wait_until_ready
+from nsa_backend.benchmarks.servers import APART_SECONDS, STARTING, call, wait_until_ready
 
 DECODE, ALONE = PORTS_APART, 2 * PORTS_APART
 ROUTER, BOOTSTRAP = 4, 8
 """Ports of a case, above the prefill server's. Servers are as far apart as engines: each may count ports up from its own."""
-
-APART_SECONDS = 3.0  # between two starts, as servers measure free memory then
 
 
 def command(arguments: dict[str, Any]) -> list[str]:

@@ -35,14 +35,13 @@ from workloads import CASES, WORKLOADS, Case
 
 from nsa_backend.benchmarks import eagle3_checkpoint, faithful_checkpoint
 from nsa_backend.benchmarks.faithful_models import MODELS
-from nsa_backend.benchmarks.servers import BACKENDS, SIDE_BY_SIDE
+from nsa_backend.benchmarks.servers import APART_SECONDS, BACKENDS, SIDE_BY_SIDE
 from nsa_backend.releases import generation_of, installed
 
 START_SECONDS = {"nsa": 40, "dsa": 80}
 """An engine's start beside three others, with kernels compiled; the first one without caches takes up to four minutes."""
 WAVE_SECONDS = {1: 2.0, 2: 8.0, 4: 25.0}
 """A wave of requests, by ranks that share a GPU; estimated from about 20 collectives a round where they do."""
-APART_SECONDS = 3.0  # between two starts, as engines measure free memory then
 
 
 @dataclass

@@ -20,6 +20,7 @@ from soak_traffic import LONGEST_OUTPUT, Client
 
 from nsa_backend.benchmarks import servers
 from nsa_backend.benchmarks.gpu_memory import by_process_mib
+from nsa_backend.benchmarks.pairs import role
 from nsa_backend.benchmarks.parallel import Parallel
 from nsa_backend.releases import ROUND_GRAPHS
 
@@ -65,10 +66,9 @@ def pair_commands(
     SGLang's decode server holds back 512 tokens for each request unless told otherwise, the longest output here: none would
     ever have to go. `of_one` makes the command of a server that does both.
     """
-    carried = ["--disaggregation-transfer-backend", "nixl", "--disaggregation-bootstrap-port", str(port + BOOTSTRAP)]
-    prefill = [*of_one(checkpoint, port), "--disaggregation-mode", "prefill", "--base-gpu-id", "0", *carried]
-    decode = [*of_one(checkpoint, port + DECODE), "--disaggregation-mode", "decode", *carried]
-    return [prefill, [*decode, "--base-gpu-id", str(decode_gpu), "--num-reserved-decode-tokens", "64"]]
+    prefill = [*of_one(checkpoint, port), *role("prefill", port + BOOTSTRAP, 0)]
+    decode = [*of_one(checkpoint, port + DECODE), *role("decode", port + BOOTSTRAP, decode_gpu)]
+    return [prefill, [*decode, "--num-reserved-decode-tokens", "64"]]
 
 
 def ranks_command(checkpoint: Path, port: int) -> list[str]:
