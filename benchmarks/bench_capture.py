@@ -76,9 +76,17 @@ def served(folder: Path, port: int, path: Path, steps: int, requests: int, side:
         greedy = [seconds_of(server) for _ in range(WAVES)]
         sampled = [seconds_of(server, temperature=1.0, top_p=0.95) for _ in range(WAVES)]
         host = host_gib(server.pid)
-    row = {"steps": steps, "requests": requests, "side": side, "ready_s": round(ready, 1)}
-    row |= {"captures": captures(log.read_text(errors="replace")), "greedy_s": greedy, "sampled_s": sampled}
-    return row | {"memory_gib": memory, "host_gib": host}
+    return {
+        "steps": steps,
+        "requests": requests,
+        "side": side,
+        "ready_s": round(ready, 1),
+        "captures": captures(log.read_text(errors="replace")),
+        "greedy_s": greedy,
+        "sampled_s": sampled,
+        "memory_gib": memory,
+        "host_gib": host,
+    }
 
 
 def options_for(requests: int) -> list[str]:

@@ -8,7 +8,7 @@ SWITCHES = {
     "NSA_BACKEND_DISABLE": "SGLang's built-in backend serves, and the plugin keeps nothing but the old spellings of options",
     "NSA_BACKEND_REQUIRED": "the server does not start unless this backend serves",
     "NSA_BACKEND_AUTO_DECODE": "the decode implementation is chosen per captured batch size from measurements",
-    "NSA_BACKEND_ROUND_GRAPH": "0: a speculative round is three CUDA graphs; 1: one, with expert parallel too, or no start",
+    "NSA_BACKEND_ROUND_GRAPH": "0: a speculative round is three CUDA graphs; 1: one, seen on a GPU or not, or no start",
     "NSA_BACKEND_SAMPLED_ROUNDS": "1: a sampled round is one CUDA graph, the default on 0.5.23 without DP attention; 0: three",
     "NSA_BACKEND_CHECK": "every batch's request slots, lengths and page entries are checked, which waits for the GPU each time",
 }

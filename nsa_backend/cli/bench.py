@@ -152,7 +152,7 @@ def _check_model(args: argparse.Namespace) -> None:
 
 
 def _gpus(parallel: list[str], there: int) -> int:
-    """GPUs of the largest deployment of --parallel, of those that are there."""
+    """GPUs of the largest deployment of --parallel; ends where there are fewer, or where a pair could not hand over KV."""
     from nsa_backend.benchmarks.pairs import engine_problem
     from nsa_backend.benchmarks.parallel import parsed
 

@@ -131,8 +131,8 @@ def changes_needed(args: Any) -> list[str]:
     Where it would be enough to ask for them, that too.
     """
     options, switches = options_to_change(args), [f"unset {name}" for name in switches_on(args)]
-    if not switches and all(rule.attribute in names().unseen for rule in unmet(args)):
-        return [f"{' and '.join(options)}, or set {SWITCH}=1"] if options else []
+    if options and not switches and all(rule.attribute in names().unseen for rule in unmet(args)):
+        return [f"{' and '.join(options)}, or set {SWITCH}=1"]
     return options + switches
 
 
