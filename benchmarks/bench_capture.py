@@ -7,8 +7,9 @@ layers as DeepSeek-V3.2, small ones, since captures grow with the number of kern
 Of each side a first server, which nobody records, compiles what the recorded ones find compiled.
 
 Rounds in one graph are captured at the second plain decode, greedy ones and sampled ones apart: greedy ones within the request
-by which SGLang warms up, so in `ready_s`, sampled ones when somebody first samples. `greedy_s` and `sampled_s` are the seconds
-of the first generations of either kind, one request each, one after the other.
+by which SGLang warms up, so in `ready_s`, sampled ones when somebody first samples. A server of the side `warmed` captures both
+before it is ready. `greedy_s` and `sampled_s` are the seconds of the first generations of either kind, one request each, one
+after the other.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from nsa_backend.benchmarks.gpu_memory import weighed
 from nsa_backend.benchmarks.pairs import started
 from nsa_backend.benchmarks.parallel import ONE_GPU
 from nsa_backend.benchmarks.report import print_table
-from nsa_backend.benchmarks.servers import THREE_GRAPHS, Server
+from nsa_backend.benchmarks.servers import THREE_GRAPHS, WARMED, WITH_DRAFTS, Server
 
 CHECKPOINT, STEPS, REQUESTS, PORT = "deep", (3,), (48, 256), 27000
 LENGTH, TOKENS, WAVES = 300, 65, 4
-SIDES = ("ours", THREE_GRAPHS, "builtin")
+SIDES = ("ours", WARMED, THREE_GRAPHS, "builtin")
 
 OF_SGLANG = re.compile(r"Capture ?(.*?) cuda graph end\..*?elapsed[=:] ?([\d.]+) s.*?mem usage=(-?[\d.]+) GB", re.IGNORECASE)
 OF_ROUNDS = re.compile(r"captured whole speculative rounds of \[(.*?)\] (\w+) requests in ([\d.]+) s, (-?\d+) MiB")
@@ -52,7 +53,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
         for n in options.steps or STEPS
         for requests in options.batch or (REQUESTS[:1] if options.quick else REQUESTS)
         for side in (sides_of(options.sides) if options.sides else SIDES)
-        if n or side != THREE_GRAPHS
+        if n or side not in WITH_DRAFTS
     ]
 
 

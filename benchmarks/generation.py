@@ -15,7 +15,7 @@ from nsa_backend.benchmarks import faithful_checkpoint, server_options
 from nsa_backend.benchmarks.gpu_memory import weighed
 from nsa_backend.benchmarks.pairs import Pair, started
 from nsa_backend.benchmarks.parallel import ONE_GPU, Parallel
-from nsa_backend.benchmarks.servers import APART_SECONDS, BACKENDS, ENVIRONMENTS, THREE_GRAPHS, VARIANTS, Server, names_of
+from nsa_backend.benchmarks.servers import APART_SECONDS, BACKENDS, ENVIRONMENTS, VARIANTS, WITH_DRAFTS, Server, names_of
 
 SIZES = [*server_options.decode_graphs(), "--max-total-tokens", "65536", "--disable-radix-cache"]
 """Graphs for the batches that are measured, a small pool, and no cache, so that every prefill is the same."""
@@ -196,7 +196,7 @@ class Servers:
             self.close()
             path = checkpoint_of(checkpoint, self._folder)
             options = options_for(self._shapes, self._new_tokens, parallel, self._copies)
-            sides = [side for side in self._sides if steps or side != THREE_GRAPHS]
+            sides = [side for side in self._sides if steps or side not in WITH_DRAFTS]
             for number, (name, side) in enumerate(names_of(sides, self._copies).items()):
                 time.sleep(APART_SECONDS * (number > 0))
                 log = self._folder / f"{path.name}-{parallel}-n{steps}-{name.replace(' ', '-')}.log"

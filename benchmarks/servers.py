@@ -21,12 +21,20 @@ from nsa_backend.benchmarks import server_options
 BACKENDS = {"ours": "0", "builtin": "1"}
 """Side of a comparison to its NSA_BACKEND_DISABLE."""
 
-THREE_GRAPHS = "three_graphs"
+THREE_GRAPHS, WARMED = "three_graphs", "warmed"
 VARIANTS = {
     THREE_GRAPHS: {"NSA_BACKEND_ROUND_GRAPH": "0", "NSA_BACKEND_SAMPLED_ROUNDS": "0"},
     "auto": {"NSA_BACKEND_AUTO_DECODE": "1"},
+    WARMED: {},
 }
-"""Sides that are ours with a switch set: speculative rounds of three graphs, decode by whatever is fastest at its rows."""
+"""Sides that are ours with a switch set: speculative rounds of three graphs, decode by whatever is fastest at its rows; or with
+an option, below."""
+
+WITH_DRAFTS = (THREE_GRAPHS, WARMED)
+"""Sides that are ours and no other where there are no drafts."""
+
+OPTIONS = {WARMED: ("--warmups", "round_graphs")}
+"""Of sides that have some: rounds of one graph are captured before the server is ready."""
 
 ENVIRONMENTS = {side: {"NSA_BACKEND_DISABLE": disabled} for side, disabled in BACKENDS.items()}
 ENVIRONMENTS |= {side: ENVIRONMENTS["ours"] | switch for side, switch in VARIANTS.items()}
@@ -133,8 +141,9 @@ class Server:
         """Start `backend` (a key of ENVIRONMENTS); `options` follow the README's command. Does not wait."""
         self.port, self.log = port, log
         self._stream = log.open("w")
+        words = [*command(checkpoint, port, steps), *OPTIONS.get(backend, ()), *options]
         self._process = subprocess.Popen(
-            [*command(checkpoint, port, steps), *options], stdout=self._stream, stderr=subprocess.STDOUT,
+            words, stdout=self._stream, stderr=subprocess.STDOUT,
             env=os.environ | SIDE_BY_SIDE | (environment or {}) | ENVIRONMENTS[backend],
         )  # fmt: skip
 

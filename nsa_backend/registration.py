@@ -60,6 +60,7 @@ def check_server_args(original: Callable, server_args: sglang.ServerArgs) -> Non
     if not set(adapter.BACKEND_NAMES).isdisjoint((names["prefill"], names["decode"])):
         check_models(server_args, names)  # first: SGLang fills other defaults in for a model that is not sparse
         refuse_unsupported(server_args)
+        adapter.offer_warm_ups(server_args)
 
 
 def _backend_names(server_args: sglang.ServerArgs) -> dict[str, str | None]:

@@ -174,6 +174,10 @@ class Adapter(ABC):
         """Let SGLang's EAGLE worker run its rounds in one graph."""
 
     @abstractmethod
+    def offer_warm_ups(self, server_args: sglang.ServerArgs) -> None:
+        """Put our own warm-ups that `--warmups` names among SGLang's, in the process that answers requests."""
+
+    @abstractmethod
     def draft_extend_sizes_in_tokens(self, tokens_per_request: int) -> contextlib.AbstractContextManager[None]:
         """While a draft-extend graph runner is built, its batch sizes count tokens."""
 

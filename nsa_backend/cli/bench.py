@@ -64,7 +64,7 @@ OPTIONS = {
     "--temperature": "of every request; 0, which is greedy, unless told",
     "--top-p": "of every request that samples; 1 unless told",
     "--sides": "whose servers, in the order in which they start: ours, builtin, three_graphs (ours, "
-    "NSA_BACKEND_ROUND_GRAPH=0), auto (ours, NSA_BACKEND_AUTO_DECODE=1)",
+    "NSA_BACKEND_ROUND_GRAPH=0), auto (ours, NSA_BACKEND_AUTO_DECODE=1), warmed (ours, --warmups round_graphs)",
     "--servers": "servers of each side, which answer in turns; 1 unless told. With more only `course` is measured, nothing is "
     "profiled, and all must fit on the GPU at once: 18 GiB each of wide with 32 prompts of 4096 tokens",
     "--model": "folder of a checkpoint of your own, served by one side after the other; needs --prompts",

@@ -78,11 +78,11 @@ def cells(tmp_path, monkeypatch):
 def test_servers_run_one_after_the_other_and_say_how_long_first_requests_wait(cells, capsys):
     Fake.started = 0
     asked = cells(batch=[48, 64])
-    assert [cell.name.rsplit(", ", 1)[1] for cell in asked] == ["ours", "three_graphs", "builtin"] * 2
+    assert [cell.name.rsplit(", ", 1)[1] for cell in asked] == ["ours", "warmed", "three_graphs", "builtin"] * 2
     rows = [row for cell in asked for row in cell.measure()]
-    assert [len(row["captures"]) for row in rows] == [5, 0, 0] * 2
-    assert Fake.started == 2 * 3 + 3, "the first of each side compiles, and is not recorded"
-    assert [row["requests"] for row in rows] == [48] * 3 + [64] * 3
+    assert [len(row["captures"]) for row in rows] == [5, 0, 0, 0] * 2
+    assert Fake.started == 2 * 4 + 4, "the first of each side compiles, and is not recorded"
+    assert [row["requests"] for row in rows] == [48] * 4 + [64] * 4
     for row in rows:
         assert row["steps"] == 3
         assert (row["greedy_s"], row["sampled_s"]) == ([0.5] * 4, [2.0, 0.5, 0.5, 0.5])
@@ -95,5 +95,5 @@ def test_servers_run_one_after_the_other_and_say_how_long_first_requests_wait(ce
 
 def test_rounds_of_no_drafts_are_not_asked_for(cells):
     assert [cell.name.rsplit(", ", 1)[1] for cell in cells(steps=[0], batch=[8])] == ["ours", "builtin"]
-    assert len(cells()) == 2 * 3
-    assert len(cells(quick=True)) == 3
+    assert len(cells()) == 2 * 4
+    assert len(cells(quick=True)) == 4

@@ -63,7 +63,7 @@ def test_servers_of_one_side_start_in_turns_each_with_a_port_and_a_log_of_its_ow
 
 
 def test_a_side_that_there_is_not():
-    with pytest.raises(SystemExit, match="--sides theirs is none: there are ours, builtin, three_graphs, auto"):
+    with pytest.raises(SystemExit, match="--sides theirs is none: there are ours, builtin, three_graphs, auto, warmed"):
         generation.sides_of(["ours", "theirs"])
 
 
@@ -73,6 +73,17 @@ def test_a_side_is_told_from_the_others_by_its_environment():
         "NSA_BACKEND_DISABLE": "0", "NSA_BACKEND_ROUND_GRAPH": "0", "NSA_BACKEND_SAMPLED_ROUNDS": "0",
     }  # fmt: skip
     assert servers.ENVIRONMENTS["auto"] == {"NSA_BACKEND_DISABLE": "0", "NSA_BACKEND_AUTO_DECODE": "1"}
+
+
+def test_a_side_that_is_told_by_an_option(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(servers.subprocess, "Popen", lambda words, **how: found.append((words, how["env"]["NSA_BACKEND_DISABLE"])))
+    for side in ("warmed", "ours"):
+        servers.Server(side, tmp_path, 100, 3, tmp_path / "log", "--tp-size", "2")
+    (warmed, ours), switches = zip(*found, strict=True)
+    assert switches == ("0", "0")
+    assert [word for word in warmed if word not in ours] == ["--warmups", "round_graphs"]
+    assert warmed[-2:] == ours[-2:] == ["--tp-size", "2"]
 
 
 def test_ours_with_a_switch_is_compared_with_ours(capsys):

@@ -24,7 +24,7 @@ from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.dsa.prefill_cp import rows
 from nsa_backend.adapters.dsa.prefill_cp import rule as prefill_cp
-from nsa_backend.adapters.dsa.rounds import rule
+from nsa_backend.adapters.dsa.rounds import rule, warm_up
 from nsa_backend.adapters.old_options import ADD_OPTIONS
 from nsa_backend.adapters.options import add_options
 from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
@@ -167,6 +167,11 @@ class DsaAdapter(Adapter):
             return rule.has_rounds(self.resolved(server_args), self.served_backends(server_args), self.BACKEND_NAMES)
 
         draft.take_rounds(ours, has_rounds)
+
+    def offer_warm_ups(self, server_args: ServerArgs) -> None:
+        """Only where it is asked for: SGLang's module of warm-ups is heavy."""
+        if warm_up.NAME in (self.resolved(server_args).warmups or "").split(","):
+            warm_up.offer()
 
     def factory_returns_a_name(self) -> bool:
         """Whether the draft factory's methods return (backend name, backend), which began with the stamping of backends."""

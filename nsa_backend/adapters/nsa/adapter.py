@@ -108,6 +108,9 @@ class NsaAdapter(Adapter):
     def take_rounds(self, ours: Takeover) -> None:
         """Nothing: no round is one graph on these releases, and a server that asks for it does not start."""
 
+    def offer_warm_ups(self, server_args: ServerArgs) -> None:
+        """Nothing: our own capture rounds, and there are none; SGLang's log says that it does not know the name."""
+
     def clear_padding_row_on_resume(self) -> None:
         """Nothing: releasing memory was not looked at in these releases."""
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from sglang.srt.runtime_context import get_parallel, get_spec
+
 from nsa_backend.releases import ROUND_GRAPHS, installed
 
 
@@ -64,3 +66,14 @@ def graphs_of(worker: Any) -> tuple[Any, ...]:
     draft = worker.draft_worker
     verify = worker.target_worker.model_runner.decode_cuda_graph_runner
     return verify, draft.cuda_graph_runner, draft.cuda_graph_runner_for_draft_extend
+
+
+def dp_ranks_and_draft_tokens(tokenizer_manager: Any) -> tuple[int, int]:
+    """Ranks of DP attention or replicas that answer requests, 1 without; tokens a round verifies, 0 without drafts.
+
+    In the process of SGLang's tokenizer manager, whose arguments were resolved in place until 0.5.17, and are published since.
+    """
+    args = tokenizer_manager.server_args
+    if not hasattr(args, "resolve_once"):
+        return args.dp_size, args.speculative_num_draft_tokens or 0
+    return get_parallel().num_dp_ranks, get_spec().speculative_num_draft_tokens or 0
