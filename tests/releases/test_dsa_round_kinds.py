@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import weakref
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -73,6 +74,26 @@ def test_sampled_rounds_that_find_no_memory_are_three_graphs(monkeypatch, caplog
         ours.run(decode_batch([2, 4, 5])())
     assert ours.replays == 3  # greedy rounds have no such need
     assert len([message for message in caplog.messages if "rounds of more than 2 sampled requests" in message]) == 1
+
+
+@pytest.mark.parametrize(
+    ("greedy", "way_out"),
+    [
+        (True, "NSA_BACKEND_ROUND_GRAPH=0 leaves rounds three CUDA graphs"),
+        (False, "NSA_BACKEND_SAMPLED_ROUNDS=0 leaves sampled rounds three CUDA graphs"),
+    ],
+)
+def test_a_capture_that_fails_says_what_a_server_can_do_without_it(monkeypatch, greedy, way_out):
+    _, ours = two_sides()
+    ours.run(decode_batch([2], greedy=greedy)())
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(ours.rounds[0], "_record", Mock(side_effect=full))
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        ours.run(decode_batch([2], greedy=greedy)())
+    assert raised.value is full
+    (note,) = full.__notes__
+    assert note.startswith("nsa_backend: while capturing whole speculative rounds, with 0 MiB free at first: lower --mem-")
+    assert note.endswith(way_out)
 
 
 @pytest.mark.parametrize(("switch", "default", "served"), [("0", True, 0), ("1", False, 1), (None, True, 1), (None, False, 0)])

@@ -77,7 +77,9 @@ def test_a_side_is_told_from_the_others_by_its_environment():
 
 def test_a_side_that_is_told_by_an_option(tmp_path, monkeypatch):
     found = []
-    monkeypatch.setattr(servers.subprocess, "Popen", lambda words, **how: found.append((words, how["env"]["NSA_BACKEND_DISABLE"])))
+    monkeypatch.setattr(
+        servers.subprocess, "Popen", lambda words, **how: found.append((words, how["env"]["NSA_BACKEND_DISABLE"]))
+    )
     for side in ("warmed", "ours"):
         servers.Server(side, tmp_path, 100, 3, tmp_path / "log", "--tp-size", "2")
     (warmed, ours), switches = zip(*found, strict=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from nsa_backend.adapters.dsa.rounds.ranks import gather, least_of_batch
 from nsa_backend.adapters.dsa.rounds.release import graphs_of
 from nsa_backend.adapters.dsa.rounds.rule import SAMPLED_SWITCH, SWITCH, worker_problem
-from nsa_backend.adapters.dsa.rounds.sampling import fitting, least_free_bytes
+from nsa_backend.adapters.dsa.rounds.sampling import fitting, free_bytes, least_free_bytes
 from nsa_backend.environment import switched_on
 
 logger = logging.getLogger(__name__)
@@ -64,3 +66,17 @@ def captured_sizes(worker: Any) -> list[int]:
         return sorted(set.intersection(*found))
     largest = min(max(sizes) for sizes in found)
     return sorted(size for size in set.union(*found) if size <= largest)
+
+
+@contextlib.contextmanager
+def noting_memory(*, sampled: bool, device: torch.device) -> Iterator[None]:
+    """While rounds are captured: whatever is raised says what they found free and how a server does without them."""
+    free, switch = free_bytes(device), SAMPLED_SWITCH if sampled else SWITCH
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"nsa_backend: while capturing whole speculative rounds, with {free / 2**20:.0f} MiB free at first: lower "
+            f"--mem-fraction-static where memory ran out; {switch}=0 leaves {'sampled ' * sampled}rounds three CUDA graphs"
+        )
+        raise

@@ -30,7 +30,7 @@ from nsa_backend.adapters.dsa.rounds.ranks import COUNTS, counts_on_host, is_idl
 from nsa_backend.adapters.dsa.rounds.release import names
 from nsa_backend.adapters.dsa.rounds.rule import Reasons, batch_problem, is_decode, is_sampled
 from nsa_backend.adapters.dsa.rounds.sampling import free_bytes, parameters, renormalizing
-from nsa_backend.adapters.dsa.rounds.sizes import Sizes
+from nsa_backend.adapters.dsa.rounds.sizes import Sizes, noting_memory
 from nsa_backend.adapters.sglang import HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.round_graph.child_graphs import kept_graphs
@@ -169,7 +169,8 @@ class Rounds:
             self._recorder = self._new_recorder()
         width, sizes = self._worker.speculative_num_draft_tokens, self._sizes.of(sampled=sampled, device=future_map.device)
         graphs = RoundGraphs(sizes, width, future_map.device, self._recorder, sampled=sampled)
-        graphs.capture(partial(self._record, template=template_of(batch), future_map=future_map))
+        with noting_memory(sampled=sampled, device=future_map.device):
+            graphs.capture(partial(self._record, template=template_of(batch), future_map=future_map))
         # Events recorded in a capture belong to it: the scheduler must not wait for one.
         for runner in (self._worker.target_worker.model_runner, self._worker.draft_worker.draft_runner):
             names().wait_for_all_after(runner)
