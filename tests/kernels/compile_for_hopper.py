@@ -39,7 +39,7 @@ PTXAS = Path(nvidia.__file__).parent / "bin" / "ptxas"
 
 
 def resources(kernel: triton.JITFunction, constants: dict, latent: str = "*bf16", **options: int) -> dict:
-    """Registers and bytes spilled a thread, shared memory a program, whether the next kernel may begin, reads before the wait."""
+    """Registers and spilled bytes a thread, shared bytes a program, whether the next kernel may begin, and early reads."""
     types = TYPES | {"latent_ptr": latent}
     names = [parameter.name for parameter in kernel.params]
     specialized = {parameter.name for parameter in kernel.params if not parameter.do_not_specialize}
