@@ -28,17 +28,19 @@ def join_query_kernel(
     HEADS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    # A head of SGLang's q_nope lies rows * LATENT after the one before it: of many heads in a long prefill past 2**31 values.
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    far = head.to(tl.int64)
     real = head < heads
-    out = out_ptr + row * out_row_stride + head * (LATENT + ROPE)
     latent = tl.arange(0, LATENT_BLOCK)[None, :]
-    mask = real & (latent < LATENT)
-    nope = tl.load(q_nope_ptr + row * q_nope_row_stride + head * q_nope_head_stride + latent, mask=mask)
-    tl.store(out + latent, nope, mask=mask)
     rope = tl.arange(0, ROPE_BLOCK)[None, :]
-    mask = real & (rope < ROPE)
-    part = tl.load(q_rope_ptr + row * q_rope_row_stride + head * q_rope_head_stride + rope, mask=mask)
-    tl.store(out + LATENT + rope, part, mask=mask)
+    in_latent, in_rope = real & (latent < LATENT), real & (rope < ROPE)
+    # Both are asked for before either is stored: a store waits for its values, and loads stay behind it.
+    nope = tl.load(q_nope_ptr + row * q_nope_row_stride + far * q_nope_head_stride + latent, mask=in_latent)
+    part = tl.load(q_rope_ptr + row * q_rope_row_stride + far * q_rope_head_stride + rope, mask=in_rope)
+    out = out_ptr + row * out_row_stride + head * (LATENT + ROPE)
+    tl.store(out + latent, nope, mask=in_latent)
+    tl.store(out + LATENT + rope, part, mask=in_rope)
 
 
 def join_query(q_nope: torch.Tensor, q_rope: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

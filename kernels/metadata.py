@@ -48,7 +48,7 @@ def write_metadata(
     """
     check_arguments(plan, buffers, inputs, req_to_token)
     wide = buffers.page_table_1 is not None
-    planned = buffers.topk_plan is not None and plan.num_rows <= MAX_ROWS
+    planned = buffers.topk_plan is not None
     num_plans = plan.num_steps if planned else 0
     column_block, num_warps = (COLUMN_BLOCK, NUM_WARPS) if wide else (PAGED_COLUMN_BLOCK, PAGED_NUM_WARPS)
     blocks = triton.cdiv(buffers.table_width, column_block)
@@ -96,6 +96,7 @@ def write_metadata(
         WIDE=wide,
         THRESHOLDS=THRESHOLDS,
         CAPS=CAPS,
+        MAX_PLANNED_ROWS=MAX_ROWS,
         NUM_SMS=num_sms,
         SM_BLOCK=SM_BLOCK,
         SCHEDULE_PARTS=schedule_parts,

@@ -20,8 +20,10 @@ from nsa_backend.kernels.page_tables import copy_page_tables
 from nsa_backend.kernels.schedule import write_schedule
 from nsa_backend.kernels.topk_plan import write_topk_plan
 
-# What changes from batch to batch; a special value (1, or a multiple of 16) must not compile the kernel again.
+# What changes from batch to batch; a special value (1, or a multiple of 16) must not compile the kernel again. Inputs lie
+# anywhere: those of two-batch overlap's second half begin at any request.
 UNSPECIALIZED = [
+    "seq_lens_ptr", "req_pool_indices_ptr", "extend_lens_ptr",
     "cache_seqlens_stride", "cu_seqlens_k_stride", "seqlens_expanded_stride", "nsa_cache_seqlens_stride",
     "nsa_cu_seqlens_k_stride", "topk_plan_stride", "page_table_1_stride", "real_page_table_stride",
     "num_requests", "num_rows", "row_offset", "cache_offset", "table_offset", "max_len", "step_lines",
@@ -40,7 +42,7 @@ def metadata_kernel(
     nsa_cache_seqlens_ptr,  # int32 [num_steps, nsa_cache_seqlens_stride]
     nsa_cu_seqlens_k_ptr,  # int32 [num_steps, nsa_cu_seqlens_k_stride]
     schedule_ptr,  # int32 [num_steps, NUM_SMS + 1, 2], not written where NUM_SMS is 0
-    topk_plan_ptr,  # int32 [num_steps, topk_plan_stride], not written where NUM_PLANS is 0
+    topk_plan_ptr,  # int32 [num_steps, topk_plan_stride], not written where NUM_PLANS is 0 or rows too many
     page_table_1_ptr,  # int32 [num_requests, page_table_1_stride], not written where WIDE is False
     real_page_table_ptr,  # int32 [num_rows, real_page_table_stride]
     cu_seqlens_q_ptr,  # int32 [num_requests + 1], written where rows are ragged
@@ -68,6 +70,7 @@ def metadata_kernel(
     WIDE: tl.constexpr,
     THRESHOLDS: tl.constexpr,
     CAPS: tl.constexpr,
+    MAX_PLANNED_ROWS: tl.constexpr,
     NUM_SMS: tl.constexpr,
     SM_BLOCK: tl.constexpr,
     SCHEDULE_PARTS: tl.constexpr,
@@ -131,18 +134,19 @@ def metadata_kernel(
         if NUM_PLANS > 0:
             tl.static_assert(ROWS_PER_REQUEST > 0)  # no release has both ragged rows and a plan
             step = program - NUM_STEPS * SCHEDULE_PARTS
-            write_topk_plan(
-                seq_lens_ptr,
-                topk_plan_ptr + step * topk_plan_stride,
-                num_requests,
-                num_rows,
-                row_offset + step,
-                max_len,
-                ROWS_PER_REQUEST=ROWS_PER_REQUEST,
-                THRESHOLDS=THRESHOLDS,
-                CAPS=CAPS,
-                BLOCK=ROW_BLOCK,
-            )
+            if num_rows <= MAX_PLANNED_ROWS:
+                write_topk_plan(
+                    seq_lens_ptr,
+                    topk_plan_ptr + step * topk_plan_stride,
+                    num_requests,
+                    num_rows,
+                    row_offset + step,
+                    max_len,
+                    ROWS_PER_REQUEST=ROWS_PER_REQUEST,
+                    THRESHOLDS=THRESHOLDS,
+                    CAPS=CAPS,
+                    BLOCK=ROW_BLOCK,
+                )
     elif program < NUM_STEPS * (SCHEDULE_PARTS + 1) + NUM_PLANS:
         step = program - NUM_STEPS * SCHEDULE_PARTS - NUM_PLANS
         write_row_lengths(

@@ -95,16 +95,11 @@ def _write_requests(
         keys += tl.sum(tokens, 0)
 
 
+# As in `metadata_kernel`.
 UNSPECIALIZED = [
-    "num_requests",
-    "num_rows",
-    "row_stride",
-    "request_stride",
-    "pages",
-    "page_blocks",
-    "flattened",
-    "table_offset",
-]
+    "seq_lens_ptr", "extend_lens_ptr", "req_pool_indices_ptr",
+    "num_requests", "num_rows", "row_stride", "request_stride", "pages", "page_blocks", "flattened", "table_offset",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -53,7 +53,11 @@ def keeping_all(top_ps: torch.Tensor) -> torch.Tensor:
     return torch.where(top_ps >= 1.0, KEEP_ALL_TOP_P, top_ps)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_rows"])
+BATCH = ["req_pool_indices_ptr", "seq_lens_ptr", "temperatures_ptr", "top_ps_ptr", "top_ks_ptr"]
+"""Tensors that may lie anywhere: addresses that are no multiple of 16 must not compile the kernel again in a round."""
+
+
+@triton.jit(do_not_specialize=[*BATCH, "num_requests", "num_rows"])
 def fill_sampled_inputs_kernel(
     req_pool_indices_ptr,  # int64 [num_requests]
     seq_lens_ptr,  # int64 [num_requests]

@@ -14,7 +14,8 @@ from nsa_backend.kernels.inputs import PADDING_LENGTH, PADDING_SLOT
 BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_rows"])
+# A batch's tensors may lie anywhere: addresses that are no multiple of 16 must not compile a kernel again in a round.
+@triton.jit(do_not_specialize=["req_pool_indices_ptr", "seq_lens_ptr", "num_requests", "num_rows"])
 def fill_inputs_kernel(
     req_pool_indices_ptr,  # int64 [num_requests]
     seq_lens_ptr,  # int64 [num_requests]
@@ -35,7 +36,8 @@ def fill_inputs_kernel(
         tl.store(static_seq_lens_ptr + row, length, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_requests", "slot_stride"])
+# Where the compiler knows that results are aligned, threads load neighbours, and hand them on through shared memory to store.
+@triton.jit(do_not_specialize=["next_token_ids_ptr", "accept_lens_ptr", "num_tokens", "num_requests", "slot_stride"])
 def store_results_kernel(
     next_token_ids_ptr,  # int32 [num_tokens]
     accept_lens_ptr,  # int32 [num_requests]
@@ -49,12 +51,11 @@ def store_results_kernel(
 ):
     launches = tl.load(launches_ptr)
     slot_ptr = ring_ptr + (launches % DEPTH) * slot_stride
-    for start in range(0, num_tokens, BLOCK):
+    for start in range(0, tl.maximum(num_tokens, num_requests), BLOCK):
         item = start + tl.arange(0, BLOCK)
-        tl.store(slot_ptr + item, tl.load(next_token_ids_ptr + item, mask=item < num_tokens), mask=item < num_tokens)
-    for start in range(0, num_requests, BLOCK):
-        item = start + tl.arange(0, BLOCK)
+        tokens = tl.load(next_token_ids_ptr + item, mask=item < num_tokens)
         lens = tl.load(accept_lens_ptr + item, mask=item < num_requests)
+        tl.store(slot_ptr + item, tokens, mask=item < num_tokens)
         tl.store(slot_ptr + num_tokens + item, lens, mask=item < num_requests)
     tl.debug_barrier()  # every warp has read the counter
     tl.store(launches_ptr, launches + 1)

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# What changes from batch to batch must not compile the kernels again.
-UNSPECIALIZED = ["slots_stride", "topk", "heads", "splits", "chunk"]
+# What changes from batch to batch must not compile the kernels again: lengths of a draft step begin at any int32.
+UNSPECIALIZED = ["slots_ptr", "lens_ptr", "slots_stride", "topk", "heads", "splits", "chunk"]
 
 # Four FP8 values to bfloat16, which holds them all. In assembly that claims to have side effects, because the compiler would
 # widen each value twice, once for each product, and then copies nothing ahead of its use (seen with Triton 3.6 and 3.8).
@@ -89,7 +89,9 @@ def attend_kernel(
     LOG2E: tl.constexpr = 1.4426950408889634
     D: tl.constexpr = LATENT // 4
     EVERY_COLUMN: tl.constexpr = BLOCK_H < 64  # has a sum of its own, added up at the end; more heads have no registers for it
-    if COMPILED:
+    if COMPILED and SPLIT:
+        # To the join alone, which waits before all else. Behind it a kernel of others could begin while the one ahead of this
+        # still runs, and read what that writes.
         gdc_launch_dependents()
     if COMPILED and not AHEAD:
         gdc_wait()

@@ -9,7 +9,8 @@ import triton.language as tl
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-@triton.jit(do_not_specialize=["page_table_stride"])
+# SGLang's indexer cuts a long prefill into chunks that begin at any row: their requests lie at any address.
+@triton.jit(do_not_specialize=["page_table_stride", "token_to_batch_idx_ptr"])
 def topk_slots_kernel(
     topk_indices_ptr,  # int32 | int64 [rows, topk], contiguous
     page_table_ptr,  # int32 [num_requests, page_table_stride]
@@ -27,8 +28,10 @@ def topk_slots_kernel(
         column = start + tl.arange(0, BLOCK)
         mask = column < topk
         position = tl.load(topk_indices_ptr + row * topk + column, mask=mask, other=-1)
-        page = tl.load(table_ptr + position // PAGE, mask=mask & (position >= 0), other=0)
-        slot = tl.where(position >= 0, page * PAGE + position % PAGE, -1)
+        # Of a number without a sign a power of two divides in one instruction.
+        place = position.to(tl.uint32)
+        page = tl.load(table_ptr + place // PAGE, mask=mask & (position >= 0), other=0)
+        slot = tl.where(position >= 0, page * PAGE + (place % PAGE).to(tl.int32), -1)
         tl.store(slots_ptr + row * topk + column, slot, mask=mask)
 
 

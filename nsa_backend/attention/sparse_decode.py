@@ -40,16 +40,13 @@ class SparseDecode(NothingToPrepare):
     """One row, its own list of slots, as many programs as fill the GPU once."""
 
     def __init__(self, config: AttentionConfig):
-        self._config = config
-        self._parts: Parts | None = None
         on_gpu = config.device.type == "cuda"
-        self._num_sms = torch.cuda.get_device_properties(config.device).multi_processor_count if on_gpu else SMS_WITHOUT_A_GPU
-
-    def reserve(self, max_rows: int) -> None:
-        """Memory for the parts of rows, which captured forwards share: they run one after the other."""
-        config = self._config
+        sms = torch.cuda.get_device_properties(config.device).multi_processor_count if on_gpu else SMS_WITHOUT_A_GPU
+        self._num_sms = sms
+        # For every call, captured or not: they run one after the other. An SM has two programs at most, so no row is split
+        # where there are more rows than SMs.
         self._parts = Parts.allocate(
-            max_rows, config.num_heads, config.latent_dim, config.index_topk, self._num_sms, config.device, fp8=config.fp8
+            sms, config.num_heads, config.latent_dim, config.index_topk, sms, config.device, fp8=config.fp8
         )
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:

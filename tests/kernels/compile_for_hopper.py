@@ -39,10 +39,11 @@ PTXAS = Path(nvidia.__file__).parent / "bin" / "ptxas"
 
 
 def resources(kernel: triton.JITFunction, constants: dict, latent: str = "*bf16", **options: int) -> dict:
-    """Registers a thread, bytes spilled a thread, bytes of shared memory a program, and reads before it waits for another."""
+    """Registers and spilled bytes a thread, shared bytes a program, whether the next kernel may begin, and early reads."""
     types = TYPES | {"latent_ptr": latent}
     names = [parameter.name for parameter in kernel.params]
-    aligned = [(place,) for place, name in enumerate(names) if name.endswith("_ptr") or name in ALIGNED]
+    specialized = {parameter.name for parameter in kernel.params if not parameter.do_not_specialize}
+    aligned = [(i,) for i, name in enumerate(names) if (name.endswith("_ptr") and name in specialized) or name in ALIGNED]
     source = ASTSource(
         fn=kernel,
         signature={name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
@@ -59,6 +60,7 @@ def resources(kernel: triton.JITFunction, constants: dict, latent: str = "*bf16"
         "registers": int(re.search(r"Used (\d+) registers", said).group(1)),
         "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
         "shared": compiled.metadata.shared,
+        "lets_begin": "griddepcontrol.launch_dependents" in compiled.asm["ptx"],
         "ahead": sorted(set(re.findall(r"ld\.global|cp\.async", compiled.asm["ptx"].partition("griddepcontrol.wait")[0]))),
     }
 

@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from nsa_backend.kernels import metadata
 from nsa_backend.kernels.metadata_kernel import metadata_kernel
 from nsa_backend.kernels.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV
-from nsa_backend.kernels.topk_plan import CAPS, THRESHOLDS
+from nsa_backend.kernels.topk_plan import CAPS, MAX_ROWS, THRESHOLDS
 
 VARIANTS = {
     "decode": {},
@@ -37,6 +37,7 @@ def compiled(num_sms: int, rows: int = 1, steps: int = 1, wide: bool = False, pl
         "WIDE": wide,
         "THRESHOLDS": THRESHOLDS,
         "CAPS": CAPS,
+        "MAX_PLANNED_ROWS": MAX_ROWS,
         "NUM_SMS": num_sms,
         "SM_BLOCK": metadata.SM_BLOCK,
         "SCHEDULE_PARTS": triton.cdiv(num_sms + 1, metadata.SM_BLOCK) if num_sms else 0,
@@ -50,11 +51,12 @@ def compiled(num_sms: int, rows: int = 1, steps: int = 1, wide: bool = False, pl
     names = [parameter.name for parameter in metadata_kernel.params]
     wide_inputs = ("seq_lens_ptr", "req_pool_indices_ptr", "extend_lens_ptr")
     types = {name: "*i64" if name in wide_inputs else "*i32" if name.endswith("_ptr") else "i32" for name in names}
+    aligned = {p.name for p in metadata_kernel.params if p.name.endswith("_ptr") and not p.do_not_specialize}
     source = ASTSource(
         fn=metadata_kernel,
         signature=types | dict.fromkeys(constants, "constexpr"),
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name.endswith("_ptr")},
+        attrs={(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name in aligned},
     )
     options = {"num_warps": metadata.NUM_WARPS if wide else metadata.PAGED_NUM_WARPS}
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -42,3 +42,10 @@ def test_nothing_is_read_before_the_wait_but_what_was_there_long_before(compiled
     assert sum("ahead" in name for name in compiled) >= 4
     for name, found in compiled.items():
         assert found["ahead"] == (["ld.global"] if "ahead" in name else []), name
+
+
+def test_only_the_join_may_begin_before_its_predecessor_ends(compiled):
+    """What follows any other launch is a kernel of others, which may read before it waits what an earlier one still writes."""
+    assert {found["lets_begin"] for name, found in compiled.items() if "split True" in name} == {True}
+    for name, found in compiled.items():
+        assert found["lets_begin"] == ("split True" in name), name

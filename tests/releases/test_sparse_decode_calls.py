@@ -10,6 +10,9 @@ from chosen_slots import TOPK, config, inputs, same_as_the_reference
 
 from nsa_backend.attention.implementations import implementation
 from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.attention.sparse_decode import SMS_WITHOUT_A_GPU
+from nsa_backend.kernels.sparse_decode import Parts
+from nsa_backend.kernels.sparse_decode_plan import Split, Tile
 
 
 def attention(heads: int):
@@ -30,10 +33,15 @@ def test_what_the_indexer_chose_is_attended_to(heads, lengths, logit_cap):
     assert same_as_the_reference(attention(heads).forward(case), case)
 
 
-def test_reserved_memory_changes_nothing():
-    case, reserved = given(3, [5, 12, 1]), attention(3)
-    reserved.reserve(8)
-    assert torch.equal(reserved.forward(case), attention(3).forward(case))
+@pytest.mark.parametrize(("rows", "parts"), [(1, 3), (3, 3), (SMS_WITHOUT_A_GPU, 2), (SMS_WITHOUT_A_GPU + 1, 1)])
+def test_no_call_allocates_memory_of_its_own_for_parts(monkeypatch, rows, parts):
+    """Captured or not, reserved for or not: else some megabytes of zeros would be written in every layer."""
+    case = given(3, [5, 12, 1] * (rows // 3) + [7] * (rows % 3))
+    wide = replace(case, topk_slots=torch.nn.functional.pad(case.topk_slots, (0, 96 - TOPK), value=-1))
+    assert Split.of(rows, 3, 96, SMS_WITHOUT_A_GPU, Tile.of(rows, 3)).parts == parts
+    splitting = implementation("sparse_decode").build(replace(config(3), index_topk=96))
+    monkeypatch.setattr(Parts, "of", None)
+    assert same_as_the_reference(splitting.forward(wide), wide)
 
 
 def test_rows_padded_beyond_the_metadata():

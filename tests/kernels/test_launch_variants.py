@@ -1,0 +1,41 @@
+"""What a server has compiled at its start is all that it needs: nothing is compiled in the way of a request."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("launch_variants.py")
+KERNELS = {
+    "metadata_kernel": 3,  # rows of decode, draft rounds, D rows a request
+    "prefill_kernel": 1,
+    "topk_slots_kernel": 1,
+    "join_query_kernel": 1,
+    "fill_inputs_kernel": 1,
+    "fill_sampled_inputs_kernel": 1,
+    "store_results_kernel": 1,
+    "join_kernel": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_serving_compiles_nothing_that_the_start_has_not(compiled):
+    """Whatever the sizes of batches, the lengths of requests, and where in SGLang's tensors a batch begins."""
+    assert {name: keys["serve"] for name, keys in compiled["keys"].items() if keys["serve"]} == {}
+
+
+def test_each_kernel_has_the_forms_that_its_options_ask_for(compiled):
+    forms = {name: len(keys["start"]) for name, keys in compiled["keys"].items()}
+    assert forms == KERNELS | {"attend_kernel": compiled["tiles"]}
