@@ -37,15 +37,19 @@ def fill_inputs_kernel(
 
 
 # Where the compiler knows that results are aligned, threads load neighbours, and hand them on through shared memory to store.
-@triton.jit(do_not_specialize=["next_token_ids_ptr", "accept_lens_ptr", "num_tokens", "num_requests", "slot_stride"])
+@triton.jit(
+    do_not_specialize=["next_token_ids_ptr", "accept_lens_ptr", "logprobs_ptr", "num_tokens", "num_requests", "slot_stride"]
+)
 def store_results_kernel(
     next_token_ids_ptr,  # int32 [num_tokens]
     accept_lens_ptr,  # int32 [num_requests]
-    ring_ptr,  # int32 [DEPTH, slot_stride] in pinned host memory: tokens, then accept lengths
+    logprobs_ptr,  # int32 [num_tokens], the bits of float32
+    ring_ptr,  # int32 [DEPTH, slot_stride] in pinned host memory: tokens, accept lengths, log-probabilities
     launches_ptr,  # int64 [1]
     num_tokens,
     num_requests,
     slot_stride,
+    LOGPROBS: tl.constexpr,
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -57,6 +61,9 @@ def store_results_kernel(
         lens = tl.load(accept_lens_ptr + item, mask=item < num_requests)
         tl.store(slot_ptr + item, tokens, mask=item < num_tokens)
         tl.store(slot_ptr + num_tokens + item, lens, mask=item < num_requests)
+        if LOGPROBS:
+            logprobs = tl.load(logprobs_ptr + item, mask=item < num_tokens)
+            tl.store(slot_ptr + num_tokens + num_requests + item, logprobs, mask=item < num_tokens)
     tl.debug_barrier()  # every warp has read the counter
     tl.store(launches_ptr, launches + 1)
 
@@ -105,7 +112,11 @@ def fill_round_inputs_torch(
 
 
 def store_round_results(
-    next_token_ids: torch.Tensor, accept_lens: torch.Tensor, ring: torch.Tensor, launches: torch.Tensor
+    next_token_ids: torch.Tensor,
+    accept_lens: torch.Tensor,
+    ring: torch.Tensor,
+    launches: torch.Tensor,
+    logprobs: torch.Tensor | None = None,
 ) -> None:
     """Write the results of a round into the slot of the ring that is this launch's turn, and count the launch.
 
@@ -115,8 +126,10 @@ def store_round_results(
     Args:
         next_token_ids: int32 [tokens].
         accept_lens: int32 [requests].
-        ring: int32 [depth, at least tokens + requests]; pinned host memory, which the GPU writes through.
+        ring: int32 [depth, at least tokens + requests, and tokens more with log-probabilities]; pinned host memory, which the
+            GPU writes through.
         launches: int64 [1]; rounds so far, on the device of the results.
+        logprobs: float32 [tokens], log-probabilities of the tokens, or None. Their bits follow the accept lengths.
 
     Raises:
         ValueError: a tensor has another dtype or layout, or a slot is too small.
@@ -125,32 +138,54 @@ def store_round_results(
     check_tensor("accept_lens", accept_lens, torch.int32, (len(accept_lens),))
     check_tensor("launches", launches, torch.int64, (1,))
     tokens, requests = len(next_token_ids), len(accept_lens)
-    if ring.dtype != torch.int32 or not ring.is_contiguous() or ring.shape[1] < tokens + requests:
+    if logprobs is not None:
+        check_tensor("logprobs", logprobs, torch.float32, (tokens,))
+    values = slot_size(tokens, requests, logprobs=logprobs is not None)
+    if ring.dtype != torch.int32 or not ring.is_contiguous() or ring.shape[1] < values:
         raise ValueError(
-            f"ring must be contiguous int32 [depth, at least {tokens + requests}], got {ring.dtype} {tuple(ring.shape)}: "
+            f"ring must be contiguous int32 [depth, at least {values}], got {ring.dtype} {tuple(ring.shape)}: "
             "results would run into the next slot"
         )
     store_results_kernel[(1,)](
         next_token_ids,
         accept_lens,
+        next_token_ids if logprobs is None else logprobs.view(torch.int32),
         ring,
         launches,
         tokens,
         requests,
         ring.stride(0),
+        LOGPROBS=logprobs is not None,
         DEPTH=ring.shape[0],
         BLOCK=BLOCK,
     )
 
 
 def store_round_results_torch(
-    next_token_ids: torch.Tensor, accept_lens: torch.Tensor, ring: torch.Tensor, launches: torch.Tensor
+    next_token_ids: torch.Tensor,
+    accept_lens: torch.Tensor,
+    ring: torch.Tensor,
+    launches: torch.Tensor,
+    logprobs: torch.Tensor | None = None,
 ) -> None:
     """The torch twin of `store_round_results`."""
-    slot = ring[int(launches) % ring.shape[0]]
-    slot[: len(next_token_ids)] = next_token_ids
-    slot[len(next_token_ids) :][: len(accept_lens)] = accept_lens
+    parts = [next_token_ids, accept_lens, *([] if logprobs is None else [logprobs.view(torch.int32)])]
+    values = torch.cat(parts).to(ring.device)
+    ring[int(launches) % ring.shape[0], : len(values)] = values
     launches += 1
+
+
+def slot_size(tokens: int, requests: int, *, logprobs: bool) -> int:
+    """int32 values that the results of a round take."""
+    return tokens + requests + tokens * logprobs
+
+
+def read_slot(
+    slot: torch.Tensor, tokens: int, requests: int, *, logprobs: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Views of a slot that `store_round_results` has written: tokens, accept lengths, log-probabilities (None without)."""
+    ids, lens, rest = slot[:tokens], slot[tokens : tokens + requests], slot[tokens + requests :]
+    return ids, lens, rest[:tokens].view(torch.float32) if logprobs else None
 
 
 def check_that_a_batch_fits(

@@ -13,7 +13,7 @@ import torch
 
 from nsa_backend.kernels.inputs import PADDING_LENGTH, PADDING_SLOT
 from nsa_backend.kernels.round_sampling import SamplingParameters, fill_sampled_round_inputs
-from nsa_backend.kernels.round_tensors import fill_round_inputs, store_round_results
+from nsa_backend.kernels.round_tensors import fill_round_inputs, read_slot, slot_size, store_round_results
 
 RING_DEPTH = 4
 """Rounds whose results the host may still read: the overlap scheduler is one behind, and this leaves room."""
@@ -53,6 +53,7 @@ class RoundOutputs:
     next_token_ids: torch.Tensor  # int32 [size * D]; of each request the accepted tokens, then what is not to be read
     accept_lens: torch.Tensor  # int32 [size]; the target's own token included
     carried: Any  # whatever else the caller wants back of the round that was captured
+    logprobs: torch.Tensor | None = None  # float32 [size * D], of those tokens, where they are asked for
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class RoundResults:
     next_token_ids: torch.Tensor  # int32 [requests * D]
     accept_lens: torch.Tensor  # int32 [requests]
     carried: Any
+    logprobs: torch.Tensor | None  # float32 [requests, D]
 
 
 class Recorder(Protocol):
@@ -114,6 +116,7 @@ class RoundGraphs:
         recorder: Recorder,
         *,
         sampled: bool = False,
+        logprobs: bool = False,
     ):
         """Allocate what the graphs share.
 
@@ -123,14 +126,16 @@ class RoundGraphs:
             device: where rounds run.
             recorder: captures.
             sampled: whether rounds are given `SamplingParameters`.
+            logprobs: whether they leave log-probabilities of their tokens.
         """
         self.sizes = sorted(sizes)
         self._width = num_draft_tokens
         self._device = device
         self._recorder = recorder
-        self._sampled = sampled
+        self._sampled, self._logprobs = sampled, logprobs
         pinned = torch.device(device).type == "cuda"
-        self._ring = torch.zeros(RING_DEPTH, self.sizes[-1] * (num_draft_tokens + 1), dtype=torch.int32, pin_memory=pinned)
+        values = slot_size(self.sizes[-1] * num_draft_tokens, self.sizes[-1], logprobs=logprobs)
+        self._ring = torch.zeros(RING_DEPTH, values, dtype=torch.int32, pin_memory=pinned)
         self._launches_on_gpu = torch.zeros(1, dtype=torch.int64, device=device)
         self._launches = 0
         self._inputs: dict[int, RoundInputs] = {}
@@ -148,7 +153,9 @@ class RoundGraphs:
 
             def whole(inputs: RoundInputs = inputs) -> RoundOutputs:
                 outputs = run(inputs)
-                store_round_results(outputs.next_token_ids, outputs.accept_lens, self._ring, self._launches_on_gpu)
+                assert (outputs.logprobs is None) != self._logprobs
+                results = outputs.next_token_ids, outputs.accept_lens
+                store_round_results(*results, self._ring, self._launches_on_gpu, outputs.logprobs)
                 return outputs
 
             self._rounds[size] = self._recorder.record(whole)
@@ -169,5 +176,7 @@ class RoundGraphs:
         launch()
         slot = self._ring[self._launches % RING_DEPTH]
         self._launches += 1
-        tokens = size * self._width
-        return RoundResults(slot[: requests * self._width], slot[tokens : tokens + requests], outputs.carried)
+        ids, lens, logprobs = read_slot(slot, size * self._width, size, logprobs=self._logprobs)
+        if logprobs is not None:
+            logprobs = logprobs.view(size, self._width)[:requests]
+        return RoundResults(ids[: requests * self._width], lens[:requests], outputs.carried, logprobs)

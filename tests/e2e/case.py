@@ -45,6 +45,7 @@ class Case:
     loaded_back: str = ""  # the workload whose prompts must come back from host memory, or
     tier: str = "host"  # from "storage": a key of SGLang's cached_tokens_details
     sampling: tuple[dict, ...] = ()  # sampling parameters in place of greedy ones, of one request of a wave after the other
+    logprobs: bool = False  # whether requests ask for the log-probabilities of their tokens (logprobs.py)
     same: tuple[tuple[str, str], ...] = ()  # workloads that must have the same outputs on one side
 
     @property

@@ -90,6 +90,15 @@ TRAINING_CASES = [
         floors={},
         floor_of_all=0.95,
     ),
+    released("memory released and resumed, one graph a round", 3, STANDARD, **ONE_GRAPH),
+    released(
+        "memory released and resumed, graphs too, one graph a round",
+        3,
+        STANDARD,
+        environment=ONE_GRAPH["environment"] | {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"},
+        builtin_environment={"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"},
+        says=ONE_GRAPH["says"],
+    ),
 ]
 
 EXPERTS = {"ep_size": 2}

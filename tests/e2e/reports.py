@@ -10,8 +10,10 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from case import workload_of
+from logprobs import apart, far_apart
 
 from nsa_backend.benchmarks.report import environment
+from nsa_backend.benchmarks.servers import BACKENDS
 
 FIRST_ERROR = re.compile(r"Traceback \(most recent call last\)|^.*(?:Error|error): ", re.MULTILINE)
 SIDE_BY_SIDE = ("rows", "differences", "failures", "problems", "not_measured")
@@ -56,6 +58,8 @@ def row_of(case, results: dict[str, dict]) -> dict:
             | ({} if shared else {"seconds": result[workload]["seconds"]})  # ranks that take turns tell nothing of time
             for backend, result in results.items()
         }
+    if case.logprobs and set(BACKENDS) <= set(results):
+        row["logprobs"] = {name: apart(results["ours"][name], results["builtin"][name]) for name in case.measured()}
     return row
 
 
@@ -99,10 +103,11 @@ def report_of(
         endings: what `endings.facts` keeps of each engine without a result, by (case name, backend).
     """
     sides = {c.name: {b: results[c.name, b][0] for b in backends if results.get((c.name, b), (None,))[0]} for c in cases}
+    rows = [row_of(c, sides[c.name]) for c in cases if sides[c.name]]
     return {
         "environment": environment(cases[0].gpus),
         "command": command,
-        "rows": [row_of(c, sides[c.name]) for c in cases if sides[c.name]],
+        "rows": rows,
         "differences": [d | {"prompt": f"{len(d['prompt'])} tokens"} for d in found],
         "failures": [
             {"case": c.name, "backend": b, **endings.get((c.name, b), {}), "log": excerpt(results[c.name, b][1])}
@@ -110,7 +115,7 @@ def report_of(
             for b in backends
             if results.get((c.name, b), ({},))[0] is None
         ],
-        "problems": problems_of(cases, results, found),
+        "problems": problems_of(cases, results, found) + [problem for row in rows for problem in far_apart(row)],
         "not_measured": [f"{c.name}, {b}" for c in cases for b in backends if (c.name, b) not in results],
         "seconds": round(seconds, 1),
     }

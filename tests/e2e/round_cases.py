@@ -70,6 +70,15 @@ ROUND_CASES = [
         engine=FP8,
         sampling=SAMPLED,
     ),
+    round_case("n3 fa3, log-probabilities, one graph a round", 3, MANY, logprobs=True, says="greedy requests with log-prob"),
+    sampled_case(
+        "n3 fa3, sampled, log-probabilities, one graph a round",
+        3,
+        MANY[:2],
+        logprobs=True,
+        says="sampled requests with log-prob",
+        sampling=({"temperature": 1.0, "top_p": 1e-6},),  # by which the best token's is not one
+    ),
     sampled_case("glm-5.2 n5 fa3, sampled, one graph a round", 5, ("8x300",), model="glm-5.2", sampling=SAMPLED),
     sampled_case(
         "two GPUs, tensor parallel, sampled, one graph a round",

@@ -21,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from actions import ACTIONS
 from engine_options import new_tokens
+from logprobs import told
 from nodes import Nodes
 from pd_servers import ALONE, Pair, ServerProcess, meeting
 from workloads import CASES, RANKS, WORKLOADS, Case
@@ -90,17 +91,17 @@ Generate = Callable[[list[list[int]], dict | list[dict], list[int] | None], list
 """From the prompts of a wave, sampling parameters of all or of each, and DP ranks (or None) to answers in their order."""
 
 
-def generate_with(engine) -> Generate:
-    """Sends a wave to an engine at once; `ranks` are the DP ranks that its requests go to."""
+def generate_with(engine, **others) -> Generate:
+    """Sends a wave to an engine at once; `ranks` are the DP ranks that its requests go to, `others` more of what they ask."""
 
     def generate(wave: list[list[int]], sampling: dict | list[dict], ranks: list[int] | None) -> list[dict]:
         if ranks is None:
-            return engine.generate(input_ids=wave, sampling_params=sampling)
+            return engine.generate(input_ids=wave, sampling_params=sampling, **others)
 
         async def all_of_them() -> list[dict]:
             each = sampling if isinstance(sampling, list) else [sampling] * len(wave)
             requests = zip(wave, each, ranks, strict=True)
-            calls = [engine.async_generate(input_ids=p, sampling_params=s, routed_dp_rank=r) for p, s, r in requests]
+            calls = [engine.async_generate(input_ids=p, sampling_params=s, routed_dp_rank=r, **others) for p, s, r in requests]
             return await asyncio.gather(*calls)
 
         return engine.loop.run_until_complete(all_of_them())
@@ -133,7 +134,7 @@ def measure(generate: Generate, case: Case, again: str = "") -> dict:
             "host_tokens": from_tier(metas, "host"),
             "storage_tokens": from_tier(metas, "storage"),
             "seconds": round(time.perf_counter() - began, 3),
-        }
+        } | ({"logprobs": told(answers)} if case.logprobs else {})
     return out
 
 
@@ -156,10 +157,11 @@ def run_engine(case: Case, arguments: dict) -> dict:
 
     engine = sglang.Engine(**arguments)
     try:
-        out = measure(generate_with(engine), case)
+        generate = generate_with(engine, **({"return_logprob": True} if case.logprobs else {}))
+        out = measure(generate, case)
         if case.action:
             ACTIONS[case.action](engine, Path(arguments["model_path"]))
-            out |= measure(generate_with(engine), case, case.again)
+            out |= measure(generate, case, case.again)
         return out
     finally:
         engine.shutdown()

@@ -128,3 +128,32 @@ def test_a_graph_that_was_not_kept_says_so():
     with pytest.raises(RuntimeError):
         GraphRecorder().record(graph.replay)
     torch.cuda.synchronize()
+
+
+@pytest.mark.usefixtures("side_stream")
+def test_log_probabilities_of_a_round():
+    """What a log-softmax in the graph leaves, read in host memory after the next round."""
+    vocabulary = 1009
+    logits = torch.randn(64, vocabulary, device="cuda") * 4
+
+    def whole(inputs: RoundInputs) -> RoundOutputs:
+        rows = ((inputs.req_pool_indices[:, None] * D + torch.arange(D, device="cuda")) % len(logits)).flatten()
+        tokens = (inputs.seq_lens.repeat_interleave(D) + rows) % vocabulary
+        told = torch.log_softmax(logits[rows], -1).gather(1, tokens[:, None]).flatten()
+        return RoundOutputs(tokens.int(), torch.ones_like(inputs.seq_lens, dtype=torch.int32), None, told)
+
+    graphs = RoundGraphs(SIZES, D, "cuda", GraphRecorder(), logprobs=True)
+    graphs.capture(whole)
+    generator = torch.Generator().manual_seed(1)
+    pending = []
+    for _ in range(2 * RING_DEPTH):
+        requests = int(torch.randint(1, SIZES[-1] + 1, (), generator=generator))
+        batch = RoundInputs(*(torch.randint(1, 1000, (requests,), generator=generator).cuda() for _ in range(2)))
+        pending.append((graphs.replay(batch), whole(batch)))
+        if len(pending) > 1:
+            results, right = pending.pop(0)
+            torch.cuda.synchronize()
+            assert results.logprobs.shape == (len(right.accept_lens), D)
+            assert results.logprobs.device.type == "cpu"
+            torch.testing.assert_close(results.logprobs.flatten(), right.logprobs.cpu(), rtol=0, atol=1e-5)
+            assert torch.equal(results.next_token_ids, right.next_token_ids.cpu())

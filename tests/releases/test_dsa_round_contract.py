@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import installed_source
 import pytest
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
+from nsa_backend.adapters.dsa.rounds.own_round import OF_REQUESTS
 from nsa_backend.adapters.dsa.rounds.release import names
 from nsa_backend.adapters.dsa.rounds.rule import DP_ATTENTION, NEEDED, ON_THE_HOST, has_rounds
 from nsa_backend.adapters.installed import adapter
@@ -29,7 +31,6 @@ from nsa_backend.round_graph import child_graphs
         ("pp_size", 2, "pass --pp-size 1"),
         ("enable_two_batch_overlap", True, "drop --enable-two-batch-overlap"),
         ("speculative_adaptive", True, "drop --speculative-adaptive"),
-        ("enable_memory_saver", True, "drop --enable-memory-saver"),
         ("enable_lora", True, "drop --enable-lora"),
     ],
 )
@@ -147,7 +148,7 @@ def test_what_rounds_ask_of_sglang_is_there():
         "beam_tail",
         "global_num_tokens",
     }
-    emptied = {"reqs", "seq_lens_cpu", "seq_lens_sum", "req_pool_indices_cpu", "orig_seq_lens", "input_ids", "out_cache_loc"}
+    emptied = {"reqs", *OF_REQUESTS}
     plain = {"forward_mode", "is_extend_in_batch", "req_pool_indices", "seq_lens"}
     assert (read | emptied | plain) - batch == names().lacks & read
     sampling = {field.name for field in dataclasses.fields(SamplingBatchInfo)}
@@ -156,7 +157,8 @@ def test_what_rounds_ask_of_sglang_is_there():
     filled = {"temperatures", "top_ps", "top_ks", "min_ps", "need_top_p_sampling", "need_top_k_sampling", "sampling_seed"}
     assert filled <= sampling
     result = {field.name for field in dataclasses.fields(GenerationBatchResult)}
-    assert {"next_token_ids", "accept_lens", "next_draft_input"} <= result
+    assert {"next_token_ids", "accept_lens", "next_draft_input", "logits_output"} <= result
+    assert "next_token_logprobs" in {field.name for field in dataclasses.fields(LogitsProcessorOutput)}
     drafts = {field.name for field in dataclasses.fields(EagleDraftInput)}
     asked_of_drafts = {"future_indices", "future_dsa_topk_indices_available", "cuda_graph_compatible", "bonus_tokens"}
     assert asked_of_drafts - drafts == names().lacks & asked_of_drafts

@@ -87,6 +87,7 @@ FREE = {name for name, option in BESIDE.items() if option in names().free}
 """What a release's rounds are one graph beside, and another's are not."""
 ADVICE = {
     "experts": ("ep_size", "pass --ep-size 1"),
+    "released memory": ("enable_memory_saver", "drop --enable-memory-saver"),
     "PD with DP attention": ("enable_tp_lm_head_all_to_all", "pass --no-enable-tp-lm-head-all-to-all"),
     "PD with DP attention and experts": ("ep_size", "pass --ep-size 1 and pass --no-enable-tp-lm-head-all-to-all"),
 }

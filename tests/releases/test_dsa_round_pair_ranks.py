@@ -27,6 +27,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative import eagle_disaggregation
 
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
+from nsa_backend.adapters.dsa.rounds.kinds import Kind
 from nsa_backend.round_graph import graphs
 
 SIZES = [1, 2, 3, 4, 8]
@@ -210,7 +211,7 @@ def test_no_rank_has_a_graph_of_drafts_while_one_has_a_request_without_its_selec
     """GLM-5.2's drafts attend with a selection that the prefill server sends; SGLang's warm-up requests bring none."""
     monkeypatch.setattr(eagle_disaggregation, "get_dsa_seed_metadata_dim", lambda config: SELECTED)
     ranks = [DecodeRank(3, one_graph=True) for _ in range(RANKS)]
-    greedy, none = [False] * RANKS, [None] * RANKS
+    greedy, none = [Kind()] * RANKS, [None] * RANKS
     for with_selection, able, taken in ((True, True, none), (True, True, greedy), (False, False, none), (True, False, none)):
         turns = [rank.turn(rank.arrived(1, with_selection=with_selection or rank is ranks[0])) for rank in ranks]
         batches = exchanged(ranks, turns)

@@ -18,7 +18,8 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from sglang.srt.speculative import eagle_utils
 
-from nsa_backend.adapters.dsa.rounds import ranks, sampling
+from nsa_backend.adapters.dsa.rounds import ranks, rule, sampling
+from nsa_backend.adapters.dsa.rounds.kinds import Kind
 from nsa_backend.kernels.round_sampling import PADDING_TOP_K, SamplingParameters, fill_sampled_round_inputs_torch
 from nsa_backend.testing.dsa_calls import publish
 
@@ -155,23 +156,25 @@ def test_padding_asks_for_what_a_request_that_asks_nothing_does():
     assert PADDING_TOP_K == TOP_K_ALL
 
 
-def test_sizes_whose_probabilities_leave_no_room(caplog):
+def test_sizes_whose_probabilities_leave_no_room(caplog, monkeypatch):
+    monkeypatch.setenv(rule.SAMPLED_SWITCH, "1")
     a_request = 3 * D * 1000 * 4
-    assert sampling.fitting([1, 2, 4], D, 1000, 2 * 4 * a_request, asked=True) == [1, 2, 4]
+    assert sampling.fitting([1, 2, 4], D, 1000, 2 * 4 * a_request, Kind(sampled=True)) == [1, 2, 4]
     assert not caplog.records
-    assert sampling.fitting([1, 2, 4], D, 1000, 2 * 4 * a_request - 1, asked=True) == [1, 2]
-    assert sampling.fitting([1, 2, 4], D, 1000, 0, asked=True) == []
+    assert sampling.fitting([1, 2, 4], D, 1000, 2 * 4 * a_request - 1, Kind(sampled=True)) == [1, 2]
+    assert sampling.fitting([1, 2, 4], D, 1000, 0, Kind(sampled=True)) == []
     said = (
         "nsa_backend: rounds of more than {} sampled requests are three CUDA graphs, because the probabilities of 4 take 0 MiB"
     )
     assert [message.split(",")[0:2] for message in caplog.messages] == [said.format(n).split(",") for n in (2, 0)]
 
 
-def test_rounds_that_nobody_asks_for_leave_more_room(caplog):
+def test_rounds_that_nobody_asks_for_leave_more_room(caplog, monkeypatch):
+    monkeypatch.delenv(rule.SAMPLED_SWITCH, raising=False)
     a_request = 3 * D * 1000 * 4
-    assert sampling.fitting([1, 2, 4], D, 1000, 8 * 4 * a_request, asked=False) == [1, 2, 4]
+    assert sampling.fitting([1, 2, 4], D, 1000, 8 * 4 * a_request, Kind(sampled=True)) == [1, 2, 4]
     assert not caplog.records
-    assert sampling.fitting([1, 2, 4], D, 1000, 8 * 4 * a_request - 1, asked=False) == [1, 2]
+    assert sampling.fitting([1, 2, 4], D, 1000, 8 * 4 * a_request - 1, Kind(sampled=True)) == [1, 2]
     (said,) = caplog.messages
     assert said.endswith("or set NSA_BACKEND_SAMPLED_ROUNDS=1, which gives them half of what is free in place of an eighth")
 

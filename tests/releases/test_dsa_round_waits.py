@@ -16,12 +16,15 @@ from nsa_backend.round_graph.graphs import RoundInputs
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shared", [False, True], ids=["own selections", "shared selection"])
+@pytest.mark.parametrize("logprobs", [False, True], ids=["tokens", "log-probabilities"])
 @pytest.mark.parametrize("num_steps", [1, 3, 5])
-def test_a_round_is_launches_alone(num_steps, shared, sampled):
+def test_a_round_is_launches_alone(num_steps, logprobs, shared, sampled):
     requests = 2
     with fake_gpu() as crossings, sampling_kernels(sampling := mock.Mock(side_effect=check_sampling)):
         fake = FakeGpuWorker(num_steps, requests, shared=shared)
         future_map, batch = fake.future_map(), fake.batch(sampled=sampled)
+        batch.return_logprob, batch.top_logprobs_nums, batch.token_ids_logprobs = logprobs, [0] * requests, [None] * requests
+        batch.sampling_info.temperatures = gpu(requests, 1, dtype=torch.float32)
         inputs = RoundInputs.allocate(requests, "cuda", sampled=sampled)
         crossings.found.clear()
         outputs = run_on(inputs, template_of(batch), future_map, fake.worker.forward_batch_generation)
@@ -32,6 +35,12 @@ def test_a_round_is_launches_alone(num_steps, shared, sampled):
         assert outputs.next_token_ids.dtype == outputs.accept_lens.dtype == torch.int32
         assert outputs.carried.next_draft_input.hidden_states.shape[0] == requests
         assert (outputs.carried.next_draft_input.dsa_topk_indices is not None) == shared
+        if logprobs:
+            assert outputs.logprobs.shape == outputs.next_token_ids.shape
+            assert outputs.logprobs.dtype == torch.float32
+            assert outputs.logprobs.is_contiguous()
+        else:
+            assert outputs.logprobs is None
     assert fake.replayed == (["draft"] if num_steps > 1 else []) + ["verify", "draft-extend"]
 
 

@@ -20,10 +20,17 @@ from nsa_backend.adapters.dsa.rounds.ranks import among_equals
 from nsa_backend.adapters.dsa.rounds.release import graphs_of
 from nsa_backend.adapters.dsa.rounds.sampling import on_static_tensors
 from nsa_backend.kernels.inputs import PADDING_SLOT
-from nsa_backend.round_graph.graphs import RoundInputs, RoundOutputs
+from nsa_backend.round_graph.graphs import RoundInputs, RoundOutputs, RoundResults
 
 CARRIED = ("output_tokens_buf", "topk_p_buf", "topk_index_buf", "hidden_states_buf", "dsa_topk_indices_buf")
 """What a FutureMap keeps of a request between rounds; padding's row must hold something that can be computed with."""
+
+
+OF_REQUESTS = (
+    "seq_lens_cpu", "seq_lens_sum", "req_pool_indices_cpu", "orig_seq_lens", "input_ids", "out_cache_loc",
+    "top_logprobs_nums", "token_ids_logprobs",
+)  # fmt: skip
+"""What a batch has by request and a round does not read: of log-probabilities, which ones of tokens that were not chosen."""
 
 
 class MadeOf:
@@ -59,7 +66,7 @@ def template_of(batch: Any) -> Any:
     """A batch of the same kind with nothing of a request in it; `run_on` adds the tensors."""
     template = copy.copy(batch)
     template.reqs = []
-    for name in ("seq_lens_cpu", "seq_lens_sum", "req_pool_indices_cpu", "orig_seq_lens", "input_ids", "out_cache_loc"):
+    for name in OF_REQUESTS:
         setattr(template, name, None)
     template.multimodal_inputs = None
     return template
@@ -70,7 +77,7 @@ def run_on(inputs: RoundInputs, template: Any, future_map: FutureMap, forward: C
 
     Args:
         inputs: static tensors of the batch.
-        template: `template_of` a batch of this kind, greedy or sampled.
+        template: `template_of` a batch of this kind.
         future_map: of SGLang's scheduler.
         forward: `forward(batch, on_publish=...)`, the worker's own round.
     """
@@ -90,4 +97,19 @@ def run_on(inputs: RoundInputs, template: Any, future_map: FutureMap, forward: C
     future_map._resolve_spec_extras(batch)
     result = forward(batch, on_publish=publish)
     future_map.stash(inputs.req_pool_indices, RelayPayload.from_draft_input(result.next_draft_input))
-    return RoundOutputs(result.next_token_ids, result.accept_lens, result)
+    logprobs = result.logits_output.next_token_logprobs.flatten().float() if template.return_logprob else None
+    return RoundOutputs(result.next_token_ids, result.accept_lens, result, logprobs)
+
+
+def on_host(results: RoundResults) -> Any:
+    """SGLang's GenerationBatchResult of a round, of which the scheduler reads numbers on the host once the round is done.
+
+    The scheduler writes on each of the three that are copied here, and the next replay brings the same again.
+    """
+    result = copy.copy(results.carried)
+    result.next_draft_input = copy.copy(result.next_draft_input)
+    result.next_token_ids, result.accept_lens = results.next_token_ids, results.accept_lens
+    if results.logprobs is not None:
+        result.logits_output = copy.copy(result.logits_output)
+        result.logits_output.next_token_logprobs = results.logprobs
+    return result

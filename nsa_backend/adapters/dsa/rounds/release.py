@@ -47,7 +47,7 @@ NAMES = {
         last_reader="last_shared_read_runner",
         reads_done="shared_read_done_event",
         free=frozenset({"enable_dp_attention", "attn_dp_size", "disaggregation_mode"}),
-        unseen=frozenset({"ep_size", "enable_tp_lm_head_all_to_all"}),
+        unseen=frozenset({"ep_size", "enable_tp_lm_head_all_to_all", "enable_memory_saver"}),
         counts_in_kv=True,
         samples_alike=True,
     ),

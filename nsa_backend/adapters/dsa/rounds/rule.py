@@ -53,6 +53,7 @@ NEEDED = (
     needed("speculative_adaptive", "--speculative-adaptive", (False,)),
     needed("speculative_use_rejection_sampling", "--speculative-use-rejection-sampling", (False,)),
     needed("enable_lora", "--enable-lora", (None, False)),
+    # Memory that a server gives back comes back where it was, and SGLang's own graphs go on reading there.
     needed("enable_memory_saver", "--enable-memory-saver", (False,)),
     needed("enable_eplb", "--enable-eplb", (False,)),
     needed("elastic_ep_backend", "--elastic-ep-backend", (None,)),
@@ -196,6 +197,11 @@ def serves_sampled(batch: Any) -> bool:
     return names().samples_alike and batch.global_num_tokens is None if answer is None else answer
 
 
+def asks_for_others(batch: Any) -> bool:
+    """Whether a request wants log-probabilities of the likeliest tokens, or of some that it names."""
+    return any(batch.top_logprobs_nums or ()) or any(ids is not None for ids in batch.token_ids_logprobs or ())
+
+
 def is_decode(batch: Any) -> bool:
     """Whether this batch decodes and no rank's prefills beside it."""
     return batch.forward_mode.is_decode() and not batch.is_extend_in_batch
@@ -208,11 +214,12 @@ def batch_problem(batch: Any) -> str | None:
         batch: SGLang's ScheduleBatch, as its scheduler hands it to the forward.
     """
     sampling, draft, mark = batch.sampling_info, batch.spec_info, names().mark
-    asked = {
+    found = {
         f"a request samples, which {SAMPLED_SWITCH}=1 makes one graph": is_sampled(batch) and not serves_sampled(batch),
         "requests sample from seeds of their own": is_sampled(batch) and sampling.sampling_seed is not None,
         "a request has a grammar": batch.has_grammar,
-        "a request asks for log-probabilities": batch.return_logprob,
+        f"a request asks for log-probabilities, which {SWITCH}=1 makes one graph": batch.return_logprob and not asked(SWITCH),
+        "a request asks for log-probabilities of other tokens than its own": batch.return_logprob and asks_for_others(batch),
         "a request asks for hidden states": batch.return_hidden_states,
         "a request has penalties": sampling.penalizer_orchestrator.is_required,
         "a request biases its logits": sampling.logit_bias is not None,
@@ -224,7 +231,7 @@ def batch_problem(batch: Any) -> str | None:
         or draft.future_indices is None
         or mark(draft, "cuda_graph_compatible") is False,
     }
-    return next((why for why, holds in asked.items() if holds), None)
+    return next((why for why, holds in found.items() if holds), None)
 
 
 class Reasons:

@@ -1,4 +1,4 @@
-"""How a batch samples, as static tensors that a captured round reads, and the memory that sampled rounds take.
+"""How a batch samples, as static tensors that a captured round reads, and the memory that probabilities take.
 
 SGLang leaves top-k or top-p out of a round where no request of the batch asks for it. A captured round always applies both: a
 request that asks for neither goes through them as it does in a batch with one that does, and keeps every token, which top-p 1
@@ -13,19 +13,21 @@ from typing import Any
 
 import torch
 
+from nsa_backend.adapters.dsa.rounds.kinds import Kind
 from nsa_backend.adapters.dsa.rounds.ranks import least_of_batch
 from nsa_backend.adapters.dsa.rounds.rule import SAMPLED_SWITCH
+from nsa_backend.environment import switched_on
 from nsa_backend.kernels.round_sampling import SamplingParameters, keeping_all
 
 logger = logging.getLogger(__name__)
 
 FLOAT_BYTES = 4
 VOCABULARIES = 3
-"""Tensors of probabilities, float32 [rows, vocabulary], alive at once in SGLang's verification: what a step reads and writes,
-and one for what the allocator cannot join."""
+"""Tensors of probabilities, float32 [rows, vocabulary], alive at once in SGLang's verification, and then in its log-softmax:
+what a step reads and writes, and one for what the allocator cannot join."""
 SHARE_OF_FREE, UNASKED_SHARE_OF_FREE = 0.5, 0.125
-"""Of the free memory, at most so much goes to sampled rounds that somebody asks for, and to those that are there by default:
-prefills may still want the rest."""
+"""Of the free memory, at most so much goes to rounds with probabilities that somebody asks for, and to those that are there by
+default: prefills may still want the rest."""
 
 
 def parameters(sampling_info: Any) -> SamplingParameters:
@@ -54,18 +56,20 @@ def _filtered(sampling_info: Any) -> Any:
     return changed
 
 
-def fitting(sizes: list[int], num_draft_tokens: int, vocabulary: int, free: int, *, asked: bool) -> list[int]:
+def fitting(sizes: list[int], num_draft_tokens: int, vocabulary: int, free: int, kind: Kind) -> list[int]:
     """The batch sizes whose probabilities take no more than their share of `free` bytes; the log names the others.
 
-    The graphs of all sizes share their memory, so the largest one counts.
+    The graphs of all sizes share their memory, so the largest one counts. Rounds with log-probabilities are asked for.
     """
+    asked = kind.logprobs or switched_on(SAMPLED_SWITCH)
     a_request = VOCABULARIES * num_draft_tokens * vocabulary * FLOAT_BYTES
     found = [size for size in sizes if size * a_request <= (SHARE_OF_FREE if asked else UNASKED_SHARE_OF_FREE) * free]
     if found != sizes:
         logger.warning(
-            "nsa_backend: rounds of more than %d sampled requests are three CUDA graphs, because the probabilities of %d take "
-            "%.0f MiB, and %.0f MiB are free: lower --mem-fraction-static for more%s",
+            "nsa_backend: rounds of more than %d %s are three CUDA graphs, because the probabilities of %d take %.0f MiB, and "
+            "%.0f MiB are free: lower --mem-fraction-static for more%s",
             max(found, default=0),
+            kind,
             max(sizes),
             max(sizes) * a_request / 2**20,
             free / 2**20,

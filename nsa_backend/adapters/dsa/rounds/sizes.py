@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from nsa_backend.adapters.dsa.rounds.kinds import Kind
 from nsa_backend.adapters.dsa.rounds.ranks import gather, least_of_batch
 from nsa_backend.adapters.dsa.rounds.release import graphs_of
 from nsa_backend.adapters.dsa.rounds.rule import SAMPLED_SWITCH, SWITCH, worker_problem
-from nsa_backend.adapters.dsa.rounds.sampling import fitting, free_bytes, least_free_bytes
+from nsa_backend.adapters.dsa.rounds.sampling import fitting, least_free_bytes
 from nsa_backend.environment import switched_on
 
 logger = logging.getLogger(__name__)
@@ -24,21 +25,21 @@ class Sizes:
     def __init__(self, worker: Any, backends: tuple[type, ...]):
         """Nothing is found yet; `backends` are our attention backends."""
         self._worker, self._backends = worker, backends
-        self._found: dict[bool, list[int]] = {}  # by whether rounds are sampled
+        self._found: dict[Kind, list[int]] = {}
 
-    def of(self, *, sampled: bool, device: torch.device) -> list[int]:
+    def of(self, kind: Kind, device: torch.device) -> list[int]:
         """In ascending order; empty where no batch can be served. Every rank that has the same batch must ask."""
-        if False not in self._found:
-            self._found[False] = self._to_capture()
-        if sampled and True not in self._found:
+        if Kind() not in self._found:
+            self._found[Kind()] = self._to_capture()
+        if kind not in self._found:
             target, width = self._worker.target_worker, self._worker.speculative_num_draft_tokens
             vocabulary, free = target.model_config.vocab_size, least_free_bytes(device)
-            self._found[True] = fitting(self._found[False], width, vocabulary, free, asked=switched_on(SAMPLED_SWITCH))
-        return self._found[sampled]
+            self._found[kind] = fitting(self._found[Kind()], width, vocabulary, free, kind)
+        return self._found[kind]
 
     def look_again(self) -> None:
         """Once SGLang has captured its own graphs anew, or has none any more."""
-        del self._found[False]
+        del self._found[Kind()]
 
     def _to_capture(self) -> list[int]:
         """Empty where the worker cannot have such graphs, or that of another rank of its batch, and the log says why.
@@ -69,14 +70,14 @@ def captured_sizes(worker: Any) -> list[int]:
 
 
 @contextlib.contextmanager
-def noting_memory(*, sampled: bool, device: torch.device) -> Iterator[None]:
-    """While rounds are captured: whatever is raised says what they found free and how a server does without them."""
-    free, switch = free_bytes(device), SAMPLED_SWITCH if sampled else SWITCH
+def noting_memory(kind: Kind, free: int) -> Iterator[None]:
+    """While rounds are captured: whatever is raised says how many bytes were free, and how a server does without them."""
+    switch = SAMPLED_SWITCH if kind.sampled else SWITCH
     try:
         yield
     except Exception as error:
         error.add_note(
             f"nsa_backend: while capturing whole speculative rounds, with {free / 2**20:.0f} MiB free at first: lower "
-            f"--mem-fraction-static where memory ran out; {switch}=0 leaves {'sampled ' * sampled}rounds three CUDA graphs"
+            f"--mem-fraction-static where memory ran out; {switch}=0 leaves {'sampled ' * kind.sampled}rounds three CUDA graphs"
         )
         raise

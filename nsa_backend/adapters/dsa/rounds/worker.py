@@ -7,14 +7,13 @@ written twice, and a batch that one graph cannot serve goes through the very sam
 A graph gathers from SGLang's FutureMap and scatters to it by itself, so SGLang's own calls of these are left out for a batch
 that a graph serves.
 
-Rounds of greedy batches and of sampled ones are graphs of their own, captured when the second batch of the kind comes. A server
+Rounds of each kind of batches (`kinds`) are graphs of their own, captured when the second batch of the kind comes. A server
 that nobody asks to sample captures none of those. A rank of DP attention without a request replays one of what it has captured,
 with padding alone.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable
@@ -25,10 +24,11 @@ import torch
 from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
 
 from nsa_backend.adapters.dsa.rounds import pages
-from nsa_backend.adapters.dsa.rounds.own_round import MadeOf, clear_padding, run_on, template_of, thresholds
+from nsa_backend.adapters.dsa.rounds.kinds import Kind
+from nsa_backend.adapters.dsa.rounds.own_round import MadeOf, clear_padding, on_host, run_on, template_of, thresholds
 from nsa_backend.adapters.dsa.rounds.ranks import COUNTS, counts_on_host, is_idle_round, most_requests, ranks_problem
 from nsa_backend.adapters.dsa.rounds.release import names
-from nsa_backend.adapters.dsa.rounds.rule import Reasons, batch_problem, is_decode, is_sampled
+from nsa_backend.adapters.dsa.rounds.rule import Reasons, batch_problem, is_decode
 from nsa_backend.adapters.dsa.rounds.sampling import free_bytes, parameters, renormalizing
 from nsa_backend.adapters.dsa.rounds.sizes import Sizes, noting_memory
 from nsa_backend.adapters.sglang import HookType
@@ -62,11 +62,11 @@ class Rounds:
         """
         self._worker, self._forward, self._new_recorder = worker, forward, recorder
         self._recorder: Recorder | None = None
-        self._graphs: dict[bool, RoundGraphs] = {}  # by whether their batches are sampled, as in what follows
-        self._warm: set[bool] = set()  # kinds of which SGLang has run a round
+        self._graphs: dict[Kind, RoundGraphs] = {}
+        self._warm: set[Kind] = set()  # kinds of which SGLang has run a round
         self._sizes = Sizes(worker, backends)
         self._warming: Any = None  # the first sampled batch, whose forward comes next
-        self._served: tuple[Any, bool] | None = None  # the batch whose forward comes next, where one graph is to run it
+        self._served: tuple[Any, Kind] | None = None  # the batch whose forward comes next, where one graph is to run it
         self._reasons = Reasons()
         self._bonus: torch.Tensor | None = None  # of the round that the graph has left in the FutureMap
         self.recording = False
@@ -90,7 +90,7 @@ class Rounds:
         if self._bonus is None or payload.bonus_tokens is not self._bonus:
             original(future_map, future_indices, payload)
 
-    def takes(self, batch: Any) -> bool | None:
+    def takes(self, batch: Any) -> Kind | None:
         """Of which kind this batch is where `run` is to run its forward, else None; asked once a forward."""
         served, self._served = self._served, None
         return served[1] if served is not None and served[0] is batch else None
@@ -101,17 +101,14 @@ class Rounds:
         if warming is batch:
             batch.sampling_info = renormalizing(batch.sampling_info)
 
-    def run(self, batch: Any, sampled: bool) -> Any:
+    def run(self, batch: Any, kind: Kind) -> Any:
         """A round of one graph; returns SGLang's GenerationBatchResult, its tokens on the host once the round is done."""
-        if sampled not in self._graphs:
-            self._capture(batch, sampled)
-        sampling = parameters(batch.sampling_info) if sampled else None
+        if kind not in self._graphs:
+            self._capture(batch, kind)
+        sampling = parameters(batch.sampling_info) if kind.sampled else None
         inputs = RoundInputs(batch.req_pool_indices, batch.seq_lens, sampling)
-        results = self._graphs[sampled].replay(inputs, at_least=most_requests(batch))
+        result = on_host(self._graphs[kind].replay(inputs, at_least=most_requests(batch)))
         self._published(batch)
-        result = copy.copy(results.carried)  # the scheduler writes on both
-        result.next_draft_input = copy.copy(result.next_draft_input)
-        result.next_token_ids, result.accept_lens = results.next_token_ids, results.accept_lens
         self._bonus = result.next_draft_input.bonus_tokens
         return result
 
@@ -127,28 +124,28 @@ class Rounds:
 
     # The choice
 
-    def _kind_for(self, batch: Any) -> bool | None:
-        """Whether a graph of sampled rounds is to serve this batch or one of greedy rounds; None where none is."""
+    def _kind_for(self, batch: Any) -> Kind | None:
+        """Of which kind the graph is that is to serve this batch; None where none is."""
         idle = is_idle_round(batch)
         if not idle and (not is_decode(batch) or self._reasons.left(batch_problem(batch))):
             return None
         self._forget_exchanged()
-        if not self._holds(batch, False) or self._reasons.left(ranks_problem(batch, self._worker)):
+        if not self._holds(batch, Kind()) or self._reasons.left(ranks_problem(batch, self._worker)):
             return None
         if idle:  # it has not compiled what SGLang launches for requests, and takes what was captured for them
             return next((kind for kind in sorted(self._graphs) if self._holds(batch, kind)), None)
-        sampled, shared = is_sampled(batch), self._worker.draft_worker.seed_dsa_topk_from_draft_extend
+        kind, shared = Kind.of(batch), self._worker.draft_worker.seed_dsa_topk_from_draft_extend
         if shared and not batch.spec_info.future_dsa_topk_indices_available:
             return None
-        if sampled not in self._warm:  # the first round of a kind compiles what SGLang launches between its graphs
-            self._warm.add(sampled)
-            self._warming = batch if sampled else None
+        if kind not in self._warm:  # the first round of a kind compiles what SGLang launches between its graphs
+            self._warm.add(kind)
+            self._warming = batch if kind.sampled else None
             return None
-        return sampled if self._holds(batch, sampled) else None
+        return kind if self._holds(batch, kind) else None
 
-    def _holds(self, batch: Any, sampled: bool) -> bool:
+    def _holds(self, batch: Any, kind: Kind) -> bool:
         """Whether a round of this kind is captured, or to be captured, of a size that holds the largest rank's batch."""
-        sizes = self._sizes.of(sampled=sampled, device=self._future_map.device)
+        sizes = self._sizes.of(kind, self._future_map.device)
         return most_requests(batch) <= max(sizes, default=0)
 
     def _forget_exchanged(self) -> None:
@@ -156,30 +153,29 @@ class Rounds:
         if self._graphs and not self._made_of.still_those_of(self._worker):
             self._graphs.clear()
             self._sizes.look_again()  # the worker may have no graphs now
-        elif True in self._graphs and thresholds() != self._accepts_by:
-            del self._graphs[True]
+        elif self._accepts_by is not None and thresholds() != self._accepts_by:
+            self._graphs = {kind: graphs for kind, graphs in self._graphs.items() if not kind.sampled}
 
     # The capture
 
-    def _capture(self, batch: Any, sampled: bool) -> None:
+    def _capture(self, batch: Any, kind: Kind) -> None:
         """Capture a round of every size, of the kind that this batch is."""
         future_map, began, free = self._future_map, time.perf_counter(), free_bytes(self._future_map.device)
         clear_padding(future_map)
         if self._recorder is None:
             self._recorder = self._new_recorder()
-        width, sizes = self._worker.speculative_num_draft_tokens, self._sizes.of(sampled=sampled, device=future_map.device)
-        graphs = RoundGraphs(sizes, width, future_map.device, self._recorder, sampled=sampled)
-        with noting_memory(sampled=sampled, device=future_map.device):
+        width, sizes = self._worker.speculative_num_draft_tokens, self._sizes.of(kind, future_map.device)
+        graphs = RoundGraphs(sizes, width, future_map.device, self._recorder, **kind._asdict())
+        with noting_memory(kind, free):
             graphs.capture(partial(self._record, template=template_of(batch), future_map=future_map))
         # Events recorded in a capture belong to it: the scheduler must not wait for one.
         for runner in (self._worker.target_worker.model_runner, self._worker.draft_worker.draft_runner):
             names().wait_for_all_after(runner)
-        self._graphs[sampled], self._made_of = graphs, MadeOf(self._worker)
-        if sampled:
+        self._graphs[kind], self._made_of = graphs, MadeOf(self._worker)
+        if kind.sampled:
             self._accepts_by = thresholds()
         seconds, taken = time.perf_counter() - began, (free - free_bytes(future_map.device)) / 2**20
-        kind = "sampled" if sampled else "greedy"
-        said = "nsa_backend: captured whole speculative rounds of %s %s requests in %.1f s, %.0f MiB"
+        said = "nsa_backend: captured whole speculative rounds of %s %s in %.1f s, %.0f MiB"
         logger.info(said, sizes, kind, seconds, taken)
 
     def _record(self, inputs: RoundInputs, template: Any, future_map: FutureMap) -> RoundOutputs:

@@ -1,0 +1,75 @@
+"""Log-probabilities of an end-to-end run: that they are of the tokens they stand beside, and how two sides are compared."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+import reports
+import run_case
+from logprobs import apart, far_apart, told
+from workloads import CASES
+
+CASE = next(case for case in CASES if case.name == "n3 fa3, log-probabilities, one graph a round")
+
+
+def answer(ids: list[int], of: list[int] | None = None, meta: dict | None = None) -> dict:
+    pairs = [(-0.5 * n, token, None) for n, token in enumerate(ids if of is None else of)]
+    return {"output_ids": ids, "meta_info": {"output_token_logprobs": pairs} | (meta or {})}
+
+
+def test_those_of_each_token():
+    assert told([answer([7, 8]), answer([9])]) == [[0.0, -0.5], [0.0]]
+
+
+@pytest.mark.parametrize("of", [[7], [7, 9], [7, 8, 9], [8, 7]])
+def test_those_of_other_tokens(of):
+    with pytest.raises(RuntimeError, match=f"log-probabilities of {len(of)} tokens are not those of 2"):
+        told([answer([7, 8], of)])
+
+
+def test_a_request_asks_for_them_where_its_case_does(monkeypatch):
+    asked = []
+
+    class Engine(SimpleNamespace):
+        def generate(self, input_ids, sampling_params, **others):
+            asked.append(others)
+            return [answer([1, 2, 3], meta={"spec_correct_drafts_histogram": [0, 1]}) for _ in input_ids]
+
+        def shutdown(self):
+            """Nothing runs."""
+
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=Engine))
+    for logprobs in (True, False):
+        case = run_case.Case("x", 3, ("8x300",), logprobs=logprobs)
+        assert ("logprobs" in run_case.run_engine(case, {"model_path": "."})["8x300"]) == logprobs
+    assert (asked[0], asked[-1]) == ({"return_logprob": True}, {})
+
+
+def side(shift: float, ids: tuple[int, ...] = (1, 2, 3)) -> dict:
+    return {"output_ids": [list(ids), [4]], "logprobs": [[-1.0 - shift, -2.0, -3.0][: len(ids)], [-4.0]]}
+
+
+def test_sides_are_compared_up_to_where_they_part():
+    assert apart(side(0.25), side(0)) == {"positions": 4, "mean": 0.0625, "largest": 0.25}
+    assert apart(side(0.25), side(0, (1, 9, 3))) == {"positions": 2, "mean": 0.125, "largest": 0.25}
+
+
+@pytest.mark.parametrize(("shift", "problem"), [(0.1, None), (4.0, "log-probabilities are 1.0 apart, above 0.05")])
+def test_what_is_too_far(shift, problem):
+    result = side(shift) | {key: [] for key in ("histograms", "cached_tokens", "host_tokens", "storage_tokens")}
+    result |= {"accept": [3.9], "seconds": 1.0}
+    given = {name: {w: result | only for w in CASE.measured()} for name, only in (("ours", {}), ("builtin", side(0)))}
+    row = reports.row_of(CASE, given)
+    assert row["logprobs"].keys() == set(CASE.measured())
+    wanted = [] if problem is None else [f"{CASE.name}, {workload}: {problem}" for workload in CASE.measured()]
+    assert far_apart(row) == wanted
+    assert "logprobs" not in reports.row_of(CASE, {"ours": given["ours"]})
+
+
+def test_nothing_to_compare():
+    found = apart({"output_ids": [[1]], "logprobs": [[-1.0]]}, {"output_ids": [[2]], "logprobs": [[-1.0]]})
+    (sentence,) = far_apart({"case": "x", "logprobs": {"8x300": found}})
+    assert sentence.startswith("x, 8x300: no log-probability could be compared")
