@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
+from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Launches, Split, Tile
 
@@ -100,7 +100,7 @@ def sparse_decode(
     partial, lse = (parts.out, parts.lse) if split.parts > 1 else (out, lens)
     k_rope, scales = _behind_the_latent(kv_cache, latent, q_nope.dtype)
     on_gpu = out.is_cuda
-    attend_kernel[(rows, triton.cdiv(heads, tile.heads), split.parts)](
+    attend_kernel[(rows, blocks(heads, tile.heads), split.parts)](
         q_nope,
         q_rope,
         kv_cache,
