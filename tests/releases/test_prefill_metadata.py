@@ -75,6 +75,14 @@ def test_extend_lengths_may_be_a_cpu_tensor(make_runner, mode):
     assert sum(backend.forward_metadata.nsa_extend_seq_lens_list) == 4
 
 
+def test_the_selection_is_prepared_with_the_rows_of_a_prefill(make_runner):
+    backend = create_backend(runner := make_runner())
+    backend.topk = mock.Mock()
+    backend.init_forward_metadata(prefill_batch(runner, [5, 0], [3, 2]))
+    (lengths,) = backend.topk.prepare.call_args.args
+    assert lengths.tolist() == [6, 7, 8, 1, 2]
+
+
 @pytest.mark.parametrize("mode", RAGGED)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_every_launch_gets_extend_lengths_of_one_dtype(make_runner, monkeypatch, mode, dtype):
