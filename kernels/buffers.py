@@ -57,9 +57,17 @@ class MetadataBuffers:
             planned: whether the top-k reads a plan.
             new_table: from a table's name, rows and columns to its int32 memory, zeros when new, where page tables are shared
                 with other buffers; None for tables of one's own.
+
+        Raises:
+            ValueError: the page table would have 2**31 entries or more, 8 GiB, which offsets of 32 bits do not reach.
         """
         steps, requests, rows = plan.num_steps, plan.num_requests, plan.num_rows
         pages = -(-table_width // (PAGE_SIZE * PAGES_MULTIPLE)) * PAGES_MULTIPLE
+        if rows * pages >= 2**31:
+            raise ValueError(
+                f"a page table of {rows} rows of {pages} pages has more entries than the kernel reaches: serve fewer requests "
+                "or draft tokens at a time, or a shorter context"
+            )
 
         def int32(*shape: int, fill: int = 0) -> torch.Tensor:
             return torch.full(shape, fill, dtype=torch.int32, device=device)

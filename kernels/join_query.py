@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa_backend.kernels.blocks import blocks, power_of_two
+
 HEAD_BLOCK = 4
 """Heads a program copies: 4.5 KiB of bfloat16 at DeepSeek-V3.2's 512 + 64."""
 
@@ -74,7 +76,7 @@ def join_query(q_nope: torch.Tensor, q_rope: torch.Tensor, out: torch.Tensor) ->
         if part.stride(2) != 1:
             raise ValueError(f"{name} must be contiguous in its last dimension, got strides {part.stride()}: values would mix")
     if rows:
-        join_query_kernel[(rows, triton.cdiv(heads, HEAD_BLOCK))](
+        join_query_kernel[(rows, blocks(heads, HEAD_BLOCK))](
             q_nope,
             q_nope.stride(0),
             q_nope.stride(1),
@@ -86,8 +88,8 @@ def join_query(q_nope: torch.Tensor, q_rope: torch.Tensor, out: torch.Tensor) ->
             heads,
             LATENT=latent_dim,
             ROPE=rope_dim,
-            LATENT_BLOCK=triton.next_power_of_2(latent_dim),
-            ROPE_BLOCK=triton.next_power_of_2(rope_dim),
+            LATENT_BLOCK=power_of_two(latent_dim),
+            ROPE_BLOCK=power_of_two(rope_dim),
             HEADS=HEAD_BLOCK,
         )
     return out

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import triton
 
+from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.checks import check_arguments
 from nsa_backend.kernels.inputs import BatchInputs
@@ -51,12 +51,12 @@ def write_metadata(
     planned = buffers.topk_plan is not None
     num_plans = plan.num_steps if planned else 0
     column_block, num_warps = (COLUMN_BLOCK, NUM_WARPS) if wide else (PAGED_COLUMN_BLOCK, PAGED_NUM_WARPS)
-    blocks = triton.cdiv(buffers.table_width, column_block)
-    splits = max(1, min(blocks, triton.cdiv(TARGET_TABLE_PROGRAMS, max(plan.num_requests, 1))))
+    column_blocks = blocks(buffers.table_width, column_block)
+    splits = max(1, min(column_blocks, blocks(TARGET_TABLE_PROGRAMS, max(plan.num_requests, 1))))
     num_sms = 0 if buffers.schedule is None else buffers.schedule.shape[1] - 1
-    schedule_parts = triton.cdiv(num_sms + 1, SM_BLOCK) if num_sms else 0
+    schedule_parts = blocks(num_sms + 1, SM_BLOCK) if num_sms else 0
     of_steps = plan.num_steps * (schedule_parts + 2) + num_plans
-    step_lines = triton.cdiv(of_steps, splits)
+    step_lines = blocks(of_steps, splits)
     metadata_kernel[(splits, step_lines + plan.num_requests)](
         inputs.seq_lens,
         inputs.req_pool_indices,

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.checks import check_device, check_pool, check_vector
 from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.page_tables import write_flattened_slots, write_request_pages
@@ -187,8 +188,8 @@ def write_prefill(
             f"longest is {longest} and a row of req_to_token holds {req_to_token.shape[1]} tokens: it would be read past"
         )
     fields = PrefillFields.allocate(requests, num_rows, pages, flattened, req_to_token.device)
-    page_blocks = triton.cdiv(pages, PAGE_BLOCK)
-    grid = num_rows // BLOCK + 2 + requests * page_blocks + triton.cdiv(flattened, BLOCK)
+    page_blocks = blocks(pages, PAGE_BLOCK)
+    grid = num_rows // BLOCK + 2 + requests * page_blocks + blocks(flattened, BLOCK)
     prefill_kernel[(grid,)](
         inputs.seq_lens,
         inputs.extend_lens,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
+from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Launches, Split, Tile
 
@@ -100,7 +100,7 @@ def sparse_decode(
     partial, lse = (parts.out, parts.lse) if split.parts > 1 else (out, lens)
     k_rope, scales = _behind_the_latent(kv_cache, latent, q_nope.dtype)
     on_gpu = out.is_cuda
-    attend_kernel[(rows, triton.cdiv(heads, tile.heads), split.parts)](
+    attend_kernel[(rows, blocks(heads, tile.heads), split.parts)](
         q_nope,
         q_rope,
         kv_cache,
@@ -172,7 +172,7 @@ def _check(
     widths = {q_nope.dtype: latent + rope, torch.float8_e4m3fn: latent + SCALE_BYTES + rope * q_nope.element_size()}
     wrong = {
         "q_rope": q_rope.shape != (rows, heads, rope) or q_rope.stride(-1) != 1 or q_rope.dtype != q_nope.dtype,
-        "q_nope": q_nope.stride(-1) != 1,
+        "q_nope": q_nope.stride(-1) != 1 or heads * q_nope.stride(1) >= 2**31,  # offsets of heads have 32 bits
         "kv_cache": kv_cache.shape[1:] != (1, widths.get(kv_cache.dtype)) or kv_cache.stride(-1) != 1,
         "topk_slots": topk_slots.shape[0] != rows or topk_slots.stride(-1) != 1 or topk_slots.dtype != torch.int32,
         "lens": lens.shape != (rows,) or not lens.is_contiguous() or lens.dtype != torch.int32,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
+from nsa_backend.kernels.blocks import blocks
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,16 @@ class Tile:
         Few blocks of sixteen heads are split into the shortest stretches. More of them read longer ones, with more tokens on
         their way, and then read them for more heads at a time. FP8 values take registers to widen: many rows read less at once.
         """
-        blocks = rows * triton.cdiv(heads, 16)
-        if blocks <= (2 if fp8 else 4):
+        tiles = rows * blocks(heads, 16)
+        if tiles <= (2 if fp8 else 4):
             return cls(16, 32, 4, 3)
-        if blocks <= 8 or (fp8 and heads <= 16 and blocks <= 16):
+        if tiles <= 8 or (fp8 and heads <= 16 and tiles <= 16):
             return cls(16, 64, 4, 3)
         if heads <= 16:
             if fp8:
                 return cls(16, 32, 4, 3, programs=2)
-            return cls(16, 64, 8, 3) if blocks <= 16 else cls(16, 64, 4, 2, programs=2)
-        if blocks < 64 or (heads <= 32 and not fp8):
+            return cls(16, 64, 8, 3) if tiles <= 16 else cls(16, 64, 4, 2, programs=2)
+        if tiles < 64 or (heads <= 32 and not fp8):
             return cls(32, 64, 8, 3)
         if fp8:
             return cls(32, 32, 4, 3, programs=2) if heads <= 32 else cls(64, 32, 8, 3)
@@ -86,6 +86,6 @@ class Split:
             num_sms: of the GPU.
             tile: of the call.
         """
-        wanted = max(1, num_sms * tile.programs // max(rows * triton.cdiv(heads, tile.heads), 1))
-        chunk = triton.cdiv(triton.cdiv(topk, wanted), tile.tokens) * tile.tokens
-        return cls(triton.cdiv(topk, chunk), chunk)
+        wanted = max(1, num_sms * tile.programs // max(rows * blocks(heads, tile.heads), 1))
+        chunk = blocks(blocks(topk, wanted), tile.tokens) * tile.tokens
+        return cls(blocks(topk, chunk), chunk)

@@ -76,6 +76,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
             metadata = self.decode_attention.prepare(metadata)
         elif not self.use_mha:
             metadata = self.prefill_attention.prepare(metadata)
+            self.topk.prepare(metadata.nsa_seqlens_expanded)
         self.forward_metadata = metadata
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

@@ -17,8 +17,13 @@ class TopK(ABC):
     """Select the best positions of each row of logits.
 
     Row i of `logits` [rows, width] counts from column row_starts[i] (0 where None) for lengths[i] columns; what lies outside
-    is uninitialised memory, never read as a score. Both methods return int32 [rows, topk], -1 past the end of a short row.
+    is uninitialised memory, never read as a score. `positions` and `slots` return int32 [rows, topk], -1 past the end of a
+    short row.
     """
+
+    @abstractmethod
+    def prepare(self, lengths: torch.Tensor) -> None:
+        """Called before the layers of a prefill with `lengths` int32 [rows] of all of its rows."""
 
     @abstractmethod
     def positions(
@@ -63,6 +68,9 @@ class SglTopK(TopK):
 
         self._fast_topk, self._fused, self._ragged = fast_topk_v2, fast_topk_transform_fused, fast_topk_transform_ragged_fused
 
+    def prepare(self, lengths):
+        """Nothing."""
+
     def positions(self, logits, lengths, topk, row_starts=None, offsets=None):
         if offsets is None:
             return self._fast_topk(logits, lengths, topk, row_starts=row_starts)
@@ -90,6 +98,11 @@ class PagedTopK(SglTopK):
         self._paged, self._windowed = paged, windowed
         self._zeros: torch.Tensor | None = None
 
+    def prepare(self, lengths):
+        """Zeros that `positions` adds; its kernel reads them before it waits for the one ahead, which must not write them."""
+        if self._windowed is not None:
+            self._no_offsets(lengths)
+
     def positions(self, logits, lengths, topk, row_starts=None, offsets=None):
         if self._windowed is None or row_starts is None:
             return super().positions(logits, lengths, topk, row_starts, offsets)
@@ -112,6 +125,9 @@ class PagedTopK(SglTopK):
 
 class TorchTopK(TopK):
     """The same in torch, for any topk; `slots` goes through the kernel of the unfused transform."""
+
+    def prepare(self, lengths):
+        """Nothing."""
 
     def positions(self, logits, lengths, topk, row_starts=None, offsets=None):
         columns = torch.arange(logits.shape[1], device=logits.device)

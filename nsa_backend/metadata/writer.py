@@ -47,7 +47,7 @@ class MetadataWriter:
         if batch.seq_lens_cpu is not None:
             width = min(int(batch.seq_lens_cpu.max()) + plan.table_offset, width) if batch.batch_size else 1
         buffers = self._allocate(plan, width)
-        extend_lens = batch.extend_seq_lens if plan.ragged else None
+        extend_lens = _new_tokens(batch) if plan.ragged else None
         inputs = BatchInputs(batch.seq_lens, batch.req_pool_indices, extend_lens)
         self.check(plan, inputs)
         self.write(plan, buffers, inputs)
@@ -60,7 +60,7 @@ class MetadataWriter:
             num_rows: new tokens of all requests.
             flattened: whether the slots of all tokens are wanted in ragged order.
         """
-        inputs = BatchInputs(batch.seq_lens, batch.req_pool_indices, batch.extend_seq_lens)
+        inputs = BatchInputs(batch.seq_lens, batch.req_pool_indices, _new_tokens(batch))
         self.check(plan_decode(batch.batch_size), inputs)
         return write_prefill(
             inputs,
@@ -107,3 +107,12 @@ class MetadataWriter:
             index_topk=self.config.attention.index_topk,
             surplus_last=self.config.surplus_last,
         )
+
+
+def _new_tokens(batch: sglang.ForwardBatch) -> torch.Tensor:
+    """int32 [requests], of each request.
+
+    SGLang's are int64 in a batch that it padded for a prefill of other ranks. Triton would compile the launch for that while
+    those wait in a collective; this is one copy.
+    """
+    return batch.extend_seq_lens.int()

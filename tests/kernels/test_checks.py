@@ -131,3 +131,12 @@ def test_buffers_of_another_mode():
     one_row = MetadataBuffers.allocate(plans.plan_decode(6), table_width=64, num_sms=0, device="cpu", wide=True, planned=True)
     with pytest.raises(ValueError, match="row lengths would be lost or overwrite request lengths"):
         launch(call | {"buffers": one_row})
+
+
+def test_page_tables_past_what_the_kernel_reaches():
+    """4096 requests of 16 drafts and a context of two million tokens; nothing is allocated."""
+    plan = plans.plan_target_verify(4096, 16)
+    options = {"num_sms": 0, "device": "meta", "wide": False, "planned": True}
+    MetadataBuffers.allocate(plan, table_width=2**21 - 256, **options)
+    with pytest.raises(ValueError, match="65536 rows of 32768 pages has more entries than the kernel reaches: serve fewer"):
+        MetadataBuffers.allocate(plan, table_width=2**21, **options)

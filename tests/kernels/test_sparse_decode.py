@@ -220,3 +220,11 @@ def test_what_would_be_misread_is_refused(device, index, change):
     inputs[index] = change(inputs[index])
     with pytest.raises(ValueError, match="the kernel would misread it"):
         sparse_decode(*inputs, 0.1, num_sms=SMS)
+
+
+def test_heads_past_what_the_kernel_reaches_are_refused():
+    """Of 128 heads that lie rows * 512 apart 32768 rows are too many."""
+    _, rope, kv, slots, lens = (tensor.to("meta") for tensor in case("cpu", 2, 8, 64, [64, 3], torch.float32, 2))
+    query = torch.empty_strided((2, 8, LATENT), (LATENT, 2**28, 1), device="meta")
+    with pytest.raises(ValueError, match=r"q_nope is .* stride .*268435456.*the kernel would misread it"):
+        sparse_decode(query, rope, kv, slots, lens, 0.1, num_sms=SMS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,8 @@ from metadata_reference import Batch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.sglang import ForwardMode
+from nsa_backend.kernels.inputs import BatchInputs
+from nsa_backend.metadata import writer
 from nsa_backend.registration import create_backend
 
 RUNS = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
@@ -69,6 +73,30 @@ def test_extend_lengths_may_be_a_cpu_tensor(make_runner, mode):
     backend.init_forward_metadata(batch)
     assert backend.forward_metadata.nsa_seqlens_expanded.tolist() == [7, 8, 9, 7]
     assert sum(backend.forward_metadata.nsa_extend_seq_lens_list) == 4
+
+
+def test_the_selection_is_prepared_with_the_rows_of_a_prefill(make_runner):
+    backend = create_backend(runner := make_runner())
+    backend.topk = mock.Mock()
+    backend.init_forward_metadata(prefill_batch(runner, [5, 0], [3, 2]))
+    (lengths,) = backend.topk.prepare.call_args.args
+    assert lengths.tolist() == [6, 7, 8, 1, 2]
+
+
+@pytest.mark.parametrize("mode", RAGGED)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_every_launch_gets_extend_lengths_of_one_dtype(make_runner, monkeypatch, mode, dtype):
+    """Triton compiles a launch for each: the second one while the ranks beside a padded one wait for it."""
+    runner = make_runner()
+    launches = {name: mock.Mock(wraps=getattr(writer, name)) for name in ("write_prefill", "write_metadata")}
+    for name, launch in launches.items():
+        monkeypatch.setattr(writer, name, launch)
+    batch = forward_batch(Batch("decode", [9, 7], [1, 2], runner.req_to_token_pool.req_to_token.numpy(), 64, 0), mode)
+    batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor([3, 1], dtype=dtype), [3, 1]
+    create_backend(runner).init_forward_metadata(batch)
+    (call,) = (call for launch in launches.values() for call in launch.call_args_list)
+    (inputs,) = (argument for argument in call.args if isinstance(argument, BatchInputs))
+    assert (inputs.extend_lens.dtype, inputs.extend_lens.tolist()) == (torch.int32, [3, 1])
 
 
 def test_an_idle_rank_that_sglang_padded(make_runner):

@@ -120,6 +120,17 @@ def test_each_question_goes_to_the_kernel_that_answers_it(kernels, kind, positio
         assert kernels.called == [positions, windows, keys, slots]
 
 
+def test_zeros_of_a_prefill_are_written_before_its_layers(kernels, monkeypatch):
+    """SGLang's windowed kernel reads offsets before it waits for the kernel ahead of it."""
+    ours = selector(kernels, "paged and windowed")
+    for requests in (1, 4, 2):
+        logits, lengths, starts, _ = rows(requests, requests)
+        ours.prepare(lengths)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "zeros", None)
+            assert same(ours.positions(logits, lengths, TOPK, starts), TorchTopK().positions(logits, lengths, TOPK, starts))
+
+
 def test_without_a_table_of_tokens_positions_are_turned_through_pages(kernels):
     logits, lengths, _, metadata = rows()
     metadata.page_table_1 = None
