@@ -73,6 +73,7 @@ class BackendConfig:
             speculative=bool(settings.num_steps),
             on_gpu=device.type == "cuda",
             dequantised_prefill=dequantises(kv_cache_dtype, prefill),
+            disaggregated=settings.disaggregated,
         )
         if runner.page_size != PAGE_SIZE:
             raise ValueError(f"nsa_backend does not serve --page-size {runner.page_size}: pass --page-size {PAGE_SIZE}")

@@ -26,7 +26,9 @@ def dequantises(kv_cache_dtype: str | torch.dtype, prefill: str) -> bool:
     return kv_cache_dtype in ("fp8_e4m3", torch.float8_e4m3fn) and prefill == "flashmla_sparse"
 
 
-def check_model(hf_config: Any, *, speculative: bool, on_gpu: bool, dequantised_prefill: bool = False) -> None:
+def check_model(
+    hf_config: Any, *, speculative: bool, on_gpu: bool, dequantised_prefill: bool = False, disaggregated: bool = False
+) -> None:
     """Raise ValueError with one sentence where a model of this config cannot be served.
 
     Args:
@@ -34,6 +36,7 @@ def check_model(hf_config: Any, *, speculative: bool, on_gpu: bool, dequantised_
         speculative: whether draft steps are asked for.
         on_gpu: whether kernels for a GPU run.
         dequantised_prefill: what `dequantises` says of the KV cache and of prefill's implementation.
+        disaggregated: whether the server is one of a pair (PD disaggregation).
     """
     architecture = hf_config.architectures[0]
     if not adapter.is_sparse_model(hf_config):
@@ -41,13 +44,13 @@ def check_model(hf_config: Any, *, speculative: bool, on_gpu: bool, dequantised_
             f"--attention-backend {adapter.BACKEND_NAMES[0]} serves models with an index_topk (DeepSeek-V3.2 and its kin), "
             f"and {architecture} has none: choose another --attention-backend"
         )
-    problem = adapter.model_problem(hf_config, speculative, dequantised_prefill)
+    problem = adapter.model_problem(hf_config, speculative, dequantised_prefill, disaggregated)
     if getattr(hf_config, "llama_4_scaling", None) is not None:
         problem = (
             "its queries are scaled by position (llama_4_scaling), which SGLang hands no implementation that is served here"
         )
     if problem:
-        raise ValueError(f"nsa_backend does not serve {architecture}: {problem}; {adapter.WAY_BACK}")
+        raise ValueError(f"nsa_backend does not serve {architecture}: {problem}{_way_back(problem)}")
     index_topk = adapter.index_topk(hf_config)
     if on_gpu and index_topk != GPU_INDEX_TOPK:
         raise ValueError(
@@ -62,6 +65,11 @@ def check_model(hf_config: Any, *, speculative: bool, on_gpu: bool, dequantised_
         )
 
 
+def _way_back(problem: str) -> str:
+    """The way back to SGLang's own backend, as one of two choices where the problem ends with advice."""
+    return f"{', or' if '; ' in problem else ';'} {adapter.WAY_BACK}"
+
+
 def check_models(server_args: sglang.ServerArgs, names: dict[str, str | None]) -> None:
     """Check the target and, where it is another checkpoint, the draft model; SGLang has read the target's config before.
 
@@ -74,6 +82,7 @@ def check_models(server_args: sglang.ServerArgs, names: dict[str, str | None]) -
         "speculative": bool(args.speculative_num_steps),
         "on_gpu": args.device == "cuda",
         "dequantised_prefill": dequantises(args.kv_cache_dtype, getattr(args, adapter.PREFILL_ATTRIBUTE)),
+        "disaggregated": args.disaggregation_mode != "null",
     }
     if not {names["prefill"], names["decode"]}.isdisjoint(adapter.BACKEND_NAMES):
         check_model(adapter.target_config(server_args), **asked)

@@ -72,13 +72,16 @@ class Adapter(ABC):
         """Tokens that the sparse attention of such a model keeps."""
 
     @abstractmethod
-    def model_problem(self, hf_config: Any, speculative: bool, dequantised_prefill: bool) -> str | None:
+    def model_problem(
+        self, hf_config: Any, speculative: bool, dequantised_prefill: bool, disaggregated: bool = False
+    ) -> str | None:
         """What a sparse model asks of its backend that this one does not do, or that SGLang does not do for it; or None.
 
         Args:
             hf_config: of a target or a draft model.
             speculative: whether draft steps are asked for.
             dequantised_prefill: whether prefill dequantises an FP8 KV cache, and its top-k counts rows of that.
+            disaggregated: whether the server is one of a pair (PD disaggregation).
         """
 
     @abstractmethod

@@ -22,6 +22,7 @@ def server_args(**changed) -> SimpleNamespace:
         "speculative_algorithm": None,
         "speculative_eagle_topk": None,
         "speculative_num_steps": None,
+        "disaggregation_mode": "null",
         "attention_backend": adapter.BACKEND_NAMES[0],
     }
     values |= {"device": "cuda", "page_size": 64, "kv_cache_dtype": "bfloat16", DECODE: "fa3", PREFILL: "flashmla_sparse"}

@@ -80,7 +80,9 @@ def answer(config: Any, **asked: bool) -> str:
     except ValueError as refusal:
         return (
             str(refusal)
-            .removesuffix(f"; {adapter.WAY_BACK}")
+            .removesuffix(adapter.WAY_BACK)
+            .removesuffix("; ")
+            .removesuffix(", or ")
             .rpartition("ForConditionalGeneration: ")[2]
             .rpartition("ForCausalLM: ")[2]
         )

@@ -82,6 +82,32 @@ def test_a_pattern_that_sglang_reads_otherwise_is_refused():
     assert (adapter.model_problem(config, False, False) is None) == read
 
 
+def shared_by(pattern: str | None, types: list[str] | None) -> str | None:
+    """What is said of a GLM-5 of four layers; transformers gives it the types, a command line the pattern."""
+    fields = {"num_hidden_layers": 4, "index_topk": 2048, "index_topk_pattern": pattern, "indexer_types": types}
+    return adapter.model_problem(SimpleNamespace(architectures=["GlmMoeDsaForCausalLM"], **fields), False, False)
+
+
+def test_a_pattern_of_the_command_line_may_share_what_the_checkpoint_does_not():
+    """--json-model-override-args comes after transformers' class has called every layer full: a release goes by either."""
+    full = ["full"] * 4
+    assert shared_by("FFSS", full) is shared_by("FFSS", None) is shared_by(None, full) is None
+
+
+@pytest.mark.skipif(NEWEST, reason="goes by the types, which are the checkpoint's")
+def test_a_pattern_may_not_let_a_layer_select_that_has_no_indexer():
+    problem = f"a pattern that SGLang {installed()} does not read"
+    assert problem in shared_by("FFFS", ["full", "full", "shared", "shared"])
+    assert shared_by("FSSS", ["full", "full", "shared", "shared"]) is None
+
+
+def test_selections_that_travel_as_positions_are_never_rows_of_dequantised_kv():
+    """On a server of a pair, whichever side turns them into slots."""
+    config = MODELS["GLM-5.2, GLM-5.3"]
+    if OF_DSA:
+        check_model(config, speculative=True, on_gpu=True, dequantised_prefill=True, disaggregated=True)
+
+
 REFUSED = {
     "GLM-5.3-Flash": "its indexer pools keys",
     "dots.note": "a sparse backend of its own",

@@ -75,6 +75,7 @@ class DsaAdapter(Adapter):
             spec.speculative_num_draft_tokens or 0,
             overlap.enable_two_batch_overlap,
             get_parallel().attn_cp_size > 1,
+            get_server_args().disaggregation_mode != "null",
         )
 
     def resolved(self, server_args: ServerArgs) -> Any:

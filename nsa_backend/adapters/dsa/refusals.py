@@ -106,12 +106,13 @@ REFUSED_ENVIRONMENT = {
 """Switches of SGLang that must be off, and why."""
 
 
-def model_problem(hf_config: Any, speculative: bool, dequantised_prefill: bool) -> str | None:
+def model_problem(hf_config: Any, speculative: bool, dequantised_prefill: bool, disaggregated: bool = False) -> str | None:
     """What a sparse model asks of its backend that this one does not do, or what SGLang does not do for it; or None.
 
     Args:
         speculative: whether draft steps are asked for.
         dequantised_prefill: whether prefill dequantises an FP8 KV cache, and its top-k counts rows of that.
+        disaggregated: whether the server is one of a pair, between which shared selections travel as positions.
     """
     architecture = hf_config.architectures[0]
     if getattr(model_config, "get_dsa_index_kpool", lambda config: 1)(hf_config) > 1:
@@ -124,7 +125,8 @@ def model_problem(hf_config: Any, speculative: bool, dequantised_prefill: bool) 
         return "its attention has learnable sinks, which are added on a bfloat16 KV cache alone; pass --kv-cache-dtype bfloat16"
     if speculative and architecture.startswith("LongcatFlash"):
         return "SGLang's MTP layer of it takes no selection back from its attention; drop --speculative-algorithm"
-    if speculative and dequantised_prefill and shares_draft_selections(hf_config) and not _turns_selections_into_slots():
+    of_prefill = speculative and dequantised_prefill and shares_draft_selections(hf_config)
+    if of_prefill and not disaggregated and not _turns_selections_into_slots():
         return (
             f"its draft steps attend with the selection of prefill, and SGLang {installed()} does not turn one that was made "
             "on dequantised FP8 KV into slots; pass --dsa-prefill-backend flashmla_kv"

@@ -30,12 +30,13 @@ REFUSED = (
 """Options that this generation alone has, or alone may not be started with; a release need not have all."""
 
 
-def model_problem(hf_config: Any, speculative: bool, dequantised_prefill: bool) -> str | None:
+def model_problem(hf_config: Any, speculative: bool, dequantised_prefill: bool, disaggregated: bool = False) -> str | None:
     """What SGLang does not do for a sparse model, or None.
 
     Args:
         speculative: whether draft steps are asked for.
         dequantised_prefill: makes no difference in these releases.
+        disaggregated: neither does this.
     """
     if speculative and getattr(hf_config, "index_share_for_mtp_iteration", False):
         return (

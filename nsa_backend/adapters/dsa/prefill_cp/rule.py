@@ -27,10 +27,8 @@ REFUSED = (
         ),
     )
     if RUNNER_DIVIDES
-    else (
-        rule("enable_prefill_cp", "--enable-prefill-cp", _OLDER, advice=_NEWER),
-        rule("enable_dsa_prefill_context_parallel", "--enable-dsa-prefill-context-parallel", _OLDER, advice=_NEWER),
-    )
+    # Those releases resolve --enable-dsa-prefill-context-parallel to this option, and this option to that one.
+    else (rule("enable_prefill_cp", "--enable-prefill-cp", _OLDER, advice=_NEWER),)
 )
 """What is not served of it, whatever else a server does."""
 
