@@ -76,8 +76,14 @@ DEPLOYMENTS = {
     ),
     "decode attention TP under prefill context parallel": ("--enable-cp-decode-attn-tp", {"enable_cp_decode_attn_tp": True}),
     "layers split over the ranks of prefill context parallel": (
-        "--enable-dsa-cache-layer-split",
-        {"enable_dsa_cache_layer_split": True},
+        "--enable-prefill-cp --cp-strategy interleave --enable-dsa-cache-layer-split --disaggregation-mode prefill",
+        {
+            "enable_prefill_cp": True,
+            "cp_strategy": "interleave",
+            "enable_dsa_cache_layer_split": True,
+            "disaggregation_mode": "prefill",
+            "kv_cache_dtype": "bfloat16",
+        },
     ),
     "KV sharding": ("--enable-kv-cache-sharding", {"enable_kv_cache_sharding": True}),
     "decode context parallel": ("--dcp-size 2", {"dcp_size": 2}),

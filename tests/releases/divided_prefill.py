@@ -25,7 +25,9 @@ def rank_of(ranks: int, rank: int) -> Iterator[None]:
     """This process as one of `ranks`, with what SGLang resolves --enable-prefill-cp --cp-strategy interleave to."""
     options = {"enable_prefill_cp": True, "cp_strategy": "interleave", "enable_cp_tp_group_sharing": False}
     widths = dict.fromkeys(("tp_size", "moe_tp_size", "attn_cp_size"), ranks) | {"attn_tp_size": 1}
-    groups = dict.fromkeys(("tp_group", "moe_tp_group", "attn_cp_group"), SimpleNamespace(world_size=ranks))
+    groups = dict.fromkeys(
+        ("tp_group", "moe_tp_group", "attn_cp_group"), SimpleNamespace(world_size=ranks, pynccl_comm=None, cpu_group=None)
+    )
     base._STRATEGY = None
     try:
         with get_parallel().override(**options, **widths, **groups, tp_rank=rank, moe_tp_rank=rank, attn_cp_rank=rank):

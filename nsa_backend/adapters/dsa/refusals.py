@@ -27,11 +27,6 @@ REFUSED = (
         "a rank then has fewer heads in decode than in prefill, and a backend here is built for one number",
     ),
     rule(
-        "enable_dsa_cache_layer_split",
-        "--enable-dsa-cache-layer-split",
-        "a rank then keeps the KV of some layers and must fetch that of the others before it attends, which nothing here does",
-    ),
-    rule(
         "enable_kv_cache_sharding",
         "--enable-kv-cache-sharding",
         "a prefill then reads a gathered copy of the KV under other slots than the request table's, and page tables here are "
