@@ -4,6 +4,8 @@ Resolution asks the GPU for its compute capability alone, which the `resolve` fi
 """
 
 import pytest
+from installed_source import server_fields
+from sglang.srt.server_args import ServerArgs
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.environment import switched_on
@@ -68,6 +70,33 @@ def test_an_option_that_is_not_given_sets_nothing(parse):
 
 def test_the_last_spelling_wins(parse):
     assert getattr(parse(adapter.DECODE_OPTION, "trtllm", "--nsa-decode-backend", "fa3"), adapter.DECODE_ATTRIBUTE) == "fa3"
+
+
+@pytest.mark.skipif(not {"enable_prefill_cp", "cp_strategy"} <= server_fields(), reason="divides no prefill by these options")
+@pytest.mark.parametrize("word", ["nsa", "dsa"])
+@pytest.mark.parametrize(
+    ("how", "strategy"), [("", "interleave"), ("round-robin-split", "interleave"), ("in-seq-split", "zigzag")]
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_prefill_context_parallel_by_its_old_names(parse, word, how, strategy, first):
+    """As public commands have it; SGLang 0.5.17 resolves them to the new ones itself."""
+    divide, mode = [f"--enable-{word}-prefill-context-parallel"], [f"--{word}-prefill-cp-mode", how] if how else []
+    args = parse(*(divide + mode if first else mode + divide))
+    if hasattr(ServerArgs, "dsa_prefill_cp_mode"):
+        assert args.enable_dsa_prefill_context_parallel
+        assert args.dsa_prefill_cp_mode == (how or "round-robin-split")
+    else:
+        assert (args.enable_prefill_cp, args.cp_strategy) == (True, strategy)
+    plain = parse()
+    assert (plain.enable_prefill_cp, plain.cp_strategy) == (False, None)
+
+
+@pytest.mark.skipif(
+    hasattr(ServerArgs, "dsa_prefill_cp_mode") or "cp_strategy" not in server_fields(), reason="SGLang has the old names itself"
+)
+def test_a_strategy_that_is_given_stays(parse):
+    assert parse("--cp-strategy", "zigzag", "--enable-dsa-prefill-context-parallel").cp_strategy == "zigzag"
+    assert parse("--enable-prefill-cp").cp_strategy is None, "SGLang asks for one there"
 
 
 @pytest.mark.parametrize("option", [adapter.DECODE_OPTION, adapter.PREFILL_OPTION])
