@@ -25,8 +25,8 @@ from nsa_backend.attention.implementations import implementation
 from nsa_backend.config import AttentionConfig, _prefill_impl
 from nsa_backend.releases import round_graph_problem
 
-MEMORY = {"H100": 81559, "H200": 143771, "H20": 97871}
-"""MiB, as nvidia-smi says it."""
+MEMORY = {"H100": 81559, "H200": 143771, "H20": 97871, "Hopper": 143771}
+"""MiB, as nvidia-smi says it; a recipe that names no GPU gets an H200's."""
 DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
 

@@ -50,7 +50,7 @@ class Stopped:
 @dataclass(frozen=True)
 class Recipe:
     source: str
-    gpus: str
+    gpus: str  # how many, and which; Hopper where the page names none
     model: str  # of MODELS
     options: str
     outcomes: Mapping[str, Served | Refused | Stopped]  # by release

@@ -90,7 +90,7 @@ RECIPES = {
     ),
     "GLM-5, rollouts of slime": Recipe(
         f"{SLIME}/run-glm5-744B-A40B.sh",
-        "64 H100",
+        "64 Hopper",
         "GLM-5",
         f"{ROLLOUT} --deepep-mode auto --nsa-decode-backend flashmla_sparse --cuda-graph-max-bs 8 --max-running-requests 512 "
         "--chunked-prefill-size 131072" + drafts(3),
@@ -102,7 +102,7 @@ RECIPES = {
     ),
     "GLM-5.2, rollouts of slime, prefill server": Recipe(
         f"{SLIME}/run-glm5.2-744B-A40B.sh",
-        "64 H100",
+        "64 Hopper",
         "GLM-5.2",
         f"{ROLLOUT} {OF_A_PAIR} --disaggregation-mode prefill --deepep-mode auto --load-balance-method follow_bootstrap_room "
         "--chunked-prefill-size 131072 --max-running-requests 512 --cuda-graph-max-bs 8" + drafts(4),
@@ -111,7 +111,7 @@ RECIPES = {
     ),
     "GLM-5.2, rollouts of slime, decode server": Recipe(
         f"{SLIME}/run-glm5.2-744B-A40B.sh",
-        "64 H100",
+        "64 Hopper",
         "GLM-5.2",
         f"{ROLLOUT} {OF_A_PAIR} --disaggregation-mode decode --deepep-mode low_latency --moe-runner-backend deep_gemm "
         "--load-balance-method round_robin --max-running-requests 768 --cuda-graph-max-bs 12" + drafts(4),
@@ -132,7 +132,7 @@ RECIPES = {
     ),
     "GLM-5.2, rollouts of miles, balanced": Recipe(
         f"{MILES}/run_glm5_2_744b_a40b.py",
-        "4 H200",
+        "4 Hopper",
         "GLM-5.2",
         "--tp-size 4 --mem-fraction-static 0.85 --ep-size 4 --enable-dp-attention --dp-size 4 --moe-a2a-backend deepep "
         "--kv-cache-dtype fp8_e4m3 --nsa-decode-backend flashmla_kv --nsa-prefill-backend flashmla_sparse "
@@ -148,7 +148,7 @@ RECIPES = {
     ),
     "DeepSeek-V3.2, rollouts of miles": Recipe(
         f"{MILES}/run_deepseek_v32.py",
-        "8 H200",
+        "8 Hopper",
         "DeepSeek-V3.2",
         "--mem-fraction-static 0.8 --attention-backend nsa --nsa-decode-backend flashmla_sparse "
         "--nsa-prefill-backend flashmla_sparse --kv-cache-dtype bf16 --page-size 64 --moe-runner-backend triton --tp-size 8 "

@@ -87,7 +87,7 @@ RECIPES = {
     ),
     "DeepSeek-V3.2, two nodes, DP attention of eight GPUs each, MTP": Recipe(
         V32,
-        "16 H200",
+        "16 Hopper",
         "DeepSeek-V3.2",
         "--nccl-init 10.0.0.1:5000 --nnodes 2 --node-rank 0 --tp 16 --dp 2 --enable-dp-attention --page-size 64 "
         "--trust-remote-code --log-requests --context-length 65536 --max-running-requests 128 --allow-auto-truncate "
@@ -96,7 +96,7 @@ RECIPES = {
     ),
     "DeepSeek-V3.2, prefill context parallel, pipeline and expert parallel": Recipe(
         V32,
-        "16 H200",
+        "16 Hopper",
         "DeepSeek-V3.2",
         "--nccl-init 10.0.0.1:5000 --nnodes 2 --node-rank 0 --tp 8 --pp-size 2 --dp 1 --enable-dp-attention "
         "--moe-a2a-backend deepep --ep-size 16 --page-size 128 --chunked-prefill-size 16384 --attention-backend dsa "
@@ -107,7 +107,7 @@ RECIPES = {
     ),
     "DeepSeek-V3.2, prefill context parallel and pipeline parallel on FP8 KV": Recipe(
         V32,
-        "16 H200",
+        "16 Hopper",
         "DeepSeek-V3.2",
         "--nccl-init 10.0.0.1:5000 --nnodes 2 --node-rank 0 --tp 8 --pp-size 2 --pp-async-batch-depth 1 --dp 1 "
         "--enable-dp-attention --trust-remote-code --log-requests --context-length 65536 --max-running-requests 128 "
@@ -117,7 +117,7 @@ RECIPES = {
     ),
     "DeepSeek-V3.2 on Kubernetes, prefill server with DeepEP": Recipe(
         RBG,
-        "8 H200",
+        "8 Hopper",
         "DeepSeek-V3.2",
         "--trust-remote-code --disable-radix-cache --chunked-prefill-size 131072 --page-size 64 "
         "--ep-dispatch-algorithm dynamic --eplb-algorithm deepseek --enable-dp-lm-head --enable-dp-attention --dp-size 8 "
@@ -128,7 +128,7 @@ RECIPES = {
     ),
     "DeepSeek-V3.2 on Kubernetes, decode server with DeepEP": Recipe(
         RBG,
-        "8 H200",
+        "8 Hopper",
         "DeepSeek-V3.2",
         "--trust-remote-code --chunked-prefill-size 131072 --prefill-round-robin-balance --eplb-rebalance-layers-per-chunk "
         "29 --page-size 64 --enable-dp-attention --enable-dp-lm-head --dp-size 8 --moe-a2a-backend deepep "
@@ -188,10 +188,10 @@ RECIPES = {
         f"--tp 16 {TWO_NODES} --dp 16 --enable-dp-attention --mem-fraction-static 0.85" + drafts(3),
         rounds(3, NO_DP),
     ),
-    "GLM-5.2 and 5.3, low latency": Recipe(
+    "GLM-5.2 and GLM-5.3, low latency": Recipe(
         GLM + ".2", "8 H200", "GLM-5.2", "--tp 8 --mem-fraction-static 0.8" + drafts(5), rounds(5, "")
     ),
-    "GLM-5.2 and 5.3, balanced": Recipe(
+    "GLM-5.2 and GLM-5.3, balanced": Recipe(
         GLM + ".2",
         "8 H200",
         "GLM-5.2",
@@ -199,7 +199,7 @@ RECIPES = {
         + drafts(1),
         {NEW: Served(steps=1, three=DEEPEP), OLD: Served(steps=1, three=f"{DEEPEP} and {NO_DP}")},
     ),
-    "GLM-5.2 and 5.3, high throughput": Recipe(
+    "GLM-5.2 and GLM-5.3, high throughput": Recipe(
         GLM + ".2",
         "8 H200",
         "GLM-5.2",
@@ -226,7 +226,7 @@ RECIPES = {
     ),
     "decode server with HiSparse": Recipe(
         HISPARSE,
-        "8 H200",
+        "8 Hopper",
         "GLM-5",
         "--trust-remote-code --context-length 81920 --tp-size 8 --dp-size 8 --enable-dp-attention --mem-fraction-static 0.85 "
         "--disable-radix-cache --disaggregation-mode decode --enable-hisparse "

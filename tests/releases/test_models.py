@@ -94,6 +94,18 @@ def test_a_pattern_of_the_command_line_may_share_what_the_checkpoint_does_not():
     assert shared_by("FFSS", full) is shared_by("FFSS", None) is shared_by(None, full) is None
 
 
+@pytest.mark.skipif(not OF_DSA, reason="reads no pattern of a config of transformers")
+@pytest.mark.parametrize(("override", "shares"), [({}, not NEWEST), ({"indexer_types": None}, True)])
+def test_which_releases_go_by_it(override, shares):
+    """Should 0.5.23 mend it, docs/recipes.md and docs/host_defects.md can say less."""
+    from sglang.srt.configs.model_config import dsa_layer_skips_topk
+
+    config = BUILDERS["GLM-5, GLM-5.1"]()
+    config.update({"index_topk_pattern": "FS" * 39} | override)  # what SGLang does with --json-model-override-args
+    assert [dsa_layer_skips_topk(config, layer) for layer in range(4)] == [False, shares, False, shares]
+    assert adapter.model_problem(config, True, False) is None
+
+
 @pytest.mark.skipif(NEWEST, reason="goes by the types, which are the checkpoint's")
 def test_a_pattern_may_not_let_a_layer_select_that_has_no_indexer():
     problem = f"a pattern that SGLang {installed()} does not read"
