@@ -120,6 +120,18 @@ def test_selections_that_travel_as_positions_are_never_rows_of_dequantised_kv():
         check_model(config, speculative=True, on_gpu=True, dequantised_prefill=True, disaggregated=True)
 
 
+@pytest.mark.skipif(not OF_DSA or NEWEST, reason="tests/releases/test_dsa_disaggregation.py has it")
+def test_both_servers_of_a_pair_select_positions_for_drafts_there():
+    """Which is why 0.5.17 need not turn rows of a dequantised copy into slots."""
+    from sglang.srt.layers.attention.dsa.utils import should_use_dsa_fused_topk
+
+    fused = {
+        mode: should_use_dsa_fused_topk(SimpleNamespace(disaggregation_mode=mode), True)
+        for mode in ("prefill", "decode", "null")
+    }
+    assert fused == {"prefill": False, "decode": False, "null": True}
+
+
 REFUSED = {
     "GLM-5.3-Flash": "its indexer pools keys",
     "dots.note": "a sparse backend of its own",
