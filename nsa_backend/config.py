@@ -67,7 +67,7 @@ class BackendConfig:
         settings, hf_config = adapter.settings(runner), runner.model_config.hf_config
         device = torch.device(runner.device)
         kv_cache_dtype = runner.token_to_kv_pool.dtype
-        prefill = _prefill_impl(settings.prefill, kv_cache_dtype)
+        prefill = prefill_name(settings.prefill, kv_cache_dtype)
         check_model(
             hf_config,
             speculative=bool(settings.num_steps),
@@ -85,7 +85,6 @@ class BackendConfig:
             )
         if device.type == "cuda":
             _check_indexer()
-        decode = "auto" if switched_on("NSA_BACKEND_AUTO_DECODE") else settings.decode
         return cls(
             attention=AttentionConfig(
                 device_sm=adapter.device_sm(device),
@@ -101,7 +100,7 @@ class BackendConfig:
                 table_width=table_width,
                 sinks=bool(getattr(hf_config, "learnable_sink", False)),
             ),
-            decode_impl=decode,
+            decode_impl=decode_name(settings.decode),
             prefill_impl=prefill,
             num_draft_tokens=settings.num_draft_tokens,
             num_sms=adapter.deep_gemm_num_sms() if device.type == "cuda" else 0,
@@ -121,8 +120,13 @@ def _check_indexer() -> None:
         raise ValueError(". ".join(filter(None, problems)))
 
 
-def _prefill_impl(name: str, kv_cache_dtype: torch.dtype) -> str:
-    """Resolve SGLang's `flashmla_auto` as SGLang does on Hopper."""
-    if name != "flashmla_auto":
-        return name
+def decode_name(named: str) -> str:
+    """What decode runs on where options name `named`."""
+    return "auto" if switched_on("NSA_BACKEND_AUTO_DECODE") else named
+
+
+def prefill_name(named: str, kv_cache_dtype: torch.dtype) -> str:
+    """The same of prefill: SGLang's `flashmla_auto` is what it is there on Hopper."""
+    if named != "flashmla_auto":
+        return named
     return "flashmla_kv" if kv_cache_dtype == torch.float8_e4m3fn else "flashmla_sparse"

@@ -10,6 +10,7 @@ from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.shared import Takeover
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.environment import asked, switched_on
+from nsa_backend.implementation_check import check_implementations
 from nsa_backend.model_check import check_models
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.refusals import refuse_unsupported
@@ -60,6 +61,7 @@ def check_server_args(original: Callable, server_args: sglang.ServerArgs) -> Non
     if not set(adapter.BACKEND_NAMES).isdisjoint((names["prefill"], names["decode"])):
         check_models(server_args, names)  # first: SGLang fills other defaults in for a model that is not sparse
         refuse_unsupported(server_args)
+        check_implementations(server_args)
         adapter.offer_warm_ups(server_args)
 
 

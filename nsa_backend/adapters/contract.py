@@ -199,6 +199,7 @@ class Adapter(ABC):
     # What all releases do alike
 
     WAY_BACK = shared.WAY_BACK
+    attention_tp_size_of = staticmethod(startup.attention_tp_size_of)
     deep_gemm_num_sms = staticmethod(shared.deep_gemm_num_sms)
     deep_gemm_schedule = staticmethod(shared.deep_gemm_schedule)
     device_sm = staticmethod(shared.device_sm)

@@ -49,6 +49,13 @@ def draft_config(server_args: ServerArgs, args: Any) -> Any | None:
     ).hf_config
 
 
+def attention_tp_size_of(args: Any) -> int:
+    """Ranks that share the heads of a request's attention, by resolved arguments."""
+    # 0.5.23 resolves --enable-dp-attention to the first, and turns it off.
+    dp = getattr(args, "attn_dp_size", None) or (args.dp_size if args.enable_dp_attention else 1)
+    return max(args.tp_size // dp // (getattr(args, "attn_cp_size", None) or 1), 1)
+
+
 def watch_backends(check: Check) -> None:
     """Call `check(part, backend)` on each attention backend that the scheduler of this process builds, before it is used.
 

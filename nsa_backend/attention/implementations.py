@@ -30,20 +30,17 @@ def implementation(name: str) -> ModuleType:
     return import_module(IMPLEMENTATIONS[name])
 
 
-def build_attention(name: str, asked: str, config: AttentionConfig) -> SparseAttention:
-    """Build the implementation that the user chose.
+def check_attention(name: str, asked: str, config: AttentionConfig) -> None:
+    """Raise ValueError where the implementation that the user chose cannot run; gives all reasons, and which ones can.
 
     Args:
-        name: a key of `IMPLEMENTATIONS`.
+        name: a key of `IMPLEMENTATIONS`, or a name that there is not.
         asked: how the user asked for it, such as "--nsa-decode-backend fa3", for the message.
         config: what the model, the KV pool and the GPU are.
-
-    Raises:
-        ValueError: the name is unknown or cannot run here; gives all reasons, and which ones can.
     """
     found = implementation(name).problems(config) if name in IMPLEMENTATIONS else ["nsa_backend has no such implementation"]
     if not found:
-        return implementation(name).build(config)
+        return
     usable = [other for other, why_not in reasons(config).items() if why_not is None and other != "auto"]
     raise ValueError(
         f"{asked} cannot run here: {'; '.join(found)}. Choose one of: {', '.join(usable) or 'none on this machine'}; "
@@ -51,16 +48,31 @@ def build_attention(name: str, asked: str, config: AttentionConfig) -> SparseAtt
     )
 
 
+def build_attention(name: str, asked: str, config: AttentionConfig) -> SparseAttention:
+    """Build what `check_attention` has no objection to; raises its ValueError."""
+    check_attention(name, asked, config)
+    return implementation(name).build(config)
+
+
+def decode_side(attention: AttentionConfig, decode: str, prefill: str) -> tuple[str, str, AttentionConfig]:
+    """`check_attention`'s arguments of what runs in decode, target_verify and draft_extend, beside `prefill`."""
+    asked = "NSA_BACKEND_AUTO_DECODE=1" if decode == "auto" else f"{adapter.DECODE_OPTION} {decode}"
+    return decode, asked, replace(attention, partner=prefill)
+
+
+def prefill_side(attention: AttentionConfig, decode: str, prefill: str) -> tuple[str, str, AttentionConfig]:
+    """The same of what runs in sparse prefill."""
+    return prefill, f"{adapter.PREFILL_OPTION} {prefill}", replace(attention, partner=decode, prefill=True)
+
+
 def build_decode(config: BackendConfig) -> SparseAttention:
-    """What runs in decode, target_verify and draft_extend; raises ValueError where it cannot run here."""
-    asked = "NSA_BACKEND_AUTO_DECODE=1" if config.decode_impl == "auto" else f"{adapter.DECODE_OPTION} {config.decode_impl}"
-    return build_attention(config.decode_impl, asked, replace(config.attention, partner=config.prefill_impl))
+    """Decode's; raises ValueError where it cannot run here."""
+    return build_attention(*decode_side(config.attention, config.decode_impl, config.prefill_impl))
 
 
 def build_prefill(config: BackendConfig) -> SparseAttention:
-    """What runs in sparse prefill; raises ValueError where it cannot run here."""
-    attention = replace(config.attention, partner=config.decode_impl, prefill=True)
-    return build_attention(config.prefill_impl, f"{adapter.PREFILL_OPTION} {config.prefill_impl}", attention)
+    """Prefill's; raises ValueError where it cannot run here."""
+    return build_attention(*prefill_side(config.attention, config.decode_impl, config.prefill_impl))
 
 
 def reasons(config: AttentionConfig) -> dict[str, str | None]:

@@ -17,7 +17,7 @@ FLOORS = (
     {"config"},
     {"metadata"},
     {"attention", "indexer"},
-    {"refusals", "backend"},
+    {"refusals", "backend", "implementation_check"},
     {"multi_step"},
     {"registration"},
     {"plugin", "testing"},

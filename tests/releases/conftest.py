@@ -109,6 +109,7 @@ def parse(tmp_path):
 def resolve(parse, monkeypatch):
     """Returns a function of command-line words that goes as far as the launcher's main process: resolved and to be checked."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "NVIDIA H200")
 
     def resolved(*words: str) -> ServerArgs:
         server_args = ServerArgs.from_cli_args(parse(*words))

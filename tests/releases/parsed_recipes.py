@@ -22,7 +22,7 @@ import torch  # isort: skip  # after parsed_commands, which loads SGLang as a ma
 from sglang.srt.utils import common
 
 from nsa_backend.attention.implementations import implementation
-from nsa_backend.config import AttentionConfig, _prefill_impl
+from nsa_backend.config import AttentionConfig, prefill_name
 from nsa_backend.releases import round_graph_problem
 
 MEMORY = {"H100": 81559, "H200": 143771, "H20": 97871, "Hopper": 143771}
@@ -52,7 +52,7 @@ def rounds(args: Any) -> list[str] | None:
 def problems(args: Any, heads: int) -> list[str]:
     """Why the implementations could not be built on a rank of this server."""
     kv = DTYPES[args.kv_cache_dtype]
-    names = getattr(args, adapter.DECODE_ATTRIBUTE), _prefill_impl(getattr(args, adapter.PREFILL_ATTRIBUTE), kv)
+    names = getattr(args, adapter.DECODE_ATTRIBUTE), prefill_name(getattr(args, adapter.PREFILL_ATTRIBUTE), kv)
     of_rank = heads * attention_ranks(args) * max(getattr(args, "attn_cp_size", 1), 1) // args.tp_size
     found = []
     for name, partner, prefill in ((*names, False), (*names[::-1], True)):
