@@ -30,8 +30,8 @@ def take_over() -> None:
 def create_backend(runner: sglang.ModelRunner) -> NativeSparseAttnBackend:
     """Build the backend of a target model, or of a draft model's prefill."""
     backend = NativeSparseAttnBackend(runner)
+    adapter.clear_padding_on_resume(runner.token_to_kv_pool)
     if not runner.is_draft_worker:
-        adapter.clear_padding_row_on_resume()
         backend.log_start(adapter.settings(runner).num_steps)
     return backend
 

@@ -45,6 +45,8 @@ NOTHING = (
 class FakeGraphs:
     """The three runners of a worker, built inside `fake_gpu`; `replayed` has what they replayed: graph and captured size."""
 
+    logits_dtype = torch.float32
+
     def __init__(
         self, steps: int, sizes: list[int], *, shared: bool = False, ranks: int = 1, draft_sizes: list[int] | None = None
     ):
@@ -87,7 +89,8 @@ class FakeGraphs:
     def _logits(self, size: int) -> LogitsProcessorOutput:
         rows = size * self.width
         return LogitsProcessorOutput(
-            next_token_logits=gpu(rows, VOCABULARY, dtype=torch.float32), hidden_states=gpu(rows, HIDDEN, dtype=torch.float32)
+            next_token_logits=gpu(rows, VOCABULARY, dtype=self.logits_dtype),
+            hidden_states=gpu(rows, HIDDEN, dtype=torch.float32),
         )
 
     def verify(self, model_runner: Any) -> DecodeCudaGraphRunner:

@@ -185,8 +185,12 @@ class Adapter(ABC):
         """While a draft-extend graph runner is built, its batch sizes count tokens."""
 
     @abstractmethod
-    def clear_padding_row_on_resume(self) -> None:
-        """Give the request table's padding row its zeros back whenever SGLang has released its memory and taken it again."""
+    def clear_padding_on_resume(self, pool: Any) -> None:
+        """Give what padding reads its zeros back whenever SGLang has released memory and taken it again.
+
+        Args:
+            pool: SGLang's KV pool, of the target or of a draft model. The padding row of the request table is every model's.
+        """
 
     @abstractmethod
     def keep_draft_kv(self, draft_runner: sglang.ModelRunner) -> None:

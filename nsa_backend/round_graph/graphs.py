@@ -106,7 +106,7 @@ class GraphRecorder:
 
 
 class RoundGraphs:
-    """Graphs of whole rounds of one kind, greedy or sampled, by captured batch size."""
+    """Graphs of whole rounds of one kind, by captured batch size."""
 
     def __init__(
         self,

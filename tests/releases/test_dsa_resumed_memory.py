@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kv_pools import PAGE, dsa_pool, scribble
 from sglang.srt.constants import GPU_MEMORY_TYPE_CUDA_GRAPH, GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 from sglang.srt.managers.scheduler_components import weight_updater
@@ -20,13 +21,21 @@ TAGS = {GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS, GPU_MEMORY_TYPE_CUDA_
 
 @pytest.fixture
 def released(monkeypatch):
-    """(manager whose memory is released, request table); what comes back holds anything, what does not cannot be written."""
+    """(manager whose memory is released, request table, KV pools of target and draft).
+
+    What comes back holds anything, what does not cannot be written.
+    """
     pool = ReqToTokenPool(4, 64, "cpu", enable_memory_saver=False)
     backing, pool.req_to_token = pool.req_to_token, None
+    models = [dsa_pool(layers, seed=layers, pages=3) for layers in (2, 1)]
+    for of_model in models:
+        resumed_memory.clear_padding_on_resume(of_model)
 
     def resume(tag: str) -> None:
         if tag == GPU_MEMORY_TYPE_KV_CACHE:
             pool.req_to_token = backing.fill_(-77)
+            for of_model in models:
+                scribble(of_model)
 
     manager = object.__new__(weight_updater.SchedulerWeightUpdaterManager)
     model = torch.nn.Module()
@@ -41,22 +50,30 @@ def released(monkeypatch):
     monkeypatch.setattr(
         weight_updater.SchedulerWeightUpdaterManager, "_assert_weight_cache_inactive", lambda *a: None, raising=False
     )
-    return manager, pool
+    return manager, pool, models
 
 
-def test_the_padding_row_is_zero_again(released):
-    resumed_memory.clear_padding_row_on_resume()
-    manager, pool = released
+def test_what_padding_reads_is_zero_again(released):
+    manager, pool, models = released
     manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=None))
     assert not pool.req_to_token[0].any()
     assert (pool.req_to_token[1:] == -77).all()
+    for of_model in models:
+        left = dsa_pool(len(of_model.kv_buffer), seed=99, pages=3)  # as it came back
+        for mine, as_it_came in zip(of_model.kv_buffer, left.kv_buffer, strict=True):
+            assert not mine[:PAGE].any()
+            assert torch.equal(mine[PAGE:], as_it_came[PAGE:])
+        for mine, as_it_came in zip(of_model.index_k_with_scale_buffer, left.index_k_with_scale_buffer, strict=True):
+            assert not mine[0].any()
+            assert torch.equal(mine[1:], as_it_came[1:])
 
 
 def test_memory_that_is_still_released_is_not_touched(released):
-    resumed_memory.clear_padding_row_on_resume()
-    manager, pool = released
+    manager, pool, models = released
+    before = [buffer.clone() for of_model in models for buffer in of_model.kv_buffer]
     manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[GPU_MEMORY_TYPE_WEIGHTS]))
     assert pool.req_to_token is None
+    assert all(map(torch.equal, before, (buffer for of_model in models for buffer in of_model.kv_buffer)))
     manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[GPU_MEMORY_TYPE_KV_CACHE]))
     assert not pool.req_to_token[0].any()
 
@@ -68,6 +85,9 @@ def test_where_memory_can_be_released(make_runner, monkeypatch, saved):
     monkeypatch.setattr(
         module, "get_server_args", lambda: SimpleNamespace(enable_memory_saver=saved, disaggregation_mode="null")
     )
-    monkeypatch.setattr(resumed_memory, "clear_padding_row_on_resume", lambda: asked.append(True))
-    create_backend(make_runner())
-    assert asked == [True] * saved
+    monkeypatch.setattr(resumed_memory, "clear_padding_on_resume", asked.append)
+    runners = [make_runner(), make_runner()]
+    runners[1].is_draft_worker = True
+    for runner in runners:
+        create_backend(runner)
+    assert asked == [runner.token_to_kv_pool for runner in runners if saved]

@@ -79,7 +79,7 @@ def test_sampled_rounds_that_find_no_memory_are_three_graphs(monkeypatch, caplog
 @pytest.mark.parametrize(
     ("greedy", "way_out"),
     [
-        (True, "NSA_BACKEND_ROUND_GRAPH=0 leaves rounds three CUDA graphs"),
+        (True, "NSA_BACKEND_ROUND_GRAPH=0 leaves rounds three CUDA graphs, under EAGLE in place of NAIVE_EAGLE"),
         (False, "NSA_BACKEND_SAMPLED_ROUNDS=0 leaves sampled rounds three CUDA graphs"),
     ],
 )

@@ -22,6 +22,7 @@ def test_a_round_is_launches_alone(num_steps, logprobs, shared, sampled):
     requests = 2
     with fake_gpu() as crossings, sampling_kernels(sampling := mock.Mock(side_effect=check_sampling)):
         fake = FakeGpuWorker(num_steps, requests, shared=shared)
+        fake.graphs.logits_dtype = torch.bfloat16 if logprobs and not sampled else torch.float32
         future_map, batch = fake.future_map(), fake.batch(sampled=sampled)
         batch.return_logprob, batch.top_logprobs_nums, batch.token_ids_logprobs = logprobs, [0] * requests, [None] * requests
         batch.sampling_info.temperatures = gpu(requests, 1, dtype=torch.float32)

@@ -11,7 +11,7 @@ from round_stand_in import D, decode_batch, finished_prefill
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.entrypoints import warmup as sglang_warmups
 
-from nsa_backend.adapters.dsa.rounds import release, warm_up
+from nsa_backend.adapters.dsa.rounds import release, rule, warm_up
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.releases import installed
 
@@ -44,6 +44,8 @@ class Manager:
 def warmed(monkeypatch):
     """Returns a function that has SGLang run the warm-up by its name, and gives back what the server was sent."""
 
+    monkeypatch.delenv(rule.SWITCH, raising=False)
+
     def run(mode: str, ranks: int, draft_tokens: int | None) -> list[list]:
         monkeypatch.setattr(release, "get_parallel", lambda: SimpleNamespace(num_dp_ranks=ranks))
         monkeypatch.setattr(release, "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=draft_tokens))
@@ -62,10 +64,25 @@ def test_every_rank_has_a_request_of_its_own_of_either_kind(warmed, mode, ranks)
     """At once: a rank that captures makes the others wait, and each captures for itself."""
     greedy, sampled = warmed(mode, ranks, D)
     for requests, temperature in ((greedy, 0), (sampled, 1)):
+        assert not any(request.return_logprob for request in requests)
         assert [request.routed_dp_rank for request in requests] == list(range(ranks))
         assert {request.sampling_params["temperature"] for request in requests} == {temperature}
         assert {request.bootstrap_host for request in requests} == {None if mode == "null" else FAKE_BOOTSTRAP_HOST}
         assert [request.bootstrap_room for request in requests] == [None if mode == "null" else n for n in range(ranks)]
+
+
+def test_where_one_graph_is_asked_for_rounds_with_log_probabilities_are_captured_too(warmed, monkeypatch):
+    monkeypatch.setenv(rule.SWITCH, "1")
+    kinds = [(batch[0].sampling_params["temperature"], batch[0].return_logprob) for batch in warmed("null", 1, D)]
+    assert kinds == [(0, False), (0, True), (1, False), (1, True)]
+
+
+def test_several_tokenizer_processes_do_not_know_it(resolve):
+    server_args = resolve(
+        "--attention-backend", adapter.BACKEND_NAMES[0], "--warmups", "round_graphs", "--tokenizer-worker-num", "2"
+    )
+    with pytest.raises(ValueError, match="pass --tokenizer-worker-num 1, or drop the warm-up"):
+        server_args.check_server_args()
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -57,15 +57,20 @@ def test_sides_are_compared_up_to_where_they_part():
     assert apart(side(0.25), side(0, (1, 9, 3))) == {"positions": 2, "mean": 0.125, "largest": 0.25}
 
 
-@pytest.mark.parametrize(("shift", "problem"), [(0.1, None), (4.0, "log-probabilities are 1.0 apart, above 0.05")])
+@pytest.mark.parametrize(
+    ("shift", "problem"),
+    [(0.1, None), (4.0, "1.0 apart in the mean and 4.0 at most"), (1.5, "0.375 apart in the mean and 1.5 at most")],
+)
 def test_what_is_too_far(shift, problem):
     result = side(shift) | {key: [] for key in ("histograms", "cached_tokens", "host_tokens", "storage_tokens")}
     result |= {"accept": [3.9], "seconds": 1.0}
     given = {name: {w: result | only for w in CASE.measured()} for name, only in (("ours", {}), ("builtin", side(0)))}
     row = reports.row_of(CASE, given)
     assert row["logprobs"].keys() == set(CASE.measured())
-    wanted = [] if problem is None else [f"{CASE.name}, {workload}: {problem}" for workload in CASE.measured()]
+    wanted = [f"{CASE.name}, {w}: log-probabilities are {problem}, above 0.05 or 1.0" for w in CASE.measured() if problem]
     assert far_apart(row) == wanted
+    rare = {"positions": 1000, "mean": 0.002, "largest": 2.0}
+    assert len(far_apart({"case": "x", "logprobs": {"8x300": rare}})) == 1
     assert "logprobs" not in reports.row_of(CASE, {"ours": given["ours"]})
 
 

@@ -137,10 +137,10 @@ class DsaAdapter(Adapter):
         """Where the KV of `batch` is: a batch no longer knows, its backend does."""
         return backend.token_to_kv_pool
 
-    def clear_padding_row_on_resume(self) -> None:
+    def clear_padding_on_resume(self, pool: Any) -> None:
         """On servers that can release memory (--enable-memory-saver)."""
         if get_server_args().enable_memory_saver:
-            resumed_memory.clear_padding_row_on_resume()
+            resumed_memory.clear_padding_on_resume(pool)
 
     def keep_draft_kv(self, draft_runner: ModelRunner) -> None:
         """On a decode server of PD disaggregation, which copies the KV of retracted requests to the host."""
@@ -170,9 +170,20 @@ class DsaAdapter(Adapter):
         draft.take_rounds(ours, has_rounds)
 
     def offer_warm_ups(self, server_args: ServerArgs) -> None:
-        """Only where it is asked for: SGLang's module of warm-ups is heavy."""
-        if warm_up.NAME in (self.resolved(server_args).warmups or "").split(","):
-            warm_up.offer()
+        """Only where it is asked for: SGLang's module of warm-ups is heavy.
+
+        Raises:
+            ValueError: several tokenizer processes are to answer requests, which know SGLang's own warm-ups alone.
+        """
+        args = self.resolved(server_args)
+        if warm_up.NAME not in (args.warmups or "").split(","):
+            return
+        if args.tokenizer_worker_num > 1:
+            raise ValueError(
+                f"--warmups {warm_up.NAME} is not known to several tokenizer processes: pass --tokenizer-worker-num 1, or drop "
+                "the warm-up"
+            )
+        warm_up.offer()
 
     def factory_returns_a_name(self) -> bool:
         """Whether the draft factory's methods return (backend name, backend), which began with the stamping of backends."""

@@ -111,7 +111,7 @@ class NsaAdapter(Adapter):
     def offer_warm_ups(self, server_args: ServerArgs) -> None:
         """Nothing: our own capture rounds, and there are none; SGLang's log says that it does not know the name."""
 
-    def clear_padding_row_on_resume(self) -> None:
+    def clear_padding_on_resume(self, pool: Any) -> None:
         """Nothing: releasing memory was not looked at in these releases."""
 
     def keep_draft_kv(self, draft_runner: ModelRunner) -> None:

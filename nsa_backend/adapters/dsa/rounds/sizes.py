@@ -1,4 +1,4 @@
-"""Batch sizes of captured rounds: of which numbers of requests there are graphs, of greedy rounds and of sampled ones."""
+"""Batch sizes of captured rounds: of which numbers of requests there are graphs, kind by kind."""
 
 from __future__ import annotations
 
@@ -72,12 +72,17 @@ def captured_sizes(worker: Any) -> list[int]:
 @contextlib.contextmanager
 def noting_memory(kind: Kind, free: int) -> Iterator[None]:
     """While rounds are captured: whatever is raised says how many bytes were free, and how a server does without them."""
-    switch = SAMPLED_SWITCH if kind.sampled else SWITCH
+    if kind.logprobs:
+        way = f"without {SWITCH}=1 rounds with log-probabilities are three CUDA graphs"
+    elif kind.sampled:
+        way = f"{SAMPLED_SWITCH}=0 leaves sampled rounds three CUDA graphs"
+    else:
+        way = f"{SWITCH}=0 leaves rounds three CUDA graphs, under EAGLE in place of NAIVE_EAGLE"
     try:
         yield
     except Exception as error:
         error.add_note(
             f"nsa_backend: while capturing whole speculative rounds, with {free / 2**20:.0f} MiB free at first: lower "
-            f"--mem-fraction-static where memory ran out; {switch}=0 leaves {'sampled ' * kind.sampled}rounds three CUDA graphs"
+            f"--mem-fraction-static where memory ran out; {way}"
         )
         raise

@@ -1,26 +1,28 @@
 """`--warmups round_graphs`: rounds in one graph are captured before a server says that it is ready.
 
-Without it greedy rounds are captured in SGLang's own warm-up request, where that has rounds enough, and sampled ones while the
-first people sample, who wait for it.
+Without it greedy rounds are captured in SGLang's own warm-up request, where that has rounds enough, and those of other kinds
+while their first requests run, which wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from itertools import product
 from typing import Any
 
+from nsa_backend.adapters.dsa.rounds.kinds import Kind
 from nsa_backend.adapters.dsa.rounds.release import dp_ranks_and_draft_tokens
+from nsa_backend.adapters.dsa.rounds.rule import SWITCH
+from nsa_backend.environment import asked
 
 logger = logging.getLogger(__name__)
 
 NAME = "round_graphs"
 PROMPT = [10, 11, 12, 13]
-ROUNDS = 4
+ROUNDS = 6
 """Of each request: drafts that share a selection have none in their first round, the next one of its kind compiles what SGLang
-launches between its graphs, the third captures, and the fourth is one graph."""
-TEMPERATURES = (0.0, 1.0)
-"""Of greedy rounds and of sampled ones, whose graphs are apart."""
+launches between its graphs, the third captures, and the others are one graph."""
 
 
 def offer() -> None:
@@ -31,7 +33,7 @@ def offer() -> None:
 
 
 async def capture_rounds(disaggregation_mode: str, tokenizer_manager: Any) -> None:
-    """Let every rank of DP attention, or every replica, run rounds of a request of its own, all of them at once.
+    """Let every rank of DP attention, or every replica, run rounds of a request of its own, all of them at once, of each kind.
 
     Args:
         disaggregation_mode: SGLang's: null, prefill or decode. The decode server of a pair is sent requests whose KV nobody
@@ -45,18 +47,19 @@ async def capture_rounds(disaggregation_mode: str, tokenizer_manager: Any) -> No
     if disaggregation_mode == "prefill" or not draft_tokens:
         logger.info("nsa_backend: --warmups %s does nothing, because this server has no speculative rounds", NAME)
         return
-    for temperature in TEMPERATURES:
-        requests = (_request(rank, temperature, draft_tokens, disaggregation_mode) for rank in range(ranks))
+    for kind in (Kind(*asked_for) for asked_for in product((False, True), (False, True) if asked(SWITCH) else (False,))):
+        requests = (_request(rank, kind, draft_tokens, disaggregation_mode) for rank in range(ranks))
         await asyncio.gather(*(_answered(tokenizer_manager, request) for request in requests))
 
 
-def _request(rank: int, temperature: float, draft_tokens: int, disaggregation_mode: str) -> Any:
+def _request(rank: int, kind: Kind, draft_tokens: int, disaggregation_mode: str) -> Any:
     """A request that has `ROUNDS` rounds even where every draft is accepted; its prefill gives the first token."""
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    sampling = {"temperature": temperature, "max_new_tokens": 1 + ROUNDS * draft_tokens, "ignore_eos": True}
-    request = GenerateReqInput(input_ids=list(PROMPT), sampling_params=sampling, routed_dp_rank=rank)
+    sampling = {"temperature": float(kind.sampled), "max_new_tokens": 1 + ROUNDS * draft_tokens, "ignore_eos": True}
+    asks = {"sampling_params": sampling, "return_logprob": kind.logprobs}
+    request = GenerateReqInput(input_ids=list(PROMPT), routed_dp_rank=rank, **asks)
     if disaggregation_mode != "null":
         request.bootstrap_host, request.bootstrap_room = FAKE_BOOTSTRAP_HOST, rank
     return request
