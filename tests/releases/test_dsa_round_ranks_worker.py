@@ -16,6 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
 from nsa_backend.adapters.dsa.rounds.own_round import run_on, template_of
+from nsa_backend.adapters.dsa.rounds.rule import SWITCH
 from nsa_backend.round_graph import graphs
 from nsa_backend.round_graph.graphs import RoundInputs
 
@@ -92,6 +93,20 @@ def test_a_sampling_rank_beside_a_greedy_one(crossings, monkeypatch):
     assert [name for name in called if not name.startswith("cpu_group.")] == ["broadcast"] * 3 * rounds
     assert called.count("cpu_group.allreduce") == RANKS  # once each, before anything is captured: whether both can
     assert everyone.mock_calls == []
+
+
+def test_a_rank_without_a_request_replays_the_only_kind_that_it_has(crossings, monkeypatch):
+    """Rounds with log-probabilities, of which its own scheduler reads none."""
+    monkeypatch.setenv(SWITCH, "1")
+    ranks = [FakeRank(3, SIZES, one_graph=True) for _ in range(RANKS)]
+    asked = {"return_logprob": True, "top_logprobs_nums": [0, 0], "token_ids_logprobs": [None, None]}
+    for _ in range(2):  # the first compiles
+        run(ranks, [rank.decode(2, **asked) for rank in ranks])
+    replayed = run(ranks, [ranks[0].decode(2, **asked), None])
+    assert replayed[0] == replayed[1] == [("draft", 2), ("verify", 2), ("draft-extend", 2)]
+    assert [rank.graphs.rounds for rank in ranks] == [2, 2]
+    assert [len(rank.result.accept_lens) for rank in ranks] == [2, 0]
+    assert ranks[0].result.logits_output.next_token_logprobs.shape == (2, 4)
 
 
 def test_no_rank_has_a_round_while_one_prefills(crossings):
