@@ -25,7 +25,7 @@ from ports import ports_of
 from run_case import engine_arguments
 from shared_cases import SHARED_CASES
 
-PORT = 36000
+PORT = 26000
 RUN_HERE = [case for case in SHARED_CASES if case.runs_here()]
 pytestmark = pytest.mark.skipif(not RUN_HERE, reason="the cases are of 0.5.23")
 ATTENTION_DP = [case for case in RUN_HERE if "dp_size" in case.engine]

@@ -52,7 +52,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_the_first_node_starts_once_the_others_have_looked_at_its_ports(stand_ins, tmp_path):
-    with Nodes(stand_ins(34200, seconds=1.0), 3, tmp_path / "case.json") as deployment:
+    with Nodes(stand_ins(24200, seconds=1.0), 3, tmp_path / "case.json") as deployment:
         deployment.wait(20)
         answers = deployment.generate([[1, 2], [3, 4, 5]], {"temperature": 0})
         found = started(stand_ins.seen())
@@ -65,14 +65,14 @@ def test_the_first_node_starts_once_the_others_have_looked_at_its_ports(stand_in
         assert (
             node.environment.items() >= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}.items()
         )
-        assert (node.option["--nnodes"], node.option["--dist-init-addr"]) == ("3", f"127.0.0.1:{34200 + MEETING}")
-        assert (node.option["--nccl-port"], node.option["--tp-size"]) == (str(34200 + NCCL), "4")
+        assert (node.option["--nnodes"], node.option["--dist-init-addr"]) == ("3", f"127.0.0.1:{24200 + MEETING}")
+        assert (node.option["--nccl-port"], node.option["--tp-size"]) == (str(24200 + NCCL), "4")
         assert not is_alive(node.pid)
-    assert [found[n].option["--port"] for n in range(3)] == ["34200", "34201", "34202"]
+    assert [found[n].option["--port"] for n in range(3)] == ["24200", "24201", "24202"]
 
 
 def test_each_node_has_a_log_and_all_are_in_the_output(stand_ins, tmp_path, capfd):
-    with Nodes(stand_ins(34220), 2, tmp_path / "case.json") as deployment:
+    with Nodes(stand_ins(24220), 2, tmp_path / "case.json") as deployment:
         deployment.wait(20)
     assert [(tmp_path / f"case.node{n}.log").read_text() for n in (0, 1)] == [
         "node 0 server_args=...\n",
@@ -83,7 +83,7 @@ def test_each_node_has_a_log_and_all_are_in_the_output(stand_ins, tmp_path, capf
 
 @pytest.mark.parametrize("sampling", [{"top_k": 1}, [{"top_k": 1}, {}, {"top_k": 3}]], ids=["of all", "of each"])
 def test_requests_choose_their_ranks(stand_ins, tmp_path, sampling):
-    with Nodes(stand_ins(34240), 2, tmp_path / "case.json") as deployment:
+    with Nodes(stand_ins(24240), 2, tmp_path / "case.json") as deployment:
         deployment.wait(20)
         answers = deployment.generate([[1, 2], [3], [4, 5, 6]], sampling, [0, 0, 1])
     assert [a["output_ids"] for a in answers] == [[2], [1], [3]]
@@ -98,7 +98,7 @@ def test_requests_choose_their_ranks(stand_ins, tmp_path, sampling):
 def test_a_case_whose_ranks_share_gpus_is_measured_on_nodes(stand_ins, tmp_path, monkeypatch):
     case = next(c for c in CASES if c.name == "eight ranks on two GPUs, tensor parallel, fa3")
     monkeypatch.setattr(run_case, "WORKLOADS", {"8x300": lambda: [[[2, 3]] * 8]})
-    found = run_case.run_on_nodes(case, stand_ins(34260), tmp_path / "case.json")
+    found = run_case.run_on_nodes(case, stand_ins(24260), tmp_path / "case.json")
     assert tuple(found) == case.measured()
     assert sorted(started(stand_ins.seen())) == [0, 1, 2, 3]
     (body,) = [row[1] for row in stand_ins.seen() if row[0] == "asked"]
@@ -117,14 +117,14 @@ def test_a_node_that_does_not_start_says_why(stand_ins, tmp_path):
     with pytest.raises(
         RuntimeError, match=r"^node 1 of 3: exit code 1, after \d+ s: ValueError: there is no such option\n"
     ) as told:
-        Nodes(stand_ins(34280, **{"fails at once": 1}), 3, tmp_path / "case.json").__enter__()
+        Nodes(stand_ins(24280, **{"fails at once": 1}), 3, tmp_path / "case.json").__enter__()
     assert "The last lines of node 1:" in str(told.value)
     assert ended_nodes(stand_ins) == {False}
 
 
 def test_a_node_that_ends_ends_the_wave_it_is_missing_in(stand_ins, tmp_path):
     began = time.monotonic()
-    with Nodes(stand_ins(34300, raises=1, **{"answers after": 60}), 2, tmp_path / "case.json") as deployment:
+    with Nodes(stand_ins(24300, raises=1, **{"answers after": 60}), 2, tmp_path / "case.json") as deployment:
         deployment.wait(20)
         with pytest.raises(RuntimeError, match=r"^node 1 of 2: exit code 5, after \d+ s: KeyError: 'why'\n"):
             deployment.generate([[1]], {})
@@ -133,7 +133,7 @@ def test_a_node_that_ends_ends_the_wave_it_is_missing_in(stand_ins, tmp_path):
 
 
 def test_the_first_node_is_the_cause_of_the_request_that_fails_with_it(stand_ins, tmp_path):
-    with Nodes(stand_ins(34320, raises=0, **{"answers after": 60}), 2, tmp_path / "case.json") as deployment:
+    with Nodes(stand_ins(24320, raises=0, **{"answers after": 60}), 2, tmp_path / "case.json") as deployment:
         deployment.wait(20)
         with pytest.raises(RuntimeError, match=r"^node 0 of 2: exit code 5"):
             deployment.generate([[1]], {})
@@ -143,7 +143,7 @@ def test_a_node_that_lives_on_without_a_rank(stand_ins, tmp_path):
     """A rank that is killed leaves a node which waits for another of its ranks."""
     lasting = f"scheduler_{tmp_path.name}"
     ranks = [[1, lasting, 60, 0], [1, "scheduler_TP3", 3, 9]]
-    with Nodes(stand_ins(34340, ranks=ranks, **{"answers after": 60}), 2, tmp_path / "case.json") as deployment:
+    with Nodes(stand_ins(24340, ranks=ranks, **{"answers after": 60}), 2, tmp_path / "case.json") as deployment:
         deployment.wait(20)
         with pytest.raises(RuntimeError, match=r"^node 1 of 2: sglang::scheduler_TP3 ended first: exit code 9, after"):
             deployment.generate([[1]], {})
@@ -153,7 +153,7 @@ def test_a_node_that_lives_on_without_a_rank(stand_ins, tmp_path):
 def test_what_a_rank_starts_may_end(stand_ins, tmp_path):
     """Until it runs something else it has its rank's title."""
     ranks = [[1, "scheduler_TP2", 60, 0], [1, "scheduler_TP2", 2, 0]]
-    with Nodes(stand_ins(34360, ranks=ranks, **{"answers after": 4}), 2, tmp_path / "case.json") as deployment:
+    with Nodes(stand_ins(24360, ranks=ranks, **{"answers after": 4}), 2, tmp_path / "case.json") as deployment:
         deployment.wait(20)
         assert [a["output_ids"] for a in deployment.generate([[1]], {})] == [[1]]
 
@@ -161,12 +161,12 @@ def test_what_a_rank_starts_may_end(stand_ins, tmp_path):
 def test_a_node_that_does_not_look_at_its_ports(stand_ins, tmp_path, monkeypatch):
     monkeypatch.setattr(nodes.Nodes._start, "__defaults__", (1.0,))
     with pytest.raises(TimeoutError, match="node 1 did not log 'server_args=' within 1 s"):
-        Nodes(stand_ins(34380, seconds=60), 2, tmp_path / "case.json").__enter__()
+        Nodes(stand_ins(24380, seconds=60), 2, tmp_path / "case.json").__enter__()
     assert ended_nodes(stand_ins) == {False}
 
 
 def test_a_request_that_is_refused_is_no_nodes_end(stand_ins, tmp_path):
-    with Nodes(stand_ins(34400), 2, tmp_path / "case.json") as deployment:
+    with Nodes(stand_ins(24400), 2, tmp_path / "case.json") as deployment:
         deployment.wait(20)
         with pytest.raises(OSError, match=r"Remote end closed|reset"):
             deployment.generate([], {})
@@ -194,7 +194,7 @@ def in_a_process_of_its_own(tmp_path, seconds: float, arguments: dict) -> tuple[
 
 def test_a_report_tells_of_the_node_that_ended_first(stand_ins, tmp_path):
     """Not of those that are ended for it."""
-    arguments = stand_ins(34420, raises=1, **{"answers after": 60})
+    arguments = stand_ins(24420, raises=1, **{"answers after": 60})
     code, exits, log = in_a_process_of_its_own(tmp_path, 60, arguments)
     assert code == 1
     assert exits[0].status == 5
@@ -205,7 +205,7 @@ def test_a_report_tells_of_the_node_that_ended_first(stand_ins, tmp_path):
 
 
 def test_a_late_case_leaves_no_node(stand_ins, tmp_path):
-    code, _, log = in_a_process_of_its_own(tmp_path, 8, stand_ins(34440, **{"answers after": 60}))
+    code, _, log = in_a_process_of_its_own(tmp_path, 8, stand_ins(24440, **{"answers after": 60}))
     assert code is None
     assert "node 0 server_args" in log
     assert ended_nodes(stand_ins) == {False}

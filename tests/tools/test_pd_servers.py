@@ -53,14 +53,14 @@ def stand_ins(tmp_path, monkeypatch):
 
 
 def test_both_servers_get_the_request_and_the_decode_server_answers(stand_ins):
-    with Pair({"port": 34000, "model_path": "x"}, "nixl") as pair:
+    with Pair({"port": 24000, "model_path": "x"}, "nixl") as pair:
         pair.wait(20)
         answers = pair.generate([[1, 2], [3, 4]], {"temperature": 0})
         alive = pair.prefill.process.pid
     assert [a["output_ids"] for a in answers] == [[2] * 4] * 2
     asked = {role: body for role, path, body in stand_ins()}
     assert asked["prefill"] == asked["decode"]
-    assert asked["prefill"]["bootstrap_port"] == [34000 + BOOTSTRAP] * 2
+    assert asked["prefill"]["bootstrap_port"] == [24000 + BOOTSTRAP] * 2
     assert len(set(asked["prefill"]["bootstrap_room"])) == 2
     assert subprocess.run(["ps", "-p", str(alive)], capture_output=True, check=False).returncode == 1
 
@@ -72,7 +72,7 @@ EACH = [{"top_k": 1}, {}, {"top_k": 3}]
 @pytest.mark.parametrize("sampling", [EACH[0], EACH], ids=["of all", "of each"])
 def test_requests_choose_ranks_of_the_decode_server(stand_ins, sampling):
     """The prefill server gives them to the ranks of their rooms, and would refuse others."""
-    with Pair({"port": 34120, "model_path": "x", "tp_size": 2}, "nixl", gpus=2) as pair:
+    with Pair({"port": 24120, "model_path": "x", "tp_size": 2}, "nixl", gpus=2) as pair:
         pair.wait(20)
         answers = pair.generate(PROMPTS, sampling, RANKS)
     assert [a["output_ids"] for a in answers] == [[1] * 4, [2] * 4, [3] * 4]
@@ -84,14 +84,14 @@ def test_requests_choose_ranks_of_the_decode_server(stand_ins, sampling):
         of_decode = asked["decode", room]
         rank = of_decode.pop("routed_dp_rank")
         assert asked["prefill", room] == of_decode
-        assert (of_decode["bootstrap_host"], of_decode["bootstrap_port"]) == ("127.0.0.1", 34120 + BOOTSTRAP)
+        assert (of_decode["bootstrap_host"], of_decode["bootstrap_port"]) == ("127.0.0.1", 24120 + BOOTSTRAP)
         chosen[len(of_decode["input_ids"])] = rank, of_decode["sampling_params"]
     each = sampling if isinstance(sampling, list) else [sampling] * 3
     assert chosen == {n: (rank, its_own) for n, rank, its_own in zip((1, 2, 3), RANKS, each, strict=True)}
 
 
 def test_requests_choose_ranks_of_one_server(stand_ins):
-    with ServerProcess({"port": 34160, "model_path": "x"}) as server:
+    with ServerProcess({"port": 24160, "model_path": "x"}) as server:
         server.wait(20)
         answers = server.generate(PROMPTS, {"top_k": 1}, RANKS)
     assert [a["output_ids"] for a in answers] == [[1] * 4, [2] * 4, [3] * 4]
@@ -105,7 +105,7 @@ def test_requests_choose_ranks_of_one_server(stand_ins):
 def test_the_router_is_not_asked_for_ranks(stand_ins, monkeypatch):
     """It would tell the prefill server too."""
     monkeypatch.setattr(pd_servers, "router_command", lambda port: [sys.executable, "-c", "import time; time.sleep(60)"])
-    with Pair({"port": 34200, "model_path": "x"}, "nixl", router=True) as pair, pytest.raises(AssertionError, match="router"):
+    with Pair({"port": 24200, "model_path": "x"}, "nixl", router=True) as pair, pytest.raises(AssertionError, match="router"):
         pair.generate(PROMPTS, {}, RANKS)
 
 
@@ -124,7 +124,7 @@ def test_gpus_that_servers_would_share_in_part(tp, gpus):
 def test_a_case_measures_the_pair_and_one_server(stand_ins, monkeypatch):
     case = next(c for c in CASES if c.name == "PD, without CUDA graphs")
     monkeypatch.setattr(run_case, "WORKLOADS", {"8x300": lambda: [[[2, 3]] * 8]})
-    found = run_case.run_disaggregated(case, {"port": 34040, "model_path": "x"})
+    found = run_case.run_disaggregated(case, {"port": 24040, "model_path": "x"})
     assert tuple(found) == case.measured() == ("8x300", "8x300, one server")
     assert all(len(of_run["output_ids"]) == 8 for of_run in found.values())
     assert sorted(role for role, _, _ in stand_ins()) == ["alone", "decode", "prefill"]
@@ -132,16 +132,16 @@ def test_a_case_measures_the_pair_and_one_server(stand_ins, monkeypatch):
 
 def test_a_server_that_ends_says_so(stand_ins, monkeypatch):
     monkeypatch.setattr(pd_servers, "command", lambda arguments: [sys.executable, "-c", "import sys; sys.exit(3)"])
-    with Pair({"port": 34080}, "nixl") as pair, pytest.raises(RuntimeError, match="the server ended with 3"):
+    with Pair({"port": 24080}, "nixl") as pair, pytest.raises(RuntimeError, match="the server ended with 3"):
         pair.wait(20)
 
 
 def test_ports_of_a_case_are_apart():
     ports = [0, DECODE, ALONE, pd_servers.ROUTER, BOOTSTRAP]
     assert len(set(ports)) == len(ports)
-    router = router_command(34000)
-    assert router[router.index("--prefill") + 1 :][:2] == ["http://127.0.0.1:34000", str(34000 + BOOTSTRAP)]
-    assert router[router.index("--decode") + 1] == f"http://127.0.0.1:{34000 + DECODE}"
+    router = router_command(24000)
+    assert router[router.index("--prefill") + 1 :][:2] == ["http://127.0.0.1:24000", str(24000 + BOOTSTRAP)]
+    assert router[router.index("--decode") + 1] == f"http://127.0.0.1:{24000 + DECODE}"
 
 
 def test_rooms_are_not_shared():

@@ -104,7 +104,7 @@ def serve_quickly(monkeypatch, tmp_path):
 
 
 def test_both_sides_over_http(serve_quickly):
-    ours, builtin = serve_quickly("ours", 0.02, 33810), serve_quickly("builtin", 0.06, 33820)
+    ours, builtin = serve_quickly("ours", 0.02, 23810), serve_quickly("builtin", 0.06, 23820)
     for side, delay in ((ours, 0.02), (builtin, 0.06)):
         assert side["references"] == 4
         assert side["requests"]["failed"] == 0
@@ -125,7 +125,7 @@ def test_a_pair_of_servers_gets_every_request_and_every_abort(serve_quickly, mon
     def asked_by_port() -> dict[int, set]:
         asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
         return {
-            port: {(a["rid"], a.get("bootstrap_room")) for at, a in asked if at == port} for port in (33840, 33840 + DECODE)
+            port: {(a["rid"], a.get("bootstrap_room")) for at, a in asked if at == port} for port in (23840, 23840 + DECODE)
         }
 
     servers = []
@@ -143,7 +143,7 @@ def test_a_pair_of_servers_gets_every_request_and_every_abort(serve_quickly, mon
 
     monkeypatch.setattr(soak_side, "load", load)
     monkeypatch.setattr(soak_traffic, "SHARES", {"finished": 0.6, "aborted": 0.2, "closed": 0.2})
-    found = serve_quickly("ours", 0.02, 33840, "pd", minutes=2)
+    found = serve_quickly("ours", 0.02, 23840, "pd", minutes=2)
     assert found["references"] == 4
     assert found["requests"]["failed"] == 0
     assert all(found["requests"][kind] for kind in ("finished", "aborted", "closed"))
