@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_backend.benchmarks import server_options
+from nsa_backend.releases import ROUND_WARM_UP
 
 BACKENDS = {"ours": "0", "builtin": "1"}
 """Side of a comparison to its NSA_BACKEND_DISABLE."""
@@ -33,7 +34,7 @@ an option, below."""
 WITH_DRAFTS = (THREE_GRAPHS, WARMED)
 """Sides that are ours and no other where there are no drafts."""
 
-OPTIONS = {WARMED: ("--warmups", "round_graphs")}
+OPTIONS = {WARMED: ("--warmups", ROUND_WARM_UP)}
 """Of sides that have some: rounds of one graph are captured before the server is ready."""
 
 ENVIRONMENTS = {side: {"NSA_BACKEND_DISABLE": disabled} for side, disabled in BACKENDS.items()}

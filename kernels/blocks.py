@@ -1,4 +1,4 @@
-"""Sizes of launches in plain integers: Triton's own functions for them take two microseconds a call, in every layer."""
+"""Sizes of launches in plain integers: Triton's own functions for them take more of the host's time, in every layer."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.plan import PAGE_SIZE, MetadataPlan
 
 PAGES_MULTIPLE = 4
@@ -62,7 +63,7 @@ class MetadataBuffers:
             ValueError: the page table would have 2**31 entries or more, 8 GiB, which offsets of 32 bits do not reach.
         """
         steps, requests, rows = plan.num_steps, plan.num_requests, plan.num_rows
-        pages = -(-table_width // (PAGE_SIZE * PAGES_MULTIPLE)) * PAGES_MULTIPLE
+        pages = blocks(table_width, PAGE_SIZE * PAGES_MULTIPLE) * PAGES_MULTIPLE
         if rows * pages >= 2**31:
             raise ValueError(
                 f"a page table of {rows} rows of {pages} pages has more entries than the kernel reaches: serve fewer requests "

@@ -177,7 +177,7 @@ def write_prefill(
     Raises:
         ValueError: a tensor has another shape, dtype, device or layout.
     """
-    requests, pages = inputs.seq_lens.shape[0], -(-longest // PAGE_SIZE)
+    requests, pages = inputs.seq_lens.shape[0], blocks(longest, PAGE_SIZE)
     for name in ("seq_lens", "extend_lens", "req_pool_indices"):
         tensor = getattr(inputs, name)
         check_vector(name, tensor, requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,6 +34,25 @@ class AttentionConfig:
     prefill: bool = False  # whether the implementation is to run prefill; decode, target_verify and draft_extend otherwise
     partner: str = ""  # the implementation asked for on the other side: prefill's for decode, decode's for prefill
     sinks: bool = False  # whether the model has learned the score of a key without a value
+
+    @classmethod
+    def of_model(cls, model_config: Any, attention_tp_size: int, **facts: Any) -> AttentionConfig:
+        """Of a rank of one model.
+
+        Args:
+            model_config: SGLang's ModelConfig.
+            attention_tp_size: ranks that share the heads.
+            facts: fields that no model tells.
+        """
+        return cls(
+            num_heads=model_config.num_attention_heads // attention_tp_size,
+            index_topk=adapter.index_topk(model_config.hf_config),
+            latent_dim=model_config.kv_lora_rank,
+            rope_dim=model_config.qk_rope_head_dim,
+            nope_dim=model_config.qk_nope_head_dim,
+            sinks=bool(getattr(model_config.hf_config, "learnable_sink", False)),
+            **facts,
+        )
 
     @property
     def fp8(self) -> bool:
@@ -86,19 +106,15 @@ class BackendConfig:
         if device.type == "cuda":
             _check_indexer()
         return cls(
-            attention=AttentionConfig(
+            attention=AttentionConfig.of_model(
+                runner.model_config,
+                adapter.attention_tp_size(),
                 device_sm=adapter.device_sm(device),
-                num_heads=runner.model_config.num_attention_heads // adapter.attention_tp_size(),
                 kv_cache_dtype=kv_cache_dtype,
-                index_topk=adapter.index_topk(hf_config),
                 device=device,
                 device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
                 page_size=runner.page_size,
-                latent_dim=runner.model_config.kv_lora_rank,
-                rope_dim=runner.model_config.qk_rope_head_dim,
-                nope_dim=runner.model_config.qk_nope_head_dim,
                 table_width=table_width,
-                sinks=bool(getattr(hf_config, "learnable_sink", False)),
             ),
             decode_impl=decode_name(settings.decode),
             prefill_impl=prefill,

@@ -19,23 +19,19 @@ def check_implementations(server_args: sglang.ServerArgs) -> None:
         server_args: resolved by SGLang, in the main process. What it has left open, as a KV cache of dtype `auto` where a
             release decides later, is for the ranks to check.
     """
-    args, hf_config = adapter.resolved(server_args), adapter.target_config(server_args)
+    args = adapter.resolved(server_args)
     kv_cache_dtype = KV_DTYPES.get(args.kv_cache_dtype)
     named = getattr(args, adapter.DECODE_ATTRIBUTE), getattr(args, adapter.PREFILL_ATTRIBUTE)
     if args.device != "cuda" or kv_cache_dtype is None or None in named:
         return
     names = decode_name(named[0]), prefill_name(named[1], kv_cache_dtype)
-    attention = AttentionConfig(
+    attention = AttentionConfig.of_model(
+        adapter.target_model(server_args),
+        adapter.attention_tp_size_of(args),
         device_sm=adapter.device_sm("cuda"),
-        num_heads=hf_config.num_attention_heads // adapter.attention_tp_size_of(args),
         kv_cache_dtype=kv_cache_dtype,
-        index_topk=adapter.index_topk(hf_config),
         device_name=torch.cuda.get_device_name() if "auto" in names else "",
         page_size=args.page_size,
-        latent_dim=hf_config.kv_lora_rank,
-        rope_dim=hf_config.qk_rope_head_dim,
-        nope_dim=hf_config.qk_nope_head_dim,
-        sinks=bool(getattr(hf_config, "learnable_sink", False)),
     )
     for side in (decode_side, prefill_side):
         check_attention(*side(attention, *names))

@@ -85,7 +85,7 @@ def check_models(server_args: sglang.ServerArgs, names: dict[str, str | None]) -
         "disaggregated": args.disaggregation_mode != "null",
     }
     if not {names["prefill"], names["decode"]}.isdisjoint(adapter.BACKEND_NAMES):
-        check_model(adapter.target_config(server_args), **asked)
+        check_model(adapter.target_model(server_args).hf_config, **asked)
     if names.get("drafts") in adapter.BACKEND_NAMES:
         draft = adapter.draft_config(server_args, args)
         if draft is not None:

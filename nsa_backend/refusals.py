@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from nsa_backend.adapters import sglang
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.options import OWN_DECODE_VALUES
 from nsa_backend.adapters.rule import Rule
 from nsa_backend.attention.implementations import OPTION_VALUES
 from nsa_backend.environment import asked, switched_on
-from nsa_backend.releases import round_graph_problem
+from nsa_backend.releases import ROUND_WARM_UP, installed, round_graph_problem
 
 PREFILL_VALUES = (*(name for name in OPTION_VALUES if name not in OWN_DECODE_VALUES), "flashmla_auto")
 
@@ -81,6 +83,7 @@ def refusals(server_args: sglang.ServerArgs) -> list[str]:
     found = [rule.refusal(args) for rule in RULES]
     found += adapter.combination_problems(args)
     found += adapter.environment_problems()
+    found += warm_up_problems(args)
     if switched_on("NSA_BACKEND_ROUND_GRAPH"):
         found += adapter.round_problems(args)
     elif switched_on("NSA_BACKEND_SAMPLED_ROUNDS"):
@@ -92,6 +95,25 @@ def refusals(server_args: sglang.ServerArgs) -> list[str]:
     if adapter.is_rocm():
         found.append("nsa_backend does not serve ROCm: use an NVIDIA GPU, or " + adapter.WAY_BACK)
     return [sentence for sentence in found if sentence]
+
+
+def asks_for_warm_up(args: Any) -> bool:
+    """Whether resolved arguments name the warm-up that captures rounds in one graph."""
+    return ROUND_WARM_UP in (args.warmups or "").split(",")
+
+
+def warm_up_problems(args: Any) -> list[str]:
+    """Why that warm-up would capture nothing, where these arguments name it."""
+    if not asks_for_warm_up(args):
+        return []
+    found, name = [], f"--warmups {ROUND_WARM_UP}"
+    if round_graph_problem() is not None:
+        found.append(f"{name} captures rounds in one graph, and on SGLang {installed()} they are three: drop it")
+    elif asked("NSA_BACKEND_ROUND_GRAPH") is False:
+        found.append(f"{name} captures rounds in one graph, and NSA_BACKEND_ROUND_GRAPH=0 leaves three: drop one of the two")
+    if args.tokenizer_worker_num > 1:
+        found.append(f"{name} is not known to several tokenizer processes: pass --tokenizer-worker-num 1, or drop the warm-up")
+    return found
 
 
 def refuse_unsupported(server_args: sglang.ServerArgs) -> None:

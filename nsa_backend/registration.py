@@ -13,7 +13,7 @@ from nsa_backend.environment import asked, switched_on
 from nsa_backend.implementation_check import check_implementations
 from nsa_backend.model_check import check_models
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
-from nsa_backend.refusals import refuse_unsupported
+from nsa_backend.refusals import asks_for_warm_up, refuse_unsupported
 from nsa_backend.releases import round_graph_problem
 from nsa_backend.required import check_built, check_names
 
@@ -62,7 +62,8 @@ def check_server_args(original: Callable, server_args: sglang.ServerArgs) -> Non
         check_models(server_args, names)  # first: SGLang fills other defaults in for a model that is not sparse
         refuse_unsupported(server_args)
         check_implementations(server_args)
-        adapter.offer_warm_ups(server_args)
+        if asks_for_warm_up(adapter.resolved(server_args)):
+            adapter.offer_warm_up()
 
 
 def _backend_names(server_args: sglang.ServerArgs) -> dict[str, str | None]:

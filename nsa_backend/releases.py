@@ -47,6 +47,9 @@ ROUND_GRAPHS = ("0.5.17", "0.5.23")
 What differs between them is in `nsa_backend.adapters.dsa.rounds.release`.
 """
 
+ROUND_WARM_UP = "round_graphs"
+"""What `--warmups` calls the capture of such graphs before a server is ready (`nsa_backend.adapters.dsa.rounds.warm_up`)."""
+
 
 def installed() -> str:
     """The installed SGLang's release, or what stands there instead."""

@@ -177,8 +177,8 @@ class Adapter(ABC):
         """Let SGLang's EAGLE worker run its rounds in one graph."""
 
     @abstractmethod
-    def offer_warm_ups(self, server_args: sglang.ServerArgs) -> None:
-        """Put our own warm-ups that `--warmups` names among SGLang's, in the process that answers requests."""
+    def offer_warm_up(self) -> None:
+        """Put our own warm-up (`releases.ROUND_WARM_UP`) among SGLang's, in the process that answers requests."""
 
     @abstractmethod
     def draft_extend_sizes_in_tokens(self, tokens_per_request: int) -> contextlib.AbstractContextManager[None]:
@@ -211,7 +211,7 @@ class Adapter(ABC):
     flashinfer_workspace_bytes = staticmethod(shared.flashinfer_workspace_bytes)
     is_rocm = staticmethod(shared.is_rocm)
     package_problem = staticmethod(shared.package_problem)
-    target_config = staticmethod(startup.target_config)
+    target_model = staticmethod(startup.target_model)
     watch_backends = staticmethod(startup.watch_backends)
 
 

@@ -26,13 +26,13 @@ _SEEN: set[str] = set()
 """Whose backends the scheduler that is being constructed has built."""
 
 
-def target_config(server_args: ServerArgs) -> Any:
-    """The HF config of the target model, which SGLang has read and kept when it resolved its arguments."""
+def target_model(server_args: ServerArgs) -> Any:
+    """SGLang's ModelConfig of the target, which it has read and kept when it resolved its arguments."""
     if hasattr(server_args, "get_model_config"):
-        return server_args.get_model_config().hf_config
+        return server_args.get_model_config()
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
-    return model_config_of(server_args).hf_config
+    return model_config_of(server_args)
 
 
 def draft_config(server_args: ServerArgs, args: Any) -> Any | None:

@@ -24,6 +24,7 @@ def server_args(**changed) -> SimpleNamespace:
         "speculative_num_steps": None,
         "disaggregation_mode": "null",
         "attention_backend": adapter.BACKEND_NAMES[0],
+        "warmups": None,
     }
     values |= {"device": "cuda", "page_size": 64, "kv_cache_dtype": "bfloat16", DECODE: "fa3", PREFILL: "flashmla_sparse"}
     model = SimpleNamespace(hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=2048))

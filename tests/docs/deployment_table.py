@@ -101,7 +101,7 @@ def answer(changed: dict) -> str:
     from nsa_backend.refusals import RULES, refusals
 
     served = {rule.attribute: rule.served[-1] for rule in RULES if "." not in rule.attribute}
-    found = refusals(SimpleNamespace(**served | {"speculative_algorithm": None} | changed))
+    found = refusals(SimpleNamespace(**served | {"speculative_algorithm": None, "warmups": None} | changed))
     return " ".join(sentence.partition(": ")[2].removesuffix(f", or {adapter.WAY_BACK}") for sentence in found) or "served"
 
 

@@ -48,6 +48,6 @@ def far_apart(row: dict) -> list[str]:
         if not found["positions"]:
             bad.append(f"{row['case']}, {workload}: no log-probability could be compared, for no request has a token in common")
         elif found["mean"] > MOST_APART or found["largest"] > MOST_OF_ONE:
-            apart = f"{found['mean']} apart in the mean and {found['largest']} at most"
-            bad.append(f"{row['case']}, {workload}: log-probabilities are {apart}, above {MOST_APART} or {MOST_OF_ONE}")
+            said = f"{found['mean']} apart in the mean and {found['largest']} at most"
+            bad.append(f"{row['case']}, {workload}: log-probabilities are {said}, above {MOST_APART} or {MOST_OF_ONE}")
     return bad

@@ -13,7 +13,7 @@ from sglang.srt.entrypoints import warmup as sglang_warmups
 
 from nsa_backend.adapters.dsa.rounds import release, rule, warm_up
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.releases import installed
+from nsa_backend.releases import ROUND_WARM_UP, installed
 
 
 class Manager:
@@ -52,7 +52,7 @@ def warmed(monkeypatch):
         monkeypatch.setattr(sglang_warmups, "_warmup_registry", {})
         warm_up.offer()
         manager = Manager(ranks, draft_tokens)
-        asyncio.run(sglang_warmups.execute_warmups(mode, [warm_up.NAME], manager))
+        asyncio.run(sglang_warmups.execute_warmups(mode, [ROUND_WARM_UP], manager))
         return manager.batches
 
     return run
@@ -115,4 +115,4 @@ def test_it_is_there_for_a_server_that_is_started_with_it(resolve, monkeypatch, 
     monkeypatch.setattr(sglang_warmups, "_warmup_registry", {})
     options = ["--warmups", *words] if words else []
     resolve("--attention-backend", adapter.BACKEND_NAMES[0], *options).check_server_args()
-    assert (warm_up.NAME in sglang_warmups._warmup_registry) == offered
+    assert (ROUND_WARM_UP in sglang_warmups._warmup_registry) == offered

@@ -10,7 +10,7 @@ from sglang.srt.server_args import ServerArgs
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.rule import OFF
 from nsa_backend.refusals import RULES, refusals
-from nsa_backend.releases import round_graph_problem
+from nsa_backend.releases import ROUND_WARM_UP, installed, round_graph_problem
 
 FIELDS = server_fields()
 
@@ -93,3 +93,15 @@ def test_sampled_rounds_without_rounds_in_one_graph(arguments, monkeypatch):
     *before, sentence = refusals(arguments(speculative_algorithm="EAGLE"))
     assert before == of_release
     assert sentence.endswith("NSA_BACKEND_ROUND_GRAPH=0 leaves three: unset one")
+
+
+def test_the_warm_up_of_rounds_in_one_graph(arguments, monkeypatch):
+    monkeypatch.delenv("NSA_BACKEND_ROUND_GRAPH", raising=False)
+    named = arguments(warmups=f"voice_chat,{ROUND_WARM_UP}")
+    three = f"--warmups {ROUND_WARM_UP} captures rounds in one graph, and on SGLang {installed()} they are three: drop it"
+    of_the_release = [] if round_graph_problem() is None else [three]
+    assert refusals(named) == of_the_release
+    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "0")
+    of_the_switch = f"--warmups {ROUND_WARM_UP} captures rounds in one graph, and NSA_BACKEND_ROUND_GRAPH=0 leaves three: "
+    assert refusals(named) == (of_the_release or [of_the_switch + "drop one of the two"])
+    assert refusals(arguments(warmups="voice_chat")) == []

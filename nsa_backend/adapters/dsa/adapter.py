@@ -169,20 +169,8 @@ class DsaAdapter(Adapter):
 
         draft.take_rounds(ours, has_rounds)
 
-    def offer_warm_ups(self, server_args: ServerArgs) -> None:
-        """Only where it is asked for: SGLang's module of warm-ups is heavy.
-
-        Raises:
-            ValueError: several tokenizer processes are to answer requests, which know SGLang's own warm-ups alone.
-        """
-        args = self.resolved(server_args)
-        if warm_up.NAME not in (args.warmups or "").split(","):
-            return
-        if args.tokenizer_worker_num > 1:
-            raise ValueError(
-                f"--warmups {warm_up.NAME} is not known to several tokenizer processes: pass --tokenizer-worker-num 1, or drop "
-                "the warm-up"
-            )
+    def offer_warm_up(self) -> None:
+        """Imports SGLang's module of warm-ups, which is heavy."""
         warm_up.offer()
 
     def factory_returns_a_name(self) -> bool:

@@ -108,8 +108,8 @@ class NsaAdapter(Adapter):
     def take_rounds(self, ours: Takeover) -> None:
         """Nothing: no round is one graph on these releases, and a server that asks for it does not start."""
 
-    def offer_warm_ups(self, server_args: ServerArgs) -> None:
-        """Nothing: our own capture rounds, and there are none; SGLang's log says that it does not know the name."""
+    def offer_warm_up(self) -> None:
+        """Nothing: it captures rounds in one graph, and is refused here."""
 
     def clear_padding_on_resume(self, pool: Any) -> None:
         """Nothing: releasing memory was not looked at in these releases."""

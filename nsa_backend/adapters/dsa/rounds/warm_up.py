@@ -14,11 +14,11 @@ from typing import Any
 from nsa_backend.adapters.dsa.rounds.kinds import Kind
 from nsa_backend.adapters.dsa.rounds.release import dp_ranks_and_draft_tokens
 from nsa_backend.adapters.dsa.rounds.rule import SWITCH
-from nsa_backend.environment import asked
+from nsa_backend.environment import switched_on
+from nsa_backend.releases import ROUND_WARM_UP
 
 logger = logging.getLogger(__name__)
 
-NAME = "round_graphs"
 PROMPT = [10, 11, 12, 13]
 ROUNDS = 6
 """Of each request: drafts that share a selection have none in their first round, the next one of its kind compiles what SGLang
@@ -29,7 +29,7 @@ def offer() -> None:
     """Put the warm-up among SGLang's, for servers that are started with its name."""
     from sglang.srt.entrypoints.warmup import warmup
 
-    warmup(NAME)(capture_rounds)
+    warmup(ROUND_WARM_UP)(capture_rounds)
 
 
 async def capture_rounds(disaggregation_mode: str, tokenizer_manager: Any) -> None:
@@ -45,9 +45,10 @@ async def capture_rounds(disaggregation_mode: str, tokenizer_manager: Any) -> No
     """
     ranks, draft_tokens = dp_ranks_and_draft_tokens(tokenizer_manager)
     if disaggregation_mode == "prefill" or not draft_tokens:
-        logger.info("nsa_backend: --warmups %s does nothing, because this server has no speculative rounds", NAME)
+        logger.info("nsa_backend: --warmups %s does nothing, because this server has no speculative rounds", ROUND_WARM_UP)
         return
-    for kind in (Kind(*asked_for) for asked_for in product((False, True), (False, True) if asked(SWITCH) else (False,))):
+    logprobs = (False, True) if switched_on(SWITCH) else (False,)
+    for kind in (Kind(*both) for both in product((False, True), logprobs)):
         requests = (_request(rank, kind, draft_tokens, disaggregation_mode) for rank in range(ranks))
         await asyncio.gather(*(_answered(tokenizer_manager, request) for request in requests))
 
