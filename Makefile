@@ -6,7 +6,7 @@ HOSTS ?= 0.5.12.post1 0.5.17 $(PRIMARY)
 
 SANITIZED := tests/kernels -k "new_page or context_limit or one_long or empty or refuses or joined or random_rows or equal_bits or fp8_cache"
 
-.PHONY: setup demo test test-hosts test-gpu sanitize lint bench
+.PHONY: setup demo test test-hosts test-gpu sanitize lint bench docs
 
 setup: $(VENV)/.ready  ## SGLang, this package in place, and what the tests need (11 GB, 4 to 6 minutes)
 
@@ -47,6 +47,9 @@ sanitize:  ## on an H200: our kernels under NVIDIA's checkers of memory, initial
 bench:  ## on an H200: the four result files that the README quotes, half an hour
 	for what in metadata attention draft serve; do \
 		python3 -m nsa_backend bench $$what --minutes 20 --out benchmarks/results/$${what}_h200.json || exit 1; done
+
+docs: setup  ## the generated tables of README and docs, from the code and from benchmarks/results
+	$(BIN)/python -W ignore docs/tables
 
 lint: setup
 	$(BIN)/ruff check .

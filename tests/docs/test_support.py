@@ -2,13 +2,15 @@
 
 import re
 import sys
+from pathlib import Path
 
 import deployment_table
 from model_table import BEGIN, END, installed_models, tables
-from quoted import ROOT
+
+ROOT = Path(__file__).resolve().parents[2]
 
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
-from workloads import CASES
+from workloads import CASES  # noqa: E402
 
 PAGE = (ROOT / "docs" / "support.md").read_text()
 

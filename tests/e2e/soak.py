@@ -14,7 +14,7 @@ judged of all servers together, what is held
 after the load of each server, or each rank's process; both are reported of each.
 
 Exits with 1 where anything is wrong with ours; what is wrong with the built-in backend is reported. --table prints the columns
-of OUT.json for docs/promises.md.
+of OUT.json for docs/reliability.md.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The launch that the README shows writes what the README says, in PyTorch, that it does."""
+"""The launch that docs/how_it_works.md shows writes what it says, in PyTorch, that it does."""
 
 import re
 from pathlib import Path
 
 import torch
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how_it_works.md"
 
 
 def test_the_launch_and_its_equivalent(device):
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert example.count("assert ") == 4
     req_to_token = torch.randperm(8 * 4096, device=device).int().view(8, 64, 64)[..., :1] * 64
     names = {
