@@ -7,6 +7,7 @@ from functools import partial
 
 from nsa_backend.adapters import sglang
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.naive_eagle import switched_on_while_checked
 from nsa_backend.adapters.shared import Takeover
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.environment import asked, switched_on
@@ -55,6 +56,11 @@ def create_draft_extend_backend(factory: sglang.DraftBackendFactory) -> NativeSp
 def check_server_args(original: Callable, server_args: sglang.ServerArgs) -> None:
     """Stop the server in its main process, before any GPU work or weights, for what the plugin does not serve."""
     original(server_args)
+    with switched_on_while_checked(server_args):
+        _check(server_args)
+
+
+def _check(server_args: sglang.ServerArgs) -> None:
     names = _backend_names(server_args)
     if switched_on("NSA_BACKEND_REQUIRED"):
         check_names(names, create_backend)

@@ -3,12 +3,15 @@
 Resolution asks the GPU for its compute capability alone, which the `resolve` fixture answers for it.
 """
 
+import pickle
+
 import pytest
 from installed_source import server_fields
 from sglang.srt.server_args import ServerArgs
 
+from nsa_backend.adapters import naive_eagle
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.environment import switched_on
+from nsa_backend.environment import asked
 from nsa_backend.releases import round_graph_problem
 
 SPECULATIVE = (
@@ -117,24 +120,34 @@ NAIVE = ("--attention-backend", adapter.BACKEND_NAMES[0], "--speculative-algorit
 
 @pytest.fixture
 def unset(monkeypatch):
-    """The switch that the algorithm sets, unset before and after."""
+    """The switch that the algorithm stands for, unset before and after."""
     monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
     monkeypatch.delenv("NSA_BACKEND_ROUND_GRAPH")
 
 
 @pytest.mark.usefixtures("unset")
-def test_naive_eagle_is_eagle_with_one_draft_in_one_graph(resolve):
+def test_naive_eagle_is_eagle_with_one_draft_in_one_graph(resolve, parse):
+    """The switch is set for its server's check and in its scheduler's process; the caller's environment stays as it was."""
     server_args = resolve(*NAIVE)
     args = adapter.resolved(server_args)
     assert args.speculative_algorithm == "EAGLE"
     assert (args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens) == (1, 1, 2)
-    assert switched_on("NSA_BACKEND_ROUND_GRAPH")
     problem = round_graph_problem()
     if problem is None:
         server_args.check_server_args()
     else:
         with pytest.raises(ValueError, match=problem):
             server_args.check_server_args()
+    assert asked("NSA_BACKEND_ROUND_GRAPH") is None
+    words = parse(*NAIVE)
+    first, second = (ServerArgs.from_cli_args(words) for _ in range(2))
+    assert words.speculative_algorithm == "NAIVE_EAGLE"
+    plain = resolve(*NAIVE[:2], *SPECULATIVE.split())
+    assert [naive_eagle.is_marked(pickle.loads(pickle.dumps(one))) for one in (first, second, plain)] == [True, True, False]
+    naive_eagle.switch_on(plain)
+    assert asked("NSA_BACKEND_ROUND_GRAPH") is None
+    naive_eagle.switch_on(server_args)
+    assert asked("NSA_BACKEND_ROUND_GRAPH") is True
 
 
 @pytest.mark.usefixtures("unset")
@@ -155,7 +168,6 @@ def test_naive_eagle_with_the_settings_it_has_anyway(resolve):
 def test_naive_eagle_with_other_settings(resolve, option, value, has):
     with pytest.raises(ValueError, match=f"NAIVE_EAGLE means {option} {has}, and {value} is given: drop {option}"):
         resolve(*NAIVE, option, value)
-    assert not switched_on("NSA_BACKEND_ROUND_GRAPH")
 
 
 def test_naive_eagle_without_a_graph(resolve, monkeypatch):

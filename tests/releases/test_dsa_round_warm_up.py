@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from round_sides import Side
@@ -11,6 +12,7 @@ from round_stand_in import D, decode_batch, finished_prefill
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.entrypoints import warmup as sglang_warmups
 
+from nsa_backend.adapters import naive_eagle
 from nsa_backend.adapters.dsa.rounds import release, rule, warm_up
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.releases import ROUND_WARM_UP, installed
@@ -19,10 +21,11 @@ from nsa_backend.releases import ROUND_WARM_UP, installed
 class Manager:
     """SGLang's tokenizer manager: a request is known when it comes, and answered when all that came with it have."""
 
+    marks: ClassVar[dict[str, bool]] = {}
+
     def __init__(self, ranks: int, draft_tokens: int | None):
-        self.server_args = SimpleNamespace(dp_size=ranks, speculative_num_draft_tokens=draft_tokens)
-        if installed() != "0.5.17":
-            self.server_args = SimpleNamespace(resolve_once=None)
+        options = {"dp_size": ranks, "speculative_num_draft_tokens": draft_tokens}
+        self.server_args = SimpleNamespace(**self.marks, **(options if installed() == "0.5.17" else {"resolve_once": None}))
         self.batches: list[list] = []
         self._waiting, self._ranks = [], ranks
 
@@ -71,8 +74,12 @@ def test_every_rank_has_a_request_of_its_own_of_either_kind(warmed, mode, ranks)
         assert [request.bootstrap_room for request in requests] == [None if mode == "null" else n for n in range(ranks)]
 
 
-def test_where_one_graph_is_asked_for_rounds_with_log_probabilities_are_captured_too(warmed, monkeypatch):
-    monkeypatch.setenv(rule.SWITCH, "1")
+@pytest.mark.parametrize("way", ["the switch", "NAIVE_EAGLE"])
+def test_where_one_graph_is_asked_for_rounds_with_log_probabilities_are_captured_too(warmed, monkeypatch, way):
+    if way == "the switch":
+        monkeypatch.setenv(rule.SWITCH, "1")
+    else:
+        monkeypatch.setattr(Manager, "marks", {naive_eagle.MARK: True})
     kinds = [(batch[0].sampling_params["temperature"], batch[0].return_logprob) for batch in warmed("null", 1, D)]
     assert kinds == [(0, False), (0, True), (1, False), (1, True)]
 

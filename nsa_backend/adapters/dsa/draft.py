@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from nsa_backend.adapters.naive_eagle import switch_on
 from nsa_backend.adapters.sglang import HookType
 from nsa_backend.adapters.shared import Takeover, batch_sizes_chosen_with, count_draft_extend_in_tokens, hook
 
@@ -44,7 +45,8 @@ def take_rounds(ours: Takeover, has_rounds: Callable[[Any], bool]) -> None:
 def _round_worker(
     backends: tuple[type, ...], has_rounds: Callable[[Any], bool], original: Callable, algorithm: Any, server_args: Any
 ) -> type | None:
-    """Around SGLang's choice of a worker class."""
+    """Around SGLang's choice of a worker class, in the scheduler's process."""
+    switch_on(server_args)
     worker_class = original(algorithm, server_args)
     if not algorithm.is_eagle() or not has_rounds(server_args):
         return worker_class

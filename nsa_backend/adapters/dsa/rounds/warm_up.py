@@ -14,6 +14,7 @@ from typing import Any
 from nsa_backend.adapters.dsa.rounds.kinds import Kind
 from nsa_backend.adapters.dsa.rounds.release import dp_ranks_and_draft_tokens
 from nsa_backend.adapters.dsa.rounds.rule import SWITCH
+from nsa_backend.adapters.naive_eagle import is_marked
 from nsa_backend.environment import switched_on
 from nsa_backend.releases import ROUND_WARM_UP
 
@@ -47,7 +48,8 @@ async def capture_rounds(disaggregation_mode: str, tokenizer_manager: Any) -> No
     if disaggregation_mode == "prefill" or not draft_tokens:
         logger.info("nsa_backend: --warmups %s does nothing, because this server has no speculative rounds", ROUND_WARM_UP)
         return
-    logprobs = (False, True) if switched_on(SWITCH) else (False,)
+    asked = switched_on(SWITCH) or is_marked(tokenizer_manager.server_args)
+    logprobs = (False, True) if asked else (False,)
     for kind in (Kind(*both) for both in product((False, True), logprobs)):
         requests = (_request(rank, kind, draft_tokens, disaggregation_mode) for rank in range(ranks))
         await asyncio.gather(*(_answered(tokenizer_manager, request) for request in requests))
