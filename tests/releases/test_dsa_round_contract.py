@@ -11,12 +11,16 @@ import pytest
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.utils import common
 
+from nsa_backend.adapters import naive_eagle
+from nsa_backend.adapters.dsa import draft
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
 from nsa_backend.adapters.dsa.rounds.own_round import OF_REQUESTS
 from nsa_backend.adapters.dsa.rounds.release import names
-from nsa_backend.adapters.dsa.rounds.rule import DP_ATTENTION, NEEDED, ON_THE_HOST, has_rounds
+from nsa_backend.adapters.dsa.rounds.rule import CONFIDENTIAL, DP_ATTENTION, NEEDED, ON_THE_HOST, SWITCH, has_rounds
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.environment import asked
 from nsa_backend.refusals import refusals
 from nsa_backend.round_graph import child_graphs
 
@@ -71,6 +75,27 @@ def test_switches_of_sglang_that_do_something_on_the_host_in_every_round(argumen
     assert caplog.messages == [f"nsa_backend: speculative rounds are three CUDA graphs; for one, unset {name}"]
     monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
     assert refusals(server) == [f"NSA_BACKEND_ROUND_GRAPH=1 and {name}=1, {ON_THE_HOST[name]}, cannot both be: unset one"]
+
+
+def test_who_insists_on_one_graph_in_confidential_computing(arguments, monkeypatch):
+    """Before weights load; others are served with three."""
+    server = arguments(speculative_algorithm="EAGLE")
+    monkeypatch.setattr(common, "is_confidential_compute", lambda: True, raising=False)
+    assert refusals(server) == []
+    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
+    (sentence,) = refusals(server)
+    assert sentence.endswith(f"cannot be served here: {CONFIDENTIAL}; unset it and choose EAGLE")
+
+
+def test_naive_eagle_asks_for_one_graph_where_a_scheduler_chooses_its_worker(monkeypatch):
+    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.delenv(SWITCH)
+    chosen = []
+    marked = SimpleNamespace(**{naive_eagle.MARK: True})
+    has_rounds = lambda server_args: chosen.append(asked(SWITCH))  # noqa: E731
+    for server_args in (SimpleNamespace(), marked):
+        draft._round_worker((), has_rounds, lambda algorithm, args: object, SimpleNamespace(is_eagle=lambda: True), server_args)
+    assert chosen == [None, True]
 
 
 def test_sglang_captures_anew_into_another_runner():

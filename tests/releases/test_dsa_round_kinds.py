@@ -12,6 +12,8 @@ import torch
 from round_sides import same, two_sides
 from round_stand_in import SIZES, VOCABULARY, D, Graphs, decode_batch
 from sglang.srt.runtime_context import get_context
+from sglang.srt.speculative import spec_utils
+from sglang.srt.utils import common
 
 from nsa_backend.adapters.dsa.rounds import rule, sizes
 from nsa_backend.adapters.dsa.rounds.own_round import thresholds
@@ -153,17 +155,22 @@ def test_the_log_says_what_was_captured(caplog):
     ]
 
 
-def test_accept_lengths_that_sglang_draws_on_the_host(monkeypatch, caplog):
-    """A graph would repeat the one that was drawn while it was captured."""
-    from sglang.srt.speculative import spec_utils
-
-    monkeypatch.setattr(spec_utils, "SIMULATE_ACC_LEN", 2.5)
+@pytest.mark.parametrize(
+    ("holder", "name", "value", "reason"),
+    [
+        # A graph would repeat the one that was drawn while it was captured.
+        (spec_utils, "SIMULATE_ACC_LEN", 2.5, "SGLang draws accept lengths on the host (SGLANG_SIMULATE_ACC_LEN)"),
+        (common, "is_confidential_compute", lambda: True, rule.CONFIDENTIAL),
+    ],
+)
+def test_servers_whose_rounds_are_three_graphs(monkeypatch, caplog, holder, name, value, reason):
+    monkeypatch.setattr(holder, name, value, raising=False)
     caplog.set_level("INFO")
     _, ours = two_sides()
     for greedy in (True, False) * 2:
         ours.run(decode_batch([2, 4], greedy=greedy)())
     assert ours.replays == 0
-    assert [m for m in caplog.messages if "SGLang draws accept lengths on the host (SGLANG_SIMULATE_ACC_LEN)" in m]
+    assert [message for message in caplog.messages if reason in message]
 
 
 def captures(caplog) -> list[str]:

@@ -76,13 +76,21 @@ DP_ATTENTION = (
 )
 """Options of DP attention."""
 
-ON_THE_HOST = {
+_SWITCHES = {
+    "SGLANG_ENABLE_ASYNC_ASSERT": "which in a round of one graph would hold for padding too, whose numbers nobody reads",
+    "SGLANG_ENABLE_NAN_LOGITS_CHECK": "which in a round of one graph would check padding too, whose numbers nobody reads",
     "SGLANG_LOG_DECODE_GRAPH_KEY": "which logs every replay",
     "SGLANG_SANITIZE_NAN_LOGITS": "which looks on the host at what rounds found",
     "SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE": "which hashes the names of a batch's requests on the host",
     "SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT": "which collects the tokens of a batch's requests on the host",
 }
-"""Switches of SGLang that must be off, and what they do in every round."""
+ON_THE_HOST = {name: does for name, does in _SWITCHES.items() if hasattr(envs, name)}
+"""Switches of the installed SGLang that must be off, and what they do in every round."""
+
+CONFIDENTIAL = (
+    "the GPU is in confidential computing mode, where what it writes to memory of the host passes through a bounce buffer, and "
+    "SGLang reads results in a thread of its own"
+)
 
 
 def switches_on(args: Any) -> dict[str, str]:
@@ -104,10 +112,19 @@ def server_problems(args: Any) -> list[str]:
     if not decodes(args):
         return []
     asking = f"{SWITCH}=1, which NAIVE_EAGLE sets,"
+    if computes_confidentially():
+        return [f"{asking} cannot be served here: {CONFIDENTIAL}; unset it and choose EAGLE"]
     options = [
         f"{asking} cannot be served with these options: {way}, or unset it and choose EAGLE" for way in options_to_change(args)
     ]
     return options + [f"{SWITCH}=1 and {name}=1, {does}, cannot both be: unset one" for name, does in switches_on(args).items()]
+
+
+def computes_confidentially() -> bool:
+    """Whether SGLang takes the GPU for one in confidential computing mode; releases before 0.5.23 do not ask."""
+    from sglang.srt.utils import common
+
+    return getattr(common, "is_confidential_compute", bool)()
 
 
 def decodes(args: Any) -> bool:
@@ -165,6 +182,8 @@ def worker_problem(worker: Any, backends: tuple[type, ...]) -> str | None:
     target, draft = worker.target_worker.model_runner, worker.draft_worker
     if not all(isinstance(backend, backends) for backend in worker.spec_v2_attn_backends if backend is not None):
         return "another attention backend serves the target or the drafts"
+    if computes_confidentially():
+        return CONFIDENTIAL
     if overlap_utils._DEBUG_ASSERT:
         return "SGLang checks what rounds leave to one another (SGLANG_IS_IN_CI)"
     if spec_utils.SIMULATE_ACC_LEN > 0:
