@@ -28,7 +28,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nsa_backend.benchmarks.process_trees import end_all
+from nsa_backend.benchmarks.servers.process_trees import end_all
 
 ENDING = 10.0
 """Seconds between asking a job to end and killing it."""

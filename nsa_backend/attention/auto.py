@@ -1,7 +1,7 @@
 """The decode implementation by the number of query rows, from a table measured on the same GPU type.
 
 A captured graph has a fixed number of rows, so the choice is made once a graph. `auto_table.json` is written by
-`benchmarks/auto_table.py` from a committed result file, which it names.
+`benchmarks/reports/auto_table.py` from a committed result file, which it names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def problems(config: AttentionConfig) -> list[str]:
     if config.device_name not in known:
         return [
             f"it was measured on {', '.join(known)} and this device is {config.device_name or 'no GPU'}: unset it and name "
-            "the implementation, or measure (python -m nsa_backend bench attention, then benchmarks/auto_table.py)"
+            "the implementation, or measure (python -m nsa_backend bench attention, then benchmarks/reports/auto_table.py)"
         ]
     return [f"{name}: {problem}" for name in CANDIDATES[_kv(config)] for problem in implementation(name).problems(config)]
 

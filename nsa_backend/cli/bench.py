@@ -47,7 +47,7 @@ BENCHES = {
     "capture": ("--checkpoint", "--steps", "--batch", "--sides", "--port"),
     "memory": (),
 }
-"""What to measure, and which of OPTIONS it takes; each is a module nsa_backend.benchmarks.bench_NAME."""
+"""What to measure, and which of OPTIONS it takes; each is a module nsa_backend.benchmarks.commands.NAME."""
 
 OPTIONS = {
     "--steps": "draft steps N (0 in serve, profile and capture: no speculation)",
@@ -115,10 +115,10 @@ def run(args: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         _fail("bench needs an NVIDIA GPU, and torch sees none: run it where you serve, or try `demo`, which needs no GPU")
-    from nsa_backend.benchmarks.cells import run_cells
-    from nsa_backend.benchmarks.report import dumped, environment, write_report
+    from nsa_backend.benchmarks.reports.cells import run_cells
+    from nsa_backend.benchmarks.reports.report import dumped, environment, write_report
 
-    bench = import_module(f"nsa_backend.benchmarks.bench_{args.what}")
+    bench = import_module(f"nsa_backend.benchmarks.commands.{args.what}")
     gpus = _gpus(args.parallel, torch.cuda.device_count()) if args.parallel else 1
     head = {"environment": environment(gpus), "command": shlex.join(["python", "-m", "nsa_backend", *args.argv])}
 
@@ -153,8 +153,8 @@ def _check_model(args: argparse.Namespace) -> None:
 
 def _gpus(parallel: list[str], there: int) -> int:
     """GPUs of the largest deployment of --parallel; ends where there are fewer, or where a pair could not hand over KV."""
-    from nsa_backend.benchmarks.pairs import engine_problem
-    from nsa_backend.benchmarks.parallel import parsed
+    from nsa_backend.benchmarks.servers.pairs import engine_problem
+    from nsa_backend.benchmarks.servers.parallel import parsed
 
     asked = list(map(parsed, parallel))
     largest = max(asked, key=lambda one: one.gpus)

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if find_spec("matplotlib") is None:
         raise SystemExit("plot needs matplotlib: pip install 'sglang-nsa-backend[plot]'")
-    from nsa_backend.benchmarks.figures import draw_all
+    from nsa_backend.benchmarks.reports.figures import draw_all
 
     for path in draw_all(args.results, args.out):
         print(path)  # noqa: T201 (the command's output)

@@ -12,7 +12,7 @@ import torch
 from nsa_backend import config
 from nsa_backend.attention import auto
 from nsa_backend.attention.implementations import build_decode
-from nsa_backend.benchmarks import auto_table
+from nsa_backend.benchmarks.reports import auto_table
 from nsa_backend.config import AttentionConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,11 +23,11 @@ class Case:
     workloads: tuple[str, ...]
     decode: str = "fa3"
     model: str = "deepseek-v3.2"  # a key of benchmarks/faithful_models.MODELS
-    shape: str = "faithful"  # a key of benchmarks/faithful_checkpoint.ALL_SHAPES
+    shape: str = "faithful"  # a key of checkpoints.faithful.ALL_SHAPES
     environment: dict[str, str] = field(default_factory=dict)
     builtin_environment: dict[str, str] | None = None  # where the built-in backend fails with `environment`
     engine: dict = field(default_factory=dict)
-    dense_draft: bool = False  # EAGLE3, with the draft that benchmarks/eagle3_checkpoint.py writes beside the checkpoint
+    dense_draft: bool = False  # EAGLE3, with the draft that benchmarks/checkpoints/eagle3.py writes beside the checkpoint
     floors: dict[str, float] = field(default_factory=dict)  # mean accept length over N + 1
     floor_of_all: float = 0.0  # least mean accept length of all requests of the case, over N + 1
     request_floors: dict[str, float] = field(default_factory=dict)  # the same for the worst request

@@ -173,7 +173,7 @@ DIVIDED_CASES = [
 ]
 """None of them has run."""
 
-# Five drafts of six are right (benchmarks/eagle3_checkpoint.py), which comes to 3.1 of 4; with all after the first wrong it
+# Five drafts of six are right (benchmarks/checkpoints/eagle3.py), which comes to 3.1 of 4; with all after the first wrong it
 # comes to 1.8.
 eagle3 = partial(Case, steps=3, workloads=STANDARD, dense_draft=True, floors=dict.fromkeys(STANDARD, 2.6 / 4), releases=SINCE)
 EAGLE3_CASES = [

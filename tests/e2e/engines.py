@@ -9,7 +9,7 @@ from pathlib import Path
 
 from endings import Exit, Followed
 
-from nsa_backend.benchmarks.process_trees import end_all
+from nsa_backend.benchmarks.servers.process_trees import end_all
 from nsa_backend.releases import generation_of, installed
 
 NAMES_OF_DSA = {

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from nsa_backend.benchmarks.gpu_memory import used_mib
+from nsa_backend.benchmarks.servers.gpu_memory import used_mib
 
 SAMPLE_SECONDS = 2.0
 GIB = 2**30

@@ -21,8 +21,8 @@ from endings import POLL_SECONDS, TITLE, Followed, first_error, how_ended, state
 from pd_servers import command
 from waves import generate
 
-from nsa_backend.benchmarks.process_trees import end_all
-from nsa_backend.benchmarks.servers import SIDE_BY_SIDE, STARTING, call, wait_until_ready
+from nsa_backend.benchmarks.servers.process_trees import end_all
+from nsa_backend.benchmarks.servers.server import SIDE_BY_SIDE, STARTING, call, wait_until_ready
 
 HOST = "127.0.0.1"
 MOST_NODES = 4

@@ -10,10 +10,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from nsa_backend.benchmarks import faithful_checkpoint
-from nsa_backend.benchmarks.generation import accept_length
-from nsa_backend.benchmarks.report import environment
-from nsa_backend.benchmarks.servers import Server
+from nsa_backend.benchmarks.checkpoints import faithful
+from nsa_backend.benchmarks.reports.report import environment
+from nsa_backend.benchmarks.servers.generation import accept_length
+from nsa_backend.benchmarks.servers.server import Server
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from engine_options import new_tokens
@@ -28,7 +28,7 @@ def main() -> int:
     work = Path(tempfile.mkdtemp())
     log = work / "server.log"
     started = time.time()
-    checkpoint = faithful_checkpoint.write(work / "checkpoint")
+    checkpoint = faithful.write(work / "checkpoint")
     with Server("ours", checkpoint, args.port, 3, log) as server:
         server.wait()
         ready = time.time() - started

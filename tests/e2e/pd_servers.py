@@ -13,9 +13,9 @@ from typing import Any
 from engines import NCCL_PORT, PORTS_APART
 from waves import RANK, generate
 
-from nsa_backend.benchmarks.pairs import rooms
-from nsa_backend.benchmarks.process_trees import end_all
-from nsa_backend.benchmarks.servers import APART_SECONDS, STARTING, call, wait_until_ready
+from nsa_backend.benchmarks.servers.pairs import rooms
+from nsa_backend.benchmarks.servers.process_trees import end_all
+from nsa_backend.benchmarks.servers.server import APART_SECONDS, STARTING, call, wait_until_ready
 
 DECODE, ALONE = PORTS_APART, 2 * PORTS_APART
 ROUTER, BOOTSTRAP = 4, 8

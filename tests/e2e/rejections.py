@@ -28,9 +28,9 @@ from soak_traffic import Client, request_body
 from ties import TIE
 from workloads import prompts
 
-from nsa_backend.benchmarks import faithful_checkpoint
-from nsa_backend.benchmarks.report import environment
-from nsa_backend.benchmarks.servers import Server
+from nsa_backend.benchmarks.checkpoints import faithful
+from nsa_backend.benchmarks.reports.report import environment
+from nsa_backend.benchmarks.servers.server import Server
 
 SIZES = ["--cuda-graph-bs", "1", "2", "4", "8", "16", "32", "--max-total-tokens", "65536", "--disable-radix-cache"]
 KV_OPTIONS = {
@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=33000)
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="nsa-rejections-"))
-    checkpoint = faithful_checkpoint.write(work / "checkpoint")
+    checkpoint = faithful.write(work / "checkpoint")
     with ExitStack() as open_servers:
         servers = []
         options = spelled([*SIZES, "--kv-cache-dtype", args.kv_cache_dtype, *KV_OPTIONS[args.kv_cache_dtype]])

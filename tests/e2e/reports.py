@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from case import workload_of
 from logprobs import apart, far_apart
 
-from nsa_backend.benchmarks.report import environment
-from nsa_backend.benchmarks.servers import BACKENDS
+from nsa_backend.benchmarks.reports.report import environment
+from nsa_backend.benchmarks.servers.server import BACKENDS
 
 FIRST_ERROR = re.compile(r"Traceback \(most recent call last\)|^.*(?:Error|error): ", re.MULTILINE)
 SIDE_BY_SIDE = ("rows", "differences", "failures", "problems", "not_measured")

@@ -33,9 +33,9 @@ from reports import merged, report_of, show, write
 from ties import differences, judge
 from workloads import CASES, WORKLOADS, Case
 
-from nsa_backend.benchmarks import eagle3_checkpoint, faithful_checkpoint
-from nsa_backend.benchmarks.faithful_models import MODELS
-from nsa_backend.benchmarks.servers import APART_SECONDS, BACKENDS, SIDE_BY_SIDE
+from nsa_backend.benchmarks.checkpoints import eagle3, faithful
+from nsa_backend.benchmarks.checkpoints.faithful_models import MODELS
+from nsa_backend.benchmarks.servers.server import APART_SECONDS, BACKENDS, SIDE_BY_SIDE
 from nsa_backend.releases import generation_of, installed
 
 START_SECONDS = {"nsa": 40, "dsa": 80}
@@ -149,13 +149,13 @@ def run_engines(run: Run) -> None:
 
 def written(model: str, shape: str, logs: Path) -> Path:
     out = logs / f"checkpoint-{model}-{shape}"
-    return faithful_checkpoint.write(out, shape=faithful_checkpoint.ALL_SHAPES[shape], model=MODELS[model])
+    return faithful.write(out, shape=faithful.ALL_SHAPES[shape], model=MODELS[model])
 
 
 def write_dense_drafts(cases: list[Case], checkpoints: dict[tuple[str, str], Path]) -> None:
     """Beside each checkpoint whose cases ask for one."""
     for target in {checkpoints[case.checkpoint] for case in cases if case.dense_draft}:
-        eagle3_checkpoint.write(eagle3_checkpoint.beside(target), target)
+        eagle3.write(eagle3.beside(target), target)
 
 
 def part_of(cases: list[Case], part: str) -> list[Case]:

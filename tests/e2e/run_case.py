@@ -27,8 +27,8 @@ from pd_servers import ALONE, Pair, ServerProcess, meeting
 from workloads import CASES, RANKS, WORKLOADS, Case
 
 from nsa_backend.adapters.options import OWN_DECODE_VALUES
-from nsa_backend.benchmarks.eagle3_checkpoint import beside
-from nsa_backend.benchmarks.generation import accept_length
+from nsa_backend.benchmarks.checkpoints.eagle3 import beside
+from nsa_backend.benchmarks.servers.generation import accept_length
 
 PREFILL_SHAPES = (128, 512, 1024, 4096)
 """Tokens of a captured prefill; SGLang's own list has up to 58 sizes, most of an engine's start."""

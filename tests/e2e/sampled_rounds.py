@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from engines import spelled
 from workloads import prompts
 
-from nsa_backend.benchmarks import faithful_checkpoint
-from nsa_backend.benchmarks.generation import accept_length
-from nsa_backend.benchmarks.parallel import ONE_GPU, Parallel, parsed
-from nsa_backend.benchmarks.report import environment
-from nsa_backend.benchmarks.servers import THREE_GRAPHS, Server, call
+from nsa_backend.benchmarks.checkpoints import faithful
+from nsa_backend.benchmarks.reports.report import environment
+from nsa_backend.benchmarks.servers.generation import accept_length
+from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel, parsed
+from nsa_backend.benchmarks.servers.server import THREE_GRAPHS, Server, call
 
 SIDES = ("ours", THREE_GRAPHS)
 SIZES = ["--cuda-graph-bs", "1", "2", "4", "8", "--max-total-tokens", "65536"]
@@ -101,7 +101,7 @@ def compared(ports: dict[str, int], prompt: list[int], name: str, requests: int)
 
 def started(work: Path, args: argparse.Namespace, resources: ExitStack) -> dict[str, Server]:
     """Both sides' servers, ready."""
-    checkpoint = faithful_checkpoint.write(work / "checkpoint")
+    checkpoint = faithful.write(work / "checkpoint")
     parallel: Parallel = parsed(args.parallel) if args.parallel else ONE_GPU
     os.environ["NSA_BACKEND_SAMPLED_ROUNDS"] = "1"
     servers = {}

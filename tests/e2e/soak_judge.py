@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from soak_answers import Record, group_differences
 from soak_server import TOPOLOGIES, Topology
 
-from nsa_backend.benchmarks.generation import accept_length
+from nsa_backend.benchmarks.servers.generation import accept_length
 from nsa_backend.environment import asked
 from nsa_backend.releases import installed
 

@@ -18,16 +18,16 @@ from pd_servers import BOOTSTRAP, DECODE
 from soak_pair import PairClient
 from soak_traffic import LONGEST_OUTPUT, Client
 
-from nsa_backend.benchmarks import servers
-from nsa_backend.benchmarks.gpu_memory import by_process_mib
-from nsa_backend.benchmarks.pairs import role
-from nsa_backend.benchmarks.parallel import Parallel
+from nsa_backend.benchmarks.servers import server
+from nsa_backend.benchmarks.servers.gpu_memory import by_process_mib
+from nsa_backend.benchmarks.servers.pairs import role
+from nsa_backend.benchmarks.servers.parallel import Parallel
 from nsa_backend.releases import ROUND_GRAPHS
 
 BUILTIN = "builtin"
 SIDES = {
     side: environment | ({} if side == BUILTIN else {"NSA_BACKEND_REQUIRED": "1"})
-    for side, environment in servers.ENVIRONMENTS.items()
+    for side, environment in server.ENVIRONMENTS.items()
 }
 """All sides there are, to the environment of their servers: ours must serve where it is asked."""
 
@@ -52,7 +52,7 @@ def command(checkpoint: Path, port: int) -> list[str]:
     SGLang takes some free port, half a minute later, when the server beside it may have it.
     """
     return spelled([
-        *servers.command(checkpoint, port), "--max-running-requests", "64", "--max-total-tokens", str(POOL_TOKENS),
+        *server.command(checkpoint, port), "--max-running-requests", "64", "--max-total-tokens", str(POOL_TOKENS),
         "--context-length", "16384", "--chunked-prefill-size", "512", "--cuda-graph-bs", "1", "2", "4", "8", "16", "32", "64",
         "--stream-interval", str(LONGEST_OUTPUT + 1), "--log-level-http", "warning", "--nccl-port", str(port + NCCL_PORT),
     ])  # fmt: skip

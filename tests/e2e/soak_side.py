@@ -29,10 +29,10 @@ from soak_judge import problems_of, summary
 from soak_server import BUILTIN, SIDES, TOPOLOGIES, memory
 from soak_traffic import FAILURES, Client, Traffic, make_templates, request_body
 
-from nsa_backend.benchmarks import faithful_checkpoint
-from nsa_backend.benchmarks.process_trees import end_all
-from nsa_backend.benchmarks.report import environment
-from nsa_backend.benchmarks.servers import SIDE_BY_SIDE
+from nsa_backend.benchmarks.checkpoints import faithful
+from nsa_backend.benchmarks.reports.report import environment
+from nsa_backend.benchmarks.servers.process_trees import end_all
+from nsa_backend.benchmarks.servers.server import SIDE_BY_SIDE
 
 CALM = 0.2  # of all the time, what the references may take
 TAIL_SECONDS, DRAIN_SECONDS, LAST_SECONDS = 60.0, 20.0, 10.0  # after the load: all, waiting for requests, writing the JSON
@@ -97,7 +97,7 @@ def alive(run: Soak) -> bool:
 
 
 def start(run: Soak) -> None:
-    checkpoint = faithful_checkpoint.write(run.log.parent / "checkpoint")
+    checkpoint = faithful.write(run.log.parent / "checkpoint")
     topology = TOPOLOGIES[run.topology]
     with run.log.open("a") as stream:
         for words in topology.commands(checkpoint, run.port):

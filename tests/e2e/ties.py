@@ -17,7 +17,7 @@ from next_token import question
 from ports import judge_begin
 from workloads import WORKLOADS, Case
 
-from nsa_backend.benchmarks.servers import SIDE_BY_SIDE
+from nsa_backend.benchmarks.servers.server import SIDE_BY_SIDE
 
 TIE = 0.0626
 """Two steps of a bfloat16 logit between 4 and 8, where the best logits of this checkpoint lie: a forward with other batch

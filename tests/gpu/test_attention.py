@@ -75,7 +75,7 @@ def test_graphs_share_the_padded_query(name, heads):
     from dataclasses import replace
 
     from nsa_backend.attention.implementations import build_attention
-    from nsa_backend.benchmarks.timing import captured_graph
+    from nsa_backend.benchmarks.calls.timing import captured_graph
     from nsa_backend.config import AttentionConfig
 
     config = AttentionConfig(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.benchmarks.timing import captured_graph
+from nsa_backend.benchmarks.calls.timing import captured_graph
 from nsa_backend.testing import captured
 from nsa_backend.testing.captured import MODES
 from nsa_backend.testing.shape import TOPK

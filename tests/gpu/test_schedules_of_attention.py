@@ -47,7 +47,7 @@ def scheduled_ahead():
 def test_fa3_with_its_schedule_made_once(rows, heads):
     """Bit for bit what FA3 computes when it schedules for itself, over replays of one graph with other lengths."""
     from nsa_backend.attention.fa3 import Fa3
-    from nsa_backend.benchmarks.timing import captured_graph
+    from nsa_backend.benchmarks.calls.timing import captured_graph
     from nsa_backend.config import AttentionConfig
 
     config = AttentionConfig(device_sm=90, num_heads=heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK)

@@ -92,7 +92,7 @@ def one_rank():
 @pytest.fixture
 def parse(tmp_path):
     """Returns a function of command-line words that parses them as SGLang's launcher does, for a small V3.2 checkpoint."""
-    from nsa_backend.benchmarks.faithful_checkpoint import SHAPES, config
+    from nsa_backend.benchmarks.checkpoints.faithful import SHAPES, config
 
     (tmp_path / "config.json").write_text(json.dumps(config(SHAPES["faithful"])))
 
@@ -127,7 +127,7 @@ def checkpoint(tmp_path):
     def write(name: str, drop: str = "-", **changed) -> str:
         folder = tmp_path / name
         folder.mkdir()
-        from nsa_backend.benchmarks.faithful_checkpoint import SHAPES, config
+        from nsa_backend.benchmarks.checkpoints.faithful import SHAPES, config
 
         fields = {field: value for field, value in config(SHAPES["faithful"]).items() if not field.startswith(drop)}
         (folder / "config.json").write_text(json.dumps(fields | changed))

@@ -62,7 +62,7 @@ class Recipe:
 
 
 MODELS = {
-    # name: (kind of faithful_checkpoint, hidden size, heads, layers, longest context)
+    # name: (kind of checkpoints.faithful, hidden size, heads, layers, longest context)
     "DeepSeek-V3.2": ("deepseek-v3.2", 7168, 128, 61, 163840),
     "GLM-5": ("glm-5.1", 6144, 64, 78, 202752),
     "GLM-5.2": ("glm-5.2", 6144, 64, 78, 1048576),

@@ -13,9 +13,9 @@ from sglang.srt.models.deepseek_v2 import DeepseekV32ForCausalLM
 from sglang.srt.utils.hf_transformers_utils import get_config
 from sglang_models import forward, one_rank
 
-from nsa_backend.benchmarks import eagle3_checkpoint, faithful_checkpoint
+from nsa_backend.benchmarks.checkpoints import eagle3, faithful
 
-SHAPE = faithful_checkpoint.Shape(hidden=1024, heads=8, experts=2, experts_per_token=1, expert_dim=16)
+SHAPE = faithful.Shape(hidden=1024, heads=8, experts=2, experts_per_token=1, expert_dim=16)
 PROMPT, NEW, STEPS = 48, 17, 3
 
 
@@ -32,8 +32,8 @@ def loaded(cls, folder):
 def served(tmp_path_factory):
     """(SGLang's target with the layers captured that the draft's config asks for, SGLang's draft model)."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    target = faithful_checkpoint.write(folder / "target", shape=SHAPE)
-    draft = eagle3_checkpoint.write(folder / "draft", target)
+    target = faithful.write(folder / "target", shape=SHAPE)
+    draft = eagle3.write(folder / "draft", target)
     with pytest.MonkeyPatch.context() as patch, one_rank(patch):
         patch.setattr(llama_eagle3, "get_spec", lambda: SimpleNamespace(speculative_draft_window_size=None))
         target, draft = loaded(DeepseekV32ForCausalLM, target), loaded(llama_eagle3.LlamaForCausalLMEagle3, draft)
@@ -47,12 +47,12 @@ def test_every_weight_is_loaded_but_the_embedding_which_is_the_targets(served):
     assert missing == ["model.embed_tokens.weight"]
     assert draft.model.fc.in_features == len(target.model.layers_to_capture) * SHAPE.hidden
     assert not draft.load_lm_head_from_target
-    assert draft.get_hot_token_id().sort().values.tolist() == list(range(faithful_checkpoint.VOCAB))
+    assert draft.get_hot_token_id().sort().values.tolist() == list(range(faithful.VOCAB))
 
 
 def text_of(target, monkeypatch) -> tuple[torch.Tensor, torch.Tensor]:
     """A greedy text [tokens] of the target, and what its layers hand over of all but the last [tokens - 1, 2 * hidden]."""
-    ids = torch.randint(2, faithful_checkpoint.VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(2, faithful.VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(2))
     for _ in range(NEW):
         hidden, captured = forward(target, ids, monkeypatch, AttnForwardMethod.MLA)
         ids = torch.cat([ids, (hidden[-1:] @ target.lm_head.weight.T).argmax(-1)])

@@ -13,14 +13,14 @@ from sglang.srt.models.glm4_moe import GlmMoeDsaForCausalLM, GlmMoeDsaForCausalL
 from sglang.srt.utils.hf_transformers_utils import get_config
 from sglang_models import forward, one_rank
 
-from nsa_backend.benchmarks import faithful_checkpoint
-from nsa_backend.benchmarks.faithful_models import MODELS
+from nsa_backend.benchmarks.checkpoints import faithful
+from nsa_backend.benchmarks.checkpoints.faithful_models import MODELS
 
 CLASSES = {
     "DeepseekV32ForCausalLM": (DeepseekV32ForCausalLM, DeepseekV3ForCausalLMNextN),
     "GlmMoeDsaForCausalLM": (GlmMoeDsaForCausalLM, GlmMoeDsaForCausalLMNextN),
 }
-SHAPE = faithful_checkpoint.Shape(hidden=256, heads=8, experts=2, experts_per_token=1, expert_dim=16)
+SHAPE = faithful.Shape(hidden=256, heads=8, experts=2, experts_per_token=1, expert_dim=16)
 PROMPT, NEW = 48, 14
 
 VISIBLE = {"ours": lambda length, step: length + step + 1, "shared": lambda length, step: length}
@@ -36,7 +36,7 @@ def parallel(monkeypatch):
 @pytest.fixture(params=list(MODELS))
 def served(request, tmp_path, parallel):
     """(name, config, SGLang's target, SGLang's MTP model) of a checkpoint."""
-    folder = faithful_checkpoint.write(tmp_path, shape=SHAPE, model=MODELS[request.param])
+    folder = faithful.write(tmp_path, shape=SHAPE, model=MODELS[request.param])
     config = get_config(str(folder), trust_remote_code=False)
     target, draft = (cls(config) for cls in CLASSES[config.architectures[0]])
     for model in (target, draft):
@@ -66,7 +66,7 @@ def next_tokens(model, ids, monkeypatch, **options) -> torch.Tensor:
 def drafts_right(served, monkeypatch, steps: int, visible) -> list[int]:
     """By round along a greedy text, how many of its drafts are right; every round begins anew, wherever the last one ended."""
     _, _, target, draft = served
-    ids = torch.randint(2, faithful_checkpoint.VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(2, faithful.VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(2))
     for _ in range(NEW):
         ids = torch.cat([ids, next_tokens(target, ids, monkeypatch)[-1:]])
     hidden = torch.zeros(len(ids) - 1, SHAPE.hidden)  # the MTP layer drops it

@@ -16,7 +16,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.benchmarks import faithful_checkpoint
+from nsa_backend.benchmarks.checkpoints import faithful
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 from nodes import AFTER_MEETING, HOST, LOOKED_AT_PORTS, MEETING, MOST_NODES, NCCL, arguments_of, environment_of
@@ -34,7 +34,7 @@ ATTENTION_DP = [case for case in RUN_HERE if "dp_size" in case.engine]
 @pytest.fixture
 def resolved(resolve, tmp_path):
     """Returns a function of a case to the arguments of its nodes, as their command lines are parsed and checked."""
-    (tmp_path / "config.json").write_text(json.dumps(faithful_checkpoint.config(faithful_checkpoint.SHAPES["faithful"])))
+    (tmp_path / "config.json").write_text(json.dumps(faithful.config(faithful.SHAPES["faithful"])))
 
     def of_nodes(case) -> list:
         found = []

@@ -18,7 +18,7 @@ import recipes_of_sglang
 from recipes import MODELS, RESPELLED, Recipe, Refused, Served, Stopped, respelled
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.benchmarks import faithful_checkpoint, faithful_models
+from nsa_backend.benchmarks.checkpoints import faithful, faithful_models
 from nsa_backend.releases import installed
 
 SCRIPT = Path(__file__).with_name("parsed_recipes.py")
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.skipif(not HERE, reason="no recipe names this release")
 def config(model: str) -> dict[str, Any]:
     """config.json with the sizes that SGLang's rules may ask for."""
     kind, hidden, heads, layers, context = MODELS[model]
-    shape = faithful_checkpoint.Shape(hidden, heads, layers, experts=256, experts_per_token=8, expert_dim=2048)
-    fields = faithful_checkpoint.config(shape, faithful_models.MODELS[kind])
+    shape = faithful.Shape(hidden, heads, layers, experts=256, experts_per_token=8, expert_dim=2048)
+    fields = faithful.config(shape, faithful_models.MODELS[kind])
     return fields | {"max_position_embeddings": context, "quantization_config": FP8}
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from nsa_backend.adapters.dsa.rounds.release import names
 from nsa_backend.adapters.dsa.rounds.rule import DP_ATTENTION, NEEDED
-from nsa_backend.benchmarks import faithful_checkpoint, servers
+from nsa_backend.benchmarks.checkpoints import faithful
+from nsa_backend.benchmarks.servers import server
 from nsa_backend.releases import installed
 
 SCRIPT = Path(__file__).with_name("parsed_commands.py")
@@ -99,8 +100,8 @@ SGLANGS = ("PP + speculative decoding", "Pipeline parallelism is not compatible 
 
 def parsed(folder: Path, commands: list[list[str]], *arguments: str, **environment: str) -> list:
     """What `parsed_commands.py` answers for these words after those of a plain server with one draft."""
-    (folder / "config.json").write_text(json.dumps(faithful_checkpoint.config(faithful_checkpoint.SHAPES["faithful"])))
-    plain = servers.command(folder, 25000, 1)[3:]
+    (folder / "config.json").write_text(json.dumps(faithful.config(faithful.SHAPES["faithful"])))
+    plain = server.command(folder, 25000, 1)[3:]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(SCRIPT), *arguments],
         input=json.dumps([[*plain, *words] for words in commands]),

@@ -10,8 +10,8 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.benchmarks import eagle3_checkpoint, faithful_checkpoint
-from nsa_backend.benchmarks.faithful_models import MODELS
+from nsa_backend.benchmarks.checkpoints import eagle3, faithful
+from nsa_backend.benchmarks.checkpoints.faithful_models import MODELS
 from nsa_backend.refusals import RULES
 from nsa_backend.releases import generation_of, installed
 
@@ -41,9 +41,9 @@ def engine(parse, resolve, tmp_path, monkeypatch):
         resolve()  # stands in for the GPU
         for name, value in case.environment.items():
             monkeypatch.setenv(name, value)
-        config = faithful_checkpoint.config(faithful_checkpoint.ALL_SHAPES[case.shape], MODELS[case.model])
+        config = faithful.config(faithful.ALL_SHAPES[case.shape], MODELS[case.model])
         target = tmp_path / "target"
-        for folder, fields in ((target, config), (eagle3_checkpoint.beside(target), eagle3_checkpoint.config(config))):
+        for folder, fields in ((target, config), (eagle3.beside(target), eagle3.config(config))):
             folder.mkdir(exist_ok=True)
             (folder / "config.json").write_text(json.dumps(fields))
         server_args = ServerArgs(**engine_arguments(case, str(target), 30000), device="cuda")
@@ -73,9 +73,7 @@ def test_every_case_resolves(engine, case, ask):
 @pytest.mark.parametrize("case", [case for case in RUN_HERE if case.disaggregated], ids=lambda case: case.name)
 def test_both_servers_of_a_pair_resolve(parse, resolve, tmp_path, case):
     """As their command lines are parsed; what one sends, the other expects."""
-    (tmp_path / "config.json").write_text(
-        json.dumps(faithful_checkpoint.config(faithful_checkpoint.SHAPES["faithful"], MODELS[case.model]))
-    )
+    (tmp_path / "config.json").write_text(json.dumps(faithful.config(faithful.SHAPES["faithful"], MODELS[case.model])))
     found = []
     for arguments in roles(engine_arguments(case, str(tmp_path), 30000), case.disaggregated, case.gpus):
         server_args = resolve(*command(arguments)[3:])

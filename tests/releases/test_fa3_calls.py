@@ -12,7 +12,7 @@ from chosen_slots import LATENT, ROPE, SLOTS, TOPK, attended, config, decode_met
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.dense_prefill import DensePrefill
 from nsa_backend.attention.implementations import implementation
-from nsa_backend.benchmarks.chain_case import Chain
+from nsa_backend.benchmarks.calls.chain_case import Chain
 from nsa_backend.config import AttentionConfig
 from nsa_backend.registration import create_backend
 

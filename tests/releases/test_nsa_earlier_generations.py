@@ -4,7 +4,7 @@ import inspect
 
 from sglang.srt.layers.attention import nsa_backend as builtin
 
-from nsa_backend.benchmarks import builtin_replay
+from nsa_backend.benchmarks.calls import builtin_replay
 
 
 def test_the_earlier_generations_call_what_the_release_has():

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from nsa_backend.adapters import sglang, shared, startup
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
-from nsa_backend.benchmarks.faithful_checkpoint import SHAPES, config
+from nsa_backend.benchmarks.checkpoints.faithful import SHAPES, config
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
 from nsa_backend.required import check_built

@@ -17,19 +17,12 @@ from pathlib import Path
 import pytest
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.benchmarks import (
-    bench_capture,
-    bench_draft,
-    bench_profile,
-    bench_serve,
-    faithful_checkpoint,
-    generation,
-    pairs,
-    server_options,
-    servers,
-)
-from nsa_backend.benchmarks.own_model import OwnModel
-from nsa_backend.benchmarks.parallel import parsed as parallel
+from nsa_backend.benchmarks.checkpoints import faithful
+from nsa_backend.benchmarks.commands import capture, draft, profile, serve
+from nsa_backend.benchmarks.commands.own_model import OwnModel
+from nsa_backend.benchmarks.servers import pairs, server, server_options, sides
+from nsa_backend.benchmarks.servers.parallel import parsed as parallel
+from nsa_backend.benchmarks.servers.sides import options_for
 from nsa_backend.cli.bench import OPTIONS
 from nsa_backend.releases import installed
 
@@ -48,7 +41,7 @@ def options_of(bench, monkeypatch, **given) -> list[list[str]]:
 
     class Servers:
         def __init__(self, folder, port, shapes, new_tokens, sides=None, copies=1):
-            seen.append([*generation.options_for(shapes, new_tokens, copies=copies), *pairs.meeting(port)])
+            seen.append([*options_for(shapes, new_tokens, copies=copies), *pairs.meeting(port)])
 
         def close(self):
             pass
@@ -65,32 +58,29 @@ def options_of(bench, monkeypatch, **given) -> list[list[str]]:
 def commands(tmp_path_factory) -> dict[str, list[str]]:
     """By name, what follows `python -m sglang.launch_server`."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    (folder / "config.json").write_text(json.dumps(faithful_checkpoint.config(faithful_checkpoint.SHAPES["wide"])))
+    (folder / "config.json").write_text(json.dumps(faithful.config(faithful.SHAPES["wide"])))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        options = {
-            bench.__name__.rsplit("_", 1)[1]: options_of(bench, monkeypatch)[0]
-            for bench in (bench_serve, bench_draft, bench_profile)
-        }
-        options["profile, three pairs"] = options_of(bench_profile, monkeypatch, servers=3, batch=[32], length=[4096])[0]
-    options |= {f"capture {requests}": bench_capture.options_for(requests) for requests in bench_capture.REQUESTS}
+        options = {bench.__name__.rsplit(".", 1)[1]: options_of(bench, monkeypatch)[0] for bench in (serve, draft, profile)}
+        options["profile, three pairs"] = options_of(profile, monkeypatch, servers=3, batch=[32], length=[4096])[0]
+    options |= {f"capture {requests}": capture.options_for(requests) for requests in capture.REQUESTS}
     options["readme"] = []
     options["own model"] = OwnModel(
         folder, [[1]], [1, 8], 256, folder, 1, ["--tp-size", "1", "--max-running-requests", "16"]
     ).options()
     options["rejections on fp8"] = [
-        *generation.SIZES, "--kv-cache-dtype", "fp8_e4m3", *server_options.implementations("flashmla_kv", "flashmla_kv"),
+        *sides.SIZES, "--kv-cache-dtype", "fp8_e4m3", *server_options.implementations("flashmla_kv", "flashmla_kv"),
     ]  # fmt: skip
     options["every prefill graph"] = DEFAULT_PREFILL
     for word in ON_FOUR_GPUS:
-        options[f"serve {word}"] = [*generation.options_for(MANY, bench_serve.TOKENS, parallel(word)), *DEFAULT_PREFILL]
+        options[f"serve {word}"] = [*options_for(MANY, serve.TOKENS, parallel(word)), *DEFAULT_PREFILL]
     for word in ON_TWO_GPUS if installed() == "0.5.23" else ():
-        options[f"serve {word}"] = generation.options_for(MANY, bench_serve.TOKENS, parallel(word))
+        options[f"serve {word}"] = options_for(MANY, serve.TOKENS, parallel(word))
     if shared := options.pop("serve pd", None):
         options |= {
             f"serve pd, {mode}": [*shared, *pairs.role(mode, 26000, gpu)] for mode, gpu in (("prefill", 0), ("decode", 1))
         }
     return {
-        f"{name}, N = {steps}": [*servers.command(folder, 25000 + steps, steps)[3:], *given]
+        f"{name}, N = {steps}": [*server.command(folder, 25000 + steps, steps)[3:], *given]
         for name, given in options.items()
         for steps in ((0,) if name == "serve pp2" else (0, 1, 3))
     }
@@ -101,17 +91,17 @@ def both_parsed(commands) -> dict[str, subprocess.CompletedProcess]:
     """By side, a process that has parsed all commands, with our plugin or without it; both started at once."""
 
     def parsed_by(side: str) -> subprocess.CompletedProcess:
-        environment = os.environ | {"NSA_BACKEND_DISABLE": servers.BACKENDS[side], "CUDA_VISIBLE_DEVICES": ""}
+        environment = os.environ | {"NSA_BACKEND_DISABLE": server.BACKENDS[side], "CUDA_VISIBLE_DEVICES": ""}
         return subprocess.run(
             [sys.executable, "-W", "ignore", str(SCRIPT)], input=json.dumps(list(commands.values())), env=environment,
             capture_output=True, text=True, check=False,
         )  # fmt: skip
 
     with ThreadPoolExecutor() as pool:
-        return dict(zip(servers.BACKENDS, pool.map(parsed_by, servers.BACKENDS), strict=True))
+        return dict(zip(server.BACKENDS, pool.map(parsed_by, server.BACKENDS), strict=True))
 
 
-@pytest.fixture(scope="module", params=list(servers.BACKENDS))
+@pytest.fixture(scope="module", params=list(server.BACKENDS))
 def parsed(request, commands, both_parsed) -> dict[str, dict]:
     """What the installed release makes of each command, with our plugin or without it."""
     done = both_parsed[request.param]
@@ -129,16 +119,16 @@ def test_both_sides_serve_the_same_configuration(parsed):
 
 def test_serve_has_room_for_its_largest_cell_and_graphs_for_its_batches(parsed):
     found = parsed["serve, N = 3"]
-    assert found["max_total_tokens"] >= 32 * (32768 + bench_serve.TOKENS)
+    assert found["max_total_tokens"] >= 32 * (32768 + serve.TOKENS)
     assert found["max_running_requests"] == 32
     assert not found["cache"]
-    assert set(bench_serve.BATCHES) <= set(found["decode"]) <= set(server_options.MEASURED_BATCHES)
+    assert set(serve.BATCHES) <= set(found["decode"]) <= set(server_options.MEASURED_BATCHES)
 
 
 def test_captures_are_those_of_a_default_server_for_as_many_requests(parsed):
-    few, many = (parsed[f"capture {requests}, N = 3"] for requests in bench_capture.REQUESTS)
+    few, many = (parsed[f"capture {requests}, N = 3"] for requests in capture.REQUESTS)
     default = parsed["readme, N = 3"]
-    assert (few["max_running_requests"], many["max_running_requests"]) == bench_capture.REQUESTS
+    assert (few["max_running_requests"], many["max_running_requests"]) == capture.REQUESTS
     assert max(few["decode"]) >= 48
     assert max(many["decode"]) >= 160  # of a GPU whose memory nobody knows; more on one that is there
     assert set(parsed["serve, N = 3"]["decode"]) < set(default["decode"]) <= set(few["decode"]) <= set(many["decode"])
@@ -152,7 +142,7 @@ def test_serve_on_four_gpus_has_room_for_what_comes_to_a_rank(parsed, word):
     assert (found["tensor_parallel"], found["attention_ranks"]) == ON_FOUR_GPUS[word]
     assert found["prefilled_at_once"] == server_options.CHUNK // ranks
     assert found["max_running_requests"] // ranks >= 256 // ranks
-    assert found["max_total_tokens"] >= 256 // ranks * (300 + bench_serve.TOKENS)
+    assert found["max_total_tokens"] >= 256 // ranks * (300 + serve.TOKENS)
     assert {-(-batch // ranks) for batch, _ in MANY} <= set(found["decode"])
     if server_options.names().prefill_graphs is not None:
         assert max(found["prefill"]) <= found["prefilled_at_once"]

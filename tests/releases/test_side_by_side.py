@@ -13,8 +13,8 @@ import pytest
 from sglang.srt import server_args as sglang_args
 from sglang.srt.environ import envs
 
-from nsa_backend.benchmarks import faithful_checkpoint
-from nsa_backend.benchmarks.servers import SIDE_BY_SIDE
+from nsa_backend.benchmarks.checkpoints import faithful
+from nsa_backend.benchmarks.servers.server import SIDE_BY_SIDE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 from engines import PORTS
@@ -43,7 +43,7 @@ def ports_of_sglang(resolve, tmp_path, monkeypatch):
     if hasattr(sglang_args, "wait_port_available"):
         monkeypatch.setattr(sglang_args, "wait_port_available", lambda *of_port: True)
     resolve()  # stands in for the GPU
-    (tmp_path / "config.json").write_text(json.dumps(faithful_checkpoint.config(faithful_checkpoint.SHAPES["faithful"])))
+    (tmp_path / "config.json").write_text(json.dumps(faithful.config(faithful.SHAPES["faithful"])))
 
     def found(case, port: int) -> set[int]:
         arguments = engine_arguments(case, str(tmp_path), port)

@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from nsa_backend import __main__ as command
-from nsa_backend.benchmarks import bench_attention, bench_metadata, cells, generation, report, sm90
-from nsa_backend.benchmarks.sm90_case import Shape, spread
-from nsa_backend.benchmarks.sm90_kernels import variants
+from nsa_backend.benchmarks.calls import sm90
+from nsa_backend.benchmarks.calls.sm90_case import Shape, spread
+from nsa_backend.benchmarks.calls.sm90_kernels import variants
+from nsa_backend.benchmarks.commands import attention, metadata
+from nsa_backend.benchmarks.reports import cells, report
+from nsa_backend.benchmarks.servers import generation
 from nsa_backend.cli import bench
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +123,7 @@ def options(**given) -> argparse.Namespace:
 
 
 def test_metadata_covers_modes_shapes_and_axes():
-    wanted = bench_metadata.wanted(options())
+    wanted = metadata.wanted(options())
     assert len(wanted) == len(set(wanted))
     growth = [w[1:] for w in wanted if w[0] == "growth"]
     for mode in ("draft_decode", "target_verify", "draft_extend"):
@@ -130,19 +133,19 @@ def test_metadata_covers_modes_shapes_and_axes():
         assert (min(lengths), max(lengths)) == (1024, 131072)
     rows = [w[1:] for w in wanted if w[0] == "rows"]
     assert {(mode, steps) for mode, steps, _, _ in rows} >= {("draft_decode", 4), ("draft_decode", 8), ("target_verify", 3)}
-    assert len(bench_metadata.wanted(options(quick=True))) < len(rows)
-    own = bench_metadata.wanted(options(batch=[3, 5], length=[777]))
+    assert len(metadata.wanted(options(quick=True))) < len(rows)
+    own = metadata.wanted(options(batch=[3, 5], length=[777]))
     assert {w[2:] for w in own} == {(4, 3, 777), (4, 5, 777)}
     assert len(own) == 6
 
 
 def test_attention_measures_the_sections_that_are_asked_for():
     made = [cells.Cell(section, list, section) for section in ("decode", "sm90", "decode")]
-    assert bench_attention.of_sections(made, None) == [made[0], made[2]]  # sm90 takes minutes
-    assert bench_attention.of_sections(made, ["sm90"]) == [made[1]]
-    assert bench_attention.of_sections(made, ["sm90", "decode"]) == made
+    assert attention.of_sections(made, None) == [made[0], made[2]]  # sm90 takes minutes
+    assert attention.of_sections(made, ["sm90"]) == [made[1]]
+    assert attention.of_sections(made, ["sm90", "decode"]) == made
     with pytest.raises(SystemExit, match="no section wrapper here: choose among decode, sm90"):
-        bench_attention.of_sections(made, ["wrapper"])
+        attention.of_sections(made, ["wrapper"])
 
 
 def test_sm90_kernels_meet_every_head_count_phase_and_length():

@@ -8,7 +8,8 @@ from contextlib import ExitStack, nullcontext
 
 import pytest
 
-from nsa_backend.benchmarks import bench_capture, gpu_memory, pairs
+from nsa_backend.benchmarks.commands import capture
+from nsa_backend.benchmarks.servers import gpu_memory, pairs
 from nsa_backend.cli.bench import OPTIONS
 
 LOG = """
@@ -26,14 +27,14 @@ Capture draft extend cuda graph end. Time elapsed: 0.70 s. mem usage=0.06 GB. av
 
 
 def test_a_log_tells_of_every_capture():
-    assert bench_capture.captures(LOG) == [
+    assert capture.captures(LOG) == [
         {"what": "target prefill", "seconds": 5.27, "gib": 2.02},
         {"what": "target verify", "seconds": 3.07, "gib": -0.96},
         {"what": "draft decode", "seconds": 0.41, "gib": 0.02},
         {"what": "whole rounds, greedy", "sizes": 4, "seconds": 0.1, "gib": 0.047},
         {"what": "whole rounds, sampled", "sizes": 1, "seconds": 0.0, "gib": -0.002},
     ]
-    assert bench_capture.captures(OLDER_LOG) == [
+    assert capture.captures(OLDER_LOG) == [
         {"what": "target", "seconds": 3.2, "gib": 0.51},
         {"what": "draft extend", "seconds": 0.7, "gib": 0.06},
     ]
@@ -70,7 +71,7 @@ def cells(tmp_path, monkeypatch):
     def chosen(**given) -> list:
         options = dict.fromkeys(option[2:].replace("-", "_") for option in OPTIONS) | {"quick": False}
         with ExitStack() as resources:
-            return bench_capture.cells(argparse.Namespace(**options | {"checkpoint": [str(tmp_path)]} | given), resources)
+            return capture.cells(argparse.Namespace(**options | {"checkpoint": [str(tmp_path)]} | given), resources)
 
     return chosen
 
@@ -87,7 +88,7 @@ def test_servers_run_one_after_the_other_and_say_how_long_first_requests_wait(ce
         assert row["steps"] == 3
         assert (row["greedy_s"], row["sampled_s"]) == ([0.5] * 4, [2.0, 0.5, 0.5, 0.5])
         assert row["host_gib"] > 0
-    bench_capture.show({"rows": rows})
+    capture.show({"rows": rows})
     shown = capsys.readouterr().out
     assert "whole rounds, greedy, 4 sizes" in shown
     assert "2.00 0.50 0.50 0.50" in shown

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa_backend.benchmarks import bench_attention, chain, chain_ways
+from nsa_backend.benchmarks.calls import chain, chain_ways
+from nsa_backend.benchmarks.commands import attention
 from nsa_backend.kernels.sparse_decode_plan import Launches
 
 
@@ -85,11 +86,11 @@ def test_cells_follow_the_options(releases_with_topk):
 
 @pytest.mark.usefixtures("releases_with_topk")
 def test_they_are_measured_on_request_alone_and_with_rows_of_ones_own(monkeypatch):
-    monkeypatch.setattr(bench_attention, "start_sglang", lambda: None)
+    monkeypatch.setattr(attention, "start_sglang", lambda: None)
     options = argparse.Namespace(batch=[1, 32], heads=[16], quick=True, section=None)
-    assert {cell.section for cell in bench_attention.cells(options, None)} == {"decode"}
+    assert {cell.section for cell in attention.cells(options, None)} == {"decode"}
     options.section = ["parts", "chain"]
-    assert {cell.section for cell in bench_attention.cells(options, None)} == {"parts", "chain"}
+    assert {cell.section for cell in attention.cells(options, None)} == {"parts", "chain"}
 
 
 def test_a_table_adds_the_kernels_up(capsys):

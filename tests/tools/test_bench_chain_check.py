@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_backend.benchmarks import chain_ways
+from nsa_backend.benchmarks.calls import chain_ways
 from nsa_backend.kernels.sparse_decode_plan import Launches
 
 ROWS, SLOTS, TOPK, DIM = 2, 64, 16, 8

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from nsa_backend.benchmarks import generation, pairs, servers
-from nsa_backend.benchmarks.pairs import BOOTSTRAP, DECODE, NCCL_PORT, Pair
-from nsa_backend.benchmarks.parallel import Parallel
+from nsa_backend.benchmarks.servers import generation, pairs, server, sides
+from nsa_backend.benchmarks.servers.pairs import BOOTSTRAP, DECODE, NCCL_PORT, Pair
+from nsa_backend.benchmarks.servers.parallel import Parallel
 
 STAND_IN = Path(__file__).resolve().parents[1] / "stand_in_of_pair.py"
 
@@ -36,7 +36,7 @@ def port() -> int:
 def stand_ins(monkeypatch):
     """Small processes in place of servers, which print what they were started with and what they are asked."""
     monkeypatch.setattr(pairs, "APART_SECONDS", 0.0)
-    monkeypatch.setattr(servers, "command", lambda checkpoint, port, steps: [sys.executable, str(STAND_IN), str(port)])
+    monkeypatch.setattr(server, "command", lambda checkpoint, port, steps: [sys.executable, str(STAND_IN), str(port)])
 
 
 def printed(folder: Path, mode: str, what: str) -> list[dict]:
@@ -52,9 +52,9 @@ def test_both_are_asked_for_the_same_rooms_and_the_decode_server_answers(stand_i
     assert [answer["index"] for answer in found.answers] == [0, 1, 2]
     assert None not in {process.poll() for process in processes}
     (prefill,), (decode,) = (printed(tmp_path, mode, "asked") for mode in ("prefill", "decode"))
-    assert (decode.pop("stream"), decode["sampling_params"].pop("stream_interval")) == (True, servers.NEVER)
+    assert (decode.pop("stream"), decode["sampling_params"].pop("stream_interval")) == (True, server.NEVER)
     assert prefill == decode
-    assert prefill["sampling_params"] == servers.greedy(7) | {"temperature": 0.5}
+    assert prefill["sampling_params"] == server.greedy(7) | {"temperature": 0.5}
     first = prefill["bootstrap_room"][0]
     assert prefill["bootstrap_room"] == [first, first + 1, first + 2]
     assert prefill["bootstrap_port"] == [port + BOOTSTRAP] * 3
@@ -91,15 +91,15 @@ def test_a_decode_server_that_refuses_is_not_waited_for(stand_ins, tmp_path, por
 def test_pairs_of_two_sides_share_no_port():
     of_dp = (13, *range(233, 240))  # SGLang's own, above the port of a server with DP attention
     own = [BOOTSTRAP, *(server + port for server in (0, DECODE) for port in (0, NCCL_PORT, *of_dp))]
-    sides = [generation.PORTS_APART * side + port for side in range(4) for port in own]
-    assert len(set(sides)) == len(sides) == 4 * len(own)
+    ports = [sides.PORTS_APART * side + port for side in range(4) for port in own]
+    assert len(set(ports)) == len(ports) == 4 * len(own)
 
 
 def test_rounds_of_a_pair_are_those_of_each_request(monkeypatch):
     """Some decode while others are prefilled, so that the last first token says nothing of the others' rounds."""
     histogram = {"meta_info": {"spec_correct_drafts_histogram": [0, 0, 0, 10]}}
     progress = [[(1, 1.0), (41, 2.0)], [(1, 1.5), (41, 2.6)], [(1, 2.9), (41, 4.0)]]
-    found = servers.Streamed([1.0, 1.5, 2.9], 4.0, [histogram] * 3, progress)
+    found = server.Streamed([1.0, 1.5, 2.9], 4.0, [histogram] * 3, progress)
     pair = object.__new__(Pair)
     monkeypatch.setattr(Pair, "streamed", lambda self, prompts, tokens: found)
     sample = generation.sample_of(pair, [[1]] * 3, 41)

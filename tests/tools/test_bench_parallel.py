@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from nsa_backend.__main__ import main
-from nsa_backend.benchmarks import bench_serve, generation, gpu_memory, pairs, server_options, servers
-from nsa_backend.benchmarks.parallel import ONE_GPU, Parallel, parsed
-from nsa_backend.benchmarks.servers import Streamed
+from nsa_backend.benchmarks.commands import serve
+from nsa_backend.benchmarks.servers import gpu_memory, pairs, server, server_options, sides
+from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel, parsed
+from nsa_backend.benchmarks.servers.server import Streamed
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_a_word_that_names_none(word):
 def options(parallel: Parallel, *shapes: tuple[int, int]) -> dict[str, list[str]]:
     """A server's options, with their values."""
     found: dict[str, list[str]] = {}
-    for word in generation.options_for(shapes, 256, parallel):
+    for word in sides.options_for(shapes, 256, parallel):
         if word.startswith("--"):
             values = found[word] = []
         else:
@@ -102,7 +103,7 @@ def test_a_server_finds_what_its_deployment_needs(tmp_path, monkeypatch):
         found.append(env)
         raise SystemExit
 
-    monkeypatch.setattr(servers.subprocess, "Popen", start)
+    monkeypatch.setattr(server.subprocess, "Popen", start)
     for parallel in (Parallel(pp=2), ONE_GPU):
         with pytest.raises(SystemExit):
             pairs.started(parallel, "builtin", tmp_path, 1, 3, tmp_path / "log")
@@ -151,7 +152,7 @@ class Fake(nullcontext):
 def test_a_row_gets_what_each_side_gave_back_when_it_ended(in_use, monkeypatch, tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     started, batches = [], []
-    monkeypatch.setattr(generation.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(sides.time, "sleep", lambda seconds: None)
 
     def start(side, path, port, steps, log, *options, environment):
         started.append((side, options[options.index("--tp-size") + 1]))
@@ -165,7 +166,7 @@ def test_a_row_gets_what_each_side_gave_back_when_it_ended(in_use, monkeypatch, 
         | given
     )
     with ExitStack() as resources:
-        cells = bench_serve.cells(argparse.Namespace(**chosen), resources)
+        cells = serve.cells(argparse.Namespace(**chosen), resources)
         rows = [row for cell in cells for row in cell.measure()]
         assert rows[1]["ours"]["memory_gib"] == []
     assert [cell.name.split(", ", 1)[1] for cell in cells] == ["tp2, N = 3, 8 x 300", "dp2, N = 3, 8 x 300"]
@@ -177,7 +178,7 @@ def test_a_row_gets_what_each_side_gave_back_when_it_ended(in_use, monkeypatch, 
         for side in ("ours", "builtin"):
             assert row[side]["memory_gib"] == [5.0, 2.5]  # 2 when it started, and a warm-up and two samples
     assert in_use == [1024, 1024]
-    bench_serve.show({"rows": rows})
+    serve.show({"rows": rows})
     shown = capsys.readouterr().out
     assert "GiB a GPU" in shown
     assert "dp2" in shown

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_backend.benchmarks import bench_draft, bench_serve, faithful_checkpoint, generation, pairs, server_options, servers
+from nsa_backend.benchmarks.checkpoints import faithful
+from nsa_backend.benchmarks.commands import draft, serve
+from nsa_backend.benchmarks.servers import generation, pairs, server, server_options, sides
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +41,7 @@ def test_prompts_are_different_and_in_the_vocabulary():
     made = generation.prompts(32, 300)
     assert len({tuple(p) for p in made}) == 32
     assert {len(p) for p in made} == {300}
-    assert all(1 < token < faithful_checkpoint.VOCAB for p in made for token in p)
+    assert all(1 < token < faithful.VOCAB for p in made for token in p)
 
 
 def test_a_trace_is_read_by_graph(tmp_path):
@@ -53,7 +55,7 @@ def test_a_trace_is_read_by_graph(tmp_path):
     events += [gpu("a", 1, 10, 2), gpu("b", 1, 14, 6), gpu("c", 2, 30, 5), gpu("a", 3, 50, 2), gpu("b", 3, 53, 1)]
     with gzip.open(tmp_path / "x.trace.json.gz", "wt") as stream:
         json.dump({"traceEvents": events}, stream)
-    profile = bench_draft.read_profile(tmp_path, 2)
+    profile = draft.read_profile(tmp_path, 2)
     assert profile["in_graphs_us"] == (10 + 4) / 2
     assert profile["graphs"] == [{"nodes": 2, "replays": 1.0, "span_us": 7.0}]
     assert profile["kernel_us"] == 16 / 2
@@ -62,15 +64,15 @@ def test_a_trace_is_read_by_graph(tmp_path):
     assert profile["calls_a_round"] == {}  # of two rounds nothing can be told
 
 
-def test_servers_run_the_command_of_the_readme(monkeypatch):
+def test_runningrun_the_command_of_the_readme(monkeypatch):
     """In the names of the first release, which every later one goes on taking with the plugin."""
     block = re.search(r"python -m sglang.launch_server(.*?)\n\n", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
     shown = re.findall(r"--[\w-]+(?: [\w.]+)?", block.replace("\\\n", " "))
     made = []
     for release in ("0.5.12.post1", "0.5.23"):
         monkeypatch.setattr(server_options, "installed", lambda release=release: release)
-        made.append(" ".join(servers.command(Path("x"), 1)))
-        assert "speculative" not in " ".join(servers.command(Path("x"), 1, 0))
+        made.append(" ".join(server.command(Path("x"), 1)))
+        assert "speculative" not in " ".join(server.command(Path("x"), 1, 0))
     for option in shown:
         if not option.startswith(("--model-path", "--tp-size")):
             assert any(option in command for command in made), option
@@ -105,30 +107,30 @@ http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
 @pytest.mark.parametrize(("backend", "disabled"), [("ours", "0"), ("builtin", "1")])
 def test_a_server_is_asked_and_ended(monkeypatch, tmp_path, unused_port, backend, disabled):
     code = FAKE_SERVER.replace("PORT", str(unused_port))
-    monkeypatch.setattr(servers, "command", lambda *arguments: [sys.executable, "-c", code])
-    with servers.Server(backend, tmp_path, unused_port, 3, tmp_path / "log") as server:
-        server.wait()
-        seconds, answers = server.generate([[1, 2], [3]], 7)
+    monkeypatch.setattr(server, "command", lambda *arguments: [sys.executable, "-c", code])
+    with server.Server(backend, tmp_path, unused_port, 3, tmp_path / "log") as running:
+        running.wait()
+        seconds, answers = running.generate([[1, 2], [3]], 7)
     assert 0 < seconds < 30
     assert [a["disabled"] for a in answers] == [disabled] * 2
     assert answers[0]["body"]["input_ids"] == [[1, 2], [3]]
     assert answers[0]["body"]["sampling_params"] == {"temperature": 0, "max_new_tokens": 7, "ignore_eos": True}
-    assert server._process.returncode is not None
+    assert running._process.returncode is not None
 
 
 def test_a_stream_tells_first_tokens_from_the_end(monkeypatch, tmp_path, unused_port):
     code = FAKE_SERVER.replace("PORT", str(unused_port))
-    monkeypatch.setattr(servers, "command", lambda *arguments: [sys.executable, "-c", code])
-    with servers.Server("ours", tmp_path, unused_port, 3, tmp_path / "log") as server:
-        server.wait()
-        found = server.streamed([[1], [2]], 7)
+    monkeypatch.setattr(server, "command", lambda *arguments: [sys.executable, "-c", code])
+    with server.Server("ours", tmp_path, unused_port, 3, tmp_path / "log") as running:
+        running.wait()
+        found = running.streamed([[1], [2]], 7)
         with pytest.raises(RuntimeError, match=r"refused a batch: .*too long"):
-            server.streamed([[1], [2]], 101)
+            running.streamed([[1], [2]], 101)
         with pytest.raises(RuntimeError, match="answered 2 of 3 prompts"):
-            server.streamed([[1], [2], [3]], 7)
+            running.streamed([[1], [2], [3]], 7)
     assert 0 < max(found.first_seconds) <= found.seconds - 0.2
     assert [a["index"] for a in found.answers] == [0, 1]
-    assert found.answers[0]["body"]["sampling_params"]["stream_interval"] == servers.NEVER
+    assert found.answers[0]["body"]["sampling_params"]["stream_interval"] == server.NEVER
     assert [[tokens for tokens, _ in of_one] for of_one in found.progress] == [[1, 0], [2, 0]]
     assert [of_one[0][1] for of_one in found.progress] == found.first_seconds
 
@@ -143,26 +145,24 @@ def unused_port() -> int:
 
 
 def test_a_server_that_ends_shows_the_end_of_its_log(monkeypatch, tmp_path, unused_port):
-    monkeypatch.setattr(
-        servers, "command", lambda *arguments: [sys.executable, "-c", "print('no memory'); raise SystemExit(3)"]
-    )
+    monkeypatch.setattr(server, "command", lambda *arguments: [sys.executable, "-c", "print('no memory'); raise SystemExit(3)"])
     with (
-        servers.Server("ours", tmp_path, unused_port, 3, tmp_path / "log") as server,
+        server.Server("ours", tmp_path, unused_port, 3, tmp_path / "log") as running,
         pytest.raises(RuntimeError, match=r"the server ended with 3.*\nno memory"),
     ):
-        server.wait()
+        running.wait()
 
 
 def test_an_unknown_checkpoint_is_refused(tmp_path):
     with pytest.raises(SystemExit, match=r"neither faithful or wide or .*wide-16-heads or deep nor a folder"):
-        generation.checkpoint_of("narrow", tmp_path)
+        sides.checkpoint_of("narrow", tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    assert generation.checkpoint_of(str(tmp_path), tmp_path) == tmp_path
+    assert sides.checkpoint_of(str(tmp_path), tmp_path) == tmp_path
 
 
 def test_every_layer_of_a_checkpoint_works_and_only_the_first_and_the_mtp_layer_add_anything():
-    shape = faithful_checkpoint.Shape(hidden=64, heads=2, layers=3, experts=2, experts_per_token=1, expert_dim=16)
-    tensors, config = faithful_checkpoint.checkpoint(0, shape), faithful_checkpoint.config(shape)
+    shape = faithful.Shape(hidden=64, heads=2, layers=3, experts=2, experts_per_token=1, expert_dim=16)
+    tensors, config = faithful.checkpoint(0, shape), faithful.config(shape)
     layers = [
         {name.split(".", 3)[3]: t for name, t in tensors.items() if name.startswith(f"model.layers.{i}.")} for i in range(4)
     ]
@@ -177,7 +177,7 @@ def test_every_layer_of_a_checkpoint_works_and_only_the_first_and_the_mtp_layer_
     assert layers[1]["self_attn.kv_b_proj.weight"].any()
 
 
-def test_servers_are_kept_until_another_checkpoint_or_n_is_asked_for(monkeypatch, tmp_path):
+def test_runningare_kept_until_another_checkpoint_or_n_is_asked_for(monkeypatch, tmp_path):
     """And both have started before either is waited for."""
     events = []
 
@@ -196,20 +196,20 @@ def test_servers_are_kept_until_another_checkpoint_or_n_is_asked_for(monkeypatch
             events.append(f"wait {self.name}")
 
     monkeypatch.setattr(pairs, "Server", Fake)
-    monkeypatch.setattr(generation.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(sides.time, "sleep", lambda seconds: None)
     checkpoint = tmp_path / "tiny"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text("{}")
-    servers_ = generation.Servers(tmp_path, 100, [(8, 300)], 256)
-    first = servers_.of(str(checkpoint), 3)
-    assert servers_.of(str(checkpoint), 3) is first
+    running = sides.Servers(tmp_path, 100, [(8, 300)], 256)
+    first = running.of(str(checkpoint), 3)
+    assert running.of(str(checkpoint), 3) is first
     assert events == [f"{doing} {who}" for doing in ("start", "wait") for who in ("ours tiny N=3 100", "builtin tiny N=3 150")]
     events.clear()
-    servers_.of(str(checkpoint), 0)
+    running.of(str(checkpoint), 0)
     assert [e for e in events if e.startswith("end")] == ["end builtin tiny N=3 150", "end ours tiny N=3 100"]
     assert events[2].startswith("start ours tiny N=0")
     events.clear()
-    servers_.close()
+    running.close()
     assert len(events) == 2
 
 
@@ -218,8 +218,8 @@ def serve_options(**given):
 
 
 def test_serve_measures_the_whole_matrix_and_what_one_chooses():
-    every = bench_serve.shapes(serve_options())
+    every = serve.shapes(serve_options())
     assert sorted(every) == sorted([(b, n) for b in (1, 8, 32) for n in (300, 4096, 32768)] + [(1, 131072)])
     assert every[-1] == (32, 32768)
-    assert bench_serve.shapes(serve_options(length=[131072], batch=[8])) == [(8, 131072)]
-    assert [bench_serve.repeats(b, n, False) for b, n in ((1, 300), (32, 4096), (32, 32768))] == [7, 5, 3]
+    assert serve.shapes(serve_options(length=[131072], batch=[8])) == [(8, 131072)]
+    assert [serve.repeats(b, n, False) for b, n in ((1, 300), (32, 4096), (32, 32768))] == [7, 5, 3]

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from nsa_backend.benchmarks import bench_serve, generation, pairs, servers
+from nsa_backend.benchmarks.commands import serve
+from nsa_backend.benchmarks.servers import generation, pairs, server, sides
 
 
 def test_sides_start_in_the_order_they_are_named_in(tmp_path, monkeypatch):
@@ -23,16 +24,16 @@ def test_sides_start_in_the_order_they_are_named_in(tmp_path, monkeypatch):
             """Ready at once."""
 
     monkeypatch.setattr(pairs, "Server", Fake)
-    monkeypatch.setattr(generation.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(sides.time, "sleep", lambda seconds: None)
     (tmp_path / "config.json").write_text("{}")
-    sides = ["builtin", "three_graphs", "ours"]
-    servers_ = generation.Servers(tmp_path, 100, [(8, 300)], 256, sides)
-    assert list(servers_.of(str(tmp_path), 3)) == sides
-    assert list(servers_.of(str(tmp_path), 0)) == ["builtin", "ours"]
+    order = ["builtin", "three_graphs", "ours"]
+    running = sides.Servers(tmp_path, 100, [(8, 300)], 256, order)
+    assert list(running.of(str(tmp_path), 3)) == order
+    assert list(running.of(str(tmp_path), 0)) == ["builtin", "ours"]
     assert started == [("builtin", 100), ("three_graphs", 150), ("ours", 200), ("builtin", 100), ("ours", 150)]
 
 
-def test_servers_of_one_side_start_in_turns_each_with_a_port_and_a_log_of_its_own(tmp_path, monkeypatch):
+def test_runningof_one_side_start_in_turns_each_with_a_port_and_a_log_of_its_own(tmp_path, monkeypatch):
     """And share the GPU: all of them stay below the part of it that one may take."""
     started = []
 
@@ -46,9 +47,9 @@ def test_servers_of_one_side_start_in_turns_each_with_a_port_and_a_log_of_its_ow
             """Ready at once."""
 
     monkeypatch.setattr(pairs, "Server", Fake)
-    monkeypatch.setattr(generation.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(sides.time, "sleep", lambda seconds: None)
     (tmp_path / "config.json").write_text("{}")
-    running = generation.Servers(tmp_path, 100, [(32, 4096)], 256, copies=3)
+    running = sides.Servers(tmp_path, 100, [(32, 4096)], 256, copies=3)
     assert list(running.of(str(tmp_path), 0)) == ["ours 1", "builtin 1", "builtin 2", "ours 2", "ours 3", "builtin 3"]
     assert list(running.memory) == list(running.of(str(tmp_path), 0))
     assert [side for side, *_ in started] == ["ours", "builtin", "builtin", "ours", "ours", "builtin"]
@@ -58,30 +59,30 @@ def test_servers_of_one_side_start_in_turns_each_with_a_port_and_a_log_of_its_ow
     assert len({log for *_, log, _ in started}) == 6
     assert not any(" " in log for *_, log, _ in started)
     assert {share for *_, share in started} == {"0.833"}
-    one_pair = generation.options_for([(32, 4096)], 256)
+    one_pair = sides.options_for([(32, 4096)], 256)
     assert one_pair[one_pair.index("--mem-fraction-static") + 1] == "0.5"
 
 
 def test_a_side_that_there_is_not():
     with pytest.raises(SystemExit, match="--sides theirs is none: there are ours, builtin, three_graphs, auto, warmed"):
-        generation.sides_of(["ours", "theirs"])
+        sides.sides_of(["ours", "theirs"])
 
 
 def test_a_side_is_told_from_the_others_by_its_environment():
-    assert servers.ENVIRONMENTS["builtin"] == {"NSA_BACKEND_DISABLE": "1"}
-    assert servers.ENVIRONMENTS["three_graphs"] == {
+    assert server.ENVIRONMENTS["builtin"] == {"NSA_BACKEND_DISABLE": "1"}
+    assert server.ENVIRONMENTS["three_graphs"] == {
         "NSA_BACKEND_DISABLE": "0", "NSA_BACKEND_ROUND_GRAPH": "0", "NSA_BACKEND_SAMPLED_ROUNDS": "0",
     }  # fmt: skip
-    assert servers.ENVIRONMENTS["auto"] == {"NSA_BACKEND_DISABLE": "0", "NSA_BACKEND_AUTO_DECODE": "1"}
+    assert server.ENVIRONMENTS["auto"] == {"NSA_BACKEND_DISABLE": "0", "NSA_BACKEND_AUTO_DECODE": "1"}
 
 
 def test_a_side_that_is_told_by_an_option(tmp_path, monkeypatch):
     found = []
     monkeypatch.setattr(
-        servers.subprocess, "Popen", lambda words, **how: found.append((words, how["env"]["NSA_BACKEND_DISABLE"]))
+        server.subprocess, "Popen", lambda words, **how: found.append((words, how["env"]["NSA_BACKEND_DISABLE"]))
     )
     for side in ("warmed", "ours"):
-        servers.Server(side, tmp_path, 100, 3, tmp_path / "log", "--tp-size", "2")
+        server.Server(side, tmp_path, 100, 3, tmp_path / "log", "--tp-size", "2")
     (warmed, ours), switches = zip(*found, strict=True)
     assert switches == ("0", "0")
     assert [word for word in warmed if word not in ours] == ["--warmups", "round_graphs"]
@@ -93,14 +94,14 @@ def test_ours_with_a_switch_is_compared_with_ours(capsys):
         return [generation.Sample(seconds, 0.5, 257, 8, 64, 4.0)] * 2
 
     sides = {"ours": found(1.5), "builtin": found(2.5), "three_graphs": found(1.0), "auto": found(1.2)}
-    row = bench_serve.compared(sides)
+    row = serve.compared(sides)
     assert row["speedup"] == pytest.approx(2.5 / 1.5, abs=1e-3)
     assert row["three_graphs_over_ours"]["speedup"] == 1.5
     assert row["three_graphs_over_ours"]["ratio"]["round_ms"] == 0.5
     assert row["auto_over_ours"]["speedup"] == 1.25
-    assert "ratio" not in bench_serve.compared({name: sides[name] for name in ("ours", "three_graphs")})
+    assert "ratio" not in serve.compared({name: sides[name] for name in ("ours", "three_graphs")})
     head = {"checkpoint": "faithful", "steps": 3, "batch": 8, "length": 300}
-    bench_serve.show({"rows": [head | {side: bench_serve.summary(of_one) for side, of_one in sides.items()} | row]})
+    serve.show({"rows": [head | {side: serve.summary(of_one) for side, of_one in sides.items()} | row]})
     shown = capsys.readouterr().out
     assert "three_graphs / ours" in shown
     assert "auto / ours" in shown
@@ -118,7 +119,7 @@ def test_a_cell_warms_up_with_a_batch_that_is_not_too_long(monkeypatch):
             asked.append((self.name, len(prompts)))
             assert sampling == wanted
             answers = [{"meta_info": {"spec_correct_drafts_histogram": [0, 0, 0, 64]}}] * len(prompts)
-            return servers.Streamed([0.1, *[0.5] * (len(prompts) - 1)], self.seconds, answers)
+            return server.Streamed([0.1, *[0.5] * (len(prompts) - 1)], self.seconds, answers)
 
     both = {"ours": Fake("ours", 1.5), "builtin": Fake("builtin", 2.5)}
     found = generation.in_turns(both, 32, 32768, 257, 2)
@@ -126,7 +127,7 @@ def test_a_cell_warms_up_with_a_batch_that_is_not_too_long(monkeypatch):
     wanted |= {"temperature": 0.6, "top_p": 0.95}
     generation.in_turns(both, 32, 32768, 257, 1, **wanted)
     assert asked[6:] == [("ours", 4), ("builtin", 4), ("ours", 32), ("builtin", 32)]
-    row = bench_serve.summary(found["ours"]) | bench_serve.compared(found)
+    row = serve.summary(found["ours"]) | serve.compared(found)
     assert row["ttft_ms"]["median"] == 500
     assert row["round_ms"] == {"median": 15.625, "min_max": [15.625, 15.625]}
     assert row["speedup"] == pytest.approx(2.5 / 1.5, abs=1e-3)

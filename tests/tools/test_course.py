@@ -8,12 +8,14 @@ from contextlib import ExitStack
 
 import pytest
 
-from nsa_backend.benchmarks import bench_profile, cells, course, course_servers, servers
+from nsa_backend.benchmarks.commands import course, course_servers, profile
+from nsa_backend.benchmarks.reports import cells
+from nsa_backend.benchmarks.servers import server
 
 
-def streamed(*progress: list[tuple[int, float]], output_ids: tuple[int, ...] = ()) -> servers.Streamed:
+def streamed(*progress: list[tuple[int, float]], output_ids: tuple[int, ...] = ()) -> server.Streamed:
     answers = [{"output_ids": list(output_ids)} for _ in progress]
-    return servers.Streamed([of_one[0][1] for of_one in progress], progress[0][-1][1], answers, list(progress))
+    return server.Streamed([of_one[0][1] for of_one in progress], progress[0][-1][1], answers, list(progress))
 
 
 def test_a_course_follows_the_slowest_request_from_stretch_to_stretch():
@@ -69,9 +71,9 @@ NAMES = ["ours 1", "builtin 1", "builtin 2", "ours 2", "ours 3", "builtin 3"]
 
 
 def test_servers_of_a_side_come_in_turns_and_no_side_always_first():
-    assert list(servers.names_of(("ours", "builtin"), 3)) == NAMES
-    assert [servers.side_of(name) for name in NAMES] == list(servers.names_of(("ours", "builtin"), 3).values())
-    assert servers.names_of(("ours", "builtin"), 1) == {"ours": "ours", "builtin": "builtin"}
+    assert list(server.names_of(("ours", "builtin"), 3)) == NAMES
+    assert [server.side_of(name) for name in NAMES] == list(server.names_of(("ours", "builtin"), 3).values())
+    assert server.names_of(("ours", "builtin"), 1) == {"ours": "ours", "builtin": "builtin"}
 
 
 def test_several_servers_of_a_side_tell_the_backend_from_the_process(capsys):
@@ -116,7 +118,7 @@ def test_with_more_servers_a_side_only_the_course_is_measured(monkeypatch, capsy
     """And a report without profiles is shown."""
     made = []
     monkeypatch.setattr(
-        bench_profile, "Servers", lambda *arguments, copies: made.append(copies) or argparse.Namespace(close=lambda: None)
+        profile, "Servers", lambda *arguments, copies: made.append(copies) or argparse.Namespace(close=lambda: None)
     )
     options = argparse.Namespace(
         checkpoint=["wide"], steps=[0], batch=[8, 32], length=[4096], servers=None, port=None, quick=False
@@ -124,12 +126,12 @@ def test_with_more_servers_a_side_only_the_course_is_measured(monkeypatch, capsy
 
     def sections(number):
         options.servers = number
-        return [cell.section for cell in bench_profile.cells(options, ExitStack())]
+        return [cell.section for cell in profile.cells(options, ExitStack())]
 
     assert sections(None) == sections(1) == ["course", "course", "rows", "rows"]
     assert sections(3) == ["course", "course"]
     assert made == [1, 1, 3]
     with pytest.raises(SystemExit, match="--servers 0 leaves nothing to measure"):
         sections(0)
-    bench_profile.show(cells.run_cells([cells.Cell("x", list, "course")], 1, lambda report: None))
+    profile.show(cells.run_cells([cells.Cell("x", list, "course")], 1, lambda report: None))
     assert "us per token" not in capsys.readouterr().out

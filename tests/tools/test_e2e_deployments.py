@@ -237,7 +237,7 @@ def test_a_tie_between_two_runs_of_one_side(monkeypatch, tmp_path):
 
 def test_a_dense_draft_is_written_where_its_case_looks_for_it(monkeypatch, tmp_path):
     drafts = []
-    monkeypatch.setattr(run_all.eagle3_checkpoint, "write", lambda out, target: drafts.append((out, target)))
+    monkeypatch.setattr(run_all.eagle3, "write", lambda out, target: drafts.append((out, target)))
     plain, dense = case_called("n3 fa3"), case_called("EAGLE3, dense draft")
     checkpoints = {plain.checkpoint: tmp_path / "target"}
     run_all.write_dense_drafts([plain], checkpoints)

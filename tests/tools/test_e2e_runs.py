@@ -18,7 +18,7 @@ from engine_options import FLOORS, new_tokens
 from engines import run_to_its_end
 from workloads import CASES, STANDARD, WORKLOADS
 
-from nsa_backend.benchmarks.generation import accept_length
+from nsa_backend.benchmarks.servers.generation import accept_length
 
 ENGINE = """
 import json, os, pathlib, sys
@@ -74,7 +74,7 @@ def stand_ins(tmp_path, monkeypatch):
         for module in (run_all, ties):
             monkeypatch.setattr(module, "HERE", tmp_path)
         monkeypatch.setattr(run_all, "APART_SECONDS", 0.0)
-        monkeypatch.setattr(run_all.faithful_checkpoint, "write", lambda path, shape, model: path)
+        monkeypatch.setattr(run_all.faithful, "write", lambda path, shape, model: path)
         return tmp_path / "calls"
 
     return put

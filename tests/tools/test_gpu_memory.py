@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nsa_backend.benchmarks.gpu_memory import by_process_mib
+from nsa_backend.benchmarks.servers.gpu_memory import by_process_mib
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_backend.benchmarks import lanes, train_checkpoint
+from nsa_backend.benchmarks import lanes
 from nsa_backend.cli import bench
 
 PLANS = sorted((Path(lanes.__file__).parent / "plans").glob("*.json"))
@@ -164,8 +164,7 @@ def test_a_command_of_a_plan_is_understood_by_what_it_runs(job, monkeypatch):
     elif words[0] == "-m" and words[1] != "pytest":
         module = import_module(words[1])
         if hasattr(module, "parsed"):
-            on_cpu = ["--device", "cpu"] if module is train_checkpoint else []
-            monkeypatch.setattr(sys, "argv", [words[1], *words[2:], *on_cpu])
+            monkeypatch.setattr(sys, "argv", [words[1], *words[2:]])
             module.parsed()
     elif words[0] != "-c":
         path = words[0] if words[0] != "-m" else next(word for word in words if word.endswith(".py"))

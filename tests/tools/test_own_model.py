@@ -9,24 +9,29 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from nsa_backend.__main__ import main
-from nsa_backend.benchmarks import bench_serve, own_model, prompt_file
-from nsa_backend.benchmarks.cells import run_cells
-from nsa_backend.benchmarks.servers import Streamed
-from nsa_backend.benchmarks.trained import export, tokens
-from nsa_backend.benchmarks.trained.model import TrainedModel
-from nsa_backend.benchmarks.trained.shape import SHAPES
+from nsa_backend.benchmarks.commands import own_model, serve
+from nsa_backend.benchmarks.reports.accept import paired, statistics
+from nsa_backend.benchmarks.reports.cells import run_cells
+from nsa_backend.benchmarks.servers import prompt_file
+from nsa_backend.benchmarks.servers.server import Streamed
 
 TEXTS = ["def function(argument):\n    return argument\n", "plain words, and more of them"]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    """As the trainer writes one, so with a tokenizer that transformers loads."""
-    folder = tmp_path_factory.mktemp("model")
-    tokens.train_tokenizer(TEXTS * 3, 290).save(str(folder / "trained.json"))
-    return export.write(TrainedModel(SHAPES["tiny"]), folder / "checkpoint", folder / "trained.json")
+    """A folder with a config and a tokenizer that transformers loads."""
+    folder = tmp_path_factory.mktemp("model") / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v32"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(TEXTS * 3, 290, show_progress=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def written(folder: Path, *lines: object, name: str = "prompts.jsonl") -> Path:
@@ -39,7 +44,7 @@ def test_prompts_are_text_or_token_ids(tmp_path, checkpoint):
     path = written(tmp_path, {"input_ids": [5, 6]}, "", *({"text": text} for text in TEXTS))
     first, *texts = prompt_file.read(path, checkpoint)
     assert first == [5, 6]
-    tokenizer = tokens.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     assert [tokenizer.decode(ids) for ids in texts] == TEXTS
     assert prompt_file.read(written(tmp_path, *TEXTS, name="prompts.txt"), checkpoint)[2] == texts[1]
 
@@ -111,7 +116,7 @@ def test_one_side_is_served_after_the_other(tmp_path, checkpoint, monkeypatch, c
     path = written(tmp_path, *({"input_ids": [n] * 10} for n in range(1, 6)))
     chosen = options(checkpoint, path, steps=[0, 3], batch=[1, 2], tokens=8, server="--tp-size 8")
     with ExitStack() as resources:
-        rows = [row for cell in bench_serve.cells(chosen, resources) for row in cell.measure()]
+        rows = [row for cell in serve.cells(chosen, resources) for row in cell.measure()]
     events = [event if isinstance(event, str) else event[:2] for event in FakeServer.started]
     assert events == [e for n in (0, 3) for side in ("ours", "builtin") for e in ((side, n), f"{side} ends")]
     assert FakeServer.started[0][2][-2:] == ("--tp-size", "8")
@@ -124,7 +129,7 @@ def test_one_side_is_served_after_the_other(tmp_path, checkpoint, monkeypatch, c
     assert (last["ours"]["accept"], last["builtin"]["accept"]) == (2.0, 1.0)
     assert last["gain"]["ratio"] == 2.0
     assert "gain" not in rows[0]
-    bench_serve.show({"rows": rows})
+    serve.show({"rows": rows})
     assert "2.00" in capsys.readouterr().out
 
 
@@ -133,13 +138,13 @@ def test_a_side_stays_where_the_other_found_no_time(tmp_path, checkpoint, monkey
     monkeypatch.setattr(own_model, "Server", FakeServer)
     path = written(tmp_path, *({"input_ids": [n] * 10} for n in range(1, 6)))
     with ExitStack() as resources:
-        found = bench_serve.cells(options(checkpoint, path, steps=[3], batch=[1, 2], tokens=8), resources)
+        found = serve.cells(options(checkpoint, path, steps=[3], batch=[1, 2], tokens=8), resources)
         report = run_cells(found, 0.0, lambda report: None)
     assert [event[0] for event in FakeServer.started if isinstance(event, tuple)] == ["ours"]
     assert report["not_measured"] == ["checkpoint, N = 3, builtin"]
     assert [(row["batch"], row["ours"]["accept"], row["samples"]) for row in report["rows"]] == [(1, 2.0, 5), (2, 2.0, 2)]
     assert not {"builtin", "gain", "ratio", "speedup"} & set(report["rows"][0])
-    bench_serve.show(report)
+    serve.show(report)
     shown = capsys.readouterr().out
     assert "ours" in shown
     assert "builtin" not in shown
@@ -148,9 +153,9 @@ def test_a_side_stays_where_the_other_found_no_time(tmp_path, checkpoint, monkey
 def test_too_few_prompts_are_refused(tmp_path, checkpoint):
     path = written(tmp_path, {"input_ids": [1]})
     with ExitStack() as resources, pytest.raises(SystemExit, match="has 1 prompts, --batch 32 needs as many"):
-        bench_serve.cells(options(checkpoint, path), resources)
+        serve.cells(options(checkpoint, path), resources)
     with ExitStack() as resources, pytest.raises(SystemExit, match=r"no folder with a config.json"):
-        bench_serve.cells(options(tmp_path, path), resources)
+        serve.cells(options(tmp_path, path), resources)
 
 
 @pytest.mark.parametrize(
@@ -171,3 +176,25 @@ def test_options_that_do_not_go_together_are_refused(words, message, monkeypatch
         main(["bench", "serve", *words])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_accept_lengths_have_standard_errors_over_requests():
+    found = statistics([[1, 1, 2], [4, 0, 0]])
+    assert found["histogram"] == [5, 1, 2]
+    assert found["accept"] == pytest.approx((5 + 2 + 6) / 8, abs=1e-4)
+    assert found["accepted"] == [0.375, 0.25]
+    assert found["accepted_if_reached"] == [0.375, 0.6667]
+    deviations = (9 - 1.625 * 4, 4 - 1.625 * 4)
+    assert found["standard_error"] == pytest.approx((2 * sum(d * d for d in deviations)) ** 0.5 / 8, abs=1e-4)
+    assert statistics([[1, 1]])["standard_error"] is None
+
+
+def test_a_gain_is_known_better_than_either_side():
+    easy = [10 * n for n in range(1, 9)]
+    ours, builtin = [[50, n] for n in easy], [[60, n] for n in easy]
+    found = paired(ours, builtin)
+    accept = [statistics(one)["accept"] for one in (ours, builtin)]
+    assert found["ratio"] == pytest.approx(accept[0] / accept[1], abs=1e-3)
+    assert found["standard_error"] < 0.3 * statistics(ours)["standard_error"] / accept[1]
+    assert paired(ours, ours) == {"ratio": 1.0, "standard_error": 0.0}
+    assert paired(ours[:1], ours[:1])["standard_error"] is None

@@ -11,7 +11,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from nsa_backend.benchmarks.process_trees import end_all
+from nsa_backend.benchmarks.servers.process_trees import end_all
 
 LEADER = """
 import signal, subprocess, sys, time

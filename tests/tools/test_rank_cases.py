@@ -22,7 +22,7 @@ from run_case import engine_arguments, generate_with
 from shared_cases import SHARED_CASES
 from workloads import CASES, ON_RANKS, RANKS, UNEQUAL, WORKLOADS
 
-from nsa_backend.benchmarks.faithful_checkpoint import ALL_SHAPES
+from nsa_backend.benchmarks.checkpoints.faithful import ALL_SHAPES
 
 
 def heads_of_a_rank(case) -> int:

@@ -1,19 +1,16 @@
-"""Servers that start: SGLang's /health answers a second after it was asked at the earliest; many at once, some that fail."""
+"""Servers that start: SGLang's /health answers a second after it was asked at the earliest."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Barrier, Thread
-from typing import ClassVar
+from threading import Thread
 
 import pytest
 
-from nsa_backend.benchmarks.servers import HEALTH_SECONDS, Server, wait_until_ready
-from nsa_backend.benchmarks.trained import serving
+from nsa_backend.benchmarks.servers.server import HEALTH_SECONDS, Server, wait_until_ready
 
 ENDLESS = "import time; time.sleep(60)"
 
@@ -101,67 +98,3 @@ def test_sglang_has_answered_before_the_time_of_a_request_is_up():
     from sglang.srt.entrypoints import http_server
 
     assert http_server.HEALTH_CHECK_TIMEOUT + 1 < HEALTH_SECONDS
-
-
-class FakeSideServer:
-    """Does not come up where its log is in `broken`."""
-
-    broken: ClassVar[set[str]] = set()
-    stopped: ClassVar[list[str]] = []
-
-    def __init__(self, side, checkpoint, port, steps, log, requests):
-        self.side, self.steps, self.port, self.log, self.name = side, steps, port, log, f"{side}, N = {steps}"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
-
-    def wait(self, seconds):
-        if self.log.stem in self.broken:
-            raise RuntimeError("the server ended with 1; the end of its log: no memory")
-
-    def stop(self):
-        self.stopped.append(self.log.stem)
-
-    def end(self):
-        pass
-
-
-def test_a_server_that_does_not_start_is_tried_again_and_then_left_out(monkeypatch, tmp_path):
-    monkeypatch.setattr(serving, "SideServer", FakeSideServer)
-    monkeypatch.setattr(FakeSideServer, "broken", {"n3-ours", "n3-builtin", "n3-builtin-again"})
-    monkeypatch.setattr(FakeSideServer, "stopped", [])
-    (tmp_path / "checkpoint").mkdir()
-    wanted = [("ours", 3), ("builtin", 3), ("ours", 1)]
-    with ExitStack() as stack:
-        with pytest.raises(FileNotFoundError, match=r"has no config.json"):
-            serving.started(stack, tmp_path, wanted, 1000, tmp_path, print)
-        (tmp_path / "checkpoint" / "config.json").write_text("{}")
-        found = serving.started(stack, tmp_path, wanted, 1000, tmp_path, lambda text: None)
-    assert [server.log.name for server in found.servers] == ["n3-ours-again.log", "n1-ours.log"]
-    assert [server.port for server in found.servers] == [1000, 1048]
-    assert [text.split(":")[0] for text in found.problems] == ["ours, N = 3", "builtin, N = 3", "builtin, N = 3"]
-    assert sorted(FakeSideServer.stopped) == ["n3-builtin", "n3-builtin-again", "n3-ours"], "one that failed runs beside others"
-
-
-def test_servers_are_waited_for_at_the_same_time(monkeypatch, tmp_path):
-    """The first one answers only when all are asked; a start that fails while time is short is not tried again."""
-    together = Barrier(3, timeout=20)
-
-    class Patient(FakeSideServer):
-        def wait(self, seconds):
-            together.wait()
-            assert seconds <= 30
-            super().wait(seconds)
-
-    monkeypatch.setattr(serving, "SideServer", Patient)
-    monkeypatch.setattr(FakeSideServer, "broken", {"n1-builtin"})
-    (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint" / "config.json").write_text("{}")
-    wanted = [("ours", 1), ("builtin", 1), ("ours", 0)]
-    with ExitStack() as stack:
-        found = serving.started(stack, tmp_path, wanted, 1000, tmp_path, lambda text: None, seconds=30)
-    assert [server.name for server in found.servers] == ["ours, N = 1", "ours, N = 0"]
-    assert [text.split(":")[0] for text in found.problems] == ["builtin, N = 1"]

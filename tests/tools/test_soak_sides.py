@@ -79,7 +79,7 @@ def serve_quickly(monkeypatch, tmp_path):
         monkeypatch.setattr(soak_side, name, seconds)
     monkeypatch.setattr(soak_side, "SAMPLE_SECONDS", 0.2)
     monkeypatch.setattr(soak_side, "make_templates", lambda seed: [Template(i, (2,) * 9, 8 * i + 8) for i in range(4)])
-    monkeypatch.setattr(soak_side.faithful_checkpoint, "write", lambda path: path)
+    monkeypatch.setattr(soak_side.faithful, "write", lambda path: path)
     everyone = SimpleNamespace(get=lambda pid, default: pid)  # each process holds as many MiB as its number says
     monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: everyone)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from nsa_backend.benchmarks import bench_profile, traces
+from nsa_backend.benchmarks.commands import profile
+from nsa_backend.benchmarks.reports import traces
 
 LOGITS = "void deep_gemm::sm90_fp8_paged_mqa_logits<64u, 128u>(unsigned int, float*)"
 LAYER = [("norm", 1.0), (LOGITS, 5.0), ("topk", 2.0), ("attention", 9.0)]
@@ -65,7 +66,7 @@ def speculative(rounds: int) -> list[traces.Op]:
 
 def test_a_speculative_round_is_told_apart_from_prefill():
     """The generation of one token launches a round too many, as overlap scheduling does."""
-    found = bench_profile.modes(speculative(20), speculative(1), 20, steps=3, layers=4, shape=(1, 300))
+    found = profile.modes(speculative(20), speculative(1), 20, steps=3, layers=4, shape=(1, 300))
     assert list(found) == ["draft", "target_verify", "draft_extend", "prefill", "between"]
     assert {mode: r["replays"] for mode, r in found.items() if "replays" in r} == {
         "draft": 20, "target_verify": 20, "draft_extend": 20, "prefill": 1,
@@ -91,7 +92,7 @@ def test_without_speculation_the_repeated_graph_is_decode():
             trace.graph(VERIFY[:10])
         return trace.ops()
 
-    found = bench_profile.modes(generated(64), generated(1), 63, steps=0, layers=2, shape=(1, 300))
+    found = profile.modes(generated(64), generated(1), 63, steps=0, layers=2, shape=(1, 300))
     assert list(found) == ["decode", "prefill", "between"]
     assert (found["decode"]["replays"], found["between"]["kernels"]) == (63, {})
     assert found["prefill"]["forward"] == {"gemm": [4, 80.0], "attend": [2, 60.0]}
@@ -119,7 +120,7 @@ def test_graphs_that_cannot_be_named_are_numbered():
             trace.graph(VERIFY)
         return trace.ops()
 
-    found = bench_profile.modes(generated(20), generated(0), 20, steps=3, layers=4, shape=(1, 300))
+    found = profile.modes(generated(20), generated(0), 20, steps=3, layers=4, shape=(1, 300))
     assert list(found) == ["graph 1", "graph 2", "prefill", "between"]
 
 
@@ -154,7 +155,7 @@ def test_a_folder_must_hold_one_trace(tmp_path):
 
 
 def test_the_table_shows_what_only_one_side_launches():
-    table = bench_profile.table({"a": [2, 4.0], "mine": [1, 9.0]}, {"a": [2, 3.0], "theirs": [1, 1.0]})
+    table = profile.table({"a": [2, 4.0], "mine": [1, 9.0]}, {"a": [2, 3.0], "theirs": [1, 1.0]})
     assert table == [
         ("a", 2, 4.0, 2, 3.0),
         ("mine", 1, 9.0, None, None),
@@ -164,7 +165,7 @@ def test_the_table_shows_what_only_one_side_launches():
 
 
 def test_where_the_time_goes_is_sorted_by_what_differs():
-    table = bench_profile.path_table({"a": [2.0, 0.5], "mine": [1.0, 0.0]}, {"a": [2.0, 4.5], "theirs": [0.5, 1.0]})
+    table = profile.path_table({"a": [2.0, 0.5], "mine": [1.0, 0.0]}, {"a": [2.0, 4.5], "theirs": [0.5, 1.0]})
     assert table == [
         ("a", 2.0, 0.5, 2.0, 4.5, -4.0),
         ("theirs", 0.0, 0.0, 0.5, 1.0, -1.5),
@@ -174,9 +175,9 @@ def test_where_the_time_goes_is_sorted_by_what_differs():
 
 
 def test_both_sides_print(capsys):
-    side = bench_profile.modes(speculative(20), speculative(1), 20, steps=3, layers=4, shape=(1, 300))
+    side = profile.modes(speculative(20), speculative(1), 20, steps=3, layers=4, shape=(1, 300))
     what = {"checkpoint": "faithful", "steps": 3, "batch": 1, "length": 300}
-    bench_profile.show({"rows": [what | {"mode": mode, "ours": r, "builtin": r} for mode, r in side.items()]})
+    profile.show({"rows": [what | {"mode": mode, "ours": r, "builtin": r} for mode, r in side.items()]})
     printed = capsys.readouterr().out
     assert "1 x 300, target_verify: one layer" in printed
     assert "a round outside its graphs" in printed

@@ -1,0 +1,1 @@
+"""Checkpoints that are made on the spot."""

@@ -1,0 +1,137 @@
+"""What it takes to be ready: time until a server answers, time and memory of each capture, and how long first requests wait.
+
+Servers capture what they capture by default for so many running requests at once (--batch; SGLang allows 48 with drafts unless
+told otherwise). One server runs at a time: each tells what its captures take from what is free on the GPU. `deep` has as many
+layers as DeepSeek-V3.2, small ones, since captures grow with the number of kernels and not with their work.
+
+Of each side a first server, which nobody records, compiles what the recorded ones find compiled.
+
+Rounds in one graph are captured at the second plain decode, greedy ones and sampled ones apart: greedy ones within the request
+by which SGLang warms up, so in `ready_s`, sampled ones when somebody first samples. A server of the side `warmed` captures both
+before it is ready. `greedy_s` and `sampled_s` are the seconds of the first generations of either kind, one request each, one
+after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from nsa_backend.benchmarks.reports.cells import Cell
+from nsa_backend.benchmarks.reports.report import print_table
+from nsa_backend.benchmarks.servers import server_options
+from nsa_backend.benchmarks.servers.generation import prompts
+from nsa_backend.benchmarks.servers.gpu_memory import weighed
+from nsa_backend.benchmarks.servers.pairs import started
+from nsa_backend.benchmarks.servers.parallel import ONE_GPU
+from nsa_backend.benchmarks.servers.server import THREE_GRAPHS, WARMED, WITH_DRAFTS, Server
+from nsa_backend.benchmarks.servers.sides import checkpoint_of, sides_of
+
+CHECKPOINT, STEPS, REQUESTS, PORT = "deep", (3,), (48, 256), 27000
+LENGTH, TOKENS, WAVES = 300, 65, 4
+SIDES = ("ours", WARMED, THREE_GRAPHS, "builtin")
+
+OF_SGLANG = re.compile(r"Capture ?(.*?) cuda graph end\..*?elapsed[=:] ?([\d.]+) s.*?mem usage=(-?[\d.]+) GB", re.IGNORECASE)
+OF_ROUNDS = re.compile(r"captured whole speculative rounds of \[(.*?)\] (\w+) requests in ([\d.]+) s, (-?\d+) MiB")
+
+
+def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
+    """One cell a checkpoint, N, number of running requests and side."""
+    folder, compiled = Path(tempfile.mkdtemp(prefix="nsa-bench-")), set()
+    return [
+        Cell(
+            f"{name}, N = {n}, {requests} requests, {side}",
+            partial(measure, folder, options.port or PORT, compiled, name, n, requests, side),
+        )
+        for name in options.checkpoint or [CHECKPOINT]
+        for n in options.steps or STEPS
+        for requests in options.batch or (REQUESTS[:1] if options.quick else REQUESTS)
+        for side in (sides_of(options.sides) if options.sides else SIDES)
+        if n or side not in WITH_DRAFTS
+    ]
+
+
+def measure(folder: Path, port: int, compiled: set[tuple], checkpoint: str, steps: int, requests: int, side: str) -> list[dict]:
+    """One row; `compiled` has those (checkpoint, N, side) of which a server has run."""
+    path = checkpoint_of(checkpoint, folder)
+    if (path, steps, side) not in compiled:
+        served(folder, port, path, steps, requests, side)
+        compiled.add((path, steps, side))
+    return [{"checkpoint": path.name} | served(folder, port, path, steps, requests, side)]
+
+
+def served(folder: Path, port: int, path: Path, steps: int, requests: int, side: str) -> dict:
+    """What a server tells from its start to its end, alone on the GPU."""
+    log, memory = folder / f"{path.name}-n{steps}-{requests}-{side}.log", []
+    began = time.perf_counter()
+    server = started(ONE_GPU, side, path, port, steps, log, *options_for(requests))
+    with weighed(server, memory):
+        server.wait()
+        ready = time.perf_counter() - began
+        greedy = [seconds_of(server) for _ in range(WAVES)]
+        sampled = [seconds_of(server, temperature=1.0, top_p=0.95) for _ in range(WAVES)]
+        host = host_gib(server.pid)
+    return {
+        "steps": steps,
+        "requests": requests,
+        "side": side,
+        "ready_s": round(ready, 1),
+        "captures": captures(log.read_text(errors="replace")),
+        "greedy_s": greedy,
+        "sampled_s": sampled,
+        "memory_gib": memory,
+        "host_gib": host,
+    }
+
+
+def options_for(requests: int) -> list[str]:
+    """Options beyond the README's command: a pool for so many requests, and no list of sizes to capture."""
+    return server_options.pool([(requests, LENGTH)], TOKENS)
+
+
+def seconds_of(server: Server, **sampling: float) -> float:
+    return round(server.generate(prompts(1, LENGTH), TOKENS, **sampling)[0], 3)
+
+
+def captures(log: str) -> list[dict]:
+    """What a server's log tells of each capture, in its order: seconds, GiB, and of rounds in one graph how many sizes."""
+    found = []
+    for line in log.splitlines():
+        if of_rounds := OF_ROUNDS.search(line):
+            sizes, kind, seconds, mib = of_rounds.groups()
+            found.append({"what": f"whole rounds, {kind}", "sizes": sizes.count(",") + 1})
+            found[-1] |= {"seconds": float(seconds), "gib": round(int(mib) / 1024, 3)}
+        elif of_sglang := OF_SGLANG.search(line):
+            what, seconds, gib = of_sglang.groups()
+            found.append({"what": what or "target", "seconds": float(seconds), "gib": float(gib)})
+    return found
+
+
+def host_gib(pid: int) -> float:
+    """Memory that a process and all beneath it have to themselves."""
+    parent, own = psutil.Process(pid), 0
+    for process in (parent, *parent.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # a compiler, for one, may have ended
+            own += process.memory_full_info().uss
+    return round(own / 2**30, 2)
+
+
+def show(report: dict) -> None:
+    """A line a server, and beneath it one a capture."""
+    columns = ("checkpoint", "N", "requests", "side", "ready s", "GiB GPU", "GiB host", "greedy s", "sampled s")
+    lines = []
+    for r in report["rows"]:
+        cell = (r["checkpoint"], r["steps"], r["requests"], r["side"])
+        waits = [" ".join(f"{seconds:.2f}" for seconds in r[kind]) for kind in ("greedy_s", "sampled_s")]
+        lines.append((*cell, r["ready_s"], f"{max(r['memory_gib'], default=0):.2f}", f"{r['host_gib']:.2f}", *waits))
+        for one in r["captures"]:
+            what = one["what"] + (f", {one['sizes']} sizes" if "sizes" in one else "")
+            lines.append((None, None, None, what, one["seconds"], f"{one['gib']:.2f}", None, None, None))
+    print_table(columns, lines)

@@ -1,0 +1,1 @@
+"""What was measured: cells, traces of a profiler, result files, tables and figures."""

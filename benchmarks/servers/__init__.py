@@ -1,0 +1,1 @@
+"""Servers as a user starts them: options, deployments, requests, memory."""

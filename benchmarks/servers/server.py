@@ -1,0 +1,222 @@
+"""Real servers for benchmarks and end-to-end tests: the README's command in a process of its own, asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+from nsa_backend.benchmarks.servers import server_options
+from nsa_backend.releases import ROUND_WARM_UP
+
+BACKENDS = {"ours": "0", "builtin": "1"}
+"""Side of a comparison to its NSA_BACKEND_DISABLE."""
+
+THREE_GRAPHS, WARMED = "three_graphs", "warmed"
+VARIANTS = {
+    THREE_GRAPHS: {"NSA_BACKEND_ROUND_GRAPH": "0", "NSA_BACKEND_SAMPLED_ROUNDS": "0"},
+    "auto": {"NSA_BACKEND_AUTO_DECODE": "1"},
+    WARMED: {},
+}
+"""Sides that are ours with a switch set: speculative rounds of three graphs, decode by whatever is fastest at its rows; or with
+an option, below."""
+
+WITH_DRAFTS = (THREE_GRAPHS, WARMED)
+"""Sides that are ours and no other where there are no drafts."""
+
+OPTIONS = {WARMED: ("--warmups", ROUND_WARM_UP)}
+"""Of sides that have some: rounds of one graph are captured before the server is ready."""
+
+ENVIRONMENTS = {side: {"NSA_BACKEND_DISABLE": disabled} for side, disabled in BACKENDS.items()}
+ENVIRONMENTS |= {side: ENVIRONMENTS["ours"] | switch for side, switch in VARIANTS.items()}
+"""All sides there are, to the environment of their servers."""
+
+SIDE_BY_SIDE = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+"""Environment of all servers: SGLang ends one of several GPUs that another fills at that moment, one GPU before the next."""
+
+APART_SECONDS = 3.0  # between two starts, as servers measure free memory then
+STARTING = 480.0  # seconds that a server of a small checkpoint may take to start
+HEALTH_SECONDS = 25.0
+"""Of one request to /health: SGLang generates a token, looks once a second whether it is there, and gives up after twenty."""
+NEVER = 1 << 20  # tokens between two events of a stream: the first token is one, the end is the other
+
+
+def names_of(sides: Sequence[str], copies: int) -> dict[str, str]:
+    """Name of a server to its side, in the order in which they start and answer.
+
+    A side has its own name; with more servers of each, `ours 1`, `builtin 1`, `builtin 2`, `ours 2`, ...: every other pair is
+    swapped, so that no side always comes first.
+    """
+    if copies == 1:
+        return {side: side for side in sides}
+    turns = {pair: sides if pair % 2 else sides[::-1] for pair in range(1, copies + 1)}
+    return {f"{side} {pair}": side for pair, turn in turns.items() for side in turn}
+
+
+def side_of(name: str) -> str:
+    """The side of a server of `names_of`."""
+    return name.split(" ")[0]
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """Answers of one batch, and when they came after the request was sent."""
+
+    first_seconds: list[float]  # of each prompt, until its first token
+    seconds: float  # until the last answer was complete
+    answers: list[dict]
+    progress: list[list[tuple[int, float]]] = field(default_factory=list)  # of each prompt: (new tokens so far, when they came)
+
+
+def command(checkpoint: Path, port: int, steps: int = 3) -> list[str]:
+    """The README's command with N = `steps`, 0 for no speculation, in the names of the installed release, for both sides alike.
+
+    The last line is for a checkpoint without a tokenizer. What follows overrides it: SGLang takes the last of an option.
+    """
+    return [
+        sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint),
+        *server_options.implementations("fa3"), "--kv-cache-dtype", "bfloat16",
+        *server_options.speculation(steps), "--port", str(port),
+        "--skip-tokenizer-init", "--grammar-backend", "none", "--mem-fraction-static", "0.3", "--max-running-requests", "32",
+    ]  # fmt: skip
+
+
+def call(port: int, path: str, body: dict | None = None, timeout: float = 300) -> Any:
+    """GET `path`, or POST `body` to it, and return what came back, as JSON where it is JSON."""
+    with _open(port, path, body, timeout) as response:
+        text = response.read()
+        return json.loads(text) if response.headers.get_content_type() == "application/json" and text else text
+
+
+def _open(port: int, path: str, body: dict | None, timeout: float) -> HTTPResponse:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=timeout)
+
+
+def greedy(tokens: int) -> dict:
+    """Sampling parameters of exactly `tokens` new tokens."""
+    return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+
+
+def wait_until_ready(port: int, server: subprocess.Popen | None, seconds: float = STARTING) -> None:
+    """Return when the server answers; raises RuntimeError where it ends first, TimeoutError where it takes too long.
+
+    `server` is None where somebody else looks whether it ends.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if server is not None and server.poll() is not None:
+            raise RuntimeError(f"the server ended with {server.returncode}")
+        try:
+            call(port, "/health", timeout=max(0.1, min(HEALTH_SECONDS, deadline - time.monotonic())))
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise TimeoutError("the server did not become ready")
+
+
+class Server:
+    """A running server; leaving the `with` block ends it."""
+
+    def __init__(
+        self,
+        backend: str,
+        checkpoint: Path,
+        port: int,
+        steps: int,
+        log: Path,
+        *options: str,
+        environment: Mapping[str, str] | None = None,
+    ):
+        """Start `backend` (a key of ENVIRONMENTS); `options` follow the README's command. Does not wait."""
+        self.port, self.log = port, log
+        self._stream = log.open("w")
+        words = [*command(checkpoint, port, steps), *OPTIONS.get(backend, ()), *options]
+        self._process = subprocess.Popen(
+            words, stdout=self._stream, stderr=subprocess.STDOUT,
+            env=os.environ | SIDE_BY_SIDE | (environment or {}) | ENVIRONMENTS[backend],
+        )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        """Of the process that all others of the server are beneath."""
+        return self._process.pid
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End it, and wait until it has ended; one that has already is left as it is."""
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._stream.close()
+
+    def wait(self, seconds: float = STARTING) -> None:
+        """Wait until it answers; an error carries the end of its log."""
+        try:
+            wait_until_ready(self.port, self._process, seconds)
+        except (RuntimeError, TimeoutError) as error:
+            raise RuntimeError(f"{error}; the end of {self.log}:\n{self.log.read_text(errors='replace')[-3000:]}") from error
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int, body: Mapping[str, object] | None = None, **others: object
+    ) -> tuple[float, list[dict]]:
+        """(seconds, answers) of one batch, greedy, exactly `tokens` new tokens each.
+
+        `body` has more fields of the request, and `others` are sampling parameters that replace those of `greedy`.
+        """
+        started = time.perf_counter()
+        asked = {"input_ids": prompts, "sampling_params": greedy(tokens) | others} | (body or {})
+        answers = call(self.port, "/generate", asked)
+        return time.perf_counter() - started, answers
+
+    def streamed(
+        self, prompts: list[list[int]], tokens: int, body: Mapping[str, object] | None = None, **others: object
+    ) -> Streamed:
+        """The same as a stream, which says when each prompt has its first token and nothing more until the end.
+
+        With a `stream_interval` among `others` it says more.
+        """
+        sampling = greedy(tokens) | {"stream_interval": NEVER} | others
+        asked = {"input_ids": prompts, "sampling_params": sampling, "stream": True} | (body or {})
+        progress, answers = defaultdict(list), {}
+        started = time.perf_counter()
+        with _open(self.port, "/generate", asked, 300) as lines:
+            for line in lines:
+                if not line.startswith(b"data: {"):
+                    continue
+                now, event = time.perf_counter() - started, json.loads(line[len(b"data: ") :])
+                if "error" in event:
+                    raise RuntimeError(f"the server refused a batch: {event['error']}")
+                index = event.get("index", 0)
+                progress[index].append((event.get("meta_info", {}).get("completion_tokens", 0), now))
+                answers[index] = event
+        if len(answers) != len(prompts):
+            raise RuntimeError(f"the server answered {len(answers)} of {len(prompts)} prompts: its log says why")
+        order = range(len(prompts))
+        return Streamed([progress[i][0][1] for i in order], now, [answers[i] for i in order], [progress[i] for i in order])
+
+    def profiled(self, folder: Path, prompts: list[list[int]], tokens: int) -> list[dict]:
+        """Answers of one batch, with a trace of it in `folder`."""
+        call(self.port, "/start_profile", {"output_dir": str(folder), "activities": ["CPU", "GPU"]})
+        answers = self.generate(prompts, tokens)[1]
+        call(self.port, "/stop_profile", {})
+        return answers

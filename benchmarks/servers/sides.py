@@ -1,0 +1,115 @@
+"""The servers of a comparison: which sides there are, on which checkpoint, with which options, running at the same time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from nsa_backend.benchmarks.checkpoints import faithful
+from nsa_backend.benchmarks.servers import server_options
+from nsa_backend.benchmarks.servers.gpu_memory import weighed
+from nsa_backend.benchmarks.servers.pairs import Pair, started
+from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel
+from nsa_backend.benchmarks.servers.server import APART_SECONDS, BACKENDS, ENVIRONMENTS, WITH_DRAFTS, Server, names_of
+
+SIZES = [*server_options.decode_graphs(), "--max-total-tokens", "65536", "--disable-radix-cache"]
+"""Graphs for the batches that are measured, a small pool, and no cache, so that every prefill is the same."""
+
+PORTS_APART = 50  # between the servers of two sides
+
+
+class Servers:
+    """The sides of a comparison on one checkpoint, kept running until another checkpoint, N or other GPUs are asked for."""
+
+    def __init__(
+        self,
+        folder: Path,
+        port: int,
+        shapes: Sequence[tuple[int, int]],
+        new_tokens: int,
+        sides: Sequence[str] | None = None,
+        copies: int = 1,
+    ):
+        """Checkpoints and logs go to `folder`; servers listen 50 ports apart, and have room and graphs for `shapes`.
+
+        SGLang takes further ports from 100 above a server's on for DP attention.
+
+        Args:
+            folder: of this run alone.
+            port: of the first server.
+            shapes: (requests, prompt tokens) of all that will be asked.
+            new_tokens: a request.
+            sides: keys of servers.ENVIRONMENTS, in the order in which servers start and answer; those of BACKENDS if None.
+            copies: servers of each side, all on the same GPU.
+        """
+        self._sides, self._copies = sides_of(sides), copies
+        self._folder, self._port = folder, port
+        self._shapes, self._new_tokens = shapes, new_tokens
+        self._open, self._key = ExitStack(), None
+        self._found: dict[str, Server | Pair] = {}
+        self.memory: dict[str, list[float]] = {}
+        """GiB on each GPU of the servers that run, by name: empty lists, which are filled when the servers end."""
+
+    def of(self, checkpoint: str, steps: int, parallel: Parallel = ONE_GPU) -> dict[str, Server | Pair]:
+        """Servers by name (`servers.names_of`), ready; without drafts there are no rounds, in three graphs or in one.
+
+        `checkpoint` is a name in faithful.SHAPES or a folder.
+        """
+        if self._key != (checkpoint, steps, parallel):
+            self.close()
+            path = checkpoint_of(checkpoint, self._folder)
+            options = options_for(self._shapes, self._new_tokens, parallel, self._copies)
+            sides = [side for side in self._sides if steps or side not in WITH_DRAFTS]
+            for number, (name, side) in enumerate(names_of(sides, self._copies).items()):
+                time.sleep(APART_SECONDS * (number > 0))
+                log = self._folder / f"{path.name}-{parallel}-n{steps}-{name.replace(' ', '-')}.log"
+                server = started(parallel, side, path, self._port + PORTS_APART * number, steps, log, *options)
+                self.memory[name] = []
+                self._found[name] = self._open.enter_context(weighed(server, self.memory[name]))
+            for server in self._found.values():
+                server.wait()
+            self._key = checkpoint, steps, parallel
+        return self._found
+
+    def close(self) -> None:
+        """End what runs."""
+        self._open.close()
+        self._found, self._key, self.memory = {}, None, {}
+
+
+def sides_of(named: Sequence[str] | None) -> tuple[str, ...]:
+    """The sides that --sides names; SystemExit for one that there is not."""
+    for side in named or ():
+        if side not in ENVIRONMENTS:
+            raise SystemExit(f"--sides {side} is none: there are {', '.join(ENVIRONMENTS)}")
+    return tuple(named or BACKENDS)
+
+
+def options_for(shapes: Sequence[tuple[int, int]], new_tokens: int, parallel: Parallel = ONE_GPU, copies: int = 1) -> list[str]:
+    """A server's options beyond the README's command: graphs and a pool for `shapes`, prefill as a default server runs it.
+
+    `copies` are the servers of each side that share a GPU.
+    """
+    of_rank = parallel.of_a_rank(shapes)
+    batches = {batch for batch, _ in of_rank}
+    return [
+        *server_options.decode_graphs({*server_options.MEASURED_BATCHES, *batches}),
+        *server_options.prefill_graphs(of_rank, parallel.dp),
+        *server_options.pool(of_rank, new_tokens, parallel.dp, copies),
+        *parallel.options(),
+    ]
+
+
+def checkpoint_of(name: str, folder: Path) -> Path:
+    """The checkpoint called `name` in faithful.ALL_SHAPES, written into `folder` if it is not there; or a path."""
+    if name not in faithful.ALL_SHAPES:
+        if not (Path(name) / "config.json").exists():
+            known = " or ".join(faithful.ALL_SHAPES)
+            raise SystemExit(f"--checkpoint {name} is neither {known} nor a folder with a config.json")
+        return Path(name)
+    out = folder / name
+    if not (out / "config.json").exists():
+        faithful.write(out, shape=faithful.ALL_SHAPES[name])
+    return out

@@ -1,0 +1,1 @@
+"""What chose the launch configurations of kernels."""
