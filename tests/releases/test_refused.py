@@ -105,3 +105,40 @@ def test_the_warm_up_of_rounds_in_one_graph(arguments, monkeypatch):
     of_the_switch = f"--warmups {ROUND_WARM_UP} captures rounds in one graph, and NSA_BACKEND_ROUND_GRAPH=0 leaves three: "
     assert refusals(named) == (of_the_release or [of_the_switch + "drop one of the two"])
     assert refusals(arguments(warmups="voice_chat")) == []
+
+
+@pytest.mark.skipif("speculative_draft_kv_cache_dtype" not in FIELDS, reason="the release gives drafts the target's dtype")
+@pytest.mark.parametrize(
+    ("target", "drafts", "served"),
+    [
+        ("bfloat16", "bf16", True),
+        ("bfloat16", "auto", True),
+        ("fp8_e4m3", "fp8_e4m3", True),
+        ("bfloat16", "fp8_e4m3", False),
+        ("fp8_e4m3", "bfloat16", False),
+        ("fp8_e4m3", "auto", False),
+    ],
+)
+def test_drafts_have_the_kv_cache_dtype_of_the_target(resolve, target, drafts, served):
+    """Refused before weights load, with advice that serves: both implementations read one dtype."""
+    decode, prefill = ("flashmla_kv",) * 2 if target == "fp8_e4m3" else ("fa3", "flashmla_sparse")
+    words = ("--attention-backend", adapter.BACKEND_NAMES[0], "--kv-cache-dtype", target, adapter.DECODE_OPTION, decode)
+    words += (adapter.PREFILL_OPTION, prefill, "--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3")
+    words += ("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+    asked = "--speculative-draft-kv-cache-dtype"
+    resolve(*words).check_server_args()
+    if served:
+        resolve(*words, asked, drafts).check_server_args()
+        return
+    with pytest.raises(ValueError, match=f"does not serve {asked} {drafts} beside --kv-cache-dtype {target}: .*drop the first"):
+        resolve(*words, asked, drafts).check_server_args()
+
+
+@pytest.mark.skipif("enable_pd_role_switch" not in FIELDS, reason="the release has no such option")
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_servers_of_a_pair_change_roles_without_drafts_alone(resolve, role):
+    """SGLang itself refuses drafts there, so none is lost when a server that keeps no draft KV becomes a decode server."""
+    words = ("--attention-backend", adapter.BACKEND_NAMES[0], "--disaggregation-mode", role, "--enable-pd-role-switch")
+    resolve(*words).check_server_args()
+    with pytest.raises(ValueError, match=r"does not rebuild role-specific state .*speculative decoding"):
+        resolve(*words, "--speculative-algorithm", "EAGLE")

@@ -23,7 +23,6 @@ from nsa_backend.adapters import naive_eagle, resumed_memory, retraction
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.dsa.prefill_cp import rows
-from nsa_backend.adapters.dsa.prefill_cp import rule as prefill_cp
 from nsa_backend.adapters.dsa.rounds import rule, warm_up
 from nsa_backend.adapters.old_options import ADD_OPTIONS
 from nsa_backend.adapters.options import add_options
@@ -61,7 +60,7 @@ class DsaAdapter(Adapter):
     model_problem = staticmethod(refusals.model_problem)
     draft_extend_sizes_in_tokens = staticmethod(draft.draft_extend_sizes_in_tokens)
     take_draft_side = staticmethod(draft.take_draft_side)
-    combination_problems = staticmethod(prefill_cp.combination_problems)
+    combination_problems = staticmethod(refusals.combination_problems)
     rows_of_rank = staticmethod(rows.rows_of_rank)
     round_problems = staticmethod(rule.server_problems)
 

@@ -12,7 +12,7 @@ from sglang.srt.environ import envs
 
 from nsa_backend.adapters.dsa.prefill_cp import rule as prefill_cp
 from nsa_backend.adapters.layer_sharing import sharing_problem
-from nsa_backend.adapters.rule import Rule
+from nsa_backend.adapters.rule import Rule, nested
 from nsa_backend.releases import installed
 
 rule = partial(Rule, everywhere=False)
@@ -99,6 +99,23 @@ REFUSED_ENVIRONMENT = {
     "SGLANG_ENABLE_METADATA_GLUE_GRAPH": "there is no eager preparation to capture: the graph writes its own metadata",
 }
 """Switches of SGLang that must be off, and why."""
+
+
+_SAME_KV = {"bf16": "bfloat16", "auto": "bfloat16"}
+
+
+def combination_problems(args: Any) -> list[str]:
+    """One sentence for each of these resolved arguments that is not served beside another one."""
+    found = prefill_cp.combination_problems(args)
+    drafts, target = nested(args, "speculative_draft_kv_cache_dtype"), args.kv_cache_dtype
+    kv = {_SAME_KV.get(name, name) for name in (drafts, target)}
+    if args.speculative_algorithm and drafts is not None and len(kv) > 1:
+        found.append(
+            f"nsa_backend does not serve --speculative-draft-kv-cache-dtype {drafts} beside --kv-cache-dtype {target}: one "
+            "implementation reads the KV of both, and SGLang's layers of both go by the target's dtype; drop the first option, "
+            "and drafts follow the target"
+        )
+    return found
 
 
 def model_problem(hf_config: Any, speculative: bool, dequantised_prefill: bool, disaggregated: bool = False) -> str | None:
