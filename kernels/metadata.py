@@ -13,8 +13,8 @@ from nsa_backend.kernels.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
 from nsa_backend.kernels.topk_plan import CAPS, MAX_ROWS, THRESHOLDS
 
 # With page_table_1 (SGLang 0.5.12), the variant that loses least over all modes and shapes in
-# benchmarks/results/tune_metadata_h200.json; without, one warp, which scans and searches with no barrier, and sizes that no
-# other variant in benchmarks/results/metadata_launch_0_5_23_h200.json beats in every cell.
+# benchmarks/results/metadata_tuning_0_5_12_h200.json; without, one warp, which scans and searches with no barrier, and sizes
+# that no other variant beats in every cell (benchmarks/results/metadata_0_5_23_h200.json, launch).
 ROW_BLOCK = 128
 COLUMN_BLOCK, NUM_WARPS = 4096, 4
 PAGED_COLUMN_BLOCK, PAGED_NUM_WARPS = 16384, 1  # 256 page entries, eight loads of a thread under way at once

@@ -19,7 +19,7 @@ class Tile:
 
     @classmethod
     def of(cls, rows: int, heads: int, *, fp8: bool = False) -> Tile:
-        """The fastest on an H200, of those that benchmarks/results/sparse_decode_tiles_0_5_23_h200.json has, or nearly so.
+        """The fastest on an H200, of those in benchmarks/results/attention_0_5_23_h200.json (tiles), or nearly so.
 
         Few blocks of sixteen heads are split into the shortest stretches. More of them read longer ones, with more tokens on
         their way, and then read them for more heads at a time. FP8 values take registers to widen: many rows read less at once.

@@ -1,7 +1,114 @@
-"""What end-to-end runs, load runs and tests on a GPU gave."""
+"""What end-to-end runs, runs under load and tests on a GPU gave."""
 
 from __future__ import annotations
 
-from result_files import Parts
+import math
+
+from result_files import Parts, release, reports, result, spread, table
 
 PARTS = Parts()
+
+KERNELS = {
+    "fa3": "fa3",
+    "flashmla_sparse": "flashmla_sparse",
+    "flashmla_kv": "flashmla_kv, FP8",
+    "sparse_decode": "sparse_decode",
+}
+STEPS = (1, 3, 5)
+"""Numbers of drafts that have a column."""
+
+
+def kind(row: dict) -> str:
+    """The implementation, and what else keeps a case's accept lengths apart from other cases'."""
+    case = row["case"]
+    words = KERNELS[row["decode"]] + (", FP8" if case.startswith("fp8, sparse") else "")
+    return words + next((f", {name.upper()}" for name in ("glm-5.1", "glm-5.2") if name in case), "")
+
+
+@PARTS.part
+def accept_lengths() -> str:
+    """Least to most of the means of all workloads, ours; the built-in's: by release, implementation and number of drafts."""
+    found: dict[tuple[str, str], dict[tuple[int, str], list[float]]] = {}
+    for report in reports("e2e").values():
+        for row in report["rows"] + report.get("rerun", {}).get("rows", []):
+            if row["steps"] in STEPS and not row["case"].startswith("adaptive"):
+                cells = found.setdefault((release(report), kind(row)), {})
+                for workload in row["workloads"].values():
+                    for side, given in workload.items():
+                        cells.setdefault((row["steps"], side), []).append(given["mean"])
+    rows = []
+    for (version, words), cells in sorted(found.items()):
+        texts = []
+        for steps in STEPS:
+            sides = [spread(cells.get((steps, side), [])) for side in ("ours", "builtin")]
+            texts.append("-" if sides == ["-", "-"] else "; ".join(sides))
+        rows.append([version, words, *texts])
+    return table(["SGLang", "decode", *(f"of {n + 1}" for n in STEPS)], rows)
+
+
+@PARTS.part
+def parted_outputs() -> str:
+    """Outputs that differ from the built-in's, by release."""
+    found: dict[str, list[dict]] = {}
+    for report in reports("e2e").values():
+        found.setdefault(release(report), []).extend(report.get("differences") or [])
+    rows = []
+    for version, differences in sorted(found.items()):
+        asked = [d for d in differences if d["tie"] is not None]
+        widest = max(gap for d in asked for gap in d["below_best"].values() if gap is not None)
+        counts = (len(differences), len(asked), sum(d["tie"] for d in asked))
+        rows.append([version, *map(str, counts), f"{widest:.3f}"])
+    return table(["SGLang", "outputs that differ", "looked at", "ties among them", "furthest from the best logit"], rows)
+
+
+SOAKS = {
+    "0_5_23/three_sides": "one server",
+    "0_5_23/dp": "two ranks of DP attention",
+    "0_5_23/pd": "prefill and decode server, three graphs",
+    "0_5_23/pd_rounds": "the same, one graph",
+    "0_5_12/small_chunks": "one server",
+}
+"""Runs under load; those that a later one of the same code replaced are in the files alone."""
+
+
+@PARTS.part
+def soaks() -> str:
+    """A row a run and side."""
+    rows = []
+    for name, words in SOAKS.items():
+        version, _, part = name.partition("/")
+        report = result(f"soak_{version}", part)
+        for side, given in report.get("sides", {"ours": report}).items():
+            requests = " / ".join(str(given["requests"][key]) for key in ("finished", "aborted", "closed", "failed"))
+            parted = f"{given['differences']['ways']} / {given['differences']['at_ties']}"
+            held = f"{given['held']['before_mib']:.0f} / {given['held']['after_mib']:.0f}"
+            what = f"{version.replace('_', '.')}, {words}: {side.replace('_', ' ').replace('builtin', 'built-in')}"
+            counts = (f"{given['load_minutes']:.1f}", requests, str(given["retracted"]["in_log"]))
+            rows.append([what, *counts, f"{given['accept_length']:.2f}", parted, held])
+    head = [
+        "run",
+        "minutes",
+        "finished / aborted / closed / failed",
+        "retracted",
+        "accepted of 4",
+        "differ / at ties",
+        "MiB held before / after",
+    ]
+    return table(head, rows)
+
+
+def beyond(chi_square: float, freedom: int) -> float:
+    """The share of samples that exceed it by chance (Wilson and Hilferty)."""
+    width = 2 / (9 * freedom)
+    return 0.5 * math.erfc(((chi_square / freedom) ** (1 / 3) - 1 + width) / math.sqrt(2 * width))
+
+
+@PARTS.part
+def sampled_alike() -> str:
+    """How often chance alone gives a larger difference between one graph and three, and accept lengths."""
+    rows = []
+    for row in result("sampled_rounds_0_5_23", "mended")["rows"]:
+        shares = [beyond(*pair) for pair in zip(row["chi_square"], row["freedom"], strict=True)]
+        apart = f"{row['accept_apart']:+.3f} ± {row['accept_error']:.3f}"
+        rows.append([row["sampling"], " / ".join(f"{100 * share:.0f} %" for share in shares), apart])
+    return table(["sampling", "chance gives more", "accepted, one graph less three"], rows)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
+
 from result_files import Parts, result, spread, table
 
 PARTS = Parts()
@@ -81,3 +84,244 @@ def rank_kernels() -> str:
 def replay_memory() -> str:
     (row,) = result("memory_0_5_23")["rows"]
     return " instead of ".join(f"{row['bytes'][side] / 2**20:.1f}" for side in ("ours", "builtin")) + " MiB"
+
+
+# Servers of small checkpoints: (report of serve_0_5_23, the side that is the package's, the sides it is compared with).
+SERVERS = {
+    "rounds": ("round_graph", ("ours", "builtin")),
+    "order": ("ours", ("three_graphs", "builtin")),
+    "auto": ("auto", ("ours", "builtin")),
+    "models": ("ours", ("builtin",)),
+    "sampled_default": ("ours", ("three_graphs", "builtin")),
+    "parallel": ("ours", ("three_graphs", "builtin")),
+    "prompts": ("ours", ("builtin",)),
+}
+NAMES = {"ours": "three graphs", "three_graphs": "three graphs", "builtin": "built-in"}
+"""A side that the package's best one is compared with; in the report "auto" `ours` is fa3."""
+NOISE = 0.005
+"""What is lost by less is in the result files alone."""
+QUANTITIES = {"tokens_per_s": "fewer tokens/s", "ttft_ms": "first token later", "round_ms": "longer rounds"}
+
+
+def over(row: dict, side: str, other: str, key: str) -> float:
+    return row[side][key]["median"] / row[other][key]["median"]
+
+
+def cell_name(row: dict) -> str:
+    return f"{row['checkpoint']} {row['batch']} x {row['length']}, {row['steps']} drafts".replace(", 0 drafts", "")
+
+
+def served(part: str, wanted: tuple[int, ...]) -> str:
+    """A row a cell with this many drafts: a round on every side, tokens per second of ours and the built-in's."""
+    side, others = SERVERS[part]
+    rows = []
+    for row in result("serve_0_5_23", part)["rows"]:
+        if row["steps"] in wanted:
+            sides = [s for s in (side, *others) if s in row]
+            rounds = " / ".join(f"{row[s]['round_ms']['median']:.2f}" for s in sides)
+            rates = " / ".join(f"{row[s]['tokens_per_s']['median']:.0f}" for s in (side, "builtin"))
+            accept = " / ".join(f"{row[s]['accept']:.2f}" for s in (side, "builtin"))
+            where = row["checkpoint"] + (f", {row['parallel']}" if row.get("parallel", "tp1") != "tp1" else "")
+            rows.append([where, str(row["steps"]), f"{row['batch']} x {row['length']}", rounds, rates, accept])
+    sides = " / ".join(["one graph", *(NAMES[s] for s in others)])
+    return table(
+        ["checkpoint", "drafts", "requests x tokens", f"ms a round: {sides}", "tokens/s: ours / built-in", "accepted"], rows
+    )
+
+
+@PARTS.part
+def rounds() -> str:
+    return served("rounds", (1, 3))
+
+
+@PARTS.part
+def sampled_speed() -> str:
+    return served("sampled_default", (3,))
+
+
+@PARTS.part
+def two_gpus() -> str:
+    return served("parallel", (3,))
+
+
+@PARTS.part
+def no_drafts() -> str:
+    """Ours over built-in of `wide` without drafts, with either side started first."""
+    runs = [
+        {
+            (r["batch"], r["length"]): r
+            for r in result("serve_0_5_23", part)["rows"]
+            if (r["checkpoint"], r["steps"]) == ("wide", 0)
+        }
+        for part in ("prompts", "order")
+    ]
+    rows = []
+    for batch, length in runs[1]:
+        ratios = [f"{over(run[batch, length], 'ours', 'builtin', 'round_ms'):.2f}" for run in runs]
+        rows.append([f"{batch} x {length}", *ratios])
+    return table(["requests x tokens", "ms a token, ours first", "built-in first"], rows)
+
+
+@PARTS.part
+def glm() -> str:
+    """Least to most over the cells of a model and a number of drafts."""
+    found: dict[tuple[str, int], list[dict]] = {}
+    for row in result("serve_0_5_23", "models")["rows"]:
+        found.setdefault((row["checkpoint"], row["steps"]), []).append(row)
+    rows = []
+    for (model, steps), cells in found.items():
+        ratios = [spread(over(row, "ours", "builtin", key) for row in cells) for key in QUANTITIES]
+        accept = spread(row["ours"]["accept"] / row["builtin"]["accept"] for row in cells)
+        rows.append([model, str(steps), str(len(cells)), *ratios, accept])
+    return table(["ours / built-in", "drafts", "cells", "tokens/s", "first token", "a round", "accepted"], rows)
+
+
+@PARTS.part
+def trained_accept() -> str:
+    """Ours over built-in on the same prompts, by model, cells with two drafts and more."""
+    rows, every = [], []
+    for name, report in result("trained_0_5_23")["reports"].items():
+        cells = [row["gain"] for row in report["accept"] if row["steps"] >= 2]
+        every += cells
+        rows.append((name, cells))
+    rows.append(("all", every))
+    return table(
+        ["model", "cells", "accepted, ours / built-in", "mean", "below 1 / above by two standard errors"],
+        [
+            [
+                name,
+                str(len(cells)),
+                spread((cell["ratio"] for cell in cells), "{:.3f}"),
+                f"{sum(cell['ratio'] for cell in cells) / len(cells):.3f}",
+                " / ".join(str(sum(sign * (c["ratio"] - 1) > 2 * c["standard_error"] for c in cells)) for sign in (-1, 1)),
+            ]
+            for name, cells in rows
+        ],
+    )
+
+
+def rate(row: dict) -> float:
+    return row["ours"]["tokens_per_s"] / row["builtin"]["tokens_per_s"]
+
+
+def overlap(row: dict) -> bool:
+    (a, b), (c, d) = (row[side]["tokens_per_s_spread"]["min_max"] for side in ("ours", "builtin"))
+    return a <= d and c <= b
+
+
+@PARTS.part
+def trained_speed() -> str:
+    """Tokens per second of the third model over the built-in's; in brackets where ranges overlap."""
+    found: dict[int, dict] = {}
+    for row in result("trained_0_5_23", "third")["speed"]:
+        text = f"({rate(row):.2f})" if overlap(row) else f"{rate(row):.2f}"
+        found.setdefault(row["steps"], {})[row["temperature"], row["batch"]] = text
+    keys = [(t, b) for t in (0.0, 1.0) for b in (1, 8, 32)]
+    rows = [[str(steps), *(cells[key] for key in keys)] for steps, cells in found.items()]
+    return table(["drafts", *(f"{'greedy' if not t else 'sampled'}, {b}" for t, b in keys)], rows)
+
+
+DECODE_RUNS = {"bf16": "decode", "fp8": "decode_again"}
+"""KV cache to the run that has today's tiles."""
+
+
+def decode_ratios() -> dict[tuple[str, int, int], float]:
+    """(KV, heads, rows) to sparse_decode's time over that of the best other implementation."""
+    return {
+        (kv, row["heads"], row["rows"]): row["us"]["sparse_decode"]
+        / min(t for n, t in row["us"].items() if n != "sparse_decode")
+        for kv, part in DECODE_RUNS.items()
+        for row in result("attention_0_5_23", part)["decode"]
+        if row["kv"] == kv
+    }
+
+
+@PARTS.part
+def sparse_decode() -> str:
+    found = decode_ratios()
+    columns = (1, 2, 4, 8, 16, 32, 64, 512)
+    heads = dict.fromkeys((kv, heads) for kv, heads, _ in found)
+    return table(
+        ["KV, heads; rows:", *(f"{n}" for n in columns)],
+        [[f"{kv}, {n}", *(f"{found[kv, n, rows]:.2f}" for rows in columns)] for kv, n in heads],
+    )
+
+
+@PARTS.part
+def cuda_saved() -> str:
+    """Percent of the served kernel's time that the fastest variant in CUDA C++ of a cell saves, over all cells."""
+    rows = result("attention_0_5_23", "cuda")["rows"]
+    return spread((100 * (1 - row["us"][row["best"]] / row["us"]["triton, served"]) for row in rows), "{:.0f}") + " %"
+
+
+@PARTS.part
+def metadata_launch() -> str:
+    found: dict[tuple[int, int], dict[str, float]] = {}
+    for row in result("metadata_0_5_23", "launch")["rows"]:
+        found.setdefault((row["bs"], row["length"]), {})[row["mode"]] = row["us"]["served"]
+    modes = list(next(iter(found.values())))
+    rows = [[f"{bs} x {length}", *(f"{us[mode]:.2f}" for mode in modes)] for (bs, length), us in found.items()]
+    return table(["requests x tokens, us", *modes], rows)
+
+
+def metadata_shapes() -> list[dict]:
+    report = result("metadata_0_5_23", "replay")
+    return report["rows"] + report["growth"]
+
+
+@PARTS.part
+def metadata_beside() -> str:
+    """How much longer SGLang's own path takes, by mode."""
+    rows = []
+    for mode in dict.fromkeys(row["mode"] for row in metadata_shapes()):
+        cells = [row for row in metadata_shapes() if row["mode"] == mode]
+        times = [spread((r["builtin"][key] / r["ours"][key] for r in cells), "{:.1f}") for key in ("gpu_us", "cpu_us")]
+        rows.append([mode, str(len(cells)), *times])
+    return table(["SGLang's time / ours", "shapes", "GPU", "CPU"], rows)
+
+
+@PARTS.part
+def memory() -> str:
+    rows = []
+    for name in ("0_5_23", "0_5_12"):
+        report = result(f"memory_{name}")
+        sizes = report["rows"][0]["bytes"] if "rows" in report else report["bytes"]
+        rows.append([name.replace("_", "."), *(f"{sizes[side] / 2**20:.1f}" for side in ("ours", "builtin"))])
+    return table(["SGLang", "ours, MiB", "built-in, MiB"], rows)
+
+
+def lost_by_servers() -> Iterator[list[str]]:
+    """A row a report, other side and quantity: every cell in which the package's side is behind."""
+    for part, (side, others) in SERVERS.items():
+        rows = result("serve_0_5_23", part)["rows"]
+        for other, (key, words) in product(others, QUANTITIES.items()):
+            ratios = [(row, over(row, side, other, key)) for row in rows if other in row]
+            lost = [(row, ratio) for row, ratio in ratios if (1 - ratio if key == "tokens_per_s" else ratio - 1) >= NOISE]
+            if lost:
+                name = "fa3" if (part, other) == ("auto", "ours") else NAMES[other]
+                yield [part, f"{words} than {name}", "; ".join(f"{cell_name(row)} ({ratio:.3f})" for row, ratio in lost)]
+
+
+@PARTS.part
+def losses() -> str:
+    """Every cell of every run in which the package is behind by more than NOISE."""
+    rank_cells = [(steps, cell) for steps in (3, 0) for cell in ranks(steps) if ratio(cell) >= 1 + NOISE]
+    rows = [
+        [
+            "rank",
+            "longer than SGLang's",
+            "; ".join(f"{shape(c)} ({ratio(c):.3f})".replace(" (", f", {n} drafts (" if n else " (") for n, c in rank_cells),
+        ]
+    ]
+    rows += lost_by_servers()
+    trained = [row for row in result("trained_0_5_23", "third")["speed"] if rate(row) < 1]
+    cells = "; ".join(f"{r['batch']} requests, {r['steps']} drafts, T = {r['temperature']:g} ({rate(r):.2f})" for r in trained)
+    rows.append(["trained", "fewer tokens/s than built-in", cells])
+    for kv in DECODE_RUNS:
+        (_, heads, most), worst = max((item for item in decode_ratios().items() if item[0][0] == kv), key=lambda item: item[1])
+        rows.append(["sparse_decode", f"longer than the best other, {kv}", f"at most {worst:.2f}: {heads} heads, {most} rows"])
+    slower = [row for row in metadata_shapes() if row["builtin"]["gpu_us"] < row["ours"]["gpu_us"]]
+    worst = max(slower, key=lambda row: row["ours"]["gpu_us"] / row["builtin"]["gpu_us"])
+    times = " against ".join(f"{worst[side]['gpu_us']:.1f} us" for side in ("ours", "builtin"))
+    rows.append(["metadata", "longer on the GPU than SGLang's", f"{len(slower)} shapes of draft decode, at worst {times}"])
+    return table(["run", "behind in", "cells (ours / other)"], rows)

@@ -1,4 +1,4 @@
-"""Draw figures from result files: tokens per second, attention by rows, how the metadata of a replay grows. SVG and PNG.
+"""Draw figures from result files: attention by rows. SVG and PNG.
 
 Needs matplotlib: pip install 'sglang-nsa-backend[plot]'.
 """

@@ -40,7 +40,7 @@ def test_no_row_count_loses_more_than_two_percent(kv, heads):
 
 def test_another_gpu_agrees():
     """The same hour on another GPU of the type."""
-    report = json.loads((ROOT / "benchmarks/results/attention_decode_0_5_23_h200.json").read_text())
+    report = json.loads((ROOT / "benchmarks/results/attention_0_5_23_h200.json").read_text())["reports"]["decode"]
     assert len(report["decode"]) == 100
     for row in report["decode"]:
         chosen = row["us"][auto.choose(auto.intervals(H200, row["kv"], row["heads"]), row["rows"])]

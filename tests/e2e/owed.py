@@ -13,7 +13,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -33,6 +33,13 @@ def seen(reports: Iterable[dict], release: str, newer: Callable[[str], bool]) ->
         if environment["packages"].get("sglang") == release and newer(environment["commit"]):
             found |= {row["case"] for row in report["rows"] if any("ours" in given for given in row["workloads"].values())}
     return found
+
+
+def committed() -> Iterator[dict]:
+    """Every end-to-end report in RESULTS, whose files hold one or several."""
+    for path in sorted(RESULTS.glob("e2e_*.json")):
+        report = json.loads(path.read_text())
+        yield from report.get("reports", {"": report}).values()
 
 
 def owed(cases: Iterable[Case], gpus: int, known: set[str], ranks_per_gpu: int = 1) -> list[str]:
@@ -62,8 +69,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--ranks-per-gpu", type=int, default=1)
     args = parser.parse_args()
-    reports = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("e2e_*.json"))]
-    known = seen(reports, installed(), is_since(args.commit))
+    known = seen(committed(), installed(), is_since(args.commit))
     for name in owed(CASES, args.gpus, known, args.ranks_per_gpu):
         print(shlex.quote(name))
 

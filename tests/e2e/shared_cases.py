@@ -54,4 +54,4 @@ SHARED_CASES = [
     eight(f"{EIGHT}, tensor parallel, fa3", engine={}, workloads=ALONE),
     eight(f"{EIGHT}, DP attention 2, one graph a round", engine=DP_2, **ONE_GRAPH),
 ]
-"""In the order of what is least known. The first two have run (benchmarks/results/e2e_shared_ranks_0_5_23_h200.json)."""
+"""In the order of what is least known. The first two have run (benchmarks/results/e2e_0_5_23_h200.json, shared_ranks)."""
