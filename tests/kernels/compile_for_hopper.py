@@ -1,4 +1,4 @@
-"""Compile the kernels of sparse decode for Hopper, which takes no GPU, and print what ptxas says of each as JSON.
+"""Compile the kernels of sparse decode and of a layer's front for Hopper, without a GPU; print what ptxas says as JSON.
 
     python tests/kernels/compile_for_hopper.py
 
@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
+from nsa_backend.kernels.layer_front_kernel import norm_rope_store_kernel, rope_quantise_kernel
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 
@@ -32,15 +33,23 @@ TYPES |= {
     "scale": "fp32",
     "cap": "fp32",
 }
+TYPES |= dict.fromkeys(("qkv_ptr", "key_ptr", "q_weight_ptr", "latent_weight_ptr", "query_ptr", "q_rope_out_ptr"), "*bf16")
+TYPES |= dict.fromkeys(("q_ptr", "index_ptr", "quantised_ptr"), "*fp8e4nv")
+TYPES |= dict.fromkeys(("positions_ptr",), "*i64")
+TYPES |= dict.fromkeys(("key_weight_ptr", "key_bias_ptr", "cos_sin_ptr", "index_cos_sin_ptr", "q_scales_ptr"), "*fp32")
+TYPES |= dict.fromkeys(("latent_scales_ptr", "index_scales_ptr", "gates_ptr", "weights_ptr"), "*fp32")
+TYPES |= dict.fromkeys(("q_eps", "latent_eps", "key_eps"), "fp32")
 ALIGNED = {"q_nope_row_stride", "q_nope_head_stride", "q_rope_row_stride", "q_rope_head_stride"}
 MODEL = {"LATENT": 512, "ROPE": 64}
 SMS = 132
 PTXAS = Path(nvidia.__file__).parent / "bin" / "ptxas"
 
 
-def resources(kernel: triton.JITFunction, constants: dict, latent: str = "*bf16", **options: int) -> dict:
+def resources(
+    kernel: triton.JITFunction, constants: dict, latent: str = "*bf16", more: dict | None = None, **options: int
+) -> dict:
     """Registers and spilled bytes a thread, shared bytes a program, whether the next kernel may begin, and early reads."""
-    types = TYPES | {"latent_ptr": latent}
+    types = TYPES | {"latent_ptr": latent} | (more or {})
     names = [parameter.name for parameter in kernel.params]
     specialized = {parameter.name for parameter in kernel.params if not parameter.do_not_specialize}
     aligned = [(i,) for i, name in enumerate(names) if (name.endswith("_ptr") and name in specialized) or name in ALIGNED]
@@ -65,6 +74,22 @@ def resources(kernel: triton.JITFunction, constants: dict, latent: str = "*bf16"
     }
 
 
+def front(caches: dict[str, dict]) -> dict[str, dict]:
+    """The kernels in front of a layer of DeepSeek-V3.2 on a rank of tensor parallel 8."""
+    model, found = {"ROPE": 64, "NEOX": False, "INDEX_NEOX": True}, {}
+    for latent, cache in caches.items():
+        strides = {"LATENT_STRIDE": cache["LATENT_STRIDE"], "SCALES_STRIDE": cache["SCALES_STRIDE"]}
+        strides |= {"K_ROPE_STRIDE": cache["ROPE_STRIDE"], "QKV_STRIDE": 2112, "KEY_STRIDE": 128}
+        constants = {"Q_RANK": 1536, "LATENT": 512, "Q_GROUPS": 16, "KV_FP8": cache["FP8"], "COMPILED": True}
+        for fp8 in (False, True):
+            types = {"q_ptr": "*fp8e4nv" if fp8 else "*bf16", "slots_ptr": "*i64"}
+            used = resources(norm_rope_store_kernel, model | strides | constants | {"Q_FP8": fp8}, latent, types)
+            found[f"front, norm_rope_store, {latent[1:]}, Q_FP8 {fp8}"] = used | {"programs": 8}
+    constants = {"INDEX_HEADS": 64, "HEADS": 8, "QUERY_STRIDE": 8192, "GATE_SCALE": 0.125, "SOFTMAX_SCALE": 128**-0.5}
+    constants |= {"Q_ROPE_ROW_STRIDE": 3072, "Q_ROPE_HEAD_STRIDE": 192}
+    return found | {"front, rope_quantise": resources(rope_quantise_kernel, model | constants) | {"programs": 8}}
+
+
 def main() -> None:
     found = {}
     caches = {
@@ -84,6 +109,7 @@ def main() -> None:
     for join in dict.fromkeys(Join.of(*shape) for shape in shapes):
         constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True}
         found[f"join, {join.parts} parts"] = resources(join_kernel, constants, num_warps=join.warps) | {"programs": 1}
+    found |= front(caches)
     sys.stdout.write(json.dumps(found))
 
 

@@ -1,0 +1,308 @@
+"""The two kernels in front of a sparse MLA layer: norms, RoPE, Hadamard rotation, quantisation and the writes to both caches.
+
+Each value is rounded where SGLang's own sequence of kernels rounds it, sums are taken in its order, and a product is fused with
+a sum where its compiled code does so: every such product is written as `tl.fma`, and none is left for a compiler to fuse. Sums
+go as in FlashInfer's norms for Hopper (0.6.15 and 0.7.2): 32 lanes take their own values from left to right, then neighbours.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+GROUP: tl.constexpr = tl.constexpr(128)
+"""Values that share a scale, in weights, KV cache and index keys alike."""
+LANES: tl.constexpr = tl.constexpr(32)
+FP8_MAX: tl.constexpr = tl.constexpr(448.0)
+PAGE: tl.constexpr = tl.constexpr(64)
+INDEX_PAGE_BYTES: tl.constexpr = tl.constexpr(8448)
+
+
+@triton.jit
+def rounded(x):
+    """Through bfloat16 and back, as where one of SGLang's kernels hands over to the next."""
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def sum_of_lanes(x):
+    """Scalar sum of float32 [32]: neighbours first, pair by pair."""
+    for step in tl.static_range(5):
+        x = tl.sum(tl.reshape(x, (16 >> step, 2)), axis=1)
+    return tl.sum(x, axis=0)
+
+
+@triton.jit
+def add_squares_of_four(total, x):
+    """float32 [32]: `total` and the squares of x, [32, 4], added from left to right, each with one rounding."""
+    even, odd = tl.split(tl.reshape(x, (LANES, 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    total = tl.fma(x1, x1, tl.fma(x0, x0, total))
+    return tl.fma(x3, x3, tl.fma(x2, x2, total))
+
+
+@triton.jit
+def reciprocal_rms(x_ptr, eps, WIDTH: tl.constexpr):
+    """1 / sqrt(mean square + eps) of a row, bfloat16 [WIDTH]; a lane has eight values in a row of every 256."""
+    lane, four = tl.arange(0, LANES)[:, None] * 8, tl.arange(0, 4)[None, :]
+    total = tl.zeros((LANES,), tl.float32)
+    for start in tl.static_range(0, WIDTH, 8 * LANES):
+        total = add_squares_of_four(total, tl.load(x_ptr + start + lane + four).to(tl.float32))
+        total = add_squares_of_four(total, tl.load(x_ptr + start + lane + 4 + four).to(tl.float32))
+    return tl.rsqrt(tl.div_rn(sum_of_lanes(total), WIDTH * 1.0) + eps)
+
+
+@triton.jit
+def rope_angles(cos_sin_ptr, position, dim, ROPE: tl.constexpr, NEOX: tl.constexpr):
+    """cos, sin with the sign of its term, and the partner's dim, of every `dim` below ROPE; others get any angle and itself."""
+    inside = dim < ROPE
+    first = (dim < ROPE // 2) if NEOX else (dim % 2 == 0)
+    angle = (dim % (ROPE // 2)) if NEOX else (dim // 2)
+    partner = (dim ^ (ROPE // 2)) if NEOX else (dim ^ 1)
+    row = cos_sin_ptr + position * ROPE
+    cos = tl.load(row + angle, mask=inside, other=1.0)
+    sin = tl.load(row + ROPE // 2 + angle, mask=inside, other=0.0)
+    return cos, tl.where(first, -sin, sin), tl.where(inside, partner, dim)
+
+
+@triton.jit
+def rotated(x, other, cos, sin):
+    """RoPE of `x`, whose partners are `other`, rounded."""
+    return rounded(tl.fma(cos, x, sin * other))
+
+
+@triton.jit
+def butterfly(x, ROWS: tl.constexpr, NEAR: tl.constexpr):
+    """float32 [ROWS, 128]: the sum and the difference of values that are NEAR apart, in their places."""
+    pairs = tl.permute(tl.reshape(x, (ROWS, GROUP // (2 * NEAR), 2, NEAR)), (0, 1, 3, 2))
+    low, high = tl.split(pairs)
+    return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2)), (ROWS, GROUP))
+
+
+@triton.jit
+def hadamard(x, ROWS: tl.constexpr):
+    """float32 [ROWS, 128] times the Hadamard matrix over sqrt(128), rounded; neighbours first."""
+    for stage in tl.static_range(7):
+        x = butterfly(x, ROWS, 1 << stage)
+    return rounded(x * 0.08838834764831845)
+
+
+@triton.jit
+def norm_query(
+    raw_ptr, weight_ptr, eps, out_ptr, scales_ptr, scales_stride,
+    RANK: tl.constexpr, GROUPS: tl.constexpr, FP8: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """The query's latent of one row normed, and quantised with a scale a group where FP8."""
+    rstd = reciprocal_rms(raw_ptr, eps, RANK)
+    group = tl.arange(0, GROUPS)[:, None]
+    dim, real = group * GROUP + tl.arange(0, GROUP)[None, :], group < RANK // GROUP
+    weight = tl.load(weight_ptr + dim, mask=real, other=0.0).to(tl.float32) + 0.0
+    x = rounded(tl.load(raw_ptr + dim, mask=real, other=0.0).to(tl.float32) * rstd * weight)
+    if FP8:
+        largest = tl.maximum(tl.max(tl.abs(x), axis=1, keep_dims=True), 1e-10)
+        if COMPILED:  # SGLang compiles this quantisation with fast division
+            inverse = tl.inline_asm_elementwise(
+                "div.approx.ftz.f32 $0, 0f43E00000, $1;", "=f,f", [largest], dtype=tl.float32, is_pure=True, pack=1
+            )
+        else:
+            inverse = tl.div_rn(FP8_MAX, largest)
+        tl.store(out_ptr + dim, (x * inverse).to(tl.float8e4nv), mask=real)
+        tl.store(scales_ptr + group * scales_stride, largest * (1.0 / FP8_MAX), mask=real)
+    else:
+        tl.store(out_ptr + dim, x.to(tl.bfloat16), mask=real)
+
+
+@triton.jit
+def write_kv(
+    raw_ptr, weight_ptr, eps, cos_sin_ptr, position, latent_ptr, scales_ptr, k_rope_ptr, real,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, FP8: tl.constexpr, NEOX: tl.constexpr,
+):  # fmt: skip
+    """The latent of one row normed, its RoPE part rotated, and both written to a slot of the KV cache where `real`."""
+    rstd = reciprocal_rms(raw_ptr, eps, LATENT)
+    group = tl.arange(0, LATENT // GROUP)[:, None]
+    dim = group * GROUP + tl.arange(0, GROUP)[None, :]
+    weight = tl.load(weight_ptr + dim).to(tl.float32) + 0.0
+    x = rounded(tl.load(raw_ptr + dim).to(tl.float32) * rstd * weight)
+    if FP8:
+        scale = tl.max(tl.abs(x), axis=1, keep_dims=True) / FP8_MAX
+        inverse = 1.0 / scale
+        tl.store(latent_ptr + dim, tl.clamp(x * inverse, -FP8_MAX, FP8_MAX).to(tl.float8e4nv), mask=real)
+        tl.store(scales_ptr + group, scale, mask=real)
+    else:
+        tl.store(latent_ptr + dim, x.to(tl.bfloat16), mask=real)
+    rope = tl.arange(0, ROPE)
+    cos, sin, partner = rope_angles(cos_sin_ptr, position, rope, ROPE, NEOX)
+    turned, other = tl.load(raw_ptr + LATENT + rope).to(tl.float32), tl.load(raw_ptr + LATENT + partner).to(tl.float32)
+    tl.store(k_rope_ptr + rope, rotated(turned, other, cos, sin).to(tl.bfloat16), mask=real)
+
+
+@triton.jit
+def normed_key(key_ptr, weight_ptr, bias_ptr, dim, mean, rstd):
+    """LayerNorm of the values `dim` of an index key, rounded."""
+    centred = tl.load(key_ptr + dim).to(tl.float32) - mean
+    return rounded(tl.fma(centred * rstd, tl.load(weight_ptr + dim), tl.load(bias_ptr + dim)))
+
+
+@triton.jit
+def write_index_key(
+    key_ptr, weight_ptr, bias_ptr, eps, cos_sin_ptr, position, out_ptr, scale_ptr,
+    ROPE: tl.constexpr, NEOX: tl.constexpr,
+):  # fmt: skip
+    """The index key of one row normed, rotated by RoPE and Hadamard, quantised and written."""
+    fours = tl.load(key_ptr + tl.arange(0, LANES)[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
+    even, odd = tl.split(tl.reshape(fours, (LANES, 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    mean = sum_of_lanes(x0 + x1 + x2 + x3) * (1.0 / GROUP)
+    squares = add_squares_of_four(tl.zeros((LANES,), tl.float32), fours - mean)
+    rstd = tl.rsqrt(tl.fma(sum_of_lanes(squares), 1.0 / GROUP, eps))
+    value = tl.arange(0, GROUP)[None, :]
+    cos, sin, partner = rope_angles(cos_sin_ptr, position, value, ROPE, NEOX)
+    x = normed_key(key_ptr, weight_ptr, bias_ptr, value, mean, rstd)
+    other = normed_key(key_ptr, weight_ptr, bias_ptr, partner, mean, rstd)
+    x = hadamard(tl.where(value < ROPE, rotated(x, other, cos, sin), x), 1)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4), FP8_MAX)
+    x = x * tl.div_rn(1.0, scale)[:, None]
+    tl.store(out_ptr + value, tl.maximum(tl.minimum(x, FP8_MAX), -FP8_MAX).to(tl.float8e4nv))
+    tl.store(scale_ptr + tl.arange(0, 1), scale)
+
+
+@triton.jit(do_not_specialize=["positions_ptr", "slots_ptr", "slots_stride", "q_scales_stride"])
+def norm_rope_store_kernel(
+    qkv_ptr,  # bfloat16 [rows, Q_RANK + LATENT + ROPE], QKV_STRIDE apart
+    key_ptr,  # bfloat16 [rows, GROUP], KEY_STRIDE apart: index keys before their norm
+    q_weight_ptr,  # bfloat16 [Q_RANK]
+    latent_weight_ptr,  # bfloat16 [LATENT]
+    key_weight_ptr,  # float32 [GROUP]
+    key_bias_ptr,  # float32 [GROUP]
+    cos_sin_ptr,  # float32 [positions, ROPE], cosines first
+    index_cos_sin_ptr,  # float32 [positions, ROPE]
+    positions_ptr,  # int64 [rows]
+    slots_ptr,  # int64 [rows], slots_stride apart
+    slots_stride,
+    q_ptr,  # FP8 or bfloat16 [rows, Q_RANK], contiguous
+    q_scales_ptr,  # float32 [groups, q_scales_stride], a column a row of the batch; written where Q_FP8
+    q_scales_stride,
+    latent_ptr,  # FP8 or bfloat16 [slots, LATENT], LATENT_STRIDE apart
+    latent_scales_ptr,  # float32 [slots, LATENT / GROUP], SCALES_STRIDE apart; written where KV_FP8
+    k_rope_ptr,  # bfloat16 [slots, ROPE], K_ROPE_STRIDE apart
+    index_ptr,  # FP8 [pages, INDEX_PAGE_BYTES]: keys of a page, then their scales
+    index_scales_ptr,  # the same as float32
+    q_eps,
+    latent_eps,
+    key_eps,
+    Q_RANK: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    QKV_STRIDE: tl.constexpr,
+    KEY_STRIDE: tl.constexpr,
+    LATENT_STRIDE: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
+    K_ROPE_STRIDE: tl.constexpr,
+    Q_GROUPS: tl.constexpr,  # power of two, at least Q_RANK / GROUP
+    Q_FP8: tl.constexpr,
+    KV_FP8: tl.constexpr,
+    NEOX: tl.constexpr,
+    INDEX_NEOX: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Program (row, 0) norms the query's latent, (row, 1) writes the row's KV, (row, 2) its index key."""
+    row, role = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    qkv = qkv_ptr + row * QKV_STRIDE
+    if role == 0:
+        scales = q_scales_ptr + row
+        norm_query(qkv, q_weight_ptr, q_eps, q_ptr + row * Q_RANK, scales, q_scales_stride, Q_RANK, Q_GROUPS, Q_FP8, COMPILED)
+    else:
+        slot = tl.load(slots_ptr + row * slots_stride)
+        position = tl.load(positions_ptr + row)
+        if role == 1:
+            latent, scales = latent_ptr + slot * LATENT_STRIDE, latent_scales_ptr + slot * SCALES_STRIDE
+            k_rope = k_rope_ptr + slot * K_ROPE_STRIDE
+            # Slot 0 is padding's: SGLang's write of KV skips it, its write of index keys does not.
+            write_kv(
+                qkv + Q_RANK, latent_weight_ptr, latent_eps, cos_sin_ptr, position, latent, scales, k_rope, slot != 0,
+                LATENT, ROPE, KV_FP8, NEOX,
+            )  # fmt: skip
+        else:
+            page, place = slot // PAGE, slot % PAGE
+            write_index_key(
+                key_ptr + row * KEY_STRIDE, key_weight_ptr, key_bias_ptr, key_eps, index_cos_sin_ptr, position,
+                index_ptr + page * INDEX_PAGE_BYTES + place * GROUP,
+                index_scales_ptr + page * (INDEX_PAGE_BYTES // 4) + PAGE * GROUP // 4 + place,
+                ROPE, INDEX_NEOX,
+            )  # fmt: skip
+
+
+@triton.jit
+def quantise_index_query(
+    query_ptr, gate_ptr, cos_sin_ptr, position, out_ptr, weight_ptr,
+    HEADS: tl.constexpr, ROPE: tl.constexpr, NEOX: tl.constexpr, GATE_SCALE: tl.constexpr, SOFTMAX_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Some heads of an index query rotated by RoPE and Hadamard and quantised; their gates times scale."""
+    head, value = tl.arange(0, HEADS), tl.arange(0, GROUP)[None, :]
+    cos, sin, partner = rope_angles(cos_sin_ptr, position, value, ROPE, NEOX)
+    x = tl.load(query_ptr + head[:, None] * GROUP + value).to(tl.float32)
+    other = tl.load(query_ptr + head[:, None] * GROUP + partner).to(tl.float32)
+    x = hadamard(tl.where(value < ROPE, rotated(x, other, cos, sin), x), HEADS)
+    largest = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
+    scale = tl.exp2(tl.ceil(tl.log2(largest * (1.0 / FP8_MAX))))  # a power of two, as SGLang asks of queries
+    x = tl.minimum(tl.maximum(x / scale[:, None], -FP8_MAX), FP8_MAX)
+    tl.store(out_ptr + head[:, None] * GROUP + value, x.to(tl.float8e4nv))
+    tl.store(weight_ptr + head, tl.load(gate_ptr + head) * GATE_SCALE * scale * SOFTMAX_SCALE)
+
+
+@triton.jit
+def rotate_query(
+    q_rope_ptr, head_stride, cos_sin_ptr, position, out_ptr, heads,
+    HEADS: tl.constexpr, ROPE: tl.constexpr, NEOX: tl.constexpr,
+):  # fmt: skip
+    """RoPE of some heads of MLA's query."""
+    head, rope = tl.arange(0, HEADS)[:, None], tl.arange(0, ROPE)[None, :]
+    real = head < heads
+    cos, sin, partner = rope_angles(cos_sin_ptr, position, rope, ROPE, NEOX)
+    x = tl.load(q_rope_ptr + head * head_stride + rope, mask=real, other=0.0).to(tl.float32)
+    other = tl.load(q_rope_ptr + head * head_stride + partner, mask=real, other=0.0).to(tl.float32)
+    tl.store(out_ptr + head * ROPE + rope, rotated(x, other, cos, sin).to(tl.bfloat16), mask=real)
+
+
+@triton.jit(do_not_specialize=["positions_ptr"])
+def rope_quantise_kernel(
+    query_ptr,  # bfloat16 [rows, INDEX_HEADS, GROUP], QUERY_STRIDE between rows, heads dense: index queries
+    gates_ptr,  # float32 [rows, INDEX_HEADS], contiguous: what weights_proj gives
+    q_rope_ptr,  # bfloat16 [rows, heads, ROPE], strides below: the part of MLA's query that is rotated
+    cos_sin_ptr,  # float32 [positions, ROPE]
+    index_cos_sin_ptr,  # float32 [positions, ROPE]
+    positions_ptr,  # int64 [rows]
+    quantised_ptr,  # FP8 [rows, INDEX_HEADS, GROUP], contiguous
+    weights_ptr,  # float32 [rows, INDEX_HEADS], contiguous: gate * heads**-0.5 * scale * GROUP**-0.5
+    q_rope_out_ptr,  # bfloat16 [rows, heads, ROPE], contiguous
+    heads,
+    INDEX_HEADS: tl.constexpr,
+    ROPE: tl.constexpr,
+    QUERY_STRIDE: tl.constexpr,
+    Q_ROPE_ROW_STRIDE: tl.constexpr,
+    Q_ROPE_HEAD_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,  # that a program takes of either query
+    GATE_SCALE: tl.constexpr,
+    SOFTMAX_SCALE: tl.constexpr,
+    NEOX: tl.constexpr,
+    INDEX_NEOX: tl.constexpr,
+):
+    """Program (row, block) takes a block of index heads, and those behind the last one a block of MLA's heads."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions_ptr + row)
+    index_blocks: tl.constexpr = INDEX_HEADS // HEADS
+    if block < index_blocks:
+        first = block * HEADS
+        place = row * INDEX_HEADS + first
+        quantise_index_query(
+            query_ptr + row * QUERY_STRIDE + first * GROUP, gates_ptr + place, index_cos_sin_ptr, position,
+            quantised_ptr + place * GROUP, weights_ptr + place, HEADS, ROPE, INDEX_NEOX, GATE_SCALE, SOFTMAX_SCALE,
+        )  # fmt: skip
+    else:
+        first = (block - index_blocks) * HEADS
+        rotate_query(
+            q_rope_ptr + row * Q_ROPE_ROW_STRIDE + first * Q_ROPE_HEAD_STRIDE, Q_ROPE_HEAD_STRIDE, cos_sin_ptr, position,
+            q_rope_out_ptr + (row * heads + first) * ROPE, heads - first, HEADS, ROPE, NEOX,
+        )  # fmt: skip

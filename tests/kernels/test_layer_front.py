@@ -1,0 +1,143 @@
+"""The front of a layer: both launches against their twins, bit for bit, on caches that are poison wherever nothing belongs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from nsa_backend.kernels.layer_front import GROUP, INDEX_PAGE_BYTES, FrontWeights, norm_rope_store, rope_quantise
+from nsa_backend.kernels.layer_front_torch import norm_rope_store_torch, rope_quantise_torch
+from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.testing.interpreter import round_as_a_gpu_does
+
+POISON = 0x5A
+PAGES, POSITIONS, LATENT, ROPE = 4, 64, 512, 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rounding():
+    round_as_a_gpu_does()
+
+
+def values(kind: str, *shape: int, generator: torch.Generator) -> torch.Tensor:
+    """bfloat16 of one kind: what activations look like, or what breaks scales."""
+    x = torch.randn(*shape, generator=generator)
+    if kind == "zeros":
+        x = x * 0
+    elif kind == "large":
+        x = x.sign() * 1e17  # squares still fit float32
+    elif kind == "outliers":
+        x[..., ::GROUP] *= 1e4
+    elif kind == "denormal":
+        x = x * 1e-39
+    return x.bfloat16()
+
+
+def layer(q_rank: int, neox: bool, generator: torch.Generator) -> FrontWeights:
+    angles = torch.rand(2, POSITIONS, ROPE // 2, generator=generator) * 6.28
+    tables = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    norms = [1 + 0.1 * torch.randn(width, generator=generator) for width in (q_rank, LATENT, GROUP, GROUP)]
+    return FrontWeights(
+        norms[0].bfloat16(), norms[1].bfloat16(), norms[2], norms[3] - 1, tables[0].contiguous(), tables[1].contiguous(),
+        1e-6, 1e-6, 1e-6, neox=False, index_neox=neox,
+    )  # fmt: skip
+
+
+def caches(fp8: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    width = 656 if fp8 else 2 * (LATENT + ROPE)
+    kv = torch.full((PAGES * PAGE_SIZE, 1, width), POISON, dtype=torch.uint8)
+    return (kv if fp8 else kv.view(torch.bfloat16)), torch.full((PAGES, INDEX_PAGE_BYTES), POISON, dtype=torch.uint8)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))
+
+
+KINDS = st.sampled_from(["normal", "zeros", "large", "outliers", "denormal"])
+
+
+@given(
+    rows=st.integers(0, 6),
+    padding=st.integers(0, 3),
+    kind=KINDS,
+    q_rank=st.sampled_from([1536, 2048, 256]),
+    fp8_weights=st.booleans(),
+    fp8_cache=st.booleans(),
+    neox=st.booleans(),
+    stride=st.sampled_from([1, 3]),
+    seed=st.integers(0, 2**32 - 1),
+)
+@example(5, 2, "zeros", 1536, True, True, True, 1, 0)
+@example(5, 1, "denormal", 2048, True, True, True, 3, 1)
+@settings(deadline=None, max_examples=25)
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # a group of zeros, as on a GPU
+def test_norms_and_writes(rows, padding, kind, q_rank, fp8_weights, fp8_cache, neox, stride, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weights = layer(q_rank, neox, generator)
+    assert weights.problem() is None
+    qkv = values(kind, rows, q_rank + LATENT + ROPE, generator=generator)
+    key = values(kind, rows, 2 * GROUP, generator=generator)[:, :GROUP]
+    real = max(rows - padding, 0)
+    slots = torch.zeros(rows, stride, dtype=torch.int64)
+    slots[:real, 0] = PAGE_SIZE + torch.randperm((PAGES - 1) * PAGE_SIZE, generator=generator)[:real]
+    slots = slots[:, 0]
+    key[real:], qkv[real:] = key[real : real + 1], qkv[real : real + 1]  # rows of padding race for slot 0
+    positions = torch.randint(POSITIONS, (rows,), generator=generator)
+    positions[real:] = 0
+    found = []
+    for write in (norm_rope_store, norm_rope_store_torch):
+        kv, index = caches(fp8_cache)
+        found.append((*write(qkv, key, weights, positions, slots, kv, index, fp8_weights), kv, index))
+    for ours, twins in zip(*found, strict=True):
+        assert (ours is None and twins is None) or same_bits(ours, twins)
+    _, scales, kv, index = found[0]
+    assert scales is None or (scales.stride(0) == 1 and (rows <= 1 or scales.stride(1) % 4 == 0))
+    untouched = torch.ones(PAGES * PAGE_SIZE, dtype=torch.bool)
+    untouched[slots[:real]] = False
+    assert (kv.view(torch.uint8)[untouched] == POISON).all()
+    untouched[slots] = False
+    written = index[:, : PAGE_SIZE * GROUP].reshape(-1, GROUP), index[:, PAGE_SIZE * GROUP :].reshape(-1, 4)
+    assert all((part[untouched] == POISON).all() for part in written)
+
+
+@given(
+    rows=st.integers(0, 3),
+    heads=st.sampled_from([1, 8, 16, 20, 128]),
+    index_heads=st.sampled_from([8, 32, 64]),
+    kind=KINDS,
+    neox=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(deadline=None, max_examples=20)
+def test_queries_and_gates(rows, heads, index_heads, kind, neox, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weights = layer(256, neox, generator)
+    query = values(kind, rows, index_heads, GROUP, generator=generator)
+    gates = torch.randn(rows, index_heads, generator=generator)
+    q_rope = values(kind, rows, heads, 128 + ROPE, generator=generator)[..., 128:]
+    positions = torch.randint(POSITIONS, (rows,), generator=generator)
+    ours = rope_quantise(query, gates, q_rope, weights, positions)
+    for found, twins in zip(ours, rope_quantise_torch(query, gates, q_rope, weights, positions), strict=True):
+        assert found.shape == twins.shape
+        assert same_bits(found, twins)
+
+
+@pytest.mark.parametrize("name", ["qkv", "key", "positions", "slots", "kv_cache", "index_cache"])
+@pytest.mark.parametrize("change", [lambda x: x.double(), lambda x: x[..., :-1]])
+def test_refuses_what_it_would_misread(name, change):
+    kv, index = caches(False)
+    arguments = {
+        "qkv": torch.zeros(2, 256 + LATENT + ROPE, dtype=torch.bfloat16),
+        "key": torch.zeros(2, GROUP, dtype=torch.bfloat16),
+        "weights": layer(256, True, torch.Generator()),
+        "positions": torch.zeros(2, dtype=torch.int64),
+        "slots": torch.ones(2, dtype=torch.int64),
+        "kv_cache": kv,
+        "index_cache": index,
+        "quantise_q": True,
+    }
+    arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=f"{name} is .*does not fit"):
+        norm_rope_store(**arguments)
