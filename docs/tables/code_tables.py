@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from result_files import Parts, release, reports, table
+from deployments import REFUSED_BESIDE, SERVED
+from result_files import Parts, release, reports, result, table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+TESTS = Path(__file__).resolve().parents[2] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "releases")]
+import recipes_of_others
+import recipes_of_sglang
 from models import installed_models
+from recipes import NEW, OLD, Refused, Served, Stopped
 
 PARTS = Parts()
 
@@ -103,3 +109,119 @@ def refused_count() -> str:
     from nsa_backend.refusals import RULES
 
     return str(len({rule.option for rule in RULES}) + len(REFUSED_ENVIRONMENT))
+
+
+@PARTS.part
+def models() -> str:
+    """A row a model that SGLang serves with sparse attention; what is not served has the number of its sentence."""
+    from nsa_backend.adapters.layer_sharing import layers_that_share
+
+    sentences: list[str] = []
+
+    def short(answer: str) -> str:
+        if answer != "served" and answer not in sentences:
+            sentences.append(answer)
+        return "yes" if answer == "served" else f"no ({sentences.index(answer) + 1})"
+
+    def selections(config: Any) -> str:
+        if getattr(config, "cli_factor", 1) > 1:
+            return "all but one in cli_factor attentions"
+        layers = layers_that_share(config)
+        parts = [f"{sum(layers)} of {len(layers)} layers"] if any(layers) else []
+        return ", ".join([*parts, *(["draft steps"] if getattr(config, "index_share_for_mtp_iteration", False) else [])]) or "-"
+
+    rows = []
+    for name, config in installed_models().items():
+        text = getattr(config, "text_config", None) or config
+        text = SimpleNamespace(**text) if isinstance(text, dict) else text
+        answers = [short(model_answer(config, speculative=drafts)) for drafts in (False, True)]
+        rows.append([name, config.architectures[0], str(text.num_attention_heads), selections(text), *answers])
+    listed = "\n".join(f"{number}. {sentence}" for number, sentence in enumerate(sentences, 1))
+    return table(["model", "in SGLang", "heads", "shared selections", "served", "with MTP"], rows) + "\n\n" + listed
+
+
+def refusals_of(sets: dict[str, Any]) -> list[str]:
+    """What the start-up checks say of a served server with these arguments changed."""
+    from nsa_backend.refusals import RULES, refusals
+
+    served = {rule.attribute: rule.served[-1] for rule in RULES if "." not in rule.attribute}
+    return refusals(SimpleNamespace(**served | {"speculative_algorithm": None, "warmups": None} | sets))
+
+
+def advice(sentence: str) -> str:
+    """What a refusal says to change."""
+    from nsa_backend.adapters.installed import adapter
+
+    return sentence.rpartition("; ")[2].removesuffix(f", or {adapter.WAY_BACK}")
+
+
+@PARTS.part
+def deployments() -> str:
+    """What nothing refuses at start, and where it ran."""
+    rows = []
+    for name, found in SERVED.items():
+        refused = refusals_of(found.sets)
+        if refused:
+            raise ValueError(f"{name} is refused: {refused}")
+        rows.append(
+            [name, f"`{found.options}`".replace("`-`", "-"), found.ran, ", ".join(map(report_link, found.reports)) or "-"]
+        )
+    return table(["deployment", "options", "ran on", "reports"], rows)
+
+
+def report_link(name: str) -> str:
+    """A link to the file that has this report; an error where none has."""
+    file, _, part = name.rpartition("/") if "/" in name else ("e2e_0_5_23", "", name)
+    result(file, part or None)
+    return f"[{part or file}](../benchmarks/results/{file}_h200.json)"
+
+
+@PARTS.part
+def refused() -> str:
+    """Every option, switch and combination that stops the start, and what its sentence says to do."""
+    from nsa_backend.adapters.dsa.refusals import REFUSED_ENVIRONMENT
+    from nsa_backend.refusals import RULES
+
+    values = {rule.option: rule.advice for rule in RULES}
+    rows = [[f"`{option}`", what] for option, what in values.items()]
+    rows += [[f"`{name}=1`", "unset it"] for name in REFUSED_ENVIRONMENT]
+    rows += [[name, advice(refusals_of(sets)[0])] for name, sets in REFUSED_BESIDE.items()]
+    return table(["not served", "instead"], rows)
+
+
+@PARTS.part
+def environment() -> str:
+    """The variables that the package reads."""
+    from nsa_backend.environment import SWITCHES
+
+    return table(["variable", "effect"], [[f"`{name}`", effect] for name, effect in SWITCHES.items()])
+
+
+@PARTS.part
+def recipes() -> str:
+    """Public launch commands by what comes of them."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name, recipe in (recipes_of_sglang.RECIPES | recipes_of_others.RECIPES).items():
+        new, old = recipe.outcomes[NEW], recipe.outcomes[OLD]
+        graphs = [recipe_round(outcome) for outcome in (new, old)]
+        before = "the same" if recipe_change(new) == recipe_change(old) and graphs[0] == graphs[1] else recipe_change(old)
+        if before == "served" and graphs[0] != graphs[1]:
+            before = graphs[1].partition(";")[0]
+        alike.setdefault((recipe_change(new), graphs[0], before), []).append(f"[{name}]({recipe.source})")
+    rows = [[*key, "; ".join(links)] for key, links in sorted(alike.items(), key=lambda item: -len(item[1]))]
+    return table([f"on {NEW}", "a round", f"on {OLD}", "commands"], rows)
+
+
+def recipe_change(outcome: Served | Refused | Stopped) -> str:
+    """What a user has to change."""
+    if isinstance(outcome, Served):
+        return "served"
+    if isinstance(outcome, Stopped):
+        return f"SGLang stops: {outcome.because}"
+    return f"without `{' '.join(option.split()[0] for option in outcome.without)}`"
+
+
+def recipe_round(outcome: Served | Refused | Stopped) -> str:
+    if not isinstance(outcome, Served) or outcome.three is None:
+        return "-"
+    return f"three graphs; for one, {outcome.three}" if outcome.three else "one graph"

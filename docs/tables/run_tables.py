@@ -83,14 +83,16 @@ def soaks() -> str:
             parted = f"{given['differences']['ways']} / {given['differences']['at_ties']}"
             held = f"{given['held']['before_mib']:.0f} / {given['held']['after_mib']:.0f}"
             what = f"{version.replace('_', '.')}, {words}: {side.replace('_', ' ').replace('builtin', 'built-in')}"
+            latest = f"{given['latency']['first_token_s']['p99']:.1f}" if "latency" in given else "-"
             counts = (f"{given['load_minutes']:.1f}", requests, str(given["retracted"]["in_log"]))
-            rows.append([what, *counts, f"{given['accept_length']:.2f}", parted, held])
+            rows.append([what, *counts, f"{given['accept_length']:.2f}", latest, parted, held])
     head = [
         "run",
         "minutes",
         "finished / aborted / closed / failed",
         "retracted",
         "accepted of 4",
+        "first token, s, p99",
         "differ / at ties",
         "MiB held before / after",
     ]

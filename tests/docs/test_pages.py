@@ -17,7 +17,17 @@ _spec.loader.exec_module(make_docs)
 
 PAGES = make_docs.PAGES
 README = ROOT / "README.md"
-BUDGETS = {"README.md": 600}
+BUDGETS = {
+    "README.md": 600,
+    "docs/support.md": 2000,
+    "docs/numbers.md": 3000,
+    "docs/contributing.md": 2000,
+    "docs/serving.md": 2500,
+    "docs/reliability.md": 1500,
+    "docs/host_defects.md": 900,
+    "docs/how_it_works.md": 2500,
+    "docs/CHANGELOG.md": 600,
+}
 """Words that a page may have."""
 
 LINK = re.compile(r"\]\(([^()\s]+)\)")
@@ -85,6 +95,14 @@ def test_a_page_is_as_short_as_it_was_meant(name):
     assert words(shown(ROOT / name)) <= BUDGETS[name]
 
 
+def test_docs_are_read_in_an_hour():
+    assert sum(len(shown(page).split()) for page in PAGES[1:]) <= 15_000
+
+
+def test_every_page_has_a_budget():
+    assert set(BUDGETS) == {page.relative_to(ROOT).as_posix() for page in PAGES}
+
+
 def test_the_readme_is_read_in_a_minute():
     assert len(README.read_text().splitlines()) <= 80
 
@@ -94,9 +112,13 @@ def test_a_sentence_has_25_words_at_most(name):
     assert [s for s in sentences(shown(ROOT / name)) if words(s) > 25] == []
 
 
+def test_a_cell_of_what_is_supported_has_12_words_at_most():
+    rows = [line for line in shown(ROOT / "docs" / "support.md").splitlines() if line.startswith("| ")]
+    assert [cell for row in rows for cell in LINK.sub("]", row).split(" | ") if words(cell) > 12] == []
+
+
 def test_every_page_is_linked_from_the_readme():
-    old = ("adding_an_implementation", "measuring", "mutation", "recipes", "supporting_a_release")
-    assert [page.name for page in PAGES[1:] if page.stem not in old and f"(docs/{page.name})" not in README.read_text()] == []
+    assert [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in README.read_text()] == []
 
 
 def test_pages_that_the_code_names_exist():

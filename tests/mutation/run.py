@@ -5,7 +5,7 @@
     python tests/mutation/run.py again COVERING.json RESULT.json    # what was not killed, once more
 
 A mutant runs in a child that this process forks with torch and SGLang imported, in a copy of the tree, with the quickest
-covering test first, and dies at the first that fails. docs/mutation.md says how to read what comes out.
+covering test first, and dies at the first that fails. docs/contributing.md says how to read what comes out.
 """
 
 from __future__ import annotations
