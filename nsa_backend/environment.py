@@ -1,17 +1,60 @@
-"""The environment variables that this package reads; every one is 0 or 1."""
+"""The environment variables that this package reads, in the one table that refusals, `doctor` and the docs read too."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
-SWITCHES = {
-    "NSA_BACKEND_DISABLE": "SGLang's built-in backend serves, and the plugin keeps nothing but the old spellings of options",
-    "NSA_BACKEND_REQUIRED": "the server does not start unless this backend serves",
-    "NSA_BACKEND_AUTO_DECODE": "the decode implementation is chosen per captured batch size from measurements",
-    "NSA_BACKEND_ROUND_GRAPH": "0: a speculative round is three CUDA graphs; 1: one, seen on a GPU or not, or no start",
-    "NSA_BACKEND_SAMPLED_ROUNDS": "1: a sampled round is one CUDA graph, the default on 0.5.23 without DP attention; 0: three",
-    "NSA_BACKEND_CHECK": "every batch's request slots, lengths and page entries are checked, which waits for the GPU each time",
-}
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable; its value is 0 or 1."""
+
+    name: str
+    default: str  # what an unset variable is like: 0, 1, or unset where that is neither
+    effect: str
+    when: str  # to change it
+
+
+VARIABLES = (
+    Variable(
+        "NSA_BACKEND_DISABLE",
+        "0",
+        "1: SGLang's built-in backend serves, and the plugin keeps nothing but the old spellings of options",
+        "to compare with the built-in backend, or to go back to it, with the same command",
+    ),
+    Variable(
+        "NSA_BACKEND_REQUIRED",
+        "0",
+        "1: the server does not start unless this backend serves target and drafts",
+        "in deployments: a plugin that does not load is otherwise one line in SGLang's log",
+    ),
+    Variable(
+        "NSA_BACKEND_AUTO_DECODE",
+        "0",
+        "1: the decode implementation is chosen per captured batch size from measurements on an H200",
+        "on H200s whose batches vary in size",
+    ),
+    Variable(
+        "NSA_BACKEND_ROUND_GRAPH",
+        "unset",
+        "0: a speculative round is three CUDA graphs; 1: one, seen on a GPU or not, or no start; unset: one if options allow",
+        "0 where memory is scarce or a round is suspected; 1 to be told why a server can have none",
+    ),
+    Variable(
+        "NSA_BACKEND_SAMPLED_ROUNDS",
+        "unset",
+        "1: a sampled round is one CUDA graph; 0: three; unset: one on SGLang 0.5.23 without DP attention",
+        "0 where memory is scarce; 1 on 0.5.17 and under DP attention",
+    ),
+    Variable(
+        "NSA_BACKEND_CHECK",
+        "0",
+        "1: every batch's request slots, lengths and page entries are checked, which waits for the GPU each time",
+        "after an illegal memory access, or outputs that make no sense",
+    ),
+)
+SWITCHES = {variable.name: variable for variable in VARIABLES}
 
 
 def asked(name: str) -> bool | None:
@@ -35,3 +78,8 @@ def check_switches() -> None:
     """Stop the process where any switch has a bad value."""
     for name in SWITCHES:
         asked(name)
+
+
+def in_force() -> dict[str, str]:
+    """By name, the value of each variable, or its default."""
+    return {variable.name: os.environ.get(variable.name, variable.default) for variable in VARIABLES}

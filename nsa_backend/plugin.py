@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from nsa_backend import __version__
-from nsa_backend.adapters.old_options import keep_without_the_plugin
+from nsa_backend.adapters.old_options import keep_when_disabled
 from nsa_backend.environment import check_switches, switched_on
 from nsa_backend.releases import unsupported_host
 
@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Take over DeepSeek sparse attention, or say in one line why not and change nothing.
 
-    Switched off, it still keeps the options of older releases: the command line that chose this backend goes on working.
+    Switched off, it still keeps the options of older releases: the command line that chose this backend goes on working. And it
+    says so to the other ranks of its server, which would wait for it in vain.
 
     SGLang's loader logs an exception and goes on with its built-in backend, so what must stop the server leaves as
     SystemExit: a bad value in one of our environment variables, and any reason not to serve under NSA_BACKEND_REQUIRED=1.
@@ -36,5 +37,5 @@ def register() -> None:
         raise SystemExit(f"nsa_backend {__version__} does not serve and NSA_BACKEND_REQUIRED=1: {reason}")
     else:
         if disabled and unsupported_host() is None:
-            keep_without_the_plugin()
+            keep_when_disabled()
         logger.warning("nsa_backend %s: %s, SGLang's built-in backend serves", __version__, reason)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+from nsa_backend.adapters import alike_ranks
 
 ADD_OPTIONS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 ALIASES = {"--nsa-decode-backend": "--dsa-decode-backend", "--nsa-prefill-backend": "--dsa-prefill-backend"}
@@ -59,8 +62,12 @@ def add_aliases(original: Callable, parser: argparse.ArgumentParser) -> None:
             )
 
 
-def keep_without_the_plugin() -> None:
-    """Leave the hook to SGLang's own registry, which logs a failure and goes on: nothing else of ours is loaded."""
+def keep_when_disabled() -> None:
+    """Hook what stays, and what tells the other ranks of the server, through SGLang's own registry: nothing else is loaded.
+
+    It logs a failure and goes on.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(ADD_OPTIONS, add_aliases, HookType.AROUND)
+    HookRegistry.register(alike_ranks.MEET, partial(alike_ranks.meet, alike_ranks.nobody_serves), HookType.AROUND)

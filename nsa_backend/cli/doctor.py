@@ -12,11 +12,12 @@ import os
 import platform
 import subprocess
 import warnings
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 from nsa_backend import __version__
-from nsa_backend.environment import SWITCHES, switched_on
+from nsa_backend.environment import VARIABLES, switched_on
 from nsa_backend.releases import SUPPORTED, unsupported_host
 
 EXAMPLE = "python -m nsa_backend doctor --json"
@@ -64,7 +65,7 @@ def examine(num_heads: int) -> dict[str, Any]:
     if loads:
         problems.append(loads)
     packages = {name: {"version": _version(name), "for": purpose} for name, purpose in PACKAGES.items()}
-    environment = {name: {"value": os.environ.get(name), "effect": effect} for name, effect in SWITCHES.items()}
+    environment = {one.name: {"value": os.environ.get(one.name)} | asdict(one) for one in VARIABLES}
     implementations: dict[str, dict[str, str | None]] = {}
     gpu: dict[str, Any] = NO_GPU
     try:
@@ -144,7 +145,7 @@ def _implementations(num_heads: int, gpu: dict[str, Any]) -> dict[str, dict[str,
 
 def show(report: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console()
     gpu = report["gpu"]
@@ -160,9 +161,9 @@ def show(report: dict[str, Any]) -> None:
     for name, by_dtype in report["implementations"].items():
         table.add_row(name, *("yes" if by_dtype[dtype] is None else f"no: {by_dtype[dtype]}" for dtype in KV_DTYPES))
     console.print(table)
-    variables = Table("environment variable", "value", "effect of 1")
+    variables = Table(Column("environment variable", no_wrap=True), "value", "default", "effect", "change it")
     for name, facts in report["environment"].items():
-        variables.add_row(name, facts["value"] or "unset", facts["effect"])
+        variables.add_row(name, facts["value"] or "unset", facts["default"], facts["effect"], facts["when"])
     console.print(variables)
     for problem in report["problems"]:
         console.print(f"problem: {problem}", style="red", highlight=False)

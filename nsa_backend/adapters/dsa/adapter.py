@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.configs.model_config import get_dsa_index_topk, is_deepseek_dsa
@@ -19,7 +20,7 @@ from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import BaseIndexerMeta
 from sglang.srt.runtime_context import get_exec, get_parallel, get_server_args, get_spec
 from sglang.srt.server_args import ServerArgs
 
-from nsa_backend.adapters import naive_eagle, resumed_memory, retraction
+from nsa_backend.adapters import alike_ranks, naive_eagle, resumed_memory, retraction
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.dsa.prefill_cp import rows
@@ -146,6 +147,10 @@ class DsaAdapter(Adapter):
         if get_server_args().disaggregation_mode == "decode":
             retraction.keep_draft_kv(draft_runner.token_to_kv_pool_allocator, draft_runner.token_to_kv_pool)
 
+    def serves_here(self) -> bool:
+        """Whether the server of this process has this backend for prefill or decode."""
+        return not set(self.BACKEND_NAMES).isdisjoint(self.served_backends(get_server_args()))
+
     def take_over(self, ours: Takeover) -> None:
         """Register everything; raises RuntimeError where SGLang did not take a hook."""
         stamped = self.factory_returns_a_name()
@@ -158,6 +163,7 @@ class DsaAdapter(Adapter):
         hook(CHECK, ours.check_server_args, HookType.AROUND)
         hook(naive_eagle.FROM_ARGUMENTS, naive_eagle.from_arguments, HookType.AROUND)
         hook(ADD_OPTIONS, add_options, HookType.AROUND)
+        hook(alike_ranks.MEET, partial(alike_ranks.meet, self.serves_here), HookType.AROUND)
         register_under(self.BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves
 
     def take_rounds(self, ours: Takeover) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.configs.model_config import get_nsa_index_topk, is_deepseek_nsa
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.nsa.nsa_indexer import BaseIndexerMetadata
 from sglang.srt.layers.dp_attention import get_attention_tp_size
+from sglang.srt.server_args import get_global_server_args
 
-from nsa_backend.adapters import naive_eagle
+from nsa_backend.adapters import alike_ranks, naive_eagle
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.nsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.old_options import ADD_OPTIONS
@@ -117,6 +119,10 @@ class NsaAdapter(Adapter):
     def keep_draft_kv(self, draft_runner: ModelRunner) -> None:
         """Nothing: where SGLang would copy a retracted request's KV to the host, these releases fail with a sparse pool."""
 
+    def serves_here(self) -> bool:
+        """Whether the server of this process has this backend for prefill or decode."""
+        return not set(self.BACKEND_NAMES).isdisjoint(self.served_backends(get_global_server_args()))
+
     def take_over(self, ours: Takeover) -> None:
         """Register everything; raises RuntimeError where SGLang did not take a hook."""
         hook(f"{FACTORY}._create_nsa_decode_backend", ours.create_multi_step_backend, HookType.REPLACE)
@@ -124,4 +130,5 @@ class NsaAdapter(Adapter):
         hook(CHECK, ours.check_server_args, HookType.AROUND)
         hook(naive_eagle.FROM_ARGUMENTS, naive_eagle.from_arguments, HookType.AROUND)
         hook(ADD_OPTIONS, add_options, HookType.AROUND)
+        hook(alike_ranks.MEET, partial(alike_ranks.meet, self.serves_here), HookType.AROUND)
         register_under(self.BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves
