@@ -7,74 +7,31 @@ The first stands between the layer's first projections and those of the query, t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from nsa_backend.kernels.blocks import blocks, power_of_two
 from nsa_backend.kernels.layer_front_kernel import norm_rope_store_kernel, rope_quantise_kernel
+from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
 
-GROUP = 128
-"""Values of the query's latent, of the KV cache and of index keys that share a scale."""
-SUMMED_TOGETHER = 256
-"""Values of a row that 32 lanes take at once; norms of other widths are summed in another order than SGLang's."""
-WIDEST = 3072
-"""Values of a row that FlashInfer's norm gives one warp."""
 HEADS = 8
 """Heads a program takes of a query."""
 INDEX_PAGE_BYTES = PAGE_SIZE * (GROUP + 4)
 """Of a page of index keys: FP8 values, then float32 scales."""
 
 
-@dataclass(frozen=True)
-class FrontWeights:
-    """What a layer norms and rotates with; the tensors are the model's own."""
-
-    q_norm: torch.Tensor  # bfloat16 [q rank]
-    latent_norm: torch.Tensor  # bfloat16 [latent]
-    key_norm: torch.Tensor  # float32 [GROUP]
-    key_bias: torch.Tensor  # float32 [GROUP]
-    cos_sin: torch.Tensor  # float32 [positions, rope], cosines first
-    index_cos_sin: torch.Tensor  # float32 [positions, rope]
-    q_eps: float
-    latent_eps: float
-    key_eps: float
-    neox: bool  # RoPE's layout in MLA: halves, or else neighbours
-    index_neox: bool
-
-    @property
-    def rope(self) -> int:
-        return self.cos_sin.shape[1]
-
-    def problem(self) -> str | None:
-        """Why the launches cannot compute with these, or None."""
-        for name, norm in (("q_a_layernorm", self.q_norm), ("kv_a_layernorm", self.latent_norm)):
-            if norm.dtype != torch.bfloat16 or norm.shape[0] % SUMMED_TOGETHER or norm.shape[0] > WIDEST:
-                return f"{name} has {norm.dtype} [{norm.shape[0]}]; widths are multiples of {SUMMED_TOGETHER} up to {WIDEST}"
-        if self.latent_norm.shape[0] // GROUP & (self.latent_norm.shape[0] // GROUP - 1):
-            return f"kv_a_layernorm has {self.latent_norm.shape[0]} values, whose groups of {GROUP} are no power of two"
-        for norm in (self.key_norm, self.key_bias):
-            if norm.dtype != torch.float32 or norm.shape != (GROUP,):
-                return f"the index key's norm has {norm.dtype} {tuple(norm.shape)} and not float32 [{GROUP}]"
-        rope = self.rope
-        if rope & (rope - 1) or rope > GROUP or self.index_cos_sin.shape[1] != rope:
-            return f"RoPE turns {rope} values of a head and {self.index_cos_sin.shape[1]} of an index head"
-        if any(table.dtype != torch.float32 or not table.is_contiguous() for table in (self.cos_sin, self.index_cos_sin)):
-            return "RoPE's cosines are not contiguous float32"
-        return None
-
-
-def empty_q(rows: int, q_rank: int, quantised: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Room for the query's latent: FP8 with scales as SGLang's block-FP8 GEMM reads them on Hopper, or bfloat16 without.
+def empty_q(rows: int, rank: int, scales: Scales | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Room for the query's latent: FP8 with scales as the GEMM reads them, or bfloat16 without any.
 
     Returns:
-        ([rows, q rank] contiguous, float32 [rows, q rank / GROUP] whose columns are dense and begin at multiples of 16 bytes).
+        ([rows, rank] contiguous, float32 [rows, rank / GROUP]: contiguous, or columns dense from multiples of 16 bytes on).
     """
-    if not quantised:
-        return torch.empty(rows, q_rank, dtype=torch.bfloat16, device=device), None
-    scales = torch.empty(q_rank // GROUP, -(-rows // 4) * 4, dtype=torch.float32, device=device)
-    return torch.empty(rows, q_rank, dtype=torch.float8_e4m3fn, device=device), scales.T[:rows]
+    if scales is None:
+        return torch.empty(rows, rank, dtype=torch.bfloat16, device=device), None
+    q, groups = torch.empty(rows, rank, dtype=torch.float8_e4m3fn, device=device), rank // GROUP
+    if scales is Scales.POWERS_OF_TWO:
+        return q, torch.empty(rows, groups, dtype=torch.float32, device=device)
+    return q, torch.empty(groups, -(-rows // 4) * 4, dtype=torch.float32, device=device).T[:rows]
 
 
 def norm_rope_store(
@@ -85,7 +42,7 @@ def norm_rope_store(
     slots: torch.Tensor,
     kv_cache: torch.Tensor,
     index_cache: torch.Tensor,
-    quantise_q: bool,
+    q_scales: Scales | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Norm the query's latent, write each row's KV and index key; one launch.
 
@@ -98,7 +55,7 @@ def norm_rope_store(
             is written. Real slots differ from one another.
         kv_cache: [slots, 1, latent + rope] of bfloat16, or FP8 or uint8 rows as `sparse_decode` reads them.
         index_cache: uint8 [pages, INDEX_PAGE_BYTES], contiguous.
-        quantise_q: whether the query's projections have FP8 weights.
+        q_scales: of the query's latent, for projections with FP8 weights; None for bfloat16.
 
     Returns:
         What `empty_q` describes, filled.
@@ -127,10 +84,10 @@ def norm_rope_store(
         },
         rows,
     )
-    q, scales = empty_q(rows, q_rank, quantise_q, qkv.device)
+    q, scales = empty_q(rows, q_rank, q_scales, qkv.device)
     if rows == 0:
         return q, scales
-    latents, latent_scales, k_rope = _parts_of(kv_cache, latent)
+    latents, latent_scales, k_rope = parts_of_cache(kv_cache, latent)
     norm_rope_store_kernel[(rows, 3)](
         qkv,
         key,
@@ -145,7 +102,7 @@ def norm_rope_store(
         slots.stride(0),
         q,
         q if scales is None else scales,
-        0 if scales is None else scales.stride(1),
+        *((0, 0) if scales is None else scales.stride()),
         latents,
         latent_scales,
         k_rope,
@@ -163,7 +120,8 @@ def norm_rope_store(
         SCALES_STRIDE=latent_scales.stride(0),
         K_ROPE_STRIDE=k_rope.stride(0),
         Q_GROUPS=power_of_two(q_rank // GROUP),
-        Q_FP8=quantise_q,
+        Q_FP8=q_scales is not None,
+        Q_POWERS=q_scales is Scales.POWERS_OF_TWO,
         KV_FP8=kv_cache.dtype != torch.bfloat16,
         NEOX=weights.neox,
         INDEX_NEOX=weights.index_neox,
@@ -231,7 +189,7 @@ def rope_quantise(
     return quantised, weighed, out
 
 
-def _parts_of(kv_cache: torch.Tensor, latent: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def parts_of_cache(kv_cache: torch.Tensor, latent: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of every slot's latent, scales and rotated part, each of its own dtype; no scales in bfloat16."""
     if kv_cache.dtype == torch.bfloat16:
         return kv_cache, kv_cache, kv_cache[..., latent:]

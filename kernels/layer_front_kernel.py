@@ -11,6 +11,7 @@ from nsa_backend.kernels.layer_front_steps import (
     LANES,
     add_squares_of_four,
     hadamard,
+    normed_key,
     reciprocal_rms,
     rope_angles,
     rotated,
@@ -25,9 +26,9 @@ INDEX_PAGE_BYTES: tl.constexpr = tl.constexpr(8448)
 @triton.jit
 def norm_query(
     raw_ptr, weight_ptr, eps, out_ptr, scales_ptr, scales_stride,
-    RANK: tl.constexpr, GROUPS: tl.constexpr, FP8: tl.constexpr, COMPILED: tl.constexpr,
+    RANK: tl.constexpr, GROUPS: tl.constexpr, FP8: tl.constexpr, POWERS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """The query's latent of one row normed, and quantised with a scale a group where FP8."""
+    """The query's latent of one row normed, and quantised with a scale a group where FP8: a power of two where POWERS."""
     rstd = reciprocal_rms(raw_ptr, eps, RANK)
     group = tl.arange(0, GROUPS)[:, None]
     dim, real = group * GROUP + tl.arange(0, GROUP)[None, :], group < RANK // GROUP
@@ -35,14 +36,20 @@ def norm_query(
     x = rounded(tl.load(raw_ptr + dim, mask=real, other=0.0).to(tl.float32) * rstd * weight)
     if FP8:
         largest = tl.maximum(tl.max(tl.abs(x), axis=1, keep_dims=True), 1e-10)
-        if COMPILED:  # SGLang compiles this quantisation with fast division
+        scale = largest * (1.0 / FP8_MAX)
+        if POWERS:
+            bits = scale.to(tl.int32, bitcast=True)
+            exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)  # of the next power of two, with its bias of 127
+            scale = (exponent << 23).to(tl.float32, bitcast=True)
+            inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        elif COMPILED:  # SGLang compiles this quantisation with fast division
             inverse = tl.inline_asm_elementwise(
                 "div.approx.ftz.f32 $0, 0f43E00000, $1;", "=f,f", [largest], dtype=tl.float32, is_pure=True, pack=1
             )
         else:
             inverse = tl.div_rn(FP8_MAX, largest)
         tl.store(out_ptr + dim, (x * inverse).to(tl.float8e4nv), mask=real)
-        tl.store(scales_ptr + group * scales_stride, largest * (1.0 / FP8_MAX), mask=real)
+        tl.store(scales_ptr + group * scales_stride, scale, mask=real)
     else:
         tl.store(out_ptr + dim, x.to(tl.bfloat16), mask=real)
 
@@ -72,13 +79,6 @@ def write_kv(
 
 
 @triton.jit
-def normed_key(key_ptr, weight_ptr, bias_ptr, dim, mean, rstd):
-    """LayerNorm of the values `dim` of an index key, rounded."""
-    centred = tl.load(key_ptr + dim).to(tl.float32) - mean
-    return rounded(tl.fma(centred * rstd, tl.load(weight_ptr + dim), tl.load(bias_ptr + dim)))
-
-
-@triton.jit
 def write_index_key(
     key_ptr, weight_ptr, bias_ptr, eps, cos_sin_ptr, position, out_ptr, scale_ptr,
     ROPE: tl.constexpr, NEOX: tl.constexpr,
@@ -102,7 +102,7 @@ def write_index_key(
     tl.store(scale_ptr + tl.arange(0, 1), scale)
 
 
-@triton.jit(do_not_specialize=["positions_ptr", "slots_ptr", "slots_stride", "q_scales_stride"])
+@triton.jit(do_not_specialize=["positions_ptr", "slots_ptr", "slots_stride", "q_scales_row_stride", "q_scales_group_stride"])
 def norm_rope_store_kernel(
     qkv_ptr,  # bfloat16 [rows, Q_RANK + LATENT + ROPE], QKV_STRIDE apart
     key_ptr,  # bfloat16 [rows, GROUP], KEY_STRIDE apart: index keys before their norm
@@ -116,8 +116,9 @@ def norm_rope_store_kernel(
     slots_ptr,  # int64 [rows], slots_stride apart
     slots_stride,
     q_ptr,  # FP8 or bfloat16 [rows, Q_RANK], contiguous
-    q_scales_ptr,  # float32 [groups, q_scales_stride], a column a row of the batch; written where Q_FP8
-    q_scales_stride,
+    q_scales_ptr,  # float32 [rows, groups], strides below; written where Q_FP8
+    q_scales_row_stride,
+    q_scales_group_stride,
     latent_ptr,  # FP8 or bfloat16 [slots, LATENT], LATENT_STRIDE apart
     latent_scales_ptr,  # float32 [slots, LATENT / GROUP], SCALES_STRIDE apart; written where KV_FP8
     k_rope_ptr,  # bfloat16 [slots, ROPE], K_ROPE_STRIDE apart
@@ -136,6 +137,7 @@ def norm_rope_store_kernel(
     K_ROPE_STRIDE: tl.constexpr,
     Q_GROUPS: tl.constexpr,  # power of two, at least Q_RANK / GROUP
     Q_FP8: tl.constexpr,
+    Q_POWERS: tl.constexpr,  # whether scales of the query's latent are powers of two
     KV_FP8: tl.constexpr,
     NEOX: tl.constexpr,
     INDEX_NEOX: tl.constexpr,
@@ -145,8 +147,10 @@ def norm_rope_store_kernel(
     row, role = tl.program_id(0).to(tl.int64), tl.program_id(1)
     qkv = qkv_ptr + row * QKV_STRIDE
     if role == 0:
-        scales = q_scales_ptr + row
-        norm_query(qkv, q_weight_ptr, q_eps, q_ptr + row * Q_RANK, scales, q_scales_stride, Q_RANK, Q_GROUPS, Q_FP8, COMPILED)
+        norm_query(
+            qkv, q_weight_ptr, q_eps, q_ptr + row * Q_RANK, q_scales_ptr + row * q_scales_row_stride, q_scales_group_stride,
+            Q_RANK, Q_GROUPS, Q_FP8, Q_POWERS, COMPILED,
+        )  # fmt: skip
     else:
         slot = tl.load(slots_ptr + row * slots_stride)
         position = tl.load(positions_ptr + row)

@@ -84,3 +84,10 @@ def hadamard(x, ROWS: tl.constexpr):
     for stage in tl.static_range(7):
         x = butterfly(x, ROWS, 1 << stage)
     return rounded(x * 0.08838834764831845)
+
+
+@triton.jit
+def normed_key(key_ptr, weight_ptr, bias_ptr, dim, mean, rstd):
+    """LayerNorm of the values `dim` of an index key, rounded."""
+    centred = tl.load(key_ptr + dim).to(tl.float32) - mean
+    return rounded(tl.fma(centred * rstd, tl.load(weight_ptr + dim), tl.load(bias_ptr + dim)))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend.kernels.layer_front import GROUP, FrontWeights, _parts_of, empty_q
+from nsa_backend.kernels.layer_front import empty_q, parts_of_cache
+from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
 
 FP8_MAX = 448.0
@@ -86,23 +87,27 @@ def norm_rope_store_torch(
     slots: torch.Tensor,
     kv_cache: torch.Tensor,
     index_cache: torch.Tensor,
-    quantise_q: bool,
+    q_scales: Scales | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The torch twin of `norm_rope_store`."""
     rows, q_rank, latent = qkv.shape[0], weights.q_norm.shape[0], weights.latent_norm.shape[0]
     q_raw, latent_raw, rope_raw = qkv.split((q_rank, latent, weights.rope), dim=1)
-    q, scales = empty_q(rows, q_rank, quantise_q, qkv.device)
+    q, scales = empty_q(rows, q_rank, q_scales, qkv.device)
     x = rms_norm(q_raw, weights.q_norm, weights.q_eps)
-    if quantise_q:
+    if q_scales is not None:
         grouped = x.view(rows, q_rank // GROUP, GROUP)
         largest = grouped.abs().amax(-1).clamp(min=1e-10)
-        inverse = torch.full_like(largest, FP8_MAX) / largest  # a scalar over a tensor would round twice
+        scale, inverse = largest * (1.0 / FP8_MAX), torch.full_like(largest, FP8_MAX) / largest
+        if q_scales is Scales.POWERS_OF_TWO:
+            fraction, exponent = torch.frexp(scale)
+            exponent = exponent - (fraction == 0.5).int()
+            scale, inverse = torch.ldexp(torch.ones_like(scale), exponent), torch.ldexp(torch.ones_like(scale), -exponent)
         q.copy_(fp8(grouped * inverse[..., None]).view(rows, q_rank))
-        scales.copy_(largest * (1.0 / FP8_MAX))
+        scales.copy_(scale)
     else:
         q.copy_(x)
     real = slots != 0
-    latents, latent_scales, k_rope = _parts_of(kv_cache, latent)
+    latents, latent_scales, k_rope = parts_of_cache(kv_cache, latent)
     x = rms_norm(latent_raw, weights.latent_norm, weights.latent_eps)
     if kv_cache.dtype == torch.bfloat16:
         latents[slots[real], 0, :latent] = x[real].bfloat16()

@@ -81,10 +81,11 @@ def front(caches: dict[str, dict]) -> dict[str, dict]:
         strides = {"LATENT_STRIDE": cache["LATENT_STRIDE"], "SCALES_STRIDE": cache["SCALES_STRIDE"]}
         strides |= {"K_ROPE_STRIDE": cache["ROPE_STRIDE"], "QKV_STRIDE": 2112, "KEY_STRIDE": 128}
         constants = {"Q_RANK": 1536, "LATENT": 512, "Q_GROUPS": 16, "KV_FP8": cache["FP8"], "COMPILED": True}
-        for fp8 in (False, True):
+        for fp8, powers in ((False, False), (True, False), (True, True)):
             types = {"q_ptr": "*fp8e4nv" if fp8 else "*bf16", "slots_ptr": "*i64"}
-            used = resources(norm_rope_store_kernel, model | strides | constants | {"Q_FP8": fp8}, latent, types)
-            found[f"front, norm_rope_store, {latent[1:]}, Q_FP8 {fp8}"] = used | {"programs": 8}
+            query = {"Q_FP8": fp8, "Q_POWERS": powers}
+            used = resources(norm_rope_store_kernel, model | strides | constants | query, latent, types)
+            found[f"front, norm_rope_store, {latent[1:]}, {query}"] = used | {"programs": 8}
     constants = {"INDEX_HEADS": 64, "HEADS": 8, "QUERY_STRIDE": 8192, "GATE_SCALE": 0.125, "SOFTMAX_SCALE": 128**-0.5}
     constants |= {"Q_ROPE_ROW_STRIDE": 3072, "Q_ROPE_HEAD_STRIDE": 192}
     return found | {"front, rope_quantise": resources(rope_quantise_kernel, model | constants) | {"programs": 8}}

@@ -7,8 +7,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nsa_backend.kernels.layer_front import GROUP, INDEX_PAGE_BYTES, FrontWeights, norm_rope_store, rope_quantise
+from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, norm_rope_store, rope_quantise
 from nsa_backend.kernels.layer_front_torch import norm_rope_store_torch, rope_quantise_torch
+from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
 
@@ -63,17 +64,17 @@ KINDS = st.sampled_from(["normal", "zeros", "large", "outliers", "denormal"])
     padding=st.integers(0, 3),
     kind=KINDS,
     q_rank=st.sampled_from([1536, 2048, 256]),
-    fp8_weights=st.booleans(),
+    q_scales=st.sampled_from([None, *Scales]),
     fp8_cache=st.booleans(),
     neox=st.booleans(),
     stride=st.sampled_from([1, 3]),
     seed=st.integers(0, 2**32 - 1),
 )
-@example(5, 2, "zeros", 1536, True, True, True, 1, 0)
-@example(5, 1, "denormal", 2048, True, True, True, 3, 1)
+@example(5, 2, "zeros", 1536, Scales.EXACT, True, True, 1, 0)
+@example(5, 1, "denormal", 2048, Scales.POWERS_OF_TWO, True, True, 3, 1)
 @settings(deadline=None, max_examples=25)
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # a group of zeros, as on a GPU
-def test_norms_and_writes(rows, padding, kind, q_rank, fp8_weights, fp8_cache, neox, stride, seed):
+def test_norms_and_writes(rows, padding, kind, q_rank, q_scales, fp8_cache, neox, stride, seed):
     generator = torch.Generator().manual_seed(seed)
     weights = layer(q_rank, neox, generator)
     assert weights.problem() is None
@@ -89,11 +90,13 @@ def test_norms_and_writes(rows, padding, kind, q_rank, fp8_weights, fp8_cache, n
     found = []
     for write in (norm_rope_store, norm_rope_store_torch):
         kv, index = caches(fp8_cache)
-        found.append((*write(qkv, key, weights, positions, slots, kv, index, fp8_weights), kv, index))
+        found.append((*write(qkv, key, weights, positions, slots, kv, index, q_scales), kv, index))
     for ours, twins in zip(*found, strict=True):
         assert (ours is None and twins is None) or same_bits(ours, twins)
     _, scales, kv, index = found[0]
-    assert scales is None or (scales.stride(0) == 1 and (rows <= 1 or scales.stride(1) % 4 == 0))
+    if q_scales is Scales.EXACT and rows:
+        assert scales.stride(0) == 1 or rows < 2
+        assert scales.stride(1) % 4 == 0
     untouched = torch.ones(PAGES * PAGE_SIZE, dtype=torch.bool)
     untouched[slots[:real]] = False
     assert (kv.view(torch.uint8)[untouched] == POISON).all()
@@ -136,7 +139,7 @@ def test_refuses_what_it_would_misread(name, change):
         "slots": torch.ones(2, dtype=torch.int64),
         "kv_cache": kv,
         "index_cache": index,
-        "quantise_q": True,
+        "q_scales": Scales.EXACT,
     }
     arguments[name] = change(arguments[name])
     with pytest.raises(ValueError, match=f"{name} is .*does not fit"):

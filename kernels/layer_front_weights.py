@@ -1,0 +1,60 @@
+"""What the front of a layer computes with beside activations: norms, RoPE's tables, and the form of scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+GROUP = 128
+"""Values of the query's latent, of the KV cache and of index keys that share a scale."""
+SUMMED_TOGETHER = 256
+"""Values of a row that 32 lanes take at once; norms of other widths are summed in another order than SGLang's."""
+WIDEST = 3072
+"""Values of a row that FlashInfer's norm gives one warp."""
+
+
+class Scales(Enum):
+    """How SGLang's block-FP8 GEMM on Hopper has the scales of its input, float32 one a GROUP."""
+
+    EXACT = "largest value / 448; groups of a row far apart, for TMA"
+    POWERS_OF_TWO = "the next power of two; rows dense"  # checkpoints whose scale_fmt is ue8m0, DeepSeek-V3.2's own
+
+
+@dataclass(frozen=True)
+class FrontWeights:
+    """What a layer norms and rotates with; the tensors are the model's own."""
+
+    q_norm: torch.Tensor  # bfloat16 [q rank]
+    latent_norm: torch.Tensor  # bfloat16 [latent]
+    key_norm: torch.Tensor  # float32 [GROUP]
+    key_bias: torch.Tensor  # float32 [GROUP]
+    cos_sin: torch.Tensor  # float32 [positions, rope], cosines first
+    index_cos_sin: torch.Tensor  # float32 [positions, rope]
+    q_eps: float
+    latent_eps: float
+    key_eps: float
+    neox: bool  # RoPE's layout in MLA: halves, or else neighbours
+    index_neox: bool
+
+    @property
+    def rope(self) -> int:
+        return self.cos_sin.shape[1]
+
+    def problem(self) -> str | None:
+        """Why the launches cannot compute with these, or None."""
+        for name, norm in (("q_a_layernorm", self.q_norm), ("kv_a_layernorm", self.latent_norm)):
+            if norm.dtype != torch.bfloat16 or norm.shape[0] % SUMMED_TOGETHER or norm.shape[0] > WIDEST:
+                return f"{name} has {norm.dtype} [{norm.shape[0]}]; widths are multiples of {SUMMED_TOGETHER} up to {WIDEST}"
+        if self.latent_norm.shape[0] // GROUP & (self.latent_norm.shape[0] // GROUP - 1):
+            return f"kv_a_layernorm has {self.latent_norm.shape[0]} values, whose groups of {GROUP} are no power of two"
+        for norm in (self.key_norm, self.key_bias):
+            if norm.dtype != torch.float32 or norm.shape != (GROUP,):
+                return f"the index key's norm has {norm.dtype} {tuple(norm.shape)} and not float32 [{GROUP}]"
+        rope = self.rope
+        if rope & (rope - 1) or rope > GROUP or self.index_cos_sin.shape[1] != rope:
+            return f"RoPE turns {rope} values of a head and {self.index_cos_sin.shape[1]} of an index head"
+        if any(table.dtype != torch.float32 or not table.is_contiguous() for table in (self.cos_sin, self.index_cos_sin)):
+            return "RoPE's cosines are not contiguous float32"
+        return None
