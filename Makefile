@@ -6,7 +6,7 @@ HOSTS ?= 0.5.12.post1 0.5.17 $(PRIMARY)
 
 SANITIZED := tests/kernels -k "new_page or context_limit or one_long or empty or refuses or joined or random_rows or equal_bits or fp8_cache"
 
-.PHONY: setup demo test test-hosts test-gpu sanitize lint bench docs
+.PHONY: setup demo test test-all test-hosts test-gpu sanitize lint bench docs
 
 setup: $(VENV)/.ready  ## SGLang, this package in place, and what the tests need (11 GB, 4 to 6 minutes)
 
@@ -19,11 +19,17 @@ $(VENV)/.ready: pyproject.toml
 demo: setup  ## decode speculatively on the CPU
 	$(BIN)/python -W ignore -m nsa_backend demo
 
-test: setup  ## everything that needs no GPU; kernels run through Triton's interpreter
-	$(BIN)/python -m pytest -q
+# A file's tests stay in one process, which SGLang and its state are loaded into once.
+TOGETHER := -n 2 --dist loadfile
+
+test: setup  ## what needs no GPU, in 5 minutes on two cores; kernels run through Triton's interpreter
+	$(BIN)/python -m pytest -q $(TOGETHER)
+
+test-all: setup  ## what `make test` leaves out: slow tests, and properties with all of their examples
+	$(BIN)/python -m pytest -q $(TOGETHER) -m "(slow or hypothesis) and not gpu" --hypothesis-profile=full
 
 test-hosts: $(HOSTS:%=.venv-hosts/%/.ready)  ## the same tests on each of these SGLang releases (9 to 11 GB and 4 to 6 minutes each, once)
-	for release in $(HOSTS); do echo "SGLang $$release"; .venv-hosts/$$release/bin/python -m pytest -q tests/releases || exit 1; done
+	for release in $(HOSTS); do echo "SGLang $$release"; .venv-hosts/$$release/bin/python -m pytest -q -m "not gpu" --hypothesis-profile=full tests/releases || exit 1; done
 
 # transformers 5.6.0, which 0.5.12.post1 pins, does not import with kernels 0.13
 .venv-hosts/0.5.12.post1/.ready: KERNELS := "kernels<0.13"

@@ -1,8 +1,14 @@
-"""One rule for all tests: what is to run on a GPU is not run through Triton's interpreter."""
+"""Rules for all tests: what is to run on a GPU is not run through Triton's interpreter, and properties are tried quickly."""
 
 import os
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("quick", deadline=None, max_examples=20)
+settings.register_profile("full", deadline=None, max_examples=100)  # --hypothesis-profile=full: `make test-all`
+if settings.get_current_profile_name() != "mutants":  # of tests/mutation, which runs tests in its own process
+    settings.load_profile("quick")
 
 
 def pytest_configure(config):

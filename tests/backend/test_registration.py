@@ -71,6 +71,7 @@ def test_a_bad_switch_stops_the_server(environment, name):
         plugin.register()
 
 
+@pytest.mark.slow
 def test_a_stop_passes_through_sglangs_loader():
     """SGLang catches exceptions of plugins; SystemExit is not one."""
     code = "from sglang.srt.plugins import load_plugins; load_plugins(); print('went on')"

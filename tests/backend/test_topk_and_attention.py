@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import tried
 
 from nsa_backend.attention.inputs import SparseInputs, append_rows, sparse_inputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
@@ -30,7 +31,7 @@ def random_logits(rng, rows: int, width: int):
 
 
 @given(rows=st.integers(1, 9), width=st.integers(1, 60), topk=st.integers(1, 70), seed=st.integers(0, 2**32 - 1))
-@settings(deadline=None, max_examples=60)
+@tried(60)
 def test_topk_reads_only_its_window(rows, width, topk, seed):
     logits, starts, lengths = random_logits(np.random.default_rng(seed), rows, width)
     got = TorchTopK().positions(torch.from_numpy(logits), torch.from_numpy(lengths), topk, torch.from_numpy(starts))
@@ -115,7 +116,7 @@ def test_a_prefill_without_logits_on_dequantised_kv():
 
 
 @given(rows=st.integers(1, 5), heads=st.integers(1, 3), topk=st.integers(1, 12), seed=st.integers(0, 2**32 - 1))
-@settings(deadline=None, max_examples=40)
+@tried(40)
 def test_attention_against_a_loop_with_poison(rows, heads, topk, seed):
     rng = np.random.default_rng(seed)
     latent, rope, slots = 6, 4, 30

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from properties import tried
 
 from nsa_backend.kernels import metadata
 from nsa_backend.kernels import plan as plans
@@ -47,7 +48,7 @@ VECTORS = st.sampled_from(["seq_lens", "req_pool_indices", "extend_lens"])
 
 
 @given(name=VECTORS, length=st.integers(0, 9).filter(lambda n: n != 3))
-@settings(deadline=None)
+@tried()
 def test_length_of_a_vector(name, length):
     call = arguments(ragged=True)
     call[name] = torch.ones(length, dtype=torch.int64)
@@ -56,7 +57,7 @@ def test_length_of_a_vector(name, length):
 
 
 @given(name=VECTORS, dtype=st.sampled_from([torch.int16, torch.uint8, torch.float32, torch.float64, torch.bool]))
-@settings(deadline=None)
+@tried()
 def test_dtype_of_a_vector(name, dtype):
     call = arguments(ragged=True)
     call[name] = torch.ones(3).to(dtype)
@@ -65,7 +66,7 @@ def test_dtype_of_a_vector(name, dtype):
 
 
 @given(name=VECTORS, stride=st.integers(2, 5))
-@settings(deadline=None)
+@tried()
 def test_stride_of_a_vector(name, stride):
     call = arguments(ragged=True)
     call[name] = torch.ones(3 * stride, dtype=torch.int64)[::stride]
@@ -74,7 +75,7 @@ def test_stride_of_a_vector(name, stride):
 
 
 @given(name=VECTORS)
-@settings(deadline=None)
+@tried()
 def test_device_of_a_vector(name):
     call = arguments(ragged=True)
     call[name] = torch.ones(3, dtype=torch.int64, device="meta")
@@ -102,7 +103,7 @@ def test_a_request_table_on_another_device():
 
 
 @given(requests=st.integers(1, 8), steps=st.integers(1, 4), rows=st.integers(1, 4))
-@settings(deadline=None)
+@tried()
 def test_room(requests, steps, rows):
     call = arguments()
     plan = replace(call["plan"], num_requests=requests, num_rows=requests * rows, rows_per_request=rows, num_steps=steps)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 SHARED_BYTES = 228 * 1024
 """Of an SM of Hopper for programs (CUDA C++ Programming Guide, compute capability 9.0)."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import tried
 
 from nsa_backend.kernels.join_query import join_query, join_query_torch
 
@@ -27,7 +28,7 @@ def parts(device, rows: int, heads: int, latent: int, rope: int, seed: int):
     widths=st.sampled_from([(512, 64), (16, 4), (6, 3)]),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(deadline=None, max_examples=40)
+@tried(40)
 def test_the_first_heads_are_joined_and_the_others_kept(device, rows, heads, spare, widths, seed):
     nope, rope = parts(device, rows, heads, *widths, seed)
     written = []

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from metadata_reference import POISON, Batch, expected_buffers
+from properties import tried
 
 from nsa_backend.kernels import plan as plans
 from nsa_backend.kernels.buffers import MetadataBuffers
@@ -16,7 +17,7 @@ from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.metadata_torch import write_metadata_torch
 
 WRITERS = {"kernel": write_metadata, "twin": write_metadata_torch}
-COMMON = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+COMMON = tried(25, suppress_health_check=list(HealthCheck))
 
 
 def make_plan(batch: Batch, requests: int | None = None) -> plans.MetadataPlan:

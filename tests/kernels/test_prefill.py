@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from properties import tried
 
 from nsa_backend.kernels import prefill_fields
 from nsa_backend.kernels.inputs import BatchInputs
@@ -80,7 +81,7 @@ def run_and_compare(device, writer, prefixes, extends, *, index_topk=64, dtype=t
     seed=st.integers(0, 2**32 - 1),
     flattened=st.booleans(),
 )
-@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+@tried(30, suppress_health_check=list(HealthCheck))
 def test_random_batches(device, writer, requests, index_topk, dtype, seed, flattened):
     prefixes, extends = zip(*requests, strict=True)
     extends = [*extends[:-1], max(extends[-1], 1)]
@@ -108,7 +109,7 @@ def test_long_prefix_opens_many_page_blocks(device, writer):
     ranks=st.integers(1, 8),
     index_topk=st.sampled_from([1, 16, 64, 2048]),
 )
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@tried(60, suppress_health_check=list(HealthCheck))
 def test_some_rows_of_a_batch(device, requests, ranks, index_topk):
     """Every rank has what all have of its rows; put together, in turn, these are the rows of all."""
     prefixes, extends = (list(column) for column in zip(*requests, strict=True))

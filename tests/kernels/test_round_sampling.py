@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import tried
 
 from nsa_backend.kernels.inputs import PADDING_LENGTH, PADDING_SLOT
 from nsa_backend.kernels.round_sampling import (
@@ -48,7 +49,7 @@ def a_batch(requests: int, seed: int, device: str) -> tuple[torch.Tensor, torch.
 
 
 @given(requests=st.integers(1, 300), padding=st.integers(0, 300), seed=st.integers(0, 2**16))
-@settings(max_examples=25, deadline=None)
+@tried(25)
 def test_a_batch_and_its_padding(device, requests, padding, seed):
     batch, rows = a_batch(requests, seed, device), requests + padding
     ours, twin = (poisoned(rows, device) for _ in range(2))

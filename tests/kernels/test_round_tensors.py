@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import tried
 
 from nsa_backend.kernels.inputs import PADDING_LENGTH, PADDING_SLOT
 from nsa_backend.kernels.round_tensors import (
@@ -26,7 +27,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.int64, device: str) -> torc
 
 
 @given(requests=st.integers(1, 300), padding=st.integers(0, 300), seed=st.integers(0, 2**16))
-@settings(max_examples=25, deadline=None)
+@tried(25)
 def test_a_batch_and_its_padding(device, requests, padding, seed):
     rng = torch.Generator().manual_seed(seed)
     slots = torch.randint(1, 4096, (requests,), generator=rng).to(device)
@@ -42,7 +43,7 @@ def test_a_batch_and_its_padding(device, requests, padding, seed):
 
 @pytest.mark.parametrize("logprobs", [False, True])
 @given(rounds=st.lists(st.tuples(st.integers(1, 80), st.integers(1, 9)), min_size=1, max_size=2 * DEPTH + 1))
-@settings(max_examples=15, deadline=None)
+@tried(15)
 def test_every_round_has_a_slot_of_its_own(device, logprobs, rounds):
     """Rounds of changing sizes: each of the last `DEPTH` still stands in its slot, and the slots' ends stay untouched."""
     width = slot_size(80 * 9, 80, logprobs=logprobs) + 5

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import tried
 
 from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
 from nsa_backend.kernels.sparse_decode_plan import Join, Launches, Split, Tile
@@ -79,7 +80,7 @@ def shapes(draw):
     shape=shapes(), heads=st.sampled_from([1, 4, 8, 16, 24, 40]), sms=st.sampled_from([1, 3, 132]), holes=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )  # fmt: skip
-@settings(deadline=None, max_examples=30)
+@tried(30)
 def test_rows_of_any_length_split_in_any_way(device, shape, heads, sms, holes, seed):
     rows, topk, lens = shape
     inputs = case(device, rows, heads, topk, lens, torch.float32, seed, holes=holes)

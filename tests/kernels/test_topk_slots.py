@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import tried
 
 from nsa_backend.kernels.topk_slots import topk_slots, topk_slots_torch
 
@@ -20,7 +21,7 @@ POISON = -7777
     page=st.sampled_from([1, 64]),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(deadline=None, max_examples=30)
+@tried(30)
 def test_slots_of_random_rows(device, requests, rows, topk, page, seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 300, requests)
@@ -52,7 +53,7 @@ def test_refuses_a_transposed_table(device):
 
 
 @given(rows=st.integers(2, 9), stride=st.integers(2, 5), dtype=st.sampled_from([torch.int32, torch.int64]))
-@settings(deadline=None)
+@tried()
 def test_refuses_strided_requests_of_rows(device, rows, stride, dtype):
     """Read as if they were dense, every row but the first would get another one's request."""
     owner = torch.arange(rows * stride, dtype=dtype, device=device)[::stride]
@@ -65,7 +66,7 @@ def test_refuses_strided_requests_of_rows(device, rows, stride, dtype):
     name=st.sampled_from(["topk_indices", "token_to_batch_idx"]),
     dtype=st.sampled_from([torch.int16, torch.uint8, torch.float32, torch.bool]),
 )
-@settings(deadline=None)
+@tried()
 def test_refuses_dtypes_whose_bits_it_would_misread(device, name, dtype):
     call = {
         "topk_indices": torch.zeros(2, 4, dtype=torch.int32, device=device),

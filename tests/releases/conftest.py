@@ -90,11 +90,13 @@ def one_rank():
 
 
 @pytest.fixture
-def parse(tmp_path):
+def parse(tmp_path, monkeypatch):
     """Returns a function of command-line words that parses them as SGLang's launcher does, for a small V3.2 checkpoint."""
     from nsa_backend.benchmarks.checkpoints.faithful import SHAPES, config
 
     (tmp_path / "config.json").write_text(json.dumps(config(SHAPES["faithful"])))
+    if prefill_cp := sys.modules.get("sglang.srt.layers.cp.base"):
+        monkeypatch.setattr(prefill_cp, "_STRATEGY", None)  # resolving leaves there how this process divides prefills
 
     def parsed(*words: str) -> argparse.Namespace:
         parser = argparse.ArgumentParser()

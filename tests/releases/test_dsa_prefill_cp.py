@@ -10,8 +10,9 @@ import pytest
 import torch
 from batches import MODES, forward_batch, prefill_batch, random_batch
 from divided_prefill import rank_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from properties import tried
 from sglang.srt.batch_overlap import two_batch_overlap
 from sglang.srt.layers.cp import base, zigzag
 from sglang.srt.layers.cp.interleave import InterleaveCPStrategy, interleave_rows_per_request
@@ -23,7 +24,7 @@ from nsa_backend.refusals import refusals
 from nsa_backend.registration import create_backend
 from nsa_backend.testing.calls import calls
 
-RUNS = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
+RUNS = tried(15, suppress_health_check=list(HealthCheck))
 
 
 def metadata(runner: SimpleNamespace, batch: ForwardBatch) -> NSAMetadata:

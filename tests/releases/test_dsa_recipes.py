@@ -27,7 +27,7 @@ HERE = {name: recipe for name, recipe in RECIPES.items() if installed() in recip
 ADVISED = {name: recipe for name, recipe in HERE.items() if isinstance(recipe.outcomes[installed()], Refused)}
 """What is refused with advice, which is followed too."""
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-pytestmark = pytest.mark.skipif(not HERE, reason="no recipe names this release")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HERE, reason="no recipe names this release")]
 
 
 def config(model: str) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from nsa_backend.benchmarks.checkpoints import faithful
 from nsa_backend.benchmarks.servers import server
 from nsa_backend.releases import installed
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("parsed_commands.py")
 TWO, EXPERTS = ["--tp-size", "2"], ["--tp-size", "2", "--ep-size", "2"]
 DP = [*TWO, "--dp-size", "2", "--enable-dp-attention"]

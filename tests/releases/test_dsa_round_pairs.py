@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import tried
 from round_sides import Side, same
 from round_stand_in import HIDDEN, POOL, SELECTED, VOCABULARY, decode_batch
 from sglang.srt.speculative import eagle_disaggregation
@@ -65,7 +66,7 @@ def arrive(side: Side, rows: list[int], seed: int, shared: bool) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 @given(rounds=ARRIVALS)
-@settings(max_examples=30, deadline=None)
+@tried(30)
 def test_requests_that_arrive_between_rounds(shared, rounds):
     """Some of them in rows that others have just left; the same tokens, and the same left for the next round."""
     sides = Side(with_graphs=False), Side(with_graphs=True)

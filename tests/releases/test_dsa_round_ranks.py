@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import tried
 from round_sides import same, two_sides
 from round_stand_in import POOL, SIZES, Graphs, StandInWorker, decode_batch
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -74,7 +75,7 @@ ROUNDS = st.lists(
 
 
 @given(rounds=ROUNDS)
-@settings(max_examples=60, deadline=None)
+@tried(60)
 def test_a_rank_in_any_sequence_of_rounds_leaves_what_sglang_leaves(rounds):
     theirs, ours = two_sides(RankWorker)
     captured, warm, replayed = set(), set(), []

@@ -10,8 +10,9 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import tried
 from round_sides import Side, same, two_sides
 from round_stand_in import POOL, SIZES, D, decode_batch, finished_prefill
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -30,7 +31,7 @@ BATCHES = st.lists(
 
 
 @given(batches=BATCHES)
-@settings(max_examples=40, deadline=None)
+@tried(40)
 def test_any_sequence_of_batches_leaves_what_sglang_leaves(batches):
     theirs, ours = two_sides()
     for slots, greedy in batches:

@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import torch
 from batches import check, forward_batch, random_batch, replayed_round, static_batch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from properties import tried
 from sglang.srt.environ import envs
 from shared_drafts import LAG, Lagged, SharedDecoder
 
@@ -18,7 +19,7 @@ from nsa_backend.adapters.sglang import ForwardMode
 from nsa_backend.demo.engine import Engine, decode_plain
 from nsa_backend.testing.calls import calls
 
-RUNS = settings(deadline=None, max_examples=10, suppress_health_check=list(HealthCheck))
+RUNS = tried(10, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture

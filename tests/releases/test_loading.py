@@ -135,6 +135,7 @@ print("modules", {ATTENTION_BACKENDS[name].__module__ for name in ("nsa", "dsa")
 """
 
 
+@pytest.mark.slow
 def test_a_release_outside_the_range_is_left_alone():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", OUTSIDE], env=dict(os.environ), capture_output=True, text=True, check=True

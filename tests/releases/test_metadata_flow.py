@@ -6,16 +6,17 @@ from dataclasses import replace
 
 import pytest
 from batches import MODES, begin_forward, begin_round, check, fill, forward_batch, random_batch, replayed_round, static_batch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from metadata_reference import Batch
+from properties import tried
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.sglang import ForwardMode
 from nsa_backend.registration import create_backend
 from nsa_backend.testing.calls import calls
 
-RUNS = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
+RUNS = tried(15, suppress_health_check=list(HealthCheck))
 
 
 def test_every_paged_mode_of_the_release_is_here():

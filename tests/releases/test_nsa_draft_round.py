@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import tried
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_worker import EAGLEWorker
@@ -93,7 +94,7 @@ def test_an_idle_round_is_left_alone(make_runner, monkeypatch):
 
 
 @given(requests=st.integers(1, 40), num_steps=st.integers(1, 9))
-@settings(deadline=None, max_examples=50)
+@tried(50)
 def test_layout(requests, num_steps):
     locations = torch.randperm(requests * num_steps)
     laid_out = contiguous_by_step(locations, requests, num_steps)

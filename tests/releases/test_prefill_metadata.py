@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from batches import forward_batch, prefill_batch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from metadata_reference import Batch
+from properties import tried
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.sglang import ForwardMode
@@ -18,7 +19,7 @@ from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.metadata import writer
 from nsa_backend.registration import create_backend
 
-RUNS = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
+RUNS = tried(15, suppress_health_check=list(HealthCheck))
 RAGGED = [ForwardMode.EXTEND, *(mode for mode in ForwardMode if adapter.is_ragged_draft_extend(mode))]
 """Modes in which requests extend by different numbers of tokens."""
 

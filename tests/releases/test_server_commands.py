@@ -101,7 +101,7 @@ def both_parsed(commands) -> dict[str, subprocess.CompletedProcess]:
         return dict(zip(server.BACKENDS, pool.map(parsed_by, server.BACKENDS), strict=True))
 
 
-@pytest.fixture(scope="module", params=list(server.BACKENDS))
+@pytest.fixture(scope="module", params=[pytest.param(side, marks=pytest.mark.slow) for side in server.BACKENDS])
 def parsed(request, commands, both_parsed) -> dict[str, dict]:
     """What the installed release makes of each command, with our plugin or without it."""
     done = both_parsed[request.param]

@@ -12,6 +12,8 @@ from sglang.srt.server_args import ServerArgs
 
 from nsa_backend.adapters.installed import adapter
 
+pytestmark = pytest.mark.slow
+
 PARSE = """
 import argparse, sys
 if {release!r}:

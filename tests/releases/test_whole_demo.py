@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 
 def test_the_demo_accepts_every_draft():
     """Its exit code says that tokens equal plain greedy decoding, with either kind of drafts."""

@@ -46,6 +46,7 @@ def test_bad_arguments_exit_with_2(arguments, capsys):
     assert "usage: python -m nsa_backend" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_doctor_as_json_without_a_gpu():
     done = run("doctor", "--json", NSA_BACKEND_CHECK="1")
     assert done.returncode == 0, done.stdout + done.stderr

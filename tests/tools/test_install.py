@@ -32,6 +32,7 @@ def test_our_kernels_are_nsa_backend_kernels():
     assert Path(where) == ROOT / "kernels" / "checks.py"
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_module(tmp_path):
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT))
     (wheel,) = tmp_path.glob("*.whl")
@@ -46,6 +47,7 @@ def test_wheel_holds_every_module(tmp_path):
     assert Path(where).resolve() == (tmp_path / "installed/nsa_backend/kernels/metadata.py").resolve()
 
 
+@pytest.mark.slow
 def test_sdist_builds_and_installs_without_a_checkout(tmp_path):
     """Into a folder of its own, without reinstalling SGLang; the package that is imported there has everything it reads."""
     run(sys.executable, "-m", "build", "--sdist", "--outdir", str(tmp_path), str(ROOT))

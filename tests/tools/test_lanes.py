@@ -152,6 +152,7 @@ COMMANDS = [pytest.param(job, id=f"{path.stem} {job.name}") for path in PLANS fo
 
 
 @pytest.mark.parametrize("job", COMMANDS)
+@pytest.mark.slow
 def test_a_command_of_a_plan_is_understood_by_what_it_runs(job, monkeypatch):
     _, *words = shlex.split(job.command)
     if words[0] == "tests/e2e/run_all.py":

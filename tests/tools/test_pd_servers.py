@@ -105,7 +105,7 @@ def test_requests_choose_ranks_of_one_server(stand_ins):
 def test_the_router_is_not_asked_for_ranks(stand_ins, monkeypatch):
     """It would tell the prefill server too."""
     monkeypatch.setattr(pd_servers, "router_command", lambda port: [sys.executable, "-c", "import time; time.sleep(60)"])
-    with Pair({"port": 24200, "model_path": "x"}, "nixl", router=True) as pair, pytest.raises(AssertionError, match="router"):
+    with Pair({"port": 23900, "model_path": "x"}, "nixl", router=True) as pair, pytest.raises(AssertionError, match="router"):
         pair.generate(PROMPTS, {}, RANKS)
 
 

@@ -103,6 +103,7 @@ def serve_quickly(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_both_sides_over_http(serve_quickly):
     ours, builtin = serve_quickly("ours", 0.02, 23810), serve_quickly("builtin", 0.06, 23820)
     for side, delay in ((ours, 0.02), (builtin, 0.06)):
