@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from deployments import REFUSED_BESIDE, SERVED
 from result_files import Parts, release, reports, result, table
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
@@ -18,6 +18,8 @@ from models import installed_models
 from recipes import NEW, OLD, Refused, Served, Stopped
 
 PARTS = Parts()
+DEPLOYMENTS = json.loads((Path(__file__).resolve().parent / "deployments.json").read_text())
+"""How each is asked for, where it ran and which reports say so, which no code can tell; and what is refused beside another."""
 
 RANKS = 8
 """Tensor-parallel size of the server whose heads are asked about; fewer ranks have more heads each, which changes nothing."""
@@ -159,13 +161,11 @@ def advice(sentence: str) -> str:
 def deployments() -> str:
     """What nothing refuses at start, and where it ran."""
     rows = []
-    for name, found in SERVED.items():
-        refused = refusals_of(found.sets)
-        if refused:
-            raise ValueError(f"{name} is refused: {refused}")
-        rows.append(
-            [name, f"`{found.options}`".replace("`-`", "-"), found.ran, ", ".join(map(report_link, found.reports)) or "-"]
-        )
+    for found in DEPLOYMENTS["served"]:
+        if stops := refusals_of(found["sets"]):
+            raise ValueError(f"{found['name']} is refused: {stops}")
+        links = ", ".join(map(report_link, found["reports"])) or "-"
+        rows.append([found["name"], f"`{found['options']}`".replace("`-`", "-"), found["ran"], links])
     return table(["deployment", "options", "ran on", "reports"], rows)
 
 
@@ -185,7 +185,10 @@ def refused() -> str:
     values = {rule.option: rule.advice for rule in RULES}
     rows = [[f"`{option}`", what] for option, what in values.items()]
     rows += [[f"`{name}=1`", "unset it"] for name in REFUSED_ENVIRONMENT]
-    rows += [[name, advice(refusals_of(sets)[0])] for name, sets in REFUSED_BESIDE.items()]
+    rows += [
+        [name, advice(refusals_of(sets)[0])]
+        for name, sets in ((found["name"], found["sets"]) for found in DEPLOYMENTS["refused_beside"])
+    ]
     return table(["not served", "instead"], rows)
 
 

@@ -137,6 +137,11 @@ def test_a_result_file_says_where_it_ran():
             assert {"commit", "date"} <= environment.keys(), path.name
 
 
+def test_every_result_file_is_linked_from_a_page():
+    links = {Path(link).name for page in PAGES for link in LINK.findall(page.read_text()) if "benchmarks/results/" in link}
+    assert {path.name for path in (ROOT / "benchmarks" / "results").glob("*.json")} == links
+
+
 def test_the_changelog_ends_at_the_version_of_the_package():
     from nsa_backend import __version__
 
