@@ -195,9 +195,10 @@ def refused() -> str:
 @PARTS.part
 def environment() -> str:
     """The variables that the package reads."""
-    from nsa_backend.environment import SWITCHES
+    from nsa_backend.environment import VARIABLES
 
-    return table(["variable", "effect"], [[f"`{name}`", effect] for name, effect in SWITCHES.items()])
+    rows = [[f"`{found.name}`", found.default, found.effect, found.when] for found in VARIABLES]
+    return table(["0 or 1", "default", "effect", "when to change it"], rows)
 
 
 @PARTS.part
