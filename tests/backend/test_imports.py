@@ -108,9 +108,3 @@ def test_both_generations_have_the_same_files():
     """A reader who knows one finds the other."""
     files = [{path.name for path in (ROOT / "nsa_backend" / "adapters" / name).glob("*.py")} for name in ("nsa", "dsa")]
     assert files[0] == files[1]
-
-
-def test_no_file_is_longer_than_a_reader_takes_in():
-    for folder in ("nsa_backend", "kernels", "benchmarks", "tests"):
-        for path in (ROOT / folder).rglob("*.py"):
-            assert len(path.read_text().splitlines()) <= LONGEST_FILE, path

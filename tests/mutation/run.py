@@ -66,7 +66,7 @@ def copy_tree(folder: Path) -> Path:
     for name in listed.stdout.splitlines():
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)  # two folders are links
     compileall.compile_dir(folder, quiet=1)
     return folder
 
