@@ -64,9 +64,9 @@ def copy_tree(folder: Path) -> Path:
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     for name in listed.stdout.splitlines():
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)  # two folders are links
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)  # the package has two
     compileall.compile_dir(folder, quiet=1)
     return folder
 
