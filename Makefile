@@ -50,9 +50,9 @@ sanitize:  ## on an H200: our kernels under NVIDIA's checkers of memory, initial
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool initcheck --error-exitcode 1 python3 -m pytest -q -m gpu $(SANITIZED)
 	compute-sanitizer --tool racecheck --error-exitcode 1 python3 -m pytest -q -m gpu $(SANITIZED)
 
-bench:  ## on an H200: the four result files that the README quotes, half an hour
+bench:  ## on an H200: what a change of the hot path is measured by, half an hour; docs/contributing.md says where reports go
 	for what in metadata attention draft serve; do \
-		python3 -m nsa_backend bench $$what --minutes 20 --out benchmarks/results/$${what}_h200.json || exit 1; done
+		python3 -m nsa_backend bench $$what --minutes 20 --out $$what.json || exit 1; done
 
 docs: setup  ## the generated tables of README and docs, from the code and from benchmarks/results
 	$(BIN)/python -W ignore docs/tables
