@@ -2,7 +2,8 @@
 
 Servers capture what they capture by default for so many running requests at once (--batch; SGLang allows 48 with drafts unless
 told otherwise). One server runs at a time: each tells what its captures take from what is free on the GPU. `deep` has as many
-layers as DeepSeek-V3.2, small ones, since captures grow with the number of kernels and not with their work.
+layers as DeepSeek-V3.2, small ones, since captures grow with the number of kernels and not with their work; a rank has real
+ones.
 
 Of each side a first server, which nobody records, compiles what the recorded ones find compiled.
 
@@ -24,6 +25,8 @@ from pathlib import Path
 
 import psutil
 
+from nsa_backend.benchmarks.checkpoints import ranks
+from nsa_backend.benchmarks.commands import rank_serve
 from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
 from nsa_backend.benchmarks.servers import server_options
@@ -31,7 +34,7 @@ from nsa_backend.benchmarks.servers.generation import prompts
 from nsa_backend.benchmarks.servers.gpu_memory import weighed
 from nsa_backend.benchmarks.servers.pairs import started
 from nsa_backend.benchmarks.servers.parallel import ONE_GPU
-from nsa_backend.benchmarks.servers.server import THREE_GRAPHS, WARMED, WITH_DRAFTS, Server
+from nsa_backend.benchmarks.servers.server import STARTING, THREE_GRAPHS, WARMED, WITH_DRAFTS, Server
 from nsa_backend.benchmarks.servers.sides import checkpoint_of, sides_of
 
 CHECKPOINT, STEPS, REQUESTS, PORT = "deep", (3,), (48, 256), 27000
@@ -44,15 +47,19 @@ OF_ROUNDS = re.compile(r"captured whole speculative rounds of \[(.*?)\] (\w+) re
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     """One cell a checkpoint, N, number of running requests and side."""
+    requests = options.batch or (REQUESTS[:1] if options.quick else REQUESTS)
+    for name in options.checkpoint or ():
+        if name in ranks.RANKS:
+            rank_serve.check_room(name, [(max(requests), LENGTH)])
     folder, compiled = Path(tempfile.mkdtemp(prefix="nsa-bench-")), set()
     return [
         Cell(
-            f"{name}, N = {n}, {requests} requests, {side}",
-            partial(measure, folder, options.port or PORT, compiled, name, n, requests, side),
+            f"{name}, N = {n}, {most} requests, {side}",
+            partial(measure, folder, options.port or PORT, compiled, name, n, most, side),
         )
         for name in options.checkpoint or [CHECKPOINT]
         for n in options.steps or STEPS
-        for requests in options.batch or (REQUESTS[:1] if options.quick else REQUESTS)
+        for most in requests
         for side in (sides_of(options.sides) if options.sides else SIDES)
         if n or side not in WITH_DRAFTS
     ]
@@ -71,9 +78,10 @@ def served(folder: Path, port: int, path: Path, steps: int, requests: int, side:
     """What a server tells from its start to its end, alone on the GPU."""
     log, memory = folder / f"{path.name}-n{steps}-{requests}-{side}.log", []
     began = time.perf_counter()
-    server = started(ONE_GPU, side, path, port, steps, log, *options_for(requests))
+    of_rank = ranks.rank_in(path) is not None
+    server = started(ONE_GPU, side, path, port, steps, log, *options_for(requests), *(rank_serve.ALONE if of_rank else ()))
     with weighed(server, memory):
-        server.wait()
+        server.wait(rank_serve.STARTING if of_rank else STARTING)
         ready = time.perf_counter() - began
         greedy = [seconds_of(server) for _ in range(WAVES)]
         sampled = [seconds_of(server, temperature=1.0, top_p=0.95) for _ in range(WAVES)]

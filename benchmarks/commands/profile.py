@@ -20,7 +20,8 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from nsa_backend.benchmarks.commands import course
+from nsa_backend.benchmarks.checkpoints.ranks import RANKS
+from nsa_backend.benchmarks.commands import course, rank_serve
 from nsa_backend.benchmarks.reports import traces
 from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
@@ -38,6 +39,9 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
 
     With more than one server a side there are no profiles.
     """
+    if of_ranks := [name for name in options.checkpoint or () if name in RANKS]:
+        rank_serve.check_alone(options, of_ranks)
+        return rank_serve.cells(of_ranks, options, resources, rank_serve.by_part, turns=1)
     copies = 1 if options.servers is None else options.servers
     if copies < 1:
         raise SystemExit("--servers 0 leaves nothing to measure: pass 1, or more to compare servers of one side too")
@@ -125,7 +129,11 @@ def rows(found: dict[str, tuple[float, float]]) -> dict[str, list[float]]:
 
 def show(report: dict) -> None:
     """A table a mode and section: what both launch first, then what only one side does, each by its time."""
-    for r in report.get("rows", []):
+    rows = report.get("rows", [])
+    if rows and "side" in rows[0]:
+        rank_serve.show_parts(rows)
+        return
+    for r in rows:
         for section in ("layer", "forward", "kernels"):
             sides = {backend: (r.get(backend) or {}).get(section) for backend in BACKENDS}
             if not any(sides.values()):

@@ -10,7 +10,8 @@ Every sample is one streamed batch. Time to first token ends with the first toke
 the prefill of the whole batch; time per token and the time of a round are taken from there to the last answer.
 
 Requests are greedy; with --temperature they sample. The made-up checkpoints then choose among many tokens, and few drafts are
-right: compare rounds. With --model and --prompts it serves a checkpoint and prompts of one's own: `own_model`.
+right: compare rounds. With --model and --prompts it serves a checkpoint and prompts of one's own: `own_model`. A
+rank of a released model, as `v3.2-tp8`, fills a GPU, and is measured as `rank_serve` says.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from functools import partial
 from pathlib import Path
 
 from nsa_backend.benchmarks.checkpoints import faithful
-from nsa_backend.benchmarks.commands import own_model
+from nsa_backend.benchmarks.checkpoints.ranks import RANKS
+from nsa_backend.benchmarks.commands import own_model, rank_serve
 from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
 from nsa_backend.benchmarks.servers.generation import compared, in_turns, sampling_of, summary
@@ -40,6 +42,9 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     """One cell a checkpoint, parallelism, N, length and batch; servers stay for all lengths and batches."""
     if options.model:
         return own_model.cells(options, resources)
+    if of_ranks := [name for name in options.checkpoint or () if name in RANKS]:
+        rank_serve.check_alone(options, of_ranks)
+        return rank_serve.cells(of_ranks, options, resources, rank_serve.times)
     wanted = shapes(options)
     servers = Servers(Path(tempfile.mkdtemp(prefix="nsa-bench-")), options.port or PORT, wanted, TOKENS, options.sides)
     resources.callback(servers.close)
@@ -102,6 +107,9 @@ def measure(
 
 def show(report: dict) -> None:
     """Medians with the least and the most of the samples, memory of the GPU with the most, and ours over the built-in's."""
+    if report["rows"] and "side" in report["rows"][0]:
+        rank_serve.show(report["rows"])
+        return
     quantities = {"tokens/s": "tokens_per_s", "first token ms": "ttft_ms", "ms per token": "tpot_ms", "round ms": "round_ms"}
     table = []
     for r in report["rows"]:

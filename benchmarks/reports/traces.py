@@ -76,23 +76,29 @@ def ops(events: Iterable[dict]) -> list[Op]:
     return sorted(found, key=lambda op: op.begin)
 
 
-def calls_a_round(events: Iterable[dict]) -> dict[str, float]:
-    """CUDA calls on the host by name, a round, once rounds follow each other: neither a prefill's nor the first round's.
+def round_marks(events: list[dict]) -> list[dict]:
+    """The host's call that launches the largest graph of each round, but for the first round, in their order.
 
-    A round is marked by the launch of its largest graph, that with the most ops among the graphs that are launched most often;
-    counted is what the launching thread calls between the second and the last of these launches. Empty with fewer than four.
+    The largest graph has the most ops among those that are launched most often, so that no prefill's counts.
     """
-    events = list(events)
-    calls = host_calls(events)
-    by_correlation = graph_launches(calls)
+    by_correlation = graph_launches(host_calls(events))
     graphs = replays(ops(events)).values()
     often = [found for found in graphs if 2 * len(found) > max(map(len, graphs))]
     largest = max(often, key=lambda found: len(found[0]), default=[])
-    marks = sorted((by_correlation[replay[0].launch] for replay in largest), key=lambda e: e["ts"])[1:]
+    return sorted((by_correlation[replay[0].launch] for replay in largest), key=lambda e: e["ts"])[1:]
+
+
+def calls_a_round(events: Iterable[dict]) -> dict[str, float]:
+    """CUDA calls on the host by name, a round, once rounds follow each other: neither a prefill's nor the first round's.
+
+    Counted is what the launching thread calls between the second and the last of `round_marks`. Empty with fewer than four
+    rounds."""
+    events = list(events)
+    marks = round_marks(events)
     if len(marks) < 3:
         return {}
     begin, end, thread = marks[0]["ts"], marks[-1]["ts"], marks[0].get("tid")
-    counted = Counter(e["name"] for e in calls if begin <= e["ts"] < end and e.get("tid") == thread)
+    counted = Counter(e["name"] for e in host_calls(events) if begin <= e["ts"] < end and e.get("tid") == thread)
     return {name: round(count / (len(marks) - 1), 2) for name, count in sorted(counted.items())}
 
 

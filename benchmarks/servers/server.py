@@ -16,6 +16,7 @@ from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
+from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.servers import server_options
 from nsa_backend.releases import ROUND_WARM_UP
 
@@ -40,6 +41,8 @@ OPTIONS = {WARMED: ("--warmups", ROUND_WARM_UP)}
 ENVIRONMENTS = {side: {"NSA_BACKEND_DISABLE": disabled} for side, disabled in BACKENDS.items()}
 ENVIRONMENTS |= {side: ENVIRONMENTS["ours"] | switch for side, switch in VARIANTS.items()}
 """All sides there are, to the environment of their servers."""
+
+RANK_SERVER = "nsa_backend.benchmarks.servers.rank_server"
 
 SIDE_BY_SIDE = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 """Environment of all servers: SGLang ends one of several GPUs that another fills at that moment, one GPU before the next."""
@@ -81,10 +84,13 @@ class Streamed:
 def command(checkpoint: Path, port: int, steps: int = 3) -> list[str]:
     """The README's command with N = `steps`, 0 for no speculation, in the names of the installed release, for both sides alike.
 
-    The last line is for a checkpoint without a tokenizer. What follows overrides it: SGLang takes the last of an option.
+    The last line is for a checkpoint without a tokenizer. What follows overrides it: SGLang takes the last of an option. A rank
+    of `checkpoints.ranks` has no weights either, and `rank_server` draws them.
     """
+    drawn = ranks.rank_in(checkpoint) is not None
     return [
-        sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint),
+        sys.executable, "-m", RANK_SERVER if drawn else "sglang.launch_server", "--model-path", str(checkpoint),
+        *(("--load-format", "dummy") if drawn else ()),
         *server_options.implementations("fa3"), "--kv-cache-dtype", "bfloat16",
         *server_options.speculation(steps), "--port", str(port),
         "--skip-tokenizer-init", "--grammar-backend", "none", "--mem-fraction-static", "0.3", "--max-running-requests", "32",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from nsa_backend.benchmarks.checkpoints import faithful
+from nsa_backend.benchmarks.checkpoints import faithful, ranks
 from nsa_backend.benchmarks.servers import server_options
 from nsa_backend.benchmarks.servers.gpu_memory import weighed
 from nsa_backend.benchmarks.servers.pairs import Pair, started
@@ -103,13 +103,15 @@ def options_for(shapes: Sequence[tuple[int, int]], new_tokens: int, parallel: Pa
 
 
 def checkpoint_of(name: str, folder: Path) -> Path:
-    """The checkpoint called `name` in faithful.ALL_SHAPES, written into `folder` if it is not there; or a path."""
-    if name not in faithful.ALL_SHAPES:
+    """The checkpoint called `name`, made up or a rank, written into `folder` if it is not there; or a path."""
+    known = (*faithful.ALL_SHAPES, *ranks.RANKS)
+    if name not in known:
         if not (Path(name) / "config.json").exists():
-            known = " or ".join(faithful.ALL_SHAPES)
-            raise SystemExit(f"--checkpoint {name} is neither {known} nor a folder with a config.json")
+            raise SystemExit(f"--checkpoint {name} is neither {' or '.join(known)} nor a folder with a config.json")
         return Path(name)
     out = folder / name
     if not (out / "config.json").exists():
+        if name in ranks.RANKS:
+            return ranks.write(out, name)
         faithful.write(out, shape=faithful.ALL_SHAPES[name])
     return out

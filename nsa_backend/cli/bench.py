@@ -56,7 +56,8 @@ OPTIONS = {
     "--heads": "query heads on this GPU",
     "--section": "sections of the report: decode, wrapper, by_rows; on request alone sm90, chain (top-k, KV write and "
     "attention of a layer as one piece) and parts (what they cost by the backend's choices)",
-    "--checkpoint": "faithful, wide, deep (61 small layers), or a folder; a real checkpoint must fit twice on the GPU",
+    "--checkpoint": "faithful, wide, deep (61 small layers), or a folder that fits twice on the GPU; in serve, profile and "
+    "capture also v3.2-tp8, v3.2-dp8, glm-5.1-tp8, glm-5.2-tp8: one rank of a released model, all layers, random weights",
     "--prompt-tokens": "most prompt tokens of a batch: a million take half a minute a sample",
     "--parallel": "GPUs of a server: tp4, dp4 (DP attention), dp2-tp2 (DP attention 2 of two GPUs each), tp4-ep (experts "
     "divided), cp2 (prefill context parallel), pp2, pd (a prefill and a decode server); one GPU unless told",

@@ -54,7 +54,7 @@ class Fake(nullcontext):
     def __exit__(self, *exception):
         Fake.running -= 1
 
-    def wait(self):
+    def wait(self, seconds):
         assert Fake.running == 1, "another server's memory would count as what the captures take"
 
     def generate(self, prompts, tokens, **sampling):

@@ -154,7 +154,7 @@ def test_a_server_that_ends_shows_the_end_of_its_log(monkeypatch, tmp_path, unus
 
 
 def test_an_unknown_checkpoint_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match=r"neither faithful or wide or .*wide-16-heads or deep nor a folder"):
+    with pytest.raises(SystemExit, match=r"neither faithful or wide or .*or deep or v3.2-tp8 or .* nor a folder"):
         sides.checkpoint_of("narrow", tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert sides.checkpoint_of(str(tmp_path), tmp_path) == tmp_path

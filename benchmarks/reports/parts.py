@@ -1,0 +1,92 @@
+"""A round of real servers by part: kernel time and launches, how long the GPU is idle, how long the host launches graphs.
+
+Pure functions over the events of a trace. A round lasts from the begin of its largest graph on the GPU to that of the next one,
+so that nothing between two rounds is lost. Kernels overlap, so the parts may add up to more than a round takes."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable
+from itertools import pairwise
+
+from nsa_backend.benchmarks.reports.traces import ON_DEVICE, graph_launches, host_calls, round_marks
+
+PARTS = {
+    "metadata": r"metadata|topk_plan|^prefill_kernel",
+    "attention": r"FlashAttnFwd|flash_fwd|prepare_varlen_num_blocks|sparse_attn_fwd|splitkv_mla|attend_kernel|^join_kernel",
+    "logits": r"mqa_logits",
+    "top-k": r"topk_(small|main|persistent|ragged|cluster|paged|slots|transform)|TopKPaged|top_k_per_row|persistent_topk",
+    "MoE": r"fused_moe|act_and_mul|silu_mul|moe_|_moe|deepseek_v3_topk|grouped_topk|count_and_sort|tiny_n_gemm|router_gemm",
+    "quantisation": r"group_quant|act_quant|per_token_quant|fp8_quant",
+    "indexer": r"hadamard|indexer|triton_poi_fused_mul|generalLayerNorm|layer_norm_kernel|_get_k_and_s",
+    "RoPE, norms, writes": r"rope|rotary|RMSNorm|rms_norm|eh_norm|kv_buffer|concat_mla|concat_and_c|join_query",
+    "projections": r"fp8_gemm|fp8_blockscale_gemm|nvjet|splitKreduce|gemm|cublas",
+}
+"""Part to what the names of its kernels contain; the first one counts, and what is in none is `rest`. SwiGLU of dense layers is
+the kernel of the experts' too."""
+
+REST = "rest"
+_COMPILED = {part: re.compile(words) for part, words in PARTS.items()}
+
+
+def part_of(kernel: str) -> str:
+    """The part that a kernel of this name is of."""
+    return next((part for part, words in _COMPILED.items() if words.search(kernel)), REST)
+
+
+def of_rounds(events: Iterable[dict], layers: int) -> dict:
+    """Medians over the rounds of a trace, in microseconds.
+
+    Args:
+        events: of SGLang's profiler, with calls of the host.
+        layers: that a round runs: the target's, and one a draft step and for draft-extend.
+
+    Returns:
+        rounds; parts, by name [launches, us of kernels]; kernel_us and launches of all; launches_a_layer; period_us; idle_us,
+        where nothing runs on the GPU; graph_launch_us, how long the host is in the calls that launch a round's graphs.
+
+    Raises:
+        RuntimeError: the trace has fewer than three rounds.
+    """
+    events = list(events)
+    marks = round_marks(events)
+    ran = sorted((e for e in events if e.get("cat") in ON_DEVICE), key=lambda e: e["ts"])
+    first = {}
+    for e in ran:
+        first.setdefault(e["args"].get("correlation"), e["ts"])
+    begins = [first[mark["args"]["correlation"]] for mark in marks]
+    if len(begins) < 3:
+        raise RuntimeError(
+            f"the trace has {max(0, len(begins) - 1)} whole rounds of one graph, and three are too few to compare"
+        )
+    launches = list(graph_launches(host_calls(events)).values())
+    found = []
+    for (begin, end), (called, next_called) in zip(pairwise(begins), pairwise(marks), strict=True):
+        ops = [e for e in ran if begin <= e["ts"] < end]
+        of_host = [e["dur"] for e in launches if called["ts"] <= e["ts"] < next_called["ts"]]
+        found.append(_of_round(ops, begin, end) | {"graph_launch_us": sum(of_host)})
+    names = [*PARTS, REST]
+    parts = {part: [_median(one["parts"].get(part, (0, 0.0))[i] for one in found) for i in (0, 1)] for part in names}
+    told = {
+        key: _median(one[key] for one in found) for key in ("kernel_us", "launches", "period_us", "idle_us", "graph_launch_us")
+    }
+    return {"rounds": len(found), **told, "launches_a_layer": round(told["launches"] / layers, 1), "parts": parts}
+
+
+def _of_round(ops: list[dict], begin: float, end: float) -> dict:
+    parts: dict[str, list[float]] = {}
+    reached, idle = begin, 0.0
+    for e in ops:
+        sums = parts.setdefault(part_of(e["name"]), [0, 0.0])
+        sums[0] += 1
+        sums[1] += e["dur"]
+        idle += max(0.0, e["ts"] - reached)
+        reached = max(reached, e["ts"] + e["dur"])
+    idle += max(0.0, end - reached)
+    kernel_us = sum(us for _, us in parts.values())
+    return {"parts": parts, "kernel_us": kernel_us, "launches": len(ops), "period_us": end - begin, "idle_us": idle}
+
+
+def _median(values: Iterable[float]) -> float:
+    return round(statistics.median(values), 2)
