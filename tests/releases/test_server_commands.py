@@ -11,14 +11,14 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.benchmarks.checkpoints import faithful
-from nsa_backend.benchmarks.commands import capture, draft, profile, serve
+from nsa_backend.benchmarks.checkpoints import faithful, ranks
+from nsa_backend.benchmarks.commands import capture, draft, profile, rank_serve, serve
 from nsa_backend.benchmarks.commands.own_model import OwnModel
 from nsa_backend.benchmarks.servers import pairs, server, server_options, sides
 from nsa_backend.benchmarks.servers.parallel import parsed as parallel
@@ -54,6 +54,11 @@ def options_of(bench, monkeypatch, **given) -> list[list[str]]:
     return seen
 
 
+def rank_command(name: str, folder: Path) -> dict[str, list[str]]:
+    words = [*options_for([(8, 4096)], rank_serve.TOKENS), *rank_serve.ALONE]
+    return {f"{name}, N = 3": [*server.command(ranks.write(folder, name), 25003, 3)[3:], *words]}
+
+
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory) -> dict[str, list[str]]:
     """By name, what follows `python -m sglang.launch_server`."""
@@ -79,11 +84,16 @@ def commands(tmp_path_factory) -> dict[str, list[str]]:
         options |= {
             f"serve pd, {mode}": [*shared, *pairs.role(mode, 26000, gpu)] for mode, gpu in (("prefill", 0), ("decode", 1))
         }
-    return {
+    found = {
         f"{name}, N = {steps}": [*server.command(folder, 25000 + steps, steps)[3:], *given]
         for name, given in options.items()
         for steps in ((0,) if name == "serve pp2" else (0, 1, 3))
     }
+    for name in ranks.RANKS:  # a server with a GPU to itself, as `rank_serve` starts it
+        with suppress(SystemExit):
+            ranks.check_release(name)
+            found |= rank_command(name, tmp_path_factory.mktemp(name))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +163,9 @@ def test_what_two_gpus_make(parsed):
     for mode, gpu in (("prefill", 0), ("decode", 1)):
         found = parsed[f"serve pd, {mode}, N = 3"]
         assert (found["disaggregation"], found["first_gpu"], found["tensor_parallel"]) == ([mode, "nixl", 26000], gpu, 1)
-    for word, ranks, experts in (("tp2-ep", 1, 2), ("dp2-ep", 2, 2), ("cp2", 1, 1)):
+    for word, attention_ranks, experts in (("tp2-ep", 1, 2), ("dp2-ep", 2, 2), ("cp2", 1, 1)):
         found = parsed[f"serve {word}, N = 3"]
-        assert (found["tensor_parallel"], found["attention_ranks"], found["experts"]) == (2, ranks, experts), word
+        assert (found["tensor_parallel"], found["attention_ranks"], found["experts"]) == (2, attention_ranks, experts), word
     assert parsed["serve cp2, N = 3"]["divided_prefill"] == 2
     assert (parsed["serve pp2, N = 0"]["stages"], parsed["serve pp2, N = 0"]["tensor_parallel"]) == (2, 1)
 
