@@ -5,6 +5,7 @@
     python tests/e2e/soak.py OUT.json --topology pd --gpus 0,1 --minutes 5
     python tests/e2e/soak.py OUT.json --topology dp --gpus 0,1 --sides ours builtin
     python tests/e2e/soak.py OUT.json --topology pd-dp --gpus 0,1
+    python tests/e2e/soak.py OUT.json --faults --gpus 0 --minutes 20
     python tests/e2e/soak.py OUT.json --table
 
 As many GPUs as sides serve them at once; one serves them in turns, each for so many minutes. With `--topology pd` a side is a
@@ -12,6 +13,8 @@ prefill and a decode server, on the two GPUs of one `--gpus` word. With `--topol
 attention, with `--topology pd-dp` a prefill and a decode server of two such ranks each, on the same GPUs. Growth of memory is
 judged of all servers together, what is held
 after the load of each server, or each rank's process; both are reported of each.
+
+With `--faults` malformed requests come under the load, and after it faults that end servers: see soak_faults.py.
 
 Exits with 1 where anything is wrong with ours; what is wrong with the built-in backend is reported. --table prints the columns
 of OUT.json for docs/reliability.md.
@@ -31,6 +34,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+from soak_faults import compared
 from soak_server import BUILTIN, SIDES, TOPOLOGIES
 
 GRACE_SECONDS = 30.0  # for a side to write its report, once its minutes are over
@@ -46,6 +50,7 @@ def joined(sides: dict[str, dict | None], arguments: dict, seconds: float) -> di
         if side != BUILTIN:
             found = left[side]["problems"] if side in left else ["it left no report"]
             problems += [f"{side}: {problem}" for problem in found]
+    problems += compared(left.get("ours"), left.get(BUILTIN))
     if len({report["references"] for report in left.values()}) > 1:
         asked = ", ".join(f"{report['references']} of {side}" for side, report in left.items())
         problems.append(f"the sides were not asked the same: of their templates {asked} had a reference when the load began")
@@ -139,6 +144,7 @@ def start(side: str, gpu: str, args: argparse.Namespace, port: int) -> tuple[sub
     out.unlink(missing_ok=True)
     command = [sys.executable, str(HERE / "soak_side.py"), str(out), "--side", side, "--gpu", gpu]
     command += ["--minutes", str(args.minutes), "--port", str(port), "--seed", str(args.seed), "--topology", args.topology]
+    command += ["--faults"] if args.faults else []
     return subprocess.Popen(command), out
 
 
@@ -183,6 +189,7 @@ def main() -> int:
     for option, default in (("--port", 33000), ("--seed", 0)):
         parser.add_argument(option, type=int, default=default)
     parser.add_argument("--topology", choices=list(TOPOLOGIES), default="one", help="what serves a side: see soak_server.py")
+    parser.add_argument("--faults", action="store_true", help="inject faults, see soak_faults.py; one server a side")
     parser.add_argument("--table", action="store_true", help="print the table of OUT.json; run nothing")
     args = parser.parse_args()
     if len(args.gpus) not in (1, len(args.sides)):
@@ -191,6 +198,8 @@ def main() -> int:
     if any(len(gpus.split(",")) != wanted for gpus in args.gpus):
         each = ",".join(map(str, range(wanted)))
         parser.error(f"--topology {args.topology} takes {wanted} GPUs for a side: --gpus {each}")
+    if args.faults and args.topology != "one":
+        parser.error("--faults takes one server a side: --topology one")
     if args.table:
         print(table(json.loads(args.out.read_text())))
         return 0
@@ -198,7 +207,10 @@ def main() -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     asked = {"gpus": len(args.gpus), "topology": args.topology, "minutes": args.minutes, "seed": args.seed}
-    asked |= {"switches": {name: value for name, value in os.environ.items() if name.startswith("NSA_BACKEND_")}}
+    asked |= {
+        "faults": args.faults,
+        "switches": {name: value for name, value in os.environ.items() if name.startswith("NSA_BACKEND_")},
+    }
     report = joined(run(args), asked, time.monotonic() - began)
     args.out.write_text(json.dumps(report, indent=1))
     print(table(report))

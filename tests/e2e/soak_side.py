@@ -1,6 +1,7 @@
 """One side of a soak run: a server under changing load, with aborts and retractions; outputs, accept length, memory and log.
 
     python tests/e2e/soak_side.py OUT.json --side ours [--gpu 0] [--topology pd] [--minutes 8] [--port 33000] [--seed 0]
+        [--faults]
 
 Each template runs alone first; under load its output must be the same, up to ties. A run that fails, gets SIGTERM or has no
 time left writes what it has. soak.py runs both sides.
@@ -25,6 +26,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from soak_answers import Template, group_differences, judge_answer, judge_tie
+from soak_faults import faults, malformed_under_load
 from soak_judge import problems_of, summary
 from soak_server import BUILTIN, SIDES, TOPOLOGIES, memory
 from soak_traffic import FAILURES, Client, Traffic, make_templates, request_body
@@ -34,7 +36,7 @@ from nsa_backend.benchmarks.reports.report import environment
 from nsa_backend.benchmarks.servers.process_trees import end_all
 from nsa_backend.benchmarks.servers.server import SIDE_BY_SIDE
 
-CALM = 0.2  # of all the time, what the references may take
+CALM, FAULTS = 0.2, 0.4  # of all the time, what the references may take, and the faults that end servers
 TAIL_SECONDS, DRAIN_SECONDS, LAST_SECONDS = 60.0, 20.0, 10.0  # after the load: all, waiting for requests, writing the JSON
 IDLE_SECONDS = 6.0  # SGLang aborts a closed stream after 2 s, and counts its tokens whenever it is idle
 SAMPLE_SECONDS, PROGRESS_SECONDS, QUESTIONS = 2.0, 15.0, 300
@@ -62,15 +64,19 @@ class Soak:
     samples: list[dict] = field(default_factory=list)
     differences: list[dict] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+    with_faults: bool = False
+    malformed: dict[str, list] = field(default_factory=dict)  # by name, the different answers to such requests under load
+    fatal: dict[str, dict] = field(default_factory=dict)  # by name, what came of a fault that may end a server
 
     def left(self) -> float:
         return self.began + self.seconds - time.monotonic()
 
 
 def watch(run: Soak) -> None:
-    """As long as the process lives: sample memory and clients, and say where the run is."""
+    """Until the run is over: sample memory and clients, and say where the run is."""
     printed = 0.0
-    while True:
+    while not run.over.is_set():
         now, kinds = time.monotonic(), Counter(record.kind for record in list(run.traffic.records))
         sample = {"clients": run.traffic.in_flight(), "finished": kinds["finished"]}
         started = zip(TOPOLOGIES[run.topology].servers, run.servers, strict=False)  # while the run starts, not yet all
@@ -82,7 +88,7 @@ def watch(run: Soak) -> None:
                 f"{run.side} {now - run.began:4.0f} s {run.phase}: {len(run.references)} references, {dict(kinds) | sample}",
                 flush=True,
             )
-        time.sleep(SAMPLE_SECONDS)
+        run.over.wait(SAMPLE_SECONDS)
 
 
 def ended(run: Soak) -> int | None:
@@ -106,10 +112,11 @@ def start(run: Soak) -> None:
                 env=os.environ | SIDE_BY_SIDE | SIDES[run.side] | {"CUDA_VISIBLE_DEVICES": run.gpu} | topology.environment,
             )  # fmt: skip
             run.servers.append(server)
+    half = run.left() / 2
     while not alive(run):
         if (code := ended(run)) is not None:
             raise RuntimeError(f"the server ended with {code}")
-        if run.left() < run.seconds / 2:
+        if run.left() < half:
             raise TimeoutError("the server did not become ready")
         time.sleep(1)
 
@@ -129,8 +136,12 @@ def calm(run: Soak) -> None:
 def load(run: Soak) -> None:
     began = time.monotonic()
     run.traffic.start(run.templates, run.references)
+    until = TAIL_SECONDS
+    if run.with_faults:
+        run.malformed = malformed_under_load(run)
+        until += FAULTS * run.seconds
     try:
-        while run.left() > TAIL_SECONDS:
+        while run.left() > until:
             if (code := ended(run)) is not None:
                 raise RuntimeError(f"the server ended with {code}")
             time.sleep(0.5)
@@ -176,6 +187,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gpu", default="0", help="as CUDA_VISIBLE_DEVICES names it")
     parser.add_argument("--topology", choices=list(TOPOLOGIES), default="one")
     parser.add_argument("--minutes", type=float, default=8, help="of everything, the start of the server included")
+    parser.add_argument("--faults", action="store_true", help="malformed requests under load, then faults that end servers")
     for option, default in (("--port", 33000), ("--seed", 0)):
         parser.add_argument(option, type=int, default=default)
     return parser.parse_args()
@@ -189,6 +201,7 @@ def main() -> int:
     templates = make_templates(args.seed)
     traffic = Traffic(client, args.seed)
     run = Soak(client, traffic, templates, 60 * args.minutes, began, args.port, args.side, args.gpu, topology=args.topology)
+    run.with_faults = args.faults
     report = {"arguments": vars(args) | {"out": args.out.name}}
     try:
         for number in (signal.SIGTERM, signal.SIGALRM):
@@ -199,15 +212,22 @@ def main() -> int:
         for phase in (start, calm, load, settle, explain):
             run.phase = phase.__name__
             phase(run)
+        if run.with_faults:
+            report |= summary(run)  # of the one server, before others are started
+            run.phase = faults.__name__
+            faults(run, start)
     except (Exception, KeyboardInterrupt) as error:
         run.problems.append(f"cut short in phase {run.phase}: {type(error).__name__}: {error}")
     signal.setitimer(signal.ITIMER_REAL, 0)
     for number in (signal.SIGTERM, signal.SIGINT):  # what is left is quick
         signal.signal(number, signal.SIG_IGN)
-    report |= summary(run)
-    problems = run.problems + problems_of(report, ours=run.side != BUILTIN)
+    report = summary(run) | report
+    problems = run.problems + problems_of(report, ours=run.side != BUILTIN, faults=run.with_faults)
+    if run.with_faults:
+        report |= {"malformed": run.malformed, "fatal": run.fatal}
     report |= {"problems": problems, "seconds": round(time.monotonic() - began, 1)}
     args.out.write_text(json.dumps(report, indent=1))
+    run.over.set()
     for server in run.servers:
         end_all(server)
     if report["problems"] and run.log.exists():

@@ -1,9 +1,11 @@
 """What SGLang's plugin loader leaves behind: our backend under every name, our draft backends, or nothing at all."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -72,6 +74,21 @@ def test_what_other_plugins_hook_is_left_to_the_loader(monkeypatch):
     HookRegistry.apply_hooks()
     module.function()
     assert calls_made == ["a plugin after", "a plugin before", "ours", "original"]
+
+
+OF_MANAGERS = ("io_struct", "tokenizer", "detokenizer", "schedule_batch", "schedule_policy")
+OF_THE_SCHEDULER = ("handle", "process", "get_next_batch", "abort")
+REQUESTS = ("sglang.srt.entrypoints", "sglang.srt.sampling", *(f"sglang.srt.managers.{name}" for name in OF_MANAGERS))
+REQUESTS += tuple(f"sglang.srt.managers.scheduler.Scheduler.{name}" for name in OF_THE_SCHEDULER)
+"""What a request goes through before it is in a batch, where malformed ones, too long ones and aborts are decided."""
+
+
+def test_what_becomes_of_a_request_before_its_batch_is_left_to_sglang():
+    """So its answers are the built-in backend's."""
+    sources = Path(registration.__file__).parent.rglob("*.py")
+    names = {found for source in sources for found in re.findall(r"""["'](sglang\.srt\.[\w.]+)""", source.read_text())}
+    assert {"sglang.srt.server_args.ServerArgs.check_server_args", "sglang.srt.managers.scheduler"} <= names
+    assert [name for name in names if name.startswith(REQUESTS)] == []
 
 
 def test_a_hook_that_does_not_take_is_an_error():

@@ -36,18 +36,24 @@ class TestGrowth:
 class TestServers:
     @pytest.fixture
     def servers(self):
-        """Two processes, the second of which has started another: (name to pid, pid of that one)."""
-        sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
-        starting = f"import subprocess; child = subprocess.Popen({sleeping}); print(child.pid, flush=True); child.wait()"
-        first = subprocess.Popen(sleeping)
+        """Two processes, the second of which has started another: (name to pid, pid of that one). All hold memory."""
+        begun = "print('begun', flush=True)"
+        sleeping = [sys.executable, "-c", f"import time; {begun}; time.sleep(60)"]
+        starting = f"""import subprocess
+child = subprocess.Popen({sleeping}, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+child.wait()"""
+        first = subprocess.Popen(sleeping, stdout=subprocess.PIPE)
         second = subprocess.Popen([sys.executable, "-c", starting], stdout=subprocess.PIPE, text=True)
+        first.stdout.readline()
         child = int(second.stdout.readline())
         yield {"prefill": first.pid, "decode": second.pid}, child
         os.kill(child, signal.SIGKILL)
         for process in (first, second):
             process.kill()
             process.wait()
-        second.stdout.close()
+            process.stdout.close()
 
     def test_each_has_what_it_and_its_processes_hold(self, servers, monkeypatch):
         pids, child = servers

@@ -184,7 +184,15 @@ class TestSides:
         monkeypatch.setattr(soak, "HERE", tmp_path)
         monkeypatch.setattr(soak, "GRACE_SECONDS", 0.0)
         sides = ["ours", "builtin"]
-        asked = {"gpus": ["2", "3"], "minutes": 0.1, "port": 33000, "seed": 4, "topology": "one", "sides": sides}
+        asked = {
+            "gpus": ["2", "3"],
+            "minutes": 0.1,
+            "port": 33000,
+            "seed": 4,
+            "topology": "one",
+            "sides": sides,
+            "faults": False,
+        }
         return SimpleNamespace(out=tmp_path / "out.json", **asked)
 
     def test_two_gpus_serve_at_once(self, args):

@@ -1,0 +1,124 @@
+"""Faults of a soak run against small processes in place of servers: what comes of each, and what of it is a problem."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+import soak_faults
+from soak_answers import Template
+from soak_side import Soak
+from soak_traffic import Client, Traffic
+
+ROOT = Path(__file__).resolve().parents[1]
+SERVER = """
+import json, signal, subprocess, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from stand_in_server import Handler, listening
+rank = subprocess.Popen(["sglang::scheduler", "-c", "import time; time.sleep(60)"], executable=sys.executable)
+watches = sys.argv[3] == "watches"
+if not watches:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+class Server(Handler):
+    def do_POST(self):
+        try:
+            asked = self.body()
+            count = asked["sampling_params"]["max_new_tokens"]
+            if not 0 <= count < 10**6:
+                raise ValueError
+        except ValueError:
+            self.send_response(400)
+            self.end_headers()
+            return
+        if asked["rid"].startswith("fatal"):
+            time.sleep(30)
+        self.answer({"output_ids": [7] * count, "meta_info": {"finish_reason": {"type": "length"}}})
+
+threading.Thread(target=listening(int(sys.argv[2]), Server).serve_forever, daemon=True).start()
+print("serving", flush=True)
+rank.wait()
+while not watches:
+    time.sleep(1)
+"""
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Returns a function of (port, whether the server watches its rank) to a run whose server serves."""
+    monkeypatch.setattr(soak_faults, "GONE_SECONDS", 6.0)
+    monkeypatch.setattr(soak_faults, "UNDER_WAY", 2)
+    servers = []
+
+    def running(port: int, watches: bool = True) -> Soak:
+        client = Client(port)
+        made = Soak(client, Traffic(client, 0), [Template(0, (2,) * 9, 4)], 600.0, time.monotonic(), port, log=tmp_path / "log")
+        made.references = {0: [7] * 4}
+        start(made, watches)
+        return made
+
+    def start(made: Soak, watches: bool = True) -> None:
+        command = [sys.executable, "-c", SERVER, str(ROOT), str(made.port), "watches" if watches else "does not"]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, text=True)
+        servers.append(server)
+        assert server.stdout.readline() == "serving\n"
+        made.servers.append(server)
+
+    yield running, start
+    for server in servers:
+        soak_faults.end_all(server)
+        server.stdout.close()
+
+
+def test_a_server_that_ends_with_its_rank_serves_again_when_it_is_started_anew(run, monkeypatch):
+    running, start = run
+    monkeypatch.setattr(soak_faults, "FATAL", {name: soak_faults.FATAL[name] for name in ("a rank killed in a round",)})
+    made = running(23910)
+    soak_faults.faults(made, start, enough=1.0)
+    killed, two = made.fatal["a rank killed in a round"], made.fatal["two servers started at once"]
+    assert (killed["under_way"], killed["finished"], killed["exit"], killed["processes_left"]) == (2, 0, 0, 0)
+    assert killed["serves_again"]
+    assert killed["ends"]
+    assert (two["errors"], two["serves_again"]) == ([], True)
+    assert made.problems == []
+
+
+def test_a_server_that_hangs_is_a_problem(run):
+    running, _ = run
+    found = soak_faults.fatal(running(23920, watches=False), "a rank killed in a round")
+    assert found["exit"] is None
+    problems = soak_faults.problems_of_fatal("a rank killed in a round", found | {"serves_again": False})
+    assert [problem.split(": ")[1][:30] for problem in problems] == [
+        "the server had not ended 6 s a",
+        "a server started after it did ",
+    ]
+
+
+def test_malformed_requests_are_sent_as_long_as_the_load_lasts(run, monkeypatch):
+    running, _ = run
+    made = running(23930)
+    made.phase = "load"
+    answers = soak_faults.malformed_under_load(made, every=0.0)
+    deadline = time.monotonic() + 60
+    while not all(answers.values()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    made.phase = "settle"
+    assert answers["a negative length"] == answers["not JSON"] == [400]
+    assert answers["no prompt"] == [200]
+
+
+def test_what_the_builtin_survives_must_not_end_ours():
+    theirs = {"malformed": {"no prompt": [400], "not JSON": [400, 422]}, "fatal": {"no memory left in traffic": {"exit": None}}}
+    assert soak_faults.compared(theirs, theirs) == soak_faults.compared(theirs, None) == soak_faults.compared({}, theirs) == []
+    ours = {"malformed": {"no prompt": [500], "not JSON": [422, 400]}, "fatal": {"no memory left in traffic": {"exit": -9}}}
+    assert soak_faults.compared(ours, theirs) == [
+        "no prompt: answered 500, and by the built-in backend 400",
+        "no memory left in traffic: ended with -9, and the built-in backend survives it",
+    ]
+    dead = {"malformed": {}, "fatal": {"no memory left in traffic": {"exit": -9}}}
+    assert soak_faults.compared(ours, dead) == []
