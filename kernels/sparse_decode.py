@@ -87,7 +87,7 @@ def sparse_decode(
     """
     rows, heads, latent = q_nope.shape
     rope, topk = q_rope.shape[-1], topk_slots.shape[1]
-    _check(q_nope, q_rope, kv_cache, topk_slots, lens)
+    check_tensors(q_nope, q_rope, kv_cache, topk_slots, lens)
     out = torch.empty(rows, heads, latent, dtype=q_nope.dtype, device=q_nope.device)
     if rows == 0:
         return out
@@ -98,7 +98,7 @@ def sparse_decode(
     if split.parts > 1 and (parts is None or not parts.hold(size)):
         parts = Parts.of(size, latent, out.device)
     partial, lse = (parts.out, parts.lse) if split.parts > 1 else (out, lens)
-    k_rope, scales = _behind_the_latent(kv_cache, latent, q_nope.dtype)
+    k_rope, scales = behind_the_latent(kv_cache, latent, q_nope.dtype)
     on_gpu = out.is_cuda
     attend_kernel[(rows, blocks(heads, tile.heads), split.parts)](
         q_nope,
@@ -156,7 +156,7 @@ def sparse_decode(
     return out
 
 
-def _behind_the_latent(kv_cache: torch.Tensor, latent: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def behind_the_latent(kv_cache: torch.Tensor, latent: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of every slot's rotated part and of its scales, which a cache without scales has none of."""
     if kv_cache.dtype == dtype:
         return kv_cache[..., latent:], kv_cache
@@ -164,9 +164,10 @@ def _behind_the_latent(kv_cache: torch.Tensor, latent: int, dtype: torch.dtype) 
     return kv_cache[..., after_scales:].view(dtype), kv_cache[..., latent:after_scales].view(torch.float32)
 
 
-def _check(
+def check_tensors(
     q_nope: torch.Tensor, q_rope: torch.Tensor, kv_cache: torch.Tensor, topk_slots: torch.Tensor, lens: torch.Tensor
 ) -> None:
+    """Refuse what a kernel of this family would misread; raises ValueError. Arguments are `sparse_decode`'s."""
     rows, heads, latent = q_nope.shape
     rope = q_rope.shape[-1]
     widths = {q_nope.dtype: latent + rope, torch.float8_e4m3fn: latent + SCALE_BYTES + rope * q_nope.element_size()}

@@ -49,6 +49,99 @@ def load_piece(ptr, mask, dtype: tl.constexpr, FP8: tl.constexpr, COMPILED: tl.c
     return values.to(dtype)
 
 
+@triton.jit
+def score_tokens(
+    q0,  # [BLOCK_H, LATENT / 4], and the other pieces
+    q1,
+    q2,
+    q3,
+    q_rope,  # [BLOCK_H, ROPE]
+    latent_ptr,
+    k_rope_ptr,
+    scales_ptr,
+    token,  # int64 [BLOCK_N], slots to read
+    there,  # bool [BLOCK_N], where there is one
+    d,
+    r,
+    LATENT_STRIDE: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
+    FP8: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Products of a query with one step's tokens, float32 [BLOCK_H, BLOCK_N], their four pieces, and the pieces' scales."""
+    D: tl.constexpr = q0.shape[1]
+    real_token = there[:, None]
+    latent = latent_ptr + token[:, None] * LATENT_STRIDE + d
+    k0 = load_piece(latent, real_token, q0.dtype, FP8, COMPILED)
+    k1 = load_piece(latent + D, real_token, q0.dtype, FP8, COMPILED)
+    k2 = load_piece(latent + 2 * D, real_token, q0.dtype, FP8, COMPILED)
+    k3 = load_piece(latent + 3 * D, real_token, q0.dtype, FP8, COMPILED)
+    k_rope = tl.load(k_rope_ptr + token[:, None] * ROPE_STRIDE + r, mask=real_token, other=0.0)
+    scores0 = tl.dot(q0, tl.trans(k0), input_precision="ieee")
+    scores1 = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+    scores2 = tl.dot(q2, tl.trans(k2), input_precision="ieee")
+    scores3 = tl.dot(q3, tl.trans(k3), input_precision="ieee")
+    scores = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
+    if FP8:
+        scales = scales_ptr + token * SCALES_STRIDE
+        scale0 = tl.load(scales, mask=there, other=0.0)[None, :]
+        scale1 = tl.load(scales + 1, mask=there, other=0.0)[None, :]
+        scale2 = tl.load(scales + 2, mask=there, other=0.0)[None, :]
+        scale3 = tl.load(scales + 3, mask=there, other=0.0)[None, :]
+        scores += (scores0 * scale0 + scores1 * scale1) + (scores2 * scale2 + scores3 * scale3)
+        return scores, (k0, k1, k2, k3), (scale0, scale1, scale2, scale3)
+    else:
+        scores += (scores0 + scores1) + (scores2 + scores3)
+        return scores, (k0, k1, k2, k3), (1.0, 1.0, 1.0, 1.0)
+
+
+@triton.jit
+def weigh_tokens(
+    scores,  # float32 [BLOCK_H, BLOCK_N], natural
+    seen,  # bool [1 or BLOCK_H, BLOCK_N], which tokens a query row attends to
+    pieces,  # of the tokens, as `score_tokens` returns them
+    scales,
+    best,  # float32 [BLOCK_H], highest score so far, base 2
+    total,  # float32 [BLOCK_H, BLOCK_N where EVERY_COLUMN, else 1], sums of weights
+    out0,  # float32 [BLOCK_H, LATENT / 4], weighted sums, and of the other pieces
+    out1,
+    out2,
+    out3,
+    scale,
+    cap,
+    dtype: tl.constexpr,
+    EVERY_COLUMN: tl.constexpr,
+    FP8: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """`best`, `total` and the weighted sums with one step's tokens in them."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    scores *= scale
+    if CAPPED:
+        scores = cap * (1.0 - 2.0 / (tl.exp2(2.0 * LOG2E * scores / cap) + 1.0))
+    scores = tl.where(seen, scores * LOG2E, float("-inf"))
+    higher = tl.maximum(best, tl.max(scores, 1))
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - finite[:, None])
+    fade = tl.exp2(best - finite)[:, None]
+    total = total * fade + (weights if EVERY_COLUMN else tl.sum(weights, 1)[:, None])
+    k0, k1, k2, k3 = pieces
+    if FP8:
+        scale0, scale1, scale2, scale3 = scales
+        out0 = tl.dot((weights * scale0).to(dtype), k0, out0 * fade, input_precision="ieee")
+        out1 = tl.dot((weights * scale1).to(dtype), k1, out1 * fade, input_precision="ieee")
+        out2 = tl.dot((weights * scale2).to(dtype), k2, out2 * fade, input_precision="ieee")
+        out3 = tl.dot((weights * scale3).to(dtype), k3, out3 * fade, input_precision="ieee")
+    else:
+        rounded = weights.to(dtype)
+        out0 = tl.dot(rounded, k0, out0 * fade, input_precision="ieee")
+        out1 = tl.dot(rounded, k1, out1 * fade, input_precision="ieee")
+        out2 = tl.dot(rounded, k2, out2 * fade, input_precision="ieee")
+        out3 = tl.dot(rounded, k3, out3 * fade, input_precision="ieee")
+    return higher, total, out0, out1, out2, out3
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attend_kernel(
     q_nope_ptr,  # [rows, heads, LATENT], strides below
@@ -86,7 +179,6 @@ def attend_kernel(
     AHEAD: tl.constexpr,  # whether to wait for the kernel ahead only when it comes to the KV cache
     COMPILED: tl.constexpr,
 ):
-    LOG2E: tl.constexpr = 1.4426950408889634
     D: tl.constexpr = LATENT // 4
     EVERY_COLUMN: tl.constexpr = BLOCK_H < 64  # has a sum of its own, added up at the end; more heads have no registers for it
     if COMPILED and SPLIT:
@@ -131,51 +223,17 @@ def attend_kernel(
     out3 = tl.zeros((BLOCK_H, D), tl.float32)
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         there = slot >= 0
-        real_token = there[:, None]
         token = tl.where(there, slot, 0).to(tl.int64)
-        latent = latent_ptr + token[:, None] * LATENT_STRIDE + d
-        k0 = load_piece(latent, real_token, q0.dtype, FP8, COMPILED)
-        k1 = load_piece(latent + D, real_token, q0.dtype, FP8, COMPILED)
-        k2 = load_piece(latent + 2 * D, real_token, q0.dtype, FP8, COMPILED)
-        k3 = load_piece(latent + 3 * D, real_token, q0.dtype, FP8, COMPILED)
-        k_rope = tl.load(k_rope_ptr + token[:, None] * ROPE_STRIDE + r, mask=real_token, other=0.0)
-        scores0 = tl.dot(q0, tl.trans(k0), input_precision="ieee")
-        scores1 = tl.dot(q1, tl.trans(k1), input_precision="ieee")
-        scores2 = tl.dot(q2, tl.trans(k2), input_precision="ieee")
-        scores3 = tl.dot(q3, tl.trans(k3), input_precision="ieee")
-        scores = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
-        if FP8:
-            scales = scales_ptr + token * SCALES_STRIDE
-            scale0 = tl.load(scales, mask=there, other=0.0)[None, :]
-            scale1 = tl.load(scales + 1, mask=there, other=0.0)[None, :]
-            scale2 = tl.load(scales + 2, mask=there, other=0.0)[None, :]
-            scale3 = tl.load(scales + 3, mask=there, other=0.0)[None, :]
-            scores += (scores0 * scale0 + scores1 * scale1) + (scores2 * scale2 + scores3 * scale3)
-        else:
-            scores += (scores0 + scores1) + (scores2 + scores3)
+        scores, pieces, scales = score_tokens(
+            q0, q1, q2, q3, q_rope, latent_ptr, k_rope_ptr, scales_ptr, token, there, d, r, LATENT_STRIDE=LATENT_STRIDE,
+            ROPE_STRIDE=ROPE_STRIDE, SCALES_STRIDE=SCALES_STRIDE, FP8=FP8, COMPILED=COMPILED,
+        )  # fmt: skip
         following = first + BLOCK_N + columns
         slot = tl.load(slots_ptr + following, mask=following < end, other=-1)
-        scores *= scale
-        if CAPPED:
-            scores = cap * (1.0 - 2.0 / (tl.exp2(2.0 * LOG2E * scores / cap) + 1.0))
-        scores = tl.where(there[None, :], scores * LOG2E, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 1))
-        finite = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - finite[:, None])
-        fade = tl.exp2(best - finite)[:, None]
-        total = total * fade + (weights if EVERY_COLUMN else tl.sum(weights, 1)[:, None])
-        if FP8:
-            out0 = tl.dot((weights * scale0).to(q0.dtype), k0, out0 * fade, input_precision="ieee")
-            out1 = tl.dot((weights * scale1).to(q0.dtype), k1, out1 * fade, input_precision="ieee")
-            out2 = tl.dot((weights * scale2).to(q0.dtype), k2, out2 * fade, input_precision="ieee")
-            out3 = tl.dot((weights * scale3).to(q0.dtype), k3, out3 * fade, input_precision="ieee")
-        else:
-            rounded = weights.to(q0.dtype)
-            out0 = tl.dot(rounded, k0, out0 * fade, input_precision="ieee")
-            out1 = tl.dot(rounded, k1, out1 * fade, input_precision="ieee")
-            out2 = tl.dot(rounded, k2, out2 * fade, input_precision="ieee")
-            out3 = tl.dot(rounded, k3, out3 * fade, input_precision="ieee")
-        best = higher
+        best, total, out0, out1, out2, out3 = weigh_tokens(
+            scores, there[None, :], pieces, scales, best, total, out0, out1, out2, out3, scale, cap,
+            dtype=q0.dtype, EVERY_COLUMN=EVERY_COLUMN, FP8=FP8, CAPPED=CAPPED,
+        )  # fmt: skip
     weight = tl.sum(total, 1)
     over = (1.0 / tl.where(weight == 0.0, 1.0, weight))[:, None]
     if SPLIT:

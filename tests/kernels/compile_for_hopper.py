@@ -1,4 +1,4 @@
-"""Compile the kernels of sparse decode and of a layer's front for Hopper, without a GPU; print what ptxas says as JSON.
+"""Compile the kernels of sparse decode, sparse verify and a layer's front for Hopper, without a GPU; print JSON of ptxas.
 
     python tests/kernels/compile_for_hopper.py
 
@@ -20,8 +20,11 @@ from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
 from nsa_backend.kernels.layer_front_kernel import norm_rope_store_kernel, rope_quantise_kernel
+from nsa_backend.kernels.selection_union import NUM_WARPS, PARTS, SLOTS_OF_A_WORD, selection_union_kernel
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
+from nsa_backend.kernels.sparse_verify import tile_of
+from nsa_backend.kernels.sparse_verify_kernel import attend_union_kernel
 
 TYPES = {name: "*bf16" for name in ("q_nope_ptr", "q_rope_ptr", "k_rope_ptr", "out_ptr")}
 TYPES |= {
@@ -30,6 +33,10 @@ TYPES |= {
     "partial_ptr": "*fp32",
     "lse_ptr": "*fp32",
     "scales_ptr": "*fp32",
+    "union_ptr": "*i32",
+    "rows_ptr": "*u8",
+    "counts_ptr": "*i32",
+    "marks_ptr": "*i32",
     "scale": "fp32",
     "cap": "fp32",
 }
@@ -69,6 +76,7 @@ def resources(
         "registers": int(re.search(r"Used (\d+) registers", said).group(1)),
         "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
         "shared": compiled.metadata.shared,
+        "warpgroup": "wgmma.mma_async" in compiled.asm["ptx"],
         "lets_begin": "griddepcontrol.launch_dependents" in compiled.asm["ptx"],
         "ahead": sorted(set(re.findall(r"ld\.global|cp\.async", compiled.asm["ptx"].partition("griddepcontrol.wait")[0]))),
     }
@@ -107,6 +115,17 @@ def main() -> None:
                 used = resources(attend_kernel, constants, latent, num_warps=tile.warps)
                 name = f"attend, {tile}, {latent[1:]}, split {split}" + ", ahead" * ahead
                 found[name] = used | {"programs": tile.programs}
+        for lines in (16, 32, 64):
+            tile = tile_of(lines)
+            shape = {"ROWS": 4, "BLOCK_H": tile.heads, "BLOCK_N": tile.tokens, "STAGES": tile.stages}
+            for split in (False, True):
+                constants = MODEL | cache | shape | {"SPLIT": split, "CAPPED": False, "COMPILED": True}
+                used = resources(attend_union_kernel, constants, latent, num_warps=tile.warps)
+                found[f"verify, {tile}, {latent[1:]}, split {split}"] = used | {"programs": tile.programs}
+    for rows in (2, 4, 8):
+        constants = {"ROWS": rows, "ROWS_BLOCK": rows, "PARTS": PARTS, "OF_A_WORD": SLOTS_OF_A_WORD, "BLOCK": 2048}
+        used = resources(selection_union_kernel, constants | {"COMPILED": True}, num_warps=NUM_WARPS)
+        found[f"union of {rows} rows, split True"] = used | {"programs": 1}
     for join in dict.fromkeys(Join.of(*shape) for shape in shapes):
         constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True}
         found[f"join, {join.parts} parts"] = resources(join_kernel, constants, num_warps=join.warps) | {"programs": 1}

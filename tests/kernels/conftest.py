@@ -15,3 +15,9 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request) -> str:
     return request.param
+
+
+@pytest.fixture
+def half(device):
+    """The 16-bit dtype of this device: Triton's interpreter multiplies matrices of bfloat16 as if they were integers."""
+    return torch.bfloat16 if device == "cuda" else torch.float16

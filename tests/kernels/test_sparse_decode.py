@@ -7,66 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import tried
+from sparse_rows import LATENT, assert_near, case, expected, quantised
 
 from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
 from nsa_backend.kernels.sparse_decode_plan import Join, Launches, Split, Tile
 
-LATENT, ROPE, SMS = 64, 16, 132
-RELATIVE_ERROR = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
-
-
-@pytest.fixture
-def half(device):
-    """The 16-bit dtype of this device: Triton's interpreter multiplies matrices of bfloat16 as if they were integers."""
-    return torch.bfloat16 if device == "cuda" else torch.float16
-
-
-def case(device, rows, heads, topk, lens, dtype, seed, latent=LATENT, rope=ROPE, holes=False):
-    """Rows of these lengths over their own slots; of the others every byte is NaN. With `holes` a fifth of a row is -1."""
-    generator = torch.Generator().manual_seed(seed)
-    lens = torch.tensor(lens, dtype=torch.int32)
-    slots = torch.stack([torch.randperm(4 * topk, generator=generator)[:topk] for _ in range(rows)]).int()
-    if holes:
-        slots = torch.where(torch.rand(rows, topk, generator=generator) < 0.2, -1, slots)
-    used = slots[(torch.arange(topk) < lens[:, None]) & (slots >= 0)].unique().long()
-    kv = torch.full((4 * topk, 1, latent + rope), float("nan"))
-    kv[used] = torch.randn(len(used), 1, latent + rope, generator=generator)
-    nope = torch.randn(heads, rows, latent, generator=generator).transpose(0, 1)  # as a batched matmul leaves it
-    query = torch.randn(rows, heads, 8 + rope, generator=generator)
-    tensors = [t.to(device, dtype) for t in (nope, query, kv)]
-    return tensors[0], tensors[1][..., 8:], tensors[2], slots.to(device), lens.to(device)
-
-
-def quantised(kv, latent, dtype):
-    """The same slots as FlashMLA's FP8 cache has them, and the values that they then hold."""
-    quarters = kv[..., :latent].float().unflatten(-1, (4, -1))
-    scales = quarters.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max
-    values = (quarters / scales[..., None]).to(torch.float8_e4m3fn)
-    pieces = (values.flatten(-2), scales, kv[..., latent:].to(dtype))
-    packed = torch.cat([piece.contiguous().view(torch.uint8) for piece in pieces], dim=-1).view(torch.float8_e4m3fn)
-    return packed, torch.cat([(values.float() * scales[..., None]).flatten(-2), kv[..., latent:].float()], dim=-1)
-
-
-def expected(q_nope, q_rope, kv, slots, lens, sm_scale, logit_cap=0.0):
-    """Row by row in float32."""
-    out = torch.zeros(q_nope.shape, dtype=torch.float32)
-    query = torch.cat([q_nope, q_rope], dim=-1).float().cpu()
-    for row, length in enumerate(lens.tolist()):
-        chosen = slots[row, :length].cpu().long()
-        keys = kv[:, 0].float().cpu()[chosen[chosen >= 0]]
-        if len(keys):
-            scores = sm_scale * query[row] @ keys.T
-            scores = logit_cap * torch.tanh(scores / logit_cap) if logit_cap else scores
-            out[row] = scores.softmax(-1) @ keys[:, : q_nope.shape[-1]]
-    return out
-
-
-def assert_near(out, want, dtype):
-    assert out.dtype == dtype
-    assert out.isfinite().all()
-    assert (out.float().cpu() - want).norm() <= RELATIVE_ERROR[dtype] * want.norm()
-    empty = (want == 0).flatten(1).all(1)
-    assert (out.cpu()[empty] == 0).all()
+SMS = 132
 
 
 @st.composite
