@@ -33,6 +33,7 @@ class AttentionConfig:
     table_width: int = 0  # tokens that a row of req_to_token holds
     prefill: bool = False  # whether the implementation is to run prefill; decode, target_verify and draft_extend otherwise
     partner: str = ""  # the implementation asked for on the other side: prefill's for decode, decode's for prefill
+    num_draft_tokens: int = 0  # D; 0 without speculative decoding
     sinks: bool = False  # whether the model has learned the score of a key without a value
 
     @classmethod
@@ -115,6 +116,7 @@ class BackendConfig:
                 device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
                 page_size=runner.page_size,
                 table_width=table_width,
+                num_draft_tokens=settings.num_draft_tokens,
             ),
             decode_impl=decode_name(settings.decode),
             prefill_impl=prefill,

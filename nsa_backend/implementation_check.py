@@ -32,6 +32,7 @@ def check_implementations(server_args: sglang.ServerArgs) -> None:
         kv_cache_dtype=kv_cache_dtype,
         device_name=torch.cuda.get_device_name() if "auto" in names else "",
         page_size=args.page_size,
+        num_draft_tokens=args.speculative_num_draft_tokens or 0,
     )
     for side in (decode_side, prefill_side):
         check_attention(*side(attention, *names))

@@ -27,6 +27,8 @@ def check_fields(metadata, batch: Batch, step: int = 0) -> None:
     if metadata.page_table_1 is not None:
         shapes["page_table_1"] = (requests, batch.req_to_token.shape[1])
     want = expected_buffers(batch, shapes)
+    together = ("target_verify", "draft_extend_v2")
+    assert metadata.rows_per_request == (batch.num_draft_tokens if batch.mode in together else 1)
     for ours, reference in FIELDS.items():
         np.testing.assert_array_equal(getattr(metadata, ours).numpy(), want[reference][step], err_msg=ours)
     for name in shapes.keys() & {"page_table_1", "real_page_table"}:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from nsa_backend.adapters.old_options import add_aliases
 
 DECODE_OPTIONS = ("--nsa-decode-backend", "--dsa-decode-backend")
-OWN_DECODE_VALUES = ("sparse_decode",)
+OWN_DECODE_VALUES = ("sparse_decode", "sparse_verify")
 """What SGLang's closed list of decode implementations does not have."""
 
 

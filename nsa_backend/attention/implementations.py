@@ -15,6 +15,7 @@ IMPLEMENTATIONS = {
     "flashmla_sparse": "nsa_backend.attention.flashmla_sparse",
     "flashmla_kv": "nsa_backend.attention.flashmla_kv",
     "sparse_decode": "nsa_backend.attention.sparse_decode",
+    "sparse_verify": "nsa_backend.attention.sparse_verify",
     "trtllm": "nsa_backend.attention.trtllm",
     "torch": "nsa_backend.attention.torch_reference",
     "auto": "nsa_backend.attention.auto",

@@ -27,6 +27,7 @@ class SparseInputs:
     cu_seqlens_k: torch.Tensor  # int32 [rows + 1], exclusive prefix sum of cache_seqlens
     sm_scale: float
     logit_cap: float
+    rows_per_request: int = 1  # consecutive rows of one request; 1 where it is not the same for all
     q_joined: torch.Tensor | None = None  # [rows, heads, v_head_dim + rope_dim], where the query came in one piece
     request_seqlens: torch.Tensor | None = None  # decode only: int32 [requests], tokens of each request, not clipped
     schedule: FlashMlaTiles | torch.Tensor | None = None  # what `prepare` made for these rows; None where it was for others
@@ -72,6 +73,7 @@ def sparse_inputs(
         cu_seqlens_k=cu_seqlens_k,
         sm_scale=layer.scaling,
         logit_cap=layer.logit_cap,
+        rows_per_request=metadata.rows_per_request,
         q_joined=joined,
         request_seqlens=metadata.cache_seqlens_int32 if decode else None,
         schedule=schedule,

@@ -50,18 +50,23 @@ class SparseDecode(NothingToPrepare):
         )
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
-        rows, topk = inputs.topk_slots.shape
-        lens = inputs.cache_seqlens
-        if lens.shape[0] != rows:  # rows that SGLang padded beyond the metadata have no length; their slots are -1
-            lens = torch.full((rows,), topk, dtype=torch.int32, device=inputs.topk_slots.device)
         return sparse_decode(
             inputs.q_nope,
             inputs.q_rope,
             inputs.kv_cache,
             inputs.topk_slots,
-            lens,
+            self._lens(inputs),
             inputs.sm_scale,
             num_sms=self._num_sms,
             logit_cap=inputs.logit_cap,
             parts=self._parts,
         )
+
+    @staticmethod
+    def _lens(inputs: SparseInputs) -> torch.Tensor:
+        """int32 [rows], entries of each row to look at."""
+        rows, topk = inputs.topk_slots.shape
+        if inputs.cache_seqlens.shape[0] == rows:
+            return inputs.cache_seqlens
+        # Rows that SGLang padded beyond the metadata have no length; their slots are -1.
+        return torch.full((rows,), topk, dtype=torch.int32, device=inputs.topk_slots.device)

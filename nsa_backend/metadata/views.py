@@ -36,6 +36,7 @@ class NSAMetadata:
     table_rows: torch.Tensor  # int32 [rows], row of real_page_table of each row
     paged_mqa_schedule_metadata: torch.Tensor | None = None  # int32 [num_sms + 1, 2], DeepGEMM's schedule
     topk_plan: torch.Tensor | None = None  # int32 [rows + 1, 2], work list of SGLang's top-k v2 kernel
+    rows_per_request: int = 1  # consecutive rows of one request; 1 in prefill and where rows are ragged
     max_seq_len_q: int = 1  # prefill only: most rows of a request
     max_seq_len_k: int = 0  # prefill only: longest request
     indexer_k_start_end: tuple[torch.Tensor, torch.Tensor] | None = None  # prefill only: int32 [rows] each
@@ -65,6 +66,7 @@ def step_metadata(plan: MetadataPlan, buffers: MetadataBuffers, step: int = 0) -
         token_to_batch_idx=buffers.token_to_batch_idx[:rows],
         paged_mqa_schedule_metadata=None if buffers.schedule is None else buffers.schedule[step],
         table_rows=buffers.arange[:rows],
+        rows_per_request=plan.rows_per_request or 1,
         topk_plan=None if buffers.topk_plan is None else buffers.topk_plan[step, : rows + 1],
     )
 

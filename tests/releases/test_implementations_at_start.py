@@ -32,6 +32,8 @@ def start(resolve, monkeypatch):
         ("bfloat16", "sparse_decode", "fa3"),
         ("fp8_e4m3", "flashmla_kv", "flashmla_kv"),
         ("fp8_e4m3", "sparse_decode", "flashmla_auto"),
+        ("bfloat16", "sparse_verify", "fa3"),
+        ("fp8_e4m3", "sparse_verify", "flashmla_auto"),
     ],
 )
 def test_what_can_run_starts(start, kv, decode, prefill):

@@ -34,8 +34,8 @@ def test_an_implementation_is_built_for_the_heads_of_one_rank(make_runner, monke
 @pytest.mark.parametrize(
     ("device_sm", "dtype", "can"),
     [
-        (90, torch.bfloat16, "fa3, flashmla_sparse, sparse_decode"),
-        (90, torch.float8_e4m3fn, "flashmla_kv, sparse_decode"),
+        (90, torch.bfloat16, "fa3, flashmla_sparse, sparse_decode, sparse_verify"),
+        (90, torch.float8_e4m3fn, "flashmla_kv, sparse_decode, sparse_verify"),
         (100, torch.bfloat16, "trtllm"),
         (0, torch.bfloat16, "torch"),
         (80, torch.bfloat16, "none on this machine"),
