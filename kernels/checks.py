@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.plan import MetadataPlan
 
 INDEX_DTYPES = (torch.int32, torch.int64)

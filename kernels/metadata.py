@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.checks import check_arguments
-from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.metadata_kernel import metadata_kernel
 from nsa_backend.kernels.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
 from nsa_backend.kernels.topk_plan import CAPS, MAX_ROWS, THRESHOLDS

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.checks import check_device, check_pool, check_vector
-from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.page_tables import write_flattened_slots, write_request_pages
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.prefill_fields import REQUEST_FIELDS, ROW_FIELDS, PrefillFields, aligned

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa_backend.kernels.inputs import PADDING_LENGTH, PADDING_SLOT
+from nsa_backend.kernels.batch_inputs import PADDING_LENGTH, PADDING_SLOT
 from nsa_backend.kernels.round_tensors import BLOCK, check_tensor, check_that_a_batch_fits
 
 KEEP_ALL_TOP_P = 4.0

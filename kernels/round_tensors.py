@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa_backend.kernels.inputs import PADDING_LENGTH, PADDING_SLOT
+from nsa_backend.kernels.batch_inputs import PADDING_LENGTH, PADDING_SLOT
 
 BLOCK = 256
 

@@ -7,7 +7,7 @@ from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.error_notes import Activity, noted
 from nsa_backend.indexer.metadata import IndexerMetadata
-from nsa_backend.kernels.inputs import BatchInputs
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.plan import MetadataPlan, plan_draft_decode, plan_shared_draft_decode
 from nsa_backend.metadata.captured import CapturedLaunches
 from nsa_backend.metadata.views import NSAMetadata, step_metadata

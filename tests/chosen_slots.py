@@ -12,7 +12,7 @@ from batches import forward_batch
 from metadata_reference import Batch
 
 from nsa_backend.adapters.sglang import ForwardMode
-from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
 from nsa_backend.config import AttentionConfig
 from nsa_backend.metadata.views import NSAMetadata
@@ -41,9 +41,9 @@ def inputs(heads: int, lengths: list[int], *, joined: bool = False, logit_cap: f
         q_rope=query[..., LATENT:],
         kv_cache=kv,
         topk_slots=slots,
-        cache_seqlens=lens,
-        cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32),
-        cu_seqlens_k=torch.tensor([0, *lens.cumsum(0)], dtype=torch.int32),
+        nsa_cache_seqlens=lens,
+        nsa_cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32),
+        nsa_cu_seqlens_k=torch.tensor([0, *lens.cumsum(0)], dtype=torch.int32),
         sm_scale=0.3,
         logit_cap=logit_cap,
         q_joined=query if joined else None,

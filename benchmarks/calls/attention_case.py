@@ -88,7 +88,7 @@ class Case:
 
     def error(self, name: str, rows: int) -> float:
         """Relative error of our forward_decode against float32."""
-        from nsa_backend.attention.inputs import SparseInputs
+        from nsa_backend.attention.sparse_inputs import SparseInputs
         from nsa_backend.attention.torch_reference import TorchSparseAttention
 
         out = self.ours(name, rows)(0).float()
@@ -96,7 +96,8 @@ class Case:
         want = TorchSparseAttention().forward(
             SparseInputs(
                 q_nope=q_nope.float(), q_rope=q_rope.float(), kv_cache=self.values, topk_slots=self.chosen(rows, 0),
-                cache_seqlens=None, cu_seqlens_q=None, cu_seqlens_k=None, sm_scale=self._layer.scaling, logit_cap=0.0,
+                nsa_cache_seqlens=None, nsa_cu_seqlens_q=None, nsa_cu_seqlens_k=None,
+                sm_scale=self._layer.scaling, logit_cap=0.0,
             )
         )  # fmt: skip
         return float((out - want).norm() / want.norm())

@@ -11,8 +11,8 @@ from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.fa3 import Fa3
 from nsa_backend.benchmarks.calls.attention_case import COLD_ROWS, KV_DTYPES, Case
 from nsa_backend.config import AttentionConfig
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.plan import PAGE_SIZE, plan_decode
 from nsa_backend.kernels.sparse_decode import Parts, sparse_decode

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
 from nsa_backend.benchmarks.calls.attention_case import SLOTS, pools
 from nsa_backend.testing.shape import LATENT, QK_DIM, ROPE, SCALE, TOPK
@@ -88,9 +88,9 @@ class Sm90Case:
             q_rope=self.q_rope[rows].float(),
             kv_cache=self.values if values is None else values,
             topk_slots=self.chosen(0)[rows],
-            cache_seqlens=None,
-            cu_seqlens_q=None,
-            cu_seqlens_k=None,
+            nsa_cache_seqlens=None,
+            nsa_cu_seqlens_q=None,
+            nsa_cu_seqlens_k=None,
             sm_scale=SCALE,
             logit_cap=0.0,
         )

@@ -22,8 +22,8 @@ from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved
 from nsa_backend.benchmarks.reports.report import environment, print_table
 from nsa_backend.kernels import metadata
 from nsa_backend.kernels import plan as plans
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.testing.shape import TOPK
 
 TABLE = 163_848

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from nsa_backend.adapters import sglang
-from nsa_backend.kernels.inputs import BatchInputs
+from nsa_backend.kernels.batch_inputs import BatchInputs
 
 
 class CapturedForwards(ABC):

@@ -16,7 +16,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
 from nsa_backend.adapters.sglang import HookType
 from nsa_backend.adapters.shared import hook
-from nsa_backend.kernels.inputs import PADDING_SLOT
+from nsa_backend.kernels.batch_inputs import PADDING_SLOT
 
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from nsa_backend.attention.implementations import implementation
-from nsa_backend.attention.inputs import SparseInputs
 from nsa_backend.attention.interface import SparseAttention
+from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
 from nsa_backend.metadata.views import NSAMetadata
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.attention.inputs import SparseInputs
 from nsa_backend.attention.interface import (
     NothingToPrepare,
     bfloat16_problems,
@@ -15,6 +14,7 @@ from nsa_backend.attention.interface import (
     package_problems,
     sinks_problems,
 )
+from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
 from nsa_backend.metadata.views import NSAMetadata
 
@@ -86,9 +86,9 @@ class Fa3(NothingToPrepare):
             v_cache=inputs.kv_cache[:, :, :latent_dim].unsqueeze(1),
             qv=inputs.q_nope,
             page_table=inputs.topk_slots,
-            cache_seqlens=inputs.cache_seqlens,
-            cu_seqlens_q=inputs.cu_seqlens_q,
-            cu_seqlens_k_new=inputs.cu_seqlens_k,
+            cache_seqlens=inputs.nsa_cache_seqlens,
+            cu_seqlens_q=inputs.nsa_cu_seqlens_q,
+            cu_seqlens_k_new=inputs.nsa_cu_seqlens_k,
             max_seqlen_q=1,
             softmax_scale=inputs.sm_scale,
             causal=True,

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.attention.inputs import SparseInputs
 from nsa_backend.attention.interface import package_problems, sinks_problems
 from nsa_backend.attention.joined_query import QueryJoiner
+from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.metadata.views import FlashMlaTiles, NSAMetadata
@@ -88,11 +88,11 @@ class FlashMlaKv:
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         rows, heads, latent_dim = inputs.q_nope.shape
         # Of a prefill padded for DP attention SGLang hands over the real rows alone where it captures prefill in pieces.
-        tiles = inputs.schedule or self._tiles(inputs.cache_seqlens)
+        tiles = inputs.schedule or self._tiles(inputs.nsa_cache_seqlens)
         out, _ = self._attend(
             q=self._query.join(inputs).unsqueeze(1),
             k_cache=inputs.kv_cache.view(-1, PAGE_SIZE, 1, inputs.kv_cache.shape[-1]),
-            cache_seqlens=inputs.cache_seqlens,
+            cache_seqlens=inputs.nsa_cache_seqlens,
             head_dim_v=latent_dim,
             tile_scheduler_metadata=tiles.tile_scheduler_metadata,
             num_splits=tiles.num_splits,

@@ -7,9 +7,9 @@ import inspect
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.attention.inputs import SparseInputs
 from nsa_backend.attention.interface import NothingToPrepare, bfloat16_problems, package_problems
 from nsa_backend.attention.joined_query import QueryJoiner
+from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
 
 HEADS_MULTIPLE = 64
@@ -53,8 +53,8 @@ class FlashMlaSparse(NothingToPrepare):
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         rows, heads, latent_dim = inputs.q_nope.shape
         # Rows that SGLang padded beyond the metadata have no length; their slots are -1.
-        known = self._takes_lengths and inputs.cache_seqlens.shape[0] == rows
-        options = {"topk_length": inputs.cache_seqlens} if known else {}
+        known = self._takes_lengths and inputs.nsa_cache_seqlens.shape[0] == rows
+        options = {"topk_length": inputs.nsa_cache_seqlens} if known else {}
         if inputs.attn_sink is not None:
             options["attn_sink"] = torch.nn.functional.pad(inputs.attn_sink, (0, self._query.padded_heads - heads))
         out, _, _ = self._attend(

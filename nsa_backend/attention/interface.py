@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
 from nsa_backend.metadata.views import NSAMetadata
 

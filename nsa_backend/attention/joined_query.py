@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels.join_query import join_query
 from nsa_backend.metadata.graph_memory import shared_rows

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.attention.inputs import SparseInputs
 from nsa_backend.attention.interface import NothingToPrepare, device_title, sinks_problems
+from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
 
@@ -66,7 +66,7 @@ class SparseDecode(NothingToPrepare):
     def _lens(inputs: SparseInputs) -> torch.Tensor:
         """int32 [rows], entries of each row to look at."""
         rows, topk = inputs.topk_slots.shape
-        if inputs.cache_seqlens.shape[0] == rows:
-            return inputs.cache_seqlens
+        if inputs.nsa_cache_seqlens.shape[0] == rows:
+            return inputs.nsa_cache_seqlens
         # Rows that SGLang padded beyond the metadata have no length; their slots are -1.
         return torch.full((rows,), topk, dtype=torch.int32, device=inputs.topk_slots.device)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from nsa_backend.attention import sparse_decode
-from nsa_backend.attention.inputs import SparseInputs
 from nsa_backend.attention.sparse_decode import SparseDecode
+from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels.selection_union import MAX_ROWS_PER_REQUEST
 from nsa_backend.kernels.sparse_verify import VerifyMemory, sparse_verify

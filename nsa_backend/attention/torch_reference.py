@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend.attention.inputs import SparseInputs
 from nsa_backend.attention.interface import NothingToPrepare
+from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.attention.inputs import SparseInputs, append_rows
 from nsa_backend.attention.interface import NothingToPrepare, device_title, package_problems, sinks_problems
 from nsa_backend.attention.joined_query import QueryJoiner
+from nsa_backend.attention.sparse_inputs import SparseInputs, append_rows
 from nsa_backend.config import AttentionConfig
 
 PAGE_SIZES = (32, 64)
@@ -73,9 +73,9 @@ class TrtLlm(NothingToPrepare):
 
 def _lengths(inputs: SparseInputs) -> torch.Tensor:
     """int32 [rows]: of the requests in decode, which the kernel clips to index_topk, else of the top-k rows."""
-    if inputs.request_seqlens is None:
-        return inputs.cache_seqlens
-    return append_rows(inputs.request_seqlens, inputs.q_nope.shape[0], 0)
+    if inputs.cache_seqlens is None:
+        return inputs.nsa_cache_seqlens
+    return append_rows(inputs.cache_seqlens, inputs.q_nope.shape[0], 0)
 
 
 def _workspace(device: torch.device) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nsa_backend.adapters import sglang
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.plan import MetadataPlan
 from nsa_backend.metadata.views import NSAMetadata, step_metadata
 from nsa_backend.metadata.writer import MetadataWriter

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend.kernels.inputs import BatchInputs
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.plan import MetadataPlan
 
 

@@ -20,7 +20,10 @@ class FlashMlaTiles:
 
 @dataclass(frozen=True)
 class NSAMetadata:
-    """Views of one step. `rows` are query tokens; a decode row is a request."""
+    """Views of one step, by SGLang's names: those that begin with nsa_ are of rows, the other lengths and sums of requests.
+
+    `rows` are query tokens; a decode row is a request.
+    """
 
     cache_seqlens_int32: torch.Tensor  # int32 [requests], tokens of each request in the KV cache after this forward
     cu_seqlens_q: torch.Tensor  # int32 [requests + 1], rows before each request
@@ -31,7 +34,7 @@ class NSAMetadata:
     nsa_cu_seqlens_q: torch.Tensor  # int32 [rows + 1], 0, 1, 2, ...
     nsa_cu_seqlens_k: torch.Tensor  # int32 [rows + 1], exclusive prefix sum of nsa_cache_seqlens_int32
     nsa_seqlens_expanded: torch.Tensor  # int32 [rows], len of each row
-    nsa_extend_seq_lens_list: list[int]  # rows of each request, on the host; their sum is the number of rows
+    nsa_extend_seq_lens_list: list[int]  # (of requests) rows of each, on the host; their sum is the number of rows
     token_to_batch_idx: torch.Tensor  # int32 [rows], request of each row
     table_rows: torch.Tensor  # int32 [rows], row of real_page_table of each row
     paged_mqa_schedule_metadata: torch.Tensor | None = None  # int32 [num_sms + 1, 2], DeepGEMM's schedule

@@ -9,8 +9,8 @@ import torch
 from nsa_backend.adapters import sglang
 from nsa_backend.config import BackendConfig
 from nsa_backend.environment import switched_on
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.plan import MetadataPlan, plan_decode
 from nsa_backend.kernels.prefill import write_prefill

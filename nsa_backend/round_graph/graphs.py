@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nsa_backend.kernels.inputs import PADDING_LENGTH, PADDING_SLOT
+from nsa_backend.kernels.batch_inputs import PADDING_LENGTH, PADDING_SLOT
 from nsa_backend.kernels.round_sampling import SamplingParameters, fill_sampled_round_inputs
 from nsa_backend.kernels.round_tensors import fill_round_inputs, read_slot, slot_size, store_round_results
 

@@ -12,7 +12,7 @@ from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
 from nsa_backend.attention.flashmla_kv import FlashMlaKv
 from nsa_backend.attention.fp8_prefill import ragged_kv
-from nsa_backend.attention.inputs import sparse_inputs
+from nsa_backend.attention.sparse_inputs import sparse_inputs
 from nsa_backend.config import AttentionConfig
 from nsa_backend.metadata.prefill import prefill_metadata
 from nsa_backend.registration import create_backend

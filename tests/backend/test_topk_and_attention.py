@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import tried
 
-from nsa_backend.attention.inputs import SparseInputs, append_rows, sparse_inputs
+from nsa_backend.attention.sparse_inputs import SparseInputs, append_rows, sparse_inputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
 from nsa_backend.indexer.metadata import IndexerMetadata
 from nsa_backend.indexer.topk import TorchTopK
@@ -130,7 +130,7 @@ def test_attention_against_a_loop_with_poison(rows, heads, topk, seed):
     q = rng.normal(size=(rows, heads, latent + rope)).astype(np.float32)
     inputs = SparseInputs(
         q_nope=torch.from_numpy(q[..., :latent]), q_rope=torch.from_numpy(q[..., latent:]), kv_cache=torch.from_numpy(kv),
-        topk_slots=torch.from_numpy(chosen), cache_seqlens=None, cu_seqlens_q=None, cu_seqlens_k=None, sm_scale=0.3,
+        topk_slots=torch.from_numpy(chosen), nsa_cache_seqlens=None, nsa_cu_seqlens_q=None, nsa_cu_seqlens_k=None, sm_scale=0.3,
         logit_cap=0.0,
     )  # fmt: skip
     got = TorchSparseAttention().forward(inputs).numpy()
@@ -155,9 +155,9 @@ def test_queries_are_split_the_same_way_joined_or_not():
         assert torch.equal(inputs.q_nope, joined[..., :4])
         assert torch.equal(inputs.q_rope, joined[..., 4:])
         # The metadata has a row that SGLang padded and did not hand over.
-        assert inputs.cache_seqlens.tolist() == [4, 5, 6]
-        assert inputs.cu_seqlens_q.tolist() == [0, 1, 2, 3]
-        assert inputs.cu_seqlens_k.tolist() == [0, 4, 9, 15]
+        assert inputs.nsa_cache_seqlens.tolist() == [4, 5, 6]
+        assert inputs.nsa_cu_seqlens_q.tolist() == [0, 1, 2, 3]
+        assert inputs.nsa_cu_seqlens_k.tolist() == [0, 4, 9, 15]
 
 
 def test_rows_the_indexer_did_not_see_choose_nothing():

@@ -15,7 +15,7 @@ def sparse_case(rows: int, heads: int, slots: int = 1 << 15):
 
     Where there are enough rows, row 0 is a padding row without slots and row 1 one of a captured batch: length 1, slot 0.
     """
-    from nsa_backend.attention.inputs import SparseInputs
+    from nsa_backend.attention.sparse_inputs import SparseInputs
 
     generator = torch.Generator(device="cuda").manual_seed(rows * 1000 + heads)
     lens = torch.randint(1, TOPK + 1, (rows,), generator=generator, device="cuda", dtype=torch.int32)
@@ -41,9 +41,9 @@ def sparse_case(rows: int, heads: int, slots: int = 1 << 15):
         q_rope=q[..., LATENT:].contiguous(),
         kv_cache=kv,
         topk_slots=chosen,
-        cache_seqlens=lens,
-        cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device="cuda"),
-        cu_seqlens_k=cu,
+        nsa_cache_seqlens=lens,
+        nsa_cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device="cuda"),
+        nsa_cu_seqlens_k=cu,
         sm_scale=(LATENT + ROPE) ** -0.5,
         logit_cap=0.0,
     )
@@ -124,7 +124,7 @@ def test_flashmla_kv_on_fp8_pages(heads, rows, padding):
     config = AttentionConfig(device_sm=90, num_heads=heads, kv_cache_dtype=torch.float8_e4m3fn, index_topk=TOPK)
     attention = FlashMlaKv(config)
     # Of metadata with other rows than the query's, `sparse_inputs` hands on no schedule.
-    tiles = None if padding else attention._tiles(inputs.cache_seqlens)
+    tiles = None if padding else attention._tiles(inputs.nsa_cache_seqlens)
     out = attention.forward(replace(inputs, kv_cache=fp8, schedule=tiles)).float()
     real = slice(1, None) if rows > 1 else slice(None)
     bf16 = torch.zeros_like(inputs.kv_cache)

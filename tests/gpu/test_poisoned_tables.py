@@ -34,8 +34,8 @@ def test_logits_and_topk():
     from sgl_kernel import fast_topk_transform_fused, fast_topk_v2
 
     from nsa_backend.kernels import plan as plans
+    from nsa_backend.kernels.batch_inputs import BatchInputs
     from nsa_backend.kernels.buffers import MetadataBuffers
-    from nsa_backend.kernels.inputs import BatchInputs
     from nsa_backend.kernels.metadata import write_metadata
     from nsa_backend.kernels.topk_slots import topk_slots
 

@@ -86,8 +86,8 @@ def poison(metadata) -> None:
 
 
 def compare(got: list, plan, batch: SimpleNamespace, req_to_token: torch.Tensor, num_sms: int) -> None:
+    from nsa_backend.kernels.batch_inputs import BatchInputs
     from nsa_backend.kernels.buffers import MetadataBuffers
-    from nsa_backend.kernels.inputs import BatchInputs
     from nsa_backend.kernels.metadata_torch import write_metadata_torch
     from nsa_backend.metadata.views import step_metadata
 

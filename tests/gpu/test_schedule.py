@@ -12,8 +12,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 127, 128, 129, 256, 500, 777, 1024])
 def test_schedule_equals_deep_gemm(rows, longest):
     from nsa_backend.kernels import plan as plans
+    from nsa_backend.kernels.batch_inputs import BatchInputs
     from nsa_backend.kernels.buffers import MetadataBuffers
-    from nsa_backend.kernels.inputs import BatchInputs
     from nsa_backend.kernels.metadata import write_metadata
 
     num_sms = adapter.deep_gemm_num_sms()

@@ -65,7 +65,7 @@ def test_fa3_with_its_schedule_made_once(rows, heads):
     )  # fmt: skip
     found = {}
 
-    metadata_of_rows = decode_metadata(rows, lens, inputs.cu_seqlens_q)
+    metadata_of_rows = decode_metadata(rows, lens, inputs.nsa_cu_seqlens_q)
 
     def forward() -> None:
         metadata = attention.prepare(metadata_of_rows)

@@ -21,8 +21,8 @@ def selector():
 def launched(lens: torch.Tensor, longest: int, tables: torch.Tensor | None = None):
     """Metadata of decode rows of these lengths, `tables` their rows of the request table."""
     from nsa_backend.kernels import plan as plans
+    from nsa_backend.kernels.batch_inputs import BatchInputs
     from nsa_backend.kernels.buffers import MetadataBuffers
-    from nsa_backend.kernels.inputs import BatchInputs
     from nsa_backend.kernels.metadata import write_metadata
     from nsa_backend.metadata.views import step_metadata
 

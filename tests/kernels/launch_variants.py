@@ -19,8 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from nsa_backend.kernels import plan as plans
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.join_query import join_query
 from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.plan import MetadataPlan

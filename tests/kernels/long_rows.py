@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nsa_backend.kernels import metadata, metadata_kernel
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.metadata_torch import write_metadata_torch
 from nsa_backend.kernels.plan import MetadataPlan
 

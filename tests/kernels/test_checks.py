@@ -12,8 +12,8 @@ from properties import tried
 
 from nsa_backend.kernels import metadata
 from nsa_backend.kernels import plan as plans
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.kernels.inputs import BatchInputs
 
 
 @pytest.fixture(autouse=True)

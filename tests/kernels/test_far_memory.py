@@ -7,8 +7,8 @@ import torch
 from far_memory import far_tensor
 
 from nsa_backend.kernels import plan as plans
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.join_query import join_query
 from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.prefill import write_prefill

@@ -11,8 +11,8 @@ from metadata_reference import POISON, Batch, expected_buffers
 from properties import tried
 
 from nsa_backend.kernels import plan as plans
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.kernels.inputs import BatchInputs
 from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.metadata_torch import write_metadata_torch
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from properties import tried
 
 from nsa_backend.kernels import prefill_fields
-from nsa_backend.kernels.inputs import BatchInputs
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.prefill import write_prefill
 from nsa_backend.kernels.prefill_torch import write_prefill_torch
 

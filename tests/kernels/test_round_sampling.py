@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import tried
 
-from nsa_backend.kernels.inputs import PADDING_LENGTH, PADDING_SLOT
+from nsa_backend.kernels.batch_inputs import PADDING_LENGTH, PADDING_SLOT
 from nsa_backend.kernels.round_sampling import (
     KEEP_ALL_TOP_P,
     PADDING_TEMPERATURE,

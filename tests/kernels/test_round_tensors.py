@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import tried
 
-from nsa_backend.kernels.inputs import PADDING_LENGTH, PADDING_SLOT
+from nsa_backend.kernels.batch_inputs import PADDING_LENGTH, PADDING_SLOT
 from nsa_backend.kernels.round_tensors import (
     fill_round_inputs,
     fill_round_inputs_torch,

@@ -51,11 +51,11 @@ class Attention(NothingToPrepare):
     def forward(self, inputs: Any) -> torch.Tensor:
         rows = len(inputs.q_nope)
         chosen = (inputs.topk_slots >= 0).sum(1, dtype=torch.int32)
-        assert len(inputs.cache_seqlens) == len(inputs.topk_slots) == self.prepared_rows == rows
-        assert torch.equal(inputs.cache_seqlens, chosen)
-        assert inputs.cu_seqlens_q.tolist() == list(range(rows + 1))
-        assert inputs.cu_seqlens_k.tolist() == [0, *chosen.cumsum(0).tolist()]
-        assert inputs.request_seqlens is None or len(inputs.request_seqlens) <= rows  # trtllm pads them itself
+        assert len(inputs.nsa_cache_seqlens) == len(inputs.topk_slots) == self.prepared_rows == rows
+        assert torch.equal(inputs.nsa_cache_seqlens, chosen)
+        assert inputs.nsa_cu_seqlens_q.tolist() == list(range(rows + 1))
+        assert inputs.nsa_cu_seqlens_k.tolist() == [0, *chosen.cumsum(0).tolist()]
+        assert inputs.cache_seqlens is None or len(inputs.cache_seqlens) <= rows  # trtllm pads them itself
         self.rows.append(rows)
         return self._attention.forward(inputs)
 

@@ -87,7 +87,7 @@ class Watched(NothingToPrepare):
 
     def forward(self, inputs: Any) -> torch.Tensor:
         column = torch.arange(inputs.topk_slots.shape[1])
-        counted = column < inputs.cache_seqlens[:, None]
+        counted = column < inputs.nsa_cache_seqlens[:, None]
         assert not (counted & (inputs.topk_slots < 0)).any(), "a row's length counts entries that are no slots"
         return self._attention.forward(inputs)
 

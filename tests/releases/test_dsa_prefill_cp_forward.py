@@ -85,7 +85,7 @@ def test_a_rank_of_a_divided_prefill_attends_with_its_rows_alone():
 
     def recorded(backend) -> None:
         forward = backend.prefill_attention.forward
-        backend.prefill_attention.forward = lambda inputs: lengths.append(inputs.cache_seqlens.tolist()) or forward(inputs)
+        backend.prefill_attention.forward = lambda inputs: lengths.append(inputs.nsa_cache_seqlens.tolist()) or forward(inputs)
 
     with rank_of(4, 3):
         prefilled([10], recorded)

@@ -91,13 +91,13 @@ def test_flashmla_sparse(flash_mla, heads, joined, takes_lengths):
     assert found.padding[:, heads:].eq(0).all()
     assert (found.queries == [given.q_nope.data_ptr()]) == (joined and heads == 64)
     if takes_lengths:
-        assert found.given_lengths is given.cache_seqlens
+        assert found.given_lengths is given.nsa_cache_seqlens
 
 
 def test_flashmla_sparse_knows_no_length_of_rows_that_sglang_padded(flash_mla):
     found = flash_mla()
     given = inputs(3, [2, 12])
-    given.cache_seqlens = given.cache_seqlens[:1]
+    given.nsa_cache_seqlens = given.nsa_cache_seqlens[:1]
     assert same_as_the_reference(implementation("flashmla_sparse").build(config(3)).forward(given), given)
     assert found.given_lengths is None
 
@@ -147,7 +147,7 @@ def test_flashmla_kv_trims_the_heads_it_padded(flash_mla, heads, padded):
     given.kv_cache = torch.zeros(128, 1, 656, dtype=torch.uint8)
     out = implementation("flashmla_kv").build(config(heads, torch.float8_e4m3fn)).forward(given)
     assert found.scheduled == [3]
-    want = 0.3 * given.q_nope.float() + given.cache_seqlens.view(-1, 1, 1)
+    want = 0.3 * given.q_nope.float() + given.nsa_cache_seqlens.view(-1, 1, 1)
     assert torch.allclose(out, want, atol=1e-3)
     assert out.shape == (3, heads, LATENT)
 

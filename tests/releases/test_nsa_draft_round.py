@@ -14,7 +14,7 @@ from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
 from nsa_backend.adapters.nsa import draft as nsa_draft
 from nsa_backend.adapters.nsa.entry_points import contiguous_by_step
-from nsa_backend.kernels.inputs import BatchInputs
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.testing.calls import calls
 
 WORKERS = [EagleDraftWorker, EAGLEWorker]

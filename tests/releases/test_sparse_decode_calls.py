@@ -10,8 +10,8 @@ from chosen_slots import TOPK, config, inputs, same_as_the_reference
 
 from nsa_backend.attention import sparse_verify
 from nsa_backend.attention.implementations import implementation
-from nsa_backend.attention.inputs import SparseInputs
 from nsa_backend.attention.sparse_decode import SMS_WITHOUT_A_GPU
+from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.kernels.sparse_decode import Parts
 from nsa_backend.kernels.sparse_decode_plan import Split, Tile
 from nsa_backend.kernels.sparse_verify import VerifyMemory

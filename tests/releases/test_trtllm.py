@@ -18,7 +18,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
 from nsa_backend.attention import trtllm
-from nsa_backend.attention.inputs import SparseInputs
+from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
 from nsa_backend.config import AttentionConfig
 from nsa_backend.registration import create_backend
@@ -187,7 +187,8 @@ def test_against_the_reference(make_runner, monkeypatch, emulator, mode, dtype):
     want = TorchSparseAttention().forward(
         SparseInputs(
             q_nope=query[..., :LATENT], q_rope=query[..., LATENT:], kv_cache=runner.token_to_kv_pool.kv,
-            topk_slots=slots, cache_seqlens=None, cu_seqlens_q=None, cu_seqlens_k=None, sm_scale=0.05, logit_cap=0.0,
+            topk_slots=slots, nsa_cache_seqlens=None, nsa_cu_seqlens_q=None, nsa_cu_seqlens_k=None,
+            sm_scale=0.05, logit_cap=0.0,
         )
     )  # fmt: skip
     assert out.shape == (rows, HEADS, LATENT)

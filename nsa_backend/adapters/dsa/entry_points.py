@@ -10,7 +10,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from nsa_backend.adapters.core import CapturedForwards, CapturedRounds
 from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch, ForwardMode
-from nsa_backend.kernels.inputs import BatchInputs
+from nsa_backend.kernels.batch_inputs import BatchInputs
 
 
 class BackendEntryPoints(CapturedForwards, AttentionBackend):

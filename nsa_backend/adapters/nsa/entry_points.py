@@ -12,7 +12,7 @@ import torch
 
 from nsa_backend.adapters.core import CapturedForwards, CapturedRounds
 from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch, ForwardMode
-from nsa_backend.kernels.inputs import BatchInputs
+from nsa_backend.kernels.batch_inputs import BatchInputs
 
 if TYPE_CHECKING:
     from sglang.srt.speculative.spec_info import SpecInput

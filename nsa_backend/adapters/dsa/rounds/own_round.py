@@ -19,7 +19,7 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 from nsa_backend.adapters.dsa.rounds.ranks import among_equals
 from nsa_backend.adapters.dsa.rounds.release import graphs_of
 from nsa_backend.adapters.dsa.rounds.sampling import on_static_tensors
-from nsa_backend.kernels.inputs import PADDING_SLOT
+from nsa_backend.kernels.batch_inputs import PADDING_SLOT
 from nsa_backend.round_graph.graphs import RoundInputs, RoundOutputs, RoundResults
 
 CARRIED = ("output_tokens_buf", "topk_p_buf", "topk_index_buf", "hidden_states_buf", "dsa_topk_indices_buf")

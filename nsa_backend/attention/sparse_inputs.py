@@ -22,14 +22,14 @@ class SparseInputs:
     q_rope: torch.Tensor  # [rows, heads, rope_dim]
     kv_cache: torch.Tensor  # [slots, 1, v_head_dim + rope_dim]
     topk_slots: torch.Tensor  # int32 [rows, index_topk], -1 where there is none
-    cache_seqlens: torch.Tensor  # int32 [rows], valid entries of each top-k row, which come first
-    cu_seqlens_q: torch.Tensor  # int32 [rows + 1], 0, 1, 2, ...
-    cu_seqlens_k: torch.Tensor  # int32 [rows + 1], exclusive prefix sum of cache_seqlens
+    nsa_cache_seqlens: torch.Tensor  # int32 [rows], valid entries of each top-k row, which come first
+    nsa_cu_seqlens_q: torch.Tensor  # int32 [rows + 1], 0, 1, 2, ...
+    nsa_cu_seqlens_k: torch.Tensor  # int32 [rows + 1], exclusive prefix sum of nsa_cache_seqlens
     sm_scale: float
     logit_cap: float
     rows_per_request: int = 1  # consecutive rows of one request; 1 where it is not the same for all
     q_joined: torch.Tensor | None = None  # [rows, heads, v_head_dim + rope_dim], where the query came in one piece
-    request_seqlens: torch.Tensor | None = None  # decode only: int32 [requests], tokens of each request, not clipped
+    cache_seqlens: torch.Tensor | None = None  # decode only: int32 [requests], tokens of each request, not clipped
     schedule: FlashMlaTiles | torch.Tensor | None = None  # what `prepare` made for these rows; None where it was for others
     attn_sink: torch.Tensor | None = None  # float32 [heads], where the model has learned the score of a key without a value
 
@@ -57,25 +57,23 @@ def sparse_inputs(
     else:
         q_nope, q_rope = q.view(-1, heads, latent_dim), q_rope.view(-1, heads, layer.head_dim - latent_dim)
     rows = q_nope.shape[0]
-    cache_seqlens, cu_seqlens_q = metadata.nsa_cache_seqlens_int32, metadata.nsa_cu_seqlens_q
-    cu_seqlens_k, schedule = metadata.nsa_cu_seqlens_k, metadata.schedule
-    if rows != cache_seqlens.shape[0]:
-        # Of a batch that SGLang padded, it may hand over the real rows alone (from 0.5.13 on).
-        cache_seqlens, schedule = cache_seqlens[:rows], None
-        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q[: rows + 1], cu_seqlens_k[: rows + 1]
+    lengths, schedule = metadata.nsa_cache_seqlens_int32, metadata.schedule
+    # Of a batch that SGLang padded, it may hand over the real rows alone (from 0.5.13 on).
+    if rows != lengths.shape[0]:
+        lengths, schedule = lengths[:rows], None
     return SparseInputs(
         q_nope=q_nope,
         q_rope=q_rope,
         kv_cache=kv_cache,
         topk_slots=topk_slots,
-        cache_seqlens=cache_seqlens,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
+        nsa_cache_seqlens=lengths,
+        nsa_cu_seqlens_q=metadata.nsa_cu_seqlens_q[: rows + 1],
+        nsa_cu_seqlens_k=metadata.nsa_cu_seqlens_k[: rows + 1],
         sm_scale=layer.scaling,
         logit_cap=layer.logit_cap,
         rows_per_request=metadata.rows_per_request,
         q_joined=joined,
-        request_seqlens=metadata.cache_seqlens_int32 if decode else None,
+        cache_seqlens=metadata.cache_seqlens_int32 if decode else None,
         schedule=schedule,
         attn_sink=attn_sink,
     )
