@@ -30,6 +30,7 @@ IMPLEMENTATIONS = {
     "flashmla_sparse": [("flashmla_sparse", "bfloat16", HOPPER)],
     "flashmla_kv, FP8 KV": [("flashmla_kv", "float8_e4m3fn", HOPPER)],
     "sparse_decode, bfloat16 / FP8": [("sparse_decode", "bfloat16", HOPPER), ("sparse_decode", "float8_e4m3fn", HOPPER)],
+    "sparse_verify, either": [("sparse_verify", "bfloat16", HOPPER)],
     "trtllm": [("trtllm", "bfloat16", BLACKWELL)],
 }
 PRIMARY = "0.5.23"
