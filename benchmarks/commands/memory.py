@@ -2,7 +2,7 @@
 
 A target backend (target_verify), N - 1 draft steps and a draft-extend backend, captured for batch sizes up to the largest, as
 SGLang's graph runners do: DeepSeek-V3.2 with 64 requests of its longest context, and GLM-5.2 with 256 of a million tokens,
-where users of the built-in backend miss 10.7 GB (SGLang's pull requests 30474 and 33479). """
+where users of the built-in backend miss 10.7 GB (SGLang's pull requests 30474 and 33479)."""
 
 from __future__ import annotations
 

@@ -146,7 +146,11 @@ def test_queries_are_split_the_same_way_joined_or_not():
     layer = SimpleNamespace(tp_q_head_num=2, v_head_dim=4, head_dim=6, scaling=0.5, logit_cap=0.0)
     lengths, sums = torch.tensor([4, 5, 6, 0], dtype=torch.int32), torch.tensor([0, 4, 9, 15, 15], dtype=torch.int32)
     metadata = SimpleNamespace(
-        nsa_cache_seqlens_int32=lengths, nsa_cu_seqlens_q=torch.arange(5), nsa_cu_seqlens_k=sums, schedule=None
+        nsa_cache_seqlens_int32=lengths,
+        nsa_cu_seqlens_q=torch.arange(5),
+        nsa_cu_seqlens_k=sums,
+        schedule=None,
+        rows_per_request=1,
     )
     joined = torch.randn(3, 2, 6)
     split = joined[..., :4].reshape(3, 8), joined[..., 4:].reshape(3, 4)

@@ -10,7 +10,7 @@ import torch
 
 from nsa_backend.backend import NativeSparseAttnBackend, plan_for
 from nsa_backend.benchmarks.commands.memory import SETTINGS
-from nsa_backend.kernels.inputs import BatchInputs
+from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.testing.calls import calls
