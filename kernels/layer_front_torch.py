@@ -79,6 +79,18 @@ def fp8(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
+def quantise(x: torch.Tensor, form: Scales) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [rows, width] as FP8, and float32 [rows, width / GROUP] of its scales."""
+    grouped = x.view(len(x), x.shape[1] // GROUP, GROUP)
+    largest = grouped.abs().amax(-1).clamp(min=1e-10)
+    scale, inverse = largest * (1.0 / FP8_MAX), torch.full_like(largest, FP8_MAX) / largest
+    if form is Scales.POWERS_OF_TWO:
+        fraction, exponent = torch.frexp(scale)
+        exponent = exponent - (fraction == 0.5).int()
+        scale, inverse = torch.ldexp(torch.ones_like(scale), exponent), torch.ldexp(torch.ones_like(scale), -exponent)
+    return fp8(grouped * inverse[..., None]).view(x.shape), scale
+
+
 def norm_rope_store_torch(
     qkv: torch.Tensor,
     key: torch.Tensor,
@@ -95,15 +107,8 @@ def norm_rope_store_torch(
     q, scales = empty_q(rows, q_rank, q_scales, qkv.device)
     x = rms_norm(q_raw, weights.q_norm, weights.q_eps)
     if q_scales is not None:
-        grouped = x.view(rows, q_rank // GROUP, GROUP)
-        largest = grouped.abs().amax(-1).clamp(min=1e-10)
-        scale, inverse = largest * (1.0 / FP8_MAX), torch.full_like(largest, FP8_MAX) / largest
-        if q_scales is Scales.POWERS_OF_TWO:
-            fraction, exponent = torch.frexp(scale)
-            exponent = exponent - (fraction == 0.5).int()
-            scale, inverse = torch.ldexp(torch.ones_like(scale), exponent), torch.ldexp(torch.ones_like(scale), -exponent)
-        q.copy_(fp8(grouped * inverse[..., None]).view(rows, q_rank))
-        scales.copy_(scale)
+        for room, values in zip((q, scales), quantise(x, q_scales), strict=True):
+            room.copy_(values)
     else:
         q.copy_(x)
     real = slots != 0

@@ -48,6 +48,12 @@ VARIABLES = (
         "0 where memory is scarce; 1 on 0.5.17 and under DP attention",
     ),
     Variable(
+        "NSA_BACKEND_LAYER_FRONT",
+        "0",
+        "1: two launches of ours in front of every layer of DeepSeek-V3.2 on 0.5.23 and Hopper, or no start; 0: SGLang's own",
+        "to measure it: no GPU has run it yet, which is why it is off where nobody asks",
+    ),
+    Variable(
         "NSA_BACKEND_CHECK",
         "0",
         "1: every batch's request slots, lengths and page entries are checked, which waits for the GPU each time",

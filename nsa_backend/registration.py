@@ -15,7 +15,7 @@ from nsa_backend.implementation_check import check_implementations
 from nsa_backend.model_check import check_models
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.refusals import asks_for_warm_up, refuse_unsupported
-from nsa_backend.releases import round_graph_problem
+from nsa_backend.releases import LAYER_FRONTS, installed, round_graph_problem
 from nsa_backend.required import check_built, check_names
 
 
@@ -28,8 +28,16 @@ def take_over() -> None:
         adapter.watch_backends(partial(check_built, ours=(NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend)))
 
 
+def wants_layer_fronts() -> bool:
+    """Whether two launches of ours are to stand in front of each layer that can have them."""
+    answer = asked("NSA_BACKEND_LAYER_FRONT")
+    return LAYER_FRONTS.get(installed(), False) if answer is None else answer
+
+
 def create_backend(runner: sglang.ModelRunner) -> NativeSparseAttnBackend:
     """Build the backend of a target model, or of a draft model's prefill."""
+    if wants_layer_fronts():
+        adapter.take_layer_fronts(runner, (NativeSparseAttnBackend,), not runner.is_draft_worker)
     backend = NativeSparseAttnBackend(runner)
     adapter.clear_padding_on_resume(runner.token_to_kv_pool)
     if not runner.is_draft_worker:

@@ -51,6 +51,10 @@ ROUND_WARM_UP = "round_graphs"
 """What `--warmups` calls the capture of such graphs before a server is ready (`nsa_backend.adapters.dsa.rounds.warm_up`)."""
 
 
+LAYER_FRONTS = {"0.5.23": False}
+"""Releases on which a layer's front can be two launches, and whether it is where nobody asks: no GPU has run it yet."""
+
+
 def installed() -> str:
     """The installed SGLang's release, or what stands there instead."""
     try:
@@ -82,3 +86,11 @@ def round_graph_problem(switch: str = "NSA_BACKEND_ROUND_GRAPH") -> str | None:
         return None
     served = " and ".join(ROUND_GRAPHS)
     return f"{switch}=1 is served on SGLang {served}, and {installed()} is installed: unset it"
+
+
+def layer_front_problem() -> str | None:
+    """Why a layer's front cannot be two launches on the installed SGLang, for a user who asks for it, or None."""
+    if installed() in LAYER_FRONTS:
+        return None
+    served = " and ".join(LAYER_FRONTS)
+    return f"NSA_BACKEND_LAYER_FRONT=1 is served on SGLang {served}, and {installed()} is installed: unset it"

@@ -64,6 +64,10 @@ class Adapter(ABC):
         """One sentence for each reason why a server of these resolved arguments can have no graphs of whole rounds."""
 
     @abstractmethod
+    def front_problems(self, args: Any) -> list[str]:
+        """One sentence for each reason why a server of these resolved arguments can have no layer's front in two launches."""
+
+    @abstractmethod
     def is_sparse_model(self, hf_config: Any) -> bool:
         """Whether a model has DeepSeek sparse attention."""
 
@@ -175,6 +179,16 @@ class Adapter(ABC):
     @abstractmethod
     def take_rounds(self, ours: Takeover) -> None:
         """Let SGLang's EAGLE worker run its rounds in one graph."""
+
+    @abstractmethod
+    def take_layer_fronts(self, runner: sglang.ModelRunner, backends: tuple[type, ...], demanded: bool) -> None:
+        """Put our front before the layers of a loaded model; raises ValueError where it is demanded and none can have it.
+
+        Args:
+            runner: of the model, with its KV pool.
+            backends: our attention backends.
+            demanded: whether a model without such a layer is refused.
+        """
 
     @abstractmethod
     def offer_warm_up(self) -> None:

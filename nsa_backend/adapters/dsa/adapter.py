@@ -23,6 +23,7 @@ from sglang.srt.server_args import ServerArgs
 from nsa_backend.adapters import alike_ranks, naive_eagle, resumed_memory, retraction
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
+from nsa_backend.adapters.dsa.layer_front import options as layer_front
 from nsa_backend.adapters.dsa.prefill_cp import rows
 from nsa_backend.adapters.dsa.rounds import rule, warm_up
 from nsa_backend.adapters.old_options import ADD_OPTIONS
@@ -63,6 +64,7 @@ class DsaAdapter(Adapter):
     take_draft_side = staticmethod(draft.take_draft_side)
     combination_problems = staticmethod(refusals.combination_problems)
     rows_of_rank = staticmethod(rows.rows_of_rank)
+    front_problems = staticmethod(layer_front.server_problems)
     round_problems = staticmethod(rule.server_problems)
 
     def settings(self, runner: ModelRunner) -> Settings:
@@ -173,6 +175,11 @@ class DsaAdapter(Adapter):
             return rule.has_rounds(self.resolved(server_args), self.served_backends(server_args), self.BACKEND_NAMES)
 
         draft.take_rounds(ours, has_rounds)
+
+    def take_layer_fronts(self, runner: ModelRunner, backends: tuple[type, ...], demanded: bool) -> None:
+        from nsa_backend.adapters.dsa.layer_front.take import take_layer_fronts
+
+        take_layer_fronts(runner.model, runner.token_to_kv_pool, self.resolved(get_server_args()), backends, demanded)
 
     def offer_warm_up(self) -> None:
         """Imports SGLang's module of warm-ups, which is heavy."""

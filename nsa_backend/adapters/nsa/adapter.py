@@ -51,6 +51,7 @@ class NsaAdapter(Adapter):
     environment_problems = staticmethod(refusals.environment_problems)
     combination_problems = staticmethod(refusals.combination_problems)
     round_problems = staticmethod(refusals.round_problems)
+    front_problems = staticmethod(refusals.front_problems)
     model_problem = staticmethod(refusals.model_problem)
     draft_extend_sizes_in_tokens = staticmethod(draft.draft_extend_sizes_in_tokens)
     take_draft_side = staticmethod(draft.take_draft_side)
@@ -109,6 +110,9 @@ class NsaAdapter(Adapter):
 
     def take_rounds(self, ours: Takeover) -> None:
         """Nothing: no round is one graph on these releases, and a server that asks for it does not start."""
+
+    def take_layer_fronts(self, runner: ModelRunner, backends: tuple[type, ...], demanded: bool) -> None:
+        """Nothing: these releases have other layers, and a server that asks for the front does not start."""
 
     def offer_warm_up(self) -> None:
         """Nothing: it captures rounds in one graph, and is refused here."""

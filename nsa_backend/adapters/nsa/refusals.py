@@ -6,7 +6,7 @@ from typing import Any
 
 from nsa_backend.adapters.layer_sharing import sharing_problem
 from nsa_backend.adapters.rule import Rule
-from nsa_backend.releases import installed, round_graph_problem
+from nsa_backend.releases import installed, layer_front_problem, round_graph_problem
 
 REFUSED = (
     Rule(
@@ -67,3 +67,8 @@ def combination_problems(args: Any) -> list[str]:
 def round_problems(args: Any) -> list[str]:
     """Why a server can have no graphs of whole rounds: the workers of these releases wait for the GPU in every one."""
     return [round_graph_problem()]
+
+
+def front_problems(args: Any) -> list[str]:
+    """Why a server can have no layer's front in two launches: the layers of these releases are others."""
+    return [layer_front_problem()]

@@ -1,0 +1,62 @@
+"""SGLang's own sequence of kernels in front of a layer, for what each of the two launches replaces: to compare and to time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nsa_backend.adapters.dsa.layer_front.projections import quantised
+from nsa_backend.kernels.layer_front_weights import Scales
+from nsa_backend.kernels.plan import PAGE_SIZE
+
+
+def norm_rope_store(
+    attention: Any,
+    qkv: torch.Tensor,
+    key: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    kv_cache: torch.Tensor,
+    index_cache: torch.Tensor,
+    q_scales: Scales | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `kernels.layer_front.norm_rope_store` does, with the layer `attention`; changes `qkv`, and wants `slots` dense."""
+    from sglang.kernels.ops.kvcache.dsa_fused_store_index_cache import fused_store_index_k_cache
+    from sglang.kernels.ops.kvcache.mla_buffer import set_mla_kv_buffer_triton
+    from sglang.kernels.ops.quantization.dsa_quant_k_cache import quantize_k_cache_separate
+    from sglang.srt.layers.attention.dsa.dsa_indexer import rotate_activation
+
+    indexer, latent = attention.indexer, attention.kv_lora_rank
+    q, latent_cache = qkv.split([attention.q_lora_rank, latent + attention.qk_rope_head_dim], dim=-1)
+    q = attention.q_a_layernorm(q)
+    k_nope = attention.kv_a_layernorm(latent_cache[..., :latent]).unsqueeze(1)
+    k_pe = latent_cache[..., latent:].unsqueeze(1)
+    _, k_pe = attention.rotary_emb(positions, torch.empty_like(k_pe), k_pe)
+    if kv_cache.dtype != torch.bfloat16:
+        k_nope, k_pe = quantize_k_cache_separate(k_nope, k_pe)
+    set_mla_kv_buffer_triton(kv_cache.view(k_nope.dtype), slots, k_nope, k_pe)
+    key = indexer.k_norm(key)
+    k_rope = key[..., : indexer.rope_head_dim]
+    _, k_rope = indexer.rotary_emb(positions, torch.empty_like(k_rope), k_rope)
+    indexer._update_rope_guarded(key[..., : indexer.rope_head_dim], k_rope)
+    fused_store_index_k_cache(rotate_activation(key), index_cache, slots, PAGE_SIZE)
+    q = quantised(q, q_scales)
+    return (q, None) if q_scales is None else q
+
+
+def rope_quantise(
+    attention: Any, query: torch.Tensor, gates: torch.Tensor, q_rope: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `kernels.layer_front.rope_quantise` does, with the layer `attention`; changes `query` and `q_rope`."""
+    from sglang.kernels.ops.quantization.act_quant_triton import act_quant
+    from sglang.srt.layers.attention.dsa.dsa_indexer import rotate_activation
+
+    indexer = attention.indexer
+    turned = query[..., : indexer.rope_head_dim]
+    turned, _ = indexer.rotary_emb(positions, turned, torch.empty_like(turned[:, :1]))
+    indexer._update_rope_guarded(query[..., : indexer.rope_head_dim], turned)
+    values, scale = act_quant(rotate_activation(query), indexer.block_size, indexer.scale_fmt)
+    weights = (gates * indexer.n_heads**-0.5).unsqueeze(-1) * scale * indexer.softmax_scale
+    q_rope, _ = attention.rotary_emb(positions, q_rope, torch.empty_like(q_rope[:, :1]))
+    return values, weights, q_rope

@@ -1,0 +1,37 @@
+"""What the front in two launches asks of a server's options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nsa_backend.adapters.rule import Rule
+from nsa_backend.releases import layer_front_problem
+
+SWITCH = "NSA_BACKEND_LAYER_FRONT"
+
+
+def needed(attribute: str, option: str, served: tuple, advice: str | None = None) -> Rule:
+    """What the front asks of an option."""
+    return Rule(attribute, option, "", served, advice or f"drop {option}", everywhere=False)
+
+
+NEEDED = (
+    needed("disable_cuda_graph", "--disable-cuda-graph", (False,)),
+    needed("enable_lora", "--enable-lora", (None, False)),
+    needed("enable_two_batch_overlap", "--enable-two-batch-overlap", (False,)),
+    needed("attn_cp_size", "--attn-cp-size", (None, 1), "drop --enable-prefill-cp or --attn-cp-size"),
+    needed("dcp_size", "--dcp-size", (None, 1)),
+    needed("fp8_gemm_runner_backend", "--fp8-gemm-backend", (None, "auto", "deep_gemm"), "pass --fp8-gemm-backend deep_gemm"),
+)
+"""Options under whose values a layer's projections are one sequence of launches on one rank."""
+
+
+def server_problems(args: Any) -> list[str]:
+    """One sentence for each reason why a server of these resolved arguments can have no such front."""
+    problem = layer_front_problem()
+    if problem is not None:
+        return [problem]
+    found = [f"{SWITCH}=1 does not serve {rule.option}: {rule.advice}" for rule in NEEDED if not rule.serves(args)]
+    if "trtllm" in (args.dsa_decode_backend, args.dsa_prefill_backend) and args.kv_cache_dtype == "fp8_e4m3":
+        found.append(f"{SWITCH}=1 does not serve trtllm on an FP8 KV cache, which rotates by itself: choose another")
+    return found

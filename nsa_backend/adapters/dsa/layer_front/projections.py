@@ -1,0 +1,62 @@
+"""The projections in front of attention: which formats of weights are served, and an input quantised once for two of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.linear import LinearBase
+
+
+def scales_of(linear: LinearBase) -> Scales | None:
+    """How the input of `linear` is quantised; None for bfloat16 weights.
+
+    Raises:
+        ValueError: its weights are served by SGLang's own layer alone; says why.
+    """
+    from sglang.srt.layers import deep_gemm_wrapper
+    from sglang.srt.layers.quantization import fp8_utils
+    from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    method, name, weight = getattr(linear, "quant_method", None), getattr(linear, "prefix", ""), linear.weight
+    if getattr(linear, "set_lora", False):
+        raise ValueError(f"{name} has LoRA adapters")
+    if getattr(linear, "bias", None) is not None:
+        raise ValueError(f"{name} has a bias")
+    if type(method) is UnquantizedLinearMethod and weight.dtype == torch.bfloat16:
+        return None
+    if type(method) is not Fp8LinearMethod or weight.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"{name} has weights of {weight.dtype} under {type(method).__name__}")
+    run = method.w8a8_block_fp8_linear
+    powers = isinstance(run, partial) and run.keywords == {"act_scale_ue8m0": True} and not run.args
+    run = run.func if powers else run
+    rows, columns = weight.shape
+    if (
+        run is not fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback
+        or deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0
+        or method.use_mxfp8
+        or method.use_marlin
+        or getattr(linear, "block_fp8_mxfp8_ready", False)
+        or list(method.weight_block_size) != [GROUP, GROUP]
+        or rows % 64
+        or columns % GROUP
+    ):
+        raise ValueError(f"{name} has FP8 weights [{rows}, {columns}] that DeepGEMM does not multiply in blocks of 128")
+    return Scales.POWERS_OF_TWO if powers else Scales.EXACT
+
+
+def quantised(x: torch.Tensor, scales: Scales | None) -> Any:
+    """bfloat16 [rows, columns] as projections with such scales take it: FP8 and its scales, or as it is."""
+    if scales is None:
+        return x
+    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8 as quantise
+
+    if scales is Scales.POWERS_OF_TWO:
+        return quantise(x, GROUP, scale_ue8m0=True)
+    return quantise(x, GROUP, column_major_scales=True, scale_tma_aligned=True, scale_ue8m0=False)

@@ -1,0 +1,113 @@
+"""One layer of SGLang's sparse attention on the CPU, whole, with its CUDA kernels in torch, and what stands around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.attention.dsa import dsa_indexer
+from sglang.srt.layers.layernorm import LayerNorm, RMSNorm
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+from sglang_models import one_rank
+
+from nsa_backend.kernels import layer_front_torch as steps
+from nsa_backend.kernels.layer_front_weights import Scales
+from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.testing.interpreter import round_as_a_gpu_does
+
+HIDDEN, HEADS, INDEX_HEADS, ROWS, TOPK, PAGES = 256, 4, 8, 5, 16, 4
+CONFIG = SimpleNamespace(
+    architectures=["DeepseekV32ForCausalLM"], rms_norm_eps=1e-6, index_topk=TOPK, index_n_heads=INDEX_HEADS, index_head_dim=128,
+    num_hidden_layers=1, rope_interleave=True,
+)  # fmt: skip
+
+
+def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's CUDA kernels in torch, each with the rounding and the order of the kernel."""
+    round_as_a_gpu_does()
+
+    def turn(embedding, positions, query, key, **_):
+        angles = embedding.cos_sin_cache[positions]
+        for part in (query, key):
+            heads = part if part.dim() == 3 else part[:, None]
+            heads.copy_(steps.rope(heads.float(), angles, embedding.is_neox_style).to(part.dtype))
+        return query, key
+
+    def store(key, cache, slots, page_size):
+        scale = key.float().abs().amax(-1).clamp(min=1e-4) / steps.FP8_MAX
+        rows = cache.view(-1, page_size * 132)
+        values = rows[:, : page_size * 128].view(-1, page_size, 128)
+        values[slots // page_size, slots % page_size] = steps.fp8(key.float() * (1 / scale)[:, None]).view(torch.uint8)
+        rows.view(torch.float32)[slots // page_size, page_size * 32 + slots % page_size] = scale
+
+    monkeypatch.setattr(dsa_indexer, "can_use_dsa_fused_store", lambda *a: True)
+    monkeypatch.setattr(dsa_indexer, "fused_store_index_k_cache", store)
+    monkeypatch.setattr(dsa_indexer, "rotate_activation", lambda x: steps.hadamard(x.float()).to(x.dtype))
+    monkeypatch.setattr(dsa_indexer, "get_is_capture_mode", lambda: True)
+    monkeypatch.setattr(
+        dsa_indexer.Indexer, "_weights_proj_bf16_in_fp32_out", lambda s, x: x.float() @ s.weights_proj.weight.T.float()
+    )
+    monkeypatch.setattr(RMSNorm, "forward", lambda s, x: steps.rms_norm(x, s.weight, s.variance_epsilon).to(x.dtype))
+    layer_norm = lambda s, x: steps.layer_norm(x, s.weight, s.bias, s.variance_epsilon).to(x.dtype)  # noqa: E731
+    monkeypatch.setattr(LayerNorm, "forward", layer_norm)
+    monkeypatch.setattr(RotaryEmbedding, "forward", turn)
+
+
+def a_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeepseekV2AttentionMLA]:
+    """With random weights of bfloat16; while it lasts SGLang takes its branches for CUDA."""
+    kernels_in_torch(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    with one_rank(monkeypatch):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            attention = DeepseekV2AttentionMLA(
+                CONFIG, HIDDEN, HEADS, 128, 64, 128, 256, 512, layer_id=0, max_position_embeddings=64, rope_theta=10000.0
+            )
+        finally:
+            torch.set_default_dtype(before)
+        for name, parameter in attention.named_parameters():
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype) + ("norm" in name)
+        attention.w_kc = 0.1 * torch.randn(HEADS, 128, 512, generator=generator).bfloat16()
+        for embedding in (attention.rotary_emb, attention.indexer.rotary_emb):
+            embedding.cos_sin_cache = embedding.cos_sin_cache.float()  # as on CUDA
+        attention.indexer._forward_method = attention.indexer.forward_cuda
+        monkeypatch.setattr(dsa_indexer, "_is_cuda", True)
+        yield attention
+
+
+def poisoned_pool() -> DSATokenToKVPool:
+    """SGLang's own, of one layer, without what else it allocates."""
+    pool = DSATokenToKVPool.__new__(DSATokenToKVPool)
+    pool.kv = torch.full((PAGES * PAGE_SIZE, 1, 576), 7.0, dtype=torch.bfloat16)
+    pool.index_keys = torch.full((PAGES, PAGE_SIZE * 132), 0x5A, dtype=torch.uint8)
+    pool.index_page_size, pool.get_key_buffer = PAGE_SIZE, lambda layer_id: pool.kv
+    pool.get_index_k_with_scale_buffer = lambda layer_id: pool.index_keys
+    return pool
+
+
+class BlockFp8(torch.nn.Module):
+    """A projection with FP8 weights: its input comes quantised, or it quantises by itself."""
+
+    def __init__(self, linear: torch.nn.Module, form: Scales):
+        super().__init__()
+        self.weight, self.form = linear.weight, form
+
+    def forward(self, x):
+        values, scales = x if isinstance(x, tuple) else steps.quantise(x.float(), self.form)
+        x = values.float().unflatten(1, (-1, 128)) * scales[..., None]
+        return (x.flatten(1) @ self.weight.float().T).bfloat16(), None
+
+
+class Backend:
+    """Ours, as far as a layer asks; the indexer's metadata is nothing that is looked into."""
+
+    def __init__(self, pool):
+        self.token_to_kv_pool = pool
+
+    def get_indexer_metadata(self, layer_id, batch):
+        return object()

@@ -1,0 +1,204 @@
+"""A layer's front in two launches beside SGLang's own sequence, on the CPU: SGLang's layer, its caches and its selections.
+
+SGLang's layer runs whole; only its CUDA kernels are torch here, one step each, with the rounding of the kernel. That these
+kernels round so, a GPU alone can show: tests/gpu/test_layer_front.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from installed_source import signature
+from layer_on_cpu import HIDDEN, ROWS, TOPK, Backend, BlockFp8, a_layer, poisoned_pool
+from sglang.srt.layers.attention.dsa import dsa_indexer
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
+from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+from nsa_backend.adapters.dsa.layer_front import front, options, rule, take
+from nsa_backend.adapters.dsa.layer_front.front import LayerFront
+from nsa_backend.adapters.dsa.layer_front.projections import scales_of
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.kernels import layer_front_torch as steps
+from nsa_backend.kernels.layer_front_weights import Scales
+from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.releases import LAYER_FRONTS, layer_front_problem
+
+
+@pytest.fixture
+def layer(monkeypatch):
+    monkeypatch.setattr(take, "device_problem", lambda: None)
+    yield from a_layer(monkeypatch)
+
+
+def prepared(attention, monkeypatch, mode, on: bool, slots):
+    """What the layer's front returns and leaves in the caches; `chosen` is what the logits read."""
+    pool, chosen = poisoned_pool(), {}
+
+    def select(self, batch, layer_id, q, weights, metadata):
+        chosen["query"], chosen["gates"] = q, weights
+        scores = (q.float() * weights).sum(1) @ pool.index_keys[:, : 128 * PAGE_SIZE].reshape(-1, 128).view(q.dtype).float().T
+        return scores.nan_to_num().topk(TOPK).indices.sort().values.int()
+
+    monkeypatch.setattr(dsa_indexer.Indexer, "_get_topk_paged", select)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(ROWS, HIDDEN, generator=generator).bfloat16()
+    positions = torch.randint(64, (ROWS,), generator=generator)
+    batch = SimpleNamespace(
+        forward_mode=mode, out_cache_loc=slots, seq_lens=torch.ones(ROWS), seq_lens_cpu=torch.ones(ROWS), attn_cp_metadata=None
+    )
+    attention.current_attention_backend, backend = "dsa", Backend(pool)
+    monkeypatch.setattr(forward_mla.DeepseekMLAForwardMixin, "_fuse_rope_for_trtllm_mla", lambda *a: False)
+    latent = SimpleNamespace(fetch_qkv_latent=lambda: attention.fused_qkv_a_proj_with_mqa(x)[0], input_scattered=False)
+    monkeypatch.setattr(forward_mla, "get_attn_tp_context", lambda: latent)
+    monkeypatch.setattr("sglang.srt.layers.layer_boundary.get_attn_tp_context", lambda: latent)
+    prepare = LayerFront(attention, (Backend,)) if on else attention.forward_absorb_prepare
+    with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
+        found = prepare(positions, x, batch, None, None, None)
+    q_rope, k_rope, q_nope, k_nope, *_, topk, _, _ = found
+    if k_nope is not None:  # the backend's write, which skips padding
+        real = slots != 0
+        pool.kv[slots[real]] = torch.cat([k_nope, k_rope], -1)[real]
+    assert (k_nope is None) == on
+    return {"q_rope": q_rope, "q_nope": q_nope, "topk": topk, "kv": pool.kv, "index keys": pool.index_keys, **chosen}
+
+
+MODES = [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("form", [None, *Scales])
+def test_a_layer_of_sglang_leaves_the_same_caches_and_chooses_the_same(layer, monkeypatch, mode, form):
+    slots = torch.tensor([70, 200, 65, 131, 255 if mode.is_decode() else 0])
+    assert rule.layer_problem(layer) is None
+    if form is not None:
+        for module, name in (
+            (layer, "fused_qkv_a_proj_with_mqa"),
+            (layer, "q_b_proj"),
+            (layer.indexer, "wq_b"),
+            (layer.indexer, "wk"),
+        ):
+            setattr(module, name, BlockFp8(getattr(module, name), form))
+        monkeypatch.setattr(front, "scales_of", lambda linear: linear.form)
+        monkeypatch.setattr(front, "quantised", lambda x, scales: steps.quantise(x.float(), scales))
+    ours, theirs = (prepared(layer, monkeypatch, mode, on, slots) for on in (True, False))
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        other = theirs[name]
+        assert value.shape == other.shape, name
+        assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (value, other))), name
+    assert (ours["kv"][0] == 7.0).all()
+
+
+@pytest.mark.parametrize("what", ["nothing", "eager", "prefill", "another backend", "scattered", "shared selection", "llama"])
+def test_what_a_layer_alone_does_not_tell_goes_to_sglangs_own(layer, monkeypatch, what):
+    own, batch = [], SimpleNamespace(forward_mode=ForwardMode.DECODE, out_cache_loc=torch.ones(ROWS, dtype=torch.int64))
+    layer.forward_absorb_prepare = lambda *arguments: own.append(arguments)
+    prepare, x = LayerFront(layer, (Backend,)), torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
+    backend = Backend(poisoned_pool())
+    context = SimpleNamespace(input_scattered=what == "scattered")
+    monkeypatch.setattr("sglang.srt.layers.layer_boundary.get_attn_tp_context", lambda: context)
+    monkeypatch.setattr(prepare, "_forward", lambda *arguments: (x, x, x))
+    if what == "eager":
+        monkeypatch.setattr(dsa_indexer, "get_is_capture_mode", lambda: False)
+    elif what == "prefill":
+        batch.forward_mode = ForwardMode.EXTEND
+    elif what == "another backend":
+        backend = SimpleNamespace(token_to_kv_pool=poisoned_pool())
+    elif what == "shared selection":
+        layer.skip_topk = True
+    arguments = (torch.zeros(ROWS, dtype=torch.int64), x, batch, None, x if what == "llama" else None, None)
+    with forward_context(ForwardContext(attn_backend=backend)):
+        prepare(*arguments)
+    assert own == ([] if what == "nothing" else [arguments])
+
+
+def test_the_layer_calls_what_is_replaced_as_it_is_replaced():
+    """By name on the instance, with these arguments in this order; and what it returns goes to attention as it is."""
+    import inspect
+
+    theirs = list(inspect.signature(DeepseekV2AttentionMLA.forward_absorb_prepare).parameters)[1:]
+    assert list(inspect.signature(LayerFront.__call__).parameters)[1:] == theirs
+    source = inspect.getsource(DeepseekV2AttentionMLA.forward_prepare)
+    assert "self.forward_absorb_prepare(" in source
+    core = list(inspect.signature(DeepseekV2AttentionMLA.forward_absorb_core).parameters)[1:]
+    assert core[:10] == [
+        "q_pe", "k_pe", "q_nope_out", "k_nope", "forward_batch", "zero_allocator", "positions", "topk_indices",
+        "llama_4_scaling", "fusion_plan",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "why"),
+    [
+        ("", "indexer", None, "earlier layer"),
+        ("indexer", "use_dsa_indexer_fusion", True, "SGLang fuses"),
+        ("q_b_proj", "set_lora", True, "LoRA"),
+        ("", "learnable_sink_param", 1, "sinks"),
+        ("", "dcp_size", 2, "divided"),
+        ("", "use_deep_gemm_bmm", True, "absorbed"),
+        ("q_a_layernorm", "cast_x_before_out_mul", True, "norms"),
+        ("indexer.wk", "quant_method", object(), "under object"),
+    ],
+)
+def test_a_layer_that_is_sglangs_says_why(layer, part, name, value, why):
+    thing = layer.get_submodule(part) if part else layer
+    if name == "indexer":
+        del thing._modules["indexer"]
+    setattr(thing, name, value)
+    assert why in rule.layer_problem(layer)
+    with pytest.raises(ValueError, match="NSA_BACKEND_LAYER_FRONT=1 and no layer can"):
+        take.take_layer_fronts(torch.nn.ModuleList([layer]), None, served_args(), (Backend,), demanded=True)
+    assert take.take_layer_fronts(torch.nn.ModuleList([layer]), None, served_args(), (Backend,), demanded=False) == 0
+
+
+def served_args(**changed):
+    served = {needed.attribute: needed.served[0] for needed in options.NEEDED}
+    served |= {"dsa_decode_backend": "fa3", "dsa_prefill_backend": "fa3", "kv_cache_dtype": "auto"}
+    return SimpleNamespace(**served | changed)
+
+
+def test_layers_are_taken_once_and_the_log_says_so(layer, caplog):
+    model = torch.nn.ModuleList([layer])
+    with caplog.at_level("INFO"):
+        assert [take.take_layer_fronts(model, None, served_args(), (Backend,), demanded=True) for _ in range(2)] == [1, 1]
+    assert isinstance(layer.forward_absorb_prepare, LayerFront)
+    assert [line for line in caplog.messages if "the front of 1 of 1 layers" in line] == caplog.messages[:1]
+
+
+@pytest.mark.parametrize("option", [*(needed.attribute for needed in options.NEEDED), "trtllm"])
+def test_options_that_leave_no_room_are_refused_before_weights_are_loaded(option):
+    assert adapter.front_problems(served_args()) == ([] if layer_front_problem() is None else [layer_front_problem()])
+    bad = {"dsa_decode_backend": "trtllm", "kv_cache_dtype": "fp8_e4m3"} if option == "trtllm" else {option: "other"}
+    (problem,) = adapter.front_problems(served_args(**bad))
+    assert problem.startswith("NSA_BACKEND_LAYER_FRONT=1")
+    assert LAYER_FRONTS
+
+
+@pytest.mark.parametrize(("scale_fmt", "form"), [(None, Scales.EXACT), ("ue8m0", Scales.POWERS_OF_TWO)])
+def test_the_form_of_scales_is_the_checkpoints(monkeypatch, scale_fmt, form):
+    """As SGLang's own linear layer quantises its input for DeepGEMM on Hopper."""
+    from sglang.srt.layers import deep_gemm_wrapper
+    from sglang.srt.layers.quantization import fp8, fp8_utils
+
+    backend = SimpleNamespace(is_auto=lambda: True, is_deep_gemm=lambda: False)
+    monkeypatch.setattr(fp8_utils, "get_fp8_gemm_runner_backend", lambda: backend)
+    monkeypatch.setattr(deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", True)
+    monkeypatch.setattr(deep_gemm_wrapper, "DEEPGEMM_SCALE_UE8M0", False)
+    config = fp8.Fp8Config(True, "dynamic", None, [128, 128])
+    config.scale_fmt = scale_fmt
+    method = fp8.Fp8LinearMethod(config)
+    weight = torch.zeros(192, 256, dtype=torch.float8_e4m3fn)
+    assert scales_of(SimpleNamespace(quant_method=method, prefix="wk", weight=weight)) is form
+    for change in ({"weight": weight[:96]}, {"block_fp8_mxfp8_ready": True}, {"set_lora": True}, {"bias": weight}):
+        with pytest.raises(ValueError, match="wk has"):
+            scales_of(SimpleNamespace(**{"quant_method": method, "prefix": "wk", "weight": weight} | change))
+
+
+def test_sglangs_writer_still_skips_slot_0():
+    """Padding rows write their KV nowhere, which the first launch repeats."""
+    found = signature("sglang.kernels.ops.kvcache.mla_buffer", "set_mla_kv_buffer_triton").parameters
+    assert "reserved_skip_index" in found
