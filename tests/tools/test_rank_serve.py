@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from nsa_backend.benchmarks.checkpoints import ranks
-from nsa_backend.benchmarks.commands import capture, profile, rank_serve, serve
+from nsa_backend.benchmarks.commands import capture, profile, rank_serve, serve, vllm_rank
 from nsa_backend.benchmarks.reports import parts
 from nsa_backend.benchmarks.reports.cells import run_cells
 from nsa_backend.benchmarks.servers import server
@@ -238,3 +239,37 @@ def test_profile_reads_the_trace_of_each_side(gpus, started, monkeypatch, tmp_pa
     assert [(row["side"], row["steps"], row["rounds"]) for row in report["rows"]] == [("ours", 3, 6), ("builtin", 3, 6)]
     assert json.dumps(report)
     assert report["rows"][0]["launches_a_layer"] == round((len(NAMES) * LAYERS + 1) / (61 + 3), 1)
+
+
+def test_vllm_is_asked_for_the_same_cells_and_gives_the_same_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(vllm_rank, "version", lambda name: "0.33.0")
+    engines = []
+
+    def start(folder, steps, wanted):
+        engines.append((ranks.rank_in(folder), steps, vllm_rank.engine_options(folder, steps, wanted)))
+        return lambda asked, tokens: (0.5 + tokens * 0.011, tokens, 1.0)
+
+    monkeypatch.setattr(sys, "argv", ["vllm_rank", str(tmp_path / "out.json"), "--batch", "1", "8", "--length", "300"])
+    rows = vllm_rank.run(vllm_rank.parsed(), start)
+    assert [(name, steps) for name, steps, _ in engines] == [("v3.2-tp8", 3), ("v3.2-tp8", 0)]
+    assert engines[0][2]["compilation_config"]["cudagraph_capture_sizes"] == [1, 4, 8, 32]
+    assert "speculative_config" not in engines[1][2]
+    assert {row["round_ms"]["median"] for row in rows} == {11.0}
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == rows
+    builtin = [row | {"side": "builtin", "round_ms": {"median": 10.0, "min_max": [9.0, 11.0]}} for row in rows]
+    rank_serve.show([*builtin, *rows])
+    assert "1.100" in capsys.readouterr().out
+
+
+def test_vllm_draws_the_weights_of_a_model_once(monkeypatch):
+    dummy_loader = SimpleNamespace(initialize_dummy_weights=None)
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(dummy_loader=dummy_loader))
+    vllm_rank.take_over()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    dummy_loader.initialize_dummy_weights(model, "its config")
+    first = model[0].weight.clone()
+    assert not torch.equal(first, model[1].weight)
+    for part in model.modules():
+        dummy_loader.initialize_dummy_weights(part, "its config")
+    assert torch.equal(model[0].weight, first)
