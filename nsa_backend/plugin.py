@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from nsa_backend import __version__
-from nsa_backend.adapters.old_options import keep_when_disabled
+from nsa_backend.adapters.options import keep_when_disabled
 from nsa_backend.environment import check_switches, switched_on
 from nsa_backend.releases import unsupported_host
 

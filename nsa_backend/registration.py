@@ -11,12 +11,10 @@ from nsa_backend.adapters.naive_eagle import switched_on_while_checked
 from nsa_backend.adapters.shared import Takeover
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.environment import asked, switched_on
-from nsa_backend.implementation_check import check_implementations
-from nsa_backend.model_check import check_models
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
-from nsa_backend.refusals import asks_for_warm_up, refuse_unsupported
 from nsa_backend.releases import LAYER_FRONTS, installed, round_graph_problem
-from nsa_backend.required import check_built, check_names
+from nsa_backend.required import check_built
+from nsa_backend.start_checks import check_options
 
 
 def take_over() -> None:
@@ -47,7 +45,7 @@ def create_backend(runner: sglang.ModelRunner) -> NativeSparseAttnBackend:
 
 def create_multi_step_backend(factory: sglang.DraftBackendFactory) -> NativeSparseAttnMultiStepBackend:
     """Build the draft steps' backend, and make SGLang's draft side ready for it."""
-    _prepare_draft_side()
+    prepare_draft_side()
     shared = adapter.shares_selections(factory)
     return NativeSparseAttnMultiStepBackend(
         factory.draft_model_runner, factory.topk, factory.speculative_num_steps, shared=shared
@@ -56,7 +54,7 @@ def create_multi_step_backend(factory: sglang.DraftBackendFactory) -> NativeSpar
 
 def create_draft_extend_backend(factory: sglang.DraftBackendFactory) -> NativeSparseAttnBackend:
     """Build the backend of the draft model's extend after a verify."""
-    _prepare_draft_side()
+    prepare_draft_side()
     adapter.keep_draft_kv(factory.draft_model_runner)
     return NativeSparseAttnBackend(factory.draft_model_runner, shares_selections=adapter.shares_selections(factory))
 
@@ -65,31 +63,11 @@ def check_server_args(original: Callable, server_args: sglang.ServerArgs) -> Non
     """Stop the server in its main process, before any GPU work or weights, for what the plugin does not serve."""
     original(server_args)
     with switched_on_while_checked(server_args):
-        _check(server_args)
+        check_options(server_args, create_backend)
 
 
-def _check(server_args: sglang.ServerArgs) -> None:
-    names = _backend_names(server_args)
-    if switched_on("NSA_BACKEND_REQUIRED"):
-        check_names(names, create_backend)
-    if not set(adapter.BACKEND_NAMES).isdisjoint((names["prefill"], names["decode"])):
-        check_models(server_args, names)  # first: SGLang fills other defaults in for a model that is not sparse
-        refuse_unsupported(server_args)
-        check_implementations(server_args)
-        if asks_for_warm_up(adapter.resolved(server_args)):
-            adapter.offer_warm_up()
-
-
-def _backend_names(server_args: sglang.ServerArgs) -> dict[str, str | None]:
-    """By part of the server, the attention backend that options name; drafts only where there are some."""
-    args = adapter.resolved(server_args)
-    names = dict(zip(("prefill", "decode"), adapter.served_backends(server_args), strict=True))
-    if args.speculative_algorithm:
-        names["drafts"] = args.speculative_draft_attention_backend or names["decode"]
-    return names
-
-
-def _prepare_draft_side() -> None:
+def prepare_draft_side() -> None:
+    """Make SGLang's draft side ready; raises RuntimeError where the target's backend is not ours."""
     for name in adapter.BACKEND_NAMES:
         if sglang.ATTENTION_BACKENDS[name] is not create_backend:
             raise RuntimeError(

@@ -67,10 +67,13 @@ def examine(num_heads: int) -> dict[str, Any]:
     packages = {name: {"version": _version(name), "for": purpose} for name, purpose in PACKAGES.items()}
     environment = {one.name: {"value": os.environ.get(one.name)} | asdict(one) for one in VARIABLES}
     implementations: dict[str, dict[str, str | None]] = {}
+    checks: list[dict[str, str]] = []
     gpu: dict[str, Any] = NO_GPU
     try:
         from nsa_backend.adapters.installed import adapter
+        from nsa_backend.start_checks import CHECKS
 
+        checks = [asdict(check) for check in CHECKS]
         pinned = dict.fromkeys((*PINNED, adapter.FLASH_MLA_DISTRIBUTION))
         packages |= {name: {"version": _version(name), "for": "FlashMLA"} for name in pinned if name not in packages}
         problems += [problem for problem in map(adapter.package_problem, pinned) if problem]
@@ -87,6 +90,7 @@ def examine(num_heads: int) -> dict[str, Any]:
         "heads": num_heads,
         "implementations": implementations,
         "environment": environment,
+        "start_checks": checks,
         "problems": problems,
     }
 
@@ -165,5 +169,9 @@ def show(report: dict[str, Any]) -> None:
     for name, facts in report["environment"].items():
         variables.add_row(name, facts["value"] or "unset", facts["default"], facts["effect"], facts["when"])
     console.print(variables)
+    stops = Table("a start is stopped when", "by", Column("asked by", overflow="fold"))
+    for check in report["start_checks"]:
+        stops.add_row(*check.values())
+    console.print(stops)
     for problem in report["problems"]:
         console.print(f"problem: {problem}", style="red", highlight=False)

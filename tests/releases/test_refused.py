@@ -1,12 +1,14 @@
 """What stops a server at start, read from ServerArgs that the release itself has resolved."""
 
 import argparse
+import pkgutil
 from types import SimpleNamespace
 
 import pytest
 from installed_source import server_fields
 from sglang.srt.server_args import ServerArgs
 
+from nsa_backend import start_checks
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.rule import OFF
 from nsa_backend.refusals import RULES, refusals
@@ -15,6 +17,18 @@ from nsa_backend.releases import ROUND_WARM_UP, installed, round_graph_problem
 FIELDS = server_fields()
 
 REFUSED = {rule.attribute: rule for rule in adapter.REFUSED if rule.attribute in FIELDS}
+
+
+def test_the_door_lists_what_it_asks_in_order(resolve, monkeypatch):
+    """And of the other moments, functions that there are."""
+    asked = []
+    monkeypatch.setenv("NSA_BACKEND_REQUIRED", "1")
+    listed = [check.asked_by.rpartition(".")[2] for check in start_checks.CHECKS if check.when == start_checks.OPTIONS]
+    for name in listed:
+        monkeypatch.setattr(start_checks, name, lambda *arguments, name=name: asked.append(name))
+    resolve("--attention-backend", adapter.BACKEND_NAMES[0]).check_server_args()
+    assert asked == listed
+    assert all(callable(pkgutil.resolve_name(check.asked_by)) for check in start_checks.CHECKS)
 
 
 def test_a_default_server_is_served(arguments):

@@ -57,6 +57,7 @@ def test_doctor_as_json_without_a_gpu():
     assert report["packages"]["sgl-deep-gemm"]["version"]
     assert set(report["implementations"]) == set(IMPLEMENTATIONS)
     assert set(report["environment"]) == set(SWITCHES)
+    assert {"nsa_backend.refusals.refuse_unsupported"} < {check["asked_by"] for check in report["start_checks"]}
     assert report["environment"]["NSA_BACKEND_CHECK"]["value"] == "1"
     if report["gpu"]["name"] is None:
         assert report["implementations"]["torch"]["bfloat16"] is None

@@ -20,14 +20,12 @@ from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import BaseIndexerMeta
 from sglang.srt.runtime_context import get_exec, get_parallel, get_server_args, get_spec
 from sglang.srt.server_args import ServerArgs
 
-from nsa_backend.adapters import alike_ranks, naive_eagle, resumed_memory, retraction
+from nsa_backend.adapters import alike_ranks, naive_eagle, prefill_context_parallel, resumed_memory, retraction
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.dsa.layer_front import options as layer_front
-from nsa_backend.adapters.dsa.prefill_cp import rows
 from nsa_backend.adapters.dsa.rounds import rule, warm_up
-from nsa_backend.adapters.old_options import ADD_OPTIONS
-from nsa_backend.adapters.options import add_options
+from nsa_backend.adapters.options import ADD_OPTIONS, add_options
 from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import CHECK, FACTORY, Settings, Takeover, hook, register_under
 
@@ -63,7 +61,7 @@ class DsaAdapter(Adapter):
     draft_extend_sizes_in_tokens = staticmethod(draft.draft_extend_sizes_in_tokens)
     take_draft_side = staticmethod(draft.take_draft_side)
     combination_problems = staticmethod(refusals.combination_problems)
-    rows_of_rank = staticmethod(rows.rows_of_rank)
+    rows_of_rank = staticmethod(prefill_context_parallel.rows_of_rank)
     front_problems = staticmethod(layer_front.server_problems)
     round_problems = staticmethod(rule.server_problems)
 

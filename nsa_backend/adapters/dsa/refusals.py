@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.configs import model_config
 from sglang.srt.environ import envs
 
-from nsa_backend.adapters.dsa.prefill_cp import rule as prefill_cp
+from nsa_backend.adapters import prefill_context_parallel
 from nsa_backend.adapters.layer_sharing import sharing_problem
 from nsa_backend.adapters.rule import Rule, nested
 from nsa_backend.releases import installed
@@ -20,7 +20,7 @@ rule = partial(Rule, everywhere=False)
 _INDEXER = "SGLang's indexer then reads metadata that it has not asked its backend for, so no server gets through its captures"
 
 REFUSED = (
-    *prefill_cp.REFUSED,
+    *prefill_context_parallel.REFUSED,
     rule(
         "enable_cp_decode_attn_tp",
         "--enable-cp-decode-attn-tp",
@@ -106,7 +106,7 @@ _SAME_KV = {"bf16": "bfloat16", "auto": "bfloat16"}
 
 def combination_problems(args: Any) -> list[str]:
     """One sentence for each of these resolved arguments that is not served beside another one."""
-    found = prefill_cp.combination_problems(args)
+    found = prefill_context_parallel.combination_problems(args)
     drafts, target = nested(args, "speculative_draft_kv_cache_dtype"), args.kv_cache_dtype
     kv = {_SAME_KV.get(name, name) for name in (drafts, target)}
     if args.speculative_algorithm and drafts is not None and len(kv) > 1:

@@ -1,1 +1,0 @@
-"""Prefill context parallel on the releases of this generation whose rules for it are served."""
