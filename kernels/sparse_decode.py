@@ -8,7 +8,7 @@ import torch
 
 from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
-from nsa_backend.kernels.sparse_decode_plan import Join, Launches, Split, Tile
+from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 
 SCALE_BYTES = 16
 """Of a slot of an FP8 cache: a float32 for each quarter of the latent."""
@@ -56,7 +56,7 @@ def sparse_decode(
     parts: Parts | None = None,
     tile: Tile | None = None,
     join: Join | None = None,
-    launches: Launches = Launches(),  # noqa: B008 (frozen)
+    dependent: bool = True,
 ) -> torch.Tensor:
     """softmax(sm_scale * (q_nope . latent + q_rope . rope)) @ latent over the slots of each row; one launch or two.
 
@@ -77,7 +77,8 @@ def sparse_decode(
         parts: memory for what is joined, from `Parts.allocate`; None, or too little of it, allocates.
         tile: `Tile.of` if None; another one is for measurements.
         join: `Join.of` if None; likewise.
-        launches: how both kernels are launched; another than the default is for measurements.
+        dependent: whether both kernels may be launched before what is ahead of them on the stream ends, and then wait for it;
+            False gives what a check of that is compared with.
 
     Returns:
         [rows, heads, latent] of the query's dtype; zeros where a row has no slot.
@@ -133,10 +134,9 @@ def sparse_decode(
         SPLIT=split.parts > 1,
         FP8=fp8,
         CAPPED=logit_cap != 0,
-        AHEAD=launches.ahead,
         COMPILED=on_gpu,
         num_warps=tile.warps,
-        **({"launch_pdl": launches.attend} if on_gpu else {}),
+        **({"launch_pdl": dependent} if on_gpu else {}),
     )
     if split.parts > 1:
         width = min(join.latent, latent)
@@ -151,7 +151,7 @@ def sparse_decode(
             BLOCK_D=width,
             COMPILED=on_gpu,
             num_warps=join.warps,
-            **({"launch_pdl": launches.join} if on_gpu else {}),
+            **({"launch_pdl": dependent} if on_gpu else {}),
         )
     return out
 

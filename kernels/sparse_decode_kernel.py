@@ -176,7 +176,6 @@ def attend_kernel(
     SPLIT: tl.constexpr,
     FP8: tl.constexpr,
     CAPPED: tl.constexpr,
-    AHEAD: tl.constexpr,  # whether to wait for the kernel ahead only when it comes to the KV cache
     COMPILED: tl.constexpr,
 ):
     D: tl.constexpr = LATENT // 4
@@ -185,7 +184,7 @@ def attend_kernel(
         # To the join alone, which waits before all else. Behind it a kernel of others could begin while the one ahead of this
         # still runs, and read what that writes.
         gdc_launch_dependents()
-    if COMPILED and not AHEAD:
+    if COMPILED:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
@@ -199,8 +198,6 @@ def attend_kernel(
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     part = (row * splits + split) * heads + h
     if SPLIT and begin >= end:
-        if COMPILED and AHEAD:
-            gdc_wait()
         tl.store(lse_ptr + part, tl.full((BLOCK_H,), float("-inf"), tl.float32), mask=h < heads)
         return
     slot = tl.where(begin + columns < end, slot, -1)
@@ -213,8 +210,6 @@ def attend_kernel(
     q2 = tl.load(query + 2 * D, mask=real, other=0.0)
     q3 = tl.load(query + 3 * D, mask=real, other=0.0)
     q_rope = tl.load(q_rope_ptr + row * q_rope_row_stride + h[:, None] * q_rope_head_stride + r, mask=real, other=0.0)
-    if COMPILED and AHEAD:
-        gdc_wait()
     best = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H, BLOCK_N if EVERY_COLUMN else 1), tl.float32)
     out0 = tl.zeros((BLOCK_H, D), tl.float32)

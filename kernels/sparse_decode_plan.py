@@ -55,20 +55,6 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Launches:
-    """How both kernels are launched: dependent ones before what is ahead of them on the stream ends, and then wait for it."""
-
-    attend: bool = True  # whether the first is dependent
-    join: bool = True  # whether the second is
-    ahead: bool = False
-    """Whether the first reads slots, lengths and query before it waits, and the KV cache alone after it.
-
-    Right only where the kernel ahead of it writes nothing but the KV cache and waits for all before it, before it lets this one
-    start: SGLang's KV writer does. For measurements.
-    """
-
-
-@dataclass(frozen=True)
 class Split:
     """How the rows of one call are split; depends on shapes alone, so a shape's results do too."""
 

@@ -16,7 +16,6 @@ from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.plan import PAGE_SIZE, plan_decode
 from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
-from nsa_backend.kernels.sparse_decode_plan import Launches
 from nsa_backend.metadata.views import NSAMetadata, step_metadata
 from nsa_backend.testing.calls import calls
 from nsa_backend.testing.shape import INDEX_DIM, LATENT, QK_DIM, ROPE, SCALE, TOPK
@@ -114,11 +113,11 @@ class Chain(Indexer):
         with calls.one_rank():
             self._pool.set_mla_kv_buffer(self._layer, self._slots[i], *self._new)
 
-    def sparse_decode(self, slots: torch.Tensor, launches: Launches) -> torch.Tensor:
+    def sparse_decode(self, slots: torch.Tensor, dependent: bool) -> torch.Tensor:
         """bfloat16 [rows, heads, LATENT]."""
         query, lens = self.case.query(self.rows), self.metadata.nsa_cache_seqlens_int32
         return sparse_decode(
-            *query, self.case.cache, slots, lens, SCALE, num_sms=self._num_sms, parts=self._parts, launches=launches
+            *query, self.case.cache, slots, lens, SCALE, num_sms=self._num_sms, parts=self._parts, dependent=dependent
         )
 
     def fa3(self, slots: torch.Tensor, schedule: torch.Tensor | None) -> torch.Tensor:

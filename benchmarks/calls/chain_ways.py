@@ -17,15 +17,7 @@ import torch
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks.calls.chain_case import Chain
 from nsa_backend.benchmarks.calls.timing import captured_graph
-from nsa_backend.kernels.sparse_decode_plan import Launches
 
-LAUNCHES = {
-    "": Launches(),
-    ", ordinary launches": Launches(attend=False, join=False),
-    ", first launch ordinary": Launches(attend=False),
-    ", reading ahead": Launches(ahead=True),
-}
-ORDINARY = LAUNCHES[", ordinary launches"]
 Attend = Callable[[torch.Tensor], torch.Tensor]  # int32 [rows, TOPK] slots to bfloat16 [rows, heads, LATENT]
 
 
@@ -69,11 +61,10 @@ class Way:
 
 def ways(chain: Chain) -> dict[str, Way]:
     """All of them, by name; FA3's where it reads this cache and the release has a scheduler of its own."""
-    sparse = functools.partial(Way, chain, afterwards=functools.partial(chain.sparse_decode, launches=ORDINARY))
-    as_served = functools.partial(chain.sparse_decode, launches=LAUNCHES[""])
+    as_served, ordinary = (functools.partial(chain.sparse_decode, dependent=dependent) for dependent in (True, False))
+    sparse = functools.partial(Way, chain, afterwards=ordinary)
     found = {"sparse_decode": sparse(as_served, topk=False, write=False)}
-    for name, launches in LAUNCHES.items():
-        found["chain" + name] = sparse(functools.partial(chain.sparse_decode, launches=launches))
+    found |= {"chain": sparse(as_served), "chain, ordinary launches": sparse(ordinary)}
     found["chain without the KV write"] = sparse(as_served, write=False)
     found["chain without the top-k"] = sparse(as_served, topk=False)
     if chain.case.kv == "bf16" and adapter.fa3_scheduler() is not None:

@@ -110,11 +110,9 @@ def main() -> None:
         tiles = {shape: Tile.of(*shape, fp8=cache["FP8"]) for shape in shapes}
         for tile, split in dict.fromkeys((t, Split.of(*shape, 2048, SMS, t).parts > 1) for shape, t in tiles.items()):
             shape = {"BLOCK_H": tile.heads, "BLOCK_N": tile.tokens, "STAGES": tile.stages}
-            for ahead in (False, True) if shape["BLOCK_H"] == 16 else (False,):
-                constants = MODEL | cache | shape | {"SPLIT": split, "CAPPED": False, "AHEAD": ahead, "COMPILED": True}
-                used = resources(attend_kernel, constants, latent, num_warps=tile.warps)
-                name = f"attend, {tile}, {latent[1:]}, split {split}" + ", ahead" * ahead
-                found[name] = used | {"programs": tile.programs}
+            constants = MODEL | cache | shape | {"SPLIT": split, "CAPPED": False, "COMPILED": True}
+            used = resources(attend_kernel, constants, latent, num_warps=tile.warps)
+            found[f"attend, {tile}, {latent[1:]}, split {split}"] = used | {"programs": tile.programs}
         for lines in (16, 32, 64):
             tile = tile_of(lines)
             shape = {"ROWS": 4, "BLOCK_H": tile.heads, "BLOCK_N": tile.tokens, "STAGES": tile.stages}

@@ -9,7 +9,6 @@ import pytest
 
 from nsa_backend.benchmarks.calls import chain, chain_ways
 from nsa_backend.benchmarks.commands import attention
-from nsa_backend.kernels.sparse_decode_plan import Launches
 
 
 class FakeChain:
@@ -25,8 +24,8 @@ class FakeChain:
     def write(self, i):
         self.called.append(("write", i))
 
-    def sparse_decode(self, slots, launches):
-        self.called.append(("sparse_decode", slots, launches))
+    def sparse_decode(self, slots, dependent):
+        self.called.append(("sparse_decode", slots, dependent))
 
     def fa3(self, slots, schedule):
         self.called.append(("fa3", slots, schedule))
@@ -58,13 +57,11 @@ def test_every_way_runs_in_sglangs_order(kv):
     topk, write = ("top-k", 1), ("write", 1)
     assert run("top-k") == [topk]
     assert run("KV write") == [write]
-    assert run("sparse_decode") == [("sparse_decode", "selected 1", Launches())]
-    assert run("chain") == [topk, write, ("sparse_decode", "slots 1", Launches())]
-    assert run("chain, ordinary launches") == [topk, write, ("sparse_decode", "slots 1", Launches(False, False))]
-    assert run("chain, first launch ordinary") == [topk, write, ("sparse_decode", "slots 1", Launches(attend=False))]
-    assert run("chain, reading ahead") == [topk, write, ("sparse_decode", "slots 1", Launches(ahead=True))]
-    assert run("chain without the KV write") == [topk, ("sparse_decode", "slots 1", Launches())]
-    assert run("chain without the top-k") == [write, ("sparse_decode", "selected 1", Launches())]
+    assert run("sparse_decode") == [("sparse_decode", "selected 1", True)]
+    assert run("chain") == [topk, write, ("sparse_decode", "slots 1", True)]
+    assert run("chain, ordinary launches") == [topk, write, ("sparse_decode", "slots 1", False)]
+    assert run("chain without the KV write") == [topk, ("sparse_decode", "slots 1", True)]
+    assert run("chain without the top-k") == [write, ("sparse_decode", "selected 1", True)]
     assert ("fa3 chain, scheduled once" in made) == (kv == "bf16")
     if kv == "bf16":
         assert run("fa3 chain, scheduled in the call") == [topk, write, ("fa3", "slots 1", None)]
