@@ -1,9 +1,7 @@
 """Every attention implementation this GPU runs, by rows and heads: bare kernel, ours around it, SGLang's built-in around it.
 
 `decode` has the time of our forward_decode, its floor and its error against float32; `wrapper` puts the bare kernel call, our
-forward_decode and the built-in backend's side by side; `by_rows` has a hundred row counts, twice, for auto_table.py;
-`sm90`, on request alone, compares kernels of the installed SGLang, served or not, in decode and prefill, with what each needs
-beside its call; `chain` and `parts`, on request too, are what a layer of decode runs around its attention: see chain.py.
+forward_decode and the built-in backend's side by side; `by_rows` has a hundred row counts, twice, for auto_table.py.
 Every call picks 2048 of a million tokens of its own, so that no KV is found in the L2 cache. Calls repeat inside a captured
 graph, variants interleaved; the KV write is left out everywhere, since both backends leave it to SGLang's pool.
 """
@@ -16,7 +14,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from nsa_backend.adapters.options import OWN_DECODE_VALUES
-from nsa_backend.benchmarks.calls import chain, sm90
 from nsa_backend.benchmarks.calls.attention_case import COLD_ROWS, KV_DTYPES, MAX_ROWS, Case
 from nsa_backend.benchmarks.calls.h200 import BF16_FLOPS, MEMORY_BYTES_PER_S
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved
@@ -27,9 +24,6 @@ from nsa_backend.testing.shape import LATENT, QK_DIM, TOPK
 
 HEADS = (8, 16, 32, 64, 128)
 WRAPPER_HEADS, WRAPPER_ROWS = (16, 64, 128), (1, 8, 32, 128)
-ON_REQUEST = ("sm90", "chain", "parts")
-"""Sections that take minutes and say nothing of what is served as a whole."""
-
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 ROW_COUNTS = (*range(1, 73), *range(80, 161, 8), *range(176, MAX_ROWS + 1, 16))
 
@@ -55,19 +49,16 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
                 found.append(Cell(f"{name}, wrapper", functools.partial(wrapper_rows, make, 3 * samples), "wrapper"))
             if not options.quick:
                 found.append(Cell(f"{name}, 1 to {MAX_ROWS} rows", functools.partial(many_row_counts, make, 5), "by_rows"))
-    if not options.batch:
-        found += sm90.cells(options.heads, options.quick, samples)
-    found += chain.cells(options.heads, options.batch, samples)
     return of_sections(found, options.section)
 
 
 def of_sections(found: list[Cell], wanted: list[str] | None) -> list[Cell]:
-    """The cells of the sections `wanted`, all but ON_REQUEST where None; raises SystemExit where a section has none."""
+    """The cells of the sections `wanted`, all where None; raises SystemExit where a section has none."""
     known = list(dict.fromkeys(cell.section for cell in found))
     for section in wanted or ():
         if section not in known:
             raise SystemExit(f"bench attention has no section {section} here: choose among {', '.join(known)}")
-    return [cell for cell in found if (cell.section in wanted if wanted else cell.section not in ON_REQUEST)]
+    return [cell for cell in found if not wanted or cell.section in wanted]
 
 
 def floor_us(heads: int, rows: int, bytes_per_token: int) -> float:
@@ -146,5 +137,3 @@ def show(report: dict) -> None:
         for r in wrapper
     ]
     print_table(columns, table)
-    sm90.show(report.get("sm90", []))
-    chain.show(report.get("chain", []) + report.get("parts", []))

@@ -7,8 +7,7 @@ and takes longest, in the middle of the forward; draft steps, each a forward of 
 `between` is what a round runs outside its graphs.
 
 Kernels overlap, so `path` has what each adds to the span of a forward, and how long nothing ran before it began; period_us is
-the time from one replay to the next. `course` has the time per token as a generation goes on, before anything is profiled; with
---servers K it is all that is measured, of K servers of each side.
+the time from one replay to the next. A rank of a released model is told by part instead: `rank_serve`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from nsa_backend.benchmarks.checkpoints.ranks import RANKS
-from nsa_backend.benchmarks.commands import course, rank_serve
+from nsa_backend.benchmarks.commands import rank_serve
 from nsa_backend.benchmarks.reports import traces
 from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
@@ -35,27 +34,20 @@ STEPS, BATCH, LENGTH = (0, 3), 1, 300
 
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
-    """Two cells a checkpoint, N, batch and length: its course, and its profile, which gives a row a mode.
-
-    With more than one server a side there are no profiles.
-    """
+    """One cell a checkpoint, N, batch and length, which gives a row a mode; of a rank, a row a side."""
     if of_ranks := [name for name in options.checkpoint or () if name in RANKS]:
         rank_serve.check_alone(options, of_ranks)
         return rank_serve.cells(of_ranks, options, resources, rank_serve.by_part, turns=1)
-    copies = 1 if options.servers is None else options.servers
-    if copies < 1:
-        raise SystemExit("--servers 0 leaves nothing to measure: pass 1, or more to compare servers of one side too")
+    if options.sides:
+        raise SystemExit("--sides is for ranks of released models here: other checkpoints are profiled on both sides")
     folder = Path(tempfile.mkdtemp(prefix="nsa-bench-"))
     shapes = [(batch, length) for length in options.length or [LENGTH] for batch in options.batch or [BATCH]]
-    servers = Servers(folder, options.port or PORT, shapes, max(TOKENS, course.TOKENS), copies=copies)
+    servers = Servers(folder, options.port or PORT, shapes, TOKENS)
     resources.callback(servers.close)
     found = []
     for name in options.checkpoint or ["faithful" if options.quick else "wide"]:
         for n in options.steps or STEPS:
             for batch, length in shapes:
-                title = f"{name}, N = {n}, {batch} x {length}, course"
-                found.append(Cell(title, partial(course.measure, servers, name, n, batch, length), "course"))
-            for batch, length in shapes if copies == 1 else ():  # only now: a server that was profiled may be slower
                 title = f"{name}, N = {n}, {batch} x {length}"
                 found.append(Cell(title, partial(measure, servers, folder, name, n, batch, length)))
     return found
@@ -146,7 +138,6 @@ def show(report: dict) -> None:
             if all(sides):
                 print(f"\n{r['mode']}: where the time of {what} goes, us; {spans(r)}")
                 print_table(("kernel", "ours: own", "gap", "built-in: own", "gap", "ours - built-in"), path_table(*sides))
-    course.show(report.get("course", []))
 
 
 def spans(row: dict) -> str:

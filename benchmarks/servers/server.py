@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPResponse
 from pathlib import Path
@@ -52,23 +52,6 @@ STARTING = 480.0  # seconds that a server of a small checkpoint may take to star
 HEALTH_SECONDS = 25.0
 """Of one request to /health: SGLang generates a token, looks once a second whether it is there, and gives up after twenty."""
 NEVER = 1 << 20  # tokens between two events of a stream: the first token is one, the end is the other
-
-
-def names_of(sides: Sequence[str], copies: int) -> dict[str, str]:
-    """Name of a server to its side, in the order in which they start and answer.
-
-    A side has its own name; with more servers of each, `ours 1`, `builtin 1`, `builtin 2`, `ours 2`, ...: every other pair is
-    swapped, so that no side always comes first.
-    """
-    if copies == 1:
-        return {side: side for side in sides}
-    turns = {pair: sides if pair % 2 else sides[::-1] for pair in range(1, copies + 1)}
-    return {f"{side} {pair}": side for pair, turn in turns.items() for side in turn}
-
-
-def side_of(name: str) -> str:
-    """The side of a server of `names_of`."""
-    return name.split(" ")[0]
 
 
 @dataclass(frozen=True)

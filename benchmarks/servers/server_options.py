@@ -109,18 +109,15 @@ def graph_tokens(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def pool(shapes: Iterable[tuple[int, int]], new_tokens: int, ranks: int = 1, pairs: int = 1) -> list[str]:
+def pool(shapes: Iterable[tuple[int, int]], new_tokens: int, ranks: int = 1) -> list[str]:
     """Room for the largest of `shapes`, its new tokens and what SGLang holds back for more; no cache, so that prefills repeat.
 
     `shapes` are of one of `ranks` ranks of DP attention. SGLang divides the running requests by the ranks, and the tokens not.
-    `pairs` of servers start on one GPU at a time, and what others load meanwhile counts against a server's share of memory: all
-    of them together must stay below it. So one pair gets half of the GPU, and three pairs five sixths. The pool is no larger
-    for it. Of `wide` with 32 prompts of 4096 tokens a server holds 18 GiB, so that three pairs fit into 140.
-    """
+    Two servers start on one GPU at a time, and what the other loads meanwhile counts against a server's share of memory: both
+    of them must stay below half of the GPU. The pool is no larger for it."""
     tokens = max(requests * (length + new_tokens + 512) for requests, length in shapes) + 2 * CHUNK
     most = max(requests for requests, _ in shapes)
-    share = f"{1 - 1 / (2 * pairs):.3g}"
     return [
-        "--max-total-tokens", str(-(-tokens // PAGE_SIZE) * PAGE_SIZE), "--mem-fraction-static", share, "--disable-radix-cache",
+        "--max-total-tokens", str(-(-tokens // PAGE_SIZE) * PAGE_SIZE), "--mem-fraction-static", "0.5", "--disable-radix-cache",
         "--max-running-requests", str(max(32, most) * ranks),
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from nsa_backend.benchmarks.servers import server_options
 from nsa_backend.benchmarks.servers.gpu_memory import weighed
 from nsa_backend.benchmarks.servers.pairs import Pair, started
 from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel
-from nsa_backend.benchmarks.servers.server import APART_SECONDS, BACKENDS, ENVIRONMENTS, WITH_DRAFTS, Server, names_of
+from nsa_backend.benchmarks.servers.server import APART_SECONDS, BACKENDS, ENVIRONMENTS, WITH_DRAFTS, Server
 
 SIZES = [*server_options.decode_graphs(), "--max-total-tokens", "65536", "--disable-radix-cache"]
 """Graphs for the batches that are measured, a small pool, and no cache, so that every prefill is the same."""
@@ -30,7 +30,6 @@ class Servers:
         shapes: Sequence[tuple[int, int]],
         new_tokens: int,
         sides: Sequence[str] | None = None,
-        copies: int = 1,
     ):
         """Checkpoints and logs go to `folder`; servers listen 50 ports apart, and have room and graphs for `shapes`.
 
@@ -42,9 +41,8 @@ class Servers:
             shapes: (requests, prompt tokens) of all that will be asked.
             new_tokens: a request.
             sides: keys of servers.ENVIRONMENTS, in the order in which servers start and answer; those of BACKENDS if None.
-            copies: servers of each side, all on the same GPU.
         """
-        self._sides, self._copies = sides_of(sides), copies
+        self._sides = sides_of(sides)
         self._folder, self._port = folder, port
         self._shapes, self._new_tokens = shapes, new_tokens
         self._open, self._key = ExitStack(), None
@@ -53,21 +51,21 @@ class Servers:
         """GiB on each GPU of the servers that run, by name: empty lists, which are filled when the servers end."""
 
     def of(self, checkpoint: str, steps: int, parallel: Parallel = ONE_GPU) -> dict[str, Server | Pair]:
-        """Servers by name (`servers.names_of`), ready; without drafts there are no rounds, in three graphs or in one.
+        """Servers by side, ready; without drafts there are no rounds, in three graphs or in one.
 
         `checkpoint` is a name in faithful.SHAPES or a folder.
         """
         if self._key != (checkpoint, steps, parallel):
             self.close()
             path = checkpoint_of(checkpoint, self._folder)
-            options = options_for(self._shapes, self._new_tokens, parallel, self._copies)
+            options = options_for(self._shapes, self._new_tokens, parallel)
             sides = [side for side in self._sides if steps or side not in WITH_DRAFTS]
-            for number, (name, side) in enumerate(names_of(sides, self._copies).items()):
+            for number, side in enumerate(sides):
                 time.sleep(APART_SECONDS * (number > 0))
-                log = self._folder / f"{path.name}-{parallel}-n{steps}-{name.replace(' ', '-')}.log"
+                log = self._folder / f"{path.name}-{parallel}-n{steps}-{side}.log"
                 server = started(parallel, side, path, self._port + PORTS_APART * number, steps, log, *options)
-                self.memory[name] = []
-                self._found[name] = self._open.enter_context(weighed(server, self.memory[name]))
+                self.memory[side] = []
+                self._found[side] = self._open.enter_context(weighed(server, self.memory[side]))
             for server in self._found.values():
                 server.wait()
             self._key = checkpoint, steps, parallel
@@ -87,17 +85,14 @@ def sides_of(named: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(named or BACKENDS)
 
 
-def options_for(shapes: Sequence[tuple[int, int]], new_tokens: int, parallel: Parallel = ONE_GPU, copies: int = 1) -> list[str]:
-    """A server's options beyond the README's command: graphs and a pool for `shapes`, prefill as a default server runs it.
-
-    `copies` are the servers of each side that share a GPU.
-    """
+def options_for(shapes: Sequence[tuple[int, int]], new_tokens: int, parallel: Parallel = ONE_GPU) -> list[str]:
+    """A server's options beyond the README's command: graphs and a pool for `shapes`, prefill as a default server runs it."""
     of_rank = parallel.of_a_rank(shapes)
     batches = {batch for batch, _ in of_rank}
     return [
         *server_options.decode_graphs({*server_options.MEASURED_BATCHES, *batches}),
         *server_options.prefill_graphs(of_rank, parallel.dp),
-        *server_options.pool(of_rank, new_tokens, parallel.dp, copies),
+        *server_options.pool(of_rank, new_tokens, parallel.dp),
         *parallel.options(),
     ]
 

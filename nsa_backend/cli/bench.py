@@ -43,7 +43,7 @@ BENCHES = {
         "--tokens",
         "--server",
     ),
-    "profile": ("--checkpoint", "--steps", "--batch", "--length", "--servers", "--port"),
+    "profile": ("--checkpoint", "--steps", "--batch", "--length", "--sides", "--port"),
     "capture": ("--checkpoint", "--steps", "--batch", "--sides", "--port"),
     "memory": (),
 }
@@ -54,8 +54,7 @@ OPTIONS = {
     "--batch": "requests; query rows in attention; in capture the most that run at once",
     "--length": "tokens of a request; of a prompt where there are servers",
     "--heads": "query heads on this GPU",
-    "--section": "sections of the report: decode, wrapper, by_rows; on request alone sm90, chain (top-k, KV write and "
-    "attention of a layer as one piece) and parts (what they cost by the backend's choices)",
+    "--section": "sections of the report: decode, wrapper, by_rows",
     "--checkpoint": "faithful, wide, deep (61 small layers), or a folder that fits twice on the GPU; in serve, profile and "
     "capture also v3.2-tp8, v3.2-dp8, glm-5.1-tp8, glm-5.2-tp8: one rank of a released model, all layers, random weights",
     "--prompt-tokens": "most prompt tokens of a batch: a million take half a minute a sample",
@@ -66,8 +65,6 @@ OPTIONS = {
     "--top-p": "of every request that samples; 1 unless told",
     "--sides": "whose servers, in the order in which they start: ours, builtin, three_graphs (ours, "
     "NSA_BACKEND_ROUND_GRAPH=0), auto (ours, NSA_BACKEND_AUTO_DECODE=1), warmed (ours, --warmups round_graphs)",
-    "--servers": "servers of each side, which answer in turns; 1 unless told. With more only `course` is measured, nothing is "
-    "profiled, and all must fit on the GPU at once: 18 GiB each of wide with 32 prompts of 4096 tokens",
     "--model": "folder of a checkpoint of your own, served by one side after the other; needs --prompts",
     "--prompts": "your prompts: a .jsonl file with text, messages or input_ids a line, or a text file with one a line",
     "--tokens": "most new tokens of an answer to one of --prompts",
@@ -78,7 +75,7 @@ OPTIONS = {
 FRACTIONS = ("--temperature", "--top-p")
 """Those that are no whole numbers."""
 
-SINGLE = ("--port", "--prompt-tokens", "--samples", "--servers", "--model", "--prompts", "--tokens", "--server", *FRACTIONS)
+SINGLE = ("--port", "--prompt-tokens", "--samples", "--model", "--prompts", "--tokens", "--server", *FRACTIONS)
 """Those that take one value."""
 
 TEXTS = ("--checkpoint", "--parallel", "--section", "--sides", "--model", "--prompts", "--server")

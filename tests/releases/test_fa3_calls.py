@@ -12,8 +12,6 @@ from chosen_slots import LATENT, ROPE, SLOTS, TOPK, attended, config, decode_met
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.dense_prefill import DensePrefill
 from nsa_backend.attention.implementations import implementation
-from nsa_backend.benchmarks.calls.chain_case import Chain
-from nsa_backend.config import AttentionConfig
 from nsa_backend.registration import create_backend
 
 
@@ -88,16 +86,6 @@ def test_fa3s_tiles_are_scheduled_once_for_the_rows_of_captured_batches(fa3, dec
             "batch_size": rows, "max_seqlen_q": 1, "max_seqlen_k": TOPK, "num_heads": 3, "num_heads_k": 1, "headdim": ROPE,
             "headdim_v": LATENT, "page_size": 1, "causal": True, "num_splits": 0,
         }  # fmt: skip
-
-
-def test_a_benchmark_schedules_what_the_forward_does(fa3, decoding):
-    metadata = decoding(2)
-    schedule = Chain.fa3_schedule(SimpleNamespace(heads=128, metadata=metadata))
-    model = AttentionConfig(device_sm=90, num_heads=128, kv_cache_dtype=torch.bfloat16, index_topk=2048)
-    assert schedule == implementation("fa3").build(model).prepare(metadata).schedule == ("tiles", 2)
-    ours, served = fa3.scheduled
-    assert ours.keys() == served.keys()
-    assert all(ours[name] is served[name] or ours[name] == served[name] for name in ours)
 
 
 def test_a_release_without_fa3s_scheduler_prepares_nothing(fa3, decoding, monkeypatch):

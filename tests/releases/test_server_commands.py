@@ -40,8 +40,8 @@ def options_of(bench, monkeypatch, **given) -> list[list[str]]:
     seen = []
 
     class Servers:
-        def __init__(self, folder, port, shapes, new_tokens, sides=None, copies=1):
-            seen.append([*options_for(shapes, new_tokens, copies=copies), *pairs.meeting(port)])
+        def __init__(self, folder, port, shapes, new_tokens, sides=None):
+            seen.append([*options_for(shapes, new_tokens), *pairs.meeting(port)])
 
         def close(self):
             pass
@@ -66,7 +66,6 @@ def commands(tmp_path_factory) -> dict[str, list[str]]:
     (folder / "config.json").write_text(json.dumps(faithful.config(faithful.SHAPES["wide"])))
     with pytest.MonkeyPatch.context() as monkeypatch:
         options = {bench.__name__.rsplit(".", 1)[1]: options_of(bench, monkeypatch)[0] for bench in (serve, draft, profile)}
-        options["profile, three pairs"] = options_of(profile, monkeypatch, servers=3, batch=[32], length=[4096])[0]
     options |= {f"capture {requests}": capture.options_for(requests) for requests in capture.REQUESTS}
     options["readme"] = []
     options["own model"] = OwnModel(

@@ -11,9 +11,6 @@ import pytest
 import torch
 
 from nsa_backend import __main__ as command
-from nsa_backend.benchmarks.calls import sm90
-from nsa_backend.benchmarks.calls.sm90_case import Shape, spread
-from nsa_backend.benchmarks.calls.sm90_kernels import variants
 from nsa_backend.benchmarks.commands import attention, metadata
 from nsa_backend.benchmarks.reports import cells, report
 from nsa_backend.benchmarks.servers import generation
@@ -140,56 +137,11 @@ def test_metadata_covers_modes_shapes_and_axes():
 
 
 def test_attention_measures_the_sections_that_are_asked_for():
-    made = [cells.Cell(section, list, section) for section in ("decode", "sm90", "decode")]
-    assert attention.of_sections(made, None) == [made[0], made[2]]  # sm90 takes minutes
-    assert attention.of_sections(made, ["sm90"]) == [made[1]]
-    assert attention.of_sections(made, ["sm90", "decode"]) == made
-    with pytest.raises(SystemExit, match="no section wrapper here: choose among decode, sm90"):
+    made = [cells.Cell(section, list, section) for section in ("decode", "by_rows", "decode")]
+    assert attention.of_sections(made, None) == attention.of_sections(made, ["by_rows", "decode"]) == made
+    assert attention.of_sections(made, ["by_rows"]) == [made[1]]
+    with pytest.raises(SystemExit, match="no section wrapper here: choose among decode, by_rows"):
         attention.of_sections(made, ["wrapper"])
-
-
-def test_sm90_kernels_meet_every_head_count_phase_and_length():
-    shapes = sm90.shapes(None, quick=False)
-    assert len(shapes) == len(set(shapes))
-    for kv in ("bf16", "fp8"):
-        of_kv = [s for s in shapes if s.kv == kv]
-        assert {s.heads for s in of_kv} == {8, 16, 32, 64, 128}
-        assert {(s.rows, s.lengths) for s in of_kv if s.phase == "prefill"} >= {
-            (300, "growing"),
-            (4096, "growing"),
-            (4096, "full"),
-        }
-        assert {s.rows for s in of_kv if s.phase == "decode"} == {1, 8, 32, 128, 512}
-    assert {s.heads for s in sm90.shapes([64], quick=True)} == {64}
-    prefill = variants(Shape("prefill", "bf16", 16, 4096, "full"))
-    assert {"fa3", "flashmla_sparse", "triton_sparse_mla", "triton", "q8"} <= prefill.keys()
-    assert "fa3, schedule kept" not in prefill  # beyond the rows that FA3 schedules with splits
-    assert "triton_sparse_mla" not in variants(Shape("prefill", "bf16", 64, 300, "full"))
-    assert {"fa3, 16 splits", "triton"} <= variants(Shape("decode", "bf16", 64, 128, "full")).keys()
-
-
-def test_a_kernel_that_cannot_run_is_a_result_of_its_row_and_the_others_go_on(monkeypatch):
-    def refuses(case):
-        raise ValueError("64 heads at least")
-
-    made = {"a": sm90.Variant(refuses), "b": sm90.Variant(lambda case: lambda i: case)}
-    monkeypatch.setattr(sm90, "Sm90Case", lambda shape: None)
-    monkeypatch.setattr(sm90, "variants", lambda shape: made)
-    monkeypatch.setattr(sm90, "_prepared", lambda case, variant, repeats: (variant.make(case), 0.0012345))
-    monkeypatch.setattr(sm90, "interleaved", lambda replays, repeats, samples: {name: (2.0, [1.0, 3.0]) for name in replays})
-    (row,) = sm90.measure(Shape("decode", "bf16", 8, 1, "full"), 3)
-    assert row["us"] == {"b": 2.0}
-    assert row["relative_error"] == {"b": 0.00123}
-    assert row["cannot_run"] == {"a": "ValueError: 64 heads at least"}
-
-
-def test_prefill_rows_choose_different_positions_of_what_they_see():
-    reach = torch.tensor([1, 300, 2048, 2049, 3000, 131072], dtype=torch.int32)
-    for limit, row in zip(reach.tolist(), spread(reach, torch.Generator().manual_seed(0)), strict=True):
-        real = row[row >= 0]
-        assert real.unique().numel() == real.numel() == min(limit, 2048)
-        assert 0 <= int(real.min()) <= int(real.max()) < limit
-        assert (row[len(real) :] == -1).all()
 
 
 @pytest.mark.parametrize("given", [{}, {"temperature": 0.6}, {"temperature": 1.0, "top_p": 0.95}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from itertools import pairwise
 
 import pytest
 
@@ -31,36 +30,6 @@ def test_sides_start_in_the_order_they_are_named_in(tmp_path, monkeypatch):
     assert list(running.of(str(tmp_path), 3)) == order
     assert list(running.of(str(tmp_path), 0)) == ["builtin", "ours"]
     assert started == [("builtin", 100), ("three_graphs", 150), ("ours", 200), ("builtin", 100), ("ours", 150)]
-
-
-def test_runningof_one_side_start_in_turns_each_with_a_port_and_a_log_of_its_own(tmp_path, monkeypatch):
-    """And share the GPU: all of them stay below the part of it that one may take."""
-    started = []
-
-    class Fake(nullcontext):
-        def __init__(self, backend, path, port, steps, log, *options, environment):
-            super().__init__(self)
-            words = dict(pairwise(options))
-            started.append((backend, port, int(words["--nccl-port"]), log.name, words["--mem-fraction-static"]))
-
-        def wait(self):
-            """Ready at once."""
-
-    monkeypatch.setattr(pairs, "Server", Fake)
-    monkeypatch.setattr(sides.time, "sleep", lambda seconds: None)
-    (tmp_path / "config.json").write_text("{}")
-    running = sides.Servers(tmp_path, 100, [(32, 4096)], 256, copies=3)
-    assert list(running.of(str(tmp_path), 0)) == ["ours 1", "builtin 1", "builtin 2", "ours 2", "ours 3", "builtin 3"]
-    assert list(running.memory) == list(running.of(str(tmp_path), 0))
-    assert [side for side, *_ in started] == ["ours", "builtin", "builtin", "ours", "ours", "builtin"]
-    taken = [at for _, *ports, _, _ in started for at in ports]
-    assert len(set(taken)) == 12
-    assert taken[:4] == [100, 125, 150, 175]
-    assert len({log for *_, log, _ in started}) == 6
-    assert not any(" " in log for *_, log, _ in started)
-    assert {share for *_, share in started} == {"0.833"}
-    one_pair = sides.options_for([(32, 4096)], 256)
-    assert one_pair[one_pair.index("--mem-fraction-static") + 1] == "0.5"
 
 
 def test_a_side_that_there_is_not():

@@ -126,6 +126,7 @@ TOO_SMALL = r"v3.2-tp8 needs \d+\.\d GiB, 82\.3 of them for weights and \d+\.\d 
             H200,
             "glm-5.2-tp8 fills a GPU and wide shares one: measure them in two",
         ),
+        (profile, {"checkpoint": ["wide"], "sides": ["auto"]}, H200, "--sides is for ranks of released models here"),
         (serve, {"parallel": ["tp2"]}, H200, "v3.2-tp8 is one rank already: leave --parallel out"),
     ],
 )
