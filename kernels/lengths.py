@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend.kernels.prefix_search import NO_END, count_ends_up_to
+from nsa_backend.kernels.prefix_sums import NO_END, count_ends_up_to
 
 
 @triton.jit

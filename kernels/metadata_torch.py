@@ -10,6 +10,7 @@ import torch
 from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
+from nsa_backend.kernels.prefix_sums import exclusive_sum
 from nsa_backend.kernels.topk_plan import CAPS, MAX_ROWS, THRESHOLDS
 
 
@@ -29,7 +30,7 @@ def write_metadata_torch(
     request_of_row, base_len = _rows(plan, seq_lens, extend_lens)
     if plan.ragged:
         buffers.token_to_batch_idx[:rows] = request_of_row
-        buffers.cu_seqlens_q[: requests + 1] = _exclusive_sum(extend_lens)
+        buffers.cu_seqlens_q[: requests + 1] = exclusive_sum(extend_lens)
         buffers.cu_seqlens_q[requests] = rows
 
     for step in range(plan.num_steps):
@@ -37,10 +38,10 @@ def write_metadata_torch(
         lens = (base_len + step).clamp(1, max_len)
         clipped = lens.clamp(max=index_topk)
         buffers.cache_seqlens[step, :requests] = cache_seqlens
-        buffers.cu_seqlens_k[step, : requests + 1] = _exclusive_sum(cache_seqlens)
+        buffers.cu_seqlens_k[step, : requests + 1] = exclusive_sum(cache_seqlens)
         buffers.seqlens_expanded[step, :rows] = lens
         buffers.nsa_cache_seqlens[step, :rows] = clipped
-        buffers.nsa_cu_seqlens_k[step, : rows + 1] = _exclusive_sum(clipped)
+        buffers.nsa_cu_seqlens_k[step, : rows + 1] = exclusive_sum(clipped)
         if buffers.schedule is not None:
             buffers.schedule[step] = paged_mqa_schedule(lens, buffers.schedule.shape[1] - 1, surplus_last)
         if buffers.topk_plan is not None and rows <= MAX_ROWS:
@@ -96,7 +97,3 @@ def _rows(plan: MetadataPlan, seq_lens: torch.Tensor, extend_lens: torch.Tensor 
     past = request >= plan.num_requests
     request = request.clamp(max=plan.num_requests - 1)
     return request, torch.where(past, 1, seq_lens[request] + 1 + row - ends[request])
-
-
-def _exclusive_sum(values: torch.Tensor) -> torch.Tensor:
-    return torch.cat([values.new_zeros(1), torch.cumsum(values, 0)])

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from nsa_backend.kernels.lengths import clip_length
-from nsa_backend.kernels.request_tiles import requests_passed
+from nsa_backend.kernels.prefix_sums import requests_passed
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from nsa_backend.kernels.checks import check_device, check_pool, check_vector
 from nsa_backend.kernels.page_tables import write_flattened_slots, write_request_pages
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.prefill_fields import REQUEST_FIELDS, ROW_FIELDS, PrefillFields, aligned
-from nsa_backend.kernels.request_tiles import requests_passed
+from nsa_backend.kernels.prefix_sums import requests_passed
 
 BLOCK = 64  # rows or flattened slots of a program
 REQUEST_BLOCK = 64

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nsa_backend.kernels.prefix_sums import exclusive_sum
+
 ROW_FIELDS = 7
 REQUEST_FIELDS = 3
 ALIGNMENT = 64  # int32 values; every field begins at a multiple of 256 bytes
@@ -70,7 +72,7 @@ class PrefillFields:
             seqlens_expanded=lens,
             nsa_cache_seqlens=clipped,
             nsa_cu_seqlens_q=self.nsa_cu_seqlens_q[: len(lens) + 1],
-            nsa_cu_seqlens_k=torch.nn.functional.pad(clipped.cumsum(0, dtype=torch.int32), (1, 0)),
+            nsa_cu_seqlens_k=exclusive_sum(clipped),
             token_to_batch_idx=owner,
             k_start=start,
             k_end=end,

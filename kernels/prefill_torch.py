@@ -7,6 +7,7 @@ import torch
 from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.prefill_fields import PrefillFields
+from nsa_backend.kernels.prefix_sums import exclusive_sum
 
 
 def write_prefill_torch(
@@ -23,7 +24,7 @@ def write_prefill_torch(
     requests, pages = seq_lens.shape[0], -(-longest // PAGE_SIZE)
     fields = PrefillFields.allocate(requests, num_rows, pages, flattened, req_to_token.device)
     owner = torch.repeat_interleave(torch.arange(requests, device=seq_lens.device), extend_lens.long())
-    cu_q, cu_k = _exclusive_sum(extend_lens), _exclusive_sum(seq_lens)
+    cu_q, cu_k = exclusive_sum(extend_lens), exclusive_sum(seq_lens)
     row = torch.arange(num_rows, device=seq_lens.device)
     lens = (seq_lens - extend_lens)[owner] + 1 + row - cu_q[owner]
     fields.cache_seqlens.copy_(seq_lens)
@@ -32,7 +33,7 @@ def write_prefill_torch(
     fields.seqlens_expanded.copy_(lens)
     fields.nsa_cache_seqlens.copy_(lens.clamp(max=index_topk))
     fields.nsa_cu_seqlens_q.copy_(torch.arange(num_rows + 1))
-    fields.nsa_cu_seqlens_k.copy_(_exclusive_sum(lens.clamp(max=index_topk)))
+    fields.nsa_cu_seqlens_k.copy_(exclusive_sum(lens.clamp(max=index_topk)))
     fields.token_to_batch_idx.copy_(owner)
     fields.k_start.copy_(cu_k[owner])
     fields.k_end.copy_(cu_k[owner] + lens)
@@ -43,7 +44,3 @@ def write_prefill_torch(
     if flattened:
         fields.flattened_slots.copy_(torch.cat(slots))
     return fields
-
-
-def _exclusive_sum(values: torch.Tensor) -> torch.Tensor:
-    return torch.cat([values.new_zeros(1), torch.cumsum(values, 0)]).long()

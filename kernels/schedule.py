@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from nsa_backend.kernels.lengths import clip_length, lengths_of_rows
-from nsa_backend.kernels.prefix_search import NO_END, count_ends_up_to
+from nsa_backend.kernels.prefix_sums import NO_END, count_ends_up_to
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import torch
 
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.plan import MetadataPlan
+from nsa_backend.kernels.prefix_sums import exclusive_sum
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,5 @@ def with_padding_rows(metadata: NSAMetadata, num_rows: int) -> NSAMetadata:
         metadata,
         nsa_cache_seqlens_int32=padded,
         nsa_cu_seqlens_q=torch.arange(num_rows + 1, dtype=torch.int32, device=padded.device),
-        nsa_cu_seqlens_k=_exclusive_sum(padded),
+        nsa_cu_seqlens_k=exclusive_sum(padded),
     )
-
-
-def _exclusive_sum(values: torch.Tensor) -> torch.Tensor:
-    out = torch.zeros(values.shape[0] + 1, dtype=torch.int32, device=values.device)
-    torch.cumsum(values, 0, dtype=torch.int32, out=out[1:])
-    return out

@@ -1,4 +1,4 @@
-"""Rows over chosen slots of a small KV cache, and sparse attention over them in float32, for the tests of its kernels."""
+"""Rows over chosen slots of a small KV cache, for the tests of the kernels that attend to them."""
 
 from __future__ import annotations
 
@@ -38,20 +38,6 @@ def quantised(kv, latent, dtype):
     pieces = (values.flatten(-2), scales, kv[..., latent:].to(dtype))
     packed = torch.cat([piece.contiguous().view(torch.uint8) for piece in pieces], dim=-1).view(torch.float8_e4m3fn)
     return packed, torch.cat([(values.float() * scales[..., None]).flatten(-2), kv[..., latent:].float()], dim=-1)
-
-
-def expected(q_nope, q_rope, kv, slots, lens, sm_scale, logit_cap=0.0):
-    """Row by row in float32."""
-    out = torch.zeros(q_nope.shape, dtype=torch.float32)
-    query = torch.cat([q_nope, q_rope], dim=-1).float().cpu()
-    for row, length in enumerate(lens.tolist()):
-        chosen = slots[row, :length].cpu().long()
-        keys = kv[:, 0].float().cpu()[chosen[chosen >= 0]]
-        if len(keys):
-            scores = sm_scale * query[row] @ keys.T
-            scores = logit_cap * torch.tanh(scores / logit_cap) if logit_cap else scores
-            out[row] = scores.softmax(-1) @ keys[:, : q_nope.shape[-1]]
-    return out
 
 
 def assert_near(out, want, dtype):

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import tried
-from sparse_rows import LATENT, assert_near, case, expected, quantised
+from sparse_rows import LATENT, assert_near, case, quantised
 
 from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
+from nsa_backend.kernels.sparse_decode_torch import sparse_decode_torch
 
 SMS = 132
 
@@ -34,7 +35,7 @@ def test_rows_of_any_length_split_in_any_way(device, shape, heads, sms, holes, s
     parts.out.fill_(float("nan"))
     parts.lse.fill_(float("nan"))
     out = sparse_decode(*inputs, 0.1, num_sms=sms, parts=parts)
-    assert_near(out, expected(*inputs, 0.1), torch.float32)
+    assert_near(out, sparse_decode_torch(*inputs, 0.1), torch.float32)
 
 
 @pytest.mark.parametrize("heads", [3, 16, 40])
@@ -45,10 +46,12 @@ def test_an_fp8_cache(device, half, heads, sms, logit_cap):
     q_nope, q_rope, kv, slots, lens = case(device, 3, heads, 100, [100, 0, 37], half, 4, latent=128, holes=True)
     kv[..., :64] *= 50
     packed, values = quantised(kv, 128, half)
-    want = expected(q_nope, q_rope, values, slots, lens, 0.02, logit_cap)
+    want = sparse_decode_torch(q_nope, q_rope, values, slots, lens, 0.02, logit_cap)
     out = sparse_decode(q_nope, q_rope, packed, slots, lens, 0.02, num_sms=sms, logit_cap=logit_cap)
     assert_near(out, want, half)
-    assert (out.float().cpu() - expected(q_nope, q_rope, kv, slots, lens, 0.02, logit_cap)).norm() > 5e-3 * want.norm()
+    unscaled = sparse_decode_torch(q_nope, q_rope, kv, slots, lens, 0.02, logit_cap)
+    assert (out.float().cpu() - unscaled).norm() > 5e-3 * want.norm()
+    assert torch.equal(sparse_decode_torch(q_nope, q_rope, packed, slots, lens, 0.02, logit_cap), want)
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -57,7 +60,7 @@ def test_the_models_shape_in_fp8(device, half, heads):
     packed, values = quantised(kv, 512, half)
     assert packed.shape[-1] == 656
     out = sparse_decode(q_nope, q_rope, packed, slots, lens, 576**-0.5, num_sms=SMS)
-    assert_near(out, expected(q_nope, q_rope, values, slots, lens, 576**-0.5), half)
+    assert_near(out, sparse_decode_torch(q_nope, q_rope, values, slots, lens, 576**-0.5), half)
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
@@ -65,20 +68,20 @@ def test_the_models_shape_in_fp8(device, half, heads):
 def test_the_models_shape_in_sixteen_bits(device, half, heads, sms):
     inputs = case(device, 3, heads, 2048, [2048, 0, 300], half, heads, latent=512, rope=64)
     out = sparse_decode(*inputs, 576**-0.5, num_sms=sms)
-    assert_near(out, expected(*inputs, 576**-0.5), half)
+    assert_near(out, sparse_decode_torch(*inputs, 576**-0.5), half)
 
 
 def test_capped_scores(device):
     inputs = case(device, 2, 16, 64, [64, 50], torch.float32, 3)
     out = sparse_decode(*inputs, 2.0, num_sms=SMS, logit_cap=5.0)
-    assert_near(out, expected(*inputs, 2.0, 5.0), torch.float32)
-    assert not torch.allclose(out.cpu(), expected(*inputs, 2.0), atol=1e-2)
+    assert_near(out, sparse_decode_torch(*inputs, 2.0, 5.0), torch.float32)
+    assert not torch.allclose(out.cpu(), sparse_decode_torch(*inputs, 2.0), atol=1e-2)
 
 
 def test_scores_far_apart_keep_the_best(device):
     """One token of a part outweighs all others by more than float32 holds."""
     inputs = case(device, 1, 8, 128, [128], torch.float32, 5)
-    assert_near(sparse_decode(*inputs, 1e3, num_sms=SMS), expected(*inputs, 1e3), torch.float32)
+    assert_near(sparse_decode(*inputs, 1e3, num_sms=SMS), sparse_decode_torch(*inputs, 1e3), torch.float32)
 
 
 def test_equal_shapes_give_equal_bits_whatever_the_memory(device, half):
@@ -93,7 +96,7 @@ def test_equal_shapes_give_equal_bits_whatever_the_memory(device, half):
 def test_other_tiles_compute_the_same(device, tile, join):
     inputs = case(device, 2, 20, 256, [256, 31], torch.float32, 8)
     out = sparse_decode(*inputs, 0.1, num_sms=SMS, tile=tile, join=join)
-    assert_near(out, expected(*inputs, 0.1), torch.float32)
+    assert_near(out, sparse_decode_torch(*inputs, 0.1), torch.float32)
 
 
 @pytest.mark.parametrize("lens", [[256, 31], [0, 256]])
@@ -104,7 +107,7 @@ def test_ordinary_launches_compute_the_same_bits(device, lens):
         parts.out.fill_(float("nan"))
         parts.lse.fill_(float("nan"))
         out = sparse_decode(*inputs, 0.1, num_sms=sms, parts=parts, dependent=False)
-        assert_near(out, expected(*inputs, 0.1), torch.float32)
+        assert_near(out, sparse_decode_torch(*inputs, 0.1), torch.float32)
         assert torch.equal(out, sparse_decode(*inputs, 0.1, num_sms=sms))
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import tried
-from sparse_rows import LATENT, assert_near, expected, over_slots, quantised
+from sparse_rows import LATENT, assert_near, over_slots, quantised
 
 from nsa_backend.kernels.selection_union import (
     PARTS,
@@ -18,6 +18,7 @@ from nsa_backend.kernels.selection_union import (
     write_selection_union,
 )
 from nsa_backend.kernels.sparse_decode_plan import Tile
+from nsa_backend.kernels.sparse_decode_torch import sparse_decode_torch
 from nsa_backend.kernels.sparse_verify import VerifyMemory, sparse_verify
 
 SMS = 6
@@ -105,7 +106,7 @@ def test_rows_of_requests_at_any_overlap(device, overlap, rows, heads, sms):
     slots[-rows:] = -1
     lens = [*range(topk - rows + 1, topk + 1), *range(rows), *([topk] * (rows - 1)), 0]
     inputs = over_slots(device, slots, lens, num_slots, heads, torch.float32, generator)
-    assert_near(verify(inputs, rows, sms=sms), expected(*inputs, 0.1), torch.float32)
+    assert_near(verify(inputs, rows, sms=sms), sparse_decode_torch(*inputs, 0.1), torch.float32)
 
 
 @given(rows=st.integers(1, 6), overlap=st.sampled_from(OVERLAPS), seed=st.integers(0, 2**32 - 1))
@@ -116,7 +117,7 @@ def test_entries_missing_anywhere(device, rows, overlap, seed):
     slots = torch.where(torch.rand(slots.shape, generator=generator) < 0.4, -1, slots)
     lens = torch.randint(0, 41, (2 * rows,), generator=generator).tolist()
     inputs = over_slots(device, slots, lens, num_slots, 5, torch.float32, generator)
-    assert_near(verify(inputs, rows, logit_cap=3.0), expected(*inputs, 0.1, 3.0), torch.float32)
+    assert_near(verify(inputs, rows, logit_cap=3.0), sparse_decode_torch(*inputs, 0.1, 3.0), torch.float32)
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(4, 16), (6, 8), (1, 8)])
@@ -132,7 +133,7 @@ def test_the_models_shape(device, half, rows, heads, fp8):
         kv[..., :256] *= 50
         kv, values = quantised(kv, 512, half)
     out = verify((q_nope, q_rope, kv, chosen, lens), rows)
-    assert_near(out, expected(q_nope, q_rope, values, chosen, lens, 0.1), half)
+    assert_near(out, sparse_decode_torch(q_nope, q_rope, values, chosen, lens, 0.1), half)
 
 
 @pytest.mark.parametrize("tile", [Tile(16, 16, 4, 1), Tile(32, 64, 4, 2), Tile(64, 64, 8, 2)])
@@ -142,7 +143,7 @@ def test_other_tiles_compute_the_same_and_equal_inputs_give_equal_bits(device, t
     slots, num_slots = selections(generator, 2, 4, 64, 0.5)
     inputs = over_slots(device, slots, [64] * 8, num_slots, 10, torch.float32, generator)
     out = verify(inputs, 4, sms=32, tile=tile, splits=splits)
-    assert_near(out, expected(*inputs, 0.1), torch.float32)
+    assert_near(out, sparse_decode_torch(*inputs, 0.1), torch.float32)
     assert torch.equal(out, verify(inputs, 4, sms=32, tile=tile, splits=splits, spare=3))
 
 

@@ -1,4 +1,4 @@
-"""Device function that finds where values lie among inclusive prefix sums that a program has in registers.
+"""Prefix sums: an exclusive one in torch, and device functions that find where values lie among inclusive ones in registers.
 
 The sums go from thread to thread by shuffles, or through shared memory where a program has several warps. A search among sums
 that were stored would wait for the L2 cache in most of its steps.
@@ -6,6 +6,7 @@ that were stored would wait for the L2 cache in most of its steps.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -32,3 +33,25 @@ def count_ends_up_to(
         last = tl.where(passed, end, last)
         width = width // 2
     return count, last
+
+
+@triton.jit
+def requests_passed(
+    lens_ptr,  # int32 | int64 [num_requests], elements of each request
+    element,  # int32 [BLOCK]
+    start,  # first request of the tile
+    carry,  # elements of all requests before it
+    num_requests,
+    REQUEST_BLOCK: tl.constexpr,
+):
+    """A tile of requests: their numbers, which are real, their lengths, and for each element those that end up to it."""
+    r = start + tl.arange(0, REQUEST_BLOCK)
+    real = r < num_requests
+    length = tl.load(lens_ptr + r, mask=real, other=0).to(tl.int32)
+    passed = real[None, :] & ((carry + tl.cumsum(length, 0))[None, :] <= element[:, None])
+    return r, real, length, passed
+
+
+def exclusive_sum(values: torch.Tensor) -> torch.Tensor:
+    """int32 [n + 1] of integers [n]: what lies before each of them, and the sum of all."""
+    return torch.nn.functional.pad(values.cumsum(0, dtype=torch.int32), (1, 0))
