@@ -28,9 +28,10 @@ VARIANTS = {
     THREE_GRAPHS: {"NSA_BACKEND_ROUND_GRAPH": "0", "NSA_BACKEND_SAMPLED_ROUNDS": "0"},
     "auto": {"NSA_BACKEND_AUTO_DECODE": "1"},
     WARMED: {},
+    "front": {"NSA_BACKEND_LAYER_FRONT": "1"},
 }
-"""Sides that are ours with a switch set: speculative rounds of three graphs, decode by whatever is fastest at its rows; or with
-an option, below."""
+"""Sides that are ours with a switch set: speculative rounds of three graphs, decode by whatever is fastest at its rows,
+layers whose front is two launches; or with an option, below."""
 
 WITH_DRAFTS = (THREE_GRAPHS, WARMED)
 """Sides that are ours and no other where there are no drafts."""

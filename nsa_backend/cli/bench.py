@@ -54,7 +54,7 @@ OPTIONS = {
     "--batch": "requests; query rows in attention; in capture the most that run at once",
     "--length": "tokens of a request; of a prompt where there are servers",
     "--heads": "query heads on this GPU",
-    "--section": "sections of the report: decode, wrapper, by_rows",
+    "--section": "sections of the report: decode, wrapper, by_rows, layer_front",
     "--checkpoint": "faithful, wide, deep (61 small layers), or a folder that fits twice on the GPU; in serve, profile and "
     "capture also v3.2-tp8, v3.2-dp8, glm-5.1-tp8, glm-5.2-tp8: one rank of a released model, all layers, random weights",
     "--prompt-tokens": "most prompt tokens of a batch: a million take half a minute a sample",
@@ -64,7 +64,8 @@ OPTIONS = {
     "--temperature": "of every request; 0, which is greedy, unless told",
     "--top-p": "of every request that samples; 1 unless told",
     "--sides": "whose servers, in the order in which they start: ours, builtin, three_graphs (ours, "
-    "NSA_BACKEND_ROUND_GRAPH=0), auto (ours, NSA_BACKEND_AUTO_DECODE=1), warmed (ours, --warmups round_graphs)",
+    "NSA_BACKEND_ROUND_GRAPH=0), auto (ours, NSA_BACKEND_AUTO_DECODE=1), warmed (ours, --warmups round_graphs), "
+    "front (ours, NSA_BACKEND_LAYER_FRONT=1)",
     "--model": "folder of a checkpoint of your own, served by one side after the other; needs --prompts",
     "--prompts": "your prompts: a .jsonl file with text, messages or input_ids a line, or a text file with one a line",
     "--tokens": "most new tokens of an answer to one of --prompts",

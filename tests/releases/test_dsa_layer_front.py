@@ -18,9 +18,10 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
-from nsa_backend.adapters.dsa.layer_front import front, options, rule, take
+from nsa_backend.adapters.dsa.layer_front import builtin, front, options, rule, take
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
+from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.kernels import layer_front_torch as steps
 from nsa_backend.kernels.layer_front_weights import Scales
@@ -176,6 +177,40 @@ def test_options_that_leave_no_room_are_refused_before_weights_are_loaded(option
     (problem,) = adapter.front_problems(served_args(**bad))
     assert problem.startswith("NSA_BACKEND_LAYER_FRONT=1")
     assert LAYER_FRONTS
+
+
+@pytest.mark.parametrize("scales", [None, Scales.POWERS_OF_TWO])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("broken", [None, "rotate_activation", "act_quant", "set_mla_kv_buffer_triton"])
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+def test_the_look_at_start_sees_other_bits(layer, monkeypatch, dtype, scales, broken):
+    """Against SGLang's own Triton kernels where they are Triton, interpreted; with one that writes otherwise too."""
+    from sglang.kernels.ops.kvcache import dsa_fused_store_index_cache, mla_buffer
+    from sglang.kernels.ops.quantization import act_quant_triton
+
+    def write(cache, slots, nope, rope):
+        cache[slots[slots != 0]] = torch.cat([nope, rope], -1)[slots != 0]
+
+    monkeypatch.setattr(mla_buffer, "set_mla_kv_buffer_triton", write)
+    monkeypatch.setattr(dsa_fused_store_index_cache, "fused_store_index_k_cache", dsa_indexer.fused_store_index_k_cache)
+    monkeypatch.setattr(builtin, "quantised", lambda x, scales: x if scales is None else steps.quantise(x.float(), scales))
+    kv = torch.empty(1, 1, 576 if dtype == torch.bfloat16 else 656, dtype=dtype)
+    where = {"rotate_activation": dsa_indexer, "act_quant": act_quant_triton, "set_mla_kv_buffer_triton": mla_buffer}
+    if broken:
+        whole = getattr(where[broken], broken)
+        nudged = {
+            "rotate_activation": lambda x: whole(x) * 2,
+            "act_quant": lambda x, *rest: [part.clone().fill_(1) for part in whole(x, *rest)],
+            "set_mla_kv_buffer_triton": lambda cache, slots, nope, rope: whole(cache, slots, nope, 0 * rope),
+        }
+        monkeypatch.setattr(where[broken], broken, nudged[broken])
+    torch.manual_seed(0)
+    found = {part.split(" of normal")[0] for part in differing_parts(layer, kv, scales, rows=3) if "normal" in part}
+    assert found == {
+        None: set(), "rotate_activation": {"index keys", "gates"}, "act_quant": {"index query", "gates"},
+        "set_mla_kv_buffer_triton": {"KV"},
+    }[broken]  # fmt: skip
+    assert broken or differing_parts(layer, kv, scales, rows=2) == []
 
 
 @pytest.mark.parametrize(("scale_fmt", "form"), [(None, Scales.EXACT), ("ue8m0", Scales.POWERS_OF_TWO)])

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from nsa_backend.adapters.dsa.layer_front import builtin
-from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.kernels import layer_front
-from nsa_backend.kernels.layer_front_weights import GROUP
+from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
 
 ROWS = 48
@@ -31,15 +30,17 @@ def rows_of(kind: str, *shape: int, device: str | torch.device) -> torch.Tensor:
     return x.bfloat16()
 
 
-def differing_parts(attention: Any, kv_cache: torch.Tensor, rows: int = ROWS) -> list[str]:
+@torch.no_grad()
+def differing_parts(attention: Any, kv_cache: torch.Tensor, scales: Scales | None, rows: int = ROWS) -> list[str]:
     """Which results of the launches have other bits than SGLang's, for each kind of rows; a layer on a GPU.
 
     Args:
         attention: a layer that `rule.layer_problem` finds nothing against.
         kv_cache: of a layer, [slots, 1, width]; its dtype and width are used, its memory is not.
+        scales: of the input of the query's projections.
         rows: of a batch.
     """
-    weights, device, scales = weights_of(attention), kv_cache.device, scales_of(attention.indexer.wq_b)
+    weights, device = weights_of(attention), kv_cache.device
     positions = torch.randint(len(weights.cos_sin), (rows,), device=device)
     pages = -(-rows // PAGE_SIZE) + 1
     slots = PAGE_SIZE + torch.randperm((pages - 1) * PAGE_SIZE, device=device)[:rows]

@@ -8,6 +8,7 @@ from typing import Any
 
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.options import SWITCH, server_problems
+from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.dsa.layer_front.rule import device_problem, layer_problem
 from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
 
@@ -39,8 +40,9 @@ def take_layer_fronts(model: Any, kv_pool: Any, args: Any, backends: tuple[type,
     problem = next(iter(server_problems(args)), None) or device_problem()
     problems = Counter(problem or layer_problem(layer) for layer in layers)
     served = [layer for layer in layers if problem is None and layer_problem(layer) is None]
-    if served and served[0].w_kc.is_cuda:
-        different = differing_parts(served[0], kv_pool.get_key_buffer(served[0].layer_id))
+    first = served[0] if served else None
+    if first is not None and first.w_kc.is_cuda:
+        different = differing_parts(first, kv_pool.get_key_buffer(first.layer_id), scales_of(first.indexer.wq_b))
         if different:
             problems, served = Counter({f"this GPU writes other bits than SGLang's kernels ({different[0]})": len(layers)}), []
     reasons = "; ".join(f"{why} ({count})" for why, count in problems.items() if why is not None)

@@ -1,0 +1,92 @@
+"""The section `layer_front` of bench attention: both launches in front of a layer beside the kernels that they replace.
+
+Each is one captured graph on one stream, without the projections between: what it shows is the least that a layer can gain, as
+fewer launches also leave fewer waits. SGLang runs some of its kernels on a second stream; its sum here is an upper bound.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved
+from nsa_backend.benchmarks.reports.cells import Cell
+from nsa_backend.benchmarks.reports.report import print_table
+from nsa_backend.kernels import layer_front
+from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.releases import layer_front_problem
+
+ROWS = (1, 4, 8, 32, 128)
+REPEATS = 32
+HEADS, Q_RANK = 16, 1536
+"""Of a rank of DeepSeek-V3.2 under tensor parallel 8."""
+
+
+def cells(rows: list[int] | None, samples: int) -> list[Cell]:
+    """A cell a KV dtype and number of rows; none where the release has other layers."""
+    if layer_front_problem() is not None:
+        return []
+    return [
+        Cell(f"layer_front, {kv}, {n} rows", functools.partial(measure, kv, n, samples), "layer_front")
+        for kv in ("bf16", "fp8")
+        for n in rows or ROWS
+    ]
+
+
+def measure(kv: str, rows: int, samples: int) -> list[dict]:
+    """One row of microseconds a call, and the least and the most."""
+    calls = front_calls(kv, rows)
+    graphs = {name: captured_graph(lambda call=call: [call() for _ in range(REPEATS)]) for name, call in calls.items()}
+    times = interleaved({name: graph.replay for name, graph in graphs.items()}, REPEATS, samples)
+    return [
+        {
+            "kv": kv,
+            "rows": rows,
+            "us": {name: round(us, 2) for name, (us, _) in times.items()},
+            "min_max": {name: [round(x, 2) for x in spread] for name, (_, spread) in times.items()},
+        }
+    ]
+
+
+def show(rows: list[dict]) -> None:
+    """A line a launch or sequence."""
+    table = [
+        (r["kv"], r["rows"], name, us, "{:.2f} to {:.2f}".format(*r["min_max"][name]))
+        for r in rows
+        for name, us in r["us"].items()
+    ]
+    if table:
+        print_table(("KV", "rows", "what", "us", "least to most"), table)
+
+
+def front_calls(kv: str, rows: int) -> dict[str, Callable[[], object]]:
+    """Both launches and both of SGLang's sequences, by name."""
+    from nsa_backend.adapters.dsa.layer_front import builtin
+    from nsa_backend.adapters.dsa.layer_front.rule import weights_of
+    from nsa_backend.testing.front_layer import INDEX_HEADS, POSITIONS, front_layer
+    from nsa_backend.testing.shape import LATENT, ROPE
+
+    layer, pages = front_layer(Q_RANK, HEADS), -(-rows // PAGE_SIZE) + 1
+    weights = weights_of(layer)
+    width, dtype = (LATENT + ROPE, torch.bfloat16) if kv == "bf16" else (656, torch.float8_e4m3fn)
+    kv_cache = torch.zeros(pages * PAGE_SIZE, 1, width, device="cuda").to(dtype)
+    index_cache = torch.zeros(pages, layer_front.INDEX_PAGE_BYTES, dtype=torch.uint8, device="cuda")
+    positions = torch.randint(POSITIONS, (rows,), device="cuda")
+    slots = PAGE_SIZE + torch.arange(rows, device="cuda")
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(rows, *shape, device="cuda").bfloat16()
+
+    qkv, key, query, q_rope = drawn(Q_RANK + LATENT + ROPE), drawn(GROUP), drawn(INDEX_HEADS, GROUP), drawn(HEADS, ROPE)
+    gates = torch.randn(rows, INDEX_HEADS, device="cuda")
+    written = (positions, slots, kv_cache, index_cache, Scales.EXACT)
+    with torch.no_grad():
+        return {
+            "norm_rope_store": lambda: layer_front.norm_rope_store(qkv, key, weights, *written),
+            "SGLang's norms, RoPE and writes": lambda: builtin.norm_rope_store(layer, qkv, key, *written),
+            "rope_quantise": lambda: layer_front.rope_quantise(query, gates, q_rope, weights, positions),
+            "SGLang's queries and gates": lambda: builtin.rope_quantise(layer, query, gates, q_rope, positions),
+        }
