@@ -22,7 +22,7 @@ def front_layer(q_rank: int, heads: int, index_neox: bool = True, device: str = 
     """
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
     from sglang.srt.layers.layernorm import LayerNorm, RMSNorm
-    from sglang.srt.layers.rotary_embedding import get_rope_wrapper
+    from sglang.srt.layers.rotary_embedding import get_rope
 
     def norm(kind: type, width: int, dtype: torch.dtype) -> torch.nn.Module:
         made = kind(width, eps=1e-6).to(device, dtype)
@@ -31,7 +31,7 @@ def front_layer(q_rank: int, heads: int, index_neox: bool = True, device: str = 
         return made
 
     def rope(neox: bool) -> torch.nn.Module:
-        return get_rope_wrapper(ROPE, ROPE, POSITIONS, 10000, neox, None, torch.bfloat16, device=device).to(device)
+        return get_rope(ROPE, ROPE, POSITIONS, 10000, neox, None, torch.bfloat16).to(device)
 
     indexer = SimpleNamespace(
         k_norm=norm(LayerNorm, INDEX_DIM, torch.float32), rotary_emb=rope(index_neox), rope_head_dim=ROPE, n_heads=INDEX_HEADS,
