@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nsa_backend import __main__ as command
-from nsa_backend.benchmarks.commands import attention, metadata
+from nsa_backend.benchmarks.commands import attention
 from nsa_backend.benchmarks.reports import cells, report
 from nsa_backend.benchmarks.servers import generation
 from nsa_backend.cli import bench
@@ -117,23 +117,6 @@ def test_exit_code_file_and_json(monkeypatch, capsys, tmp_path, clock, minutes, 
 
 def options(**given) -> argparse.Namespace:
     return argparse.Namespace(**({"steps": None, "batch": None, "length": None, "prompt_tokens": None, "quick": False} | given))
-
-
-def test_metadata_covers_modes_shapes_and_axes():
-    wanted = metadata.wanted(options())
-    assert len(wanted) == len(set(wanted))
-    growth = [w[1:] for w in wanted if w[0] == "growth"]
-    for mode in ("draft_decode", "target_verify", "draft_extend"):
-        steps, batches, lengths = ({point[axis] for point in growth if point[0] == mode} for axis in (1, 2, 3))
-        assert steps == set(range(2, 9))
-        assert (min(batches), max(batches)) == (1, 128)
-        assert (min(lengths), max(lengths)) == (1024, 131072)
-    rows = [w[1:] for w in wanted if w[0] == "rows"]
-    assert {(mode, steps) for mode, steps, _, _ in rows} >= {("draft_decode", 4), ("draft_decode", 8), ("target_verify", 3)}
-    assert len(metadata.wanted(options(quick=True))) < len(rows)
-    own = metadata.wanted(options(batch=[3, 5], length=[777]))
-    assert {w[2:] for w in own} == {(4, 3, 777), (4, 5, 777)}
-    assert len(own) == 6
 
 
 def test_attention_measures_the_sections_that_are_asked_for():

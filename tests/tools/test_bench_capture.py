@@ -92,9 +92,3 @@ def test_servers_run_one_after_the_other_and_say_how_long_first_requests_wait(ce
     shown = capsys.readouterr().out
     assert "whole rounds, greedy, 4 sizes" in shown
     assert "2.00 0.50 0.50 0.50" in shown
-
-
-def test_rounds_of_no_drafts_are_not_asked_for(cells):
-    assert [cell.name.rsplit(", ", 1)[1] for cell in cells(steps=[0], batch=[8])] == ["ours", "builtin"]
-    assert len(cells()) == 2 * 4
-    assert len(cells(quick=True)) == 4

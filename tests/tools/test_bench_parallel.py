@@ -82,20 +82,6 @@ def test_both_sides_are_spread_alike_and_reduce_through_nccl():
     assert not [option for option in options(ONE_GPU, (8, 300)) if option.startswith(("--tp", "--dp", "--enable", "--enforce"))]
 
 
-def test_what_a_deployment_is_made_of():
-    experts = options(Parallel(2, ep=True), (8, 300))
-    assert (experts["--ep-size"], experts["--tp-size"], experts["--dp-size"]) == (["2"], ["2"], ["2"])
-    divided = options(Parallel(cp=2), (8, 300))
-    assert (divided["--tp-size"], divided["--cp-strategy"], divided["--enable-prefill-cp"]) == (["2"], ["interleave"], [])
-    stages = options(Parallel(pp=2), (8, 300))
-    assert (stages["--pp-size"], stages["--disable-overlap-schedule"]) == (["2"], [])
-    assert "--tp-size" not in stages
-    assert Parallel(pp=2).environment() == {"SGLANG_ENABLE_PP_SPEC": "1"}
-    assert Parallel(pd=True).environment() == Parallel(2, 2).environment() == {}
-    assert options(Parallel(pd=True), (8, 300)) == options(ONE_GPU, (8, 300))
-    assert options(Parallel(dp=2, pd=True), (8, 300)) == options(Parallel(dp=2), (8, 300))
-
-
 def test_a_server_finds_what_its_deployment_needs(tmp_path, monkeypatch):
     found = []
 
@@ -183,17 +169,6 @@ def test_a_row_gets_what_each_side_gave_back_when_it_ended(in_use, monkeypatch, 
     assert "GiB a GPU" in shown
     assert "dp2" in shown
     assert "5.0" in shown
-
-
-def test_memory_that_nobody_tells_is_left_out(monkeypatch):
-    def fails(*command, **how):
-        raise FileNotFoundError(command)
-
-    monkeypatch.setattr(gpu_memory.subprocess, "run", fails)
-    held: list[float] = []
-    with pytest.raises(RuntimeError, match="its own"), gpu_memory.weighed(nullcontext(), held):
-        raise RuntimeError("its own")
-    assert held == []
 
 
 @pytest.mark.parametrize(("visible", "asked"), [(None, []), ("2,3", ["-i", "2,3"])])

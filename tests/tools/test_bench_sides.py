@@ -37,14 +37,6 @@ def test_a_side_that_there_is_not():
         sides.sides_of(["ours", "theirs"])
 
 
-def test_a_side_is_told_from_the_others_by_its_environment():
-    assert server.ENVIRONMENTS["builtin"] == {"NSA_BACKEND_DISABLE": "1"}
-    assert server.ENVIRONMENTS["three_graphs"] == {
-        "NSA_BACKEND_DISABLE": "0", "NSA_BACKEND_ROUND_GRAPH": "0", "NSA_BACKEND_SAMPLED_ROUNDS": "0",
-    }  # fmt: skip
-    assert server.ENVIRONMENTS["auto"] == {"NSA_BACKEND_DISABLE": "0", "NSA_BACKEND_AUTO_DECODE": "1"}
-
-
 def test_a_side_that_is_told_by_an_option(tmp_path, monkeypatch):
     found = []
     monkeypatch.setattr(

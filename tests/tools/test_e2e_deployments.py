@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_e2e_runs import ASK
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import actions
@@ -142,25 +141,6 @@ def test_the_weights_of_an_attention_come_together(monkeypatch):
     assert parts == [["model.layers.0.mlp"], sorted(attention), ["model.layers.1.self_attn.q_a_proj"]]
 
 
-@pytest.mark.parametrize(
-    ("engine", "call", "what"),
-    [
-        (Engine, "update_weights_from_tensor", "take a and the 0 after it"),
-        (EngineWithSessions, "begin_weight_update", "begin a weight update"),
-        (EngineWithSessions, "update_weights_from_tensor", "take a and the 0 after it"),
-        (EngineWithSessions, "end_weight_update", "end the weight update"),
-    ],
-    indirect=["engine"],
-)
-def test_weights_that_are_not_taken(engine, call, what, tmp_path):
-    """Whichever call SGLang refuses."""
-    setattr(engine, call, lambda *tensors, **options: (False, "shape mismatch"))
-    save_file({"a": torch.zeros(3)}, tmp_path / "x.safetensors")
-    with pytest.raises(RuntimeError, match=f"did not {what}: shape mismatch"):
-        run_case.run_engine(case_called("weights updated"), {"model_path": str(tmp_path)})
-    assert engine.calls[-1] == "shutdown"
-
-
 def test_memory_is_released_and_resumed(engine):
     run_case.run_engine(case_called("memory released and resumed"), {"model_path": ""})
     assert engine.calls == ["generate"] * 2 + ["release", "resume"] + ["generate"] * 2 + ["shutdown"]
@@ -202,13 +182,6 @@ def test_what_must_come_from_storage(engine, monkeypatch):
     ]
 
 
-def test_caches_that_are_not_flushed(engine, monkeypatch):
-    monkeypatch.setattr(actions, "BACKUP_SECONDS", 0.0)
-    engine.flush_cache = lambda: SimpleNamespace(success=False, message="requests are running")
-    with pytest.raises(RuntimeError, match="did not flush its caches: requests are running"):
-        run_case.run_engine(case_called("HiCache, storage in files"), {"model_path": ""})
-
-
 def test_a_second_run_is_held_to_the_floors_and_outputs_of_the_first(engine, tmp_path):
     case = case_called("memory released and resumed")
     found = run_case.run_engine(case, {"model_path": ""})
@@ -224,25 +197,3 @@ def test_a_second_run_is_held_to_the_floors_and_outputs_of_the_first(engine, tmp
     assert run_all.Run.parted(alone) == [(case, [difference])]
     assert run_all.Run.parted(SimpleNamespace(cases=[case], results={(case.name, "builtin"): (found, "")})) == []
     assert len(reports.row_of(case, {"ours": found})["workloads"]) == 4
-
-
-def test_a_tie_between_two_runs_of_one_side(monkeypatch, tmp_path):
-    (tmp_path / "next_token.py").write_text(ASK.format(here=str(tmp_path), gap=0.03))
-    monkeypatch.setattr(ties, "HERE", tmp_path)
-    found = [{"prompt": [2, 3], "ours": 5, "other": 6, "against": "8x300, after weights were updated", "tie": None}]
-    case = case_called("weights updated")
-    ties.judge({case.checkpoint: tmp_path}, [(case, found)], 1, tmp_path, 12000, 30)
-    assert (found[0]["tie"], found[0]["below_best"]) == (True, {"ours": 0.0, "other": pytest.approx(0.03)})
-
-
-def test_a_dense_draft_is_written_where_its_case_looks_for_it(monkeypatch, tmp_path):
-    drafts = []
-    monkeypatch.setattr(run_all.eagle3, "write", lambda out, target: drafts.append((out, target)))
-    plain, dense = case_called("n3 fa3"), case_called("EAGLE3, dense draft")
-    checkpoints = {plain.checkpoint: tmp_path / "target"}
-    run_all.write_dense_drafts([plain], checkpoints)
-    assert drafts == []
-    run_all.write_dense_drafts([plain, dense, dense], checkpoints)
-    asked = run_case.engine_arguments(dense, str(tmp_path / "target"), 30000)
-    assert drafts == [(Path(asked["speculative_draft_model_path"]), tmp_path / "target")]
-    assert "speculative_draft_model_path" not in run_case.engine_arguments(plain, str(tmp_path / "target"), 30000)

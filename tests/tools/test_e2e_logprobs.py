@@ -20,10 +20,6 @@ def answer(ids: list[int], of: list[int] | None = None, meta: dict | None = None
     return {"output_ids": ids, "meta_info": {"output_token_logprobs": pairs} | (meta or {})}
 
 
-def test_those_of_each_token():
-    assert told([answer([7, 8]), answer([9])]) == [[0.0, -0.5], [0.0]]
-
-
 @pytest.mark.parametrize("of", [[7], [7, 9], [7, 8, 9], [8, 7]])
 def test_those_of_other_tokens(of):
     with pytest.raises(RuntimeError, match=f"log-probabilities of {len(of)} tokens are not those of 2"):
@@ -72,9 +68,3 @@ def test_what_is_too_far(shift, problem):
     rare = {"positions": 1000, "mean": 0.002, "largest": 2.0}
     assert len(far_apart({"case": "x", "logprobs": {"8x300": rare}})) == 1
     assert "logprobs" not in reports.row_of(CASE, {"ours": given["ours"]})
-
-
-def test_nothing_to_compare():
-    found = apart({"output_ids": [[1]], "logprobs": [[-1.0]]}, {"output_ids": [[2]], "logprobs": [[-1.0]]})
-    (sentence,) = far_apart({"case": "x", "logprobs": {"8x300": found}})
-    assert sentence.startswith("x, 8x300: no log-probability could be compared")

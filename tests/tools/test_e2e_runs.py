@@ -196,10 +196,6 @@ class TestMerging:
         assert joined["not_measured"] == ["c, ours"]
         assert len(joined["runs"]) == 3
 
-    def test_each_run_keeps_what_its_machine_had_left(self):
-        joined = reports.merged([report("a", "ours", machine={"oom_kills": 0}), report("b", "ours")])
-        assert [run.get("machine") for run in joined["runs"]] == [{"oom_kills": 0}, None]
-
     def test_other_machines_are_not_joined(self):
         with pytest.raises(ValueError, match="gpu is NVIDIA H200 and NVIDIA H100"):
             reports.merged([report("a", "ours"), report("b", "ours", gpu="NVIDIA H100")])
@@ -213,10 +209,6 @@ class TestMerging:
         assert len(joined["rows"]) == 2
 
 
-def test_tokens_are_whole_rounds():
-    assert [new_tokens(n) % (n + 1) for n in (1, 3, 5, 8)] == [1, 1, 1, 1]
-
-
 @pytest.mark.parametrize(("rounds", "meets"), [([1, 0, 0, 31], True), ([2, 0, 0, 31], True), ([3, 0, 0, 31], False)])
 def test_floors_where_the_first_round_has_no_draft(rounds, meets):
     """That round and one rejection a request are within them, as the rejection alone is where there is no such round."""
@@ -225,11 +217,3 @@ def test_floors_where_the_first_round_has_no_draft(rounds, meets):
     assert (reports.verdicts(case, found) == []) == meets
     alone = {name: {"accept": [accept_length([rounds[0] - 1, *rounds[1:]])] * 8} for name in case.workloads}
     assert (reports.verdicts(replace(case, floors=FLOORS), alone) == []) == meets
-
-
-def test_a_case_is_served_the_shape_it_names(tmp_path):
-    """Eight heads in all, as a rank of eight has; and the same folder for all cases of one shape."""
-    case = next(c for c in CASES if c.name == "8 heads, fa3")
-    folder = run_all.written(*case.checkpoint, tmp_path)
-    assert json.loads((folder / "config.json").read_text())["num_attention_heads"] == 8
-    assert run_all.written(*case.checkpoint, tmp_path) == folder

@@ -2,15 +2,13 @@
 
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
-from endings import Exit, cause, facts, first_error, last_lines, state_of
+from endings import Exit, cause, facts, first_error, last_lines
 from engines import run_to_its_end
 
 GIB = 2**30
@@ -52,22 +50,6 @@ def test_compilers_beneath_a_rank_are_nobodys_end(tmp_path, title, told):
     exits: list[Exit] = []
     assert run_to_its_end([sys.executable, "-c", engine], tmp_path / "log", dict(os.environ), 4.0, exits) is None
     assert [(one.name, one.how()) for one in exits] == told
-
-
-def test_processes_that_are_ended_with_a_late_engine_are_no_cause(tmp_path):
-    code, exits = run(tmp_path, [(signal.SIGKILL, 60.0)], seconds=60.0, limit=3.0)
-    assert (code, exits) == (None, [])
-    assert cause(exits, code, "", {}, 3.0) == "it was ended after 3 s without a result"
-
-
-def test_the_status_of_a_process_is_read_until_its_parent_asks():
-    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(3)"])
-    deadline = time.monotonic() + 20
-    while state_of(process.pid)[0] != "Z" and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert state_of(process.pid) == ("Z", 3)
-    process.wait()
-    assert state_of(process.pid) == ("", None)
 
 
 def gone(status: int | None, logged: int = 0, pid: int = 5, name: str = "sglang::scheduler_DP0_TP0") -> Exit:
@@ -124,14 +106,6 @@ def test_an_error_of_python_is_the_cause_where_it_was_logged_before_processes_en
     before = gone(-signal.SIGKILL, logged=5)
     assert cause([before], -9, LOG, FULL, 190.0).startswith(KILLED)
     assert cause([], -9, LOG, {}, 190.0) == cause([after], -9, LOG, FULL, 190.0)
-
-
-def test_what_nothing_tells_is_said_so():
-    assert cause([gone(None)], -9, "loading", {}, 9.0) == (
-        "nothing tells: its first process ended with -9, no other was seen to end badly, and the log has no error"
-    )
-    log = "".join(f"Traceback (most recent call last):\n  x\n{error}\n" for error in ("ValueError: first", "KeyError: 'last'"))
-    assert cause([], 1, log, {}, 9.0) == "its first process ended with 1, after KeyError: 'last'"
 
 
 def test_sglangs_own_word_for_a_process_counts(tmp_path):

@@ -71,16 +71,6 @@ def test_the_first_node_starts_once_the_others_have_looked_at_its_ports(stand_in
     assert [found[n].option["--port"] for n in range(3)] == ["24200", "24201", "24202"]
 
 
-def test_each_node_has_a_log_and_all_are_in_the_output(stand_ins, tmp_path, capfd):
-    with Nodes(stand_ins(24220), 2, tmp_path / "case.json") as deployment:
-        deployment.wait(20)
-    assert [(tmp_path / f"case.node{n}.log").read_text() for n in (0, 1)] == [
-        "node 0 server_args=...\n",
-        "node 1 server_args=...\n",
-    ]
-    assert sorted(capfd.readouterr().out.splitlines()) == ["node 0 server_args=...", "node 1 server_args=..."]
-
-
 @pytest.mark.parametrize("sampling", [{"top_k": 1}, [{"top_k": 1}, {}, {"top_k": 3}]], ids=["of all", "of each"])
 def test_requests_choose_their_ranks(stand_ins, tmp_path, sampling):
     with Nodes(stand_ins(24240), 2, tmp_path / "case.json") as deployment:
@@ -132,13 +122,6 @@ def test_a_node_that_ends_ends_the_wave_it_is_missing_in(stand_ins, tmp_path):
     assert time.monotonic() - began < 15
 
 
-def test_the_first_node_is_the_cause_of_the_request_that_fails_with_it(stand_ins, tmp_path):
-    with Nodes(stand_ins(24320, raises=0, **{"answers after": 60}), 2, tmp_path / "case.json") as deployment:
-        deployment.wait(20)
-        with pytest.raises(RuntimeError, match=r"^node 0 of 2: exit code 5"):
-            deployment.generate([[1]], {})
-
-
 def test_a_node_that_lives_on_without_a_rank(stand_ins, tmp_path):
     """A rank that is killed leaves a node which waits for another of its ranks."""
     lasting = f"scheduler_{tmp_path.name}"
@@ -148,28 +131,6 @@ def test_a_node_that_lives_on_without_a_rank(stand_ins, tmp_path):
         with pytest.raises(RuntimeError, match=r"^node 1 of 2: sglang::scheduler_TP3 ended first: exit code 9, after"):
             deployment.generate([[1]], {})
     assert lasting not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-
-
-def test_what_a_rank_starts_may_end(stand_ins, tmp_path):
-    """Until it runs something else it has its rank's title."""
-    ranks = [[1, "scheduler_TP2", 60, 0], [1, "scheduler_TP2", 2, 0]]
-    with Nodes(stand_ins(24360, ranks=ranks, **{"answers after": 4}), 2, tmp_path / "case.json") as deployment:
-        deployment.wait(20)
-        assert [a["output_ids"] for a in deployment.generate([[1]], {})] == [[1]]
-
-
-def test_a_node_that_does_not_look_at_its_ports(stand_ins, tmp_path, monkeypatch):
-    monkeypatch.setattr(nodes.Nodes._start, "__defaults__", (1.0,))
-    with pytest.raises(TimeoutError, match="node 1 did not log 'server_args=' within 1 s"):
-        Nodes(stand_ins(24380, seconds=60), 2, tmp_path / "case.json").__enter__()
-    assert ended_nodes(stand_ins) == {False}
-
-
-def test_a_request_that_is_refused_is_no_nodes_end(stand_ins, tmp_path):
-    with Nodes(stand_ins(24400), 2, tmp_path / "case.json") as deployment:
-        deployment.wait(20)
-        with pytest.raises(OSError, match=r"Remote end closed|reset"):
-            deployment.generate([], {})
 
 
 CASE = """

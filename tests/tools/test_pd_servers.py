@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import pd_servers
 import run_case
-from pd_servers import ALONE, BOOTSTRAP, DECODE, Pair, ServerProcess, command, roles, rooms, router_command
+from pd_servers import BOOTSTRAP, Pair, command, roles
 from workloads import CASES
 
 SERVER = """
@@ -90,25 +90,6 @@ def test_requests_choose_ranks_of_the_decode_server(stand_ins, sampling):
     assert chosen == {n: (rank, its_own) for n, rank, its_own in zip((1, 2, 3), RANKS, each, strict=True)}
 
 
-def test_requests_choose_ranks_of_one_server(stand_ins):
-    with ServerProcess({"port": 24160, "model_path": "x"}) as server:
-        server.wait(20)
-        answers = server.generate(PROMPTS, {"top_k": 1}, RANKS)
-    assert [a["output_ids"] for a in answers] == [[1] * 4, [2] * 4, [3] * 4]
-    asked = sorted((body for _, _, body in stand_ins()), key=lambda body: body["input_ids"])
-    assert asked == [
-        {"input_ids": prompt, "sampling_params": {"top_k": 1}, "routed_dp_rank": rank}
-        for prompt, rank in zip(PROMPTS, RANKS, strict=True)
-    ]
-
-
-def test_the_router_is_not_asked_for_ranks(stand_ins, monkeypatch):
-    """It would tell the prefill server too."""
-    monkeypatch.setattr(pd_servers, "router_command", lambda port: [sys.executable, "-c", "import time; time.sleep(60)"])
-    with Pair({"port": 23900, "model_path": "x"}, "nixl", router=True) as pair, pytest.raises(AssertionError, match="router"):
-        pair.generate(PROMPTS, {}, RANKS)
-
-
 @pytest.mark.parametrize(("tp", "gpus", "first"), [(1, 2, 1), (2, 4, 2), (2, 2, 0), (4, 4, 0)])
 def test_a_decode_server_is_beside_the_prefill_server_or_on_the_same_gpus(tp, gpus, first):
     prefill, decode = roles({"port": 1, "tp_size": tp}, "nixl", gpus)
@@ -128,30 +109,3 @@ def test_a_case_measures_the_pair_and_one_server(stand_ins, monkeypatch):
     assert tuple(found) == case.measured() == ("8x300", "8x300, one server")
     assert all(len(of_run["output_ids"]) == 8 for of_run in found.values())
     assert sorted(role for role, _, _ in stand_ins()) == ["alone", "decode", "prefill"]
-
-
-def test_a_server_that_ends_says_so(stand_ins, monkeypatch):
-    monkeypatch.setattr(pd_servers, "command", lambda arguments: [sys.executable, "-c", "import sys; sys.exit(3)"])
-    with Pair({"port": 24080}, "nixl") as pair, pytest.raises(RuntimeError, match="the server ended with 3"):
-        pair.wait(20)
-
-
-def test_ports_of_a_case_are_apart():
-    ports = [0, DECODE, ALONE, pd_servers.ROUTER, BOOTSTRAP]
-    assert len(set(ports)) == len(ports)
-    router = router_command(24000)
-    assert router[router.index("--prefill") + 1 :][:2] == ["http://127.0.0.1:24000", str(24000 + BOOTSTRAP)]
-    assert router[router.index("--decode") + 1] == f"http://127.0.0.1:{24000 + DECODE}"
-
-
-def test_rooms_are_not_shared():
-    drawn = [room for _ in range(50) for room in rooms(20, 1)["bootstrap_room"]]
-    assert len(set(drawn)) == 1000
-    assert all(0 <= room < 2**63 for room in drawn)
-
-
-def test_arguments_become_words():
-    words = command(
-        {"port": 1, "cuda_graph_bs_decode": [1, 2], "disable_cuda_graph": True, "enable_x": False, "model_path": "p"}
-    )
-    assert words[3:] == ["--port", "1", "--cuda-graph-bs-decode", "1", "2", "--disable-cuda-graph", "--model-path", "p"]

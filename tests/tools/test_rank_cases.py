@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,52 +12,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import rank_cases
-import reports
 import run_all
-from next_token import question
 from nodes import MOST_NODES
 from run_case import engine_arguments, generate_with
 from shared_cases import SHARED_CASES
 from workloads import CASES, ON_RANKS, RANKS, UNEQUAL, WORKLOADS
 
-from nsa_backend.benchmarks.checkpoints.faithful import ALL_SHAPES
-
-
-def heads_of_a_rank(case) -> int:
-    ranks = case.engine.get("dp_size", 1)
-    return ALL_SHAPES[case.shape].heads * ranks // case.gpus
-
 
 def test_no_two_cases_have_one_name():
     assert [name for name, times in Counter(case.name for case in CASES).items() if times > 1] == []
-
-
-def test_four_gpus_have_the_cases_of_eight():
-    def seen(cases, word):
-        return [
-            (
-                case.name.replace(word, "all").replace(f"attention {case.gpus}", "attention"),
-                case.steps,
-                case.decode,
-                case.workloads,
-            )
-            for case in cases
-        ]
-
-    assert seen(rank_cases.FOUR_GPU_CASES, "four") == seen(rank_cases.EIGHT_GPU_CASES, "eight")
-    assert all(case in CASES for case in rank_cases.CASES_OF_RANKS)
-
-
-@pytest.mark.parametrize("how", ["tensor parallel", "DP attention 4", "DP attention 2", "8 heads each"])
-def test_every_implementation_runs_on_four_gpus(how):
-    of_this = [case for case in rank_cases.CASES_OF_RANKS if case.name.startswith(f"four GPUs, {how}")]
-    assert {case.decode for case in of_this if case.steps == 3} == {"fa3", "flashmla_sparse", "sparse_decode", "flashmla_kv"}
-    heads = {"tensor parallel": 16, "DP attention 4": 64, "DP attention 2": 32, "8 heads each": 8}[how]
-    assert {heads_of_a_rank(case) for case in of_this} == {heads}
-
-
-def test_two_gpus_leave_a_rank_eight_heads_too():
-    assert {heads_of_a_rank(case) for case in CASES if case.name.startswith("two GPUs, 8 heads each")} == {8}
 
 
 def test_no_rank_keeps_requests_waiting():
@@ -67,14 +28,6 @@ def test_no_rank_keeps_requests_waiting():
     for case in (c for c in rank_cases.CASES_OF_RANKS if "unequal ranks" in c.workloads):
         arguments = engine_arguments(case, "", 12000)
         assert arguments["max_running_requests"] // arguments["dp_size"] >= max(map(max, UNEQUAL))
-
-
-def test_engines_of_many_gpus_leave_room_for_those_that_start_meanwhile():
-    shares: dict[int, set[float]] = {}
-    for case in (c for c in CASES if not c.disaggregated):
-        ranks = case.gpus * case.ranks_per_gpu
-        shares.setdefault(ranks, set()).add(engine_arguments(case, "/checkpoint", 12000)["mem_fraction_static"])
-    assert shares == {1: {0.3}, 2: {0.3}, 4: {0.8}, 8: {0.8}}
 
 
 def test_ranks_fit_their_waves():
@@ -132,26 +85,3 @@ class TestSharedGPUs:
         if "some unequal ranks" in case.workloads:
             most = engine_arguments(case, "", 12000)["max_running_requests"] // case.engine["dp_size"]
             assert most >= max(map(max, ON_RANKS["some unequal ranks"]))
-
-    def test_a_row_says_so_and_has_no_times(self):
-        case = SHARED_CASES[0]
-        counts = {name: sum(map(len, WORKLOADS[name]())) for name in case.workloads}
-        given = {
-            name: {key: [0] * n for key in ("accept", "histograms", "cached_tokens", "host_tokens", "storage_tokens")}
-            | {"seconds": 9.0}
-            for name, n in counts.items()
-        }
-        row = reports.row_of(case, {"ours": given})
-        assert row["ranks_per_gpu"] == 2
-        assert "seconds" not in json.dumps(row)
-        alone = reports.row_of(replace(case, ranks_per_gpu=1), {"ours": given})
-        assert "ranks_per_gpu" not in alone
-        assert "seconds" in json.dumps(alone)
-
-    def test_ties_are_asked_of_one_rank_a_gpu(self):
-        for case in SHARED_CASES:
-            asked = question(case)
-            arguments = engine_arguments(asked, "", 12000)
-            assert (asked.ranks_per_gpu, arguments["tp_size"], arguments.get("dp_size")) == (1, case.gpus, None)
-            assert (asked.checkpoint, asked.decode) == (case.checkpoint, case.decode)
-            assert arguments["kv_cache_dtype"] == engine_arguments(case, "", 12000)["kv_cache_dtype"]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 from round_cases import ROUND_CASES
-from workloads import RANKS, WORKLOADS
 
 WORD = "two GPUs, DP attention, sampled and greedy"
 
@@ -19,16 +18,3 @@ def test_the_control_of_sampled_rounds_differs_in_the_switch_alone():
     assert differing == {"name", "environment", "says", "says_times", "never_says"}
     assert control.environment == controlled.environment | {"NSA_BACKEND_SAMPLED_ROUNDS": "0"}
     assert control.never_says == controlled.says
-
-
-def test_a_rank_of_the_control_has_a_wave_of_greedy_requests_alone():
-    """Without one its log could not say that greedy rounds are one graph."""
-    control = next(c for c in ROUND_CASES if c.name == f"{WORD}, sampled rounds in three graphs")
-    assert "unequal ranks" in control.workloads
-    alone = set()
-    for wave, (prompts, ranks) in enumerate(zip(WORKLOADS["unequal ranks"](), RANKS["unequal ranks"], strict=True)):
-        for rank in set(ranks):
-            asked = [control.sampling[n % len(control.sampling)] for n in range(len(prompts)) if ranks[n] == rank]
-            if all(one == {} for one in asked):
-                alone.add((wave, rank))
-    assert alone == {(0, 1)}

@@ -36,12 +36,6 @@ def test_samples_of_another_distribution_are_not():
         assert not sampled_rounds.by_chance(*sampled_rounds.difference(plain, drawn(changed, 2000, 2)))
 
 
-def test_greedy_outputs_are_one_kind():
-    one, other = Counter({"a": 500}), Counter({"a": 480})
-    assert sampled_rounds.by_chance(*sampled_rounds.difference(one, other))
-    assert not sampled_rounds.by_chance(*sampled_rounds.difference(one, Counter({"a": 440, "b": 40})))
-
-
 def test_requests_take_turns_in_how_they_sample(monkeypatch):
     """In a batch of every captured size and below; each counts under its own parameters."""
     sizes = []

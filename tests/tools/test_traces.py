@@ -154,26 +154,6 @@ def test_a_folder_must_hold_one_trace(tmp_path):
     assert traces.read_events(tmp_path) == [{"name": "x"}]
 
 
-def test_the_table_shows_what_only_one_side_launches():
-    table = profile.table({"a": [2, 4.0], "mine": [1, 9.0]}, {"a": [2, 3.0], "theirs": [1, 1.0]})
-    assert table == [
-        ("a", 2, 4.0, 2, 3.0),
-        ("mine", 1, 9.0, None, None),
-        ("theirs", None, None, 1, 1.0),
-        ("sum", 3.0, 13.0, 3.0, 4.0),
-    ]
-
-
-def test_where_the_time_goes_is_sorted_by_what_differs():
-    table = profile.path_table({"a": [2.0, 0.5], "mine": [1.0, 0.0]}, {"a": [2.0, 4.5], "theirs": [0.5, 1.0]})
-    assert table == [
-        ("a", 2.0, 0.5, 2.0, 4.5, -4.0),
-        ("theirs", 0.0, 0.0, 0.5, 1.0, -1.5),
-        ("mine", 1.0, 0.0, 0.0, 0.0, 1.0),
-        ("sum", 3.0, 0.5, 2.5, 5.5, -4.5),
-    ]
-
-
 def test_both_sides_print(capsys):
     side = profile.modes(speculative(20), speculative(1), 20, steps=3, layers=4, shape=(1, 300))
     what = {"checkpoint": "faithful", "steps": 3, "batch": 1, "length": 300}
