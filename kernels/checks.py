@@ -73,6 +73,10 @@ def _check_room(plan: MetadataPlan, buffers: MetadataBuffers) -> None:
             f"{plan.num_requests} requests of {plan.rows_per_request} rows are not {plan.num_rows} rows: "
             "some rows would keep the lengths of an earlier batch"
         )
+    if plan.rows_per_request % plan.next_n:
+        raise ValueError(
+            f"{plan.rows_per_request} rows of a request are no groups of {plan.next_n}: the logits would mix requests"
+        )
     rows_are_requests = buffers.seqlens_expanded is buffers.cache_seqlens
     if rows_are_requests == plan.expanded:
         raise ValueError(

@@ -93,6 +93,7 @@ def write_metadata(
         NUM_STEPS=plan.num_steps,
         NUM_PLANS=num_plans,
         ROWS_PER_REQUEST=plan.rows_per_request,
+        NEXT_N=plan.next_n,
         WIDE=wide,
         THRESHOLDS=THRESHOLDS,
         CAPS=CAPS,

@@ -43,7 +43,9 @@ def write_metadata_torch(
         buffers.nsa_cache_seqlens[step, :rows] = clipped
         buffers.nsa_cu_seqlens_k[step, : rows + 1] = exclusive_sum(clipped)
         if buffers.schedule is not None:
-            buffers.schedule[step] = paged_mqa_schedule(lens, buffers.schedule.shape[1] - 1, surplus_last)
+            buffers.schedule[step] = paged_mqa_schedule(
+                lens[plan.next_n - 1 :: plan.next_n], buffers.schedule.shape[1] - 1, surplus_last
+            )
         if buffers.topk_plan is not None and rows <= MAX_ROWS:
             listed = topk_plan(lens)
             buffers.topk_plan[step, : len(listed)] = listed

@@ -43,6 +43,8 @@ class MetadataPlan:
     row_offset: int = 0
     cache_offset: int = 0
     table_offset: int = 0
+    next_n: int = 1
+    """Rows of a request that DeepGEMM's logits take together; the schedule is that of the last row of each such group."""
 
     @property
     def ragged(self) -> bool:
@@ -77,8 +79,11 @@ def plan_shared_draft_decode(num_requests: int) -> MetadataPlan:
     return MetadataPlan(num_requests, num_requests, 1)
 
 
-def plan_target_verify(num_requests: int, num_draft_tokens: int) -> MetadataPlan:
-    """D rows a request; row j attends to the L cached tokens, the drafts before it and itself."""
+def plan_target_verify(num_requests: int, num_draft_tokens: int, next_n: int = 1) -> MetadataPlan:
+    """D rows a request; row j attends to the L cached tokens, the drafts before it and itself.
+
+    `next_n` rows are taken together by DeepGEMM's logits, where they divide D.
+    """
     return MetadataPlan(
         num_requests,
         num_requests * num_draft_tokens,
@@ -86,6 +91,7 @@ def plan_target_verify(num_requests: int, num_draft_tokens: int) -> MetadataPlan
         row_offset=1,
         cache_offset=num_draft_tokens,
         table_offset=num_draft_tokens,
+        next_n=next_n if num_draft_tokens % next_n == 0 else 1,
     )
 
 

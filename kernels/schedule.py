@@ -6,6 +6,8 @@ segment more are the first ones in release 0.1.0, e = min(m, r), by deep_gemm/in
 From 0.1.5 on they are the last ones, e = max(0, m - (num_sms - r)), by sm90_paged_mqa_logits.cuh beside it: an SM without work
 then starts at row 0, whose length its kernel reads, and no longer past the last row.
 
+Where its logits take NEXT_N rows of a request together, a row of the schedule is such a group, with the length of its last row.
+
 Programs write SM_BLOCK entries each and read the lengths for themselves. What they search are sums of requests, of whose rows
 each is then asked in turn; only ragged rows are searched one by one.
 """
@@ -34,6 +36,7 @@ def _segments_of_entries(
     offset,
     max_len,
     ROWS_PER_REQUEST: tl.constexpr,
+    NEXT_N: tl.constexpr,
     SPLIT_KV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -49,7 +52,7 @@ def _segments_of_entries(
         seq_len = tl.load(seq_lens_ptr + entry, mask=mask, other=0).to(tl.int32)
         segments = _segments_of_row(seq_len, offset, max_len, SPLIT_KV)
         for j in tl.static_range(1, ROWS_PER_REQUEST):
-            segments += _segments_of_row(seq_len, offset + j, max_len, SPLIT_KV)
+            segments += _segments_of_row(seq_len, offset + j * NEXT_N, max_len, SPLIT_KV)
         return tl.where(mask, segments, 0)
 
 
@@ -64,6 +67,7 @@ def write_schedule(
     offset,
     max_len,
     ROWS_PER_REQUEST: tl.constexpr,
+    NEXT_N: tl.constexpr,
     SPLIT_KV: tl.constexpr,
     NUM_SMS: tl.constexpr,
     SM_BLOCK: tl.constexpr,
@@ -76,7 +80,7 @@ def write_schedule(
     for start in range(0, entries, BLOCK):
         segments = _segments_of_entries(
             seq_lens_ptr, extend_lens_ptr, start + tl.arange(0, BLOCK), num_requests, num_rows, offset, max_len,
-            ROWS_PER_REQUEST=ROWS_PER_REQUEST, SPLIT_KV=SPLIT_KV, BLOCK=BLOCK,
+            ROWS_PER_REQUEST=ROWS_PER_REQUEST, NEXT_N=NEXT_N, SPLIT_KV=SPLIT_KV, BLOCK=BLOCK,
         )  # fmt: skip
         total += tl.sum(segments, 0)
     sm = part * SM_BLOCK + tl.arange(0, SM_BLOCK)
@@ -90,7 +94,7 @@ def write_schedule(
         entry = start + tl.arange(0, BLOCK)
         segments = _segments_of_entries(
             seq_lens_ptr, extend_lens_ptr, entry, num_requests, num_rows, offset, max_len,
-            ROWS_PER_REQUEST=ROWS_PER_REQUEST, SPLIT_KV=SPLIT_KV, BLOCK=BLOCK,
+            ROWS_PER_REQUEST=ROWS_PER_REQUEST, NEXT_N=NEXT_N, SPLIT_KV=SPLIT_KV, BLOCK=BLOCK,
         )  # fmt: skip
         # The last SM, which has no work, starts at the total: it must not pass entries that do not exist.
         ends = tl.where(entry < entries, carry + tl.cumsum(segments, 0), NO_END)
@@ -105,7 +109,7 @@ def write_schedule(
         seq_len = tl.load(seq_lens_ptr + entries_before, mask=entries_before < num_requests, other=0).to(tl.int32)
         # Rows of a request never get shorter: a split that lies in one of them lies in no later one.
         for j in tl.static_range(ROWS_PER_REQUEST - 1):
-            segments_of_row = _segments_of_row(seq_len, offset + j, max_len, SPLIT_KV)
+            segments_of_row = _segments_of_row(seq_len, offset + j * NEXT_N, max_len, SPLIT_KV)
             later = split >= segments_of_row
             row += later.to(tl.int32)
             split -= tl.where(later, segments_of_row, 0)

@@ -44,7 +44,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         super().__init__()
         self.config = BackendConfig.from_runner(model_runner)
         if self.config.num_sms:
-            check_schedule(self.config.num_sms, self.config.surplus_last)
+            check_schedule(self.config.num_sms, self.config.surplus_last, self.config.next_n)
         self.writer = MetadataWriter(self.config, model_runner.req_to_token_pool.req_to_token)
         # Read by SGLang's models, forward context and draft workers.
         self.kv_cache_dtype = model_runner.kv_cache_dtype
@@ -89,7 +89,8 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
     def before_capture(self, mode: sglang.ForwardMode, num_rows: int, inputs: BatchInputs) -> None:
         self.activity.begin("capturing", mode, inputs.num_requests)
         self.use_mha = False
-        plan, room = plan_for(mode, inputs.num_requests, num_rows), plan_for(mode, *self._most_captured)
+        plan = plan_for(mode, inputs.num_requests, num_rows, self.config.next_n)
+        room = plan_for(mode, *self._most_captured, self.config.next_n)
         self.forward_metadata = self.captured.capture(mode, plan, room, inputs).steps[0]
 
     @noted

@@ -71,6 +71,7 @@ class BackendConfig:
     num_draft_tokens: int  # D; 0 without speculative decoding
     num_sms: int  # DeepGEMM's; 0 without a GPU
     num_kv_slots: int  # tokens the KV pool has memory for
+    next_n: int = 1  # rows of a request that DeepGEMM's logits take together in target_verify, where they divide D
     surplus_last: bool = False  # which SMs DeepGEMM gives a segment more, see kernels/schedule.py
     wide_table: bool = False  # whether the top-k reads page_table_1
     topk_plan: bool = False  # whether it reads a plan, see kernels/topk_plan.py
@@ -123,6 +124,7 @@ class BackendConfig:
             num_draft_tokens=settings.num_draft_tokens,
             num_sms=adapter.deep_gemm_num_sms() if device.type == "cuda" else 0,
             num_kv_slots=runner.token_to_kv_pool.size + runner.page_size,
+            next_n=2 if switched_on("NSA_BACKEND_PAIRED_LOGITS") else 1,
             surplus_last=adapter.schedule_surplus_last(adapter.device_sm(device)),
             wide_table=adapter.TOPK_READS_PAGE_TABLE_1,
             topk_plan=adapter.topk_v2() is not None,

@@ -54,6 +54,12 @@ VARIABLES = (
         "to measure it: no GPU has run it yet, which is why it is off where nobody asks",
     ),
     Variable(
+        "NSA_BACKEND_PAIRED_LOGITS",
+        "0",
+        "1: the indexer scores the rows of target_verify two by two, so that index keys are read half as often",
+        "to measure it, on Hopper with long contexts and an even number of draft tokens: no GPU has run it",
+    ),
+    Variable(
         "NSA_BACKEND_CHECK",
         "0",
         "1: every batch's request slots, lengths and page entries are checked, which waits for the GPU each time",

@@ -84,6 +84,8 @@ def refusals(server_args: sglang.ServerArgs) -> list[str]:
     found += adapter.combination_problems(args)
     found += adapter.environment_problems()
     found += warm_up_problems(args)
+    if switched_on("NSA_BACKEND_PAIRED_LOGITS"):
+        found += paired_logits_problems(args)
     if switched_on("NSA_BACKEND_ROUND_GRAPH"):
         found += adapter.round_problems(args)
     elif switched_on("NSA_BACKEND_SAMPLED_ROUNDS"):
@@ -97,6 +99,24 @@ def refusals(server_args: sglang.ServerArgs) -> list[str]:
     if adapter.is_rocm():
         found.append("nsa_backend does not serve ROCm: use an NVIDIA GPU, or " + adapter.WAY_BACK)
     return [sentence for sentence in found if sentence]
+
+
+def paired_logits_problems(args: Any) -> list[str]:
+    """Why the indexer cannot score rows two by two, where that is asked for."""
+    found = []
+    if not adapter.pairs_logits():
+        found.append(
+            "NSA_BACKEND_PAIRED_LOGITS=1 is for an indexer that hands DeepGEMM two rows at once, and SGLang "
+            f"{installed()} has none as it is set up: unset it"
+        )
+    if (args.speculative_num_draft_tokens or 0) % 2:
+        found.append(
+            "NSA_BACKEND_PAIRED_LOGITS=1 takes the rows of a request two by two, and there are "
+            f"{args.speculative_num_draft_tokens}: pass an even --speculative-num-draft-tokens, or unset it"
+        )
+    if (device_sm := adapter.device_sm(args.device)) not in (0, 90):
+        found.append(f"NSA_BACKEND_PAIRED_LOGITS=1 is for Hopper (SM90) and this device is SM{device_sm}: unset it")
+    return found
 
 
 def asks_for_warm_up(args: Any) -> bool:

@@ -31,6 +31,7 @@ class Batch:
     extend_lens: list[int] = field(default_factory=list)
     tail_rows: int = 0  # rows of a captured graph past sum(extend_lens)
     wide: bool = True  # whether page_table_1 is wanted
+    next_n: int = 1  # rows of a request that DeepGEMM's logits take together
     planned: bool = False  # whether the plan of the top-k is wanted
 
 
@@ -105,7 +106,7 @@ def expected_buffers(batch: Batch, shapes: dict[str, tuple[int, ...]]) -> dict[s
         out["nsa_cu_seqlens_k"][step, : len(rows) + 1] = np.cumsum([0, *clipped])
         out["seqlens_expanded"][step, : len(rows)] = lengths
         if batch.num_sms:
-            out["schedule"][step] = schedule(lengths, batch.num_sms, batch.surplus_last)
+            out["schedule"][step] = schedule(lengths[batch.next_n - 1 :: batch.next_n], batch.num_sms, batch.surplus_last)
         if batch.planned and len(rows) <= 512:
             listed = topk_plan(lengths)
             out["topk_plan"][step, : len(listed)] = listed

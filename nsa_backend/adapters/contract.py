@@ -139,6 +139,10 @@ class Adapter(ABC):
         """SGLang's top-k v2 kernel through pages, and its form for windows of ragged logits; None where there is none."""
 
     @abstractmethod
+    def pairs_logits(self) -> bool:
+        """Whether SGLang's indexer hands DeepGEMM several rows of a verified request at once where metadata has them so."""
+
+    @abstractmethod
     def schedule_surplus_last(self, device_sm: int) -> bool:
         """Whether DeepGEMM gives the last SMs one segment more, or the first."""
 

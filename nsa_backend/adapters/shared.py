@@ -160,11 +160,14 @@ def deep_gemm_num_sms() -> int:
     return deep_gemm.get_num_sms()
 
 
-def deep_gemm_schedule(lens: torch.Tensor) -> torch.Tensor:
-    """DeepGEMM's own schedule, int32 [num_sms + 1, 2], of rows with lengths `lens`, int32 [rows] on the GPU."""
+def deep_gemm_schedule(lens: torch.Tensor, next_n: int = 1) -> torch.Tensor:
+    """DeepGEMM's own schedule, int32 [num_sms + 1, 2], of rows with lengths `lens`, int32 [rows] on the GPU.
+
+    `next_n` rows are taken together, which its kernels for Hopper do with one and with two.
+    """
     import deep_gemm
 
-    return deep_gemm.get_paged_mqa_logits_metadata(lens[:, None].contiguous(), 64, deep_gemm.get_num_sms())
+    return deep_gemm.get_paged_mqa_logits_metadata(lens.view(-1, next_n), 64, deep_gemm.get_num_sms())
 
 
 def is_rocm() -> bool:

@@ -20,7 +20,6 @@ class IndexerMetadata(adapter.BaseIndexerMetadata):
     selector: TopK
     fuse_topk: bool  # whether `topk_transform` returns what attention reads, or token positions
 
-    paged_mqa_ctx_lens_2d: ClassVar[None] = None  # SGLang's indexer then makes the [rows, 1] view itself
     force_unfused_topk: ClassVar[bool] = False  # of ROCm
     _all_tokens: torch.Tensor | None = field(default=None, init=False)
 
@@ -28,8 +27,21 @@ class IndexerMetadata(adapter.BaseIndexerMetadata):
     def paged_mqa_schedule_metadata(self) -> torch.Tensor | None:
         return self.attn_metadata.paged_mqa_schedule_metadata
 
+    @property
+    def paged_mqa_ctx_lens_2d(self) -> torch.Tensor | None:
+        """int32 [rows / next_n, next_n], lengths of rows that DeepGEMM takes together.
+
+        None where it takes one: SGLang's indexer then makes the [rows, 1] view itself.
+        """
+        metadata = self.attn_metadata
+        return metadata.nsa_seqlens_expanded.view(-1, metadata.next_n) if metadata.next_n > 1 else None
+
     def get_seqlens_int32(self) -> torch.Tensor:
-        return self.attn_metadata.cache_seqlens_int32
+        """int32 [requests]; or of the groups of rows that DeepGEMM takes together: their number tells SGLang's indexer so."""
+        metadata = self.attn_metadata
+        if metadata.next_n > 1:
+            return metadata.nsa_seqlens_expanded[metadata.next_n - 1 :: metadata.next_n]
+        return metadata.cache_seqlens_int32
 
     def get_page_table_64(self) -> torch.Tensor:
         return self.attn_metadata.real_page_table

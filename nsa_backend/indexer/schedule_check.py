@@ -14,11 +14,12 @@ LENGTHS = ((1,), (1, 300, 70_000, 64, 5), (257,) * 140)
 
 
 @functools.cache
-def check_schedule(num_sms: int, surplus_last: bool) -> None:
+def check_schedule(num_sms: int, surplus_last: bool, next_n: int = 1) -> None:
     """Raise ValueError where DeepGEMM's schedule is not ours: an SM without work could start past the lengths of the batch."""
     for lengths in LENGTHS:
-        lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        if not torch.equal(paged_mqa_schedule(lens, num_sms, surplus_last), adapter.deep_gemm_schedule(lens)):
+        rows = torch.tensor([length + j for length in lengths for j in range(next_n)], dtype=torch.int32, device="cuda")
+        ours = paged_mqa_schedule(rows[next_n - 1 :: next_n], num_sms, surplus_last)
+        if not torch.equal(ours, adapter.deep_gemm_schedule(rows, next_n)):
             raise ValueError(
                 "the installed sgl-deep-gemm divides paged-MQA work by a rule that nsa_backend does not know, and its kernel "
                 f"might read past the batch: install what SGLang pins, or {adapter.WAY_BACK}"

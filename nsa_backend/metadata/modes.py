@@ -18,13 +18,14 @@ def is_paged(mode: sglang.ForwardMode) -> bool:
     return mode.is_decode_or_idle() or mode.is_target_verify() or adapter.is_draft_extend(mode)
 
 
-def plan_for(mode: sglang.ForwardMode, num_requests: int, num_rows: int) -> MetadataPlan:
+def plan_for(mode: sglang.ForwardMode, num_requests: int, num_rows: int, next_n: int = 1) -> MetadataPlan:
     """The plan of a paged mode.
 
     Args:
         mode: decode, idle, target_verify or draft_extend (v1 and v2).
         num_requests: requests, padding included.
         num_rows: query rows; the same number for every request except in draft_extend v1.
+        next_n: rows of a request that DeepGEMM's logits may take together in target_verify. SGLang's indexer knows no others.
 
     Raises:
         ValueError: the mode has no paged metadata.
@@ -33,7 +34,7 @@ def plan_for(mode: sglang.ForwardMode, num_requests: int, num_rows: int) -> Meta
     if mode.is_decode_or_idle():
         return plan_decode(num_requests)
     if mode.is_target_verify():
-        return plan_target_verify(num_requests, rows_per_request)
+        return plan_target_verify(num_requests, rows_per_request, next_n)
     if adapter.is_ragged_draft_extend(mode):
         return plan_draft_extend_v1(num_requests, num_rows)
     if adapter.is_draft_extend(mode):

@@ -38,7 +38,8 @@ class NSAMetadata:
     nsa_extend_seq_lens_list: list[int]  # (of requests) rows of each, on the host; their sum is the number of rows
     token_to_batch_idx: torch.Tensor  # int32 [rows], request of each row
     table_rows: torch.Tensor  # int32 [rows], row of real_page_table of each row
-    paged_mqa_schedule_metadata: torch.Tensor | None = None  # int32 [num_sms + 1, 2], DeepGEMM's schedule
+    paged_mqa_schedule_metadata: torch.Tensor | None = None  # int32 [num_sms + 1, 2], DeepGEMM's schedule of rows
+    next_n: int = 1  # rows of a request that the schedule, and so DeepGEMM's logits, take together
     topk_plan: torch.Tensor | None = None  # int32 [rows + 1, 2], work list of SGLang's top-k v2 kernel
     rows_per_request: int = 1  # consecutive rows of one request; 1 in prefill and where rows are ragged
     max_seq_len_q: int = 1  # prefill only: most rows of a request
@@ -70,6 +71,7 @@ def step_metadata(plan: MetadataPlan, buffers: MetadataBuffers, step: int = 0) -
         token_to_batch_idx=buffers.token_to_batch_idx[:rows],
         paged_mqa_schedule_metadata=None if buffers.schedule is None else buffers.schedule[step],
         table_rows=buffers.arange[:rows],
+        next_n=plan.next_n,
         rows_per_request=plan.rows_per_request or 1,
         topk_plan=None if buffers.topk_plan is None else buffers.topk_plan[step, : rows + 1],
     )

@@ -33,6 +33,19 @@ def test_schedule_equals_deep_gemm(rows, longest):
         assert torch.equal(buffers.schedule[0], adapter.deep_gemm_schedule(lens.to(torch.int32)))
 
 
+@pytest.mark.parametrize("longest", [1, 257, 163_840])
+@pytest.mark.parametrize("requests", [1, 16, 33, 200])
+def test_schedule_of_pairs_equals_deep_gemm(requests, longest):
+    from nsa_backend.kernels.metadata_torch import paged_mqa_schedule
+
+    sms, surplus_last = adapter.deep_gemm_num_sms(), adapter.schedule_surplus_last(adapter.device_sm("cuda"))
+    for seed in range(20):
+        generator = torch.Generator(device="cuda").manual_seed(seed)
+        lens = torch.randint(1, longest + 1, (requests, 1), generator=generator, device="cuda", dtype=torch.int32)
+        rows = (lens + torch.arange(4, dtype=torch.int32, device="cuda")).flatten()
+        assert torch.equal(paged_mqa_schedule(rows[1::2], sms, surplus_last), adapter.deep_gemm_schedule(rows, 2))
+
+
 def test_another_rule_is_refused_at_start():
     from nsa_backend.indexer.schedule_check import check_schedule
 

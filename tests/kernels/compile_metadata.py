@@ -22,18 +22,20 @@ VARIANTS = {
     "decode without a plan": {"planned": False},
     "draft round": {"steps": 3},
     "target_verify": {"rows": 4},
+    "target_verify, logits of pairs": {"rows": 4, "next_n": 2},
     "target_verify, wide tables": {"rows": 4, "wide": True, "planned": False},
     "ragged rows, wide tables": {"rows": 0, "wide": True, "planned": False},
 }
 
 
-def compiled(num_sms: int, rows: int = 1, steps: int = 1, wide: bool = False, planned: bool = True) -> dict:
+def compiled(num_sms: int, rows: int = 1, steps: int = 1, wide: bool = False, planned: bool = True, next_n: int = 1) -> dict:
     """Of the launch for `num_sms` SMs, 0 for none that DeepGEMM schedules: what the compiler says of it."""
     column_block = metadata.COLUMN_BLOCK if wide else metadata.PAGED_COLUMN_BLOCK
     constants = {
         "NUM_STEPS": steps,
         "NUM_PLANS": steps if planned else 0,
         "ROWS_PER_REQUEST": rows,
+        "NEXT_N": next_n,
         "WIDE": wide,
         "THRESHOLDS": THRESHOLDS,
         "CAPS": CAPS,

@@ -27,7 +27,7 @@ def make_plan(batch: Batch, requests: int | None = None) -> plans.MetadataPlan:
     if batch.mode == "draft_decode":
         return plans.plan_draft_decode(requests, batch.num_steps)
     if batch.mode == "target_verify":
-        return plans.plan_target_verify(requests, batch.num_draft_tokens)
+        return plans.plan_target_verify(requests, batch.num_draft_tokens, batch.next_n)
     if batch.mode == "draft_extend_v2":
         return plans.plan_draft_extend_v2(requests, batch.num_draft_tokens)
     spare = (requests - len(batch.seq_lens)) * batch.num_draft_tokens
@@ -112,6 +112,7 @@ def batches(draw, mode: str, longest: int = 700) -> Batch:
         extend_lens=extend if mode == "draft_extend_v1" else [],
         tail_rows=draw(st.integers(0, d)) if mode == "draft_extend_v1" else 0,
         wide=draw(st.booleans()),
+        next_n=draw(st.sampled_from([1, 2])) if mode == "target_verify" and d % 2 == 0 else 1,
         planned=mode != "draft_extend_v1" and draw(st.booleans()),
     )
 
@@ -164,8 +165,9 @@ def test_a_row_attends_to_one_token_at_least(device, writer, mode):
 def test_one_long_request_among_short_ones(device, writer):
     rng = np.random.default_rng(0)
     pool = rng.integers(0, 2**30, (6, 20_000)).astype(np.int32)
-    batch = Batch("target_verify", [5, 19_990, 1, 64], [1, 5, 0, 3], pool, 2048, 132)
-    run_and_compare(batch, device, writer, torch.int64)
+    for next_n in (1, 2):
+        batch = Batch("target_verify", [5, 19_990, 1, 64], [1, 5, 0, 3], pool, 2048, 132, next_n=next_n)
+        run_and_compare(batch, device, writer, torch.int64)
 
 
 def test_empty_batch(device):

@@ -109,6 +109,24 @@ def test_sampled_rounds_without_rounds_in_one_graph(arguments, monkeypatch):
     assert sentence.endswith("NSA_BACKEND_ROUND_GRAPH=0 leaves three: unset one")
 
 
+@pytest.mark.parametrize(
+    ("drafts", "device_sm", "reasons"),
+    [
+        (4, 90, []),
+        (0, 90, []),
+        (3, 90, ["there are 3: pass an even --speculative-num-draft-tokens, or unset it"]),
+        (4, 100, ["is for Hopper (SM90) and this device is SM100: unset it"]),
+    ],
+)
+def test_logits_of_pairs(arguments, monkeypatch, drafts, device_sm, reasons):
+    monkeypatch.setenv("NSA_BACKEND_PAIRED_LOGITS", "1")
+    monkeypatch.setattr(adapter, "device_sm", lambda device: device_sm)
+    of_release = [] if "dsa" in adapter.BACKEND_NAMES else [f"SGLang {installed()} has none as it is set up: unset it"]
+    found = refusals(arguments(speculative_num_draft_tokens=drafts))
+    assert len(found) == len(of_release + reasons)
+    assert all(sentence.endswith(reason) for sentence, reason in zip(found, of_release + reasons, strict=True))
+
+
 def test_the_warm_up_of_rounds_in_one_graph(arguments, monkeypatch):
     monkeypatch.delenv("NSA_BACKEND_ROUND_GRAPH", raising=False)
     named = arguments(warmups=f"voice_chat,{ROUND_WARM_UP}")

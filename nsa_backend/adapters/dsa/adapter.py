@@ -95,6 +95,13 @@ class DsaAdapter(Adapter):
         """Whether DeepGEMM gives the last SMs one segment more: from 0.1.5 on it does on Hopper, and not on Blackwell."""
         return device_sm // 10 == 9
 
+    def pairs_logits(self) -> bool:
+        """Its indexer does by what metadata answers: `paged_mqa_ctx_lens_2d` of as many rows as `get_seqlens_int32`."""
+        from sglang.srt.layers.attention.dsa import dsa_indexer
+
+        by_torch = getattr(envs, "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", None)
+        return hasattr(dsa_indexer, "deepgemm_paged_mqa_logits_native") and not (by_torch is not None and by_torch.get())
+
     def attention_tp_size(self) -> int:
         return get_parallel().attn_tp_size
 

@@ -77,6 +77,10 @@ class NsaAdapter(Adapter):
         """Whether DeepGEMM gives the last SMs one segment more; 0.1.0 gives it to the first."""
         return False
 
+    def pairs_logits(self) -> bool:
+        """No: its indexer hands over one row at a time."""
+        return False
+
     def fuse_topk(self, shares_selections: bool) -> bool:
         """Whether the indexer's top-k returns KV slots (SGLANG_NSA_FUSE_TOPK=1, the default) or token positions."""
         return envs.SGLANG_NSA_FUSE_TOPK.get()

@@ -1,0 +1,135 @@
+"""Logits of target_verify two rows at a time: SGLang's own indexer over a DeepGEMM in torch, and what refuses to start."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from batches import MODES, forward_batch
+from metadata_reference import Batch
+from sglang.srt.layers.attention.dsa import dsa_indexer
+from sglang.srt.layers.attention.dsa.paged_mqa_logits_backend import DSAPagedMQALogitsBackend
+
+from nsa_backend import backend as backend_module
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.config import BackendConfig
+from nsa_backend.kernels.metadata_torch import paged_mqa_schedule
+from nsa_backend.registration import create_backend
+
+TOPK, WIDTH, PAGES, HEADS, NUM_SMS, D = 64, 700, 64, 4, 132, 4
+SURPLUS_LAST = adapter.schedule_surplus_last(90)
+
+
+class DeepGemm:
+    """`fp8_paged_mqa_logits` on Hopper, by its source: rows of a group are scored as far as the last one's pages reach.
+
+    What lies beyond is memory that nobody wrote, here a score that beats all others.
+    """
+
+    def __init__(self) -> None:
+        self.pages_read = 0
+
+    def fp8_paged_mqa_logits(self, q, kv_cache, weights, context_lens, block_table, schedule, max_len, clean_logits=False):
+        groups, next_n, heads, dim = q.shape
+        assert next_n in (1, 2)
+        assert context_lens.shape == (groups, next_n)
+        assert context_lens.is_contiguous()
+        assert block_table.shape[0] == groups
+        assert block_table.stride(1) == 1
+        assert weights.shape == (groups * next_n, heads)
+        assert not clean_logits
+        assert torch.equal(schedule, paged_mqa_schedule(context_lens[:, -1], NUM_SMS, SURPLUS_LAST))
+        keys = kv_cache.view(PAGES, -1)[:, : 64 * dim].view(PAGES, 64, dim).float()
+        logits = torch.full((groups, next_n, max_len), float("inf"))
+        for group, lens in enumerate(context_lens.tolist()):
+            pages = block_table[group, : -(-lens[-1] // 64)]
+            self.pages_read += len(pages)
+            scores = (q[group].float() @ keys[pages].flatten(0, 1).T).relu()  # [next_n, heads, tokens]
+            weighed = weights.view(groups, next_n, heads)[group][..., None] * scores
+            logits[group, :, : 64 * len(pages)] = weighed.sum(1)
+        return logits.flatten(0, 1)
+
+    def get_paged_mqa_logits_metadata(self, context_lens, page_size, num_sms):
+        return paged_mqa_schedule(context_lens[:, -1], num_sms, SURPLUS_LAST)
+
+
+@pytest.fixture
+def select(make_runner, monkeypatch):
+    """Returns a function of a mode, lengths and whether pairs are asked for: the indexer's selection, and pages read."""
+    from_runner, deep_gemm = BackendConfig.from_runner, DeepGemm()
+    monkeypatch.setattr(
+        BackendConfig, "from_runner", lambda runner: replace(from_runner(runner), num_sms=NUM_SMS, surplus_last=SURPLUS_LAST)
+    )
+    monkeypatch.setattr(backend_module, "check_schedule", lambda *rule: None)
+    monkeypatch.setattr(dsa_indexer, "_is_cuda", True)
+    pool = SimpleNamespace(page_size=64, index_page_size=64)
+    monkeypatch.setattr(dsa_indexer, "get_token_to_kv_pool", lambda: pool)
+    monkeypatch.setattr(dsa_indexer, "resolve_fp8_paged_mqa_logits_fn", lambda: deep_gemm.fp8_paged_mqa_logits, raising=False)
+    plan = deep_gemm.get_paged_mqa_logits_metadata  # of chunks of more rows than SMs, on 0.5.23
+    monkeypatch.setattr(dsa_indexer, "resolve_paged_mqa_logits_metadata_fn", lambda: plan, raising=False)
+    monkeypatch.setattr(dsa_indexer, "deep_gemm", deep_gemm, raising=False)
+
+    def selected(mode: str, lengths: list[int], pairs: bool, drafts: int = D) -> tuple[torch.Tensor, int]:
+        monkeypatch.setenv("NSA_BACKEND_PAIRED_LOGITS", str(int(pairs)))
+        runner = make_runner(table_width=WIDTH, num_steps=drafts - 1, index_topk=TOPK)
+        table = runner.req_to_token_pool.req_to_token
+        pages = torch.stack([torch.randperm(PAGES, generator=torch.Generator().manual_seed(row)) for row in range(len(table))])
+        table.copy_((64 * pages[..., None] + torch.arange(64)).flatten(1)[:, : table.shape[1]])
+        backend = create_backend(runner)
+        slots = list(range(1, len(lengths) + 1))
+        batch = Batch(mode, lengths, slots, table.numpy(), TOPK, 0, num_steps=drafts - 1, num_draft_tokens=drafts)
+        forward = forward_batch(batch, MODES[mode])
+        backend.init_forward_metadata(forward)
+        generator = torch.Generator().manual_seed(7)
+        rows = len(lengths) * drafts
+        q = torch.randint(-3, 4, (rows, HEADS, 128), generator=generator)  # sums of small integers are exact
+        weights = torch.randint(1, 5, (rows, HEADS, 1), generator=generator).float()
+        index_k = torch.randint(0, 4, (PAGES, 64 * 132), generator=generator, dtype=torch.uint8)
+        indexer = SimpleNamespace(
+            paged_mqa_logits_backend=DSAPagedMQALogitsBackend.DEEPGEMM, sm_count=NUM_SMS, n_heads=HEADS, index_topk=TOPK,
+            _get_index_k_read_buffer=lambda pool, layer_id: index_k, _mask_init_and_local_tokens=lambda *scores: None,
+        )  # fmt: skip
+        metadata = backend.get_indexer_metadata(0, forward)
+        deep_gemm.pages_read = 0
+        found = dsa_indexer.Indexer._get_topk_paged(indexer, forward, 0, q, weights, metadata)
+        return found.sort(dim=1).values, deep_gemm.pages_read
+
+    return selected
+
+
+@pytest.mark.parametrize(
+    "lengths", [[1], [60, 61, 62, 63, 64], [300, 1, 690, 59, 128], [WIDTH - 4, WIDTH, 1], [255, 256, 257], [500] * 40]
+)
+def test_pairs_select_what_single_rows_select(select, lengths):
+    """Where a row of a pair is a page longer than the other, at the context limit, and more rows than SMs."""
+    single, pages = select("target_verify", lengths, pairs=False)
+    paired, pages_of_pairs = select("target_verify", lengths, pairs=True)
+    assert torch.equal(single, paired)
+    assert (single >= 0).any(dim=1).all()
+    assert pages_of_pairs <= pages / 2 + len(lengths)
+
+
+@pytest.mark.parametrize(("mode", "drafts"), [("target_verify", 3), ("draft_extend_v2", 4)])
+def test_rows_that_are_no_pairs_stay_single(select, mode, drafts):
+    single = select(mode, [70, 9, 300], False, drafts)
+    paired = select(mode, [70, 9, 300], True, drafts)
+    assert torch.equal(single[0], paired[0])
+    assert single[1] == paired[1]
+
+
+def test_deep_gemm_scores_as_the_model_of_it_does():
+    """Its header still takes the length of a group's last row for all of them, and no more than two rows."""
+    folder = Path(find_spec("deep_gemm").submodule_search_locations[0]) / "include/deep_gemm"
+    header = (folder / "scheduler/sm90_paged_mqa_logits.cuh").read_text()
+    assert "(is_context_lens_2d ? q_idx * next_n + next_n - 1 : q_idx)" in header
+    assert "(kIsContextLens2D ? q_idx * kNextN + kNextN - 1 : q_idx)" in header
+    source = inspect.getsource(dsa_indexer.Indexer._get_topk_paged)
+    assert "ctx_2d.shape == (B, next_n)" in source
+    assert (
+        source.count("metadata.get_seqlens_int32()") == 3
+    )  # lengths of decode, the number of groups, and CuTe's, of Blackwell
