@@ -62,6 +62,7 @@ class LayerFront:
             and (mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2())
             and isinstance(backend, self.backends)
             and type(backend.token_to_kv_pool) is DSATokenToKVPool
+            and not self.attention._fuse_rope_for_trtllm_mla(batch)
             and not get_attn_tp_context().input_scattered
             and isinstance(hidden_states, torch.Tensor)
             and positions.shape == batch.out_cache_loc.shape == hidden_states.shape[:1]
