@@ -67,6 +67,8 @@ class RankServers:
     _open: ExitStack = field(default_factory=ExitStack)
     _key: tuple | None = None
     _found: dict[str, Server] = field(default_factory=dict)
+    ready: dict[str, float] = field(default_factory=dict)
+    """Seconds from the start of each side's server until it answered; with two at once each waits for the other too."""
 
     def of(self, name: str, steps: int, turn: int, stage: Stage) -> dict[str, Server]:
         """Servers by side, ready."""
@@ -74,14 +76,16 @@ class RankServers:
             self.close()
             path = checkpoint_of(name, self.folder)
             options = [*options_for(self.shapes[name], TOKENS), *ALONE]
+            began = {}
             for number, (side, gpu) in enumerate(stage):
                 time.sleep(APART_SECONDS * (number > 0))
                 log = self.folder / f"{name}-n{steps}-{turn}-{side}.log"
-                environment = {"CUDA_VISIBLE_DEVICES": gpu}
+                environment, began[side] = {"CUDA_VISIBLE_DEVICES": gpu}, time.perf_counter()
                 server = Server(side, path, self.port + PORTS_APART * number, steps, log, *options, environment=environment)
                 self._found[side] = self._open.enter_context(server)
-            for server in self._found.values():
+            for side, server in self._found.items():
                 server.wait(STARTING)
+                self.ready[side] = round(time.perf_counter() - began[side], 1)
             self._key = name, steps, turn, stage
         return self._found
 
@@ -176,7 +180,10 @@ def times(servers: RankServers, name: str, steps: int, turn: int, stage: Stage, 
     running = servers.of(name, steps, turn, stage)
     found = in_turns(running, batch, length, TOKENS, SAMPLES)
     shape = {"checkpoint": name, "steps": steps, "batch": batch, "length": length, "tokens": TOKENS, "samples": SAMPLES}
-    return [shape | {"side": side, "turn": turn, "gpu": gpu} | summary(found[side]) for side, gpu in stage]
+    return [
+        shape | {"side": side, "turn": turn, "gpu": gpu, "seconds_to_ready": servers.ready[side]} | summary(found[side])
+        for side, gpu in stage
+    ]
 
 
 def by_part(servers: RankServers, name: str, steps: int, turn: int, stage: Stage, batch: int, length: int) -> list[dict]:

@@ -94,6 +94,7 @@ def test_sides_run_in_both_orders_and_never_two_on_a_gpu(gpus, started, names, e
     assert len(rows) == 2 * 2 * 2
     assert {(row["side"], row["turn"]) for row in rows} == {(side, turn) for side in ("ours", "builtin") for turn in (0, 1)}
     assert {row["round_ms"]["median"] for row in rows if row["side"] == "ours"} == {10.0}
+    assert all(row["seconds_to_ready"] >= 0 for row in rows)
     assert not report["not_measured"]
     serve.show(report)
     shown = capsys.readouterr().out
