@@ -14,7 +14,7 @@ from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.benchmarks.checkpoints.faithful import SHAPES, config
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
-from nsa_backend.registration import create_backend
+from nsa_backend.registration import OURS, create_backend
 from nsa_backend.required import check_built
 from nsa_backend.testing.calls import calls
 
@@ -84,7 +84,8 @@ class Other:
 @pytest.fixture
 def watched(monkeypatch):
     """SGLang's own hooks taken around stand-ins that build what a test says; undone afterwards."""
-    monkeypatch.setattr(shared, "_HOOKED", set())
+    adapter.take_draft_side(OURS)  # which stays, and must not be hooked twice
+    monkeypatch.setattr(shared, "_HOOKED", {shared.EXTEND_RUNNER})
     method = next(name for name in startup.INIT_BACKENDS if hasattr(ModelRunner, name))
 
     def build(runner):
