@@ -7,7 +7,7 @@ import logging
 import torch
 
 from nsa_backend import __version__
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.dense_prefill import DensePrefill
 from nsa_backend.attention.fp8_prefill import ragged_kv, slots_of_ragged
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class NativeSparseAttnBackend(adapter.BackendEntryPoints):
     """DeepSeek sparse attention behind SGLang's `AttentionBackend` interface; its generation's part of it is in `adapters`."""
 
-    def __init__(self, model_runner: sglang.ModelRunner, skip_prefill: bool = False, *, shares_selections: bool = False):
+    def __init__(self, model_runner: sglang_types.ModelRunner, skip_prefill: bool = False, *, shares_selections: bool = False):
         """Build for `model_runner`; raises ValueError where the model, the GPU or an option cannot be served.
 
         Args:
@@ -66,7 +66,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
     # Metadata
 
     @noted
-    def init_forward_metadata(self, forward_batch: sglang.ForwardBatch) -> None:
+    def init_forward_metadata(self, forward_batch: sglang_types.ForwardBatch) -> None:
         """Metadata of an eager forward, in memory of its own."""
         self.activity.begin("preparing", forward_batch.forward_mode, forward_batch.batch_size)
         self.captured.leave()
@@ -86,7 +86,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         self.decode_attention.reserve(max_num_tokens)
 
     @noted
-    def before_capture(self, mode: sglang.ForwardMode, num_rows: int, inputs: BatchInputs) -> None:
+    def before_capture(self, mode: sglang_types.ForwardMode, num_rows: int, inputs: BatchInputs) -> None:
         self.activity.begin("capturing", mode, inputs.num_requests)
         self.use_mha = False
         plan = plan_for(mode, inputs.num_requests, num_rows, self.config.next_n)
@@ -94,7 +94,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         self.forward_metadata = self.captured.capture(mode, plan, room, inputs).steps[0]
 
     @noted
-    def before_replay(self, mode: sglang.ForwardMode, num_requests: int, inputs: BatchInputs) -> None:
+    def before_replay(self, mode: sglang_types.ForwardMode, num_requests: int, inputs: BatchInputs) -> None:
         self.activity.begin("replaying", mode, num_requests)
         self.use_mha = False
         self.forward_metadata = self.captured.replay(mode, num_requests, inputs).steps[0]
@@ -112,11 +112,11 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         """Length of a padding request, in tokens."""
         return PADDING_LENGTH
 
-    def update_verify_buffers_to_fill_after_draft(self, spec_info: sglang.SpecInput, cuda_graph_bs: int | None) -> None:
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: sglang_types.SpecInput, cuda_graph_bs: int | None) -> None:
         """Nothing depends on the drafted tokens, so nothing planned before them has to be corrected."""
 
     @noted
-    def indexer_metadata(self, forward_batch: sglang.ForwardBatch) -> IndexerMetadata:
+    def indexer_metadata(self, forward_batch: sglang_types.ForwardBatch) -> IndexerMetadata:
         """The metadata of the forward under way, behind the interface of SGLang's indexer; the same for all of its layers."""
         if self._indexer is None or self._indexer.attn_metadata is not self.forward_metadata:
             self._indexer = IndexerMetadata(self.forward_metadata, self.topk, self.fuse_topk)
@@ -141,8 +141,8 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        layer: sglang.RadixAttention,
-        forward_batch: sglang.ForwardBatch,
+        layer: sglang_types.RadixAttention,
+        forward_batch: sglang_types.ForwardBatch,
         save_kv_cache: bool = True,
         **mla_args: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -155,8 +155,8 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        layer: sglang.RadixAttention,
-        forward_batch: sglang.ForwardBatch,
+        layer: sglang_types.RadixAttention,
+        forward_batch: sglang_types.ForwardBatch,
         save_kv_cache: bool = True,
         **mla_args: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -177,8 +177,8 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         attention: SparseAttention,
         q: torch.Tensor,
         k: torch.Tensor | None,
-        layer: sglang.RadixAttention,
-        forward_batch: sglang.ForwardBatch,
+        layer: sglang_types.RadixAttention,
+        forward_batch: sglang_types.ForwardBatch,
         save_kv_cache: bool,
         *,
         q_rope: torch.Tensor | None = None,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.environment import switched_on
 from nsa_backend.kernels.plan import PAGE_SIZE
@@ -84,7 +84,7 @@ class BackendConfig:
         return dequantises(self.attention.kv_cache_dtype, self.prefill_impl)
 
     @classmethod
-    def from_runner(cls, runner: sglang.ModelRunner) -> BackendConfig:
+    def from_runner(cls, runner: sglang_types.ModelRunner) -> BackendConfig:
         """Read and check; raises ValueError with one sentence where the model or the GPU cannot be served."""
         settings, hf_config = adapter.settings(runner), runner.model_config.hf_config
         device = torch.device(runner.device)

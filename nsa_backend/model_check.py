@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
 
 GPU_INDEX_TOPK = 2048
@@ -70,7 +70,7 @@ def _way_back(problem: str) -> str:
     return f"{', or' if '; ' in problem else ';'} {adapter.WAY_BACK}"
 
 
-def check_models(server_args: sglang.ServerArgs, names: dict[str, str | None]) -> None:
+def check_models(server_args: sglang_types.ServerArgs, names: dict[str, str | None]) -> None:
     """Check the target and, where it is another checkpoint, the draft model; SGLang has read the target's config before.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.error_notes import Activity, noted
@@ -16,7 +16,7 @@ from nsa_backend.metadata.views import NSAMetadata, step_metadata
 class DraftStepBackend(NativeSparseAttnBackend):
     """The backend of one draft step."""
 
-    def indexer_metadata(self, forward_batch: sglang.ForwardBatch) -> IndexerMetadata:
+    def indexer_metadata(self, forward_batch: sglang_types.ForwardBatch) -> IndexerMetadata:
         """What the indexer of a layer reads.
 
         A rank of DP attention without a request joins the draft steps of the others with padding rows, for which SGLang asks
@@ -37,7 +37,7 @@ class NativeSparseAttnMultiStepBackend(adapter.MultiStepEntryPoints):
     L tokens that row attended to. There all steps have one length, and with it one schedule.
     """
 
-    def __init__(self, model_runner: sglang.ModelRunner, topk: int, speculative_num_steps: int, *, shared: bool = False):
+    def __init__(self, model_runner: sglang_types.ModelRunner, topk: int, speculative_num_steps: int, *, shared: bool = False):
         """Build N - 1 step backends.
 
         Args:
@@ -68,7 +68,7 @@ class NativeSparseAttnMultiStepBackend(adapter.MultiStepEntryPoints):
         return plan_draft_decode(num_requests, self.speculative_num_steps)
 
     @noted
-    def init_forward_metadata(self, forward_batch: sglang.ForwardBatch) -> None:
+    def init_forward_metadata(self, forward_batch: sglang_types.ForwardBatch) -> None:
         """Metadata of an eager draft round, in memory of its own."""
         self._begin("preparing a draft round", forward_batch.batch_size)
         self.captured.leave()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.option_rules import Rule
 from nsa_backend.adapters.options import OWN_DECODE_VALUES
-from nsa_backend.adapters.rule import Rule
 from nsa_backend.attention.implementations import OPTION_VALUES
 from nsa_backend.environment import asked, switched_on
 from nsa_backend.releases import ROUND_WARM_UP, installed, round_graph_problem
@@ -77,7 +77,7 @@ RULES = (
 )
 
 
-def refusals(server_args: sglang.ServerArgs) -> list[str]:
+def refusals(server_args: sglang_types.ServerArgs) -> list[str]:
     """One sentence for each option that is set to something this backend does not serve."""
     args = adapter.resolved(server_args)
     found = [rule.refusal(args) for rule in RULES]
@@ -138,7 +138,7 @@ def warm_up_problems(args: Any) -> list[str]:
     return found
 
 
-def refuse_unsupported(server_args: sglang.ServerArgs) -> None:
+def refuse_unsupported(server_args: sglang_types.ServerArgs) -> None:
     """Raise ValueError with every refusal, one a line."""
     found = refusals(server_args)
     if found:

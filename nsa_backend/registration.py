@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.naive_eagle import switched_on_while_checked
 from nsa_backend.adapters.shared import Takeover
@@ -32,7 +32,7 @@ def wants_layer_fronts() -> bool:
     return LAYER_FRONTS.get(installed(), False) if answer is None else answer
 
 
-def create_backend(runner: sglang.ModelRunner) -> NativeSparseAttnBackend:
+def create_backend(runner: sglang_types.ModelRunner) -> NativeSparseAttnBackend:
     """Build the backend of a target model, or of a draft model's prefill."""
     if wants_layer_fronts():
         adapter.take_layer_fronts(runner, (NativeSparseAttnBackend,), not runner.is_draft_worker)
@@ -43,7 +43,7 @@ def create_backend(runner: sglang.ModelRunner) -> NativeSparseAttnBackend:
     return backend
 
 
-def create_multi_step_backend(factory: sglang.DraftBackendFactory) -> NativeSparseAttnMultiStepBackend:
+def create_multi_step_backend(factory: sglang_types.DraftBackendFactory) -> NativeSparseAttnMultiStepBackend:
     """Build the draft steps' backend, and make SGLang's draft side ready for it."""
     prepare_draft_side()
     shared = adapter.shares_selections(factory)
@@ -52,14 +52,14 @@ def create_multi_step_backend(factory: sglang.DraftBackendFactory) -> NativeSpar
     )
 
 
-def create_draft_extend_backend(factory: sglang.DraftBackendFactory) -> NativeSparseAttnBackend:
+def create_draft_extend_backend(factory: sglang_types.DraftBackendFactory) -> NativeSparseAttnBackend:
     """Build the backend of the draft model's extend after a verify."""
     prepare_draft_side()
     adapter.keep_draft_kv(factory.draft_model_runner)
     return NativeSparseAttnBackend(factory.draft_model_runner, shares_selections=adapter.shares_selections(factory))
 
 
-def check_server_args(original: Callable, server_args: sglang.ServerArgs) -> None:
+def check_server_args(original: Callable, server_args: sglang_types.ServerArgs) -> None:
     """Stop the server in its main process, before any GPU work or weights, for what the plugin does not serve."""
     original(server_args)
     with switched_on_while_checked(server_args):
@@ -69,7 +69,7 @@ def check_server_args(original: Callable, server_args: sglang.ServerArgs) -> Non
 def prepare_draft_side() -> None:
     """Make SGLang's draft side ready; raises RuntimeError where the target's backend is not ours."""
     for name in adapter.BACKEND_NAMES:
-        if sglang.ATTENTION_BACKENDS[name] is not create_backend:
+        if sglang_types.ATTENTION_BACKENDS[name] is not create_backend:
             raise RuntimeError(
                 "nsa_backend took over the draft side and not the target: another plugin registered the attention backend "
                 f"{name}, or the log above says why this one did not load; to go on without it, {adapter.WAY_BACK}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
 
 OPTIONS = {
@@ -34,8 +34,8 @@ def check_names(names: dict[str, str | None], create_backend: Callable) -> None:
                 f"{adapter.BACKEND_NAMES[0]} with a model that has an index_topk, drop {OPTIONS[part]}, or unset "
                 "NSA_BACKEND_REQUIRED"
             )
-        if sglang.ATTENTION_BACKENDS[name] is not create_backend:
-            owner = getattr(sglang.ATTENTION_BACKENDS[name], "__module__", "another plugin")
+        if sglang_types.ATTENTION_BACKENDS[name] is not create_backend:
+            owner = getattr(sglang_types.ATTENTION_BACKENDS[name], "__module__", "another plugin")
             raise ValueError(
                 f"NSA_BACKEND_REQUIRED=1 and {owner} has registered the attention backend {name} since: load this plugin "
                 "alone (SGLANG_PLUGINS=nsa_backend), or unset NSA_BACKEND_REQUIRED"

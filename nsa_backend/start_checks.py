@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.implementations import check_attention, decode_side, prefill_side
 from nsa_backend.config import AttentionConfig, decode_name, prefill_name
@@ -51,7 +51,7 @@ CHECKS = (
 )
 
 
-def check_options(server_args: sglang.ServerArgs, create_backend: Callable) -> None:
+def check_options(server_args: sglang_types.ServerArgs, create_backend: Callable) -> None:
     """Stop the server in its main process for what the plugin does not serve.
 
     Args:
@@ -72,7 +72,7 @@ def check_options(server_args: sglang.ServerArgs, create_backend: Callable) -> N
             adapter.offer_warm_up()
 
 
-def backend_names(server_args: sglang.ServerArgs) -> dict[str, str | None]:
+def backend_names(server_args: sglang_types.ServerArgs) -> dict[str, str | None]:
     """By part of the server, the attention backend that options name; drafts only where there are some."""
     args = adapter.resolved(server_args)
     names = dict(zip(("prefill", "decode"), adapter.served_backends(server_args), strict=True))
@@ -81,7 +81,7 @@ def backend_names(server_args: sglang.ServerArgs) -> dict[str, str | None]:
     return names
 
 
-def check_implementations(server_args: sglang.ServerArgs) -> None:
+def check_implementations(server_args: sglang_types.ServerArgs) -> None:
     """Raise ValueError where decode or prefill cannot run as named; the backend that a rank builds checks again.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from metadata_fields import check_fields
 from metadata_reference import Batch
 
-from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
 from nsa_backend.testing import captured
 from nsa_backend.testing.calls import calls
 

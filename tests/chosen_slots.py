@@ -11,7 +11,7 @@ import torch
 from batches import forward_batch
 from metadata_reference import Batch
 
-from nsa_backend.adapters.sglang import ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
 from nsa_backend.config import AttentionConfig

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from nsa_backend.adapters import sglang, shared, startup
-from nsa_backend.adapters.rule import Rule
+from nsa_backend.adapters import sglang_types, shared, startup
+from nsa_backend.adapters.option_rules import Rule
 from nsa_backend.adapters.shared import Settings, Takeover
 
 
@@ -40,15 +40,15 @@ class Adapter(ABC):
     REFUSED: tuple[Rule, ...]  # options that this generation alone has, or alone may not be started with
 
     @abstractmethod
-    def settings(self, runner: sglang.ModelRunner) -> Settings:
+    def settings(self, runner: sglang_types.ModelRunner) -> Settings:
         """What the user chose, as SGLang resolved it."""
 
     @abstractmethod
-    def resolved(self, server_args: sglang.ServerArgs) -> Any:
+    def resolved(self, server_args: sglang_types.ServerArgs) -> Any:
         """Server arguments with every default filled in."""
 
     @abstractmethod
-    def served_backends(self, server_args: sglang.ServerArgs) -> tuple[str, str]:
+    def served_backends(self, server_args: sglang_types.ServerArgs) -> tuple[str, str]:
         """Attention backends of (prefill, decode)."""
 
     @abstractmethod
@@ -100,7 +100,7 @@ class Adapter(ABC):
         """
 
     @abstractmethod
-    def shares_selections(self, factory: sglang.DraftBackendFactory) -> bool:
+    def shares_selections(self, factory: sglang_types.DraftBackendFactory) -> bool:
         """Whether all draft steps of this factory's worker attend with the selection of the last accepted row."""
 
     @abstractmethod
@@ -110,11 +110,11 @@ class Adapter(ABC):
     # Forwards
 
     @abstractmethod
-    def is_draft_extend(self, mode: sglang.ForwardMode) -> bool:
+    def is_draft_extend(self, mode: sglang_types.ForwardMode) -> bool:
         """Whether the draft model extends by what a verify has accepted."""
 
     @abstractmethod
-    def is_ragged_draft_extend(self, mode: sglang.ForwardMode) -> bool:
+    def is_ragged_draft_extend(self, mode: sglang_types.ForwardMode) -> bool:
         """Whether requests then extend by different numbers of tokens (spec v1)."""
 
     @abstractmethod
@@ -122,11 +122,11 @@ class Adapter(ABC):
         """Whether a prefill graph is being captured or replayed."""
 
     @abstractmethod
-    def rows_of_rank(self, batch: sglang.ForwardBatch) -> slice | None:
+    def rows_of_rank(self, batch: sglang_types.ForwardBatch) -> slice | None:
         """Of all rows of a prefill, those that this rank computes, as `PrefillFields.of_rows` takes them; None for all."""
 
     @abstractmethod
-    def kv_pool(self, batch: sglang.ForwardBatch, backend: sglang.AttentionBackend) -> Any:
+    def kv_pool(self, batch: sglang_types.ForwardBatch, backend: sglang_types.AttentionBackend) -> Any:
         """Where the KV of `batch` is."""
 
     # Kernels of SGLang and its packages
@@ -185,7 +185,7 @@ class Adapter(ABC):
         """Let SGLang's EAGLE worker run its rounds in one graph."""
 
     @abstractmethod
-    def take_layer_fronts(self, runner: sglang.ModelRunner, backends: tuple[type, ...], demanded: bool) -> None:
+    def take_layer_fronts(self, runner: sglang_types.ModelRunner, backends: tuple[type, ...], demanded: bool) -> None:
         """Put our front before the layers of a loaded model; raises ValueError where it is demanded and none can have it.
 
         Args:
@@ -211,7 +211,7 @@ class Adapter(ABC):
         """
 
     @abstractmethod
-    def keep_draft_kv(self, draft_runner: sglang.ModelRunner) -> None:
+    def keep_draft_kv(self, draft_runner: sglang_types.ModelRunner) -> None:
         """Keep the draft's KV where SGLang keeps the target's alone.
 
         Args:

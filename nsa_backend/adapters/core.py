@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.kernels.batch_inputs import BatchInputs
 
 
@@ -14,7 +14,7 @@ class CapturedForwards(ABC):
     """Forwards of one model, of which graphs are captured and replayed."""
 
     @abstractmethod
-    def before_capture(self, mode: sglang.ForwardMode, num_rows: int, inputs: BatchInputs) -> None:
+    def before_capture(self, mode: sglang_types.ForwardMode, num_rows: int, inputs: BatchInputs) -> None:
         """Choose the buffers that the graph being captured will fill.
 
         Args:
@@ -24,7 +24,7 @@ class CapturedForwards(ABC):
         """
 
     @abstractmethod
-    def before_replay(self, mode: sglang.ForwardMode, num_requests: int, inputs: BatchInputs) -> None:
+    def before_replay(self, mode: sglang_types.ForwardMode, num_requests: int, inputs: BatchInputs) -> None:
         """Nothing on the device: the graph writes its own metadata.
 
         Args:
@@ -46,7 +46,7 @@ class CapturedForwards(ABC):
         """Whether a captured forward runs on the CPU: in warm-ups, in the capture, and in replays that call it."""
 
     @abstractmethod
-    def indexer_metadata(self, forward_batch: sglang.ForwardBatch) -> object:
+    def indexer_metadata(self, forward_batch: sglang_types.ForwardBatch) -> object:
         """The metadata of the forward under way, behind the interface of SGLang's indexer; the same for all of its layers."""
 
     @abstractmethod

@@ -19,8 +19,8 @@ from typing import Any
 from sglang.srt.environ import envs
 from sglang.srt.layers.cp import utils
 
-from nsa_backend.adapters.rule import Rule, nested
-from nsa_backend.adapters.sglang import ForwardBatch
+from nsa_backend.adapters.option_rules import Rule, nested
+from nsa_backend.adapters.sglang_types import ForwardBatch
 from nsa_backend.adapters.shared import WAY_BACK
 from nsa_backend.releases import installed
 

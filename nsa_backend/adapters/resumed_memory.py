@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
-from nsa_backend.adapters.sglang import HookType
+from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.kernels.batch_inputs import PADDING_SLOT
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from nsa_backend.adapters.sglang import HookType
+from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
 
 

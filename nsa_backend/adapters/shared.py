@@ -13,7 +13,7 @@ import torch
 from packaging.requirements import Requirement
 from sglang.srt.environ import envs
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 
 __all__ = [
     "WAY_BACK",
@@ -57,17 +57,17 @@ class Settings:
 class Takeover:
     """What the plugin puts in place of SGLang's."""
 
-    backend_class: type[sglang.AttentionBackend]
+    backend_class: type[sglang_types.AttentionBackend]
     multi_step_class: type
-    create_backend: Callable[[sglang.ModelRunner], sglang.AttentionBackend]
-    create_multi_step_backend: Callable[[sglang.DraftBackendFactory], Any]
-    create_draft_extend_backend: Callable[[sglang.DraftBackendFactory], sglang.AttentionBackend]
+    create_backend: Callable[[sglang_types.ModelRunner], sglang_types.AttentionBackend]
+    create_multi_step_backend: Callable[[sglang_types.DraftBackendFactory], Any]
+    create_draft_extend_backend: Callable[[sglang_types.DraftBackendFactory], sglang_types.AttentionBackend]
     check_server_args: Callable[
-        [Callable, sglang.ServerArgs], None
+        [Callable, sglang_types.ServerArgs], None
     ]  # (original, server_args), around ServerArgs.check_server_args
 
 
-def hook(target: str, function: Callable, kind: sglang.HookType) -> None:
+def hook(target: str, function: Callable, kind: sglang_types.HookType) -> None:
     """Hook `target`, a dotted path, now and only once; raises RuntimeError where that did not take.
 
     SGLang's registry logs a failure and goes on, which would leave the built-in backend serving in part. It also patches a
@@ -77,7 +77,9 @@ def hook(target: str, function: Callable, kind: sglang.HookType) -> None:
     if target in _HOOKED:
         return
     try:
-        sglang.HookRegistry._apply_target(target, [(kind, function, sglang.HookSource("nsa_backend", "sglang-nsa-backend"))])
+        sglang_types.HookRegistry._apply_target(
+            target, [(kind, function, sglang_types.HookSource("nsa_backend", "sglang-nsa-backend"))]
+        )
     except Exception as error:
         raise RuntimeError(f"nsa_backend could not hook {target}: {error}; to go on without it, {WAY_BACK}") from error
     _HOOKED.add(target)
@@ -86,7 +88,7 @@ def hook(target: str, function: Callable, kind: sglang.HookType) -> None:
 def register_under(names: tuple[str, ...], create_backend: Callable) -> None:
     """Take `names` in SGLang's registry of attention backends."""
     for name in names:
-        sglang.register_attention_backend(name)(create_backend)
+        sglang_types.register_attention_backend(name)(create_backend)
 
 
 @contextlib.contextmanager
@@ -125,7 +127,7 @@ def count_draft_extend_in_tokens(ours: Takeover, sizes_in_tokens: Callable) -> N
         with sizes_in_tokens((speculative_num_steps or worker.speculative_num_steps) + 1):
             original(runner, worker, **passed)
 
-    hook(EXTEND_RUNNER, build, sglang.HookType.AROUND)
+    hook(EXTEND_RUNNER, build, sglang_types.HookType.AROUND)
 
 
 @functools.cache

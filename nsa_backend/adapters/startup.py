@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from nsa_backend.adapters.sglang import HookType
+from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import FACTORY, hook
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.config import BackendConfig
 from nsa_backend.metadata.views import NSAMetadata
@@ -21,7 +21,7 @@ class DensePrefill:
         self.runs = served and not config.attention.sinks and not config.split_prefill
         self._attend = adapter.fa3_functions()[1] if self.runs else None
 
-    def fits(self, batch: sglang.ForwardBatch) -> bool:
+    def fits(self, batch: sglang_types.ForwardBatch) -> bool:
         """Whether `batch` is a prefill whose longest request and total length stay within SGLang's limits."""
         if not self.runs or not batch.forward_mode.is_extend_without_speculative() or not batch.batch_size:
             return False
@@ -33,7 +33,7 @@ class DensePrefill:
         )
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: sglang.RadixAttention, metadata: NSAMetadata
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: sglang_types.RadixAttention, metadata: NSAMetadata
     ) -> torch.Tensor:
         """Causal attention of the new tokens over prefix and new tokens.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
 
 
@@ -13,7 +13,7 @@ def rope_in_fp8(
     q_rope: torch.Tensor,
     k_nope: torch.Tensor,
     k_rope: torch.Tensor,
-    layer: sglang.RadixAttention,
+    layer: sglang_types.RadixAttention,
     positions: torch.Tensor,
     cos_sin_cache: torch.Tensor,
     is_neox: bool,

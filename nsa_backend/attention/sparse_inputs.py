@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.metadata.views import FlashMlaTiles, NSAMetadata
 
 
@@ -37,7 +37,7 @@ class SparseInputs:
 def sparse_inputs(
     q: torch.Tensor,
     q_rope: torch.Tensor | None,
-    layer: sglang.RadixAttention,
+    layer: sglang_types.RadixAttention,
     kv_cache: torch.Tensor,
     topk_slots: torch.Tensor,
     metadata: NSAMetadata,
@@ -98,7 +98,7 @@ def refuse_unapplied(llama_4_scaling: torch.Tensor | None, attn_sink: torch.Tens
 
 
 def write_kv(
-    pool: Any, layer: sglang.RadixAttention, out_cache_loc: torch.Tensor, k: torch.Tensor, k_rope: torch.Tensor
+    pool: Any, layer: sglang_types.RadixAttention, out_cache_loc: torch.Tensor, k: torch.Tensor, k_rope: torch.Tensor
 ) -> None:
     """Write the latent KV of the new tokens through SGLang's pool; raises ValueError where it would write to wrong slots."""
     if not out_cache_loc.is_contiguous():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.plan import MetadataPlan
@@ -37,8 +37,8 @@ class CapturedLaunches:
     def __init__(self, writer: MetadataWriter, graph: str = "graph"):
         """`graph` is what an error calls the graphs."""
         self._writer, self._graph = writer, graph
-        self._buffers: dict[sglang.ForwardMode | None, MetadataBuffers] = {}
-        self._launches: dict[tuple[sglang.ForwardMode | None, int], list[CapturedLaunch]] = {}
+        self._buffers: dict[sglang_types.ForwardMode | None, MetadataBuffers] = {}
+        self._launches: dict[tuple[sglang_types.ForwardMode | None, int], list[CapturedLaunch]] = {}
         self.current: CapturedLaunch | None = None
         """The launch of the captured forward that runs on the CPU: in warm-ups, in the capture, and in replays that call it."""
 
@@ -48,7 +48,7 @@ class CapturedLaunches:
         self._launches.clear()
 
     def capture(
-        self, mode: sglang.ForwardMode | None, plan: MetadataPlan, room: MetadataPlan, inputs: BatchInputs
+        self, mode: sglang_types.ForwardMode | None, plan: MetadataPlan, room: MetadataPlan, inputs: BatchInputs
     ) -> CapturedLaunch:
         """Choose what the graph being captured will fill; `write` records the launch in it.
 
@@ -68,7 +68,9 @@ class CapturedLaunches:
         self._launches[mode, plan.num_requests] = [self.current, *(old for old in launches if not _same(old.inputs, inputs))]
         return self.current
 
-    def replay(self, mode: sglang.ForwardMode | None, num_requests: int, inputs: BatchInputs | None = None) -> CapturedLaunch:
+    def replay(
+        self, mode: sglang_types.ForwardMode | None, num_requests: int, inputs: BatchInputs | None = None
+    ) -> CapturedLaunch:
         """The launch of a captured graph; raises ValueError where it was not captured, or reads other tensors than `inputs`."""
         self.leave()
         of_mode = "" if mode is None else f" for {mode.name}"

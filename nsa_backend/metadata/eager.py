@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.config import BackendConfig
 from nsa_backend.kernels.plan import MetadataPlan
@@ -12,7 +12,7 @@ from nsa_backend.metadata.views import NSAMetadata, step_metadata
 from nsa_backend.metadata.writer import MetadataWriter
 
 
-def eager_metadata(writer: MetadataWriter, batch: sglang.ForwardBatch, *, dense: bool) -> NSAMetadata:
+def eager_metadata(writer: MetadataWriter, batch: sglang_types.ForwardBatch, *, dense: bool) -> NSAMetadata:
     """Metadata of `batch` in its forward mode, decode to prefill; `dense` says how a prefill will attend."""
     mode = batch.forward_mode
     if is_paged(mode):
@@ -23,7 +23,7 @@ def eager_metadata(writer: MetadataWriter, batch: sglang.ForwardBatch, *, dense:
     raise ValueError(f"nsa_backend has no metadata for {mode.name}: it serves prefill, decode, target_verify and draft_extend")
 
 
-def _paged_plan(batch: sglang.ForwardBatch, config: BackendConfig) -> MetadataPlan:
+def _paged_plan(batch: sglang_types.ForwardBatch, config: BackendConfig) -> MetadataPlan:
     mode, requests = batch.forward_mode, batch.batch_size
     if mode.is_target_verify():
         rows = requests * config.num_draft_tokens

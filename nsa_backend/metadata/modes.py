@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.kernels.plan import (
     MetadataPlan,
@@ -13,12 +13,12 @@ from nsa_backend.kernels.plan import (
 )
 
 
-def is_paged(mode: sglang.ForwardMode) -> bool:
+def is_paged(mode: sglang_types.ForwardMode) -> bool:
     """Whether the indexer reads keys through page tables, row by row; the other modes are prefill."""
     return mode.is_decode_or_idle() or mode.is_target_verify() or adapter.is_draft_extend(mode)
 
 
-def plan_for(mode: sglang.ForwardMode, num_requests: int, num_rows: int, next_n: int = 1) -> MetadataPlan:
+def plan_for(mode: sglang_types.ForwardMode, num_requests: int, num_rows: int, next_n: int = 1) -> MetadataPlan:
     """The plan of a paged mode.
 
     Args:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.kernels.prefill_fields import rows_before
 from nsa_backend.metadata.views import NSAMetadata
 from nsa_backend.metadata.writer import MetadataWriter
 
 
 def prefill_metadata(
-    writer: MetadataWriter, batch: sglang.ForwardBatch, *, dense: bool, rows: slice | None = None
+    writer: MetadataWriter, batch: sglang_types.ForwardBatch, *, dense: bool, rows: slice | None = None
 ) -> NSAMetadata:
     """Metadata of a prefill; synchronises nothing.
 
@@ -59,6 +59,6 @@ def rows_of_requests(extend_lens: list[int], rows: slice) -> list[int]:
     return [end - begin for begin, end in pairwise(ends)]
 
 
-def extend_lens_on_host(batch: sglang.ForwardBatch) -> list[int]:
+def extend_lens_on_host(batch: sglang_types.ForwardBatch) -> list[int]:
     """New tokens of each request; SGLang brings a CPU tensor instead of a list where it padded a DP-attention batch."""
     return [int(length) for length in batch.extend_seq_lens_cpu]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.config import BackendConfig
 from nsa_backend.environment import switched_on
 from nsa_backend.kernels.batch_inputs import BatchInputs
@@ -32,7 +32,7 @@ class MetadataWriter:
         """Buffers for captured graphs up to `plan`; graphs that run one after the other share their page tables."""
         return self._allocate(plan, self.config.attention.table_width, new_table=self._shared_table)
 
-    def write_eager(self, plan: MetadataPlan, batch: sglang.ForwardBatch) -> MetadataBuffers:
+    def write_eager(self, plan: MetadataPlan, batch: sglang_types.ForwardBatch) -> MetadataBuffers:
         """Write `batch` into fresh buffers.
 
         Their tables are as wide as the longest request reaches where lengths are on the host. SGLang from 0.5.13 on leaves
@@ -53,7 +53,7 @@ class MetadataWriter:
         self.write(plan, buffers, inputs)
         return buffers
 
-    def write_prefill(self, batch: sglang.ForwardBatch, *, num_rows: int, flattened: bool) -> PrefillFields:
+    def write_prefill(self, batch: sglang_types.ForwardBatch, *, num_rows: int, flattened: bool) -> PrefillFields:
         """One launch of `kernels.prefill.write_prefill` for `batch`, whose lengths are on the host too.
 
         Args:
@@ -109,7 +109,7 @@ class MetadataWriter:
         )
 
 
-def _new_tokens(batch: sglang.ForwardBatch) -> torch.Tensor:
+def _new_tokens(batch: sglang_types.ForwardBatch) -> torch.Tensor:
     """int32 [requests], of each request.
 
     SGLang's are int64 in a batch that it padded for a prefill of other ranks. Triton would compile the launch for that while

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nsa_backend.adapters.sglang import ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.testing.calls import calls
 
 MODES = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
 from nsa_backend.attention.flashmla_kv import FlashMlaKv
 from nsa_backend.attention.fp8_prefill import ragged_kv
 from nsa_backend.attention.sparse_inputs import sparse_inputs

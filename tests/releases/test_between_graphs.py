@@ -11,7 +11,7 @@ from batches import MODES, begin_forward, check, fill, forward_batch, random_bat
 from sglang.srt.models.deepseek_common import attention_backend_handler
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.adapters.sglang import ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.attention.interface import NothingToPrepare
 from nsa_backend.registration import create_backend
 from nsa_backend.testing.calls import calls

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 from installed_source import signature
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
 
 X = object()
@@ -95,7 +95,7 @@ def test_the_pool():
     pool = getattr(memory_pool, f"{adapter.BACKEND_NAMES[0].upper()}TokenToKVPool")
     inspect.signature(pool.set_mla_kv_buffer).bind(X, X, X, X, X)
     inspect.signature(pool.get_key_buffer).bind(X, 0)
-    inspect.signature(sglang.ForwardBatch.get_max_chunk_capacity).bind(X)
+    inspect.signature(sglang_types.ForwardBatch.get_max_chunk_capacity).bind(X)
 
 
 def test_the_draft_extend_graph_runner():
@@ -118,7 +118,7 @@ def test_the_hooked_methods():
 
     assert list(inspect.signature(ServerArgs.check_server_args).parameters) == ["self"]
     for phase in ("decode", "prefill"):
-        create = getattr(sglang.DraftBackendFactory, f"_create_{adapter.BACKEND_NAMES[0]}_{phase}_backend")
+        create = getattr(sglang_types.DraftBackendFactory, f"_create_{adapter.BACKEND_NAMES[0]}_{phase}_backend")
         assert list(inspect.signature(create.__wrapped__).parameters) == ["self"]
 
 
@@ -138,11 +138,11 @@ def test_the_batch_has_every_field_that_is_read():
         "batch_size", "forward_mode", "seq_lens", "seq_lens_cpu", "req_pool_indices", "extend_seq_lens", "extend_seq_lens_cpu",
         "out_cache_loc", "positions", "spec_info",
     }  # fmt: skip
-    assert read <= {field.name for field in fields(sglang.ForwardBatch)}
+    assert read <= {field.name for field in fields(sglang_types.ForwardBatch)}
 
 
 def test_modes():
-    modes = sglang.ForwardMode
+    modes = sglang_types.ForwardMode
     assert [mode for mode in modes if adapter.is_ragged_draft_extend(mode)] == [m for m in modes if m.name == "DRAFT_EXTEND"]
     assert {mode.name for mode in modes if adapter.is_draft_extend(mode)} <= {"DRAFT_EXTEND", "DRAFT_EXTEND_V2"}
     assert adapter.is_draft_extend(modes.DRAFT_EXTEND_V2)

@@ -5,7 +5,7 @@ import inspect
 import pytest
 from installed_source import attributes_read, trees
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.indexer.metadata import IndexerMetadata
@@ -43,14 +43,14 @@ def takes(ours, theirs, by_position: int | None = None) -> None:
 
 METHODS = [
     name
-    for name, theirs in inspect.getmembers(sglang.AttentionBackend, inspect.isfunction)
+    for name, theirs in inspect.getmembers(sglang_types.AttentionBackend, inspect.isfunction)
     if not name.startswith("_") and getattr(NativeSparseAttnBackend, name) is not theirs
 ]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_takes_what_the_base_class_takes(method):
-    theirs = getattr(sglang.AttentionBackend, method)
+    theirs = getattr(sglang_types.AttentionBackend, method)
     ours = getattr(NativeSparseAttnBackend, method)
     if method.startswith("forward_"):  # the base class leaves MLA's arguments, after these seven, to `kwargs`
         takes(ours, getattr(builtin_class("Backend"), method), by_position=7)
@@ -69,7 +69,7 @@ def test_the_methods_that_a_backend_cannot_do_without_are_ours():
     base = {"init_forward_metadata", "init_cuda_graph_state", "get_cuda_graph_seq_len_fill_value", "get_indexer_metadata"}
     base |= {"forward_decode", "forward_extend", "update_verify_buffers_to_fill_after_draft"}
     around_a_graph = {
-        name for name in dir(sglang.AttentionBackend) if name.startswith("init_forward_metadata_") and "graph" in name
+        name for name in dir(sglang_types.AttentionBackend) if name.startswith("init_forward_metadata_") and "graph" in name
     }
     served = {name for name in around_a_graph if "cpu" not in name and "breakable" not in name}
     assert len(served) == 2  # before a graph and inside it, or before a capture and before a replay
@@ -183,7 +183,7 @@ def test_what_models_read_through_the_forward_context(make_runner, name):
 
 
 def test_sglang_leaves_lengths_off_the_host_where_all_backends_allow_it(make_runner):
-    if "needs_cpu_seq_lens" in vars(sglang.AttentionBackend):
+    if "needs_cpu_seq_lens" in vars(sglang_types.AttentionBackend):
         multi_step = calls.draft_factory(make_runner(), 3).create_decode_backend()
         assert not any(b.needs_cpu_seq_lens for b in (create_backend(make_runner()), multi_step, *multi_step.attn_backends))
 

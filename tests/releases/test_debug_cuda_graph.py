@@ -6,7 +6,7 @@ import pytest
 import torch
 from padded_rank import Rank
 
-from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
 from nsa_backend.demo import engine as demo
 from nsa_backend.demo.speculative import SpeculativeDecoder
 from nsa_backend.registration import create_backend

@@ -8,10 +8,10 @@ from sglang.srt.configs import model_config
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.dsa import refusals as dsa_refusals
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.adapters.sglang import ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.registration import create_backend
 from nsa_backend.testing.calls import calls
@@ -21,7 +21,7 @@ from nsa_backend.testing.calls import calls
 def test_ours_passes_checks_of_the_builtin_class(make_runner, name):
     """Draft-extend is captured for the classes that SGLang names; ours is a virtual subclass once a draft backend is built."""
     calls.draft_factory(make_runner(), 3).create_draft_extend_backend()
-    assert isinstance(sglang.ATTENTION_BACKENDS[name](make_runner()), DeepseekSparseAttnBackend)
+    assert isinstance(sglang_types.ATTENTION_BACKENDS[name](make_runner()), DeepseekSparseAttnBackend)
     assert not issubclass(DeepseekSparseAttnBackend, NativeSparseAttnBackend)
 
 

@@ -13,7 +13,7 @@ from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController, Sp
 from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.adapters.sglang import ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.registration import create_backend
 from nsa_backend.testing.calls import calls
 

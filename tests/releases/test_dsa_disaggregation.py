@@ -15,7 +15,7 @@ from sglang.srt.layers.attention.dsa import utils
 from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative import eagle_disaggregation
 
-from nsa_backend.adapters.sglang import ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.registration import create_backend
 from nsa_backend.testing.calls import calls
 

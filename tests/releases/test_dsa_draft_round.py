@@ -10,7 +10,7 @@ from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
-from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
 from nsa_backend.testing.calls import calls
 
 

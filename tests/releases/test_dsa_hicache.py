@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_host_p
 from sglang.srt.mem_cache.pool_host import common, dsa, mla
 from sglang.srt.runtime_context import get_context
 
-from nsa_backend.adapters.sglang import ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.attention.interface import NothingToPrepare
 from nsa_backend.registration import create_backend
 

@@ -18,7 +18,7 @@ from sglang.srt.layers.cp import base, zigzag
 from sglang.srt.layers.cp.interleave import InterleaveCPStrategy, interleave_rows_per_request
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
 from nsa_backend.metadata.views import NSAMetadata
 from nsa_backend.refusals import refusals
 from nsa_backend.registration import create_backend

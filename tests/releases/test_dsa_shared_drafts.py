@@ -15,7 +15,7 @@ from sglang.srt.environ import envs
 from shared_drafts import LAG, Lagged, SharedDecoder
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.adapters.sglang import ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.demo.engine import Engine, decode_plain
 from nsa_backend.testing.calls import calls
 

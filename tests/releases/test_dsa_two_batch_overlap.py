@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.tbo_backend import TboAttnBackend
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.adapters.sglang import ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend

@@ -8,7 +8,7 @@ import torch
 from sglang.srt.speculative import eagle_worker_common
 from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
 
-from nsa_backend.adapters.sglang import ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.registration import create_backend
 
 N = 3

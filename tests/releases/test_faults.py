@@ -8,7 +8,7 @@ import pytest
 import torch
 from batches import begin_forward, begin_round
 
-from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
 from nsa_backend.testing.calls import calls

@@ -15,7 +15,7 @@ from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
 
 from nsa_backend import plugin, registration
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.contract import OFFERED
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.shared import Settings, hook
@@ -35,12 +35,12 @@ def test_the_adapter_offers_every_name():
 
 @pytest.mark.parametrize("name", adapter.BACKEND_NAMES)
 def test_the_registry_builds_our_backend(make_runner, name):
-    assert isinstance(sglang.ATTENTION_BACKENDS[name](make_runner()), NativeSparseAttnBackend)
+    assert isinstance(sglang_types.ATTENTION_BACKENDS[name](make_runner()), NativeSparseAttnBackend)
 
 
 def test_all_names_of_the_builtin_are_ours():
     """A name that still reached the built-in backend would serve with it and say nothing."""
-    assert {name for name in sglang.ATTENTION_BACKENDS if name in ("nsa", "dsa")} == set(adapter.BACKEND_NAMES)
+    assert {name for name in sglang_types.ATTENTION_BACKENDS if name in ("nsa", "dsa")} == set(adapter.BACKEND_NAMES)
 
 
 HOOKED = ["ServerArgs.check_server_args"] + [
@@ -67,10 +67,10 @@ def test_what_other_plugins_hook_is_left_to_the_loader(monkeypatch):
     def named(name):
         return lambda original: (calls_made.append(name), original())
 
-    HookRegistry.register(target, named("a plugin before"), sglang.HookType.AROUND)
-    hook(target, named("ours"), sglang.HookType.AROUND)
-    hook(target, named("ours again"), sglang.HookType.AROUND)
-    HookRegistry.register(target, named("a plugin after"), sglang.HookType.AROUND)
+    HookRegistry.register(target, named("a plugin before"), sglang_types.HookType.AROUND)
+    hook(target, named("ours"), sglang_types.HookType.AROUND)
+    hook(target, named("ours again"), sglang_types.HookType.AROUND)
+    HookRegistry.register(target, named("a plugin after"), sglang_types.HookType.AROUND)
     HookRegistry.apply_hooks()
     module.function()
     assert calls_made == ["a plugin after", "a plugin before", "ours", "original"]
@@ -93,7 +93,7 @@ def test_what_becomes_of_a_request_before_its_batch_is_left_to_sglang():
 
 def test_a_hook_that_does_not_take_is_an_error():
     with pytest.raises(RuntimeError, match=r"could not hook sglang\.srt\.plugins\.nothing_here"):
-        hook("sglang.srt.plugins.nothing_here", lambda original: original(), sglang.HookType.AROUND)
+        hook("sglang.srt.plugins.nothing_here", lambda original: original(), sglang_types.HookType.AROUND)
 
 
 @pytest.mark.parametrize("name", adapter.BACKEND_NAMES)
@@ -114,7 +114,7 @@ def test_one_draft_step_needs_no_multi_step_backend(make_runner):
 
 
 def test_half_a_registration_stops_the_server(make_runner, monkeypatch):
-    monkeypatch.setitem(sglang.ATTENTION_BACKENDS, adapter.BACKEND_NAMES[-1], lambda runner: None)
+    monkeypatch.setitem(sglang_types.ATTENTION_BACKENDS, adapter.BACKEND_NAMES[-1], lambda runner: None)
     with pytest.raises(RuntimeError, match="took over the draft side and not the target"):
         calls.draft_factory(make_runner(), 3).create_decode_backend()
 

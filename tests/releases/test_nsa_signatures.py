@@ -8,7 +8,7 @@ from sglang.srt.layers.attention import nsa_backend as builtin
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative import eagle_worker, eagle_worker_v2
 
-from nsa_backend.adapters import sglang
+from nsa_backend.adapters import sglang_types
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 
@@ -68,4 +68,4 @@ def test_server_args_say_which_backends_serve():
 
 
 def test_a_batch_knows_its_pool_and_its_backend():
-    assert {"token_to_kv_pool", "attn_backend"} <= {f.name for f in fields(sglang.ForwardBatch)}
+    assert {"token_to_kv_pool", "attn_backend"} <= {f.name for f in fields(sglang_types.ForwardBatch)}

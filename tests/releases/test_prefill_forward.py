@@ -10,7 +10,7 @@ import torch
 from batches import forward_batch, random_batch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.adapters.sglang import ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.attention.dense_prefill import DensePrefill
 from nsa_backend.attention.interface import NothingToPrepare
 from nsa_backend.metadata.modes import is_paged, plan_for

@@ -14,7 +14,7 @@ from metadata_reference import Batch
 from properties import tried
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.adapters.sglang import ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.metadata import writer
 from nsa_backend.registration import create_backend

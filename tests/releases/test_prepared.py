@@ -9,7 +9,7 @@ import torch
 from batches import begin_forward, begin_round, fill, forward_batch, static_batch
 from metadata_reference import Batch
 
-from nsa_backend.adapters.sglang import ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
 from nsa_backend.testing.calls import calls

@@ -10,7 +10,7 @@ from sglang.srt.server_args import ServerArgs
 
 from nsa_backend import start_checks
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.adapters.rule import OFF
+from nsa_backend.adapters.option_rules import OFF
 from nsa_backend.refusals import RULES, refusals
 from nsa_backend.releases import ROUND_WARM_UP, installed, round_graph_problem
 

@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from nsa_backend.adapters import sglang, shared, startup
+from nsa_backend.adapters import sglang_types, shared, startup
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.benchmarks.checkpoints.faithful import SHAPES, config
@@ -62,7 +62,7 @@ def test_a_plugin_that_registered_later(resolve, required, monkeypatch):
     server_args = resolve("--attention-backend", OWN)
     other = lambda runner: None  # noqa: E731
     other.__module__ = "another_plugin.backend"
-    monkeypatch.setitem(sglang.ATTENTION_BACKENDS, OWN, other)
+    monkeypatch.setitem(sglang_types.ATTENTION_BACKENDS, OWN, other)
     with pytest.raises(ValueError, match=f"another_plugin.backend has registered the attention backend {OWN} since.*SGLANG_P"):
         server_args.check_server_args()
 
@@ -98,7 +98,7 @@ def watched(monkeypatch):
     monkeypatch.setattr(ModelRunner, method, build)
     monkeypatch.setattr(scheduler_module.Scheduler, "__init__", construct)
     for name in ("create_decode_backend", "create_draft_extend_backend"):
-        monkeypatch.setattr(sglang.DraftBackendFactory, name, getattr(sglang.DraftBackendFactory, name))
+        monkeypatch.setattr(sglang_types.DraftBackendFactory, name, getattr(sglang_types.DraftBackendFactory, name))
     adapter.watch_backends(partial(check_built, ours=(NativeSparseAttnBackend, NativeSparseAttnMultiStepBackend)))
     return lambda *runners: scheduler_module.Scheduler(runners)
 

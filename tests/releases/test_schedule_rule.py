@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
 from nsa_backend.kernels.plan import SCHEDULE_SPLIT_KV
 from nsa_backend.registration import create_backend
 

@@ -16,7 +16,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
 from nsa_backend.attention import trtllm
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention

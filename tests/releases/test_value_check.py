@@ -9,7 +9,7 @@ import torch
 from batches import MODES
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.adapters.sglang import ForwardBatch, ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.registration import create_backend
 from nsa_backend.testing.calls import calls

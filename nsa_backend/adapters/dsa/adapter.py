@@ -26,7 +26,7 @@ from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.dsa.layer_front import options as layer_front
 from nsa_backend.adapters.dsa.rounds import rule, warm_up
 from nsa_backend.adapters.options import ADD_OPTIONS, add_options
-from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
+from nsa_backend.adapters.sglang_types import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import CHECK, FACTORY, Settings, Takeover, hook, register_under
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from nsa_backend.adapters.naive_eagle import switch_on
-from nsa_backend.adapters.sglang import HookType
+from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import Takeover, batch_sizes_chosen_with, count_draft_extend_in_tokens, hook
 
 CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"

@@ -9,7 +9,7 @@ from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from nsa_backend.adapters.core import CapturedForwards, CapturedRounds
-from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch, ForwardMode
+from nsa_backend.adapters.sglang_types import AttentionBackend, ForwardBatch, ForwardMode
 from nsa_backend.kernels.batch_inputs import BatchInputs
 
 

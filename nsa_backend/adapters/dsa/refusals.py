@@ -12,7 +12,7 @@ from sglang.srt.environ import envs
 
 from nsa_backend.adapters import prefill_context_parallel
 from nsa_backend.adapters.layer_sharing import sharing_problem
-from nsa_backend.adapters.rule import Rule, nested
+from nsa_backend.adapters.option_rules import Rule, nested
 from nsa_backend.releases import installed
 
 rule = partial(Rule, everywhere=False)

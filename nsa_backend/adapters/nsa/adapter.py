@@ -15,7 +15,7 @@ from nsa_backend.adapters import alike_ranks, naive_eagle
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.nsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.options import ADD_OPTIONS, add_options
-from nsa_backend.adapters.sglang import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
+from nsa_backend.adapters.sglang_types import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import CHECK, FACTORY, Settings, Takeover, hook, register_under
 
 if TYPE_CHECKING:

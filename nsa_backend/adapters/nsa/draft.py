@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from nsa_backend.adapters.sglang import ForwardBatch, HookType
+from nsa_backend.adapters.sglang_types import ForwardBatch, HookType
 from nsa_backend.adapters.shared import (
     Takeover,
     batch_sizes_chosen_with,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nsa_backend.adapters.core import CapturedForwards, CapturedRounds
-from nsa_backend.adapters.sglang import AttentionBackend, ForwardBatch, ForwardMode
+from nsa_backend.adapters.sglang_types import AttentionBackend, ForwardBatch, ForwardMode
 from nsa_backend.kernels.batch_inputs import BatchInputs
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nsa_backend.adapters.layer_sharing import sharing_problem
-from nsa_backend.adapters.rule import Rule
+from nsa_backend.adapters.option_rules import Rule
 from nsa_backend.releases import installed, layer_front_problem, round_graph_problem
 
 REFUSED = (

@@ -10,7 +10,7 @@ import torch
 from nsa_backend.adapters.dsa.layer_front.projections import quantised, scales_of
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
-from nsa_backend.adapters.sglang import ForwardBatch
+from nsa_backend.adapters.sglang_types import ForwardBatch
 from nsa_backend.kernels.layer_front import norm_rope_store, rope_quantise
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nsa_backend.adapters.rule import Rule
+from nsa_backend.adapters.option_rules import Rule
 from nsa_backend.releases import layer_front_problem
 
 SWITCH = "NSA_BACKEND_LAYER_FRONT"

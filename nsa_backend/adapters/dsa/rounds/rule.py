@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.environ import envs
 
 from nsa_backend.adapters.dsa.rounds.release import names
-from nsa_backend.adapters.rule import Rule
+from nsa_backend.adapters.option_rules import Rule
 from nsa_backend.environment import asked, switched_on
 from nsa_backend.releases import round_graph_problem
 

@@ -31,7 +31,7 @@ from nsa_backend.adapters.dsa.rounds.release import names
 from nsa_backend.adapters.dsa.rounds.rule import Reasons, batch_problem, is_decode
 from nsa_backend.adapters.dsa.rounds.sampling import free_bytes, parameters, renormalizing
 from nsa_backend.adapters.dsa.rounds.sizes import Sizes, noting_memory
-from nsa_backend.adapters.sglang import HookType
+from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.round_graph.child_graphs import kept_graphs
 from nsa_backend.round_graph.graphs import GraphRecorder, Recorder, RoundGraphs, RoundInputs, RoundOutputs
