@@ -75,7 +75,7 @@ def serve_quickly(monkeypatch, tmp_path):
     """Returns a function of (side, seconds a server takes to its first token) that runs that side and returns its report."""
     (tmp_path / "server.py").write_text(SERVER)
     monkeypatch.chdir(tmp_path)
-    for name, seconds in (("TAIL_SECONDS", 3.0), ("DRAIN_SECONDS", 2.0), ("IDLE_SECONDS", 0.1), ("LAST_SECONDS", 0.5)):
+    for name, seconds in (("TAIL_SECONDS", 8.0), ("DRAIN_SECONDS", 2.0), ("IDLE_SECONDS", 0.1), ("LAST_SECONDS", 0.5)):
         monkeypatch.setattr(soak_side, name, seconds)
     monkeypatch.setattr(soak_side, "SAMPLE_SECONDS", 0.2)
     monkeypatch.setattr(soak_side, "make_templates", lambda seed: [Template(i, (2,) * 9, 8 * i + 8) for i in range(4)])
@@ -85,7 +85,7 @@ def serve_quickly(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT)}
 
-    def run(side: str, delay: float, port: int, topology: str = "one", minutes: float = 0.15) -> dict:
+    def run(side: str, delay: float, port: int, topology: str = "one", minutes: float = 0.23) -> dict:
         def commands(checkpoint: Path, port: int) -> list[list[str]]:
             ports = [port, port + DECODE][: len(served.servers)]
             return [[sys.executable, str(tmp_path / "server.py"), str(port), str(delay), side] for port in ports]
