@@ -11,7 +11,7 @@ from typing import Any
 from result_files import Parts, release, reports, result, table
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "releases")]
+sys.path[:0] = [str(TESTS / "support"), str(TESTS / "releases")]
 import recipes_of_others
 import recipes_of_sglang
 from models import installed_models

@@ -15,7 +15,7 @@ from nsa_backend.benchmarks.servers import generation, pairs, server, sides
 from nsa_backend.benchmarks.servers.pairs import BOOTSTRAP, DECODE, NCCL_PORT, Pair
 from nsa_backend.benchmarks.servers.parallel import Parallel
 
-STAND_IN = Path(__file__).resolve().parents[1] / "stand_in_of_pair.py"
+STAND_IN = Path(__file__).resolve().parents[1] / "support" / "stand_in_of_pair.py"
 
 
 @pytest.fixture

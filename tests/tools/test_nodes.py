@@ -22,7 +22,7 @@ from pd_servers import command
 from workloads import CASES
 
 E2E = Path(run_case.__file__).parent
-NODE = E2E.parent / "stand_in_node.py"
+NODE = E2E.parent / "support" / "stand_in_node.py"
 
 
 @pytest.fixture

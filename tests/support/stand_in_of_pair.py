@@ -1,6 +1,6 @@
 """A small process in place of the prefill or the decode server of a pair: prints its options and what it is asked.
 
-    python tests/stand_in_of_pair.py PORT OPTIONS...
+    python tests/support/stand_in_of_pair.py PORT OPTIONS...
 
 More than 100 new tokens the prefill server refuses, and exactly 99 the decode server, while the other takes a minute.
 """
