@@ -17,8 +17,8 @@ def test_pairs_score_and_select_what_single_rows_do(requests, heads):
     import deep_gemm
 
     from nsa_backend.kernels import plan as plans
+    from nsa_backend.kernels.batch_inputs import BatchInputs
     from nsa_backend.kernels.buffers import MetadataBuffers
-    from nsa_backend.kernels.inputs import BatchInputs
     from nsa_backend.kernels.metadata import write_metadata
 
     pages, width = 2048, 20_000
