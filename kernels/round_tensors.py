@@ -5,6 +5,8 @@ Both are one program: a round has some hundred rows at most, and what they cost 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -12,19 +14,92 @@ import triton.language as tl
 from nsa_backend.kernels.batch_inputs import PADDING_LENGTH, PADDING_SLOT
 
 BLOCK = 256
+KEEP_ALL_TOP_P = 4.0
+"""Top-p that keeps every token, whatever rounding does; padding has it too.
+
+FlashInfer's filter (`air_top_p.cuh` of 0.6.15 and 0.7.2) looks, in three passes over the bits of the probabilities, for the
+one with which a running sum reaches top-p times the sum of the row. With top-p 1 rounding may let the running sum of a pass
+miss that by its last bits, and the next pass then keeps the largest of the least likely tokens alone. A pass takes at most the
+sum of the row off what is left to reach, so above 3 every pass misses it, and all tokens stay.
+"""
+PADDING_TEMPERATURE = 1.0
+PADDING_TOP_K = 1 << 30
+"""Keeps every token of any vocabulary."""
 
 
-# A batch's tensors may lie anywhere: addresses that are no multiple of 16 must not compile a kernel again in a round.
-@triton.jit(do_not_specialize=["req_pool_indices_ptr", "seq_lens_ptr", "num_requests", "num_rows"])
+@dataclass(frozen=True)
+class SamplingParameters:
+    """How the requests of a batch sample; a greedy one has temperature 1 and top-k 1."""
+
+    temperatures: torch.Tensor  # float32 [rows, 1]; above 0
+    top_ps: torch.Tensor  # float32 [rows]; 1 asks for every token, and `KEEP_ALL_TOP_P` gets them
+    top_ks: torch.Tensor  # int32 [rows]; at least a vocabulary's size keeps every token
+
+    @classmethod
+    def allocate(cls, rows: int, device: torch.device | str) -> SamplingParameters:
+        """All rows padding."""
+        return cls(
+            torch.full((rows, 1), PADDING_TEMPERATURE, dtype=torch.float32, device=device),
+            torch.full((rows,), KEEP_ALL_TOP_P, dtype=torch.float32, device=device),
+            torch.full((rows,), PADDING_TOP_K, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class RoundInputs:
+    """A batch, or the static tensors that a captured round reads, whose rows beyond the real requests are padding."""
+
+    req_pool_indices: torch.Tensor  # int64 [rows]
+    seq_lens: torch.Tensor  # int64 [rows]; tokens before the round
+    sampling: SamplingParameters | None = None  # of a sampled round
+    num_requests: torch.Tensor | None = None  # int32 [1], rows that are no padding; of static tensors alone
+
+    @classmethod
+    def allocate(cls, size: int, device: torch.device | str, *, sampled: bool = False) -> RoundInputs:
+        """Static tensors, all rows padding."""
+        return cls(
+            torch.full((size,), PADDING_SLOT, dtype=torch.int64, device=device),
+            torch.full((size,), PADDING_LENGTH, dtype=torch.int64, device=device),
+            SamplingParameters.allocate(size, device) if sampled else None,
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
+
+    def check(self, whose: str) -> None:
+        """Raises ValueError where a tensor has another dtype or layout than the kernel reads; `whose` begins its name."""
+        rows = len(self.seq_lens)
+        check_tensor(f"{whose}req_pool_indices", self.req_pool_indices, torch.int64, (rows,))
+        check_tensor(f"{whose}seq_lens", self.seq_lens, torch.int64, (rows,))
+        if self.sampling is not None:
+            check_tensor(f"{whose}temperatures", self.sampling.temperatures, torch.float32, (rows, 1))
+            check_tensor(f"{whose}top_ps", self.sampling.top_ps, torch.float32, (rows,))
+            check_tensor(f"{whose}top_ks", self.sampling.top_ks, torch.int32, (rows,))
+
+
+BATCH = ["req_pool_indices_ptr", "seq_lens_ptr", "temperatures_ptr", "top_ps_ptr", "top_ks_ptr"]
+"""Tensors that may lie anywhere: addresses that are no multiple of 16 must not compile the kernel again in a round."""
+
+
+@triton.jit(do_not_specialize=[*BATCH, "num_requests", "num_rows"])
 def fill_inputs_kernel(
     req_pool_indices_ptr,  # int64 [num_requests]
     seq_lens_ptr,  # int64 [num_requests]
+    temperatures_ptr,  # float32 [num_requests]; this and the next two are read where SAMPLED
+    top_ps_ptr,  # float32 [num_requests]
+    top_ks_ptr,  # int32 [num_requests]
     static_req_pool_indices_ptr,  # int64 [num_rows]
     static_seq_lens_ptr,  # int64 [num_rows]
+    static_temperatures_ptr,  # float32 [num_rows]
+    static_top_ps_ptr,  # float32 [num_rows]
+    static_top_ks_ptr,  # int32 [num_rows]
+    static_num_requests_ptr,  # int32 [1]
     num_requests,
     num_rows,
+    SAMPLED: tl.constexpr,
     PADDING_SLOT: tl.constexpr,
     PADDING_LENGTH: tl.constexpr,
+    PADDING_TEMPERATURE: tl.constexpr,
+    PADDING_TOP_K: tl.constexpr,
+    KEEP_ALL_TOP_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     for start in range(0, num_rows, BLOCK):
@@ -34,6 +109,14 @@ def fill_inputs_kernel(
         length = tl.load(seq_lens_ptr + row, mask=real, other=PADDING_LENGTH)
         tl.store(static_req_pool_indices_ptr + row, slot, mask=inside)
         tl.store(static_seq_lens_ptr + row, length, mask=inside)
+        if SAMPLED:
+            temperature = tl.load(temperatures_ptr + row, mask=real, other=PADDING_TEMPERATURE)
+            top_p = tl.load(top_ps_ptr + row, mask=real, other=KEEP_ALL_TOP_P)
+            top_k = tl.load(top_ks_ptr + row, mask=real, other=PADDING_TOP_K)
+            tl.store(static_temperatures_ptr + row, temperature, mask=inside)
+            tl.store(static_top_ps_ptr + row, tl.where(top_p >= 1.0, KEEP_ALL_TOP_P, top_p), mask=inside)
+            tl.store(static_top_ks_ptr + row, top_k, mask=inside)
+    tl.store(static_num_requests_ptr, num_requests)
 
 
 # Where the compiler knows that results are aligned, threads load neighbours, and hand them on through shared memory to store.
@@ -68,47 +151,68 @@ def store_results_kernel(
     tl.store(launches_ptr, launches + 1)
 
 
-def fill_round_inputs(
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    static_req_pool_indices: torch.Tensor,
-    static_seq_lens: torch.Tensor,
-) -> None:
+def fill_round_inputs(batch: RoundInputs, static: RoundInputs) -> None:
     """Copy a batch into the static tensors of a captured round and make the rows beyond it padding; one launch.
 
+    Padding rows get `PADDING_SLOT` and `PADDING_LENGTH`, and sample from the whole vocabulary, which nobody reads. A request
+    that asks for every token gets `KEEP_ALL_TOP_P`. `static.num_requests` gets the number of requests.
+
     Args:
-        req_pool_indices: int64 [requests], rows of the request pool.
-        seq_lens: int64 [requests], tokens.
-        static_req_pool_indices: int64 [rows], at least as long; padding rows get `PADDING_SLOT`.
-        static_seq_lens: int64 [rows]; padding rows get `PADDING_LENGTH`.
+        batch: its own tensors, of as many rows as it has requests.
+        static: of at least as many rows; both are sampled, or neither is.
 
     Raises:
         ValueError: a tensor has another dtype or layout, or the batch does not fit.
     """
-    check_that_a_batch_fits(req_pool_indices, seq_lens, static_req_pool_indices, static_seq_lens)
+    requests, rows = len(batch.seq_lens), len(static.seq_lens)
+    batch.check("")
+    static.check("static_")
+    assert (batch.sampling is None) == (static.sampling is None)
+    if requests > rows:
+        raise ValueError(f"a batch of {requests} requests does not fit a round captured for {rows}: rows would be lost")
+    unread = SamplingParameters(static.seq_lens, static.seq_lens, static.seq_lens)
+    theirs, ours = batch.sampling or unread, static.sampling or unread
     fill_inputs_kernel[(1,)](
-        req_pool_indices,
-        seq_lens,
-        static_req_pool_indices,
-        static_seq_lens,
-        len(seq_lens),
-        len(static_seq_lens),
+        batch.req_pool_indices,
+        batch.seq_lens,
+        theirs.temperatures,
+        theirs.top_ps,
+        theirs.top_ks,
+        static.req_pool_indices,
+        static.seq_lens,
+        ours.temperatures,
+        ours.top_ps,
+        ours.top_ks,
+        static.num_requests,
+        requests,
+        rows,
+        SAMPLED=batch.sampling is not None,
         PADDING_SLOT=PADDING_SLOT,
         PADDING_LENGTH=PADDING_LENGTH,
+        PADDING_TEMPERATURE=PADDING_TEMPERATURE,
+        PADDING_TOP_K=PADDING_TOP_K,
+        KEEP_ALL_TOP_P=KEEP_ALL_TOP_P,
         BLOCK=BLOCK,
     )
 
 
-def fill_round_inputs_torch(
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    static_req_pool_indices: torch.Tensor,
-    static_seq_lens: torch.Tensor,
-) -> None:
+def fill_round_inputs_torch(batch: RoundInputs, static: RoundInputs) -> None:
     """The torch twin of `fill_round_inputs`."""
-    requests = len(seq_lens)
-    static_req_pool_indices[:requests], static_req_pool_indices[requests:] = req_pool_indices, PADDING_SLOT
-    static_seq_lens[:requests], static_seq_lens[requests:] = seq_lens, PADDING_LENGTH
+    requests = len(batch.seq_lens)
+    pairs = [
+        (static.req_pool_indices, batch.req_pool_indices, PADDING_SLOT),
+        (static.seq_lens, batch.seq_lens, PADDING_LENGTH),
+    ]
+    if batch.sampling is not None:
+        top_ps = torch.where(batch.sampling.top_ps >= 1.0, KEEP_ALL_TOP_P, batch.sampling.top_ps)
+        pairs += [
+            (static.sampling.temperatures, batch.sampling.temperatures, PADDING_TEMPERATURE),
+            (static.sampling.top_ps, top_ps, KEEP_ALL_TOP_P),
+            (static.sampling.top_ks, batch.sampling.top_ks, PADDING_TOP_K),
+        ]
+    for into, values, padding in pairs:
+        into[:requests], into[requests:] = values, padding
+    static.num_requests.fill_(requests)
 
 
 def store_round_results(
@@ -186,26 +290,6 @@ def read_slot(
     """Views of a slot that `store_round_results` has written: tokens, accept lengths, log-probabilities (None without)."""
     ids, lens, rest = slot[:tokens], slot[tokens : tokens + requests], slot[tokens + requests :]
     return ids, lens, rest[:tokens].view(torch.float32) if logprobs else None
-
-
-def check_that_a_batch_fits(
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    static_req_pool_indices: torch.Tensor,
-    static_seq_lens: torch.Tensor,
-) -> None:
-    """Raises ValueError where an argument of `fill_round_inputs` has another dtype or layout, or the rows are too few."""
-    requests, rows = len(seq_lens), len(static_seq_lens)
-    named = {
-        "req_pool_indices": (req_pool_indices, requests),
-        "seq_lens": (seq_lens, requests),
-        "static_req_pool_indices": (static_req_pool_indices, rows),
-        "static_seq_lens": (static_seq_lens, rows),
-    }
-    for name, (tensor, length) in named.items():
-        check_tensor(name, tensor, torch.int64, (length,))
-    if requests > rows:
-        raise ValueError(f"a batch of {requests} requests does not fit a round captured for {rows}: rows would be lost")
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -5,45 +5,17 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from nsa_backend.kernels.batch_inputs import PADDING_LENGTH, PADDING_SLOT
-from nsa_backend.kernels.round_sampling import SamplingParameters, fill_sampled_round_inputs
-from nsa_backend.kernels.round_tensors import fill_round_inputs, read_slot, slot_size, store_round_results
+from nsa_backend.kernels.round_tensors import RoundInputs, fill_round_inputs, read_slot, slot_size, store_round_results
 
 RING_DEPTH = 4
 """Rounds whose results the host may still read: the overlap scheduler is one behind, and this leaves room."""
-
-
-@dataclass(frozen=True)
-class RoundInputs:
-    """The batch as a captured round reads it: rows beyond the real requests are padding."""
-
-    req_pool_indices: torch.Tensor  # int64 [size]
-    seq_lens: torch.Tensor  # int64 [size]; tokens before the round
-    sampling: SamplingParameters | None = None  # of a sampled round
-
-    @classmethod
-    def allocate(cls, size: int, device: torch.device | str, *, sampled: bool = False) -> RoundInputs:
-        """All rows padding."""
-        return cls(
-            torch.full((size,), PADDING_SLOT, dtype=torch.int64, device=device),
-            torch.full((size,), PADDING_LENGTH, dtype=torch.int64, device=device),
-            SamplingParameters.allocate(size, device) if sampled else None,
-        )
-
-    def fill(self, batch: RoundInputs) -> None:
-        """Copy a batch here and make the rows beyond it padding: one launch. Both are sampled, or neither is."""
-        ours, theirs = (self.req_pool_indices, self.seq_lens), (batch.req_pool_indices, batch.seq_lens)
-        assert (self.sampling is None) == (batch.sampling is None)
-        if self.sampling is None:
-            fill_round_inputs(*theirs, *ours)
-        else:
-            fill_sampled_round_inputs(*theirs, batch.sampling, *ours, self.sampling)
 
 
 @dataclass(frozen=True)
@@ -91,18 +63,29 @@ class GraphRecorder:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.current_stream().synchronize()
-        # Relaxed: a kernel that Triton has not compiled for this size yet is loaded here, and other threads of the process
-        # may allocate meanwhile.
-        graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
         try:
+            # Relaxed: other threads of the process may allocate meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             returned = function()
+            graph.capture_end()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # the broken capture's own error, which would hide this one
-                graph.capture_end()
+            self._abandon(graph)
             raise
-        graph.capture_end()
         self._graphs.add(graph)
         return graph.replay, returned
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed, so that torch allocates and records events as it did before.
+
+        What torch (2.14.1) leaves open where CUDA refuses to end a capture is closed here: while its allocator takes a capture
+        for under way, it gives no block back that another stream has used.
+        """
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+            return
+        with contextlib.suppress(RuntimeError):  # closed already, or never opened
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            torch._C._cuda_releasePool(torch.cuda.current_device(), self._pool)
 
 
 class RoundGraphs:
@@ -138,27 +121,33 @@ class RoundGraphs:
         self._ring = torch.zeros(RING_DEPTH, values, dtype=torch.int32, pin_memory=pinned)
         self._launches_on_gpu = torch.zeros(1, dtype=torch.int64, device=device)
         self._launches = 0
-        self._inputs: dict[int, RoundInputs] = {}
+        self._inputs = {size: RoundInputs.allocate(size, device, sampled=sampled) for size in self.sizes}
         self._rounds: dict[int, tuple[Callable[[], None], RoundOutputs]] = {}
 
-    def capture(self, run: Callable[[RoundInputs], RoundOutputs]) -> None:
-        """Capture every size, the largest first, whose memory the smaller ones then use.
+    def warm_up(self, run: Callable[[RoundInputs], RoundOutputs]) -> None:
+        """Run a round of every size, so that a capture finds all kernels compiled and loaded; `run` as in `capture`."""
+        for inputs in self._inputs.values():
+            fill_round_inputs(RoundInputs.allocate(1, self._device, sampled=self._sampled), inputs)
+            self._whole(run, inputs)
+        self._launches_on_gpu.zero_()
+
+    def capture(self, run: Callable[[RoundInputs], RoundOutputs]) -> Iterator[int]:
+        """Capture every size, the largest first, whose memory the smaller ones then use; yields each once it is captured.
 
         Args:
             run: a whole round on these inputs; must neither wait for the GPU nor read anything on the host that changes from
                 round to round.
         """
         for size in reversed(self.sizes):
-            inputs = self._inputs[size] = RoundInputs.allocate(size, self._device, sampled=self._sampled)
+            self._rounds[size] = self._recorder.record(partial(self._whole, run, self._inputs[size]))
+            yield size
 
-            def whole(inputs: RoundInputs = inputs) -> RoundOutputs:
-                outputs = run(inputs)
-                assert (outputs.logprobs is None) != self._logprobs
-                results = outputs.next_token_ids, outputs.accept_lens
-                store_round_results(*results, self._ring, self._launches_on_gpu, outputs.logprobs)
-                return outputs
-
-            self._rounds[size] = self._recorder.record(whole)
+    def _whole(self, run: Callable[[RoundInputs], RoundOutputs], inputs: RoundInputs) -> RoundOutputs:
+        outputs = run(inputs)
+        assert (outputs.logprobs is None) != self._logprobs
+        results = outputs.next_token_ids, outputs.accept_lens
+        store_round_results(*results, self._ring, self._launches_on_gpu, outputs.logprobs)
+        return outputs
 
     def replay(self, batch: RoundInputs, at_least: int = 0) -> RoundResults:
         """Run a round of the smallest captured size that holds the batch: two launches, and nothing waits.
@@ -172,7 +161,7 @@ class RoundGraphs:
         requests = len(batch.seq_lens)
         size = self.sizes[bisect.bisect_left(self.sizes, max(requests, at_least))]
         launch, outputs = self._rounds[size]
-        self._inputs[size].fill(batch)
+        fill_round_inputs(batch, self._inputs[size])
         launch()
         slot = self._ring[self._launches % RING_DEPTH]
         self._launches += 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from top_p_filters import bisecting, radix
 
-from nsa_backend.kernels.round_sampling import KEEP_ALL_TOP_P
+from nsa_backend.kernels.round_tensors import KEEP_ALL_TOP_P
 
 ROWS, VOCABULARY = 12, 2048
 

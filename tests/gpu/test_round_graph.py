@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nsa_backend.kernels.round_tensors import RoundInputs
 from nsa_backend.round_graph.child_graphs import KeptGraph, kept_graphs
-from nsa_backend.round_graph.graphs import RING_DEPTH, GraphRecorder, RoundGraphs, RoundInputs, RoundOutputs
+from nsa_backend.round_graph.graphs import RING_DEPTH, GraphRecorder, RoundGraphs, RoundOutputs
 
 pytestmark = pytest.mark.gpu
 
@@ -81,7 +82,8 @@ def test_rounds_of_every_size_against_the_same_pieces_run_eagerly():
     parts = {size: Parts(size, pool) for size in SIZES}
     table, eager_table = (torch.arange(32, device="cuda") for _ in range(2))
     graphs = RoundGraphs(SIZES, D, "cuda", GraphRecorder())
-    graphs.capture(lambda inputs: parts[len(inputs.seq_lens)].round(table, inputs))
+    graphs.warm_up(run := lambda inputs: parts[len(inputs.seq_lens)].round(table, inputs))
+    assert list(graphs.capture(run)) == SIZES[::-1]
     table.copy_(eager_table)
     generator = torch.Generator().manual_seed(0)
     pending = []
@@ -131,6 +133,40 @@ def test_a_graph_that_was_not_kept_says_so():
 
 
 @pytest.mark.usefixtures("side_stream")
+@pytest.mark.parametrize("fails", ["in CUDA", "beside it", "for want of memory"])
+def test_a_capture_that_fails_leaves_torch_as_it_was(fails):
+    """Random numbers go on, blocks that another stream has used come back, and other graphs are captured and replayed."""
+    recorder, value = GraphRecorder(), torch.ones(4, device="cuda")
+    earlier, _ = recorder.record(lambda: value.add_(1))
+
+    def failing():
+        torch.zeros(2**20, device="cuda").add_(1)
+        if fails == "in CUDA":
+            return value.sum().item()
+        if fails == "for want of memory":
+            return torch.empty(2**50, dtype=torch.uint8, device="cuda")
+        raise ValueError(fails)
+
+    with pytest.raises((RuntimeError, ValueError)):
+        recorder.record(failing)
+    torch.cuda.synchronize()
+    assert len(set(torch.rand(64, device="cuda").tolist())) > 60
+    before, other = torch.cuda.memory_allocated(), torch.cuda.Stream()
+    for _ in range(3):
+        block = torch.zeros(2**20, device="cuda")
+        block.record_stream(other)
+        del block
+        torch.cuda.synchronize()
+    torch.zeros(1, device="cuda")
+    assert torch.cuda.memory_allocated() <= before
+    later, _ = recorder.record(lambda: value.mul_(2))
+    value.fill_(1)
+    earlier()
+    later()
+    assert value.tolist() == [4.0] * 4
+
+
+@pytest.mark.usefixtures("side_stream")
 def test_log_probabilities_of_a_round():
     """What a log-softmax in the graph leaves, read in host memory after the next round."""
     vocabulary = 1009
@@ -143,7 +179,8 @@ def test_log_probabilities_of_a_round():
         return RoundOutputs(tokens.int(), torch.ones_like(inputs.seq_lens, dtype=torch.int32), None, told)
 
     graphs = RoundGraphs(SIZES, D, "cuda", GraphRecorder(), logprobs=True)
-    graphs.capture(whole)
+    graphs.warm_up(whole)
+    assert list(graphs.capture(whole)) == SIZES[::-1]
     generator = torch.Generator().manual_seed(1)
     pending = []
     for _ in range(2 * RING_DEPTH):

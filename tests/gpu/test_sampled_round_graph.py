@@ -8,8 +8,8 @@ import pytest
 import torch
 from sampled_drafts import verified
 
-from nsa_backend.kernels.round_sampling import PADDING_TOP_K, SamplingParameters, keeping_all
-from nsa_backend.round_graph.graphs import GraphRecorder, RoundGraphs, RoundInputs, RoundOutputs
+from nsa_backend.kernels.round_tensors import KEEP_ALL_TOP_P, PADDING_TOP_K, RoundInputs, SamplingParameters
+from nsa_backend.round_graph.graphs import GraphRecorder, RoundGraphs, RoundOutputs
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,8 @@ def test_random_numbers_go_on_as_they_would_without_graphs():
         return RoundOutputs(coins.flatten(), torch.ones(size, dtype=torch.int32, device="cuda"), None)
 
     graphs = RoundGraphs(SIZES, D, "cuda", GraphRecorder(), sampled=True)
-    graphs.capture(drawing)
+    graphs.warm_up(drawing)
+    assert list(graphs.capture(drawing)) == SIZES[::-1]
     batch = requests_of((1.0, 1.0, PADDING_TOP_K), (0.5, 0.9, 20))
 
     def sequence() -> list[int]:
@@ -70,7 +71,8 @@ def test_random_numbers_go_on_as_they_would_without_graphs():
 
 def verification(logits: torch.Tensor, drafts: torch.Tensor, inputs: RoundInputs, *, always: bool = True) -> tuple:
     """SGLang's own, of requests that sample by `inputs`; `always`: top-k and top-p even where nobody asks, as in a graph."""
-    asked = vars(inputs.sampling) | ({"top_ps": keeping_all(inputs.sampling.top_ps)} if always else {})
+    top_ps = inputs.sampling.top_ps
+    asked = vars(inputs.sampling) | ({"top_ps": torch.where(top_ps >= 1.0, KEEP_ALL_TOP_P, top_ps)} if always else {})
     info = SimpleNamespace(
         **asked,
         is_all_greedy=False,
@@ -124,7 +126,8 @@ def test_captured_verification_samples_from_the_target():
         return RoundOutputs(tokens.flatten(), accepted, None)
 
     graphs = RoundGraphs(SIZES, D, "cuda", GraphRecorder(), sampled=True)
-    graphs.capture(whole)
+    graphs.warm_up(whole)
+    assert list(graphs.capture(whole)) == SIZES[::-1]
     samples = 4000
     counted = torch.zeros(len(ASKED), VOCABULARY)
     for _ in range(samples):

@@ -25,8 +25,7 @@ from nsa_backend.kernels.join_query import join_query
 from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.plan import MetadataPlan
 from nsa_backend.kernels.prefill import write_prefill
-from nsa_backend.kernels.round_sampling import SamplingParameters, fill_sampled_round_inputs
-from nsa_backend.kernels.round_tensors import fill_round_inputs, store_round_results
+from nsa_backend.kernels.round_tensors import RoundInputs, SamplingParameters, fill_round_inputs, store_round_results
 from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
 from nsa_backend.kernels.sparse_decode_plan import Tile
 from nsa_backend.kernels.topk_slots import topk_slots
@@ -99,9 +98,9 @@ def round_of(requests: int, size: int, offset: int) -> None:
         behind(offset, requests, torch.float32),
         behind(offset, requests, torch.int32),
     )
-    batch, static = (behind(offset, requests), behind(offset, requests)), (behind(0, size), behind(0, size))
-    fill_round_inputs(*batch, *static)
-    fill_sampled_round_inputs(*batch, sampling, *static, SamplingParameters.allocate(size, "cpu"))
+    for parameters in (None, sampling):
+        batch = RoundInputs(behind(offset, requests), behind(offset, requests), parameters)
+        fill_round_inputs(batch, RoundInputs.allocate(size, "cpu", sampled=parameters is not None))
     results = behind(offset, size * D, torch.int32), behind(offset, size, torch.int32)
     store_round_results(*results, torch.zeros(4, 70 * (D + 1), dtype=torch.int32), behind(0, 1))
 

@@ -16,8 +16,7 @@ KERNELS = {
     "prefill_kernel": 1,
     "topk_slots_kernel": 1,
     "join_query_kernel": 1,
-    "fill_inputs_kernel": 1,
-    "fill_sampled_inputs_kernel": 1,
+    "fill_inputs_kernel": 2,
     "store_results_kernel": 1,
     "join_kernel": 2,
 }

@@ -68,13 +68,13 @@ def make_runner():
 @pytest.fixture(scope="module")
 def sampled_rounds():
     """Sampled rounds in one graph are asked for, and there is memory for them."""
-    from nsa_backend.adapters.dsa.rounds import rule, sizes, worker
+    from nsa_backend.adapters.dsa.rounds import capture, rule
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(rule.SAMPLED_SWITCH, "1")
-        patch.setattr(sizes, "least_free_bytes", lambda device: 2**40)
+        for name in ("free_bytes", "settled_free_bytes"):
+            patch.setattr(capture, name, lambda device: 2**40)
         yield
-    worker._ROUNDS.clear()  # SGLang's FutureMap stays hooked, and the tests that follow have no such worker
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from nsa_backend.adapters import naive_eagle
 from nsa_backend.adapters.dsa import draft
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
 from nsa_backend.adapters.dsa.rounds.own_round import OF_REQUESTS
-from nsa_backend.adapters.dsa.rounds.release import names
+from nsa_backend.adapters.dsa.rounds.release import release
 from nsa_backend.adapters.dsa.rounds.rule import CONFIDENTIAL, DP_ATTENTION, NEEDED, ON_THE_HOST, SWITCH, has_rounds
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.environment import asked
@@ -147,7 +147,7 @@ def test_what_rounds_ask_of_sglang_is_there():
         "target_worker",
         "draft_worker",
         "spec_v2_attn_backends",
-        names().last_reader,
+        release().last_reader,
         "speculative_num_draft_tokens",
     )
     assert [name for name in worker if not assigned(EAGLEWorkerV2, name)] == []
@@ -161,7 +161,7 @@ def test_what_rounds_ask_of_sglang_is_there():
     assert [name for name in draft_worker if not assigned(EagleDraftWorker, name)] == []
     runner = (installed_source.ROOT / "model_executor" / "model_runner.py").read_text()
     assert "self.device_timer = " in runner
-    assert f"self.{names().reads_done}: " in runner
+    assert f"self.{release().reads_done}: " in runner
     batch = {field.name for field in dataclasses.fields(ScheduleBatch)}
     read = {
         "sampling_info",
@@ -175,10 +175,10 @@ def test_what_rounds_ask_of_sglang_is_there():
     }
     emptied = {"reqs", *OF_REQUESTS}
     plain = {"forward_mode", "is_extend_in_batch", "req_pool_indices", "seq_lens"}
-    assert (read | emptied | plain) - batch == names().lacks & read
+    assert (read | emptied | plain) - batch == release().lacks & read
     sampling = {field.name for field in dataclasses.fields(SamplingBatchInfo)}
     asked = {"is_all_greedy", "penalizer_orchestrator", "logit_bias", "has_custom_logit_processor", "has_watermark_candidates"}
-    assert asked - sampling == names().lacks & asked
+    assert asked - sampling == release().lacks & asked
     filled = {"temperatures", "top_ps", "top_ks", "min_ps", "need_top_p_sampling", "need_top_k_sampling", "sampling_seed"}
     assert filled <= sampling
     result = {field.name for field in dataclasses.fields(GenerationBatchResult)}
@@ -186,8 +186,8 @@ def test_what_rounds_ask_of_sglang_is_there():
     assert "next_token_logprobs" in {field.name for field in dataclasses.fields(LogitsProcessorOutput)}
     drafts = {field.name for field in dataclasses.fields(EagleDraftInput)}
     asked_of_drafts = {"future_indices", "future_dsa_topk_indices_available", "cuda_graph_compatible", "bonus_tokens"}
-    assert asked_of_drafts - drafts == names().lacks & asked_of_drafts
-    assert names().lacks <= read | asked | asked_of_drafts
+    assert asked_of_drafts - drafts == release().lacks & asked_of_drafts
+    assert release().lacks <= read | asked | asked_of_drafts
 
 
 def test_graphs_are_captured_to_be_kept(monkeypatch):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_backend.adapters.dsa.rounds.release import names
+from nsa_backend.adapters.dsa.rounds.release import OneGraph, release
 from nsa_backend.adapters.dsa.rounds.rule import DP_ATTENTION, NEEDED
 from nsa_backend.benchmarks.checkpoints import faithful
 from nsa_backend.benchmarks.servers import server
@@ -86,7 +86,7 @@ RANKS_ALONE = ("DP attention", "DP attention in four ranks", "DP attention by it
 BESIDE = dict.fromkeys(("PD", "PD with DP attention, logits gathered"), "disaggregation_mode") | dict.fromkeys(
     RANKS_ALONE, "attn_dp_size"
 )
-FREE = {name for name, option in BESIDE.items() if option in names().free}
+FREE = {name for name, option in BESIDE.items() if release().beside.get(option) is OneGraph.BY_DEFAULT}
 """What a release's rounds are one graph beside, and another's are not."""
 ADVICE = {
     "experts": ("ep_size", "pass --ep-size 1"),
@@ -94,7 +94,7 @@ ADVICE = {
     "PD with DP attention": ("enable_tp_lm_head_all_to_all", "pass --no-enable-tp-lm-head-all-to-all"),
     "PD with DP attention and experts": ("ep_size", "pass --ep-size 1 and pass --no-enable-tp-lm-head-all-to-all"),
 }
-UNSEEN = {name: advice for name, (option, advice) in ADVICE.items() if option in names().unseen}
+UNSEEN = {name: advice for name, (option, advice) in ADVICE.items() if release().beside.get(option) is OneGraph.WHERE_ASKED}
 """The same once they are asked for."""
 SGLANGS = ("PP + speculative decoding", "Pipeline parallelism is not compatible with overlap schedule, speculative decoding")
 """What it says itself of pipelines with drafts."""
@@ -148,7 +148,9 @@ def test_every_rule_was_tried(changes):
     said = {change.removesuffix(ASK) for of_one in changes.values() for change in of_one}
     left = {rule.attribute for rule in (*NEEDED, *DP_ATTENTION) if rule.advice not in said}
     renamed = {"0.5.17": {"attn_dp_size", "enable_lora", "enable_tp_lm_head_all_to_all"}, "0.5.23": {"enable_dp_attention"}}
-    assert left == NOT_BESIDE_EAGLE | renamed.get(installed(), set()) | names().free
+    assert left == NOT_BESIDE_EAGLE | renamed.get(installed(), set()) | {
+        option for option, when in release().beside.items() if when is OneGraph.BY_DEFAULT
+    }
 
 
 @pytest.mark.parametrize("way", ASKED)

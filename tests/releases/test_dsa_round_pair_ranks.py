@@ -16,7 +16,7 @@ import pytest
 import torch
 from fake_gpu import fake_gpu, gpu
 from graphs_on_fake_gpu import HIDDEN, SELECTED
-from ranks_on_fake_gpu import RANKS, FakeRank, PlainRequest, exchanged
+from ranks_on_fake_gpu import RANKS, FakeRank, PlainRequest, captures_on_fake_gpu, exchanged, started
 from sglang.srt.arg_groups import overrides
 from sglang.srt.disaggregation import decode
 from sglang.srt.layers import logits_processor
@@ -26,9 +26,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative import eagle_disaggregation
 
-from nsa_backend.adapters.dsa.rounds import worker as round_worker
-from nsa_backend.adapters.dsa.rounds.kinds import Kind
-from nsa_backend.round_graph import graphs
+from nsa_backend.adapters.dsa.rounds.rule import Kind
 
 SIZES = [1, 2, 3, 4, 8]
 TURNS = 30
@@ -47,12 +45,8 @@ def on_gpus(monkeypatch):
     monkeypatch.setattr(eagle_disaggregation, "get_dsa_seed_metadata_dim", lambda config: 0)
     monkeypatch.setattr(eagle_disaggregation, "async_h2d_stack", lambda rows, device: torch.stack(rows).to(device))
     monkeypatch.setattr(decode, "set_schedule_time_batch", lambda batch: None)
-    monkeypatch.setattr(round_worker, "free_bytes", lambda device: 0)
-    for name in ("fill_round_inputs", "fill_sampled_round_inputs", "store_round_results"):
-        monkeypatch.setattr(graphs, name, mock.Mock())
-    with fake_gpu():
+    with fake_gpu(), captures_on_fake_gpu():
         yield
-    round_worker._ROUNDS.clear()
 
 
 class Sampling(SimpleNamespace):
@@ -165,26 +159,12 @@ def script(seed: int) -> list[tuple[list[int], list[int], list[int]]]:
     return turns
 
 
-class Expected:
-    """Rounds of one graph of a rank: all but the first of its requests, and those of no request before there is a graph."""
-
-    def __init__(self):
-        self.one_graph, self._warm, self._captured = 0, False, False
-
-    def add(self, batch: ScheduleBatch) -> None:
-        if batch.forward_mode.is_idle():
-            self.one_graph += self._captured
-        else:
-            self.one_graph += self._warm
-            self._warm, self._captured = True, self._warm
-
-
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_every_turn_has_one_exchange_and_the_same_graphs_on_every_rank(num_steps, seed):
     """Whether a rank has requests, none, or only some whose KV is under way, and whether its rounds are one graph or three."""
-    three, one = ([DecodeRank(num_steps, one_graph=one) for _ in range(RANKS)] for one in (False, True))
-    expected, idle = [Expected() for _ in range(RANKS)], 0
+    three, one = (started([DecodeRank(num_steps, one_graph=one) for _ in range(RANKS)]) for one in (False, True))
+    expected, idle = [0] * RANKS, 0
     for arriving, ending, retracted in script(seed):
         replayed = []
         for ranks in (three, one):
@@ -198,21 +178,21 @@ def test_every_turn_has_one_exchange_and_the_same_graphs_on_every_rank(num_steps
             assert [batch is None for batch in found] == [not any(batches)] * RANKS
             replayed += [rank.round(batch) for rank, batch in zip(ranks, found, strict=True) if batch]
         assert replayed == replayed[:1] * len(replayed)
-        for of_rank, batch in zip(expected, found, strict=True):
+        for rank, batch in enumerate(found):
             if batch:
-                of_rank.add(batch)
+                expected[rank] += 1
                 idle += batch.forward_mode.is_idle()
     assert idle > 5
     assert [rank.graphs.rounds for rank in three] == [0] * RANKS
-    assert [rank.graphs.rounds for rank in one] == [of_rank.one_graph for of_rank in expected]
+    assert [rank.graphs.rounds for rank in one] == expected
 
 
 def test_no_rank_has_a_graph_of_drafts_while_one_has_a_request_without_its_selection(monkeypatch):
     """GLM-5.2's drafts attend with a selection that the prefill server sends; SGLang's warm-up requests bring none."""
     monkeypatch.setattr(eagle_disaggregation, "get_dsa_seed_metadata_dim", lambda config: SELECTED)
-    ranks = [DecodeRank(3, one_graph=True) for _ in range(RANKS)]
+    ranks = started([DecodeRank(3, one_graph=True) for _ in range(RANKS)])
     greedy, none = [Kind()] * RANKS, [None] * RANKS
-    for with_selection, able, taken in ((True, True, none), (True, True, greedy), (False, False, none), (True, False, none)):
+    for with_selection, able, taken in ((True, True, greedy), (False, False, none), (True, False, none)):
         turns = [rank.turn(rank.arrived(1, with_selection=with_selection or rank is ranks[0])) for rank in ranks]
         batches = exchanged(ranks, turns)
         assert [batch.can_run_dp_draft_cuda_graph for batch in batches] == [able] * RANKS

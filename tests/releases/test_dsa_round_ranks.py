@@ -21,8 +21,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 from nsa_backend.adapters.dsa.rounds import rule
-from nsa_backend.adapters.dsa.rounds.release import NAMES
-from nsa_backend.adapters.dsa.rounds.sizes import captured_sizes
+from nsa_backend.adapters.dsa.rounds.capture import captured_sizes
+from nsa_backend.adapters.dsa.rounds.release import RELEASES
+from nsa_backend.adapters.dsa.rounds.rule import Kind
 
 pytestmark = pytest.mark.usefixtures("sampled_rounds")
 
@@ -34,6 +35,7 @@ class RankWorker(StandInWorker):
     """A rank's: its graphs are of the size that holds the rank with the most requests."""
 
     gathers = True
+    told = CAN | {"global_num_tokens": [0, 0], "global_num_tokens_for_logprob": [0, 0]}  # by two idle ranks
 
     def __init__(self):
         super().__init__()
@@ -78,7 +80,7 @@ ROUNDS = st.lists(
 @tried(60)
 def test_a_rank_in_any_sequence_of_rounds_leaves_what_sglang_leaves(rounds):
     theirs, ours = two_sides(RankWorker)
-    captured, warm, replayed = set(), set(), []
+    replayed = []
     for slots, other, kind in rounds:
         most, sampled = max(len(slots), other), kind == "sampled"
         fields = {"has_grammar": True} if kind == "grammar" else {}
@@ -91,36 +93,30 @@ def test_a_rank_in_any_sequence_of_rounds_leaves_what_sglang_leaves(rounds):
             assert torch.equal(*(getattr(side.future_map, name)[1:] for side in (theirs, ours))), name
         if most > SIZES[-1]:
             continue
-        if not slots:
-            replayed += [smallest(most)] if captured else []
-        elif kind != "grammar":
-            replayed += [smallest(most)] if sampled in warm else []
-            captured |= {sampled} & warm
-            warm.add(sampled)
+        if kind != "grammar" or not slots:
+            replayed.append(smallest(most))
     assert ours.sizes == replayed
 
 
 def test_a_round_is_captured_as_one_of_ranks_that_have_as_much():
     """Then SGLang's graphs in it are of the round's own size, whatever the ranks had when it was captured."""
     _, ours = two_sides(RankWorker)
-    for _ in range(2):
-        ours.run(told([3, 5], 7))
-    assert ours.worker.seen[:1] == [(2, [2, 7])]  # SGLang's own, which compiles
-    assert ours.worker.seen[1 : 1 + len(SIZES)] == [(size, [size, size]) for size in reversed(SIZES)]
+    ours.start()
+    warmed, captured = ours.worker.seen[: len(SIZES)], ours.worker.seen[len(SIZES) : 2 * len(SIZES)]
+    assert warmed == [(size, [size, size]) for size in SIZES]
+    assert captured == warmed[::-1]
 
 
 def test_an_idle_rank_replays_padding_alone():
     _, ours = two_sides(RankWorker)
     ours.run(told([], 1))
-    assert ours.sizes == []  # nothing is captured: it has seen no request
-    for _ in range(2):
-        ours.run(told([3, 5], 2))
+    ours.run(told([3, 5], 2))
     before = {name: getattr(ours.future_map, name)[1:].clone() for name in KEPT}
     armed, ours.future_map._publish_fresh = ours.future_map.publish_ready, False
     for most in (1, 3, 8):
         result = ours.run(told([], most))
         assert (len(result.next_token_ids), len(result.accept_lens)) == (0, 0)
-    assert ours.sizes == [2, 1, 4, 8]
+    assert ours.sizes == [1, 2, 1, 4, 8]
     assert all(torch.equal(getattr(ours.future_map, name)[1:], kept) for name, kept in before.items())
     assert ours.future_map.publish_ready is armed
     assert not ours.future_map._publish_fresh  # no length was published
@@ -128,9 +124,10 @@ def test_an_idle_rank_replays_padding_alone():
 
 def test_an_idle_rank_takes_what_it_has_captured():
     _, ours = two_sides(RankWorker)
-    for _ in range(2):
-        ours.run(told([4, 5], 2, greedy=False))
-    ours.run(told([], 4))
+    ours.start()
+    del ours.worker.rounds._captured[Kind()]
+    for slots, most, greedy in (([4, 5], 2, False), ([], 4, True), ([4, 5], 2, True)):
+        ours.run(told(slots, most, greedy=greedy))
     assert ours.sizes == [2, 4]
 
 
@@ -146,8 +143,7 @@ def test_an_idle_rank_takes_what_it_has_captured():
 @pytest.mark.parametrize("slots", [[2, 4], []])
 def test_rounds_that_sglang_runs_itself(slots, fields):
     theirs, ours = two_sides(RankWorker)
-    for _ in range(2):
-        ours.run(told([2, 4], 2)), theirs.run(told([2, 4], 2))
+    ours.run(told([2, 4], 2)), theirs.run(told([2, 4], 2))
     same(ours.run(told(slots, 2, **fields)), theirs.run(told(slots, 2, **fields)), len(slots))
     assert ours.sizes == [2]
 
@@ -157,7 +153,7 @@ def test_the_other_rank_is_above_the_captured_sizes():
     for most in (2, 2, SIZES[-1] + 1, SIZES[-1]):
         ours.run(told([2], most))
         ours.run(told([], most))
-    assert ours.sizes == [2, 2, 8, 8]
+    assert ours.sizes == [2, 2, 2, 2, 8, 8]
 
 
 def test_graphs_that_go_by_this_rank_alone():
@@ -220,5 +216,5 @@ def test_releases_whose_ranks_were_not_read(monkeypatch, arguments, switch):
         monkeypatch.setenv(rule.SWITCH, switch)
     server = arguments(speculative_algorithm="EAGLE", attn_dp_size=2)
     assert rule.options_to_change(server) == []
-    monkeypatch.setattr(rule, "names", lambda: NAMES["0.5.17"])
+    monkeypatch.setattr(rule, "release", lambda: RELEASES["0.5.17"])
     assert rule.options_to_change(server) == ["drop --enable-dp-attention or --attn-dp-size"]

@@ -18,9 +18,9 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from sglang.srt.speculative import eagle_utils
 
-from nsa_backend.adapters.dsa.rounds import ranks, rule, sampling
-from nsa_backend.adapters.dsa.rounds.kinds import Kind
-from nsa_backend.kernels.round_sampling import PADDING_TOP_K, SamplingParameters, fill_sampled_round_inputs_torch
+from nsa_backend.adapters.dsa.rounds import ranks
+from nsa_backend.adapters.dsa.rounds.own_round import sampling_info_of, sampling_parameters
+from nsa_backend.kernels.round_tensors import PADDING_TOP_K, RoundInputs, SamplingParameters, fill_round_inputs_torch
 from nsa_backend.testing.dsa_calls import publish
 
 D, VOCABULARY = 4, 40
@@ -52,10 +52,9 @@ def of_requests(asked: tuple[dict, ...]) -> SamplingBatchInfo:
 
 def static(info: SamplingBatchInfo, rows: int, device: str = "cpu") -> SamplingBatchInfo:
     """The same on the static tensors of a round that was captured for `rows`."""
-    into = SamplingParameters.allocate(rows, device)
-    ids, lens = (torch.zeros(n, dtype=torch.int64) for n in (len(info), rows))
-    fill_sampled_round_inputs_torch(ids, ids, sampling.parameters(info), lens, lens, into)
-    return sampling.on_static_tensors(info, into)
+    into, ids = RoundInputs.allocate(rows, device, sampled=True), torch.zeros(len(info), dtype=torch.int64)
+    fill_round_inputs_torch(RoundInputs(ids, ids, sampling_parameters(info)), into)
+    return sampling_info_of(info, into.sampling)
 
 
 def coins_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +122,7 @@ def test_nothing_waits_and_ranks_agree(ranks):
     info = of_requests(MIXED)
     sample = mock.Mock(side_effect=check_sampling)
     with fake_gpu() as crossings, sampling_kernels(sample, ranks) as group:
-        info = sampling.on_static_tensors(info, SamplingParameters.allocate(rows, "cuda"))
+        info = sampling_info_of(info, SamplingParameters.allocate(rows, "cuda"))
         logits, drafts = torch.zeros(rows, D, VOCABULARY, device="cuda"), torch.zeros(rows, D, dtype=torch.int64, device="cuda")
         crossings.found.clear()
         tokens, accepted = verified(info, logits, drafts)
@@ -134,62 +133,43 @@ def test_nothing_waits_and_ranks_agree(ranks):
     assert sent == ([(rows * D,), (rows, D), (rows,)] if ranks > 1 else [])
 
 
+def checked(info: SamplingBatchInfo, requests: int) -> None:
+    rows = torch.zeros(requests, dtype=torch.int64)
+    RoundInputs(rows, rows, sampling_parameters(info)).check("")
+
+
 def test_sglangs_parameters_have_the_form_that_a_round_takes():
     """Also of batches that shrank and grew."""
     whole, other = of_requests(MIXED), of_requests(({"top_p": 0.3},))
     for info in (whole, other):
         info.penalizer_orchestrator = mock.Mock(is_required=False)
-    sampling.parameters(whole).check("", len(MIXED))
+    checked(whole, len(MIXED))
     whole.filter_batch([0, 3], torch.tensor([0, 3]))
-    sampling.parameters(whole).check("", 2)
+    checked(whole, 2)
     whole.merge_batch(other)
-    sampling.parameters(whole).check("", 3)
+    checked(whole, 3)
     assert whole.top_ps.tolist() == pytest.approx([0.8, 1.0, 0.3])
 
 
 def test_padding_asks_for_what_a_request_that_asks_nothing_does():
-    padding, unasked = SamplingParameters.allocate(1, "cpu"), SamplingParameters.allocate(1, "cpu")
+    padding, unasked = (RoundInputs.allocate(1, "cpu", sampled=True) for _ in range(2))
     nothing = torch.zeros(1, dtype=torch.int64)
-    fill_sampled_round_inputs_torch(nothing, nothing, sampling.parameters(of_requests(({},))), nothing, nothing, unasked)
-    padding, unasked = vars(padding), vars(unasked)
+    fill_round_inputs_torch(RoundInputs(nothing, nothing, sampling_parameters(of_requests(({},)))), unasked)
+    padding, unasked = vars(padding.sampling), vars(unasked.sampling)
     assert {name: tensor.tolist() for name, tensor in padding.items()} == {name: t.tolist() for name, t in unasked.items()}
     assert PADDING_TOP_K == TOP_K_ALL
 
 
-def test_sizes_whose_probabilities_leave_no_room(caplog, monkeypatch):
-    monkeypatch.setenv(rule.SAMPLED_SWITCH, "1")
-    a_request = 3 * D * 1000 * 4
-    assert sampling.fitting([1, 2, 4], D, 1000, 2 * 4 * a_request, Kind(sampled=True)) == [1, 2, 4]
-    assert not caplog.records
-    assert sampling.fitting([1, 2, 4], D, 1000, 2 * 4 * a_request - 1, Kind(sampled=True)) == [1, 2]
-    assert sampling.fitting([1, 2, 4], D, 1000, 0, Kind(sampled=True)) == []
-    said = (
-        "nsa_backend: rounds of more than {} sampled requests are three CUDA graphs, because the probabilities of 4 take 0 MiB"
-    )
-    assert [message.split(",")[0:2] for message in caplog.messages] == [said.format(n).split(",") for n in (2, 0)]
-
-
-def test_rounds_that_nobody_asks_for_leave_more_room(caplog, monkeypatch):
-    monkeypatch.delenv(rule.SAMPLED_SWITCH, raising=False)
-    a_request = 3 * D * 1000 * 4
-    assert sampling.fitting([1, 2, 4], D, 1000, 8 * 4 * a_request, Kind(sampled=True)) == [1, 2, 4]
-    assert not caplog.records
-    assert sampling.fitting([1, 2, 4], D, 1000, 8 * 4 * a_request - 1, Kind(sampled=True)) == [1, 2]
-    (said,) = caplog.messages
-    assert said.endswith("or set NSA_BACKEND_SAMPLED_ROUNDS=1, which gives them half of what is free in place of an eighth")
-
-
-def test_ranks_go_by_the_one_with_the_least_memory(monkeypatch):
-    """Of those that share a batch: with DP attention another rank's requests come and are captured in other rounds."""
+def test_all_ranks_go_by_the_least(monkeypatch):
+    """Of those that run forwards together: under DP attention too, where their first rounds meet in collectives."""
     group = mock.Mock(world_size=2)
-    monkeypatch.setattr(ranks, "get_parallel", lambda: SimpleNamespace(attn_tp_group=group, tp_group=None))
-    monkeypatch.setattr(sampling, "free_bytes", lambda device: 7)
+    monkeypatch.setattr(ranks, "get_parallel", lambda: SimpleNamespace(attn_tp_group=None, tp_group=group))
 
     def all_reduce(tensor: torch.Tensor, operation: object, group: object) -> None:
-        assert (operation, group) == (torch.distributed.ReduceOp.MIN, group)
+        assert (operation, group) == (torch.distributed.ReduceOp.MIN, ranks.get_parallel().tp_group.cpu_group)
         tensor.clamp_(max=5)
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    assert sampling.least_free_bytes("cuda") == 5
+    assert ranks.least_of_ranks(7) == 5
     group.world_size = 1
-    assert sampling.least_free_bytes("cuda") == 7
+    assert ranks.least_of_ranks(7) == 7

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 from fake_gpu import fake_gpu, gpu
+from graphs_on_fake_gpu import FakeGraphs
 from round_on_fake_gpu import FakeGpuWorker
 from sampling_kernels import check_sampling, sampling_kernels
+from sglang.srt.model_executor import forward_batch_info
+from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
-from nsa_backend.adapters.dsa.rounds.own_round import run_on, template_of
-from nsa_backend.round_graph.graphs import RoundInputs
+from nsa_backend.adapters.dsa.rounds.own_round import run_on
+from nsa_backend.adapters.dsa.rounds.ranks import without_copies_from_host
+from nsa_backend.adapters.dsa.rounds.release import release
+from nsa_backend.adapters.dsa.rounds.rule import Kind
+from nsa_backend.kernels.round_tensors import RoundInputs
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
@@ -23,12 +30,10 @@ def test_a_round_is_launches_alone(num_steps, logprobs, shared, sampled):
     with fake_gpu() as crossings, sampling_kernels(sampling := mock.Mock(side_effect=check_sampling)):
         fake = FakeGpuWorker(num_steps, requests, shared=shared)
         fake.graphs.logits_dtype = torch.bfloat16 if logprobs and not sampled else torch.float32
-        future_map, batch = fake.future_map(), fake.batch(sampled=sampled)
-        batch.return_logprob, batch.top_logprobs_nums, batch.token_ids_logprobs = logprobs, [0] * requests, [None] * requests
-        batch.sampling_info.temperatures = gpu(requests, 1, dtype=torch.float32)
+        future_map, template = fake.future_map(), fake.template(Kind(sampled, logprobs))
         inputs = RoundInputs.allocate(requests, "cuda", sampled=sampled)
         crossings.found.clear()
-        outputs = run_on(inputs, template_of(batch), future_map, fake.worker.forward_batch_generation)
+        outputs = run_on(inputs, template, future_map, fake.worker.forward_batch_generation)
         assert crossings.found == []
         assert sampling.call_count == int(sampled)
         assert outputs.next_token_ids.shape == (requests * (num_steps + 1),)
@@ -45,13 +50,55 @@ def test_a_round_is_launches_alone(num_steps, logprobs, shared, sampled):
     assert fake.replayed == (["draft"] if num_steps > 1 else []) + ["verify", "draft-extend"]
 
 
+@pytest.mark.skipif(not release().has_ranks, reason="experts in parallel leave rounds three graphs on this release")
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_experts_in_parallel_are_told_on_the_gpu_which_rows_are_padding(num_steps):
+    """SGLang copies the count from the host, that of all rows of the batch; a replay of fewer requests has another."""
+    size, counts = 4, []
+    with (
+        fake_gpu() as crossings,
+        mock.patch.object(forward_batch_info, "enable_num_token_non_padded", return_value=True),
+        mock.patch.object(forward_batch_info, "is_pin_memory_available", return_value=False),
+    ):
+        fake = FakeGpuWorker(num_steps, size, graphs=FakeGraphs(num_steps, [size], experts=True))
+        runner = fake.worker.target_worker.model_runner.decode_cuda_graph_runner
+        execute = runner.execute
+        runner.execute = lambda batch: counts.append(batch.global_num_token_non_padded) or execute(batch)
+        future_map, template, inputs = fake.future_map(), fake.template(), RoundInputs.allocate(size, "cuda")
+        crossings.found.clear()
+        run_on(inputs, template, future_map, fake.worker.forward_batch_generation)
+        assert crossings.found == []
+        assert [(count.device.type, count.shape, count.dtype) for count in counts] == [("cuda", (), torch.int32)]
+        with mock.patch("nsa_backend.adapters.dsa.rounds.own_round.without_copies_from_host", nullcontext):
+            run_on(inputs, template, future_map, fake.worker.forward_batch_generation)
+        assert len(crossings.found) == 2 + (num_steps > 0)
+
+
+@pytest.mark.skipif(not release().has_ranks, reason="experts in parallel leave rounds three graphs on this release")
+@pytest.mark.parametrize(("requests", "rows"), [(0, 0), (3, 12), (8, 32)])
+def test_rows_that_are_no_padding_are_counted_from_the_requests(requests, rows):
+    inputs, batch = RoundInputs.allocate(8, "cpu"), mock.Mock(input_ids=range(8 * 4), batch_size=8)
+    inputs.num_requests.fill_(requests)
+    runner = mock.Mock(buffers=mock.Mock(num_token_non_padded=torch.zeros(1, dtype=torch.int32)))
+    with (
+        mock.patch.object(forward_batch_info, "enable_num_token_non_padded", return_value=True),
+        mock.patch.object(decode_cuda_graph_runner, "_dp_tp_moe_masks_pad_rows", return_value=True),
+        without_copies_from_host(inputs),
+    ):
+        forward_batch_info.ForwardBatch._init_num_token_non_padded(batch, device="cuda", is_draft_worker=False)
+        decode_cuda_graph_runner.DecodeCudaGraphRunner._set_dp_real_num_tokens(runner, 32)
+    assert batch.global_num_token_non_padded.tolist() == rows
+    assert runner.buffers.num_token_non_padded.tolist() == [rows]
+
+
 def test_ranks_agree_on_what_was_sampled_inside_the_round():
     """The first rank's tokens, accepted drafts and their number go to the others, as in a round of three graphs."""
     with fake_gpu() as crossings, sampling_kernels(mock.Mock(side_effect=check_sampling), ranks=2) as group:
         fake = FakeGpuWorker(3, 2)
-        future_map, batch, inputs = fake.future_map(), fake.batch(sampled=True), RoundInputs.allocate(2, "cuda", sampled=True)
+        future_map, template = fake.future_map(), fake.template(Kind(sampled=True))
+        inputs = RoundInputs.allocate(2, "cuda", sampled=True)
         crossings.found.clear()
-        run_on(inputs, template_of(batch), future_map, fake.worker.forward_batch_generation)
+        run_on(inputs, template, future_map, fake.worker.forward_batch_generation)
         assert [call.args[0].shape for call in group.broadcast.call_args_list] == [(8,), (2, 4), (2,)]
         assert crossings.found == []
 

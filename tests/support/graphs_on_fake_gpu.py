@@ -48,9 +48,20 @@ class FakeGraphs:
     logits_dtype = torch.float32
 
     def __init__(
-        self, steps: int, sizes: list[int], *, shared: bool = False, ranks: int = 1, draft_sizes: list[int] | None = None
+        self,
+        steps: int,
+        sizes: list[int],
+        *,
+        shared: bool = False,
+        ranks: int = 1,
+        draft_sizes: list[int] | None = None,
+        experts: bool = False,
     ):
-        """`sizes` are captured, of draft steps `draft_sizes` where these are others; `ranks` are those of DP attention."""
+        """`sizes` are captured, of draft steps `draft_sizes` where these are others; `ranks` are those of DP attention.
+
+        `experts`: these are on several GPUs, and told which rows are padding.
+        """
+        self.experts = experts
         self.steps, self.width, self.shared, self.ranks = steps, steps + 1, shared, ranks
         self.sizes, self.draft_sizes, self.requests = sizes, draft_sizes or sizes, max(sizes)
         self.replayed: list[tuple[str, int]] = []
@@ -98,7 +109,9 @@ class FakeGraphs:
         sizes = {"max_bs": self.requests, "max_num_token": tokens, "seq_len_fill_value": 1, "cache_loc_dtype": torch.int64}
         ranks = {"require_gathered_buffer": True, "require_mlp_tp_gather": True, "num_dp_ranks": self.ranks}
         sizes |= ranks if self.ranks > 1 else {}
-        registry = build_decode_registry(device=torch.device("cuda"), share_pool=False, **sizes)
+        registry = build_decode_registry(
+            device=torch.device("cuda"), share_pool=False, enable_num_token_non_padded=self.experts, **sizes
+        )
         return self._runner(
             DecodeCudaGraphRunner,
             model_runner,
@@ -107,8 +120,8 @@ class FakeGraphs:
             self._logits,
             buffer_registry=registry,
             buffers=SimpleNamespace(
-                **dict.fromkeys(("mamba_track_indices", "num_token_non_padded", "custom_mask")),
-                **{name: registry.get_slot(name).buffer for name in registry.slot_names()},
+                **dict.fromkeys(("mamba_track_indices", "num_token_non_padded", "custom_mask"))
+                | {name: registry.get_slot(name).buffer for name in registry.slot_names()},
             ),
             attn_backend=model_runner.attn_backend,
             capture_forward_mode=ForwardMode.TARGET_VERIFY,

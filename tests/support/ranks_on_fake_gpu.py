@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 from fake_gpu import gpu
 from graphs_on_fake_gpu import FakeGraphs
 from round_on_fake_gpu import FakeGpuWorker
+from round_sides import scheduler_of
 from round_stand_in import generate
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler_components import dp_attn
@@ -20,9 +22,25 @@ from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa_backend.adapters.dsa.rounds import worker as round_worker
+from nsa_backend.adapters.dsa.rounds import capture, worker
+from nsa_backend.adapters.dsa.rounds.rule import Kind
+from nsa_backend.adapters.dsa.rounds.worker import with_rounds
+from nsa_backend.round_graph import graphs
 
 RANKS = 2
+
+
+@contextlib.contextmanager
+def captures_on_fake_gpu() -> Iterator[None]:
+    """Kernels do nothing, and there is memory."""
+    with contextlib.ExitStack() as stack:
+        for module, names in ((capture, ("free_bytes", "settled_free_bytes")), (worker, ("settled_free_bytes",))):
+            for name in names:
+                stack.enter_context(mock.patch.object(module, name, return_value=2**40))
+        for name in ("fill_round_inputs", "store_round_results"):
+            stack.enter_context(mock.patch.object(graphs, name))
+        stack.enter_context(mock.patch.object(capture, "freeze_gc", contextlib.nullcontext))
+        yield
 
 
 class OnFakeGpu(eagle_worker_v2.EAGLEWorkerV2):
@@ -66,9 +84,9 @@ class FakeRank:
         self.graphs = FakeGraphs(num_steps, sizes, ranks=RANKS, draft_sizes=draft_sizes)
         self.graphs.rounds = 0  # rounds of one graph
         self.fake = FakeGpuWorker(num_steps, max(sizes), graphs=self.graphs)
-        build = round_worker.with_rounds(OnFakeGpu, (mock.Mock,), lambda: Parts(self.graphs)) if one_graph else OnFakeGpu
+        build = with_rounds(OnFakeGpu, (mock.Mock,), lambda: Parts(self.graphs)) if one_graph else OnFakeGpu
         self.worker = build(self.fake)
-        self.rounds = [self.worker.rounds] if one_graph else []
+        self.one_graph = one_graph
         self.future_map = self.fake.future_map()
 
     def decode(self, requests: int, *, sampled: bool = False, **fields: Any) -> ScheduleBatch | None:
@@ -108,16 +126,22 @@ class FakeRank:
 
     def run(self, batch: ScheduleBatch) -> list[tuple[str, int]]:
         """What the scheduler does with a batch; returns the graphs that were replayed for it."""
-        round_worker._ROUNDS[:] = self.rounds
         before = len(self.graphs.replayed)
         self.result = generate(self.worker, self.future_map, batch)
         return self.graphs.replayed[before:]
 
-    def takes(self, batch: ScheduleBatch) -> bool | None:
-        """Whether the forward of this batch would be one graph."""
-        round_worker._ROUNDS[:] = self.rounds
-        self.future_map._resolve_spec_extras(batch)
-        return self.worker.rounds.takes(batch)
+    def takes(self, batch: ScheduleBatch) -> Kind | None:
+        """Of which kind the graph is that would serve this batch."""
+        return self.worker.rounds.choose(batch)[0]
+
+
+def started(ranks: list[FakeRank]) -> list[FakeRank]:
+    """The same, ready: what each captures, knowing what all have told one another, has replayed nothing."""
+    for rank, idle in zip(ranks, exchanged(ranks, [rank.idle() for rank in ranks]), strict=True):
+        if rank.one_graph:
+            rank.worker.rounds.start(scheduler_of(rank.worker, rank.future_map, lambda idle=idle: idle))
+        rank.graphs.replayed.clear()
+    return ranks
 
 
 def exchanged(ranks: list[FakeRank], batches: list[ScheduleBatch | None]) -> list[ScheduleBatch | None]:

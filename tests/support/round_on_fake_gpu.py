@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from fake_gpu import gpu
 from graphs_on_fake_gpu import HIDDEN, SELECTED, VOCABULARY, FakeGraphs
-from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
+from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative import eagle_worker_v2
@@ -19,9 +19,12 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from transformers import PretrainedConfig
 
+from nsa_backend.adapters.dsa.rounds.own_round import give_padding_a_past, template_of
+from nsa_backend.adapters.dsa.rounds.rule import Kind
 from nsa_backend.testing.dsa_calls import publish
 
 POOL, CONTEXT = 24, 64
+GREEDY = Kind()
 
 
 class FakeGpuWorker:
@@ -58,12 +61,9 @@ class FakeGpuWorker:
         return [name for name, _ in self.graphs.replayed]
 
     def future_map(self) -> FutureMap:
-        """What prefills have left."""
+        """SGLang's, with what padding has."""
         future_map = FutureMap(torch.device("cuda"), SpeculativeAlgorithm.EAGLE, self.pool, needs_cpu_seq_lens=False)
-        selection = gpu(1, SELECTED, dtype=torch.int32) if self.shared else None
-        tensors = {"topk_p": gpu(1, 1, dtype=torch.float32), "topk_index": gpu(1, 1)}
-        hidden = gpu(1, HIDDEN, dtype=torch.float32)
-        future_map.stash(gpu(1), RelayPayload(bonus_tokens=gpu(1), hidden_states=hidden, dsa_topk_indices=selection, **tensors))
+        give_padding_a_past(future_map, self.worker)
         return future_map
 
     def batch(self, *, sampled: bool = False) -> ScheduleBatch:
@@ -77,6 +77,10 @@ class FakeGpuWorker:
         batch.sampling_info = SimpleNamespace(is_all_greedy=not sampled, sampling_seed=None, **nothing)
         batch.spec_info = EagleDraftInput(future_indices=batch.req_pool_indices, future_dsa_topk_indices_available=self.shared)
         return batch
+
+    def template(self, kind: Kind = GREEDY) -> ScheduleBatch:
+        """What a round of this kind is captured of."""
+        return template_of(self.batch(), kind, self.worker)
 
     def _worker(self) -> Any:
         common = {
@@ -110,6 +114,7 @@ class FakeGpuWorker:
             hot_token_id=None,
             index_share_for_mtp_iteration=self.shared,
             seed_dsa_topk_from_draft_extend=self.shared,
+            dsa_seed_topk_width=SELECTED,
             _topk1_parents_prealloc=gpu(POOL, self.steps),
             _topk1_score_indices_prealloc=gpu(POOL, self.steps),
         )
@@ -132,6 +137,7 @@ class FakeGpuWorker:
             spec_algorithm=SpeculativeAlgorithm.EAGLE,
             device="cuda",
             server_args=self._options,
+            init_decode_cuda_graph=mock.Mock(),
             model_config=self._model,
             model=SimpleNamespace(shared_experts_config=None),
             ngram_embedding_manager=SimpleNamespace(enabled=False),

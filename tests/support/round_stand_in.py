@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload, resolve_forward_inputs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -16,7 +17,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from nsa_backend.adapters.dsa.rounds.release import names
+from nsa_backend.adapters.dsa.rounds.release import release
+from nsa_backend.adapters.dsa.rounds.worker import CAPTURING
 
 D = 4
 POOL = 24
@@ -42,27 +44,36 @@ class StandInWorker:
     """One round as a function of everything a real one reads."""
 
     gathers = False  # whether its graphs go by the rank with the most requests
+    topk = 1
 
     def __init__(self):
         graphs = Graphs(capture_bs=SIZES, require_mlp_tp_gather=self.gathers)
         self.target_worker = SimpleNamespace(
-            model_runner=self.runner(decode_cuda_graph_runner=graphs), model_config=SimpleNamespace(vocab_size=VOCABULARY)
+            model_runner=self.runner(decode_cuda_graph_runner=graphs, init_decode_cuda_graph=self.capture_anew),
+            model_config=SimpleNamespace(vocab_size=VOCABULARY),
         )
         self.draft_worker = SimpleNamespace(
             cuda_graph_runner=graphs,
             cuda_graph_runner_for_draft_extend=Graphs(capture_bs=[*SIZES, 16], require_mlp_tp_gather=self.gathers),
             draft_runner=self.runner(),
             seed_dsa_topk_from_draft_extend=False,
+            dsa_seed_topk_width=SELECTED,
         )
-        setattr(self, names().last_reader, self.draft_worker.draft_runner)
+        setattr(self, release().last_reader, self.draft_worker.draft_runner)
         self.spec_v2_attn_backends = (Backend(), None, Backend())
         self.speculative_num_draft_tokens = D
         self.filters: list[tuple[bool, bool]] = []  # top-p and top-k, by sampled round
 
     @staticmethod
     def runner(**fields: Any) -> SimpleNamespace:
-        config = SimpleNamespace(model_is_mrope=False)
-        return SimpleNamespace(device_timer=None, model_config=config, **{names().reads_done: None}, **fields)
+        config = SimpleNamespace(model_is_mrope=False, spec_hidden_size=HIDDEN, dtype=torch.float32)
+        fields["spec_algorithm"] = SpeculativeAlgorithm.EAGLE
+        return SimpleNamespace(device_timer=None, model_config=config, **{release().reads_done: None}, **fields)
+
+    def capture_anew(self) -> None:
+        """What SGLang does where /update_weights_from_disk asks for it, or another one captures."""
+        anew = Graphs(capture_bs=SIZES, require_mlp_tp_gather=self.gathers)
+        self.target_worker.model_runner.decode_cuda_graph_runner = anew
 
     def forward_batch_generation(self, batch: Any, on_publish: Callable | None = None) -> GenerationBatchResult:
         assert batch.seq_lens_cpu is None, "lengths on the host would be those of the capture"
@@ -75,9 +86,10 @@ class StandInWorker:
         tokens = (first[:, None] * torch.arange(1, D + 1) + batch.req_pool_indices[:, None]) % VOCABULARY
         accept_lens = (tokens.sum(1) % D + 1).int()
         on_publish(batch.seq_lens + accept_lens)
+        told = -(tokens + batch.seq_lens[:, None] / 8192) if batch.return_logprob else None
         last = tokens.gather(1, accept_lens.long()[:, None] - 1)
         return GenerationBatchResult(
-            logits_output=None,
+            logits_output=LogitsProcessorOutput(next_token_logits=None, next_token_logprobs=told),
             next_token_ids=tokens.flatten().int(),
             accept_lens=accept_lens,
             new_seq_lens=batch.seq_lens + accept_lens,
@@ -112,7 +124,7 @@ class Recorded:
 
     def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         kept = {name: value for name, value in vars(self.side.future_map).items() if isinstance(value, torch.Tensor)}
-        kept["launches"] = function.__closure__ and _counter(function)
+        kept["launches"] = function.func.__self__._launches_on_gpu
         before = {name: value.clone() for name, value in kept.items()}
         outputs = function()
         for name, value in kept.items():
@@ -120,17 +132,14 @@ class Recorded:
 
         def replay() -> None:
             self.side.sizes.append(len(outputs.accept_lens))
+            rounds = self.side.worker.rounds
+            state, rounds._round = rounds._round, CAPTURING  # a graph does not ask which batches it serves
             again = function()
+            rounds._round = state
             outputs.next_token_ids.copy_(again.next_token_ids)
             outputs.accept_lens.copy_(again.accept_lens)
 
         return replay, outputs
-
-
-def _counter(function: Callable) -> torch.Tensor:
-    """The counter of launches that a recorded round advances."""
-    graphs = next(cell.cell_contents for cell in function.__closure__ if hasattr(cell.cell_contents, "_launches_on_gpu"))
-    return graphs._launches_on_gpu
 
 
 def finished_prefill(future_map: FutureMap, seed: int, *, shared: bool = False) -> None:
@@ -166,7 +175,7 @@ def sampling_info(slots: list[int], *, greedy: bool) -> SimpleNamespace:
         need_top_k_sampling=bool((top_ks != KEEPS_ALL).any()),
         sampling_seed=None,
         penalizer_orchestrator=SimpleNamespace(is_required=False),
-        **{name: value for name, value in wishes.items() if name not in names().lacks},
+        **{name: value for name, value in wishes.items() if name not in release().lacks},
     )
 
 

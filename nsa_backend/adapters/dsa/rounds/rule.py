@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang.srt.environ import envs
 
-from nsa_backend.adapters.dsa.rounds.release import names
+from nsa_backend.adapters.dsa.rounds.release import release
 from nsa_backend.adapters.option_rules import Rule
-from nsa_backend.environment import asked, switched_on
+from nsa_backend.environment import switched_on
 from nsa_backend.releases import round_graph_problem
 
 logger = logging.getLogger(__name__)
 
 SWITCH = "NSA_BACKEND_ROUND_GRAPH"
 SAMPLED_SWITCH = "NSA_BACKEND_SAMPLED_ROUNDS"
+
+
+class Kind(NamedTuple):
+    """What the batches of a kind ask of their rounds, which have graphs of their own; cheap ones come first in order."""
+
+    sampled: bool = False  # some of their requests sample; greedy ones among them have temperature 1 and top-k 1
+    logprobs: bool = False  # some of them want the log-probabilities of their tokens
+
+    @classmethod
+    def of(cls, batch: Any) -> Kind:
+        """That of SGLang's ScheduleBatch."""
+        return cls(not batch.sampling_info.is_all_greedy, batch.return_logprob)
+
+    def __str__(self) -> str:
+        """Of their requests, for the log."""
+        return f"{'sampled' if self.sampled else 'greedy'} requests{' with log-probabilities' * self.logprobs}"
+
+
+KINDS = tuple(Kind(sampled, logprobs) for sampled in (False, True) for logprobs in (False, True))
 
 
 def needed(attribute: str, option: str, served: tuple, advice: str | None = None, *, everywhere: bool = True) -> Rule:
@@ -129,13 +148,13 @@ def computes_confidentially() -> bool:
 
 def decodes(args: Any) -> bool:
     """Whether a server of these resolved arguments has rounds at all: the prefill server of a pair has none."""
-    return args.disaggregation_mode != "prefill" or "disaggregation_mode" not in names().free
+    return args.disaggregation_mode != "prefill" or "disaggregation_mode" not in release().beside
 
 
 def unmet(args: Any) -> list[Rule]:
-    """The rules that these resolved arguments do not meet; `unseen` options count unless one graph is asked for."""
-    free = names().free | (names().unseen if asked(SWITCH) else frozenset())
-    return [rule for rule in (*NEEDED, *DP_ATTENTION) if rule.attribute not in free and not rule.serves(args)]
+    """The rules that these resolved arguments do not meet, and the release's defaults and the switch do not lift."""
+    lifted = {option for option, when in release().beside.items() if when.served(SWITCH)}
+    return [rule for rule in (*NEEDED, *DP_ATTENTION) if rule.attribute not in lifted and not rule.serves(args)]
 
 
 def options_to_change(args: Any) -> list[str]:
@@ -149,7 +168,7 @@ def changes_needed(args: Any) -> list[str]:
     Where it would be enough to ask for them, that too.
     """
     options, switches = options_to_change(args), [f"unset {name}" for name in switches_on(args)]
-    if options and not switches and all(rule.attribute in names().unseen for rule in unmet(args)):
+    if options and not switches and all(rule.attribute in release().beside for rule in unmet(args)):
         return [f"{' and '.join(options)}, or set {SWITCH}=1"]
     return options + switches
 
@@ -201,19 +220,10 @@ def worker_problem(worker: Any, backends: tuple[type, ...]) -> str | None:
     return None
 
 
-def is_sampled(batch: Any) -> bool:
-    """Whether a request of this batch samples; its greedy ones then keep one token, with temperature 1 and top-k 1."""
-    return not batch.sampling_info.is_all_greedy
-
-
 def serves_sampled(batch: Any) -> bool:
-    """Whether a sampled round of this batch is one graph where a greedy one is.
-
-    Under DP attention, whose batches say how many requests each rank has, only where it is asked for: no GPU run has shown
-    there that outputs come as often as with three graphs.
-    """
-    answer = asked(SAMPLED_SWITCH)
-    return names().samples_alike and batch.global_num_tokens is None if answer is None else answer
+    """Whether a sampled round of this batch is one graph where a greedy one is."""
+    ranks = batch.global_num_tokens is not None
+    return (release().sampled_of_ranks if ranks else release().sampled).served(SAMPLED_SWITCH)
 
 
 def asks_for_others(batch: Any) -> bool:
@@ -232,13 +242,15 @@ def batch_problem(batch: Any) -> str | None:
     Args:
         batch: SGLang's ScheduleBatch, as its scheduler hands it to the forward.
     """
-    sampling, draft, mark = batch.sampling_info, batch.spec_info, names().mark
+    sampling, draft, mark = batch.sampling_info, batch.spec_info, release().mark
+    kind = Kind.of(batch)
     found = {
-        f"a request samples, which {SAMPLED_SWITCH}=1 makes one graph": is_sampled(batch) and not serves_sampled(batch),
-        "requests sample from seeds of their own": is_sampled(batch) and sampling.sampling_seed is not None,
+        f"a request samples, which {SAMPLED_SWITCH}=1 makes one graph": kind.sampled and not serves_sampled(batch),
+        "requests sample from seeds of their own": kind.sampled and sampling.sampling_seed is not None,
         "a request has a grammar": batch.has_grammar,
-        f"a request asks for log-probabilities, which {SWITCH}=1 makes one graph": batch.return_logprob and not asked(SWITCH),
-        "a request asks for log-probabilities of other tokens than its own": batch.return_logprob and asks_for_others(batch),
+        f"a request asks for log-probabilities, which {SWITCH}=1 makes one graph": kind.logprobs
+        and not release().logprobs.served(SWITCH),
+        "a request asks for log-probabilities of other tokens than its own": kind.logprobs and asks_for_others(batch),
         "a request asks for hidden states": batch.return_hidden_states,
         "a request has penalties": sampling.penalizer_orchestrator.is_required,
         "a request biases its logits": sampling.logit_bias is not None,
@@ -259,9 +271,8 @@ class Reasons:
     def __init__(self):
         self._told: set[str] = set()
 
-    def left(self, problem: str | None) -> bool:
-        """Whether there is such a reason."""
-        if problem is not None and problem not in self._told:
+    def tell(self, problem: str) -> None:
+        """Of a batch."""
+        if problem not in self._told:
             self._told.add(problem)
             logger.info("nsa_backend: three CUDA graphs instead of one for the rounds of some batches: %s", problem)
-        return problem is not None
