@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from round_sides import Side, same, scheduler_of, two_sides
+from round_sides import Side, on_the_cpu, same, scheduler_of, two_sides
 from round_stand_in import SIZES, VOCABULARY, D, Recorded, StandInWorker, decode_batch, finished_prefill
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.runtime_context import get_context
@@ -74,8 +74,9 @@ def test_a_scheduler_says_that_it_is_ready_once_rounds_are_captured(caplog):
     side, ready = Side(with_graphs=True), []
     scheduler = scheduler_of(side.worker, side.future_map)
     scheduler.get_init_info = lambda: ready.append(captured(caplog)) or {}
-    worker._before_ready(lambda scheduler: scheduler.get_init_info(), scheduler)
-    worker._before_ready(lambda scheduler: scheduler.get_init_info(), scheduler)
+    with on_the_cpu():
+        for _ in range(2):
+            worker._before_ready(lambda scheduler: scheduler.get_init_info(), scheduler)
     assert [len(found) for found in ready] == [2, 0]
     without = SimpleNamespace(draft_worker=None)
     assert worker._before_ready(lambda scheduler: "plain", without) == "plain"
@@ -93,7 +94,8 @@ def test_captures_run_on_the_forward_stream_without_garbage_collection_or_gradie
     monkeypatch.setattr(Recorded, "record", recorded)
     scheduler = scheduler_of(side.worker, side.future_map)
     scheduler.forward_stream_ctx = stream = mock.MagicMock()
-    side.worker.rounds.start(scheduler)
+    with mock.patch.object(torch.Tensor, "record_stream", mock.Mock()):
+        side.worker.rounds.start(scheduler)
     assert set(seen) == {(False, False, True, False)}
     assert gc.isenabled()
 
@@ -279,9 +281,8 @@ def test_graphs_that_sglang_captures_anew_are_joined_anew(caplog):
     ours = sides[1]
     rounds_match(sides, 2)
     assert [kind for _, kind in captured(caplog)] == [GREEDY, SAMPLED]
-    runner = ours.worker.target_worker.model_runner
     ours.worker.copies = [weakref.ref(one.graphs) for one in ours.worker.rounds._captured.values()]
-    runner.init_decode_cuda_graph()
+    ours.exchange()
     assert ours.worker.copies == []
     assert [kind for _, kind in captured(caplog)] == [GREEDY, SAMPLED]
     rounds_match(sides, 2)
@@ -307,7 +308,7 @@ def test_sampled_sizes_follow_an_exchange_and_are_not_empty_for_ever(monkeypatch
     with mock.patch.multiple(capture, free_bytes=lambda device: 64, settled_free_bytes=lambda device: 64):
         sides = two_sides()
         rounds_match(sides, 1)
-    sides[1].worker.target_worker.model_runner.init_decode_cuda_graph()
+    sides[1].exchange()
     rounds_match(sides, 2)
 
 
@@ -337,7 +338,8 @@ def test_thresholds_of_acceptance_that_change_while_it_serves(caplog):
     try:
         change(scheduler, 0.25)  # by another way: not replayed with the old ones
         rounds_match(sides, 1)
-        assert worker._with_other_thresholds(change, scheduler, 0.5) == "answered"
+        with on_the_cpu():
+            assert worker._with_other_thresholds(change, scheduler, 0.5) == "answered"
         assert captured(caplog) == [(str(SIZES)[:-1], SAMPLED)]
         rounds_match(sides, 2)
         worker._with_other_thresholds(change, scheduler, 0.5)
@@ -350,6 +352,6 @@ def test_an_exchange_whose_capture_fails_leaves_three_graphs(monkeypatch, caplog
     sides = two_sides()
     rounds_match(sides, 2)
     monkeypatch.setattr(Recorded, "record", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
-    sides[1].worker.target_worker.model_runner.init_decode_cuda_graph()
+    sides[1].exchange()
     rounds_match(sides, 0)
     assert len([message for message in caplog.messages if "because their capture failed" in message]) == 2

@@ -29,6 +29,7 @@ def on_the_cpu() -> Iterator[None]:
     with (
         mock.patch.multiple(graphs, fill_round_inputs=fill, store_round_results=store),
         mock.patch.object(capture, "freeze_gc", contextlib.nullcontext),
+        mock.patch.object(torch.Tensor, "record_stream", mock.Mock()),  # 0.5.17 does not ask whether a tensor is on a GPU
     ):
         yield
 
@@ -72,6 +73,11 @@ class Side:
             told = self.worker.told if self.worker.gathers else {}
             with on_the_cpu():
                 self.worker.rounds.start(scheduler_of(self.worker, self.future_map, partial(idle_batch, **told)))
+
+    def exchange(self) -> None:
+        """What SGLang does where /update_weights_from_disk asks for it."""
+        with on_the_cpu():
+            self.worker.target_worker.model_runner.init_decode_cuda_graph()
 
     def run(self, batch):
         """What the scheduler does with a batch."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -196,7 +195,6 @@ def decode_batch(slots: list[int], *, greedy: bool = True, shared: bool = False)
     return batch
 
 
-@mock.patch.object(torch.Tensor, "record_stream", new=mock.Mock())  # 0.5.17 does not ask whether a tensor is on a GPU
 def generate(worker: Any, future_map: FutureMap, batch: ScheduleBatch) -> GenerationBatchResult:
     """SGLang's scheduler around one forward, as its overlap loop has it."""
     future_map.resolve_seq_lens_cpu(batch)
