@@ -68,6 +68,44 @@ def test_against_float32(name, heads, rows):
     assert error < RELATIVE_ERROR, f"relative error {error:.2e}"
 
 
+@pytest.mark.parametrize("heads", [8, 16, 32])
+@pytest.mark.parametrize(("requests", "rows_per_request"), [(1, 4), (8, 4), (33, 4), (8, 2), (8, 6), (140, 4)])
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 0.95, 1.0])
+def test_rows_of_requests_together(heads, requests, rows_per_request, overlap):
+    """sparse_verify beside fa3 and float32, twice: the first call's marks are gone."""
+    from dataclasses import replace
+
+    from nsa_backend.attention.implementations import build_attention
+    from nsa_backend.attention.torch_reference import TorchSparseAttention
+    from nsa_backend.benchmarks.tuning.sparse_verify import overlapping
+    from nsa_backend.config import AttentionConfig
+
+    rows, slots = requests * rows_per_request, 1 << 15
+    config = AttentionConfig(
+        device_sm=90, num_heads=heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK, device=torch.device("cuda")
+    )
+    generator = torch.Generator(device="cuda").manual_seed(rows)
+    given = sparse_case(rows, heads, slots)
+    found = overlapping(requests, rows_per_request, TOPK, overlap, slots, generator)
+    found = torch.where(torch.arange(TOPK, device="cuda") < given.nsa_cache_seqlens[:, None], found, -1)
+    kv = torch.full_like(given.kv_cache, float("nan"))
+    used = found[found >= 0].unique().long()
+    kv[used] = torch.randn(len(used), *kv.shape[1:], generator=generator, device="cuda").bfloat16()
+    given = replace(given, topk_slots=found, kv_cache=kv, rows_per_request=rows_per_request)
+    real = given.nsa_cache_seqlens > 0
+    together = build_attention("sparse_verify", "--nsa-decode-backend", config)
+    outs = [together.forward(given) for _ in range(2)]
+    assert torch.equal(*outs)
+    assert (outs[0][~real] == 0).all()
+    fa3 = build_attention("fa3", "--nsa-decode-backend", config).forward(given)
+    for part in torch.arange(rows, device="cuda")[real].split(64):
+        names = ("q_nope", "q_rope", "topk_slots", "nsa_cache_seqlens")
+        want = TorchSparseAttention().forward(replace(given, **{name: getattr(given, name)[part] for name in names})).float()
+        for out in (outs[0], fa3):
+            error = (out[part].float() - want).norm() / want.norm()
+            assert error < RELATIVE_ERROR, f"relative error {error:.2e}"
+
+
 @pytest.mark.parametrize("name", ["fa3", "flashmla_sparse", "sparse_decode"])
 @pytest.mark.parametrize("heads", [8, 64])
 def test_graphs_share_the_padded_query(name, heads):

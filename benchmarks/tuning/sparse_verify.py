@@ -1,0 +1,165 @@
+"""Attention of several rows a request by how much these share: sparse_verify and its tiles beside what reads every row alone.
+
+    python benchmarks/tuning/sparse_verify.py OUT.json [--kv bf16 fp8] [--heads 16 8] [--rows 4 6] [--requests 8 16 32]
+
+A row shares `overlap` of its slots with the row before it, at random places of a million tokens. Every variant is compared with
+the first other implementation before it is timed; the launch that makes the unions is timed alone too. Calls repeat in a
+captured graph, variants in turns, as in `bench attention`. OUT.json is written after every cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+from dataclasses import astuple
+from pathlib import Path
+
+import torch
+import triton
+
+from nsa_backend.benchmarks.calls.attention_case import MAX_ROWS, SLOTS, Case
+from nsa_backend.benchmarks.commands.attention import timed
+from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
+from nsa_backend.kernels.selection_union import write_selection_union
+from nsa_backend.kernels.sparse_decode_plan import Tile
+from nsa_backend.kernels.sparse_verify import VerifyMemory, sparse_verify, tile_of
+from nsa_backend.testing.process import start_sglang
+from nsa_backend.testing.shape import LATENT, SCALE, TOPK
+
+OTHERS = {"bf16": ("fa3", "sparse_decode"), "fp8": ("flashmla_kv", "sparse_decode")}
+OVERLAPS = (0.35, 0.5, 0.75, 0.95, 1.0, 0.0)
+TILES = (
+    Tile(16, 32, 4, 3),
+    Tile(32, 32, 4, 3),
+    Tile(32, 64, 8, 3),
+    Tile(64, 32, 8, 2),
+    Tile(64, 32, 8, 3),
+    Tile(64, 32, 8, 4),
+    Tile(64, 64, 8, 2),
+)
+SAMPLES = 5
+TOO_FAR = 5e-3
+
+
+def overlapping(requests: int, rows: int, topk: int, overlap: float, slots: int, generator: torch.Generator) -> torch.Tensor:
+    """int32 [requests * rows, topk] of `slots`, each row of a request in an order of its own."""
+    fresh = topk - round(overlap * topk)
+    device = generator.device
+    count = topk + (rows - 1) * fresh  # all different: an implementation counts a slot twice that a row names twice
+    drawn = torch.stack([torch.randperm(slots, generator=generator, device=device)[:count] for _ in range(requests)]).int()
+    found = torch.stack([drawn[:, j * fresh : j * fresh + topk] for j in range(rows)], dim=1).flatten(0, 1)
+    order = torch.rand(found.shape, generator=generator, device=device).argsort(dim=1)
+    return found.gather(1, order)
+
+
+class SharingCase(Case):
+    """Calls of whole requests; `share` draws what their rows choose."""
+
+    def share(self, rows_per_request: int, overlap: float) -> None:
+        generator = torch.Generator(device="cuda").manual_seed(1)
+        requests = 4 * MAX_ROWS // rows_per_request
+        self._chosen = overlapping(requests, rows_per_request, TOPK, overlap, SLOTS, generator)
+
+    def chosen(self, rows: int, call: int) -> torch.Tensor:
+        start = call % (len(self._chosen) // rows) * rows
+        return self._chosen[start : start + rows]
+
+
+def caller(case: SharingCase, requests: int, rows_per_request: int, num_sms: int) -> Callable:
+    """What makes a call of a tile; of None, one of the launch that makes the unions."""
+    rows = requests * rows_per_request
+    q_nope, q_rope = case.query(rows)
+    lens = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
+    memory = VerifyMemory.allocate(
+        requests, rows_per_request, max(case.heads, -(-64 // rows_per_request)), LATENT, TOPK, SLOTS, num_sms, "cuda"
+    )
+
+    def calls(tile: Tile | None) -> Callable[[int], torch.Tensor | None]:
+        if tile is None:
+            return lambda i: write_selection_union(
+                case.chosen(rows, i), lens, rows_per_request, marks=memory.marks, union=memory.union
+            )
+        return lambda i: sparse_verify(
+            q_nope, q_rope, case.cache, case.chosen(rows, i), lens, SCALE, rows_per_request, memory, num_sms=num_sms, tile=tile
+        )
+
+    return calls
+
+
+def title(tile: Tile) -> str:
+    return " ".join(map(str, astuple(tile)))
+
+
+def cell(case: SharingCase, requests: int, rows_per_request: int, overlap: float, num_sms: int) -> dict:
+    """Microseconds of every tile that is right, of the unions alone, and of the others; what is wrong is named."""
+    case.share(rows_per_request, overlap)
+    rows, lines = requests * rows_per_request, rows_per_request * case.heads
+    others = OTHERS[case.kv]
+    wanted, wrong, call = case.ours(others[0], rows)(0).float(), {}, caller(case, requests, rows_per_request, num_sms)
+    calls = {"union": call(None)}
+    for tile in TILES:
+        if tile.heads >= 2 * max(lines, 16):
+            continue
+        try:
+            out = call(tile)(0).float()
+        except (RuntimeError, ValueError, triton.TritonError) as error:
+            wrong[title(tile)] = str(error).splitlines()[0]
+            continue
+        distance = float((out - wanted).norm() / wanted.norm())
+        if distance < TOO_FAR:
+            calls[title(tile)] = call(tile)
+        else:
+            wrong[title(tile)] = f"relative distance from {others[0]} {distance:.1e}"
+    times = timed({name: case.ours(name, rows) for name in others} | calls, rows, SAMPLES)
+    return {
+        "kv": case.kv,
+        "heads": case.heads,
+        "rows_per_request": rows_per_request,
+        "requests": requests,
+        "overlap": overlap,
+        "different": case.chosen(rows, 0).view(requests, -1)[0].unique().numel(),
+        "us": {name: round(us, 2) for name, (us, _) in times.items()},
+        "min_max": {name: [round(x, 2) for x in spread] for name, (_, spread) in times.items()},
+        "of": title(tile_of(lines)),
+        "wrong": wrong,
+    }
+
+
+def show(found: list[dict]) -> None:
+    """The tile that sparse_verify takes by itself, the best one, and both beside the fastest other."""
+    table = []
+    for row in found:
+        others = {name: row["us"][name] for name in OTHERS[row["kv"]]}
+        tiles = {name: us for name, us in row["us"].items() if name not in (*others, "union")}
+        best, own, other = min(tiles, key=tiles.get, default="-"), tiles.get(row["of"], float("nan")), min(others.values())
+        told = ", ".join(f"{name} {us:.1f}" for name, us in others.items())
+        shape = (row["kv"], row["heads"], row["rows_per_request"], row["requests"], row["overlap"], row["different"])
+        table.append((*shape, told, row["us"]["union"], own, own / other, best, tiles.get(best), len(row["wrong"])))
+    columns = ("kv", "heads", "rows", "requests", "overlap", "different", "others us", "union", "own", "own / fastest other")
+    print_table((*columns, "best tile", "its us", "wrong"), table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--kv", nargs="+", choices=OTHERS, default=list(OTHERS))
+    parser.add_argument("--heads", type=int, nargs="+", default=[16, 8])
+    parser.add_argument("--rows", type=int, nargs="+", default=[4, 6], help="of a request")
+    parser.add_argument("--requests", type=int, nargs="+", default=[8, 16, 32, 1])
+    parser.add_argument("--overlap", type=float, nargs="+", default=OVERLAPS)
+    args = parser.parse_args()
+    start_sglang()
+    num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    found: list[dict] = []
+    for kv, heads in itertools.product(args.kv, args.heads):
+        case = SharingCase(kv, heads)
+        for rows, requests, overlap in itertools.product(args.rows, args.requests, args.overlap):
+            found.append(cell(case, requests, rows, overlap, num_sms))
+            write_report(args.out, {"environment": environment(), "rows": found})
+            show(found[-1:])
+    show(found)
+
+
+if __name__ == "__main__":
+    main()
