@@ -101,9 +101,14 @@ def test_naive_eagle_asks_for_one_graph_where_a_scheduler_chooses_its_worker(mon
 def test_sglang_captures_anew_into_another_runner():
     """Rounds look at the runner: after /update_weights_from_disk with `recapture_cuda_graph` it is another."""
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     runner = (installed_source.ROOT / "model_executor" / "model_runner.py").read_text()
-    assert "recapture_cuda_graph=" in runner
+    assert "self.weight_updater = WeightUpdater(" in runner
+    assert "self.recapture_cuda_graph()" in inspect.getsource(WeightUpdater.update_weights_from_disk)
+    fields = {field.name: field for field in dataclasses.fields(WeightUpdater)}
+    assert "recapture_cuda_graph" in fields
+    assert all(field.init for field in fields.values())  # so that one with another function of this name has all the rest
     assert "self.decode_cuda_graph_runner = capture.runner" in inspect.getsource(ModelRunner.init_decode_cuda_graph)
 
 
@@ -188,6 +193,23 @@ def test_what_rounds_ask_of_sglang_is_there():
     asked_of_drafts = {"future_indices", "future_dsa_topk_indices_available", "cuda_graph_compatible", "bonus_tokens"}
     assert asked_of_drafts - drafts == release().lacks & asked_of_drafts
     assert release().lacks <= read | asked | asked_of_drafts
+
+
+def test_rounds_are_captured_where_a_scheduler_has_all_that_they_need_and_is_not_ready_yet():
+    """Its process sends what `get_init_info` returns once it is built, and only then looks at requests."""
+    from sglang.srt.managers import scheduler
+    from sglang.srt.managers.scheduler_components.dp_attn import SchedulerDPAttnAdapter
+    from sglang.srt.model_executor.runner import freeze_gc
+
+    process = inspect.getsource(scheduler.run_scheduler_process)
+    steps = [process.index(step) for step in (" = Scheduler(", ".send(scheduler.get_init_info())", ".run_event_loop()")]
+    assert steps == sorted(steps)
+    built = inspect.getsource(scheduler.Scheduler)
+    needed = ("future_map", "forward_stream_ctx", "dp_attn_adapter", "draft_worker")
+    assert [name for name in needed if f"self.{name}" not in built] == []
+    assert "(SetInternalStateReq, self.set_internal_state)" in built
+    assert {"get_idle_batch", "maybe_prepare_mlp_sync_batch"} <= set(dir(SchedulerDPAttnAdapter))
+    assert list(inspect.signature(freeze_gc).parameters) == ["enable_cudagraph_gc"]
 
 
 def test_graphs_are_captured_to_be_kept(monkeypatch):

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from fake_gpu import gpu
 from graphs_on_fake_gpu import HIDDEN, SELECTED, VOCABULARY, FakeGraphs
+from round_stand_in import WeightUpdater
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -137,7 +138,7 @@ class FakeGpuWorker:
             spec_algorithm=SpeculativeAlgorithm.EAGLE,
             device="cuda",
             server_args=self._options,
-            init_decode_cuda_graph=mock.Mock(),
+            weight_updater=WeightUpdater(mock.Mock()),
             model_config=self._model,
             model=SimpleNamespace(shared_experts_config=None),
             ngram_embedding_manager=SimpleNamespace(enabled=False),

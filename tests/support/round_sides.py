@@ -77,7 +77,7 @@ class Side:
     def exchange(self) -> None:
         """What SGLang does where /update_weights_from_disk asks for it."""
         with on_the_cpu():
-            self.worker.target_worker.model_runner.init_decode_cuda_graph()
+            self.worker.target_worker.model_runner.weight_updater.recapture_cuda_graph()
 
     def run(self, batch):
         """What the scheduler does with a batch."""

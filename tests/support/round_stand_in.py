@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,13 @@ class Graphs(SimpleNamespace):
     """Stands for one of SGLang's graph runners, which weak references are made to."""
 
 
+@dataclass(frozen=True)
+class WeightUpdater:
+    """Stands for that of SGLang's target runner."""
+
+    recapture_cuda_graph: Callable[[], None]
+
+
 class StandInWorker:
     """One round as a function of everything a real one reads."""
 
@@ -48,7 +56,7 @@ class StandInWorker:
     def __init__(self):
         graphs = Graphs(capture_bs=SIZES, require_mlp_tp_gather=self.gathers)
         self.target_worker = SimpleNamespace(
-            model_runner=self.runner(decode_cuda_graph_runner=graphs, init_decode_cuda_graph=self.capture_anew),
+            model_runner=self.runner(decode_cuda_graph_runner=graphs, weight_updater=WeightUpdater(self.capture_anew)),
             model_config=SimpleNamespace(vocab_size=VOCABULARY),
         )
         self.draft_worker = SimpleNamespace(

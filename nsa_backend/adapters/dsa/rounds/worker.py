@@ -14,6 +14,7 @@ replays one of them with padding alone.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -111,12 +112,11 @@ class Rounds:
         self._future_map, self._forward_stream = scheduler.future_map, scheduler.forward_stream_ctx
         ranks = scheduler.dp_attn_adapter
         self._idle_batch = ranks.maybe_prepare_mlp_sync_batch(ranks.get_idle_batch())
-        for holder, method, around in (
-            (self._future_map, "_resolve_spec_extras", self._resolve),
-            (self._future_map, "stash", self._stash),
-            (self._worker.target_worker.model_runner, "init_decode_cuda_graph", self._recapture),
-        ):
-            setattr(holder, method, partial(around, getattr(holder, method)))
+        future_map, target = self._future_map, self._worker.target_worker.model_runner
+        future_map._resolve_spec_extras = partial(self._resolve, future_map._resolve_spec_extras)
+        future_map.stash = partial(self._stash, future_map.stash)
+        recapture = partial(self._recapture, target.weight_updater.recapture_cuda_graph)
+        target.weight_updater = dataclasses.replace(target.weight_updater, recapture_cuda_graph=recapture)
         self._capture(KINDS)
 
     def follow_thresholds(self) -> None:
@@ -127,7 +127,7 @@ class Rounds:
             self._capture(stale)
 
     def _recapture(self, original: Callable[[], None]) -> None:
-        """Around `ModelRunner.init_decode_cuda_graph` of the target: SGLang's new graphs may need the memory of our copies."""
+        """Around what SGLang's weight updater captures anew of the target, which may need the memory of our copies."""
         self._drop(KINDS)
         original()
         self._capture(KINDS)
