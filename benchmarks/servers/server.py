@@ -29,15 +29,21 @@ VARIANTS = {
     "auto": {"NSA_BACKEND_AUTO_DECODE": "1"},
     WARMED: {},
     "front": {"NSA_BACKEND_LAYER_FRONT": "1"},
+    "verify": {"NSA_BACKEND_PAIRED_LOGITS": "1"},
+    "front_verify": {"NSA_BACKEND_LAYER_FRONT": "1", "NSA_BACKEND_PAIRED_LOGITS": "1"},
 }
 """Sides that are ours with a switch set: speculative rounds of three graphs, decode by whatever is fastest at its rows,
-layers whose front is two launches; or with an option, below."""
+layers whose front is two launches, rows of a request that are verified together; or with an option, below."""
 
-WITH_DRAFTS = (THREE_GRAPHS, WARMED)
+WITH_DRAFTS = (THREE_GRAPHS, WARMED, "verify", "front_verify")
 """Sides that are ours and no other where there are no drafts."""
 
-OPTIONS = {WARMED: ("--warmups", ROUND_WARM_UP)}
-"""Of sides that have some: rounds of one graph are captured before the server is ready."""
+OPTIONS = {
+    WARMED: lambda: ["--warmups", ROUND_WARM_UP],
+    "verify": lambda: server_options.implementations("sparse_verify"),
+    "front_verify": lambda: server_options.implementations("sparse_verify"),
+}
+"""Of sides that have some, by the names of the installed release."""
 
 ENVIRONMENTS = {side: {"NSA_BACKEND_DISABLE": disabled} for side, disabled in BACKENDS.items()}
 ENVIRONMENTS |= {side: ENVIRONMENTS["ours"] | switch for side, switch in VARIANTS.items()}
@@ -132,7 +138,7 @@ class Server:
         """Start `backend` (a key of ENVIRONMENTS); `options` follow the README's command. Does not wait."""
         self.port, self.log = port, log
         self._stream = log.open("w")
-        words = [*command(checkpoint, port, steps), *OPTIONS.get(backend, ()), *options]
+        words = [*command(checkpoint, port, steps), *OPTIONS.get(backend, list)(), *options]
         self._process = subprocess.Popen(
             words, stdout=self._stream, stderr=subprocess.STDOUT,
             env=os.environ | SIDE_BY_SIDE | (environment or {}) | ENVIRONMENTS[backend],
