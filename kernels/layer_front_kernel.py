@@ -15,7 +15,7 @@ from nsa_backend.kernels.layer_front_steps import (
     reciprocal_rms,
     rope_angles,
     rotated,
-    scaled,
+    rounded,
     sum_of_lanes,
 )
 
@@ -33,7 +33,7 @@ def norm_query(
     group = tl.arange(0, GROUPS)[:, None]
     dim, real = group * GROUP + tl.arange(0, GROUP)[None, :], group < RANK // GROUP
     weight = tl.load(weight_ptr + dim, mask=real, other=0.0).to(tl.float32) + 0.0
-    x = scaled(tl.load(raw_ptr + dim, mask=real, other=0.0).to(tl.float32), rstd, weight)
+    x = rounded(tl.load(raw_ptr + dim, mask=real, other=0.0).to(tl.float32) * rstd * weight)
     if FP8:
         largest = tl.maximum(tl.max(tl.abs(x), axis=1, keep_dims=True), 1e-10)
         scale = largest * (1.0 / FP8_MAX)
@@ -64,7 +64,7 @@ def write_kv(
     group = tl.arange(0, LATENT // GROUP)[:, None]
     dim = group * GROUP + tl.arange(0, GROUP)[None, :]
     weight = tl.load(weight_ptr + dim).to(tl.float32) + 0.0
-    x = scaled(tl.load(raw_ptr + dim).to(tl.float32), rstd, weight)
+    x = rounded(tl.load(raw_ptr + dim).to(tl.float32) * rstd * weight)
     if FP8:
         scale = tl.max(tl.abs(x), axis=1, keep_dims=True) / FP8_MAX
         inverse = 1.0 / scale

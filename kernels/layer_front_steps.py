@@ -14,26 +14,12 @@ GROUP: tl.constexpr = tl.constexpr(128)
 """Values that share a scale, in weights, KV cache and index keys alike."""
 LANES: tl.constexpr = tl.constexpr(32)
 FP8_MAX: tl.constexpr = tl.constexpr(448.0)
-LEAST_NORMAL: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
 def rounded(x):
     """Through bfloat16 and back, as where one of SGLang's kernels hands over to the next."""
     return x.to(tl.bfloat16).to(tl.float32)
-
-
-@triton.jit
-def flushed(x):
-    """Zero with the sign of `x` where float32 x is denormal: FlashInfer's norms are compiled so (`-use_fast_math`)."""
-    zero = (x.to(tl.int32, bitcast=True) & -2147483648).to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(x) < LEAST_NORMAL, zero, x)
-
-
-@triton.jit
-def scaled(x, rstd, weight):
-    """x * rstd * weight as FlashInfer's norms compute it, rounded."""
-    return rounded(flushed(flushed(flushed(x) * rstd) * flushed(weight)))
 
 
 @triton.jit

@@ -25,11 +25,6 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().float()
 
 
-def flushed(x: torch.Tensor) -> torch.Tensor:
-    """Zero with the sign of `x` where float32 x is denormal, as in FlashInfer's norms, compiled with `-use_fast_math`."""
-    return torch.where(x.abs() < torch.finfo(torch.float32).tiny, torch.copysign(torch.zeros_like(x), x), x)
-
-
 def sum_in_order(x: torch.Tensor, per_lane: int, squares: bool) -> torch.Tensor:
     """float32 [rows, 1] of float32 [rows, width]: each of 32 lanes from left to right, then neighbours pairwise.
 
@@ -48,7 +43,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """bfloat16 [rows, width] normed, as rounded float32."""
     x = x.float()
     rstd = torch.rsqrt(sum_in_order(x, 8, squares=True) / x.shape[1] + eps)
-    return rounded(flushed(flushed(flushed(x) * rstd) * flushed(weight.float() + 0.0)))
+    return rounded(x * rstd * (weight.float() + 0.0))
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:

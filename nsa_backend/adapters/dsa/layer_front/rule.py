@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -16,8 +15,10 @@ def device_problem() -> str | None:
     """Why this GPU and its norms are not what the launches repeat to the bit, or None."""
     if torch.cuda.get_device_capability() != (9, 0):
         return "the GPU is no Hopper"
-    if os.environ.get("FLASHINFER_USE_CUDA_NORM") == "1":
-        return "FLASHINFER_USE_CUDA_NORM=1 sums in another order"
+    from flashinfer import norm
+
+    if norm._use_cuda_norm(torch.device("cuda")):
+        return "FlashInfer's norms are its CUDA ones, which sum in another order: nvidia-cutlass-dsl is missing or turned off"
     return None
 
 
