@@ -1,7 +1,7 @@
 """A layer's front in two launches beside SGLang's own sequence, on the CPU: SGLang's layer, its caches and its selections.
 
 SGLang's layer runs whole; only its CUDA kernels are torch here, one step each, with the rounding of the kernel. That these
-kernels round so, a GPU alone can show: tests/gpu/test_layer_front.py.
+kernels round so, a GPU alone can show: tests/gpu/test_layer_front_bits.py.
 """
 
 from __future__ import annotations

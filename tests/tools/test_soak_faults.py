@@ -15,7 +15,7 @@ from soak_answers import Template
 from soak_side import Soak
 from soak_traffic import Client, Traffic
 
-ROOT = Path(__file__).resolve().parents[1]
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 SERVER = """
 import json, signal, subprocess, sys, threading, time
 sys.path.insert(0, sys.argv[1])
@@ -63,7 +63,7 @@ def run(monkeypatch, tmp_path):
         return made
 
     def start(made: Soak, watches: bool = True) -> None:
-        command = [sys.executable, "-c", SERVER, str(ROOT), str(made.port), "watches" if watches else "does not"]
+        command = [sys.executable, "-c", SERVER, str(SUPPORT), str(made.port), "watches" if watches else "does not"]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, text=True)
         servers.append(server)
         assert server.stdout.readline() == "serving\n"
