@@ -10,6 +10,15 @@ pytestmark = pytest.mark.gpu
 RELATIVE_ERROR = 5e-3  # bfloat16 output of a float32 softmax: 2.2e-3 was measured for either kernel
 
 
+def config_of(heads: int, kv_cache_dtype: torch.dtype = torch.bfloat16, **facts):
+    """Of a rank with so many heads on this GPU."""
+    from nsa_backend.config import AttentionConfig
+
+    return AttentionConfig(
+        device_sm=90, num_heads=heads, kv_cache_dtype=kv_cache_dtype, index_topk=TOPK, device=torch.device("cuda"), **facts
+    )
+
+
 def sparse_case(rows: int, heads: int, slots: int = 1 << 15):
     """Random rows of all lengths; unchosen slots are NaN.
 
@@ -55,11 +64,9 @@ def sparse_case(rows: int, heads: int, slots: int = 1 << 15):
 def test_against_float32(name, heads, rows):
     from nsa_backend.attention.implementations import build_attention
     from nsa_backend.attention.torch_reference import TorchSparseAttention
-    from nsa_backend.config import AttentionConfig
 
-    config = AttentionConfig(device_sm=90, num_heads=heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK)
     inputs = sparse_case(rows, heads)
-    out = build_attention(name, "--nsa-decode-backend", config).forward(inputs).float()
+    out = build_attention(name, "--nsa-decode-backend", config_of(heads)).forward(inputs).float()
     assert out.shape == (rows, heads, LATENT)
     real = slice(1, None) if rows > 1 else slice(None)
     want = TorchSparseAttention().forward(inputs).float()[real]
@@ -78,12 +85,9 @@ def test_rows_of_requests_together(heads, requests, rows_per_request, overlap):
     from nsa_backend.attention.implementations import build_attention
     from nsa_backend.attention.torch_reference import TorchSparseAttention
     from nsa_backend.benchmarks.tuning.sparse_verify import overlapping
-    from nsa_backend.config import AttentionConfig
 
     rows, slots = requests * rows_per_request, 1 << 15
-    config = AttentionConfig(
-        device_sm=90, num_heads=heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK, device=torch.device("cuda")
-    )
+    config = config_of(heads)
     generator = torch.Generator(device="cuda").manual_seed(rows)
     given = sparse_case(rows, heads, slots)
     found = overlapping(requests, rows_per_request, TOPK, overlap, slots, generator)
@@ -114,11 +118,8 @@ def test_graphs_share_the_padded_query(name, heads):
 
     from nsa_backend.attention.implementations import build_attention
     from nsa_backend.benchmarks.calls.timing import captured_graph
-    from nsa_backend.config import AttentionConfig
 
-    config = AttentionConfig(
-        device_sm=90, num_heads=heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK, device=torch.device("cuda")
-    )
+    config = config_of(heads)
     attention = build_attention(name, name, config)
     attention.reserve(33)
     cases = {rows: sparse_case(rows, heads) for rows in (7, 33)}
@@ -149,7 +150,6 @@ def test_flashmla_kv_on_fp8_pages(heads, rows, padding):
     from nsa_backend.adapters.installed import adapter
     from nsa_backend.attention.flashmla_kv import FlashMlaKv
     from nsa_backend.attention.torch_reference import TorchSparseAttention
-    from nsa_backend.config import AttentionConfig
     from nsa_backend.testing.calls import calls
 
     inputs = sparse_case(rows, heads)
@@ -159,8 +159,7 @@ def test_flashmla_kv_on_fp8_pages(heads, rows, padding):
     nope, rope = calls.quantize_k_cache()(inputs.kv_cache[used, :, :LATENT].contiguous(), inputs.kv_cache[used, :, LATENT:])
     packed[used] = torch.cat([nope.view(torch.uint8), rope.view(torch.uint8)], dim=-1)
     fp8 = packed.view(torch.float8_e4m3fn)
-    config = AttentionConfig(device_sm=90, num_heads=heads, kv_cache_dtype=torch.float8_e4m3fn, index_topk=TOPK)
-    attention = FlashMlaKv(config)
+    attention = FlashMlaKv(config_of(heads, torch.float8_e4m3fn))
     # Of metadata with other rows than the query's, `sparse_inputs` hands on no schedule.
     tiles = None if padding else attention._tiles(inputs.nsa_cache_seqlens)
     out = attention.forward(replace(inputs, kv_cache=fp8, schedule=tiles)).float()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_attention import LATENT, ROPE, TOPK, sparse_case
+from test_attention import LATENT, ROPE, TOPK, config_of, sparse_case
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.testing.process import start_sglang
@@ -48,10 +48,8 @@ def test_fa3_with_its_schedule_made_once(rows, heads):
     """Bit for bit what FA3 computes when it schedules for itself, over replays of one graph with other lengths."""
     from nsa_backend.attention.fa3 import Fa3
     from nsa_backend.benchmarks.calls.timing import captured_graph
-    from nsa_backend.config import AttentionConfig
 
-    config = AttentionConfig(device_sm=90, num_heads=heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK)
-    attention = Fa3(config)
+    attention = Fa3(config_of(heads))
     slots = 1 << 13
     kv = torch.randn(slots, 1, LATENT + ROPE, device="cuda").bfloat16()
     case = replace(sparse_case(1, 1), kv_cache=kv)
@@ -60,8 +58,8 @@ def test_fa3_with_its_schedule_made_once(rows, heads):
     cu_k = torch.zeros(rows + 1, dtype=torch.int32, device="cuda")
     inputs = replace(
         case, q_nope=q[..., :LATENT].contiguous(), q_rope=q[..., LATENT:].contiguous(),
-        topk_slots=torch.randint(0, slots, (rows, TOPK), dtype=torch.int32, device="cuda"), cache_seqlens=lens,
-        cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device="cuda"), cu_seqlens_k=cu_k,
+        topk_slots=torch.randint(0, slots, (rows, TOPK), dtype=torch.int32, device="cuda"), nsa_cache_seqlens=lens,
+        nsa_cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device="cuda"), nsa_cu_seqlens_k=cu_k,
     )  # fmt: skip
     found = {}
 
@@ -102,17 +100,13 @@ def test_flashmla_sparse_skips_what_a_row_does_not_have(heads):
     """Rows of no token, of one, of a few and of all; the slots past a row's end are never read."""
     from nsa_backend.attention.flashmla_sparse import FlashMlaSparse
     from nsa_backend.attention.torch_reference import TorchSparseAttention
-    from nsa_backend.config import AttentionConfig
 
-    config = AttentionConfig(
-        device_sm=90, num_heads=heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK, device=torch.device("cuda")
-    )
     inputs = sparse_case(9, heads)
     lengths = torch.tensor([0, 1, 2, 63, 64, 65, 300, TOPK - 1, TOPK], dtype=torch.int32, device="cuda")
     chosen = inputs.topk_slots[-1].expand(9, -1)
     column = torch.arange(TOPK, device="cuda")
-    inputs = replace(inputs, topk_slots=torch.where(column < lengths[:, None], chosen, -1), cache_seqlens=lengths)
-    out = FlashMlaSparse(config).forward(inputs).float()
+    inputs = replace(inputs, topk_slots=torch.where(column < lengths[:, None], chosen, -1), nsa_cache_seqlens=lengths)
+    out = FlashMlaSparse(config_of(heads)).forward(inputs).float()
     want = TorchSparseAttention().forward(inputs).float()
     assert out.isfinite().all()
     assert ((out - want)[1:].norm(dim=(1, 2)) / want[1:].norm(dim=(1, 2))).max() < 5e-3

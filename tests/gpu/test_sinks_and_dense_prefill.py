@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_attention import LATENT, RELATIVE_ERROR, TOPK, sparse_case
+from test_attention import LATENT, RELATIVE_ERROR, config_of, sparse_case
 
 pytestmark = pytest.mark.gpu
 
@@ -27,9 +27,8 @@ def test_flashmla_sparse_adds_sinks(heads, rows):
 
     from nsa_backend.attention.implementations import build_attention
     from nsa_backend.attention.torch_reference import TorchSparseAttention
-    from nsa_backend.config import AttentionConfig
 
-    config = AttentionConfig(device_sm=90, num_heads=heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK, sinks=True)
+    config = config_of(heads, sinks=True)
     sink = 6 + torch.randn(heads, generator=torch.Generator().manual_seed(rows)).cuda()  # as much as a thousand keys
     inputs = replace(sparse_case(rows, heads), attn_sink=sink)
     out = build_attention("flashmla_sparse", "--dsa-decode-backend", config).forward(inputs).float()
@@ -48,9 +47,7 @@ def test_flashmla_sparse_adds_sinks(heads, rows):
 def test_dense_prefill_of_a_models_heads(qk_dim, v_dim, heads):
     """Two requests, one on a cached prefix, against float32."""
     from nsa_backend.attention.dense_prefill import DensePrefill
-    from nsa_backend.config import AttentionConfig
 
-    attention = AttentionConfig(device_sm=90, num_heads=heads, kv_cache_dtype=torch.bfloat16, index_topk=TOPK)
     new, all_tokens = [100, 37], [300, 37]
     generator = torch.Generator(device="cuda").manual_seed(heads)
 
@@ -63,7 +60,8 @@ def test_dense_prefill_of_a_models_heads(qk_dim, v_dim, heads):
     )
     ends = [torch.tensor([0, *lengths], dtype=torch.int32, device="cuda").cumsum(0).int() for lengths in (new, all_tokens)]
     metadata = SimpleNamespace(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seq_len_q=100, max_seq_len_k=300)
-    out = DensePrefill(SimpleNamespace(attention=attention, split_prefill=False)).forward(q, k, v, layer, metadata).float()
+    config = SimpleNamespace(attention=config_of(heads), split_prefill=False)
+    out = DensePrefill(config).forward(q, k, v, layer, metadata).float()
     want = []
     parts = (q.float().split(new), k.float().split(all_tokens), v.float().split(all_tokens))
     for rows, keys, values in zip(*parts, strict=True):
