@@ -1,18 +1,12 @@
-"""The kernels of sparse decode, sparse verify and a layer's front compile for Hopper and fit it."""
+"""Kernels compile for Hopper: those of attention and of a layer's front fit it, and the metadata launch waits at no barrier."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from in_a_process import printed_by
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 SHARED_BYTES = 228 * 1024
 """Of an SM of Hopper for programs (CUDA C++ Programming Guide, compute capability 9.0)."""
 OF_EVERY_PROGRAM = 1024
@@ -25,11 +19,7 @@ SPILLED_BYTES_OF_THE_UNTIMED = {"verify": 370, "union of 8": 610, "union": 60}
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> dict[str, dict]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return printed_by("compile_for_hopper.py", tmp_path_factory.mktemp("triton"))
 
 
 def test_every_variant_fits(compiled):
@@ -59,3 +49,10 @@ def test_only_our_own_next_launch_may_begin_before_its_predecessor_ends(compiled
     assert {found["lets_begin"] for name, found in compiled.items() if "split True" in name} == {True}
     for name, found in compiled.items():
         assert found["lets_begin"] == ("split True" in name), name
+
+
+def test_every_form_of_the_metadata_launch_compiles_and_those_of_one_warp_wait_at_no_barrier(tmp_path):
+    """Every form that a release asks for, with a schedule and without."""
+    forms = printed_by("compile_metadata.py", tmp_path)
+    assert len(forms) == 14
+    assert {name for name, found in forms.items() if found["barriers"]} <= {name for name in forms if "wide tables" in name}

@@ -5,10 +5,10 @@ Triton writes the cache, for SGLang's kernels as for ours, so a server of either
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
+
+from in_a_process import ran
 
 COMPILE = """
 import json, resource, sys
@@ -24,14 +24,7 @@ NO_LIMIT = -1
 
 
 def compiled(cache: Path, largest: int) -> subprocess.CompletedProcess:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-c", COMPILE, str(Path(__file__).parent), str(largest)],
-        env=environment | {"TRITON_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return ran("-c", COMPILE, Path(__file__).parent, str(largest), cache=cache)
 
 
 def test_what_was_cut_short_is_not_taken_for_a_kernel_later(tmp_path):

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from in_a_process import printed_by
 
-SCRIPT = Path(__file__).with_name("launch_variants.py")
 KERNELS = {
     "metadata_kernel": 3,  # rows of decode, draft rounds, D rows a request
     "prefill_kernel": 1,
@@ -24,10 +18,7 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def compiled() -> dict:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return printed_by("launch_variants.py")
 
 
 def test_serving_compiles_nothing_that_the_start_has_not(compiled):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import MODES, begin_forward, check, fill, forward_batch, random_batch, static_batch
+from batches import MODES, begin_forward, check, fill, forward_batch, prefill_batch, random_batch, static_batch
 from sglang.srt.models.deepseek_common import attention_backend_handler
 
 from nsa_backend.adapters.installed import adapter
@@ -43,16 +43,6 @@ def captured_decode(backend, requests: int):
     return static
 
 
-def short_prefill(runner):
-    """A prefill that fits the dense path."""
-    batch = forward_batch(random_batch(runner, "decode", 2, 1, 1), ForwardMode.EXTEND)
-    batch.seq_lens = torch.tensor([9, 30])
-    batch.seq_lens_cpu = batch.seq_lens.clone()
-    batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor([2, 2], dtype=torch.int32), [2, 2]
-    batch.extend_prefix_lens_cpu = [7, 28]
-    return batch
-
-
 def chosen_method(runner, backend) -> str:
     batch = SimpleNamespace(**calls.batch_fields(SimpleNamespace(runner=runner, backend=backend)))
     with calls.running(backend):
@@ -67,7 +57,7 @@ def test_the_forward_after_a_dense_prefill_is_absorbed(make_runner, then):
     static = captured_decode(backend, 2)
     backend.dense_prefill.runs = True
     assert chosen_method(runner, backend) == "MLA"
-    backend.init_forward_metadata(short_prefill(runner))
+    backend.init_forward_metadata(prefill_batch(runner, [7, 28], [2, 2]))  # fits the dense path
     assert chosen_method(runner, backend) == "MHA_ONE_SHOT"
     if then == "capture":
         calls.before_capture(backend, static)

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches import forward_batch, static_batch
+from metadata_reference import Batch
 from padded_rank import Rank
 
-from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.demo import engine as demo
 from nsa_backend.demo.speculative import SpeculativeDecoder
 from nsa_backend.registration import create_backend
@@ -29,20 +31,9 @@ def test_decoding_is_what_it_is_with_graphs(debug_graphs):
     assert set(accepted) == {4}
 
 
-def static(lengths, slots):
-    """The graph runner's tensors for a batch of these requests, one row each."""
-    requests = len(lengths)
-    return ForwardBatch(
-        forward_mode=ForwardMode.DECODE,
-        batch_size=requests,
-        input_ids=None,
-        req_pool_indices=torch.tensor(slots),
-        seq_lens=torch.tensor(lengths, dtype=calls.LENGTHS_DTYPE),
-        seq_lens_cpu=torch.tensor(lengths),
-        seq_lens_sum=sum(lengths),
-        out_cache_loc=torch.zeros(requests, dtype=torch.long),
-        positions=torch.zeros(requests, dtype=torch.long),
-    )
+def eager(backend, lengths, slots):
+    """A decode batch of these requests."""
+    return forward_batch(Batch("decode", lengths, slots, backend.writer.req_to_token.numpy(), 64, 0), ForwardMode.DECODE)
 
 
 def first_layer(backend, batch):
@@ -55,13 +46,13 @@ def test_a_replay_writes_the_metadata_of_its_own_batch(make_runner):
     """Whichever batch size was captured last, and whatever ran eagerly since."""
     backend = create_backend(make_runner())
     backend.init_cuda_graph_state(3, 3)
-    batches = [static([1] * requests, [0] * requests) for requests in (3, 2, 1)]
+    batches = [static_batch(requests, requests, ForwardMode.DECODE) for requests in (3, 2, 1)]
     for batch in batches:
         calls.before_capture(backend, batch)
         first_layer(backend, batch)
     for batch in batches:
         requests = batch.batch_size
-        backend.init_forward_metadata(static([400, 300], [7, 8]))
+        backend.init_forward_metadata(eager(backend, [400, 300], [7, 8]))
         batch.seq_lens.copy_(torch.arange(1, requests + 1) * 50)
         batch.req_pool_indices.copy_(torch.arange(requests) + 1)
         calls.before_replay(backend, batch)
@@ -75,14 +66,14 @@ def test_an_eager_forward_after_a_replay_launches_nothing_of_the_graph(make_runn
     """A real graph makes its launch by itself, so the one set up for a replay may still be pending when others run eagerly."""
     backend = create_backend(make_runner())
     backend.init_cuda_graph_state(2, 2)
-    batch = static([1, 1], [0, 0])
+    batch = static_batch(2, 2, ForwardMode.DECODE)
     calls.before_capture(backend, batch)
     captured = first_layer(backend, batch)
     calls.before_replay(backend, batch)
     batch.seq_lens.copy_(torch.tensor([60, 70]))
-    eager = static([9], [4])
-    backend.init_forward_metadata(eager)
-    assert backend.get_indexer_metadata(0, eager).attn_metadata.cache_seqlens_int32.tolist() == [9]
+    alone = eager(backend, [9], [4])
+    backend.init_forward_metadata(alone)
+    assert backend.get_indexer_metadata(0, alone).attn_metadata.cache_seqlens_int32.tolist() == [9]
     assert captured.cache_seqlens_int32.tolist() == [1, 1]
 
 

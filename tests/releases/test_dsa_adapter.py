@@ -1,9 +1,10 @@
 """What only SGLang 0.5.17 to 0.5.23 ask for or offer: classes, models, switches, and batches that know no backend."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
+from batches import static_batch
 from sglang.srt.configs import model_config
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
@@ -61,27 +62,15 @@ def test_some_switch_is_found():
     assert [name for name in dsa_refusals.REFUSED_ENVIRONMENT if hasattr(envs, name)]
 
 
-def static(requests: int) -> SimpleNamespace:
-    """A draft-extend runner's buffers, larger than the captured batch."""
-    return SimpleNamespace(
-        seq_lens=torch.ones(8, dtype=torch.int64), req_pool_indices=torch.zeros(8, dtype=torch.int64), requests=requests
-    )
-
-
 def test_a_draft_extend_replay_brings_whole_buffers(make_runner):
     """SGLang slices them for a capture and not for a replay; they begin at the same address."""
-    backend, buffers, d = create_backend(make_runner()), static(3), 4
+    backend, buffers, d = create_backend(make_runner()), static_batch(8, 32, ForwardMode.DRAFT_EXTEND_V2), 4
     backend.init_cuda_graph_state(8, 8 * d)
-    view = SimpleNamespace(
-        batch_size=3,
-        forward_mode=ForwardMode.DRAFT_EXTEND_V2,
-        seq_lens=buffers.seq_lens[:3],
-        req_pool_indices=buffers.req_pool_indices[:3],
-        positions=torch.zeros(3 * d),
+    of_three = {name: getattr(buffers, name)[:3] for name in ("seq_lens", "req_pool_indices")}
+    backend.init_forward_metadata_out_graph(
+        replace(buffers, batch_size=3, positions=buffers.positions[: 3 * d], **of_three), in_capture=True
     )
-    backend.init_forward_metadata_out_graph(view, in_capture=True)
-    whole = SimpleNamespace(**vars(view) | {"seq_lens": buffers.seq_lens, "req_pool_indices": buffers.req_pool_indices})
-    backend.init_forward_metadata_out_graph(whole)
+    backend.init_forward_metadata_out_graph(replace(buffers, batch_size=3, positions=buffers.positions[: 3 * d]))
     assert len(backend.forward_metadata.cache_seqlens_int32) == 3
 
 
@@ -91,13 +80,7 @@ def test_every_run_of_the_captured_function_launches(make_runner, of_a_round):
     runner, lengths = make_runner(), torch.tensor([7, 9])
     backend = calls.draft_factory(runner, 3).create_decode_backend() if of_a_round else create_backend(runner)
     backend.init_cuda_graph_state(2, 2)
-    view = SimpleNamespace(
-        batch_size=2,
-        forward_mode=ForwardMode.DECODE,
-        seq_lens=torch.ones(2, dtype=torch.int64),
-        req_pool_indices=torch.tensor([1, 2]),
-        positions=torch.zeros(2),
-    )
+    view = static_batch(2, 2, ForwardMode.DECODE)
     backend.init_forward_metadata_out_graph(view, in_capture=True)
     written = backend.attn_backends[0] if of_a_round else backend
     for run in range(3):
@@ -110,14 +93,7 @@ def test_a_batch_size_may_be_captured_again(make_runner):
     """As SGLang does for an elastic group of experts: the last capture counts."""
     backend = create_backend(make_runner())
     backend.init_cuda_graph_state(8, 8)
-    for buffers in (static(2), static(2)):
-        view = SimpleNamespace(
-            batch_size=2,
-            forward_mode=ForwardMode.DECODE,
-            seq_lens=buffers.seq_lens[:2],
-            req_pool_indices=buffers.req_pool_indices[:2],
-            positions=torch.zeros(2),
-        )
+    for view in (static_batch(2, 2, ForwardMode.DECODE), static_batch(2, 2, ForwardMode.DECODE)):
         backend.init_forward_metadata_out_graph(view, in_capture=True)
         backend.init_forward_metadata_in_graph(view)
         backend.init_forward_metadata_out_graph(view)
@@ -131,3 +107,17 @@ def test_prefill_graphs_are_recognised(monkeypatch, module):
     name = "is_in_breakable_cuda_graph" if module.startswith("breakable") else "is_in_tc_piecewise_cuda_graph"
     monkeypatch.setattr(import_module(f"sglang.srt.model_executor.runner_backend_utils.{module}"), name, lambda: True)
     assert adapter.in_prefill_graph() is True
+
+
+def test_the_topk_of_pages_is_offered_unless_it_is_switched_off():
+    with envs.SGLANG_OPT_USE_TOPK_V2.override(True):
+        paged, windowed = adapter.topk_v2()
+        assert callable(paged)
+        assert windowed is None or callable(windowed)
+    with envs.SGLANG_OPT_USE_TOPK_V2.override(False):
+        assert adapter.topk_v2() is None
+
+
+def test_tiles_are_not_scheduled_ahead_where_fa3_is_not_sgl_kernels():
+    with envs.SGLANG_USE_SGL_FA3_KERNEL.override(False):
+        assert adapter.fa3_scheduler() is None

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import forward_batch, random_batch
+from batches import prefill_batch
 from kv_pools import contents, dsa_pool, scribble
 from sglang.srt.disaggregation.utils import get_kv_transfer_buf_infos, setup_state_kv_args
 from sglang.srt.environ import envs
@@ -102,11 +102,8 @@ def test_a_selection_of_a_prefill_server_is_the_decode_server_s_own(monkeypatch,
 
 def selected(backend, runner, lengths: list[int], width: int) -> torch.Tensor:
     """int32 [requests, width]: the selection of each request's last row of a prefill, as draft steps are given it."""
-    batch = forward_batch(random_batch(runner, "decode", len(lengths), 1, 3), ForwardMode.EXTEND)
+    batch = prefill_batch(runner, [0] * len(lengths), lengths)
     batch.req_pool_indices = torch.arange(1, len(lengths) + 1)
-    batch.seq_lens = batch.seq_lens_cpu = torch.tensor(lengths)
-    batch.extend_prefix_lens_cpu = [0] * len(lengths)
-    batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(lengths, dtype=torch.int32), lengths
     backend.init_forward_metadata(batch)
     rows = backend.indexer_metadata(batch).topk_transform(torch.zeros(0), width)
     return backend.prepare_mtp_seed_indices(rows[torch.tensor(lengths).cumsum(0) - 1], ForwardMode.EXTEND)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import forward_batch, random_batch
+from batches import forward_batch, prefill_batch, random_batch
 from kv_pools import PAGE, contents, dsa_pool, scribble
 from sglang.srt.mem_cache import l2_transfer
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
@@ -130,13 +130,9 @@ def test_attention_waits_for_the_load_of_its_layer(make_runner, mode):
     runner.token_to_kv_pool.register_layer_transfer_counter(SimpleNamespace(wait_until=log.append))
     backend = create_backend(runner)
     backend.decode_attention = backend.prefill_attention = Waiting(log)
-    kind = {"DECODE": "decode", "EXTEND": "decode", "TARGET_VERIFY": "target_verify", "DRAFT_EXTEND_V2": "draft_extend_v2"}[
-        mode
-    ]
-    batch = forward_batch(random_batch(runner, kind, 3, 1, 3), ForwardMode[mode])
-    if mode == "EXTEND":
-        batch.extend_prefix_lens_cpu = [length - 1 for length in batch.seq_lens_cpu.tolist()]
-        batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.ones(3, dtype=torch.int32), [1, 1, 1]
+    batch = prefill_batch(runner, [8, 70, 300], [1, 1, 1])
+    if mode != "EXTEND":
+        batch = forward_batch(random_batch(runner, mode.lower(), 3, 1, 3), ForwardMode[mode])
     backend.init_forward_metadata(batch)
     rows = backend.forward_metadata.nsa_cache_seqlens_int32.shape[0]
     forward = backend.forward_decode if mode == "DECODE" else backend.forward_extend

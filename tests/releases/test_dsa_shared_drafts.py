@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from batches import check, forward_batch, random_batch, replayed_round, static_batch
+from batches import check, forward_batch, prefill_batch, random_batch, replayed_round, static_batch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from properties import tried
@@ -100,14 +100,10 @@ def prefilled(sharing, make_runner):
     """(backend of draft-extend after a prefill of requests with 1 to 400 tokens, request rows, lengths)."""
     runner = make_runner(num_steps=3)
     backend = calls.draft_factory(runner, 3).create_draft_extend_backend()
-    batch = random_batch(runner, "decode", 7, 3, 3)
-    eager = forward_batch(batch, ForwardMode.EXTEND)
-    lengths = list(batch.seq_lens)
-    eager.extend_prefix_lens_cpu = [length // 2 for length in lengths]
-    eager.extend_seq_lens_cpu = [length - length // 2 for length in lengths]
-    eager.extend_seq_lens = torch.tensor(eager.extend_seq_lens_cpu, dtype=torch.int32)
-    backend.init_forward_metadata(eager)
-    return backend, batch.slots, lengths
+    lengths = random_batch(runner, "decode", 7, 3, 3).seq_lens
+    batch = prefill_batch(runner, [length // 2 for length in lengths], [length - length // 2 for length in lengths])
+    backend.init_forward_metadata(batch)
+    return backend, batch.req_pool_indices.tolist(), lengths
 
 
 def chosen(lengths: list[int], width: int, starts: list[int]) -> torch.Tensor:

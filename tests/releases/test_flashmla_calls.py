@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from chosen_slots import LATENT, TOPK, attended, config, decode_metadata, inputs, same_as_the_reference
+from chosen_slots import LATENT, ROPE, TOPK, attended, config, decode_metadata, inputs, same_as_the_reference
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention import auto, flashmla_kv
 from nsa_backend.attention.implementations import implementation
+from nsa_backend.attention.sparse_inputs import sparse_inputs
 from nsa_backend.registration import create_backend
 
 
@@ -150,6 +152,21 @@ def test_flashmla_kv_trims_the_heads_it_padded(flash_mla, heads, padded):
     want = 0.3 * given.q_nope.float() + given.nsa_cache_seqlens.view(-1, 1, 1)
     assert torch.allclose(out, want, atol=1e-3)
     assert out.shape == (3, heads, LATENT)
+
+
+@pytest.mark.parametrize(("rows", "scheduled"), [(4, [4]), (3, [4, 3])])
+def test_a_schedule_fits_the_rows_that_came(flash_mla, decoding, rows, scheduled):
+    """The metadata has four rows, one of them DP attention's padding, which SGLang hands over or not."""
+    found, attention = flash_mla(), implementation("flashmla_kv").build(config(64, torch.float8_e4m3fn))
+    padded = torch.tensor([4, 5, 6, 0], dtype=torch.int32)
+    metadata = attention.prepare(replace(decoding(4), nsa_cache_seqlens_int32=padded))
+    layer = SimpleNamespace(tp_q_head_num=64, v_head_dim=LATENT, head_dim=LATENT + ROPE, scaling=0.5, logit_cap=0.0)
+    kv_cache, slots = torch.zeros(64, 1, 656, dtype=torch.uint8), torch.full((rows, TOPK), -1, dtype=torch.int32)
+    query = torch.zeros(rows, 64 * (LATENT + ROPE))
+    out = attention.forward(sparse_inputs(query, None, layer, kv_cache, slots, metadata))
+    assert out.shape == (rows, 64, LATENT)
+    assert out[:, 0, 0].tolist() == [4, 5, 6, 0][:rows]
+    assert found.scheduled == scheduled
 
 
 def test_auto_schedules_what_flashmla_will_attend_to_and_nothing_else(flash_mla, decoding):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import forward_batch, random_batch
+from batches import forward_batch, prefill_batch, random_batch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.sglang_types import ForwardMode
@@ -55,12 +55,7 @@ def prefilling(make_runner):
         backend.config = backend.writer.config = replace(backend.config, attention=attention, prefill_impl="flashmla_sparse")
         backend.dense_prefill.runs = dense
         backend.prefill_attention = Recorded()
-        batch = forward_batch(random_batch(runner, "decode", len(new), 1, 1), ForwardMode.EXTEND)
-        batch.seq_lens = torch.tensor([a + b for a, b in zip(prefix, new, strict=True)])
-        batch.seq_lens_cpu = batch.seq_lens.clone()
-        batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(new), new
-        batch.extend_prefix_lens_cpu = prefix
-        batch.out_cache_loc = torch.arange(sum(new))
+        batch = prefill_batch(runner, prefix, new)
         for name, value in calls.batch_fields(SimpleNamespace(runner=runner, backend=backend)).items():
             setattr(batch, name, value)
         backend.init_forward_metadata(batch)

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from batches import forward_batch
+from metadata_reference import Batch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
+from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.kernels.plan import SCHEDULE_SPLIT_KV
 from nsa_backend.registration import create_backend
 
@@ -64,17 +65,8 @@ def test_the_launch_writes_the_installed_schedule(make_runner, requests, longest
     backend = create_backend(runner)
     backend.writer.config = replace(backend.writer.config, num_sms=NUM_SMS, surplus_last=adapter.schedule_surplus_last(HOPPER))
     lengths = np.random.default_rng(requests).integers(1, longest + 1, requests)
-    backend.init_forward_metadata(
-        ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=requests,
-            input_ids=None,
-            req_pool_indices=torch.arange(1, requests + 1),
-            seq_lens=torch.tensor(lengths),
-            seq_lens_cpu=torch.tensor(lengths),
-            seq_lens_sum=int(lengths.sum()),
-            out_cache_loc=None,
-        )
-    )
+    table = backend.writer.req_to_token.numpy()
+    batch = Batch("decode", lengths.tolist(), list(range(1, requests + 1)), table, 64, 0)
+    backend.init_forward_metadata(forward_batch(batch, ForwardMode.DECODE))
     ours = backend.forward_metadata.paged_mqa_schedule_metadata.numpy()
     np.testing.assert_array_equal(ours, schedule(lengths.tolist()))

@@ -62,7 +62,7 @@ def prefill_batch(runner: Any, prefix: list[int], new: list[int], seed: int = 0)
     batch = forward_batch(Batch("decode", lengths, slots, table, 64, 0), ForwardMode.EXTEND)
     batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(new), new
     batch.extend_prefix_lens_cpu = prefix
-    batch.input_ids = torch.zeros(sum(new), dtype=torch.long)
+    batch.input_ids, batch.out_cache_loc = torch.zeros(sum(new), dtype=torch.long), torch.arange(sum(new))
     return batch
 
 
