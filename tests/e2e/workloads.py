@@ -8,6 +8,7 @@ import torch
 from case import Case
 from deployment_cases import DEPLOYMENT_CASES
 from engine_options import DP_2, FLOORS, FP8, STANDARD, TWO_GPUS, UP_TO_TWO, with_an_empty_round
+from layer_cases import LAYER_CASES
 from model_cases import MODEL_CASES
 from rank_cases import CASES_OF_RANKS
 from round_cases import ROUND_CASES
@@ -236,6 +237,7 @@ CASES = [
     Case("no speculation", 0, (*STANDARD, "sizes between and above the captured")),
     Case("no speculation, flashmla_sparse", 0, STANDARD, decode="flashmla_sparse"),
     *MODEL_CASES,
+    *LAYER_CASES,
     *ROUND_CASES,
     *CASES_OF_RANKS,
     *DEPLOYMENT_CASES,

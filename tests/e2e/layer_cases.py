@@ -1,0 +1,35 @@
+"""End-to-end cases of what is opted into in a layer: its front in two launches, and the rows of a request verified together."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from case import Case
+from engine_options import FLOORS, FP8, STANDARD, TWO_GPUS
+
+FRONT = {"NSA_BACKEND_LAYER_FRONT": "1"}
+PAIRED = {"NSA_BACKEND_PAIRED_LOGITS": "1"}
+MANY = (*STANDARD, "32x300", "shared prefix", "short")
+
+front = partial(Case, environment=FRONT, builtin_environment={}, says="layers is two launches", releases="==0.5.23")
+together = partial(Case, steps=3, environment=PAIRED, builtin_environment={}, decode="sparse_verify", floors=FLOORS)
+own_fp8 = partial(together, engine=FP8, releases=">=0.5.17")
+
+LAYER_CASES = [
+    front("n0 fa3, front in two launches", 0, MANY),
+    *(front(f"n{n} fa3, front in two launches", n, MANY, floor_of_all=0.95) for n in (1, 3, 5)),
+    front("n3 fp8, flashmla_kv, front in two launches", 3, MANY, decode="flashmla_kv", engine=FP8, floor_of_all=0.95),
+    front("n3 fa3, front in two launches, 61 layers", 3, STANDARD, shape="deep", floor_of_all=0.95),
+    front("weights updated, front in two launches", 3, STANDARD, action="weights were updated", floors=FLOORS),
+    front("two GPUs, tensor parallel, front in two launches", 3, STANDARD, engine=TWO_GPUS, gpus=2, floors=FLOORS),
+    together("n3 sparse_verify, paired logits", workloads=MANY),
+    own_fp8("n3 fp8, sparse_verify, paired logits", workloads=MANY),
+    together("n5 sparse_verify, paired logits", steps=5, workloads=STANDARD, floors={}, floor_of_all=0.95),
+    together("glm-5.1 n3 sparse_verify, paired logits", workloads=STANDARD, model="glm-5.1"),
+    together(
+        "n3 sparse_verify, paired logits, front in two launches",
+        workloads=MANY,
+        environment=FRONT | PAIRED,
+        releases="==0.5.23",
+    ),
+]
