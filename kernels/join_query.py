@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from nsa_backend.kernels.blocks import blocks, power_of_two
+from nsa_backend.kernels.checks import require
 
 HEAD_BLOCK = 4
 """Heads a program copies: 4.5 KiB of bfloat16 at DeepSeek-V3.2's 512 + 64."""
@@ -61,20 +62,14 @@ def join_query(q_nope: torch.Tensor, q_rope: torch.Tensor, out: torch.Tensor) ->
     """
     rows, heads, latent_dim = q_nope.shape
     rope_dim = q_rope.shape[-1]
-    if q_rope.shape[:2] != (rows, heads):
-        raise ValueError(f"q_nope has {rows} rows of {heads} heads and q_rope {tuple(q_rope.shape[:2])}: parts would mix")
-    if out.shape[0] != rows or out.shape[1] < heads or out.shape[2] != latent_dim + rope_dim or not out.is_contiguous():
-        raise ValueError(
-            f"out must be contiguous [{rows}, at least {heads}, {latent_dim + rope_dim}], got {tuple(out.shape)} with strides "
-            f"{out.stride()}: the kernel would write past its end"
-        )
+    width = latent_dim + rope_dim
+    require(q_rope.shape[:2] == (rows, heads), "q_rope", q_rope, f"[{rows}, {heads}, rope]", "parts would mix")
+    fits = out.shape[0] == rows and out.shape[1] >= heads and out.shape[2] == width and out.is_contiguous()
+    require(fits, "out", out, f"contiguous [{rows}, at least {heads}, {width}]", "the kernel would write past its end")
     for name, part in (("q_nope", q_nope), ("q_rope", q_rope)):
-        if part.dtype != out.dtype or part.device != out.device:
-            raise ValueError(
-                f"{name} is {part.dtype} on {part.device} and out {out.dtype} on {out.device}: bits would be misread"
-            )
-        if part.stride(2) != 1:
-            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {part.stride()}: values would mix")
+        alike = part.dtype == out.dtype and part.device == out.device
+        require(alike, name, part, f"{out.dtype} on {out.device} as out is", "bits would be misread")
+        require(part.stride(2) == 1, name, part, "contiguous in its last dimension", "values would mix")
     if rows:
         join_query_kernel[(rows, blocks(heads, HEAD_BLOCK))](
             q_nope,

@@ -7,7 +7,7 @@ import torch
 from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.kernels.checks import check_arguments
+from nsa_backend.kernels.checks import check_device, check_pool, check_vector
 from nsa_backend.kernels.metadata_kernel import metadata_kernel
 from nsa_backend.kernels.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
 from nsa_backend.kernels.topk_plan import CAPS, MAX_ROWS, THRESHOLDS
@@ -109,3 +109,40 @@ def write_metadata(
         SURPLUS_LAST=surplus_last,
         num_warps=num_warps,
     )
+
+
+def check_arguments(plan: MetadataPlan, buffers: MetadataBuffers, inputs: BatchInputs, req_to_token: torch.Tensor) -> None:
+    """Refuse what the kernel would read or write out of bounds; raises ValueError with the consequence."""
+    if plan.ragged and inputs.extend_lens is None:
+        raise ValueError("a ragged plan needs extend_lens: without them the rows of a request are unknown")
+    for name in ("seq_lens", "req_pool_indices", *(("extend_lens",) if plan.ragged else ())):
+        check_vector(name, getattr(inputs, name), plan.num_requests)
+        check_device(name, getattr(inputs, name), "the metadata", buffers.real_page_table.device)
+    check_pool(req_to_token)
+    check_device("req_to_token", req_to_token, "the metadata", buffers.real_page_table.device)
+    _check_room(plan, buffers)
+
+
+def _check_room(plan: MetadataPlan, buffers: MetadataBuffers) -> None:
+    steps, requests = buffers.cache_seqlens.shape
+    rows = buffers.nsa_cache_seqlens.shape[1]
+    if plan.num_steps > steps or plan.num_requests > requests or plan.num_rows > rows:
+        raise ValueError(
+            f"the buffers hold {steps} steps of {requests} requests and {rows} rows, the plan wants {plan.num_steps} steps of "
+            f"{plan.num_requests} requests and {plan.num_rows} rows: the kernel would write past their end"
+        )
+    if not plan.ragged and plan.num_rows != plan.num_requests * plan.rows_per_request:
+        raise ValueError(
+            f"{plan.num_requests} requests of {plan.rows_per_request} rows are not {plan.num_rows} rows: "
+            "some rows would keep the lengths of an earlier batch"
+        )
+    if plan.rows_per_request % plan.next_n:
+        raise ValueError(
+            f"{plan.rows_per_request} rows of a request are no groups of {plan.next_n}: the logits would mix requests"
+        )
+    rows_are_requests = buffers.seqlens_expanded is buffers.cache_seqlens
+    if rows_are_requests == plan.expanded:
+        raise ValueError(
+            f"the plan has {plan.rows_per_request or 'ragged'} rows a request, the buffers were allocated for "
+            f"{'one' if rows_are_requests else 'several'}: row lengths would be lost or overwrite request lengths"
+        )

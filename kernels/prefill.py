@@ -181,7 +181,7 @@ def write_prefill(
     for name in ("seq_lens", "extend_lens", "req_pool_indices"):
         tensor = getattr(inputs, name)
         check_vector(name, tensor, requests)
-        check_device(name, tensor, req_to_token.device)
+        check_device(name, tensor, "req_to_token", req_to_token.device)
     check_pool(req_to_token)
     if longest > req_to_token.shape[1]:
         raise ValueError(

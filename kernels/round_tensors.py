@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from nsa_backend.kernels.batch_inputs import PADDING_LENGTH, PADDING_SLOT
+from nsa_backend.kernels.checks import check_tensor, require
 
 BLOCK = 256
 KEEP_ALL_TOP_P = 4.0
@@ -245,11 +246,9 @@ def store_round_results(
     if logprobs is not None:
         check_tensor("logprobs", logprobs, torch.float32, (tokens,))
     values = slot_size(tokens, requests, logprobs=logprobs is not None)
-    if ring.dtype != torch.int32 or not ring.is_contiguous() or ring.shape[1] < values:
-        raise ValueError(
-            f"ring must be contiguous int32 [depth, at least {values}], got {ring.dtype} {tuple(ring.shape)}: "
-            "results would run into the next slot"
-        )
+    fits = ring.dtype == torch.int32 and ring.is_contiguous() and ring.shape[1] >= values
+    form = f"contiguous int32 [depth, at least {values}]"
+    require(fits, "ring", ring, form, "results would run into the next slot")
     store_results_kernel[(1,)](
         next_token_ids,
         accept_lens,
@@ -290,12 +289,3 @@ def read_slot(
     """Views of a slot that `store_round_results` has written: tokens, accept lengths, log-probabilities (None without)."""
     ids, lens, rest = slot[:tokens], slot[tokens : tokens + requests], slot[tokens + requests :]
     return ids, lens, rest[:tokens].view(torch.float32) if logprobs else None
-
-
-def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raises ValueError where a tensor is not contiguous, of this dtype and of this shape."""
-    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous {dtype} {list(shape)}, got {tensor.dtype} {tuple(tensor.shape)} with stride "
-            f"{tensor.stride()}: the kernel would misread it"
-        )

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nsa_backend.kernels.blocks import blocks, power_of_two
+from nsa_backend.kernels.checks import require
 
 PARTS = 4
 """Lists of a request; slot s is in list (s // SLOTS_OF_A_WORD) % PARTS, so neighbours spread evenly."""
@@ -122,15 +123,15 @@ def write_selection_union(
             f"{rows} rows are no requests of {rows_per_request} rows, at most {MAX_ROWS_PER_REQUEST}: rows would mix"
         )
     requests = rows // rows_per_request
-    wrong = {
-        "topk_slots": topk_slots.dtype != torch.int32 or topk_slots.stride(-1) != 1,
-        "lens": lens.dtype != torch.int32 or lens.shape != (rows,) or not lens.is_contiguous(),
-        "marks": marks.dtype != torch.int32 or marks.shape[0] < requests or marks.stride(-1) != 1,
-        "union": union.slots.shape[0] < requests or union.slots.shape[2] != rows_per_request * topk,
+    fits = {
+        "topk_slots": topk_slots.dtype == torch.int32 and topk_slots.stride(-1) == 1,
+        "lens": lens.dtype == torch.int32 and lens.shape == (rows,) and lens.is_contiguous(),
+        "marks": marks.dtype == torch.int32 and marks.shape[0] >= requests and marks.stride(-1) == 1,
+        "union": union.slots.shape[0] >= requests and union.slots.shape[2] == rows_per_request * topk,
     }
-    if any(wrong.values()):
-        names = ", ".join(name for name, is_wrong in wrong.items() if is_wrong)
-        raise ValueError(f"{names} do not fit {requests} requests of {rows_per_request} rows: the kernel would misread them")
+    form = f"of {requests} requests of {rows_per_request} rows"
+    for name, tensor in zip(fits, (topk_slots, lens, marks, union.slots), strict=True):
+        require(fits[name], name, tensor, form, "the kernel would misread it")
     if not requests:
         return
     on_gpu = topk_slots.is_cuda

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa_backend.kernels.blocks import blocks
+from nsa_backend.kernels.checks import require
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 
@@ -56,7 +57,6 @@ def sparse_decode(
     parts: Parts | None = None,
     tile: Tile | None = None,
     join: Join | None = None,
-    dependent: bool = True,
 ) -> torch.Tensor:
     """softmax(sm_scale * (q_nope . latent + q_rope . rope)) @ latent over the slots of each row; one launch or two.
 
@@ -77,8 +77,6 @@ def sparse_decode(
         parts: memory for what is joined, from `Parts.allocate`; None, or too little of it, allocates.
         tile: `Tile.of` if None; another one is for measurements.
         join: `Join.of` if None; likewise.
-        dependent: whether both kernels may be launched before what is ahead of them on the stream ends, and then wait for it;
-            False gives what a check of that is compared with.
 
     Returns:
         [rows, heads, latent] of the query's dtype; zeros where a row has no slot.
@@ -101,6 +99,7 @@ def sparse_decode(
     partial, lse = (parts.out, parts.lse) if split.parts > 1 else (out, lens)
     k_rope, scales = behind_the_latent(kv_cache, latent, q_nope.dtype)
     on_gpu = out.is_cuda
+    # Both may be launched before what is ahead of them on the stream ends, and wait for it then.
     attend_kernel[(rows, blocks(heads, tile.heads), split.parts)](
         q_nope,
         q_rope,
@@ -136,7 +135,7 @@ def sparse_decode(
         CAPPED=logit_cap != 0,
         COMPILED=on_gpu,
         num_warps=tile.warps,
-        **({"launch_pdl": dependent} if on_gpu else {}),
+        **({"launch_pdl": True} if on_gpu else {}),
     )
     if split.parts > 1:
         width = min(join.latent, latent)
@@ -151,7 +150,7 @@ def sparse_decode(
             BLOCK_D=width,
             COMPILED=on_gpu,
             num_warps=join.warps,
-            **({"launch_pdl": dependent} if on_gpu else {}),
+            **({"launch_pdl": True} if on_gpu else {}),
         )
     return out
 
@@ -171,18 +170,13 @@ def check_tensors(
     rows, heads, latent = q_nope.shape
     rope = q_rope.shape[-1]
     widths = {q_nope.dtype: latent + rope, torch.float8_e4m3fn: latent + SCALE_BYTES + rope * q_nope.element_size()}
-    wrong = {
-        "q_rope": q_rope.shape != (rows, heads, rope) or q_rope.stride(-1) != 1 or q_rope.dtype != q_nope.dtype,
-        "q_nope": q_nope.stride(-1) != 1 or heads * q_nope.stride(1) >= 2**31,  # offsets of heads have 32 bits
-        "kv_cache": kv_cache.shape[1:] != (1, widths.get(kv_cache.dtype)) or kv_cache.stride(-1) != 1,
-        "topk_slots": topk_slots.shape[0] != rows or topk_slots.stride(-1) != 1 or topk_slots.dtype != torch.int32,
-        "lens": lens.shape != (rows,) or not lens.is_contiguous() or lens.dtype != torch.int32,
+    fits = {
+        "q_rope": q_rope.shape == (rows, heads, rope) and q_rope.stride(-1) == 1 and q_rope.dtype == q_nope.dtype,
+        "q_nope": q_nope.stride(-1) == 1 and heads * q_nope.stride(1) < 2**31,  # offsets of heads have 32 bits
+        "kv_cache": kv_cache.shape[1:] == (1, widths.get(kv_cache.dtype)) and kv_cache.stride(-1) == 1,
+        "topk_slots": topk_slots.shape[0] == rows and topk_slots.stride(-1) == 1 and topk_slots.dtype == torch.int32,
+        "lens": lens.shape == (rows,) and lens.is_contiguous() and lens.dtype == torch.int32,
     }
-    tensors = {"q_nope": q_nope, "q_rope": q_rope, "kv_cache": kv_cache, "topk_slots": topk_slots, "lens": lens}
-    for name, is_wrong in wrong.items():
-        if is_wrong:
-            tensor = tensors[name]
-            raise ValueError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)} with stride {tensor.stride()}, which does not fit a query of "
-                f"{q_nope.dtype} {tuple(q_nope.shape)} and {tuple(q_rope.shape)}: the kernel would misread it"
-            )
+    form = f"of a query of {q_nope.dtype} {tuple(q_nope.shape)} and {tuple(q_rope.shape)}, rows dense"
+    for name, tensor in zip(fits, (q_rope, q_nope, kv_cache, topk_slots, lens), strict=True):
+        require(fits[name], name, tensor, form, "the kernel would misread it")

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-INDEX_DTYPES = (torch.int32, torch.int64)
+from nsa_backend.kernels.checks import INDEX_DTYPES, check_device, require
 
 
 # SGLang's indexer cuts a long prefill into chunks that begin at any row: their requests lie at any address.
@@ -53,27 +53,14 @@ def topk_slots(
         ValueError: shapes, dtypes, strides or devices do not fit; says what would be read wrong.
     """
     rows, topk = topk_indices.shape
-    if token_to_batch_idx.shape[0] < rows:
-        raise ValueError(
-            f"token_to_batch_idx has {token_to_batch_idx.shape[0]} rows and topk_indices {rows}: "
-            "the last rows would attend to another request's tokens"
-        )
-    if token_to_batch_idx.dim() != 1 or not token_to_batch_idx.is_contiguous() or token_to_batch_idx.dtype not in INDEX_DTYPES:
-        raise ValueError(
-            f"token_to_batch_idx must be contiguous int32 or int64 [rows], got {token_to_batch_idx.dtype} "
-            f"{tuple(token_to_batch_idx.shape)} with strides {token_to_batch_idx.stride()}: rows would attend to another "
-            "request's tokens"
-        )
-    if topk_indices.dtype not in INDEX_DTYPES:
-        raise ValueError(f"topk_indices must be int32 or int64, got {topk_indices.dtype}: positions would be misread")
+    fits = token_to_batch_idx.shape[0] >= rows and token_to_batch_idx.dim() == 1 and token_to_batch_idx.is_contiguous()
+    form, consequence = f"contiguous int32 or int64 [at least {rows}]", "rows would attend to another request's tokens"
+    require(fits and token_to_batch_idx.dtype in INDEX_DTYPES, "token_to_batch_idx", token_to_batch_idx, form, consequence)
+    require(topk_indices.dtype in INDEX_DTYPES, "topk_indices", topk_indices, "int32 or int64", "positions would be misread")
     for name, tensor in (("page_table", page_table), ("token_to_batch_idx", token_to_batch_idx)):
-        if tensor.device != topk_indices.device:
-            raise ValueError(f"{name} is on {tensor.device} and topk_indices on {topk_indices.device}: slots would be garbage")
-    if page_table.stride(1) != 1 or page_table.dtype != torch.int32:
-        raise ValueError(
-            f"page_table must be int32 with contiguous rows, got {page_table.dtype} with strides "
-            f"{page_table.stride()}: slots would be read from the wrong columns"
-        )
+        check_device(name, tensor, "topk_indices", topk_indices.device)
+    fits = page_table.stride(1) == 1 and page_table.dtype == torch.int32
+    require(fits, "page_table", page_table, "int32 with contiguous rows", "slots would be read from the wrong columns")
     topk_indices = topk_indices.contiguous()
     slots = torch.empty_like(topk_indices, dtype=torch.int32)
     if rows:

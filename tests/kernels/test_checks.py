@@ -52,7 +52,9 @@ VECTORS = st.sampled_from(["seq_lens", "req_pool_indices", "extend_lens"])
 def test_length_of_a_vector(name, length):
     call = arguments(ragged=True)
     call[name] = torch.ones(length, dtype=torch.int64)
-    with pytest.raises(ValueError, match=rf"{name} must be \[3\], got \({length},\): the kernel would read past its end"):
+    with pytest.raises(
+        ValueError, match=rf"{name} must be \[3\], got torch.int64 \({length},\) .*: the kernel would read past its end"
+    ):
         launch(call)
 
 
@@ -61,7 +63,7 @@ def test_length_of_a_vector(name, length):
 def test_dtype_of_a_vector(name, dtype):
     call = arguments(ragged=True)
     call[name] = torch.ones(3).to(dtype)
-    with pytest.raises(ValueError, match=rf"{name} must be int32 or int64, got {dtype}: the kernel would misread its bits"):
+    with pytest.raises(ValueError, match=rf"{name} must be int32 or int64, got {dtype} .*: the kernel would misread its bits"):
         launch(call)
 
 
@@ -70,7 +72,10 @@ def test_dtype_of_a_vector(name, dtype):
 def test_stride_of_a_vector(name, stride):
     call = arguments(ragged=True)
     call[name] = torch.ones(3 * stride, dtype=torch.int64)[::stride]
-    with pytest.raises(ValueError, match=rf"{name} must be contiguous, got stride {stride}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{name} must be contiguous, got .* with strides \({stride},\).*: the kernel would read other requests",
+    ):
         launch(call)
 
 

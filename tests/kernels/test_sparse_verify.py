@@ -165,7 +165,7 @@ def test_what_has_no_room_or_does_not_fit_is_refused(device):
     for rows in (0, 3, 9):
         with pytest.raises(ValueError, match="rows would mix"):
             write_selection_union(inputs[3], inputs[4], rows, marks=memory.marks, union=union)
-    with pytest.raises(ValueError, match="union do not fit 2 requests of 4 rows"):
+    with pytest.raises(ValueError, match="union must be of 2 requests of 4 rows"):
         write_selection_union(inputs[3], inputs[4], 4, marks=memory.marks, union=union)
-    with pytest.raises(ValueError, match="marks do not fit"):
+    with pytest.raises(ValueError, match="marks must be of 2 requests of 4 rows"):
         write_selection_union(inputs[3], inputs[4], 4, marks=memory.marks[:1], union=memory.union)
