@@ -10,10 +10,9 @@ from nsa_backend import __version__
 from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.dense_prefill import DensePrefill
-from nsa_backend.attention.fp8_prefill import ragged_kv, slots_of_ragged
+from nsa_backend.attention.fp8 import ragged_kv, rope_in_fp8, slots_of_ragged
 from nsa_backend.attention.implementations import build_decode, build_prefill
 from nsa_backend.attention.interface import SparseAttention
-from nsa_backend.attention.rope import rope_in_fp8
 from nsa_backend.attention.sparse_inputs import append_rows, refuse_unapplied, sparse_inputs, write_kv
 from nsa_backend.config import BackendConfig
 from nsa_backend.error_notes import Activity, noted
@@ -22,8 +21,7 @@ from nsa_backend.indexer.schedule_check import check_schedule
 from nsa_backend.indexer.topk import choose_topk, slots_of
 from nsa_backend.kernels.batch_inputs import PADDING_LENGTH, BatchInputs
 from nsa_backend.metadata.captured import CapturedLaunches
-from nsa_backend.metadata.eager import eager_metadata
-from nsa_backend.metadata.modes import is_paged, plan_for
+from nsa_backend.metadata.modes import eager_metadata, is_paged, plan_for
 from nsa_backend.metadata.views import NSAMetadata, with_padding_rows
 from nsa_backend.metadata.writer import MetadataWriter
 

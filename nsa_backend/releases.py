@@ -44,7 +44,7 @@ SUPPORTED = " or ".join(str(generation.releases) for generation in GENERATIONS)
 ROUND_GRAPHS = ("0.5.17", "0.5.23")
 """Releases whose speculative rounds can be one graph: another one's worker may wait for the GPU, or plan on the host.
 
-What differs between them is in `nsa_backend.adapters.dsa.rounds.release`.
+What differs between them is in `nsa_backend.adapters.dsa.rounds.by_release`.
 """
 
 ROUND_WARM_UP = "round_graphs"

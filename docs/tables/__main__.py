@@ -42,7 +42,7 @@ def filled(page: str) -> str:
 
 def main() -> None:
     """Write the pages that changed and name them."""
-    from nsa_backend.testing.cpu_process import start_process
+    from nsa_backend.testing.process import start_process
 
     start_process()  # the real SGLang with the plugin, where there is no GPU
     for page in PAGES:

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nsa_backend.testing.cpu_process import start_process
+    from nsa_backend.testing.process import start_process
 
     start_process()  # before torch and triton are imported below
     import torch

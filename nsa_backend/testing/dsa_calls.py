@@ -16,7 +16,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
-from nsa_backend.testing.mla_pool import one_layer
+from nsa_backend.testing.pool import one_layer
 
 LENGTHS_DTYPE = torch.int64
 mla_pool = partial(one_layer, use_dsa=True)

@@ -12,7 +12,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
-from nsa_backend.testing.mla_pool import one_layer
+from nsa_backend.testing.pool import one_layer
 
 LENGTHS_DTYPE = torch.int32
 mla_pool = partial(one_layer, use_nsa=True)

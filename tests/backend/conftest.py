@@ -2,7 +2,7 @@
 
 import pytest
 
-from nsa_backend.testing.cpu_process import start_process
+from nsa_backend.testing.process import start_process
 
 start_process()
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from batches import prefill_batch
 
-from nsa_backend.attention.fp8_prefill import ragged_kv
+from nsa_backend.attention.fp8 import ragged_kv
 from nsa_backend.metadata.prefill import prefill_metadata
 from nsa_backend.registration import create_backend
 

@@ -49,7 +49,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def import_what_takes_long() -> None:
-    """All but the package and its tests: what `nsa_backend.testing.cpu_process.prepare_process` imports from SGLang."""
+    """All but the package and its tests: what `nsa_backend.testing.process.start_process` imports from SGLang."""
     loader = types.ModuleType("sgl_kernel.load_utils")
     loader._load_architecture_specific_ops = loader._preload_cuda_library = lambda: None
     sys.modules["sgl_kernel.load_utils"] = loader

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa_backend.testing.cpu_process import start_process
+from nsa_backend.testing.process import start_process
 
 start_process()
 
@@ -68,10 +68,10 @@ def make_runner():
 @pytest.fixture(scope="module")
 def sampled_rounds():
     """Sampled rounds in one graph are asked for, and there is memory for them."""
-    from nsa_backend.adapters.dsa.rounds import capture, rule
+    from nsa_backend.adapters.dsa.rounds import capture, served
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(rule.SAMPLED_SWITCH, "1")
+        patch.setenv(served.SAMPLED_SWITCH, "1")
         for name in ("free_bytes", "settled_free_bytes"):
             patch.setattr(capture, name, lambda device: 2**40)
         yield

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 
-from nsa_backend.testing.cpu_process import start_process
+from nsa_backend.testing.process import start_process
 
 start_process()
 
@@ -40,7 +40,7 @@ def against_one_graph(args: ServerArgs) -> list[str] | None:
     """What to change for rounds in one graph; None on a release that has none."""
     if round_graph_problem() is not None:
         return None
-    from nsa_backend.adapters.dsa.rounds.rule import changes_needed
+    from nsa_backend.adapters.dsa.rounds.served import changes_needed
 
     return changes_needed(args)
 

@@ -18,10 +18,10 @@ from round_stand_in import SIZES, VOCABULARY, D, Recorded, StandInWorker, decode
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.runtime_context import get_context
 
-from nsa_backend.adapters.dsa.rounds import capture, rule, worker
+from nsa_backend.adapters.dsa.rounds import capture, served, worker
+from nsa_backend.adapters.dsa.rounds.by_release import OneGraph, release
 from nsa_backend.adapters.dsa.rounds.own_round import thresholds
-from nsa_backend.adapters.dsa.rounds.release import OneGraph, release
-from nsa_backend.adapters.dsa.rounds.rule import SAMPLED_SWITCH, SWITCH
+from nsa_backend.adapters.dsa.rounds.served import SAMPLED_SWITCH, SWITCH
 from nsa_backend.round_graph.graphs import RoundGraphs
 
 pytestmark = pytest.mark.usefixtures("sampled_rounds")
@@ -119,7 +119,7 @@ def test_tensors_that_padding_needs_are_those_that_a_round_leaves(shape):
 
 @pytest.mark.parametrize(("switch", "share"), [("1", 2), (None, 8)])
 def test_sampled_rounds_take_their_share_of_what_is_free(monkeypatch, caplog, switch, share):
-    monkeypatch.setattr(rule, "release", lambda: replace(release(), sampled=OneGraph.BY_DEFAULT))
+    monkeypatch.setattr(served, "release", lambda: replace(release(), sampled=OneGraph.BY_DEFAULT))
     if switch is None:
         monkeypatch.delenv(SAMPLED_SWITCH)
     room_for_two = share * 2 * 3 * D * VOCABULARY * 4

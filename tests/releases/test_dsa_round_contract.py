@@ -16,9 +16,9 @@ from sglang.srt.utils import common
 from nsa_backend.adapters import naive_eagle
 from nsa_backend.adapters.dsa import draft
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
+from nsa_backend.adapters.dsa.rounds.by_release import release
 from nsa_backend.adapters.dsa.rounds.own_round import OF_REQUESTS
-from nsa_backend.adapters.dsa.rounds.release import release
-from nsa_backend.adapters.dsa.rounds.rule import CONFIDENTIAL, DP_ATTENTION, NEEDED, ON_THE_HOST, SWITCH, has_rounds
+from nsa_backend.adapters.dsa.rounds.served import CONFIDENTIAL, DP_ATTENTION, NEEDED, ON_THE_HOST, SWITCH, has_rounds
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.environment import asked
 from nsa_backend.refusals import refusals

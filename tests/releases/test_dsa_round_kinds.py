@@ -10,9 +10,9 @@ import torch
 from round_sides import same, two_sides
 from round_stand_in import decode_batch
 
-from nsa_backend.adapters.dsa.rounds import rule
-from nsa_backend.adapters.dsa.rounds.release import OneGraph, release
-from nsa_backend.adapters.dsa.rounds.rule import SAMPLED_SWITCH
+from nsa_backend.adapters.dsa.rounds import served
+from nsa_backend.adapters.dsa.rounds.by_release import OneGraph, release
+from nsa_backend.adapters.dsa.rounds.served import SAMPLED_SWITCH
 
 pytestmark = pytest.mark.usefixtures("sampled_rounds")
 
@@ -43,24 +43,24 @@ def test_filters_are_in_every_graph_and_not_in_every_round_of_sglang():
     assert ours.worker.filters == [(False, False)]
 
 
-@pytest.mark.parametrize(("switch", "default", "served"), [("0", True, 0), ("1", False, 2), (None, True, 2), (None, False, 0)])
-def test_the_switch_of_sampled_rounds(monkeypatch, switch, default, served):
+@pytest.mark.parametrize(("switch", "default", "replays"), [("0", True, 0), ("1", False, 2), (None, True, 2), (None, False, 0)])
+def test_the_switch_of_sampled_rounds(monkeypatch, switch, default, replays):
     when = OneGraph.BY_DEFAULT if default else OneGraph.WHERE_ASKED
-    monkeypatch.setattr(rule, "release", lambda: replace(release(), sampled=when))
+    monkeypatch.setattr(served, "release", lambda: replace(release(), sampled=when))
     monkeypatch.delenv(SAMPLED_SWITCH) if switch is None else monkeypatch.setenv(SAMPLED_SWITCH, switch)
     _, ours = two_sides()
     for greedy in (True, True, False, False):
         ours.run(decode_batch([2, 4], greedy=greedy)())
-    assert ours.replays == 2 + served
+    assert ours.replays == 2 + replays
 
 
 def test_no_round_reads_the_version_of_sglang(monkeypatch):
     """It is in a file; a millisecond of every round that says nothing of the switch."""
     monkeypatch.delenv(SAMPLED_SWITCH)
-    rule.batch_problem(decode_batch([2, 4], greedy=False)())  # which may read it once
+    served.batch_problem(decode_batch([2, 4], greedy=False)())  # which may read it once
     monkeypatch.setattr(importlib.metadata, "version", lambda name: pytest.fail(f"the version of {name} was read"))
     monkeypatch.setattr("nsa_backend.releases.version", importlib.metadata.version)
-    rule.batch_problem(decode_batch([2, 4], greedy=False)())
+    served.batch_problem(decode_batch([2, 4], greedy=False)())
 
 
 def test_a_batch_with_seeds_of_its_own():

@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from nsa_backend.adapters.dsa.rounds import capture
-from nsa_backend.adapters.dsa.rounds.rule import SWITCH
+from nsa_backend.adapters.dsa.rounds.served import SWITCH
 
 pytestmark = pytest.mark.usefixtures("sampled_rounds")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa_backend.adapters.dsa.rounds.release import OneGraph, release
-from nsa_backend.adapters.dsa.rounds.rule import DP_ATTENTION, NEEDED
+from nsa_backend.adapters.dsa.rounds.by_release import OneGraph, release
+from nsa_backend.adapters.dsa.rounds.served import DP_ATTENTION, NEEDED
 from nsa_backend.benchmarks.checkpoints import faithful
 from nsa_backend.benchmarks.servers import server
 from nsa_backend.releases import installed

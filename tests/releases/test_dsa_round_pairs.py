@@ -93,7 +93,7 @@ def test_requests_that_arrive_between_rounds(shared, rounds):
 
 def test_a_prefill_server_has_no_rounds_and_is_not_refused_for_them(arguments, monkeypatch, caplog):
     """Both servers of a pair are often started with one environment."""
-    from nsa_backend.adapters.dsa.rounds.rule import has_rounds
+    from nsa_backend.adapters.dsa.rounds.served import has_rounds
     from nsa_backend.adapters.installed import adapter
 
     caplog.set_level("INFO")

@@ -20,10 +20,10 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
-from nsa_backend.adapters.dsa.rounds import rule
+from nsa_backend.adapters.dsa.rounds import served
+from nsa_backend.adapters.dsa.rounds.by_release import RELEASES
 from nsa_backend.adapters.dsa.rounds.capture import captured_sizes
-from nsa_backend.adapters.dsa.rounds.release import RELEASES
-from nsa_backend.adapters.dsa.rounds.rule import Kind
+from nsa_backend.adapters.dsa.rounds.served import Kind
 
 pytestmark = pytest.mark.usefixtures("sampled_rounds")
 
@@ -194,27 +194,27 @@ def test_every_graph_of_a_round_is_the_one_that_a_rank_with_three_takes():
 )
 def test_sampled_rounds_under_dp_attention_are_asked_for(monkeypatch, switch, counts, one):
     """No GPU run has shown that they sample alike there; greedy ones are one graph without being asked."""
-    monkeypatch.delenv(rule.SAMPLED_SWITCH, raising=False)
+    monkeypatch.delenv(served.SAMPLED_SWITCH, raising=False)
     if switch:
-        monkeypatch.setenv(rule.SAMPLED_SWITCH, switch)
+        monkeypatch.setenv(served.SAMPLED_SWITCH, switch)
     sampled, greedy = (decode_batch([2, 4], greedy=greedy)(global_num_tokens=counts) for greedy in (False, True))
-    assert (rule.batch_problem(sampled) is None) is one
-    assert rule.batch_problem(greedy) is None
+    assert (served.batch_problem(sampled) is None) is one
+    assert served.batch_problem(greedy) is None
 
 
 @pytest.mark.parametrize(("ranks", "skips", "named"), [(2, "1", True), (2, "0", False), (1, "1", False)])
 def test_ranks_that_tell_one_another_nothing(monkeypatch, ranks, skips, named):
     monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", skips)
-    found = rule.switches_on(SimpleNamespace(enable_dp_attention=False, attn_dp_size=ranks))
+    found = served.switches_on(SimpleNamespace(enable_dp_attention=False, attn_dp_size=ranks))
     assert ("SGLANG_SCHEDULER_SKIP_ALL_GATHER" in found) is named
 
 
 @pytest.mark.parametrize("switch", ["1", None])
 def test_releases_whose_ranks_were_not_read(monkeypatch, arguments, switch):
-    monkeypatch.delenv(rule.SWITCH, raising=False)
+    monkeypatch.delenv(served.SWITCH, raising=False)
     if switch:
-        monkeypatch.setenv(rule.SWITCH, switch)
+        monkeypatch.setenv(served.SWITCH, switch)
     server = arguments(speculative_algorithm="EAGLE", attn_dp_size=2)
-    assert rule.options_to_change(server) == []
-    monkeypatch.setattr(rule, "release", lambda: RELEASES["0.5.17"])
-    assert rule.options_to_change(server) == ["drop --enable-dp-attention or --attn-dp-size"]
+    assert served.options_to_change(server) == []
+    monkeypatch.setattr(served, "release", lambda: RELEASES["0.5.17"])
+    assert served.options_to_change(server) == ["drop --enable-dp-attention or --attn-dp-size"]

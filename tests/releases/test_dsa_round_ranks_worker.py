@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend.adapters.dsa.rounds import capture
 from nsa_backend.adapters.dsa.rounds.own_round import run_on, template_of
-from nsa_backend.adapters.dsa.rounds.rule import SWITCH, Kind
+from nsa_backend.adapters.dsa.rounds.served import SWITCH, Kind
 from nsa_backend.kernels.round_tensors import RoundInputs
 
 pytestmark = pytest.mark.usefixtures("sampled_rounds")

@@ -14,10 +14,10 @@ from sampling_kernels import check_sampling, sampling_kernels
 from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
+from nsa_backend.adapters.dsa.rounds.by_release import release
 from nsa_backend.adapters.dsa.rounds.own_round import run_on
 from nsa_backend.adapters.dsa.rounds.ranks import without_copies_from_host
-from nsa_backend.adapters.dsa.rounds.release import release
-from nsa_backend.adapters.dsa.rounds.rule import Kind
+from nsa_backend.adapters.dsa.rounds.served import Kind
 from nsa_backend.kernels.round_tensors import RoundInputs
 
 

@@ -19,7 +19,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from nsa_backend.adapters.dsa import draft
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
-from nsa_backend.adapters.dsa.rounds.release import release
+from nsa_backend.adapters.dsa.rounds.by_release import release
 
 pytestmark = pytest.mark.usefixtures("sampled_rounds")
 

@@ -197,7 +197,7 @@ def test_against_the_reference(make_runner, monkeypatch, emulator, mode, dtype):
 
 def test_rope_is_applied_to_query_and_key_at_their_positions(make_runner, monkeypatch, emulator):
     """Position p turns by the angle p: equal positions keep the dot product, distance alone decides it."""
-    from nsa_backend.attention.rope import rope_in_fp8
+    from nsa_backend.attention.fp8 import rope_in_fp8
 
     angle = torch.arange(64)[:, None] * torch.ones(ROPE // 2)
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=-1)

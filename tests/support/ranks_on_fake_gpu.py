@@ -23,7 +23,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa_backend.adapters.dsa.rounds import capture, worker
-from nsa_backend.adapters.dsa.rounds.rule import Kind
+from nsa_backend.adapters.dsa.rounds.served import Kind
 from nsa_backend.adapters.dsa.rounds.worker import with_rounds
 from nsa_backend.round_graph import graphs
 

@@ -21,7 +21,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from transformers import PretrainedConfig
 
 from nsa_backend.adapters.dsa.rounds.own_round import give_padding_a_past, template_of
-from nsa_backend.adapters.dsa.rounds.rule import Kind
+from nsa_backend.adapters.dsa.rounds.served import Kind
 from nsa_backend.testing.dsa_calls import publish
 
 POOL, CONTEXT = 24, 64

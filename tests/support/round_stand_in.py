@@ -17,7 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from nsa_backend.adapters.dsa.rounds.release import release
+from nsa_backend.adapters.dsa.rounds.by_release import release
 from nsa_backend.adapters.dsa.rounds.worker import CAPTURING
 
 D = 4

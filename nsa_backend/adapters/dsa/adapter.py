@@ -24,7 +24,7 @@ from nsa_backend.adapters import alike_ranks, naive_eagle, prefill_context_paral
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.dsa.layer_front import options as layer_front
-from nsa_backend.adapters.dsa.rounds import rule, warm_up
+from nsa_backend.adapters.dsa.rounds import served, warm_up
 from nsa_backend.adapters.options import ADD_OPTIONS, add_options
 from nsa_backend.adapters.sglang_types import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import CHECK, FACTORY, Settings, Takeover, hook, register_under
@@ -63,7 +63,7 @@ class DsaAdapter(Adapter):
     combination_problems = staticmethod(refusals.combination_problems)
     rows_of_rank = staticmethod(prefill_context_parallel.rows_of_rank)
     front_problems = staticmethod(layer_front.server_problems)
-    round_problems = staticmethod(rule.server_problems)
+    round_problems = staticmethod(served.server_problems)
 
     def settings(self, runner: ModelRunner) -> Settings:
         """Options as SGLang resolved and published them in this process; `runner.server_args` may hold what was typed alone."""
@@ -177,7 +177,7 @@ class DsaAdapter(Adapter):
         """Let the servers that this package serves run their speculative rounds in one graph, where their options allow it."""
 
         def has_rounds(server_args: ServerArgs) -> bool:
-            return rule.has_rounds(self.resolved(server_args), self.served_backends(server_args), self.BACKEND_NAMES)
+            return served.has_rounds(self.resolved(server_args), self.served_backends(server_args), self.BACKEND_NAMES)
 
         draft.take_rounds(ours, has_rounds)
 

@@ -16,10 +16,10 @@ from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.model_executor.runner import freeze_gc
 from sglang.srt.runtime_context import get_parallel
 
+from nsa_backend.adapters.dsa.rounds.by_release import graphs_of, release
 from nsa_backend.adapters.dsa.rounds.own_round import run_on
 from nsa_backend.adapters.dsa.rounds.ranks import gather, least_of_ranks
-from nsa_backend.adapters.dsa.rounds.release import graphs_of, release
-from nsa_backend.adapters.dsa.rounds.rule import SAMPLED_SWITCH, SWITCH, Kind, worker_problem
+from nsa_backend.adapters.dsa.rounds.served import SAMPLED_SWITCH, SWITCH, Kind, worker_problem
 from nsa_backend.environment import switched_on
 from nsa_backend.round_graph.graphs import Recorder, RoundGraphs
 

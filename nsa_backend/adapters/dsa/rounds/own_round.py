@@ -22,9 +22,9 @@ from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_utils import get_draft_recurrent_hidden_state_spec
 
+from nsa_backend.adapters.dsa.rounds.by_release import graphs_of
 from nsa_backend.adapters.dsa.rounds.ranks import among_equals, without_copies_from_host
-from nsa_backend.adapters.dsa.rounds.release import graphs_of
-from nsa_backend.adapters.dsa.rounds.rule import Kind
+from nsa_backend.adapters.dsa.rounds.served import Kind
 from nsa_backend.kernels.batch_inputs import PADDING_LENGTH, PADDING_SLOT
 from nsa_backend.kernels.round_tensors import RoundInputs, SamplingParameters
 from nsa_backend.round_graph.graphs import RoundOutputs, RoundResults

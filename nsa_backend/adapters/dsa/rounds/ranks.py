@@ -20,7 +20,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_parallel
 
-from nsa_backend.adapters.dsa.rounds.release import graphs_of, release
+from nsa_backend.adapters.dsa.rounds.by_release import graphs_of, release
 from nsa_backend.kernels.round_tensors import RoundInputs
 
 OF_A_BATCH = (

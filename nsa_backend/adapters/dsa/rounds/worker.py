@@ -7,7 +7,7 @@ written twice, and a batch that one graph cannot serve goes through the very sam
 A graph gathers from SGLang's FutureMap and scatters to it by itself, so SGLang's own calls of these are left out for a batch
 that a graph serves.
 
-Rounds of each kind of batches (`rule.Kind`) are graphs of their own. All that may be served are captured before a scheduler
+Rounds of each kind of batches (`served.Kind`) are graphs of their own. All that may be served are captured before a scheduler
 says that it is ready, and again where SGLang exchanges what they were captured with. A rank of DP attention without a request
 replays one of them with padding alone.
 """
@@ -25,6 +25,7 @@ import torch
 from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
 
 from nsa_backend.adapters.dsa.rounds import pages
+from nsa_backend.adapters.dsa.rounds.by_release import release
 from nsa_backend.adapters.dsa.rounds.capture import Capture, settled_free_bytes, without_garbage_collection
 from nsa_backend.adapters.dsa.rounds.own_round import (
     CapturedGraphs,
@@ -34,8 +35,7 @@ from nsa_backend.adapters.dsa.rounds.own_round import (
     template_of,
 )
 from nsa_backend.adapters.dsa.rounds.ranks import is_idle_round, most_requests, ranks_problem
-from nsa_backend.adapters.dsa.rounds.release import release
-from nsa_backend.adapters.dsa.rounds.rule import KINDS, Kind, Reasons, batch_problem, is_decode
+from nsa_backend.adapters.dsa.rounds.served import KINDS, Kind, Reasons, batch_problem, is_decode
 from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.kernels.round_tensors import RoundInputs
@@ -231,7 +231,7 @@ class Rounds:
 
 
 def with_rounds(worker_class: type, backends: tuple[type, ...], recorder: Callable[[], Recorder] = GraphRecorder) -> type:
-    """SGLang's EAGLE worker class, whose rounds are one graph where `rule` allows it.
+    """SGLang's EAGLE worker class, whose rounds are one graph where `served` allows it.
 
     Hooks SGLang's captures, its scheduler and what it prepares before a round too, so it must come before any is used.
 

@@ -30,7 +30,7 @@ class Release:
     last_reader: str  # of a worker: the runner whose event the scheduler waits for before it writes what rounds read
     reads_done: str  # of a runner: that event, or None for the whole forward
     sampled: OneGraph  # rounds of which a request samples
-    beside: dict[str, OneGraph] = field(default_factory=dict)  # by option of `rule`; beside those not here, rounds are three
+    beside: dict[str, OneGraph] = field(default_factory=dict)  # by option of `served`; beside those not here, rounds are three
     lacks: frozenset[str] = frozenset()  # marks of a batch whose feature the release does not have
     counts_in_kv: bool = False  # whether a request's `kv` says how far its slots reach and are written, which `pages` reads
     logprobs: OneGraph = OneGraph.WHERE_ASKED  # rounds that tell the log-probabilities of their tokens

@@ -1,4 +1,4 @@
-"""The rule by which a batch runs its speculative round in one graph, and which servers can have such graphs at all."""
+"""Which servers and which of their batches are served with rounds in one graph, and what to change for the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.environ import envs
 
-from nsa_backend.adapters.dsa.rounds.release import release
+from nsa_backend.adapters.dsa.rounds.by_release import release
 from nsa_backend.adapters.option_rules import Rule
 from nsa_backend.environment import switched_on
 from nsa_backend.releases import round_graph_problem
