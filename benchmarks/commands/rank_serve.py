@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.reports import parts, traces
 from nsa_backend.benchmarks.reports.cells import Cell
+from nsa_backend.benchmarks.reports.rank_rows import by_cell, together
 from nsa_backend.benchmarks.reports.report import print_table
 from nsa_backend.benchmarks.servers import server_options
 from nsa_backend.benchmarks.servers.generation import in_turns, prompts, summary
@@ -199,25 +199,6 @@ def by_part(servers: RankServers, name: str, steps: int, turn: int, stage: Stage
     return rows
 
 
-def together(rows: Sequence[dict], key: str = "round_ms") -> dict[tuple, dict[str, tuple[float, float, float]]]:
-    """By (checkpoint, N, batch, length) and side: median over the turns, least and most of all samples."""
-    found: dict[tuple, dict[str, list[dict]]] = {}
-    for row in rows:
-        cell = row["checkpoint"], row["steps"], row["batch"], row["length"]
-        found.setdefault(cell, {}).setdefault(row["side"], []).append(row[key])
-    return {
-        cell: {
-            side: (
-                statistics.median(one["median"] for one in of_side),
-                min(one["min_max"][0] for one in of_side),
-                max(one["min_max"][1] for one in of_side),
-            )
-            for side, of_side in sides.items()
-        }
-        for cell, sides in found.items()
-    }
-
-
 def show(rows: Sequence[dict]) -> None:
     """A line a cell and side with the ratio of rounds to the built-in's; then how a round becomes tokens."""
     first, table = together(rows, "ttft_ms"), []
@@ -232,11 +213,9 @@ def show(rows: Sequence[dict]) -> None:
 
 def show_parts(rows: Sequence[dict]) -> None:
     """A table a cell: a line a part with launches and microseconds of each side, then what a round is besides."""
-    cells_: dict[str, dict[str, dict]] = {}
-    for row in rows:
-        title = f"{row['checkpoint']}, N = {row['steps']}, {row['batch']} x {row['length']}"
-        cells_.setdefault(title, {})[row["side"]] = row
-    for title, sides in cells_.items():
+    for cell, turns in by_cell(rows).items():
+        title = f"{cell.checkpoint}, N = {cell.steps}, {cell.batch} x {cell.length}"
+        sides = {side: of_side[-1] for side, of_side in turns.items()}
         print(f"\n{title}: kernels of a round by part")
         table = [(part, *(v for row in sides.values() for v in row["parts"][part])) for part in [*parts.PARTS, parts.REST]]
         table.append(("all kernels", *(v for row in sides.values() for v in (row["launches"], row["kernel_us"]))))

@@ -5,79 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+from rank_tables import NOISE, lost_by_ranks
 from result_files import Parts, result, spread, table
 
 PARTS = Parts()
-RANK = "rank_v32_tp8_0_5_23"
-LAYER_KERNELS = {
-    "attention (FA3)": "flash::FlashAttnFwdSm90",
-    "its combine": "flash::FlashAttnFwdCombine",
-    "index logits": "deep_gemm::sm90_fp8_paged_mqa_logits",
-}
-"""Kernels that decode alone launches, once a layer."""
-
-
-def ranks(steps: int) -> list[dict[str, dict]]:
-    """Rows of both sides by cell, in the order of the file: {"ours": row, "builtin": row}."""
-    cells: dict[tuple[int, int], dict[str, dict]] = {}
-    for row in result(RANK)["rows"]:
-        if row["steps"] == steps:
-            cells.setdefault((row["batch"], row["length"]), {})[row["side"]] = row
-    return list(cells.values())
-
-
-def ratio(cell: dict[str, dict]) -> float:
-    return cell["ours"]["round_ms"]["median"] / cell["builtin"]["round_ms"]["median"]
-
-
-def shape(cell: dict[str, dict]) -> str:
-    return f"{cell['ours']['batch']} x {cell['ours']['length']}"
-
-
-@PARTS.part
-def rank_short() -> str:
-    """A row a number of drafts and a prompt length that has all batches."""
-    rows = []
-    for steps, words in ((3, "a round of three drafts"), (0, "a token without drafts")):
-        for length in (300, 4096):
-            cells = [cell for cell in ranks(steps) if cell["ours"]["length"] == length]
-            times = [" / ".join(f"{cell[side]['round_ms']['median']:.2f}" for cell in cells) for side in ("ours", "builtin")]
-            rows.append([f"{words}, {length} tokens", *times, " / ".join(f"{ratio(cell):.3f}" for cell in cells)])
-    return table(["ms at 1 / 8 / 32 requests", "this package", "SGLang 0.5.23", "ratio"], rows)
-
-
-@PARTS.part
-def rank() -> str:
-    """Every cell with its range."""
-
-    def time(row: dict) -> str:
-        low, high = row["round_ms"]["min_max"]
-        return f"{row['round_ms']['median']:.2f} ({low:.2f} to {high:.2f})"
-
-    rows = [
-        [str(steps), shape(cell), time(cell["ours"]), time(cell["builtin"]), f"{ratio(cell):.3f}"]
-        for steps in (3, 0)
-        for cell in ranks(steps)
-    ]
-    return table(["drafts", "requests x tokens", "ours, ms", "built-in, ms", "ratio"], rows)
-
-
-@PARTS.part
-def rank_saved() -> str:
-    """Percent of a round with drafts."""
-    saved = [100 * (1 - ratio(cell)) for cell in ranks(3)]
-    return f"{spread(saved, '{:.0f}')} %"
-
-
-@PARTS.part
-def rank_kernels() -> str:
-    """Mean microseconds of a launch of what decode alone launches."""
-    rows = []
-    for cell in ranks(3):
-        kernels = [cell[side]["kernels"] for side in ("ours", "builtin")]
-        times = [" / ".join(f"{k[name][1] / k[name][0]:.1f}" for k in kernels) for name in LAYER_KERNELS.values()]
-        rows.append([shape(cell), *times])
-    return table(["requests x tokens", *LAYER_KERNELS], rows)
 
 
 @PARTS.part
@@ -98,8 +29,6 @@ SERVERS = {
 }
 NAMES = {"ours": "three graphs", "three_graphs": "three graphs", "builtin": "built-in"}
 """A side that the package's best one is compared with; in the report "auto" `ours` is fa3."""
-NOISE = 0.005
-"""What is lost by less is in the result files alone."""
 QUANTITIES = {"tokens_per_s": "fewer tokens/s", "ttft_ms": "first token later", "round_ms": "longer rounds"}
 
 
@@ -305,15 +234,7 @@ def lost_by_servers() -> Iterator[list[str]]:
 @PARTS.part
 def losses() -> str:
     """Every cell of every run in which the package is behind by more than NOISE."""
-    rank_cells = [(steps, cell) for steps in (3, 0) for cell in ranks(steps) if ratio(cell) >= 1 + NOISE]
-    rows = [
-        [
-            "rank",
-            "longer than SGLang's",
-            "; ".join(f"{shape(c)} ({ratio(c):.3f})".replace(" (", f", {n} drafts (" if n else " (") for n, c in rank_cells),
-        ]
-    ]
-    rows += lost_by_servers()
+    rows = [*lost_by_ranks(), *lost_by_servers()]
     trained = [row for row in result("trained_0_5_23", "third")["speed"] if rate(row) < 1]
     cells = "; ".join(f"{r['batch']} requests, {r['steps']} drafts, T = {r['temperature']:g} ({rate(r):.2f})" for r in trained)
     rows.append(["trained", "fewer tokens/s than built-in", cells])

@@ -1,28 +1,65 @@
-"""A report goes into the file of its topic and release, and the other reports of the file stay as they are."""
+"""Runs go into the file of their topic and release as one report, and the other reports of the file stay as they are."""
 
 import json
 
 import pytest
 
-from nsa_backend.benchmarks.reports.file_report import put
-
-FIRST, SECOND = ({"environment": {"commit": c}, "rows": [{"a": 1}, {"a": 2}]} for c in ("one", "two"))
+from nsa_backend.benchmarks.reports.file_report import main
 
 
-def test_reports_stand_beside_one_another_and_a_name_has_one(tmp_path):
+def report(commit: str = "one", *rows: str, **others) -> dict:
+    environment = {"gpu": "NVIDIA H200", "packages": {}, "commit": commit, "date": "2026-11-23"}
+    return {"environment": environment, "command": "bench", "rows": [{"checkpoint": row} for row in rows]} | others
+
+
+@pytest.fixture
+def put(tmp_path):
+    """Returns a function that puts reports into a file by the command, and the file."""
     file = tmp_path / "serve_0_5_23_h200.json"
-    put(file, "order", FIRST)
-    put(file, "rounds", SECOND)
-    put(file, "order", SECOND)
-    assert json.loads(file.read_text()) == {"reports": {"order": SECOND, "rounds": SECOND}}
-    assert '{"a": 1},\n{"a": 2}' in file.read_text()  # a row a line, so that a change can be read
+
+    def run(name: str, *reports: dict, options: tuple[str, ...] = ()) -> None:
+        paths = [tmp_path / f"{number}.json" for number in range(len(reports))]
+        for path, one in zip(paths, reports, strict=True):
+            path.write_text(json.dumps(one))
+        main([str(file), name, *map(str, paths), *options])
+
+    return run, file
 
 
-@pytest.mark.parametrize(("there", "report", "words"), [(FIRST, SECOND, "without a name"), (None, {}, "no environment")])
-def test_what_cannot_be_put_there(tmp_path, there, report, words):
-    file = tmp_path / "x.json"
+def test_reports_stand_beside_one_another_and_a_name_has_one(put):
+    run, file = put
+    first, second = report("one", "a", "b"), report("two", "a")
+    run("order", first)
+    run("rounds", second)
+    run("order", second)
+    assert json.loads(file.read_text()) == {"reports": {"order": second, "rounds": second}}
+    run("rounds", first)
+    assert '{"checkpoint": "a"},\n{"checkpoint": "b"}' in file.read_text()  # a row a line, so that a change can be read
+
+
+def test_runs_of_one_code_are_one_report_of_one_model(put):
+    run, file = put
+    file.write_text(json.dumps(report("old", "a")))
+    run("new", report("one", "a", "b"), report("one", "b", "a"), options=("--checkpoint", "b", "--first", "then"))
+    found = json.loads(file.read_text())["reports"]
+    assert [*found] == ["then", "new"]
+    assert found["new"] == report("one", "b", "b", command=["bench", "bench"])
+
+
+@pytest.mark.parametrize(
+    ("there", "reports", "options", "words"),
+    [
+        (report(), [report()], (), "without a name: --first"),
+        (None, [{}], (), "no environment"),
+        (None, [report("")], (), "names no commit"),
+        (None, [report("one"), report("two")], (), "the runs differ in commit"),
+        (None, [report("one", "a")], ("--checkpoint", "b"), "no row is of --checkpoint b"),
+    ],
+)
+def test_what_cannot_be_put_there(put, there, reports, options, words):
+    run, file = put
     if there:
         file.write_text(json.dumps(there))
     with pytest.raises(SystemExit, match=words):
-        put(file, "new", report)
+        run("new", *reports, options=options)
     assert file.exists() == bool(there)

@@ -1,0 +1,91 @@
+"""Tables of ranks from rows as `bench serve` and `bench profile` of a rank write them: two turns a side, several sides."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs" / "tables"))
+import rank_tables
+import result_files
+
+from nsa_backend.benchmarks.reports import file_report
+from nsa_backend.benchmarks.reports.parts import PARTS, REST
+
+FIRST_TURN = {"builtin": 10.0, "ours": 9.8, "front": 9.0, "verify": 9.5, "front_verify": 8.0}
+
+
+def report(commit: str, rows: list[dict]) -> dict:
+    environment = {"gpu": "NVIDIA H200", "packages": {"sglang": "0.5.23"}, "commit": commit, "date": "2026-11-24"}
+    return {"environment": environment, "command": "bench serve", "rows": rows, "not_measured": [], "seconds": 1.0}
+
+
+def cell(steps: int, batch: int, length: int) -> dict:
+    return {"checkpoint": "v3.2-tp8", "steps": steps, "batch": batch, "length": length}
+
+
+def served(shape: dict, side: str, ms: float) -> list[dict]:
+    """Rows of both turns, the second one 0.2 ms longer."""
+    return [
+        shape | {"side": side, "turn": turn, "round_ms": {"median": t, "min_max": [t - 0.1, t + 0.1]}}
+        for turn, t in enumerate((ms, ms + 0.2))
+    ]
+
+
+@pytest.fixture
+def filed(tmp_path, monkeypatch):
+    """Returns a function that puts rows into the rank's result file under a name, by the command."""
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+
+    def put(name: str, commit: str, *runs: list[dict]) -> None:
+        paths = []
+        for number, rows in enumerate(runs):
+            paths.append(tmp_path / f"run{number}.json")
+            paths[-1].write_text(json.dumps(report(commit, rows)))
+        file_report.main([str(tmp_path / "rank_v32_tp8_0_5_23_h200.json"), name, *map(str, paths)])
+        rank_tables.newest.cache_clear()
+
+    yield put
+    rank_tables.newest.cache_clear()
+
+
+def test_turns_are_one_cell_and_every_side_is_in_the_first_table(filed):
+    drafts = [row for side, ms in FIRST_TURN.items() for batch in (1, 8) for row in served(cell(3, batch, 300), side, ms)]
+    none = [row for side in ("builtin", "ours") for row in served(cell(0, 1, 300), side, FIRST_TURN[side] + (side == "ours"))]
+    filed("rounds", "abc1234", drafts, none)
+    head, _, three, *_ = lines = rank_tables.rank_short().splitlines()
+    assert head.split(" | ")[3:] == ["ratio", "ratio, layer front", "ratio, rows together", "ratio, both |"]
+    assert three == (
+        "| a round of three drafts, 300 tokens | 9.90 / 9.90 / - | 10.10 / 10.10 / - | 0.980 / 0.980 / - "
+        "| 0.901 / 0.901 / - | 0.950 / 0.950 / - | 0.802 / 0.802 / - |"
+    )
+    assert lines[4] == "| a token without drafts, 300 tokens | 10.90 / - / - | 10.10 / - / - | 1.079 / - / - | - | - | - |"
+    assert "| v3.2-tp8 | 3 | 1 x 300 | 9.90 (9.70 to 10.10) | 9.10 (8.90 to 9.30) |" in rank_tables.rank()
+    assert "| 10.10 (9.90 to 10.30) | 0.980 / 0.901 / 0.950 / 0.802 | abc1234 |" in rank_tables.rank()
+    assert rank_tables.rank_saved() == "2 %"
+    assert rank_tables.lost_by_ranks() == [["rank v3.2-tp8", "longer than built-in", "1 x 300 (1.079)"]]
+
+
+def test_a_later_run_replaces_the_cells_that_it_measured(filed):
+    filed("first", "old", [row for n in (1, 8) for side in ("ours", "builtin") for row in served(cell(3, n, 300), side, 20.0)])
+    later = [row for side in ("ours", "builtin") for row in served(cell(3, 1, 300), side, FIRST_TURN[side])]
+    filed("rounds", "new", later + served(cell(3, 8, 300), "ours", 1.0))  # its time ran out before the built-in's turn
+    assert [line.split(" | ")[-1] for line in rank_tables.rank().splitlines()[2:]] == ["new |", "old |"]
+
+
+def test_kernels_are_told_by_part_once_a_run_has_them_so(filed):
+    by_name = {name: [10, us] for name, us in zip(rank_tables.LAYER_KERNELS.values(), (114.0, 34.0, 38.0), strict=True)}
+    filed("first", "old", [cell(3, 1, 300) | {"side": side, "kernels": by_name} for side in ("ours", "builtin")])
+    assert "| 1 x 300 | 11.4 / 11.4 | 3.4 / 3.4 | 3.8 / 3.8 |" in rank_tables.rank_kernels()
+    besides = {"kernel_us": 950.0, "period_us": 1000.0, "idle_us": 50.0, "graph_launch_us": 7.0}
+    parts = {part: [61, 100.0] for part in (*PARTS, REST)}
+    rows = [
+        cell(3, 1, 300) | besides | {"side": side, "parts": parts | {"attention": [61, us]}}
+        for side, us in (("builtin", 300.0), ("ours", 200.0), ("front", 199.0))
+    ]
+    filed("parts", "new", rows)
+    shown = rank_tables.rank_kernels().splitlines()
+    assert shown[0] == "| us: ours / layer front / built-in | v3.2-tp8, 1 x 300 |"
+    assert "| attention | 200 / 199 / 300 |" in shown
+    assert "| GPU idle | 50 / 50 / 50 |" in shown
