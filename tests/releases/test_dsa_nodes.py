@@ -11,6 +11,7 @@ from pathlib import Path
 
 import installed_source
 import pytest
+from free_ports import free_port
 from sglang.srt import server_args as sglang_args
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -25,7 +26,7 @@ from ports import ports_of
 from run_case import engine_arguments
 from shared_cases import SHARED_CASES
 
-PORT = 26000
+PORT = free_port(*range(1, 20))
 RUN_HERE = [case for case in SHARED_CASES if case.runs_here()]
 pytestmark = pytest.mark.skipif(not RUN_HERE, reason="the cases are of 0.5.23")
 ATTENTION_DP = [case for case in RUN_HERE if "dp_size" in case.engine]

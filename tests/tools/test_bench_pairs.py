@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import time
 import urllib.error
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 from nsa_backend.benchmarks.servers import generation, pairs, server, sides
 from nsa_backend.benchmarks.servers.pairs import BOOTSTRAP, DECODE, NCCL_PORT, Pair
@@ -20,16 +20,7 @@ STAND_IN = Path(__file__).resolve().parents[1] / "support" / "stand_in_of_pair.p
 
 @pytest.fixture
 def port() -> int:
-    """The first of some that nobody listens on."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            found = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", found + DECODE))
-            except (OSError, OverflowError):
-                continue
-            return found
+    return free_port(DECODE)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 from nsa_backend.benchmarks.commands import draft, serve
 from nsa_backend.benchmarks.servers import generation, pairs, server, server_options, sides
@@ -128,11 +129,7 @@ def test_a_stream_tells_first_tokens_from_the_end(monkeypatch, tmp_path, unused_
 
 @pytest.fixture
 def unused_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    return free_port()
 
 
 def test_a_server_that_ends_shows_the_end_of_its_log(monkeypatch, tmp_path, unused_port):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from free_ports import free_port
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import nodes
@@ -27,13 +28,13 @@ NODE = E2E.parent / "support" / "stand_in_node.py"
 
 @pytest.fixture
 def stand_ins(tmp_path, monkeypatch):
-    """Puts small processes in place of nodes; returns a function of (what they do, port) to arguments, with `seen` of them."""
+    """Puts small processes in place of nodes; returns a function of what they do to arguments, with `seen` of them."""
     seen = tmp_path / "seen"
     monkeypatch.setenv("NODE_SEEN", str(seen))
     monkeypatch.setattr(nodes, "command", lambda arguments: [sys.executable, str(NODE), *command(arguments)[3:]])
 
-    def arguments(port: int, **asked) -> dict:
-        return {"port": port, "tp_size": 4, "model_path": json.dumps(asked)}
+    def arguments(**asked) -> dict:
+        return {"port": free_port(*range(1, 20)), "tp_size": 4, "model_path": json.dumps(asked)}
 
     arguments.seen = lambda: [json.loads(line) for line in seen.read_text().splitlines()]
     return arguments
@@ -52,7 +53,9 @@ def is_alive(pid: int) -> bool:
 
 
 def test_the_first_node_starts_once_the_others_have_looked_at_its_ports(stand_ins, tmp_path):
-    with Nodes(stand_ins(24200, seconds=1.0), 3, tmp_path / "case.json") as deployment:
+    arguments = stand_ins(seconds=1.0)
+    port = arguments["port"]
+    with Nodes(arguments, 3, tmp_path / "case.json") as deployment:
         deployment.wait(20)
         answers = deployment.generate([[1, 2], [3, 4, 5]], {"temperature": 0})
         found = started(stand_ins.seen())
@@ -65,15 +68,15 @@ def test_the_first_node_starts_once_the_others_have_looked_at_its_ports(stand_in
         assert (
             node.environment.items() >= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}.items()
         )
-        assert (node.option["--nnodes"], node.option["--dist-init-addr"]) == ("3", f"127.0.0.1:{24200 + MEETING}")
-        assert (node.option["--nccl-port"], node.option["--tp-size"]) == (str(24200 + NCCL), "4")
+        assert (node.option["--nnodes"], node.option["--dist-init-addr"]) == ("3", f"127.0.0.1:{port + MEETING}")
+        assert (node.option["--nccl-port"], node.option["--tp-size"]) == (str(port + NCCL), "4")
         assert not is_alive(node.pid)
-    assert [found[n].option["--port"] for n in range(3)] == ["24200", "24201", "24202"]
+    assert [found[n].option["--port"] for n in range(3)] == [str(port + n) for n in range(3)]
 
 
 @pytest.mark.parametrize("sampling", [{"top_k": 1}, [{"top_k": 1}, {}, {"top_k": 3}]], ids=["of all", "of each"])
 def test_requests_choose_their_ranks(stand_ins, tmp_path, sampling):
-    with Nodes(stand_ins(24240), 2, tmp_path / "case.json") as deployment:
+    with Nodes(stand_ins(), 2, tmp_path / "case.json") as deployment:
         deployment.wait(20)
         answers = deployment.generate([[1, 2], [3], [4, 5, 6]], sampling, [0, 0, 1])
     assert [a["output_ids"] for a in answers] == [[2], [1], [3]]
@@ -88,7 +91,7 @@ def test_requests_choose_their_ranks(stand_ins, tmp_path, sampling):
 def test_a_case_whose_ranks_share_gpus_is_measured_on_nodes(stand_ins, tmp_path, monkeypatch):
     case = next(c for c in CASES if c.name == "eight ranks on two GPUs, tensor parallel, fa3")
     monkeypatch.setattr(run_case, "WORKLOADS", {"8x300": lambda: [[[2, 3]] * 8]})
-    found = run_case.run_on_nodes(case, stand_ins(24260), tmp_path / "case.json")
+    found = run_case.run_on_nodes(case, stand_ins(), tmp_path / "case.json")
     assert tuple(found) == case.measured()
     assert sorted(started(stand_ins.seen())) == [0, 1, 2, 3]
     (body,) = [row[1] for row in stand_ins.seen() if row[0] == "asked"]
@@ -107,14 +110,14 @@ def test_a_node_that_does_not_start_says_why(stand_ins, tmp_path):
     with pytest.raises(
         RuntimeError, match=r"^node 1 of 3: exit code 1, after \d+ s: ValueError: there is no such option\n"
     ) as told:
-        Nodes(stand_ins(24280, **{"fails at once": 1}), 3, tmp_path / "case.json").__enter__()
+        Nodes(stand_ins(**{"fails at once": 1}), 3, tmp_path / "case.json").__enter__()
     assert "The last lines of node 1:" in str(told.value)
     assert ended_nodes(stand_ins) == {False}
 
 
 def test_a_node_that_ends_ends_the_wave_it_is_missing_in(stand_ins, tmp_path):
     began = time.monotonic()
-    with Nodes(stand_ins(24300, raises=1, **{"answers after": 60}), 2, tmp_path / "case.json") as deployment:
+    with Nodes(stand_ins(raises=1, **{"answers after": 60}), 2, tmp_path / "case.json") as deployment:
         deployment.wait(20)
         with pytest.raises(RuntimeError, match=r"^node 1 of 2: exit code 5, after \d+ s: KeyError: 'why'\n"):
             deployment.generate([[1]], {})
@@ -126,7 +129,7 @@ def test_a_node_that_lives_on_without_a_rank(stand_ins, tmp_path):
     """A rank that is killed leaves a node which waits for another of its ranks."""
     lasting = f"scheduler_{tmp_path.name}"
     ranks = [[1, lasting, 60, 0], [1, "scheduler_TP3", 3, 9]]
-    with Nodes(stand_ins(24340, ranks=ranks, **{"answers after": 60}), 2, tmp_path / "case.json") as deployment:
+    with Nodes(stand_ins(ranks=ranks, **{"answers after": 60}), 2, tmp_path / "case.json") as deployment:
         deployment.wait(20)
         with pytest.raises(RuntimeError, match=r"^node 1 of 2: sglang::scheduler_TP3 ended first: exit code 9, after"):
             deployment.generate([[1]], {})
@@ -155,7 +158,7 @@ def in_a_process_of_its_own(tmp_path, seconds: float, arguments: dict) -> tuple[
 
 def test_a_report_tells_of_the_node_that_ended_first(stand_ins, tmp_path):
     """Not of those that are ended for it."""
-    arguments = stand_ins(24420, raises=1, **{"answers after": 60})
+    arguments = stand_ins(raises=1, **{"answers after": 60})
     code, exits, log = in_a_process_of_its_own(tmp_path, 60, arguments)
     assert code == 1
     assert exits[0].status == 5
@@ -166,7 +169,7 @@ def test_a_report_tells_of_the_node_that_ended_first(stand_ins, tmp_path):
 
 
 def test_a_late_case_leaves_no_node(stand_ins, tmp_path):
-    code, _, log = in_a_process_of_its_own(tmp_path, 8, stand_ins(24440, **{"answers after": 60}))
+    code, _, log = in_a_process_of_its_own(tmp_path, 8, stand_ins(**{"answers after": 60}))
     assert code is None
     assert "node 0 server_args" in log
     assert ended_nodes(stand_ins) == {False}

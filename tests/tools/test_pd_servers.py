@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import pd_servers
 import run_case
-from pd_servers import BOOTSTRAP, Pair, command, roles
+from pd_servers import ALONE, BOOTSTRAP, DECODE, ROUTER, Pair, command, roles
 from workloads import CASES
 
 SERVER = """
@@ -52,15 +53,20 @@ def stand_ins(tmp_path, monkeypatch):
     return lambda: [json.loads(line) for line in seen.read_text().splitlines()]
 
 
-def test_both_servers_get_the_request_and_the_decode_server_answers(stand_ins):
-    with Pair({"port": 24000, "model_path": "x"}, "nixl") as pair:
+@pytest.fixture
+def port() -> int:
+    return free_port(ROUTER, BOOTSTRAP, DECODE, ALONE)
+
+
+def test_both_servers_get_the_request_and_the_decode_server_answers(stand_ins, port):
+    with Pair({"port": port, "model_path": "x"}, "nixl") as pair:
         pair.wait(20)
         answers = pair.generate([[1, 2], [3, 4]], {"temperature": 0})
         alive = pair.prefill.process.pid
     assert [a["output_ids"] for a in answers] == [[2] * 4] * 2
     asked = {role: body for role, path, body in stand_ins()}
     assert asked["prefill"] == asked["decode"]
-    assert asked["prefill"]["bootstrap_port"] == [24000 + BOOTSTRAP] * 2
+    assert asked["prefill"]["bootstrap_port"] == [port + BOOTSTRAP] * 2
     assert len(set(asked["prefill"]["bootstrap_room"])) == 2
     assert subprocess.run(["ps", "-p", str(alive)], capture_output=True, check=False).returncode == 1
 
@@ -70,9 +76,9 @@ EACH = [{"top_k": 1}, {}, {"top_k": 3}]
 
 
 @pytest.mark.parametrize("sampling", [EACH[0], EACH], ids=["of all", "of each"])
-def test_requests_choose_ranks_of_the_decode_server(stand_ins, sampling):
+def test_requests_choose_ranks_of_the_decode_server(stand_ins, port, sampling):
     """The prefill server gives them to the ranks of their rooms, and would refuse others."""
-    with Pair({"port": 24120, "model_path": "x", "tp_size": 2}, "nixl", gpus=2) as pair:
+    with Pair({"port": port, "model_path": "x", "tp_size": 2}, "nixl", gpus=2) as pair:
         pair.wait(20)
         answers = pair.generate(PROMPTS, sampling, RANKS)
     assert [a["output_ids"] for a in answers] == [[1] * 4, [2] * 4, [3] * 4]
@@ -84,7 +90,7 @@ def test_requests_choose_ranks_of_the_decode_server(stand_ins, sampling):
         of_decode = asked["decode", room]
         rank = of_decode.pop("routed_dp_rank")
         assert asked["prefill", room] == of_decode
-        assert (of_decode["bootstrap_host"], of_decode["bootstrap_port"]) == ("127.0.0.1", 24120 + BOOTSTRAP)
+        assert (of_decode["bootstrap_host"], of_decode["bootstrap_port"]) == ("127.0.0.1", port + BOOTSTRAP)
         chosen[len(of_decode["input_ids"])] = rank, of_decode["sampling_params"]
     each = sampling if isinstance(sampling, list) else [sampling] * 3
     assert chosen == {n: (rank, its_own) for n, rank, its_own in zip((1, 2, 3), RANKS, each, strict=True)}
@@ -102,10 +108,10 @@ def test_gpus_that_servers_would_share_in_part(tp, gpus):
         roles({"port": 1, "tp_size": tp}, "nixl", gpus)
 
 
-def test_a_case_measures_the_pair_and_one_server(stand_ins, monkeypatch):
+def test_a_case_measures_the_pair_and_one_server(stand_ins, port, monkeypatch):
     case = next(c for c in CASES if c.name == "PD, without CUDA graphs")
     monkeypatch.setattr(run_case, "WORKLOADS", {"8x300": lambda: [[[2, 3]] * 8]})
-    found = run_case.run_disaggregated(case, {"port": 24040, "model_path": "x"})
+    found = run_case.run_disaggregated(case, {"port": port, "model_path": "x"})
     assert tuple(found) == case.measured() == ("8x300", "8x300, one server")
     assert all(len(of_run["output_ids"]) == 8 for of_run in found.values())
     assert sorted(role for role, _, _ in stand_ins()) == ["alone", "decode", "prefill"]

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak_faults
@@ -50,13 +51,13 @@ while not watches:
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Returns a function of (port, whether the server watches its rank) to a run whose server serves."""
+    """Returns a function of whether the server watches its rank to a run whose server serves."""
     monkeypatch.setattr(soak_faults, "GONE_SECONDS", 6.0)
     monkeypatch.setattr(soak_faults, "UNDER_WAY", 2)
     servers = []
 
-    def running(port: int, watches: bool = True) -> Soak:
-        client = Client(port)
+    def running(watches: bool = True) -> Soak:
+        client = Client(port := free_port())
         made = Soak(client, Traffic(client, 0), [Template(0, (2,) * 9, 4)], 600.0, time.monotonic(), port, log=tmp_path / "log")
         made.references = {0: [7] * 4}
         start(made, watches)
@@ -78,7 +79,7 @@ def run(monkeypatch, tmp_path):
 def test_a_server_that_ends_with_its_rank_serves_again_when_it_is_started_anew(run, monkeypatch):
     running, start = run
     monkeypatch.setattr(soak_faults, "FATAL", {name: soak_faults.FATAL[name] for name in ("a rank killed in a round",)})
-    made = running(23910)
+    made = running()
     soak_faults.faults(made, start, enough=1.0)
     killed, two = made.fatal["a rank killed in a round"], made.fatal["two servers started at once"]
     assert (killed["under_way"], killed["finished"], killed["exit"], killed["processes_left"]) == (2, 0, 0, 0)
@@ -90,7 +91,7 @@ def test_a_server_that_ends_with_its_rank_serves_again_when_it_is_started_anew(r
 
 def test_a_server_that_hangs_is_a_problem(run):
     running, _ = run
-    found = soak_faults.fatal(running(23920, watches=False), "a rank killed in a round")
+    found = soak_faults.fatal(running(watches=False), "a rank killed in a round")
     assert found["exit"] is None
     problems = soak_faults.problems_of_fatal("a rank killed in a round", found | {"serves_again": False})
     assert [problem.split(": ")[1][:30] for problem in problems] == [
@@ -101,7 +102,7 @@ def test_a_server_that_hangs_is_a_problem(run):
 
 def test_malformed_requests_are_sent_as_long_as_the_load_lasts(run, monkeypatch):
     running, _ = run
-    made = running(23930)
+    made = running()
     made.phase = "load"
     answers = soak_faults.malformed_under_load(made, every=0.0)
     deadline = time.monotonic() + 60
