@@ -1,16 +1,13 @@
-"""What it takes to be ready: time until a server answers, time and memory of each capture, and how long first requests wait.
+"""What it takes to be ready: seconds until a server answers, and seconds and memory of each capture, as its log tells them.
 
 Servers capture what they capture by default for so many running requests at once (--batch; SGLang allows 48 with drafts unless
-told otherwise). One server runs at a time: each tells what its captures take from what is free on the GPU. `deep` has as many
-layers as DeepSeek-V3.2, small ones, since captures grow with the number of kernels and not with their work; a rank has real
-ones.
+told otherwise), rounds in one graph of every kind included: nothing is captured in traffic. `three_graphs` beside `ours` is
+what rounds add, `builtin` what SGLang takes by itself. One server runs at a time: each tells what its captures take from what
+is free on the GPU. `deep` has as many layers as DeepSeek-V3.2, small ones, since captures grow with the number of kernels and
+not with their work; a rank has real ones.
 
-Of each side a first server, which nobody records, compiles what the recorded ones find compiled.
-
-Rounds in one graph are captured at the second plain decode, greedy ones and sampled ones apart: greedy ones within the request
-by which SGLang warms up, so in `ready_s`, sampled ones when somebody first samples. A server of the side `warmed` captures both
-before it is ready. `greedy_s` and `sampled_s` are the seconds of the first generations of either kind, one request each, one
-after the other.
+Of each side a first server, which nobody records, compiles what the recorded ones find compiled. A server has answered one
+request when its memory is taken down.
 """
 
 from __future__ import annotations
@@ -34,15 +31,15 @@ from nsa_backend.benchmarks.servers.generation import prompts
 from nsa_backend.benchmarks.servers.gpu_memory import weighed
 from nsa_backend.benchmarks.servers.pairs import started
 from nsa_backend.benchmarks.servers.parallel import ONE_GPU
-from nsa_backend.benchmarks.servers.server import STARTING, THREE_GRAPHS, WARMED, WITH_DRAFTS, Server
+from nsa_backend.benchmarks.servers.server import STARTING, THREE_GRAPHS, WITH_DRAFTS
 from nsa_backend.benchmarks.servers.sides import checkpoint_of, sides_of
 
 CHECKPOINT, STEPS, REQUESTS, PORT = "deep", (3,), (48, 256), 27000
-LENGTH, TOKENS, WAVES = 300, 65, 4
-SIDES = ("ours", WARMED, THREE_GRAPHS, "builtin")
+LENGTH, TOKENS = 300, 65
+SIDES = ("ours", THREE_GRAPHS, "builtin")
 
 OF_SGLANG = re.compile(r"Capture ?(.*?) cuda graph end\..*?elapsed[=:] ?([\d.]+) s.*?mem usage=(-?[\d.]+) GB", re.IGNORECASE)
-OF_ROUNDS = re.compile(r"captured whole speculative rounds of \[(.*?)\] (\w+) requests in ([\d.]+) s, (-?\d+) MiB")
+OF_ROUNDS = re.compile(r"captured whole speculative rounds of \[(.*?)\] (.+?) in ([\d.]+) s, (-?\d+) MiB")
 
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
@@ -83,17 +80,18 @@ def served(folder: Path, port: int, path: Path, steps: int, requests: int, side:
     with weighed(server, memory):
         server.wait(rank_serve.STARTING if of_rank else STARTING)
         ready = time.perf_counter() - began
-        greedy = [seconds_of(server) for _ in range(WAVES)]
-        sampled = [seconds_of(server, temperature=1.0, top_p=0.95) for _ in range(WAVES)]
+        server.generate(prompts(1, LENGTH), TOKENS)
         host = host_gib(server.pid)
+    found = captures(log.read_text(errors="replace"))
+    of_rounds = [one for one in found if "sizes" in one]
     return {
         "steps": steps,
         "requests": requests,
         "side": side,
         "ready_s": round(ready, 1),
-        "captures": captures(log.read_text(errors="replace")),
-        "greedy_s": greedy,
-        "sampled_s": sampled,
+        "captures": found,
+        "rounds_s": round(sum(one["seconds"] for one in of_rounds), 1),
+        "rounds_gib": round(sum(one["gib"] for one in of_rounds), 3),
         "memory_gib": memory,
         "host_gib": host,
     }
@@ -102,10 +100,6 @@ def served(folder: Path, port: int, path: Path, steps: int, requests: int, side:
 def options_for(requests: int) -> list[str]:
     """Options beyond the README's command: a pool for so many requests, and no list of sizes to capture."""
     return server_options.pool([(requests, LENGTH)], TOKENS)
-
-
-def seconds_of(server: Server, **sampling: float) -> float:
-    return round(server.generate(prompts(1, LENGTH), TOKENS, **sampling)[0], 3)
 
 
 def captures(log: str) -> list[dict]:
@@ -133,13 +127,13 @@ def host_gib(pid: int) -> float:
 
 def show(report: dict) -> None:
     """A line a server, and beneath it one a capture."""
-    columns = ("checkpoint", "N", "requests", "side", "ready s", "GiB GPU", "GiB host", "greedy s", "sampled s")
+    columns = ("checkpoint", "N", "requests", "side", "ready s", "rounds s", "rounds GiB", "GiB GPU", "GiB host")
     lines = []
     for r in report["rows"]:
         cell = (r["checkpoint"], r["steps"], r["requests"], r["side"])
-        waits = [" ".join(f"{seconds:.2f}" for seconds in r[kind]) for kind in ("greedy_s", "sampled_s")]
-        lines.append((*cell, r["ready_s"], f"{max(r['memory_gib'], default=0):.2f}", f"{r['host_gib']:.2f}", *waits))
+        of_all = (max(r["memory_gib"], default=0), r["host_gib"])
+        lines.append((*cell, r["ready_s"], r["rounds_s"], *(f"{gib:.2f}" for gib in (r["rounds_gib"], *of_all))))
         for one in r["captures"]:
             what = one["what"] + (f", {one['sizes']} sizes" if "sizes" in one else "")
-            lines.append((None, None, None, what, one["seconds"], f"{one['gib']:.2f}", None, None, None))
+            lines.append((None, None, None, what, None, one["seconds"], f"{one['gib']:.2f}", None, None))
     print_table(columns, lines)

@@ -18,16 +18,14 @@ from typing import Any
 
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.servers import server_options
-from nsa_backend.releases import ROUND_WARM_UP
 
 BACKENDS = {"ours": "0", "builtin": "1"}
 """Side of a comparison to its NSA_BACKEND_DISABLE."""
 
-THREE_GRAPHS, WARMED = "three_graphs", "warmed"
+THREE_GRAPHS = "three_graphs"
 VARIANTS = {
     THREE_GRAPHS: {"NSA_BACKEND_ROUND_GRAPH": "0", "NSA_BACKEND_SAMPLED_ROUNDS": "0"},
     "auto": {"NSA_BACKEND_AUTO_DECODE": "1"},
-    WARMED: {},
     "front": {"NSA_BACKEND_LAYER_FRONT": "1"},
     "verify": {"NSA_BACKEND_PAIRED_LOGITS": "1"},
     "front_verify": {"NSA_BACKEND_LAYER_FRONT": "1", "NSA_BACKEND_PAIRED_LOGITS": "1"},
@@ -35,11 +33,10 @@ VARIANTS = {
 """Sides that are ours with a switch set: speculative rounds of three graphs, decode by whatever is fastest at its rows,
 layers whose front is two launches, rows of a request that are verified together; or with an option, below."""
 
-WITH_DRAFTS = (THREE_GRAPHS, WARMED, "verify", "front_verify")
+WITH_DRAFTS = (THREE_GRAPHS, "verify", "front_verify")
 """Sides that are ours and no other where there are no drafts."""
 
 OPTIONS = {
-    WARMED: lambda: ["--warmups", ROUND_WARM_UP],
     "verify": lambda: server_options.implementations("sparse_verify"),
     "front_verify": lambda: server_options.implementations("sparse_verify"),
 }
@@ -53,6 +50,10 @@ RANK_SERVER = "nsa_backend.benchmarks.servers.rank_server"
 
 SIDE_BY_SIDE = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 """Environment of all servers: SGLang ends one of several GPUs that another fills at that moment, one GPU before the next."""
+
+OF_A_RANK = {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}
+"""Environment of a rank, on all sides: SGLang would compile its GEMMs for every number of rows before it is ready, which takes
+minutes on a machine that is new; without that it compiles those that it meets, in captures and in the batch that warms up."""
 
 APART_SECONDS = 3.0  # between two starts, as servers measure free memory then
 STARTING = 480.0  # seconds that a server of a small checkpoint may take to start
@@ -138,10 +139,11 @@ class Server:
         """Start `backend` (a key of ENVIRONMENTS); `options` follow the README's command. Does not wait."""
         self.port, self.log = port, log
         self._stream = log.open("w")
+        of_rank = OF_A_RANK if ranks.rank_in(checkpoint) is not None else {}
         words = [*command(checkpoint, port, steps), *OPTIONS.get(backend, list)(), *options]
         self._process = subprocess.Popen(
             words, stdout=self._stream, stderr=subprocess.STDOUT,
-            env=os.environ | SIDE_BY_SIDE | (environment or {}) | ENVIRONMENTS[backend],
+            env=os.environ | SIDE_BY_SIDE | of_rank | (environment or {}) | ENVIRONMENTS[backend],
         )  # fmt: skip
 
     @property

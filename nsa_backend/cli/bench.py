@@ -5,7 +5,7 @@
   draft      a speculative round of real servers: time, time outside CUDA graphs, launches
   serve      real servers over HTTP: tokens per second, time to first token and per token, accept length, by N, batch and length
   profile    the kernels of one layer and of one forward of real servers: decode, verify, draft, draft-extend, prefill
-  capture    servers alone on the GPU: time until they answer, time and memory of each capture, how long first requests wait
+  capture    servers alone on the GPU: time until they answer, time and memory of each capture, of rounds in one graph too
   memory     device memory of captured metadata
 
 Exits with 0 where everything was measured, 1 where the time bound left something out (the report names it), 2 on bad arguments.
@@ -64,8 +64,8 @@ OPTIONS = {
     "--temperature": "of every request; 0, which is greedy, unless told",
     "--top-p": "of every request that samples; 1 unless told",
     "--sides": "whose servers, in the order in which they start: ours, builtin, three_graphs (ours, "
-    "NSA_BACKEND_ROUND_GRAPH=0), auto (ours, NSA_BACKEND_AUTO_DECODE=1), warmed (ours, --warmups round_graphs), "
-    "front (ours, NSA_BACKEND_LAYER_FRONT=1)",
+    "NSA_BACKEND_ROUND_GRAPH=0), auto (ours, NSA_BACKEND_AUTO_DECODE=1), front (ours, "
+    "NSA_BACKEND_LAYER_FRONT=1), verify (ours, sparse_verify and NSA_BACKEND_PAIRED_LOGITS=1), front_verify (both)",
     "--model": "folder of a checkpoint of your own, served by one side after the other; needs --prompts",
     "--prompts": "your prompts: a .jsonl file with text, messages or input_ids a line, or a text file with one a line",
     "--tokens": "most new tokens of an answer to one of --prompts",

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.commands import serve
 from nsa_backend.benchmarks.servers import generation, pairs, server, sides
 
@@ -33,7 +34,7 @@ def test_sides_start_in_the_order_they_are_named_in(tmp_path, monkeypatch):
 
 
 def test_a_side_that_there_is_not():
-    named = "ours, builtin, three_graphs, auto, warmed, front, verify"
+    named = "ours, builtin, three_graphs, auto, front, verify"
     with pytest.raises(SystemExit, match=f"--sides theirs is none: there are {named}"):
         sides.sides_of(["ours", "theirs"])
 
@@ -43,12 +44,24 @@ def test_a_side_that_is_told_by_an_option(tmp_path, monkeypatch):
     monkeypatch.setattr(
         server.subprocess, "Popen", lambda words, **how: found.append((words, how["env"]["NSA_BACKEND_DISABLE"]))
     )
-    for side in ("warmed", "ours"):
+    for side in ("verify", "ours"):
         server.Server(side, tmp_path, 100, 3, tmp_path / "log", "--tp-size", "2")
-    (warmed, ours), switches = zip(*found, strict=True)
+    (verify, ours), switches = zip(*found, strict=True)
     assert switches == ("0", "0")
-    assert [word for word in warmed if word not in ours] == ["--warmups", "round_graphs"]
-    assert warmed[-2:] == ours[-2:] == ["--tp-size", "2"]
+    assert [word for word in verify if word not in ours] == ["sparse_verify"]
+    assert verify[-2:] == ours[-2:] == ["--tp-size", "2"]
+
+
+def test_a_rank_compiles_what_it_meets_on_every_side(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.delenv("SGLANG_JIT_DEEPGEMM_PRECOMPILE", raising=False)
+    monkeypatch.setattr(server.subprocess, "Popen", lambda words, env, **how: found.append(env))
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text("{}")
+    for checkpoint in (ranks.write(tmp_path / "rank", "v3.2-tp8"), tmp_path / "small"):
+        for side in ("ours", "builtin"):
+            server.Server(side, checkpoint, 100, 3, tmp_path / "log")
+    assert [env.get("SGLANG_JIT_DEEPGEMM_PRECOMPILE") for env in found] == ["0", "0", None, None]
 
 
 def test_ours_with_a_switch_is_compared_with_ours(capsys):
