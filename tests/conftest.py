@@ -11,6 +11,14 @@ if settings.get_current_profile_name() != "mutants":  # of tests/mutation, which
     settings.load_profile("quick")
 
 
+@pytest.fixture
+def make_runner():
+    """Returns a function of (table_width, pool_size, num_steps, index_topk) that builds a CPU model runner."""
+    from cpu_runner import build
+
+    return build
+
+
 def pytest_configure(config):
     """The conftests of the tests that need no GPU have been loaded by now, and choose the interpreter for the whole process."""
     if config.option.markexpr.strip() == "gpu" and os.environ.get("TRITON_INTERPRET") == "1":

@@ -1,89 +1,13 @@
-"""What stops a server at start: one sentence each, with the option, the value, what to change and the way back."""
-
-from types import SimpleNamespace
+"""What stops a rank as it builds its backend: one sentence each; tests/releases/test_refused.py has what options alone tell."""
 
 import pytest
 import torch
 
-from nsa_backend import config, registration
+from nsa_backend import config
 from nsa_backend.adapters import shared
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.implementations import build_attention
 from nsa_backend.config import AttentionConfig
-from nsa_backend.refusals import RULES, refusals
-
-DECODE, PREFILL = adapter.DECODE_ATTRIBUTE, adapter.PREFILL_ATTRIBUTE
-
-
-def server_args(**changed) -> SimpleNamespace:
-    """What a DeepSeek-V3.2 server on Hopper has resolved; tests/releases/test_refused.py lets each release resolve its own."""
-    values = {rule.attribute: False for rule in RULES if rule.everywhere}
-    values |= {
-        "speculative_algorithm": None,
-        "speculative_eagle_topk": None,
-        "speculative_num_steps": None,
-        "disaggregation_mode": "null",
-        "attention_backend": adapter.BACKEND_NAMES[0],
-        "warmups": None,
-    }
-    values |= {"device": "cuda", "page_size": 64, "kv_cache_dtype": "bfloat16", DECODE: "fa3", PREFILL: "flashmla_sparse"}
-    model = SimpleNamespace(hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=2048))
-    return SimpleNamespace(**values | changed, get_model_config=lambda: model)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_to_resolve(monkeypatch):
-    monkeypatch.setattr(adapter, "resolved", lambda args: args)
-    monkeypatch.setattr(adapter, "served_backends", lambda args: (args.attention_backend, args.attention_backend))
-
-
-def test_a_default_server_is_served():
-    assert refusals(server_args()) == []
-    spec = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_num_steps": 3}
-    assert refusals(server_args(**spec)) == []
-    fp8 = {"kv_cache_dtype": "fp8_e4m3", DECODE: "flashmla_kv", PREFILL: "flashmla_auto"}
-    assert refusals(server_args(**fp8)) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "option"),
-    [
-        ({"device": "cpu"}, "--device cpu"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
-        ({"page_size": 1}, "--page-size 1"),
-        ({DECODE: "tilelang"}, f"{adapter.DECODE_OPTION} tilelang"),
-        ({DECODE: "aiter"}, f"{adapter.DECODE_OPTION} aiter"),
-        ({PREFILL: "tilelang"}, f"{adapter.PREFILL_OPTION} tilelang"),
-        ({"enable_hisparse": True}, "--enable-hisparse"),
-        ({"enable_pdmux": True}, "--enable-pdmux"),
-        ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
-        ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
-        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM"),
-        ({"speculative_eagle_topk": 4}, "--speculative-eagle-topk 4"),
-    ],
-)
-def test_one_sentence_names_option_value_and_way_back(change, option):
-    (sentence,) = refusals(server_args(**change))
-    assert sentence.startswith(f"nsa_backend does not serve {option}: ")
-    assert "NSA_BACKEND_DISABLE=1" in sentence
-    assert "\n" not in sentence
-
-
-def test_rocm_is_refused(monkeypatch):
-    monkeypatch.setattr(adapter, "is_rocm", lambda: True)
-    (sentence,) = refusals(server_args())
-    assert "ROCm" in sentence
-
-
-def test_server_stops_in_its_argument_check_with_every_refusal():
-    bad = server_args(page_size=1, enable_hisparse=True)
-    with pytest.raises(ValueError, match=r"(?s)--page-size 1.*\n.*--enable-hisparse"):
-        registration.check_server_args(lambda args: None, bad)
-
-
-def test_other_attention_backends_are_left_alone():
-    bad = server_args(page_size=1, attention_backend="fa3")
-    registration.check_server_args(lambda args: None, bad)
 
 
 def test_model_without_index_topk(make_runner):
@@ -209,11 +133,6 @@ def test_an_indexer_without_its_packages(make_runner, monkeypatch, package):
     monkeypatch.setattr(adapter, "package_problem", lambda name: f"{name} is missing" if name == package else None)
     with pytest.raises(ValueError, match=f"^{package} is missing$"):
         config.BackendConfig.from_runner(runner)
-
-
-def test_the_installed_packages_are_what_sglang_pins():
-    for package in {*NEEDED.values(), "sgl-deep-gemm"}:
-        assert adapter.package_problem(package) is None
 
 
 def test_a_context_beyond_the_table(make_runner):

@@ -57,14 +57,6 @@ def pytest_terminal_summary(terminalreporter):
     )
 
 
-@pytest.fixture
-def make_runner():
-    """Returns a function of (table_width, pool_size, num_steps, index_topk) that builds a CPU model runner."""
-    from cpu_runner import build
-
-    return build
-
-
 @pytest.fixture(scope="module")
 def sampled_rounds():
     """Sampled rounds in one graph are asked for, and there is memory for them."""

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 from installed_source import server_fields
+from server_words import SPECULATIVE
 from sglang.srt.server_args import ServerArgs
 
 from nsa_backend.adapters import naive_eagle
@@ -14,9 +15,6 @@ from nsa_backend.adapters.installed import adapter
 from nsa_backend.environment import asked
 from nsa_backend.releases import round_graph_problem
 
-SPECULATIVE = (
-    "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
-)
 OLD = "--nsa-decode-backend fa3 --nsa-prefill-backend flashmla_sparse"
 OWN = f"{adapter.DECODE_OPTION} fa3 {adapter.PREFILL_OPTION} flashmla_sparse"
 
@@ -24,7 +22,7 @@ OWN = f"{adapter.DECODE_OPTION} fa3 {adapter.PREFILL_OPTION} flashmla_sparse"
 @pytest.mark.parametrize("options", [OLD, OWN])
 @pytest.mark.parametrize("name", adapter.BACKEND_NAMES)
 def test_the_options_set_what_the_backend_reads(resolve, options, name):
-    server_args = resolve("--attention-backend", name, *options.split(), *SPECULATIVE.split())
+    server_args = resolve("--attention-backend", name, *options.split(), *SPECULATIVE)
     args = adapter.resolved(server_args)
     assert (getattr(args, adapter.DECODE_ATTRIBUTE), getattr(args, adapter.PREFILL_ATTRIBUTE)) == ("fa3", "flashmla_sparse")
     assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (3, 4)
@@ -52,7 +50,7 @@ def test_a_value_that_no_release_knows_is_refused_by_the_parser(parse, capsys, o
 
 @pytest.mark.parametrize("option", ["--nsa-decode-backend", adapter.DECODE_OPTION])
 def test_our_own_kernel_is_a_value_of_the_decode_option(resolve, option):
-    server_args = resolve(option, "sparse_decode", *SPECULATIVE.split())
+    server_args = resolve(option, "sparse_decode", *SPECULATIVE)
     assert getattr(adapter.resolved(server_args), adapter.DECODE_ATTRIBUTE) == "sparse_decode"
     server_args.check_server_args()
 
@@ -142,7 +140,7 @@ def test_naive_eagle_is_eagle_with_one_draft_in_one_graph(resolve, parse):
     words = parse(*NAIVE)
     first, second = (ServerArgs.from_cli_args(words) for _ in range(2))
     assert words.speculative_algorithm == "NAIVE_EAGLE"
-    plain = resolve(*NAIVE[:2], *SPECULATIVE.split())
+    plain = resolve(*NAIVE[:2], *SPECULATIVE)
     assert [naive_eagle.is_marked(pickle.loads(pickle.dumps(one))) for one in (first, second, plain)] == [True, True, False]
     naive_eagle.switch_on(plain)
     assert asked("NSA_BACKEND_ROUND_GRAPH") is None

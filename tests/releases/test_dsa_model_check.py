@@ -3,15 +3,9 @@
 import inspect
 
 import pytest
+from server_words import OWN, SPECULATIVE
 
 from nsa_backend.adapters.installed import adapter
-
-SPECULATIVE = [
-    *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
-    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
-]
-OWN = ("--attention-backend", adapter.BACKEND_NAMES[0])
-
 
 PROBLEMS = {"llama_4_scaling": ({"beta": 0.1}, "scaled by position")}
 

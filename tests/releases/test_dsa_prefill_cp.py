@@ -13,6 +13,7 @@ from divided_prefill import rank_of
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from properties import tried
+from server_words import SPECULATIVE
 from sglang.srt.batch_overlap import two_batch_overlap
 from sglang.srt.layers.cp import base, zigzag
 from sglang.srt.layers.cp.interleave import InterleaveCPStrategy, interleave_rows_per_request
@@ -91,10 +92,7 @@ def test_only_prefills_are_divided(make_runner, mode):
 CP = {"enable_prefill_cp": True, "cp_strategy": "interleave"}
 
 
-MTP = ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
-
-
-@pytest.mark.parametrize("drafts", [(), (*MTP, "--speculative-num-draft-tokens", "4")], ids=["n0", "n3"])
+@pytest.mark.parametrize("drafts", [(), SPECULATIVE], ids=["n0", "n3"])
 def test_a_server_that_sglang_has_resolved_is_served(resolve, drafts):
     args = adapter.resolved(
         resolve("--attention-backend", "dsa", "--tp-size", "2", "--enable-prefill-cp", "--cp-strategy", "interleave", *drafts)

@@ -10,9 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_gpu import fake_gpu
 from sampled_drafts import verified
-from sampling_kernels import check_sampling, sampling_kernels
+from sampling_kernels import sampling_kernels
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
@@ -20,7 +19,7 @@ from sglang.srt.speculative import eagle_utils
 
 from nsa_backend.adapters.dsa.rounds import ranks
 from nsa_backend.adapters.dsa.rounds.own_round import sampling_info_of, sampling_parameters
-from nsa_backend.kernels.round_tensors import PADDING_TOP_K, RoundInputs, SamplingParameters, fill_round_inputs_torch
+from nsa_backend.kernels.round_tensors import PADDING_TOP_K, RoundInputs, fill_round_inputs_torch
 from nsa_backend.testing.dsa_calls import publish
 
 D, VOCABULARY = 4, 40
@@ -113,24 +112,6 @@ def test_tokens_come_as_often_as_the_target_says():
         often = expected > 5
         chi_square = ((counted - expected)[often] ** 2 / expected[often]).sum()
         assert chi_square < 3 * int(often.sum()) + 10
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_nothing_waits_and_ranks_agree(ranks):
-    """SGLang's verification neither reads a value on the host nor copies from it; the first rank's tokens go to the others."""
-    rows = 3
-    info = of_requests(MIXED)
-    sample = mock.Mock(side_effect=check_sampling)
-    with fake_gpu() as crossings, sampling_kernels(sample, ranks) as group:
-        info = sampling_info_of(info, SamplingParameters.allocate(rows, "cuda"))
-        logits, drafts = torch.zeros(rows, D, VOCABULARY, device="cuda"), torch.zeros(rows, D, dtype=torch.int64, device="cuda")
-        crossings.found.clear()
-        tokens, accepted = verified(info, logits, drafts)
-        assert crossings.found == []
-        assert (tokens.shape, accepted.shape) == ((rows, D), (rows,))
-        sent = [tuple(call.args[0].shape) for call in group.broadcast.call_args_list]
-    assert sample.call_count == 1
-    assert sent == ([(rows * D,), (rows, D), (rows,)] if ranks > 1 else [])
 
 
 def checked(info: SamplingBatchInfo, requests: int) -> None:

@@ -1,15 +1,8 @@
 """What a checkpoint's config tells is refused in the main process, before any weight is loaded; a draft model's as well."""
 
 import pytest
+from server_words import OWN, SPECULATIVE
 from sglang.srt.configs import model_config
-
-from nsa_backend.adapters.installed import adapter
-
-SPECULATIVE = [
-    *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
-    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
-]
-OWN = ("--attention-backend", adapter.BACKEND_NAMES[0])
 
 
 def test_a_small_v32_is_served(resolve, checkpoint):

@@ -161,14 +161,3 @@ def test_a_request_at_the_context_limit_is_clipped(make_runner, mode):
     for step, metadata in enumerate(found):
         assert int(metadata.nsa_seqlens_expanded.max()) == int(metadata.cache_seqlens_int32.max()) == 128
         check(metadata, batch, step)
-
-
-@pytest.mark.parametrize("lengths", [[64] * 9, [1] * 9, [1, 690, 1, 64, 1, 1, 1, 1, 1]])
-@pytest.mark.parametrize("index_topk", [1, 64, 4096])
-def test_equal_and_wildly_unequal_lengths(make_runner, lengths, index_topk):
-    runner = make_runner(num_steps=N, index_topk=index_topk)
-    table = runner.req_to_token_pool.req_to_token.numpy()
-    batch = Batch("target_verify", lengths, list(range(1, 10)), table, index_topk, 0, num_steps=N, num_draft_tokens=D)
-    backend = create_backend(runner)
-    backend.init_forward_metadata(forward_batch(batch, ForwardMode.TARGET_VERIFY))
-    check(backend.forward_metadata, batch)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from installed_source import server_fields
+from server_words import OWN, SPECULATIVE
 from sglang.srt.server_args import ServerArgs
 
 from nsa_backend import start_checks
@@ -45,25 +46,50 @@ def test_what_this_generation_alone_has(arguments, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "bad"),
+    ("name", "bad", "option"),
     [
-        ("device", "cpu"),
-        ("kv_cache_dtype", "fp8_e5m2"),
-        ("page_size", 1),
-        (adapter.DECODE_ATTRIBUTE, "tilelang"),
-        (adapter.PREFILL_ATTRIBUTE, "aiter"),
-        ("enable_hisparse", True),
-        ("enable_pdmux", True),
-        ("enable_multi_layer_eagle", True),
-        ("enable_deterministic_inference", True),
-        ("speculative_algorithm", "NGRAM"),
-        ("speculative_eagle_topk", 4),
+        ("device", "cpu", "--device cpu"),
+        ("kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype fp8_e5m2"),
+        ("page_size", 1, "--page-size 1"),
+        (adapter.DECODE_ATTRIBUTE, "tilelang", f"{adapter.DECODE_OPTION} tilelang"),
+        (adapter.DECODE_ATTRIBUTE, "aiter", f"{adapter.DECODE_OPTION} aiter"),
+        (adapter.PREFILL_ATTRIBUTE, "tilelang", f"{adapter.PREFILL_OPTION} tilelang"),
+        ("enable_hisparse", True, "--enable-hisparse"),
+        ("enable_pdmux", True, "--enable-pdmux"),
+        ("enable_multi_layer_eagle", True, "--enable-multi-layer-eagle"),
+        ("enable_deterministic_inference", True, "--enable-deterministic-inference"),
+        ("speculative_algorithm", "NGRAM", "--speculative-algorithm NGRAM"),
+        ("speculative_eagle_topk", 4, "--speculative-eagle-topk 4"),
     ],
 )
-def test_what_every_release_has(arguments, name, bad):
-    (rule,) = [rule for rule in RULES if rule.attribute == name]
+def test_one_sentence_names_option_value_and_way_back(arguments, name, bad, option):
     (sentence,) = refusals(arguments(**{name: bad}))
-    assert sentence.startswith(f"nsa_backend does not serve {rule.option}")
+    assert sentence.startswith(f"nsa_backend does not serve {option}: ")
+    assert "NSA_BACKEND_DISABLE=1" in sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_num_steps": 3},
+        {"kv_cache_dtype": "fp8_e4m3", adapter.DECODE_ATTRIBUTE: "flashmla_kv", adapter.PREFILL_ATTRIBUTE: "flashmla_auto"},
+    ],
+)
+def test_drafts_and_an_fp8_cache_are_served(arguments, options):
+    assert refusals(arguments(**options)) == []
+
+
+def test_rocm_is_refused(arguments, monkeypatch):
+    monkeypatch.setattr(adapter, "is_rocm", lambda: True)
+    (sentence,) = refusals(arguments())
+    assert "ROCm" in sentence
+
+
+def test_server_stops_in_its_argument_check_with_every_refusal(resolve):
+    options = (adapter.DECODE_OPTION, "tilelang", adapter.PREFILL_OPTION, "tilelang")
+    with pytest.raises(ValueError, match=rf"(?s){options[0]} tilelang.*\n.*{options[2]} tilelang"):
+        resolve("--attention-backend", adapter.BACKEND_NAMES[0], *options).check_server_args()
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.attribute in FIELDS], ids=lambda rule: rule.attribute)
@@ -154,9 +180,8 @@ def test_the_warm_up_of_rounds_in_one_graph(arguments, monkeypatch):
 def test_drafts_have_the_kv_cache_dtype_of_the_target(resolve, target, drafts, served):
     """Refused before weights load, with advice that serves: both implementations read one dtype."""
     decode, prefill = ("flashmla_kv",) * 2 if target == "fp8_e4m3" else ("fa3", "flashmla_sparse")
-    words = ("--attention-backend", adapter.BACKEND_NAMES[0], "--kv-cache-dtype", target, adapter.DECODE_OPTION, decode)
-    words += (adapter.PREFILL_OPTION, prefill, "--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3")
-    words += ("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+    words = (*OWN, "--kv-cache-dtype", target, adapter.DECODE_OPTION, decode)
+    words += (adapter.PREFILL_OPTION, prefill, *SPECULATIVE)
     asked = "--speculative-draft-kv-cache-dtype"
     resolve(*words).check_server_args()
     if served:
@@ -170,7 +195,7 @@ def test_drafts_have_the_kv_cache_dtype_of_the_target(resolve, target, drafts, s
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_servers_of_a_pair_change_roles_without_drafts_alone(resolve, role):
     """SGLang itself refuses drafts there, so none is lost when a server that keeps no draft KV becomes a decode server."""
-    words = ("--attention-backend", adapter.BACKEND_NAMES[0], "--disaggregation-mode", role, "--enable-pd-role-switch")
+    words = (*OWN, "--disaggregation-mode", role, "--enable-pd-role-switch")
     resolve(*words).check_server_args()
     with pytest.raises(ValueError, match=r"does not rebuild role-specific state .*speculative decoding"):
         resolve(*words, "--speculative-algorithm", "EAGLE")

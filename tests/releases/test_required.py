@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from server_words import OWN, SPECULATIVE
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -23,11 +24,6 @@ DENSE = {name: value for name, value in SPARSE.items() if not name.startswith("i
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
 }
-OWN = adapter.BACKEND_NAMES[0]
-SPECULATIVE = [
-    *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
-    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
-]
 
 
 @pytest.fixture
@@ -35,7 +31,7 @@ def required(monkeypatch):
     monkeypatch.setenv("NSA_BACKEND_REQUIRED", "1")
 
 
-@pytest.mark.parametrize("options", [[], ["--attention-backend", OWN], SPECULATIVE])
+@pytest.mark.parametrize("options", [(), OWN, SPECULATIVE])
 def test_a_server_that_ours_serves_starts(resolve, required, options):
     resolve(*options).check_server_args()
 
@@ -44,8 +40,8 @@ def test_a_server_that_ours_serves_starts(resolve, required, options):
     ("options", "part", "name"),
     [
         (["--attention-backend", "triton"], "prefill", "triton"),
-        (["--attention-backend", OWN, "--decode-attention-backend", "flashmla"], "decode", "flashmla"),
-        (["--attention-backend", OWN, "--prefill-attention-backend", "fa3"], "prefill", "fa3"),
+        ([*OWN, "--decode-attention-backend", "flashmla"], "decode", "flashmla"),
+        ([*OWN, "--prefill-attention-backend", "fa3"], "prefill", "fa3"),
         ([*SPECULATIVE, "--speculative-draft-attention-backend", "fa3"], "drafts", "fa3"),
     ],
 )
@@ -59,11 +55,11 @@ def test_options_that_choose_another_backend(resolve, monkeypatch, options, part
 
 
 def test_a_plugin_that_registered_later(resolve, required, monkeypatch):
-    server_args = resolve("--attention-backend", OWN)
+    server_args = resolve(*OWN)
     other = lambda runner: None  # noqa: E731
     other.__module__ = "another_plugin.backend"
-    monkeypatch.setitem(sglang_types.ATTENTION_BACKENDS, OWN, other)
-    with pytest.raises(ValueError, match=f"another_plugin.backend has registered the attention backend {OWN} since.*SGLANG_P"):
+    monkeypatch.setitem(sglang_types.ATTENTION_BACKENDS, OWN[1], other)
+    with pytest.raises(ValueError, match=f"another_plugin.backend has registered the attention backend {OWN[1]} since.*SGL"):
         server_args.check_server_args()
 
 
