@@ -37,26 +37,36 @@ BESIDES = {"idle_us": "GPU idle", "period_us": "from one round to the next", "gr
 
 
 @cache
-def newest(key: str) -> dict[Cell, dict]:
-    """Of every cell, its rows in the report that has `key` of both sides and was put into the result file last."""
-    found = {}
+def runs(key: str) -> list[tuple[str, dict[Cell, dict[str, list[dict]]]]]:
+    """(commit, rows by cell and side) of every run that has `key` of the built-in and of a side of ours, the oldest first."""
+    found = []
     for report in reports("rank").values():
         if release(report) == PRIMARY:
-            for cell, sides in by_cell(row for row in report["rows"] if key in row).items():
-                if {"ours", BUILTIN} <= sides.keys():
-                    rows = [row for turns in sides.values() for row in turns]
-                    found[cell] = {"commit": report["environment"]["commit"], "rows": rows}
-    return dict(sorted(found.items(), key=lambda item: (item[0].checkpoint, order(item[0]))))
+            cells = by_cell(row for row in report["rows"] if key in row)
+            both = {cell: sides for cell, sides in cells.items() if BUILTIN in sides and len(sides) > 1}
+            found.append((report["environment"]["commit"], dict(sorted(both.items(), key=lambda item: order(item[0])))))
+    return found
 
 
-def order(cell: Cell) -> tuple[bool, int, int, int]:
+def newest(key: str, side: str = "ours") -> dict[Cell, dict[str, list[dict]]]:
+    """Rows by cell and side of the run that was put into the result file last of those that have this side."""
+    found = {cell: sides for _, cells in runs(key) for cell, sides in cells.items() if side in sides}
+    return dict(sorted(found.items(), key=lambda item: order(item[0])))
+
+
+def order(cell: Cell) -> tuple[str, bool, int, int, int]:
     """Most drafts first after three, none last; the shortest prompts first."""
-    return not cell.steps, abs(cell.steps - 3), cell.length, cell.batch
+    return cell.checkpoint, not cell.steps, abs(cell.steps - 3), cell.length, cell.batch
 
 
-def times() -> dict[Cell, dict[str, Spread]]:
+def spreads(cells: dict[Cell, dict[str, list[dict]]]) -> dict[Cell, dict[str, Spread]]:
     """A round by cell and side; without drafts a token."""
-    return {cell: together(given["rows"])[cell] for cell, given in newest("round_ms").items()}
+    return together(row for sides in cells.values() for rows in sides.values() for row in rows)
+
+
+def times(side: str = "ours") -> dict[Cell, dict[str, Spread]]:
+    """The same of the newest run that has this side."""
+    return spreads(newest("round_ms", side))
 
 
 def ratio(sides: dict[str, Spread], side: str = "ours") -> float:
@@ -79,16 +89,18 @@ def joined(of_batches: list[str]) -> str:
 
 @PARTS.part
 def rank_short() -> str:
-    """A row a number of drafts and a prompt length that has all batches."""
-    every = {cell: sides for cell, sides in times().items() if cell.checkpoint == FIRST_RANK}
-    switched = [side for side in sides_of(every) if side not in ("ours", BUILTIN)]
+    """A row a number of drafts and a prompt length; every ratio is to the built-in of the same run."""
+    of_side = {side: {c: t for c, t in times(side).items() if c.checkpoint == FIRST_RANK} for side in SIDES if side != BUILTIN}
+    switched = [side for side, cells in of_side.items() if cells and side != "ours"]
     rows = []
     for steps, words in ((3, "a round of three drafts"), (0, "a token without drafts")):
         for length in (300, 4096):
-            cells = [every.get(Cell(FIRST_RANK, steps, batch, length), {}) for batch in BATCHES]
-            ms = [joined([f"{cell[side].median:.2f}" if side in cell else "-" for cell in cells]) for side in ("ours", BUILTIN)]
+            cells = [Cell(FIRST_RANK, steps, batch, length) for batch in BATCHES]
+            ours = [of_side["ours"].get(cell, {}) for cell in cells]
+            ms = [joined([f"{given[side].median:.2f}" if given else "-" for given in ours]) for side in ("ours", BUILTIN)]
             ratios = [
-                joined([f"{ratio(cell, side):.3f}" if side in cell else "-" for cell in cells]) for side in ("ours", *switched)
+                joined([f"{ratio(of_side[side][cell], side):.3f}" if cell in of_side[side] else "-" for cell in cells])
+                for side in ("ours", *switched)
             ]
             rows.append([f"{words}, {length} tokens", *ms, *ratios])
     head = [f"ms at {' / '.join(map(str, BATCHES))} requests", "this package", f"SGLang {PRIMARY}", "ratio"]
@@ -97,17 +109,31 @@ def rank_short() -> str:
 
 @PARTS.part
 def rank() -> str:
-    """Every cell with its range."""
-    every = times()
-    sides = sides_of(every)
+    """Every cell of the newest run of a side, with its range."""
+    shown = {side: newest("round_ms", side) for side in SIDES if side != BUILTIN}
+    found = [
+        (cell, spreads({cell: rows})[cell], commit)
+        for commit, cells in runs("round_ms")
+        for cell, rows in cells.items()
+        if any(cells_of_side.get(cell) is rows for cells_of_side in shown.values())
+    ]
+    found.sort(key=lambda row: order(row[0]))
+    sides = sides_of({number: given for number, (_, given, _) in enumerate(found)})
     ours = [side for side in sides if side != BUILTIN]
     rows = []
-    for cell, given in every.items():
+    for cell, given, commit in found:
         ms = [f"{t.median:.2f} ({t.least:.2f} to {t.most:.2f})" if (t := given.get(side)) else "-" for side in sides]
         ratios = " / ".join(f"{ratio(given, side):.3f}" if side in given else "-" for side in ours)
-        rows.append([cell.checkpoint, str(cell.steps), shape(cell), *ms, ratios, newest("round_ms")[cell]["commit"]])
+        rows.append([cell.checkpoint, str(cell.steps), shape(cell), *ms, ratios, commit])
     head = ["rank", "drafts", "requests x tokens", *(f"{SIDES[side]}, ms" for side in sides)]
     return table([*head, "ratio" if len(ours) == 1 else f"ratio: {' / '.join(SIDES[side] for side in ours)}", "commit"], rows)
+
+
+@PARTS.part
+def front_saved() -> str:
+    """Percent of a round or token that a layer's front in two launches saves."""
+    saved = [100 * (1 - ratio(sides, "front")) for cell, sides in times("front").items() if cell.checkpoint == FIRST_RANK]
+    return f"{spread(saved, '{:.0f}')} %"
 
 
 @PARTS.part
@@ -124,7 +150,7 @@ def rank_kernels() -> str:
 
 
 def by_part() -> str:
-    found = {cell: by_cell(given["rows"])[cell] for cell, given in newest("parts").items() if cell.steps == 3}
+    found = {cell: given for cell, given in newest("parts").items() if cell.steps == 3}
     sides = sides_of(found)
 
     def line(words: str, of_row: str, part: str | None = None) -> list[str]:
@@ -142,9 +168,8 @@ def by_part() -> str:
 
 def by_launch() -> str:
     rows = []
-    for cell, given in newest("kernels").items():
+    for cell, sides in newest("kernels").items():
         if cell.steps == 3:
-            sides = by_cell(given["rows"])[cell]
             counted = [sides[side][-1]["kernels"] for side in ("ours", BUILTIN)]
             means = [" / ".join(f"{k[name][1] / k[name][0]:.1f}" for k in counted) for name in LAYER_KERNELS.values()]
             rows.append([shape(cell), *means])
@@ -152,17 +177,15 @@ def by_launch() -> str:
 
 
 def lost_by_ranks() -> list[list[str]]:
-    """A row a rank and side that is behind the built-in anywhere."""
+    """A row a rank and side that is behind the built-in of the same run anywhere."""
     rows = []
-    every = times()
-    for checkpoint in dict.fromkeys(cell.checkpoint for cell in every):
-        for side in sides_of(every):
-            lost = [
-                f"{shape(cell)}{f', {cell.steps} drafts' if cell.steps else ''} ({ratio(sides, side):.3f})"
-                for cell, sides in every.items()
-                if cell.checkpoint == checkpoint and side in sides and ratio(sides, side) >= 1 + NOISE
-            ]
-            if lost:
-                name = f"rank {checkpoint}" + (f", {SIDES[side]}" if side != "ours" else "")
-                rows.append([name, "longer than built-in", "; ".join(lost)])
+    for side in SIDES:
+        lost: dict[str, list[str]] = {}
+        for cell, sides in times(side).items() if side != BUILTIN else ():
+            if ratio(sides, side) >= 1 + NOISE:
+                drafts = f", {cell.steps} drafts" if cell.steps else ""
+                lost.setdefault(cell.checkpoint, []).append(f"{shape(cell)}{drafts} ({ratio(sides, side):.3f})")
+        for checkpoint, cells in lost.items():
+            name = f"rank {checkpoint}" + (f", {SIDES[side]}" if side != "ours" else "")
+            rows.append([name, "longer than built-in", "; ".join(cells)])
     return rows

@@ -1,7 +1,7 @@
 """A kernel of our own for the rows of target_verify and draft_extend: those of a request read each KV slot once, together.
 
 Rows that follow each other choose nearly the same tokens, and every other implementation reads them again for each row.
-Forwards of one row a request are sparse_decode's. Written for 8 to 32 heads a rank; no GPU has run it yet.
+Forwards of one row a request are sparse_decode's. Written for 8 to 32 heads a rank; no server has run it yet.
 """
 
 from __future__ import annotations

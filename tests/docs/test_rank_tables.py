@@ -44,10 +44,10 @@ def filed(tmp_path, monkeypatch):
             paths.append(tmp_path / f"run{number}.json")
             paths[-1].write_text(json.dumps(report(commit, rows)))
         file_report.main([str(tmp_path / "rank_v32_tp8_0_5_23_h200.json"), name, *map(str, paths)])
-        rank_tables.newest.cache_clear()
+        rank_tables.runs.cache_clear()
 
     yield put
-    rank_tables.newest.cache_clear()
+    rank_tables.runs.cache_clear()
 
 
 def test_turns_are_one_cell_and_every_side_is_in_the_first_table(filed):
@@ -72,6 +72,14 @@ def test_a_later_run_replaces_the_cells_that_it_measured(filed):
     later = [row for side in ("ours", "builtin") for row in served(cell(3, 1, 300), side, FIRST_TURN[side])]
     filed("rounds", "new", later + served(cell(3, 8, 300), "ours", 1.0))  # its time ran out before the built-in's turn
     assert [line.split(" | ")[-1] for line in rank_tables.rank().splitlines()[2:]] == ["new |", "old |"]
+
+
+def test_a_side_is_told_by_the_newest_run_that_has_it_beside_that_run_s_built_in(filed):
+    filed("first", "old", [row for side in ("ours", "builtin") for row in served(cell(3, 1, 300), side, FIRST_TURN[side])])
+    filed("front", "new", [row for side, ms in (("front", 18.0), ("builtin", 20.0)) for row in served(cell(3, 1, 300), side, ms)])
+    assert "| 9.90 / - / - | 10.10 / - / - | 0.980 / - / - | 0.900 / - / - |" in rank_tables.rank_short()
+    assert [line.split(" | ")[-2:] for line in rank_tables.rank().splitlines()[2:]] == [["0.980 / -", "old |"], ["- / 0.900", "new |"]]
+    assert rank_tables.front_saved() == "10 %"
 
 
 def test_kernels_are_told_by_part_once_a_run_has_them_so(filed):
