@@ -52,7 +52,7 @@ ROUND_WARM_UP = "round_graphs"
 
 
 LAYER_FRONTS = {"0.5.23": False}
-"""Releases on which a layer's front can be two launches, and whether it is where nobody asks: no end-to-end run has compared its answers yet."""
+"""Releases on which a layer's front can be two launches, and whether it is where nobody asks: its answers are not compared yet."""
 
 
 def installed() -> str:

@@ -76,9 +76,14 @@ def test_a_later_run_replaces_the_cells_that_it_measured(filed):
 
 def test_a_side_is_told_by_the_newest_run_that_has_it_beside_that_run_s_built_in(filed):
     filed("first", "old", [row for side in ("ours", "builtin") for row in served(cell(3, 1, 300), side, FIRST_TURN[side])])
-    filed("front", "new", [row for side, ms in (("front", 18.0), ("builtin", 20.0)) for row in served(cell(3, 1, 300), side, ms)])
+    filed(
+        "front", "new", [row for side, ms in (("front", 18.0), ("builtin", 20.0)) for row in served(cell(3, 1, 300), side, ms)]
+    )
     assert "| 9.90 / - / - | 10.10 / - / - | 0.980 / - / - | 0.900 / - / - |" in rank_tables.rank_short()
-    assert [line.split(" | ")[-2:] for line in rank_tables.rank().splitlines()[2:]] == [["0.980 / -", "old |"], ["- / 0.900", "new |"]]
+    assert [line.split(" | ")[-2:] for line in rank_tables.rank().splitlines()[2:]] == [
+        ["0.980 / -", "old |"],
+        ["- / 0.900", "new |"],
+    ]
     assert rank_tables.front_saved() == "10 %"
 
 
