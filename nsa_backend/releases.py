@@ -52,7 +52,7 @@ ROUND_WARM_UP = "round_graphs"
 
 
 LAYER_FRONTS = {"0.5.23": False}
-"""Releases on which a layer's front can be two launches, and whether it is where nobody asks: its answers are not compared yet."""
+"""Releases on which a layer's front can be two launches, and whether it is unasked; its answers are not compared yet."""
 
 
 def installed() -> str:
