@@ -50,6 +50,9 @@ What differs between them is in `nsa_backend.adapters.dsa.rounds.by_release`.
 ROUND_WARM_UP = "round_graphs"
 """What `--warmups` calls the capture of such graphs before a server is ready (`nsa_backend.adapters.dsa.rounds.warm_up`)."""
 
+ROUND_COUNTS = "nsa_backend_rounds"
+"""What /server_info calls the rounds that were one graph, in the state of each DP rank."""
+
 
 LAYER_FRONTS = {"0.5.23": False}
 """Releases on which a layer's front can be two launches, and whether it is unasked; its answers are not compared yet."""

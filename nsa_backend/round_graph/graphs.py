@@ -124,6 +124,11 @@ class RoundGraphs:
         self._inputs = {size: RoundInputs.allocate(size, device, sampled=sampled) for size in self.sizes}
         self._rounds: dict[int, tuple[Callable[[], None], RoundOutputs]] = {}
 
+    @property
+    def replays(self) -> int:
+        """Rounds since the capture."""
+        return self._launches
+
     def warm_up(self, run: Callable[[RoundInputs], RoundOutputs]) -> None:
         """Run a round of every size, so that a capture finds all kernels compiled and loaded; `run` as in `capture`."""
         for inputs in self._inputs.values():

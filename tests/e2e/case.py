@@ -34,6 +34,7 @@ class Case:
     says: str = ""  # what our engine's log must have, beside that the backend is active
     says_times: int = 1  # how often at least
     never_says: str = ""  # what it must not have
+    replays: str = ""  # the kind of rounds of which ours must have replayed some as one graph (replays.py)
     gpus: int = 1
     ranks_per_gpu: int = 1  # more than one: as many nodes on this machine, each with a rank on every GPU (nodes.py)
     most_tokens: int = 128  # new tokens of a request at most: engine_options.new_tokens

@@ -98,6 +98,7 @@ TRAINING_CASES = [
         environment=ONE_GRAPH["environment"] | {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"},
         builtin_environment={"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"},
         says=ONE_GRAPH["says"],
+        replays=ONE_GRAPH["replays"],
     ),
 ]
 

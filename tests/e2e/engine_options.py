@@ -18,8 +18,9 @@ ONE_GRAPH = {
     "environment": {"NSA_BACKEND_ROUND_GRAPH": "1"},
     "builtin_environment": {},
     "says": "captured whole speculative rounds",
+    "replays": "greedy requests",
 }
-"""Fields of a case whose rounds must be one graph."""
+"""Fields of a case whose rounds must be one graph: captured on every rank, and replayed."""
 UP_TO_TWO = {"cuda_graph_bs": [1, 2]}
 """Captured sizes that most batches of "unequal ranks" exceed, on one rank or on both."""
 

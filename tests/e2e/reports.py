@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import replays
 from case import workload_of
 from logprobs import apart, far_apart
 
@@ -74,6 +75,8 @@ def problems_of(cases: list, results: dict, found: list[dict]) -> list[str]:
                 problems.append(f"{case.name}: the log has no line that says the backend is active")
             if (times := log.count(case.says)) < case.says_times:
                 problems.append(f"{case.name}: the log says '{case.says}' {times} times, not {case.says_times}")
+            if case.replays and (why := replays.problem(case.replays, log)):
+                problems.append(f"{case.name}: {why}")
             if case.never_says and case.never_says in log:
                 problems.append(f"{case.name}: the log says '{case.never_says}', which its options forbid")
     for d in found:

@@ -23,6 +23,7 @@ sampled_case = partial(
     round_case,
     environment={"NSA_BACKEND_ROUND_GRAPH": "1", "NSA_BACKEND_SAMPLED_ROUNDS": "1"},
     says="sampled requests in",
+    replays="sampled requests",
 )
 """Their requests sample, but at a temperature that leaves the best token alone: tokens and accept lengths are greedy ones'."""
 NEAR_ZERO = {"temperature": 1e-4}
@@ -70,13 +71,21 @@ ROUND_CASES = [
         engine=FP8,
         sampling=SAMPLED,
     ),
-    round_case("n3 fa3, log-probabilities, one graph a round", 3, MANY, logprobs=True, says="greedy requests with log-prob"),
+    round_case(
+        "n3 fa3, log-probabilities, one graph a round",
+        3,
+        MANY,
+        logprobs=True,
+        says="greedy requests with log-prob",
+        replays="greedy requests with log-probabilities",
+    ),
     sampled_case(
         "n3 fa3, sampled, log-probabilities, one graph a round",
         3,
         MANY[:2],
         logprobs=True,
         says="sampled requests with log-prob",
+        replays="sampled requests with log-probabilities",
         sampling=({"temperature": 1.0, "top_p": 1e-6},),  # by which the best token's is not one
     ),
     sampled_case("glm-5.2 n5 fa3, sampled, one graph a round", 5, ("8x300",), model="glm-5.2", sampling=SAMPLED),

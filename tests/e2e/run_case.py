@@ -19,6 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+import replays
 from actions import ACTIONS
 from engine_options import new_tokens
 from logprobs import told
@@ -29,6 +30,7 @@ from workloads import CASES, RANKS, WORKLOADS, Case
 from nsa_backend.adapters.options import OWN_DECODE_VALUES
 from nsa_backend.benchmarks.checkpoints.eagle3 import beside
 from nsa_backend.benchmarks.servers.generation import accept_length
+from nsa_backend.benchmarks.servers.server import call
 
 PREFILL_SHAPES = (128, 512, 1024, 4096)
 """Tokens of a captured prefill; SGLang's own list has up to 58 sizes, most of an engine's start."""
@@ -162,6 +164,8 @@ def run_engine(case: Case, arguments: dict) -> dict:
         if case.action:
             ACTIONS[case.action](engine, Path(arguments["model_path"]))
             out |= measure(generate, case, case.again)
+        if case.replays:
+            replays.tell(engine.get_server_info())
         return out
     finally:
         engine.shutdown()
@@ -174,14 +178,25 @@ def run_disaggregated(case: Case, arguments: dict) -> dict:
         alone = open_servers.enter_context(ServerProcess(arguments | meeting(arguments["port"] + ALONE)))
         pair.wait()
         alone.wait()
-        return measure(pair.generate, case) | measure(alone.generate, case, case.again)
+        found = measure(pair.generate, case) | measure(alone.generate, case, case.again)
+        tell_of_servers(case, pair.decode.port, alone.port)
+        return found
 
 
 def run_on_nodes(case: Case, arguments: dict, logs: Path) -> dict:
     """On as many nodes as ranks share a GPU; their logs are `logs` with other suffixes."""
     with Nodes(arguments, case.ranks_per_gpu, logs) as nodes:
         nodes.wait()
-        return measure(nodes.generate, case)
+        found = measure(nodes.generate, case)
+        tell_of_servers(case, nodes.port)
+        return found
+
+
+def tell_of_servers(case: Case, *ports: int) -> None:
+    """Where it matters, how many rounds of each were one graph."""
+    if case.replays:
+        for port in ports:
+            replays.tell(call(port, "/server_info"))
 
 
 def main() -> None:

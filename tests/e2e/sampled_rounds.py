@@ -22,6 +22,7 @@ from statistics import fmean, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from engines import spelled
+from replays import replayed
 from workloads import prompts
 
 from nsa_backend.benchmarks.checkpoints import faithful
@@ -40,7 +41,7 @@ SAMPLING = {
     "greedy ones too": ({"temperature": 1.0, "top_k": 2}, {"temperature": 0}),
 }
 """Sampling parameters of one request of a batch after the other."""
-SAID = "sampled requests in"
+SAMPLED = "sampled requests"
 
 
 def answers_of(port: int, prompt: list[int], sampling: tuple[dict, ...], tokens: int, requests: int) -> list[tuple[int, dict]]:
@@ -128,14 +129,13 @@ def main() -> int:
         servers = started(work, args, resources)
         ports = {side: server.port for side, server in servers.items()}
         rows = [compared(ports, prompts(1, 300)[0], name, args.requests) for name in SAMPLING]
-    captured = {
-        side: [line for line in server.log.read_text().splitlines() if SAID in line] for side, server in servers.items()
-    }
-    report = {"environment": environment(), "command": " ".join(sys.argv), "captured": captured, "rows": rows}
+        counted = {side: replayed(call(port, "/server_info")) for side, port in ports.items()}
+    report = {"environment": environment(), "command": " ".join(sys.argv), "one_graph": counted, "rows": rows}
     args.out.write_text(json.dumps(report, indent=1))
     for row in rows:
         print(json.dumps(row))
-    return 0 if all(row["same"] for row in rows) and captured["ours"] and not captured[THREE_GRAPHS] else 1
+    one_graph = {side: sum(counts.get(SAMPLED, 0) for counts in of_side) for side, of_side in counted.items()}
+    return 0 if all(row["same"] for row in rows) and one_graph["ours"] and not one_graph[THREE_GRAPHS] else 1
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import pytest
 import torch
 from round_sides import Side, on_the_cpu, same, scheduler_of, two_sides
 from round_stand_in import SIZES, VOCABULARY, D, Recorded, StandInWorker, decode_batch, finished_prefill
+from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.runtime_context import get_context
 
@@ -320,6 +321,25 @@ def test_sglangs_graphs_are_not_kept_alive():
     weakref.finalize(ours.worker.draft_worker.cuda_graph_runner_for_draft_extend, gone.append, "draft-extend")
     ours.worker.draft_worker.cuda_graph_runner_for_draft_extend = None
     assert gone == ["draft-extend"]
+
+
+def test_server_info_counts_the_rounds_that_were_one_graph():
+    sides = two_sides()
+    sides[1].start()
+    scheduler = scheduler_of(sides[1].worker, sides[1].future_map)
+
+    def counts(scheduler) -> dict:
+        """In SGLang's own answer."""
+        answer = GetInternalStateReqOutput(internal_state={"theirs": 1})
+        return worker._with_counts(lambda scheduler, request: answer, scheduler, None).internal_state
+
+    rounds_match(sides, 0, ())
+    assert set(counts(scheduler)["nsa_backend_rounds"].values()) == {0}
+    rounds_match(sides, 2)
+    rounds_match(sides, 1, (True,))
+    of_kinds = counts(scheduler)["nsa_backend_rounds"]
+    assert (of_kinds[GREEDY], of_kinds[SAMPLED], sum(of_kinds.values())) == (2, 1, 3)
+    assert counts(SimpleNamespace(draft_worker=None)) == {"theirs": 1}
 
 
 def test_thresholds_of_acceptance_that_change_while_it_serves(caplog):

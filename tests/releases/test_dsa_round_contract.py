@@ -208,6 +208,7 @@ def test_rounds_are_captured_where_a_scheduler_has_all_that_they_need_and_is_not
     needed = ("future_map", "forward_stream_ctx", "dp_attn_adapter", "draft_worker")
     assert [name for name in needed if f"self.{name}" not in built] == []
     assert "(SetInternalStateReq, self.set_internal_state)" in built
+    assert "(GetInternalStateReq, self.get_internal_state)" in built
     assert {"get_idle_batch", "maybe_prepare_mlp_sync_batch"} <= set(dir(SchedulerDPAttnAdapter))
     assert list(inspect.signature(freeze_gc).parameters) == ["enable_cudagraph_gc"]
 

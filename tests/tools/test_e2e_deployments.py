@@ -51,6 +51,9 @@ class Engine:
     def resume_memory_occupation(self):
         self.calls.append("resume")
 
+    def get_server_info(self):
+        return {"internal_states": [{"nsa_backend_rounds": {"greedy requests": self.calls.count("generate")}}]}
+
     def shutdown(self):
         self.calls.append("shutdown")
 
@@ -111,7 +114,7 @@ def test_weights_are_updated_between_two_runs_of_the_same(engine, monkeypatch, t
 
 
 @pytest.mark.parametrize("answer", [(True, "Succeeded", 0), (False, "no such folder", 0)])
-def test_weights_are_loaded_again_and_graphs_captured(answer, monkeypatch, tmp_path):
+def test_weights_are_loaded_again_and_graphs_captured(answer, monkeypatch, tmp_path, capsys):
     """Between zeros and the second run; SGLang's own request says what is asked for."""
     engine, asked = EngineWithSessions(), []
     monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=lambda **arguments: engine))
@@ -127,6 +130,7 @@ def test_weights_are_loaded_again_and_graphs_captured(answer, monkeypatch, tmp_p
         zeros = ["begin", (["a"], False), "end"]
         assert engine.calls == ["generate"] * 2 + zeros + ["disk"] + ["generate"] * 2 + ["shutdown"]
         assert not engine.weights["a"].any()
+        assert 'replayed rounds: {"greedy requests": 4}' in capsys.readouterr().out
     else:
         with pytest.raises(RuntimeError, match="did not load the checkpoint again: no such folder"):
             run_case.run_engine(case, {"model_path": str(tmp_path)})

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+import replays
 import reports
 import run_all
 import run_case
@@ -60,6 +61,28 @@ pathlib.Path(sys.argv[4]).write_text(json.dumps([[[-1.0, 5], [-1.0 - {gap}, 6]] 
 def test_what_an_engine_must_say(log, problems):
     case = run_case.Case("x", 1, ("w",), says="graphs: 3", says_times=2, never_says="graphs: 1")
     assert reports.problems_of([case], {("x", "ours"): ({"w": {"accept": [2.0]}}, log)}, []) == problems
+
+
+ONE, NONE, SAMPLED = {"greedy requests": 9}, {"greedy requests": 0}, {"greedy requests": 0, "sampled requests": 7}
+
+
+@pytest.mark.parametrize(
+    ("states", "problems"),
+    [
+        ([ONE], []),
+        ([ONE, SAMPLED], []),
+        ([ONE, NONE], ["x: no round was one graph on DP rank 1 of 2"]),
+        ([SAMPLED], ["x: no round of greedy requests was one graph, but those of sampled requests"]),
+        ([None], ["x: no server says how many rounds were one graph"]),
+    ],
+)
+def test_rounds_that_must_have_been_one_graph(states, problems, capsys):
+    """By what the servers count, which the process of a case prints: rounds are captured in any case."""
+    of_ranks = [{"nsa_backend_rounds": state} if state else {} for state in states]
+    replays.tell({"internal_states": of_ranks})
+    case = run_case.Case("x", 3, ("w",), replays="greedy requests")
+    log = "is active\n" + capsys.readouterr().out
+    assert reports.problems_of([case], {("x", "ours"): ({"w": {"accept": [4.0]}}, log)}, []) == problems
 
 
 @pytest.fixture

@@ -15,6 +15,6 @@ def test_the_control_of_sampled_rounds_differs_in_the_switch_alone():
         "one graph a round", "sampled rounds in three graphs",
     ))  # fmt: skip
     differing = {f.name for f in fields(control) if getattr(control, f.name) != getattr(controlled, f.name)}
-    assert differing == {"name", "environment", "says", "says_times", "never_says"}
+    assert differing == {"name", "environment", "says", "says_times", "never_says", "replays"}
     assert control.environment == controlled.environment | {"NSA_BACKEND_SAMPLED_ROUNDS": "0"}
     assert control.never_says == controlled.says

@@ -39,6 +39,7 @@ from nsa_backend.adapters.dsa.rounds.served import KINDS, Kind, Reasons, batch_p
 from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.kernels.round_tensors import RoundInputs
+from nsa_backend.releases import ROUND_COUNTS
 from nsa_backend.round_graph.child_graphs import kept_graphs
 from nsa_backend.round_graph.graphs import GraphRecorder, Recorder, RoundGraphs
 
@@ -204,6 +205,10 @@ class Rounds:
             future_map._publish_fresh = True
         release().wait_for_all_after(getattr(self._worker, release().last_reader))
 
+    def replays(self) -> dict[str, int]:
+        """Rounds by kind that were one graph, since these were captured."""
+        return {str(kind): captured.graphs.replays for kind, captured in self._captured.items()}
+
     # The choice
 
     def choose(self, batch: Any) -> tuple[Kind | None, str | None]:
@@ -242,6 +247,7 @@ def with_rounds(worker_class: type, backends: tuple[type, ...], recorder: Callab
     """
     hook(CAPTURE, _capture_kept, HookType.AROUND)
     hook(f"{SCHEDULER}.get_init_info", _before_ready, HookType.AROUND)
+    hook(f"{SCHEDULER}.get_internal_state", _with_counts, HookType.AROUND)
     hook(f"{SCHEDULER}.set_internal_state", _with_other_thresholds, HookType.AROUND)
     if release().counts_in_kv:
         hook(pages.PREPARE, pages.prepare, HookType.AROUND)
@@ -265,6 +271,15 @@ def _before_ready(original: Callable, scheduler: Any) -> dict[str, Any]:
     if rounds is not None:
         rounds.start(scheduler)
     return original(scheduler)
+
+
+def _with_counts(original: Callable, scheduler: Any, request: Any) -> Any:
+    """Around what a scheduler answers for /server_info."""
+    answer = original(scheduler, request)
+    rounds = getattr(scheduler.draft_worker, "rounds", None)
+    if rounds is not None:
+        answer.internal_state[ROUND_COUNTS] = rounds.replays()
+    return answer
 
 
 def _with_other_thresholds(original: Callable, scheduler: Any, request: Any) -> Any:
