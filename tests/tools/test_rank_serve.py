@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
 import sys
 from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from nsa_backend.benchmarks import lanes
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.commands import capture, profile, rank_serve, serve, vllm_rank
 from nsa_backend.benchmarks.reports import parts
 from nsa_backend.benchmarks.reports.cells import run_cells
 from nsa_backend.benchmarks.servers import server
 from nsa_backend.benchmarks.servers.server import Streamed
+from nsa_backend.cli.bench import add_arguments
 
 H200 = 139 * ranks.GIB
 
@@ -135,6 +141,34 @@ def test_what_cannot_be_measured_ends_before_weights_are_made(gpus, started, ben
     gpus(memory=memory)
     with ExitStack() as resources, pytest.raises(SystemExit, match=sentence):
         bench.cells(options(**given), resources)
+    assert not started
+
+
+PLANNED = [
+    pytest.param(words, id=f"{path.stem} {job.name}")
+    for path in sorted((Path(lanes.__file__).parent / "plans").glob("ranks_*.json"))
+    for job in lanes.plan(path)
+    if (words := shlex.split(job.command))[4] in ("serve", "profile", "capture")
+]
+
+
+@pytest.mark.parametrize("words", PLANNED)
+def test_what_a_plan_asks_of_a_rank_is_measured_on_an_h200(gpus, started, words):
+    """Every side of every rank, with drafts and without; an H200 cannot hold one shape of each model."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(words[4:])
+    with ExitStack() as resources:
+        found = import_module(f"nsa_backend.benchmarks.commands.{args.what}").cells(args, resources)
+    asked = {(rank, f"N = {n}", side) for rank in args.checkpoint for n in args.steps or [3] for side in args.sides or ["ours"]}
+    named = [cell.name for cell in found if cell.section == "rows"]
+    assert {one for one in asked if not any(set(one) <= set(re.split(", | on 0", name)) for name in named)} <= {
+        one for one in asked if one[1] == "N = 0" and one[2] in server.WITH_DRAFTS
+    }
+    assert {cell.name.partition(", ")[2] for cell in found if cell.section != "rows"} <= {
+        "32 x 32768 does not fit",
+        "128 x 4096 does not fit",
+    }
     assert not started
 
 
