@@ -157,8 +157,8 @@ def summary(run: Soak) -> dict:
         "servers": len(topology.servers),
         "ranks": len(topology.servers) * topology.ranks,
         "active": [line for line in lines if "nsa_backend" in line and "is active" in line],
-        "captured": [line for line in lines if "captured whole speculative rounds" in line],
-        "must_capture": topology.capturing * (run.side == "ours" and whole_rounds(topology)),
+        "replayed": run.replayed,
+        "must_replay": topology.capturing * (run.side == "ours" and whole_rounds(topology)),
         "suspect_lines": {"count": len(suspect), "first": suspect[:20]},
     }
 
@@ -182,8 +182,8 @@ def problems_of(report: dict, ours: bool = True, faults: bool = False) -> list[s
             f"{len(report['active'])} lines of the log say that this package's backend is active, not {ours * report['ranks']}",
         ),
         (
-            len(report["captured"]) >= report["must_capture"],
-            f"{len(report['captured'])} lines of the log tell of whole rounds, which {report['must_capture']} ranks must have",
+            (ranks := sum(any(counts.values()) for counts in report["replayed"])) >= report["must_replay"],
+            f"rounds were one graph on {ranks} ranks, and must be on {report['must_replay']}",
         ),
         (faults or not report["suspect_lines"]["count"], f"{report['suspect_lines']['count']} lines of the log tell of errors"),
     ]

@@ -25,6 +25,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+from replays import replayed
 from soak_answers import Template, group_differences, judge_answer, judge_tie
 from soak_faults import faults, malformed_under_load
 from soak_judge import problems_of, summary
@@ -60,6 +61,7 @@ class Soak:
     log: Path = field(default_factory=lambda: Path(tempfile.mkdtemp()) / "server.log")
     references: dict[int, list[int]] = field(default_factory=dict)
     load: tuple[float, float] = (0.0, 0.0)  # begin and end
+    replayed: list[dict[str, int]] = field(default_factory=list)  # rounds that were one graph, of each rank that decodes
     flushed: float | None = None  # when the idle server had emptied its caches
     samples: list[dict] = field(default_factory=list)
     differences: list[dict] = field(default_factory=list)
@@ -155,6 +157,10 @@ def settle(run: Soak) -> None:
     if left := run.traffic.in_flight():
         run.problems.append(f"{left} requests did not end after the load")
     time.sleep(IDLE_SECONDS)
+    try:
+        run.replayed = replayed(json.loads(run.client.call("/server_info")))
+    except FAILURES as error:
+        run.problems.append(f"the idle server does not say how many rounds were one graph: {error}")
     try:
         run.client.call("/flush_cache")
         run.flushed = time.monotonic() + SAMPLE_SECONDS

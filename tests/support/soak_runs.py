@@ -11,7 +11,7 @@ from soak_traffic import Traffic, make_templates
 
 BEGAN, ENDED = 1000.0, 1240.0
 ACTIVE = "[2026-11-20 11:15:06] nsa_backend 0.1.0 is active: decode=fa3"
-CAPTURED = "DP0 nsa_backend: captured whole speculative rounds of [1, 2] greedy requests in 0.1 s, 20 MiB"
+REPLAYED = {"greedy requests": 900, "sampled requests": 0}
 RETRACT = "[2026-11-20 11:16:06] KV cache pool is full. Retract requests. #retracted_reqs: 3, #new_tokens_gained: 192"
 
 
@@ -31,12 +31,13 @@ def samples(gpu=lambda second: 20000, host=lambda second: 9000.0) -> list[dict]:
     ]
 
 
-def run_of(tmp_path: Path, records: list[Record], log: str, sampled: list[dict]) -> soak_side.Soak:
+def run_of(tmp_path: Path, records: list[Record], log: str, sampled: list[dict], ranks: int = 1) -> soak_side.Soak:
     traffic = Traffic(soak_traffic.Client(1), seed=0)
     traffic.records += records
     run = soak_side.Soak(soak_traffic.Client(1), traffic, make_templates(0), 480.0, 900.0, log=tmp_path / "server.log")
     run.log.write_text(log)
     run.load, run.samples = (BEGAN, ENDED), sampled
+    run.replayed = [REPLAYED] * ranks
     run.references, run.flushed = {0: [5, 6, 7]}, ENDED + 5
     return run
 

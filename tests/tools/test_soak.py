@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from soak_runs import ACTIVE, BEGAN, CAPTURED, ENDED, RETRACT, finished, run_of, samples, steady_load, taken_back
+from soak_runs import ACTIVE, BEGAN, ENDED, RETRACT, finished, run_of, samples, steady_load, taken_back
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak_judge
@@ -137,9 +137,7 @@ class TestMinutes:
 
 class TestReport:
     def test_good(self, tmp_path):
-        run = run_of(
-            tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n{CAPTURED}\n{RETRACT}\n{TESTED}\n{RETRACT}\n", samples()
-        )
+        run = run_of(tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n{RETRACT}\n{TESTED}\n{RETRACT}\n", samples())
         report = soak_judge.summary(run)
         assert soak_judge.problems_of(report) == []
         assert report["requests"] == {"finished": 240, "aborted": 1, "closed": 1, "failed": 0}
@@ -152,21 +150,21 @@ class TestReport:
         monkeypatch.delenv("NSA_BACKEND_ROUND_GRAPH", raising=False)
         if switch:
             monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", switch)
-        run = run_of(tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n{ACTIVE}\n{RETRACT}\n{CAPTURED}\n", samples())
+        run = run_of(tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n{ACTIVE}\n{RETRACT}\n", samples())
         run.topology, run.side = "dp", side
         problems = soak_judge.problems_of(soak_judge.summary(run))
-        assert problems == (["1 lines of the log tell of whole rounds, which 2 ranks must have"] if ranks else [])
+        assert problems == (["rounds were one graph on 1 ranks, and must be on 2"] if ranks else [])
 
     def test_ranks_of_a_pair(self, tmp_path, monkeypatch):
         """All are active, and the decode server's have whole rounds where they are asked for."""
         monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
-        text = f"{ACTIVE}\n" * 4 + f"{RETRACT}\n" + f"{CAPTURED}\n" * 2
-        for log, problems in (
-            (text, []),
-            (text.removeprefix(ACTIVE), ["3 lines of the log say that this package's backend is active, not 4"]),
-            (text.replace(CAPTURED, "", 1), ["1 lines of the log tell of whole rounds, which 2 ranks must have"]),
+        text = f"{ACTIVE}\n" * 4 + f"{RETRACT}\n"
+        for log, ranks, problems in (
+            (text, 2, []),
+            (text.removeprefix(ACTIVE), 2, ["3 lines of the log say that this package's backend is active, not 4"]),
+            (text, 1, ["rounds were one graph on 1 ranks, and must be on 2"]),
         ):
-            run = run_of(tmp_path, steady_load() + taken_back(), log, samples())
+            run = run_of(tmp_path, steady_load() + taken_back(), log, samples(), ranks)
             run.topology = "pd-dp"
             assert soak_judge.problems_of(soak_judge.summary(run)) == problems
         monkeypatch.delenv("NSA_BACKEND_ROUND_GRAPH")

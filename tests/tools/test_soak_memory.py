@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from soak_runs import ACTIVE, BEGAN, CAPTURED, ENDED, RETRACT, run_of, samples, steady_load, taken_back
+from soak_runs import ACTIVE, BEGAN, ENDED, RETRACT, run_of, samples, steady_load, taken_back
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak_judge
@@ -168,6 +168,6 @@ def together(each: dict[str, list[dict]], which: str = "by_server") -> list[dict
 
 
 def report_of(tmp_path: Path, topology: str, sampled: list[dict], active: int = 2) -> dict:
-    run = run_of(tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n{CAPTURED}\n" * active + f"{RETRACT}\n", sampled)
+    run = run_of(tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n" * active + f"{RETRACT}\n", sampled, active)
     run.topology = topology
     return soak_judge.summary(run)

@@ -19,12 +19,11 @@ from pd_servers import DECODE
 from soak_answers import Template
 
 SERVER = """
-import json, sys, time
+import json, os, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 port, delay, side = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 if side == "ours":
-    print("nsa_backend 0.1.0 is active", flush=True)
-    print("nsa_backend: captured whole speculative rounds of [1] greedy requests in 0.1 s, 8 MiB", flush=True)
+    os.write(1, b"nsa_backend 0.1.0 is active\\n")  # at once: two servers have one log
 print("KV cache pool is full. Retract requests. #retracted_reqs: 2,", flush=True)
 aborted = set()
 
@@ -32,6 +31,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
+        if self.path == "/server_info":
+            state = {"nsa_backend_rounds": {"greedy requests": 9}} if side == "ours" else {}
+            self.wfile.write(json.dumps({"internal_states": [state]}).encode())
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -60,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
     def handle(self):
         try:
             super().handle()
-        except BrokenPipeError:  # the stream was closed
+        except (BrokenPipeError, ConnectionResetError):  # the stream was closed
             pass
 
     def log_message(self, *arguments):
