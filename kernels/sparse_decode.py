@@ -96,7 +96,7 @@ def sparse_decode(
     size = rows * split.parts * heads
     if split.parts > 1 and (parts is None or not parts.hold(size)):
         parts = Parts.of(size, latent, out.device)
-    partial, lse = (parts.out, parts.lse) if split.parts > 1 else (out, lens)
+    partial, lse = (parts.out, parts.lse) if split.parts > 1 else (out, out)
     k_rope, scales = behind_the_latent(kv_cache, latent, q_nope.dtype)
     on_gpu = out.is_cuda
     # Both may be launched before what is ahead of them on the stream ends, and wait for it then.

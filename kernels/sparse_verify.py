@@ -131,7 +131,7 @@ def sparse_verify(
     parts = memory.parts
     if splits > 1 and not parts.hold(requests * splits * lines):
         raise ValueError(f"memory has no room for {requests * splits * lines} parts: the kernel would write past it")
-    partial, lse = (parts.out, parts.lse) if splits > 1 else (out, lens)
+    partial, lse = (parts.out, parts.lse) if splits > 1 else (out, out)
     k_rope, scales = behind_the_latent(kv_cache, latent, q_nope.dtype)
     attend_union_kernel[(requests, blocks(lines, tile.heads), splits)](
         q_nope,

@@ -8,9 +8,11 @@ compiled. Elsewhere in these tests kernels are the interpreter's, which has none
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,17 +24,25 @@ from nsa_backend.kernels import plan as plans
 from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.join_query import join_query
+from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, norm_rope_store, rope_quantise
+from nsa_backend.kernels.layer_front_weights import FrontWeights, Scales
 from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.plan import MetadataPlan
 from nsa_backend.kernels.prefill import write_prefill
 from nsa_backend.kernels.round_tensors import RoundInputs, SamplingParameters, fill_round_inputs, store_round_results
 from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
-from nsa_backend.kernels.sparse_decode_plan import Tile
+from nsa_backend.kernels.sparse_decode_plan import Split, Tile
+from nsa_backend.kernels.sparse_verify import VerifyMemory, sparse_verify
 from nsa_backend.kernels.topk_slots import topk_slots
 
 D, STEPS, SMS, TOPK = 4, 4, 132, 2048
 POOL = torch.zeros(64, 5000, dtype=torch.int32)
-CACHE = torch.zeros(64, 1, 576, dtype=torch.bfloat16)
+CACHES = (torch.zeros(64, 1, 576, dtype=torch.bfloat16), torch.zeros(64, 1, 656, dtype=torch.uint8).view(torch.float8_e4m3fn))
+HEADS, INDEX_HEADS, Q_RANK = 16, 64, 1536
+MOST_REQUESTS = 128
+"""Of a captured batch."""
+CAPTURED_ROWS = (*range(1, 65), MOST_REQUESTS, MOST_REQUESTS * D)
+"""That sparse_decode attends for."""
 
 
 class Hopper:
@@ -84,11 +94,35 @@ def query(rows: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     return nope, torch.zeros(rows, heads, 192, dtype=torch.bfloat16)[..., 128:]
 
 
-def decode(rows: int, offset: int, heads: int = 16) -> None:
+def decode(rows: int, offset: int) -> None:
     """Attention of one layer; the lengths of draft step i begin i * rows behind those of the first."""
-    parts = Parts.allocate(rows, heads, 512, TOPK, SMS, "cpu")
     slots, lens = torch.zeros(rows, TOPK, dtype=torch.int32), behind(offset, rows, torch.int32)
-    sparse_decode(*query(rows, heads), CACHE, slots, lens, 0.1, num_sms=SMS, parts=parts)
+    for cache in CACHES:
+        parts = Parts.allocate(rows, HEADS, 512, TOPK, SMS, "cpu", fp8=cache is CACHES[1])
+        sparse_decode(*query(rows, HEADS), cache, slots, lens, 0.1, num_sms=SMS, parts=parts)
+
+
+def verify(requests: int, offset: int) -> None:
+    """Attention of one layer, rows of a request together."""
+    rows = requests * D
+    slots, lens = torch.zeros(rows, TOPK, dtype=torch.int32), behind(offset, rows, torch.int32)
+    for cache in CACHES:
+        memory = VerifyMemory.allocate(requests, D, HEADS, 512, TOPK, len(cache), SMS, "cpu")
+        sparse_verify(*query(rows, HEADS), cache, slots, lens, 0.1, D, memory, num_sms=SMS)
+
+
+def layer_front(rows: int, offset: int) -> None:
+    """Both launches in front of a layer, in every form of scales; draft steps have slots in columns."""
+    norms = [torch.ones(width, dtype=torch.bfloat16) for width in (Q_RANK, 512)] + [torch.ones(128) for _ in range(2)]
+    weights = FrontWeights(*norms, torch.ones(64, 64), torch.ones(64, 64), 1e-6, 1e-6, 1e-6, neox=False, index_neox=True)
+    qkv, key = torch.zeros(rows, Q_RANK + 576, dtype=torch.bfloat16), torch.zeros(rows, 128, dtype=torch.bfloat16)
+    positions, slots = behind(offset, rows), behind(offset, rows * STEPS)[:: STEPS if offset else 1][:rows]
+    pages = torch.zeros(1, INDEX_PAGE_BYTES, dtype=torch.uint8)
+    for cache in CACHES:
+        for scales in (None, *Scales):
+            norm_rope_store(qkv, key, weights, positions, slots, cache, pages, scales)
+    index_query = torch.zeros(rows, INDEX_HEADS, 128, dtype=torch.bfloat16)
+    rope_quantise(index_query, torch.zeros(rows, INDEX_HEADS), query(rows, HEADS)[1], weights, positions)
 
 
 def round_of(requests: int, size: int, offset: int) -> None:
@@ -102,15 +136,17 @@ def round_of(requests: int, size: int, offset: int) -> None:
         batch = RoundInputs(behind(offset, requests), behind(offset, requests), parameters)
         fill_round_inputs(batch, RoundInputs.allocate(size, "cpu", sampled=parameters is not None))
     results = behind(offset, size * D, torch.int32), behind(offset, size, torch.int32)
-    store_round_results(*results, torch.zeros(4, 70 * (D + 1), dtype=torch.int32), behind(0, 1))
+    store_round_results(*results, torch.zeros(4, MOST_REQUESTS * (D + 1), dtype=torch.int32), behind(0, 1))
 
 
 def start() -> None:
     """Captures of every size, and a first prompt."""
-    for size in (1, 2, 4, 8, 16, 32, 64):
+    for size in (1, 2, 4, 8, 16, 32, 64, MOST_REQUESTS):
         metadata(size, 0, 5000)
         round_of(size, size, 0)
-    for rows in range(1, 65):
+        verify(size, 0)
+        layer_front(size, 0)
+    for rows in CAPTURED_ROWS:
         decode(rows, 0)
     prefill(1, 0, 8, 0, 0)
 
@@ -121,9 +157,20 @@ def serve() -> None:
         metadata(requests, offset, 17 + 100 * requests)
         prefill(max(requests, 1), offset, max(requests, 1), 16 * offset, offset)
         round_of(min(requests, 64), 64, offset)
-    for rows in (1, 2, 3, 5, 16, 17, 63, 64):
+        verify(requests, offset)
+        layer_front(requests, offset)
+    for rows in (1, 2, 3, 5, 16, 17, 63, 64, 141):
         for step in range(STEPS - 1):
             decode(rows, step * rows)
+
+
+def forms_of_decode() -> int:
+    """Tiles of captured rows, split and not, over both caches: what the plan asks to compile of sparse_decode's kernel."""
+    forms = set()
+    for fp8, rows in itertools.product((False, True), CAPTURED_ROWS):
+        tile = Tile.of(rows, HEADS, fp8=fp8)
+        forms.add((fp8, replace(tile, programs=1), Split.of(rows, HEADS, TOPK, SMS, tile).parts > 1))
+    return len(forms)
 
 
 def main() -> None:
@@ -141,8 +188,7 @@ def main() -> None:
     start()
     now = "serve"
     serve()
-    tiles = len({Tile.of(rows, 16) for rows in range(1, 65)})
-    sys.stdout.write(json.dumps({"keys": keys, "tiles": tiles}))
+    sys.stdout.write(json.dumps({"keys": keys, "forms_of_decode": forms_of_decode()}))
 
 
 if __name__ == "__main__":

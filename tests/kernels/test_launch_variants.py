@@ -13,6 +13,10 @@ KERNELS = {
     "fill_inputs_kernel": 2,
     "store_results_kernel": 1,
     "join_kernel": 2,
+    "selection_union_kernel": 1,
+    "attend_union_kernel": 4,  # split and not, of either cache
+    "norm_rope_store_kernel": 6,  # three forms of the query's scales, of either cache
+    "rope_quantise_kernel": 1,
 }
 
 
@@ -28,4 +32,4 @@ def test_serving_compiles_nothing_that_the_start_has_not(compiled):
 
 def test_each_kernel_has_the_forms_that_its_options_ask_for(compiled):
     forms = {name: len(keys["start"]) for name, keys in compiled["keys"].items()}
-    assert forms == KERNELS | {"attend_kernel": compiled["tiles"]}
+    assert forms == KERNELS | {"attend_kernel": compiled["forms_of_decode"]}
