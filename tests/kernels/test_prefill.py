@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from metadata_reference import expected_prefill
 from properties import tried
 
 from nsa_backend.kernels import prefill_fields
@@ -23,29 +24,6 @@ def poisoned_memory(monkeypatch):
     """Fields begin as poison, so that an element nobody writes is seen."""
     empty = torch.empty
     monkeypatch.setattr(prefill_fields.torch, "empty", lambda *a, **k: empty(*a, **k).fill_(POISON))
-
-
-def expected(prefixes: list[int], extends: list[int], slots: np.ndarray, index_topk: int) -> dict[str, np.ndarray]:
-    rows = [(r, prefix + j + 1) for r, (prefix, new) in enumerate(zip(prefixes, extends, strict=True)) for j in range(new)]
-    tokens = [prefix + new for prefix, new in zip(prefixes, extends, strict=True)]
-    starts = np.cumsum([0, *tokens])
-    clipped = [min(length, index_topk) for _, length in rows]
-    pages = -(-max(tokens) // 64)
-    table = [[slots[r, 64 * p] // 64 if 64 * p < n else 0 for p in range(pages)] for r, n in enumerate(tokens)]
-    return {
-        "cache_seqlens": tokens,
-        "cu_seqlens_q": np.cumsum([0, *extends]),
-        "cu_seqlens_k": starts,
-        "seqlens_expanded": [length for _, length in rows],
-        "nsa_cache_seqlens": clipped,
-        "nsa_cu_seqlens_q": range(len(rows) + 1),
-        "nsa_cu_seqlens_k": np.cumsum([0, *clipped]),
-        "token_to_batch_idx": [r for r, _ in rows],
-        "k_start": [starts[r] for r, _ in rows],
-        "k_end": [starts[r] + length for r, length in rows],
-        "real_page_table": table,
-        "flattened_slots": np.concatenate([slots[r, :n] for r, n in enumerate(tokens)]),
-    }
 
 
 def run_and_compare(device, writer, prefixes, extends, *, index_topk=64, dtype=torch.int64, seed=0, flattened=True) -> None:
@@ -65,7 +43,7 @@ def run_and_compare(device, writer, prefixes, extends, *, index_topk=64, dtype=t
         longest=max(tokens),
         flattened=sum(tokens) if flattened else 0,
     )
-    want = expected(prefixes, extends, pool[rows], index_topk)
+    want = expected_prefill(prefixes, extends, pool[rows], index_topk)
     if not flattened:
         assert got.flattened_slots is None
         del want["flattened_slots"]
@@ -124,7 +102,7 @@ def test_some_rows_of_a_batch(device, requests, ranks, index_topk):
         req_to_token=torch.from_numpy(pool).to(device),
         index_topk=index_topk, num_rows=sum(extends), longest=max(tokens), flattened=sum(tokens),
     )  # fmt: skip
-    whole = expected(prefixes, extends, pool, index_topk)
+    whole = expected_prefill(prefixes, extends, pool, index_topk)
     owners = whole["token_to_batch_idx"]
     counts = np.zeros(len(tokens), dtype=int)
     for rank in range(ranks):

@@ -40,56 +40,44 @@ def test_slots_of_random_rows(device, requests, rows, topk, page, seed):
         np.testing.assert_array_equal(got.cpu().numpy(), np.array(want, dtype=np.int32).reshape(rows, topk))
 
 
-def test_refuses_rows_without_a_request(device):
-    table = torch.zeros(1, 8, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="another request's tokens"):
-        topk_slots(torch.zeros(2, 4, dtype=torch.int32, device=device), table, table.new_zeros(1), 1)
+def to(dtype: torch.dtype):
+    return lambda t: t.to(dtype)
 
 
-def test_refuses_a_transposed_table(device):
-    table = torch.zeros(8, 8, dtype=torch.int32, device=device).t()
-    with pytest.raises(ValueError, match="wrong columns"):
-        topk_slots(torch.zeros(2, 4, dtype=torch.int32, device=device), table, table.new_zeros(2), 1)
-
-
-@given(rows=st.integers(2, 9), stride=st.integers(2, 5), dtype=st.sampled_from([torch.int32, torch.int64]))
-@tried()
-def test_refuses_strided_requests_of_rows(device, rows, stride, dtype):
-    """Read as if they were dense, every row but the first would get another one's request."""
-    owner = torch.arange(rows * stride, dtype=dtype, device=device)[::stride]
-    table = torch.zeros(rows * stride, 8, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=rf"token_to_batch_idx must be contiguous .* strides \({stride},\).*another request's"):
-        topk_slots(torch.zeros(rows, 4, dtype=torch.int32, device=device), table, owner, 1)
-
-
-@given(
-    name=st.sampled_from(["topk_indices", "token_to_batch_idx"]),
-    dtype=st.sampled_from([torch.int16, torch.uint8, torch.float32, torch.bool]),
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("token_to_batch_idx", lambda t: t[:1], "another request's tokens"),
+        # Read as if they were dense, every row but the first would get another one's request.
+        *(
+            (
+                "token_to_batch_idx",
+                lambda t, n=n: t.repeat_interleave(n)[::n],
+                rf"contiguous .* strides \({n},\).*another request's",
+            )
+            for n in (2, 5)
+        ),
+        ("page_table", lambda t: t.repeat(1, 2)[:, ::2], "wrong columns"),
+        ("page_table", to(torch.int64), "wrong columns"),
+        *(
+            (name, to(dtype), f"{name} must be .*got {dtype}")
+            for name in ("topk_indices", "token_to_batch_idx")
+            for dtype in (torch.int16, torch.uint8, torch.float32, torch.bool)
+        ),
+        *(
+            (name, lambda t: t.to("meta"), f"{name} is on meta and topk_indices on")
+            for name in ("page_table", "token_to_batch_idx")
+        ),
+    ],
 )
-@tried()
-def test_refuses_dtypes_whose_bits_it_would_misread(device, name, dtype):
+def test_what_would_be_misread_is_refused(device, name, change, message):
     call = {
         "topk_indices": torch.zeros(2, 4, dtype=torch.int32, device=device),
         "page_table": torch.zeros(2, 8, dtype=torch.int32, device=device),
-        "token_to_batch_idx": torch.zeros(2, dtype=torch.int32, device=device),
-        "page_size": 1,
+        "token_to_batch_idx": torch.zeros(2, dtype=torch.int64, device=device),
     }
-    call[name] = call[name].to(dtype)
-    with pytest.raises(ValueError, match=rf"{name} must be .*got {dtype}"):
-        topk_slots(**call)
-
-
-@pytest.mark.parametrize("name", ["page_table", "token_to_batch_idx"])
-def test_refuses_another_device(device, name):
-    call = {
-        "topk_indices": torch.zeros(2, 4, dtype=torch.int32, device=device),
-        "page_table": torch.zeros(2, 8, dtype=torch.int32, device=device),
-        "token_to_batch_idx": torch.zeros(2, dtype=torch.int32, device=device),
-        "page_size": 1,
-    }
-    call[name] = call[name].to("meta")
-    with pytest.raises(ValueError, match=f"{name} is on meta and topk_indices on {device}"):
-        topk_slots(**call)
+    with pytest.raises(ValueError, match=message):
+        topk_slots(**call | {name: change(call[name])}, page_size=1)
 
 
 def test_takes_requests_of_a_chunk_as_sglang_counts_them(device):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from round_sides import same, two_sides
+from round_sides import two_sides
 from round_stand_in import decode_batch
 
 from nsa_backend.adapters.dsa.rounds import served
@@ -15,19 +15,6 @@ from nsa_backend.adapters.dsa.rounds.by_release import OneGraph, release
 from nsa_backend.adapters.dsa.rounds.served import SAMPLED_SWITCH
 
 pytestmark = pytest.mark.usefixtures("sampled_rounds")
-
-
-def test_kinds_of_batches_in_turns():
-    """What one kind leaves, the other and SGLang's own path take up; each has graphs of its own."""
-    theirs, ours = two_sides()
-    asked = ({}, {"greedy": False}, {"has_grammar": True})
-    for number in range(12):
-        options = asked[number % 3]
-        batch = decode_batch([2, 4, 9, 5][: 1 + number % 4], greedy=options.get("greedy", True))
-        fields = {name: value for name, value in options.items() if name != "greedy"}
-        mine, other = (side.run(batch(**fields)) for side in (ours, theirs))
-        same(mine, other, 1 + number % 4)
-    assert ours.replays == 8
 
 
 def test_filters_are_in_every_graph_and_not_in_every_round_of_sglang():

@@ -53,18 +53,22 @@ def test_they_are_those_of_three_graphs(asked, greedy):
 
 
 def test_kinds_of_batches_in_turns(asked):
-    """Each has graphs of its own, and none meets what another has left."""
+    """Each has graphs of its own; what one leaves, the others and SGLang's own path take up."""
     theirs, ours = two_sides()
-    kinds = [(greedy, logprobs) for greedy in (True, False) for logprobs in (False, True)]
-    for number in range(12):
-        greedy, logprobs = kinds[number % 4]
-        found = []
+    kinds = [
+        *((greedy, {"return_logprob": told}) for greedy in (True, False) for told in (False, True)),
+        (True, {"has_grammar": True}),
+    ]
+    for number in range(20):
+        (greedy, fields), requests, found = kinds[number % 5], 1 + number % 4, []
         for side in (theirs, ours):
-            made = decode_batch([2, 4], greedy=greedy)(return_logprob=logprobs)
-            found.append(read(side.run(made), made))
-        assert found[0] == found[1]
-        assert (found[0] is not None) == logprobs
-    assert ours.replays == 12
+            made = decode_batch([2, 4, 9, 5][:requests], greedy=greedy)(**fields)
+            result = side.run(made)
+            found.append((result, read(result, made)))
+        same(found[1][0], found[0][0], requests)
+        assert found[0][1] == found[1][1]
+        assert (found[0][1] is not None) == fields.get("return_logprob", False)
+    assert ours.replays == 16
 
 
 def test_they_stay_until_they_are_read(asked):

@@ -17,6 +17,7 @@ import torch
 from fake_gpu import fake_gpu, gpu
 from graphs_on_fake_gpu import HIDDEN, SELECTED
 from ranks_on_fake_gpu import RANKS, FakeRank, PlainRequest, captures_on_fake_gpu, exchanged, started
+from round_sides import of_a_pair
 from sglang.srt.arg_groups import overrides
 from sglang.srt.disaggregation import decode
 from sglang.srt.layers import logits_processor
@@ -34,15 +35,7 @@ TURNS = 30
 
 @pytest.fixture(autouse=True)
 def on_gpus(monkeypatch):
-    spec = SimpleNamespace(
-        speculative_eagle_topk=1,
-        speculative_num_steps=3,
-        enable_multi_layer_eagle=False,
-        speculative_use_rejection_sampling=False,
-    )
-    monkeypatch.setattr(eagle_disaggregation, "get_spec", lambda: spec)
-    monkeypatch.setattr(eagle_disaggregation, "should_remap_pd_dsa_seed_to_local_slots", lambda: False)
-    monkeypatch.setattr(eagle_disaggregation, "get_dsa_seed_metadata_dim", lambda config: 0)
+    of_a_pair(monkeypatch)
     monkeypatch.setattr(eagle_disaggregation, "async_h2d_stack", lambda rows, device: torch.stack(rows).to(device))
     monkeypatch.setattr(decode, "set_schedule_time_batch", lambda batch: None)
     with fake_gpu(), captures_on_fake_gpu():

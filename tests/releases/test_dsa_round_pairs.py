@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import tried
-from round_sides import Side, same
+from round_sides import Side, of_a_pair, same
 from round_stand_in import HIDDEN, POOL, SELECTED, VOCABULARY, decode_batch
 from sglang.srt.speculative import eagle_disaggregation
 
@@ -27,16 +27,8 @@ ARRIVALS = st.lists(
 
 @pytest.fixture(scope="module", autouse=True)
 def sglang():
-    spec = SimpleNamespace(
-        speculative_eagle_topk=1,
-        speculative_num_steps=3,
-        enable_multi_layer_eagle=False,
-        speculative_use_rejection_sampling=False,
-    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eagle_disaggregation, "get_spec", lambda: spec)
-        patch.setattr(eagle_disaggregation, "should_remap_pd_dsa_seed_to_local_slots", lambda: False)
-        patch.setattr(eagle_disaggregation, "get_dsa_seed_metadata_dim", lambda config: 0)
+        of_a_pair(patch)
         yield
 
 

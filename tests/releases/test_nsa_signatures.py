@@ -10,6 +10,7 @@ from sglang.srt.speculative import eagle_worker, eagle_worker_v2
 
 from nsa_backend.adapters import sglang_types
 from nsa_backend.backend import NativeSparseAttnBackend
+from nsa_backend.benchmarks.calls import builtin_replay
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 
 X = object()
@@ -69,3 +70,17 @@ def test_server_args_say_which_backends_serve():
 
 def test_a_batch_knows_its_pool_and_its_backend():
     assert {"token_to_kv_pool", "attn_backend"} <= {f.name for f in fields(sglang_types.ForwardBatch)}
+
+
+def test_the_earlier_generations_call_what_the_release_has():
+    """`bench metadata` makes the two calls of SGLang's own loop, with the same arguments."""
+    loop = inspect.getsource(builtin.NativeSparseAttnMultiStepBackend.init_forward_metadata_replay_cuda_graph)
+    ours = inspect.getsource(builtin_replay.precompute)
+    for method in ("_precompute_replay_metadata", "init_forward_metadata_replay_cuda_graph_from_precomputed"):
+        parameters = set(inspect.signature(getattr(builtin.NativeSparseAttnBackend, method)).parameters) - {"self"}
+        assert method in loop
+        assert method in ours
+        for name in parameters:
+            assert f"{name}=" in ours, name
+    assert "SGLANG_NSA_ENABLE_MTP_PRECOMPUTE_METADATA" in loop
+    assert builtin._USE_FUSED_METADATA_COPY in (True, False)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from batches import forward_batch, prefill_batch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from metadata_reference import Batch
+from metadata_fields import FIELDS
+from metadata_reference import Batch, expected_prefill
 from properties import tried
 
 from nsa_backend.adapters.installed import adapter
@@ -22,46 +22,34 @@ from nsa_backend.registration import create_backend
 RUNS = tried(15, suppress_health_check=list(HealthCheck))
 RAGGED = [ForwardMode.EXTEND, *(mode for mode in ForwardMode if adapter.is_ragged_draft_extend(mode))]
 """Modes in which requests extend by different numbers of tokens."""
+SAME = ("cu_seqlens_q", "cu_seqlens_k", "nsa_cu_seqlens_q", "nsa_cu_seqlens_k", "token_to_batch_idx")
+OF_PREFILL = FIELDS | {name: name for name in SAME}
+"""Field of a prefill's metadata to that of `expected_prefill`."""
 
 
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 @RUNS
 def test_prefill(make_runner, data, seed):
-    """Prefix and new tokens, by definition, one token after the other."""
+    """Prefix and new tokens, by definition."""
     runner = make_runner()
     requests = data.draw(st.integers(1, 8))
     prefix = data.draw(st.lists(st.integers(0, 200), min_size=requests, max_size=requests))
     new = data.draw(st.lists(st.integers(1, 90), min_size=requests, max_size=requests))
-    lengths = [a + b for a, b in zip(prefix, new, strict=True)]
     batch = prefill_batch(runner, prefix, new, seed)
     backend = create_backend(runner)
     backend.init_forward_metadata(batch)
     m = backend.forward_metadata
-
-    row_lens, owner, start, end = [], [], [], []
-    for request, (a, b) in enumerate(zip(prefix, new, strict=True)):
-        for j in range(b):
-            row_lens.append(a + j + 1)
-            owner.append(request)
-            start.append(sum(lengths[:request]))
-            end.append(start[-1] + a + j + 1)
-    assert m.nsa_seqlens_expanded.tolist() == row_lens
-    assert m.nsa_cache_seqlens_int32.tolist() == [min(n, 64) for n in row_lens]
-    assert m.nsa_cu_seqlens_k.tolist() == np.cumsum([0] + [min(n, 64) for n in row_lens]).tolist()
-    assert m.nsa_cu_seqlens_q.tolist() == list(range(len(row_lens) + 1))
-    assert m.token_to_batch_idx.tolist() == owner
-    assert [t.tolist() for t in m.indexer_k_start_end] == [start, end]
-    assert m.cu_seqlens_q.tolist() == np.cumsum([0, *new]).tolist()
-    assert m.cu_seqlens_k.tolist() == np.cumsum([0, *lengths]).tolist()
-    assert m.cache_seqlens_int32.tolist() == lengths
+    want = expected_prefill(prefix, new, runner.req_to_token_pool.req_to_token[batch.req_pool_indices].numpy(), 64)
+    found = {reference: getattr(m, ours) for ours, reference in OF_PREFILL.items()}
+    found |= dict(zip(("k_start", "k_end"), m.indexer_k_start_end, strict=True))
+    for name, tensor in found.items():
+        assert tensor.tolist() == list(want[name]), name
+        assert tensor.dtype == torch.int32, name
+    lengths = list(want["cache_seqlens"])
     assert (m.max_seq_len_q, m.max_seq_len_k) == (max(new), max(lengths))
     assert m.nsa_extend_seq_lens_list == new
-    table = runner.req_to_token_pool.req_to_token
-    for request, length in enumerate(lengths):
-        pages = table[batch.req_pool_indices[request], :length:64] // 64
-        assert torch.equal(m.real_page_table[request, : len(pages)], pages)
-    for tensor in (m.nsa_seqlens_expanded, m.nsa_cu_seqlens_k, m.token_to_batch_idx, *m.indexer_k_start_end, m.cu_seqlens_q):
-        assert tensor.dtype == torch.int32
+    for row, table, length in zip(m.real_page_table.tolist(), want["real_page_table"], lengths, strict=True):
+        assert row[: -(-length // 64)] == table[: -(-length // 64)]
 
 
 @pytest.mark.parametrize("mode", RAGGED)

@@ -129,3 +129,27 @@ def _expect_tables(batch: Batch, out: dict[str, np.ndarray], lengths: list[int])
         ends = np.cumsum([0, *batch.extend_lens])
         ends[-1] += batch.tail_rows
         out["cu_seqlens_q"][: len(ends)] = ends
+
+
+def expected_prefill(prefixes: list[int], extends: list[int], slots: np.ndarray, index_topk: int) -> dict[str, np.ndarray]:
+    """Every field of a prefill of `extends` new tokens behind `prefixes`; `slots` has a row of the request table each."""
+    rows = [(r, prefix + j + 1) for r, (prefix, new) in enumerate(zip(prefixes, extends, strict=True)) for j in range(new)]
+    tokens = [prefix + new for prefix, new in zip(prefixes, extends, strict=True)]
+    starts = np.cumsum([0, *tokens])
+    clipped = [min(length, index_topk) for _, length in rows]
+    pages = -(-max(tokens) // PAGE)
+    table = [[slots[r, PAGE * p] // PAGE if PAGE * p < n else 0 for p in range(pages)] for r, n in enumerate(tokens)]
+    return {
+        "cache_seqlens": tokens,
+        "cu_seqlens_q": np.cumsum([0, *extends]),
+        "cu_seqlens_k": starts,
+        "seqlens_expanded": [length for _, length in rows],
+        "nsa_cache_seqlens": clipped,
+        "nsa_cu_seqlens_q": range(len(rows) + 1),
+        "nsa_cu_seqlens_k": np.cumsum([0, *clipped]),
+        "token_to_batch_idx": [r for r, _ in rows],
+        "k_start": [starts[r] for r, _ in rows],
+        "k_end": [starts[r] + length for r, length in rows],
+        "real_page_table": table,
+        "flattened_slots": np.concatenate([slots[r, :n] for r, n in enumerate(tokens)]),
+    }

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from round_stand_in import POOL, Backend, D, Recorded, StandInWorker, finished_prefill, generate, sampling_info
 from sglang.srt.managers.overlap_utils import FutureMap
@@ -99,3 +100,14 @@ def same(ours, theirs, requests: int) -> None:
     for request in range(requests):
         accepted = slice(request * D, request * D + int(theirs.accept_lens[request]))
         assert torch.equal(ours.next_token_ids[accepted], theirs.next_token_ids[accepted])
+
+
+def of_a_pair(patch: pytest.MonkeyPatch) -> None:
+    """What SGLang's handover between the servers of a pair asks of a process."""
+    from sglang.srt.speculative import eagle_disaggregation
+
+    off = dict.fromkeys(("enable_multi_layer_eagle", "speculative_use_rejection_sampling"), False)
+    spec = SimpleNamespace(speculative_eagle_topk=1, speculative_num_steps=3, **off)
+    patch.setattr(eagle_disaggregation, "get_spec", lambda: spec)
+    patch.setattr(eagle_disaggregation, "should_remap_pd_dsa_seed_to_local_slots", lambda: False)
+    patch.setattr(eagle_disaggregation, "get_dsa_seed_metadata_dim", lambda config: 0)
