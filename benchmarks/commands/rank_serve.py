@@ -131,6 +131,10 @@ def cells(
                 for batch, length in fitting[name]:
                     title = f"{name}, N = {steps}, {batch} x {length}, {told}"
                     found.append(Cell(title, partial(measure, servers, name, steps, turn, stage, batch, length)))
+                for batch, length in fitting[name]:
+                    if batch in (getattr(options, "parts", None) or ()):
+                        title = f"{name}, N = {steps}, {batch} x {length} by part, {told}"
+                        found.append(Cell(title, partial(by_part, servers, name, steps, turn, stage, batch, length)))
         for batch, length in wanted[name]:
             if (batch, length) not in fitting[name]:
                 row = {"checkpoint": name, "batch": batch, "length": length, "gpu_gib": round(there / ranks.GIB, 1)}
@@ -175,11 +179,13 @@ def shapes(name: str, options: argparse.Namespace) -> list[tuple[int, int]]:
     return sorted((s for s in found if not most or s[0] * s[1] <= most), key=lambda s: (s[0] * s[1], s))
 
 
-def times(servers: RankServers, name: str, steps: int, turn: int, stage: Stage, batch: int, length: int) -> list[dict]:
+def times(
+    servers: RankServers, name: str, steps: int, turn: int, stage: Stage, batch: int, length: int, *, samples: int = SAMPLES
+) -> list[dict]:
     """A row a side: milliseconds of a round and a token, time to first token, tokens a second."""
     running = servers.of(name, steps, turn, stage)
-    found = in_turns(running, batch, length, TOKENS, SAMPLES)
-    shape = {"checkpoint": name, "steps": steps, "batch": batch, "length": length, "tokens": TOKENS, "samples": SAMPLES}
+    found = in_turns(running, batch, length, TOKENS, samples)
+    shape = {"checkpoint": name, "steps": steps, "batch": batch, "length": length, "tokens": TOKENS, "samples": samples}
     return [
         shape | {"side": side, "turn": turn, "gpu": gpu, "seconds_to_ready": servers.ready[side]} | summary(found[side])
         for side, gpu in stage
@@ -201,6 +207,7 @@ def by_part(servers: RankServers, name: str, steps: int, turn: int, stage: Stage
 
 def show(rows: Sequence[dict]) -> None:
     """A line a cell and side with the ratio of rounds to the built-in's; then how a round becomes tokens."""
+    told, rows = [r for r in rows if "parts" in r], [r for r in rows if "round_ms" in r]
     first, table = together(rows, "ttft_ms"), []
     for cell, sides in together(rows).items():
         for side, (median, least, most) in sides.items():
@@ -209,6 +216,7 @@ def show(rows: Sequence[dict]) -> None:
             table.append((*cell[:2], f"{cell[2]} x {cell[3]}", side, spread, ratio, f"{first[cell][side][0]:.0f}"))
     print_table(("rank", "N", "prompts", "side", "round ms", "over the built-in's", "first token ms"), table)
     print("random weights accept no drafts: milliseconds a token are a round's over the accept length of a trained model")
+    show_parts(told)
 
 
 def show_parts(rows: Sequence[dict]) -> None:

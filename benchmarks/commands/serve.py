@@ -44,7 +44,9 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
         return own_model.cells(options, resources)
     if of_ranks := [name for name in options.checkpoint or () if name in RANKS]:
         rank_serve.check_alone(options, of_ranks)
-        return rank_serve.cells(of_ranks, options, resources, rank_serve.times)
+        return rank_serve.cells(
+            of_ranks, options, resources, partial(rank_serve.times, samples=options.samples or rank_serve.SAMPLES)
+        )
     wanted = shapes(options)
     servers = Servers(Path(tempfile.mkdtemp(prefix="nsa-bench-")), options.port or PORT, wanted, TOKENS, options.sides)
     resources.callback(servers.close)

@@ -34,6 +34,7 @@ BENCHES = {
         "--prompt-tokens",
         "--parallel",
         "--samples",
+        "--parts",
         "--temperature",
         "--top-p",
         "--sides",
@@ -60,7 +61,8 @@ OPTIONS = {
     "--prompt-tokens": "most prompt tokens of a batch: a million take half a minute a sample",
     "--parallel": "GPUs of a server: tp4, dp4 (DP attention), dp2-tp2 (DP attention 2 of two GPUs each), tp4-ep (experts "
     "divided), cp2 (prefill context parallel), pp2, pd (a prefill and a decode server); one GPU unless told",
-    "--samples": "samples of a side and cell; unless told 7, 5 or 3, the fewer the more prompt tokens",
+    "--samples": "samples of a side and cell; unless told 7, 5 or 3, the fewer the more prompt tokens, and 3 of a rank",
+    "--parts": "batches of a rank whose rounds are told by part too, from the servers that were timed",
     "--temperature": "of every request; 0, which is greedy, unless told",
     "--top-p": "of every request that samples; 1 unless told",
     "--sides": "whose servers, in the order in which they start: ours, builtin, three_graphs (ours, "
@@ -84,7 +86,7 @@ TEXTS = ("--checkpoint", "--parallel", "--section", "--sides", "--model", "--pro
 
 OWN = ("--prompts", "--tokens", "--server")
 NOT_OWN = dict.fromkeys(
-    ("--checkpoint", "--length", "--prompt-tokens", "--samples", "--quick"), "whose prompts come from --prompts"
+    ("--checkpoint", "--length", "--prompt-tokens", "--samples", "--parts", "--quick"), "whose prompts come from --prompts"
 ) | {"--parallel": "whose GPUs --server names: '--tp-size 8'"}
 """What goes with --model alone, and what does not go with it, with the reason."""
 

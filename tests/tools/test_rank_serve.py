@@ -40,7 +40,7 @@ def gpus(monkeypatch):
 
 
 def options(**given) -> argparse.Namespace:
-    words = "model port sides steps batch length prompt_tokens parallel servers samples temperature top_p"
+    words = "model port sides steps batch length prompt_tokens parallel servers samples parts temperature top_p"
     known = dict.fromkeys(words.split())
     return argparse.Namespace(**(known | {"quick": False, "checkpoint": ["v3.2-tp8"]} | given))
 
@@ -266,10 +266,27 @@ def test_a_round_is_told_by_part_with_what_lies_between_rounds(capsys):
         parts.of_rounds(trace(3), LAYERS)
 
 
-def test_profile_reads_the_trace_of_each_side(gpus, started, monkeypatch, tmp_path):
+@pytest.fixture
+def traced(monkeypatch):
+    """Servers leave the trace of eight rounds."""
     monkeypatch.setattr(FakeServer, "generate", lambda self, prompts, tokens: None, raising=False)
     monkeypatch.setattr(FakeServer, "profiled", lambda self, folder, prompts, tokens: None, raising=False)
     monkeypatch.setattr(rank_serve.traces, "read_events", lambda folder: trace(8))
+
+
+def test_servers_that_were_timed_tell_some_of_their_rounds_by_part(gpus, started, traced, capsys):
+    with ExitStack() as resources:
+        asked = options(steps=[3], batch=[1, 8], length=[300], parts=[8], sides=["ours"], samples=2)
+        report = run_cells(serve.cells(asked, resources), 600, lambda report: None)
+    first, _, third, *_ = report["rows"]
+    assert [row["batch"] for row in report["rows"] if "parts" in row] == [8, 8]
+    assert (first["samples"], third["rounds"]) == (2, 6)
+    assert sum("ours on" in event for event in started) == 2, "one server a turn"
+    serve.show(report)
+    assert "8 x 300: kernels of a round by part" in capsys.readouterr().out
+
+
+def test_profile_reads_the_trace_of_each_side(gpus, started, traced):
     with ExitStack() as resources:
         report = run_cells(profile.cells(options(steps=[3], batch=[1], length=[300]), resources), 600, lambda report: None)
     assert [(row["side"], row["steps"], row["rounds"]) for row in report["rows"]] == [("ours", 3, 6), ("builtin", 3, 6)]
