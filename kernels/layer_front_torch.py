@@ -145,3 +145,10 @@ def rope_quantise_torch(
     weighed = gates * query.shape[1] ** -0.5 * scale * GROUP**-0.5
     out = rope(q_rope.float(), weights.cos_sin[positions], weights.neox).bfloat16()
     return fp8(x / scale[..., None]), weighed[..., None], out
+
+
+def product_torch(x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor) -> torch.Tensor:
+    """bfloat16 [rows, columns]: one of `split_products`, summed in double precision."""
+    of_rows = x_scales.double().repeat_interleave(GROUP, 1)
+    of_columns = weight_scales.double().repeat_interleave(GROUP, 0)[: len(weight)].repeat_interleave(GROUP, 1)
+    return ((x.double() * of_rows) @ (weight.double() * of_columns).T).bfloat16()

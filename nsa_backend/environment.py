@@ -49,9 +49,10 @@ VARIABLES = (
     ),
     Variable(
         "NSA_BACKEND_LAYER_FRONT",
-        "0",
-        "1: two launches of ours in front of every layer of DeepSeek-V3.2 on 0.5.23 and Hopper, or no start; 0: SGLang's own",
-        "3 to 9 % off a round or a token of a rank; off until its answers are compared with the built-in's",
+        "unset",
+        "unset: two launches of ours in front of every layer of DeepSeek-V3.2 that can have them, on 0.5.23 and Hopper; "
+        "1: so, or no start; 0: SGLang's own",
+        "0 to compare; the start says how many layers have it",
     ),
     Variable(
         "NSA_BACKEND_PAIRED_LOGITS",

@@ -35,7 +35,8 @@ def wants_layer_fronts() -> bool:
 def create_backend(runner: sglang_types.ModelRunner) -> NativeSparseAttnBackend:
     """Build the backend of a target model, or of a draft model's prefill."""
     if wants_layer_fronts():
-        adapter.take_layer_fronts(runner, (NativeSparseAttnBackend,), not runner.is_draft_worker)
+        demanded = switched_on("NSA_BACKEND_LAYER_FRONT") and not runner.is_draft_worker
+        adapter.take_layer_fronts(runner, (NativeSparseAttnBackend,), demanded)
     backend = NativeSparseAttnBackend(runner)
     adapter.clear_padding_on_resume(runner.token_to_kv_pool)
     if not runner.is_draft_worker:

@@ -54,8 +54,8 @@ ROUND_COUNTS = "nsa_backend_rounds"
 """What /server_info calls the rounds that were one graph, in the state of each DP rank."""
 
 
-LAYER_FRONTS = {"0.5.23": False}
-"""Releases on which a layer's front can be two launches, and whether it is unasked; its answers are not compared yet."""
+LAYER_FRONTS = {"0.5.23": True}
+"""Releases on which a layer's front can be two launches, and whether it is unasked."""
 
 
 def installed() -> str:

@@ -25,6 +25,7 @@ from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 from nsa_backend.kernels.sparse_verify import tile_of
 from nsa_backend.kernels.sparse_verify_kernel import attend_union_kernel
+from nsa_backend.kernels.split_products import COLUMNS, TILES, split_products_kernel
 
 TYPES = {name: "*bf16" for name in ("q_nope_ptr", "q_rope_ptr", "k_rope_ptr", "out_ptr")}
 TYPES |= {
@@ -42,6 +43,9 @@ TYPES |= {
 }
 TYPES |= dict.fromkeys(("qkv_ptr", "key_ptr", "q_weight_ptr", "latent_weight_ptr", "query_ptr", "q_rope_out_ptr"), "*bf16")
 TYPES |= dict.fromkeys(("q_ptr", "index_ptr", "quantised_ptr"), "*fp8e4nv")
+TYPES |= dict.fromkeys(("x_ptr", "first_ptr", "second_ptr"), "*fp8e4nv")
+TYPES |= dict.fromkeys(("x_scales_ptr", "first_scales_ptr", "second_scales_ptr", "sums_ptr"), "*fp32")
+TYPES |= {"first_out_ptr": "*bf16", "second_out_ptr": "*bf16", "arrived_ptr": "*i32"}
 TYPES |= dict.fromkeys(("positions_ptr",), "*i64")
 TYPES |= dict.fromkeys(("key_weight_ptr", "key_bias_ptr", "cos_sin_ptr", "index_cos_sin_ptr", "q_scales_ptr"), "*fp32")
 TYPES |= dict.fromkeys(("latent_scales_ptr", "index_scales_ptr", "gates_ptr", "weights_ptr"), "*fp32")
@@ -94,6 +98,10 @@ def front(caches: dict[str, dict]) -> dict[str, dict]:
             query = {"Q_FP8": fp8, "Q_POWERS": powers}
             used = resources(norm_rope_store_kernel, model | strides | constants | query, latent, types)
             found[f"front, norm_rope_store, {latent[1:]}, {query}"] = used | {"programs": 8}
+    for rows, (splits, stages) in TILES.items():
+        constants = {"INNER": 7168, "FIRST": 2112, "SECOND": 128, "ROWS": rows, "SPLITS": splits, "STAGES": stages}
+        used = resources(split_products_kernel, constants | {"COLUMNS": COLUMNS, "GROUP": 128})
+        found[f"front, split_products, {rows} rows"] = used | {"programs": 3}
     constants = {"INDEX_HEADS": 64, "HEADS": 8, "QUERY_STRIDE": 8192, "GATE_SCALE": 0.125, "SOFTMAX_SCALE": 128**-0.5}
     constants |= {"Q_ROPE_ROW_STRIDE": 3072, "Q_ROPE_HEAD_STRIDE": 192}
     return found | {"front, rope_quantise": resources(rope_quantise_kernel, model | constants) | {"programs": 8}}

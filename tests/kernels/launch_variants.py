@@ -33,6 +33,7 @@ from nsa_backend.kernels.round_tensors import RoundInputs, SamplingParameters, f
 from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
 from nsa_backend.kernels.sparse_decode_plan import Split, Tile
 from nsa_backend.kernels.sparse_verify import VerifyMemory, sparse_verify
+from nsa_backend.kernels.split_products import MOST_ROWS, counters, split_products
 from nsa_backend.kernels.topk_slots import topk_slots
 
 D, STEPS, SMS, TOPK = 4, 4, 132, 2048
@@ -123,6 +124,11 @@ def layer_front(rows: int, offset: int) -> None:
             norm_rope_store(qkv, key, weights, positions, slots, cache, pages, scales)
     index_query = torch.zeros(rows, INDEX_HEADS, 128, dtype=torch.bfloat16)
     rope_quantise(index_query, torch.zeros(rows, INDEX_HEADS), query(rows, HEADS)[1], weights, positions)
+    if 0 < rows <= MOST_ROWS:
+        fp8 = lambda *shape: torch.zeros(shape, dtype=torch.float8_e4m3fn)  # noqa: E731
+        products = [(fp8(columns, 1024), torch.ones(-(-columns // 128), 8)) for columns in (Q_RANK + 576, 128)]
+        for scales in (torch.ones(rows, 8), torch.ones(8, -(-rows // 4) * 4).T[:rows]):
+            split_products(fp8(rows, 1024), scales, *products, counters(products[0][0], products[1][0]))
 
 
 def round_of(requests: int, size: int, offset: int) -> None:

@@ -17,6 +17,7 @@ KERNELS = {
     "attend_union_kernel": 4,  # split and not, of either cache
     "norm_rope_store_kernel": 6,  # three forms of the query's scales, of either cache
     "rope_quantise_kernel": 1,
+    "split_products_kernel": 2,  # up to 16 rows, up to 32
 }
 
 

@@ -18,7 +18,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
-from nsa_backend.adapters.dsa.layer_front import builtin, front, options, rule, take
+from nsa_backend import registration
+from nsa_backend.adapters.dsa.layer_front import builtin, front, options, projections, rule, take
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
@@ -26,7 +27,7 @@ from nsa_backend.adapters.installed import adapter
 from nsa_backend.kernels import layer_front_torch as steps
 from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
-from nsa_backend.releases import LAYER_FRONTS, layer_front_problem
+from nsa_backend.releases import LAYER_FRONTS, installed, layer_front_problem
 
 
 @pytest.fixture
@@ -92,6 +93,35 @@ def test_a_layer_of_sglang_leaves_the_same_caches_and_chooses_the_same(layer, mo
         assert value.shape == other.shape, name
         assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (value, other))), name
     assert (ours["kv"][0] == 7.0).all()
+
+
+def test_few_rows_take_both_first_products_from_one_launch(layer, monkeypatch):
+    layer.fused_qkv_a_proj_with_mqa, layer.indexer.wk, layer.q_b_proj, layer.indexer.wq_b = linears = [
+        BlockFp8(linear, Scales.EXACT)
+        for linear in (layer.fused_qkv_a_proj_with_mqa, layer.indexer.wk, layer.q_b_proj, layer.indexer.wq_b)
+    ]
+    for linear in linears[:2]:
+        linear.weight = torch.nn.Parameter(linear.weight.to(torch.float8_e4m3fn), requires_grad=False)
+        rows, columns = linear.weight.shape
+        linear.weight_scale_inv = torch.ones(-(-rows // 128), columns // 128)
+    for module in (front, projections):
+        monkeypatch.setattr(module, "scales_of", lambda linear: linear.form)
+    monkeypatch.setattr(front, "quantised", lambda x, scales: steps.quantise(x.float(), scales))
+    monkeypatch.setattr(projections, "LEAST_INNER", HIDDEN)
+    slots, found = torch.tensor([70, 200, 65, 131, 255]), []
+    for most in (ROWS, ROWS - 1):
+        monkeypatch.setattr(front, "MOST_ROWS", most)
+        with monkeypatch.context() as own:
+            if most == ROWS:
+                own.setattr(
+                    BlockFp8,
+                    "forward",
+                    lambda linear, x, whole=BlockFp8.forward: whole(linear, x) if linear in linears[2:] else 1 / 0,
+                )
+            found.append(prepared(layer, monkeypatch, ForwardMode.DECODE, True, slots))
+    for one, other in zip(*(given["kv"][slots].float() for given in found), strict=True):
+        assert (one - other).norm() < 0.01 * other.norm()
+    assert torch.equal(found[0]["topk"], found[1]["topk"])
 
 
 @pytest.mark.parametrize("what", ["nothing", "eager", "prefill", "another backend", "scattered", "shared selection", "llama"])
@@ -160,6 +190,23 @@ def served_args(**changed):
     served = {needed.attribute: needed.served[0] for needed in options.NEEDED}
     served |= {"dsa_decode_backend": "fa3", "dsa_prefill_backend": "fa3", "kv_cache_dtype": "auto"}
     return SimpleNamespace(**served | changed)
+
+
+@pytest.mark.parametrize(("asked", "calls"), [(None, [False, False]), ("1", [True, False]), ("0", [])])
+def test_a_server_that_asks_for_nothing_starts_without_a_layer_that_can(monkeypatch, asked, calls):
+    """Unasked, layers that cannot have it are SGLang's; =1 demands it of the target, as a draft model has other layers."""
+    demanded = []
+    monkeypatch.setattr(registration.adapter, "take_layer_fronts", lambda runner, backends, wanted: demanded.append(wanted))
+    monkeypatch.setattr(registration.adapter, "clear_padding_on_resume", lambda pool: None)
+    monkeypatch.setattr(registration.adapter, "settings", lambda runner: SimpleNamespace(num_steps=3))
+    backend = SimpleNamespace(log_start=lambda steps: None)
+    monkeypatch.setattr(registration, "NativeSparseAttnBackend", lambda runner: backend)
+    monkeypatch.delenv("NSA_BACKEND_LAYER_FRONT", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("NSA_BACKEND_LAYER_FRONT", asked)
+    for is_draft in (False, True):
+        registration.create_backend(SimpleNamespace(is_draft_worker=is_draft, token_to_kv_pool=None))
+    assert demanded == (calls if LAYER_FRONTS.get(installed(), False) or asked == "1" else [])
 
 
 def test_layers_are_taken_once_and_the_log_says_so(layer, caplog):

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from nsa_backend.adapters.dsa.layer_front.projections import quantised, scales_of
+from nsa_backend.adapters.dsa.layer_front.projections import FirstProducts, quantised, scales_of
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.adapters.sglang_types import ForwardBatch
 from nsa_backend.kernels.layer_front import norm_rope_store, rope_quantise
+from nsa_backend.kernels.split_products import MOST_ROWS
 
 
 class LayerFront:
@@ -26,6 +27,7 @@ class LayerFront:
         self.attention = attention
         self.own: Callable = attention.forward_absorb_prepare
         self.backends = backends
+        self.first_products = FirstProducts.of(attention)
 
     def __call__(
         self,
@@ -86,12 +88,16 @@ class LayerFront:
 
         x = quantised(hidden_states, x_scales)
         side.fork()
-        if x_scales is None:
+        few = self.first_products is not None and 0 < len(hidden_states) <= MOST_ROWS
+        if few:
+            qkv, key = self.first_products(x)
+        elif x_scales is None:
             qkv = attention.prepare_qkv_latent(hidden_states, batch)
         else:
             qkv = attention.fused_qkv_a_proj_with_mqa(x)[0]
         with side.running():
-            key = indexer.wk(x)[0]
+            if not few:
+                key = indexer.wk(x)[0]
             gates = indexer._weights_proj_bf16_in_fp32_out(hidden_states)
         side.join()
         if hasattr(pool, "invalidate_index_buffer_for_layer"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+from nsa_backend.kernels.split_products import LEAST_INNER, counters, split_products
 
 if TYPE_CHECKING:
     from sglang.srt.layers.linear import LinearBase
@@ -60,3 +62,25 @@ def quantised(x: torch.Tensor, scales: Scales | None) -> Any:
     if scales is Scales.POWERS_OF_TWO:
         return quantise(x, GROUP, scale_ue8m0=True)
     return quantise(x, GROUP, column_major_scales=True, scale_tma_aligned=True, scale_ue8m0=False)
+
+
+@dataclass(frozen=True)
+class FirstProducts:
+    """qkv_a and wk of one layer in one launch, for few rows; their weights as they are at every call."""
+
+    qkv_a: LinearBase
+    wk: LinearBase
+    arrived: torch.Tensor
+
+    @classmethod
+    def of(cls, attention: Any) -> FirstProducts | None:
+        """Of a DeepseekV2AttentionMLA with block-FP8 weights wide enough for it to pay, or None."""
+        qkv_a, wk = attention.fused_qkv_a_proj_with_mqa, attention.indexer.wk
+        if wk.weight.shape[1] < LEAST_INNER or scales_of(wk) is None:
+            return None
+        return cls(qkv_a, wk, counters(qkv_a.weight, wk.weight))
+
+    def __call__(self, x: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """bfloat16 [rows, columns] of either, of what `quantised` gives of up to MOST_ROWS rows."""
+        products = [(linear.weight, linear.weight_scale_inv) for linear in (self.qkv_a, self.wk)]
+        return split_products(*x, *products, self.arrived)

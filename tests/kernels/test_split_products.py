@@ -1,0 +1,76 @@
+"""Two products in one launch against one torch product each, with poison in what is allocated and behind the rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_backend.kernels.layer_front_torch import product_torch
+from nsa_backend.kernels.layer_front_weights import GROUP
+from nsa_backend.kernels.split_products import MOST_ROWS, counters, split_products
+from nsa_backend.testing.interpreter import round_as_a_gpu_does
+
+NAN = 0x7F
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch, device):
+    if device == "cpu":
+        round_as_a_gpu_does()
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **form: empty(*shape, **form).fill_(float("nan")))
+
+
+def weight(columns: int, inner: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = torch.rand(-(-columns // GROUP), inner // GROUP, device=device) * 1e-2
+    return torch.randn(columns, inner, device=device).to(torch.float8_e4m3fn), scales
+
+
+def inputs(rows: int, inner: int, far_apart: bool, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.full((MOST_ROWS + 8, inner), NAN, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)[:rows]
+    x.copy_(torch.randn(rows, inner, device=device).to(torch.float8_e4m3fn))
+    scales = torch.full((inner // GROUP, MOST_ROWS + 8), float("nan"), device=device).T[:rows]
+    scales.copy_(torch.rand(rows, inner // GROUP, device=device))
+    return x, scales if far_apart else scales.contiguous()
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "widths"),
+    [(1, 1024, (192, 128)), (5, 512, (64, 64)), (16, 1152, (320, 128)), (17, 640, (192, 64)), (32, 1024, (64, 256)),
+     *(pytest.param(rows, 7168, (2112, 128), marks=pytest.mark.gpu) for rows in (1, 4, 16, 32))],
+)  # fmt: skip
+@pytest.mark.parametrize("far_apart", [True, False])
+def test_products(device, rows, inner, widths, far_apart):
+    torch.manual_seed(rows)
+    x, scales = inputs(rows, inner, far_apart, device)
+    weights = [weight(width, inner, device) for width in widths]
+    arrived = counters(weights[0][0], weights[1][0])
+    found, again = (split_products(x, scales, *weights, arrived) for _ in range(2))
+    assert not arrived.any()
+    for one, other, (values, of_blocks) in zip(found, again, weights, strict=True):
+        wanted = product_torch(x, scales, values, of_blocks).float()
+        size = product_torch(x.float().abs(), scales, values.float().abs(), of_blocks).float()
+        assert torch.equal(one, other), "the same bits, whoever arrives last"
+        assert ((one.float() - wanted).abs() <= 2**-8 * wanted.abs() + 2**-11 * size).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("x has 0 rows", {"x": lambda x: x[:0]}),
+        ("x has 33 rows", {"x": lambda x: x[:1].expand(33, -1)}),
+        ("x must be", {"x": lambda x: x.float()}),
+        ("x_scales must be", {"x_scales": lambda s: s[:, 1:]}),
+        ("first must be", {"first": lambda w: (w[0][:32], w[1])}),
+        ("scales of second must be", {"second": lambda w: (w[0], w[1].double())}),
+        ("arrived must be", {"arrived": lambda a: a[1:]}),
+    ],
+)
+def test_refuses_what_it_would_misread(name, change):
+    x, scales = inputs(2, 256, True, "cpu")
+    given = {"x": x, "x_scales": scales, "first": weight(128, 256, "cpu"), "second": weight(64, 256, "cpu")}
+    given["arrived"] = counters(given["first"][0], given["second"][0])
+    for key, changed in change.items():
+        given[key] = changed(given[key])
+    with pytest.raises(ValueError, match=name):
+        split_products(**given)
