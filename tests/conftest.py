@@ -1,6 +1,7 @@
 """Rules for all tests: what is to run on a GPU is not run through Triton's interpreter, and properties are tried quickly."""
 
 import os
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -9,6 +10,13 @@ settings.register_profile("quick", deadline=None, max_examples=20)
 settings.register_profile("full", deadline=None, max_examples=100)  # --hypothesis-profile=full: `make test-all`
 if settings.get_current_profile_name() != "mutants":  # of tests/mutation, which runs tests in its own process
     settings.load_profile("quick")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def temporary_files(tmp_path_factory):
+    """What SGLang leaves for every server's command, a file a socket, goes with pytest's folders; a GPU's caches stay."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("left"))
 
 
 @pytest.fixture

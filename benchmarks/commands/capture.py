@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import re
-import tempfile
 import time
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 
@@ -48,7 +48,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     for name in options.checkpoint or ():
         if name in ranks.RANKS:
             rank_serve.check_room(name, [(max(requests), LENGTH)])
-    folder, compiled = Path(tempfile.mkdtemp(prefix="nsa-bench-")), set()
+    folder, compiled = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-"))), set()
     return [
         Cell(
             f"{name}, N = {n}, {most} requests, {side}",

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 from collections import Counter, defaultdict
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
@@ -34,7 +34,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
         raise SystemExit("bench draft measures speculative rounds: --steps must be at least 1")
     batches = options.batch or ([1] if options.quick else [1, 8, 32])
     shapes = [(batch, length) for length in options.length or [LENGTH] for batch in batches]
-    folder = Path(tempfile.mkdtemp(prefix="nsa-bench-"))
+    folder = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-")))
     servers = Servers(folder, options.port or PORT, shapes, TOKENS, options.sides)
     resources.callback(servers.close)
     repeats = 2 if options.quick else 7

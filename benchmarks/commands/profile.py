@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from nsa_backend.benchmarks.checkpoints.ranks import RANKS
 from nsa_backend.benchmarks.commands import rank_serve
@@ -40,7 +40,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
         return rank_serve.cells(of_ranks, options, resources, rank_serve.by_part, turns=1)
     if options.sides:
         raise SystemExit("--sides is for ranks of released models here: other checkpoints are profiled on both sides")
-    folder = Path(tempfile.mkdtemp(prefix="nsa-bench-"))
+    folder = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-")))
     shapes = [(batch, length) for length in options.length or [LENGTH] for batch in options.batch or [BATCH]]
     servers = Servers(folder, options.port or PORT, shapes, TOKENS)
     resources.callback(servers.close)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.reports import parts, traces
@@ -118,7 +118,7 @@ def cells(
     for name, of_rank in wanted.items():
         if not fitting[name]:
             ranks.check_fits(name, tokens_of(of_rank[:1]), there)
-    folder = Path(tempfile.mkdtemp(prefix="nsa-bench-"))
+    folder = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-")))
     servers = RankServers(folder, options.port or PORT, fitting)
     resources.callback(servers.close)
     sides = sides_of(options.sides)
@@ -196,7 +196,7 @@ def by_part(servers: RankServers, name: str, steps: int, turn: int, stage: Stage
     """A row a side: a round's kernels by part, launches a layer, idle time of the GPU, time of the host in graph launches."""
     asked, rows = prompts(batch, length), []
     for side, server in servers.of(name, steps, turn, stage).items():
-        folder = servers.folder / f"parts-{name}-{steps}-{batch}-{length}-{side}"
+        folder = servers.folder / f"parts-{name}-{steps}-{batch}-{length}-{side}-{turn}"
         server.generate(asked, PROFILED_TOKENS)
         server.profiled(folder, asked, PROFILED_TOKENS)
         layers = ranks.RANKS[name].config["num_hidden_layers"] + steps

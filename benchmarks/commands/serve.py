@@ -17,10 +17,10 @@ rank of a released model, as `v3.2-tp8`, fills a GPU, and is measured as `rank_s
 from __future__ import annotations
 
 import argparse
-import tempfile
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from nsa_backend.benchmarks.checkpoints import faithful
 from nsa_backend.benchmarks.checkpoints.ranks import RANKS
@@ -48,7 +48,8 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
             of_ranks, options, resources, partial(rank_serve.times, samples=options.samples or rank_serve.SAMPLES)
         )
     wanted = shapes(options)
-    servers = Servers(Path(tempfile.mkdtemp(prefix="nsa-bench-")), options.port or PORT, wanted, TOKENS, options.sides)
+    folder = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-")))
+    servers = Servers(folder, options.port or PORT, wanted, TOKENS, options.sides)
     resources.callback(servers.close)
     return [
         Cell(

@@ -6,9 +6,10 @@ python tests/e2e/over_http.py OUT.json [--port 32000]
 import argparse
 import json
 import sys
-import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from nsa_backend.benchmarks.checkpoints import faithful
 from nsa_backend.benchmarks.reports.report import environment
@@ -25,16 +26,16 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--port", type=int, default=32000)
     args = parser.parse_args()
-    work = Path(tempfile.mkdtemp())
-    log = work / "server.log"
     started = time.time()
-    checkpoint = faithful.write(work / "checkpoint")
-    with Server("ours", checkpoint, args.port, 3, log) as server:
+    with ExitStack() as resources:
+        work = Path(resources.enter_context(TemporaryDirectory()))
+        server = resources.enter_context(Server("ours", faithful.write(work / "checkpoint"), args.port, 3, work / "server.log"))
         server.wait()
         ready = time.time() - started
         answers = server.generate(WORKLOADS["8x300"]()[0], new_tokens(3))[1]
+        log = server.log.read_text()
     accept = [round(accept_length(a["meta_info"]["spec_correct_drafts_histogram"]), 4) for a in answers]
-    lines = [line for line in log.read_text().splitlines() if "nsa_backend" in line and "is active" in line]
+    lines = [line for line in log.splitlines() if "nsa_backend" in line and "is active" in line]
     report = {
         "environment": environment(),
         "accept": accept,

@@ -13,12 +13,12 @@ rejection is no tie, or where none was seen.
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections import Counter
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from uuid import uuid4
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -120,9 +120,9 @@ def main() -> int:
     parser.add_argument("--kv-cache-dtype", choices=list(KV_OPTIONS), default="bfloat16")
     parser.add_argument("--port", type=int, default=33000)
     args = parser.parse_args()
-    work = Path(tempfile.mkdtemp(prefix="nsa-rejections-"))
-    checkpoint = faithful.write(work / "checkpoint")
     with ExitStack() as open_servers:
+        work = Path(open_servers.enter_context(TemporaryDirectory(prefix="nsa-rejections-")))
+        checkpoint = faithful.write(work / "checkpoint")
         servers = []
         options = spelled([*SIZES, "--kv-cache-dtype", args.kv_cache_dtype, *KV_OPTIONS[args.kv_cache_dtype]])
         for number, (side, steps) in enumerate([("builtin", 0), *(("ours", n) for n in args.steps)]):

@@ -13,12 +13,12 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, stdev
+from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from engines import spelled
@@ -124,9 +124,8 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=32000)
     parser.add_argument("--parallel", help="GPUs of a server: tp2; one unless told")
     args = parser.parse_args()
-    work = Path(tempfile.mkdtemp())
     with ExitStack() as resources:
-        servers = started(work, args, resources)
+        servers = started(Path(resources.enter_context(TemporaryDirectory())), args, resources)
         ports = {side: server.port for side, server in servers.items()}
         rows = [compared(ports, prompts(1, 300)[0], name, args.requests) for name in SAMPLING]
         counted = {side: replayed(call(port, "/server_info")) for side, port in ports.items()}

@@ -186,7 +186,8 @@ def answers_again(run: Soak) -> bool:
 
 def two_at_once(run: Soak, start: Callable[[Soak], None]) -> dict:
     """Two servers started at the same moment on one GPU: whether each serves."""
-    log = Path(tempfile.mkdtemp()) / "server.log"
+    folder = tempfile.TemporaryDirectory()
+    log = Path(folder.name) / "server.log"
     other = replace(run, port=run.port + 250, client=type(run.client)(run.port + 250), servers=[], log=log)
     errors: list[str] = []
 
@@ -204,6 +205,7 @@ def two_at_once(run: Soak, start: Callable[[Soak], None]) -> dict:
     found = {"errors": errors, "exit": None, "serves_again": not errors and answers_again(run) and answers_again(other)}
     for server in other.servers:
         end_all(server)
+    folder.cleanup()
     return found
 
 

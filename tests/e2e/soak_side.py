@@ -58,7 +58,7 @@ class Soak:
     phase: str = "start"
     topology: str = "one"  # a key of TOPOLOGIES
     servers: list[subprocess.Popen] = field(default_factory=list)
-    log: Path = field(default_factory=lambda: Path(tempfile.mkdtemp()) / "server.log")
+    log: Path = Path("server.log")  # beside it is the checkpoint
     references: dict[int, list[int]] = field(default_factory=dict)
     load: tuple[float, float] = (0.0, 0.0)  # begin and end
     replayed: list[dict[str, int]] = field(default_factory=list)  # rounds that were one graph, of each rank that decodes
@@ -207,7 +207,8 @@ def main() -> int:
     templates = make_templates(args.seed)
     traffic = Traffic(client, args.seed)
     run = Soak(client, traffic, templates, 60 * args.minutes, began, args.port, args.side, args.gpu, topology=args.topology)
-    run.with_faults = args.faults
+    folder = tempfile.TemporaryDirectory()
+    run.log, run.with_faults = Path(folder.name) / "server.log", args.faults
     report = {"arguments": vars(args) | {"out": args.out.name}}
     try:
         for number in (signal.SIGTERM, signal.SIGALRM):
@@ -238,6 +239,7 @@ def main() -> int:
         end_all(server)
     if report["problems"] and run.log.exists():
         print(run.log.read_text(errors="replace")[-3000:])
+    folder.cleanup()
     print("\n".join(f"{run.side}: {problem}" for problem in report["problems"]) or f"{run.side}: no problems", flush=True)
     return 1 if report["problems"] else 0
 
