@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nsa_backend.__main__ import main
-from nsa_backend.benchmarks.commands import serve
 from nsa_backend.benchmarks.servers import gpu_memory, pairs, server, server_options, sides
 from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel, parsed
-from nsa_backend.benchmarks.servers.server import Streamed
 
 
 @pytest.mark.parametrize(
@@ -72,16 +68,6 @@ def test_a_rank_has_its_share_of_a_batch(monkeypatch):
     assert max(map(int, attention["--cuda-graph-bs-prefill"])) == 2048  # SGLang divides its chunks by the ranks
 
 
-def test_both_sides_are_spread_alike_and_reduce_through_nccl():
-    found = options(Parallel(2, 2), (8, 300))
-    assert found["--tp-size"] == ["4"]
-    assert found["--dp-size"] == ["2"]
-    assert {"--enable-dp-attention", "--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"} <= set(
-        found
-    )
-    assert not [option for option in options(ONE_GPU, (8, 300)) if option.startswith(("--tp", "--dp", "--enable", "--enforce"))]
-
-
 def test_a_server_finds_what_its_deployment_needs(tmp_path, monkeypatch):
     found = []
 
@@ -95,80 +81,6 @@ def test_a_server_finds_what_its_deployment_needs(tmp_path, monkeypatch):
             pairs.started(parallel, "builtin", tmp_path, 1, 3, tmp_path / "log")
     assert [env.get("SGLANG_ENABLE_PP_SPEC") for env in found] == ["1", None]
     assert {env["NSA_BACKEND_DISABLE"] for env in found} == {"1"}
-
-
-@pytest.fixture
-def in_use(monkeypatch):
-    """MiB of each of two GPUs, as nvidia-smi tells them."""
-    found = [1024, 1024]
-    monkeypatch.setattr(gpu_memory, "APART_SECONDS", 0.0)
-    monkeypatch.setattr(gpu_memory, "STILL_SECONDS", 0.0)
-    monkeypatch.setattr(
-        gpu_memory.subprocess, "run", lambda *command, **how: SimpleNamespace(stdout="\n".join(map(str, found)) + "\n")
-    )
-    return found
-
-
-class Fake(nullcontext):
-    """A server that takes 2 GiB of the first GPU and 1 of the second, and more for every batch."""
-
-    def __init__(self, in_use: list[int], batches: list):
-        super().__init__(self)
-        self.in_use, self.batches = in_use, batches
-        self.mine = 0
-        self.take(2)
-
-    def take(self, gib: int) -> None:
-        self.mine += gib
-        self.in_use[0] += 1024 * gib
-        self.in_use[1] += 512 * gib
-
-    def __exit__(self, *exception):
-        self.take(-self.mine)
-
-    def wait(self):
-        """Ready at once."""
-
-    def streamed(self, prompts, tokens):
-        self.batches.append(len(prompts))
-        self.take(1)
-        return Streamed([0.1] * len(prompts), 1.0, [{"meta_info": {}}] * len(prompts))
-
-
-def test_a_row_gets_what_each_side_gave_back_when_it_ended(in_use, monkeypatch, tmp_path, capsys):
-    (tmp_path / "config.json").write_text("{}")
-    started, batches = [], []
-    monkeypatch.setattr(sides.time, "sleep", lambda seconds: None)
-
-    def start(side, path, port, steps, log, *options, environment):
-        started.append((side, options[options.index("--tp-size") + 1]))
-        return Fake(in_use, batches)
-
-    monkeypatch.setattr(pairs, "Server", start)
-    given = {"checkpoint": [str(tmp_path)], "parallel": ["tp2", "dp2"], "steps": [3], "batch": [8], "length": [300]}
-    chosen = (
-        dict.fromkeys(("model", "port", "sides", "prompt_tokens", "temperature", "top_p"), None)
-        | {"quick": False, "samples": 2}
-        | given
-    )
-    with ExitStack() as resources:
-        cells = serve.cells(argparse.Namespace(**chosen), resources)
-        rows = [row for cell in cells for row in cell.measure()]
-        assert rows[1]["ours"]["memory_gib"] == []
-    assert [cell.name.split(", ", 1)[1] for cell in cells] == ["tp2, N = 3, 8 x 300", "dp2, N = 3, 8 x 300"]
-    assert started == [("ours", "2"), ("builtin", "2")] * 2
-    assert batches == [8] * 12
-    assert [row["parallel"] for row in rows] == ["tp2", "dp2"]
-    for row in rows:
-        assert row["samples"] == 2
-        for side in ("ours", "builtin"):
-            assert row[side]["memory_gib"] == [5.0, 2.5]  # 2 when it started, and a warm-up and two samples
-    assert in_use == [1024, 1024]
-    serve.show({"rows": rows})
-    shown = capsys.readouterr().out
-    assert "GiB a GPU" in shown
-    assert "dp2" in shown
-    assert "5.0" in shown
 
 
 @pytest.mark.parametrize(("visible", "asked"), [(None, []), ("2,3", ["-i", "2,3"])])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import re
 import sys
 from pathlib import Path
@@ -12,8 +10,8 @@ from pathlib import Path
 import pytest
 from free_ports import free_port
 
-from nsa_backend.benchmarks.commands import draft, serve
-from nsa_backend.benchmarks.servers import generation, pairs, server, server_options, sides
+from nsa_backend.benchmarks.commands import serve
+from nsa_backend.benchmarks.servers import generation, server, server_options
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,34 +24,6 @@ def test_rounds_and_accept_length_are_counted_from_histograms():
     assert generation.counted([answer([0, 0, 0, 64]), answer([4, 0, 0, 60])], 257) == (64, (4 + 124 * 4) / 128)
     assert generation.counted([{"meta_info": {}}], 257) == (256, 1.0)
     assert generation.counted([answer([2]), answer([0, 1])], 5) == (2, 4 / 3)
-
-
-def test_a_sample_in_the_units_of_a_serving_engineer():
-    one = generation.Sample(seconds=1.1, first_seconds=0.1, tokens=251, batch=4, rounds=100, accept=2.5)
-    assert one.round_ms == pytest.approx(10)
-    assert one.tpot_ms == pytest.approx(4)
-    assert one.tokens_per_s == pytest.approx(4 * 251 / 1.1)
-    assert one.ttft_ms == pytest.approx(100)
-
-
-def test_a_trace_is_read_by_graph(tmp_path):
-    def gpu(name: str, correlation: int, ts: float, dur: float) -> dict:
-        return {"cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"correlation": correlation}}
-
-    def cpu(name: str, correlation: int) -> dict:
-        return {"cat": "cuda_runtime", "name": name, "ts": 0, "dur": 1, "args": {"correlation": correlation}}
-
-    events = [cpu("cudaGraphLaunch", 1), cpu("cudaLaunchKernel", 2), cpu("cudaGraphLaunch", 3), cpu("cudaStreamSynchronize", 4)]
-    events += [gpu("a", 1, 10, 2), gpu("b", 1, 14, 6), gpu("c", 2, 30, 5), gpu("a", 3, 50, 2), gpu("b", 3, 53, 1)]
-    with gzip.open(tmp_path / "x.trace.json.gz", "wt") as stream:
-        json.dump({"traceEvents": events}, stream)
-    profile = draft.read_profile(tmp_path, 2)
-    assert profile["in_graphs_us"] == (10 + 4) / 2
-    assert profile["graphs"] == [{"nodes": 2, "replays": 1.0, "span_us": 7.0}]
-    assert profile["kernel_us"] == 16 / 2
-    assert (profile["kernels"], profile["launch_calls"], profile["graph_launches"]) == (2.5, 0.5, 1.0)
-    assert profile["synchronisations"] == 0.5
-    assert profile["calls_a_round"] == {}  # of two rounds nothing can be told
 
 
 def test_servers_run_the_command_of_the_readme(monkeypatch):
@@ -141,49 +111,6 @@ def test_a_server_that_ends_shows_the_end_of_its_log(monkeypatch, tmp_path, unus
         running.wait()
 
 
-def test_an_unknown_checkpoint_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match=r"neither faithful or wide or .*or deep or v3.2-tp8 or .* nor a folder"):
-        sides.checkpoint_of("narrow", tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    assert sides.checkpoint_of(str(tmp_path), tmp_path) == tmp_path
-
-
-def test_servers_are_kept_until_another_checkpoint_or_n_is_asked_for(monkeypatch, tmp_path):
-    """And both have started before either is waited for."""
-    events = []
-
-    class Fake:
-        def __init__(self, backend, checkpoint, port, steps, log, *options, environment):
-            self.name = f"{backend} {checkpoint.name} N={steps} {port}"
-            events.append(f"start {self.name}")
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exception):
-            events.append(f"end {self.name}")
-
-        def wait(self):
-            events.append(f"wait {self.name}")
-
-    monkeypatch.setattr(pairs, "Server", Fake)
-    monkeypatch.setattr(sides.time, "sleep", lambda seconds: None)
-    checkpoint = tmp_path / "tiny"
-    checkpoint.mkdir()
-    (checkpoint / "config.json").write_text("{}")
-    running = sides.Servers(tmp_path, 100, [(8, 300)], 256)
-    first = running.of(str(checkpoint), 3)
-    assert running.of(str(checkpoint), 3) is first
-    assert events == [f"{doing} {who}" for doing in ("start", "wait") for who in ("ours tiny N=3 100", "builtin tiny N=3 150")]
-    events.clear()
-    running.of(str(checkpoint), 0)
-    assert [e for e in events if e.startswith("end")] == ["end builtin tiny N=3 150", "end ours tiny N=3 100"]
-    assert events[2].startswith("start ours tiny N=0")
-    events.clear()
-    running.close()
-    assert len(events) == 2
-
-
 def serve_options(**given):
     return argparse.Namespace(**({"steps": None, "batch": None, "length": None, "prompt_tokens": None, "quick": False} | given))
 
@@ -194,3 +121,16 @@ def test_serve_measures_the_whole_matrix_and_what_one_chooses():
     assert every[-1] == (32, 32768)
     assert serve.shapes(serve_options(length=[131072], batch=[8])) == [(8, 131072)]
     assert [serve.repeats(b, n, False) for b, n in ((1, 300), (32, 4096), (32, 32768))] == [7, 5, 3]
+
+
+def test_a_side_that_is_told_by_an_option(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        server.subprocess, "Popen", lambda words, **how: found.append((words, how["env"]["NSA_BACKEND_DISABLE"]))
+    )
+    for side in ("verify", "ours"):
+        server.Server(side, tmp_path, 100, 3, tmp_path / "log", "--tp-size", "2")
+    (verify, ours), switches = zip(*found, strict=True)
+    assert switches == ("0", "0")
+    assert [word for word in verify if word not in ours] == ["sparse_verify"]
+    assert verify[-2:] == ours[-2:] == ["--tp-size", "2"]

@@ -1,0 +1,123 @@
+"""What `python -m nsa_backend bench` prints, and what servers it starts and asks, of runs with stand-ins for servers.
+
+Each run is a file of `printed/`: the servers' transcript, then what the command printed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import stand_in_bench
+import torch
+
+from nsa_backend.__main__ import main
+from nsa_backend.benchmarks.checkpoints import ranks
+from nsa_backend.benchmarks.commands import capture, own_model, rank_serve
+from nsa_backend.benchmarks.reports import report
+from nsa_backend.benchmarks.servers import gpu_memory, pairs, server_options, sides
+
+PRINTED = Path(__file__).parent / "printed"
+RUNS = {
+    "a rank on one GPU": "serve --checkpoint v3.2-tp8 --steps 3 --batch 1 8 --length 300 --parts 8 --samples 2",
+    "a rank on two GPUs": "serve --checkpoint v3.2-tp8 --steps 0 --batch 1 --length 300 --sides ours builtin three_graphs",
+    "a rank by part": "profile --checkpoint v3.2-tp8 --steps 3 --batch 1 --length 300",
+    "what does not fit": "serve --checkpoint v3.2-tp8 --steps 0 --batch 32 --length 300 32768 --quick",
+    "sides in order": "serve --checkpoint SMALL --sides builtin three_graphs ours auto --steps 3 0 --batch 8 --length 300",
+    "long prompts": "serve --checkpoint SMALL --steps 3 --batch 32 --length 32768 --quick --temperature 0.6 --top-p 0.9",
+    "two GPUs a server": "serve --checkpoint SMALL --parallel tp2 dp2 --steps 3 --batch 4 8 --length 300 --samples 2",
+    "own model and prompts": "serve --model SMALL --prompts PROMPTS --steps 0 3 --batch 1 2 --tokens 8 --server '--tp-size 8'",
+    "no time for a second side": "serve --model SMALL --prompts PROMPTS --steps 3 --batch 1 --tokens 8 --minutes 1e-9",
+    "captures": "capture --checkpoint SMALL --batch 48 64",
+    "kernels": "profile --checkpoint SMALL --steps 3 0 --batch 1 --length 300",
+    "rounds": "draft --checkpoint SMALL --steps 3 --batch 1 --length 300 --quick",
+}
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path, capsys):
+    """Returns a function of a command's words and the names of GPUs: (exit code, transcript, what was printed, report)."""
+    for module in (pairs, rank_serve, own_model):
+        monkeypatch.setattr(module, "Server", stand_in_bench.Server)
+    monkeypatch.setattr(stand_in_bench.Server, "seen", [])
+    monkeypatch.setattr(stand_in_bench, "HELD", held := [1024, 1024])
+    told = SimpleNamespace(run=lambda *words, **how: SimpleNamespace(stdout="\n".join(map(str, held))), SubprocessError=OSError)
+    monkeypatch.setattr(gpu_memory, "subprocess", told)
+    for name in ("APART_SECONDS", "STILL_SECONDS", "MOST_SECONDS"):
+        monkeypatch.setattr(gpu_memory, name, 0.01)
+    for module in (sides, rank_serve):
+        monkeypatch.setattr(module, "APART_SECONDS", 0.0)
+    monkeypatch.setattr(capture, "host_gib", lambda pid: 1.5 * (pid == os.getpid()))
+    monkeypatch.setattr(report, "environment", lambda gpus: {"gpu": f"{gpus} x NVIDIA H200"})
+    for name, value in {"is_available": True, "device_count": 2}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(server_options, "installed", lambda: "0.5.23")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    small, prompts = tmp_path / "small", tmp_path / "prompts.jsonl"
+    small.mkdir()
+    (small / "config.json").write_text(json.dumps({"num_hidden_layers": 4}))
+    prompts.write_text("\n".join(json.dumps({"input_ids": [n] * 10}) for n in range(1, 6)))
+
+    def run(words: str, gpus: str = "3", gib: int = 139) -> tuple[int, list[str], str, dict]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        there = SimpleNamespace(total_memory=gib * ranks.GIB)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: there)
+        words = words.replace("SMALL", str(small)).replace("PROMPTS", str(prompts))
+        code = main(["bench", *shlex.split(words), "--out", str(tmp_path / "out.json")])
+        assert held == [1024, 1024], "every server has ended"
+        assert not list(tmp_path.glob("nsa-*")), "and no folder is left behind"
+        printed = capsys.readouterr()
+        shown = printed.out + "".join(line for line in printed.err.splitlines(True) if line.startswith("not measured"))
+        return code, stand_in_bench.Server.seen, shown, json.loads((tmp_path / "out.json").read_text())
+
+    return run
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_prints_what_it_is_recorded_to(bench, name, tmp_path):
+    code, seen, shown, _ = bench(RUNS[name], "0,1" if "two GPUs" in name else "3")
+    printed = tmp_path / "printed"
+    text = "\n".join([f"$ bench {RUNS[name]}", *seen, f"exit code {code}", "", shown])
+    printed.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
+    recorded = PRINTED / f"{name.replace(' ', '_').replace(',', '')}.txt"
+    assert printed.read_text() == recorded.read_text(), f"if it is meant to: cp {printed} {recorded}"
+
+
+TOO_SMALL = r"v3.2-tp8 needs \d+\.\d GiB, 82\.3 of them for weights and \d+\.\d for \d+ tokens, .* has 80\.0 GiB"
+REFUSED = {
+    "serve --checkpoint v3.2-tp8": TOO_SMALL,
+    "profile --checkpoint v3.2-tp8": TOO_SMALL,
+    "capture --checkpoint v3.2-tp8": TOO_SMALL,
+    "serve --checkpoint wide glm-5.2-tp8": "glm-5.2-tp8 fills a GPU and wide shares one: measure them in two",
+    "profile --checkpoint wide --sides auto": "--sides is for ranks of released models here",
+    "serve --checkpoint v3.2-tp8 --parallel tp2": "v3.2-tp8 is one rank already: leave --parallel out",
+    "serve --checkpoint narrow --steps 3": "neither faithful or wide or .*or deep or v3.2-tp8 or .* nor a folder",
+    "serve --checkpoint SMALL --sides ours theirs": "--sides theirs is none: there are ours, builtin, three_graphs, auto",
+    "serve --model SMALL --prompts PROMPTS": "has 5 prompts, --batch 32 needs as many",
+    "serve --model PROMPTS --prompts PROMPTS": "no folder with a config.json",
+    "draft --steps 0": "bench draft measures speculative rounds: --steps must be at least 1",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_measured_ends_before_a_server_starts(bench, words):
+    with pytest.raises(SystemExit, match=REFUSED[words]):
+        bench(words, gib=80)
+    assert stand_in_bench.Server.seen == []
+
+
+@pytest.mark.parametrize("what", ["serve", "profile", "capture"])
+def test_another_release_would_serve_another_model(bench, what, monkeypatch):
+    from sglang.srt.configs import model_config
+
+    monkeypatch.delattr(model_config, "dsa_layer_skips_topk", raising=False)
+    with pytest.raises(SystemExit, match=r"glm-5.2-tp8 has indexers .* SGLang 0.5.17 or newer"):
+        bench(f"{what} --checkpoint glm-5.2-tp8")
+
+
+def test_memory_of_a_server_is_that_of_its_processes():
+    assert 0 < capture.host_gib(os.getpid()) < 100
