@@ -42,7 +42,7 @@ def start_sglang() -> None:
     if model_parallel_is_initialized():
         return
     calls.publish(1, 2)  # newer releases read group sizes from the published options
-    # Before SGLang, which would have the only rank meet nobody at a port or in a file that stays behind.
+    # A store in memory: SGLang itself would take a port, or a file that stays behind.
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     init_distributed_environment(backend="gloo", world_size=1, rank=0, local_rank=0)
     initialize_model_parallel(backend="gloo")
