@@ -44,3 +44,18 @@ def run_of(tmp_path: Path, records: list[Record], log: str, sampled: list[dict],
 
 def taken_back() -> list[Record]:
     return [Record(1, BEGAN, BEGAN + 1, kind, kind) for kind in ("aborted", "closed")]
+
+
+def held_later(mib: int):
+    """Of a server that holds so many MiB more once it has flushed its cache."""
+    return lambda second: 20000 if second < ENDED - BEGAN else 20000 + mib
+
+
+def together(each: dict[str, list[dict]], which: str = "by_server") -> list[dict]:
+    """Samples of servers, or of the processes of one server."""
+    found = []
+    for at_once in zip(*each.values(), strict=True):
+        total = {key: sum(sample[key] for sample in at_once) for key in ("gpu_mib", "host_mib")}
+        of_each = {name: sample["by_server"]["server"] for name, sample in zip(each, at_once, strict=True)}
+        found.append(at_once[0] | total | {"by_server": {"server": total}} | {which: of_each})
+    return found

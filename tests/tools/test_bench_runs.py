@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import stand_in_bench
 import torch
+from printed import assert_printed
 
 from nsa_backend.__main__ import main
 from nsa_backend.benchmarks.checkpoints import ranks
@@ -21,7 +21,6 @@ from nsa_backend.benchmarks.commands import capture, own_model, rank_serve
 from nsa_backend.benchmarks.reports import report
 from nsa_backend.benchmarks.servers import gpu_memory, pairs, server_options, sides
 
-PRINTED = Path(__file__).parent / "printed"
 RUNS = {
     "a rank on one GPU": "serve --checkpoint v3.2-tp8 --steps 3 --batch 1 8 --length 300 --parts 8 --samples 2",
     "a rank on two GPUs": "serve --checkpoint v3.2-tp8 --steps 0 --batch 1 --length 300 --sides ours builtin three_graphs",
@@ -80,11 +79,7 @@ def bench(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_prints_what_it_is_recorded_to(bench, name, tmp_path):
     code, seen, shown, _ = bench(RUNS[name], "0,1" if "two GPUs" in name else "3")
-    printed = tmp_path / "printed"
-    text = "\n".join([f"$ bench {RUNS[name]}", *seen, f"exit code {code}", "", shown])
-    printed.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
-    recorded = PRINTED / f"{name.replace(' ', '_').replace(',', '')}.txt"
-    assert printed.read_text() == recorded.read_text(), f"if it is meant to: cp {printed} {recorded}"
+    assert_printed(name, "\n".join([f"$ bench {RUNS[name]}", *seen, f"exit code {code}", "", shown]), tmp_path)
 
 
 TOO_SMALL = r"v3.2-tp8 needs \d+\.\d GiB, 82\.3 of them for weights and \d+\.\d for \d+ tokens, .* has 80\.0 GiB"

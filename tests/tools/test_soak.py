@@ -1,19 +1,20 @@
-"""The soak run's requests and judgements, without a server."""
+"""The soak run's requests, what their answers are, and the memory of servers; nothing serves."""
 
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from soak_runs import ACTIVE, BEGAN, ENDED, RETRACT, finished, run_of, samples, steady_load, taken_back
+from soak_runs import finished
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
-import soak_judge
 import soak_server
 import soak_traffic
-from soak_answers import Record, group_differences, judge_answer, judge_tie
+from soak_answers import group_differences, judge_answer, judge_tie
 from soak_traffic import make_templates
-
-TESTED = "[2026-11-20 11:16:06] Testing retraction. #retracted_reqs: 1, #new_tokens_gained: 64"
 
 
 def answer(ids: list[int], reason: str = "length", **meta) -> dict:
@@ -116,112 +117,74 @@ class TestDifferences:
         assert difference["tie"] is tie
 
 
-class TestMinutes:
-    def test_rows(self):
-        rows = soak_judge.per_minute(steady_load(), samples(), BEGAN, ENDED - 30)
-        assert [row["seconds"] for row in rows] == [60, 60, 60, 30]
-        assert rows[0] == {
-            "seconds": 60, "requests": 60, "tokens": 4800, "accept_length": 3.95, "gpu_mib": 20000, "host_mib": 9000.0,
-            "clients": 8,
-        }  # fmt: skip
-        assert soak_judge.drift(rows) == 0
+class TestServers:
+    @pytest.fixture
+    def servers(self):
+        """Two processes, the second of which has started another: (name to pid, pid of that one). All hold memory."""
+        begun = "print('begun', flush=True)"
+        sleeping = [sys.executable, "-c", f"import time; {begun}; time.sleep(60)"]
+        starting = f"""import subprocess
+child = subprocess.Popen({sleeping}, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+child.wait()"""
+        first = subprocess.Popen(sleeping, stdout=subprocess.PIPE)
+        second = subprocess.Popen([sys.executable, "-c", starting], stdout=subprocess.PIPE, text=True)
+        first.stdout.readline()
+        child = int(second.stdout.readline())
+        yield {"prefill": first.pid, "decode": second.pid}, child
+        os.kill(child, signal.SIGKILL)
+        for process in (first, second):
+            process.kill()
+            process.wait()
+            process.stdout.close()
 
-    def test_drift(self):
-        worse = [r if r.end < ENDED - 60 else finished(end=r.end, histogram=(0, 1, 1, 18)) for r in steady_load()]
-        assert soak_judge.drift(soak_judge.per_minute(worse, [], BEGAN, ENDED)) == pytest.approx(-0.1 / 3.95, abs=1e-3)
+    def test_each_has_what_it_and_its_processes_hold(self, servers, monkeypatch):
+        pids, child = servers
+        on_gpus = {pids["prefill"]: 500, pids["decode"]: 40, child: 3000, os.getpid(): 7}
+        monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: on_gpus)
+        found = soak_server.memory(pids)
+        prefill, decode = found["by_server"]["prefill"], found["by_server"]["decode"]
+        assert (prefill["gpu_mib"], decode["gpu_mib"], found["gpu_mib"]) == (500, 3040, 3540)
+        assert 0 < prefill["host_mib"] < decode["host_mib"]
+        assert found["host_mib"] == pytest.approx(prefill["host_mib"] + decode["host_mib"])
 
-    def test_too_short(self):
-        assert soak_judge.drift(soak_judge.per_minute(steady_load(), [], BEGAN, BEGAN + 119)) is None
-        assert soak_judge.per_minute([], [], 0.0, 0.0) == []
+    def test_processes_on_a_gpu_have_their_titles_and_alike_ones_are_added_up(self, servers, monkeypatch):
+        pids, child = servers
+        titles = {
+            pids["prefill"]: "sglang::scheduler",
+            pids["decode"]: "sglang::scheduler_DP0_TP0",
+            child: "sglang::scheduler_DP1_TP1",
+        }
+        monkeypatch.setattr(soak_server, "title", lambda process: titles[process.pid])
+        on_gpus = {pids["prefill"]: 500, pids["decode"]: 40, child: 3000}
+        monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: on_gpus)
+        found = soak_server.memory(pids)["by_process"]
+        assert {name: of_one["gpu_mib"] for name, of_one in found.items()} == {
+            "prefill, sglang::scheduler": 500,
+            "decode, sglang::scheduler_DP0_TP0": 40,
+            "decode, sglang::scheduler_DP1_TP1": 3000,
+        }
+        assert all(of_one["host_mib"] > 0 for of_one in found.values())
+        titles[child] = titles[pids["decode"]]
+        assert soak_server.memory(pids)["by_process"]["decode, sglang::scheduler_DP0_TP0"]["gpu_mib"] == 3040
+        del on_gpus[pids["decode"]], on_gpus[child]
+        assert list(soak_server.memory(pids)["by_process"]) == ["prefill, sglang::scheduler"]
 
+    def test_a_process_is_called_what_it_calls_itself(self, servers):
+        assert soak_server.title(psutil.Process(servers[0]["prefill"])) == sys.executable
 
-class TestReport:
-    def test_good(self, tmp_path):
-        run = run_of(tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n{RETRACT}\n{TESTED}\n{RETRACT}\n", samples())
-        report = soak_judge.summary(run)
-        assert soak_judge.problems_of(report) == []
-        assert report["requests"] == {"finished": 240, "aborted": 1, "closed": 1, "failed": 0}
-        assert report["retracted"]["in_log"] == 7
+    def test_one_that_has_ended_holds_nothing(self, servers, monkeypatch):
+        monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: {servers[0]["prefill"]: 500})
+        found = soak_server.memory({"prefill": servers[0]["prefill"], "decode": 2**22 + 1})  # no process has that number
+        assert found["by_server"]["decode"] == {"gpu_mib": 0, "host_mib": None}
+        assert found["gpu_mib"] == 500
+        assert found["host_mib"] == found["by_server"]["prefill"]["host_mib"]
 
-    @pytest.mark.parametrize(
-        ("switch", "side", "ranks"), [("1", "ours", 2), (None, "ours", 2), ("0", "ours", 0), ("1", "three_graphs", 0)]
-    )
-    def test_every_rank_has_whole_rounds_unless_it_is_not_to(self, tmp_path, monkeypatch, switch, side, ranks):
-        monkeypatch.delenv("NSA_BACKEND_ROUND_GRAPH", raising=False)
-        if switch:
-            monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", switch)
-        run = run_of(tmp_path, steady_load() + taken_back(), f"{ACTIVE}\n{ACTIVE}\n{RETRACT}\n", samples())
-        run.topology, run.side = "dp", side
-        problems = soak_judge.problems_of(soak_judge.summary(run))
-        assert problems == (["rounds were one graph on 1 ranks, and must be on 2"] if ranks else [])
-
-    def test_ranks_of_a_pair(self, tmp_path, monkeypatch):
-        """All are active, and the decode server's have whole rounds where they are asked for."""
-        monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "1")
-        text = f"{ACTIVE}\n" * 4 + f"{RETRACT}\n"
-        for log, ranks, problems in (
-            (text, 2, []),
-            (text.removeprefix(ACTIVE), 2, ["3 lines of the log say that this package's backend is active, not 4"]),
-            (text, 1, ["rounds were one graph on 1 ranks, and must be on 2"]),
-        ):
-            run = run_of(tmp_path, steady_load() + taken_back(), log, samples(), ranks)
-            run.topology = "pd-dp"
-            assert soak_judge.problems_of(soak_judge.summary(run)) == problems
-        monkeypatch.delenv("NSA_BACKEND_ROUND_GRAPH")
-        assert soak_judge.problems_of(soak_judge.summary(run)) == []
-
-    def test_nothing_happened(self, tmp_path):
-        run = run_of(tmp_path, [], "", [])
-        run.load = (0.0, 0.0)
-        problems = "\n".join(soak_judge.problems_of(soak_judge.summary(run)))
-        for part in (
-            "no request was aborted",
-            "no stream",
-            "retracted",
-            "accept length 0",
-            "whole minutes",
-            "0 lines",
-            "gpu_mib",
-        ):
-            assert part in problems
-
-    def test_bad(self, tmp_path):
-        failed = Record(2, BEGAN, BEGAN + 1, "finished", "failed", message="OSError: gone")
-        low = [finished(end=BEGAN + s, histogram=(0, 5, 5, 5), parted=(1, 9)) for s in range(240)]
-        log = f"{ACTIVE}\n{ACTIVE}\n{RETRACT}\nTraceback (most recent call last):\n" * 30
-        leak = samples(gpu=lambda s: 20000 + 3 * s, host=lambda s: 9000 + 3.0 * s)
-        report = soak_judge.summary(run_of(tmp_path, [*low, failed, *taken_back()], log, leak))
-        problems = "\n".join(soak_judge.problems_of(report))
-        for part in ("1 requests failed", "accept length 3.0 <", "60 lines", "30 lines of the log tell", "gpu_mib grew by 360"):
-            assert part in problems
-        assert "host_mib grew by 360" in problems
-        assert "MiB of GPU memory are held after the load and the flush, more than 32" in problems
-        assert "template 0 differs at 1 in 240 requests, nobody asked" in problems
-        assert len(report["suspect_lines"]["first"]) == 20
-
-    @pytest.mark.parametrize(
-        "line",
-        [
-            "Traceback (most recent call last):",
-            "[2026-11-20 11:16:06] ERROR:    Exception in ASGI application",
-            "RuntimeError: CUDA error: an illegal memory access was encountered",
-            "[2026-11-20 11:16:06] Decode batch, accept len: nan",
-            "ValueError: pool memory leak detected! [full] total=57344",
-            "Received output for rid='x' but the state was deleted in TokenizerManager.",
-            "[2026-11-20 11:16:06] [http_server] Error: too long",
-        ],
-    )
-    def test_suspect(self, line):
-        assert soak_judge.SUSPECT.search(line)
-
-    @pytest.mark.parametrize(
-        "line",
-        [
-            ACTIVE,
-            RETRACT,
-            "server_args=ServerArgs(watchdog_timeout=300, enable_nan_detection=False, log_level='info')",
-            "Ignore import error when loading sglang.srt.models.x: No module named 'y'",
-        ],
-    )
-    def test_not_suspect(self, line):
-        assert not soak_judge.SUSPECT.search(line)
+    def test_nobody_tells(self, servers, monkeypatch):
+        monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: None)
+        found = soak_server.memory(servers[0])
+        assert found["gpu_mib"] is None
+        assert [of_one["gpu_mib"] for of_one in found["by_server"].values()] == [None, None]
+        assert found["by_process"] == {}
+        assert soak_server.memory({}) == {"gpu_mib": None, "host_mib": None, "by_server": {}, "by_process": {}}

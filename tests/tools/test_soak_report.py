@@ -1,14 +1,153 @@
-"""The report that joins both sides of a soak run, and its table."""
+"""Soak runs that never were: the table of all sides and every problem, as `printed/` has them."""
+
+from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+from printed import assert_printed
+from soak_runs import (
+    ACTIVE,
+    BEGAN,
+    ENDED,
+    RETRACT,
+    finished,
+    held_later,
+    run_of,
+    samples,
+    steady_load,
+    taken_back,
+    together,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak
 import soak_judge
 from soak_answers import Record
+
+SAYS = f"{ACTIVE}\n{RETRACT}\n[2026-11-20 11:16:06] Testing retraction. #retracted_reqs: 1, #new_tokens_gained: 64\n"
+FAILED = Record(2, BEGAN, BEGAN + 1, "finished", "failed", message="OSError: gone")
+
+
+def good(folder: Path, side: str = "ours", **fields):
+    """A run without a problem; of the built-in backend, whose log says nothing of ours."""
+    run = run_of(folder, steady_load() + taken_back(), SAYS, samples())
+    if side == "builtin":
+        run.log.write_text(SAYS.removeprefix(ACTIVE))
+        run.samples = samples(gpu=lambda s: 21000 + min(s, 55))
+    for name, value in ({"side": side} | fields).items():
+        setattr(run, name, value)
+    return run
+
+
+def said_twice(run):
+    """Of two servers or ranks."""
+    run.log.write_text(f"{ACTIVE}\n{SAYS}")
+    run.replayed = run.replayed * 2
+    return run
+
+
+def nothing(folder: Path):
+    run = run_of(folder, [], "", [])
+    run.load = (0.0, 0.0)
+    return run
+
+
+def bad(folder: Path):
+    """Low accept lengths that fall, outputs that part, a failed request, memory that grows, and errors in the log."""
+    low = [finished(end=BEGAN + s, histogram=(0, 1, 1, 18) if s > 180 else (0, 0, 9, 9), parted=(1, 9)) for s in range(240)]
+    leak = samples(gpu=lambda s: 20000 + 3 * s, host=lambda s: 9000 + 3.0 * s)
+    return run_of(folder, [*low, FAILED, *taken_back()], SAYS + "Traceback (most recent call last):\n" * 30, leak)
+
+
+def pair(folder: Path):
+    """The decode server, which starts later, grows."""
+    prefill = samples(gpu=lambda s: 1500)
+    both = together({"prefill": prefill, "decode": samples(gpu=lambda s: 2000 + max(s, 0), host=lambda s: 9000 + 2.0 * s)})
+    both[0]["by_server"].pop("decode")
+    return said_twice(good(folder, topology="pd", samples=both))
+
+
+def ranks(folder: Path):
+    """Each rank may hold as much; a process that is new counts whole, one that had ended before the load does not."""
+    sampled = together({f"server, sglang::scheduler_DP{n}_TP{n}": samples(gpu=held_later(27)) for n in (0, 1)}, "by_process")
+    sampled[0]["by_process"]["server, compiling"] = {"gpu_mib": 700, "host_mib": 1.0}
+    for sample in sampled[-3:]:
+        sample["by_process"]["server, new"] = {"gpu_mib": 33, "host_mib": 1.0}
+    return said_twice(good(folder, topology="dp", samples=sampled))
+
+
+RUNS = {
+    "soak": {"ours": good, "builtin": lambda folder: good(folder, "builtin")},
+    "soak of three sides": {
+        "ours": good,
+        "three_graphs": lambda folder: good(folder, "three_graphs", replayed=[]),
+        "builtin": lambda folder: good(folder, "builtin", references={0: [5, 6, 7], 1: [5]}),
+    },
+    "soak without anything": {"ours": nothing, "builtin": None},
+    "soak with everything wrong": {"ours": bad, "builtin": lambda folder: good(folder, "builtin")},
+    "soak of a pair": {"ours": pair, "builtin": None},
+    "soak of ranks": {"ours": ranks, "builtin": None},
+    "soak without ours": {"ours": None, "builtin": lambda folder: good(folder, "builtin")},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_told_as_it_is_recorded_to_be(name, tmp_path, monkeypatch, capsys):
+    """By `soak.py OUT.json --table`, with the problems of each side, of which only ours are the run's."""
+    monkeypatch.delenv("NSA_BACKEND_ROUND_GRAPH", raising=False)
+    sides = dict.fromkeys(RUNS[name])
+    for side, make in RUNS[name].items():
+        if make:
+            report = soak_judge.summary(make(tmp_path))
+            problems = soak_judge.problems_of(report, ours=side != "builtin")
+            sides[side] = report | {"problems": problems, "environment": {"gpu": "NVIDIA H200"}}
+    joined = soak.joined(sides, {}, 480.0)
+    (tmp_path / "out.json").write_text(json.dumps(joined))
+    monkeypatch.setattr(sys, "argv", ["soak.py", str(tmp_path / "out.json"), "--table"])
+    assert soak.main() == 0
+    minutes = [json.dumps(row) for row in (sides["ours"] or {}).get("rows", [])]
+    assert_printed(name, "\n".join([capsys.readouterr().out, *joined["problems"], "", *minutes]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("topology", "switch", "said", "replaying", "problem"),
+    [
+        ("dp", None, 2, 2, None),
+        ("dp", None, 2, 1, "rounds were one graph on 1 ranks, and must be on 2"),
+        ("dp", "1", 2, 1, "rounds were one graph on 1 ranks, and must be on 2"),
+        ("dp", "0", 2, 0, None),
+        ("pd-dp", "1", 4, 2, None),
+        ("pd-dp", "1", 4, 1, "rounds were one graph on 1 ranks, and must be on 2"),
+        ("pd-dp", None, 4, 1, None),
+        ("pd-dp", "1", 3, 2, "3 lines of the log say that this package's backend is active, not 4"),
+    ],
+)
+def test_every_rank_is_active_and_has_whole_rounds_unless_it_is_not_to(
+    tmp_path, monkeypatch, topology, switch, said, replaying, problem
+):
+    monkeypatch.delenv("NSA_BACKEND_ROUND_GRAPH", raising=False)
+    if switch:
+        monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", switch)
+    run = good(tmp_path, topology=topology, replayed=[{"greedy requests": 900}] * replaying + [{}])
+    run.log.write_text(f"{ACTIVE}\n" * said + RETRACT)
+    assert soak_judge.problems_of(soak_judge.summary(run)) == [problem] * bool(problem)
+
+
+@pytest.mark.parametrize(("more", "problems"), [((27, 27), []), ((32, 33), [33]), ((40, -40), [40]), ((54, 0), [54])])
+def test_each_of_a_pair_may_hold_what_one_server_may(tmp_path, more, problems):
+    """And none what another gave back."""
+    each = {name: samples(gpu=held_later(mib)) for name, mib in zip(("prefill", "decode"), more, strict=True)}
+    run = said_twice(good(tmp_path, topology="pd", samples=together(each)))
+    assert [int(problem.split()[0]) for problem in soak_judge.problems_of(soak_judge.summary(run))] == problems
+
+
+def test_warm_up_is_no_growth_and_what_was_not_sampled_is_unknown():
+    assert soak_judge.growth(samples(gpu=lambda s: 20000 + min(s, 55) * 100), "gpu_mib", BEGAN, ENDED) == 0
+    assert soak_judge.growth(samples(gpu=lambda s: None), "gpu_mib", BEGAN, ENDED) is None
+    assert soak_judge.held(samples(), BEGAN, None)["after_mib"] is None
 
 
 def test_percentiles_are_of_requests_that_finished():
@@ -18,108 +157,39 @@ def test_percentiles_are_of_requests_that_finished():
     records = [record("finished", n / 100, n / 1000) for n in range(1, 101)]
     found = soak_judge.latency([*records, record("aborted", 50.0, None), record("failed", 60.0, None)])
     assert found == {"first_token_s": {"p50": 0.05, "p99": 0.099}, "request_s": {"p50": 0.5, "p99": 0.99}}
-    assert soak_judge.latency([]) == {"first_token_s": None, "request_s": None}
 
 
-def side(**fields) -> dict:
-    times = {"p50": 0.5, "p99": 1.25}
-    return {
-        "references": 80,
-        "problems": [],
-        "load_minutes": 7.5,
-        "requests": {"finished": 750, "aborted": 2, "closed": 3, "failed": 0},
-        "retracted": {"in_log": 5},
-        "latency": {"first_token_s": times, "request_s": times},
-        "accept_length": 3.93,
-        "drift": -0.001,
-        "suspect_lines": {"count": 0},
-        "differences": [],
-        "growth": {"gpu_mib": 80, "host_mib": 7.8},
-        "held": {"before_mib": 3976, "after_mib": 3978},
-        "environment": {"gpu": "NVIDIA H200"},
-    } | fields
+def test_differences_that_are_ties_are_counted_and_others_kept():
+    tied = {"template": 3, "tie": True, "below_best": {"reference": 0.0, "other": 0.03}}
+    other = {"template": 4, "tie": False, "below_best": {"reference": 0.0, "other": None}}
+    counted = {"ways": 2, "at_ties": 1, "widest_below_best": 0.03, "others": [other]}
+    assert soak.compact({"differences": [tied, other]})["differences"] == counted
 
 
-TIED = {"template": 3, "tie": True, "below_best": {"reference": 0.0, "other": 0.03}}
-NO_TIE = {"template": 4, "tie": False, "below_best": {"reference": 0.0, "other": None}}
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Traceback (most recent call last):",
+        "[2026-11-20 11:16:06] ERROR:    Exception in ASGI application",
+        "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "[2026-11-20 11:16:06] Decode batch, accept len: nan",
+        "ValueError: pool memory leak detected! [full] total=57344",
+        "Received output for rid='x' but the state was deleted in TokenizerManager.",
+        "[2026-11-20 11:16:06] [http_server] Error: too long",
+    ],
+)
+def test_suspect(line):
+    assert soak_judge.SUSPECT.search(line)
 
 
-class TestJoined:
-    def test_the_built_in_is_reported_and_not_judged(self):
-        both = {"ours": side(), "builtin": side(problems=["3 requests failed"], differences=[TIED, NO_TIE])}
-        report = soak.joined(both, {}, 480.0)
-        assert report["problems"] == []
-        assert report["sides"]["builtin"]["problems"] == ["3 requests failed"]
-        assert report["sides"]["builtin"]["differences"] == {
-            "ways": 2, "at_ties": 1, "widest_below_best": 0.03, "others": [NO_TIE],
-        }  # fmt: skip
-
-    def test_ours_is_judged(self):
-        report = soak.joined({"ours": side(problems=["3 requests failed"]), "builtin": side()}, {}, 480.0)
-        assert report["problems"] == ["ours: 3 requests failed"]
-
-    def test_every_side_of_ours_is_judged(self):
-        """Each by its name, and a third column in the table."""
-        asked = {"ours": side(), "three_graphs": side(problems=["3 requests failed"]), "builtin": side(problems=["another"])}
-        report = soak.joined(asked, {}, 480.0)
-        assert report["problems"] == ["three_graphs: 3 requests failed"]
-        assert soak.table(report).splitlines()[0] == "| | ours | ours, a round in three graphs | built-in |"
-
-    def test_other_traffic(self):
-        report = soak.joined({"ours": side(), "builtin": side(references=71)}, {}, 480.0)
-        asked = "80 of ours, 71 of builtin"
-        assert report["problems"] == [
-            f"the sides were not asked the same: of their templates {asked} had a reference when the load began"
-        ]
-
-    def test_a_side_without_a_report(self):
-        report = soak.joined({"ours": None, "builtin": side()}, {}, 480.0)
-        assert report["problems"] == ["ours: it left no report"]
-        assert "| retracted | - | 5 |" in soak.table(report)
-        assert soak.joined({"ours": side(), "builtin": None}, {}, 480.0)["problems"] == []
-
-    def test_the_servers_of_a_pair_have_rows_of_their_own(self):
-        """Where each side has several; a side without a report has none of them."""
-        prefill = {"growth": {"gpu_mib": 0, "host_mib": 1.6}, "held": {"before_mib": 1700, "after_mib": 1700}}
-        decode = {"growth": {"gpu_mib": 80, "host_mib": 6.2}, "held": {"before_mib": 2276, "after_mib": None}}
-        pair = side(by_server={"prefill": prefill, "decode": decode})
-        rows = soak.table(soak.joined({"ours": pair, "builtin": None}, {}, 480.0)).splitlines()
-        assert rows[-7:] == [
-            "| prefill server alone: GPU memory during the load, growth after warm-up | +0 MiB | - |",
-            "| prefill server alone: GPU memory held before the load / after it and a flush, MiB | 1700 / 1700 | - |",
-            "| prefill server alone: host memory, growth after warm-up | +2 MiB | - |",
-            "| decode server alone: GPU memory during the load, growth after warm-up | +80 MiB | - |",
-            "| decode server alone: GPU memory held before the load / after it and a flush, MiB | 2276 / - | - |",
-            "| decode server alone: host memory, growth after warm-up | +6 MiB | - |",
-            "| problems | 0 | - |",
-        ]
-        ranks = side(by_server={"server": decode}, by_process={"server, sglang::scheduler_DP1_TP1": prefill})
-        rows = soak.table(
-            soak.joined({"ours": ranks, "builtin": side(by_server={"server": decode}, by_process={})}, {}, 480.0)
-        ).splitlines()
-        label = "server, sglang::scheduler_DP1_TP1 alone: GPU memory held before the load / after it and a flush, MiB"
-        assert rows[-3] == f"| {label} | 1700 / 1700 | - |"
-        alone = side(by_server={"server": decode})
-        assert not any("alone" in row for row in soak.table(soak.joined({"ours": alone}, {}, 480.0)).splitlines())
-
-    def test_every_row_of_the_table_has_both_columns(self):
-        slow = {"first_token_s": None, "request_s": {"p50": 2.0, "p99": 9.0}}
-        rows = soak.table(soak.joined({"ours": side(), "builtin": side(latency=slow, drift=None)}, {}, 480.0)).splitlines()
-        assert {row.count("|") for row in rows} == {4}
-        for row in (
-            "| requests finished / aborted / closed / failed | 750 / 2 / 3 / 0 | 750 / 2 / 3 / 0 |",
-            "| requests finished in a minute of the load | 100 | 100 |",
-            "| to the first token, s, p50 / p99 | 0.50 / 1.25 | - |",
-            "| whole request, s, p50 / p99 | 0.50 / 1.25 | 2.00 / 9.00 |",
-            "| accept length, last whole minute over the first, less one | -0.1 % | - |",
-            "| GPU memory held before the load / after it and a flush, MiB | 3976 / 3978 | 3976 / 3978 |",
-        ):
-            assert row in rows
-
-
-def test_the_table_is_printed(tmp_path):
-    out = tmp_path / "out.json"
-    report = soak.joined({"ours": side(), "builtin": side()}, {}, 480.0)
-    out.write_text(json.dumps(report))
-    shown = subprocess.run([sys.executable, soak.__file__, str(out), "--table"], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == soak.table(report)
+@pytest.mark.parametrize(
+    "line",
+    [
+        ACTIVE,
+        RETRACT,
+        "server_args=ServerArgs(watchdog_timeout=300, enable_nan_detection=False, log_level='info')",
+        "Ignore import error when loading sglang.srt.models.x: No module named 'y'",
+    ],
+)
+def test_not_suspect(line):
+    assert not soak_judge.SUSPECT.search(line)

@@ -18,64 +18,12 @@ import soak_traffic
 from pd_servers import DECODE
 from soak_answers import Template
 
-SERVER = """
-import json, os, sys, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-port, delay, side = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
-if side == "ours":
-    os.write(1, b"nsa_backend 0.1.0 is active\\n")  # at once: two servers have one log
-print("KV cache pool is full. Retract requests. #retracted_reqs: 2,", flush=True)
-aborted = set()
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        if self.path == "/server_info":
-            state = {"nsa_backend_rounds": {"greedy requests": 9}} if side == "ours" else {}
-            self.wfile.write(json.dumps({"internal_states": [state]}).encode())
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with open("asked", "a") as seen:
-            print(json.dumps([port, asked]), file=seen)
-        self.do_GET()
-        if "sampling_params" not in asked:
-            aborted.add(asked["rid"])
-            return
-        count = asked["sampling_params"]["max_new_tokens"]
-        rounds = (count + 3) // 4
-        meta = {"finish_reason": {"type": "length"}, "spec_correct_drafts_histogram": [0, 0, 0, rounds]}
-        meta |= {"output_top_logprobs": [[[-1.0, 7, None], [-1.01, 8, None]]]}
-        if not asked.get("stream"):
-            self.wfile.write(json.dumps({"output_ids": [7] * count, "meta_info": meta}).encode())
-            return
-        time.sleep(delay)
-        self.wfile.write(f'data: {json.dumps({"output_ids": [7], "meta_info": {"finish_reason": None}})}\\n\\n'.encode())
-        time.sleep(delay)
-        if asked["rid"] in aborted:
-            last = {"output_ids": [7], "meta_info": {"finish_reason": {"type": "abort"}}}
-        else:
-            last = {"output_ids": [7] * count, "meta_info": meta}
-        self.wfile.write(f"data: {json.dumps(last)}\\n\\ndata: [DONE]\\n\\n".encode())
-
-    def handle(self):
-        try:
-            super().handle()
-        except (BrokenPipeError, ConnectionResetError):  # the stream was closed
-            pass
-
-    def log_message(self, *arguments):
-        pass
-
-ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
+SERVER = Path(__file__).resolve().parents[1] / "support" / "stand_in_of_soak.py"
 
 
 @pytest.fixture
 def serve_quickly(monkeypatch, tmp_path):
     """Returns a function of (side, seconds a server takes to its first token) that runs that side and returns its report."""
-    (tmp_path / "server.py").write_text(SERVER)
     monkeypatch.chdir(tmp_path)
     for name, seconds in (("TAIL_SECONDS", 8.0), ("DRAIN_SECONDS", 2.0), ("IDLE_SECONDS", 0.1), ("LAST_SECONDS", 0.5)):
         monkeypatch.setattr(soak_side, name, seconds)
@@ -90,7 +38,7 @@ def serve_quickly(monkeypatch, tmp_path):
     def run(side: str, delay: float, port: int, topology: str = "one", minutes: float = 0.23) -> dict:
         def commands(checkpoint: Path, port: int) -> list[list[str]]:
             ports = [port, port + DECODE][: len(served.servers)]
-            return [[sys.executable, str(tmp_path / "server.py"), str(port), str(delay), side] for port in ports]
+            return [[sys.executable, str(SERVER), str(port), str(delay), side] for port in ports]
 
         served = soak_side.TOPOLOGIES[topology]
         monkeypatch.setitem(soak_side.TOPOLOGIES, topology, replace(served, commands=commands))
@@ -185,31 +133,18 @@ class TestSides:
         (tmp_path / "seconds").write_text("0.2")
         monkeypatch.setattr(soak, "HERE", tmp_path)
         monkeypatch.setattr(soak, "GRACE_SECONDS", 0.0)
-        sides = ["ours", "builtin"]
-        asked = {
-            "gpus": ["2", "3"],
-            "minutes": 0.1,
-            "port": 33000,
-            "seed": 4,
-            "topology": "one",
-            "sides": sides,
-            "faults": False,
-        }
+        asked = {"gpus": ["2", "3"], "minutes": 0.1, "port": 33000, "seed": 4, "topology": "one", "faults": False}
+        asked |= {"sides": ["ours", "builtin"]}
         return SimpleNamespace(out=tmp_path / "out.json", **asked)
 
-    def test_two_gpus_serve_at_once(self, args):
-        reports = soak.run(args)
-        ours, builtin = (reports[s]["options"] for s in ("ours", "builtin"))
-        assert (ours["--gpu"], builtin["--gpu"]) == ("2", "3")
-        assert ours["--port"] != builtin["--port"]
-        assert (ours["--seed"], ours["--minutes"]) == (builtin["--seed"], builtin["--minutes"]) == ("4", "0.1")
-
-    def test_a_third_side_has_a_gpu_of_its_own(self, args):
-        args.sides, args.gpus = ["ours", "three_graphs", "builtin"], ["1", "2", "3"]
+    @pytest.mark.parametrize("sides", [["ours", "builtin"], ["ours", "three_graphs", "builtin"]])
+    def test_as_many_gpus_as_sides_serve_at_once(self, args, sides):
+        args.sides, args.gpus = sides, ["1", "2", "3"][: len(sides)]
         found = {side: report["options"] for side, report in soak.run(args).items()}
-        assert {side: options["--gpu"] for side, options in found.items()} == dict(zip(args.sides, args.gpus, strict=True))
-        assert {options["--side"] for options in found.values()} == set(args.sides)
-        assert len({options["--port"] for options in found.values()}) == 3
+        assert {side: options["--gpu"] for side, options in found.items()} == dict(zip(sides, args.gpus, strict=True))
+        assert [options["--side"] for options in found.values()] == sides
+        assert len({options["--port"] for options in found.values()}) == len(sides)
+        assert {(options["--seed"], options["--minutes"]) for options in found.values()} == {("4", "0.1")}
 
     def test_one_gpu_serves_in_turns(self, args):
         args.gpus = ["1"]
