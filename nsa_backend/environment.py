@@ -58,7 +58,7 @@ VARIABLES = (
         "NSA_BACKEND_PAIRED_LOGITS",
         "0",
         "1: the indexer scores the rows of target_verify two by two, so that index keys are read half as often",
-        "to measure it, on Hopper with long contexts and an even number of draft tokens: no server has run it",
+        "to measure it, on Hopper with long contexts and an even number of draft tokens: right there, its speed is not known",
     ),
     Variable(
         "NSA_BACKEND_CHECK",

@@ -13,6 +13,7 @@ KERNELS = {
     "flashmla_sparse": "flashmla_sparse",
     "flashmla_kv": "flashmla_kv, FP8",
     "sparse_decode": "sparse_decode",
+    "sparse_verify": "sparse_verify",
 }
 STEPS = (1, 3, 5)
 """Numbers of drafts that have a column."""
@@ -21,7 +22,7 @@ STEPS = (1, 3, 5)
 def kind(row: dict) -> str:
     """The implementation, and what else keeps a case's accept lengths apart from other cases'."""
     case = row["case"]
-    words = KERNELS[row["decode"]] + (", FP8" if case.startswith("fp8, sparse") else "")
+    words = KERNELS[row["decode"]] + (", FP8" if "fp8, sparse" in case else "")
     return words + next((f", {name.upper()}" for name in ("glm-5.1", "glm-5.2") if name in case), "")
 
 

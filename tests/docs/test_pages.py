@@ -176,6 +176,6 @@ class TestThemselves:
 
     def test_a_part_that_was_edited_by_hand(self):
         text = README.read_text()
-        edited = re.sub(r"(?<=<!-- rank_saved -->).*?(?=<!--)", "99 %", text)
+        edited = re.sub(r"(?<=<!-- auto_saved -->).*?(?=<!--)", "99 %", text)
         assert edited != text
         assert make_docs.filled(edited) == text
