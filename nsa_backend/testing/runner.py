@@ -35,6 +35,7 @@ def make_runner(
         device=device,
         page_size=kv_pool.page_size,
         is_draft_worker=is_draft_worker,
+        model=torch.nn.Module(),
         kv_cache_dtype=kv_pool.dtype,
         req_to_token_pool=req_to_token_pool,
         token_to_kv_pool=kv_pool,

@@ -35,7 +35,7 @@ def take_layer_fronts(model: Any, kv_pool: Any, args: Any, backends: tuple[type,
 
     layers = [module for module in model.modules() if isinstance(module, DeepseekV2AttentionMLA)]
     taken = sum(isinstance(layer.forward_absorb_prepare, LayerFront) for layer in layers)
-    if taken:  # the backends of a draft model come one after another
+    if taken or not (layers or demanded):  # the backends of a draft model come one after another
         return taken
     problem = next(iter(server_problems(args)), None) or device_problem()
     problems = Counter(problem or layer_problem(layer) for layer in layers)
