@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from nsa_backend.kernels.blocks import blocks
-from nsa_backend.kernels.checks import require
+from nsa_backend.kernels.checks import check_tensor, require
+from nsa_backend.kernels.local_slots import check_rank
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 
@@ -57,6 +58,9 @@ def sparse_decode(
     parts: Parts | None = None,
     tile: Tile | None = None,
     join: Join | None = None,
+    ranks: int = 1,
+    rank: int = 0,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(sm_scale * (q_nope . latent + q_rope . rope)) @ latent over the slots of each row; one launch or two.
 
@@ -77,6 +81,9 @@ def sparse_decode(
         parts: memory for what is joined, from `Parts.allocate`; None, or too little of it, allocates.
         tile: `Tile.of` if None; another one is for measurements.
         join: `Join.of` if None; likewise.
+        ranks: that divide slots among them, as `local_slots` says; this one is `rank`, and reads its own alone.
+        lse: float32 [rows, heads], contiguous, which gets the log-sum-exp of each row in base 2, -inf where it has no slot;
+            None where nobody asks.
 
     Returns:
         [rows, heads, latent] of the query's dtype; zeros where a row has no slot.
@@ -87,6 +94,9 @@ def sparse_decode(
     rows, heads, latent = q_nope.shape
     rope, topk = q_rope.shape[-1], topk_slots.shape[1]
     check_tensors(q_nope, q_rope, kv_cache, topk_slots, lens)
+    check_rank(ranks, rank)
+    if lse is not None:
+        check_tensor("lse", lse, torch.float32, (rows, heads))
     out = torch.empty(rows, heads, latent, dtype=q_nope.dtype, device=q_nope.device)
     if rows == 0:
         return out
@@ -96,7 +106,7 @@ def sparse_decode(
     size = rows * split.parts * heads
     if split.parts > 1 and (parts is None or not parts.hold(size)):
         parts = Parts.of(size, latent, out.device)
-    partial, lse = (parts.out, parts.lse) if split.parts > 1 else (out, out)
+    partial, lse_of_parts = (parts.out, parts.lse) if split.parts > 1 else (out, out if lse is None else lse)
     k_rope, scales = behind_the_latent(kv_cache, latent, q_nope.dtype)
     on_gpu = out.is_cuda
     # Both may be launched before what is ahead of them on the stream ends, and wait for it then.
@@ -110,7 +120,7 @@ def sparse_decode(
         lens,
         out,
         partial,
-        lse,
+        lse_of_parts,
         sm_scale,
         logit_cap or 1.0,
         q_nope.stride(0),
@@ -134,6 +144,9 @@ def sparse_decode(
         FP8=fp8,
         CAPPED=logit_cap != 0,
         COMPILED=on_gpu,
+        RANKS=ranks,
+        RANK=rank,
+        LSE=lse is not None,
         num_warps=tile.warps,
         **({"launch_pdl": True} if on_gpu else {}),
     )
@@ -141,14 +154,16 @@ def sparse_decode(
         width = min(join.latent, latent)
         join_kernel[(rows, heads, latent // width)](
             partial,
-            lse,
+            lse_of_parts,
             out,
+            lse_of_parts if lse is None else lse,
             heads,
             split.parts,
             LATENT=latent,
             BLOCK_S=join.parts,
             BLOCK_D=width,
             COMPILED=on_gpu,
+            LSE=lse is not None,
             num_warps=join.warps,
             **({"launch_pdl": True} if on_gpu else {}),
         )

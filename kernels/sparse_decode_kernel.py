@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nsa_backend.kernels.local_slots import slot_of_rank
+
 # What changes from batch to batch must not compile the kernels again: lengths of a draft step begin at any int32.
 UNSPECIALIZED = ["slots_ptr", "lens_ptr", "slots_stride", "topk", "heads", "splits", "chunk"]
 
@@ -153,7 +155,7 @@ def attend_kernel(
     lens_ptr,  # int32 [rows], entries of each row to look at
     out_ptr,  # [rows, heads, LATENT], written where SPLIT is False
     partial_ptr,  # float32 [rows, splits, heads, LATENT], written where SPLIT is True
-    lse_ptr,  # float32 [rows, splits, heads], base 2; -inf for a part without a token
+    lse_ptr,  # float32 [rows, splits, heads], base 2, -inf for a part without a token; written where SPLIT or LSE is True
     scale,  # of scores, natural
     cap,  # of scores, tanh; read where CAPPED
     q_nope_row_stride,
@@ -177,6 +179,9 @@ def attend_kernel(
     FP8: tl.constexpr,
     CAPPED: tl.constexpr,
     COMPILED: tl.constexpr,
+    RANKS: tl.constexpr,  # that divide slots among them, as `local_slots` says
+    RANK: tl.constexpr,
+    LSE: tl.constexpr,
 ):
     D: tl.constexpr = LATENT // 4
     EVERY_COLUMN: tl.constexpr = BLOCK_H < 64  # has a sum of its own, added up at the end; more heads have no registers for it
@@ -200,7 +205,7 @@ def attend_kernel(
     if SPLIT and begin >= end:
         tl.store(lse_ptr + part, tl.full((BLOCK_H,), float("-inf"), tl.float32), mask=h < heads)
         return
-    slot = tl.where(begin + columns < end, slot, -1)
+    slot = slot_of_rank(tl.where(begin + columns < end, slot, -1), RANKS, RANK)
     d = tl.arange(0, D)[None, :]
     r = tl.arange(0, ROPE)[None, :]
     real = (h < heads)[:, None]
@@ -224,18 +229,16 @@ def attend_kernel(
             ROPE_STRIDE=ROPE_STRIDE, SCALES_STRIDE=SCALES_STRIDE, FP8=FP8, COMPILED=COMPILED,
         )  # fmt: skip
         following = first + BLOCK_N + columns
-        slot = tl.load(slots_ptr + following, mask=following < end, other=-1)
+        slot = slot_of_rank(tl.load(slots_ptr + following, mask=following < end, other=-1), RANKS, RANK)
         best, total, out0, out1, out2, out3 = weigh_tokens(
             scores, there[None, :], pieces, scales, best, total, out0, out1, out2, out3, scale, cap,
             dtype=q0.dtype, EVERY_COLUMN=EVERY_COLUMN, FP8=FP8, CAPPED=CAPPED,
         )  # fmt: skip
     weight = tl.sum(total, 1)
     over = (1.0 / tl.where(weight == 0.0, 1.0, weight))[:, None]
-    if SPLIT:
-        out = partial_ptr + part[:, None] * LATENT + d
+    if SPLIT or LSE:
         tl.store(lse_ptr + part, best + tl.log2(weight), mask=h < heads)
-    else:
-        out = out_ptr + (row * heads + h)[:, None] * LATENT + d
+    out = partial_ptr + part[:, None] * LATENT + d if SPLIT else out_ptr + part[:, None] * LATENT + d
     dtype = out.dtype.element_ty
     tl.store(out, (out0 * over).to(dtype), mask=real)
     tl.store(out + D, (out1 * over).to(dtype), mask=real)
@@ -248,12 +251,14 @@ def join_kernel(
     partial_ptr,  # float32 [rows, splits, heads, LATENT]; anything in a part without a token
     lse_ptr,  # float32 [rows, splits, heads], base 2; -inf for a part without a token
     out_ptr,  # [rows, heads, LATENT]
+    joined_ptr,  # float32 [rows, heads], base 2, -inf for a row without a token; written where LSE is True
     heads,
     splits,
     LATENT: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     COMPILED: tl.constexpr,
+    LSE: tl.constexpr,
 ):
     if COMPILED:
         gdc_wait()
@@ -276,5 +281,7 @@ def join_kernel(
         total = total * fade + tl.sum(weights, 0)
         acc = acc * fade + tl.sum(tl.where((lse > float("-inf"))[:, None], parts, 0.0) * weights[:, None], 0)
         best = higher
+    if LSE and tl.program_id(2) == 0:
+        tl.store(joined_ptr + row * heads + head, best + tl.log2(total))
     out = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + (row * heads + head) * LATENT + d, out.to(out_ptr.dtype.element_ty))

@@ -33,6 +33,7 @@ TYPES |= {
     "lens_ptr": "*i32",
     "partial_ptr": "*fp32",
     "lse_ptr": "*fp32",
+    "joined_ptr": "*fp32",
     "scales_ptr": "*fp32",
     "union_ptr": "*i32",
     "rows_ptr": "*u8",
@@ -52,6 +53,7 @@ TYPES |= dict.fromkeys(("latent_scales_ptr", "index_scales_ptr", "gates_ptr", "w
 TYPES |= dict.fromkeys(("q_eps", "latent_eps", "key_eps"), "fp32")
 ALIGNED = {"q_nope_row_stride", "q_nope_head_stride", "q_rope_row_stride", "q_rope_head_stride"}
 MODEL = {"LATENT": 512, "ROPE": 64}
+WHOLE = {"RANKS": 1, "RANK": 0, "LSE": False}
 SMS = 132
 PTXAS = Path(nvidia.__file__).parent / "bin" / "ptxas"
 
@@ -118,7 +120,7 @@ def main() -> None:
         tiles = {shape: Tile.of(*shape, fp8=cache["FP8"]) for shape in shapes}
         for tile, split in dict.fromkeys((t, Split.of(*shape, 2048, SMS, t).parts > 1) for shape, t in tiles.items()):
             shape = {"BLOCK_H": tile.heads, "BLOCK_N": tile.tokens, "STAGES": tile.stages}
-            constants = MODEL | cache | shape | {"SPLIT": split, "CAPPED": False, "COMPILED": True}
+            constants = MODEL | cache | shape | {"SPLIT": split, "CAPPED": False, "COMPILED": True} | WHOLE
             used = resources(attend_kernel, constants, latent, num_warps=tile.warps)
             found[f"attend, {tile}, {latent[1:]}, split {split}"] = used | {"programs": tile.programs}
         for lines in (16, 32, 64):
@@ -133,7 +135,7 @@ def main() -> None:
         used = resources(selection_union_kernel, constants | {"COMPILED": True}, num_warps=NUM_WARPS)
         found[f"union of {rows} rows, split True"] = used | {"programs": 1}
     for join in dict.fromkeys(Join.of(*shape) for shape in shapes):
-        constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True}
+        constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True, "LSE": False}
         found[f"join, {join.parts} parts"] = resources(join_kernel, constants, num_warps=join.warps) | {"programs": 1}
     found |= front(caches)
     sys.stdout.write(json.dumps(found))

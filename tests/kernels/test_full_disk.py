@@ -17,7 +17,7 @@ import compile_for_hopper as hopper
 largest = int(sys.argv[2])  # of a file, in bytes
 resource.setrlimit(resource.RLIMIT_FSIZE, (largest, -1))
 join = hopper.Join.of(8, 16)
-constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True}
+constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True, "LSE": False}
 print(json.dumps(hopper.resources(hopper.join_kernel, constants)))
 """
 NO_LIMIT = -1
