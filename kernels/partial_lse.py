@@ -15,7 +15,8 @@ from nsa_backend.kernels.blocks import power_of_two
 from nsa_backend.kernels.checks import check_tensor, require
 
 
-@triton.jit
+# FA3's heads lie as far apart as a batch has rows.
+@triton.jit(do_not_specialize=["lse_row_stride", "lse_head_stride"])
 def partial_lse_kernel(
     lse_ptr,  # float32 [rows, heads], strides below
     lse_row_stride,
@@ -35,7 +36,6 @@ def partial_lse_kernel(
     row = tl.program_id(0).to(tl.int64)
     empty = tl.load(counts_ptr + row) == 0
     head = tl.arange(0, HEADS_BLOCK)
-    # A head of FA3's lies as many rows behind the one before it.
     lse = tl.load(lse_ptr + row * lse_row_stride + head.to(tl.int64) * lse_head_stride, mask=head < heads, other=0.0)
     if NATURAL:
         lse *= LOG2E

@@ -9,6 +9,7 @@ import torch
 from nsa_backend import __version__
 from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.context_part import ContextPart
 from nsa_backend.attention.dense_prefill import DensePrefill
 from nsa_backend.attention.fp8 import ragged_kv, rope_in_fp8, slots_of_ragged
 from nsa_backend.attention.implementations import build_decode, build_prefill
@@ -52,6 +53,9 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         self.decode_attention = build_decode(self.config)
         self.prefill_attention = build_prefill(self.config)
         self.dense_prefill = DensePrefill(self.config)
+        attention = self.config.attention
+        divided = attention.context_ranks > 1
+        self.context_part = ContextPart(attention.context_ranks, attention.context_rank) if divided else None
         self.topk = choose_topk(self.config.attention.device)
         self.fuse_topk = adapter.fuse_topk(shares_selections)
         self.captured = CapturedLaunches(self.writer)
@@ -142,7 +146,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         layer: sglang_types.RadixAttention,
         forward_batch: sglang_types.ForwardBatch,
         save_kv_cache: bool = True,
-        **mla_args: torch.Tensor | None,
+        **mla_args: torch.Tensor | bool | None,
     ) -> torch.Tensor:
         """Write the new tokens' KV and attend with the decode implementation; see `_forward_sparse`."""
         return self._forward_sparse(self.decode_attention, q, k, layer, forward_batch, save_kv_cache, decode=True, **mla_args)
@@ -156,7 +160,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         layer: sglang_types.RadixAttention,
         forward_batch: sglang_types.ForwardBatch,
         save_kv_cache: bool = True,
-        **mla_args: torch.Tensor | None,
+        **mla_args: torch.Tensor | bool | None,
     ) -> torch.Tensor:
         """Dense prefill for short contexts, else sparse: target_verify and draft_extend use the decode implementation."""
         mode = forward_batch.forward_mode
@@ -187,7 +191,8 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         llama_4_scaling: torch.Tensor | None = None,
         attn_sink: torch.Tensor | None = None,
         decode: bool = False,
-    ) -> torch.Tensor:
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Absorbed MLA over the chosen slots.
 
         Args:
@@ -200,9 +205,11 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
             llama_4_scaling: belongs to models that are not served.
             attn_sink: float32 [heads], the score of a key without a value, where the model has learned one.
             decode: whether a row is a request.
+            return_lse: what layers say whose KV ranks divide.
 
         Returns:
-            [rows, heads, latent].
+            [rows, heads, latent]; where ranks divide the KV, beside the log-sum-exp of this rank's part, as
+            `SparseAttention.forward_part` has both.
         """
         refuse_unapplied(llama_4_scaling, attn_sink, self.config.attention.sinks)
         if cos_sin_cache is not None:
@@ -219,7 +226,9 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         if metadata.topk_indices_offset is not None:
             kv_cache = ragged_kv(kv_cache, metadata, k, k_rope)
         inputs = sparse_inputs(q, q_rope, layer, kv_cache, slots, metadata, attn_sink=attn_sink, decode=decode)
-        return attention.forward(inputs)
+        if self.context_part is None:
+            return attention.forward(inputs)
+        return attention.forward_part(inputs, self.context_part.at(topk_indices, metadata, layer.layer_id))
 
     def _metadata_of_rows(self, attention: SparseAttention, rows: int) -> NSAMetadata:
         """The metadata of the forward under way, with padding rows where SGLang has added some.

@@ -21,7 +21,7 @@ class AttentionConfig:
     """Facts an implementation decides on; fixed for the life of a server."""
 
     device_sm: int  # 90 on Hopper, 0 without a GPU
-    num_heads: int  # query heads on this rank
+    num_heads: int  # query heads that this rank attends with
     kv_cache_dtype: torch.dtype
     index_topk: int
     device: torch.device = CPU
@@ -35,18 +35,22 @@ class AttentionConfig:
     partner: str = ""  # the implementation asked for on the other side: prefill's for decode, decode's for prefill
     num_draft_tokens: int = 0  # D; 0 without speculative decoding
     sinks: bool = False  # whether the model has learned the score of a key without a value
+    context_ranks: int = 1  # that divide the KV of every request (decode context parallel); each has the heads of all
+    context_rank: int = 0  # this one of them
 
     @classmethod
-    def of_model(cls, model_config: Any, attention_tp_size: int, **facts: Any) -> AttentionConfig:
+    def of_model(cls, model_config: Any, attention_tp_size: int, *, context_ranks: int = 1, **facts: Any) -> AttentionConfig:
         """Of a rank of one model.
 
         Args:
             model_config: SGLang's ModelConfig.
             attention_tp_size: ranks that share the heads.
+            context_ranks: of those, that divide the KV of a request; SGLang gathers their queries.
             facts: fields that no model tells.
         """
         return cls(
-            num_heads=model_config.num_attention_heads // attention_tp_size,
+            num_heads=model_config.num_attention_heads // attention_tp_size * context_ranks,
+            context_ranks=context_ranks,
             index_topk=adapter.index_topk(model_config.hf_config),
             latent_dim=model_config.kv_lora_rank,
             rope_dim=model_config.qk_rope_head_dim,
@@ -76,6 +80,7 @@ class BackendConfig:
     wide_table: bool = False  # whether the top-k reads page_table_1
     topk_plan: bool = False  # whether it reads a plan, see kernels/topk_plan.py
     overlapped: bool = False  # whether it is one of several backends that run interleaved (two-batch overlap)
+    divided_context: bool = False  # whether the server's ranks divide the KV of the target (decode context parallel)
     split_prefill: bool = False  # whether ranks may divide the rows of a prefill among them (prefill context parallel)
 
     @property
@@ -87,6 +92,8 @@ class BackendConfig:
     def from_runner(cls, runner: sglang_types.ModelRunner) -> BackendConfig:
         """Read and check; raises ValueError with one sentence where the model or the GPU cannot be served."""
         settings, hf_config = adapter.settings(runner), runner.model_config.hf_config
+        # Every rank has all KV of the drafts.
+        context_ranks, context_rank = (1, 0) if runner.is_draft_worker else (settings.context_ranks, settings.context_rank)
         device = torch.device(runner.device)
         kv_cache_dtype = runner.token_to_kv_pool.dtype
         prefill = prefill_name(settings.prefill, kv_cache_dtype)
@@ -111,6 +118,8 @@ class BackendConfig:
             attention=AttentionConfig.of_model(
                 runner.model_config,
                 adapter.attention_tp_size(),
+                context_ranks=context_ranks,
+                context_rank=context_rank,
                 device_sm=adapter.device_sm(device),
                 kv_cache_dtype=kv_cache_dtype,
                 device=device,
@@ -123,12 +132,13 @@ class BackendConfig:
             prefill_impl=prefill,
             num_draft_tokens=settings.num_draft_tokens,
             num_sms=adapter.deep_gemm_num_sms() if device.type == "cuda" else 0,
-            num_kv_slots=runner.token_to_kv_pool.size + runner.page_size,
+            num_kv_slots=(runner.token_to_kv_pool.size + runner.token_to_kv_pool.page_size) * context_ranks,
             next_n=2 if switched_on("NSA_BACKEND_PAIRED_LOGITS") else 1,
             surplus_last=adapter.schedule_surplus_last(adapter.device_sm(device)),
             wide_table=adapter.TOPK_READS_PAGE_TABLE_1,
             topk_plan=adapter.topk_v2() is not None,
             overlapped=settings.overlaps_batches and not runner.is_draft_worker,  # SGLang splits no draft batch
+            divided_context=settings.context_ranks > 1,
             split_prefill=settings.splits_prefill,
         )
 

@@ -37,6 +37,7 @@ def create_backend(runner: sglang_types.ModelRunner) -> NativeSparseAttnBackend:
     if wants_layer_fronts():
         demanded = switched_on("NSA_BACKEND_LAYER_FRONT") and not runner.is_draft_worker
         adapter.take_layer_fronts(runner, (NativeSparseAttnBackend,), demanded)
+    adapter.take_context_parts(runner)
     backend = NativeSparseAttnBackend(runner)
     adapter.clear_padding_on_resume(runner.token_to_kv_pool)
     if not runner.is_draft_worker:

@@ -97,6 +97,7 @@ def check_implementations(server_args: sglang_types.ServerArgs) -> None:
     attention = AttentionConfig.of_model(
         adapter.target_model(server_args),
         adapter.attention_tp_size_of(args),
+        context_ranks=adapter.context_ranks_of(args),
         device_sm=adapter.device_sm("cuda"),
         kv_cache_dtype=kv_cache_dtype,
         device_name=torch.cuda.get_device_name() if "auto" in names else "",

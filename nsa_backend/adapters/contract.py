@@ -195,6 +195,10 @@ class Adapter(ABC):
         """
 
     @abstractmethod
+    def take_context_parts(self, runner: sglang_types.ModelRunner) -> None:
+        """Make the layers of a loaded model ready for ranks that divide the KV of a request; nothing where none do."""
+
+    @abstractmethod
     def offer_warm_up(self) -> None:
         """Put our own warm-up (`releases.ROUND_WARM_UP`) among SGLang's, in the process that answers requests."""
 
@@ -222,6 +226,7 @@ class Adapter(ABC):
 
     WAY_BACK = shared.WAY_BACK
     attention_tp_size_of = staticmethod(startup.attention_tp_size_of)
+    context_ranks_of = staticmethod(startup.context_ranks_of)
     deep_gemm_num_sms = staticmethod(shared.deep_gemm_num_sms)
     deep_gemm_schedule = staticmethod(shared.deep_gemm_schedule)
     device_sm = staticmethod(shared.device_sm)

@@ -50,6 +50,8 @@ class Settings:
     num_draft_tokens: int  # D; 0 without speculative decoding
     overlaps_batches: bool = False  # whether the halves of a batch run interleaved (--enable-two-batch-overlap)
     splits_prefill: bool = False  # whether ranks may divide the rows of a prefill among them (--enable-prefill-cp)
+    context_ranks: int = 1  # that divide the KV of every request (--dcp-size)
+    context_rank: int = 0  # this one of them
     disaggregated: bool = False  # whether the server is one of a pair (--disaggregation-mode)
 
 

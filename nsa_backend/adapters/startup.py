@@ -56,6 +56,11 @@ def attention_tp_size_of(args: Any) -> int:
     return max(args.tp_size // dp // (getattr(args, "attn_cp_size", None) or 1), 1)
 
 
+def context_ranks_of(args: Any) -> int:
+    """Of those, ranks that divide the KV of a request; by resolved arguments too."""
+    return getattr(args, "dcp_size", None) or 1
+
+
 def watch_backends(check: Check) -> None:
     """Call `check(part, backend)` on each attention backend that the scheduler of this process builds, before it is used.
 

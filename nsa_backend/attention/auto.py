@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nsa_backend.attention.context_part import ContextPart
 from nsa_backend.attention.implementations import implementation
 from nsa_backend.attention.interface import SparseAttention
 from nsa_backend.attention.sparse_inputs import SparseInputs
@@ -83,6 +84,9 @@ class Auto:
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         return self._for(inputs.q_nope.shape[0]).forward(inputs)
+
+    def forward_part(self, inputs: SparseInputs, part: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._for(inputs.q_nope.shape[0]).forward_part(inputs, part)
 
     def _for(self, rows: int) -> SparseAttention:
         return self._built[choose(self._table, rows)]

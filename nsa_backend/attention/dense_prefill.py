@@ -17,8 +17,9 @@ class DensePrefill:
         # SGLang's model brings K and V in bfloat16 here, dequantised where the cache is FP8.
         dtypes = (torch.bfloat16, torch.float8_e4m3fn)
         served = config.attention.device_sm == 90 and config.attention.kv_cache_dtype in dtypes
-        # Nothing adds sinks here, and a rank with some of a prompt's rows has no dense K and V of the others.
-        self.runs = served and not config.attention.sinks and not config.split_prefill
+        # Nothing adds sinks here. A rank with some of a prompt's rows has no dense K and V of the others, and one with some
+        # of its KV none of its prefix; SGLang's dense forward of drafts takes their KV for divided too.
+        self.runs = served and not (config.attention.sinks or config.split_prefill or config.divided_context)
         self._attend = adapter.fa3_functions()[1] if self.runs else None
 
     def fits(self, batch: sglang_types.ForwardBatch) -> bool:

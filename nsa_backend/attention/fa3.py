@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.context_part import ContextPart, joinable
 from nsa_backend.attention.interface import (
     NothingToPrepare,
     bfloat16_problems,
@@ -48,9 +50,12 @@ class Fa3(NothingToPrepare):
         self._config = config
 
     def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
-        """Schedule the rows that the metadata launch has just measured; one launch, capturable."""
+        """Schedule the rows that the metadata launch has just measured; one launch, capturable.
+
+        Of slots that ranks divide, a row's number is known once its layer has selected, and FA3 schedules in every call.
+        """
         lengths = metadata.nsa_cache_seqlens_int32
-        if self._scheduler is None or not 0 < lengths.shape[0] <= MAX_SCHEDULED_ROWS:
+        if self._scheduler is None or self._config.context_ranks > 1 or not 0 < lengths.shape[0] <= MAX_SCHEDULED_ROWS:
             return metadata
         return replace(metadata, schedule=self.schedule(lengths, metadata.nsa_cu_seqlens_q))
 
@@ -79,6 +84,14 @@ class Fa3(NothingToPrepare):
         )
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
+        return self._call(inputs, return_softmax_lse=False)
+
+    def forward_part(self, inputs: SparseInputs, part: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
+        own = part.own(inputs)
+        out, lse, *_ = self._call(own, return_softmax_lse=True)
+        return joinable(out, lse.T, own, natural=True)
+
+    def _call(self, inputs: SparseInputs, *, return_softmax_lse: bool) -> Any:
         latent_dim = inputs.q_nope.shape[-1]
         return self._attend(
             q=inputs.q_rope,
@@ -93,7 +106,7 @@ class Fa3(NothingToPrepare):
             softmax_scale=inputs.sm_scale,
             causal=True,
             softcap=inputs.logit_cap,
-            return_softmax_lse=False,
+            return_softmax_lse=return_softmax_lse,  # [heads, rows]
             scheduler_metadata=inputs.schedule,
             num_splits=0,  # FA3 splits long rows over SMs by its own heuristic
         )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.context_part import ContextPart, joinable
 from nsa_backend.attention.interface import package_problems, sinks_problems
 from nsa_backend.attention.joined_query import QueryJoiner
 from nsa_backend.attention.sparse_inputs import SparseInputs
@@ -86,10 +87,20 @@ class FlashMlaKv:
         return made
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
+        return self._call(inputs)[0]
+
+    def forward_part(self, inputs: SparseInputs, part: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
+        own = part.own(inputs)
+        # The schedule of rows holds whatever their lengths are.
+        out, lse = self._call(replace(own, schedule=inputs.schedule))
+        return joinable(out, lse[:, : out.shape[1], 0], own, natural=True)
+
+    def _call(self, inputs: SparseInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp, in base e: [rows, heads, latent] and [rows, padded heads, 1]."""
         rows, heads, latent_dim = inputs.q_nope.shape
         # Of a prefill padded for DP attention SGLang hands over the real rows alone where it captures prefill in pieces.
         tiles = inputs.schedule or self._tiles(inputs.nsa_cache_seqlens)
-        out, _ = self._attend(
+        out, lse = self._attend(
             q=self._query.join(inputs).unsqueeze(1),
             k_cache=inputs.kv_cache.view(-1, PAGE_SIZE, 1, inputs.kv_cache.shape[-1]),
             cache_seqlens=inputs.nsa_cache_seqlens,
@@ -102,7 +113,7 @@ class FlashMlaKv:
             block_table=inputs.topk_slots.new_empty(rows, 0),
             is_fp8_kvcache=True,
         )
-        return out[:, 0, :heads]
+        return out[:, 0, :heads], lse
 
 
 _tiles_by_rows: dict[tuple, FlashMlaTiles] = {}

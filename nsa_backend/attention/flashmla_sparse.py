@@ -7,6 +7,7 @@ import inspect
 import torch
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.context_part import ContextPart, joinable
 from nsa_backend.attention.interface import NothingToPrepare, bfloat16_problems, package_problems
 from nsa_backend.attention.joined_query import QueryJoiner
 from nsa_backend.attention.sparse_inputs import SparseInputs
@@ -29,6 +30,10 @@ def problems(config: AttentionConfig) -> list[str]:
     dequantised = config.fp8 and config.prefill  # once a layer
     if not dequantised:
         found += bfloat16_problems(config)
+    elif config.context_ranks > 1:
+        found.append(
+            "--dcp-size divides the KV of a request among ranks, and its copy of an FP8 cache in bfloat16 is of whole requests"
+        )
     return found + package_problems(adapter.FLASH_MLA_DISTRIBUTION)
 
 
@@ -51,13 +56,22 @@ class FlashMlaSparse(NothingToPrepare):
         self._query.reserve(max_rows)
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
+        return self._call(inputs)[0]
+
+    def forward_part(self, inputs: SparseInputs, part: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
+        own = part.own(inputs)
+        out, lse = self._call(own)
+        return joinable(out, lse[:, : out.shape[1]], own, natural=False)
+
+    def _call(self, inputs: SparseInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp, in base 2: [rows, heads, latent] and [rows, padded heads]."""
         rows, heads, latent_dim = inputs.q_nope.shape
         # Rows that SGLang padded beyond the metadata have no length; their slots are -1.
         known = self._takes_lengths and inputs.nsa_cache_seqlens.shape[0] == rows
         options = {"topk_length": inputs.nsa_cache_seqlens} if known else {}
         if inputs.attn_sink is not None:
             options["attn_sink"] = torch.nn.functional.pad(inputs.attn_sink, (0, self._query.padded_heads - heads))
-        out, _, _ = self._attend(
+        out, _, lse = self._attend(
             q=self._query.join(inputs),
             kv=inputs.kv_cache,
             indices=inputs.topk_slots.unsqueeze(1),
@@ -65,4 +79,4 @@ class FlashMlaSparse(NothingToPrepare):
             d_v=latent_dim,
             **options,
         )
-        return out[:, :heads]
+        return out[:, :heads], lse

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.context_part import ContextPart
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
 from nsa_backend.metadata.views import NSAMetadata
@@ -33,6 +34,15 @@ class SparseAttention(Protocol):
         """
         ...
 
+    def forward_part(self, inputs: SparseInputs, part: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to what this rank has of the chosen slots, where ranks divide the KV of every request.
+
+        Returns:
+            [rows, heads, v_head_dim] as `forward`, zeros where the rank has nothing of a row; and float32 [rows, heads],
+            contiguous: the log-sum-exp in base 2, -inf there. For implementations without `part_problems`.
+        """
+        ...
+
 
 class NothingToPrepare:
     """For implementations that need nothing beyond the metadata launch."""
@@ -55,6 +65,13 @@ def sinks_problems(config: AttentionConfig) -> list[str]:
     if not config.sinks:
         return []
     return ["this model has learnable sinks and its kernel adds none: flashmla_sparse does, on a bfloat16 KV cache"]
+
+
+def part_problems(config: AttentionConfig) -> list[str]:
+    """Why a kernel without a log-sum-exp cannot run: no sentence, or one."""
+    if config.context_ranks == 1:
+        return []
+    return ["--dcp-size divides the KV of a request among ranks, whose parts are joined by a log-sum-exp, and it returns none"]
 
 
 def bfloat16_problems(config: AttentionConfig) -> list[str]:

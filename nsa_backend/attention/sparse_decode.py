@@ -6,9 +6,12 @@ FA3 does not read.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.context_part import ContextPart
 from nsa_backend.attention.interface import NothingToPrepare, device_title, sinks_problems
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
@@ -50,6 +53,14 @@ class SparseDecode(NothingToPrepare):
         )
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
+        return self._call(inputs)
+
+    def forward_part(self, inputs: SparseInputs, part: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
+        """The kernel itself skips what other ranks have."""
+        lse = torch.empty(inputs.q_nope.shape[:2], dtype=torch.float32, device=inputs.q_nope.device)
+        return self._call(inputs, ranks=part.ranks, rank=part.rank, lse=lse), lse
+
+    def _call(self, inputs: SparseInputs, **part: Any) -> torch.Tensor:
         return sparse_decode(
             inputs.q_nope,
             inputs.q_rope,
@@ -60,6 +71,7 @@ class SparseDecode(NothingToPrepare):
             num_sms=self._num_sms,
             logit_cap=inputs.logit_cap,
             parts=self._parts,
+            **part,
         )
 
     @staticmethod

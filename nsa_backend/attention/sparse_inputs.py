@@ -24,7 +24,7 @@ class SparseInputs:
     topk_slots: torch.Tensor  # int32 [rows, index_topk], -1 where there is none
     nsa_cache_seqlens: torch.Tensor  # int32 [rows], valid entries of each top-k row, which come first
     nsa_cu_seqlens_q: torch.Tensor  # int32 [rows + 1], 0, 1, 2, ...
-    nsa_cu_seqlens_k: torch.Tensor  # int32 [rows + 1], exclusive prefix sum of nsa_cache_seqlens
+    nsa_cu_seqlens_k: torch.Tensor | None  # int32 [rows + 1], exclusive prefix sum of nsa_cache_seqlens, where it is known
     sm_scale: float
     logit_cap: float
     rows_per_request: int = 1  # consecutive rows of one request; 1 where it is not the same for all

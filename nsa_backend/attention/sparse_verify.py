@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from nsa_backend.attention import sparse_decode
+from nsa_backend.attention.interface import part_problems
 from nsa_backend.attention.sparse_decode import SparseDecode
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
@@ -24,7 +25,7 @@ def problems(config: AttentionConfig) -> list[str]:
             f"it takes at most {MAX_ROWS_PER_REQUEST} rows of a request together: pass --speculative-num-draft-tokens "
             f"{MAX_ROWS_PER_REQUEST} or less, where {config.num_draft_tokens} are asked for"
         )
-    return found
+    return found + part_problems(config)
 
 
 def build(config: AttentionConfig) -> SparseVerify:

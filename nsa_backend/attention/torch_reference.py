@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from nsa_backend.attention.context_part import ContextPart, joinable
 from nsa_backend.attention.interface import NothingToPrepare
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
@@ -25,6 +26,14 @@ class TorchSparseAttention(NothingToPrepare):
     """
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
+        return self._call(inputs)[0]
+
+    def forward_part(self, inputs: SparseInputs, part: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
+        own = part.own(inputs)
+        return joinable(*self._call(own), own, natural=True)
+
+    def _call(self, inputs: SparseInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output, and the log-sum-exp of the scores in base e."""
         valid = inputs.topk_slots >= 0
         slots = inputs.topk_slots.clamp(min=0).long()
         gathered = inputs.kv_cache[:, 0].float()[slots]  # [rows, index_topk, latent + rope]
@@ -40,4 +49,5 @@ class TorchSparseAttention(NothingToPrepare):
         weights = torch.softmax(scores, dim=-1)[..., : slots.shape[1]]
         weights = torch.where(valid.any(dim=-1)[:, None, None], weights, 0.0)
         latent = gathered[..., : inputs.q_nope.shape[-1]]
-        return torch.einsum("rhk,rkd->rhd", weights, latent).to(inputs.q_nope.dtype)
+        out = torch.einsum("rhk,rkd->rhd", weights, latent).to(inputs.q_nope.dtype)
+        return out, torch.logsumexp(scores, dim=-1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.attention.interface import NothingToPrepare, device_title, package_problems, sinks_problems
+from nsa_backend.attention.interface import NothingToPrepare, device_title, package_problems, part_problems, sinks_problems
 from nsa_backend.attention.joined_query import QueryJoiner
 from nsa_backend.attention.sparse_inputs import SparseInputs, append_rows
 from nsa_backend.config import AttentionConfig
@@ -34,7 +34,7 @@ def problems(config: AttentionConfig) -> list[str]:
             "its FP8 KV cache holds 576 plain values a token, which no other implementation reads: pass "
             f"{adapter.DECODE_OPTION if config.prefill else adapter.PREFILL_OPTION} trtllm too"
         )
-    return found + sinks_problems(config) + package_problems("flashinfer_python")
+    return found + sinks_problems(config) + part_problems(config) + package_problems("flashinfer_python")
 
 
 def build(config: AttentionConfig) -> TrtLlm:

@@ -54,11 +54,19 @@ class TinySparseMla:
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch) -> torch.Tensor:
         """Logits [tokens, vocab]."""
+        return self.logits(self.attend(input_ids, positions, batch))
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        """[tokens, vocab] of what attention returned, [tokens, heads, latent]."""
+        return torch.tanh(2 * out.reshape(len(out), -1) @ self.to_out.T) @ self.head.T
+
+    def attend(self, input_ids: torch.Tensor, positions: torch.Tensor, batch) -> torch.Tensor:
+        """What the attention backend returns."""
         shape, x = self.shape, self.embed[input_ids]
         topk = self._index(input_ids, positions, batch)
         offsets = positions[:, None] - torch.arange(shape.heads)  # head h looks h tokens back
         k, k_rope = self._new_kv(input_ids, positions, batch)
-        out = self.attention(
+        return self.attention(
             (x @ self.to_query.T).view(-1, shape.heads * shape.latent),
             k,
             k,
@@ -67,7 +75,6 @@ class TinySparseMla:
             k_rope=k_rope,
             topk_indices=topk,
         )
-        return torch.tanh(2 * out.reshape(len(x), -1) @ self.to_out.T) @ self.head.T
 
     def _new_kv(self, input_ids: torch.Tensor, positions: torch.Tensor, batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents [tokens, 1, latent] and rotated keys [tokens, 1, rope] of the tokens at `batch.out_cache_loc`."""

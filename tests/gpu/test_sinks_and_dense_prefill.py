@@ -60,7 +60,7 @@ def test_dense_prefill_of_a_models_heads(qk_dim, v_dim, heads):
     )
     ends = [torch.tensor([0, *lengths], dtype=torch.int32, device="cuda").cumsum(0).int() for lengths in (new, all_tokens)]
     metadata = SimpleNamespace(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seq_len_q=100, max_seq_len_k=300)
-    config = SimpleNamespace(attention=config_of(heads), split_prefill=False)
+    config = SimpleNamespace(attention=config_of(heads), split_prefill=False, divided_context=False)
     out = DensePrefill(config).forward(q, k, v, layer, metadata).float()
     want = []
     parts = (q.float().split(new), k.float().split(all_tokens), v.float().split(all_tokens))

@@ -103,7 +103,7 @@ def test_dense_prefill_hands_over_all_keys_and_the_bounds_of_requests(monkeypatc
         return given["q"]
 
     monkeypatch.setattr(adapter, "fa3_functions", lambda: (None, varlen))
-    dense = DensePrefill(SimpleNamespace(attention=config(2), split_prefill=False))
+    dense = DensePrefill(SimpleNamespace(attention=config(2), split_prefill=False, divided_context=False))
     metadata = SimpleNamespace(
         cu_seqlens_q=torch.tensor([0, 2, 5]), cu_seqlens_k=torch.tensor([0, 5, 8]), max_seq_len_q=3, max_seq_len_k=5
     )

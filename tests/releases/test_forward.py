@@ -102,7 +102,7 @@ def test_dense_prefill_only_on_hopper_and_only_when_short(make_runner, monkeypat
     batch, config = forward.batch, forward.backend.config
     assert not forward.backend.use_mha
     attention = SimpleNamespace(device_sm=90, kv_cache_dtype=torch.bfloat16, sinks=False)
-    hopper = SimpleNamespace(attention=attention, split_prefill=False)
+    hopper = SimpleNamespace(attention=attention, split_prefill=False, divided_context=False)
     assert not dense_prefill.DensePrefill(config).fits(batch)
     dense = dense_prefill.DensePrefill(hopper)
     monkeypatch.setattr(adapter, "dense_prefill_limit", lambda: 30)

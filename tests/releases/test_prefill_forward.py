@@ -135,7 +135,7 @@ def test_dense_prefill_is_fa3s_on_hopper_alone(monkeypatch, device_sm, dtype, sp
     """And of whole prompts: not where ranks divide one among them."""
     monkeypatch.setattr(adapter, "fa3_functions", lambda: (None, None))
     attention = SimpleNamespace(device_sm=device_sm, kv_cache_dtype=dtype, sinks=False)
-    assert DensePrefill(SimpleNamespace(attention=attention, split_prefill=split)).runs is runs
+    assert DensePrefill(SimpleNamespace(attention=attention, split_prefill=split, divided_context=False)).runs is runs
 
 
 def test_a_mode_of_another_kind_of_model_is_refused(make_runner):

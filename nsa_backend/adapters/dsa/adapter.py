@@ -20,7 +20,14 @@ from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import BaseIndexerMeta
 from sglang.srt.runtime_context import get_exec, get_parallel, get_server_args, get_spec
 from sglang.srt.server_args import ServerArgs
 
-from nsa_backend.adapters import alike_ranks, naive_eagle, prefill_context_parallel, resumed_memory, retraction
+from nsa_backend.adapters import (
+    alike_ranks,
+    decode_context_parallel,
+    naive_eagle,
+    prefill_context_parallel,
+    resumed_memory,
+    retraction,
+)
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.dsa.layer_front import options as layer_front
@@ -75,6 +82,7 @@ class DsaAdapter(Adapter):
             spec.speculative_num_draft_tokens or 0,
             overlap.enable_two_batch_overlap,
             get_parallel().attn_cp_size > 1,
+            *decode_context_parallel.rank_of_context(),
             get_server_args().disaggregation_mode != "null",
         )
 
@@ -185,6 +193,10 @@ class DsaAdapter(Adapter):
         from nsa_backend.adapters.dsa.layer_front.take import take_layer_fronts
 
         take_layer_fronts(runner.model, runner.token_to_kv_pool, self.resolved(get_server_args()), backends, demanded)
+
+    def take_context_parts(self, runner: ModelRunner) -> None:
+        if decode_context_parallel.rank_of_context()[0] > 1:
+            decode_context_parallel.take_context_parts(runner.model)
 
     def offer_warm_up(self) -> None:
         """Imports SGLang's module of warm-ups, which is heavy."""

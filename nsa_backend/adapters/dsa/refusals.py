@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.configs import model_config
 from sglang.srt.environ import envs
 
-from nsa_backend.adapters import prefill_context_parallel
+from nsa_backend.adapters import decode_context_parallel, prefill_context_parallel
 from nsa_backend.adapters.layer_sharing import sharing_problem
 from nsa_backend.adapters.option_rules import Rule, nested
 from nsa_backend.releases import installed
@@ -21,6 +21,7 @@ _INDEXER = "SGLang's indexer then reads metadata that it has not asked its backe
 
 REFUSED = (
     *prefill_context_parallel.REFUSED,
+    *decode_context_parallel.REFUSED,
     rule(
         "enable_cp_decode_attn_tp",
         "--enable-cp-decode-attn-tp",
@@ -42,15 +43,6 @@ REFUSED = (
         "enable_page_major_kv_layout",
         "--enable-page-major-kv-layout",
         "the KV of a layer is then strided, and kernels here read it as dense",
-        builtin_serves=False,
-    ),
-    rule(
-        "dcp_size",
-        "--dcp-size",
-        "a rank then has a part of every request's KV, and to join the parts takes the log-sum-exp of each, which no "
-        "implementation for Hopper returns here or in SGLang's own backend",
-        (None, 1),
-        "pass --dcp-size 1",
         builtin_serves=False,
     ),
     rule(
@@ -106,7 +98,7 @@ _SAME_KV = {"bf16": "bfloat16", "auto": "bfloat16"}
 
 def combination_problems(args: Any) -> list[str]:
     """One sentence for each of these resolved arguments that is not served beside another one."""
-    found = prefill_context_parallel.combination_problems(args)
+    found = prefill_context_parallel.combination_problems(args) + decode_context_parallel.combination_problems(args)
     drafts, target = nested(args, "speculative_draft_kv_cache_dtype"), args.kv_cache_dtype
     kv = {_SAME_KV.get(name, name) for name in (drafts, target)}
     if args.speculative_algorithm and drafts is not None and len(kv) > 1:

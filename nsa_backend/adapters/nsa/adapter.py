@@ -114,6 +114,9 @@ class NsaAdapter(Adapter):
     def take_rounds(self, ours: Takeover) -> None:
         """Nothing: no round is one graph on these releases, and a server that asks for it does not start."""
 
+    def take_context_parts(self, runner: ModelRunner) -> None:
+        """No rank has a part of a request's KV in these releases."""
+
     def take_layer_fronts(self, runner: ModelRunner, backends: tuple[type, ...], demanded: bool) -> None:
         """Nothing: these releases have other layers, and a server that asks for the front does not start."""
 

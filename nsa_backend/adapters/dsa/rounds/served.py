@@ -50,6 +50,7 @@ NEEDED = (
     # A round of one graph pads a batch to the next captured size.
     needed("disable_cuda_graph_padding", "--disable-cuda-graph-padding", (False,)),
     needed("attn_cp_size", "--attn-cp-size", (1,), "drop --enable-prefill-cp or --attn-cp-size"),
+    needed("dcp_size", "--dcp-size", (None, 1), everywhere=False),
     needed("enable_two_batch_overlap", "--enable-two-batch-overlap", (False,)),
     needed("pp_size", "--pp-size", (1,), "pass --pp-size 1"),
     needed("ep_size", "--ep-size", (1,), "pass --ep-size 1"),
