@@ -27,6 +27,7 @@ class Case:
     environment: dict[str, str] = field(default_factory=dict)
     builtin_environment: dict[str, str] | None = None  # where the built-in backend fails with `environment`
     engine: dict = field(default_factory=dict)
+    ours_alone: tuple[str, ...] = ()  # options of it that the built-in backend cannot serve, and is started without
     dense_draft: bool = False  # EAGLE3, with the draft that benchmarks/checkpoints/eagle3.py writes beside the checkpoint
     floors: dict[str, float] = field(default_factory=dict)  # mean accept length over N + 1
     floor_of_all: float = 0.0  # least mean accept length of all requests of the case, over N + 1
@@ -48,6 +49,11 @@ class Case:
     sampling: tuple[dict, ...] = ()  # sampling parameters in place of greedy ones, of one request of a wave after the other
     logprobs: bool = False  # whether requests ask for the log-probabilities of their tokens (logprobs.py)
     same: tuple[tuple[str, str], ...] = ()  # workloads that must have the same outputs on one side
+
+    @property
+    def builtin_engine(self) -> dict:
+        """Options of the built-in backend's side."""
+        return {name: value for name, value in self.engine.items() if name not in self.ours_alone}
 
     @property
     def again(self) -> str:

@@ -174,6 +174,32 @@ DIVIDED_CASES = [
 ]
 """None of them has run."""
 
+CONTEXT = TWO_GPUS | {"dcp_size": 2}
+"""Each GPU has every other token of a request's KV; the built-in backend has all of it on both."""
+part = partial(
+    Case, steps=3, workloads=(*STANDARD, "short", "shared prefix"), engine=CONTEXT, ours_alone=("dcp_size", "dcp_comm_backend"),
+    gpus=2, releases="==0.5.23",
+)  # fmt: skip
+part_fp8 = partial(part, workloads=STANDARD, decode="flashmla_kv", engine=CONTEXT | FP8, floor_of_all=0.95)
+DCP = "two GPUs, decode context parallel"
+CONTEXT_CASES = [
+    part(DCP, floors=FLOORS),
+    part(f"{DCP}, without drafts", steps=0),
+    part(f"{DCP}, flashmla_sparse", decode="flashmla_sparse", floors=FLOORS),
+    part(f"{DCP}, sparse_decode", decode="sparse_decode", floors=FLOORS),
+    part(f"{DCP}, fa3 prefill", engine=CONTEXT | {"nsa_prefill_backend": "fa3"}, floors=FLOORS),
+    part(f"{DCP}, chunked prefill", engine=CONTEXT | {"chunked_prefill_size": 1024}, floors=FLOORS),
+    part(f"{DCP}, all to all", engine=CONTEXT | {"dcp_comm_backend": "a2a"}, floors=FLOORS),
+    part(f"{DCP}, unfused top-k", environment={"SGLANG_DSA_FUSE_TOPK": "0"}, floors=FLOORS),
+    part(f"{DCP}, without CUDA graphs", engine=CONTEXT | {"disable_cuda_graph": True}, floors=FLOORS),
+    part(f"{DCP}, one graph a round", floors=FLOORS, **ONE_GRAPH),
+    part_fp8(f"{DCP}, fp8"),
+    part_fp8(f"{DCP}, fp8, sparse_decode", decode="sparse_decode"),
+    part(f"{DCP}, glm-5.2", steps=5, workloads=STANDARD, **GLM_52),
+    part(f"{DCP}, weights updated", workloads=STANDARD, action="weights were updated", floors=FLOORS),
+]
+"""None of them has run."""
+
 # Five drafts of six are right (benchmarks/checkpoints/eagle3.py), which comes to 3.1 of 4; with all after the first wrong it
 # comes to 1.8.
 eagle3 = partial(Case, steps=3, workloads=STANDARD, dense_draft=True, floors=dict.fromkeys(STANDARD, 2.6 / 4), releases=SINCE)
@@ -184,4 +210,4 @@ EAGLE3_CASES = [
     eagle3("EAGLE3, dense draft, fp8", decode="flashmla_kv", engine=FP8),
 ]
 
-DEPLOYMENT_CASES = [*PD_CASES, *HICACHE_CASES, *TRAINING_CASES, *PARALLEL_CASES, *DIVIDED_CASES, *EAGLE3_CASES]
+DEPLOYMENT_CASES = [*PD_CASES, *HICACHE_CASES, *TRAINING_CASES, *PARALLEL_CASES, *DIVIDED_CASES, *CONTEXT_CASES, *EAGLE3_CASES]

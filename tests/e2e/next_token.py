@@ -24,7 +24,7 @@ PLAIN = {"disaggregated": "", "action": "", "same": (), "dense_draft": False, "r
 
 def question(case: Case) -> Case:
     """The case whose engine is asked about `case`: its prefill alone, so what only decoding reads is left out."""
-    engine = {name: value for name, value in case.engine.items() if name not in OF_DECODE}
+    engine = {name: value for name, value in case.builtin_engine.items() if name not in OF_DECODE}
     if case.ranks_per_gpu > 1:  # one rank a GPU says as much of a prefill
         engine = {name: value for name, value in engine.items() if name not in OF_SHARED_GPUS} | {"tp_size": case.gpus}
     return replace(case, steps=0, engine=engine | {"disable_cuda_graph": True}, environment={}, **PLAIN)

@@ -74,7 +74,7 @@ def engine_arguments(case: Case, checkpoint: str, port: int, *, builtin: bool = 
             "speculative_draft_model_path": str(beside(Path(checkpoint))),
             "speculative_draft_attention_backend": "fa3",
         }
-    return _spelled(arguments | case.engine)
+    return _spelled(arguments | (case.builtin_engine if builtin else case.engine))
 
 
 def _spelled(arguments: dict) -> dict:

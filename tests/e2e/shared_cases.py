@@ -52,6 +52,7 @@ SHARED_CASES = [
     eight(f"{EIGHT}, DP attention 2, fa3", engine=DP_2),
     eight(f"{EIGHT}, DP attention 8, fa3", engine=dp(8)),
     eight(f"{EIGHT}, tensor parallel, fa3", engine={}, workloads=ALONE),
+    four(f"{FOUR}, decode context parallel 4", engine={"dcp_size": 4}, workloads=ALONE, ours_alone=("dcp_size",)),
     eight(f"{EIGHT}, DP attention 2, one graph a round", engine=DP_2, **ONE_GRAPH),
 ]
 """In the order of what is least known. The first two have run (benchmarks/results/e2e_0_5_23_h200.json, shared_ranks)."""

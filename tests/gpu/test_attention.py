@@ -58,6 +58,21 @@ def sparse_case(rows: int, heads: int, slots: int = 1 << 15):
     )
 
 
+def on_fp8(inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The case's KV as an FP8 cache has it, NaN where nobody chose, and what that holds in bfloat16."""
+    from nsa_backend.adapters.installed import adapter
+    from nsa_backend.testing.calls import calls
+
+    kv = inputs.kv_cache
+    used = inputs.topk_slots[inputs.topk_slots >= 0].unique().long()
+    packed = torch.full((len(kv), 1, 656), 0x7F, dtype=torch.uint8, device="cuda")  # NaN in fp8, bfloat16 and float32 alike
+    nope, rope = calls.quantize_k_cache()(kv[used, :, :LATENT].contiguous(), kv[used, :, LATENT:])
+    packed[used] = torch.cat([nope.view(torch.uint8), rope.view(torch.uint8)], dim=-1)
+    fp8, bf16 = packed.view(torch.float8_e4m3fn), torch.zeros_like(kv)
+    bf16[used] = adapter.dequantize_k_cache_paged(fp8, used.int())
+    return fp8, bf16
+
+
 @pytest.mark.parametrize("name", ["fa3", "flashmla_sparse", "sparse_decode"])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("rows", [1, 2, 7, 33, 140])
@@ -147,27 +162,55 @@ def test_flashmla_kv_on_fp8_pages(heads, rows, padding):
     """
     from dataclasses import replace
 
-    from nsa_backend.adapters.installed import adapter
     from nsa_backend.attention.flashmla_kv import FlashMlaKv
     from nsa_backend.attention.torch_reference import TorchSparseAttention
-    from nsa_backend.testing.calls import calls
 
     inputs = sparse_case(rows, heads)
-    slots = inputs.kv_cache.shape[0]
-    used = inputs.topk_slots[inputs.topk_slots >= 0].unique().long()
-    packed = torch.full((slots, 1, 656), 0x7F, dtype=torch.uint8, device="cuda")  # NaN in fp8, bfloat16 and float32 alike
-    nope, rope = calls.quantize_k_cache()(inputs.kv_cache[used, :, :LATENT].contiguous(), inputs.kv_cache[used, :, LATENT:])
-    packed[used] = torch.cat([nope.view(torch.uint8), rope.view(torch.uint8)], dim=-1)
-    fp8 = packed.view(torch.float8_e4m3fn)
+    fp8, bf16 = on_fp8(inputs)
     attention = FlashMlaKv(config_of(heads, torch.float8_e4m3fn))
     # Of metadata with other rows than the query's, `sparse_inputs` hands on no schedule.
     tiles = None if padding else attention._tiles(inputs.nsa_cache_seqlens)
     out = attention.forward(replace(inputs, kv_cache=fp8, schedule=tiles)).float()
     real = slice(1, None) if rows > 1 else slice(None)
-    bf16 = torch.zeros_like(inputs.kv_cache)
-    bf16[used] = adapter.dequantize_k_cache_paged(fp8, used.int())
     want = TorchSparseAttention().forward(replace(inputs, kv_cache=bf16)).float()[real]
     assert out.shape == (rows, heads, LATENT)
     assert out.isfinite().all()
     error = (out[real] - want).norm() / want.norm()
     assert error < RELATIVE_ERROR, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("rows", [1, 7, 33])
+@pytest.mark.parametrize(
+    ("name", "fp8"),
+    [("fa3", False), ("flashmla_sparse", False), ("sparse_decode", False), ("flashmla_kv", True), ("sparse_decode", True)],
+)
+def test_parts_of_ranks_joined_are_the_whole(name, fp8, rows, heads, ranks):
+    """And each part's log-sum-exp is the reference's: in base 2, -inf where a rank has nothing of a row."""
+    from dataclasses import replace
+
+    from joined_parts import joined
+
+    from nsa_backend.attention.context_part import ContextPart
+    from nsa_backend.attention.implementations import build_attention
+    from nsa_backend.attention.torch_reference import TorchSparseAttention
+
+    inputs = sparse_case(rows, heads)
+    served, exact = on_fp8(inputs) if fp8 else (inputs.kv_cache, inputs.kv_cache)
+    parts = []
+    for rank in range(ranks):
+        config = config_of(heads, served.dtype, context_ranks=ranks, context_rank=rank)
+        attention, part = build_attention(name, "--nsa-decode-backend", config), ContextPart(ranks, rank)
+        mine = replace(inputs, kv_cache=served[rank::ranks].contiguous())
+        out, lse = attention.forward_part(mine, part.at(inputs.topk_slots, None, 0))
+        want = replace(inputs, kv_cache=exact[rank::ranks].contiguous())
+        wanted, wanted_lse = TorchSparseAttention().forward_part(want, ContextPart(ranks, rank).at(inputs.topk_slots, None, 0))
+        empty = wanted_lse.isneginf()
+        assert torch.equal(lse.isneginf(), empty)
+        assert (out[empty] == 0).all()
+        torch.testing.assert_close(lse[~empty], wanted_lse[~empty], atol=5e-3, rtol=0)
+        assert (out.float() - wanted.float()).norm() <= RELATIVE_ERROR * wanted.float().norm()
+        parts.append((out, lse))
+    want = TorchSparseAttention().forward(replace(inputs, kv_cache=exact)).float()
+    assert (joined(parts).float() - want).norm() < RELATIVE_ERROR * want.norm()

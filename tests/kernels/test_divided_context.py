@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from joined_parts import joined
 from properties import tried
 from sparse_rows import LATENT, assert_near, case
 
@@ -88,13 +89,6 @@ def test_what_would_be_weighed_wrongly_is_refused(device):
         partial_lse(out, lse, counts.long(), natural=True)
     with pytest.raises(ValueError, match="out must be dense in its last dimension"):
         partial_lse(out.transpose(1, 2).contiguous().transpose(1, 2), lse, counts, natural=True)
-
-
-def joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Outputs of ranks, weighed by their log-sum-exps in base 2."""
-    outs, lses = (torch.stack(side).double().cpu() for side in zip(*parts, strict=True))
-    weights = torch.exp2(lses - lses.max(0).values.nan_to_num(neginf=0)).nan_to_num()
-    return ((outs * weights[..., None]).sum(0) / weights.sum(0).clamp(min=1e-300)[..., None]).float()
 
 
 @given(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from joined_parts import joined
 from sglang.kernels.ops.kvcache.mla_buffer import set_mla_kv_buffer_dcp_sharded_triton
 from sglang.srt.runtime_context import get_parallel
 
@@ -27,14 +28,6 @@ from nsa_backend.testing.shape import AttentionShape
 def rank_of(ranks: int, rank: int) -> contextlib.AbstractContextManager:
     """This process as one of `ranks`, with what SGLang resolves --dcp-size to."""
     return get_parallel().override(attn_dcp_size=ranks, attn_dcp_rank=rank, dcp_size=ranks, dcp_enabled=ranks > 1)
-
-
-def joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Outputs of ranks, [rows, heads, latent], weighed by their log-sum-exps in base 2, [rows, heads]."""
-    outs, lses = (torch.stack(side).double() for side in zip(*parts, strict=True))
-    weights = torch.exp2(lses - lses.max(0).values.nan_to_num(neginf=0))
-    whole = (outs * weights[..., None]).sum(0) / weights.sum(0).clamp(min=1e-300)[..., None]
-    return whole.to(parts[0][0].dtype)
 
 
 class OwnPool(CpuKVPool):

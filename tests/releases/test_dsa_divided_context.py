@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from chosen_slots import LATENT, SLOTS, TOPK, attended, config, inputs
-from divided_context import OwnPool, divide, joined, rank_of
+from divided_context import OwnPool, divide, rank_of
+from joined_parts import joined
 from sglang.srt.layers.attention.graph_utils import padded_extend_real_tokens
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
