@@ -53,8 +53,8 @@ def combination_problems(args: Any) -> list[str]:
     found, heads = [], attention_tp_size_of(args)
     if ranks & (ranks - 1) or heads % ranks:
         found.append(
-            f"nsa_backend does not serve --dcp-size {ranks} where {heads} ranks share the heads of a request: pass a power of "
-            "two that divides them"
+            f"nsa_backend does not serve --dcp-size {ranks}: {heads} ranks share the heads of a request; "
+            f"pass a power of two that divides {heads}"
         )
     if nested(args, "speculative_algorithm") == "EAGLE3":
         found.append(

@@ -238,9 +238,12 @@ def test_a_prefill_that_sglang_pads_hands_the_log_sum_exp_on():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"tp_size": 8, "dcp_size": 3}, "--dcp-size 3 where 8 ranks share the heads of a request: pass a power of two"),
-        ({"tp_size": 2, "dcp_size": 4}, "--dcp-size 4 where 2 ranks share the heads"),
-        ({"tp_size": 8, "attn_dp_size": 4, "dcp_size": 4}, "--dcp-size 4 where 2 ranks share the heads"),
+        (
+            {"tp_size": 8, "dcp_size": 3},
+            "--dcp-size 3: 8 ranks share the heads of a request; pass a power of two that divides 8",
+        ),
+        ({"tp_size": 2, "dcp_size": 4}, "--dcp-size 4: 2 ranks share the heads"),
+        ({"tp_size": 8, "attn_dp_size": 4, "dcp_size": 4}, "--dcp-size 4: 2 ranks share the heads"),
         ({"tp_size": 8, "dcp_size": 2, "speculative_algorithm": "EAGLE3"}, "EAGLE3 beside --dcp-size: a dense draft model"),
     ],
 )
