@@ -259,6 +259,20 @@ def test_a_division_that_is(ranks):
     assert decode_context_parallel.combination_problems(args) == []
 
 
+def test_a_server_starts_with_the_heads_of_its_ranks(resolve, monkeypatch):
+    """SGLang resolves the options; an implementation without a log-sum-exp, and one that nobody named, end with a sentence."""
+    seen = []
+    monkeypatch.setattr(implementation("fa3"), "problems", lambda config: seen.append(config) or [])
+    words = ("--attention-backend", "dsa", "--kv-cache-dtype", "bfloat16", "--tp-size", "8", "--dcp-size", "4")
+    named = (adapter.PREFILL_OPTION, "flashmla_sparse", adapter.DECODE_OPTION)
+    resolve(*words, *named, "fa3").check_server_args()
+    assert [(config.num_heads, config.context_ranks) for config in seen] == [(64 // 8 * 4, 4)]
+    with pytest.raises(ValueError, match="sparse_verify cannot run here: --dcp-size divides the KV of a request among ranks"):
+        resolve(*words, *named, "sparse_verify").check_server_args()
+    with pytest.raises(ValueError, match=r"trtllm cannot run here: .*Choose one of: fa3, flashmla_sparse, sparse_decode;"):
+        resolve(*words).check_server_args()
+
+
 @pytest.mark.parametrize("name", ["sparse_verify", "trtllm"])
 def test_an_implementation_without_a_log_sum_exp_is_named(name):
     whole = config(16)
