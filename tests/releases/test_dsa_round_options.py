@@ -58,6 +58,7 @@ OF_A_RELEASE = {
     "0.5.23": {
         "DP attention by its new name": [*TWO, "--attn-dp-size", "2"],
         "prefill context parallel": [*TWO, "--enable-prefill-cp", "--cp-strategy", "interleave"],
+        "divided KV": [*TWO, "--dcp-size", "2", "--dsa-prefill-backend", "flashmla_sparse"],
         "LoRA": ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
         "LoRA by its paths": ["--lora-paths", "adapter=folder"],
         "PD with DP attention": [*DP, "--disaggregation-mode", "decode"],
@@ -70,7 +71,7 @@ OF_A_RELEASE = {
         ],
     },
 }
-"""LoRA and context parallelism of prefill end 0.5.17's start beside EAGLE, by SGLang's own sentence or by ours."""
+"""LoRA and both kinds of context parallelism end 0.5.17's start beside EAGLE, by SGLang's own sentence or by ours."""
 NOT_BESIDE_EAGLE = {"pp_size", "msprobe_dump_config"}
 """SGLang takes pipeline parallelism with drafts under PD or an environment variable alone, and a file that exists."""
 
@@ -91,6 +92,7 @@ FREE = {name for name, option in BESIDE.items() if release().beside.get(option) 
 ADVICE = {
     "experts": ("ep_size", "pass --ep-size 1"),
     "released memory": ("enable_memory_saver", "drop --enable-memory-saver"),
+    "divided KV": ("dcp_size", "drop --dcp-size"),
     "PD with DP attention": ("enable_tp_lm_head_all_to_all", "pass --no-enable-tp-lm-head-all-to-all"),
     "PD with DP attention and experts": ("ep_size", "pass --ep-size 1 and pass --no-enable-tp-lm-head-all-to-all"),
 }
@@ -147,8 +149,8 @@ def test_every_rule_was_tried(changes):
     """But where a release does not take the option beside EAGLE, or has another name for it."""
     said = {change.removesuffix(ASK) for of_one in changes.values() for change in of_one}
     left = {rule.attribute for rule in (*NEEDED, *DP_ATTENTION) if rule.advice not in said}
-    renamed = {"0.5.17": {"attn_dp_size", "enable_lora", "enable_tp_lm_head_all_to_all"}, "0.5.23": {"enable_dp_attention"}}
-    assert left == NOT_BESIDE_EAGLE | renamed.get(installed(), set()) | {
+    refused = {"0.5.17": {"attn_dp_size", "dcp_size", "enable_lora", "enable_tp_lm_head_all_to_all"}}
+    assert left == NOT_BESIDE_EAGLE | (refused | {"0.5.23": {"enable_dp_attention"}}).get(installed(), set()) | {
         option for option, when in release().beside.items() if when is OneGraph.BY_DEFAULT
     }
 
