@@ -26,7 +26,9 @@ from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.join_query import join_query
 from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, norm_rope_store, rope_quantise
 from nsa_backend.kernels.layer_front_weights import FrontWeights, Scales
+from nsa_backend.kernels.local_slots import local_slots
 from nsa_backend.kernels.metadata import write_metadata
+from nsa_backend.kernels.partial_lse import partial_lse
 from nsa_backend.kernels.plan import MetadataPlan
 from nsa_backend.kernels.prefill import write_prefill
 from nsa_backend.kernels.round_tensors import RoundInputs, SamplingParameters, fill_round_inputs, store_round_results
@@ -39,6 +41,8 @@ from nsa_backend.kernels.topk_slots import topk_slots
 D, STEPS, SMS, TOPK = 4, 4, 132, 2048
 POOL = torch.zeros(64, 5000, dtype=torch.int32)
 CACHES = (torch.zeros(64, 1, 576, dtype=torch.bfloat16), torch.zeros(64, 1, 656, dtype=torch.uint8).view(torch.float8_e4m3fn))
+RANKS = 2
+"""That divide the KV of a request, in the calls that say so."""
 HEADS, INDEX_HEADS, Q_RANK = 16, 64, 1536
 MOST_REQUESTS = 128
 """Of a captured batch."""
@@ -103,6 +107,20 @@ def decode(rows: int, offset: int) -> None:
         sparse_decode(*query(rows, HEADS), cache, slots, lens, 0.1, num_sms=SMS, parts=parts)
 
 
+def divided(rows: int, offset: int) -> None:
+    """Attention of one layer on a rank that has a part of the KV: by sparse_decode, and around FA3 and FlashMLA."""
+    slots, lens = torch.zeros(rows, TOPK, dtype=torch.int32), behind(offset, rows, torch.int32)
+    for cache in CACHES:
+        parts = Parts.allocate(rows, HEADS, 512, TOPK, SMS, "cpu", fp8=cache is CACHES[1])
+        lse = torch.zeros(rows, HEADS)
+        sparse_decode(*query(rows, HEADS), cache, slots, lens, 0.1, num_sms=SMS, parts=parts, ranks=RANKS, rank=1, lse=lse)
+    local_slots(slots, RANKS, 1)
+    counts, padded = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 64, 512, dtype=torch.bfloat16)
+    partial_lse(padded[:, :HEADS].contiguous(), torch.zeros(HEADS, rows).T, counts, natural=True)
+    for natural in (False, True):
+        partial_lse(padded[:, :HEADS], torch.zeros(rows, 64)[:, :HEADS], counts, natural=natural)
+
+
 def verify(requests: int, offset: int) -> None:
     """Attention of one layer, rows of a request together."""
     rows = requests * D
@@ -154,6 +172,7 @@ def start() -> None:
         layer_front(size, 0)
     for rows in CAPTURED_ROWS:
         decode(rows, 0)
+        divided(rows, 0)
     prefill(1, 0, 8, 0, 0)
 
 
@@ -168,6 +187,7 @@ def serve() -> None:
     for rows in (1, 2, 3, 5, 16, 17, 63, 64, 141):
         for step in range(STEPS - 1):
             decode(rows, step * rows)
+        divided(rows, rows % 4)
 
 
 def forms_of_decode() -> int:

@@ -12,7 +12,9 @@ KERNELS = {
     "join_query_kernel": 1,
     "fill_inputs_kernel": 2,
     "store_results_kernel": 1,
-    "join_kernel": 2,
+    "join_kernel": 4,  # two tiles, with a log-sum-exp and without
+    "local_slots_kernel": 1,
+    "partial_lse_kernel": 2,  # in base 2 and in base e, whatever the strides
     "selection_union_kernel": 1,
     "attend_union_kernel": 4,  # split and not, of either cache
     "norm_rope_store_kernel": 6,  # three forms of the query's scales, of either cache
@@ -33,4 +35,4 @@ def test_serving_compiles_nothing_that_the_start_has_not(compiled):
 
 def test_each_kernel_has_the_forms_that_its_options_ask_for(compiled):
     forms = {name: len(keys["start"]) for name, keys in compiled["keys"].items()}
-    assert forms == KERNELS | {"attend_kernel": compiled["forms_of_decode"]}
+    assert forms == KERNELS | {"attend_kernel": 2 * compiled["forms_of_decode"]}  # of a rank's part too
