@@ -6,28 +6,30 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-SIZES = ("dp", "tp", "cp", "pp")
-NUMBER = re.compile(r"[1-9]\d*")
+SIZES = ("dp", "tp", "cp", "dcp", "pp")
+SIZE = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)")
 WORDS = (
     "write tp4, dp4, dp2-tp2 (DP attention 2 of two GPUs each), tp4-ep or dp4-ep (experts are divided), cp2 (prefill context "
-    "parallel), pp2 (pipeline parallel), or pd, pd-tp2, pd-dp2 (a prefill and a decode server of so many GPUs each)"
+    "parallel), dcp2 (decode context parallel, which the built-in backend lacks on Hopper), pp2 (pipeline parallel), or pd, "
+    "pd-tp2, pd-dp2 (a prefill and a decode server of so many GPUs each)"
 )
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """`dp` ranks of attention, each on `tp` GPUs; or prefill context parallel of `cp`, or `pp` stages of one GPU each."""
+    """`dp` ranks of attention, each on `tp` GPUs; or context parallel of prefill, `cp`, or of decode, `dcp`; or `pp` stages."""
 
     dp: int = 1
     tp: int = 1
     cp: int = 1
+    dcp: int = 1
     pp: int = 1
     ep: bool = False  # a GPU has some of the experts, and not a part of each; `--moe-a2a-backend none` adds up what they give
     pd: bool = False  # one server prefills and another decodes, each on GPUs of its own
 
     @property
     def gpus_of_a_server(self) -> int:
-        return self.dp * self.tp * self.cp * self.pp
+        return self.dp * self.tp * self.cp * self.dcp * self.pp
 
     @property
     def gpus(self) -> int:
@@ -50,6 +52,8 @@ class Parallel:
             options += ["--enable-dp-attention", "--dp-size", str(self.dp)]
         if self.cp > 1:
             options += ["--enable-prefill-cp", "--cp-strategy", "interleave"]
+        if self.dcp > 1:  # SGLang would choose another prefill
+            options += ["--dcp-size", str(self.dcp), "--dsa-prefill-backend", "flashmla_sparse"]
         return options + (["--ep-size", str(self.gpus_of_a_server)] if self.ep else [])
 
     def environment(self) -> dict[str, str]:
@@ -70,12 +74,12 @@ def parsed(word: str) -> Parallel:
     for part in word.split("-"):
         if part in ("pd", "ep"):
             found[part] = True
-        elif part[:2] in SIZES and NUMBER.fullmatch(part[2:]):
-            found[part[:2]] = int(part[2:])
+        elif size := SIZE.fullmatch(part):
+            found[size[1]] = int(size[2])
         else:
             raise SystemExit(f"--parallel {word} is none: {WORDS}")
     one = Parallel(**found)
-    alone = one.pp > 1 or one.cp > 1
+    alone = max(one.pp, one.cp, one.dcp) > 1
     if word not in (str(one), "tp1") or (one.ep and one.gpus_of_a_server == 1) or (alone and len(found) > 1):
         raise SystemExit(f"--parallel {word} is none: {WORDS}")
     return one
