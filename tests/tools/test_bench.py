@@ -1,8 +1,7 @@
-"""`python -m nsa_backend bench`: cells under a time bound, reports, exit codes, and what is read from servers and traces."""
+"""`python -m nsa_backend bench`: cells under a time bound, reports, exit codes, and what is refused."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ import torch
 from nsa_backend import __main__ as command
 from nsa_backend.benchmarks.commands import attention
 from nsa_backend.benchmarks.reports import cells, report
-from nsa_backend.benchmarks.servers import generation
 from nsa_backend.cli import bench
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,19 +113,9 @@ def test_exit_code_file_and_json(monkeypatch, capsys, tmp_path, clock, minutes, 
     assert asked[0].steps == [3, 5]
 
 
-def options(**given) -> argparse.Namespace:
-    return argparse.Namespace(**({"steps": None, "batch": None, "length": None, "prompt_tokens": None, "quick": False} | given))
-
-
 def test_attention_measures_the_sections_that_are_asked_for():
     made = [cells.Cell(section, list, section) for section in ("decode", "by_rows", "decode")]
     assert attention.of_sections(made, None) == attention.of_sections(made, ["by_rows", "decode"]) == made
     assert attention.of_sections(made, ["by_rows"]) == [made[1]]
     with pytest.raises(SystemExit, match="no section wrapper here: choose among decode, by_rows"):
         attention.of_sections(made, ["wrapper"])
-
-
-@pytest.mark.parametrize("given", [{}, {"temperature": 0.6}, {"temperature": 1.0, "top_p": 0.95}])
-def test_what_requests_sample_by(given):
-    """Nothing where nothing is asked: requests are greedy then."""
-    assert generation.sampling_of(argparse.Namespace(**({"temperature": None, "top_p": None} | given))) == given
