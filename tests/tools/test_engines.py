@@ -11,7 +11,7 @@ import reports
 import run_all
 from engines import NCCL_PORT, PORTS_APART, refuse_taken_ports
 from pd_servers import ALONE, BOOTSTRAP, DECODE
-from ports import DP_PORTS, JUDGES, begins
+from ports import DP_PORTS, JUDGES
 from workloads import CASES
 
 
@@ -66,9 +66,3 @@ def test_a_run_looks_at_every_port_that_it_will_need(monkeypatch, tmp_path, name
     with pytest.raises(SystemExit, match="taken"):
         run_all.main()
     assert needed <= {port - 14500 for port in looked_at}
-
-
-def test_a_disaggregated_case_has_room_for_its_three_servers():
-    pair, single = (next(c for c in CASES if c.name == name) for name in (PD, "n3 fa3"))
-    assert begins([single, pair, pair, single], 12000) == [12000, 12020, 12080, 12140]
-    assert begins([single] * 51, 12000)[-2:] == [12980, 12000]

@@ -74,27 +74,13 @@ def test_the_first_node_starts_once_the_others_have_looked_at_its_ports(stand_in
     assert [found[n].option["--port"] for n in range(3)] == [str(port + n) for n in range(3)]
 
 
-@pytest.mark.parametrize("sampling", [{"top_k": 1}, [{"top_k": 1}, {}, {"top_k": 3}]], ids=["of all", "of each"])
-def test_requests_choose_their_ranks(stand_ins, tmp_path, sampling):
-    with Nodes(stand_ins(), 2, tmp_path / "case.json") as deployment:
-        deployment.wait(20)
-        answers = deployment.generate([[1, 2], [3], [4, 5, 6]], sampling, [0, 0, 1])
-    assert [a["output_ids"] for a in answers] == [[2], [1], [3]]
-    asked = sorted((row[1] for row in stand_ins.seen() if row[0] == "asked"), key=lambda body: body["input_ids"])
-    each = sampling if isinstance(sampling, list) else [sampling] * 3
-    assert asked == [
-        {"input_ids": prompt, "sampling_params": its_own, "routed_dp_rank": rank}
-        for prompt, its_own, rank in zip(([1, 2], [3], [4, 5, 6]), each, (0, 0, 1), strict=True)
-    ]
-
-
 def test_a_case_whose_ranks_share_gpus_is_measured_on_nodes(stand_ins, tmp_path, monkeypatch):
     case = next(c for c in CASES if c.name == "eight ranks on two GPUs, tensor parallel, fa3")
     monkeypatch.setattr(run_case, "WORKLOADS", {"8x300": lambda: [[[2, 3]] * 8]})
     found = run_case.run_on_nodes(case, stand_ins(), tmp_path / "case.json")
     assert tuple(found) == case.measured()
     assert sorted(started(stand_ins.seen())) == [0, 1, 2, 3]
-    (body,) = [row[1] for row in stand_ins.seen() if row[0] == "asked"]
+    (body,) = [row[2] for row in stand_ins.seen() if row[0] == "asked"]
     assert body["sampling_params"]["max_new_tokens"] == 61
 
 
@@ -148,28 +134,14 @@ with nodes.Nodes({arguments!r}, 2, Path({logs!r})) as deployment:
 """
 
 
-def in_a_process_of_its_own(tmp_path, seconds: float, arguments: dict) -> tuple[int | None, list, str]:
-    """(exit code, ends of processes, log) of a case as run_all.py runs it."""
+def test_a_report_tells_of_the_node_that_ended_first(stand_ins, tmp_path):
+    """Not of those that are ended for it; the case is a process of its own, as run_all.py runs it."""
+    arguments = stand_ins(raises=1, **{"answers after": 60})
     words = CASE.format(e2e=str(E2E), script=str(NODE), arguments=arguments, logs=str(tmp_path / "case.json"))
     exits: list = []
-    code = run_to_its_end([sys.executable, "-c", words], tmp_path / "log", dict(os.environ), seconds, exits)
-    return code, exits, (tmp_path / "log").read_text()
-
-
-def test_a_report_tells_of_the_node_that_ended_first(stand_ins, tmp_path):
-    """Not of those that are ended for it."""
-    arguments = stand_ins(raises=1, **{"answers after": 60})
-    code, exits, log = in_a_process_of_its_own(tmp_path, 60, arguments)
-    assert code == 1
-    assert exits[0].status == 5
-    told = facts(exits, code, log, {}, 9.0)
+    code = run_to_its_end([sys.executable, "-c", words], tmp_path / "log", dict(os.environ), 60, exits)
+    assert (code, exits[0].status) == (1, 5)
+    told = facts(exits, code, (tmp_path / "log").read_text(), {}, 9.0)
     assert "ended first" in told["ended"]
     assert "with exit code 5" in told["ended"]
     assert any("node 1 of 2: exit code 5" in line for line in told["last_lines"]["main"])
-
-
-def test_a_late_case_leaves_no_node(stand_ins, tmp_path):
-    code, _, log = in_a_process_of_its_own(tmp_path, 8, stand_ins(**{"answers after": 60}))
-    assert code is None
-    assert "node 0 server_args" in log
-    assert ended_nodes(stand_ins) == {False}

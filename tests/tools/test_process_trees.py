@@ -60,12 +60,15 @@ def wait_until_ended(*processes: psutil.Process) -> bool:
     return not any(map(runs, processes))
 
 
-def test_unasked_they_are_killed(started):
+def test_unasked_they_are_killed_and_others_stay(started):
     leader, *children = started()
+    other, *of_other = started()
     end_all(leader)
     assert leader.returncode == -signal.SIGKILL
     assert leader.stdout.read() == ""
     assert wait_until_ended(*children)
+    assert other.poll() is None
+    assert all(map(runs, of_other))
 
 
 def test_asked_the_leader_ends_by_itself_and_what_is_deaf_is_killed(started):
@@ -84,11 +87,3 @@ def test_a_leader_that_has_ended_leaves_its_session_behind(started):
     end_all(leader)
     assert wait_until_ended(beside)
     assert runs(elsewhere)
-
-
-def test_others_stay(started):
-    leader, *_ = started()
-    other, *children = started()
-    end_all(leader)
-    assert other.poll() is None
-    assert all(map(runs, children))

@@ -3,10 +3,10 @@
 import json
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import stand_in_server
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 from rejections import rejected_positions, streamed
@@ -49,21 +49,16 @@ def streaming():
     servers = []
 
     def start(lines: list[str], hold: threading.Event | None = None) -> int:
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(stand_in_server.Handler):
             def do_POST(self):
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                assert asked["stream"]
-                self.send_response(200)
-                self.end_headers()
+                assert self.body()["stream"]
+                self.begin()
                 for line in lines:
                     self.wfile.write(f"{line}\n\n".encode())
                 if hold:
                     hold.wait(10)
 
-            def log_message(self, *arguments):
-                pass
-
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        servers.append(stand_in_server.listening(0, Handler))
         threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
         return servers[-1].server_port
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from soak_runs import finished
 
@@ -62,35 +61,40 @@ class TestTemplates:
         assert not any(a != b and b.startswith(a) for a in rids for b in rids)
 
 
-class TestAnswers:
-    def test_equal(self):
-        fields = judge_answer(3, [5, 6, 7], answer([5, 6, 7], spec_correct_drafts_histogram=[0, 1], num_retractions=2))
-        assert fields == {"kind": "finished", "tokens": 3, "parted": None, "histogram": (0, 1), "retractions": 2}
+ENDED = {"kind": "finished", "tokens": 3, "parted": None, "histogram": (), "retractions": 0}
 
-    def test_one_token_has_no_histogram(self):
-        assert judge_answer(1, [5], answer([5]))["histogram"] == ()
 
-    def test_parted(self):
-        assert judge_answer(3, [5, 6, 7], answer([5, 9, 8]))["parted"] == (1, 9)
+@pytest.mark.parametrize(
+    ("given", "wanted", "found"),
+    [
+        (
+            answer([5, 6, 7], spec_correct_drafts_histogram=[0, 1], num_retractions=2),
+            "finished",
+            ENDED | {"histogram": (0, 1), "retractions": 2},
+        ),
+        (answer([5, 9, 8]), "finished", ENDED | {"parted": (1, 9)}),
+        (answer([5], "abort"), "aborted", {"kind": "aborted"}),
+        (answer([5, 6, 7]), "aborted", ENDED),
+        (None, "closed", {"kind": "closed"}),
+    ],
+)
+def test_what_an_answer_is_worth(given, wanted, found):
+    assert judge_answer(3, [5, 6, 7], given, wanted) == found
 
-    def test_taken_back(self):
-        assert judge_answer(3, [5, 6, 7], answer([5], "abort"), "aborted") == {"kind": "aborted"}
-        assert judge_answer(3, [5, 6, 7], None, "closed") == {"kind": "closed"}
-        assert judge_answer(3, [5, 6, 7], answer([5, 6, 7]), "aborted")["kind"] == "finished"
 
-    @pytest.mark.parametrize(
-        "bad",
-        [
-            answer([5], "abort"),
-            answer([5, 6]),
-            {"output_ids": [5], "meta_info": {"finish_reason": None}},
-            {"error": {"message": "too long"}},
-        ],
-    )
-    def test_failed(self, bad):
-        fields = judge_answer(3, [5, 6, 7], bad)
-        assert fields["kind"] == "failed"
-        assert fields["message"]
+@pytest.mark.parametrize(
+    "bad",
+    [
+        answer([5], "abort"),
+        answer([5, 6]),
+        {"output_ids": [5], "meta_info": {"finish_reason": None}},
+        {"error": {"message": "too long"}},
+    ],
+)
+def test_an_answer_that_is_none(bad):
+    fields = judge_answer(3, [5, 6, 7], bad)
+    assert fields["kind"] == "failed"
+    assert fields["message"]
 
 
 class TestDifferences:
@@ -151,35 +155,26 @@ child.wait()"""
 
     def test_processes_on_a_gpu_have_their_titles_and_alike_ones_are_added_up(self, servers, monkeypatch):
         pids, child = servers
-        titles = {
-            pids["prefill"]: "sglang::scheduler",
-            pids["decode"]: "sglang::scheduler_DP0_TP0",
-            child: "sglang::scheduler_DP1_TP1",
-        }
+        titles = {pids["prefill"]: "sglang::scheduler", pids["decode"]: "scheduler_TP0", child: "scheduler_TP1"}
         monkeypatch.setattr(soak_server, "title", lambda process: titles[process.pid])
         on_gpus = {pids["prefill"]: 500, pids["decode"]: 40, child: 3000}
         monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: on_gpus)
-        found = soak_server.memory(pids)["by_process"]
-        assert {name: of_one["gpu_mib"] for name, of_one in found.items()} == {
-            "prefill, sglang::scheduler": 500,
-            "decode, sglang::scheduler_DP0_TP0": 40,
-            "decode, sglang::scheduler_DP1_TP1": 3000,
-        }
-        assert all(of_one["host_mib"] > 0 for of_one in found.values())
-        titles[child] = titles[pids["decode"]]
-        assert soak_server.memory(pids)["by_process"]["decode, sglang::scheduler_DP0_TP0"]["gpu_mib"] == 3040
-        del on_gpus[pids["decode"]], on_gpus[child]
-        assert list(soak_server.memory(pids)["by_process"]) == ["prefill, sglang::scheduler"]
 
-    def test_a_process_is_called_what_it_calls_itself(self, servers):
-        assert soak_server.title(psutil.Process(servers[0]["prefill"])) == sys.executable
+        def held() -> dict[str, int]:
+            return {name: of_one["gpu_mib"] for name, of_one in soak_server.memory(pids)["by_process"].items()}
+
+        prefill = {"prefill, sglang::scheduler": 500}
+        assert held() == prefill | {"decode, scheduler_TP0": 40, "decode, scheduler_TP1": 3000}
+        titles[child] = titles[pids["decode"]]
+        assert held() == prefill | {"decode, scheduler_TP0": 3040}
+        del on_gpus[pids["decode"]], on_gpus[child]
+        assert held() == prefill
 
     def test_one_that_has_ended_holds_nothing(self, servers, monkeypatch):
         monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: {servers[0]["prefill"]: 500})
         found = soak_server.memory({"prefill": servers[0]["prefill"], "decode": 2**22 + 1})  # no process has that number
         assert found["by_server"]["decode"] == {"gpu_mib": 0, "host_mib": None}
-        assert found["gpu_mib"] == 500
-        assert found["host_mib"] == found["by_server"]["prefill"]["host_mib"]
+        assert (found["gpu_mib"], found["host_mib"]) == tuple(found["by_server"]["prefill"].values())
 
     def test_nobody_tells(self, servers, monkeypatch):
         monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: None)

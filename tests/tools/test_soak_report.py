@@ -8,19 +8,7 @@ from pathlib import Path
 
 import pytest
 from printed import assert_printed
-from soak_runs import (
-    ACTIVE,
-    BEGAN,
-    ENDED,
-    RETRACT,
-    finished,
-    held_later,
-    run_of,
-    samples,
-    steady_load,
-    taken_back,
-    together,
-)
+from soak_runs import ACTIVE, BEGAN, ENDED, RETRACT, finished, held_later, run_of, samples, steady_load, taken_back, together
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak
@@ -166,30 +154,21 @@ def test_differences_that_are_ties_are_counted_and_others_kept():
     assert soak.compact({"differences": [tied, other]})["differences"] == counted
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "Traceback (most recent call last):",
-        "[2026-11-20 11:16:06] ERROR:    Exception in ASGI application",
-        "RuntimeError: CUDA error: an illegal memory access was encountered",
-        "[2026-11-20 11:16:06] Decode batch, accept len: nan",
-        "ValueError: pool memory leak detected! [full] total=57344",
-        "Received output for rid='x' but the state was deleted in TokenizerManager.",
-        "[2026-11-20 11:16:06] [http_server] Error: too long",
-    ],
-)
-def test_suspect(line):
-    assert soak_judge.SUSPECT.search(line)
+SUSPECT = """Traceback (most recent call last):
+[2026-11-20 11:16:06] ERROR:    Exception in ASGI application
+RuntimeError: CUDA error: an illegal memory access was encountered
+[2026-11-20 11:16:06] Decode batch, accept len: nan
+ValueError: pool memory leak detected! [full] total=57344
+Received output for rid='x' but the state was deleted in TokenizerManager.
+[2026-11-20 11:16:06] [http_server] Error: too long
+"""
+HARMLESS = f"""{ACTIVE}
+{RETRACT}
+server_args=ServerArgs(watchdog_timeout=300, enable_nan_detection=False, log_level='info')
+Ignore import error when loading sglang.srt.models.x: No module named 'y'
+"""
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        ACTIVE,
-        RETRACT,
-        "server_args=ServerArgs(watchdog_timeout=300, enable_nan_detection=False, log_level='info')",
-        "Ignore import error when loading sglang.srt.models.x: No module named 'y'",
-    ],
-)
-def test_not_suspect(line):
-    assert not soak_judge.SUSPECT.search(line)
+def test_lines_of_a_log_that_tell_of_errors():
+    lines = (SUSPECT + HARMLESS).splitlines()
+    assert [line for line in lines if soak_judge.SUSPECT.search(line)] == SUSPECT.splitlines()
