@@ -113,10 +113,9 @@ def test_weights_are_updated_between_two_runs_of_the_same(engine, monkeypatch, t
     assert all(torch.equal(engine.weights[name], tensor) for name, tensor in weights.items())
 
 
-@pytest.mark.parametrize("answer", [(True, "Succeeded", 0), (False, "no such folder", 0)])
-def test_weights_are_loaded_again_and_graphs_captured(answer, monkeypatch, tmp_path, capsys):
+def test_weights_are_loaded_again_and_graphs_captured(monkeypatch, tmp_path, capsys):
     """Between zeros and the second run; SGLang's own request says what is asked for."""
-    engine, asked = EngineWithSessions(), []
+    engine, asked, answer = EngineWithSessions(), [], (True, "Succeeded", 0)
     monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=lambda **arguments: engine))
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", SimpleNamespace(UpdateWeightFromDiskReqInput=dict))
     engine.loop = SimpleNamespace(run_until_complete=lambda done: done)
@@ -125,16 +124,15 @@ def test_weights_are_loaded_again_and_graphs_captured(answer, monkeypatch, tmp_p
     )
     save_file({"a": torch.ones(3)}, tmp_path / "x.safetensors")
     case = case_called("weights updated from disk, graphs captured again")
-    if answer[0]:
-        run_case.run_engine(case, {"model_path": str(tmp_path)})
-        zeros = ["begin", (["a"], False), "end"]
-        assert engine.calls == ["generate"] * 2 + zeros + ["disk"] + ["generate"] * 2 + ["shutdown"]
-        assert not engine.weights["a"].any()
-        assert 'replayed rounds: {"greedy requests": 4}' in capsys.readouterr().out
-    else:
-        with pytest.raises(RuntimeError, match="did not load the checkpoint again: no such folder"):
-            run_case.run_engine(case, {"model_path": str(tmp_path)})
+    run_case.run_engine(case, {"model_path": str(tmp_path)})
+    zeros = ["begin", (["a"], False), "end"]
+    assert engine.calls == ["generate"] * 2 + zeros + ["disk"] + ["generate"] * 2 + ["shutdown"]
+    assert not engine.weights["a"].any()
+    assert 'replayed rounds: {"greedy requests": 4}' in capsys.readouterr().out
     assert asked == [{"model_path": str(tmp_path), "recapture_cuda_graph": True}]
+    answer = (False, "no such folder", 0)
+    with pytest.raises(RuntimeError, match="did not load the checkpoint again: no such folder"):
+        run_case.run_engine(case, {"model_path": str(tmp_path)})
 
 
 def test_the_weights_of_an_attention_come_together(monkeypatch):
@@ -145,11 +143,6 @@ def test_the_weights_of_an_attention_come_together(monkeypatch):
     assert parts == [["model.layers.0.mlp"], sorted(attention), ["model.layers.1.self_attn.q_a_proj"]]
 
 
-def test_memory_is_released_and_resumed(engine):
-    run_case.run_engine(case_called("memory released and resumed"), {"model_path": ""})
-    assert engine.calls == ["generate"] * 2 + ["release", "resume"] + ["generate"] * 2 + ["shutdown"]
-
-
 def test_what_must_come_from_host_memory(engine):
     case = case_called("HiCache")
     found = run_case.run_engine(case, {"model_path": ""})
@@ -157,8 +150,8 @@ def test_what_must_come_from_host_memory(engine):
     assert found["prompts"]["host_tokens"] == [0] * 8
     assert reports.verdicts(case, found) == []
     found[case.loaded_back]["host_tokens"] = [0] * 8
-    (problem,) = reports.verdicts(case, found)
-    assert "no prompt came back from host," in problem
+    nothing = f"{case.name}, {case.loaded_back}: no prompt came back from host, so nothing was tested"
+    assert reports.verdicts(case, found) == [nothing]
 
 
 def test_what_must_come_from_storage(engine, monkeypatch):
@@ -169,10 +162,7 @@ def test_what_must_come_from_storage(engine, monkeypatch):
     def generate(input_ids, sampling_params):
         folders.append(Path(os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"]))
         assert folders[-1].is_dir()
-        engine.calls.append("generate")
-        return answers(
-            len(input_ids), cached_tokens_details={"device": 0, "host": 0, "storage": 64 * ("flush" in engine.calls)}
-        )
+        return answers(len(input_ids), cached_tokens_details={"storage": 64 * ("flush" in engine.calls)})
 
     monkeypatch.setattr(engine, "generate", generate)
     found = run_case.run_engine(case, {"model_path": ""})
@@ -180,15 +170,12 @@ def test_what_must_come_from_storage(engine, monkeypatch):
     assert not folders[0].exists()
     assert set(found[case.loaded_back]["storage_tokens"]) == {64}
     assert reports.verdicts(case, found) == []
-    found[case.loaded_back]["storage_tokens"] = [0] * 8
-    assert reports.verdicts(case, found) == [
-        f"{case.name}, {case.loaded_back}: no prompt came back from storage, so nothing was tested"
-    ]
 
 
 def test_a_second_run_is_held_to_the_floors_and_outputs_of_the_first(engine, tmp_path):
     case = case_called("memory released and resumed")
     found = run_case.run_engine(case, {"model_path": ""})
+    assert engine.calls == ["generate"] * 2 + ["release", "resume"] + ["generate"] * 2 + ["shutdown"]
     second = f"8x300, {case.again}"
     assert ties.differences(case, found, found) == []
     found[second] = found[second] | {"accept": [1.6] * 8, "output_ids": [[5, 6, 9, 8], *found[second]["output_ids"][1:]]}

@@ -20,7 +20,7 @@ def answer(ids: list[int], of: list[int] | None = None, meta: dict | None = None
     return {"output_ids": ids, "meta_info": {"output_token_logprobs": pairs} | (meta or {})}
 
 
-@pytest.mark.parametrize("of", [[7], [7, 9], [7, 8, 9], [8, 7]])
+@pytest.mark.parametrize("of", [[7], [8, 7]])
 def test_those_of_other_tokens(of):
     with pytest.raises(RuntimeError, match=f"log-probabilities of {len(of)} tokens are not those of 2"):
         told([answer([7, 8], of)])
