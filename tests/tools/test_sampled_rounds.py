@@ -36,20 +36,6 @@ def test_samples_of_another_distribution_are_not():
         assert not sampled_rounds.by_chance(*sampled_rounds.difference(plain, drawn(changed, 2000, 2)))
 
 
-def test_requests_take_turns_in_how_they_sample(monkeypatch):
-    """In a batch of every captured size and below; each counts under its own parameters."""
-    sizes = []
-
-    def call(port, path, body):
-        sizes.append(len(body["input_ids"]))
-        return [{"asked": parameters["top_k"]} for parameters in body["sampling_params"]]
-
-    monkeypatch.setattr(sampled_rounds, "call", call)
-    found = sampled_rounds.answers_of(1, [5], ({"top_k": 7}, {"top_k": 9}), 3, 40)
-    assert {(which, answer["asked"]) for which, answer in found} == {(0, 7), (1, 9)}
-    assert set(sizes) == {8, 7}
-
-
 def test_a_case_samples_as_it_says():
     """One request of a wave after the other; a case that says nothing is greedy."""
     asked = []

@@ -139,11 +139,8 @@ def test_warm_up_is_no_growth_and_what_was_not_sampled_is_unknown():
 
 
 def test_percentiles_are_of_requests_that_finished():
-    def record(kind: str, seconds: float, first: float | None) -> Record:
-        return Record(0, 10.0, 10.0 + seconds, kind, kind, first=first)
-
-    records = [record("finished", n / 100, n / 1000) for n in range(1, 101)]
-    found = soak_judge.latency([*records, record("aborted", 50.0, None), record("failed", 60.0, None)])
+    ends = [(n / 100, "finished", n / 1000) for n in range(1, 101)] + [(50.0, "aborted", None), (60.0, "failed", None)]
+    found = soak_judge.latency([Record(0, 10.0, 10.0 + seconds, kind, kind, first=first) for seconds, kind, first in ends])
     assert found == {"first_token_s": {"p50": 0.05, "p99": 0.099}, "request_s": {"p50": 0.5, "p99": 0.99}}
 
 

@@ -135,13 +135,11 @@ class TestSides:
         assert [reports[s]["options"]["--gpu"] for s in ("ours", "builtin")] == ["1", "1"]
         assert reports["builtin"]["began"] - reports["ours"]["began"] >= 0.2
 
-    def test_a_late_side_is_ended_and_writes_what_it_has(self, args, tmp_path):
+    def test_a_late_side_is_ended_and_writes_what_it_has_and_one_that_dies_leaves_nothing(self, args, tmp_path):
         (tmp_path / "seconds").write_text("60")
         args.minutes = 0.03
         began = time.monotonic()
         assert all(report["cut"] for report in soak.run(args).values())
         assert time.monotonic() - began < 20
-
-    def test_a_side_that_dies_leaves_no_report(self, args, tmp_path):
         (tmp_path / "soak_side.py").write_text("raise SystemExit(9)")
         assert soak.run(args) == {"ours": None, "builtin": None}
