@@ -11,7 +11,7 @@ import torch
 
 from nsa_backend import __main__ as command
 from nsa_backend.benchmarks.commands import attention
-from nsa_backend.benchmarks.reports import cells, report
+from nsa_backend.benchmarks.reports import cells
 from nsa_backend.cli import bench
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,21 +55,15 @@ def test_a_cell_starts_only_where_the_longest_so_far_would_end_in_time(clock, bo
     assert kept[-1]["rows"] == report["rows"]
 
 
-def test_a_report_is_json_with_a_row_a_line(tmp_path):
-    rows = {"environment": {"gpu": "x"}, "rows": [{"a": 1}, {"a": 2}], "not_measured": []}
-    report.write_report(tmp_path / "out.json", rows)
-    text = (tmp_path / "out.json").read_text()
-    assert json.loads(text) == rows
-    assert text.splitlines().count('{"a": 1},') == 1
-    assert list(tmp_path.iterdir()) == [tmp_path / "out.json"]
-
-
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
         command.main(["bench", "serve"])
     assert stop.value.code == 2
     assert "bench needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+OWN = ["serve", "--model", "x", "--prompts", "y"]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +78,11 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
         (["serve", "--top-p", "0.9"], "--top-p is for requests that sample: pass --temperature above 0 too"),
         (["serve", "--top-p", "0.9", "--temperature", "0"], "pass --temperature above 0 too"),
         (["metadata", "--steps", "-1"], "must be at least 0"),
+        (["serve", "--prompts", "x"], "--prompts says how --model is measured: pass --model FOLDER too"),
+        (["serve", "--model", "x"], "--model needs --prompts FILE"),
+        ([*OWN, "--length", "300"], "--length does not go with --model"),
+        ([*OWN, "--quick"], "--quick does not go with --model, whose prompts come from --prompts"),
+        ([*OWN, "--parallel", "tp8"], "--parallel does not go with --model, whose GPUs --server names"),
         (["nothing"], "invalid choice: 'nothing'"),
     ],
 )

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import stand_in_server
@@ -156,14 +155,13 @@ class TestReadiness:
             running.kill()
 
     @pytest.fixture
-    def health(self):
+    def health(self, serving):
         """`health(*answers)` is the port of a server whose /health gives these (seconds, status), the last of them for ever.
 
         And the paths that it was asked for.
         """
-        servers = []
 
-        def serving(*answers: tuple[float, int]) -> tuple[int, list[str]]:
+        def start(*answers: tuple[float, int]) -> tuple[int, list[str]]:
             asked: list[str] = []
 
             class Handler(stand_in_server.Handler):
@@ -174,14 +172,9 @@ class TestReadiness:
                     self.send_response(status)
                     self.end_headers()
 
-            servers.append(stand_in_server.listening(0, Handler))
-            Thread(target=servers[-1].serve_forever, daemon=True).start()
-            return servers[-1].server_port, asked
+            return serving(Handler), asked
 
-        yield serving
-        for one in servers:
-            one.shutdown()
-            one.server_close()
+        return start
 
     @pytest.mark.parametrize(("answers", "times"), [([(1.3, 200)], 1), ([(0, 503), (0, 503), (0, 200)], 3)])
     def test_one_that_is_starting_is_asked_again_and_one_that_is_slow_is_not(self, health, process, answers, times):

@@ -26,7 +26,9 @@ def answers(count: int, **meta) -> list[dict]:
 
 
 class Engine:
-    """Stands for sglang.Engine; takes weights in parts, and keeps them."""
+    """Stands for sglang.Engine of 0.5.23; takes weights in parts, within a session alone, and keeps them."""
+
+    is_open = False
 
     def __init__(self, **arguments):
         self.arguments, self.calls, self.weights = arguments, [], {}
@@ -36,10 +38,20 @@ class Engine:
         host = 2944 if self.calls.count("generate") > 4 else 0
         return answers(len(input_ids), cached_tokens_details={"device": 0, "host": host})
 
+    def begin_weight_update(self):
+        self.calls.append("begin")
+        done, self.is_open = not self.is_open, True
+        return done, "Success" if done else "a weight-update session is already open"
+
     def update_weights_from_tensor(self, tensors, flush_cache):
         self.calls.append(([name for name, _ in tensors], flush_cache))
         self.weights |= tensors
-        return True, "Succeeded"
+        return self.is_open, "Succeeded"
+
+    def end_weight_update(self):
+        self.calls.append("end")
+        done, self.is_open = self.is_open, False
+        return done, "Success" if done else "no weight-update session is open"
 
     def flush_cache(self):
         self.calls.append("flush")
@@ -58,31 +70,9 @@ class Engine:
         self.calls.append("shutdown")
 
 
-class EngineWithSessions(Engine):
-    """The same of SGLang 0.5.23, which takes tensors within a session alone."""
-
-    is_open = False
-
-    def begin_weight_update(self):
-        self.calls.append("begin")
-        done, self.is_open = not self.is_open, True
-        return done, "Success" if done else "a weight-update session is already open"
-
-    def update_weights_from_tensor(self, tensors, flush_cache):
-        if not self.is_open:
-            return False, "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
-        return super().update_weights_from_tensor(tensors, flush_cache)
-
-    def end_weight_update(self):
-        self.calls.append("end")
-        done, self.is_open = self.is_open, False
-        return done, "Success" if done else "no weight-update session is open"
-
-
 @pytest.fixture
-def engine(monkeypatch, request):
-    """Without sessions unless a test names its class."""
-    engine = getattr(request, "param", Engine)()
+def engine(monkeypatch):
+    engine = Engine()
     monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=lambda **arguments: engine))
     return engine
 
@@ -91,7 +81,6 @@ def case_called(name: str):
     return next(c for c in CASES if c.name == name)
 
 
-@pytest.mark.parametrize("engine", [Engine, EngineWithSessions], indirect=True)
 def test_weights_are_updated_between_two_runs_of_the_same(engine, monkeypatch, tmp_path):
     """All of them are zero, and then the checkpoint's; prefixes of the zeros are not kept."""
     monkeypatch.setattr(actions, "MEGABYTES_AT_ONCE", 1)
@@ -105,18 +94,15 @@ def test_weights_are_updated_between_two_runs_of_the_same(engine, monkeypatch, t
     )
     found = run_case.run_engine(case, {"model_path": str(tmp_path)})
     assert tuple(found) == case.measured() == (*STANDARD, *(f"{w}, after weights were updated" for w in STANDARD))
-    if isinstance(engine, EngineWithSessions):
-        calls = ["begin", *calls, "end"]
-    assert engine.calls == ["generate"] * 2 + calls + ["generate"] * 2 + ["shutdown"]
+    assert engine.calls == ["generate"] * 2 + ["begin", *calls, "end"] + ["generate"] * 2 + ["shutdown"]
     assert zeros == [True, True, False, False]
     assert engine.weights.keys() == weights.keys()
     assert all(torch.equal(engine.weights[name], tensor) for name, tensor in weights.items())
 
 
-def test_weights_are_loaded_again_and_graphs_captured(monkeypatch, tmp_path, capsys):
+def test_weights_are_loaded_again_and_graphs_captured(engine, monkeypatch, tmp_path, capsys):
     """Between zeros and the second run; SGLang's own request says what is asked for."""
-    engine, asked, answer = EngineWithSessions(), [], (True, "Succeeded", 0)
-    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=lambda **arguments: engine))
+    asked, answer = [], (True, "Succeeded", 0)
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", SimpleNamespace(UpdateWeightFromDiskReqInput=dict))
     engine.loop = SimpleNamespace(run_until_complete=lambda done: done)
     engine.tokenizer_manager = SimpleNamespace(

@@ -50,6 +50,7 @@ def test_compilers_beneath_a_rank_are_nobodys_end(tmp_path, title, told):
     exits: list[Exit] = []
     assert run_to_its_end([sys.executable, "-c", engine], tmp_path / "log", dict(os.environ), 4.0, exits) is None
     assert [(one.name, one.how()) for one in exits] == told
+    assert "without a result" in (tmp_path / "log").read_text()
 
 
 def gone(status: int | None, logged: int = 0, pid: int = 5, name: str = "sglang::scheduler_DP0_TP0") -> Exit:

@@ -9,9 +9,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import reports
 import run_all
-from engines import NCCL_PORT, PORTS_APART, refuse_taken_ports
-from pd_servers import ALONE, BOOTSTRAP, DECODE
-from ports import DP_PORTS, JUDGES
+from engines import refuse_taken_ports
+from ports import ports_of_run
 from workloads import CASES
 
 
@@ -37,21 +36,9 @@ def test_ports_of_another_run_are_refused():
     refuse_taken_ports([taken])
 
 
-DP, PD = "four GPUs, DP attention 4, fa3", "PD, without CUDA graphs"
-SECOND = {DP: PORTS_APART, PD: 3 * PORTS_APART, "n3 fa3": PORTS_APART}
-"""From the first engine of a case to that of the other side."""
-
-
-@pytest.mark.parametrize(
-    ("name", "needed"),
-    [
-        (DP, {of_side + port for port in DP_PORTS for of_side in (0, SECOND[DP], JUDGES)}),
-        (PD, {side + port for port in (DECODE + NCCL_PORT, ALONE + NCCL_PORT, BOOTSTRAP) for side in (0, SECOND[PD])}),
-        *((name, {of + port for port in (0, NCCL_PORT) for of in (0, SECOND[name], JUDGES)}) for name in SECOND),
-    ],
-)
-def test_a_run_looks_at_every_port_that_it_will_need(monkeypatch, tmp_path, name, needed):
-    """Also those that SGLang counts up from the one it is given, and those of the engines that are asked about ties."""
+@pytest.mark.parametrize(("case", "gpus"), [("n3 fa3", 1), ("PD, without CUDA graphs", 2)])
+def test_a_run_looks_at_every_port_that_it_will_need(monkeypatch, tmp_path, case, gpus):
+    """Of both sides' engines, and of those that are asked about ties (tests/releases/test_side_by_side.py)."""
     looked_at = []
 
     def refuse(ports: list[int]) -> None:
@@ -60,9 +47,8 @@ def test_a_run_looks_at_every_port_that_it_will_need(monkeypatch, tmp_path, name
 
     monkeypatch.setattr(run_all.Case, "runs_here", lambda case: True)
     monkeypatch.setattr(run_all, "refuse_taken_ports", refuse)
-    gpus = next(c.gpus for c in CASES if c.name == name)
-    words = ["--gpus", str(gpus), "--port", "14500", "--logs", str(tmp_path), "--cases", name]
+    words = ["--gpus", str(gpus), "--port", "14500", "--logs", str(tmp_path), "--cases", case]
     monkeypatch.setattr(sys, "argv", ["run_all.py", str(tmp_path / "out.json"), *words])
     with pytest.raises(SystemExit, match="taken"):
         run_all.main()
-    assert needed <= {port - 14500 for port in looked_at}
+    assert looked_at == ports_of_run([one for one in CASES if one.name == case] * 2, 14500)
