@@ -11,14 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from engine_options import new_tokens
+from workloads import WORKLOADS
+
 from nsa_backend.benchmarks.checkpoints import faithful
 from nsa_backend.benchmarks.reports.report import environment
 from nsa_backend.benchmarks.servers.generation import accept_length
 from nsa_backend.benchmarks.servers.server import Server
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from engine_options import new_tokens
-from workloads import WORKLOADS
 
 
 def main() -> int:

@@ -16,11 +16,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
 from workloads import CASES, Case
 
 from nsa_backend.releases import installed
+
+HERE = Path(__file__).resolve().parent
 
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
 

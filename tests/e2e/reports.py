@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from statistics import fmean
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import replays
 from case import workload_of
 from logprobs import apart, far_apart

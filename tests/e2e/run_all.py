@@ -22,8 +22,6 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
 from case import workload_of
 from endings import facts
 from engines import PORTS, first_device, refuse_taken_ports, run_to_its_end
@@ -37,6 +35,8 @@ from nsa_backend.benchmarks.checkpoints import eagle3, faithful
 from nsa_backend.benchmarks.checkpoints.faithful_models import MODELS
 from nsa_backend.benchmarks.servers.server import APART_SECONDS, BACKENDS, SIDE_BY_SIDE
 from nsa_backend.releases import generation_of, installed
+
+HERE = Path(__file__).resolve().parent
 
 START_SECONDS = {"nsa": 40, "dsa": 80}
 """An engine's start beside three others, with kernels compiled; the first one without caches takes up to four minutes."""

@@ -32,10 +32,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
 from soak_faults import compared
 from soak_server import BUILTIN, SIDES, TOPOLOGIES
+
+HERE = Path(__file__).resolve().parent
 
 GRACE_SECONDS = 30.0  # for a side to write its report, once its minutes are over
 TITLES = {BUILTIN: "built-in", "three_graphs": "ours, a round in three graphs"}

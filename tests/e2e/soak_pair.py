@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from http.client import HTTPConnection, HTTPResponse
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from pd_servers import BOOTSTRAP, DECODE, in_rooms
 from soak_traffic import REQUEST_SECONDS, Client
 

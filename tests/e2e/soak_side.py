@@ -23,8 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
 from replays import replayed
 from soak_answers import Template, group_differences, judge_answer, judge_tie
 from soak_faults import faults, malformed_under_load

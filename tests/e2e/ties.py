@@ -9,8 +9,6 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
 from case import workload_of
 from engines import run_to_its_end
 from next_token import question
@@ -18,6 +16,8 @@ from ports import judge_begin
 from workloads import WORKLOADS, Case
 
 from nsa_backend.benchmarks.servers.server import SIDE_BY_SIDE
+
+HERE = Path(__file__).resolve().parent
 
 TIE = 0.0626
 """Two steps of a bfloat16 logit between 4 and 8, where the best logits of this checkpoint lie: a forward with other batch

@@ -6,23 +6,19 @@ import dataclasses
 import json
 import re
 import socket
-import sys
-from pathlib import Path
 
 import installed_source
 import pytest
 from free_ports import free_port
-from sglang.srt import server_args as sglang_args
-
-from nsa_backend.adapters.installed import adapter
-from nsa_backend.benchmarks.checkpoints import faithful
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 from nodes import AFTER_MEETING, HOST, LOOKED_AT_PORTS, MEETING, arguments_of
 from pd_servers import command
 from ports import ports_of
 from run_case import engine_arguments
+from sglang.srt import server_args as sglang_args
 from shared_cases import SHARED_CASES
+
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.benchmarks.checkpoints import faithful
 
 PORT = free_port(*range(1, 20))
 RUN_HERE = [case for case in SHARED_CASES if case.runs_here()]

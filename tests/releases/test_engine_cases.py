@@ -1,28 +1,24 @@
 """Every end-to-end case's engine arguments, resolved and checked by SGLang itself, on both sides of the comparison."""
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import installed_source
 import pytest
-from sglang.srt.server_args import ServerArgs
-
-from nsa_backend.adapters.installed import adapter
-from nsa_backend.benchmarks.checkpoints import eagle3, faithful
-from nsa_backend.benchmarks.checkpoints.faithful_models import MODELS
-from nsa_backend.refusals import RULES
-from nsa_backend.releases import generation_of, installed
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak_judge
 import soak_server
 import soak_traffic
 from next_token import question
 from pd_servers import command, roles
 from run_case import engine_arguments
+from sglang.srt.server_args import ServerArgs
 from workloads import CASES
+
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.benchmarks.checkpoints import eagle3, faithful
+from nsa_backend.benchmarks.checkpoints.faithful_models import MODELS
+from nsa_backend.refusals import RULES
+from nsa_backend.releases import generation_of, installed
 
 HAS_V1 = generation_of(installed()).adapter == "nsa"
 RUN_HERE = [case for case in CASES if case.runs_here()]

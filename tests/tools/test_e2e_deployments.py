@@ -5,16 +5,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-import torch
-from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import actions
+import pytest
 import reports
 import run_all
 import run_case
 import ties
+import torch
+from safetensors.torch import save_file
 from workloads import CASES, STANDARD
 
 

@@ -1,12 +1,9 @@
 """Log-probabilities of an end-to-end run: that they are of the tokens they stand beside, and how two sides are compared."""
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import reports
 import run_case
 from logprobs import apart, far_apart, told

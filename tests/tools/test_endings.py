@@ -3,11 +3,8 @@
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 from endings import Exit, cause, facts, first_error, last_lines
 from engines import run_to_its_end
 

@@ -2,11 +2,8 @@
 
 import socket
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import reports
 import run_all
 from engines import refuse_taken_ports

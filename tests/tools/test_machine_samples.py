@@ -1,10 +1,7 @@
 """Samples of the machine that an end-to-end run takes while engines run."""
 
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import machine
 
 GIB = 2**30

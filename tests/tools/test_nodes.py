@@ -7,13 +7,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import nodes
 import pytest
+import run_case
 from free_ports import free_port
 from living import have_ended, is_alive
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
-import nodes
-import run_case
 from nodes import MEETING, NCCL, Nodes
 from pd_servers import command
 from workloads import CASES

@@ -5,13 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pd_servers
 import pytest
+import run_case
 import stand_in_node
 from free_ports import free_port
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
-import pd_servers
-import run_case
 from pd_servers import ALONE, BOOTSTRAP, DECODE, ROUTER, Pair, command, roles
 from workloads import CASES
 

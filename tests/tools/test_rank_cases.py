@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import rank_cases
 import run_all
 from run_case import engine_arguments, generate_with

@@ -1,16 +1,12 @@
 """Where a draft was rejected, from the chunks of a stream."""
 
 import json
-import sys
 import threading
-from pathlib import Path
 
 import pytest
-from stand_in_server import Handler
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 from rejections import rejected_positions, streamed
 from soak_traffic import Client
+from stand_in_server import Handler
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import sampled_rounds
 from case import Case
 from run_case import measure

@@ -1,16 +1,12 @@
 """The soak run's requests, what their answers are, and the memory of servers; nothing serves."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from soak_runs import finished
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak_server
 import soak_traffic
 from soak_answers import group_differences, judge_answer, judge_tie
+from soak_runs import finished
 from soak_traffic import make_templates
 
 

@@ -8,10 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from free_ports import free_port
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak_faults
+from free_ports import free_port
 from soak_answers import Template
 from soak_side import Soak
 from soak_traffic import Client, Traffic

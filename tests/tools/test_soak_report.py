@@ -7,13 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from printed import assert_printed
-from soak_runs import ACTIVE, BEGAN, ENDED, RETRACT, finished, held_later, run_of, samples, steady_load, taken_back, together
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak
 import soak_judge
+from printed import assert_printed
 from soak_answers import Record
+from soak_runs import ACTIVE, BEGAN, ENDED, RETRACT, finished, held_later, run_of, samples, steady_load, taken_back, together
 
 SAYS = f"{ACTIVE}\n{RETRACT}\n[2026-11-20 11:16:06] Testing retraction. #retracted_reqs: 1, #new_tokens_gained: 64\n"
 FAILED = Record(2, BEGAN, BEGAN + 1, "finished", "failed", message="OSError: gone")
