@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import stand_in_server
+import stand_in_stream
 from free_ports import free_port
 
-from nsa_backend.benchmarks.commands import serve
 from nsa_backend.benchmarks.servers import generation, server, server_options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,46 +43,20 @@ def test_servers_run_the_command_of_the_readme(monkeypatch):
     assert "--attention-backend dsa --dsa-decode-backend fa3" in made[1]
 
 
-FAKE_SERVER = """
-import json, sys, time
-sys.path.insert(0, SUPPORT)
-import stand_in_server
-class Handler(stand_in_server.Handler):
-    def do_POST(self):
-        body = self.body()
-        if not body.get("stream"):
-            self.answer([{"body": body} for _ in body["input_ids"]])
-            return
-        self.begin()
-        if body["sampling_params"]["max_new_tokens"] > 100:
-            self.event({"error": {"message": "too long"}})
-            return
-        for index in (1, 0): self.event({"index": index, "meta_info": {"completion_tokens": 1 + index}})
-        time.sleep(0.2)
-        for index in (0, 1): self.event({"index": index, "body": body})
-        self.wfile.write(b"data: [DONE]\\n\\n")
-    def event(self, data):
-        self.wfile.write(b"data: " + json.dumps(data).encode() + b"\\n\\n")
-        self.wfile.flush()
-stand_in_server.listening(PORT, Handler).serve_forever()
-"""
-
-
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """Returns a function that starts a server of ours whose process runs this code."""
+    """Returns a function that starts a server of ours by these words of Python's, with its port behind them."""
 
-    def start(code: str) -> server.Server:
+    def start(*words: str) -> server.Server:
         port = free_port()
-        words = code.replace("SUPPORT", repr(str(ROOT / "tests" / "support"))).replace("PORT", str(port))
-        monkeypatch.setattr(server, "command", lambda *arguments: [sys.executable, "-c", words])
+        monkeypatch.setattr(server, "command", lambda *arguments: [sys.executable, *words, str(port)])
         return server.Server("ours", tmp_path, port, 3, tmp_path / "log")
 
     return start
 
 
 def test_a_server_is_asked_and_ended_and_its_stream_tells_first_tokens_from_the_end(started):
-    with started(FAKE_SERVER) as running:
+    with started(stand_in_stream.__file__) as running:
         running.wait()
         seconds, answers = running.generate([[1, 2], [3]], 7)
         found = running.streamed([[1], [2]], 7)
@@ -104,7 +77,7 @@ def test_a_server_is_asked_and_ended_and_its_stream_tells_first_tokens_from_the_
 
 def test_a_server_that_ends_shows_the_end_of_its_log(started):
     with (
-        started("print('no memory'); raise SystemExit(3)") as running,
+        started("-c", "print('no memory'); raise SystemExit(3)") as running,
         pytest.raises(RuntimeError, match=r"the server ended with 3.*\nno memory"),
     ):
         running.wait()
@@ -112,23 +85,11 @@ def test_a_server_that_ends_shows_the_end_of_its_log(started):
 
 def test_a_server_that_is_stopped_twice_has_ended(started):
     """One that did not come up is stopped at once, and again with all others."""
-    running = started("import time; time.sleep(60)")
+    running = started("-c", "import time; time.sleep(60)")
     for _ in range(2):
         running.stop()
         assert running._process.returncode is not None
         assert running._stream.closed
-
-
-def serve_options(**given):
-    return argparse.Namespace(**({"steps": None, "batch": None, "length": None, "prompt_tokens": None, "quick": False} | given))
-
-
-def test_serve_measures_the_whole_matrix_and_what_one_chooses():
-    every = serve.shapes(serve_options())
-    assert sorted(every) == sorted([(b, n) for b in (1, 8, 32) for n in (300, 4096, 32768)] + [(1, 131072)])
-    assert every[-1] == (32, 32768)
-    assert serve.shapes(serve_options(length=[131072], batch=[8])) == [(8, 131072)]
-    assert [serve.repeats(b, n, False) for b, n in ((1, 300), (32, 4096), (32, 32768))] == [7, 5, 3]
 
 
 def test_a_side_that_is_told_by_an_option(tmp_path, monkeypatch):

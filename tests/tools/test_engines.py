@@ -1,14 +1,10 @@
 """What end-to-end runs say of engines that fail, and of ports that others have."""
 
 import socket
-import sys
 
 import pytest
 import reports
-import run_all
 from engines import refuse_taken_ports
-from ports import ports_of_run
-from workloads import CASES
 
 
 def test_a_failure_is_told_by_its_first_error_and_the_end():
@@ -31,21 +27,3 @@ def test_ports_of_another_run_are_refused():
         with pytest.raises(SystemExit, match=f"port {taken} is taken, perhaps by another run: pass --port, 2500 apart"):
             refuse_taken_ports([taken])
     refuse_taken_ports([taken])
-
-
-@pytest.mark.parametrize(("case", "gpus"), [("n3 fa3", 1), ("PD, without CUDA graphs", 2)])
-def test_a_run_looks_at_every_port_that_it_will_need(monkeypatch, tmp_path, case, gpus):
-    """Of both sides' engines, and of those that are asked about ties (tests/releases/test_side_by_side.py)."""
-    looked_at = []
-
-    def refuse(ports: list[int]) -> None:
-        looked_at.extend(ports)
-        raise SystemExit("taken")
-
-    monkeypatch.setattr(run_all.Case, "runs_here", lambda case: True)
-    monkeypatch.setattr(run_all, "refuse_taken_ports", refuse)
-    words = ["--gpus", str(gpus), "--port", "14500", "--logs", str(tmp_path), "--cases", case]
-    monkeypatch.setattr(sys, "argv", ["run_all.py", str(tmp_path / "out.json"), *words])
-    with pytest.raises(SystemExit, match="taken"):
-        run_all.main()
-    assert looked_at == ports_of_run([one for one in CASES if one.name == case] * 2, 14500)

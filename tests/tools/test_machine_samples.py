@@ -1,7 +1,5 @@
 """Samples of the machine that an end-to-end run takes while engines run."""
 
-import time
-
 import machine
 
 GIB = 2**30
@@ -41,16 +39,3 @@ def test_the_worst_of_all_samples():
     worst = {"mem_available_gib": 0.13, "dev_shm_gib": 1.5, "dev_shm_size_gib": 2.0, "oom_kills": 2, "gpu_gib": [2.0, 9.0]}
     assert machine.extremes(samples) == worst
     assert machine.extremes([]) == {}
-
-
-def test_an_engine_is_told_the_samples_of_its_own_life(monkeypatch):
-    """What another engine took before it started is not held against it."""
-    available = iter([1.0, 60.0, 40.0, 50.0, 45.0])
-    monkeypatch.setattr(machine, "sample", lambda **options: {"mem_available_gib": next(available)})
-    watched = machine.Machine()
-    watched.look()
-    watched.look()
-    began = time.monotonic()
-    watched.look()
-    assert watched.since(began) == {"mem_available_gib": 40.0}
-    assert watched.since(0.0) == {"mem_available_gib": 1.0}

@@ -14,7 +14,6 @@ from free_ports import free_port
 from living import have_ended, is_alive
 from nodes import MEETING, NCCL, Nodes
 from pd_servers import command
-from workloads import CASES
 
 E2E = Path(run_case.__file__).parent
 NODE = E2E.parent / "support" / "stand_in_node.py"
@@ -60,16 +59,6 @@ def test_the_first_node_starts_once_the_others_have_looked_at_its_ports(stand_in
         assert (node.option["--nccl-port"], node.option["--tp-size"]) == (str(port + NCCL), "4")
         assert not is_alive(node.pid)
     assert [found[n].option["--port"] for n in range(3)] == [str(port + n) for n in range(3)]
-
-
-def test_a_case_whose_ranks_share_gpus_is_measured_on_nodes(stand_ins, tmp_path, monkeypatch):
-    case = next(c for c in CASES if c.name == "eight ranks on two GPUs, tensor parallel, fa3")
-    monkeypatch.setattr(run_case, "WORKLOADS", {"8x300": lambda: [[[2, 3]] * 8]})
-    found = run_case.run_on_nodes(case, stand_ins(), tmp_path / "case.json")
-    assert tuple(found) == case.measured()
-    assert sorted(started(stand_ins.seen())) == [0, 1, 2, 3]
-    (body,) = [row[2] for row in stand_ins.seen() if row[0] == "asked"]
-    assert body["sampling_params"]["max_new_tokens"] == 61
 
 
 def nodes_have_ended(stand_ins) -> bool:

@@ -12,7 +12,7 @@ import rank_cases
 import run_all
 from run_case import engine_arguments, generate_with
 from shared_cases import SHARED_CASES
-from workloads import CASES, ON_RANKS, RANKS, WORKLOADS
+from workloads import CASES, ON_RANKS
 
 
 def test_no_two_cases_have_one_name():
@@ -25,12 +25,6 @@ def test_no_rank_keeps_requests_waiting():
         for counts in (ON_RANKS[name] for name in case.workloads if name in ON_RANKS):
             arguments = engine_arguments(case, "", 12000)
             assert arguments["max_running_requests"] // arguments["dp_size"] >= max(map(max, counts)), case.name
-
-
-def test_ranks_fit_their_waves():
-    for name, ranks in RANKS.items():
-        waves = WORKLOADS[name]()
-        assert [len(wave) for wave in waves] == [len(of_wave) for of_wave in ranks]
 
 
 def test_requests_go_to_their_ranks():

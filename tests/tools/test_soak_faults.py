@@ -5,41 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import soak_faults
+import stand_in_of_faults
 from free_ports import free_port
 from soak_answers import Template
 from soak_side import Soak
 from soak_traffic import Client, Traffic
-
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
-SERVER = """
-import subprocess, sys, threading, time
-sys.path.insert(0, sys.argv[1])
-from stand_in_server import Handler, listening
-rank = subprocess.Popen(["sglang::scheduler", "-c", "import time; time.sleep(60)"], executable=sys.executable)
-
-class Server(Handler):
-    def do_POST(self):
-        try:
-            asked = self.body()
-            count = asked["sampling_params"]["max_new_tokens"]
-            if not 0 <= count < 10**6:
-                raise ValueError
-        except ValueError:
-            self.send_response(400)
-            self.end_headers()
-            return
-        if asked["rid"].startswith("fatal"):
-            time.sleep(30)
-        self.answer({"output_ids": [7] * count, "meta_info": {"finish_reason": {"type": "length"}}})
-
-threading.Thread(target=listening(int(sys.argv[2]), Server).serve_forever, daemon=True).start()
-print("serving", flush=True)
-rank.wait()
-"""
 
 
 @pytest.fixture
@@ -57,7 +30,7 @@ def run(monkeypatch, tmp_path):
         return made
 
     def start(made: Soak) -> None:
-        command = [sys.executable, "-c", SERVER, str(SUPPORT), str(made.port)]
+        command = [sys.executable, stand_in_of_faults.__file__, str(made.port)]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, text=True)
         servers.append(server)
         assert server.stdout.readline() == "serving\n"

@@ -122,14 +122,6 @@ def test_every_rank_is_active_and_has_whole_rounds_unless_it_is_not_to(
     assert soak_judge.problems_of(soak_judge.summary(run)) == [problem] * bool(problem)
 
 
-@pytest.mark.parametrize(("more", "problems"), [((27, 27), []), ((32, 33), [33]), ((40, -40), [40]), ((54, 0), [54])])
-def test_each_of_a_pair_may_hold_what_one_server_may(tmp_path, more, problems):
-    """And none what another gave back."""
-    each = {name: samples(gpu=held_later(mib)) for name, mib in zip(("prefill", "decode"), more, strict=True)}
-    run = said_twice(good(tmp_path, topology="pd", samples=together(each)))
-    assert [int(problem.split()[0]) for problem in soak_judge.problems_of(soak_judge.summary(run))] == problems
-
-
 def test_warm_up_is_no_growth_and_what_was_not_sampled_is_unknown():
     assert soak_judge.growth(samples(gpu=lambda s: 20000 + min(s, 55) * 100), "gpu_mib", BEGAN, ENDED) == 0
     assert soak_judge.growth(samples(gpu=lambda s: None), "gpu_mib", BEGAN, ENDED) is None
