@@ -114,10 +114,8 @@ def test_a_rank_has_the_weights_that_sglang_makes_room_for(name, models):
 def test_sglang_parses_a_rank_as_the_model_it_is_of(name, tmp_path):
     folder = ranks.write(tmp_path, name)
     assert ranks.rank_in(folder) == name
-    config, found = ranks.RANKS[name].config, ModelConfig(str(folder))
-    assert (found.num_hidden_layers, found.num_attention_heads) == (config["num_hidden_layers"], config["num_attention_heads"])
+    found = ModelConfig(str(folder))
     assert found.context_len == ranks.RANKS[name].released["max_position_embeddings"]
-    assert (found.kv_lora_rank, found.qk_rope_head_dim, found.hidden_size) == (512, 64, config["hidden_size"])
     assert getattr(found.hf_config, "index_share_for_mtp_iteration", False) == (name == "glm-5.2-tp8")
 
 

@@ -86,15 +86,6 @@ def test_lengths_of_steps_that_select_for_themselves_would_count_what_is_no_slot
         decoder.decode(12)
 
 
-def test_a_model_that_does_not_share_keeps_a_length_a_step(make_runner):
-    runner = make_runner(num_steps=4)
-    multi_step = calls.draft_factory(runner, 4).create_decode_backend()
-    batch = random_batch(runner, "draft_decode", 5, 1, 4)
-    multi_step.init_forward_metadata(forward_batch(batch, ForwardMode.DECODE))
-    for step, backend in enumerate(multi_step.attn_backends):
-        check(backend.forward_metadata, batch, step)
-
-
 @pytest.fixture
 def prefilled(sharing, make_runner):
     """(backend of draft-extend after a prefill of requests with 1 to 400 tokens, request rows, lengths)."""

@@ -192,25 +192,3 @@ def test_the_words_of_a_user_come_last(parsed):
     assert found["max_running_requests"] == 16
     assert found["decode"] == [1, 8]
     assert not found["cache"]
-
-
-def test_the_names_are_those_of_the_adapter():
-    names = server_options.names()
-    assert names.backend == adapter.BACKEND_NAMES[0]
-    assert (names.decode, names.prefill) == (adapter.DECODE_OPTION, adapter.PREFILL_OPTION)
-
-
-@pytest.mark.parametrize(
-    ("requests", "length", "page", "chunks"),
-    [
-        (1, 300, 64, [300]),
-        (32, 300, 64, [25 * 300 + 192, 108 + 6 * 300]),
-        (32, 300, 1, [8192, 1408]),
-        (8, 4096, 64, [8192] * 4),
-        (1, 131072, 64, [8192] * 16),
-        (2, 8193, 64, [8192, 1 + 8128, 65]),
-    ],
-)
-def test_prompts_are_cut_into_chunks(requests, length, page, chunks):
-    assert server_options.chunks(requests, length, page) == chunks
-    assert sum(chunks) == requests * length
