@@ -1,6 +1,6 @@
 """Public launch commands, typed as they are: what the installed release makes of them with this package, and what it should.
 
-The data is in `recipes.py` and beside it; `docs/serving.md` is made from it.
+The data is in `recipes.toml`; `docs/serving.md` is made from it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import recipes_of_others
-import recipes_of_sglang
-from recipes import MODELS, RESPELLED, Recipe, Refused, Served, Stopped, respelled
+from recipes import MODELS, RECIPES, RESPELLED, Recipe, Refused, Served, Stopped, respelled
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks.checkpoints import faithful, faithful_models
 from nsa_backend.releases import installed
 
 SCRIPT = Path(__file__).with_name("parsed_recipes.py")
-RECIPES = recipes_of_sglang.RECIPES | recipes_of_others.RECIPES
 HERE = {name: recipe for name, recipe in RECIPES.items() if installed() in recipe.outcomes}
 ADVISED = {name: recipe for name, recipe in HERE.items() if isinstance(recipe.outcomes[installed()], Refused)}
 """What is refused with advice, which is followed too."""
