@@ -96,19 +96,11 @@ def launch(run: Run, case: Case, backend: str, port: int) -> tuple[dict | None, 
     out.unlink(missing_ok=True)
     with run.starting:
         time.sleep(APART_SECONDS)
-    command = [
-        sys.executable,
-        str(HERE / "run_case.py"),
-        str(run.checkpoints[case.checkpoint]),
-        case.name,
-        str(out),
-        "--port",
-        str(port),
-    ]
+    command = [sys.executable, str(HERE / "run_case.py"), str(run.checkpoints[case.checkpoint]), case.name, str(out)]
     seconds = min(run.args.engine_seconds, max(run.left(), 1))
     environment = os.environ | SIDE_BY_SIDE | {"NSA_BACKEND_DISABLE": BACKENDS[backend]}
     began, exits = time.monotonic(), []
-    code = run_to_its_end(command, log, environment, seconds, exits)
+    code = run_to_its_end([*command, "--port", str(port)], log, environment, seconds, exits)
     text = log.read_text(errors="replace")
     if code == 0 and out.exists():
         return json.loads(out.read_text()), text

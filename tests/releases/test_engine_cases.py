@@ -97,18 +97,6 @@ def test_debugging_graphs_is_measured_where_sglang_starts_so(engine):
         assert "pass --disable-cuda-graph" in rule.refusal(SimpleNamespace(debug_cuda_graph=True))
 
 
-@pytest.mark.parametrize("name", ["above the captured sizes", "without CUDA graphs"])
-def test_batches_of_unequal_ranks_run_outside_graphs(engine, name):
-    for case in (c for c in CASES if c.name.startswith("two GPUs, DP attention") and name in c.name):
-        args = adapter.resolved(engine(case))
-        assert (args.dp_size if args.enable_dp_attention else args.attn_dp_size) == 2
-        if name == "without CUDA graphs":
-            assert args.disable_cuda_graph
-        else:
-            sizes = args.cuda_graph_bs if HAS_V1 else args.cuda_graph_config.decode.bs
-            assert max(sizes) == 2
-
-
 def test_the_soak_run_makes_sglang_take_requests_back(monkeypatch):
     """By a switch of its own, whose line in the log is counted."""
     from sglang.srt.environ import envs
