@@ -3,8 +3,6 @@
 Those of a prefill and a decode server are in pd_cases.py.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from case import Case

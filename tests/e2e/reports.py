@@ -1,7 +1,5 @@
 """Reports of end-to-end runs: made from what engines gave, and shown."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the answers of a soak run are worth."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@
 Run as a process of its own: elsewhere in these tests kernels are the interpreter's.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

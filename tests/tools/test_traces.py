@@ -1,7 +1,5 @@
 """Traces of SGLang's profiler: what `printed/` does not show of how they are read as rounds, forwards and layers."""
 
-from __future__ import annotations
-
 import pytest
 from stand_in_bench import Trace
 
