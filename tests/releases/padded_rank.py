@@ -15,6 +15,7 @@ from nsa_backend.demo.engine import Engine
 from nsa_backend.demo.model import TinySparseMla
 from nsa_backend.testing.calls import calls
 
+PROMPTS = [[5, 9, 2, 40, 7], list(range(30, 50)), [3] * 70]
 NO_PREFILL_GRAPHS = SimpleNamespace(prefill=SimpleNamespace(bs=None))
 
 

@@ -13,19 +13,12 @@ from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.rotary_embedding import rope_variant
 from sglang.srt.model_loader import loader
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
-from sglang.srt.models.deepseek_nextn import DeepseekV3ForCausalLMNextN
-from sglang.srt.models.deepseek_v2 import DeepseekV32ForCausalLM
-from sglang.srt.models.glm4_moe import GlmMoeDsaForCausalLM, GlmMoeDsaForCausalLMNextN
 from sglang.srt.utils.hf_transformers_utils import get_config
-from sglang_models import forward, one_rank
+from sglang_models import CLASSES, forward, one_rank
 
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.servers import rank_server
 
-CLASSES = {
-    "DeepseekV32ForCausalLM": (DeepseekV32ForCausalLM, DeepseekV3ForCausalLMNextN),
-    "GlmMoeDsaForCausalLM": (GlmMoeDsaForCausalLM, GlmMoeDsaForCausalLMNextN),
-}
 FILES_OF_V3 = 688_586_727_753
 """Bytes of deepseek-ai/DeepSeek-V3's safetensors, headers included: V3.2 without its indexers."""
 HEADER = 200  # bytes of a tensor's entry, at most
