@@ -117,7 +117,7 @@ DIVIDED = TWO_GPUS | {"enable_prefill_cp": True, "cp_strategy": "interleave"}
 """Each GPU computes every other token of a prefill, and decodes all requests with all heads."""
 divided = partial(Case, steps=3, workloads=(*STANDARD, "short", "shared prefix"), engine=DIVIDED, gpus=2, releases=SINCE)
 divided_fp8 = partial(divided, workloads=STANDARD, decode="flashmla_kv", floor_of_all=0.95)
-CP = "two GPUs, prefill context parallel"
+CP, CP_4, DIVIDED_4 = "two GPUs, prefill context parallel", "four GPUs, prefill context parallel", DIVIDED | FOUR_GPUS
 DIVIDED_CASES = [
     divided(CP, floors=FLOORS),
     divided(f"{CP}, without drafts", steps=0),
@@ -132,19 +132,8 @@ DIVIDED_CASES = [
     divided_fp8(f"{CP}, fp8 after flashmla_sparse prefill", engine=DIVIDED | FP8 | {"nsa_prefill_backend": "flashmla_sparse"}),
     # Drafts attend with a selection that the GPU with the last row of a prompt made.
     divided(f"{CP}, glm-5.2", steps=5, workloads=STANDARD, **GLM_52),
-    divided(
-        "four GPUs, prefill context parallel and attention TP",
-        engine=DIVIDED | FOUR_GPUS | {"attn_cp_size": 2},
-        gpus=4,
-        floors=FLOORS,
-    ),
-    divided(
-        "four GPUs, prefill context parallel and DP attention",
-        workloads=UNEQUAL,
-        engine=DIVIDED | FOUR_GPUS | {"attn_dp_size": 2},
-        gpus=4,
-        floors=FLOORS,
-    ),
+    divided(f"{CP_4} and attention TP", engine=DIVIDED_4 | {"attn_cp_size": 2}, gpus=4, floors=FLOORS),
+    divided(f"{CP_4} and DP attention", workloads=UNEQUAL, engine=DIVIDED_4 | {"attn_dp_size": 2}, gpus=4, floors=FLOORS),
 ]
 """None of them has run."""
 

@@ -24,9 +24,7 @@ sampled_case = partial(
     replays="sampled requests",
 )
 """Their requests sample, but at a temperature that leaves the best token alone: tokens and accept lengths are greedy ones'."""
-three_graphs = partial(
-    Case, environment={"NSA_BACKEND_ROUND_GRAPH": "0"}, builtin_environment={}, floor_of_all=0.95
-)  # to measure the others by
+three_graphs = partial(Case, environment={"NSA_BACKEND_ROUND_GRAPH": "0"}, builtin_environment={}, floor_of_all=0.95)
 NEAR_ZERO = {"temperature": 1e-4}
 NEARLY_GREEDY = (NEAR_ZERO | {"top_p": 0.95},)
 SAMPLED = (NEAR_ZERO, NEAR_ZERO | {"top_p": 0.95}, NEAR_ZERO | {"top_k": 20}, {}, {"temperature": 1.0, "top_p": 1e-6})
