@@ -12,10 +12,8 @@ from result_files import Parts, release, reports, result, table
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 sys.path[:0] = [str(TESTS / "support"), str(TESTS / "releases")]
-import recipes_of_others
-import recipes_of_sglang
 from models import installed_models
-from recipes import NEW, OLD, Refused, Served, Stopped
+from recipes import NEW, OLD, RECIPES, Refused, Served, Stopped
 
 PARTS = Parts()
 DEPLOYMENTS = json.loads((Path(__file__).resolve().parent / "deployments.json").read_text())
@@ -206,7 +204,7 @@ def environment() -> str:
 def recipes() -> str:
     """Public launch commands by what comes of them."""
     alike: dict[tuple[str, str, str], list[str]] = {}
-    for name, recipe in (recipes_of_sglang.RECIPES | recipes_of_others.RECIPES).items():
+    for name, recipe in RECIPES.items():
         new, old = recipe.outcomes[NEW], recipe.outcomes[OLD]
         graphs = [recipe_round(outcome) for outcome in (new, old)]
         before = "the same" if recipe_change(new) == recipe_change(old) and graphs[0] == graphs[1] else recipe_change(old)

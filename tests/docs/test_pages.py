@@ -95,10 +95,6 @@ def test_a_page_is_as_short_as_it_was_meant(name):
     assert words(shown(ROOT / name)) <= BUDGETS[name]
 
 
-def test_docs_are_read_in_an_hour():
-    assert sum(len(shown(page).split()) for page in PAGES[1:]) <= 15_000
-
-
 def test_every_page_has_a_budget():
     assert set(BUDGETS) == {page.relative_to(ROOT).as_posix() for page in PAGES}
 
@@ -149,33 +145,17 @@ def test_the_changelog_ends_at_the_version_of_the_package():
     assert newest.group(1) == __version__
 
 
-class TestThemselves:
-    """The tests above find what they are for."""
+def test_a_part_that_was_edited_by_hand_is_found():
+    text = README.read_text()
+    edited = re.sub(r"(?<=<!-- auto_saved -->).*?(?=<!--)", "99 %", text)
+    assert edited != text
+    assert make_docs.filled(edited) == text
 
-    def test_a_broken_link_and_anchor(self, tmp_path):
-        (tmp_path / "other.md").write_text("# There\n")
-        page = tmp_path / "page.md"
-        page.write_text(
-            "# Here it is\n[a](#here-it-is) [b](#gone) [c](other.md#there) [d](other.md#x) [e](none.md) [f](https://x.y)\n"
-        )
-        assert broken(page) == ["#gone", "other.md#x", "none.md"]
 
-    def test_a_long_sentence(self):
-        text = (
-            "# Head\n\nShort one. "
-            + "word " * 25
-            + "end. Short.\n\n| a | b |\n\n    code "
-            + "word " * 30
-            + "\n- item\n- item\n"
-        )
-        assert [words(s) for s in sentences(text) if words(s) > 25] == [26]
-
-    def test_a_part_that_nobody_writes(self):
-        with pytest.raises(KeyError, match="no_such_part"):
-            make_docs.filled("<!-- no_such_part -->1<!-- end -->")
-
-    def test_a_part_that_was_edited_by_hand(self):
-        text = README.read_text()
-        edited = re.sub(r"(?<=<!-- auto_saved -->).*?(?=<!--)", "99 %", text)
-        assert edited != text
-        assert make_docs.filled(edited) == text
+def test_a_broken_link_and_anchor_are_found(tmp_path):
+    (tmp_path / "other.md").write_text("# There\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Here it is\n[a](#here-it-is) [b](#gone) [c](other.md#there) [d](other.md#x) [e](none.md) [f](https://x.y)\n"
+    )
+    assert broken(page) == ["#gone", "other.md#x", "none.md"]

@@ -3,8 +3,6 @@
 Those of a prefill and a decode server are in pd_cases.py.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from case import Case
@@ -14,6 +12,8 @@ from pd_cases import PD_CASES
 
 SINCE = ">=0.5.23"
 
+LIKE_FP8 = {"decode": "flashmla_kv", "floors": {}, "floor_of_all": 0.95}
+"""What a case on FP8 KV has in place of fa3 and of floors by workload."""
 HICACHE = {
     "enable_hierarchical_cache": True,
     "hicache_ratio": 4.0,
@@ -38,7 +38,7 @@ HICACHE_CASES = [
     ),
     hicache("HiCache, write back", 3, engine=HICACHE | {"hicache_write_policy": "write_back"}),
     hicache("HiCache, chunked prefill", 3, engine=HICACHE | {"chunked_prefill_size": 1024}),
-    hicache("HiCache, fp8", 3, decode="flashmla_kv", engine=HICACHE | FP8, floors={}, floor_of_all=0.95),
+    hicache("HiCache, fp8", 3, engine=HICACHE | FP8, **LIKE_FP8),
     hicache("HiCache without drafts", 0, floors={}),
     *(
         hicache(
@@ -54,51 +54,35 @@ HICACHE_CASES = [
         )
         for words, steps, more, asked in (
             ("", 3, {}, {"floors": {"prompts": 3.85 / 4}}),
-            (", fp8", 3, FP8, {"decode": "flashmla_kv", "floors": {}, "floor_of_all": 0.95}),
+            (", fp8", 3, FP8, LIKE_FP8),
         )
     ),
     hicache("HiCache, glm-5.2", 5, floors={}, **GLM_52),
 ]
 
 again = partial(Case, action="weights were updated", releases=SINCE)
+loaded_again = partial(again, action="weights were loaded again")
 SAVED = {"enable_memory_saver": True, "enable_weights_cpu_backup": True, "enable_draft_weights_cpu_backup": True}
 """SGLang gives weights back empty unless it keeps a copy of them, for which a trainer has no need."""
+GRAPHS_TOO = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
 released = partial(Case, action="memory was released and resumed", engine=SAVED, floors=FLOORS, releases=SINCE)
 TRAINING_CASES = [
     again("weights updated", 3, STANDARD, floors=FLOORS),
     again("weights updated, fp8", 3, STANDARD, decode="flashmla_kv", engine=FP8, floor_of_all=0.95),
     again("weights updated, two GPUs", 3, STANDARD, engine=TWO_GPUS, floors=FLOORS, gpus=2),
-    again(
-        "weights updated from disk, graphs captured again",
-        3,
-        STANDARD,
-        action="weights were loaded again",
-        **ONE_GRAPH,
-        says_times=2,
-        floors=FLOORS,
-    ),
+    loaded_again("weights updated from disk, graphs captured again", 3, STANDARD, **ONE_GRAPH, says_times=2, floors=FLOORS),
     released("memory released and resumed", 3, STANDARD),
     released("memory released and resumed, flashmla_sparse", 3, STANDARD, decode="flashmla_sparse"),
-    released("memory released and resumed, graphs too", 3, STANDARD, environment={"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}),
+    released("memory released and resumed, graphs too", 3, STANDARD, environment=GRAPHS_TOO),
     released(
-        "memory released and resumed, fp8, graphs too",
-        3,
-        STANDARD,
-        decode="flashmla_kv",
-        engine=SAVED | FP8,
-        environment={"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"},
-        floors={},
-        floor_of_all=0.95,
+        "memory released and resumed, fp8, graphs too", 3, STANDARD, engine=SAVED | FP8, environment=GRAPHS_TOO, **LIKE_FP8
     ),
     released("memory released and resumed, one graph a round", 3, STANDARD, **ONE_GRAPH),
     released(
         "memory released and resumed, graphs too, one graph a round",
         3,
         STANDARD,
-        environment=ONE_GRAPH["environment"] | {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"},
-        builtin_environment={"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"},
-        says=ONE_GRAPH["says"],
-        replays=ONE_GRAPH["replays"],
+        **ONE_GRAPH | {"environment": ONE_GRAPH["environment"] | GRAPHS_TOO, "builtin_environment": GRAPHS_TOO},
     ),
 ]
 
@@ -109,17 +93,10 @@ UNEQUAL = ("8x300", "unequal ranks")
 parallel = partial(Case, floors=FLOORS, releases=SINCE)
 PARALLEL_CASES = [
     parallel("overlap scheduling off", 3, (*STANDARD, "sizes between and above the captured"), engine=NO_OVERLAP),
-    parallel(
-        "overlap scheduling off, fp8", 3, STANDARD, decode="flashmla_kv", engine=NO_OVERLAP | FP8, floors={}, floor_of_all=0.95
-    ),
-    parallel("two GPUs, expert parallel", 3, ("1x300", *STANDARD), engine=TWO_GPUS | EXPERTS, gpus=2),
-    parallel(
-        "two GPUs, expert parallel, one graph a round",
-        3,
-        ("1x300", *STANDARD),
-        engine=TWO_GPUS | EXPERTS,
-        gpus=2,
-        **ONE_GRAPH,
+    parallel("overlap scheduling off, fp8", 3, STANDARD, engine=NO_OVERLAP | FP8, **LIKE_FP8),
+    *(
+        parallel(f"two GPUs, expert parallel{words}", 3, ("1x300", *STANDARD), engine=TWO_GPUS | EXPERTS, gpus=2, **rounds)
+        for words, rounds in (("", {}), (", one graph a round", ONE_GRAPH))
     ),
     parallel("two GPUs, DP attention, expert parallel", 3, UNEQUAL, engine=TWO_GPUS | DP_2 | EXPERTS, gpus=2),
     parallel("two GPUs, DP attention, overlap scheduling off", 3, UNEQUAL, engine=TWO_GPUS | DP_2 | NO_OVERLAP, gpus=2),
@@ -127,10 +104,7 @@ PARALLEL_CASES = [
     # `four GPUs, DP attention 2, fa3` and the others of rank_cases.py.
     *(
         parallel(f"four GPUs, DP attention 2, {name}", 3, UNEQUAL, engine=FOUR_GPUS | DP_2 | options, gpus=4, **others)
-        for kv, dtype, others in (
-            ("", {}, {}),
-            ("fp8, ", FP8, {"decode": "flashmla_kv", "floors": {}, "floor_of_all": 0.95}),
-        )
+        for kv, dtype, others in (("", {}, {}), ("fp8, ", FP8, LIKE_FP8))
         for name, options in (
             (f"{kv}without CUDA graphs", dtype | {"disable_cuda_graph": True}),
             (f"{kv}above the captured sizes", dtype | UP_TO_TWO),
@@ -143,7 +117,7 @@ DIVIDED = TWO_GPUS | {"enable_prefill_cp": True, "cp_strategy": "interleave"}
 """Each GPU computes every other token of a prefill, and decodes all requests with all heads."""
 divided = partial(Case, steps=3, workloads=(*STANDARD, "short", "shared prefix"), engine=DIVIDED, gpus=2, releases=SINCE)
 divided_fp8 = partial(divided, workloads=STANDARD, decode="flashmla_kv", floor_of_all=0.95)
-CP = "two GPUs, prefill context parallel"
+CP, CP_4, DIVIDED_4 = "two GPUs, prefill context parallel", "four GPUs, prefill context parallel", DIVIDED | FOUR_GPUS
 DIVIDED_CASES = [
     divided(CP, floors=FLOORS),
     divided(f"{CP}, without drafts", steps=0),
@@ -158,19 +132,8 @@ DIVIDED_CASES = [
     divided_fp8(f"{CP}, fp8 after flashmla_sparse prefill", engine=DIVIDED | FP8 | {"nsa_prefill_backend": "flashmla_sparse"}),
     # Drafts attend with a selection that the GPU with the last row of a prompt made.
     divided(f"{CP}, glm-5.2", steps=5, workloads=STANDARD, **GLM_52),
-    divided(
-        "four GPUs, prefill context parallel and attention TP",
-        engine=DIVIDED | FOUR_GPUS | {"attn_cp_size": 2},
-        gpus=4,
-        floors=FLOORS,
-    ),
-    divided(
-        "four GPUs, prefill context parallel and DP attention",
-        workloads=UNEQUAL,
-        engine=DIVIDED | FOUR_GPUS | {"attn_dp_size": 2},
-        gpus=4,
-        floors=FLOORS,
-    ),
+    divided(f"{CP_4} and attention TP", engine=DIVIDED_4 | {"attn_cp_size": 2}, gpus=4, floors=FLOORS),
+    divided(f"{CP_4} and DP attention", workloads=UNEQUAL, engine=DIVIDED_4 | {"attn_dp_size": 2}, gpus=4, floors=FLOORS),
 ]
 """None of them has run."""
 

@@ -1,7 +1,5 @@
 """End-to-end cases of what is opted into in a layer: its front in two launches, and the rows of a request verified together."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from case import Case
@@ -9,6 +7,7 @@ from engine_options import FLOORS, FP8, STANDARD, TWO_GPUS
 
 FRONT = {"NSA_BACKEND_LAYER_FRONT": "1"}
 PAIRED = {"NSA_BACKEND_PAIRED_LOGITS": "1"}
+BOTH = FRONT | PAIRED
 MANY = (*STANDARD, "32x300", "shared prefix", "short")
 
 front = partial(Case, environment=FRONT, builtin_environment={}, says="layers is two launches", releases="==0.5.23")
@@ -26,10 +25,5 @@ LAYER_CASES = [
     own_fp8("n3 fp8, sparse_verify, paired logits", workloads=MANY),
     together("n5 sparse_verify, paired logits", steps=5, workloads=STANDARD, floors={}, floor_of_all=0.95),
     together("glm-5.1 n3 sparse_verify, paired logits", workloads=STANDARD, model="glm-5.1"),
-    together(
-        "n3 sparse_verify, paired logits, front in two launches",
-        workloads=MANY,
-        environment=FRONT | PAIRED,
-        releases="==0.5.23",
-    ),
+    together("n3 sparse_verify, paired logits, front in two launches", workloads=MANY, environment=BOTH, releases="==0.5.23"),
 ]

@@ -7,11 +7,9 @@ Runs SGLang's built-in backend with the KV cache and the implementations of CASE
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 from run_case import engine_arguments
 from workloads import CASES, Case
 

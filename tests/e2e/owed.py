@@ -6,8 +6,6 @@ Prints the names as they follow run_all.py's --cases, of the installed release, 
 counts as seen where our side of it gave something. The history has to be there, so ask before you go to a machine without it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex
@@ -16,11 +14,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
 from workloads import CASES, Case
 
 from nsa_backend.releases import installed
+
+HERE = Path(__file__).resolve().parent
 
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
 

@@ -6,8 +6,6 @@ nixl is the transfer engine that installs from PyPI and needs no RDMA (`nixl` an
 copies from GPU to GPU where they can reach each other, and through TCP otherwise.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from case import Case
@@ -16,6 +14,7 @@ from engine_options import DEPLOYMENT_FLOORS as FLOORS
 
 SINCE = ">=0.5.23"
 
+FEW_TOKENS = {"max_total_tokens": 12288, "num_reserved_decode_tokens": 16}
 pd = partial(Case, disaggregated="nixl", gpus=2, releases=SINCE)
 pd_fp8 = partial(pd, decode="flashmla_kv", engine=FP8, floors={"8x300": 3.8 / 4}, floor_of_all=0.95)
 pd_rounds = partial(Case, steps=3, disaggregated="nixl", gpus=2, releases="==0.5.23", **ONE_GRAPH, floor_of_all=0.95)
@@ -32,13 +31,7 @@ PD_CASES = [
     # Where GPUs cannot reach each other: through TCP, whatever else there is.
     pd("PD through TCP", 3, ("8x300",), environment={"UCX_TLS": "tcp,cuda_copy,self"}, floors=FLOORS),
     # Fewer tokens than 32 requests come to, and few held back for each: the decode server takes some of them back.
-    pd(
-        "PD with retractions",
-        3,
-        ("32x300",),
-        engine={"max_total_tokens": 12288, "num_reserved_decode_tokens": 16},
-        floor_of_all=0.9,
-    ),
+    pd("PD with retractions", 3, ("32x300",), engine=FEW_TOKENS, floor_of_all=0.9),
     pd("PD, glm-5.2", 5, ("8x300", "8x3000"), **GLM_52),
     pd("PD, glm-5.2, unfused top-k", 5, ("8x300",), environment={"SGLANG_DSA_FUSE_TOPK": "0"}, **GLM_52),
     pd("PD, glm-5.2, fp8", 5, ("8x300", "8x3000"), decode="flashmla_kv", engine=FP8, **GLM_52),
@@ -52,14 +45,7 @@ PD_CASES = [
         )
     ),
     # A pair of GPUs each: DP attention on both sides of the transfer.
-    pd(
-        "PD, DP attention",
-        3,
-        STANDARD,
-        engine=TWO_GPUS | DP_2,
-        floors=FLOORS,
-        gpus=4,
-    ),
+    pd("PD, DP attention", 3, STANDARD, engine=TWO_GPUS | DP_2, floors=FLOORS, gpus=4),
     # Both servers on both GPUs, as the one that does both. Each rank of that one and of the decode server has its own graphs.
     *(
         pd_rounds(

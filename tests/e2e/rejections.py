@@ -21,7 +21,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from uuid import uuid4
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from engine_options import new_tokens
 from engines import spelled
 from soak_traffic import Client, request_body

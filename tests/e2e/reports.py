@@ -1,14 +1,10 @@
-"""Reports of end-to-end runs: made from what engines gave, shown, and joined where several GPUs shared the cases."""
-
-from __future__ import annotations
+"""Reports of end-to-end runs: made from what engines gave, and shown."""
 
 import json
 import re
-import sys
 from pathlib import Path
 from statistics import fmean
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import replays
 from case import workload_of
 from logprobs import apart, far_apart
@@ -17,7 +13,6 @@ from nsa_backend.benchmarks.reports.report import environment
 from nsa_backend.benchmarks.servers.server import BACKENDS
 
 FIRST_ERROR = re.compile(r"Traceback \(most recent call last\)|^.*(?:Error|error): ", re.MULTILINE)
-SIDE_BY_SIDE = ("rows", "differences", "failures", "problems", "not_measured")
 
 
 def verdicts(case, ours: dict) -> list[str]:
@@ -122,33 +117,6 @@ def report_of(
         "not_measured": [f"{c.name}, {b}" for c in cases for b in backends if (c.name, b) not in results],
         "seconds": round(seconds, 1),
     }
-
-
-def merged(reports: list[dict]) -> dict:
-    """One report of several; a case that ran twice has two rows, told apart by `run`, its place in `runs`.
-
-    Raises:
-        ValueError: the reports are of different GPUs or releases.
-    """
-    first = reports[0]["environment"]
-    for report in reports[1:]:
-        for key in ("gpu", "packages"):
-            if report["environment"][key] != first[key]:
-                raise ValueError(f"reports of different machines: {key} is {first[key]} and {report['environment'][key]}")
-    joined = {"environment": first, "runs": [], **{key: [] for key in SIDE_BY_SIDE}}
-    for number, report in enumerate(reports):
-        joined["runs"].append(
-            {key: report["environment"][key] for key in ("commit", "date")}
-            | {key: report.get(key) for key in ("command", "seconds")}
-            | {key: report[key] for key in ("machine",) if key in report}
-        )
-        for key in SIDE_BY_SIDE:
-            joined[key] += [{"run": number} | x if isinstance(x, dict) else x for x in report.get(key, [])]
-    measured = {(row["run"], row["case"], side) for row in joined["rows"] for c in row["workloads"].values() for side in c}
-    done = {f"{case}, {side}" for _, case, side in measured}
-    joined["not_measured"] = sorted(set(joined["not_measured"]) - done)
-    joined["seconds"] = max(report.get("seconds") or 0 for report in reports)
-    return joined
 
 
 def show(report: dict) -> None:

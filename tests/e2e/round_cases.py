@@ -4,8 +4,6 @@ The same floors as without: a round in one graph must accept what three graphs a
 their options allow it; these end where it is not so.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from case import Case
@@ -26,51 +24,44 @@ sampled_case = partial(
     replays="sampled requests",
 )
 """Their requests sample, but at a temperature that leaves the best token alone: tokens and accept lengths are greedy ones'."""
+three_graphs = partial(Case, environment={"NSA_BACKEND_ROUND_GRAPH": "0"}, builtin_environment={}, floor_of_all=0.95)
 NEAR_ZERO = {"temperature": 1e-4}
+NEARLY_GREEDY = (NEAR_ZERO | {"top_p": 0.95},)
 SAMPLED = (NEAR_ZERO, NEAR_ZERO | {"top_p": 0.95}, NEAR_ZERO | {"top_k": 20}, {}, {"temperature": 1.0, "top_p": 1e-6})
 OF_RANKS = {"releases": "==0.5.23", "says_times": 2}
 """Rounds under DP attention are three graphs on other releases, and each rank has graphs of its own."""
 SEEDS = {"": {}, ", seed 1": {"random_seed": 1}, ", seed 2": {"random_seed": 2}}
 UNEQUAL = ("1x300", "8x300", "unequal ranks")
 """With one request at a time a rank is idle, and has to replay what its peer does."""
-MANY = ("8x300", "8x3000", "32x300", "sizes between and above the captured", "shared prefix", "short")
+TWO_LENGTHS = ("8x300", "8x3000")
+MANY = (*TWO_LENGTHS, "32x300", "sizes between and above the captured", "shared prefix", "short")
+ON_FP8 = {"decode": "flashmla_kv", "engine": FP8}
+TWO_RANKS = {"engine": TWO_GPUS | DP_2, "gpus": 2}
+FOUR_RANKS = {"engine": FOUR_GPUS | DP_2, "gpus": 4}
+
+
+def with_engine(fields: dict, **options) -> dict:
+    """These fields of a case, with more options of its engine."""
+    return fields | {"engine": fields["engine"] | options}
+
+
+def on_fp8(fields: dict) -> dict:
+    return with_engine(fields, **FP8) | {"decode": "flashmla_kv"}
+
 
 ROUND_CASES = [
     *(round_case(f"n{n} fa3, one graph a round", n, MANY) for n in (1, 3, 5)),
-    round_case("n3 flashmla_sparse, one graph a round", 3, ("8x300", "8x3000"), decode="flashmla_sparse"),
-    round_case("n3 sparse_decode, one graph a round", 3, ("8x300", "8x3000"), decode="sparse_decode"),
-    *(
-        round_case(f"n{n} fp8, flashmla_kv, one graph a round", n, ("8x300", "8x3000"), decode="flashmla_kv", engine=FP8)
-        for n in (1, 3)
-    ),
-    round_case("n3 chunked prefill, one graph a round", 3, ("8x300", "8x3000"), engine={"chunked_prefill_size": 1024}),
-    round_case("glm-5.2 n5 fa3, one graph a round", 5, ("8x300", "8x3000"), model="glm-5.2"),
-    round_case("n3 fa3, 61 layers, one graph a round", 3, ("8x300", "8x3000"), shape="deep"),
-    *(
-        Case(
-            f"n3 {name}, three graphs a round",
-            3,
-            MANY[:2],
-            environment={"NSA_BACKEND_ROUND_GRAPH": "0"},
-            builtin_environment={},
-            floor_of_all=0.95,
-            **options,
-        )
-        for name, options in (("fa3", {}), ("fp8, flashmla_kv", {"decode": "flashmla_kv", "engine": FP8}))
-    ),
-    *(
-        sampled_case(f"n{n} fa3, sampled, one graph a round", n, (*MANY, "1x300"), sampling=(NEAR_ZERO | {"top_p": 0.95},))
-        for n in (1, 3)
-    ),
+    round_case("n3 flashmla_sparse, one graph a round", 3, TWO_LENGTHS, decode="flashmla_sparse"),
+    round_case("n3 sparse_decode, one graph a round", 3, TWO_LENGTHS, decode="sparse_decode"),
+    *(round_case(f"n{n} fp8, flashmla_kv, one graph a round", n, TWO_LENGTHS, **ON_FP8) for n in (1, 3)),
+    round_case("n3 chunked prefill, one graph a round", 3, TWO_LENGTHS, engine={"chunked_prefill_size": 1024}),
+    round_case("glm-5.2 n5 fa3, one graph a round", 5, TWO_LENGTHS, model="glm-5.2"),
+    round_case("n3 fa3, 61 layers, one graph a round", 3, TWO_LENGTHS, shape="deep"),
+    three_graphs("n3 fa3, three graphs a round", 3, TWO_LENGTHS),
+    three_graphs("n3 fp8, flashmla_kv, three graphs a round", 3, TWO_LENGTHS, **ON_FP8),
+    *(sampled_case(f"n{n} fa3, sampled, one graph a round", n, (*MANY, "1x300"), sampling=NEARLY_GREEDY) for n in (1, 3)),
     sampled_case("n3 fa3, sampled and greedy, one graph a round", 3, MANY, sampling=SAMPLED),
-    sampled_case(
-        "n3 fp8, flashmla_kv, sampled and greedy, one graph a round",
-        3,
-        ("8x300", "8x3000"),
-        decode="flashmla_kv",
-        engine=FP8,
-        sampling=SAMPLED,
-    ),
+    sampled_case("n3 fp8, flashmla_kv, sampled and greedy, one graph a round", 3, TWO_LENGTHS, **ON_FP8, sampling=SAMPLED),
     round_case(
         "n3 fa3, log-probabilities, one graph a round",
         3,
@@ -82,7 +73,7 @@ ROUND_CASES = [
     sampled_case(
         "n3 fa3, sampled, log-probabilities, one graph a round",
         3,
-        MANY[:2],
+        TWO_LENGTHS,
         logprobs=True,
         says="sampled requests with log-prob",
         replays="sampled requests with log-probabilities",
@@ -92,53 +83,28 @@ ROUND_CASES = [
     sampled_case(
         "two GPUs, tensor parallel, sampled, one graph a round",
         3,
-        ("1x300", "8x300"),
+        UNEQUAL[:2],
         engine=TWO_GPUS,
         gpus=2,
-        sampling=(NEAR_ZERO | {"top_p": 0.95},),
+        sampling=NEARLY_GREEDY,
     ),
-    Case(
-        "n3 fa3, sampled, three graphs a round",
-        3,
-        MANY[:2],
-        environment={"NSA_BACKEND_ROUND_GRAPH": "0"},
-        builtin_environment={},
-        floor_of_all=0.95,
-        sampling=SAMPLED,
-    ),
+    three_graphs("n3 fa3, sampled, three graphs a round", 3, TWO_LENGTHS, sampling=SAMPLED),
     *(
-        round_case(
-            f"{word} GPUs, tensor parallel, one graph a round", 3, ("1x300", "8x300", "8x3000"), engine=engine, gpus=gpus
-        )
+        round_case(f"{word} GPUs, tensor parallel, one graph a round", 3, ("1x300", *TWO_LENGTHS), engine=engine, gpus=gpus)
         for word, engine, gpus in (("two", TWO_GPUS, 2), ("four", FOUR_GPUS, 4))
     ),
     *(
-        round_case(f"{word}, one graph a round", 3, workloads, engine=engine, **OF_RANKS, **options)
-        for word, workloads, engine, options in (
-            (
-                "two GPUs, DP attention",
-                (*UNEQUAL, "4x3000", "sizes between and above the captured"),
-                TWO_GPUS | DP_2,
-                {"gpus": 2},
-            ),
-            ("two GPUs, DP attention, fp8", (*UNEQUAL, "4x3000"), TWO_GPUS | DP_2 | FP8, {"gpus": 2, "decode": "flashmla_kv"}),
-            ("two GPUs, DP attention, its own LM head", UNEQUAL, TWO_GPUS | DP_2 | {"enable_dp_lm_head": True}, {"gpus": 2}),
-            ("four GPUs, DP attention 2", UNEQUAL, FOUR_GPUS | DP_2, {"gpus": 4}),
-            ("four GPUs, DP attention 2, fp8", UNEQUAL, FOUR_GPUS | DP_2 | FP8, {"gpus": 4, "decode": "flashmla_kv"}),
+        round_case(f"{word}, one graph a round", 3, workloads, **OF_RANKS, **options)
+        for word, workloads, options in (
+            ("two GPUs, DP attention", (*UNEQUAL, "4x3000", "sizes between and above the captured"), TWO_RANKS),
+            ("two GPUs, DP attention, fp8", (*UNEQUAL, "4x3000"), on_fp8(TWO_RANKS)),
+            ("two GPUs, DP attention, its own LM head", UNEQUAL, with_engine(TWO_RANKS, enable_dp_lm_head=True)),
+            ("four GPUs, DP attention 2", UNEQUAL, FOUR_RANKS),
+            ("four GPUs, DP attention 2, fp8", UNEQUAL, on_fp8(FOUR_RANKS)),
         )
     ),
-    Case(
-        "two GPUs, DP attention, three graphs a round",
-        3,
-        UNEQUAL,
-        engine=TWO_GPUS | DP_2,
-        gpus=2,
-        environment={"NSA_BACKEND_ROUND_GRAPH": "0"},
-        builtin_environment={},
-        never_says=ONE_GRAPH["says"],
-        floor_of_all=0.95,
-    ),
-    round_case("two GPUs, DP attention, n1, one graph a round", 1, UNEQUAL, engine=TWO_GPUS | DP_2, gpus=2, **OF_RANKS),
+    three_graphs("two GPUs, DP attention, three graphs a round", 3, UNEQUAL, **TWO_RANKS, never_says=ONE_GRAPH["says"]),
+    round_case("two GPUs, DP attention, n1, one graph a round", 1, UNEQUAL, **TWO_RANKS, **OF_RANKS),
     # Of two GPUs with a control: is the accept length below greedy requests' by the graph's sampling, or because one of equally
     # good tokens is drawn? In one wave of "unequal ranks" a rank has a greedy request alone: its rounds are one graph. One seed
     # is one draw, so both have more of them.
@@ -147,14 +113,13 @@ ROUND_CASES = [
             f"{word}, sampled and greedy, one graph a round{words}",
             3,
             UNEQUAL,
-            engine=engine | seed,
-            gpus=gpus,
+            **with_engine(ranks, **seed),
             **OF_RANKS,
             sampling=SAMPLED,
         )
-        for word, engine, gpus, seeds in (
-            ("two GPUs, DP attention", TWO_GPUS | DP_2, 2, SEEDS),
-            ("four GPUs, DP attention 2", FOUR_GPUS | DP_2, 4, {"": {}}),
+        for word, ranks, seeds in (
+            ("two GPUs, DP attention", TWO_RANKS, SEEDS),
+            ("four GPUs, DP attention 2", FOUR_RANKS, {"": {}}),
         )
         for words, seed in seeds.items()
     ),
@@ -166,8 +131,7 @@ ROUND_CASES = [
             environment={"NSA_BACKEND_ROUND_GRAPH": "1", "NSA_BACKEND_SAMPLED_ROUNDS": "0"},
             says="greedy requests in",
             never_says="sampled requests in",
-            engine=TWO_GPUS | DP_2 | seed,
-            gpus=2,
+            **with_engine(TWO_RANKS, **seed),
             releases=OF_RANKS["releases"],
             sampling=SAMPLED,
         )

@@ -1,11 +1,10 @@
 """Run every case with ours and with SGLang's built-in backend on one GPU, several engines side by side, and judge.
 
-    python tests/e2e/run_all.py OUT.json [--cases 'n3 fa3' ...] [--jobs 4] [--logs DIR [--resume]]
+    python tests/e2e/run_all.py OUT.json [--cases 'n3 fa3' ...] [--jobs 4] [--logs DIR]
     python tests/e2e/run_all.py OUT.json --list
-    python tests/e2e/run_all.py OUT.json --merge A.json B.json
 
 OUT.json has after every engine what there is until then. CUDA_VISIBLE_DEVICES chooses the GPU; runs on different GPUs share
-neither ports nor folders, so that the cases can be spread with --cases or --part and joined with --merge. Exits with 1 where an
+neither ports nor folders, so that the cases can be spread with --cases; file_report joins their reports. Exits with 1 where an
 accept length is below its floor, a case failed or was left out, or an output differs without a tie to explain it.
 """
 
@@ -22,14 +21,12 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
 from case import workload_of
 from endings import facts
 from engines import PORTS, first_device, refuse_taken_ports, run_to_its_end
 from machine import Machine
 from ports import begins, ports_of_run
-from reports import merged, report_of, show, write
+from reports import report_of, show, write
 from ties import differences, judge
 from workloads import CASES, WORKLOADS, Case
 
@@ -37,6 +34,8 @@ from nsa_backend.benchmarks.checkpoints import eagle3, faithful
 from nsa_backend.benchmarks.checkpoints.faithful_models import MODELS
 from nsa_backend.benchmarks.servers.server import APART_SECONDS, BACKENDS, SIDE_BY_SIDE
 from nsa_backend.releases import generation_of, installed
+
+HERE = Path(__file__).resolve().parent
 
 START_SECONDS = {"nsa": 40, "dsa": 80}
 """An engine's start beside three others, with kernels compiled; the first one without caches takes up to four minutes."""
@@ -91,27 +90,17 @@ def estimate(case: Case, backends: int) -> float:
 
 
 def launch(run: Run, case: Case, backend: str, port: int) -> tuple[dict | None, str]:
-    """(what the case gave or None, its log), from the logs of an earlier run where --resume and it got so far."""
+    """(what the case gave or None, its log)."""
     name = f"{case.name}-{backend}".replace(" ", "_")
     out, log = run.args.logs / f"{name}.json", run.args.logs / f"{name}.log"
-    if run.args.resume and out.exists():
-        return json.loads(out.read_text()), log.read_text(errors="replace")
     out.unlink(missing_ok=True)
     with run.starting:
         time.sleep(APART_SECONDS)
-    command = [
-        sys.executable,
-        str(HERE / "run_case.py"),
-        str(run.checkpoints[case.checkpoint]),
-        case.name,
-        str(out),
-        "--port",
-        str(port),
-    ]
+    command = [sys.executable, str(HERE / "run_case.py"), str(run.checkpoints[case.checkpoint]), case.name, str(out)]
     seconds = min(run.args.engine_seconds, max(run.left(), 1))
     environment = os.environ | SIDE_BY_SIDE | {"NSA_BACKEND_DISABLE": BACKENDS[backend]}
     began, exits = time.monotonic(), []
-    code = run_to_its_end(command, log, environment, seconds, exits)
+    code = run_to_its_end([*command, "--port", str(port)], log, environment, seconds, exits)
     text = log.read_text(errors="replace")
     if code == 0 and out.exists():
         return json.loads(out.read_text()), text
@@ -158,24 +147,10 @@ def write_dense_drafts(cases: list[Case], checkpoints: dict[tuple[str, str], Pat
         eagle3.write(eagle3.beside(target), target)
 
 
-def part_of(cases: list[Case], part: str) -> list[Case]:
-    """The cases of part I of N, as "I/N", evened out by their estimates; every case is in one part."""
-    index, parts = map(int, part.split("/"))
-    minutes = {case.name: estimate(case, 2) for case in cases}
-    shares: list[set[str]] = [set() for _ in range(parts)]
-    totals = [0.0] * parts
-    for name in sorted(minutes, key=lambda name: -minutes[name]):
-        least = totals.index(min(totals))
-        shares[least].add(name)
-        totals[least] += minutes[name]
-    return [case for case in cases if case.name in shares[index - 1]]
-
-
 def arguments() -> tuple[argparse.Namespace, list[Case]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--cases", nargs="*", help="all by default")
-    parser.add_argument("--part", help="I/N: the I-th of N parts of these cases, which take about as long")
     parser.add_argument("--gpus", type=int, default=1, help="run the cases for this number of GPUs")
     parser.add_argument("--ranks-per-gpu", type=int, default=1, help="run the cases whose ranks share GPUs so")
     parser.add_argument("--backends", nargs="*", default=list(BACKENDS))
@@ -186,26 +161,18 @@ def arguments() -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--port", type=int, default=12000 + PORTS * first_device())
     place = f"nsa-e2e-{installed()}-gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '').replace(',', '-')}"
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / place)
-    parser.add_argument("--resume", action="store_true", help="take what a run that was cut short left in --logs")
     parser.add_argument("--list", action="store_true", help="the cases and their minutes; run nothing")
-    parser.add_argument("--merge", nargs="+", type=Path, help="join these reports in OUT.json; run nothing")
     args = parser.parse_args()
     args.jobs = args.jobs or (4 if args.ranks_per_gpu == 1 else 1)
     on_these = [c for c in CASES if (c.gpus, c.ranks_per_gpu) == (args.gpus, args.ranks_per_gpu) and c.runs_here()]
     if unknown := set(args.cases or ()) - {c.name for c in on_these}:
         where = f"{args.gpus} GPUs, ranks per GPU {args.ranks_per_gpu}, of this SGLang"
         parser.error(f"no case {sorted(unknown)} on {where}; there are {[c.name for c in on_these]}")
-    cases = [c for c in on_these if not args.cases or c.name in args.cases]
-    return args, part_of(cases, args.part) if args.part else cases
+    return args, [c for c in on_these if not args.cases or c.name in args.cases]
 
 
 def main() -> int:
     args, cases = arguments()
-    if args.merge:
-        report = merged([json.loads(path.read_text()) for path in args.merge])
-        write(report, args.out)
-        show(report)
-        return 1 if report["failures"] or report["problems"] or report["not_measured"] else 0
     for case in cases:
         print(f"{estimate(case, len(args.backends)):5.1f} minutes  {case.name}")
     minutes = sum(estimate(case, len(args.backends)) for case in cases)

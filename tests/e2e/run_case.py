@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +16,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
 import replays
 from actions import ACTIONS
 from engine_options import new_tokens

@@ -20,7 +20,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from engines import spelled
 from replays import replayed
 from workloads import prompts

@@ -20,8 +20,6 @@ Exits with 1 where anything is wrong with ours; what is wrong with the built-in 
 of OUT.json for docs/reliability.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -32,10 +30,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
 from soak_faults import compared
 from soak_server import BUILTIN, SIDES, TOPOLOGIES
+
+HERE = Path(__file__).resolve().parent
 
 GRACE_SECONDS = 30.0  # for a side to write its report, once its minutes are over
 TITLES = {BUILTIN: "built-in", "three_graphs": "ours, a round in three graphs"}

@@ -1,13 +1,8 @@
 """What the answers of a soak run are worth."""
 
-from __future__ import annotations
-
-import sys
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from ties import TIE, first_difference
 
 

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from soak_answers import judge_answer
 from soak_server import POOL_TOKENS, processes, title
 from soak_traffic import FAILURES, request_body

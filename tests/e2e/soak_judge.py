@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections import Counter
 from itertools import zip_longest
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from soak_answers import Record, group_differences
 from soak_server import TOPOLOGIES, Topology
 

@@ -1,12 +1,7 @@
 """The soak run's client of a prefill and a decode server: both get each request, as from SGLang's router, and each abort."""
 
-from __future__ import annotations
-
-import sys
 from http.client import HTTPConnection, HTTPResponse
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from pd_servers import BOOTSTRAP, DECODE, in_rooms
 from soak_traffic import REQUEST_SECONDS, Client
 

@@ -1,8 +1,5 @@
 """The servers of a soak run: their commands, a side's environment, the memory that they take."""
 
-from __future__ import annotations
-
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,8 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from engines import NCCL_PORT, spelled
 from pd_servers import BOOTSTRAP, DECODE
 from soak_pair import PairClient

@@ -7,8 +7,6 @@ Each template runs alone first; under load its output must be the same, up to ti
 time left writes what it has. soak.py runs both sides.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -23,8 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
 from replays import replayed
 from soak_answers import Template, group_differences, judge_answer, judge_tie
 from soak_faults import faults, malformed_under_load

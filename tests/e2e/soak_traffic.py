@@ -7,16 +7,13 @@ import itertools
 import json
 import math
 import random
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from soak_answers import Record, Template, judge_answer
 from workloads import VOCAB
 

@@ -1,7 +1,5 @@
 """Where the outputs of two sides part, and whether rounding alone explains it."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -9,8 +7,6 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
 from case import workload_of
 from engines import run_to_its_end
 from next_token import question
@@ -18,6 +14,8 @@ from ports import judge_begin
 from workloads import WORKLOADS, Case
 
 from nsa_backend.benchmarks.servers.server import SIDE_BY_SIDE
+
+HERE = Path(__file__).resolve().parent
 
 TIE = 0.0626
 """Two steps of a bfloat16 logit between 4 and 8, where the best logits of this checkpoint lie: a forward with other batch

@@ -1,7 +1,5 @@
 """Prompts and engine configurations of the end-to-end runs, the same for ours and for SGLang's built-in backend."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -79,8 +77,11 @@ OVERLAPPED = {"enable_two_batch_overlap": True, "moe_a2a_backend": "deepep", "mo
 (sgl-deep-ep, from 0.5.23 on), behind which unquantised experts need DeepGEMM."""
 PP_2 = {"pp_size": 2, "disable_overlap_schedule": True}
 OF_DSA, HAS_PP_DRAFTS = ">=0.5.17", ">=0.5.23"
-UNEQUAL_FLOORS = {"8x300": 3.9 / 4, "unequal ranks": 3.9 / 4}
+ON_UNEQUAL, RANKS_2 = ("8x300", "unequal ranks"), "two GPUs, DP attention"
+UNEQUAL_FLOORS = dict.fromkeys(ON_UNEQUAL, 3.9 / 4)
 
+spec_v1 = partial(Case, steps=3, environment={"SGLANG_ENABLE_SPEC_V2": "0"}, spec_v1=True, floors=FLOORS)
+grid = partial(Case, steps=3, workloads=GRID, engine=GRID_ENGINE, floors=dict.fromkeys(GRID, 3.9 / 4))
 fp8_case = partial(Case, decode="flashmla_kv", engine=FP8, floors=FP8_FLOORS, floor_of_all=0.95)
 overlapped = partial(Case, steps=3, workloads=STANDARD, shape="wide-16-heads", gpus=2, releases=OF_DSA)
 """DeepEP's kernels for decode are compiled for hidden sizes from 2048 on; that of `faithful` is 1024."""
@@ -102,24 +103,9 @@ CASES = [
     Case("n2 fa3", 2, STANDARD, floor_of_all=0.95),
     Case("n5 fa3", 5, STANDARD, floor_of_all=0.95),
     Case("n8 fa3", 8, (*STANDARD, "32x300"), floor_of_all=0.95),
-    Case(
-        "n3 spec v1",
-        3,
-        (*STANDARD, "sizes between and above the captured"),
-        environment={"SGLANG_ENABLE_SPEC_V2": "0"},
-        spec_v1=True,
-        floors=FLOORS,
-    ),
+    spec_v1("n3 spec v1", workloads=(*STANDARD, "sizes between and above the captured")),
     Case("n3 without CUDA graphs", 3, STANDARD, engine={"disable_cuda_graph": True}, floors=FLOORS),
-    Case(
-        "n3 spec v1 without CUDA graphs",
-        3,
-        ("8x300",),
-        environment={"SGLANG_ENABLE_SPEC_V2": "0"},
-        spec_v1=True,
-        engine={"disable_cuda_graph": True},
-        floors=FLOORS,
-    ),
+    spec_v1("n3 spec v1 without CUDA graphs", workloads=("8x300",), engine={"disable_cuda_graph": True}),
     # SGLang then calls what it captured again in place of replaying it. From 0.5.17 on no sparse model starts so.
     Case("n3 debug CUDA graphs", 3, STANDARD, engine={"debug_cuda_graph": True}, floors=FLOORS, releases="<0.5.17"),
     Case("n3 chunked prefill", 3, STANDARD, engine={"chunked_prefill_size": 1024}, floors=FLOORS),
@@ -146,24 +132,10 @@ CASES = [
     Case("n1 fp8, flashmla_kv", 1, ("8x300", "8x3000"), decode="flashmla_kv", engine=FP8, floor_of_all=0.95),
     Case("batches fa3", 3, BATCHES, floors=dict.fromkeys(BATCHES, 3.9 / 4)),
     fp8_case("batches fp8, flashmla_kv", 3, BATCHES),
-    Case("grid fa3", 3, GRID, engine=GRID_ENGINE, floors=dict.fromkeys(GRID, 3.9 / 4)),
-    Case("grid flashmla_sparse", 3, GRID, decode="flashmla_sparse", engine=GRID_ENGINE, floors=dict.fromkeys(GRID, 3.9 / 4)),
-    Case(
-        "grid fp8, flashmla_kv",
-        3,
-        GRID,
-        decode="flashmla_kv",
-        engine=GRID_ENGINE | FP8,
-        floors=dict.fromkeys(GRID, 3.8 / 4),
-    ),
-    Case(
-        "grid auto",
-        3,
-        GRID,
-        environment={"NSA_BACKEND_AUTO_DECODE": "1"},
-        engine=GRID_ENGINE,
-        floors=dict.fromkeys(GRID, 3.9 / 4),
-    ),
+    grid("grid fa3"),
+    grid("grid flashmla_sparse", decode="flashmla_sparse"),
+    grid("grid fp8, flashmla_kv", decode="flashmla_kv", engine=GRID_ENGINE | FP8, floors=dict.fromkeys(GRID, 3.8 / 4)),
+    grid("grid auto", environment={"NSA_BACKEND_AUTO_DECODE": "1"}),
     Case("two GPUs, tensor parallel", 3, ("1x300", *STANDARD), engine=TWO_GPUS, floors=FLOORS, gpus=2),
     # With one request at a time one of the two ranks is idle.
     Case(
@@ -179,21 +151,8 @@ CASES = [
         case
         for name, engine in (("without CUDA graphs", {"disable_cuda_graph": True}), ("above the captured sizes", UP_TO_TWO))
         for case in (
-            Case(
-                f"two GPUs, DP attention, {name}",
-                3,
-                ("8x300", "unequal ranks"),
-                engine=TWO_GPUS | DP_2 | engine,
-                floors=UNEQUAL_FLOORS,
-                gpus=2,
-            ),
-            fp8_case(
-                f"two GPUs, DP attention, fp8, {name}",
-                3,
-                ("8x300", "unequal ranks"),
-                engine=TWO_GPUS | DP_2 | FP8 | engine,
-                gpus=2,
-            ),
+            Case(f"{RANKS_2}, {name}", 3, ON_UNEQUAL, engine=TWO_GPUS | DP_2 | engine, floors=UNEQUAL_FLOORS, gpus=2),
+            fp8_case(f"{RANKS_2}, fp8, {name}", 3, ON_UNEQUAL, engine=TWO_GPUS | DP_2 | FP8 | engine, gpus=2),
         )
     ),
     Case("two GPUs, pipeline parallel", 0, STANDARD, engine=PP_2, gpus=2),

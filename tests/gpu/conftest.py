@@ -1,6 +1,7 @@
 """SGLang with the plugin on one H200, and the model runner of DeepSeek-V3.2's shape that the benchmarks use too."""
 
 import pytest
+import torch
 
 
 @pytest.fixture(scope="session")
@@ -11,3 +12,11 @@ def make_runner():
 
     start_sglang()
     return make_gpu_runner
+
+
+@pytest.fixture
+def side_stream():
+    """A capture needs a stream that is not the default one; SGLang's forward stream is."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        yield

@@ -1,8 +1,21 @@
 """What decodes bfloat16 against float32, padded heads and padding rows included; NaN in every slot nobody chose."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from joined_parts import joined
 
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.context_part import ContextPart
+from nsa_backend.attention.flashmla_kv import FlashMlaKv
+from nsa_backend.attention.implementations import build_attention
+from nsa_backend.attention.sparse_inputs import SparseInputs
+from nsa_backend.attention.torch_reference import TorchSparseAttention
+from nsa_backend.benchmarks.calls.timing import captured_graph
+from nsa_backend.benchmarks.tuning.sparse_verify import overlapping
+from nsa_backend.config import AttentionConfig
+from nsa_backend.testing.calls import calls
 from nsa_backend.testing.shape import LATENT, ROPE, TOPK
 
 pytestmark = pytest.mark.gpu
@@ -10,10 +23,13 @@ pytestmark = pytest.mark.gpu
 RELATIVE_ERROR = 5e-3  # bfloat16 output of a float32 softmax: 2.2e-3 was measured for either kernel
 
 
+def assert_near(out: torch.Tensor, want: torch.Tensor) -> None:
+    error = (out - want).norm() / want.norm()
+    assert error < RELATIVE_ERROR, f"relative error {error:.2e}"
+
+
 def config_of(heads: int, kv_cache_dtype: torch.dtype = torch.bfloat16, **facts):
     """Of a rank with so many heads on this GPU."""
-    from nsa_backend.config import AttentionConfig
-
     return AttentionConfig(
         device_sm=90, num_heads=heads, kv_cache_dtype=kv_cache_dtype, index_topk=TOPK, device=torch.device("cuda"), **facts
     )
@@ -24,8 +40,6 @@ def sparse_case(rows: int, heads: int, slots: int = 1 << 15):
 
     Where there are enough rows, row 0 is a padding row without slots and row 1 one of a captured batch: length 1, slot 0.
     """
-    from nsa_backend.attention.sparse_inputs import SparseInputs
-
     generator = torch.Generator(device="cuda").manual_seed(rows * 1000 + heads)
     lens = torch.randint(1, TOPK + 1, (rows,), generator=generator, device="cuda", dtype=torch.int32)
     lens[-1] = TOPK
@@ -60,9 +74,6 @@ def sparse_case(rows: int, heads: int, slots: int = 1 << 15):
 
 def on_fp8(inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The case's KV as an FP8 cache has it, NaN where nobody chose, and what that holds in bfloat16."""
-    from nsa_backend.adapters.installed import adapter
-    from nsa_backend.testing.calls import calls
-
     kv = inputs.kv_cache
     used = inputs.topk_slots[inputs.topk_slots >= 0].unique().long()
     packed = torch.full((len(kv), 1, 656), 0x7F, dtype=torch.uint8, device="cuda")  # NaN in fp8, bfloat16 and float32 alike
@@ -77,17 +88,13 @@ def on_fp8(inputs) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("rows", [1, 2, 7, 33, 140])
 def test_against_float32(name, heads, rows):
-    from nsa_backend.attention.implementations import build_attention
-    from nsa_backend.attention.torch_reference import TorchSparseAttention
-
     inputs = sparse_case(rows, heads)
     out = build_attention(name, "--nsa-decode-backend", config_of(heads)).forward(inputs).float()
     assert out.shape == (rows, heads, LATENT)
     real = slice(1, None) if rows > 1 else slice(None)
     want = TorchSparseAttention().forward(inputs).float()[real]
     assert out.isfinite().all()
-    error = (out[real] - want).norm() / want.norm()
-    assert error < RELATIVE_ERROR, f"relative error {error:.2e}"
+    assert_near(out[real], want)
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32])
@@ -95,12 +102,6 @@ def test_against_float32(name, heads, rows):
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 0.95, 1.0])
 def test_rows_of_requests_together(heads, requests, rows_per_request, overlap):
     """sparse_verify beside fa3 and float32, twice: the first call's marks are gone."""
-    from dataclasses import replace
-
-    from nsa_backend.attention.implementations import build_attention
-    from nsa_backend.attention.torch_reference import TorchSparseAttention
-    from nsa_backend.benchmarks.tuning.sparse_verify import overlapping
-
     rows, slots = requests * rows_per_request, 1 << 15
     config = config_of(heads)
     generator = torch.Generator(device="cuda").manual_seed(rows)
@@ -121,19 +122,13 @@ def test_rows_of_requests_together(heads, requests, rows_per_request, overlap):
         names = ("q_nope", "q_rope", "topk_slots", "nsa_cache_seqlens")
         want = TorchSparseAttention().forward(replace(given, **{name: getattr(given, name)[part] for name in names})).float()
         for out in (outs[0], fa3):
-            error = (out[part].float() - want).norm() / want.norm()
-            assert error < RELATIVE_ERROR, f"relative error {error:.2e}"
+            assert_near(out[part].float(), want)
 
 
 @pytest.mark.parametrize("name", ["fa3", "flashmla_sparse", "sparse_decode"])
 @pytest.mark.parametrize("heads", [8, 64])
 def test_graphs_share_the_padded_query(name, heads):
     """Two graphs of one implementation, replayed in turn after garbage went through the eager path."""
-    from dataclasses import replace
-
-    from nsa_backend.attention.implementations import build_attention
-    from nsa_backend.benchmarks.calls.timing import captured_graph
-
     config = config_of(heads)
     attention = build_attention(name, name, config)
     attention.reserve(33)
@@ -160,11 +155,6 @@ def test_flashmla_kv_on_fp8_pages(heads, rows, padding):
 
     `padding` rows of the metadata have no query, as where SGLang hands over the real rows alone.
     """
-    from dataclasses import replace
-
-    from nsa_backend.attention.flashmla_kv import FlashMlaKv
-    from nsa_backend.attention.torch_reference import TorchSparseAttention
-
     inputs = sparse_case(rows, heads)
     fp8, bf16 = on_fp8(inputs)
     attention = FlashMlaKv(config_of(heads, torch.float8_e4m3fn))
@@ -175,8 +165,7 @@ def test_flashmla_kv_on_fp8_pages(heads, rows, padding):
     want = TorchSparseAttention().forward(replace(inputs, kv_cache=bf16)).float()[real]
     assert out.shape == (rows, heads, LATENT)
     assert out.isfinite().all()
-    error = (out[real] - want).norm() / want.norm()
-    assert error < RELATIVE_ERROR, f"relative error {error:.2e}"
+    assert_near(out[real], want)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -188,14 +177,6 @@ def test_flashmla_kv_on_fp8_pages(heads, rows, padding):
 )
 def test_parts_of_ranks_joined_are_the_whole(name, fp8, rows, heads, ranks):
     """And each part's log-sum-exp is the reference's: in base 2, -inf where a rank has nothing of a row."""
-    from dataclasses import replace
-
-    from joined_parts import joined
-
-    from nsa_backend.attention.context_part import ContextPart
-    from nsa_backend.attention.implementations import build_attention
-    from nsa_backend.attention.torch_reference import TorchSparseAttention
-
     inputs = sparse_case(rows, heads)
     served, exact = on_fp8(inputs) if fp8 else (inputs.kv_cache, inputs.kv_cache)
     parts = []

@@ -4,6 +4,10 @@ import pytest
 import torch
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.kernels import plan as plans
+from nsa_backend.kernels.batch_inputs import BatchInputs
+from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.metadata import write_metadata
 
 pytestmark = pytest.mark.gpu
 
@@ -15,11 +19,6 @@ D, TOPK = 4, 2048
 @pytest.mark.parametrize("requests", [1, 8, 33, 70])
 def test_pairs_score_and_select_what_single_rows_do(requests, heads):
     import deep_gemm
-
-    from nsa_backend.kernels import plan as plans
-    from nsa_backend.kernels.batch_inputs import BatchInputs
-    from nsa_backend.kernels.buffers import MetadataBuffers
-    from nsa_backend.kernels.metadata import write_metadata
 
     pages, width = 2048, 20_000
     paged, _ = adapter.topk_v2()

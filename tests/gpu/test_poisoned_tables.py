@@ -4,6 +4,11 @@ import pytest
 import torch
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.kernels import plan as plans
+from nsa_backend.kernels.batch_inputs import BatchInputs
+from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.metadata import write_metadata
+from nsa_backend.kernels.topk_slots import topk_slots
 
 pytestmark = pytest.mark.gpu
 
@@ -32,12 +37,6 @@ def _through_pages(logits: torch.Tensor, lens: torch.Tensor, buffers) -> torch.T
 def test_logits_and_topk():
     import deep_gemm
     from sgl_kernel import fast_topk_transform_fused, fast_topk_v2
-
-    from nsa_backend.kernels import plan as plans
-    from nsa_backend.kernels.batch_inputs import BatchInputs
-    from nsa_backend.kernels.buffers import MetadataBuffers
-    from nsa_backend.kernels.metadata import write_metadata
-    from nsa_backend.kernels.topk_slots import topk_slots
 
     requests, d, heads = 6, 4, 64
     lengths = torch.tensor([1, 63, 64, 2500, 5000, 6300], dtype=torch.int32, device="cuda")

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.benchmarks.calls.timing import captured_graph
+from nsa_backend.kernels.batch_inputs import BatchInputs
+from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.metadata_torch import write_metadata_torch
+from nsa_backend.kernels.plan import plan_draft_decode
+from nsa_backend.metadata.modes import plan_for
+from nsa_backend.metadata.views import step_metadata
+from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.testing import captured
 from nsa_backend.testing.captured import MODES
 from nsa_backend.testing.shape import TOPK
@@ -47,8 +55,6 @@ def randomise(batch: SimpleNamespace, mode: str, longest: int, pool: int) -> Non
 
 def capture_mode(backend, mode: str, batch: SimpleNamespace):
     """Capture through the entry points SGLang calls; returns (plan, replay function)."""
-    from nsa_backend.metadata.modes import plan_for
-
     bs, forward_mode = batch.batch_size, MODES[mode]
     rows = bs if mode == "decode" else bs * D
     found = captured.Captured(backend, batch, forward_mode, rows)
@@ -63,8 +69,6 @@ def capture_mode(backend, mode: str, batch: SimpleNamespace):
 
 
 def capture_draft(multi_step, batch: SimpleNamespace):
-    from nsa_backend.kernels.plan import plan_draft_decode
-
     found = captured.CapturedRound(multi_step, batch)
     graph = captured_graph(found.in_graph)
     views = [b.forward_metadata for b in multi_step.attn_backends]
@@ -86,11 +90,6 @@ def poison(metadata) -> None:
 
 
 def compare(got: list, plan, batch: SimpleNamespace, req_to_token: torch.Tensor, num_sms: int) -> None:
-    from nsa_backend.kernels.batch_inputs import BatchInputs
-    from nsa_backend.kernels.buffers import MetadataBuffers
-    from nsa_backend.kernels.metadata_torch import write_metadata_torch
-    from nsa_backend.metadata.views import step_metadata
-
     wide, planned = adapter.TOPK_READS_PAGE_TABLE_1, adapter.topk_v2() is not None
     buffers = MetadataBuffers.allocate(
         plan, table_width=req_to_token.shape[1], num_sms=num_sms, device="cuda", wide=wide, planned=planned
@@ -116,9 +115,6 @@ def compare(got: list, plan, batch: SimpleNamespace, req_to_token: torch.Tensor,
 
 @pytest.mark.parametrize("mode", [*MODES, "draft_decode"])
 def test_a_thousand_replays(make_runner, mode):
-    from nsa_backend.backend import NativeSparseAttnBackend
-    from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
-
     runner = make_runner(num_steps=N, context=1500)
     req_to_token = runner.req_to_token_pool.req_to_token
     req_to_token.copy_(torch.randint(0, 2**30, req_to_token.shape, device="cuda"))

@@ -46,14 +46,6 @@ class Parts:
         return RoundOutputs(self.verify_out.flatten(), accept, None)
 
 
-@pytest.fixture
-def side_stream():
-    """A capture needs a stream that is not the default one; SGLang's forward stream is."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        yield
-
-
 @pytest.mark.usefixtures("side_stream")
 def test_one_recorder_captures_again_when_nothing_is_left_of_what_it_captured():
     """As rounds do when SGLang has captured its own graphs anew."""

@@ -17,14 +17,6 @@ D, VOCABULARY = 4, 2048
 SIZES = [1, 2, 8]
 
 
-@pytest.fixture
-def side_stream():
-    """A capture needs a stream that is not the default one; SGLang's forward stream is."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        yield
-
-
 def requests_of(*asked: tuple[float, float, int]) -> RoundInputs:
     """A batch of requests of (temperature, top-p, top-k)."""
     temperatures, top_ps, top_ks = (list(column) for column in zip(*asked, strict=True))

@@ -4,6 +4,12 @@ import pytest
 import torch
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.indexer.schedule_check import check_schedule
+from nsa_backend.kernels import plan as plans
+from nsa_backend.kernels.batch_inputs import BatchInputs
+from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.metadata import write_metadata
+from nsa_backend.kernels.metadata_torch import paged_mqa_schedule
 
 pytestmark = pytest.mark.gpu
 
@@ -11,11 +17,6 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("longest", [1, 256, 257, 5000, 163_840])
 @pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 127, 128, 129, 256, 500, 777, 1024])
 def test_schedule_equals_deep_gemm(rows, longest):
-    from nsa_backend.kernels import plan as plans
-    from nsa_backend.kernels.batch_inputs import BatchInputs
-    from nsa_backend.kernels.buffers import MetadataBuffers
-    from nsa_backend.kernels.metadata import write_metadata
-
     num_sms = adapter.deep_gemm_num_sms()
     plan = plans.plan_decode(rows)
     buffers = MetadataBuffers.allocate(plan, table_width=longest, num_sms=num_sms, device="cuda", wide=False, planned=True)
@@ -36,8 +37,6 @@ def test_schedule_equals_deep_gemm(rows, longest):
 @pytest.mark.parametrize("longest", [1, 257, 163_840])
 @pytest.mark.parametrize("requests", [1, 16, 33, 200])
 def test_schedule_of_pairs_equals_deep_gemm(requests, longest):
-    from nsa_backend.kernels.metadata_torch import paged_mqa_schedule
-
     sms, surplus_last = adapter.deep_gemm_num_sms(), adapter.schedule_surplus_last(adapter.device_sm("cuda"))
     for seed in range(20):
         generator = torch.Generator(device="cuda").manual_seed(seed)
@@ -47,8 +46,6 @@ def test_schedule_of_pairs_equals_deep_gemm(requests, longest):
 
 
 def test_another_rule_is_refused_at_start():
-    from nsa_backend.indexer.schedule_check import check_schedule
-
     check_schedule(adapter.deep_gemm_num_sms(), adapter.schedule_surplus_last(adapter.device_sm("cuda")))
     with pytest.raises(ValueError, match="divides paged-MQA work by a rule that nsa_backend does not know"):
         check_schedule(adapter.deep_gemm_num_sms(), not adapter.schedule_surplus_last(adapter.device_sm("cuda")))

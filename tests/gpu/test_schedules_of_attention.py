@@ -7,6 +7,13 @@ import torch
 from test_attention import LATENT, ROPE, TOPK, config_of, sparse_case
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.fa3 import Fa3
+from nsa_backend.attention.flashmla_sparse import FlashMlaSparse
+from nsa_backend.attention.torch_reference import TorchSparseAttention
+from nsa_backend.benchmarks.calls.timing import captured_graph
+from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.plan import plan_decode
+from nsa_backend.metadata.views import step_metadata
 from nsa_backend.testing.process import start_sglang
 
 pytestmark = pytest.mark.gpu
@@ -46,9 +53,6 @@ def scheduled_ahead():
 @pytest.mark.parametrize("rows", [1, 2, 7, 33, 66, 128, 500])
 def test_fa3_with_its_schedule_made_once(rows, heads):
     """Bit for bit what FA3 computes when it schedules for itself, over replays of one graph with other lengths."""
-    from nsa_backend.attention.fa3 import Fa3
-    from nsa_backend.benchmarks.calls.timing import captured_graph
-
     attention = Fa3(config_of(heads))
     slots = 1 << 13
     kv = torch.randn(slots, 1, LATENT + ROPE, device="cuda").bfloat16()
@@ -86,10 +90,6 @@ def test_fa3_with_its_schedule_made_once(rows, heads):
 
 def decode_metadata(rows: int, lens: torch.Tensor, cu_seqlens_q: torch.Tensor):
     """Metadata of decode rows whose clipped lengths are `lens`, the tensor itself."""
-    from nsa_backend.kernels.buffers import MetadataBuffers
-    from nsa_backend.kernels.plan import plan_decode
-    from nsa_backend.metadata.views import step_metadata
-
     buffers = MetadataBuffers.allocate(plan_decode(rows), table_width=64, num_sms=0, device="cuda", wide=False, planned=False)
     metadata = step_metadata(plan_decode(rows), buffers)
     return replace(metadata, nsa_cache_seqlens_int32=lens, nsa_cu_seqlens_q=cu_seqlens_q)
@@ -98,9 +98,6 @@ def decode_metadata(rows: int, lens: torch.Tensor, cu_seqlens_q: torch.Tensor):
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_flashmla_sparse_skips_what_a_row_does_not_have(heads):
     """Rows of no token, of one, of a few and of all; the slots past a row's end are never read."""
-    from nsa_backend.attention.flashmla_sparse import FlashMlaSparse
-    from nsa_backend.attention.torch_reference import TorchSparseAttention
-
     inputs = sparse_case(9, heads)
     lengths = torch.tensor([0, 1, 2, 63, 64, 65, 300, TOPK - 1, TOPK], dtype=torch.int32, device="cuda")
     chosen = inputs.topk_slots[-1].expand(9, -1)

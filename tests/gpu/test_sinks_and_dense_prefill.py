@@ -1,11 +1,17 @@
 """What other models than DeepSeek-V3.2 ask of the kernels: learnable sinks, and dense prefill with heads of 256."""
 
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_attention import LATENT, RELATIVE_ERROR, config_of, sparse_case
+from test_attention import LATENT, RELATIVE_ERROR, assert_near, config_of, sparse_case
+
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.dense_prefill import DensePrefill
+from nsa_backend.attention.implementations import build_attention
+from nsa_backend.attention.torch_reference import TorchSparseAttention
 
 pytestmark = pytest.mark.gpu
 
@@ -13,8 +19,6 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def kernel_adds_sinks():
     """Skips releases whose kernel adds none; they have no model with sinks either."""
-    from nsa_backend.adapters.installed import adapter
-
     if "attn_sink" not in inspect.signature(adapter.flash_mla().flash_mla_sparse_fwd).parameters:
         pytest.skip("FlashMLA adds no sinks in this release")
 
@@ -23,11 +27,6 @@ def kernel_adds_sinks():
 @pytest.mark.parametrize("heads", [4, 8, 32, 64])
 @pytest.mark.parametrize("rows", [1, 7, 33])
 def test_flashmla_sparse_adds_sinks(heads, rows):
-    from dataclasses import replace
-
-    from nsa_backend.attention.implementations import build_attention
-    from nsa_backend.attention.torch_reference import TorchSparseAttention
-
     config = config_of(heads, sinks=True)
     sink = 6 + torch.randn(heads, generator=torch.Generator().manual_seed(rows)).cuda()  # as much as a thousand keys
     inputs = replace(sparse_case(rows, heads), attn_sink=sink)
@@ -36,8 +35,7 @@ def test_flashmla_sparse_adds_sinks(heads, rows):
     want = TorchSparseAttention().forward(inputs).float()[real]
     assert out.shape == (rows, heads, LATENT)
     assert out.isfinite().all()
-    error = (out[real] - want).norm() / want.norm()
-    assert error < RELATIVE_ERROR, f"relative error {error:.2e}"
+    assert_near(out[real], want)
     without = TorchSparseAttention().forward(replace(inputs, attn_sink=None)).float()[real]
     assert (without - want).norm() / want.norm() > 10 * RELATIVE_ERROR
 
@@ -46,8 +44,6 @@ def test_flashmla_sparse_adds_sinks(heads, rows):
 @pytest.mark.parametrize("heads", [8, 64])
 def test_dense_prefill_of_a_models_heads(qk_dim, v_dim, heads):
     """Two requests, one on a cached prefix, against float32."""
-    from nsa_backend.attention.dense_prefill import DensePrefill
-
     new, all_tokens = [100, 37], [300, 37]
     generator = torch.Generator(device="cuda").manual_seed(heads)
 
@@ -69,4 +65,4 @@ def test_dense_prefill_of_a_models_heads(qk_dim, v_dim, heads):
         seen = torch.ones_like(scores[0], dtype=torch.bool).tril(len(keys) - len(rows))
         want.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values))
     want = torch.cat(want)
-    assert (out.view_as(want) - want).norm() / want.norm() < RELATIVE_ERROR
+    assert_near(out.view_as(want), want)

@@ -4,6 +4,12 @@ import pytest
 import torch
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.indexer.topk import choose_topk
+from nsa_backend.kernels import plan as plans
+from nsa_backend.kernels.batch_inputs import BatchInputs
+from nsa_backend.kernels.buffers import MetadataBuffers
+from nsa_backend.kernels.metadata import metadata_kernel, write_metadata
+from nsa_backend.metadata.views import step_metadata
 from nsa_backend.testing.process import start_sglang
 
 pytestmark = pytest.mark.gpu
@@ -13,19 +19,11 @@ TOPK, PAGE = 2048, 64
 
 @pytest.fixture(scope="module")
 def selector():
-    from nsa_backend.indexer.topk import choose_topk
-
     return choose_topk(torch.device("cuda"))
 
 
 def launched(lens: torch.Tensor, longest: int, tables: torch.Tensor | None = None):
     """Metadata of decode rows of these lengths, `tables` their rows of the request table."""
-    from nsa_backend.kernels import plan as plans
-    from nsa_backend.kernels.batch_inputs import BatchInputs
-    from nsa_backend.kernels.buffers import MetadataBuffers
-    from nsa_backend.kernels.metadata import write_metadata
-    from nsa_backend.metadata.views import step_metadata
-
     rows = lens.shape[0]
     plan = plans.plan_decode(rows)
     buffers = MetadataBuffers.allocate(
@@ -119,7 +117,6 @@ def test_prefill_positions_and_keys(selector, requests):
 
 def test_eager_launches_of_a_mode_share_one_variant():
     """A stride, a length or a number of rows may not compile the kernel again while requests wait."""
-    from nsa_backend.kernels.metadata import metadata_kernel
 
     def variants() -> int:
         return sum(len(caches[0]) for caches in metadata_kernel.device_caches.values())

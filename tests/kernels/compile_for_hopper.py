@@ -5,8 +5,6 @@
 Run as a process of its own: elsewhere in these tests kernels are the interpreter's.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -27,30 +25,18 @@ from nsa_backend.kernels.sparse_verify import tile_of
 from nsa_backend.kernels.sparse_verify_kernel import attend_union_kernel
 from nsa_backend.kernels.split_products import COLUMNS, TILES, split_products_kernel
 
-TYPES = {name: "*bf16" for name in ("q_nope_ptr", "q_rope_ptr", "k_rope_ptr", "out_ptr")}
-TYPES |= {
-    "slots_ptr": "*i32",
-    "lens_ptr": "*i32",
-    "partial_ptr": "*fp32",
-    "lse_ptr": "*fp32",
-    "joined_ptr": "*fp32",
-    "scales_ptr": "*fp32",
-    "union_ptr": "*i32",
-    "rows_ptr": "*u8",
-    "counts_ptr": "*i32",
-    "marks_ptr": "*i32",
-    "scale": "fp32",
-    "cap": "fp32",
+OF_TYPE = {
+    "*bf16": "q_nope_ptr q_rope_ptr k_rope_ptr out_ptr qkv_ptr key_ptr q_weight_ptr latent_weight_ptr query_ptr q_rope_out_ptr "
+    "first_out_ptr second_out_ptr",
+    "*fp8e4nv": "q_ptr index_ptr quantised_ptr x_ptr first_ptr second_ptr",
+    "*fp32": "partial_ptr lse_ptr joined_ptr scales_ptr x_scales_ptr first_scales_ptr second_scales_ptr sums_ptr "
+    "key_weight_ptr key_bias_ptr cos_sin_ptr index_cos_sin_ptr q_scales_ptr latent_scales_ptr index_scales_ptr gates_ptr weights_ptr",
+    "*i32": "slots_ptr lens_ptr union_ptr counts_ptr marks_ptr arrived_ptr",
+    "*i64": "positions_ptr",
+    "*u8": "rows_ptr",
+    "fp32": "scale cap q_eps latent_eps key_eps",
 }
-TYPES |= dict.fromkeys(("qkv_ptr", "key_ptr", "q_weight_ptr", "latent_weight_ptr", "query_ptr", "q_rope_out_ptr"), "*bf16")
-TYPES |= dict.fromkeys(("q_ptr", "index_ptr", "quantised_ptr"), "*fp8e4nv")
-TYPES |= dict.fromkeys(("x_ptr", "first_ptr", "second_ptr"), "*fp8e4nv")
-TYPES |= dict.fromkeys(("x_scales_ptr", "first_scales_ptr", "second_scales_ptr", "sums_ptr"), "*fp32")
-TYPES |= {"first_out_ptr": "*bf16", "second_out_ptr": "*bf16", "arrived_ptr": "*i32"}
-TYPES |= dict.fromkeys(("positions_ptr",), "*i64")
-TYPES |= dict.fromkeys(("key_weight_ptr", "key_bias_ptr", "cos_sin_ptr", "index_cos_sin_ptr", "q_scales_ptr"), "*fp32")
-TYPES |= dict.fromkeys(("latent_scales_ptr", "index_scales_ptr", "gates_ptr", "weights_ptr"), "*fp32")
-TYPES |= dict.fromkeys(("q_eps", "latent_eps", "key_eps"), "fp32")
+TYPES = {name: of_type for of_type, names in OF_TYPE.items() for name in names.split()}
 ALIGNED = {"q_nope_row_stride", "q_nope_head_stride", "q_rope_row_stride", "q_rope_head_stride"}
 MODEL = {"LATENT": 512, "ROPE": 64}
 WHOLE = {"RANKS": 1, "RANK": 0, "LSE": False}

@@ -1,7 +1,5 @@
 """Every wrong argument of the metadata launch raises before anything is launched, and says what would have happened."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -47,45 +45,36 @@ def launch(call: dict) -> None:
 VECTORS = st.sampled_from(["seq_lens", "req_pool_indices", "extend_lens"])
 
 
-@given(name=VECTORS, length=st.integers(0, 9).filter(lambda n: n != 3))
+WRONG = {
+    "length": (
+        st.integers(0, 9).filter(lambda n: n != 3).map(lambda n: torch.ones(n, dtype=torch.int64)),
+        lambda given: rf"must be \[3\], got torch.int64 \({len(given)},\) .*: the kernel would read past its end",
+    ),
+    "dtype": (
+        st.sampled_from([torch.int16, torch.uint8, torch.float32, torch.float64, torch.bool]).map(torch.ones(3).to),
+        lambda given: rf"must be int32 or int64, got {given.dtype} .*: the kernel would misread its bits",
+    ),
+    "stride": (
+        st.integers(2, 5).map(lambda stride: torch.ones(3 * stride, dtype=torch.int64)[::stride]),
+        lambda given: (
+            rf"must be contiguous, got .* with strides \({given.stride(0)},\).*: the kernel would read other requests"
+        ),
+    ),
+    "device": (
+        st.just(torch.ones(3, dtype=torch.int64, device="meta")),
+        lambda given: "is on meta and the metadata on cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@given(name=VECTORS, data=st.data())
 @tried()
-def test_length_of_a_vector(name, length):
-    call = arguments(ragged=True)
-    call[name] = torch.ones(length, dtype=torch.int64)
-    with pytest.raises(
-        ValueError, match=rf"{name} must be \[3\], got torch.int64 \({length},\) .*: the kernel would read past its end"
-    ):
-        launch(call)
-
-
-@given(name=VECTORS, dtype=st.sampled_from([torch.int16, torch.uint8, torch.float32, torch.float64, torch.bool]))
-@tried()
-def test_dtype_of_a_vector(name, dtype):
-    call = arguments(ragged=True)
-    call[name] = torch.ones(3).to(dtype)
-    with pytest.raises(ValueError, match=rf"{name} must be int32 or int64, got {dtype} .*: the kernel would misread its bits"):
-        launch(call)
-
-
-@given(name=VECTORS, stride=st.integers(2, 5))
-@tried()
-def test_stride_of_a_vector(name, stride):
-    call = arguments(ragged=True)
-    call[name] = torch.ones(3 * stride, dtype=torch.int64)[::stride]
-    with pytest.raises(
-        ValueError,
-        match=rf"{name} must be contiguous, got .* with strides \({stride},\).*: the kernel would read other requests",
-    ):
-        launch(call)
-
-
-@given(name=VECTORS)
-@tried()
-def test_device_of_a_vector(name):
-    call = arguments(ragged=True)
-    call[name] = torch.ones(3, dtype=torch.int64, device="meta")
-    with pytest.raises(ValueError, match=rf"{name} is on meta and the metadata on cpu"):
-        launch(call)
+def test_a_vector(what, name, data):
+    vectors, sentence = WRONG[what]
+    vector = data.draw(vectors)
+    with pytest.raises(ValueError, match=f"{name} {sentence(vector)}"):
+        launch(arguments(ragged=True) | {name: vector})
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Every metadata field of every mode: kernel and torch twin against plain Python, exactly, on poisoned buffers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

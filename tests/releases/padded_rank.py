@@ -1,7 +1,5 @@
 """One rank of DP attention on the CPU: SGLang's own padding of a batch around SGLang's own `draft_forward`."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +15,7 @@ from nsa_backend.demo.engine import Engine
 from nsa_backend.demo.model import TinySparseMla
 from nsa_backend.testing.calls import calls
 
+PROMPTS = [[5, 9, 2, 40, 7], list(range(30, 50)), [3] * 70]
 NO_PREFILL_GRAPHS = SimpleNamespace(prefill=SimpleNamespace(bs=None))
 
 

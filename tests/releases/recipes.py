@@ -1,18 +1,19 @@
 """Public launch commands for DeepSeek sparse attention on SGLang and NVIDIA Hopper, and what comes of each with this package.
 
-Facts of public pages, as they were read in November 2026: options and values, in our order. Left out are what names a model,
-a machine or an address (--model-path, --host, --port, --disaggregation-ib-device), parsers of answers and chat templates.
-Nothing is added: SGLang chooses `dsa` for these models by itself.
+The commands are in `recipes.toml`, by the page that has them: options and values, without those of N drafts (`drafts`). `on`
+names the implementations of decode and prefill where they are not fa3 and flashmla_sparse, and `three` what to change for
+rounds in one graph: nothing where it is empty. `new` and `old` have what is so on one release alone.
 
-What comes of a recipe is written down here from SGLang's source, a release at a time; test_dsa_recipes.py holds SGLang to it.
+What comes of a recipe is written down there from SGLang's source, a release at a time; test_dsa_recipes.py holds SGLang to it.
 A release that a recipe does not name is left out on purpose: its options are not all there.
 """
 
-from __future__ import annotations
-
 import shlex
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 NEW, OLD = "0.5.23", "0.5.17"
 
@@ -93,27 +94,25 @@ def drafts(steps: int) -> str:
     )
 
 
-def alike(outcome: Served | Refused | Stopped) -> dict[str, Served | Refused | Stopped]:
-    """On both releases."""
-    return {NEW: outcome, OLD: outcome}
+def outcome(row: Mapping[str, Any], release: str) -> Served | Refused | Stopped:
+    """What comes of a row of `recipes.toml` on a release, "new" or "old"."""
+    row = {**row, **row.get(release, {})}
+    if "stopped" in row:
+        return Stopped(row["stopped"])
+    served = Served(*row.get("on", ()), steps=row.get("drafts", 0), three=row.get("three"))
+    return Refused(row["refused"], tuple(row["without"]), served) if "refused" in row else served
 
 
-def rounds(steps: int, three_on_old: str, **on: str) -> dict[str, Served]:
-    """One graph a round on the newer release; the older one says what to change, nothing where it has one graph too."""
-    return {NEW: Served(steps=steps, three="", **on), OLD: Served(steps=steps, three=three_on_old, **on)}
+def recipes() -> dict[str, Recipe]:
+    """All of them by name, in the order of the file."""
+    found = {}
+    for page in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["page"]:
+        for name, row in page["recipes"].items():
+            options = row["options"] + (drafts(row["drafts"]) if "drafts" in row else "")
+            outcomes = {NEW: outcome(row, "new"), OLD: outcome(row, "old")}
+            where = page["source"], page["gpus"], page["model"]
+            found[name] = Recipe(*where, options, outcomes, row.get("environment", {}))
+    return found
 
 
-DP = "--tp 8 --dp 8 --enable-dp-attention"
-NO_DP = "drop --enable-dp-attention"
-
-DIVIDES = "--enable-dsa-prefill-context-parallel"
-IN_TURN = "--dsa-prefill-cp-mode round-robin-split"
-
-
-def older_divides(*without: str, then: Served | None = None) -> Refused:
-    """Prefill context parallel on the older release."""
-    because = "does not serve --enable-prefill-cp: SGLang 0.5.17 divides a prefill by other rules too"
-    return Refused(because, without, then or Served())
-
-
-TWO_NODES = "--nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:5000"
+RECIPES = recipes()

@@ -1,7 +1,5 @@
 """SGLang's own model classes on the CPU, in float32: all but the attention over the KV cache, which is plain attention here."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,6 +13,15 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+from sglang.srt.models.deepseek_nextn import DeepseekV3ForCausalLMNextN
+from sglang.srt.models.deepseek_v2 import DeepseekV32ForCausalLM
+from sglang.srt.models.glm4_moe import GlmMoeDsaForCausalLM, GlmMoeDsaForCausalLMNextN
+
+CLASSES = {
+    "DeepseekV32ForCausalLM": (DeepseekV32ForCausalLM, DeepseekV3ForCausalLMNextN),
+    "GlmMoeDsaForCausalLM": (GlmMoeDsaForCausalLM, GlmMoeDsaForCausalLMNextN),
+}
+"""Target and MTP model of an architecture."""
 
 
 class DenseBackend:

@@ -6,15 +6,13 @@ import pytest
 import torch
 from batches import forward_batch, static_batch
 from metadata_reference import Batch
-from padded_rank import Rank
+from padded_rank import PROMPTS, Rank
 
 from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.demo import engine as demo
 from nsa_backend.demo.speculative import SpeculativeDecoder
 from nsa_backend.registration import create_backend
 from nsa_backend.testing.calls import calls
-
-PROMPTS = [[5, 9, 2, 40, 7], list(range(30, 50)), [3] * 70]
 
 
 @pytest.fixture

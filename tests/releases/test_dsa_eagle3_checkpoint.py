@@ -1,7 +1,5 @@
 """The EAGLE3 draft of the faithful checkpoint in SGLang's own class: it loads whole, and drafts what the target says next."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

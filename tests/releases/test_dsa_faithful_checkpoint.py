@@ -1,25 +1,16 @@
 """The faithful checkpoint of each model in SGLang's own classes: it loads whole, and its drafts are right as it says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file
 from sglang.srt.configs.model_config import dsa_layer_skips_topk
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
-from sglang.srt.models.deepseek_nextn import DeepseekV3ForCausalLMNextN
-from sglang.srt.models.deepseek_v2 import DeepseekV32ForCausalLM
-from sglang.srt.models.glm4_moe import GlmMoeDsaForCausalLM, GlmMoeDsaForCausalLMNextN
 from sglang.srt.utils.hf_transformers_utils import get_config
-from sglang_models import forward, one_rank
+from sglang_models import CLASSES, forward, one_rank
 
 from nsa_backend.benchmarks.checkpoints import faithful
 from nsa_backend.benchmarks.checkpoints.faithful_models import MODELS
 
-CLASSES = {
-    "DeepseekV32ForCausalLM": (DeepseekV32ForCausalLM, DeepseekV3ForCausalLMNextN),
-    "GlmMoeDsaForCausalLM": (GlmMoeDsaForCausalLM, GlmMoeDsaForCausalLMNextN),
-}
 SHAPE = faithful.Shape(hidden=256, heads=8, experts=2, experts_per_token=1, expert_dim=16)
 PROMPT, NEW = 48, 14
 

@@ -1,30 +1,22 @@
 """Deployments whose ranks share GPUs, by SGLang's own rules for several nodes: arguments, ranks of each node, and ports."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
 import socket
-import sys
-from pathlib import Path
 
 import installed_source
 import pytest
 from free_ports import free_port
-from sglang.srt import server_args as sglang_args
-from sglang.srt.environ import envs
-from sglang.srt.managers.io_struct import GenerateReqInput
-
-from nsa_backend.adapters.installed import adapter
-from nsa_backend.benchmarks.checkpoints import faithful
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
-from nodes import AFTER_MEETING, HOST, LOOKED_AT_PORTS, MEETING, MOST_NODES, NCCL, arguments_of, environment_of
+from nodes import AFTER_MEETING, HOST, LOOKED_AT_PORTS, MEETING, arguments_of
 from pd_servers import command
 from ports import ports_of
 from run_case import engine_arguments
+from sglang.srt import server_args as sglang_args
 from shared_cases import SHARED_CASES
+
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.benchmarks.checkpoints import faithful
 
 PORT = free_port(*range(1, 20))
 RUN_HERE = [case for case in SHARED_CASES if case.runs_here()]
@@ -63,22 +55,10 @@ def test_every_node_has_one_rank_a_gpu(resolved, case):
     assert apart == {"port", "node_rank"}
 
 
-def test_the_ranks_of_a_node_follow_each_other():
-    """Which `ranks of attention share a node` rests on: SGLang's own arithmetic."""
-    engine = (installed_source.ROOT / "entrypoints" / "engine.py").read_text()
-    assert "tp_size_per_node * (node_rank % nnodes_per_tp_group)," in engine
-    assert "+ (tp_rank % tp_size_per_node) * get_device().gpu_id_step" in engine
-
-
-@pytest.fixture
-def short_wait(monkeypatch):
-    """SGLang waits for a second for a port that is taken, not for half a minute."""
-    monkeypatch.setenv("SGLANG_WAIT_PORT_TIMEOUT", "1")
-
-
 @pytest.mark.parametrize("case", ATTENTION_DP[:1], ids=lambda case: case.name)
-def test_nodes_of_one_machine_must_look_before_the_first_one_listens(resolved, short_wait, case):
+def test_nodes_of_one_machine_must_look_before_the_first_one_listens(resolved, monkeypatch, case):
     """All that SGLang derives from where ranks meet is in `ports_of`, and each of it is looked at by every node."""
+    monkeypatch.setenv("SGLANG_WAIT_PORT_TIMEOUT", "1")  # for a port that is taken SGLang waits for half a minute otherwise
     first, other = resolved(case)
     addresses = dataclasses.asdict(sglang_args.PortArgs.init_new(first))
     taken = {int(found[1]) for value in addresses.values() if (found := re.fullmatch(r"tcp://.*:(\d+)", str(value)))}
@@ -107,22 +87,3 @@ def test_a_node_says_when_it_has_looked():
     assert looked < said < started
     server = (installed_source.ROOT / "entrypoints" / "http_server.py").read_text()
     assert "Engine._launch_subprocesses(" in server[server.index("\ndef launch_server(") :]
-
-
-def test_what_nodes_are_started_with_is_sglangs_switch_or_a_librarys():
-    found = environment_of(1)
-    assert {name for name in found if not name.startswith(("NCCL_", "GLOO_"))} == {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"}
-    assert envs.SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK.get() is True
-    assert len({environment_of(n)["NCCL_HOSTID"] for n in range(4)}) == 4
-
-
-def test_a_request_over_http_can_choose_its_rank():
-    fields = {field.name for field in dataclasses.fields(GenerateReqInput)}
-    assert {"input_ids", "sampling_params", "routed_dp_rank"} <= fields
-
-
-def test_at_most_as_many_nodes_as_there_are_ports_for():
-    with pytest.raises(AssertionError):
-        arguments_of({"port": 1}, MOST_NODES + 1)
-    most = arguments_of({"port": 1}, MOST_NODES)
-    assert len({node["port"] for node in most} | {1 + NCCL, 1 + MEETING}) == MOST_NODES + 2

@@ -1,12 +1,10 @@
 """Prefill under DP attention: SGLang pads every rank to the largest, idle ones too, so that all replay one captured prefill."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
 import torch
-from padded_rank import beside_other_ranks
+from padded_rank import PROMPTS, beside_other_ranks
 from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
@@ -17,7 +15,6 @@ pytestmark = pytest.mark.skipif(
     not hasattr(ForwardBatch, "logical_forward_mode"), reason="this release leaves an idle rank idle while others prefill"
 )
 
-PROMPTS = [[5, 9, 2, 40, 7], list(range(30, 50)), [3] * 70]
 TOKENS = sum(map(len, PROMPTS))
 CAPTURED = [32, 128, 256]
 """Tokens of captured prefills."""

@@ -1,7 +1,5 @@
 """Ranks of released models in SGLang's own classes: sizes are those of the released files, and rows go to all experts."""
 
-from __future__ import annotations
-
 import json
 import math
 import runpy
@@ -15,19 +13,12 @@ from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.rotary_embedding import rope_variant
 from sglang.srt.model_loader import loader
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
-from sglang.srt.models.deepseek_nextn import DeepseekV3ForCausalLMNextN
-from sglang.srt.models.deepseek_v2 import DeepseekV32ForCausalLM
-from sglang.srt.models.glm4_moe import GlmMoeDsaForCausalLM, GlmMoeDsaForCausalLMNextN
 from sglang.srt.utils.hf_transformers_utils import get_config
-from sglang_models import forward, one_rank
+from sglang_models import CLASSES, forward, one_rank
 
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.servers import rank_server
 
-CLASSES = {
-    "DeepseekV32ForCausalLM": (DeepseekV32ForCausalLM, DeepseekV3ForCausalLMNextN),
-    "GlmMoeDsaForCausalLM": (GlmMoeDsaForCausalLM, GlmMoeDsaForCausalLMNextN),
-}
 FILES_OF_V3 = 688_586_727_753
 """Bytes of deepseek-ai/DeepSeek-V3's safetensors, headers included: V3.2 without its indexers."""
 HEADER = 200  # bytes of a tensor's entry, at most
@@ -114,10 +105,8 @@ def test_a_rank_has_the_weights_that_sglang_makes_room_for(name, models):
 def test_sglang_parses_a_rank_as_the_model_it_is_of(name, tmp_path):
     folder = ranks.write(tmp_path, name)
     assert ranks.rank_in(folder) == name
-    config, found = ranks.RANKS[name].config, ModelConfig(str(folder))
-    assert (found.num_hidden_layers, found.num_attention_heads) == (config["num_hidden_layers"], config["num_attention_heads"])
+    found = ModelConfig(str(folder))
     assert found.context_len == ranks.RANKS[name].released["max_position_embeddings"]
-    assert (found.kv_lora_rank, found.qk_rope_head_dim, found.hidden_size) == (512, 64, config["hidden_size"])
     assert getattr(found.hf_config, "index_share_for_mtp_iteration", False) == (name == "glm-5.2-tp8")
 
 
@@ -185,15 +174,3 @@ def test_weights_are_drawn_in_the_processes_of_such_a_server_alone(monkeypatch):
     assert loader.initialize_dummy_weights is theirs
     runpy.run_module(rank_server.__name__, run_name="__mp_main__")
     assert loader.initialize_dummy_weights.__name__ == "draw_weights"
-
-
-@pytest.mark.parametrize(("tokens", "fits"), [(32 * 4096, True), (32 * 32768, False)])
-def test_a_rank_that_does_not_fit_says_what_it_needs(tokens, fits):
-    there = 139 * ranks.GIB
-    if fits:
-        ranks.check_fits("v3.2-tp8", tokens, there)
-        return
-    with pytest.raises(
-        SystemExit, match=r"v3.2-tp8 needs 16\d.\d GiB, 82.3 of them for weights and 77.\d for 1048576 tokens.*139"
-    ):
-        ranks.check_fits("v3.2-tp8", tokens, there)

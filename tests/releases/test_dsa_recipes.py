@@ -1,28 +1,20 @@
 """Public launch commands, typed as they are: what the installed release makes of them with this package, and what it should.
 
-The data is in `recipes.py` and beside it; `docs/serving.md` is made from it.
+The data is in `recipes.toml`; `docs/serving.md` is made from it.
 """
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import recipes_of_others
-import recipes_of_sglang
-from recipes import MODELS, RESPELLED, Recipe, Refused, Served, Stopped, respelled
+from in_a_script import answers
+from recipes import MODELS, RECIPES, RESPELLED, Recipe, Refused, Served, Stopped, respelled
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks.checkpoints import faithful, faithful_models
 from nsa_backend.releases import installed
 
-SCRIPT = Path(__file__).with_name("parsed_recipes.py")
-RECIPES = recipes_of_sglang.RECIPES | recipes_of_others.RECIPES
 HERE = {name: recipe for name, recipe in RECIPES.items() if installed() in recipe.outcomes}
 ADVISED = {name: recipe for name, recipe in HERE.items() if isinstance(recipe.outcomes[installed()], Refused)}
 """What is refused with advice, which is followed too."""
@@ -60,17 +52,7 @@ def parsed(folder: Path, commands: dict[str, tuple[Recipe, list[str]]]) -> dict[
         }
         for recipe, words in commands.values()
     ]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT)],
-        input=json.dumps(asked),
-        env=os.environ | {"NSA_BACKEND_DISABLE": "0", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(commands, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(zip(commands, answers("parsed_recipes.py", asked, folder=folder), strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,11 @@
 A release may resolve an option into another one and turn the first off, as 0.5.23 does with --enable-dp-attention.
 """
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from in_a_script import answers
 
 from nsa_backend.adapters.dsa.rounds.by_release import OneGraph, release
 from nsa_backend.adapters.dsa.rounds.served import DP_ATTENTION, NEEDED
@@ -21,7 +17,6 @@ from nsa_backend.releases import installed
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).with_name("parsed_commands.py")
 TWO, EXPERTS = ["--tp-size", "2"], ["--tp-size", "2", "--ep-size", "2"]
 DP = [*TWO, "--dp-size", "2", "--enable-dp-attention"]
 WORDS = {
@@ -106,17 +101,8 @@ def parsed(folder: Path, commands: list[list[str]], *arguments: str, **environme
     """What `parsed_commands.py` answers for these words after those of a plain server with one draft."""
     (folder / "config.json").write_text(json.dumps(faithful.config(faithful.SHAPES["faithful"])))
     plain = server.command(folder, 25000, 1)[3:]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), *arguments],
-        input=json.dumps([[*plain, *words] for words in commands]),
-        env=os.environ | {"NSA_BACKEND_DISABLE": "0", "CUDA_VISIBLE_DEVICES": ""} | environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    asked = [[*plain, *words] for words in commands]
+    return answers("parsed_commands.py", asked, *arguments, folder=folder, **environment)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 That is what lets each rank choose for itself: all collectives between ranks are inside these graphs.
 """
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Draft steps that share a selection: their metadata, and rounds of SGLang's own `draft_forward` over it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -84,15 +82,6 @@ def test_lengths_of_steps_that_select_for_themselves_would_count_what_is_no_slot
     decoder = SharedDecoder(Engine(prompts(9, 12), num_steps=3))
     with pytest.raises(AssertionError, match="entries that are no slots"):
         decoder.decode(12)
-
-
-def test_a_model_that_does_not_share_keeps_a_length_a_step(make_runner):
-    runner = make_runner(num_steps=4)
-    multi_step = calls.draft_factory(runner, 4).create_decode_backend()
-    batch = random_batch(runner, "draft_decode", 5, 1, 4)
-    multi_step.init_forward_metadata(forward_batch(batch, ForwardMode.DECODE))
-    for step, backend in enumerate(multi_step.attn_backends):
-        check(backend.forward_metadata, batch, step)
 
 
 @pytest.fixture

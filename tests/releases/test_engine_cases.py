@@ -1,28 +1,24 @@
 """Every end-to-end case's engine arguments, resolved and checked by SGLang itself, on both sides of the comparison."""
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import installed_source
 import pytest
-from sglang.srt.server_args import ServerArgs
-
-from nsa_backend.adapters.installed import adapter
-from nsa_backend.benchmarks.checkpoints import eagle3, faithful
-from nsa_backend.benchmarks.checkpoints.faithful_models import MODELS
-from nsa_backend.refusals import RULES
-from nsa_backend.releases import generation_of, installed
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak_judge
 import soak_server
 import soak_traffic
 from next_token import question
 from pd_servers import command, roles
 from run_case import engine_arguments
+from sglang.srt.server_args import ServerArgs
 from workloads import CASES
+
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.benchmarks.checkpoints import eagle3, faithful
+from nsa_backend.benchmarks.checkpoints.faithful_models import MODELS
+from nsa_backend.refusals import RULES
+from nsa_backend.releases import generation_of, installed
 
 HAS_V1 = generation_of(installed()).adapter == "nsa"
 RUN_HERE = [case for case in CASES if case.runs_here()]
@@ -101,36 +97,6 @@ def test_debugging_graphs_is_measured_where_sglang_starts_so(engine):
         assert "pass --disable-cuda-graph" in rule.refusal(SimpleNamespace(debug_cuda_graph=True))
 
 
-@pytest.mark.parametrize("name", ["above the captured sizes", "without CUDA graphs"])
-def test_batches_of_unequal_ranks_run_outside_graphs(engine, name):
-    for case in (c for c in CASES if c.name.startswith("two GPUs, DP attention") and name in c.name):
-        args = adapter.resolved(engine(case))
-        assert (args.dp_size if args.enable_dp_attention else args.attn_dp_size) == 2
-        if name == "without CUDA graphs":
-            assert args.disable_cuda_graph
-        else:
-            sizes = args.cuda_graph_bs if HAS_V1 else args.cuda_graph_config.decode.bs
-            assert max(sizes) == 2
-
-
-def test_both_sides_of_the_soak_run_understand_its_command(resolve, tmp_path):
-    words = soak_server.command(tmp_path, 33000)
-    assert not any(word.startswith("--nsa-") for word in words if not HAS_V1)  # which the built-in side need not know
-    args = adapter.resolved(resolve(*words[words.index("--model-path") + 2 :]))
-    assert getattr(args, adapter.DECODE_ATTRIBUTE) == "fa3"
-    assert (args.speculative_num_steps, args.max_total_tokens, args.chunked_prefill_size) == (3, soak_server.POOL_TOKENS, 512)
-    assert max(args.cuda_graph_bs if HAS_V1 else args.cuda_graph_config.decode.bs) == 64
-
-
-def test_both_sides_of_the_soak_run_understand_its_ranks(resolve, tmp_path):
-    words = soak_server.ranks_command(tmp_path, 33000)
-    args = adapter.resolved(resolve(*words[words.index("--model-path") + 2 :]))
-    assert (args.tp_size, args.dp_size if args.enable_dp_attention else args.attn_dp_size) == (2, 2)
-    assert (args.max_total_tokens, args.disable_custom_all_reduce) == (soak_server.POOL_TOKENS // 2, True)
-    longest = max(len(each.prompt) + each.new_tokens for each in soak_traffic.make_templates(0))
-    assert 2 * longest < args.max_total_tokens  # what is taken back must find room beside another
-
-
 def test_the_soak_run_makes_sglang_take_requests_back(monkeypatch):
     """By a switch of its own, whose line in the log is counted."""
     from sglang.srt.environ import envs
@@ -144,20 +110,28 @@ def test_the_soak_run_makes_sglang_take_requests_back(monkeypatch):
     assert soak_judge.RETRACTED.search("Testing retraction. #retracted_reqs: 1, #new_tokens_gained: 64")
 
 
-@pytest.mark.skipif(HAS_V1, reason="PD of sparse models with drafts is served from 0.5.23 on")
-@pytest.mark.parametrize(("topology", "decode_gpu", "tp", "ranks"), [("pd", 1, 1, 1), ("pd-dp", 0, 2, 2)])
-def test_both_servers_of_a_soaked_pair_understand_their_commands(resolve, tmp_path, topology, decode_gpu, tp, ranks):
-    commands = soak_server.TOPOLOGIES[topology].commands(tmp_path, 33000)
-    found = [words[words.index("--model-path") + 2 :] for words in commands]
-    prefill, decode = (adapter.resolved(resolve(*words)) for words in found)
-    for server in (prefill, decode):
-        of_attention = server.dp_size if server.enable_dp_attention else getattr(server, "attn_dp_size", 1)
-        assert (server.tp_size, of_attention, server.max_total_tokens * ranks) == (tp, ranks, soak_server.POOL_TOKENS)
-    assert (prefill.disaggregation_mode, decode.disaggregation_mode) == ("prefill", "decode")
-    assert prefill.disaggregation_bootstrap_port == decode.disaggregation_bootstrap_port
-    assert (prefill.base_gpu_id, decode.base_gpu_id) == (0, decode_gpu)
-    assert decode_gpu + tp == soak_server.TOPOLOGIES[topology].gpus
-    assert decode.num_reserved_decode_tokens < soak_server.LONGEST_OUTPUT
-    ports = {prefill.port, decode.port, prefill.disaggregation_bootstrap_port, prefill.nccl_port, decode.nccl_port}
-    assert None not in ports
-    assert len(ports) == 5
+@pytest.mark.parametrize("topology", [name for name in soak_server.TOPOLOGIES if not (HAS_V1 and name.startswith("pd"))])
+def test_both_sides_of_the_soak_run_understand_the_commands_of_its_servers(resolve, tmp_path, topology):
+    """Which all have room for what is taken back beside another request, and no port in common."""
+    served = soak_server.TOPOLOGIES[topology]
+    commands = [words[words.index("--model-path") + 2 :] for words in served.commands(tmp_path, 33000)]
+    assert not any(word.startswith("--nsa-") for words in commands for word in words if not HAS_V1)  # of the built-in side
+    servers = [adapter.resolved(resolve(*words)) for words in commands]
+    longest = max(len(each.prompt) + each.new_tokens for each in soak_traffic.make_templates(0))
+    for args in servers:
+        of_attention = args.dp_size if args.enable_dp_attention else getattr(args, "attn_dp_size", 1)
+        assert (of_attention, args.max_total_tokens * served.ranks) == (served.ranks, soak_server.POOL_TOKENS)
+        assert 2 * longest < args.max_total_tokens
+        assert (getattr(args, adapter.DECODE_ATTRIBUTE), args.speculative_num_steps) == ("fa3", 3)
+        assert args.disable_custom_all_reduce == (served.ranks > 1)
+        if served.ranks == 1:
+            assert args.chunked_prefill_size == 512
+            assert max(args.cuda_graph_bs if HAS_V1 else args.cuda_graph_config.decode.bs) == 64
+    if len(servers) == 2:
+        prefill, decode = servers
+        assert (prefill.disaggregation_mode, decode.disaggregation_mode) == ("prefill", "decode")
+        assert prefill.disaggregation_bootstrap_port == decode.disaggregation_bootstrap_port
+        assert (prefill.base_gpu_id, decode.base_gpu_id) == (0, served.gpus - decode.tp_size)
+        assert decode.num_reserved_decode_tokens < soak_server.LONGEST_OUTPUT
+        ports = {prefill.port, decode.port, prefill.disaggregation_bootstrap_port, prefill.nccl_port, decode.nccl_port}
+        assert len(ports - {None}) == 5

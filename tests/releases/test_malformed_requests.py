@@ -1,19 +1,13 @@
 """Malformed requests over HTTP, by SGLang's own steps before a request is in a batch, which are the same with every backend."""
 
-from __future__ import annotations
-
 import json
-import sys
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 from soak_faults import MALFORMED, _asked
 
 VOCABULARY = 4096

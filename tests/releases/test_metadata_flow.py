@@ -1,7 +1,5 @@
 """Metadata through the release's entry points, eager and captured, against the plain-Python reference."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

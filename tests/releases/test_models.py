@@ -1,7 +1,5 @@
 """Every sparse model of SGLang by its own configuration class: served, or refused from the config with one true sentence."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -6,14 +6,12 @@ import pytest
 import torch
 from batches import forward_batch
 from metadata_reference import Batch
-from padded_rank import Attention, Rank
+from padded_rank import PROMPTS, Attention, Rank
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.registration import create_backend
 from nsa_backend.testing.calls import calls
-
-PROMPTS = [[5, 9, 2, 40, 7], list(range(30, 50)), [3] * 70]
 
 
 @pytest.mark.parametrize("num_steps", [2, 4])

@@ -1,7 +1,5 @@
 """What an implementation prepares from the lengths (FlashMLA's schedule) follows every launch, eager and captured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

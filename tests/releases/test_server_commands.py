@@ -3,18 +3,14 @@
 The built-in side's parser has no options of ours: on 0.5.20 and later it knows the dsa spellings alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from in_a_script import answers
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks.checkpoints import faithful, ranks
@@ -26,7 +22,6 @@ from nsa_backend.benchmarks.servers.sides import options_for
 from nsa_backend.cli.bench import OPTIONS
 from nsa_backend.releases import installed
 
-SCRIPT = Path(__file__).with_name("parsed_commands.py")
 ON_FOUR_GPUS = {"tp4": (4, 1), "dp4": (4, 4), "dp2-tp2": (4, 2)}
 """GPUs, and ranks of attention."""
 ON_TWO_GPUS = ("tp2-ep", "dp2-ep", "cp2", "pd", "pp2")
@@ -96,26 +91,20 @@ def commands(tmp_path_factory) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def both_parsed(commands) -> dict[str, subprocess.CompletedProcess]:
-    """By side, a process that has parsed all commands, with our plugin or without it; both started at once."""
-
-    def parsed_by(side: str) -> subprocess.CompletedProcess:
-        environment = os.environ | {"NSA_BACKEND_DISABLE": server.BACKENDS[side], "CUDA_VISIBLE_DEVICES": ""}
-        return subprocess.run(
-            [sys.executable, "-W", "ignore", str(SCRIPT)], input=json.dumps(list(commands.values())), env=environment,
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-
+def both_parsed(commands) -> dict[str, Future]:
+    """By side, what comes of all commands with our plugin or without it; both processes are started at once."""
     with ThreadPoolExecutor() as pool:
-        return dict(zip(server.BACKENDS, pool.map(parsed_by, server.BACKENDS), strict=True))
+        asked = list(commands.values())
+        return {
+            side: pool.submit(answers, "parsed_commands.py", asked, NSA_BACKEND_DISABLE=disabled)
+            for side, disabled in server.BACKENDS.items()
+        }
 
 
 @pytest.fixture(scope="module", params=[pytest.param(side, marks=pytest.mark.slow) for side in server.BACKENDS])
 def parsed(request, commands, both_parsed) -> dict[str, dict]:
     """What the installed release makes of each command, with our plugin or without it."""
-    done = both_parsed[request.param]
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(commands, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(zip(commands, both_parsed[request.param].result(), strict=True))
 
 
 def test_both_sides_serve_the_same_configuration(parsed):
@@ -192,25 +181,3 @@ def test_the_words_of_a_user_come_last(parsed):
     assert found["max_running_requests"] == 16
     assert found["decode"] == [1, 8]
     assert not found["cache"]
-
-
-def test_the_names_are_those_of_the_adapter():
-    names = server_options.names()
-    assert names.backend == adapter.BACKEND_NAMES[0]
-    assert (names.decode, names.prefill) == (adapter.DECODE_OPTION, adapter.PREFILL_OPTION)
-
-
-@pytest.mark.parametrize(
-    ("requests", "length", "page", "chunks"),
-    [
-        (1, 300, 64, [300]),
-        (32, 300, 64, [25 * 300 + 192, 108 + 6 * 300]),
-        (32, 300, 1, [8192, 1408]),
-        (8, 4096, 64, [8192] * 4),
-        (1, 131072, 64, [8192] * 16),
-        (2, 8193, 64, [8192, 1 + 8128, 65]),
-    ],
-)
-def test_prompts_are_cut_into_chunks(requests, length, page, chunks):
-    assert server_options.chunks(requests, length, page) == chunks
-    assert sum(chunks) == requests * length

@@ -1,29 +1,23 @@
 """Engines side by side on the same GPUs: none takes a port of another, by SGLang's own rules, nor ends where another loads."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
-from sglang.srt import server_args as sglang_args
-from sglang.srt.environ import envs
-
-from nsa_backend.benchmarks.checkpoints import faithful
-from nsa_backend.benchmarks.servers.server import SIDE_BY_SIDE
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 from engines import PORTS
 from next_token import question
 from nodes import AFTER_MEETING, arguments_of
 from pd_servers import ALONE, meeting, roles
 from ports import DP_PORTS, ENGINES, JUDGES, begins, judge_begin, ports_of, ports_of_run
 from run_case import engine_arguments
+from sglang.srt import server_args as sglang_args
+from sglang.srt.environ import envs
 from workloads import CASES
+
+from nsa_backend.benchmarks.checkpoints import faithful
+from nsa_backend.benchmarks.servers.server import SIDE_BY_SIDE
 
 FIRST = 12000
 RUN_HERE = [case for case in CASES if case.runs_here()]

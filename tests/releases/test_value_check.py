@@ -1,7 +1,5 @@
 """NSA_BACKEND_CHECK=1: a value outside its pool is named before anything reads it, eager and captured alike."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -106,13 +104,17 @@ def test_captured(checked, mode, field, value, message):
         captured(create_backend(checked), mode, found, lambda: spoil(checked, found, field, value))
 
 
-@pytest.mark.parametrize(("field", "value", "message"), BAD)
-def test_a_draft_round(checked, field, value, message):
-    found = values(checked)
-    multi_step = NativeSparseAttnMultiStepBackend(checked, 1, D - 1)
-    batch = static(ForwardMode.DECODE, found)
+def captured_round(runner) -> tuple[dict[str, torch.Tensor], NativeSparseAttnMultiStepBackend, ForwardBatch]:
+    found = values(runner)
+    multi_step, batch = NativeSparseAttnMultiStepBackend(runner, 1, D - 1), static(ForwardMode.DECODE, found)
     multi_step.init_cuda_graph_state(2, 2)
     calls.before_round_capture(multi_step, batch)
+    return found, multi_step, batch
+
+
+@pytest.mark.parametrize(("field", "value", "message"), BAD)
+def test_a_draft_round(checked, field, value, message):
+    found, multi_step, batch = captured_round(checked)
     calls.before_round_replay(multi_step, batch)
     spoil(checked, found, field, value)
     with pytest.raises(ValueError, match=f"NSA_BACKEND_CHECK=1: {message}"):
@@ -121,11 +123,7 @@ def test_a_draft_round(checked, field, value, message):
 
 def test_a_draft_token_whose_slot_was_never_assigned(checked):
     """The tables of a draft round reach N tokens past the length, and so does the check."""
-    found = values(checked)
-    multi_step = NativeSparseAttnMultiStepBackend(checked, 1, D - 1)
-    batch = static(ForwardMode.DECODE, found)
-    multi_step.init_cuda_graph_state(2, 2)
-    calls.before_round_capture(multi_step, batch)
+    _, multi_step, batch = captured_round(checked)
     table = checked.req_to_token_pool.req_to_token
     table[5, 40 + D - 1] = -1  # the first column that nothing reads
     calls.before_round_replay(multi_step, batch)

@@ -3,8 +3,6 @@
 Slots that no row may read hold NaN.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,9 +1,7 @@
 """Soak runs of four minutes of load that never were: what their requests came to, their logs and samples."""
 
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak_side
 import soak_traffic
 from soak_answers import Record

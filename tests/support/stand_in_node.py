@@ -1,4 +1,4 @@
-"""A small process in place of a node: takes its arguments, writes down what it is asked, and ends as its model path says.
+"""A small process in place of a node or of a server of a pair: writes down what it is asked, ends as its model path says.
 
 NODE_SEEN names the file for what was seen. The model path is JSON: `fails at once` and `raises` name the node that ends before
 and after it is ready, `seconds` the time before it has looked at its ports, `answers after` that before an answer, and `ranks`
@@ -43,17 +43,19 @@ def end() -> None:
 class Handler(stand_in_server.Handler):
     def do_POST(self):
         body = self.body()
-        write_down(["asked", body])
+        write_down(["asked", self.server.role, body])
         time.sleep(self.server.answers_after)
         prompts = body["input_ids"]
         many = isinstance(prompts[0], list)
-        given = [{"output_ids": [len(p)], "meta_info": META} for p in (prompts if many else [prompts])]
+        given = [
+            {"output_ids": [len(p)], "role": self.server.role, "meta_info": META} for p in (prompts if many else [prompts])
+        ]
         self.answer(given if many else given[0])
 
 
 def main(words: list[str]) -> None:
     option = dict(pairwise(words))
-    node, asked = int(option["--node-rank"]), json.loads(option["--model-path"])
+    node, asked = int(option.get("--node-rank", 0)), json.loads(option["--model-path"])
     told = {name: value for name, value in os.environ.items() if name.startswith(("NCCL", "GLOO"))}
     write_down([node, time.monotonic(), option, told, os.getpid()])
     if asked.get("fails at once") == node:
@@ -68,7 +70,7 @@ def main(words: list[str]) -> None:
     if node:
         time.sleep(120)
     server = stand_in_server.listening(int(option["--port"]), Handler)
-    server.answers_after = asked.get("answers after", 0)
+    server.answers_after, server.role = asked.get("answers after", 0), option.get("--disaggregation-mode", "alone")
     server.serve_forever()
 
 

@@ -1,8 +1,7 @@
-"""`python -m nsa_backend bench`: cells under a time bound, reports, exit codes, and what is read from servers and traces."""
+"""`python -m nsa_backend bench`: cells under a time bound, reports, exit codes, and what is refused."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +11,7 @@ import torch
 
 from nsa_backend import __main__ as command
 from nsa_backend.benchmarks.commands import attention
-from nsa_backend.benchmarks.reports import cells, report
-from nsa_backend.benchmarks.servers import generation
+from nsa_backend.benchmarks.reports import cells
 from nsa_backend.cli import bench
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,21 +55,15 @@ def test_a_cell_starts_only_where_the_longest_so_far_would_end_in_time(clock, bo
     assert kept[-1]["rows"] == report["rows"]
 
 
-def test_a_report_is_json_with_a_row_a_line(tmp_path):
-    rows = {"environment": {"gpu": "x"}, "rows": [{"a": 1}, {"a": 2}], "not_measured": []}
-    report.write_report(tmp_path / "out.json", rows)
-    text = (tmp_path / "out.json").read_text()
-    assert json.loads(text) == rows
-    assert text.splitlines().count('{"a": 1},') == 1
-    assert list(tmp_path.iterdir()) == [tmp_path / "out.json"]
-
-
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
         command.main(["bench", "serve"])
     assert stop.value.code == 2
     assert "bench needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+OWN = ["serve", "--model", "x", "--prompts", "y"]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +78,11 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
         (["serve", "--top-p", "0.9"], "--top-p is for requests that sample: pass --temperature above 0 too"),
         (["serve", "--top-p", "0.9", "--temperature", "0"], "pass --temperature above 0 too"),
         (["metadata", "--steps", "-1"], "must be at least 0"),
+        (["serve", "--prompts", "x"], "--prompts says how --model is measured: pass --model FOLDER too"),
+        (["serve", "--model", "x"], "--model needs --prompts FILE"),
+        ([*OWN, "--length", "300"], "--length does not go with --model"),
+        ([*OWN, "--quick"], "--quick does not go with --model, whose prompts come from --prompts"),
+        ([*OWN, "--parallel", "tp8"], "--parallel does not go with --model, whose GPUs --server names"),
         (["nothing"], "invalid choice: 'nothing'"),
     ],
 )
@@ -115,19 +112,9 @@ def test_exit_code_file_and_json(monkeypatch, capsys, tmp_path, clock, minutes, 
     assert asked[0].steps == [3, 5]
 
 
-def options(**given) -> argparse.Namespace:
-    return argparse.Namespace(**({"steps": None, "batch": None, "length": None, "prompt_tokens": None, "quick": False} | given))
-
-
 def test_attention_measures_the_sections_that_are_asked_for():
     made = [cells.Cell(section, list, section) for section in ("decode", "by_rows", "decode")]
     assert attention.of_sections(made, None) == attention.of_sections(made, ["by_rows", "decode"]) == made
     assert attention.of_sections(made, ["by_rows"]) == [made[1]]
     with pytest.raises(SystemExit, match="no section wrapper here: choose among decode, by_rows"):
         attention.of_sections(made, ["wrapper"])
-
-
-@pytest.mark.parametrize("given", [{}, {"temperature": 0.6}, {"temperature": 1.0, "top_p": 0.95}])
-def test_what_requests_sample_by(given):
-    """Nothing where nothing is asked: requests are greedy then."""
-    assert generation.sampling_of(argparse.Namespace(**({"temperature": None, "top_p": None} | given))) == given

@@ -1,7 +1,5 @@
 """A prefill and a decode server that a benchmark measures as one: how they start, what they are asked, and how they end."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -35,7 +33,7 @@ def printed(folder: Path, mode: str, what: str) -> list[dict]:
     return [row[what] for row in rows if what in row]
 
 
-def test_both_are_asked_for_the_same_rooms_and_the_decode_server_answers(stand_ins, tmp_path, port):
+def test_both_are_asked_for_the_same_rooms_on_gpus_and_ports_of_their_own(stand_ins, tmp_path, port):
     with Pair(Parallel(dp=2, pd=True), "ours", tmp_path, port, 3, tmp_path / "glm-5.2-n3.log", "--tp-size", "2") as pair:
         pair.wait()
         found = pair.streamed([[1], [2, 3], [4]], 7, temperature=0.5)
@@ -50,11 +48,6 @@ def test_both_are_asked_for_the_same_rooms_and_the_decode_server_answers(stand_i
     assert prefill["bootstrap_room"] == [first, first + 1, first + 2]
     assert prefill["bootstrap_port"] == [port + BOOTSTRAP] * 3
     assert prefill["bootstrap_host"] == ["127.0.0.1"] * 3
-
-
-def test_each_has_gpus_and_ports_of_its_own(stand_ins, tmp_path, port):
-    with Pair(Parallel(dp=2, pd=True), "ours", tmp_path, port, 3, tmp_path / "glm-5.2-n3.log", "--tp-size", "2") as pair:
-        pair.wait()
     for mode, above, gpu in (("prefill", 0, "0"), ("decode", DECODE, "2")):
         (option,) = printed(tmp_path, mode, "options")
         assert (option["--disaggregation-mode"], option["--base-gpu-id"], option["--tp-size"]) == (mode, gpu, "2")

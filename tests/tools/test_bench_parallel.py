@@ -1,7 +1,5 @@
 """Servers of several GPUs: how they are named, what comes to a rank, and what they hold of each GPU's memory."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -94,20 +92,18 @@ def test_only_the_gpus_of_this_process_are_asked(monkeypatch, visible, asked):
     assert seen[1 : 1 + len(asked)] == asked
 
 
-def test_more_gpus_than_there_are(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(SystemExit) as stopped:
-        main(["bench", "serve", "--parallel", "tp2", "dp4"])
-    assert stopped.value.code == 2
-    assert "--parallel dp4 takes 4 GPUs, and torch sees 2" in capsys.readouterr().err
-
-
-def test_a_pair_without_what_carries_its_kv(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["tp2", "dp4"], "--parallel dp4 takes 4 GPUs, and torch sees 2"),
+        (["tp2", "pd"], "need nixl to hand over KV: pip install nixl nixl-cu13"),
+    ],
+)
+def test_what_this_machine_lacks(monkeypatch, capsys, words, sentence):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(pairs, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stopped:
-        main(["bench", "serve", "--parallel", "tp2", "pd"])
+        main(["bench", "serve", "--parallel", *words])
     assert stopped.value.code == 2
-    assert "need nixl to hand over KV: pip install nixl nixl-cu13" in capsys.readouterr().err
+    assert sentence in capsys.readouterr().err

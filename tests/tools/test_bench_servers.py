@@ -1,16 +1,18 @@
-"""The benchmarks of real servers: what is read from answers and traces, servers that start and end, the made-up checkpoint."""
+"""The benchmarks' servers: how they start, what is asked of them and read from their streams, and how they end."""
 
 from __future__ import annotations
 
-import argparse
 import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import stand_in_server
+import stand_in_stream
 from free_ports import free_port
 
-from nsa_backend.benchmarks.commands import serve
 from nsa_backend.benchmarks.servers import generation, server, server_options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,55 +43,31 @@ def test_servers_run_the_command_of_the_readme(monkeypatch):
     assert "--attention-backend dsa --dsa-decode-backend fa3" in made[1]
 
 
-FAKE_SERVER = """
-import http.server, json, os, time
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self): self.answer({})
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body.get("stream"): return self.stream(body)
-        self.answer([{"disabled": os.environ["NSA_BACKEND_DISABLE"], "body": body} for _ in body["input_ids"]])
-    def stream(self, body):
-        self.send_response(200); self.send_header("Content-Type", "text/event-stream"); self.end_headers()
-        if body["sampling_params"]["max_new_tokens"] > 100:
-            self.event({"error": {"message": "too long"}}); return
-        for index in (1, 0): self.event({"index": index, "meta_info": {"completion_tokens": 1 + index}})
-        time.sleep(0.2)
-        for index in (0, 1): self.event({"index": index, "body": body})
-        self.wfile.write(b"data: [DONE]\\n\\n")
-    def event(self, data):
-        self.wfile.write(b"data: " + json.dumps(data).encode() + b"\\n\\n"); self.wfile.flush()
-    def answer(self, data):
-        self.send_response(200); self.send_header("Content-Type", "application/json"); self.end_headers()
-        self.wfile.write(json.dumps(data).encode())
-http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
-"""
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """Returns a function that starts a server of ours by these words of Python's, with its port behind them."""
+
+    def start(*words: str) -> server.Server:
+        port = free_port()
+        monkeypatch.setattr(server, "command", lambda *arguments: [sys.executable, *words, str(port)])
+        return server.Server("ours", tmp_path, port, 3, tmp_path / "log")
+
+    return start
 
 
-@pytest.mark.parametrize(("backend", "disabled"), [("ours", "0"), ("builtin", "1")])
-def test_a_server_is_asked_and_ended(monkeypatch, tmp_path, unused_port, backend, disabled):
-    code = FAKE_SERVER.replace("PORT", str(unused_port))
-    monkeypatch.setattr(server, "command", lambda *arguments: [sys.executable, "-c", code])
-    with server.Server(backend, tmp_path, unused_port, 3, tmp_path / "log") as running:
+def test_a_server_is_asked_and_ended_and_its_stream_tells_first_tokens_from_the_end(started):
+    with started(stand_in_stream.__file__) as running:
         running.wait()
         seconds, answers = running.generate([[1, 2], [3]], 7)
-    assert 0 < seconds < 30
-    assert [a["disabled"] for a in answers] == [disabled] * 2
-    assert answers[0]["body"]["input_ids"] == [[1, 2], [3]]
-    assert answers[0]["body"]["sampling_params"] == {"temperature": 0, "max_new_tokens": 7, "ignore_eos": True}
-    assert running._process.returncode is not None
-
-
-def test_a_stream_tells_first_tokens_from_the_end(monkeypatch, tmp_path, unused_port):
-    code = FAKE_SERVER.replace("PORT", str(unused_port))
-    monkeypatch.setattr(server, "command", lambda *arguments: [sys.executable, "-c", code])
-    with server.Server("ours", tmp_path, unused_port, 3, tmp_path / "log") as running:
-        running.wait()
         found = running.streamed([[1], [2]], 7)
         with pytest.raises(RuntimeError, match=r"refused a batch: .*too long"):
             running.streamed([[1], [2]], 101)
         with pytest.raises(RuntimeError, match="answered 2 of 3 prompts"):
             running.streamed([[1], [2], [3]], 7)
+    assert running._process.returncode is not None
+    assert 0 < seconds < 30
+    assert answers[0]["body"]["input_ids"] == [[1, 2], [3]]
+    assert answers[0]["body"]["sampling_params"] == {"temperature": 0, "max_new_tokens": 7, "ignore_eos": True}
     assert 0 < max(found.first_seconds) <= found.seconds - 0.2
     assert [a["index"] for a in found.answers] == [0, 1]
     assert found.answers[0]["body"]["sampling_params"]["stream_interval"] == server.NEVER
@@ -97,30 +75,21 @@ def test_a_stream_tells_first_tokens_from_the_end(monkeypatch, tmp_path, unused_
     assert [of_one[0][1] for of_one in found.progress] == found.first_seconds
 
 
-@pytest.fixture
-def unused_port() -> int:
-    return free_port()
-
-
-def test_a_server_that_ends_shows_the_end_of_its_log(monkeypatch, tmp_path, unused_port):
-    monkeypatch.setattr(server, "command", lambda *arguments: [sys.executable, "-c", "print('no memory'); raise SystemExit(3)"])
+def test_a_server_that_ends_shows_the_end_of_its_log(started):
     with (
-        server.Server("ours", tmp_path, unused_port, 3, tmp_path / "log") as running,
+        started("-c", "print('no memory'); raise SystemExit(3)") as running,
         pytest.raises(RuntimeError, match=r"the server ended with 3.*\nno memory"),
     ):
         running.wait()
 
 
-def serve_options(**given):
-    return argparse.Namespace(**({"steps": None, "batch": None, "length": None, "prompt_tokens": None, "quick": False} | given))
-
-
-def test_serve_measures_the_whole_matrix_and_what_one_chooses():
-    every = serve.shapes(serve_options())
-    assert sorted(every) == sorted([(b, n) for b in (1, 8, 32) for n in (300, 4096, 32768)] + [(1, 131072)])
-    assert every[-1] == (32, 32768)
-    assert serve.shapes(serve_options(length=[131072], batch=[8])) == [(8, 131072)]
-    assert [serve.repeats(b, n, False) for b, n in ((1, 300), (32, 4096), (32, 32768))] == [7, 5, 3]
+def test_a_server_that_is_stopped_twice_has_ended(started):
+    """One that did not come up is stopped at once, and again with all others."""
+    running = started("-c", "import time; time.sleep(60)")
+    for _ in range(2):
+        running.stop()
+        assert running._process.returncode is not None
+        assert running._stream.closed
 
 
 def test_a_side_that_is_told_by_an_option(tmp_path, monkeypatch):
@@ -134,3 +103,55 @@ def test_a_side_that_is_told_by_an_option(tmp_path, monkeypatch):
     assert switches == ("0", "0")
     assert [word for word in verify if word not in ours] == ["sparse_verify"]
     assert verify[-2:] == ours[-2:] == ["--tp-size", "2"]
+
+
+class TestReadiness:
+    """SGLang's /health answers a second after it was asked at the earliest."""
+
+    @pytest.fixture
+    def process(self):
+        """What a server's process is to `wait_until_ready`: something that runs."""
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as running:
+            yield running
+            running.kill()
+
+    @pytest.fixture
+    def health(self, serving):
+        """`health(*answers)` is the port of a server whose /health gives these (seconds, status), the last of them for ever.
+
+        And the paths that it was asked for.
+        """
+
+        def start(*answers: tuple[float, int]) -> tuple[int, list[str]]:
+            asked: list[str] = []
+
+            class Handler(stand_in_server.Handler):
+                def do_GET(self):
+                    seconds, status = answers[min(len(asked), len(answers) - 1)]
+                    asked.append(self.path)
+                    time.sleep(seconds)
+                    self.send_response(status)
+                    self.end_headers()
+
+            return serving(Handler), asked
+
+        return start
+
+    @pytest.mark.parametrize(("answers", "times"), [([(1.3, 200)], 1), ([(0, 503), (0, 503), (0, 200)], 3)])
+    def test_one_that_is_starting_is_asked_again_and_one_that_is_slow_is_not(self, health, process, answers, times):
+        port, asked = health(*answers)
+        server.wait_until_ready(port, process, 30)
+        assert asked == ["/health"] * times
+
+    def test_the_time_given_bounds_the_last_request_too(self, health, process):
+        port, _ = health((5, 200))
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match="did not become ready"):
+            server.wait_until_ready(port, process, 0.5)
+        assert time.monotonic() - began < 3
+
+    def test_sglang_has_answered_before_the_time_of_a_request_is_up(self):
+        """It gives up after its own time; a shorter one of ours would abort what it generates and never see the answer."""
+        from sglang.srt.entrypoints import http_server
+
+        assert http_server.HEALTH_CHECK_TIMEOUT + 1 < server.HEALTH_SECONDS

@@ -1,18 +1,10 @@
 """What end-to-end runs say of engines that fail, and of ports that others have."""
 
 import socket
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import reports
-import run_all
-from engines import NCCL_PORT, PORTS_APART, refuse_taken_ports
-from pd_servers import ALONE, BOOTSTRAP, DECODE
-from ports import DP_PORTS, JUDGES, begins
-from workloads import CASES
+from engines import refuse_taken_ports
 
 
 def test_a_failure_is_told_by_its_first_error_and_the_end():
@@ -35,40 +27,3 @@ def test_ports_of_another_run_are_refused():
         with pytest.raises(SystemExit, match=f"port {taken} is taken, perhaps by another run: pass --port, 2500 apart"):
             refuse_taken_ports([taken])
     refuse_taken_ports([taken])
-
-
-DP, PD = "four GPUs, DP attention 4, fa3", "PD, without CUDA graphs"
-SECOND = {DP: PORTS_APART, PD: 3 * PORTS_APART, "n3 fa3": PORTS_APART}
-"""From the first engine of a case to that of the other side."""
-
-
-@pytest.mark.parametrize(
-    ("name", "needed"),
-    [
-        (DP, {of_side + port for port in DP_PORTS for of_side in (0, SECOND[DP], JUDGES)}),
-        (PD, {side + port for port in (DECODE + NCCL_PORT, ALONE + NCCL_PORT, BOOTSTRAP) for side in (0, SECOND[PD])}),
-        *((name, {of + port for port in (0, NCCL_PORT) for of in (0, SECOND[name], JUDGES)}) for name in SECOND),
-    ],
-)
-def test_a_run_looks_at_every_port_that_it_will_need(monkeypatch, tmp_path, name, needed):
-    """Also those that SGLang counts up from the one it is given, and those of the engines that are asked about ties."""
-    looked_at = []
-
-    def refuse(ports: list[int]) -> None:
-        looked_at.extend(ports)
-        raise SystemExit("taken")
-
-    monkeypatch.setattr(run_all.Case, "runs_here", lambda case: True)
-    monkeypatch.setattr(run_all, "refuse_taken_ports", refuse)
-    gpus = next(c.gpus for c in CASES if c.name == name)
-    words = ["--gpus", str(gpus), "--port", "14500", "--logs", str(tmp_path), "--cases", name]
-    monkeypatch.setattr(sys, "argv", ["run_all.py", str(tmp_path / "out.json"), *words])
-    with pytest.raises(SystemExit, match="taken"):
-        run_all.main()
-    assert needed <= {port - 14500 for port in looked_at}
-
-
-def test_a_disaggregated_case_has_room_for_its_three_servers():
-    pair, single = (next(c for c in CASES if c.name == name) for name in (PD, "n3 fa3"))
-    assert begins([single, pair, pair, single], 12000) == [12000, 12020, 12080, 12140]
-    assert begins([single] * 51, 12000)[-2:] == [12980, 12000]

@@ -1,26 +1,19 @@
 """Nodes of one deployment on one machine: their start, their end, and what is said of one that ends, with small stand-ins."""
 
 import json
-import os
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
-import pytest
-from free_ports import free_port
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import nodes
+import pytest
 import run_case
-from endings import facts
-from engines import run_to_its_end
+from free_ports import free_port
+from living import have_ended, is_alive
 from nodes import MEETING, NCCL, Nodes
 from pd_servers import command
-from workloads import CASES
 
 E2E = Path(run_case.__file__).parent
 NODE = E2E.parent / "support" / "stand_in_node.py"
@@ -46,12 +39,6 @@ def started(seen: list) -> dict[int, SimpleNamespace]:
     return {row[0]: SimpleNamespace(**dict(zip(names, row[1:], strict=True))) for row in seen if row[0] != "asked"}
 
 
-def is_alive(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 def test_the_first_node_starts_once_the_others_have_looked_at_its_ports(stand_ins, tmp_path):
     arguments = stand_ins(seconds=1.0)
     port = arguments["port"]
@@ -74,36 +61,8 @@ def test_the_first_node_starts_once_the_others_have_looked_at_its_ports(stand_in
     assert [found[n].option["--port"] for n in range(3)] == [str(port + n) for n in range(3)]
 
 
-@pytest.mark.parametrize("sampling", [{"top_k": 1}, [{"top_k": 1}, {}, {"top_k": 3}]], ids=["of all", "of each"])
-def test_requests_choose_their_ranks(stand_ins, tmp_path, sampling):
-    with Nodes(stand_ins(), 2, tmp_path / "case.json") as deployment:
-        deployment.wait(20)
-        answers = deployment.generate([[1, 2], [3], [4, 5, 6]], sampling, [0, 0, 1])
-    assert [a["output_ids"] for a in answers] == [[2], [1], [3]]
-    asked = sorted((row[1] for row in stand_ins.seen() if row[0] == "asked"), key=lambda body: body["input_ids"])
-    each = sampling if isinstance(sampling, list) else [sampling] * 3
-    assert asked == [
-        {"input_ids": prompt, "sampling_params": its_own, "routed_dp_rank": rank}
-        for prompt, its_own, rank in zip(([1, 2], [3], [4, 5, 6]), each, (0, 0, 1), strict=True)
-    ]
-
-
-def test_a_case_whose_ranks_share_gpus_is_measured_on_nodes(stand_ins, tmp_path, monkeypatch):
-    case = next(c for c in CASES if c.name == "eight ranks on two GPUs, tensor parallel, fa3")
-    monkeypatch.setattr(run_case, "WORKLOADS", {"8x300": lambda: [[[2, 3]] * 8]})
-    found = run_case.run_on_nodes(case, stand_ins(), tmp_path / "case.json")
-    assert tuple(found) == case.measured()
-    assert sorted(started(stand_ins.seen())) == [0, 1, 2, 3]
-    (body,) = [row[1] for row in stand_ins.seen() if row[0] == "asked"]
-    assert body["sampling_params"]["max_new_tokens"] == 61
-
-
-def ended_nodes(stand_ins) -> set[bool]:
-    """Whether each node that was started lives still; one that was killed a moment ago has some seconds to be gone."""
-    pids, last = [node.pid for node in started(stand_ins.seen()).values()], time.monotonic() + 10
-    while any(map(is_alive, pids)) and time.monotonic() < last:
-        time.sleep(0.02)
-    return {is_alive(pid) for pid in pids}
+def nodes_have_ended(stand_ins) -> bool:
+    return have_ended(node.pid for node in started(stand_ins.seen()).values())
 
 
 def test_a_node_that_does_not_start_says_why(stand_ins, tmp_path):
@@ -112,7 +71,7 @@ def test_a_node_that_does_not_start_says_why(stand_ins, tmp_path):
     ) as told:
         Nodes(stand_ins(**{"fails at once": 1}), 3, tmp_path / "case.json").__enter__()
     assert "The last lines of node 1:" in str(told.value)
-    assert ended_nodes(stand_ins) == {False}
+    assert nodes_have_ended(stand_ins)
 
 
 def test_a_node_that_ends_ends_the_wave_it_is_missing_in(stand_ins, tmp_path):
@@ -121,7 +80,7 @@ def test_a_node_that_ends_ends_the_wave_it_is_missing_in(stand_ins, tmp_path):
         deployment.wait(20)
         with pytest.raises(RuntimeError, match=r"^node 1 of 2: exit code 5, after \d+ s: KeyError: 'why'\n"):
             deployment.generate([[1]], {})
-        assert ended_nodes(stand_ins) == {False}
+        assert nodes_have_ended(stand_ins)
     assert time.monotonic() - began < 15
 
 
@@ -134,42 +93,3 @@ def test_a_node_that_lives_on_without_a_rank(stand_ins, tmp_path):
         with pytest.raises(RuntimeError, match=r"^node 1 of 2: sglang::scheduler_TP3 ended first: exit code 9, after"):
             deployment.generate([[1]], {})
     assert lasting not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-
-
-CASE = """
-import sys
-sys.path.insert(0, {e2e!r})
-import nodes, pd_servers
-from pathlib import Path
-nodes.command = lambda arguments: [sys.executable, {script!r}, *pd_servers.command(arguments)[3:]]
-with nodes.Nodes({arguments!r}, 2, Path({logs!r})) as deployment:
-    deployment.wait(60)
-    deployment.generate([[1]], {{}})
-"""
-
-
-def in_a_process_of_its_own(tmp_path, seconds: float, arguments: dict) -> tuple[int | None, list, str]:
-    """(exit code, ends of processes, log) of a case as run_all.py runs it."""
-    words = CASE.format(e2e=str(E2E), script=str(NODE), arguments=arguments, logs=str(tmp_path / "case.json"))
-    exits: list = []
-    code = run_to_its_end([sys.executable, "-c", words], tmp_path / "log", dict(os.environ), seconds, exits)
-    return code, exits, (tmp_path / "log").read_text()
-
-
-def test_a_report_tells_of_the_node_that_ended_first(stand_ins, tmp_path):
-    """Not of those that are ended for it."""
-    arguments = stand_ins(raises=1, **{"answers after": 60})
-    code, exits, log = in_a_process_of_its_own(tmp_path, 60, arguments)
-    assert code == 1
-    assert exits[0].status == 5
-    told = facts(exits, code, log, {}, 9.0)
-    assert "ended first" in told["ended"]
-    assert "with exit code 5" in told["ended"]
-    assert any("node 1 of 2: exit code 5" in line for line in told["last_lines"]["main"])
-
-
-def test_a_late_case_leaves_no_node(stand_ins, tmp_path):
-    code, _, log = in_a_process_of_its_own(tmp_path, 8, stand_ins(**{"answers after": 60}))
-    assert code is None
-    assert "node 0 server_args" in log
-    assert ended_nodes(stand_ins) == {False}

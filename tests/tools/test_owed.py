@@ -1,14 +1,8 @@
 """Which end-to-end cases a change owes."""
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
-from owed import committed, owed, seen
-from workloads import CASES
+from owed import owed, seen
 
 RELEASE = "0.5.23"
 
@@ -36,10 +30,3 @@ def test_cases_of_other_machines_are_not_owed():
     assert owed(cases, 1, {"d"}) == ["a"]
     assert owed(cases, 2, set(), ranks_per_gpu=4) == ["e"]
     assert owed(cases, 2, set()) == ["b"]
-
-
-def test_every_report_has_what_it_is_asked_for():
-    """Cases are renamed and go; those that are still there under their names must be found."""
-    known = seen(committed(), RELEASE, lambda commit: True)
-    assert {case.name for case in CASES} & known
-    assert "n3 fa3" in known

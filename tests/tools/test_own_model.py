@@ -1,6 +1,4 @@
-"""A user's checkpoint and prompts: what a prompt file may hold, what is asked of servers, what is refused."""
-
-from __future__ import annotations
+"""A user's checkpoint and prompts: what a prompt file may hold, and what accept lengths are told from them."""
 
 import json
 from pathlib import Path
@@ -8,7 +6,6 @@ from pathlib import Path
 import pytest
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
-from nsa_backend.__main__ import main
 from nsa_backend.benchmarks.reports.accept import paired, statistics
 from nsa_backend.benchmarks.servers import prompt_file
 
@@ -64,26 +61,6 @@ def test_files_that_are_not_there_are_named(tmp_path):
         prompt_file.read(tmp_path / "none", tmp_path)
     with pytest.raises(SystemExit, match=r"has no tokenizer .*: pass prompts as"):
         prompt_file.read(written(tmp_path, {"text": "a"}), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--prompts", "x"], "--prompts says how --model is measured: pass --model FOLDER too"),
-        (["--model", "x"], "--model needs --prompts FILE"),
-        (["--model", "x", "--prompts", "y", "--length", "300"], "--length does not go with --model"),
-        (["--model", "x", "--prompts", "y", "--quick"], "--quick does not go with --model, whose prompts come from --prompts"),
-        (
-            ["--model", "x", "--prompts", "y", "--parallel", "tp8"],
-            "--parallel does not go with --model, whose GPUs --server names",
-        ),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(words, message, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["bench", "serve", *words])
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 def test_accept_lengths_have_standard_errors_over_requests():

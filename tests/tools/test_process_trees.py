@@ -1,15 +1,12 @@
 """Ending a process with all that it started, in its session or in sessions of their own."""
 
-from __future__ import annotations
-
+import os
 import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
 
-import psutil
 import pytest
+from living import have_ended, is_alive
 
 from nsa_backend.benchmarks.servers.process_trees import end_all
 
@@ -33,39 +30,30 @@ def started():
     """Returns a function of the seconds that a leader runs: (it, its child in its session, its child in another)."""
     leaders, children = [], []
 
-    def start(seconds: float = 60.0) -> tuple[subprocess.Popen, psutil.Process, psutil.Process]:
+    def start(seconds: float = 60.0) -> tuple[subprocess.Popen, int, int]:
         command = [sys.executable, "-c", LEADER, str(seconds)]
         leaders.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True))
-        children.extend(psutil.Process(int(leaders[-1].stdout.readline())) for _ in range(2))
+        children.extend(int(leaders[-1].stdout.readline()) for _ in range(2))
         return leaders[-1], *children[-2:]
 
     yield start
-    for process in (*leaders, *filter(runs, children)):
-        process.kill()
+    for pid in filter(is_alive, children):
+        os.kill(pid, signal.SIGKILL)
     for process in leaders:
+        process.kill()
         process.wait()
         process.stdout.close()
 
 
-def runs(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def wait_until_ended(*processes: psutil.Process) -> bool:
-    deadline = time.monotonic() + 5
-    while any(map(runs, processes)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(runs, processes))
-
-
-def test_unasked_they_are_killed(started):
+def test_unasked_they_are_killed_and_others_stay(started):
     leader, *children = started()
+    other, *of_other = started()
     end_all(leader)
     assert leader.returncode == -signal.SIGKILL
     assert leader.stdout.read() == ""
-    assert wait_until_ended(*children)
+    assert have_ended(children)
+    assert other.poll() is None
+    assert all(map(is_alive, of_other))
 
 
 def test_asked_the_leader_ends_by_itself_and_what_is_deaf_is_killed(started):
@@ -73,22 +61,14 @@ def test_asked_the_leader_ends_by_itself_and_what_is_deaf_is_killed(started):
     end_all(leader, asked=30.0)
     assert leader.returncode == 5
     assert leader.stdout.read() == "told\n"
-    assert wait_until_ended(*children)
+    assert have_ended(children)
 
 
 def test_a_leader_that_has_ended_leaves_its_session_behind(started):
     """What has a session of its own and no parent any more is nobody's."""
     leader, beside, elsewhere = started(seconds=0.0)
     assert leader.wait(30) == 0
-    assert runs(beside)
+    assert is_alive(beside)
     end_all(leader)
-    assert wait_until_ended(beside)
-    assert runs(elsewhere)
-
-
-def test_others_stay(started):
-    leader, *_ = started()
-    other, *children = started()
-    end_all(leader)
-    assert other.poll() is None
-    assert all(map(runs, children))
+    assert have_ended([beside])
+    assert is_alive(elsewhere)

@@ -1,7 +1,5 @@
 """Ranks of released models: what the plans ask of them, the weights that are drawn, and vLLM's rank beside ours."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -85,17 +83,3 @@ def test_vllm_is_asked_for_the_same_cells_and_gives_the_same_rows(tmp_path, monk
     builtin = [row | {"side": "builtin", "round_ms": {"median": 10.0, "min_max": [9.0, 11.0]}} for row in rows]
     rank_serve.show([*builtin, *rows])
     assert "1.100" in capsys.readouterr().out
-
-
-def test_vllm_draws_the_weights_of_a_model_once(monkeypatch):
-    dummy_loader = SimpleNamespace(initialize_dummy_weights=None)
-    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(dummy_loader=dummy_loader))
-    vllm_rank.take_over()
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    dummy_loader.initialize_dummy_weights(model, "its config")
-    first = model[0].weight.clone()
-    assert not torch.equal(first, model[1].weight)
-    for part in model.modules():
-        dummy_loader.initialize_dummy_weights(part, "its config")
-    assert torch.equal(model[0].weight, first)

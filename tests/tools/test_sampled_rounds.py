@@ -1,13 +1,8 @@
 """What the comparison of sampled rounds on a GPU calls the same, and what its requests ask."""
 
-from __future__ import annotations
-
 import random
-import sys
 from collections import Counter
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import sampled_rounds
 from case import Case
 from run_case import measure
@@ -34,20 +29,6 @@ def test_samples_of_another_distribution_are_not():
     plain = drawn(WEIGHTS, 2000, 1)
     for changed in (WEIGHTS | {"0": 2.0}, WEIGHTS | {"new": 0.3}):
         assert not sampled_rounds.by_chance(*sampled_rounds.difference(plain, drawn(changed, 2000, 2)))
-
-
-def test_requests_take_turns_in_how_they_sample(monkeypatch):
-    """In a batch of every captured size and below; each counts under its own parameters."""
-    sizes = []
-
-    def call(port, path, body):
-        sizes.append(len(body["input_ids"]))
-        return [{"asked": parameters["top_k"]} for parameters in body["sampling_params"]]
-
-    monkeypatch.setattr(sampled_rounds, "call", call)
-    found = sampled_rounds.answers_of(1, [5], ({"top_k": 7}, {"top_k": 9}), 3, 40)
-    assert {(which, answer["asked"]) for which, answer in found} == {(0, 7), (1, 9)}
-    assert set(sizes) == {8, 7}
 
 
 def test_a_case_samples_as_it_says():

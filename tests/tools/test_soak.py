@@ -1,19 +1,12 @@
 """The soak run's requests, what their answers are, and the memory of servers; nothing serves."""
 
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 
-import psutil
 import pytest
-from soak_runs import finished
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak_server
 import soak_traffic
 from soak_answers import group_differences, judge_answer, judge_tie
+from soak_runs import finished
 from soak_traffic import make_templates
 
 
@@ -62,129 +55,90 @@ class TestTemplates:
         assert not any(a != b and b.startswith(a) for a in rids for b in rids)
 
 
-class TestAnswers:
-    def test_equal(self):
-        fields = judge_answer(3, [5, 6, 7], answer([5, 6, 7], spec_correct_drafts_histogram=[0, 1], num_retractions=2))
-        assert fields == {"kind": "finished", "tokens": 3, "parted": None, "histogram": (0, 1), "retractions": 2}
-
-    def test_one_token_has_no_histogram(self):
-        assert judge_answer(1, [5], answer([5]))["histogram"] == ()
-
-    def test_parted(self):
-        assert judge_answer(3, [5, 6, 7], answer([5, 9, 8]))["parted"] == (1, 9)
-
-    def test_taken_back(self):
-        assert judge_answer(3, [5, 6, 7], answer([5], "abort"), "aborted") == {"kind": "aborted"}
-        assert judge_answer(3, [5, 6, 7], None, "closed") == {"kind": "closed"}
-        assert judge_answer(3, [5, 6, 7], answer([5, 6, 7]), "aborted")["kind"] == "finished"
-
-    @pytest.mark.parametrize(
-        "bad",
-        [
-            answer([5], "abort"),
-            answer([5, 6]),
-            {"output_ids": [5], "meta_info": {"finish_reason": None}},
-            {"error": {"message": "too long"}},
-        ],
-    )
-    def test_failed(self, bad):
-        fields = judge_answer(3, [5, 6, 7], bad)
-        assert fields["kind"] == "failed"
-        assert fields["message"]
+ENDED = {"kind": "finished", "tokens": 3, "parted": None, "histogram": (), "retractions": 0}
 
 
-class TestDifferences:
-    RECORDS = (finished(0, parted=(1, 9)), finished(0, parted=(1, 9)), finished(0, parted=(2, 4)), finished(0))
-
-    def test_grouped(self, templates):
-        first, second = group_differences(list(self.RECORDS), templates, {0: [5, 6, 7]})
-        assert (first["position"], first["reference"], first["other"], first["requests"]) == (1, 6, 9, 2)
-        assert (second["position"], second["reference"], second["other"], second["requests"]) == (2, 7, 4, 1)
-        assert first["tie"] is None
-
-    @pytest.mark.parametrize(
-        ("best", "tie"),
-        [
-            ([[-1.0, 6, None], [-1.03, 9, None]], True),
-            ([[-1.0, 3, None], [-1.03, 9, None], [-1.06, 6, None]], True),
-            ([[-1.0, 6, None], [-1.07, 9, None]], False),
-            ([[-1.0, 6, None], [-1.03, 8, None]], False),
-        ],
-    )
-    def test_tie(self, templates, best, tie):
-        difference = group_differences(list(self.RECORDS), templates, {0: [5, 6, 7]})[0]
-        judge_tie(difference, best)
-        assert difference["tie"] is tie
+@pytest.mark.parametrize(
+    ("given", "wanted", "found"),
+    [
+        (
+            answer([5, 6, 7], spec_correct_drafts_histogram=[0, 1], num_retractions=2),
+            "finished",
+            ENDED | {"histogram": (0, 1), "retractions": 2},
+        ),
+        (answer([5, 9, 8]), "finished", ENDED | {"parted": (1, 9)}),
+        (answer([5], "abort"), "aborted", {"kind": "aborted"}),
+        (answer([5, 6, 7]), "aborted", ENDED),
+        (None, "closed", {"kind": "closed"}),
+    ],
+)
+def test_what_an_answer_is_worth(given, wanted, found):
+    assert judge_answer(3, [5, 6, 7], given, wanted) == found
 
 
-class TestServers:
-    @pytest.fixture
-    def servers(self):
-        """Two processes, the second of which has started another: (name to pid, pid of that one). All hold memory."""
-        begun = "print('begun', flush=True)"
-        sleeping = [sys.executable, "-c", f"import time; {begun}; time.sleep(60)"]
-        starting = f"""import subprocess
-child = subprocess.Popen({sleeping}, stdout=subprocess.PIPE)
-child.stdout.readline()
-print(child.pid, flush=True)
-child.wait()"""
-        first = subprocess.Popen(sleeping, stdout=subprocess.PIPE)
-        second = subprocess.Popen([sys.executable, "-c", starting], stdout=subprocess.PIPE, text=True)
-        first.stdout.readline()
-        child = int(second.stdout.readline())
-        yield {"prefill": first.pid, "decode": second.pid}, child
-        os.kill(child, signal.SIGKILL)
-        for process in (first, second):
-            process.kill()
-            process.wait()
-            process.stdout.close()
+@pytest.mark.parametrize(
+    "bad",
+    [
+        answer([5], "abort"),
+        answer([5, 6]),
+        {"output_ids": [5], "meta_info": {"finish_reason": None}},
+        {"error": {"message": "too long"}},
+    ],
+)
+def test_an_answer_that_is_none(bad):
+    fields = judge_answer(3, [5, 6, 7], bad)
+    assert fields["kind"] == "failed"
+    assert fields["message"]
 
-    def test_each_has_what_it_and_its_processes_hold(self, servers, monkeypatch):
-        pids, child = servers
-        on_gpus = {pids["prefill"]: 500, pids["decode"]: 40, child: 3000, os.getpid(): 7}
-        monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: on_gpus)
-        found = soak_server.memory(pids)
-        prefill, decode = found["by_server"]["prefill"], found["by_server"]["decode"]
-        assert (prefill["gpu_mib"], decode["gpu_mib"], found["gpu_mib"]) == (500, 3040, 3540)
-        assert 0 < prefill["host_mib"] < decode["host_mib"]
-        assert found["host_mib"] == pytest.approx(prefill["host_mib"] + decode["host_mib"])
 
-    def test_processes_on_a_gpu_have_their_titles_and_alike_ones_are_added_up(self, servers, monkeypatch):
-        pids, child = servers
-        titles = {
-            pids["prefill"]: "sglang::scheduler",
-            pids["decode"]: "sglang::scheduler_DP0_TP0",
-            child: "sglang::scheduler_DP1_TP1",
-        }
-        monkeypatch.setattr(soak_server, "title", lambda process: titles[process.pid])
-        on_gpus = {pids["prefill"]: 500, pids["decode"]: 40, child: 3000}
-        monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: on_gpus)
-        found = soak_server.memory(pids)["by_process"]
-        assert {name: of_one["gpu_mib"] for name, of_one in found.items()} == {
-            "prefill, sglang::scheduler": 500,
-            "decode, sglang::scheduler_DP0_TP0": 40,
-            "decode, sglang::scheduler_DP1_TP1": 3000,
-        }
-        assert all(of_one["host_mib"] > 0 for of_one in found.values())
-        titles[child] = titles[pids["decode"]]
-        assert soak_server.memory(pids)["by_process"]["decode, sglang::scheduler_DP0_TP0"]["gpu_mib"] == 3040
-        del on_gpus[pids["decode"]], on_gpus[child]
-        assert list(soak_server.memory(pids)["by_process"]) == ["prefill, sglang::scheduler"]
+RECORDS = [finished(0, parted=(1, 9)), finished(0, parted=(1, 9)), finished(0, parted=(2, 4)), finished(0)]
 
-    def test_a_process_is_called_what_it_calls_itself(self, servers):
-        assert soak_server.title(psutil.Process(servers[0]["prefill"])) == sys.executable
 
-    def test_one_that_has_ended_holds_nothing(self, servers, monkeypatch):
-        monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: {servers[0]["prefill"]: 500})
-        found = soak_server.memory({"prefill": servers[0]["prefill"], "decode": 2**22 + 1})  # no process has that number
-        assert found["by_server"]["decode"] == {"gpu_mib": 0, "host_mib": None}
-        assert found["gpu_mib"] == 500
-        assert found["host_mib"] == found["by_server"]["prefill"]["host_mib"]
+@pytest.mark.parametrize(
+    ("best", "tie"),
+    [
+        ([[-1.0, 6, None], [-1.03, 9, None]], True),
+        ([[-1.0, 3, None], [-1.03, 9, None], [-1.06, 6, None]], True),
+        ([[-1.0, 6, None], [-1.07, 9, None]], False),
+        ([[-1.0, 6, None], [-1.03, 8, None]], False),
+    ],
+)
+def test_ways_in_which_outputs_part(templates, best, tie):
+    first, second = group_differences(RECORDS, templates, {0: [5, 6, 7]})
+    assert (first["position"], first["reference"], first["other"], first["requests"]) == (1, 6, 9, 2)
+    assert (second["position"], second["reference"], second["other"], second["requests"]) == (2, 7, 4, 1)
+    assert first["tie"] is None
+    judge_tie(first, best)
+    assert first["tie"] is tie
 
-    def test_nobody_tells(self, servers, monkeypatch):
-        monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: None)
-        found = soak_server.memory(servers[0])
-        assert found["gpu_mib"] is None
-        assert [of_one["gpu_mib"] for of_one in found["by_server"].values()] == [None, None]
-        assert found["by_process"] == {}
-        assert soak_server.memory({}) == {"gpu_mib": None, "host_mib": None, "by_server": {}, "by_process": {}}
+
+def test_memory_is_that_of_servers_and_of_all_that_they_started(monkeypatch):
+    """By server, and by title of the processes that hold some of a GPU; alike ones are added up."""
+    trees, titles = {1: [1], 2: [2, 3], 9: []}, {1: "scheduler", 2: "scheduler_TP0", 3: "scheduler_TP1"}
+    on_gpus = {1: 500, 2: 40, 3: 3000, 7: 7}
+
+    def process(pid: int) -> SimpleNamespace:
+        return SimpleNamespace(pid=pid, memory_info=lambda: SimpleNamespace(rss=pid * 2**20))
+
+    monkeypatch.setattr(soak_server, "processes", lambda pid: list(map(process, trees[pid])))
+    monkeypatch.setattr(soak_server, "title", lambda process: titles[process.pid])
+    monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: on_gpus)
+    pids, none = {"prefill": 1, "decode": 2, "ended": 9}, {"gpu_mib": 0, "host_mib": None}
+    prefill = {"gpu_mib": 500, "host_mib": 1.0}
+    by_server = {"prefill": prefill, "decode": {"gpu_mib": 3040, "host_mib": 5.0}, "ended": none}
+    by_process = {
+        "prefill, scheduler": prefill,
+        "decode, scheduler_TP0": {"gpu_mib": 40, "host_mib": 2.0},
+        "decode, scheduler_TP1": {"gpu_mib": 3000, "host_mib": 3.0},
+    }
+    of_all = {"gpu_mib": 3540, "host_mib": 6.0}
+    assert soak_server.memory(pids) == of_all | {"by_server": by_server, "by_process": by_process}
+    titles[3] = titles[2]
+    assert soak_server.memory(pids)["by_process"]["decode, scheduler_TP0"] == by_server["decode"]
+    del on_gpus[2], on_gpus[3]
+    assert [*soak_server.memory(pids)["by_process"]] == ["prefill, scheduler"]
+    monkeypatch.setattr(soak_server, "by_process_mib", lambda seconds: None)
+    nobody_tells = soak_server.memory(pids)
+    assert nobody_tells["gpu_mib"] is nobody_tells["by_server"]["ended"]["gpu_mib"] is None
+    assert nobody_tells["by_process"] == {}
+    assert soak_server.memory({}) == {"gpu_mib": None, "host_mib": None, "by_server": {}, "by_process": {}}

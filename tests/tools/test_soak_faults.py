@@ -1,70 +1,34 @@
 """Faults of a soak run against small processes in place of servers: what comes of each, and what of it is a problem."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from free_ports import free_port
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak_faults
+import stand_in_of_faults
+from free_ports import free_port
 from soak_answers import Template
 from soak_side import Soak
 from soak_traffic import Client, Traffic
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
-SERVER = """
-import json, signal, subprocess, sys, threading, time
-sys.path.insert(0, sys.argv[1])
-from stand_in_server import Handler, listening
-rank = subprocess.Popen(["sglang::scheduler", "-c", "import time; time.sleep(60)"], executable=sys.executable)
-watches = sys.argv[3] == "watches"
-if not watches:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-class Server(Handler):
-    def do_POST(self):
-        try:
-            asked = self.body()
-            count = asked["sampling_params"]["max_new_tokens"]
-            if not 0 <= count < 10**6:
-                raise ValueError
-        except ValueError:
-            self.send_response(400)
-            self.end_headers()
-            return
-        if asked["rid"].startswith("fatal"):
-            time.sleep(30)
-        self.answer({"output_ids": [7] * count, "meta_info": {"finish_reason": {"type": "length"}}})
-
-threading.Thread(target=listening(int(sys.argv[2]), Server).serve_forever, daemon=True).start()
-print("serving", flush=True)
-rank.wait()
-while not watches:
-    time.sleep(1)
-"""
-
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Returns a function of whether the server watches its rank to a run whose server serves."""
+    """Returns a function to a run whose server serves, and ends with its rank, and one that starts its server anew."""
     monkeypatch.setattr(soak_faults, "GONE_SECONDS", 6.0)
     monkeypatch.setattr(soak_faults, "UNDER_WAY", 2)
     servers = []
 
-    def running(watches: bool = True) -> Soak:
+    def running() -> Soak:
         client = Client(port := free_port())
         made = Soak(client, Traffic(client, 0), [Template(0, (2,) * 9, 4)], 600.0, time.monotonic(), port, log=tmp_path / "log")
         made.references = {0: [7] * 4}
-        start(made, watches)
+        start(made)
         return made
 
-    def start(made: Soak, watches: bool = True) -> None:
-        command = [sys.executable, "-c", SERVER, str(SUPPORT), str(made.port), "watches" if watches else "does not"]
+    def start(made: Soak) -> None:
+        command = [sys.executable, stand_in_of_faults.__file__, str(made.port)]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, text=True)
         servers.append(server)
         assert server.stdout.readline() == "serving\n"
@@ -89,13 +53,12 @@ def test_a_server_that_ends_with_its_rank_serves_again_when_it_is_started_anew(r
     assert made.problems == []
 
 
-def test_a_server_that_hangs_is_a_problem(run):
-    running, _ = run
-    found = soak_faults.fatal(running(watches=False), "a rank killed in a round")
-    assert found["exit"] is None
-    problems = soak_faults.problems_of_fatal("a rank killed in a round", found | {"serves_again": False})
+def test_a_server_that_hangs_is_a_problem():
+    found = {"exit": None, "ends": ["OSError"], "processes_left": 3, "serves_again": False}
+    problems = soak_faults.problems_of_fatal("a rank killed in a round", found)
     assert [problem.split(": ")[1][:30] for problem in problems] == [
-        "the server had not ended 6 s a",
+        "the server had not ended 60 s ",
+        "3 processes of the ended serve",
         "a server started after it did ",
     ]
 

@@ -1,31 +1,15 @@
 """Soak runs that never were: the table of all sides and every problem, as `printed/` has them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
 
 import pytest
-from printed import assert_printed
-from soak_runs import (
-    ACTIVE,
-    BEGAN,
-    ENDED,
-    RETRACT,
-    finished,
-    held_later,
-    run_of,
-    samples,
-    steady_load,
-    taken_back,
-    together,
-)
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 import soak
 import soak_judge
+from printed import assert_printed
 from soak_answers import Record
+from soak_runs import ACTIVE, BEGAN, ENDED, RETRACT, finished, held_later, run_of, samples, steady_load, taken_back, together
 
 SAYS = f"{ACTIVE}\n{RETRACT}\n[2026-11-20 11:16:06] Testing retraction. #retracted_reqs: 1, #new_tokens_gained: 64\n"
 FAILED = Record(2, BEGAN, BEGAN + 1, "finished", "failed", message="OSError: gone")
@@ -136,14 +120,6 @@ def test_every_rank_is_active_and_has_whole_rounds_unless_it_is_not_to(
     assert soak_judge.problems_of(soak_judge.summary(run)) == [problem] * bool(problem)
 
 
-@pytest.mark.parametrize(("more", "problems"), [((27, 27), []), ((32, 33), [33]), ((40, -40), [40]), ((54, 0), [54])])
-def test_each_of_a_pair_may_hold_what_one_server_may(tmp_path, more, problems):
-    """And none what another gave back."""
-    each = {name: samples(gpu=held_later(mib)) for name, mib in zip(("prefill", "decode"), more, strict=True)}
-    run = said_twice(good(tmp_path, topology="pd", samples=together(each)))
-    assert [int(problem.split()[0]) for problem in soak_judge.problems_of(soak_judge.summary(run))] == problems
-
-
 def test_warm_up_is_no_growth_and_what_was_not_sampled_is_unknown():
     assert soak_judge.growth(samples(gpu=lambda s: 20000 + min(s, 55) * 100), "gpu_mib", BEGAN, ENDED) == 0
     assert soak_judge.growth(samples(gpu=lambda s: None), "gpu_mib", BEGAN, ENDED) is None
@@ -151,11 +127,8 @@ def test_warm_up_is_no_growth_and_what_was_not_sampled_is_unknown():
 
 
 def test_percentiles_are_of_requests_that_finished():
-    def record(kind: str, seconds: float, first: float | None) -> Record:
-        return Record(0, 10.0, 10.0 + seconds, kind, kind, first=first)
-
-    records = [record("finished", n / 100, n / 1000) for n in range(1, 101)]
-    found = soak_judge.latency([*records, record("aborted", 50.0, None), record("failed", 60.0, None)])
+    ends = [(n / 100, "finished", n / 1000) for n in range(1, 101)] + [(50.0, "aborted", None), (60.0, "failed", None)]
+    found = soak_judge.latency([Record(0, 10.0, 10.0 + seconds, kind, kind, first=first) for seconds, kind, first in ends])
     assert found == {"first_token_s": {"p50": 0.05, "p99": 0.099}, "request_s": {"p50": 0.5, "p99": 0.99}}
 
 
@@ -166,30 +139,21 @@ def test_differences_that_are_ties_are_counted_and_others_kept():
     assert soak.compact({"differences": [tied, other]})["differences"] == counted
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "Traceback (most recent call last):",
-        "[2026-11-20 11:16:06] ERROR:    Exception in ASGI application",
-        "RuntimeError: CUDA error: an illegal memory access was encountered",
-        "[2026-11-20 11:16:06] Decode batch, accept len: nan",
-        "ValueError: pool memory leak detected! [full] total=57344",
-        "Received output for rid='x' but the state was deleted in TokenizerManager.",
-        "[2026-11-20 11:16:06] [http_server] Error: too long",
-    ],
-)
-def test_suspect(line):
-    assert soak_judge.SUSPECT.search(line)
+SUSPECT = """Traceback (most recent call last):
+[2026-11-20 11:16:06] ERROR:    Exception in ASGI application
+RuntimeError: CUDA error: an illegal memory access was encountered
+[2026-11-20 11:16:06] Decode batch, accept len: nan
+ValueError: pool memory leak detected! [full] total=57344
+Received output for rid='x' but the state was deleted in TokenizerManager.
+[2026-11-20 11:16:06] [http_server] Error: too long
+"""
+HARMLESS = f"""{ACTIVE}
+{RETRACT}
+server_args=ServerArgs(watchdog_timeout=300, enable_nan_detection=False, log_level='info')
+Ignore import error when loading sglang.srt.models.x: No module named 'y'
+"""
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        ACTIVE,
-        RETRACT,
-        "server_args=ServerArgs(watchdog_timeout=300, enable_nan_detection=False, log_level='info')",
-        "Ignore import error when loading sglang.srt.models.x: No module named 'y'",
-    ],
-)
-def test_not_suspect(line):
-    assert not soak_judge.SUSPECT.search(line)
+def test_lines_of_a_log_that_tell_of_errors():
+    lines = (SUSPECT + HARMLESS).splitlines()
+    assert [line for line in lines if soak_judge.SUSPECT.search(line)] == SUSPECT.splitlines()
