@@ -1,5 +1,7 @@
 """What is done to an engine between two runs of the same workloads, after which it must give what it gave before."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """What one engine of an end-to-end run is started with and held to."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 
 from packaging.specifiers import SpecifierSet

@@ -3,6 +3,8 @@
 Those of a prefill and a decode server are in pd_cases.py.
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 from case import Case

@@ -1,5 +1,7 @@
 """What the cases of several files share: workloads, lengths of answers, floors and options of engines."""
 
+from __future__ import annotations
+
 STANDARD = ("8x300", "4x3000")
 FLOORS = {"8x300": 3.9 / 4, "4x3000": 3.85 / 4}
 DEPLOYMENT_FLOORS = FLOORS | {"32x300": 3.9 / 4, "unequal ranks": 3.9 / 4}

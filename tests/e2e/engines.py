@@ -1,5 +1,7 @@
 """Engines in processes of their own, side by side on the GPUs that this process sees."""
 
+from __future__ import annotations
+
 import os
 import socket
 import subprocess

@@ -1,5 +1,7 @@
 """End-to-end cases of what is opted into in a layer: its front in two launches, and the rows of a request verified together."""
 
+from __future__ import annotations
+
 from functools import partial
 
 from case import Case

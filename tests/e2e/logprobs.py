@@ -1,5 +1,7 @@
 """Log-probabilities that a server tells of the tokens it has chosen: whose they are, and how far two sides are apart."""
 
+from __future__ import annotations
+
 from statistics import fmean
 
 MOST_APART, MOST_OF_ONE = 0.05, 1.0

@@ -3,6 +3,8 @@
 The recipe of GLM-5.2 on H200 has five draft steps, top-k 1 and six draft tokens: N = 5 here.
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 from case import Case

@@ -6,6 +6,8 @@ Prints the names as they follow run_all.py's --cases, of the installed release, 
 counts as seen where our side of it gave something. The history has to be there, so ask before you go to a machine without it.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import shlex

@@ -6,6 +6,8 @@ nixl is the transfer engine that installs from PyPI and needs no RDMA (`nixl` an
 copies from GPU to GPU where they can reach each other, and through TCP otherwise.
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 from case import Case

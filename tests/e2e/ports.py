@@ -1,5 +1,7 @@
 """Which ports an end-to-end run listens on; engines beside each other share none (tests/releases/test_side_by_side.py)."""
 
+from __future__ import annotations
+
 from itertools import accumulate
 
 from case import Case

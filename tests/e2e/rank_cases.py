@@ -1,5 +1,7 @@
 """End-to-end cases of four and of eight GPUs, and of what one of eight ranks computes, in a model of so few heads."""
 
+from __future__ import annotations
+
 from functools import partial
 
 from case import Case

@@ -1,5 +1,7 @@
 """Rounds that were one graph, as /server_info counts them by DP rank and kind: a capture alone says nothing of replays."""
 
+from __future__ import annotations
+
 import json
 import re
 from typing import Any

@@ -1,5 +1,7 @@
 """Reports of end-to-end runs: made from what engines gave, and shown."""
 
+from __future__ import annotations
+
 import json
 import re
 from pathlib import Path

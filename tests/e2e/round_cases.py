@@ -4,6 +4,8 @@ The same floors as without: a round in one graph must accept what three graphs a
 their options allow it; these end where it is not so.
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 from case import Case

@@ -4,6 +4,8 @@ What several nodes and attention TP under DP attention compute, where four or ei
 a collective takes milliseconds there, with four ranks on a GPU tens of them, and a round has about twenty.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 

@@ -20,6 +20,8 @@ Exits with 1 where anything is wrong with ours; what is wrong with the built-in 
 of OUT.json for docs/reliability.md.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os

@@ -1,5 +1,7 @@
 """What the answers of a soak run are worth."""
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import dataclass
 

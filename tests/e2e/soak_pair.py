@@ -1,5 +1,7 @@
 """The soak run's client of a prefill and a decode server: both get each request, as from SGLang's router, and each abort."""
 
+from __future__ import annotations
+
 from http.client import HTTPConnection, HTTPResponse
 
 from pd_servers import BOOTSTRAP, DECODE, in_rooms

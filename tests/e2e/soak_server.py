@@ -1,5 +1,7 @@
 """The servers of a soak run: their commands, a side's environment, the memory that they take."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress

@@ -7,6 +7,8 @@ Each template runs alone first; under load its output must be the same, up to ti
 time left writes what it has. soak.py runs both sides.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os

@@ -1,5 +1,7 @@
 """Where the outputs of two sides part, and whether rounding alone explains it."""
 
+from __future__ import annotations
+
 import json
 import os
 import sys

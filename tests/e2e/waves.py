@@ -1,5 +1,7 @@
 """A wave of prompts as requests over HTTP: all of them in one, or each in its own where they choose their DP ranks."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

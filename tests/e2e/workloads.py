@@ -1,5 +1,7 @@
 """Prompts and engine configurations of the end-to-end runs, the same for ours and for SGLang's built-in backend."""
 
+from __future__ import annotations
+
 from functools import partial
 
 import torch

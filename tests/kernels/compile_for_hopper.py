@@ -5,6 +5,8 @@
 Run as a process of its own: elsewhere in these tests kernels are the interpreter's.
 """
 
+from __future__ import annotations
+
 import json
 import re
 import subprocess
@@ -30,7 +32,8 @@ OF_TYPE = {
     "first_out_ptr second_out_ptr",
     "*fp8e4nv": "q_ptr index_ptr quantised_ptr x_ptr first_ptr second_ptr",
     "*fp32": "partial_ptr lse_ptr joined_ptr scales_ptr x_scales_ptr first_scales_ptr second_scales_ptr sums_ptr "
-    "key_weight_ptr key_bias_ptr cos_sin_ptr index_cos_sin_ptr q_scales_ptr latent_scales_ptr index_scales_ptr gates_ptr weights_ptr",
+    "key_weight_ptr key_bias_ptr cos_sin_ptr index_cos_sin_ptr q_scales_ptr latent_scales_ptr index_scales_ptr "
+    "gates_ptr weights_ptr",
     "*i32": "slots_ptr lens_ptr union_ptr counts_ptr marks_ptr arrived_ptr",
     "*i64": "positions_ptr",
     "*u8": "rows_ptr",

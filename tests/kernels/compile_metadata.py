@@ -3,6 +3,8 @@
 A process of its own: the tests beside it run kernels through Triton's interpreter, which never meets the compiler.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 

@@ -1,5 +1,7 @@
 """Tensors that reach past 2**31 elements, of whose memory only what is touched exists."""
 
+from __future__ import annotations
+
 import math
 import mmap
 

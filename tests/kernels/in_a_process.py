@@ -1,5 +1,7 @@
 """Scripts that compile: in a process of their own, as elsewhere in these tests kernels are the interpreter's."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

@@ -6,6 +6,8 @@ A process of its own, in which no kernel runs: each launch is only asked for the
 compiled. Elsewhere in these tests kernels are the interpreter's, which has none.
 """
 
+from __future__ import annotations
+
 import itertools
 import json
 import sys

@@ -1,5 +1,7 @@
 """Rows over chosen slots of a small KV cache, for the tests of the kernels that attend to them."""
 
+from __future__ import annotations
+
 import torch
 
 LATENT, ROPE = 64, 16

@@ -1,5 +1,7 @@
 """Sizes of launches are those that Triton's own functions give."""
 
+from __future__ import annotations
+
 import triton
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,5 +1,7 @@
 """Every wrong argument of the metadata launch raises before anything is launched, and says what would have happened."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest

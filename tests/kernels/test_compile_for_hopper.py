@@ -1,5 +1,7 @@
 """Kernels compile for Hopper: those of attention and of a layer's front fit it, and the metadata launch waits at no barrier."""
 
+from __future__ import annotations
+
 import pytest
 from in_a_process import printed_by
 

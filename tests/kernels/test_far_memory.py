@@ -1,5 +1,7 @@
 """Addresses past 2**31 elements: large KV pools, wide request tables and long prefills of many heads."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from far_memory import far_tensor

@@ -3,6 +3,8 @@
 Triton writes the cache, for SGLang's kernels as for ours, so a server of either backend ends at the same place.
 """
 
+from __future__ import annotations
+
 import subprocess
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Joined queries: the kernel against its twin, bit for bit, from the strided views that SGLang hands over."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from hypothesis import given

@@ -1,5 +1,7 @@
 """What a server has compiled at its start is all that it needs: nothing is compiled in the way of a request."""
 
+from __future__ import annotations
+
 import pytest
 from in_a_process import printed_by
 

@@ -1,5 +1,7 @@
 """The front of a layer: both launches against their twins, bit for bit, on caches that are poison wherever nothing belongs."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from hypothesis import example, given, settings

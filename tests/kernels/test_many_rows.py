@@ -1,5 +1,7 @@
 """DeepGEMM's schedule and the top-k plan of many rows and long requests: kernel and torch twin against plain Python."""
 
+from __future__ import annotations
+
 import itertools
 from dataclasses import replace
 

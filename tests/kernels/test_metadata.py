@@ -1,5 +1,7 @@
 """Every metadata field of every mode: kernel and torch twin against plain Python, exactly, on poisoned buffers."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 import torch

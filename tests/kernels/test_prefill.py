@@ -1,5 +1,7 @@
 """Every field of a prefill: kernel and torch twin against plain Python, exactly."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,7 @@
 """What enters and leaves a captured round, against the torch twins on poisoned memory."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import pytest

@@ -1,5 +1,7 @@
 """Sparse decode against float32 PyTorch, with NaN in every slot, entry and part that may not be read."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from hypothesis import given

@@ -1,5 +1,7 @@
 """Rows of requests together: unions exactly, attention against float32; NaN in all that may not be read."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from hypothesis import given

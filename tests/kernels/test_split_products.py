@@ -1,5 +1,7 @@
 """Two products in one launch against one torch product each, with poison in what is allocated and behind the rows."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 

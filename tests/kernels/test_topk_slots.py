@@ -1,5 +1,7 @@
 """Positions to slots: the kernel against its twin and against a loop, with poison where nothing may be read."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,7 @@
 """Which tests run which function of the package, and how long each takes: recorded once, on the unchanged source."""
 
+from __future__ import annotations
+
 import ast
 import json
 import math

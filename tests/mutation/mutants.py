@@ -1,5 +1,7 @@
 """Small wrong changes of a source file: cosmic-ray's operators, one replacement at a place, and statements left out."""
 
+from __future__ import annotations
+
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -8,6 +8,8 @@ A mutant runs in a child that this process forks with torch and SGLang imported,
 covering test first, and dies at the first that fails. docs/contributing.md says how to read what comes out.
 """
 
+from __future__ import annotations
+
 import argparse
 import compileall
 import gc

@@ -3,6 +3,8 @@
 The demo's model has one layer, so what a rank contributes to a gather follows from its tokens, and any rank can compute it.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Iterator
 from copy import copy

@@ -1,5 +1,7 @@
 """Scripts beside these tests, each run in a process of its own: what it answers, as JSON, to what it is asked."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

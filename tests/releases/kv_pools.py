@@ -1,5 +1,7 @@
 """SGLang's own KV pools of sparse models on the CPU, with contents that tell every slot from every other."""
 
+from __future__ import annotations
+
 import torch
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 

@@ -1,5 +1,7 @@
 """One rank of DP attention on the CPU: SGLang's own padding of a batch around SGLang's own `draft_forward`."""
 
+from __future__ import annotations
+
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

@@ -6,6 +6,8 @@ A command is what follows `python -m sglang.launch_server`. Whether the plugin s
 that is refused ends the process with its error; with --refusals the answer for a command is that error, or null.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 

@@ -7,6 +7,8 @@ model}. SGLang writes to its environment while it resolves, so no two commands s
 answered for Hopper; the rest of what it does is its own.
 """
 
+from __future__ import annotations
+
 import contextlib
 import io
 import json

@@ -8,6 +8,8 @@ What comes of a recipe is written down there from SGLang's source, a release at 
 A release that a recipe does not name is left out on purpose: its options are not all there.
 """
 
+from __future__ import annotations
+
 import shlex
 import tomllib
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """SGLang's own model classes on the CPU, in float32: all but the attention over the KV cache, which is plain attention here."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,5 +1,7 @@
 """The demo's model and decoder as a model whose draft steps share one selection, in the order of calls of SGLang's worker."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import Any
 

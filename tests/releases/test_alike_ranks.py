@@ -1,5 +1,7 @@
 """Ranks of one server with different NSA_BACKEND_* values: each ends with a sentence, and none waits for another."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 """What one forward leaves behind for the next: pending launches, dense prefill, reserved rows, and shared page tables."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,5 +1,7 @@
 """PD disaggregation on the CPU: what SGLang sends of its pools, and selections that travel as positions and arrive as slots."""
 
+from __future__ import annotations
+
 import ctypes
 from types import SimpleNamespace
 

@@ -1,5 +1,7 @@
 """The EAGLE3 draft of the faithful checkpoint in SGLang's own class: it loads whole, and drafts what the target says next."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 import pytest

@@ -1,5 +1,7 @@
 """The faithful checkpoint of each model in SGLang's own classes: it loads whole, and its drafts are right as it says."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from safetensors.torch import load_file

@@ -1,5 +1,7 @@
 """HiCache on the CPU: SGLang's own host pools and transfers over real KV pools, and the waits that a backend goes through."""
 
+from __future__ import annotations
+
 from contextlib import nullcontext
 from types import SimpleNamespace
 

@@ -1,5 +1,7 @@
 """What of a layer's front runs beside what and after what on SGLang's two streams; all modes take the same path."""
 
+from __future__ import annotations
+
 import contextlib
 from types import SimpleNamespace
 

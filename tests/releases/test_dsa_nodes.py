@@ -1,5 +1,7 @@
 """Deployments whose ranks share GPUs, by SGLang's own rules for several nodes: arguments, ranks of each node, and ports."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import re

@@ -1,5 +1,7 @@
 """Prefill under DP attention: SGLang pads every rank to the largest, idle ones too, so that all replay one captured prefill."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 import pytest

@@ -1,5 +1,7 @@
 """Logits of target_verify two rows at a time: SGLang's own indexer over a DeepGEMM in torch, and what refuses to start."""
 
+from __future__ import annotations
+
 import inspect
 from dataclasses import replace
 from importlib.util import find_spec

@@ -3,6 +3,8 @@
 That is so with either backend (docs/host_defects.md); the case "two GPUs, pipeline parallel with drafts" has floors for it.
 """
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 import pytest

@@ -1,5 +1,7 @@
 """Metadata of the rows that a rank of prefill context parallel computes, against SGLang's own division and its own windows."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,5 +1,7 @@
 """Prefills that ranks divide among them: with SGLang's own strategy, outputs and KV are those of one rank."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest

@@ -4,6 +4,8 @@
 to every rank that asks for it: all of them must ask for the same layers in the same order, as the built-in backend does.
 """
 
+from __future__ import annotations
+
 import pytest
 import torch
 from divided_prefill import rank_of, record

@@ -1,5 +1,7 @@
 """Ranks of released models in SGLang's own classes: sizes are those of the released files, and rows go to all experts."""
 
+from __future__ import annotations
+
 import json
 import math
 import runpy

@@ -3,6 +3,8 @@
 The data is in `recipes.toml`; `docs/serving.md` is made from it.
 """
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any

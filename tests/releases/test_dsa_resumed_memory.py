@@ -1,5 +1,7 @@
 """Memory released and resumed, through SGLang's own manager: what captured graphs read of padding rows is known afterwards."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 import pytest

@@ -1,5 +1,7 @@
 """A request that a decode server retracts and resumes, through SGLang's own pools and allocator: its draft KV comes back."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 import pytest

@@ -3,6 +3,8 @@
 Graphs are recorded on the CPU; how much memory is free and what other ranks answer are stated.
 """
 
+from __future__ import annotations
+
 import gc
 import weakref
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """What whole rounds ask of SGLang and of a server's options, read from SGLang's own classes and resolved arguments."""
 
+from __future__ import annotations
+
 import dataclasses
 import inspect
 from types import SimpleNamespace

@@ -1,5 +1,7 @@
 """Rounds of greedy and of sampled batches have graphs of their own, and which batches have one by default."""
 
+from __future__ import annotations
+
 import importlib.metadata
 from dataclasses import replace
 

@@ -1,5 +1,7 @@
 """Rounds in one graph whose requests want the log-probabilities of their tokens, as those that train on their outputs do."""
 
+from __future__ import annotations
+
 from functools import partial
 from unittest import mock
 

@@ -3,6 +3,8 @@
 A release may resolve an option into another one and turn the first off, as 0.5.23 does with --enable-dp-attention.
 """
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 

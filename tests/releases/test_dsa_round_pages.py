@@ -1,5 +1,7 @@
 """What SGLang prepares before a round, around its own function: only rounds that take pages copy anything to the GPU."""
 
+from __future__ import annotations
+
 import inspect
 from types import SimpleNamespace
 

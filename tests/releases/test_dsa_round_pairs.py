@@ -1,5 +1,7 @@
 """Whole rounds on the decode server of a pair: requests come from SGLang's own transfer into the FutureMap between rounds."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 import pytest

@@ -4,6 +4,8 @@ The worker is a stand-in that computes tokens from all that it is given; that SG
 in `test_dsa_round_ranks_worker.py`.
 """
 
+from __future__ import annotations
+
 import bisect
 from types import SimpleNamespace
 

@@ -3,6 +3,8 @@
 That is what lets each rank choose for itself: all collectives between ranks are inside these graphs.
 """
 
+from __future__ import annotations
+
 import contextlib
 from unittest import mock
 

@@ -3,6 +3,8 @@
 The CUDA kernels are torch stand-ins; the rest is SGLang's.
 """
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from unittest import mock
 

@@ -1,5 +1,7 @@
 """A whole round of SGLang's own worker neither waits for the GPU nor copies from the host, which would end its capture."""
 
+from __future__ import annotations
+
 from contextlib import nullcontext
 from unittest import mock
 

@@ -1,5 +1,7 @@
 """`--warmups round_graphs`, run by SGLang's own loop over warm-ups: commands that name it go on working."""
 
+from __future__ import annotations
+
 import asyncio
 
 import pytest

@@ -4,6 +4,8 @@ A stand-in for the worker's round computes tokens from all that it is given, so 
 graphs of these tests are recorded on the CPU, where a replay runs the recorded round again on its static tensors.
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 import pytest

@@ -1,5 +1,7 @@
 """Draft steps that share a selection: their metadata, and rounds of SGLang's own `draft_forward` over it."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import partial
 

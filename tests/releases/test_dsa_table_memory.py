@@ -1,5 +1,7 @@
 """Page tables of captured graphs at GLM-5.2's full context, from what both backends allocate on a device without memory."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from types import SimpleNamespace
 

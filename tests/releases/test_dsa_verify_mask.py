@@ -1,5 +1,7 @@
 """What SGLang builds between the draft and the verify graph, as it asks our backend for the form of the mask."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 import torch

@@ -1,5 +1,7 @@
 """FA3 without its GPU: what sparse attention and dense prefill hand to it, computed in torch as FA3 is documented."""
 
+from __future__ import annotations
+
 from functools import partial
 from types import SimpleNamespace
 

@@ -1,5 +1,7 @@
 """An exception in our code, eager, captured or replayed, says where it came from and is never swallowed."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 import pytest

@@ -1,5 +1,7 @@
 """FlashMLA without its GPU: padded heads, lengths and schedules, computed in torch as its kernels are documented."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace

@@ -1,5 +1,7 @@
 """Batch sizes to capture are counted in tokens: bs x tokens a request divisible by the attention TP size."""
 
+from __future__ import annotations
+
 import inspect
 from types import SimpleNamespace
 from typing import Any

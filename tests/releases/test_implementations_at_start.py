@@ -1,5 +1,7 @@
 """Implementations that cannot run with the other options: refused in the main process, which loads no weights."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 

@@ -1,5 +1,7 @@
 """Malformed requests over HTTP, by SGLang's own steps before a request is in a batch, which are the same with every backend."""
 
+from __future__ import annotations
+
 import json
 from importlib import import_module
 from importlib.util import find_spec

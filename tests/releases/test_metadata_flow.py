@@ -1,5 +1,7 @@
 """Metadata through the release's entry points, eager and captured, against the plain-Python reference."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest

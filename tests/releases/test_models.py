@@ -1,5 +1,7 @@
 """Every sparse model of SGLang by its own configuration class: served, or refused from the config with one true sentence."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import Any
 

@@ -4,6 +4,8 @@ Draft, verify and draft-extend are captured once and replayed for every round, p
 that keep what the last round left; after each replay every field is compared with the plain-Python reference.
 """
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 import torch

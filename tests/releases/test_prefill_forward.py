@@ -1,5 +1,7 @@
 """Attention of a prefill through the backend: dense where it is short, on dequantised KV where the cache is FP8."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,5 +1,7 @@
 """Metadata of prefills, and of what SGLang pads, against definitions spelled out one token after the other."""
 
+from __future__ import annotations
+
 from unittest import mock
 
 import pytest

@@ -1,5 +1,7 @@
 """What an implementation prepares from the lengths (FlashMLA's schedule) follows every launch, eager and captured."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest

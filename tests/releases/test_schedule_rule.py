@@ -4,6 +4,8 @@ The rule lives in a header of the installed package and has changed between its 
 DeepGEMM itself computes.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec

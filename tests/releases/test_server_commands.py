@@ -3,6 +3,8 @@
 The built-in side's parser has no options of ours: on 0.5.20 and later it knows the dsa spellings alone.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,5 +1,7 @@
 """Engines side by side on the same GPUs: none takes a port of another, by SGLang's own rules, nor ends where another loads."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import json

@@ -1,5 +1,7 @@
 """sparse_decode and sparse_verify as the backend calls them: through Triton's interpreter, against the torch reference."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest

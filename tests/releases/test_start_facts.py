@@ -1,5 +1,7 @@
 """What a backend takes from its rank and its packages when it is built: query heads, and DeepGEMM's rule."""
 
+from __future__ import annotations
+
 import sys
 from dataclasses import replace
 from types import SimpleNamespace

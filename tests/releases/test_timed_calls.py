@@ -1,5 +1,7 @@
 """What the benchmarks capture and time, on the CPU: the calls that SGLang makes, with their arguments made beforehand."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from batches import MODES, check, random_batch

@@ -1,5 +1,7 @@
 """SGLang's top-k kernels without their GPU: what the indexer hands to each, computed in torch as the kernels are documented."""
 
+from __future__ import annotations
+
 import sys
 from types import SimpleNamespace
 

@@ -1,5 +1,7 @@
 """NSA_BACKEND_CHECK=1: a value outside its pool is named before anything reads it, eager and captured alike."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 import pytest

@@ -1,5 +1,7 @@
 """Batches as SGLang hands them over, eager and captured, and what their metadata must be; for every supported release."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

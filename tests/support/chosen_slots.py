@@ -3,6 +3,8 @@
 Slots that no row may read hold NaN.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """A model runner on the CPU for the tests of the backend, in whatever release of SGLang is installed."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 

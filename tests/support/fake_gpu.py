@@ -3,6 +3,8 @@
 Whatever waits for such a GPU to read a value raises; what is copied between it and the host is listed.
 """
 
+from __future__ import annotations
+
 import contextlib
 import sys
 from collections.abc import Iterator

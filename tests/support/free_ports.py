@@ -1,5 +1,7 @@
 """Ports for the servers of a test; other tests, and other checkouts on the machine, listen on theirs meanwhile."""
 
+from __future__ import annotations
+
 import contextlib
 import random
 import socket

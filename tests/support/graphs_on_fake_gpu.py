@@ -1,5 +1,7 @@
 """SGLang's own graph runners of a speculative round on a GPU that is not there, around graphs that do nothing."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace

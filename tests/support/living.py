@@ -1,5 +1,7 @@
 """Whether processes that a test or a tool has started live on."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterable
 from contextlib import suppress

@@ -1,5 +1,7 @@
 """One step of a backend's metadata against plain Python, field by field; what all releases of SGLang have in common."""
 
+from __future__ import annotations
+
 import numpy as np
 from metadata_reference import Batch, expected_buffers
 

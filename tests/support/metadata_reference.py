@@ -4,6 +4,8 @@
 element that was left out as well as one that was written too far.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -3,6 +3,8 @@
 Sizes come from the classes. A field is added where the class has no default for it and a checkpoint brings it along.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any

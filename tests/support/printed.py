@@ -1,5 +1,7 @@
 """What a tool printed for a recorded run: texts of tests/tools/printed."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 RECORDED = Path(__file__).resolve().parents[1] / "tools" / "printed"

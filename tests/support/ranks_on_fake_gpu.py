@@ -1,5 +1,7 @@
 """Ranks of DP attention on GPUs that are not there: SGLang's own exchange of what they have, and its own worker on each."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -1,5 +1,7 @@
 """SGLang's own EAGLE worker on a GPU that is not there, and what its scheduler brings."""
 
+from __future__ import annotations
+
 import contextlib
 from types import SimpleNamespace
 from typing import Any

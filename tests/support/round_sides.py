@@ -1,5 +1,7 @@
 """Two servers for tests of whole rounds: SGLang's own path, and rounds in one graph, recorded on the CPU."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial

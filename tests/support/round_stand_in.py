@@ -1,5 +1,7 @@
 """A stand-in for SGLang's EAGLE worker, and what its scheduler does around a forward, for tests of whole rounds."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

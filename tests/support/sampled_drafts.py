@@ -1,5 +1,7 @@
 """SGLang's own verification of chains of drafts, for tests with its CUDA kernels and with stand-ins for them."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import Any
 

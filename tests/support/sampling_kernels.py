@@ -4,6 +4,8 @@ They check dtypes and layouts as the CUDA ones do, and their filters keep what f
 and all tokens for a top-k of at least the vocabulary and a top-p of 1.
 """
 
+from __future__ import annotations
+
 import contextlib
 import sys
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """A prefill and a decode server that a benchmark measures as one: how they start, what they are asked, and how they end."""
 
+from __future__ import annotations
+
 import json
 import sys
 import time

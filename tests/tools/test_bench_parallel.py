@@ -1,5 +1,7 @@
 """Servers of several GPUs: how they are named, what comes to a rank, and what they hold of each GPU's memory."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 import pytest

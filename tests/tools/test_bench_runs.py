@@ -3,6 +3,8 @@
 Each run is a file of `printed/`: the servers' transcript, then what the command printed.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import shlex

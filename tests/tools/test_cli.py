@@ -1,5 +1,7 @@
 """`python -m nsa_backend`: help with an example each, exit codes, and what doctor and plot print."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

@@ -1,5 +1,7 @@
 """Memory of some processes on the GPUs, as nvidia-smi tells it."""
 
+from __future__ import annotations
+
 import pytest
 
 from nsa_backend.benchmarks.servers.gpu_memory import by_process_mib

@@ -1,5 +1,7 @@
 """Which end-to-end cases a change owes."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 from owed import owed, seen

@@ -1,5 +1,7 @@
 """A user's checkpoint and prompts: what a prompt file may hold, and what accept lengths are told from them."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Ending a process with all that it started, in its session or in sessions of their own."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess

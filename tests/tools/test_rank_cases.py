@@ -1,5 +1,7 @@
 """Cases of several GPUs: their names, their requests a rank, and which run where ranks share GPUs."""
 
+from __future__ import annotations
+
 import asyncio
 import sys
 from collections import Counter

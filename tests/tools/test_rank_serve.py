@@ -1,5 +1,7 @@
 """Ranks of released models: what the plans ask of them, the weights that are drawn, and vLLM's rank beside ours."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import re

@@ -1,5 +1,7 @@
 """What the comparison of sampled rounds on a GPU calls the same, and what its requests ask."""
 
+from __future__ import annotations
+
 import random
 from collections import Counter
 

@@ -1,5 +1,7 @@
 """Faults of a soak run against small processes in place of servers: what comes of each, and what of it is a problem."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 import time

@@ -1,5 +1,7 @@
 """Soak runs that never were: the table of all sides and every problem, as `printed/` has them."""
 
+from __future__ import annotations
+
 import json
 import sys
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Traces of SGLang's profiler: what `printed/` does not show of how they are read as rounds, forwards and layers."""
 
+from __future__ import annotations
+
 import pytest
 from stand_in_bench import Trace
 
