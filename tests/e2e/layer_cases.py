@@ -13,8 +13,9 @@ BOTH = FRONT | PAIRED
 MANY = (*STANDARD, "32x300", "shared prefix", "short")
 
 front = partial(Case, environment=FRONT, builtin_environment={}, says="layers is two launches", releases="==0.5.23")
-together = partial(Case, steps=3, environment=PAIRED, builtin_environment={}, decode="sparse_verify", floors=FLOORS)
-own_fp8 = partial(together, engine=FP8, releases=">=0.5.17")
+together = partial(
+    Case, steps=3, environment=PAIRED, builtin_environment={}, decode="sparse_verify", floors=FLOORS, releases=">=0.5.17"
+)
 
 LAYER_CASES = [
     front("n0 fa3, front in two launches", 0, MANY),
@@ -24,7 +25,7 @@ LAYER_CASES = [
     front("weights updated, front in two launches", 3, STANDARD, action="weights were updated", floors=FLOORS),
     front("two GPUs, tensor parallel, front in two launches", 3, STANDARD, engine=TWO_GPUS, gpus=2, floors=FLOORS),
     together("n3 sparse_verify, paired logits", workloads=MANY),
-    own_fp8("n3 fp8, sparse_verify, paired logits", workloads=MANY),
+    together("n3 fp8, sparse_verify, paired logits", workloads=MANY, engine=FP8),
     together("n5 sparse_verify, paired logits", steps=5, workloads=STANDARD, floors={}, floor_of_all=0.95),
     together("glm-5.1 n3 sparse_verify, paired logits", workloads=STANDARD, model="glm-5.1"),
     together("n3 sparse_verify, paired logits, front in two launches", workloads=MANY, environment=BOTH, releases="==0.5.23"),

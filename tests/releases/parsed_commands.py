@@ -87,6 +87,7 @@ def main() -> None:
                 "experts": args.ep_size,
                 "stages": args.pp_size,
                 "divided_prefill": getattr(args, "attn_cp_size", 1),
+                "divided_context": adapter.context_ranks_of(args),
                 "disaggregation": [
                     args.disaggregation_mode,
                     args.disaggregation_transfer_backend,

@@ -26,7 +26,7 @@ from nsa_backend.releases import installed
 
 ON_FOUR_GPUS = {"tp4": (4, 1), "dp4": (4, 4), "dp2-tp2": (4, 2)}
 """GPUs, and ranks of attention."""
-ON_TWO_GPUS = ("tp2-ep", "dp2-ep", "cp2", "pd", "pp2")
+ON_TWO_GPUS = ("tp2-ep", "dp2-ep", "cp2", "dcp2", "pd", "pp2")
 """What 0.5.23 alone is asked for; with drafts, but for pp2, which needs a switch for them."""
 MANY = [(batch, 300) for batch in (1, 8, 64, 256)]
 DEFAULT_PREFILL = ["--chunked-prefill-size", str(server_options.CHUNK)]
@@ -153,10 +153,10 @@ def test_what_two_gpus_make(parsed):
     for mode, gpu in (("prefill", 0), ("decode", 1)):
         found = parsed[f"serve pd, {mode}, N = 3"]
         assert (found["disaggregation"], found["first_gpu"], found["tensor_parallel"]) == ([mode, "nixl", 26000], gpu, 1)
-    for word, attention_ranks, experts in (("tp2-ep", 1, 2), ("dp2-ep", 2, 2), ("cp2", 1, 1)):
+    for word, attention_ranks, experts in (("tp2-ep", 1, 2), ("dp2-ep", 2, 2), ("cp2", 1, 1), ("dcp2", 1, 1)):
         found = parsed[f"serve {word}, N = 3"]
         assert (found["tensor_parallel"], found["attention_ranks"], found["experts"]) == (2, attention_ranks, experts), word
-    assert parsed["serve cp2, N = 3"]["divided_prefill"] == 2
+    assert parsed["serve cp2, N = 3"]["divided_prefill"] == parsed["serve dcp2, N = 3"]["divided_context"] == 2
     assert (parsed["serve pp2, N = 0"]["stages"], parsed["serve pp2, N = 0"]["tensor_parallel"]) == (2, 1)
 
 

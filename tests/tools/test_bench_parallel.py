@@ -23,6 +23,7 @@ from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel, parsed
         ("tp2-ep", Parallel(tp=2, ep=True), 2),
         ("dp2-tp2-ep", Parallel(2, 2, ep=True), 4),
         ("cp2", Parallel(cp=2), 2),
+        ("dcp2", Parallel(dcp=2), 2),
         ("pp2", Parallel(pp=2), 2),
         ("pd", Parallel(pd=True), 2),
         ("pd-dp2", Parallel(dp=2, pd=True), 4),
@@ -36,7 +37,24 @@ def test_a_word_names_the_ranks_of_a_server(word, parallel, gpus):
 
 @pytest.mark.parametrize(
     "word",
-    ["", "dp", "tp0", "tp02", "4", "tp2-dp2", "dp2tp2", "-tp2", "ep", "ep2", "pd2", "tp2-pd", "tp2-tp2", "cp2-ep", "pd-pp2"],
+    [
+        "",
+        "dp",
+        "tp0",
+        "tp02",
+        "4",
+        "tp2-dp2",
+        "dp2tp2",
+        "-tp2",
+        "ep",
+        "ep2",
+        "pd2",
+        "tp2-pd",
+        "tp2-tp2",
+        "cp2-ep",
+        "dcp2-tp2",
+        "pd-pp2",
+    ],
 )
 def test_a_word_that_names_none(word):
     with pytest.raises(SystemExit, match=f"--parallel {word} is none: write tp4, dp4, dp2-tp2"):
