@@ -34,9 +34,8 @@ if not hasattr(sys.modules.get("sglang.srt.runtime_context"), "_derived_widths")
         "test_dsa_faithful_checkpoint.py",
         "test_dsa_eagle3_checkpoint.py",
     ]
-    # Before it, HiCache has no index keys of drafts, a decode server turns no positions into slots, and servers count their DP
-    # ranks otherwise.
-    collect_ignore_glob += ["test_dsa_hicache.py", "test_dsa_disaggregation.py", "test_dsa_pair_rooms.py"]
+    # Before it, HiCache has no index keys of drafts, and a decode server turns no positions into slots.
+    collect_ignore_glob += ["test_dsa_hicache.py", "test_dsa_disaggregation.py"]
     # Nor are there drafts under pipeline parallelism outside PD.
     collect_ignore_glob += ["test_dsa_pipeline_drafts.py"]
 if "enable_prefill_cp" in {rule.attribute for rule in adapter.REFUSED}:

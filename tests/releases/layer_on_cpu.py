@@ -17,7 +17,6 @@ from sglang_models import one_rank
 from nsa_backend.kernels import layer_front_torch as steps
 from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
-from nsa_backend.testing.calls import calls
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
 
 HIDDEN, HEADS, INDEX_HEADS, ROWS, TOPK, PAGES = 256, 4, 8, 5, 16, 4
@@ -61,7 +60,6 @@ def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def a_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeepseekV2AttentionMLA]:
     """With random weights of bfloat16; while it lasts SGLang takes its branches for CUDA."""
     kernels_in_torch(monkeypatch)
-    calls.publish(0, 0)  # whatever a test of several ranks has left
     generator = torch.Generator().manual_seed(0)
     with one_rank(monkeypatch):
         before = torch.get_default_dtype()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,10 +141,11 @@ def test_gathering_is_what_dp_attention_asks_for(make_runner):
     options = {"enable_dp_attention": True, "dp_size": 2, "tp_size": 2}
     if "attn_dp_size" in getattr(ServerArgs, "__struct_fields__", ()):
         options["attn_dp_size"] = 2  # what newer releases resolve the first two to
-    args = SimpleNamespace(**options, moe_dense_tp_size=None)
+    published = nullcontext(SimpleNamespace(**options, moe_dense_tp_size=None))
     if "dsa" in adapter.BACKEND_NAMES:
         from sglang.srt.runtime_context import get_context
 
-        args = get_context().override_server_args(**options).install()
+        published = get_context().override_server_args(**options)
     takes_options = "server_args" in inspect.signature(common.require_mlp_tp_gather).parameters
-    assert common.require_mlp_tp_gather(*[args] * takes_options)
+    with published as args:
+        assert common.require_mlp_tp_gather(*[args] * takes_options)
