@@ -12,6 +12,7 @@ import torch
 from nsa_backend.kernels.blocks import blocks, power_of_two
 from nsa_backend.kernels.layer_front_kernel import norm_rope_store_kernel, rope_quantise_kernel
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
+from nsa_backend.kernels.local_slots import check_rank
 from nsa_backend.kernels.plan import PAGE_SIZE
 
 HEADS = 8
@@ -43,6 +44,9 @@ def norm_rope_store(
     kv_cache: torch.Tensor,
     index_cache: torch.Tensor,
     q_scales: Scales | None,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Norm the query's latent, write each row's KV and index key; one launch.
 
@@ -56,6 +60,7 @@ def norm_rope_store(
         kv_cache: [slots, 1, latent + rope] of bfloat16, or FP8 or uint8 rows as `sparse_decode` reads them.
         index_cache: uint8 [pages, INDEX_PAGE_BYTES], contiguous.
         q_scales: of the query's latent, for projections with FP8 weights; None for bfloat16.
+        ranks: that divide slots among them, as `local_slots` says; this one is `rank`, and has KV of its own slots alone.
 
     Returns:
         What `empty_q` describes, filled.
@@ -63,6 +68,7 @@ def norm_rope_store(
     Raises:
         ValueError: a tensor has another shape, dtype or layout.
     """
+    check_rank(ranks, rank)
     rows, q_rank, latent, rope = qkv.shape[0], weights.q_norm.shape[0], weights.latent_norm.shape[0], weights.rope
     kv_bytes = (latent + rope) * 2 if kv_cache.dtype == torch.bfloat16 else latent + latent // GROUP * 4 + rope * 2
     _refuse(
@@ -126,6 +132,8 @@ def norm_rope_store(
         NEOX=weights.neox,
         INDEX_NEOX=weights.index_neox,
         COMPILED=qkv.is_cuda,
+        RANKS=ranks,
+        RANK=rank,
     )
     return q, scales
 

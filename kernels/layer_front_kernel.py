@@ -142,6 +142,8 @@ def norm_rope_store_kernel(
     NEOX: tl.constexpr,
     INDEX_NEOX: tl.constexpr,
     COMPILED: tl.constexpr,
+    RANKS: tl.constexpr,  # that divide slots among them, as `local_slots` says; index keys are every rank's
+    RANK: tl.constexpr,
 ):
     """Program (row, 0) norms the query's latent, (row, 1) writes the row's KV, (row, 2) its index key."""
     row, role = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -155,11 +157,15 @@ def norm_rope_store_kernel(
         slot = tl.load(slots_ptr + row * slots_stride)
         position = tl.load(positions_ptr + row)
         if role == 1:
+            # Slot 0 is padding's: SGLang's write of KV skips it, its write of index keys does not.
+            real = slot != 0
+            if RANKS > 1:
+                real = real & (slot % RANKS == RANK)
+                slot = slot // RANKS
             latent, scales = latent_ptr + slot * LATENT_STRIDE, latent_scales_ptr + slot * SCALES_STRIDE
             k_rope = k_rope_ptr + slot * K_ROPE_STRIDE
-            # Slot 0 is padding's: SGLang's write of KV skips it, its write of index keys does not.
             write_kv(
-                qkv + Q_RANK, latent_weight_ptr, latent_eps, cos_sin_ptr, position, latent, scales, k_rope, slot != 0,
+                qkv + Q_RANK, latent_weight_ptr, latent_eps, cos_sin_ptr, position, latent, scales, k_rope, real,
                 LATENT, ROPE, KV_FP8, NEOX,
             )  # fmt: skip
         else:

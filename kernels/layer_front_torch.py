@@ -100,6 +100,9 @@ def norm_rope_store_torch(
     kv_cache: torch.Tensor,
     index_cache: torch.Tensor,
     q_scales: Scales | None,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The torch twin of `norm_rope_store`."""
     rows, q_rank, latent = qkv.shape[0], weights.q_norm.shape[0], weights.latent_norm.shape[0]
@@ -111,20 +114,21 @@ def norm_rope_store_torch(
             room.copy_(values)
     else:
         q.copy_(x)
-    real = slots != 0
+    real = (slots != 0) & (slots % ranks == rank)
+    at = slots[real] // ranks
     latents, latent_scales, k_rope = parts_of_cache(kv_cache, latent)
     x = rms_norm(latent_raw, weights.latent_norm, weights.latent_eps)
     if kv_cache.dtype == torch.bfloat16:
-        latents[slots[real], 0, :latent] = x[real].bfloat16()
+        latents[at, 0, :latent] = x[real].bfloat16()
     else:
         grouped = x.view(rows, latent // GROUP, GROUP)
         scale = grouped.abs().amax(-1) / FP8_MAX
         # A group of zeros has scale 0; zero times infinity is NaN, which the GPU's clamp turns into the lower bound.
         scaled = (grouped * (1.0 / scale)[..., None]).nan_to_num(nan=-FP8_MAX, posinf=FP8_MAX, neginf=-FP8_MAX)
-        latents.view(torch.uint8)[slots[real], 0, :latent] = fp8(scaled).view(torch.uint8).view(rows, latent)[real]
-        latent_scales[slots[real], 0] = scale[real]
+        latents.view(torch.uint8)[at, 0, :latent] = fp8(scaled).view(torch.uint8).view(rows, latent)[real]
+        latent_scales[at, 0] = scale[real]
     turned = rope(rope_raw.float()[:, None], weights.cos_sin[positions], weights.neox)
-    k_rope[slots[real], 0, : weights.rope] = turned[real, 0].bfloat16()
+    k_rope[at, 0, : weights.rope] = turned[real, 0].bfloat16()
 
     x = layer_norm(key, weights.key_norm, weights.key_bias, weights.key_eps)
     x = hadamard(rope(x[:, None], weights.index_cos_sin[positions], weights.index_neox))[:, 0]

@@ -148,7 +148,7 @@ part = partial(
 part_fp8 = partial(part, workloads=STANDARD, decode="flashmla_kv", engine=CONTEXT | FP8, floor_of_all=0.95)
 DCP = "two GPUs, decode context parallel"
 CONTEXT_CASES = [
-    part(DCP, floors=FLOORS),
+    part(DCP, floors=FLOORS, says="layers is two launches"),
     part(f"{DCP}, without drafts", steps=0),
     part(f"{DCP}, flashmla_sparse", decode="flashmla_sparse", floors=FLOORS),
     part(f"{DCP}, sparse_decode", decode="sparse_decode", floors=FLOORS),

@@ -42,7 +42,8 @@ OF_TYPE = {
 TYPES = {name: of_type for of_type, names in OF_TYPE.items() for name in names.split()}
 ALIGNED = {"q_nope_row_stride", "q_nope_head_stride", "q_rope_row_stride", "q_rope_head_stride"}
 MODEL = {"LATENT": 512, "ROPE": 64}
-WHOLE = {"RANKS": 1, "RANK": 0, "LSE": False}
+ONE = {"RANKS": 1, "RANK": 0}
+WHOLE = ONE | {"LSE": False}
 SMS = 132
 PTXAS = Path(nvidia.__file__).parent / "bin" / "ptxas"
 
@@ -83,7 +84,7 @@ def front(caches: dict[str, dict]) -> dict[str, dict]:
     for latent, cache in caches.items():
         strides = {"LATENT_STRIDE": cache["LATENT_STRIDE"], "SCALES_STRIDE": cache["SCALES_STRIDE"]}
         strides |= {"K_ROPE_STRIDE": cache["ROPE_STRIDE"], "QKV_STRIDE": 2112, "KEY_STRIDE": 128}
-        constants = {"Q_RANK": 1536, "LATENT": 512, "Q_GROUPS": 16, "KV_FP8": cache["FP8"], "COMPILED": True}
+        constants = {"Q_RANK": 1536, "LATENT": 512, "Q_GROUPS": 16, "KV_FP8": cache["FP8"], "COMPILED": True} | ONE
         for fp8, powers in ((False, False), (True, False), (True, True)):
             types = {"q_ptr": "*fp8e4nv" if fp8 else "*bf16", "slots_ptr": "*i64"}
             query = {"Q_FP8": fp8, "Q_POWERS": powers}

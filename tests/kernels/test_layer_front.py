@@ -68,13 +68,14 @@ KINDS = st.sampled_from(["normal", "zeros", "large", "outliers", "denormal"])
     fp8_cache=st.booleans(),
     neox=st.booleans(),
     stride=st.sampled_from([1, 3]),
+    part=st.sampled_from([(1, 0), (2, 1), (8, 0)]),
     seed=st.integers(0, 2**32 - 1),
 )
-@example(5, 2, "zeros", 1536, Scales.EXACT, True, True, 1, 0)
-@example(5, 1, "denormal", 2048, Scales.POWERS_OF_TWO, True, True, 3, 1)
+@example(5, 2, "zeros", 1536, Scales.EXACT, True, True, 1, (1, 0), 0)
+@example(5, 1, "denormal", 2048, Scales.POWERS_OF_TWO, True, True, 3, (2, 0), 1)
 @settings(deadline=None, max_examples=25)
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # a group of zeros, as on a GPU
-def test_norms_and_writes(rows, padding, kind, q_rank, q_scales, fp8_cache, neox, stride, seed):
+def test_norms_and_writes(rows, padding, kind, q_rank, q_scales, fp8_cache, neox, stride, part, seed):
     generator = torch.Generator().manual_seed(seed)
     weights = layer(q_rank, neox, generator)
     assert weights.problem() is None
@@ -90,7 +91,7 @@ def test_norms_and_writes(rows, padding, kind, q_rank, q_scales, fp8_cache, neox
     found = []
     for write in (norm_rope_store, norm_rope_store_torch):
         kv, index = caches(fp8_cache)
-        found.append((*write(qkv, key, weights, positions, slots, kv, index, q_scales), kv, index))
+        found.append((*write(qkv, key, weights, positions, slots, kv, index, q_scales, ranks=part[0], rank=part[1]), kv, index))
     for ours, twins in zip(*found, strict=True):
         assert (ours is None and twins is None) or same_bits(ours, twins)
     _, scales, kv, index = found[0]
@@ -98,8 +99,11 @@ def test_norms_and_writes(rows, padding, kind, q_rank, q_scales, fp8_cache, neox
         assert scales.stride(0) == 1 or rows < 2
         assert scales.stride(1) % 4 == 0
     untouched = torch.ones(PAGES * PAGE_SIZE, dtype=torch.bool)
-    untouched[slots[:real]] = False
+    own = slots[:real][slots[:real] % part[0] == part[1]] // part[0]
+    untouched[own] = False
+    assert len(own) == 0 or not (kv[own].view(torch.uint8) == POISON).all()
     assert (kv.view(torch.uint8)[untouched] == POISON).all()
+    untouched[:] = True
     untouched[slots] = False
     written = index[:, : PAGE_SIZE * GROUP].reshape(-1, GROUP), index[:, PAGE_SIZE * GROUP :].reshape(-1, 4)
     assert all((part[untouched] == POISON).all() for part in written)

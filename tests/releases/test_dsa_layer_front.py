@@ -17,6 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend import registration
 from nsa_backend.adapters.dsa.layer_front import builtin, front, options, projections, rule, take
@@ -36,8 +37,8 @@ def layer(monkeypatch):
     yield from a_layer(monkeypatch)
 
 
-def prepared(attention, monkeypatch, mode, on: bool, slots):
-    """What the layer's front returns and leaves in the caches; `chosen` is what the logits read."""
+def prepared(attention, monkeypatch, mode, on: bool, slots, ranks: int = 1, rank: int = 0):
+    """What the layer's front returns and leaves in the caches of a rank; `chosen` is what the logits read."""
     pool, chosen = poisoned_pool(), {}
 
     def select(self, batch, layer_id, q, weights, metadata):
@@ -62,13 +63,21 @@ def prepared(attention, monkeypatch, mode, on: bool, slots):
         found = prepare(positions, x, batch, None, None, None)
     q_rope, k_rope, q_nope, k_nope, *_, topk, _, _ = found
     if k_nope is not None:  # the backend's write, which skips padding
-        real = slots != 0
-        pool.kv[slots[real]] = torch.cat([k_nope, k_rope], -1)[real]
+        real = (slots != 0) & (slots % ranks == rank)
+        pool.kv[slots[real] // ranks] = torch.cat([k_nope, k_rope], -1)[real]
     assert (k_nope is None) == on
     return {"q_rope": q_rope, "q_nope": q_nope, "topk": topk, "kv": pool.kv, "index keys": pool.index_keys, **chosen}
 
 
 MODES = [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2]
+
+
+def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        other = theirs[name]
+        assert value.shape == other.shape, name
+        assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (value, other))), name
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
@@ -87,12 +96,25 @@ def test_a_layer_of_sglang_leaves_the_same_caches_and_chooses_the_same(layer, mo
         monkeypatch.setattr(front, "scales_of", lambda linear: linear.form)
         monkeypatch.setattr(front, "quantised", lambda x, scales: steps.quantise(x.float(), scales))
     ours, theirs = (prepared(layer, monkeypatch, mode, on, slots) for on in (True, False))
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        other = theirs[name]
-        assert value.shape == other.shape, name
-        assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (value, other))), name
+    assert_same_bits(ours, theirs)
     assert (ours["kv"][0] == 7.0).all()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_divide_the_kv_write_their_own_and_gather_queries(layer, monkeypatch, rank):
+    """As SGLang's sequence does, whose gather is the last that it does; a projection that every rank has whole is SGLang's."""
+    group = SimpleNamespace(world_size=2, all_gather=lambda mine, dim: torch.cat([mine, -mine], dim))
+    layer.dcp_size = 2
+    with get_parallel().override(dcp_group=group, attn_dcp_size=2, attn_dcp_rank=rank, dcp_replicate_q_proj=False):
+        assert rule.layer_problem(layer) is None
+        slots = torch.tensor([70, 200, 65, 131, 0])
+        sides = [prepared(layer, monkeypatch, ForwardMode.TARGET_VERIFY, on, slots, 2, rank) for on in (True, False)]
+    assert_same_bits(*sides)
+    assert sides[0]["q_nope"].shape[1] == 2 * layer.num_local_heads
+    written = (sides[0]["kv"] != 7.0).flatten(1).any(1).nonzero().flatten().tolist()
+    assert written == ([35, 100] if rank == 0 else [32, 65])
+    with get_parallel().override(dcp_replicate_q_proj=True):
+        assert "whole" in rule.layer_problem(layer)
 
 
 def test_few_rows_take_both_first_products_from_one_launch(layer, monkeypatch):
@@ -169,7 +191,6 @@ def test_the_layer_calls_what_is_replaced_as_it_is_replaced():
         ("indexer", "use_dsa_indexer_fusion", True, "SGLang fuses"),
         ("q_b_proj", "set_lora", True, "LoRA"),
         ("", "learnable_sink_param", 1, "sinks"),
-        ("", "dcp_size", 2, "divided"),
         ("", "use_deep_gemm_bmm", True, "absorbed"),
         ("q_a_layernorm", "cast_x_before_out_mul", True, "norms"),
         ("indexer.wk", "quant_method", object(), "under object"),

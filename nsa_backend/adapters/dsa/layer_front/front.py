@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend.adapters.dsa.layer_front.projections import FirstProducts, quantised, scales_of
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
@@ -28,6 +29,8 @@ class LayerFront:
         self.own: Callable = attention.forward_absorb_prepare
         self.backends = backends
         self.first_products = FirstProducts.of(attention)
+        # Of the KV of requests, where ranks divide it; an MTP layer has all.
+        self.part = {"ranks": attention.dcp_size, "rank": get_parallel().attn_dcp_rank} if attention.dcp_size > 1 else {}
 
     def __call__(
         self,
@@ -79,6 +82,7 @@ class LayerFront:
         The query's own projection, which is the shorter one, and its absorption run beside the indexer's.
         """
         from sglang.srt.layers.attention.dsa import dsa_indexer
+        from sglang.srt.layers.dcp import all_gather_q_for_mla_decode
         from sglang.srt.layers.deep_gemm_wrapper import configure_deep_gemm_num_sms
         from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
@@ -104,7 +108,8 @@ class LayerFront:
             pool.invalidate_index_buffer_for_layer(attention.layer_id)
         kv_cache = pool.get_key_buffer(attention.layer_id)
         index_cache = pool.get_index_k_with_scale_buffer(layer_id=attention.layer_id)
-        q, scales = norm_rope_store(qkv, key, weights, positions, batch.out_cache_loc, kv_cache, index_cache, q_scales)
+        slots = batch.out_cache_loc
+        q, scales = norm_rope_store(qkv, key, weights, positions, slots, kv_cache, index_cache, q_scales, **self.part)
         normed = q if scales is None else (q, scales)
 
         side.fork()
@@ -129,4 +134,6 @@ class LayerFront:
         topk_indices = dsa_indexer._broadcast_indexer_topk_from_rank0(topk_indices)
         topk_indices = dsa_indexer.maybe_capture_indexer_topk(attention.layer_id, topk_indices)
         side.join()
+        if self.part:
+            q_nope_out, q_rope = all_gather_q_for_mla_decode(q_nope_out, q_rope)
         return q_rope, q_nope_out, topk_indices
