@@ -95,14 +95,15 @@ def case(heads: int, lengths: list[int], ranks: int) -> SparseInputs:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("heads", [3, 64])
-@pytest.mark.parametrize("name", ["fa3", "flashmla_sparse", "flashmla_kv", "sparse_decode", "torch"])
+@pytest.mark.parametrize("name", ["fa3", "flashmla_sparse", "flashmla_kv", "sparse_decode", "auto", "torch"])
 def test_parts_of_ranks_joined_are_the_whole(name, heads, ranks):
     """Rows on all ranks, on one and on none; SGLang joins what it is given with no look at how it came about."""
     given = case(heads, [TOPK, 1, 5, 0], ranks)
     dtype = torch.float8_e4m3fn if name == "flashmla_kv" else torch.bfloat16
     parts = []
     for rank in range(ranks):
-        attention = implementation(name).build(replace(config(heads, dtype), context_ranks=ranks, context_rank=rank))
+        facts = {"context_ranks": ranks, "context_rank": rank, "device_name": "NVIDIA H200"}
+        attention = implementation(name).build(replace(config(heads, dtype), **facts))
         mine = replace(given, kv_cache=given.kv_cache[rank::ranks].contiguous())
         out, lse = attention.forward_part(mine, ContextPart(ranks, rank).at(given.topk_slots, None, 0))
         empty = ~((given.topk_slots >= 0) & (given.topk_slots % ranks == rank)).any(1)
