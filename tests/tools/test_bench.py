@@ -55,6 +55,12 @@ def test_a_cell_starts_only_where_the_longest_so_far_would_end_in_time(clock, bo
     assert kept[-1]["rows"] == report["rows"]
 
 
+def test_a_first_cell_that_compiles_does_not_stop_the_short_ones_after_it(clock):
+    report = cells.run_cells(timed_cells(clock, 100, 10, 80, 10, 10), 205, lambda _: None)
+    assert [row["cell"] for row in report["rows"]] == [1, 2]
+    assert report["not_measured"] == ["cell 3", "cell 4"]
+
+
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
