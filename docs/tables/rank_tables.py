@@ -24,7 +24,7 @@ SIDES = {
     BUILTIN: "built-in",
 }
 """Sides in the order of columns. `front` launches a layer's front twice, as has been the default since; `ours` was measured
-before. `verify` reads for all rows of a request together."""
+before, and a run of the default since says `ours_is`. `verify` reads for all rows of a request together."""
 BATCHES = (1, 8, 32)
 NOISE = 0.005
 """What is lost by less is in the result files alone."""
@@ -43,7 +43,8 @@ def runs(key: str) -> list[tuple[str, dict[Cell, dict[str, list[dict]]]]]:
     found = []
     for report in reports("rank").values():
         if release(report) == PRIMARY:
-            cells = by_cell(row for row in report["rows"] if key in row)
+            named = {"ours": report.get("ours_is", "ours")}
+            cells = by_cell(row | {"side": named.get(row["side"], row["side"])} for row in report["rows"] if key in row)
             both = {cell: sides for cell, sides in cells.items() if BUILTIN in sides and len(sides) > 1}
             found.append((report["environment"]["commit"], dict(sorted(both.items(), key=lambda item: order(item[0])))))
     return found
