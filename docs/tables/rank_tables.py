@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 from result_files import Parts, release, reports, spread, table
 
@@ -25,6 +26,7 @@ SIDES = {
 }
 """Sides in the order of columns. `front` launches a layer's front twice, as has been the default since; `ours` was measured
 before, and a run of the default since says `ours_is`. `verify` reads for all rows of a request together."""
+TIMES = {"round_ms": "longer", "ttft_ms": "first token later"}
 BATCHES = (1, 8, 32)
 NOISE = 0.005
 """What is lost by less is in the result files alone."""
@@ -61,14 +63,14 @@ def order(cell: Cell) -> tuple[str, bool, int, int, int]:
     return cell.checkpoint, not cell.steps, abs(cell.steps - 3), cell.length, cell.batch
 
 
-def spreads(cells: dict[Cell, dict[str, list[dict]]]) -> dict[Cell, dict[str, Spread]]:
-    """A round by cell and side; without drafts a token."""
-    return together(row for sides in cells.values() for rows in sides.values() for row in rows)
+def spreads(cells: dict[Cell, dict[str, list[dict]]], key: str = "round_ms") -> dict[Cell, dict[str, Spread]]:
+    """`key` by cell and side; a round without drafts is a token."""
+    return together((row for sides in cells.values() for rows in sides.values() for row in rows), key)
 
 
-def times(side: str = "ours") -> dict[Cell, dict[str, Spread]]:
+def times(side: str = "ours", key: str = "round_ms") -> dict[Cell, dict[str, Spread]]:
     """The same of the newest run that has this side."""
-    return spreads(newest("round_ms", side))
+    return spreads(newest(key, side), key)
 
 
 def ratio(sides: dict[str, Spread], side: str = "ours") -> float:
@@ -186,15 +188,15 @@ def by_launch() -> str:
 
 
 def lost_by_ranks() -> list[list[str]]:
-    """A row a rank and side that is behind the built-in of the same run anywhere."""
+    """A row a rank, side and time that is behind the built-in's of the same run anywhere."""
     rows = []
-    for side in SIDES:
+    for side, (key, behind) in product([side for side in SIDES if side != BUILTIN], TIMES.items()):
         lost: dict[str, list[str]] = {}
-        for cell, sides in times(side).items() if side != BUILTIN else ():
+        for cell, sides in times(side, key).items():
             if ratio(sides, side) >= 1 + NOISE:
                 drafts = f", {cell.steps} drafts" if cell.steps else ""
                 lost.setdefault(cell.checkpoint, []).append(f"{shape(cell)}{drafts} ({ratio(sides, side):.3f})")
         for checkpoint, cells in lost.items():
             name = f"rank {checkpoint}" + (f", {SIDES[side]}" if side != "ours" else "")
-            rows.append([name, "longer than built-in", "; ".join(cells)])
+            rows.append([name, f"{behind} than built-in", "; ".join(cells)])
     return rows
