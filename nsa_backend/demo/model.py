@@ -93,9 +93,18 @@ class TinySparseMla:
         if batch.forward_mode.is_extend_without_speculative():
             start, _ = metadata.get_indexer_kvcache_range()
             return metadata.topk_transform(query @ self._gathered_keys(metadata).T, self.shape.index_topk, ks=start)
-        pages = metadata.get_page_table_64().long()
-        paged = self.pool.index_k[pages].flatten(1, 2)  # columns past a row's length hold whatever the pages hold
-        return metadata.topk_transform(torch.einsum("rd,rkd->rk", query, paged), self.shape.index_topk)
+        logits = torch.einsum("rd,rkd->rk", query, self._paged_keys(metadata))
+        return metadata.topk_transform(logits, self.shape.index_topk)
+
+    def _paged_keys(self, metadata) -> torch.Tensor:
+        """Index keys [rows, columns of the page table x 64, 3]; past a row's length they are of page 0.
+
+        As DeepGEMM does, only pages that a row has are looked at: captured graphs share one table, whose other columns keep
+        what earlier batches left there, which may be pages of a pool that is gone.
+        """
+        pages, lengths = metadata.get_page_table_64().long(), metadata.get_seqlens_expanded()
+        own = torch.arange(pages.shape[1]) * 64 < lengths[:, None]
+        return self.pool.index_k[torch.where(own, pages, 0)].flatten(1, 2)
 
     def _gathered_keys(self, metadata) -> torch.Tensor:
         tables, lengths = metadata.get_page_table_64().long(), metadata.get_indexer_seq_len_cpu().tolist()

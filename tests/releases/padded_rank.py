@@ -32,8 +32,8 @@ class Indexer(TinySparseMla):
         keys = torch.stack([positions.float(), one, self.interest[input_ids]], dim=1)
         self.pool.set_index_k(batch.out_cache_loc, keys)
         query = torch.stack([one, -positions.float(), one], dim=1)[:real]
-        paged = self.pool.index_k[metadata.get_page_table_64().long()].flatten(1, 2)
-        chosen = metadata.topk_transform(torch.einsum("rd,rkd->rk", query, paged), self.shape.index_topk)
+        logits = torch.einsum("rd,rkd->rk", query, self._paged_keys(metadata))
+        chosen = metadata.topk_transform(logits, self.shape.index_topk)
         return torch.cat([chosen, chosen.new_full((len(positions) - real, chosen.shape[1]), -1)])
 
 

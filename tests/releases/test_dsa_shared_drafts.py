@@ -17,6 +17,7 @@ from shared_drafts import LAG, Lagged, SharedDecoder
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.sglang_types import ForwardMode
 from nsa_backend.demo.engine import Engine, decode_plain
+from nsa_backend.metadata import writer
 from nsa_backend.testing.calls import calls
 
 RUNS = tried(10, suppress_health_check=list(HealthCheck))
@@ -69,6 +70,17 @@ def test_drafts_that_see_neither_themselves_nor_one_another_are_right(sharing, n
         plain.target.net.__class__ = Lagged
         assert tokens == decode_plain(plain, 24)
     assert accepted == [num_steps + 1] * 3 * decoder.rounds
+
+
+def test_what_other_graphs_left_past_a_rows_length_is_never_looked_at(sharing, monkeypatch):
+    """Captured graphs share a page table: past a row's length there may be pages that this pool has not."""
+    stale = partial(torch.full, fill_value=10**6)
+    monkeypatch.setattr(writer, "shared_rows", lambda key, rows, *shape, **kinds: stale((rows, *shape), **kinds))
+    asked = prompts(9, 70, 140)
+    tokens, _ = SharedDecoder(Engine(asked, num_steps=3)).decode(12)
+    plain = Engine(asked, num_steps=3)
+    plain.target.net.__class__ = Lagged
+    assert tokens == decode_plain(plain, 12)
 
 
 def test_the_step_that_needs_a_draft_before_it_is_the_first_to_be_wrong(sharing):
