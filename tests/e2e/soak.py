@@ -206,7 +206,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, interrupt)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    asked = {"gpus": len(args.gpus), "topology": args.topology, "minutes": args.minutes, "seed": args.seed}
+    asked = {"gpus": len(set(args.gpus)), "topology": args.topology, "minutes": args.minutes, "seed": args.seed}
     asked |= {
         "faults": args.faults,
         "switches": {name: value for name, value in os.environ.items() if name.startswith("NSA_BACKEND_")},

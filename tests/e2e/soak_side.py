@@ -25,7 +25,7 @@ from pathlib import Path
 
 from replays import replayed
 from soak_answers import Template, group_differences, judge_answer, judge_tie
-from soak_faults import faults, malformed_under_load
+from soak_faults import faults, gpu_shared, malformed_under_load
 from soak_judge import problems_of, summary
 from soak_server import BUILTIN, SIDES, TOPOLOGIES, memory
 from soak_traffic import FAILURES, Client, Traffic, make_templates, request_body
@@ -35,10 +35,10 @@ from nsa_backend.benchmarks.reports.report import environment
 from nsa_backend.benchmarks.servers.process_trees import end_all
 from nsa_backend.benchmarks.servers.server import SIDE_BY_SIDE
 
-CALM, FAULTS = 0.2, 0.4  # of all the time, what the references may take, and the faults that end servers
+CALM, FAULTS = 0.2, 0.5  # of all the time, what the references may take, and the faults that end servers
 TAIL_SECONDS, DRAIN_SECONDS, LAST_SECONDS = 60.0, 20.0, 10.0  # after the load: all, waiting for requests, writing the JSON
 IDLE_SECONDS = 6.0  # SGLang aborts a closed stream after 2 s, and counts its tokens whenever it is idle
-SAMPLE_SECONDS, PROGRESS_SECONDS, QUESTIONS = 2.0, 15.0, 300
+SAMPLE_SECONDS, PROGRESS_SECONDS, QUESTIONS = 2.0, 15.0, 600
 
 
 @dataclass
@@ -214,9 +214,10 @@ def main() -> int:
         signal.setitimer(signal.ITIMER_REAL, max(run.left() - LAST_SECONDS, 1))
         report["environment"] = environment(TOPOLOGIES[args.topology].gpus)
         threading.Thread(target=watch, args=(run,), daemon=True).start()
-        for phase in (start, calm, load, settle, explain):
-            run.phase = phase.__name__
-            phase(run)
+        with gpu_shared(run.gpu):
+            for phase in (start, calm, load, settle, explain):
+                run.phase = phase.__name__
+                phase(run)
         if run.with_faults:
             report |= summary(run)  # of the one server, before others are started
             run.phase = faults.__name__

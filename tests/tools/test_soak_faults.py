@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -88,3 +90,31 @@ def test_what_the_builtin_survives_must_not_end_ours():
     ]
     dead = {"malformed": {}, "fatal": {"no memory left in traffic": {"exit": -9}}}
     assert soak_faults.compared(ours, dead) == []
+
+
+def test_what_takes_the_memory_is_ended_and_a_server_that_survives_it_may(run, monkeypatch):
+    running, start = run
+    monkeypatch.setattr(soak_faults, "HOG", "import time; print('taken', flush=True); time.sleep(60)")
+    monkeypatch.setattr(soak_faults, "FATAL", {name: soak_faults.FATAL[name] for name in ("no memory left in traffic",)})
+    made, began = running(), time.monotonic()
+    made.seconds = 90.0
+    soak_faults.faults(made, start, enough=60.0)
+    assert time.monotonic() - began < 50
+    assert made.fatal["no memory left in traffic"]["exit"] is None
+    assert made.problems == []
+
+
+def test_a_side_that_needs_the_gpu_alone_waits_for_the_others():
+    order, gpu = [], f"test_{os.getpid()}"
+
+    def alone() -> None:
+        with soak_faults.gpu_shared(gpu, alone=True):
+            order.append("alone")
+
+    waiting = threading.Thread(target=alone)
+    with soak_faults.gpu_shared(gpu), soak_faults.gpu_shared(gpu):
+        waiting.start()
+        waiting.join(0.3)
+        order.append("shared")
+    waiting.join()
+    assert order == ["shared", "alone"]
