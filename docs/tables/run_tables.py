@@ -64,6 +64,7 @@ def parted_outputs() -> str:
 
 SOAKS = {
     "0_5_23/three_sides": "one server",
+    "0_5_23/malformed": "both sides at once on one GPU, malformed requests between",
     "0_5_23/dp": "two ranks of DP attention",
     "0_5_23/pd": "prefill and decode server, three graphs",
     "0_5_23/pd_rounds": "the same, one graph",
@@ -82,6 +83,8 @@ def soaks() -> str:
         for side, given in report.get("sides", {"ours": report}).items():
             requests = " / ".join(str(given["requests"][key]) for key in ("finished", "aborted", "closed", "failed"))
             parted = f"{given['differences']['ways']} / {given['differences']['at_ties']}"
+            if unasked := sum(one["tie"] is None for one in given["differences"].get("others", ())):
+                parted += f" ({unasked} not looked at)"
             held = f"{given['held']['before_mib']:.0f} / {given['held']['after_mib']:.0f}"
             what = f"{version.replace('_', '.')}, {words}: {side.replace('_', ' ').replace('builtin', 'built-in')}"
             latest = f"{given['latency']['first_token_s']['p99']:.1f}" if "latency" in given else "-"
