@@ -64,10 +64,9 @@ def parted_outputs() -> str:
 
 SOAKS = {
     "0_5_23/three_sides": "one server",
-    "0_5_23/malformed": "both sides at once on one GPU, malformed requests between",
+    "0_5_23/malformed": "malformed requests between",
     "0_5_23/dp": "two ranks of DP attention",
-    "0_5_23/pd": "prefill and decode server, three graphs",
-    "0_5_23/pd_rounds": "the same, one graph",
+    "0_5_23/pd_rounds": "prefill and decode server",
     "0_5_12/small_chunks": "one server",
 }
 """Runs under load; those that a later one of the same code replaced are in the files alone."""
