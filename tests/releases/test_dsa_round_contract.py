@@ -10,7 +10,7 @@ import installed_source
 import pytest
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.utils import common
 
 from nsa_backend.adapters import naive_eagle
@@ -181,6 +181,7 @@ def test_what_rounds_ask_of_sglang_is_there():
     emptied = {"reqs", *OF_REQUESTS}
     plain = {"forward_mode", "is_extend_in_batch", "req_pool_indices", "seq_lens"}
     assert (read | emptied | plain) - batch == release().lacks & read
+    assert "self.sampling_params = sampling_params" in inspect.getsource(Req.__init__)
     sampling = {field.name for field in dataclasses.fields(SamplingBatchInfo)}
     asked = {"is_all_greedy", "penalizer_orchestrator", "logit_bias", "has_custom_logit_processor", "has_watermark_candidates"}
     assert asked - sampling == release().lacks & asked

@@ -19,6 +19,7 @@ from sglang.srt.speculative import eagle_utils
 
 from nsa_backend.adapters.dsa.rounds import ranks
 from nsa_backend.adapters.dsa.rounds.own_round import sampling_info_of, sampling_parameters
+from nsa_backend.adapters.dsa.rounds.served import Kind
 from nsa_backend.kernels.round_tensors import PADDING_TOP_K, RoundInputs, fill_round_inputs_torch
 from nsa_backend.testing.dsa_calls import publish
 
@@ -38,15 +39,21 @@ def options():
     publish(D - 1, D, decode="fa3", prefill="flashmla_sparse")
 
 
-def of_requests(asked: tuple[dict, ...]) -> SamplingBatchInfo:
+def batch_of(asked: tuple[dict, ...]) -> ScheduleBatch:
     """SGLang's own, of requests that ask for this."""
     unasked = {"custom_logit_processor": None, "return_sampling_mask": False, "sampling_logprobs_mode": None}
     reqs = [SimpleNamespace(sampling_params=SamplingParams(**parameters), **unasked) for parameters in asked]
     for req in reqs:
         req.sampling_params.normalize(None)
     batch = ScheduleBatch(reqs=reqs)
-    batch.device = "cpu"
-    return SamplingBatchInfo.from_schedule_batch(batch, VOCABULARY).copy_for_forward()
+    batch.device, batch.return_logprob = "cpu", False
+    batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, VOCABULARY)
+    return batch
+
+
+def of_requests(asked: tuple[dict, ...]) -> SamplingBatchInfo:
+    """SGLang's own, of requests that ask for this."""
+    return batch_of(asked).sampling_info.copy_for_forward()
 
 
 def static(info: SamplingBatchInfo, rows: int, device: str = "cpu") -> SamplingBatchInfo:
@@ -154,3 +161,13 @@ def test_all_ranks_go_by_the_least(monkeypatch):
     assert ranks.least_of_ranks(7) == 5
     group.world_size = 1
     assert ranks.least_of_ranks(7) == 7
+
+
+def test_a_batch_of_which_the_sampled_requests_have_ended_is_greedy_again():
+    """SGLang's `filter_batch` leaves it sampled, and a greedy request whose best tokens tie would get one of them by chance."""
+    batch = batch_of(MIXED)
+    assert Kind.of(batch) == Kind(sampled=True)
+    batch.sampling_info.filter_batch([1], torch.tensor([1]))
+    batch.reqs = [batch.reqs[1]]
+    assert not batch.sampling_info.is_all_greedy
+    assert Kind.of(batch) == Kind()

@@ -45,6 +45,14 @@ def test_any_sequence_of_batches_leaves_what_sglang_leaves(batches):
     assert ours.replays == len(served)
 
 
+def test_greedy_requests_that_are_left_of_a_sampled_batch_get_what_a_greedy_batch_gets():
+    theirs, ours = two_sides()
+    batch, left = decode_batch([3, 5, 9])(), decode_batch([3, 5, 9])()
+    left.sampling_info.is_all_greedy = False  # as SGLang leaves it
+    same(ours.run(left), theirs.run(batch), 3)
+    assert ours.replays == 1
+
+
 def test_padding_never_reaches_a_request_and_stays_short():
     """Many rounds of one request in graphs of two: the padding row's length does not grow from round to round."""
     _, ours = two_sides()

@@ -18,6 +18,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler_components import dp_attn
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -94,7 +95,8 @@ class FakeRank:
         if not requests:
             return None
         batch = self.fake.batch(sampled=sampled)
-        batch.reqs = [PlainRequest(rid=f"request {i}", seqlen=9) for i in range(requests)]
+        asked = SimpleNamespace(top_k=TOP_K_ALL if sampled else 1)
+        batch.reqs = [PlainRequest(rid=f"request {i}", seqlen=9, sampling_params=asked) for i in range(requests)]
         batch.req_pool_indices = batch.spec_info.future_indices = gpu(requests)
         batch.sampling_info = SimpleNamespace(
             **vars(batch.sampling_info),

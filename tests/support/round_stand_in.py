@@ -191,11 +191,13 @@ def decode_batch(slots: list[int], *, greedy: bool = True, shared: bool = False)
 
     def batch(**fields: Any) -> ScheduleBatch:
         rows = torch.tensor(slots)
-        made = ScheduleBatch(reqs=[object() for _ in slots])
+        sampling = sampling_info(slots, greedy=greedy)
+        asked = [SimpleNamespace(sampling_params=SimpleNamespace(top_k=k)) for k in sampling.top_ks.tolist()]
+        made = ScheduleBatch(reqs=asked)
         made.forward_mode, made.enable_overlap, made.spec_algorithm = ForwardMode.DECODE, True, SpeculativeAlgorithm.EAGLE
         made.req_pool_indices, made.device = rows, "cpu"
         made.spec_info = EagleDraftInput(future_indices=rows, future_dsa_topk_indices_available=shared)
-        made.sampling_info = sampling_info(slots, greedy=greedy)
+        made.sampling_info = sampling
         for name, value in fields.items():
             setattr(made, name, value)
         return made

@@ -27,8 +27,15 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any) -> Kind:
-        """That of SGLang's ScheduleBatch."""
-        return cls(not batch.sampling_info.is_all_greedy, batch.return_logprob)
+        """That of SGLang's ScheduleBatch.
+
+        A batch is told by the requests that it still has: SGLang goes on to sample for a batch of which the last request that
+        asked for it has ended, and draws among tokens that tie for the best of a greedy one.
+        """
+        sampled = not batch.sampling_info.is_all_greedy
+        if sampled and batch.reqs:  # what a round is captured of has none
+            sampled = any(one.sampling_params.top_k > 1 for one in batch.reqs)
+        return cls(sampled, batch.return_logprob)
 
     def __str__(self) -> str:
         """Of their requests, for the log."""
