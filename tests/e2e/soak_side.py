@@ -35,7 +35,8 @@ from nsa_backend.benchmarks.reports.report import environment
 from nsa_backend.benchmarks.servers.process_trees import end_all
 from nsa_backend.benchmarks.servers.server import SIDE_BY_SIDE
 
-CALM, FAULTS = 0.2, 0.5  # of all the time, what the references may take, and the faults that end servers
+CALM = 0.2  # of all the time, what the references may take
+FAULT_SECONDS = 500.0  # that the faults which end servers take, with a start after each
 TAIL_SECONDS, DRAIN_SECONDS, LAST_SECONDS = 60.0, 20.0, 10.0  # after the load: all, waiting for requests, writing the JSON
 IDLE_SECONDS = 6.0  # SGLang aborts a closed stream after 2 s, and counts its tokens whenever it is idle
 SAMPLE_SECONDS, PROGRESS_SECONDS, QUESTIONS = 2.0, 15.0, 600
@@ -139,7 +140,7 @@ def load(run: Soak) -> None:
     until = TAIL_SECONDS
     if run.with_faults:
         run.malformed = malformed_under_load(run)
-        until += FAULTS * run.seconds
+        until += FAULT_SECONDS
     try:
         while run.left() > until:
             if (code := ended(run)) is not None:
