@@ -64,7 +64,7 @@ def parted_outputs() -> str:
 
 SOAKS = {
     "0_5_23/three_sides": "one server",
-    "0_5_23/malformed": "malformed requests between",
+    "0_5_23/faults": "malformed requests between",
     "0_5_23/dp": "two ranks of DP attention",
     "0_5_23/pd_rounds": "prefill and decode server",
     "0_5_12/small_chunks": "one server",
@@ -100,6 +100,23 @@ def soaks() -> str:
         "MiB held before / after",
     ]
     return table(head, rows)
+
+
+@PARTS.part
+def faults() -> str:
+    """What came of each fault that may end a server: requests under way that finished, how it ended, after how long."""
+    sides = result("soak_0_5_23", "faults")["sides"]
+    rows = []
+    for name in sides["ours"]["fatal"]:
+        found = [sides[side]["fatal"][name] for side in ("ours", "builtin")]
+        if all("under_way" in one for one in found):
+            rows.append([name, *map(_outcome, found)])
+    return table(["fault", "ours", "built-in"], rows)
+
+
+def _outcome(found: dict) -> str:
+    ended = "goes on" if found["exit"] is None else f"exit {found['exit']} after {found['seconds']:.1f} s"
+    return f"{found['finished']} of {found['under_way']} finished; {ended}"
 
 
 def beyond(chi_square: float, freedom: int) -> float:
