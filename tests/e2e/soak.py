@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from soak_faults import compared
+from soak_faults import add_faults, compared
 from soak_server import BUILTIN, SIDES, TOPOLOGIES
 
 HERE = Path(__file__).resolve().parent
@@ -144,7 +144,7 @@ def start(side: str, gpu: str, args: argparse.Namespace, port: int) -> tuple[sub
     out.unlink(missing_ok=True)
     command = [sys.executable, str(HERE / "soak_side.py"), str(out), "--side", side, "--gpu", gpu]
     command += ["--minutes", str(args.minutes), "--port", str(port), "--seed", str(args.seed), "--topology", args.topology]
-    command += ["--faults"] if args.faults else []
+    command += ["--faults", *args.faults] if args.faults is not None else []
     return subprocess.Popen(command), out
 
 
@@ -189,7 +189,7 @@ def main() -> int:
     for option, default in (("--port", 33000), ("--seed", 0)):
         parser.add_argument(option, type=int, default=default)
     parser.add_argument("--topology", choices=list(TOPOLOGIES), default="one", help="what serves a side: see soak_server.py")
-    parser.add_argument("--faults", action="store_true", help="inject faults, see soak_faults.py; one server a side")
+    add_faults(parser)
     parser.add_argument("--table", action="store_true", help="print the table of OUT.json; run nothing")
     args = parser.parse_args()
     if len(args.gpus) not in (1, len(args.sides)):
@@ -198,7 +198,7 @@ def main() -> int:
     if any(len(gpus.split(",")) != wanted for gpus in args.gpus):
         each = ",".join(map(str, range(wanted)))
         parser.error(f"--topology {args.topology} takes {wanted} GPUs for a side: --gpus {each}")
-    if args.faults and args.topology != "one":
+    if args.faults is not None and args.topology != "one":
         parser.error("--faults takes one server a side: --topology one")
     if args.table:
         print(table(json.loads(args.out.read_text())))
@@ -208,7 +208,7 @@ def main() -> int:
     began = time.monotonic()
     asked = {"gpus": len(set(args.gpus)), "topology": args.topology, "minutes": args.minutes, "seed": args.seed}
     asked |= {
-        "faults": args.faults,
+        "faults": args.faults is not None,
         "switches": {name: value for name, value in os.environ.items() if name.startswith("NSA_BACKEND_")},
     }
     report = joined(run(args), asked, time.monotonic() - began)

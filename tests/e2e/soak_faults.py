@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -126,6 +127,15 @@ FATAL: dict[str, tuple[Callable[[Soak], subprocess.Popen | None], int, int, bool
     "SIGTERM under load": (terminate, 64, 512, True),
 }
 """What is done, tokens of each request's prompt and answer under way, and whether the server must end."""
+TWO_AT_ONCE = "two servers started at once"
+FAULTS = (*FATAL, TWO_AT_ONCE)
+
+
+def add_faults(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--faults", nargs="*", choices=FAULTS, metavar="NAME",
+        help=f"malformed requests under load, then these faults, all unless named: {', '.join(FAULTS)}; one server a side",
+    )  # fmt: skip
 
 
 def fatal(run: Soak, name: str) -> dict:
@@ -224,6 +234,8 @@ def faults(run: Soak, start: Callable[[Soak], None], enough: float = 60.0) -> No
         enough: seconds that a start may take.
     """
     for name in FATAL:
+        if name not in run.faults:
+            continue
         if run.left() < GONE_SECONDS + enough:
             break
         with gpu_shared(run.gpu, alone=FATAL[name][0] is take_memory):
@@ -232,10 +244,11 @@ def faults(run: Soak, start: Callable[[Soak], None], enough: float = 60.0) -> No
             start(run)
             found["serves_again"] = answers_again(run)
         run.problems += problems_of_fatal(name, found)
-    if run.left() > 2 * enough:
-        end_all(run.servers.pop())
-        found = run.fatal["two servers started at once"] = two_at_once(run, start)
-        run.problems += [f"two servers started at once: {error}" for error in found["errors"]]
+    if TWO_AT_ONCE in run.faults and run.left() > 2 * enough:
+        with gpu_shared(run.gpu, alone=True):  # two, not those of another side beside them
+            end_all(run.servers.pop())
+            found = run.fatal[TWO_AT_ONCE] = two_at_once(run, start)
+        run.problems += [f"{TWO_AT_ONCE}: {error}" for error in found["errors"]]
 
 
 def compared(ours: dict | None, builtin: dict | None) -> list[str]:

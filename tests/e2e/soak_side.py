@@ -1,7 +1,7 @@
 """One side of a soak run: a server under changing load, with aborts and retractions; outputs, accept length, memory and log.
 
     python tests/e2e/soak_side.py OUT.json --side ours [--gpu 0] [--topology pd] [--minutes 8] [--port 33000] [--seed 0]
-        [--faults]
+        [--faults [NAME ...]]
 
 Each template runs alone first; under load its output must be the same, up to ties. A run that fails, gets SIGTERM or has no
 time left writes what it has. soak.py runs both sides.
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from replays import replayed
 from soak_answers import Template, group_differences, judge_answer, judge_tie
-from soak_faults import faults, gpu_shared, malformed_under_load
+from soak_faults import FAULTS, add_faults, faults, gpu_shared, malformed_under_load
 from soak_judge import problems_of, summary
 from soak_server import BUILTIN, SIDES, TOPOLOGIES, memory
 from soak_traffic import FAILURES, Client, Traffic, make_templates, request_body
@@ -36,7 +36,8 @@ from nsa_backend.benchmarks.servers.process_trees import end_all
 from nsa_backend.benchmarks.servers.server import SIDE_BY_SIDE
 
 CALM = 0.2  # of all the time, what the references may take
-FAULT_SECONDS = 500.0  # that the faults which end servers take, with a start after each
+FAULT_SECONDS = 100.0  # that a fault which ends a server takes, with a start after it
+SHARING_SECONDS = 120.0  # that sides on one GPU wait for one another before such faults
 TAIL_SECONDS, DRAIN_SECONDS, LAST_SECONDS = 60.0, 20.0, 10.0  # after the load: all, waiting for requests, writing the JSON
 IDLE_SECONDS = 6.0  # SGLang aborts a closed stream after 2 s, and counts its tokens whenever it is idle
 SAMPLE_SECONDS, PROGRESS_SECONDS, QUESTIONS = 2.0, 15.0, 600
@@ -66,7 +67,7 @@ class Soak:
     differences: list[dict] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
-    with_faults: bool = False
+    faults: tuple[str, ...] = ()  # after the load; malformed requests come under it then
     malformed: dict[str, list] = field(default_factory=dict)  # by name, the different answers to such requests under load
     fatal: dict[str, dict] = field(default_factory=dict)  # by name, what came of a fault that may end a server
 
@@ -138,9 +139,9 @@ def load(run: Soak) -> None:
     began = time.monotonic()
     run.traffic.start(run.templates, run.references)
     until = TAIL_SECONDS
-    if run.with_faults:
+    if run.faults:
         run.malformed = malformed_under_load(run)
-        until += FAULT_SECONDS
+        until += SHARING_SECONDS + FAULT_SECONDS * len(run.faults)
     try:
         while run.left() > until:
             if (code := ended(run)) is not None:
@@ -192,7 +193,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gpu", default="0", help="as CUDA_VISIBLE_DEVICES names it")
     parser.add_argument("--topology", choices=list(TOPOLOGIES), default="one")
     parser.add_argument("--minutes", type=float, default=8, help="of everything, the start of the server included")
-    parser.add_argument("--faults", action="store_true", help="malformed requests under load, then faults that end servers")
+    add_faults(parser)
     for option, default in (("--port", 33000), ("--seed", 0)):
         parser.add_argument(option, type=int, default=default)
     return parser.parse_args()
@@ -207,7 +208,9 @@ def main() -> int:
     traffic = Traffic(client, args.seed)
     run = Soak(client, traffic, templates, 60 * args.minutes, began, args.port, args.side, args.gpu, topology=args.topology)
     folder = tempfile.TemporaryDirectory()
-    run.log, run.with_faults = Path(folder.name) / "server.log", args.faults
+    run.log = Path(folder.name) / "server.log"
+    if args.faults is not None:
+        run.faults = tuple(args.faults or FAULTS)
     report = {"arguments": vars(args) | {"out": args.out.name}}
     try:
         for number in (signal.SIGTERM, signal.SIGALRM):
@@ -219,7 +222,7 @@ def main() -> int:
             for phase in (start, calm, load, settle, explain):
                 run.phase = phase.__name__
                 phase(run)
-        if run.with_faults:
+        if run.faults:
             report |= summary(run)  # of the one server, before others are started
             run.phase = faults.__name__
             faults(run, start)
@@ -229,8 +232,8 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):  # what is left is quick
         signal.signal(number, signal.SIG_IGN)
     report = summary(run) | report
-    problems = run.problems + problems_of(report, ours=run.side != BUILTIN, faults=run.with_faults)
-    if run.with_faults:
+    problems = run.problems + problems_of(report, ours=run.side != BUILTIN, faults=bool(run.faults))
+    if run.faults:
         report |= {"malformed": run.malformed, "fatal": run.fatal}
     report |= {"problems": problems, "seconds": round(time.monotonic() - began, 1)}
     args.out.write_text(json.dumps(report, indent=1))

@@ -48,6 +48,7 @@ def test_a_server_that_ends_with_its_rank_serves_again_when_it_is_started_anew(r
     running, start = run
     monkeypatch.setattr(soak_faults, "FATAL", {name: soak_faults.FATAL[name] for name in ("a rank killed in a round",)})
     made = running()
+    made.faults = soak_faults.FAULTS
     soak_faults.faults(made, start, enough=1.0)
     killed, two = made.fatal["a rank killed in a round"], made.fatal["two servers started at once"]
     assert (killed["under_way"], killed["finished"], killed["exit"], killed["processes_left"]) == (2, 0, 0, 0)
@@ -95,9 +96,8 @@ def test_what_the_builtin_survives_must_not_end_ours():
 def test_what_takes_the_memory_is_ended_and_a_server_that_survives_it_may(run, monkeypatch):
     running, start = run
     monkeypatch.setattr(soak_faults, "HOG", "import time; print('taken', flush=True); time.sleep(60)")
-    monkeypatch.setattr(soak_faults, "FATAL", {name: soak_faults.FATAL[name] for name in ("no memory left in traffic",)})
     made, began = running(), time.monotonic()
-    made.seconds = 90.0
+    made.seconds, made.faults = 90.0, ("no memory left in traffic",)
     soak_faults.faults(made, start, enough=60.0)
     assert time.monotonic() - began < 50
     assert made.fatal["no memory left in traffic"]["exit"] is None

@@ -114,7 +114,7 @@ class TestSides:
         (tmp_path / "seconds").write_text("0.2")
         monkeypatch.setattr(soak, "HERE", tmp_path)
         monkeypatch.setattr(soak, "GRACE_SECONDS", 0.0)
-        asked = {"gpus": ["2", "3"], "minutes": 0.1, "port": 33000, "seed": 4, "topology": "one", "faults": False}
+        asked = {"gpus": ["2", "3"], "minutes": 0.1, "port": 33000, "seed": 4, "topology": "one", "faults": None}
         asked |= {"sides": ["ours", "builtin"]}
         return SimpleNamespace(out=tmp_path / "out.json", **asked)
 
