@@ -1,8 +1,9 @@
-"""Two block-FP8 products of the same few rows in one launch, whose sums over a long inner dimension are divided among programs.
+"""Products of the same few rows in one launch, whose sums over a long inner dimension are divided among programs.
 
 A GEMM that gives every block of columns to one program takes as long as that program's walk over the inner dimension, which
 is 7168 values in the first projections of a layer. Here SPLITS programs walk a part each; the last one to arrive adds the
-parts in order, so that the result does not depend on who was last.
+parts in order, so that the result does not depend on who was last. Two products are of block-FP8 weights, and a third, which
+gives the gates of an indexer's heads, is of bfloat16 weights and of the row before it was quantised.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from nsa_backend.kernels.checks import require
 from nsa_backend.kernels.layer_front_weights import GROUP
 
 COLUMNS = 64
-"""Of a product, that a program sums."""
+"""Of a product of FP8 weights, that a program sums."""
+GATES = 32
+"""Of a product of bfloat16 weights: as many bytes."""
 MOST_ROWS = 32
 LEAST_INNER = 4096
 """Values of a row from which on dividing the sums pays; at 1536 and 2048 it does not (benchmarks/tuning/projections.py)."""
@@ -26,15 +29,49 @@ Product = tuple[torch.Tensor, torch.Tensor]
 """float8_e4m3fn [columns, inner], and float32 scales [ceil(columns / GROUP), inner / GROUP] of its blocks."""
 
 
+@triton.jit
+def add_to_splits(total, sums, arrived, out, there, SPLIT_SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """Store this program's part of a block; the last of SPLITS programs stores the sum. `sums`: where the first part goes."""
+    tl.store(sums + tl.program_id(1) * SPLIT_SIZE, total)
+    tl.debug_barrier()  # every warp has stored its part
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS - 1:
+        total = tl.zeros_like(total)
+        for other in tl.static_range(SPLITS):
+            total += tl.load(sums + other * SPLIT_SIZE, cache_modifier=".cg")
+        tl.store(out, total, there)
+        tl.store(arrived, 0)
+
+
 @triton.jit(do_not_specialize=["row_stride", "group_stride", "rows"])
 def split_products_kernel(
     x_ptr, x_scales_ptr, row_stride, group_stride, first_ptr, first_scales_ptr, second_ptr, second_scales_ptr,
-    first_out_ptr, second_out_ptr, sums_ptr, arrived_ptr, rows,
-    INNER: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    first_out_ptr, second_out_ptr, hidden_ptr, gates_weight_ptr, gates_out_ptr, sums_ptr, arrived_ptr, rows,
+    INNER: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, GATES: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns of either product, split). `arrived` is zero before, and left so."""
+    """Program (block of columns of one product, split). `arrived` is zero before, and left so."""
     block, split = tl.program_id(0), tl.program_id(1)
+    groups: tl.constexpr = INNER // GROUP
+    split_size: tl.constexpr = (FIRST + SECOND + THIRD) * ROWS
+    row, inner = tl.arange(0, ROWS), tl.arange(0, GROUP)
+    there = row < rows
+    if THIRD > 0:  # noqa: SIM102  the compiler leaves it out by this alone
+        if block >= (FIRST + SECOND) // COLUMNS:
+            begin = block * GATES - (FIRST + SECOND) // COLUMNS * GATES
+            column = begin + tl.arange(0, GATES)
+            total = tl.zeros([GATES, ROWS], tl.float32)
+            for group in tl.range(split * groups // SPLITS, (split + 1) * groups // SPLITS, num_stages=STAGES - 1):
+                at = group * GROUP + inner
+                w = tl.load(gates_weight_ptr + column[:, None] * INNER + at[None, :])
+                values = tl.load(hidden_ptr + row[None, :] * INNER + at[:, None], there[None, :], 0.0)
+                if not COMPILED:  # the interpreter multiplies the bits of bfloat16
+                    w, values = w.to(tl.float32), values.to(tl.float32)
+                total = tl.dot(w, values, total)
+            sums = sums_ptr + (FIRST + SECOND + column[:, None]) * ROWS + row[None, :]
+            out = gates_out_ptr + row[None, :] * THIRD + column[:, None]
+            add_to_splits(total, sums, arrived_ptr + block, out, there[None, :], split_size, SPLITS)
+            return
     if block < FIRST // COLUMNS:
         weight, weight_scales, out, width, begin = first_ptr, first_scales_ptr, first_out_ptr, FIRST, block * COLUMNS
     else:
@@ -45,9 +82,7 @@ def split_products_kernel(
             SECOND,
             block * COLUMNS - FIRST,
         )
-    groups: tl.constexpr = INNER // GROUP
-    column, row, inner = begin + tl.arange(0, COLUMNS), tl.arange(0, ROWS), tl.arange(0, GROUP)
-    there = row < rows
+    column = begin + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for group in tl.range(split * groups // SPLITS, (split + 1) * groups // SPLITS, num_stages=STAGES):
         at = group * GROUP + inner
@@ -56,24 +91,23 @@ def split_products_kernel(
         w_scale = tl.load(weight_scales + begin // GROUP * groups + group)  # one, as blocks of columns divide GROUP
         x_scale = tl.load(x_scales_ptr + row * row_stride + group * group_stride, there, 0.0)
         total += tl.dot(w, values) * (x_scale * w_scale)[None, :]
-    part = (block * COLUMNS + tl.arange(0, COLUMNS)[:, None]) * ROWS + row[None, :]
-    all_columns: tl.constexpr = FIRST + SECOND
-    tl.store(sums_ptr + split * all_columns * ROWS + part, total)
-    tl.debug_barrier()  # every warp has stored its part
-    if tl.atomic_add(arrived_ptr + block, 1, sem="acq_rel") == SPLITS - 1:
-        total = tl.zeros([COLUMNS, ROWS], tl.float32)
-        for other in tl.static_range(SPLITS):
-            total += tl.load(sums_ptr + other * all_columns * ROWS + part, cache_modifier=".cg")
-        tl.store(out + row[None, :] * width + column[:, None], total, there[None, :])
-        tl.store(arrived_ptr + block, 0)
+    sums = sums_ptr + (block * COLUMNS + tl.arange(0, COLUMNS)[:, None]) * ROWS + row[None, :]
+    add_to_splits(
+        total, sums, arrived_ptr + block, out + row[None, :] * width + column[:, None], there[None, :], split_size, SPLITS
+    )
 
 
-def counters(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """What `split_products` of these two weights counts its programs with: zeros, and zeros again after every launch.
+def counters(first: torch.Tensor, second: torch.Tensor, gates: torch.Tensor | None = None) -> torch.Tensor:
+    """What `split_products` of these weights counts its programs with: zeros, and zeros again after every launch.
 
     Launches that may run at the same time need one each.
     """
-    return torch.zeros((first.shape[0] + second.shape[0]) // COLUMNS, dtype=torch.int32, device=first.device)
+    columns = first.shape[0], second.shape[0], 0 if gates is None else gates.shape[0]
+    return torch.zeros(_blocks(*columns), dtype=torch.int32, device=first.device)
+
+
+def _blocks(first: int, second: int, gates: int) -> int:
+    return (first + second) // COLUMNS + gates // GATES
 
 
 def split_products(
@@ -83,8 +117,9 @@ def split_products(
     second: Product,
     arrived: torch.Tensor,
     tile: tuple[int, int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x times both weights; one launch.
+    gates: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """x times both weights, and other rows times the gates' weight; one launch.
 
     Args:
         x: float8_e4m3fn [rows, inner], contiguous, 1 to MOST_ROWS rows, inner a multiple of GROUP.
@@ -92,9 +127,11 @@ def split_products(
         first, second: weights, contiguous, columns a multiple of COLUMNS, scales contiguous.
         arrived: from `counters`.
         tile: programs a block of columns, and stages; that of TILES if None.
+        gates: bfloat16 [rows, inner], and its weight, bfloat16 [a multiple of GATES, inner], both contiguous; None for none.
 
     Returns:
-        bfloat16 [rows, columns] of either, contiguous.
+        bfloat16 [rows, columns] of the first and the second; float32 [rows, columns] of the gates where they are given.
+        All are contiguous.
 
     Raises:
         ValueError: a tensor has another shape, dtype or layout.
@@ -113,16 +150,25 @@ def split_products(
     require(fits, "x", x, f"contiguous torch.float8_e4m3fn [rows, a multiple of {GROUP}]", "the kernel would misread it")
     fits = x_scales.dtype == torch.float32 and x_scales.shape == (rows, inner // GROUP)
     require(fits, "x_scales", x_scales, f"torch.float32 {[rows, inner // GROUP]}", "the kernel would misread them")
-    widths = first[0].shape[0], second[0].shape[0]
-    fits = arrived.dtype == torch.int32 and arrived.shape == (sum(widths) // COLUMNS,)
-    require(fits, "arrived", arrived, f"torch.int32 [{sum(widths) // COLUMNS}]", "the kernel would count past its end")
-    outs = [torch.empty(rows, width, dtype=torch.bfloat16, device=x.device) for width in widths]
+    for name, tensor, least in () if gates is None else (("hidden", gates[0], rows), ("weight of the gates", gates[1], GATES)):
+        fits = tensor.dtype == torch.bfloat16 and tensor.is_contiguous() and tensor.shape[1:] == (inner,)
+        fits &= tensor.shape[0] == rows if name == "hidden" else not tensor.shape[0] % GATES
+        form = f"contiguous torch.bfloat16 [{'' if name == 'hidden' else 'a multiple of '}{least}, {inner}]"
+        require(fits, name, tensor, form, "the kernel would misread it")
+    widths = first[0].shape[0], second[0].shape[0], 0 if gates is None else gates[1].shape[0]
+    programs = _blocks(*widths)
+    fits = arrived.dtype == torch.int32 and arrived.shape == (programs,)
+    require(fits, "arrived", arrived, f"torch.int32 [{programs}]", "the kernel would count past its end")
+    dtypes = torch.bfloat16, torch.bfloat16, torch.float32
+    outs = [torch.empty(rows, width, dtype=dtype, device=x.device) for width, dtype in zip(widths, dtypes, strict=True)]
+    hidden, weight = gates or (x, x)
     sums = torch.empty(splits * sum(widths) * padded, dtype=torch.float32, device=x.device)
     split_products_kernel[(len(arrived), splits)](
-        x, x_scales, *x_scales.stride(), *first, *second, *outs, sums, arrived, rows, INNER=inner, FIRST=widths[0],
-        SECOND=widths[1], ROWS=padded, COLUMNS=COLUMNS, SPLITS=splits, STAGES=stages, GROUP=GROUP, num_warps=4,
+        x, x_scales, *x_scales.stride(), *first, *second, *outs[:2], hidden, weight, outs[2], sums, arrived, rows, INNER=inner,
+        FIRST=widths[0], SECOND=widths[1], THIRD=widths[2], ROWS=padded, COLUMNS=COLUMNS, GATES=GATES, SPLITS=splits,
+        STAGES=stages, GROUP=GROUP, COMPILED=x.is_cuda, num_warps=4,
     )  # fmt: skip
-    return outs[0], outs[1]
+    return tuple(outs) if gates is not None else tuple(outs[:2])
 
 
 def padded_rows(rows: int) -> int:

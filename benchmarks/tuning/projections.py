@@ -20,11 +20,12 @@ from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.benchmarks.commands.attention import timed
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
-from nsa_backend.kernels.split_products import MOST_ROWS, counters, split_products
+from nsa_backend.kernels.split_products import LEAST_INNER, MOST_ROWS, counters, split_products
 from nsa_backend.testing.process import start_sglang
 
 SHAPES = {"qkv_a, wk": (7168, 2112, 128), "q_b, wq_b": (1536, 3072, 8192), "o_proj": (2048, 7168)}
 """Columns in, then out of each, of a rank of DeepSeek-V3.2 under tensor parallel 8."""
+INDEX_HEADS = 64
 COLD_BYTES, SAMPLES = 300 << 20, 5
 BYTES_PER_US = 4.0e6
 TILES = ((1, 4), (2, 4), (4, 4), (4, 6), (8, 4), (8, 6), (14, 4))
@@ -82,6 +83,22 @@ def runners(name: str, rows: int) -> dict[str, Call]:
             found["split_products {} {}".format(*tile)] = lambda i, tile=tile: list(
                 split_products(values, scales, *drawn[i % copies], arrived, tile)
             )
+        if rows <= MOST_ROWS and inner >= LEAST_INNER:
+            gates = [torch.randn(INDEX_HEADS, inner, device="cuda").bfloat16() for _ in range(copies)]
+            counted = counters(*(weight for weight, _ in drawn[0]), gates[0])
+
+            def gates_beside(i: int) -> list[torch.Tensor]:
+                side.fork()
+                outs = split_products(values, scales, *drawn[i % copies], arrived)
+                with side.running():
+                    torch.mm(x, gates[i % copies].t(), out_dtype=torch.float32)
+                side.join()
+                return list(outs)
+
+            def gates_within(i: int) -> list[torch.Tensor]:
+                return list(split_products(values, scales, *drawn[i % copies], counted, gates=(x, gates[i % copies])))[:2]
+
+            found |= {"split_products, gates on another stream": gates_beside, "split_products with gates": gates_within}
     return found
 
 

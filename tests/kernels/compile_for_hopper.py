@@ -25,15 +25,15 @@ from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 from nsa_backend.kernels.sparse_verify import tile_of
 from nsa_backend.kernels.sparse_verify_kernel import attend_union_kernel
-from nsa_backend.kernels.split_products import COLUMNS, TILES, split_products_kernel
+from nsa_backend.kernels.split_products import COLUMNS, GATES, TILES, split_products_kernel
 
 OF_TYPE = {
     "*bf16": "q_nope_ptr q_rope_ptr k_rope_ptr out_ptr qkv_ptr key_ptr q_weight_ptr latent_weight_ptr query_ptr q_rope_out_ptr "
-    "first_out_ptr second_out_ptr",
+    "first_out_ptr second_out_ptr hidden_ptr gates_weight_ptr",
     "*fp8e4nv": "q_ptr index_ptr quantised_ptr x_ptr first_ptr second_ptr",
     "*fp32": "partial_ptr lse_ptr joined_ptr scales_ptr x_scales_ptr first_scales_ptr second_scales_ptr sums_ptr "
     "key_weight_ptr key_bias_ptr cos_sin_ptr index_cos_sin_ptr q_scales_ptr latent_scales_ptr index_scales_ptr "
-    "gates_ptr weights_ptr",
+    "gates_ptr weights_ptr gates_out_ptr",
     "*i32": "slots_ptr lens_ptr union_ptr counts_ptr marks_ptr arrived_ptr",
     "*i64": "positions_ptr",
     "*u8": "rows_ptr",
@@ -91,8 +91,10 @@ def front(caches: dict[str, dict]) -> dict[str, dict]:
             used = resources(norm_rope_store_kernel, model | strides | constants | query, latent, types)
             found[f"front, norm_rope_store, {latent[1:]}, {query}"] = used | {"programs": 8}
     for rows, (splits, stages) in TILES.items():
-        constants = {"INNER": 7168, "FIRST": 2112, "SECOND": 128, "ROWS": rows, "SPLITS": splits, "STAGES": stages}
-        used = resources(split_products_kernel, constants | {"COLUMNS": COLUMNS, "GROUP": 128})
+        constants = {"INNER": 7168, "FIRST": 2112, "SECOND": 128, "THIRD": 64, "ROWS": rows, "SPLITS": splits, "STAGES": stages}
+        used = resources(
+            split_products_kernel, constants | {"COLUMNS": COLUMNS, "GATES": GATES, "GROUP": 128, "COMPILED": True}
+        )
         found[f"front, split_products, {rows} rows"] = used | {"programs": 3}
     constants = {"INDEX_HEADS": 64, "HEADS": 8, "QUERY_STRIDE": 8192, "GATE_SCALE": 0.125, "SOFTMAX_SCALE": 128**-0.5}
     constants |= {"Q_ROPE_ROW_STRIDE": 3072, "Q_ROPE_HEAD_STRIDE": 192}

@@ -145,8 +145,9 @@ def layer_front(rows: int, offset: int) -> None:
     if 0 < rows <= MOST_ROWS:
         fp8 = lambda *shape: torch.zeros(shape, dtype=torch.float8_e4m3fn)  # noqa: E731
         products = [(fp8(columns, 1024), torch.ones(-(-columns // 128), 8)) for columns in (Q_RANK + 576, 128)]
+        gates = torch.ones(rows, 1024, dtype=torch.bfloat16), torch.ones(64, 1024, dtype=torch.bfloat16)
         for scales in (torch.ones(rows, 8), torch.ones(8, -(-rows // 4) * 4).T[:rows]):
-            split_products(fp8(rows, 1024), scales, *products, counters(products[0][0], products[1][0]))
+            split_products(fp8(rows, 1024), scales, *products, counters(*(p[0] for p in products), gates[1]), gates=gates)
 
 
 def round_of(requests: int, size: int, offset: int) -> None:

@@ -1,4 +1,4 @@
-"""Two products in one launch against one torch product each, with poison in what is allocated and behind the rows."""
+"""Three products in one launch against one torch product each, with poison in what is allocated and behind the rows."""
 
 from __future__ import annotations
 
@@ -57,9 +57,19 @@ def check_products(device, rows, inner, widths, far_apart):
     torch.manual_seed(rows)
     x, scales = inputs(rows, inner, far_apart, device)
     weights = [weight(width, inner, device) for width in widths]
-    arrived = counters(weights[0][0], weights[1][0])
-    found, again = (split_products(x, scales, *weights, arrived) for _ in range(2))
+    hidden = torch.full((MOST_ROWS + 8, inner), float("nan"), dtype=torch.bfloat16, device=device)[:rows]
+    hidden.copy_(torch.randn(rows, inner, device=device))
+    gates = torch.randn(64, inner, device=device).bfloat16()
+    arrived = counters(weights[0][0], weights[1][0], gates)
+    found, again = (split_products(x, scales, *weights, arrived, gates=(hidden, gates)) for _ in range(2))
+    two = split_products(x, scales, *weights, counters(weights[0][0], weights[1][0]))
     assert not arrived.any()
+    assert all(torch.equal(one, other) for one, other in zip(found[:2], two, strict=True)), "the same bits without gates"
+    assert torch.equal(found[2], again[2]), "the same bits, whoever arrives last"
+    exact, size = hidden.double() @ gates.double().T, hidden.double().abs() @ gates.double().abs().T
+    assert found[2].dtype == torch.float32
+    assert ((found[2] - exact).abs() <= 2**-16 * size).all()
+    found, again = found[:2], again[:2]
     for one, other, (values, of_blocks) in zip(found, again, weights, strict=True):
         wanted = product_torch(x, scales, values, of_blocks).float()
         size = product_torch(x.float().abs(), scales, values.float().abs(), of_blocks).float()
@@ -77,12 +87,15 @@ def check_products(device, rows, inner, widths, far_apart):
         ("first must be", {"first": lambda w: (w[0][:32], w[1])}),
         ("scales of second must be", {"second": lambda w: (w[0], w[1].double())}),
         ("arrived must be", {"arrived": lambda a: a[1:]}),
+        ("hidden must be", {"gates": lambda g: (g[0].float(), g[1])}),
+        ("weight of the gates must be", {"gates": lambda g: (g[0], g[1][:48])}),
     ],
 )
 def test_refuses_what_it_would_misread(name, change):
     x, scales = inputs(2, 256, True, "cpu")
     given = {"x": x, "x_scales": scales, "first": weight(128, 256, "cpu"), "second": weight(64, 256, "cpu")}
-    given["arrived"] = counters(given["first"][0], given["second"][0])
+    given["gates"] = torch.ones(2, 256, dtype=torch.bfloat16), torch.ones(64, 256, dtype=torch.bfloat16)
+    given["arrived"] = counters(given["first"][0], given["second"][0], given["gates"][1])
     for key, changed in change.items():
         given[key] = changed(given[key])
     with pytest.raises(ValueError, match=name):

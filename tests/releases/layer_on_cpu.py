@@ -19,7 +19,7 @@ from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
 
-HIDDEN, HEADS, INDEX_HEADS, ROWS, TOPK, PAGES = 256, 4, 8, 5, 16, 4
+HIDDEN, HEADS, INDEX_HEADS, ROWS, TOPK, PAGES = 256, 4, 32, 5, 16, 4
 CONFIG = SimpleNamespace(
     architectures=["DeepseekV32ForCausalLM"], rms_norm_eps=1e-6, index_topk=TOPK, index_n_heads=INDEX_HEADS, index_head_dim=128,
     num_hidden_layers=1, rope_interleave=True,

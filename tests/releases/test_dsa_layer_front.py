@@ -117,7 +117,7 @@ def test_ranks_that_divide_the_kv_write_their_own_and_gather_queries(layer, monk
         assert "whole" in rule.layer_problem(layer)
 
 
-def test_few_rows_take_both_first_products_from_one_launch(layer, monkeypatch):
+def test_few_rows_take_all_first_products_from_one_launch(layer, monkeypatch):
     layer.fused_qkv_a_proj_with_mqa, layer.indexer.wk, layer.q_b_proj, layer.indexer.wq_b = linears = [
         BlockFp8(linear, Scales.EXACT)
         for linear in (layer.fused_qkv_a_proj_with_mqa, layer.indexer.wk, layer.q_b_proj, layer.indexer.wq_b)
@@ -135,6 +135,7 @@ def test_few_rows_take_both_first_products_from_one_launch(layer, monkeypatch):
         monkeypatch.setattr(front, "MOST_ROWS", most)
         with monkeypatch.context() as own:
             if most == ROWS:
+                own.setattr(layer.indexer, "_weights_proj_bf16_in_fp32_out", lambda x: 1 / 0)
                 own.setattr(
                     BlockFp8,
                     "forward",

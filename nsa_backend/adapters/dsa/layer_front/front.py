@@ -91,19 +91,18 @@ class LayerFront:
         x_scales, q_scales = scales_of(indexer.wk), scales_of(indexer.wq_b)
 
         x = quantised(hidden_states, x_scales)
-        side.fork()
-        few = self.first_products is not None and 0 < len(hidden_states) <= MOST_ROWS
-        if few:
-            qkv, key = self.first_products(x)
-        elif x_scales is None:
-            qkv = attention.prepare_qkv_latent(hidden_states, batch)
+        if self.first_products is not None and 0 < len(hidden_states) <= MOST_ROWS:
+            qkv, key, gates = self.first_products(hidden_states, x)
         else:
-            qkv = attention.fused_qkv_a_proj_with_mqa(x)[0]
-        with side.running():
-            if not few:
+            side.fork()
+            if x_scales is None:
+                qkv = attention.prepare_qkv_latent(hidden_states, batch)
+            else:
+                qkv = attention.fused_qkv_a_proj_with_mqa(x)[0]
+            with side.running():
                 key = indexer.wk(x)[0]
-            gates = indexer._weights_proj_bf16_in_fp32_out(hidden_states)
-        side.join()
+                gates = indexer._weights_proj_bf16_in_fp32_out(hidden_states)
+            side.join()
         if hasattr(pool, "invalidate_index_buffer_for_layer"):
             pool.invalidate_index_buffer_for_layer(attention.layer_id)
         kv_cache = pool.get_key_buffer(attention.layer_id)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
-from nsa_backend.kernels.split_products import LEAST_INNER, counters, split_products
+from nsa_backend.kernels.split_products import GATES, LEAST_INNER, counters, split_products
 
 if TYPE_CHECKING:
     from sglang.srt.layers.linear import LinearBase
@@ -66,21 +66,23 @@ def quantised(x: torch.Tensor, scales: Scales | None) -> Any:
 
 @dataclass(frozen=True)
 class FirstProducts:
-    """qkv_a and wk of one layer in one launch, for few rows; their weights as they are at every call."""
+    """qkv_a, wk and weights_proj of one layer in one launch, for few rows; their weights as they are at every call."""
 
     qkv_a: LinearBase
     wk: LinearBase
+    gates: LinearBase
     arrived: torch.Tensor
 
     @classmethod
     def of(cls, attention: Any) -> FirstProducts | None:
         """Of a DeepseekV2AttentionMLA with block-FP8 weights wide enough for it to pay, or None."""
         qkv_a, wk = attention.fused_qkv_a_proj_with_mqa, attention.indexer.wk
-        if wk.weight.shape[1] < LEAST_INNER or scales_of(wk) is None:
+        gates = attention.indexer.weights_proj
+        if wk.weight.shape[1] < LEAST_INNER or scales_of(wk) is None or gates.weight.shape[0] % GATES:
             return None
-        return cls(qkv_a, wk, counters(qkv_a.weight, wk.weight))
+        return cls(qkv_a, wk, gates, counters(qkv_a.weight, wk.weight, gates.weight))
 
-    def __call__(self, x: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """bfloat16 [rows, columns] of either, of what `quantised` gives of up to MOST_ROWS rows."""
+    def __call__(self, hidden: torch.Tensor, x: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """bfloat16 [rows, columns] of qkv_a and wk, float32 of the gates; `x` is what `quantised` gives of `hidden`."""
         products = [(linear.weight, linear.weight_scale_inv) for linear in (self.qkv_a, self.wk)]
-        return split_products(*x, *products, self.arrived)
+        return split_products(*x, *products, self.arrived, gates=(hidden, self.gates.weight))
