@@ -111,6 +111,9 @@ def faults() -> str:
         found = [sides[side]["fatal"][name] for side in ("ours", "builtin")]
         if all("under_way" in one for one in found):
             rows.append([name, *map(_outcome, found)])
+    sides, name = result("soak_0_5_23", "two_at_once")["sides"], "two servers started at once"
+    served = [sides[side]["fatal"][name]["serves_again"] for side in ("ours", "builtin")]
+    rows.append([name, *("both serve" if both else "one does not serve" for both in served)])
     return table(["fault", "ours", "built-in"], rows)
 
 
