@@ -27,16 +27,18 @@ VARIANTS = {
     THREE_GRAPHS: {"NSA_BACKEND_ROUND_GRAPH": "0", "NSA_BACKEND_SAMPLED_ROUNDS": "0"},
     "auto": {"NSA_BACKEND_AUTO_DECODE": "1"},
     "front": {"NSA_BACKEND_LAYER_FRONT": "1"},
+    "sparse_verify": {},
     "verify": {"NSA_BACKEND_PAIRED_LOGITS": "1"},
     "front_verify": {"NSA_BACKEND_LAYER_FRONT": "1", "NSA_BACKEND_PAIRED_LOGITS": "1"},
 }
-"""Sides that are ours with a switch set: speculative rounds of three graphs, decode by whatever is fastest at its rows,
-layers whose front is two launches, rows of a request that are verified together; or with an option, below."""
+"""Sides that are ours with a switch set or with an option, below: speculative rounds of three graphs, decode by whatever is
+fastest at its rows, layers whose front is two launches, rows of a request that attend together, or are scored together too."""
 
-WITH_DRAFTS = (THREE_GRAPHS, "verify", "front_verify")
+WITH_DRAFTS = (THREE_GRAPHS, "sparse_verify", "verify", "front_verify")
 """Sides that are ours and no other where there are no drafts."""
 
 OPTIONS = {
+    "sparse_verify": lambda: server_options.implementations("sparse_verify"),
     "verify": lambda: server_options.implementations("sparse_verify"),
     "front_verify": lambda: server_options.implementations("sparse_verify"),
 }

@@ -24,10 +24,12 @@ from nsa_backend.benchmarks.reports.report import environment, print_table, writ
 from nsa_backend.kernels.selection_union import write_selection_union
 from nsa_backend.kernels.sparse_decode_plan import Tile
 from nsa_backend.kernels.sparse_verify import VerifyMemory, sparse_verify, tile_of
+from nsa_backend.kernels.sparse_verify_cuda import MOST_PARTS, Groups, make_lists, parts_of, sparse_verify_cuda
 from nsa_backend.testing.process import start_sglang
 from nsa_backend.testing.shape import LATENT, SCALE, TOPK
 
 OTHERS = {"bf16": ("fa3", "sparse_decode"), "fp8": ("flashmla_kv", "sparse_decode")}
+SERVED = "sparse_verify"
 OVERLAPS = (0.35, 0.5, 0.75, 0.95, 1.0, 0.0)
 TILES = (
     Tile(16, 32, 4, 3),
@@ -87,30 +89,49 @@ def caller(case: SharingCase, requests: int, rows_per_request: int, num_sms: int
     return calls
 
 
+def of_cuda(case: SharingCase, requests: int, rows_per_request: int, num_sms: int) -> dict[str, Callable]:
+    """Calls of the kernel in CUDA C++, by name: as it is served, and with other numbers of blocks a tile."""
+    rows, groups = requests * rows_per_request, Groups.of(rows_per_request, case.heads)
+    q_nope, q_rope = case.query(rows)
+    lens = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
+    own = parts_of(requests * groups.of_request, num_sms)
+    lists = make_lists(rows, rows_per_request, case.heads, TOPK, MOST_PARTS * requests * groups.of_request, "cuda")
+
+    def of_parts(parts: int) -> Callable[[int], torch.Tensor]:
+        return lambda i: sparse_verify_cuda(
+            q_nope, q_rope, case.cache, case.chosen(rows, i), lens, SCALE, rows_per_request, lists, num_sms=num_sms, parts=parts
+        )
+
+    others = {f"{parts} parts": of_parts(parts) for parts in (own // 2, 2 * own) if 1 <= parts <= MOST_PARTS}
+    return {SERVED: of_parts(own)} | others
+
+
 def title(tile: Tile) -> str:
     return " ".join(map(str, astuple(tile)))
 
 
-def cell(case: SharingCase, requests: int, rows_per_request: int, overlap: float, num_sms: int) -> dict:
-    """Microseconds of every tile that is right, of the unions alone, and of the others; what is wrong is named."""
+def cell(
+    case: SharingCase, requests: int, rows_per_request: int, overlap: float, num_sms: int, tiles: tuple[Tile, ...]
+) -> dict:
+    """Microseconds of every variant that is right, of the unions in Triton alone, and of the others; what is wrong is named."""
     case.share(rows_per_request, overlap)
     rows, lines = requests * rows_per_request, rows_per_request * case.heads
-    others = OTHERS[case.kv]
+    others, in_cuda = OTHERS[case.kv], case.kv == "bf16"
     wanted, wrong, call = case.ours(others[0], rows)(0).float(), {}, caller(case, requests, rows_per_request, num_sms)
-    calls = {"union": call(None)}
-    for tile in TILES:
-        if tile.heads >= 2 * max(lines, 16):
-            continue
+    tried = of_cuda(case, requests, rows_per_request, num_sms) if in_cuda else {SERVED: call(tile_of(lines))}
+    tried |= {title(tile): call(tile) for tile in tiles if tile.heads < 2 * max(lines, 16)}
+    calls = {"union": call(None)} if tiles else {}
+    for name, one in tried.items():
         try:
-            out = call(tile)(0).float()
+            out = one(0).float()
         except (RuntimeError, ValueError, triton.TritonError) as error:
-            wrong[title(tile)] = str(error).splitlines()[0]
+            wrong[name] = str(error).splitlines()[0]
             continue
         distance = float((out - wanted).norm() / wanted.norm())
         if distance < TOO_FAR:
-            calls[title(tile)] = call(tile)
+            calls[name] = one
         else:
-            wrong[title(tile)] = f"relative distance from {others[0]} {distance:.1e}"
+            wrong[name] = f"relative distance from {others[0]} {distance:.1e}"
     times = timed({name: case.ours(name, rows) for name in others} | calls, rows, SAMPLES)
     return {
         "kv": case.kv,
@@ -121,23 +142,26 @@ def cell(case: SharingCase, requests: int, rows_per_request: int, overlap: float
         "different": case.chosen(rows, 0).view(requests, -1)[0].unique().numel(),
         "us": {name: round(us, 2) for name, (us, _) in times.items()},
         "min_max": {name: [round(x, 2) for x in spread] for name, (_, spread) in times.items()},
-        "of": title(tile_of(lines)),
         "wrong": wrong,
     }
 
 
 def show(found: list[dict]) -> None:
-    """The tile that sparse_verify takes by itself, the best one, and both beside the fastest other."""
+    """sparse_verify as it is served and the best variant, both beside the fastest other."""
     table = []
     for row in found:
         others = {name: row["us"][name] for name in OTHERS[row["kv"]]}
-        tiles = {name: us for name, us in row["us"].items() if name not in (*others, "union")}
-        best, own, other = min(tiles, key=tiles.get, default="-"), tiles.get(row["of"], float("nan")), min(others.values())
+        variants = {name: us for name, us in row["us"].items() if name not in (*others, "union")}
+        best, own, other = (
+            min(variants, key=variants.get, default="-"),
+            variants.get(SERVED, float("nan")),
+            min(others.values()),
+        )
         told = ", ".join(f"{name} {us:.1f}" for name, us in others.items())
         shape = (row["kv"], row["heads"], row["rows_per_request"], row["requests"], row["overlap"], row["different"])
-        table.append((*shape, told, row["us"]["union"], own, own / other, best, tiles.get(best), len(row["wrong"])))
-    columns = ("kv", "heads", "rows", "requests", "overlap", "different", "others us", "union", "own", "own / fastest other")
-    print_table((*columns, "best tile", "its us", "wrong"), table)
+        table.append((*shape, told, own, own / other, best, variants.get(best), len(row["wrong"])))
+    columns = ("kv", "heads", "rows", "requests", "overlap", "different", "others us", SERVED, "over the fastest other")
+    print_table((*columns, "best variant", "its us", "wrong"), table)
 
 
 def main() -> None:
@@ -148,6 +172,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 6], help="of a request")
     parser.add_argument("--requests", type=int, nargs="+", default=[8, 16, 32, 1])
     parser.add_argument("--overlap", type=float, nargs="+", default=OVERLAPS)
+    parser.add_argument("--tiles", action="store_true", help="every tile of the kernel in Triton too")
     args = parser.parse_args()
     start_sglang()
     num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
@@ -155,7 +180,7 @@ def main() -> None:
     for kv, heads in itertools.product(args.kv, args.heads):
         case = SharingCase(kv, heads)
         for rows, requests, overlap in itertools.product(args.rows, args.requests, args.overlap):
-            found.append(cell(case, requests, rows, overlap, num_sms))
+            found.append(cell(case, requests, rows, overlap, num_sms, TILES if args.tiles else ()))
             write_report(args.out, {"environment": environment(), "rows": found})
             show(found[-1:])
     show(found)

@@ -1,10 +1,13 @@
 """A kernel of our own for the rows of target_verify and draft_extend: those of a request read each KV slot once, together.
 
 Rows that follow each other choose nearly the same tokens, and every other implementation reads them again for each row.
-Forwards of one row a request are sparse_decode's. Written for 8 to 32 heads a rank; no server has run it yet.
+Forwards of one row a request are sparse_decode's. A bfloat16 KV cache is read by the kernel in CUDA C++, FP8 by that in Triton.
 """
 
 from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -13,19 +16,41 @@ from nsa_backend.attention.interface import part_problems
 from nsa_backend.attention.sparse_decode import SparseDecode
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
+from nsa_backend.kernels import sparse_verify_cuda
 from nsa_backend.kernels.selection_union import MAX_ROWS_PER_REQUEST
 from nsa_backend.kernels.sparse_verify import VerifyMemory, sparse_verify
+from nsa_backend.kernels.sparse_verify_cuda import Groups
+
+FEWEST_GROUPS = 8
+"""Tiles of a call that take rows together in bfloat16; with fewer most of the GPU is idle, and sparse_decode is faster."""
 
 
 def problems(config: AttentionConfig) -> list[str]:
     """Why sparse_verify cannot run."""
-    found = sparse_decode.problems(config)
-    if config.num_draft_tokens > MAX_ROWS_PER_REQUEST:
+    found, most = sparse_decode.problems(config), MAX_ROWS_PER_REQUEST
+    if not in_cuda(config) and config.num_draft_tokens > most:
         found.append(
-            f"it takes at most {MAX_ROWS_PER_REQUEST} rows of a request together: pass --speculative-num-draft-tokens "
-            f"{MAX_ROWS_PER_REQUEST} or less, where {config.num_draft_tokens} are asked for"
+            f"here it takes at most {most} rows of a request together: pass --speculative-num-draft-tokens {most} or less, "
+            f"where {config.num_draft_tokens} are asked for"
         )
+    if in_cuda(config) and not nvrtc_is_there():
+        found.append("it is compiled at start by NVRTC of cuda-python, which is not installed: pip install cuda-python")
     return found + part_problems(config)
+
+
+def in_cuda(config: AttentionConfig) -> bool:
+    """Whether the kernel in CUDA C++ serves, rather than that in Triton."""
+    rows = max(config.num_draft_tokens, 1)
+    shape = config.num_heads, config.latent_dim, config.rope_dim, config.index_topk, rows
+    return config.kv_cache_dtype == torch.bfloat16 and sparse_verify_cuda.problem(*shape) is None
+
+
+def nvrtc_is_there() -> bool:
+    """Whether cuda-python is installed, which SGLang requires."""
+    try:
+        return find_spec("cuda.bindings.nvrtc") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def build(config: AttentionConfig) -> SparseVerify:
@@ -33,12 +58,15 @@ def build(config: AttentionConfig) -> SparseVerify:
 
 
 class SparseVerify(SparseDecode):
-    """One program for the rows of a request, or for a stretch of what they chose."""
+    """The rows of a request in one program, or in some that share what they chose."""
 
     def __init__(self, config: AttentionConfig):
         super().__init__(config)
         self._config = config
         self._reserved_rows = 0
+        self._in_cuda = config.device.type == "cuda" and in_cuda(config)
+        if self._in_cuda and config.num_draft_tokens > 1:  # at start rather than in the first forward
+            self._groups(config.num_draft_tokens)
 
     def reserve(self, max_rows: int) -> None:
         """What is allocated later, when the number of slots is known, has room for captured forwards of so many rows."""
@@ -48,7 +76,8 @@ class SparseVerify(SparseDecode):
         rows, rows_per_request = inputs.q_nope.shape[0], inputs.rows_per_request
         if rows_per_request < 2 or rows % rows_per_request:  # SGLang may pad to any number of rows under DP attention
             return super().forward(inputs)
-        return sparse_verify(
+        requests, topk, slots = rows // rows_per_request, inputs.topk_slots.shape[1], len(inputs.kv_cache)
+        call = (
             inputs.q_nope,
             inputs.q_rope,
             inputs.kv_cache,
@@ -56,10 +85,31 @@ class SparseVerify(SparseDecode):
             self._lens(inputs),
             inputs.sm_scale,
             rows_per_request,
-            self._memory(rows // rows_per_request, rows_per_request, *inputs.topk_slots.shape[1:], len(inputs.kv_cache)),
-            num_sms=self._num_sms,
-            logit_cap=inputs.logit_cap,
         )
+        if self._in_cuda and not inputs.logit_cap and slots <= sparse_verify_cuda.MOST_SLOTS:
+            if requests * Groups.of(rows_per_request, self._config.num_heads).of_request < FEWEST_GROUPS:
+                return super().forward(inputs)
+            lists = self._lists(rows, rows_per_request, topk)
+            return sparse_verify_cuda.sparse_verify_cuda(*call, lists, num_sms=self._num_sms)
+        memory = self._memory(requests, rows_per_request, topk, slots)
+        return sparse_verify(*call, memory, num_sms=self._num_sms, logit_cap=inputs.logit_cap)
+
+    def _groups(self, rows_per_request: int) -> Groups:
+        """How rows are divided, with the kernel for them compiled."""
+        config = self._config
+        groups = Groups.of(rows_per_request, config.num_heads)
+        sparse_verify_cuda.attend_of(groups.rows, config.num_heads, config.index_topk, config.device.index or 0)
+        return groups
+
+    def _lists(self, rows: int, rows_per_request: int, topk: int) -> torch.Tensor:
+        config = self._config
+        shape = rows_per_request, config.num_heads, topk, self._num_sms
+        kept = _lists.setdefault((config.device, *shape), [])
+        needed = sparse_verify_cuda.list_entries(rows, *shape)
+        for lists in kept:
+            if lists.numel() >= needed:
+                return lists
+        return self._keep(kept, sparse_verify_cuda.make_lists(max(rows, self._reserved_rows), *shape, config.device))
 
     def _memory(self, requests: int, rows_per_request: int, topk: int, num_slots: int) -> VerifyMemory:
         config = self._config
@@ -71,11 +121,15 @@ class SparseVerify(SparseDecode):
         made = VerifyMemory.allocate(
             most, rows_per_request, config.num_heads, config.latent_dim, topk, num_slots, self._num_sms, config.device
         )
+        return self._keep(kept, made)
+
+    def _keep(self, kept: list[Any], made: Any) -> Any:
         # What a capture allocates belongs to its graph. SGLang runs a forward before it captures it.
-        if config.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if self._config.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             kept.append(made)
         return made
 
 
 _memories: dict[tuple, list[VerifyMemory]] = {}
+_lists: dict[tuple, list[torch.Tensor]] = {}
 """Shared by a process's backends, whose forwards run one after the other; none is freed, as graphs hold their addresses."""

@@ -55,7 +55,12 @@ def test_topk_that_sgl_kernel_cannot_select(make_runner):
         ("sparse_decode", {"prefill": True}, f"made for few rows: name it for {adapter.DECODE_OPTION} alone"),
         ("sparse_decode", {"sinks": True}, "its kernel adds none"),
         ("sparse_verify", {"prefill": True}, f"made for few rows: name it for {adapter.DECODE_OPTION} alone"),
-        ("sparse_verify", {"num_draft_tokens": 9}, "at most 8 rows of a request .* 8 or less, where 9 are asked for"),
+        (
+            "sparse_verify",
+            {"num_draft_tokens": 9, "kv_cache_dtype": torch.float8_e4m3fn},
+            "at most 8 rows of a request .* 8 or less, where 9 are asked for",
+        ),
+        ("sparse_verify", {"num_heads": 128, "num_draft_tokens": 9}, "at most 8 rows of a request"),
         ("trtllm", {}, r"built for Blackwell \(SM100, SM103\) and this device is SM90"),
         ("trtllm", {"device_sm": 120}, "this device is SM120"),
         ("trtllm", {"device_sm": 0}, "this device is no GPU"),

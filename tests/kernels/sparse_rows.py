@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 LATENT, ROPE = 64, 16
+OVERLAPS = (0.0, 0.35, 0.5, 0.75, 0.95, 1.0)
+"""What a row shares with the row before it."""
 RELATIVE_ERROR = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 
 
@@ -38,6 +40,22 @@ def quantised(kv, latent, dtype):
     pieces = (values.flatten(-2), scales, kv[..., latent:].to(dtype))
     packed = torch.cat([piece.contiguous().view(torch.uint8) for piece in pieces], dim=-1).view(torch.float8_e4m3fn)
     return packed, torch.cat([(values.float() * scales[..., None]).flatten(-2), kv[..., latent:].float()], dim=-1)
+
+
+def selections(generator, requests, rows_per_request, topk, overlap):
+    """int32 [rows, topk], in any order: each row keeps so much of the one before it. And how many slots there are."""
+    fresh = topk - round(overlap * topk)
+    num_slots = requests * (topk + rows_per_request * fresh) + 8
+    free = torch.randperm(num_slots, generator=generator).int()
+    rows = []
+    for _ in range(requests):
+        row, free = free[:topk], free[topk:]
+        for j in range(rows_per_request):
+            if j:
+                row = torch.cat([row[torch.randperm(topk, generator=generator)][fresh:], free[:fresh]])
+                free = free[fresh:]
+            rows.append(row[torch.randperm(topk, generator=generator)])
+    return torch.stack(rows), num_slots
 
 
 def assert_near(out, want, dtype):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import tried
-from sparse_rows import LATENT, assert_near, over_slots, quantised
+from sparse_rows import LATENT, OVERLAPS, assert_near, over_slots, quantised, selections
 
 from nsa_backend.kernels.selection_union import (
     PARTS,
@@ -22,23 +22,6 @@ from nsa_backend.kernels.sparse_decode_torch import sparse_decode_torch
 from nsa_backend.kernels.sparse_verify import VerifyMemory, sparse_verify
 
 SMS = 6
-OVERLAPS = (0.0, 0.35, 0.5, 0.75, 0.95, 1.0)
-
-
-def selections(generator, requests, rows_per_request, topk, overlap):
-    """int32 [rows, topk], in any order: each row keeps so much of the one before it. And how many slots there are."""
-    fresh = topk - round(overlap * topk)
-    num_slots = requests * (topk + rows_per_request * fresh) + 8
-    free = torch.randperm(num_slots, generator=generator).int()
-    rows = []
-    for _ in range(requests):
-        row, free = free[:topk], free[topk:]
-        for j in range(rows_per_request):
-            if j:
-                row = torch.cat([row[torch.randperm(topk, generator=generator)][fresh:], free[:fresh]])
-                free = free[fresh:]
-            rows.append(row[torch.randperm(topk, generator=generator)])
-    return torch.stack(rows), num_slots
 
 
 def poisoned(memory):

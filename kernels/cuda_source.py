@@ -1,0 +1,105 @@
+"""CUDA C++ of ours: compiled once a process by NVRTC, loaded and launched by the driver.
+
+NVRTC and the driver come through cuda-python, which SGLang requires; no CUDA toolkit is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ARCHITECTURE = "sm_90a"
+
+
+def compiled(source: Path, constants: Mapping[str, int]) -> tuple[bytes, str]:
+    """(cubin for Hopper, what the compiler said of registers and memory).
+
+    Args:
+        source: a file that includes no other.
+        constants: macros that it is compiled with.
+
+    Raises:
+        RuntimeError: NVRTC is missing, or refuses the source.
+    """
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise RuntimeError(f"{source.name} is compiled by NVRTC of cuda-python, which does not load: {error}") from error
+    options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "--ptxas-options=-v"]
+    options += [f"-D{name}={value}" for name, value in constants.items()]
+    failed, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], [])
+    _expect(failed, f"making a program of {source.name}")
+    (failed,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+    nvrtc.nvrtcGetProgramLog(program, log)
+    said = log.rstrip(b"\0 ").decode(errors="replace")
+    if int(failed):
+        raise RuntimeError(f"NVRTC refuses {source.name}: {said}")
+    cubin = b" " * nvrtc.nvrtcGetCUBINSize(program)[1]
+    _expect(nvrtc.nvrtcGetCUBIN(program, cubin)[0], f"compiling {source.name}")
+    nvrtc.nvrtcDestroyProgram(program)
+    return cubin, said
+
+
+class CudaKernel:
+    """One function of a source, on the current device."""
+
+    def __init__(self, source: Path, name: str, constants: Mapping[str, int], threads: int, shared_bytes: int):
+        """Compile it; a launch has blocks of `threads`, each with `shared_bytes` of dynamic shared memory.
+
+        Raises:
+            RuntimeError: NVRTC or the driver refuses.
+        """
+        from cuda.bindings import driver
+
+        self._driver, self._threads, self._shared_bytes = driver, threads, shared_bytes
+        cubin, _ = compiled(source, constants)
+        torch.cuda.current_stream().synchronize()  # makes the context
+        failed, self._module = driver.cuModuleLoadData(cubin)
+        _expect(failed, f"loading {source.name}")
+        failed, self._function = driver.cuModuleGetFunction(self._module, name.encode())
+        _expect(failed, f"finding {name}")
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _expect(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)[0], "shared memory")
+        self._beside, self._cluster = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+        self._beside.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        self._beside.value.programmaticStreamSerializationAllowed = 1
+        self._cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+
+    def launch(self, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
+        """Launch it on torch's stream, the blocks of a row of the grid as a cluster.
+
+        It may begin before what is ahead of it on the stream ends, and waits for that itself.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
+        config = self._configured(grid)
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        _expect(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0)[0], "launching")
+
+    def clusters_at_once(self, blocks: int) -> int:
+        """How many clusters of so many blocks the GPU runs at a time."""
+        failed, clusters = self._driver.cuOccupancyMaxActiveClusters(self._function, self._configured((blocks, 1)))
+        _expect(failed, "asking for clusters")
+        return clusters
+
+    def _configured(self, grid: tuple[int, int]) -> Any:
+        config, dimension = self._driver.CUlaunchConfig(), self._cluster.value.clusterDim
+        dimension.x, dimension.y, dimension.z = grid[0], 1, 1
+        self._cluster.value.clusterDim = dimension
+        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
+        config.sharedMemBytes = self._shared_bytes
+        config.attrs, config.numAttrs = [self._beside, self._cluster], 2
+        return config
+
+
+def _expect(status: Any, what: str) -> None:
+    if int(status):
+        raise RuntimeError(f"{what}: {getattr(status, 'name', status)}")

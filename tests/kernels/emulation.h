@@ -1,0 +1,249 @@
+// What kernels/sparse_verify.cu needs of a Hopper GPU, for a host compiler: a CUDA thread is a fiber, and every instruction that
+// the file has in PTX does here what the PTX ISA says of it. Blocks of a cluster run together, fibers in a random order. A copy lands and a product is computed
+// when it is asked for or when it is waited for, as chance has it, and shared memory begins as NaN.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <ucontext.h>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define SHARED_MEMORY(name) unsigned char* name = emulation::now->block->shared
+#define threadIdx (emulation::now->thread)
+#define blockIdx (emulation::now->block->index)
+
+using std::min;
+struct float2 { float x, y; };
+struct uint2 { uint32_t x, y; };
+struct dim3 { unsigned x, y, z; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint64_t>(a) * b >> 32; }
+template <class To, class From> To bits_as(From from) {
+    To to;
+    static_assert(sizeof to == sizeof from);
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+inline float __int_as_float(int x) { return bits_as<float>(x); }
+inline float __uint_as_float(uint32_t x) { return bits_as<float>(x); }
+inline uint32_t __float_as_uint(float x) { return bits_as<uint32_t>(x); }
+
+namespace emulation {
+
+constexpr size_t STACK = 256 << 10, SHARED = 232448;
+
+constexpr uint32_t WINDOW = 1u << 24;  // addresses of a block of a cluster; the block is address / WINDOW
+constexpr int MOST_BLOCKS = 8, MOST_THREADS = 256;
+
+struct Meeting {  // of the threads of a warp, of a block, or of a cluster
+    int arrived = 0;
+    uint64_t generation = 0, values[2][MOST_THREADS];  // those of a generation stay until the one after the next
+};
+struct Block {
+    alignas(1024) unsigned char shared[SHARED];
+    dim3 index;
+    Meeting warps[MOST_THREADS / 32], whole;
+};
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    dim3 thread;
+    Block* block;
+    bool done;
+    std::vector<std::function<void()>> copies, products;
+};
+inline std::vector<Fiber> fibers;
+inline std::vector<Block> blocks;
+inline int threads;
+inline Meeting cluster;
+inline Fiber* now;
+inline ucontext_t scheduler;
+inline std::mt19937 chance;
+inline std::function<void()> kernel;
+
+[[noreturn]] inline void fail(const char* what) {
+    fprintf(stderr, "emulation: %s\n", what);
+    abort();
+}
+
+inline unsigned char* at(uint32_t address, uint32_t bytes) {
+    const uint32_t within = address % WINDOW;
+    if (within % bytes || within + bytes > SHARED || address / WINDOW >= blocks.size()) fail("an access beside shared memory, or not aligned");
+    return blocks[address / WINDOW].shared + within;
+}
+
+// Everybody's values, once all of `members` are here.
+inline uint64_t* meet(Meeting& meeting, int members, int place, uint64_t value) {
+    const uint64_t mine = meeting.generation;
+    meeting.values[mine % 2][place] = value;
+    if (++meeting.arrived == members) {
+        meeting.arrived = 0;
+        ++meeting.generation;
+    }
+    while (meeting.generation == mine) swapcontext(&now->context, &scheduler);
+    return meeting.values[mine % 2];
+}
+
+inline uint64_t* meet_warp(uint64_t value) {
+    return meet(now->block->warps[now->thread.x / 32], 32, now->thread.x % 32, value);
+}
+
+inline void later(std::vector<std::function<void()>>& list, std::function<void()> what) {
+    if (chance() % 2 && list.empty()) {
+        what();
+    } else {
+        list.push_back(what);
+    }
+}
+
+inline void settle(std::vector<std::function<void()>>& list) {
+    for (auto& what : list) what();
+    list.clear();
+}
+
+inline void entry() {
+    kernel();
+    now->done = true;
+    if (!now->copies.empty() || !now->products.empty()) fail("a thread ended before what it asked for");
+    swapcontext(&now->context, &scheduler);
+}
+
+// One cluster: `width` blocks from (0, y) on.
+inline void run_cluster(int width, int y, int of_block) {
+    threads = of_block;
+    blocks.assign(width, {});
+    cluster = {};
+    fibers.resize(width * threads);
+    for (int t = 0; t < width * threads; ++t) {
+        Fiber& fiber = fibers[t];
+        fiber.stack.resize(STACK);
+        fiber.thread = {static_cast<unsigned>(t % threads), 0, 0};
+        fiber.block = &blocks[t / threads];
+        fiber.done = false;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = STACK;
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, entry, 0);
+    }
+    for (int x = 0; x < width; ++x) {
+        memset(blocks[x].shared, 0xff, SHARED);
+        blocks[x].index = {static_cast<unsigned>(x), static_cast<unsigned>(y), 0};
+    }
+    std::vector<int> order(fibers.size());
+    for (size_t t = 0; t < order.size(); ++t) order[t] = t;
+    for (int left = 1, rounds = 0; left; ++rounds) {
+        if (rounds > 1 << 20) fail("threads wait for each other");
+        if (rounds % 8 == 0) std::shuffle(order.begin(), order.end(), chance);
+        left = 0;
+        for (int t : order) {
+            if (fibers[t].done) continue;
+            now = &fibers[t];
+            swapcontext(&scheduler, &now->context);
+            left += !now->done;
+        }
+    }
+}
+
+inline float bf16_at(uint32_t address) { return bits_as<float>(static_cast<uint32_t>(*reinterpret_cast<uint16_t*>(at(address, 2))) << 16); }
+
+struct Tile {
+    uint32_t begin, leading, stride;
+    explicit Tile(uint64_t d) : begin(((d & 0x3fff) << 4) + (now->block - blocks.data()) * WINDOW), leading((d >> 16 & 0x3fff) << 4), stride((d >> 32 & 0x3fff) << 4) {
+        if (d >> 62 != 1) fail("no tile of 128-byte rows, swizzled");
+    }
+    float swizzled(uint32_t address) const { return bf16_at(address ^ ((address >> 7 & 7) << 4)); }
+    float along_k(int row, int k) const { return swizzled(begin + row / 8 * stride + row % 8 * 128 + 2 * k); }
+    float across_k(int k, int column) const {
+        return swizzled(begin + column / 64 * leading + column % 64 * 2 + k / 8 * stride + k % 8 * 128);
+    }
+};
+
+template <int N, class B> void multiply(float (&d)[N], uint64_t a, bool add, B b) {
+    const int warp = now->thread.x / 32 % 4, lane = now->thread.x % 32;
+    const Tile left(a);
+    for (int i = 0; i < N; ++i) {
+        const int row = warp * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        float sum = add ? d[i] : 0;
+        for (int k = 0; k < 16; ++k) sum += left.along_k(row, k) * b(k, column);
+        d[i] = sum;
+    }
+}
+
+}  // namespace emulation
+
+inline void __syncthreads() { emulation::meet(emulation::now->block->whole, emulation::threads, emulation::now->thread.x, 0); }
+inline void sync_cluster() { emulation::meet(emulation::cluster, emulation::fibers.size(), emulation::now->thread.x, 0); }
+inline uint32_t warp_ballot(bool x) {
+    const uint64_t* all = emulation::meet_warp(x);
+    uint32_t found = 0;
+    for (int lane = 0; lane < 32; ++lane) found |= static_cast<uint32_t>(all[lane]) << lane;
+    return found;
+}
+inline int warp_uniform(int x) { return x; }
+inline float shuffle_xor(float x, int lanes) {
+    return bits_as<float>(static_cast<uint32_t>(emulation::meet_warp(bits_as<uint32_t>(x))[emulation::now->thread.x % 32 ^ lanes]));
+}
+inline uint32_t shared_address(const void* pointer) {
+    const auto* block = emulation::now->block;
+    return (block - emulation::blocks.data()) * emulation::WINDOW + (static_cast<const unsigned char*>(pointer) - block->shared);
+}
+inline uint32_t address_in_block(uint32_t address, int block) { return address % emulation::WINDOW + block * emulation::WINDOW; }
+inline void wait_for_inputs() {}
+inline void fence_before_products() {}
+inline void copy_16(uint32_t to, const void* from, bool there) {
+    emulation::later(emulation::now->copies, [=] {
+        if (there) memcpy(emulation::at(to, 16), from, 16);
+        else memset(emulation::at(to, 16), 0, 16);
+    });
+}
+inline void wait_for_copies() { emulation::settle(emulation::now->copies); }
+inline uint32_t load_shared(uint32_t address) { return *reinterpret_cast<uint32_t*>(emulation::at(address, 4)); }
+inline uint2 load_shared_2(uint32_t address) { return *reinterpret_cast<uint2*>(emulation::at(address, 8)); }
+inline void store_shared(uint32_t address, uint32_t x) { *reinterpret_cast<uint32_t*>(emulation::at(address, 4)) = x; }
+inline void store_shared_4(uint32_t address, uint32_t x) { std::fill_n(reinterpret_cast<uint32_t*>(emulation::at(address, 16)), 4, x); }
+inline float2 load_cluster_2(uint32_t address) { return *reinterpret_cast<float2*>(emulation::at(address, 8)); }
+inline void store_cluster_2(uint32_t address, float x, float y) { *reinterpret_cast<float2*>(emulation::at(address, 8)) = {x, y}; }
+inline uint32_t swap_shared(uint32_t address, uint32_t expected, uint32_t x) {
+    const uint32_t old = load_shared(address);
+    if (old == expected) store_shared(address, x);
+    return old;
+}
+inline uint32_t or_shared(uint32_t address, uint32_t x) {
+    const uint32_t old = load_shared(address);
+    store_shared(address, old | x);
+    return old;
+}
+inline uint32_t load_list(const uint32_t* from) { return *from; }
+inline uint32_t bf16_bits(float x) {
+    const uint32_t bits = bits_as<uint32_t>(x);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t pack_bf16(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
+inline float exp2_fast(float x) { return exp2f(x); }
+inline void products_begin() {}
+inline void products_commit() {}
+inline void products_wait() { emulation::settle(emulation::now->products); }
+inline void score(float (&d)[16], uint64_t a, uint64_t b, bool add) {
+    emulation::later(emulation::now->products, [&d, a, add, right = emulation::Tile(b)] {
+        emulation::multiply(d, a, add, [&](int k, int column) { return right.along_k(column, k); });
+    });
+}
+inline void weigh(float (&d)[128], uint64_t a, uint64_t b) {
+    emulation::later(emulation::now->products, [&d, a, right = emulation::Tile(b)] {
+        emulation::multiply(d, a, true, [&](int k, int column) { return right.across_k(k, column); });
+    });
+}

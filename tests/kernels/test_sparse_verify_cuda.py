@@ -1,0 +1,171 @@
+"""The kernel of rows together in CUDA C++: on a GPU as it is, and without one through a host compiler and an emulated block."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import tried
+from sparse_rows import OVERLAPS, assert_near, over_slots, selections
+
+from nsa_backend.kernels import sparse_verify_cuda as verify
+from nsa_backend.kernels.sparse_decode_torch import sparse_decode_torch
+
+HERE = Path(__file__).parent
+SMS = 12
+
+
+@cache
+def emulator(rows: int, heads: int, topk: int) -> ctypes.CDLL:
+    """The kernel's source as this machine runs it."""
+    import tempfile
+
+    out = Path(tempfile.mkdtemp(prefix="nsa-emulation-")) / "kernel.so"
+    words = [f"-DROWS={rows}", f"-DHEADS={heads}", f"-DTOPK={topk}", "-DEMULATE", f'-DSOURCE="{verify.SOURCE.resolve()}"']
+    subprocess.run(
+        ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", *words, "-I", HERE, HERE / "emulation.cpp", "-o", out], check=True
+    )
+    return ctypes.CDLL(str(out))
+
+
+def emulated(rows: int, heads: int, topk: int, seed: int, grid: tuple[int, int], arguments: verify.Arguments) -> None:
+    emulator(rows, heads, topk).run(ctypes.byref(arguments), *grid, seed)
+
+
+def verified(inputs, rows_per_request: int, seed: int = 0, *, parts: int | None = None, spare: int = 0) -> torch.Tensor:
+    """A call whose lists hold another call's rests."""
+    q_nope, _, _, slots, _ = inputs
+    (rows, heads, _), topk, device = q_nope.shape, slots.shape[1], q_nope.device
+    lists = verify.make_lists(rows + spare, rows_per_request, heads, topk, verify.MOST_PARTS * 100, device).fill_(2**30 - 1)
+    groups = verify.Groups.of(rows_per_request, heads)
+    launch = None if q_nope.is_cuda else partial(emulated, groups.rows, heads, topk, seed)
+    return verify.sparse_verify_cuda(*inputs, 0.1, rows_per_request, lists, num_sms=SMS, parts=parts, launch=launch)
+
+
+def once(slots: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+    """The same choices with -1 where a row names a slot again."""
+    slots = slots.clone()
+    for row, end in zip(slots, lens.tolist(), strict=True):
+        seen: set[int] = set()
+        for i, slot in enumerate(row[:end].tolist()):
+            row[i] = -1 if slot in seen else slot
+            seen.add(slot)
+    return slots
+
+
+@given(
+    shape=st.sampled_from([(4, 16), (6, 16), (4, 8), (8, 8)]), requests=st.integers(1, 2),
+    parts=st.sampled_from([None, 1, 2, 8]),
+    overlap=st.sampled_from(OVERLAPS), holes=st.sampled_from([0.0, 0.3, 1.0]), repeats=st.booleans(),
+    seed=st.integers(0, 2**16),
+)  # fmt: skip
+@tried(12)
+def test_rows_of_requests_attend_to_what_each_chose(device, shape, requests, parts, overlap, holes, repeats, seed):
+    """Any lengths, entries that are missing anywhere, slots that a row names twice, and NaN wherever nobody chose."""
+    rows, heads = shape
+    generator = torch.Generator().manual_seed(seed)
+    topk = 128
+    slots, num_slots = selections(generator, requests, rows, topk, overlap)
+    slots = torch.where(torch.rand(slots.shape, generator=generator) < holes, -1, slots)
+    if repeats:
+        slots = torch.where(torch.rand(slots.shape, generator=generator) < 0.3, slots[:, :1], slots)
+    lens = torch.randint(0, topk + 1, (len(slots),), generator=generator)
+    lens[torch.rand(len(lens), generator=generator) < 0.4] = topk
+    inputs = over_slots(device, slots, lens.tolist(), num_slots, heads, torch.bfloat16, generator, 512, 64)
+    want = sparse_decode_torch(*(t.cpu() for t in inputs[:3]), once(slots, lens), lens, 0.1)
+    assert_near(verified(inputs, rows, seed, parts=parts), want, torch.bfloat16)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_equal_inputs_give_equal_bits_whatever_thread_comes_first(device, parts):
+    """And in whatever memory."""
+    generator = torch.Generator().manual_seed(parts)
+    slots, num_slots = selections(generator, 1, 4, 128, 0.5)
+    inputs = over_slots(device, slots, [128, 127, 128, 40], num_slots, 16, torch.bfloat16, generator, 512, 64)
+    first = verified(inputs, 4, 1, parts=parts)
+    assert all(torch.equal(first, verified(inputs, 4, seed, parts=parts, spare=seed)) for seed in (2, 3))
+
+
+def test_all_slots_of_a_request_in_one_part(device):
+    """A hash that sends everything to one block leaves the others without a token; theirs weigh nothing."""
+    parts = 4
+    slots = [s for s in range(20000) if (s * 0x9E3779B1 % 2**32) * parts >> 32 == 1][:512]
+    generator = torch.Generator().manual_seed(9)
+    chosen = torch.tensor(slots).view(4, 128).int()
+    inputs = over_slots(device, chosen, [128] * 4, max(slots) + 1, 16, torch.bfloat16, generator, 512, 64)
+    want = sparse_decode_torch(*(t.cpu() for t in inputs), 0.1)
+    assert_near(verified(inputs, 4, parts=parts), want, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("rows", "per_request"), [(7, 4), (9, 6)])
+def test_the_last_request_may_have_fewer_rows(device, rows, per_request):
+    """As a prompt's rows are taken together, whose number is any."""
+    generator = torch.Generator().manual_seed(rows)
+    slots, num_slots = selections(generator, 1, rows, 128, 0.75)
+    inputs = over_slots(device, slots, [128] * rows, num_slots, 16, torch.bfloat16, generator, 512, 64)
+    want = sparse_decode_torch(*(t.cpu() for t in inputs), 0.1)
+    assert_near(verified(inputs, per_request), want, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "heads"), [(4, 16), (6, 16), (4, 8), (8, 8), (2, 32)])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_the_models_rows_at_any_overlap(rows, heads, overlap):
+    """2048 slots a row; rows of one request lie across 2048 tokens, another has hardly any, a third is padding."""
+    generator = torch.Generator().manual_seed(rows)
+    slots, num_slots = selections(generator, 3, rows, 2048, overlap)
+    slots[-rows:] = -1
+    lens = [*range(2049 - rows, 2049), *range(rows), *([1] * rows)]
+    inputs = over_slots("cuda", slots, lens, num_slots, heads, torch.bfloat16, generator, 512, 64)
+    want = sparse_decode_torch(*(t.cpu() for t in inputs), 0.1)
+    for parts in (1, None):
+        assert_near(verified(inputs, rows, parts=parts), want, torch.bfloat16)
+
+
+def test_what_does_not_fit_is_refused(device):
+    generator = torch.Generator().manual_seed(0)
+    slots, num_slots = selections(generator, 2, 4, 128, 0.5)
+    q_nope, q_rope, kv, slots, lens = over_slots(device, slots, [128] * 8, num_slots, 16, torch.bfloat16, generator, 512, 64)
+    lists = verify.make_lists(4, 4, 16, 128, 1, device)
+    with pytest.raises(ValueError, match="the kernel would write past it"):
+        verify.sparse_verify_cuda(q_nope, q_rope, kv, slots, lens, 0.1, 4, lists, num_sms=1)
+    with pytest.raises(ValueError, match="at most 16777215 of bfloat16"):
+        verify.sparse_verify_cuda(q_nope.half(), q_rope.half(), kv.half(), slots, lens, 0.1, 4, lists, num_sms=1)
+    with pytest.raises(ValueError, match="written for a latent of 512"):
+        verify.sparse_verify_cuda(q_nope[..., :448], q_rope, kv[..., 64:], slots, lens, 0.1, 4, lists, num_sms=1)
+    with pytest.raises(ValueError, match="the kernel would misread it"):
+        verify.sparse_verify_cuda(q_nope, q_rope, kv, slots.long(), lens, 0.1, 4, lists, num_sms=1)
+    assert "a tile has 64 heads" in verify.problem(128, 512, 64, 2048, 4)
+    assert "room for 16384" in verify.problem(8, 512, 64, 4096, 8)
+    assert verify.problem(16, 512, 64, 2048, 4) is None
+
+
+def test_rows_are_divided_evenly_among_tiles():
+    assert verify.Groups.of(4, 16) == verify.Groups(4, 1)
+    assert verify.Groups.of(6, 16) == verify.Groups(3, 2)
+    assert verify.Groups.of(9, 8) == verify.Groups(5, 2)
+    assert verify.Groups.of(3, 64) == verify.Groups(1, 3)
+
+
+def test_as_many_parts_as_fill_the_gpu_once():
+    assert [verify.parts_of(groups, 132) for groups in (1, 8, 16, 17, 33, 34, 66, 67, 2048)] == [8, 8, 8, 4, 4, 2, 2, 1, 1]
+
+
+def test_the_launch_reserves_what_the_source_takes():
+    """Its own bytes, and what it may leave out so that panels begin at a multiple of 1024."""
+    assert emulator(4, 16, 128).shared_bytes() + 1023 <= verify.SHARED_BYTES <= 232448
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(4, 16), (3, 16), (8, 8), (2, 32)])
+def test_it_compiles_for_hopper_with_all_in_registers(rows, heads):
+    from nsa_backend.kernels.cuda_source import compiled
+
+    _, said = compiled(verify.SOURCE, {"ROWS": rows, "HEADS": heads, "TOPK": 2048})
+    assert "0 bytes spill stores, 0 bytes spill loads" in said
+    assert "serialized" not in said  # products that the compiler would make wait for each other
