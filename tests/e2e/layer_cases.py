@@ -17,6 +17,10 @@ together = partial(
     Case, steps=3, environment=PAIRED, builtin_environment={}, decode="sparse_verify", floors=FLOORS, releases=">=0.5.17"
 )
 
+alone = partial(
+    Case, steps=3, decode="sparse_verify", floors=FLOORS, releases=">=0.5.17"
+)  # with scores of every row for itself
+
 LAYER_CASES = [
     front("n0 fa3, front in two launches", 0, MANY),
     *(front(f"n{n} fa3, front in two launches", n, MANY, floor_of_all=0.95) for n in (1, 3, 5)),
@@ -24,6 +28,11 @@ LAYER_CASES = [
     front("n3 fa3, front in two launches, 61 layers", 3, STANDARD, shape="deep", floor_of_all=0.95),
     front("weights updated, front in two launches", 3, STANDARD, action="weights were updated", floors=FLOORS),
     front("two GPUs, tensor parallel, front in two launches", 3, STANDARD, engine=TWO_GPUS, gpus=2, floors=FLOORS),
+    # Four rows of 16 heads, or of 8, in a tile.
+    *(
+        alone(f"{heads} heads, n3 sparse_verify", workloads=(*MANY, "32x3000"), shape=f"faithful-{heads}-heads")
+        for heads in (16, 8)
+    ),
     together("n3 sparse_verify, paired logits", workloads=MANY),
     together("n3 fp8, sparse_verify, paired logits", workloads=MANY, engine=FP8),
     together("n5 sparse_verify, paired logits", steps=5, workloads=STANDARD, floors={}, floor_of_all=0.95),
