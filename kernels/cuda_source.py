@@ -65,39 +65,24 @@ class CudaKernel:
         _expect(failed, f"finding {name}")
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _expect(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)[0], "shared memory")
-        self._beside, self._cluster = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+        self._beside = driver.CUlaunchAttribute()
         self._beside.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         self._beside.value.programmaticStreamSerializationAllowed = 1
-        self._cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
     def launch(self, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
-        """Launch it on torch's stream, the blocks of a row of the grid as a cluster.
-
-        It may begin before what is ahead of it on the stream ends, and waits for that itself.
+        """Launch it on torch's stream; it may begin before what is ahead of it ends, and waits for that itself.
 
         Raises:
             RuntimeError: the driver refuses.
         """
-        config = self._configured(grid)
-        config.hStream = torch.cuda.current_stream().cuda_stream
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        _expect(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0)[0], "launching")
-
-    def clusters_at_once(self, blocks: int) -> int:
-        """How many clusters of so many blocks the GPU runs at a time."""
-        failed, clusters = self._driver.cuOccupancyMaxActiveClusters(self._function, self._configured((blocks, 1)))
-        _expect(failed, "asking for clusters")
-        return clusters
-
-    def _configured(self, grid: tuple[int, int]) -> Any:
-        config, dimension = self._driver.CUlaunchConfig(), self._cluster.value.clusterDim
-        dimension.x, dimension.y, dimension.z = grid[0], 1, 1
-        self._cluster.value.clusterDim = dimension
+        config = self._driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
         config.sharedMemBytes = self._shared_bytes
-        config.attrs, config.numAttrs = [self._beside, self._cluster], 2
-        return config
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        config.attrs, config.numAttrs = [self._beside], 1
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        _expect(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0)[0], "launching")
 
 
 def _expect(status: Any, what: str) -> None:

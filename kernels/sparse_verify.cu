@@ -1,12 +1,11 @@
 // Sparse MLA for several rows of one request, for Hopper, in bfloat16: compiled at run time by sparse_verify_cuda.py.
 //
-// A cluster of blocks takes one group of rows, whose heads are the 64 lines of a tensor-core tile; each block takes one part of
-// the different slots that they chose. It makes that part itself: a slot belongs to the part that its hash says, entries of a
-// part meet in a hash table in shared memory, and each slot is listed once with a bit for every row that chose it.
+// A block takes one group of rows, whose heads are the 64 lines of a tensor-core tile, and one part of the different slots that
+// they chose. It makes that part itself: a slot belongs to the part that its hash says, entries of a part meet in a hash table
+// in shared memory, and each slot is listed once with a bit for every row that chose it. Order and sums depend on the inputs
+// alone, so that equal inputs give equal bits.
 // Then two warpgroups walk the list, 64 tokens a step: each scores half of the tokens for all lines, they agree on the highest
 // score of a line through shared memory, and each weighs one half of the latent. The next step's tokens are gathered meanwhile.
-// At the end the blocks of a cluster add up, each some columns, through distributed shared memory. Order and sums depend on the
-// inputs alone, so that equal inputs give equal bits.
 //
 // With EMULATE a host compiler takes this file: what is PTX here comes from emulation.h then.
 
@@ -26,6 +25,8 @@ typedef unsigned long long uint64_t;
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
+
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 __device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -48,6 +49,12 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
 __device__ __forceinline__ uint2 load_shared_2(uint32_t address) {
     uint2 x;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ uint4 load_shared_4(uint32_t address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
     return x;
 }
 
@@ -84,30 +91,15 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     return packed;
 }
 
-// The address of what has this address here, in another block of the cluster.
-__device__ __forceinline__ uint32_t address_in_block(uint32_t address, int block) {
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
-    return there;
-}
-
-__device__ __forceinline__ float2 load_cluster_2(uint32_t address) {
-    float2 x;
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ void store_cluster_2(uint32_t address, float x, float y) {
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
-}
-
-__device__ __forceinline__ void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
@@ -182,7 +174,6 @@ constexpr int CELL_BITS = 14;
 constexpr uint32_t CELLS = 1 << CELL_BITS;
 static_assert(TABLE_AT + 4 * CELLS <= WEIGHTS_AT, "the hash table has no room");
 static_assert(ROWS * TOPK <= static_cast<int>(CELLS), "more slots than cells");
-static_assert(LINES * LATENT * 4 <= 2 * PANELS, "the sums have no room");
 
 constexpr uint32_t SLOT = 0xffffff;  // of a word; the rows' bits are above it
 constexpr uint32_t EMPTY = 0xffffffff;
@@ -194,11 +185,11 @@ struct Attend {
     const int* slots;             // [rows, slots_stride], -1 where there is none
     const int* lens;              // [rows], entries of a row to look at
     uint32_t* lists;              // [groups, parts, ENTRIES], what blocks hand to themselves
-    unsigned char* out;           // bfloat16 [rows, HEADS, 512]
+    unsigned char* out;           // bfloat16 [rows * HEADS, parts, 512], each part by itself
+    float* lse;                   // [rows * HEADS, parts], base 2, -inf where a part has nothing for a line; where parts are several
     long long q_nope_row, q_nope_head, q_rope_row, q_rope_head, slots_stride, kv_stride;
     float scale;  // of scores, base 2
-    int parts;    // of a group, blocks of a cluster: 1, 2, 4 or 8
-    int all_rows, rows_per_request, groups_per_request;
+    int parts, all_rows, rows_per_request, groups_per_request;
 };
 
 // Of tiles of 128-byte rows, swizzled: `leading` is from 64 values to the next 64 where a row is not along K.
@@ -318,6 +309,7 @@ __device__ __forceinline__ int make_list(const Attend& a, uint32_t shared, int w
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Attend a) {
     SHARED_MEMORY(memory);
+    if (a.parts > 1) launch_dependents();  // to the join alone, which waits before all else
     wait_for_inputs();
     const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
     const int thread = threadIdx.x, warp = warp_uniform(thread / 32), lane = thread % 32, half = warp / 4;
@@ -471,58 +463,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     };
     upper_sum = sum_of(upper);
     lower_sum = sum_of(lower);
-    if (a.parts == 1) {
-        const float upper_over = upper_sum == 0 ? 0 : 1 / upper_sum, lower_over = lower_sum == 0 ? 0 : 1 / lower_sum;
-        unsigned char* to = a.out + 2 * (static_cast<long long>(row) * HEADS * LATENT + half * 256 + column);
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            if (upper < lines) {
-                *reinterpret_cast<uint32_t*>(to + 2 * (upper * LATENT + 8 * i)) = pack_bf16(out[4 * i] * upper_over, out[4 * i + 1] * upper_over);
-            }
-            if (lower < lines) {
-                *reinterpret_cast<uint32_t*>(to + 2 * (lower * LATENT + 8 * i)) =
-                    pack_bf16(out[4 * i + 2] * lower_over, out[4 * i + 3] * lower_over);
-            }
-        }
-        return;
+    const float upper_over = upper_sum == 0 ? 0 : 1 / upper_sum, lower_over = lower_sum == 0 ? 0 : 1 / lower_sum;
+    const long long first_line = static_cast<long long>(row) * HEADS;
+    if (a.parts > 1 && half == 0 && column == 0) {
+        const auto lse_of = [](float best, float sum) { return sum == 0 ? -INFINITE : best + log2_fast(sum); };
+        if (upper < lines) a.lse[(first_line + upper) * a.parts + part] = lse_of(upper_best, upper_sum);
+        if (lower < lines) a.lse[(first_line + lower) * a.parts + part] = lse_of(lower_best, lower_sum);
     }
-    // What each block's sums count for, by what it and the others have of a line.
-    const uint32_t stats = shared + BITS_AT;
-    if (half == 0 && column == 0) {
-        store_cluster_2(address_in_block(stats + 8 * upper, part), upper_best, upper_sum);
-        store_cluster_2(address_in_block(stats + 8 * lower, part), lower_best, lower_sum);
-    }
-    sync_cluster();  // and no block weighs tokens any more: others may write where they lay
-    const auto share_of = [&](int line, float best) {
-        float highest = -INFINITE, total = 0;
-        for (int p = 0; p < a.parts; ++p) highest = higher(highest, load_cluster_2(address_in_block(stats + 8 * line, p)).x);
-        const float from = highest == -INFINITE ? 0 : highest;
-        for (int p = 0; p < a.parts; ++p) {
-            const float2 of_part = load_cluster_2(address_in_block(stats + 8 * line, p));
-            total += of_part.y * exp2_fast(of_part.x - from);
-        }
-        return total == 0 ? 0 : exp2_fast(best - from) / total;
-    };
-    const float upper_share = share_of(upper, upper_best), lower_share = share_of(lower, lower_best);
-    // A block adds up `width` columns of all lines: [parts, LINES, width], from where tokens lay.
-    const int width = LATENT / a.parts;
-    const uint32_t sums = shared + TOKENS_AT;
+    // Through shared memory, where tokens lay, so that a line leaves in one piece.
+    const uint32_t lines_at = shared + TOKENS_AT;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-        const int at = half * 256 + 8 * i + column, owner = at / width;
-        const uint32_t there = address_in_block(sums, owner) + 4 * (part * LINES * width + at % width);
-        store_cluster_2(there + 4 * upper * width, out[4 * i] * upper_share, out[4 * i + 1] * upper_share);
-        store_cluster_2(there + 4 * lower * width, out[4 * i + 2] * lower_share, out[4 * i + 3] * lower_share);
+        const uint32_t at = (((half * 32 + i) ^ (upper & 7)) << 4) + column * 2;
+        store_shared(lines_at + upper * 2 * LATENT + at, pack_bf16(out[4 * i] * upper_over, out[4 * i + 1] * upper_over));
+        store_shared(lines_at + lower * 2 * LATENT + at, pack_bf16(out[4 * i + 2] * lower_over, out[4 * i + 3] * lower_over));
     }
-    sync_cluster();
-    for (int i = 2 * thread; i < lines * width; i += 2 * THREADS) {
-        float x = 0, y = 0;
-        for (int p = 0; p < a.parts; ++p) {
-            const uint2 of_part = load_shared_2(sums + 4 * (p * LINES * width + i));
-            x += __uint_as_float(of_part.x);
-            y += __uint_as_float(of_part.y);
-        }
-        const long long line = static_cast<long long>(row) * HEADS + i / width;
-        *reinterpret_cast<uint32_t*>(a.out + 2 * (line * LATENT + part * width + i % width)) = pack_bf16(x, y);
+    __syncthreads();
+#pragma unroll 8
+    for (int i = thread; i < lines * (LATENT / 8); i += THREADS) {
+        const int line = i / (LATENT / 8), along = i % (LATENT / 8);
+        const uint4 values = load_shared_4(lines_at + line * 2 * LATENT + ((along ^ (line & 7)) << 4));
+        *reinterpret_cast<uint4*>(a.out + ((first_line + line) * a.parts + part) * 2 * LATENT + along * 16) = values;
     }
 }

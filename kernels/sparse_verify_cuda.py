@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels.blocks import blocks
+from nsa_backend.kernels.blocks import blocks, power_of_two
 from nsa_backend.kernels.cuda_source import CudaKernel
 from nsa_backend.kernels.sparse_decode import check_tensors
+from nsa_backend.kernels.sparse_decode_kernel import join_kernel
+from nsa_backend.kernels.sparse_decode_plan import Join
 
 SOURCE = Path(__file__).with_name("sparse_verify.cu")
 LATENT, ROPE = 512, 64
@@ -25,8 +27,8 @@ MOST_SLOTS = 2**24 - 1
 """Of a KV cache: a slot and the bits of rows share 32 bits."""
 MOST_CHOSEN = 16384
 """Entries of a group's rows: cells of the hash table."""
-MOST_PARTS = 8
-"""Blocks of a cluster, as every Hopper GPU runs them."""
+MOST_PARTS = 16
+"""Of a group: more have less to do than it takes to begin and to join them."""
 THREADS = 256
 SHARED_BYTES = 231424
 
@@ -58,33 +60,49 @@ def problem(heads: int, latent: int, rope: int, topk: int, rows_per_request: int
 
 
 def parts_of(groups: int, num_sms: int) -> int:
-    """Blocks that share the slots of a group: as many as fill the GPU once, at most a cluster."""
-    parts = MOST_PARTS
-    while parts > 1 and groups * parts > num_sms:
-        parts //= 2
-    return parts
+    """Blocks that share the slots of a group: as many as fill the GPU once."""
+    return max(1, min(num_sms // max(groups, 1), MOST_PARTS))
 
 
-def list_entries(rows: int, rows_per_request: int, heads: int, topk: int, num_sms: int, parts: int | None = None) -> int:
-    """int32 that a call of so many rows needs for its lists."""
+def needed(rows: int, rows_per_request: int, heads: int, topk: int, num_sms: int, parts: int | None = None) -> tuple[int, int]:
+    """(entries of lists, lines to be joined) of a call of so many rows."""
     groups = Groups.of(rows_per_request, heads)
     count = blocks(rows, rows_per_request) * groups.of_request
-    return count * (parts or parts_of(count, num_sms)) * groups.rows * blocks(topk, THREADS) * THREADS
+    parts = parts or parts_of(count, num_sms)
+    return count * parts * groups.rows * blocks(topk, THREADS) * THREADS, rows * heads * parts if parts > 1 else 0
 
 
-def make_lists(
-    max_rows: int, rows_per_request: int, heads: int, topk: int, num_sms: int, device: torch.device | str
-) -> torch.Tensor:
-    """Room for the lists of every call of up to `max_rows` rows; calls on one stream may share it."""
-    needed = (list_entries(rows, rows_per_request, heads, topk, num_sms) for rows in range(1, max_rows + 1, rows_per_request))
-    return torch.empty(max(needed), dtype=torch.int32, device=device)
+@dataclass(frozen=True)
+class CudaMemory:
+    """What the two launches of a call hand on; calls on one stream may share it."""
+
+    lists: torch.Tensor  # int32, entries of every group and part
+    parts: torch.Tensor  # bfloat16 [lines, 512]
+    lse: torch.Tensor  # float32 [lines], base 2
+
+    @classmethod
+    def allocate(
+        cls, max_rows: int, rows_per_request: int, heads: int, topk: int, num_sms: int, device: torch.device | str
+    ) -> CudaMemory:
+        """Room for every call of up to `max_rows` rows of whole requests."""
+        calls = [needed(rows, rows_per_request, heads, topk, num_sms) for rows in range(max_rows, 0, -rows_per_request)]
+        listed, lines = map(max, zip(*calls, strict=True))
+        return cls(
+            torch.empty(listed, dtype=torch.int32, device=device),
+            torch.zeros(lines, LATENT, dtype=torch.bfloat16, device=device),  # the join reads also those that it then skips
+            torch.zeros(lines, dtype=torch.float32, device=device),
+        )
+
+    def hold(self, listed: int, lines: int) -> bool:
+        """Whether there is room for what `needed` says of a call."""
+        return self.lists.numel() >= listed and len(self.lse) >= lines
 
 
 class Arguments(ctypes.Structure):
     """`Attend` of sparse_verify.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q_nope", "q_rope", "kv", "slots", "lens", "lists", "out")),
+        *((name, ctypes.c_void_p) for name in ("q_nope", "q_rope", "kv", "slots", "lens", "lists", "out", "lse")),
         *(
             (name, ctypes.c_longlong)
             for name in ("q_nope_row", "q_nope_head", "q_rope_row", "q_rope_head", "slots_stride", "kv_stride")
@@ -95,7 +113,7 @@ class Arguments(ctypes.Structure):
 
 
 Launch = Callable[[tuple[int, int], Arguments], None]
-"""Runs the kernel for (parts, groups), the parts of a group as a cluster."""
+"""Runs the kernel for (parts, groups)."""
 
 
 @functools.cache
@@ -117,13 +135,13 @@ def sparse_verify_cuda(
     lens: torch.Tensor,
     sm_scale: float,
     rows_per_request: int,
-    lists: torch.Tensor,
+    memory: CudaMemory,
     *,
     num_sms: int,
     parts: int | None = None,
     launch: Launch | None = None,
 ) -> torch.Tensor:
-    """What `sparse_decode` computes, each KV slot read once for all rows of a group; one launch.
+    """What `sparse_decode` computes, each KV slot read once for all rows of a group; one launch or two.
 
     Equal inputs give equal bits. KV of every slot that some row of a group chose must be finite: a line that does not attend
     to it weighs it with 0.
@@ -136,16 +154,16 @@ def sparse_verify_cuda(
         lens: int32 [rows], entries of each row to look at, at most topk.
         sm_scale: of the scores.
         rows_per_request: rows that follow each other and choose much alike; of the last request there may be fewer.
-        lists: int32, from `make_lists` for these heads and rows a request; written.
+        memory: from `CudaMemory.allocate`, for these heads and rows a request.
         num_sms: of the GPU.
-        parts: `parts_of` if None; another power of two is for measurements.
+        parts: `parts_of` if None; another one is for measurements.
         launch: what runs the kernel; a GPU if None, an emulation in tests.
 
     Returns:
         bfloat16 [rows, heads, 512]; zeros where a row has no slot.
 
     Raises:
-        ValueError: a tensor has another shape, dtype or layout, or `lists` has no room.
+        ValueError: a tensor has another shape, dtype or layout, or `memory` has no room.
         RuntimeError: NVRTC or the driver refuses.
     """
     rows, heads, latent = q_nope.shape
@@ -160,8 +178,8 @@ def sparse_verify_cuda(
     groups = Groups.of(rows_per_request, heads)
     count = blocks(rows, rows_per_request) * groups.of_request
     parts = parts or parts_of(count, num_sms)
-    if lists.numel() < list_entries(rows, rows_per_request, heads, topk, num_sms, parts):
-        raise ValueError(f"lists has no room for {count} groups in {parts} parts: the kernel would write past it")
+    if not memory.hold(*needed(rows, rows_per_request, heads, topk, num_sms, parts)):
+        raise ValueError(f"memory has no room for {count} groups in {parts} parts: the kernel would write past it")
     q_nope, q_rope = _aligned(q_nope), _aligned(q_rope)
     launch = launch or attend_of(groups.rows, heads, topk, q_nope.device.index).launch
     launch(
@@ -172,8 +190,9 @@ def sparse_verify_cuda(
             kv_cache.data_ptr(),
             topk_slots.data_ptr(),
             lens.data_ptr(),
-            lists.data_ptr(),
-            out.data_ptr(),
+            memory.lists.data_ptr(),
+            (memory.parts if parts > 1 else out).data_ptr(),
+            memory.lse.data_ptr(),
             *(2 * stride for stride in (*q_nope.stride()[:2], *q_rope.stride()[:2])),
             topk_slots.stride(0),
             2 * kv_cache.stride(0),
@@ -184,7 +203,31 @@ def sparse_verify_cuda(
             groups.of_request,
         ),
     )
+    if parts > 1:
+        _join(memory, out, parts)
     return out
+
+
+def _join(memory: CudaMemory, out: torch.Tensor, parts: int) -> None:
+    """Every head of every row as a row of one head."""
+    rows, heads, latent = out.shape
+    join, on_gpu = Join.of(rows, heads), out.is_cuda
+    width = min(join.latent, latent)
+    join_kernel[(rows * heads, 1, latent // width)](
+        memory.parts,
+        memory.lse,
+        out,
+        memory.lse,
+        1,
+        parts,
+        LATENT=latent,
+        BLOCK_S=min(join.parts, power_of_two(parts)),
+        BLOCK_D=width,
+        COMPILED=on_gpu,
+        LSE=False,
+        num_warps=join.warps,
+        **({"launch_pdl": True} if on_gpu else {}),
+    )
 
 
 def _aligned(query: torch.Tensor) -> torch.Tensor:

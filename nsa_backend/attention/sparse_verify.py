@@ -19,7 +19,7 @@ from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels import sparse_verify_cuda
 from nsa_backend.kernels.selection_union import MAX_ROWS_PER_REQUEST
 from nsa_backend.kernels.sparse_verify import VerifyMemory, sparse_verify
-from nsa_backend.kernels.sparse_verify_cuda import Groups
+from nsa_backend.kernels.sparse_verify_cuda import CudaMemory, Groups
 
 FEWEST_GROUPS = 8
 """Tiles of a call that take rows together in bfloat16; with fewer most of the GPU is idle, and sparse_decode is faster."""
@@ -89,8 +89,8 @@ class SparseVerify(SparseDecode):
         if self._in_cuda and not inputs.logit_cap and slots <= sparse_verify_cuda.MOST_SLOTS:
             if requests * Groups.of(rows_per_request, self._config.num_heads).of_request < FEWEST_GROUPS:
                 return super().forward(inputs)
-            lists = self._lists(rows, rows_per_request, topk)
-            return sparse_verify_cuda.sparse_verify_cuda(*call, lists, num_sms=self._num_sms)
+            memory = self._cuda_memory(rows, rows_per_request, topk)
+            return sparse_verify_cuda.sparse_verify_cuda(*call, memory, num_sms=self._num_sms)
         memory = self._memory(requests, rows_per_request, topk, slots)
         return sparse_verify(*call, memory, num_sms=self._num_sms, logit_cap=inputs.logit_cap)
 
@@ -101,15 +101,14 @@ class SparseVerify(SparseDecode):
         sparse_verify_cuda.attend_of(groups.rows, config.num_heads, config.index_topk, config.device.index or 0)
         return groups
 
-    def _lists(self, rows: int, rows_per_request: int, topk: int) -> torch.Tensor:
+    def _cuda_memory(self, rows: int, rows_per_request: int, topk: int) -> CudaMemory:
         config = self._config
         shape = rows_per_request, config.num_heads, topk, self._num_sms
-        kept = _lists.setdefault((config.device, *shape), [])
-        needed = sparse_verify_cuda.list_entries(rows, *shape)
-        for lists in kept:
-            if lists.numel() >= needed:
-                return lists
-        return self._keep(kept, sparse_verify_cuda.make_lists(max(rows, self._reserved_rows), *shape, config.device))
+        kept, needed = _cuda_memories.setdefault((config.device, *shape), []), sparse_verify_cuda.needed(rows, *shape)
+        for memory in kept:
+            if memory.hold(*needed):
+                return memory
+        return self._keep(kept, CudaMemory.allocate(max(rows, self._reserved_rows), *shape, config.device))
 
     def _memory(self, requests: int, rows_per_request: int, topk: int, num_slots: int) -> VerifyMemory:
         config = self._config
@@ -131,5 +130,5 @@ class SparseVerify(SparseDecode):
 
 
 _memories: dict[tuple, list[VerifyMemory]] = {}
-_lists: dict[tuple, list[torch.Tensor]] = {}
+_cuda_memories: dict[tuple, list[CudaMemory]] = {}
 """Shared by a process's backends, whose forwards run one after the other; none is freed, as graphs hold their addresses."""

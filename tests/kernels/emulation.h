@@ -27,6 +27,7 @@
 using std::min;
 struct float2 { float x, y; };
 struct uint2 { uint32_t x, y; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct dim3 { unsigned x, y, z; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
@@ -202,6 +203,7 @@ inline uint32_t shared_address(const void* pointer) {
     return (block - emulation::blocks.data()) * emulation::WINDOW + (static_cast<const unsigned char*>(pointer) - block->shared);
 }
 inline uint32_t address_in_block(uint32_t address, int block) { return address % emulation::WINDOW + block * emulation::WINDOW; }
+inline void launch_dependents() {}
 inline void wait_for_inputs() {}
 inline void fence_before_products() {}
 inline void copy_16(uint32_t to, const void* from, bool there) {
@@ -213,10 +215,9 @@ inline void copy_16(uint32_t to, const void* from, bool there) {
 inline void wait_for_copies() { emulation::settle(emulation::now->copies); }
 inline uint32_t load_shared(uint32_t address) { return *reinterpret_cast<uint32_t*>(emulation::at(address, 4)); }
 inline uint2 load_shared_2(uint32_t address) { return *reinterpret_cast<uint2*>(emulation::at(address, 8)); }
+inline uint4 load_shared_4(uint32_t address) { return *reinterpret_cast<uint4*>(emulation::at(address, 16)); }
 inline void store_shared(uint32_t address, uint32_t x) { *reinterpret_cast<uint32_t*>(emulation::at(address, 4)) = x; }
 inline void store_shared_4(uint32_t address, uint32_t x) { std::fill_n(reinterpret_cast<uint32_t*>(emulation::at(address, 16)), 4, x); }
-inline float2 load_cluster_2(uint32_t address) { return *reinterpret_cast<float2*>(emulation::at(address, 8)); }
-inline void store_cluster_2(uint32_t address, float x, float y) { *reinterpret_cast<float2*>(emulation::at(address, 8)) = {x, y}; }
 inline uint32_t swap_shared(uint32_t address, uint32_t expected, uint32_t x) {
     const uint32_t old = load_shared(address);
     if (old == expected) store_shared(address, x);
@@ -234,6 +235,7 @@ inline uint32_t bf16_bits(float x) {
 }
 inline uint32_t pack_bf16(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float log2_fast(float x) { return log2f(x); }
 inline void products_begin() {}
 inline void products_commit() {}
 inline void products_wait() { emulation::settle(emulation::now->products); }
