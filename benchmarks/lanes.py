@@ -13,8 +13,9 @@ PLAN is a list of jobs, first come, first served on every GPU:
     beside    true: it starts beside whatever runs on its GPUs, and others beside it; for what is not timed
     environment  variables that it gets besides
 
-What a job prints is in OUT/NAME/log, and OUT/status.txt grows by a line as each begins and ends. PLAN is read again every
-second, so jobs can be added while others run. Exits with 0 where every job succeeded, else 1; one that was left out has not.
+What a job prints is in OUT/NAME/log, where dashes stand for spaces of the name, and OUT/status.txt grows by a line as each
+begins and ends. PLAN is read again every second, so jobs can be added while others run. Exits with 0 where every job succeeded,
+else 1; one that was left out has not.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ class Job:
     beside: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def folder(self) -> str:
+        """Its folder in OUT; without spaces, so that a command need not quote $OUT."""
+        return self.name.replace(" ", "-")
+
 
 def plan(path: Path) -> list[Job]:
     """The jobs of a file.
@@ -62,7 +68,7 @@ def plan(path: Path) -> list[Job]:
         except TypeError as error:
             raise ValueError(f"{path}, job {entry.get('name', len(jobs))}: {str(error).partition('() ')[2]}") from error
         known = [one.name for one in jobs]
-        if job.name in known:
+        if job.folder in (one.folder for one in jobs):
             raise ValueError(f"{path}: two jobs are called {job.name}, and would write into one folder: rename one")
         for name in (*job.after, *job.needs):
             if name not in known:
@@ -120,7 +126,7 @@ class Lanes:
         return jobs
 
     def _start(self, job: Job) -> None:
-        folder = self._out / job.name
+        folder = self._out / job.folder
         folder.mkdir(exist_ok=True)
         environment = (
             os.environ

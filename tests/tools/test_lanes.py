@@ -53,6 +53,7 @@ def test_jobs_have_gpus_and_folders_of_their_own_and_end_as_the_plan_says(tmp_pa
         job("next", [0], "true", after=["failing"]),
         job("dependent", [1], "true", needs=["failing"]),
         job("of the dependent", [1], "true", needs=["dependent"]),
+        job("two words", [1], "echo here > $OUT/file"),
         job("endless", [2], f"(while true; do touch {marker}; sleep 0.1; done) & wait", minutes=0.02),
         job("after it", [2]),
     )
@@ -60,6 +61,7 @@ def test_jobs_have_gpus_and_folders_of_their_own_and_end_as_the_plan_says(tmp_pa
     assert code == 1
     assert (tmp_path / "out" / "first" / "log").read_text() == "0,3\n"
     assert (tmp_path / "out" / "second" / "log").read_text() == "kept\n1\n"
+    assert (tmp_path / "out" / "two-words" / "file").read_text() == "here\n"
     assert [line for line in said if line.startswith("failing: exit code 3")]
     for name in ("first", "second", "next", "after it"):
         assert any(line.startswith(f"{name}: exit code 0") for line in said), name
