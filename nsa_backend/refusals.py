@@ -7,12 +7,9 @@ from typing import Any
 from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.option_rules import Rule
-from nsa_backend.adapters.options import OWN_DECODE_VALUES
-from nsa_backend.attention.implementations import OPTION_VALUES
+from nsa_backend.attention.implementations import DECODE_VALUES, PREFILL_VALUES
 from nsa_backend.environment import asked, switched_on
 from nsa_backend.releases import ROUND_WARM_UP, installed, round_graph_problem
-
-PREFILL_VALUES = (*(name for name in OPTION_VALUES if name not in OWN_DECODE_VALUES), "flashmla_auto")
 
 RULES = (
     Rule("device", "--device", "", ("cuda",), "use an NVIDIA GPU"),
@@ -28,8 +25,8 @@ RULES = (
         adapter.DECODE_ATTRIBUTE,
         adapter.DECODE_OPTION,
         "",
-        (None, *OPTION_VALUES),
-        f"choose one of {', '.join(OPTION_VALUES)}",
+        (None, *DECODE_VALUES),
+        f"choose one of {', '.join(DECODE_VALUES)}",
     ),
     Rule(
         adapter.PREFILL_ATTRIBUTE,

@@ -28,17 +28,19 @@ VARIANTS = {
     "auto": {"NSA_BACKEND_AUTO_DECODE": "1"},
     "front": {"NSA_BACKEND_LAYER_FRONT": "1"},
     "sparse_verify": {},
+    "sparse_prefill": {},
     "verify": {"NSA_BACKEND_PAIRED_LOGITS": "1"},
     "front_verify": {"NSA_BACKEND_LAYER_FRONT": "1", "NSA_BACKEND_PAIRED_LOGITS": "1"},
 }
 """Sides that are ours with a switch set or with an option, below: speculative rounds of three graphs, decode by whatever is
-fastest at its rows, layers whose front is two launches, rows of a request that attend together, or are scored together too."""
+fastest at its rows, layers whose front is two launches, rows of a request or a prompt that attend or are scored together."""
 
 WITH_DRAFTS = (THREE_GRAPHS, "sparse_verify", "verify", "front_verify")
 """Sides that are ours and no other where there are no drafts."""
 
 OPTIONS = {
     "sparse_verify": lambda: server_options.implementations("sparse_verify"),
+    "sparse_prefill": lambda: server_options.implementations("fa3", "sparse_prefill"),
     "verify": lambda: server_options.implementations("sparse_verify"),
     "front_verify": lambda: server_options.implementations("sparse_verify"),
 }

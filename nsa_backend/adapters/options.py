@@ -23,8 +23,10 @@ STRATEGIES = {"round-robin-split": "interleave", "in-seq-split": "zigzag"}
 and --cp-strategy for them. The first strategy was the default."""
 
 DECODE_OPTIONS = ("--nsa-decode-backend", "--dsa-decode-backend")
+PREFILL_OPTIONS = ("--nsa-prefill-backend", "--dsa-prefill-backend")
 OWN_DECODE_VALUES = ("sparse_decode", "sparse_verify")
-"""What SGLang's closed list of decode implementations does not have."""
+OWN_PREFILL_VALUES = ("sparse_prefill",)
+"""What SGLang's closed lists of implementations do not have."""
 
 
 class _Divide(argparse.Action):
@@ -67,11 +69,11 @@ def add_aliases(original: Callable, parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(original: Callable, parser: argparse.ArgumentParser) -> None:
-    """Around `ServerArgs.add_cli_args`: the aliases, and each of our own implementations as a value of the decode option."""
+    """Around `ServerArgs.add_cli_args`: the aliases, and each of our own implementations as a value of its option."""
     add_aliases(original, parser)
-    for name in DECODE_OPTIONS:
-        if option := parser._option_string_actions.get(name):
-            option.choices = [*option.choices, *OWN_DECODE_VALUES]  # SGLang's list is other options' too
+    for names, values in ((DECODE_OPTIONS, OWN_DECODE_VALUES), (PREFILL_OPTIONS, OWN_PREFILL_VALUES)):
+        for option in filter(None, map(parser._option_string_actions.get, names)):
+            option.choices = [*option.choices, *values]  # SGLang's list is other options' too
 
 
 def keep_when_disabled() -> None:

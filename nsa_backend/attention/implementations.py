@@ -6,7 +6,9 @@ from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 
+from nsa_backend import environment
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.adapters.options import OWN_DECODE_VALUES, OWN_PREFILL_VALUES
 from nsa_backend.attention.interface import SparseAttention
 from nsa_backend.config import AttentionConfig, BackendConfig
 
@@ -16,14 +18,22 @@ IMPLEMENTATIONS = {
     "flashmla_kv": "nsa_backend.attention.flashmla_kv",
     "sparse_decode": "nsa_backend.attention.sparse_decode",
     "sparse_verify": "nsa_backend.attention.sparse_verify",
+    "sparse_prefill": "nsa_backend.attention.sparse_prefill",
     "trtllm": "nsa_backend.attention.trtllm",
     "torch": "nsa_backend.attention.torch_reference",
     "auto": "nsa_backend.attention.auto",
 }
 """Name to module, which has `problems(config) -> [reason]`, empty where it can run, and `build(config) -> SparseAttention`."""
 
-OPTION_VALUES = tuple(name for name in IMPLEMENTATIONS if name not in ("torch", "auto"))
-"""What --nsa-decode-backend may name; SGLang's closed list has neither of the other two."""
+_NO_OPTIONS = ("torch", "auto")
+DECODE_VALUES = tuple(name for name in IMPLEMENTATIONS if name not in (*_NO_OPTIONS, *OWN_PREFILL_VALUES))
+"""What --nsa-decode-backend may name."""
+PREFILL_VALUES = (*(n for n in IMPLEMENTATIONS if n not in (*_NO_OPTIONS, *OWN_DECODE_VALUES)), "flashmla_auto")
+"""What --nsa-prefill-backend may name."""
+
+
+SGLANGS_CHOICE = "fa3"
+"""SGLang's choice for a bfloat16 KV cache on Hopper where nobody names one."""
 
 
 def implementation(name: str) -> ModuleType:
@@ -53,6 +63,22 @@ def build_attention(name: str, asked: str, config: AttentionConfig) -> SparseAtt
     """Build what `check_attention` has no objection to; raises its ValueError."""
     check_attention(name, asked, config)
     return implementation(name).build(config)
+
+
+def decode_for(named: str, by_user: bool, attention: AttentionConfig) -> str:
+    """What decode runs on: `named` by options, unless NSA_BACKEND_AUTO_DECODE says otherwise.
+
+    Where that says nothing and `named` is what SGLang takes when the user names nothing, auto serves instead if it can.
+    """
+    wanted = environment.asked("NSA_BACKEND_AUTO_DECODE")
+    if wanted is None:
+        wanted = not by_user and named == SGLANGS_CHOICE and not implementation("auto").problems(attention)
+    return "auto" if wanted else named
+
+
+def with_decode(config: BackendConfig) -> BackendConfig:
+    """The same, with what decode runs on."""
+    return replace(config, decode_impl=decode_for(config.decode_impl, config.decode_by_user, config.attention))
 
 
 def decode_side(attention: AttentionConfig, decode: str, prefill: str) -> tuple[str, str, AttentionConfig]:

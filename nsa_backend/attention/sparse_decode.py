@@ -66,7 +66,7 @@ class SparseDecode(NothingToPrepare):
             inputs.q_rope,
             inputs.kv_cache,
             inputs.topk_slots,
-            self._lens(inputs),
+            self.lens(inputs),
             inputs.sm_scale,
             num_sms=self._num_sms,
             logit_cap=inputs.logit_cap,
@@ -75,7 +75,7 @@ class SparseDecode(NothingToPrepare):
         )
 
     @staticmethod
-    def _lens(inputs: SparseInputs) -> torch.Tensor:
+    def lens(inputs: SparseInputs) -> torch.Tensor:
         """int32 [rows], entries of each row to look at."""
         rows, topk = inputs.topk_slots.shape
         if inputs.nsa_cache_seqlens.shape[0] == rows:

@@ -33,8 +33,8 @@ def problems(config: AttentionConfig) -> list[str]:
             f"here it takes at most {most} rows of a request together: pass --speculative-num-draft-tokens {most} or less, "
             f"where {config.num_draft_tokens} are asked for"
         )
-    if in_cuda(config) and not nvrtc_is_there():
-        found.append("it is compiled at start by NVRTC of cuda-python, which is not installed: pip install cuda-python")
+    if in_cuda(config):
+        found += nvrtc_problems()
     return found + part_problems(config)
 
 
@@ -45,12 +45,14 @@ def in_cuda(config: AttentionConfig) -> bool:
     return config.kv_cache_dtype == torch.bfloat16 and sparse_verify_cuda.problem(*shape) is None
 
 
-def nvrtc_is_there() -> bool:
-    """Whether cuda-python is installed, which SGLang requires."""
+def nvrtc_problems() -> list[str]:
+    """Why a kernel in CUDA C++ cannot be compiled: no sentence, or one. SGLang requires cuda-python."""
     try:
-        return find_spec("cuda.bindings.nvrtc") is not None
+        if find_spec("cuda.bindings.nvrtc") is not None:
+            return []
     except ModuleNotFoundError:
-        return False
+        pass
+    return ["it is compiled at start by NVRTC of cuda-python, which is not installed: pip install cuda-python"]
 
 
 def build(config: AttentionConfig) -> SparseVerify:
@@ -82,7 +84,7 @@ class SparseVerify(SparseDecode):
             inputs.q_rope,
             inputs.kv_cache,
             inputs.topk_slots,
-            self._lens(inputs),
+            self.lens(inputs),
             inputs.sm_scale,
             rows_per_request,
         )

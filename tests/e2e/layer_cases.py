@@ -28,9 +28,20 @@ LAYER_CASES = [
     front("n3 fa3, front in two launches, 61 layers", 3, STANDARD, shape="deep", floor_of_all=0.95),
     front("weights updated, front in two launches", 3, STANDARD, action="weights were updated", floors=FLOORS),
     front("two GPUs, tensor parallel, front in two launches", 3, STANDARD, engine=TWO_GPUS, gpus=2, floors=FLOORS),
-    # Four rows of 16 heads, or of 8, in a tile.
+    # Four rows of 16 heads, or of 8, in a tile; of a prompt four or eight.
     *(
         alone(f"{heads} heads, n3 sparse_verify", workloads=(*MANY, "32x3000"), shape=f"faithful-{heads}-heads")
+        for heads in (16, 8)
+    ),
+    *(
+        alone(
+            f"{heads} heads, n3 sparse_prefill",
+            workloads=(*MANY, "32x3000"),
+            shape=f"faithful-{heads}-heads",
+            decode="fa3",
+            engine={"nsa_prefill_backend": "sparse_prefill"},
+            ours_alone=("nsa_prefill_backend",),
+        )
         for heads in (16, 8)
     ),
     together("n3 sparse_verify, paired logits", workloads=MANY),

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
-from functools import cache, partial
-from pathlib import Path
-
 import pytest
 import torch
+from emulated import Emulated, emulator
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import tried
@@ -17,25 +13,7 @@ from sparse_rows import OVERLAPS, assert_near, over_slots, selections
 from nsa_backend.kernels import sparse_verify_cuda as verify
 from nsa_backend.kernels.sparse_decode_torch import sparse_decode_torch
 
-HERE = Path(__file__).parent
 SMS = 12
-
-
-@cache
-def emulator(rows: int, heads: int, topk: int) -> ctypes.CDLL:
-    """The kernel's source as this machine runs it."""
-    import tempfile
-
-    out = Path(tempfile.mkdtemp(prefix="nsa-emulation-")) / "kernel.so"
-    words = [f"-DROWS={rows}", f"-DHEADS={heads}", f"-DTOPK={topk}", "-DEMULATE", f'-DSOURCE="{verify.SOURCE.resolve()}"']
-    subprocess.run(
-        ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", *words, "-I", HERE, HERE / "emulation.cpp", "-o", out], check=True
-    )
-    return ctypes.CDLL(str(out))
-
-
-def emulated(rows: int, heads: int, topk: int, seed: int, grid: tuple[int, int], arguments: verify.Arguments) -> None:
-    emulator(rows, heads, topk).run(ctypes.byref(arguments), *grid, seed)
 
 
 def verified(inputs, rows_per_request: int, seed: int = 0, *, parts: int | None = None, spare: int = 0) -> torch.Tensor:
@@ -49,7 +27,7 @@ def verified(inputs, rows_per_request: int, seed: int = 0, *, parts: int | None 
     memory.parts.fill_(float("nan"))
     memory.lse.fill_(float("nan"))
     groups = verify.Groups.of(rows_per_request, heads)
-    launch = None if q_nope.is_cuda else partial(emulated, groups.rows, heads, topk, seed)
+    launch = None if q_nope.is_cuda else Emulated(groups.rows, heads, topk, seed).launch
     return verify.sparse_verify_cuda(*inputs, 0.1, rows_per_request, memory, num_sms=SMS, parts=parts, launch=launch)
 
 

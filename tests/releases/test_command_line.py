@@ -56,6 +56,15 @@ def test_our_own_kernel_is_a_value_of_the_decode_option(resolve, option):
 
 
 @pytest.mark.parametrize("option", ["--nsa-prefill-backend", adapter.PREFILL_OPTION])
+def test_our_own_prefill_is_among_the_values_and_refused_for_decode(resolve, parse, capsys, option):
+    server_args = resolve(option, "sparse_prefill")
+    assert getattr(adapter.resolved(server_args), adapter.PREFILL_ATTRIBUTE) == "sparse_prefill"
+    with pytest.raises(SystemExit):
+        parse(option.replace("prefill", "decode"), "sparse_prefill")
+    assert "invalid choice: 'sparse_prefill'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--nsa-prefill-backend", adapter.PREFILL_OPTION])
 def test_our_own_kernel_is_no_value_of_the_prefill_option(parse, capsys, option):
     with pytest.raises(SystemExit):
         parse(option, "sparse_decode")

@@ -38,7 +38,7 @@ def test_wheel_holds_every_module(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "nsa_backend").rglob("*.py")}
-    sources |= {f"nsa_backend/kernels/{p.name}" for p in (ROOT / "kernels").glob("*.py")}
+    sources |= {f"nsa_backend/kernels/{p.name}" for of in ("*.py", "*.cu") for p in (ROOT / "kernels").glob(of)}
     assert sources <= names
     assert not any(name.startswith("kernels/") or name == "nsa_backend/kernels/__init__.py" for name in names)
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
@@ -56,12 +56,11 @@ def test_sdist_builds_and_installs_without_a_checkout(tmp_path):
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), str(sdist))
     code = (
         f"import sys; sys.path.insert(0, {str(target)!r}); import nsa_backend.kernels.join_query as k; "
-        "from nsa_backend.attention.auto import TABLE; import nsa_backend.__main__ as m; "
-        "print(k.__file__, TABLE, TABLE.exists(), m.__file__)"
+        "from nsa_backend.attention.auto import TABLE; from nsa_backend.kernels.sparse_verify_cuda import SOURCE; "
+        "import nsa_backend.__main__ as m; print(k.__file__, TABLE, SOURCE, m.__file__)"
     )
-    kernel, table, exists, main = run(sys.executable, "-W", "ignore", "-c", code, cwd=tmp_path).split()[-4:]
-    assert exists == "True"
-    for path in (kernel, table, main):
+    for path in run(sys.executable, "-W", "ignore", "-c", code, cwd=tmp_path).split()[-4:]:
+        assert Path(path).exists()
         assert Path(path).is_relative_to(target)
     entry = next(target.glob("sglang_nsa_backend-*.dist-info")) / "entry_points.txt"
     assert "nsa_backend = nsa_backend.plugin:register" in entry.read_text()

@@ -1,0 +1,93 @@
+"""A kernel of our own for the rows of a prefill on ranks of few heads: neighbouring rows read each KV slot once, together.
+
+FlashMLA's sparse prefill pads 8 or 16 heads to the 64 lines of a tensor-core tile; here the heads of four to eight rows fill
+them, and rows that follow each other choose much alike. Rows of two prompts in one tile share nothing, and are right as well.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.interface import (
+    NothingToPrepare,
+    bfloat16_problems,
+    device_title,
+    part_problems,
+    sinks_problems,
+)
+from nsa_backend.attention.sparse_decode import SMS_WITHOUT_A_GPU, SparseDecode
+from nsa_backend.attention.sparse_inputs import SparseInputs
+from nsa_backend.attention.sparse_verify import nvrtc_problems
+from nsa_backend.config import AttentionConfig
+from nsa_backend.kernels import sparse_verify_cuda
+from nsa_backend.kernels.sparse_verify_cuda import LINES, MOST_ROWS, CudaMemory
+
+MOST_HEADS = LINES // 2
+"""Two rows at least share a tile."""
+WAVES = 8
+"""Tiles an SM takes of one launch; the lists of more would take more memory, 35 MB for 16 heads on an H200."""
+
+
+def problems(config: AttentionConfig) -> list[str]:
+    """Why sparse_prefill cannot run."""
+    found = []
+    if not config.prefill:
+        found.append(f"it is made for the rows of a prompt: name it for {adapter.PREFILL_OPTION} alone")
+    if config.device_sm != 90:
+        found.append(f"it is written for Hopper (SM90) and this device is {device_title(config.device_sm)}")
+    if config.num_heads > MOST_HEADS:
+        found.append(f"it takes rows of up to {MOST_HEADS} heads together and this rank has {config.num_heads}")
+    elif reason := sparse_verify_cuda.problem(
+        config.num_heads, config.latent_dim, config.rope_dim, config.index_topk, _together(config)
+    ):
+        found.append(reason)
+    return found + bfloat16_problems(config) + nvrtc_problems() + sinks_problems(config) + part_problems(config)
+
+
+def build(config: AttentionConfig) -> SparsePrefill:
+    return SparsePrefill(config)
+
+
+def _together(config: AttentionConfig) -> int:
+    """Rows of a tile."""
+    return min(MOST_ROWS, LINES // config.num_heads)
+
+
+class SparsePrefill(NothingToPrepare):
+    """As many launches as the rows need, in pieces of whole tiles."""
+
+    def __init__(self, config: AttentionConfig):
+        self._config, self._rows = config, _together(config)
+        on_gpu = config.device.type == "cuda"
+        self._num_sms = torch.cuda.get_device_properties(config.device).multi_processor_count if on_gpu else SMS_WITHOUT_A_GPU
+        if on_gpu:  # at start rather than in the first prompt
+            sparse_verify_cuda.attend_of(self._rows, config.num_heads, config.index_topk, config.device.index or 0)
+        self._memory: CudaMemory | None = None
+
+    def forward(self, inputs: SparseInputs) -> torch.Tensor:
+        rows, most = inputs.q_nope.shape[0], WAVES * self._num_sms * self._rows
+        lens, parts = SparseDecode.lens(inputs), []
+        for begin in range(0, rows, most):
+            piece = slice(begin, begin + most)
+            parts.append(
+                sparse_verify_cuda.sparse_verify_cuda(
+                    inputs.q_nope[piece],
+                    inputs.q_rope[piece],
+                    inputs.kv_cache,
+                    inputs.topk_slots[piece],
+                    lens[piece],
+                    inputs.sm_scale,
+                    self._rows,
+                    self._memory_for(min(most, rows)),
+                    num_sms=self._num_sms,
+                )
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _memory_for(self, rows: int) -> CudaMemory:
+        """Kept for all layers, whose forwards run one after the other, and grown where a chunk is larger."""
+        shape = self._rows, self._config.num_heads, self._config.index_topk, self._num_sms
+        if self._memory is None or not self._memory.hold(*sparse_verify_cuda.needed(rows, *shape)):
+            self._memory = CudaMemory.allocate(rows, *shape, self._config.device)
+        return self._memory

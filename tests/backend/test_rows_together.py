@@ -1,0 +1,100 @@
+"""sparse_verify and sparse_prefill on a bfloat16 KV cache, as the backend calls them: their kernel on an emulated GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from emulated import Emulated
+
+from nsa_backend.attention import sparse_prefill, sparse_verify
+from nsa_backend.attention.sparse_inputs import SparseInputs
+from nsa_backend.attention.torch_reference import TorchSparseAttention
+from nsa_backend.config import AttentionConfig
+from nsa_backend.kernels import sparse_verify_cuda
+
+HEADS, TOPK, SLOTS = 16, 128, 400
+CONFIG = AttentionConfig(device_sm=90, num_heads=HEADS, kv_cache_dtype=torch.bfloat16, index_topk=TOPK)
+
+
+def given(rows: int, rows_per_request: int = 1) -> SparseInputs:
+    """Rows of lengths up to 128, of which one has none; NaN in every slot that nobody chose."""
+    generator = torch.Generator().manual_seed(rows)
+    lens = torch.randint(1, TOPK + 1, (rows,), generator=generator, dtype=torch.int32)
+    lens[rows // 2] = 0
+    chosen = torch.stack([torch.randperm(SLOTS // 2, generator=generator)[:TOPK] for _ in range(rows)]).int()
+    chosen[torch.arange(TOPK) >= lens[:, None]] = -1
+    kv = torch.full((SLOTS, 1, 576), float("nan")).bfloat16()
+    used = chosen[chosen >= 0].unique().long()
+    kv[used] = torch.randn(len(used), 1, 576, generator=generator).bfloat16()
+    query = torch.randn(rows, HEADS, 576, generator=generator).bfloat16()
+    return SparseInputs(
+        q_nope=query[..., :512], q_rope=query[..., 512:], kv_cache=kv, topk_slots=chosen, nsa_cache_seqlens=lens,
+        nsa_cu_seqlens_q=torch.arange(rows + 1), nsa_cu_seqlens_k=None, sm_scale=0.07, logit_cap=0.0,
+        rows_per_request=rows_per_request,
+    )  # fmt: skip
+
+
+def assert_right(out: torch.Tensor, inputs: SparseInputs) -> None:
+    want = TorchSparseAttention().forward(inputs).float()
+    assert out.isfinite().all()
+    assert (out.float() - want).norm() <= 5e-3 * want.norm()
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """By rows of a tile, what runs in place of the GPU's."""
+    found: dict[int, Emulated] = {}
+    monkeypatch.setattr(
+        sparse_verify_cuda, "attend_of", lambda rows, *shape: found.setdefault(rows, Emulated(rows, *shape[:2]))
+    )
+    monkeypatch.setattr(sparse_verify, "_cuda_memories", {})
+    return found
+
+
+@pytest.mark.parametrize("rows", [3, 20, 37])
+def test_a_prompt_goes_in_pieces_of_whole_tiles(kernels, rows):
+    """One SM has eight tiles of four rows at most in a launch; of the last tile there may be fewer rows."""
+    attention = sparse_prefill.build(replace(CONFIG, prefill=True))
+    attention._num_sms = 1
+    inputs = given(rows)
+    assert_right(attention.forward(inputs), inputs)
+    assert kernels[4].grids == {3: [(1, 1)], 20: [(1, 5)], 37: [(1, 8), (1, 2)]}[rows]
+    kept = attention._memory
+    attention.forward(inputs)
+    assert attention._memory is kept
+
+
+@pytest.mark.parametrize(("requests", "together"), [(8, True), (7, False)])
+def test_few_requests_are_left_to_sparse_decode(kernels, monkeypatch, requests, together):
+    """And memory is kept for as many rows as are reserved."""
+    attention = sparse_verify.build(replace(CONFIG, num_draft_tokens=4))
+    attention._in_cuda, attention._num_sms = True, 16
+    attention.reserve(40)
+    alone = []
+    monkeypatch.setattr(sparse_verify.SparseDecode, "forward", lambda self, inputs: alone.append(inputs))
+    inputs = given(4 * requests, rows_per_request=4)
+    out = attention.forward(inputs)
+    if together:
+        assert_right(out, inputs)
+        assert kernels[4].grids == [(2, 8)]
+        ((memory,),) = sparse_verify._cuda_memories.values()
+        assert memory.hold(*sparse_verify_cuda.needed(40, 4, HEADS, TOPK, 16))
+    assert bool(alone) != together
+
+
+def test_what_pads_to_other_rows_is_left_to_sparse_decode(kernels, monkeypatch):
+    attention = sparse_verify.build(replace(CONFIG, num_draft_tokens=4))
+    attention._in_cuda = True
+    monkeypatch.setattr(sparse_verify.SparseDecode, "forward", lambda self, inputs: "alone")
+    assert attention.forward(given(34, rows_per_request=4)) == "alone"
+
+
+def test_without_nvrtc_neither_is_offered(monkeypatch):
+    monkeypatch.setattr(sparse_verify, "find_spec", lambda name: None)
+    (reason,) = sparse_verify.problems(CONFIG)
+    assert "pip install cuda-python" in reason
+    assert sparse_verify.problems(replace(CONFIG, kv_cache_dtype=torch.float8_e4m3fn)) == []
+    (reason,) = sparse_prefill.problems(replace(CONFIG, prefill=True))
+    assert "pip install cuda-python" in reason

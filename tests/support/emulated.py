@@ -1,0 +1,36 @@
+"""The kernel in CUDA C++ as this machine runs it: compiled for the host, over emulated blocks."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from nsa_backend.kernels import sparse_verify_cuda as verify
+
+HERE = Path(__file__).parent
+
+
+@cache
+def emulator(rows: int, heads: int, topk: int) -> ctypes.CDLL:
+    """For groups of so many rows."""
+    out = Path(tempfile.mkdtemp(prefix="nsa-emulation-")) / "kernel.so"
+    words = [f"-DROWS={rows}", f"-DHEADS={heads}", f"-DTOPK={topk}", "-DEMULATE", f'-DSOURCE="{verify.SOURCE.resolve()}"']
+    subprocess.run(
+        ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", *words, "-I", HERE, HERE / "emulation.cpp", "-o", out], check=True
+    )
+    return ctypes.CDLL(str(out))
+
+
+class Emulated:
+    """In place of `cuda_source.CudaKernel`; `grids` are those of its launches."""
+
+    def __init__(self, rows: int, heads: int, topk: int, seed: int = 0):
+        self._run, self._seed = emulator(rows, heads, topk).run, seed
+        self.grids: list[tuple[int, int]] = []
+
+    def launch(self, grid: tuple[int, int], arguments: verify.Arguments) -> None:
+        self.grids.append(grid)
+        self._run(ctypes.byref(arguments), *grid, self._seed)
