@@ -80,6 +80,7 @@ class BackendConfig:
     wide_table: bool = False  # whether the top-k reads page_table_1
     topk_plan: bool = False  # whether it reads a plan, see kernels/topk_plan.py
     overlapped: bool = False  # whether it is one of several backends that run interleaved (two-batch overlap)
+    decode_by_user: bool = True  # whether the user named `decode_impl`
     divided_context: bool = False  # whether the server's ranks divide the KV of the target (decode context parallel)
     split_prefill: bool = False  # whether ranks may divide the rows of a prefill among them (prefill context parallel)
 
@@ -128,7 +129,8 @@ class BackendConfig:
                 table_width=table_width,
                 num_draft_tokens=settings.num_draft_tokens,
             ),
-            decode_impl=decode_name(settings.decode),
+            decode_impl=settings.decode,
+            decode_by_user=settings.decode_by_user,
             prefill_impl=prefill,
             num_draft_tokens=settings.num_draft_tokens,
             num_sms=adapter.deep_gemm_num_sms() if device.type == "cuda" else 0,
@@ -150,13 +152,8 @@ def _check_indexer() -> None:
         raise ValueError(". ".join(filter(None, problems)))
 
 
-def decode_name(named: str) -> str:
-    """What decode runs on where options name `named`."""
-    return "auto" if switched_on("NSA_BACKEND_AUTO_DECODE") else named
-
-
 def prefill_name(named: str, kv_cache_dtype: torch.dtype) -> str:
-    """The same of prefill: SGLang's `flashmla_auto` is what it is there on Hopper."""
+    """What sparse prefill runs on where options name `named`: SGLang's `flashmla_auto` is what it is there on Hopper."""
     if named != "flashmla_auto":
         return named
     return "flashmla_kv" if kv_cache_dtype == torch.float8_e4m3fn else "flashmla_sparse"

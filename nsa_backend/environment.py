@@ -31,9 +31,10 @@ VARIABLES = (
     ),
     Variable(
         "NSA_BACKEND_AUTO_DECODE",
-        "0",
-        "1: the decode implementation is chosen per captured batch size from measurements on an H200",
-        "on H200s whose batches vary in size",
+        "unset",
+        "unset: on an H200 the decode implementation is chosen per captured batch size from measurements, where options name "
+        "none, the KV cache is bfloat16 and the release is 0.5.23; 1: so whatever they name, or no start; 0: never",
+        "1 on H200s with an FP8 KV cache or an option that names one; 0 to compare",
     ),
     Variable(
         "NSA_BACKEND_ROUND_GRAPH",

@@ -88,6 +88,10 @@ class Adapter(ABC):
             disaggregated: whether the server is one of a pair (PD disaggregation).
         """
 
+    def names_decode(self, server_args: sglang_types.ServerArgs) -> bool:
+        """Whether the user named an implementation for decode, or this release cannot tell."""
+        return True
+
     @abstractmethod
     def attention_tp_size(self) -> int:
         """Ranks that share the heads of an attention layer."""

@@ -53,6 +53,7 @@ class Settings:
     context_ranks: int = 1  # that divide the KV of every request (--dcp-size)
     context_rank: int = 0  # this one of them
     disaggregated: bool = False  # whether the server is one of a pair (--disaggregation-mode)
+    decode_by_user: bool = True  # whether the user named `decode`, or a release cannot tell
 
 
 @dataclass(frozen=True)

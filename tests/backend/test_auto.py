@@ -11,7 +11,7 @@ import torch
 
 from nsa_backend import config
 from nsa_backend.attention import auto
-from nsa_backend.attention.implementations import build_decode
+from nsa_backend.attention.implementations import build_decode, decode_for, with_decode
 from nsa_backend.benchmarks.reports import auto_table
 from nsa_backend.config import AttentionConfig
 
@@ -113,9 +113,30 @@ def test_auto_can_run_where_it_was_measured():
     assert "index_topk in multiples of 128" in reason
 
 
+@pytest.mark.parametrize(
+    ("switch", "named", "by_user", "facts", "want"),
+    [
+        (None, "fa3", False, {}, "auto"),
+        (None, "fa3", True, {}, "fa3"),  # a name that the user gives is used as it is
+        ("0", "fa3", False, {}, "fa3"),
+        ("1", "flashmla_sparse", True, {}, "auto"),
+        (None, "flashmla_kv", False, {"kv_cache_dtype": torch.float8_e4m3fn}, "flashmla_kv"),
+        (None, "fa3", False, {"device_name": "NVIDIA H100"}, "fa3"),
+        (None, "fa3", False, {"index_topk": 192}, "fa3"),  # one of the candidates cannot run
+        (None, "torch", False, {"device_sm": 0, "device_name": ""}, "torch"),
+    ],
+)
+def test_auto_serves_where_nobody_names_an_implementation(monkeypatch, switch, named, by_user, facts, want):
+    monkeypatch.delenv("NSA_BACKEND_AUTO_DECODE", raising=False)
+    if switch is not None:
+        monkeypatch.setenv("NSA_BACKEND_AUTO_DECODE", switch)
+    known = {"device_sm": 90, "num_heads": 16, "index_topk": 2048, "device_name": H200, "kv_cache_dtype": torch.bfloat16}
+    assert decode_for(named, by_user, AttentionConfig(**known | facts)) == want
+
+
 def test_the_switch_asks_for_auto(make_runner, monkeypatch):
     monkeypatch.setenv("NSA_BACKEND_AUTO_DECODE", "1")
     with pytest.raises(ValueError, match=r"^NSA_BACKEND_AUTO_DECODE=1 cannot run here: it was measured on NVIDIA H200"):
-        build_decode(config.BackendConfig.from_runner(make_runner()))
+        build_decode(with_decode(config.BackendConfig.from_runner(make_runner())))
     monkeypatch.setenv("NSA_BACKEND_AUTO_DECODE", "0")
-    assert config.BackendConfig.from_runner(make_runner()).decode_impl == "torch"
+    assert with_decode(config.BackendConfig.from_runner(make_runner())).decode_impl == "torch"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nsa_backend import start_checks
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention import implementations
 from nsa_backend.environment import SWITCHES
@@ -46,12 +47,28 @@ def test_what_can_run_starts(start, kv, decode, prefill):
         ("fp8_e4m3", "fa3", "flashmla_kv", f"{adapter.DECODE_OPTION} fa3 cannot run here: it reads a bfloat16 KV cache"),
         ("bfloat16", "flashmla_kv", "flashmla_sparse", f"{adapter.DECODE_OPTION} flashmla_kv cannot run here: it reads an fp8"),
         ("fp8_e4m3", "flashmla_kv", "fa3", f"{adapter.PREFILL_OPTION} fa3 cannot run here: it reads a bfloat16 KV cache"),
+        ("bfloat16", "fa3", "sparse_prefill", f"{adapter.PREFILL_OPTION} sparse_prefill .* this rank has 64"),
         ("bfloat16", "trtllm", "flashmla_sparse", "its kernel is built for Blackwell .* and this device is SM90"),
     ],
 )
 def test_what_cannot_does_not(start, kv, decode, prefill, reason):
     with pytest.raises(ValueError, match=f"{reason}.* Choose one of: .*; or set NSA_BACKEND_DISABLE=1"):
         start(kv, decode, prefill)
+
+
+def test_a_server_that_names_none_has_auto_where_the_release_keeps_what_was_typed(resolve, monkeypatch):
+    """In its main process as in its ranks, which read what SGLang has published."""
+    monkeypatch.delenv("NSA_BACKEND_AUTO_DECODE", raising=False)
+    asked_for = []
+    monkeypatch.setattr(start_checks, "check_attention", lambda name, *others: asked_for.append(name))
+    words = "--attention-backend", adapter.BACKEND_NAMES[0], "--kv-cache-dtype", "bfloat16"
+    for named in ((), (adapter.DECODE_OPTION, "fa3")):
+        server_args = resolve(*words, *named)
+        start_checks.check_implementations(server_args)
+        keeps = hasattr(server_args, "resolve_once")
+        assert adapter.names_decode(server_args) == (bool(named) or not keeps)
+        assert asked_for.pop(0) == ("auto" if keeps and not named else "fa3")
+        asked_for.clear()
 
 
 def test_another_gpu(start, monkeypatch):
