@@ -21,15 +21,18 @@ SIDES = {
     "front": "with front",
     "verify": "rows together",
     "front_verify": "both",
+    "auto_alone": "auto, without front",
     "auto": "front and auto",
     BUILTIN: "built-in",
 }
-"""Sides in the order of columns. `front` launches a layer's front twice, as has been the default since; `ours` was measured
-before, and a run of the default since says `ours_is`. `verify` reads for all rows of a request together."""
+"""Sides in the order of columns. `front` launches a layer's front twice, as is the default where it can; `ours` does not.
+`verify` reads for all rows of a request together. A report in which a side is another than it is called says `sides_are`."""
+IN_FULL = ("auto_alone",)
+"""Sides that only the tables of every cell have."""
 TIMES = {"round_ms": "longer", "ttft_ms": "first token later"}
 BATCHES = (1, 8, 32)
 NOISE = 0.005
-"""What is lost by less is in the result files alone."""
+"""What is lost by less is in the result files alone, and so are narrower ranges."""
 LAYER_KERNELS = {
     "attention (FA3)": "flash::FlashAttnFwdSm90",
     "its combine": "flash::FlashAttnFwdCombine",
@@ -45,17 +48,22 @@ def runs(key: str) -> list[tuple[str, dict[Cell, dict[str, list[dict]]]]]:
     found = []
     for report in reports("rank").values():
         if release(report) == PRIMARY:
-            named = {"ours": report.get("ours_is", "ours")}
+            named = report.get("sides_are", {})
             cells = by_cell(row | {"side": named.get(row["side"], row["side"])} for row in report["rows"] if key in row)
             both = {cell: sides for cell, sides in cells.items() if BUILTIN in sides and len(sides) > 1}
             found.append((report["environment"]["commit"], dict(sorted(both.items(), key=lambda item: order(item[0])))))
     return found
 
 
-def newest(key: str, side: str = "ours") -> dict[Cell, dict[str, list[dict]]]:
-    """Rows by cell and side of the run that was put into the result file last of those that have this side."""
-    found = {cell: sides for _, cells in runs(key) for cell, sides in cells.items() if side in sides}
+def newest_runs(key: str, side: str) -> dict[Cell, tuple[str, dict[str, list[dict]]]]:
+    """By cell, (commit, rows by side) of the run that was put into the result file last of those that have this side."""
+    found = {cell: (commit, sides) for commit, cells in runs(key) for cell, sides in cells.items() if side in sides}
     return dict(sorted(found.items(), key=lambda item: order(item[0])))
+
+
+def newest(key: str, side: str = "ours") -> dict[Cell, dict[str, list[dict]]]:
+    """The same without commits."""
+    return {cell: sides for cell, (_, sides) in newest_runs(key, side).items()}
 
 
 def order(cell: Cell) -> tuple[str, bool, int, int, int]:
@@ -94,7 +102,8 @@ def joined(of_batches: list[str]) -> str:
 @PARTS.part
 def rank_short() -> str:
     """A row a number of drafts and a prompt length: the time of every side over the built-in's of the same run."""
-    of_side = {side: {c: t for c, t in times(side).items() if c.checkpoint == FIRST_RANK} for side in SIDES if side != BUILTIN}
+    shown = [side for side in SIDES if side not in (BUILTIN, *IN_FULL)]
+    of_side = {side: {c: t for c, t in times(side).items() if c.checkpoint == FIRST_RANK} for side in shown}
     measured = [side for side, cells in of_side.items() if cells]
     rows = []
     for steps, words in ((3, "a round of three drafts"), (0, "a token without drafts")):
@@ -110,24 +119,29 @@ def rank_short() -> str:
 
 @PARTS.part
 def rank() -> str:
-    """Every cell of the newest run of a side, with its range."""
-    shown = {side: newest("round_ms", side) for side in SIDES if side != BUILTIN}
-    found = [
-        (cell, spreads({cell: rows})[cell], commit)
-        for commit, cells in runs("round_ms")
-        for cell, rows in cells.items()
-        if any(cells_of_side.get(cell) is rows for cells_of_side in shown.values())
-    ]
-    found.sort(key=lambda row: order(row[0]))
-    sides = sides_of({number: given for number, (_, given, _) in enumerate(found)})
-    ours = [side for side in sides if side != BUILTIN]
+    """A row a cell: the time of every side over the built-in's, milliseconds of both, and the commit of its newest run."""
+    shown = {side: cells for side in SIDES if side != BUILTIN and (cells := newest_runs("round_ms", side))}
     rows = []
-    for cell, given, commit in found:
-        ms = [f"{t.median:.2f} ({t.least:.2f} to {t.most:.2f})" if (t := given.get(side)) else "-" for side in sides]
-        ratios = " / ".join(f"{ratio(given, side):.3f}" if side in given else "-" for side in ours)
-        rows.append([cell.checkpoint, str(cell.steps), shape(cell), *ms, ratios, commit])
-    head = ["rank", "drafts", "requests x tokens", *(f"{SIDES[side]}, ms" for side in sides)]
-    return table([*head, "ratio" if len(ours) == 1 else f"ratio: {' / '.join(SIDES[side] for side in ours)}", "commit"], rows)
+    for cell in sorted({cell for cells in shown.values() for cell in cells}, key=order):
+        told, commits = [], []
+        for side, cells in shown.items():
+            commit, given = cells.get(cell, ("-", None))
+            told.append("-" if given is None else beside(spreads({cell: given})[cell], side))
+            commits.append(commit)
+        measured = set(commits) - {"-"}
+        commits = commits if len(measured) > 1 else [*measured]
+        rows.append([cell.checkpoint, str(cell.steps), shape(cell), *told, " / ".join(commits)])
+    return table(["rank", "drafts", "requests x tokens", *(SIDES[side] for side in shown), "commit"], rows)
+
+
+def beside(sides: dict[str, Spread], side: str) -> str:
+    """The ratio, with both times in brackets, and their ranges where these are wider than NOISE."""
+
+    def told(t: Spread) -> str:
+        wide = t.most - t.least > NOISE * t.median
+        return f"{t.median:.2f}, {t.least:.2f} to {t.most:.2f}" if wide else f"{t.median:.2f}"
+
+    return f"{ratio(sides, side):.3f} ({told(sides[side])} / {told(sides[BUILTIN])})"
 
 
 @PARTS.part
@@ -140,6 +154,12 @@ def front_saved() -> str:
 def auto_saved() -> str:
     """Percent that the front and the implementation of fewest microseconds save together."""
     return saved_by("auto")
+
+
+@PARTS.part
+def auto_alone_saved() -> str:
+    """Percent that the latter saves without the front."""
+    return saved_by("auto_alone")
 
 
 def saved_by(side: str) -> str:
@@ -157,11 +177,11 @@ def rank_saved() -> str:
 @PARTS.part
 def rank_kernels() -> str:
     """Of a round with drafts by part; where kernels were counted by name, of a launch of what decode alone launches."""
-    return by_part() if newest("parts") else by_launch()
-
-
-def by_part() -> str:
     found = {cell: given for cell, given in newest("parts").items() if cell.steps == 3}
+    return by_part(found) if found else by_launch()
+
+
+def by_part(found: dict[Cell, dict[str, list[dict]]]) -> str:
     sides = sides_of(found)
 
     def line(words: str, of_row: str, part: str | None = None) -> list[str]:

@@ -176,6 +176,57 @@ def sparse_decode() -> str:
     )
 
 
+SHARED = {0.9: "nine tenths", 0.5: "half", 0.0: "nothing"}
+"""What a row shares with the row before it."""
+
+
+def together_ratios() -> dict[tuple[float, int], float]:
+    """(overlap, requests) to sparse_verify's time over that of the fastest that reads every row alone."""
+    return {
+        (row["overlap"], row["requests"]): row["us"]["sparse_verify"] / min(row["us"][n] for n in ("fa3", "sparse_decode"))
+        for row in result("attention_0_5_23", "rows_together")["rows"]
+    }
+
+
+@PARTS.part
+def sparse_verify() -> str:
+    found = together_ratios()
+    requests = sorted({n for _, n in found})
+    rows = [[words, *(f"{found[overlap, n]:.2f}" for n in requests)] for overlap, words in SHARED.items()]
+    return table(["a row shares with the one before; requests:", *map(str, requests)], rows)
+
+
+@PARTS.part
+def verify_shared() -> str:
+    """Least to most where rows share nine tenths."""
+    return spread(ratio for (overlap, _), ratio in together_ratios().items() if overlap == 0.9)
+
+
+def prefill_ratios() -> dict[tuple[int, int, float], float]:
+    """(heads, rows, overlap) to the time of neighbouring rows together over that of FlashMLA's kernel."""
+    return {
+        (row["heads"], row["rows"], row["overlap"]): row["us"]["together"] / row["us"]["flashmla_sparse"]
+        for row in result("attention_0_5_23", "prefill_together")["rows"]
+    }
+
+
+@PARTS.part
+def sparse_prefill() -> str:
+    found = prefill_ratios()
+    columns = list(dict.fromkeys((heads, rows) for heads, rows, _ in found))
+    overlaps = [overlap for overlap in SHARED if any(key[2] == overlap for key in found)]
+    return table(
+        ["a row shares with the one before", *(f"{heads} heads, {rows} rows" for heads, rows in columns)],
+        [[SHARED[overlap], *(f"{found[*column, overlap]:.2f}" for column in columns)] for overlap in overlaps],
+    )
+
+
+@PARTS.part
+def prefill_shared() -> str:
+    """Least to most over all shapes."""
+    return spread(prefill_ratios().values())
+
+
 @PARTS.part
 def cuda_saved() -> str:
     """Percent of the served kernel's time that the fastest variant in CUDA C++ of a cell saves, over all cells."""
@@ -241,6 +292,13 @@ def losses() -> str:
     for kv in DECODE_RUNS:
         (_, heads, most), worst = max((item for item in decode_ratios().items() if item[0][0] == kv), key=lambda item: item[1])
         rows.append(["sparse_decode", f"longer than the best other, {kv}", f"at most {worst:.2f}: {heads} heads, {most} rows"])
+    for overlap, words in SHARED.items():
+        lost = [
+            (n, ratio) for (shared, n), ratio in sorted(together_ratios().items()) if shared == overlap and ratio >= 1 + NOISE
+        ]
+        if lost:
+            cells = "; ".join(f"{n} requests ({ratio:.3f})" for n, ratio in lost)
+            rows.append(["sparse_verify", f"longer than the best other, rows share {words}", cells])
     slower = [row for row in metadata_shapes() if row["builtin"]["gpu_us"] < row["ours"]["gpu_us"]]
     worst = max(slower, key=lambda row: row["ours"]["gpu_us"] / row["builtin"]["gpu_us"])
     times = " against ".join(f"{worst[side]['gpu_us']:.1f} us" for side in ("ours", "builtin"))

@@ -59,8 +59,9 @@ def test_turns_are_one_cell_and_every_side_is_in_the_first_table(filed):
     ratios = "| 0.980 / 0.980 / - | 0.901 / 0.901 / - | 0.950 / 0.950 / - | 0.802 / 0.802 / - |"
     assert three == f"| a round of three drafts, 300 tokens {ratios}"
     assert lines[4] == "| a token without drafts, 300 tokens | 1.079 / - / - | - | - | - |"
-    assert "| v3.2-tp8 | 3 | 1 x 300 | 9.90 (9.70 to 10.10) | 9.10 (8.90 to 9.30) |" in rank_tables.rank()
-    assert "| 10.10 (9.90 to 10.30) | 0.980 / 0.901 / 0.950 / 0.802 | abc1234 |" in rank_tables.rank()
+    builtin = "10.10, 9.90 to 10.30"
+    assert f"| v3.2-tp8 | 3 | 1 x 300 | 0.980 (9.90, 9.70 to 10.10 / {builtin}) | 0.901 (9.10, 8.90 to" in rank_tables.rank()
+    assert f"| 0.802 (8.10, 7.90 to 8.30 / {builtin}) | abc1234 |" in rank_tables.rank()
     assert rank_tables.rank_saved() == "2 %"
     assert rank_tables.lost_by_ranks() == [
         ["rank v3.2-tp8", behind, "1 x 300 (1.079)"] for behind in ("longer than built-in", "first token later than built-in")
@@ -80,11 +81,37 @@ def test_a_side_is_told_by_the_newest_run_that_has_it_beside_that_run_s_built_in
         "front", "new", [row for side, ms in (("front", 18.0), ("builtin", 20.0)) for row in served(cell(3, 1, 300), side, ms)]
     )
     assert "| 0.980 / - / - | 0.900 / - / - |" in rank_tables.rank_short()
-    assert [line.split(" | ")[-2:] for line in rank_tables.rank().splitlines()[2:]] == [
-        ["0.980 / -", "old |"],
-        ["- / 0.900", "new |"],
-    ]
+    wide = "9.90, 9.70 to 10.10 / 10.10, 9.90 to 10.30"
+    (line,) = rank_tables.rank().splitlines()[2:]
+    assert line.endswith(f"| 0.980 ({wide}) | 0.900 (18.10, 17.90 to 18.30 / 20.10, 19.90 to 20.30) | old / new |")
     assert rank_tables.front_saved() == "10 %"
+
+
+def test_a_report_says_which_side_its_servers_were(filed, tmp_path):
+    rows = [row for side in ("auto", "builtin") for row in served(cell(3, 1, 300), side, 10.0 if side == "auto" else 20.0)]
+    filed("alone", "new", rows)
+    assert (rank_tables.auto_saved(), rank_tables.auto_alone_saved()) == ("50 %", "- %")
+    file = tmp_path / "rank_v32_tp8_0_5_23_h200.json"
+    found = json.loads(file.read_text())
+    found["reports"]["alone"]["sides_are"] = {"auto": "auto_alone"}
+    file.write_text(json.dumps(found))
+    rank_tables.runs.cache_clear()
+    assert (rank_tables.auto_saved(), rank_tables.auto_alone_saved()) == ("- %", "50 %")
+    assert "auto, without front" in rank_tables.rank()
+    assert "front" not in rank_tables.rank_short()
+
+
+def test_narrow_ranges_are_in_the_file_alone():
+    sides = {"ours": rank_tables.Spread(9.9, 9.89, 9.91), "builtin": rank_tables.Spread(10.0, 9.9, 10.1)}
+    assert rank_tables.beside(sides, "ours") == "0.990 (9.90 / 10.00, 9.90 to 10.10)"
+
+
+def test_parts_of_rounds_without_drafts_stand_in_for_nothing(filed):
+    by_name = {name: [10, us] for name, us in zip(rank_tables.LAYER_KERNELS.values(), (114.0, 34.0, 38.0), strict=True)}
+    filed("first", "old", [cell(3, 1, 300) | {"side": side, "kernels": by_name} for side in ("ours", "builtin")])
+    parts = {part: [61, 100.0] for part in (*PARTS, REST)}
+    filed("parts", "new", [cell(0, 1, 300) | {"side": side, "parts": parts} for side in ("ours", "builtin")])
+    assert "| 1 x 300 | 11.4 / 11.4 | 3.4 / 3.4 | 3.8 / 3.8 |" in rank_tables.rank_kernels()
 
 
 def test_kernels_are_told_by_part_once_a_run_has_them_so(filed):
