@@ -21,8 +21,9 @@ from nsa_backend.kernels.selection_union import MAX_ROWS_PER_REQUEST
 from nsa_backend.kernels.sparse_verify import VerifyMemory, sparse_verify
 from nsa_backend.kernels.sparse_verify_cuda import CudaMemory, Groups
 
-FEWEST_GROUPS = 8
-"""Tiles of a call that take rows together in bfloat16; with fewer most of the GPU is idle, and sparse_decode is faster."""
+FEWEST_GROUPS = 16
+"""Tiles of a call that take rows together in bfloat16: with fewer sparse_decode is faster where rows share half of what they
+chose, and hardly slower where they share more (benchmarks/results/attention_0_5_23_h200.json, rows_together)."""
 
 
 def problems(config: AttentionConfig) -> list[str]:

@@ -1,5 +1,5 @@
 // What kernels/sparse_verify.cu needs of a Hopper GPU, for a host compiler: a CUDA thread is a fiber, and every instruction that
-// the file has in PTX does here what the PTX ISA says of it. Blocks of a cluster run together, fibers in a random order. A copy lands and a product is computed
+// the file has in PTX does here what the PTX ISA says of it. Fibers run in a random order. A copy lands and a product is computed
 // when it is asked for or when it is waited for, as chance has it, and shared memory begins as NaN.
 
 #pragma once
@@ -20,9 +20,9 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define SHARED_MEMORY(name) unsigned char* name = emulation::now->block->shared
+#define SHARED_MEMORY(name) unsigned char* name = emulation::shared
 #define threadIdx (emulation::now->thread)
-#define blockIdx (emulation::now->block->index)
+#define blockIdx (emulation::block)
 
 using std::min;
 struct float2 { float x, y; };
@@ -46,30 +46,23 @@ namespace emulation {
 
 constexpr size_t STACK = 256 << 10, SHARED = 232448;
 
-constexpr uint32_t WINDOW = 1u << 24;  // addresses of a block of a cluster; the block is address / WINDOW
-constexpr int MOST_BLOCKS = 8, MOST_THREADS = 256;
+constexpr int MOST_THREADS = 256;
 
-struct Meeting {  // of the threads of a warp, of a block, or of a cluster
+struct Meeting {  // of the threads of a warp or of a block
     int arrived = 0;
     uint64_t generation = 0, values[2][MOST_THREADS];  // those of a generation stay until the one after the next
-};
-struct Block {
-    alignas(1024) unsigned char shared[SHARED];
-    dim3 index;
-    Meeting warps[MOST_THREADS / 32], whole;
 };
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
     dim3 thread;
-    Block* block;
     bool done;
     std::vector<std::function<void()>> copies, products;
 };
 inline std::vector<Fiber> fibers;
-inline std::vector<Block> blocks;
-inline int threads;
-inline Meeting cluster;
+inline dim3 block;
+alignas(1024) inline unsigned char shared[SHARED];
+inline Meeting warps[MOST_THREADS / 32], whole;
 inline Fiber* now;
 inline ucontext_t scheduler;
 inline std::mt19937 chance;
@@ -81,9 +74,8 @@ inline std::function<void()> kernel;
 }
 
 inline unsigned char* at(uint32_t address, uint32_t bytes) {
-    const uint32_t within = address % WINDOW;
-    if (within % bytes || within + bytes > SHARED || address / WINDOW >= blocks.size()) fail("an access beside shared memory, or not aligned");
-    return blocks[address / WINDOW].shared + within;
+    if (address % bytes || address + bytes > SHARED) fail("an access beside shared memory, or not aligned");
+    return shared + address;
 }
 
 // Everybody's values, once all of `members` are here.
@@ -98,9 +90,7 @@ inline uint64_t* meet(Meeting& meeting, int members, int place, uint64_t value) 
     return meeting.values[mine % 2];
 }
 
-inline uint64_t* meet_warp(uint64_t value) {
-    return meet(now->block->warps[now->thread.x / 32], 32, now->thread.x % 32, value);
-}
+inline uint64_t* meet_warp(uint64_t value) { return meet(warps[now->thread.x / 32], 32, now->thread.x % 32, value); }
 
 inline void later(std::vector<std::function<void()>>& list, std::function<void()> what) {
     if (chance() % 2 && list.empty()) {
@@ -122,27 +112,21 @@ inline void entry() {
     swapcontext(&now->context, &scheduler);
 }
 
-// One cluster: `width` blocks from (0, y) on.
-inline void run_cluster(int width, int y, int of_block) {
-    threads = of_block;
-    blocks.assign(width, {});
-    cluster = {};
-    fibers.resize(width * threads);
-    for (int t = 0; t < width * threads; ++t) {
+inline void run_block(int threads) {
+    memset(shared, 0xff, SHARED);
+    for (Meeting& warp : warps) warp = {};
+    whole = {};
+    fibers.resize(threads);
+    for (int t = 0; t < threads; ++t) {
         Fiber& fiber = fibers[t];
         fiber.stack.resize(STACK);
-        fiber.thread = {static_cast<unsigned>(t % threads), 0, 0};
-        fiber.block = &blocks[t / threads];
+        fiber.thread = {static_cast<unsigned>(t), 0, 0};
         fiber.done = false;
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack.data();
         fiber.context.uc_stack.ss_size = STACK;
         fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, entry, 0);
-    }
-    for (int x = 0; x < width; ++x) {
-        memset(blocks[x].shared, 0xff, SHARED);
-        blocks[x].index = {static_cast<unsigned>(x), static_cast<unsigned>(y), 0};
     }
     std::vector<int> order(fibers.size());
     for (size_t t = 0; t < order.size(); ++t) order[t] = t;
@@ -163,7 +147,7 @@ inline float bf16_at(uint32_t address) { return bits_as<float>(static_cast<uint3
 
 struct Tile {
     uint32_t begin, leading, stride;
-    explicit Tile(uint64_t d) : begin(((d & 0x3fff) << 4) + (now->block - blocks.data()) * WINDOW), leading((d >> 16 & 0x3fff) << 4), stride((d >> 32 & 0x3fff) << 4) {
+    explicit Tile(uint64_t d) : begin((d & 0x3fff) << 4), leading((d >> 16 & 0x3fff) << 4), stride((d >> 32 & 0x3fff) << 4) {
         if (d >> 62 != 1) fail("no tile of 128-byte rows, swizzled");
     }
     float swizzled(uint32_t address) const { return bf16_at(address ^ ((address >> 7 & 7) << 4)); }
@@ -186,8 +170,7 @@ template <int N, class B> void multiply(float (&d)[N], uint64_t a, bool add, B b
 
 }  // namespace emulation
 
-inline void __syncthreads() { emulation::meet(emulation::now->block->whole, emulation::threads, emulation::now->thread.x, 0); }
-inline void sync_cluster() { emulation::meet(emulation::cluster, emulation::fibers.size(), emulation::now->thread.x, 0); }
+inline void __syncthreads() { emulation::meet(emulation::whole, emulation::fibers.size(), emulation::now->thread.x, 0); }
 inline uint32_t warp_ballot(bool x) {
     const uint64_t* all = emulation::meet_warp(x);
     uint32_t found = 0;
@@ -198,11 +181,7 @@ inline int warp_uniform(int x) { return x; }
 inline float shuffle_xor(float x, int lanes) {
     return bits_as<float>(static_cast<uint32_t>(emulation::meet_warp(bits_as<uint32_t>(x))[emulation::now->thread.x % 32 ^ lanes]));
 }
-inline uint32_t shared_address(const void* pointer) {
-    const auto* block = emulation::now->block;
-    return (block - emulation::blocks.data()) * emulation::WINDOW + (static_cast<const unsigned char*>(pointer) - block->shared);
-}
-inline uint32_t address_in_block(uint32_t address, int block) { return address % emulation::WINDOW + block * emulation::WINDOW; }
+inline uint32_t shared_address(const void* pointer) { return static_cast<const unsigned char*>(pointer) - emulation::shared; }
 inline void launch_dependents() {}
 inline void wait_for_inputs() {}
 inline void fence_before_products() {}
