@@ -79,6 +79,8 @@ class Streamed:
 def command(checkpoint: Path, port: int, steps: int = 3) -> list[str]:
     """The README's command with N = `steps`, 0 for no speculation, in the names of the installed release, for both sides alike.
 
+    It names fa3, which SGLang's own backend takes without a name; ours would choose by rows on an H200.
+
     The last line is for a checkpoint without a tokenizer. What follows overrides it: SGLang takes the last of an option. A rank
     of `checkpoints.ranks` has no weights either, and `rank_server` draws them.
     """

@@ -12,11 +12,12 @@ import os
 import platform
 import subprocess
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 from nsa_backend import __version__
+from nsa_backend.adapters.options import OWN_PREFILL_VALUES
 from nsa_backend.environment import VARIABLES, switched_on
 from nsa_backend.releases import SUPPORTED, unsupported_host
 
@@ -33,6 +34,8 @@ PACKAGES = {
 """Distribution to what we use it for. Where FlashMLA has a distribution of its own, it is added (from SGLang 0.5.23 on)."""
 
 PINNED = tuple(name for name, purpose in PACKAGES.items() if purpose)
+OF_FLASHINFER = {"nvidia-cutlass-dsl": "FlashInfer's norms, beside which a layer can have our front"}
+"""What FlashInfer requires and SGLang does not pin."""
 NO_GPU = {"name": None, "driver": None, "sm": 0}
 KV_DTYPES = ("bfloat16", "float8_e4m3fn")
 TAKEN_OVER = (
@@ -64,7 +67,7 @@ def examine(num_heads: int) -> dict[str, Any]:
     loads = _plugin_problem()
     if loads:
         problems.append(loads)
-    packages = {name: {"version": _version(name), "for": purpose} for name, purpose in PACKAGES.items()}
+    packages = {name: {"version": _version(name), "for": purpose} for name, purpose in (PACKAGES | OF_FLASHINFER).items()}
     environment = {one.name: {"value": os.environ.get(one.name)} | asdict(one) for one in VARIABLES}
     implementations: dict[str, dict[str, str | None]] = {}
     checks: list[dict[str, str]] = []
@@ -126,7 +129,7 @@ def _gpu(adapter: Any) -> dict[str, Any]:
 
 
 def _implementations(num_heads: int, gpu: dict[str, Any]) -> dict[str, dict[str, str | None]]:
-    """For each implementation and KV dtype, why it cannot run decode here, or None."""
+    """For each implementation and KV dtype, why it cannot run here, or None: in decode, where it is not made for prefill."""
     import torch
 
     from nsa_backend.attention.implementations import reasons
@@ -142,7 +145,8 @@ def _implementations(num_heads: int, gpu: dict[str, Any]) -> dict[str, dict[str,
             device_name=gpu["name"] or "",
             partner="trtllm",
         )
-        for name, reason in reasons(config).items():
+        of_prefill = {name: why for name, why in reasons(replace(config, prefill=True)).items() if name in OWN_PREFILL_VALUES}
+        for name, reason in (reasons(config) | of_prefill).items():
             found.setdefault(name, {})[dtype] = reason
     return found
 
@@ -163,7 +167,10 @@ def show(report: dict[str, Any]) -> None:
     console.print("the plugin takes over: " + "; ".join(takes) if takes else "the plugin takes over nothing", highlight=False)
     table = Table("implementation", *(f"decode on a {dtype} KV cache" for dtype in KV_DTYPES))
     for name, by_dtype in report["implementations"].items():
-        table.add_row(name, *("yes" if by_dtype[dtype] is None else f"no: {by_dtype[dtype]}" for dtype in KV_DTYPES))
+        table.add_row(
+            f"{name}, in prefill" if name in OWN_PREFILL_VALUES else name,
+            *("yes" if by_dtype[dtype] is None else f"no: {by_dtype[dtype]}" for dtype in KV_DTYPES),
+        )
     console.print(table)
     variables = Table(Column("environment variable", no_wrap=True), "value", "default", "effect", "change it")
     for name, facts in report["environment"].items():

@@ -55,6 +55,7 @@ def test_doctor_as_json_without_a_gpu():
     assert report["problems"] == []
     assert report["packages"]["sglang"]["version"] == shared.version("sglang")
     assert report["packages"]["sgl-deep-gemm"]["version"]
+    assert "front" in report["packages"]["nvidia-cutlass-dsl"]["for"]
     assert set(report["implementations"]) == set(IMPLEMENTATIONS)
     assert set(report["environment"]) == set(SWITCHES)
     assert {"nsa_backend.refusals.refuse_unsupported"} < {check["asked_by"] for check in report["start_checks"]}
@@ -62,6 +63,7 @@ def test_doctor_as_json_without_a_gpu():
     if report["gpu"]["name"] is None:
         assert report["implementations"]["torch"]["bfloat16"] is None
         assert "no GPU" in report["implementations"]["fa3"]["bfloat16"]
+        assert "made for the rows of a prompt" not in report["implementations"]["sparse_prefill"]["bfloat16"]
 
 
 def test_doctor_as_tables(monkeypatch, capsys):
