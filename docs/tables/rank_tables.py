@@ -23,6 +23,8 @@ SIDES = {
     "front_verify": "both",
     "auto_alone": "auto, without front",
     "auto": "front and auto",
+    "sparse_verify": "sparse_verify",
+    "sparse_prefill": "sparse_prefill",
     BUILTIN: "built-in",
 }
 """Sides in the order of columns. `front` launches a layer's front twice, as is the default where it can; `ours` does not.

@@ -86,6 +86,21 @@ def test_all_slots_of_a_request_in_one_part(device):
     assert_near(verified(inputs, 4, parts=parts), want, torch.bfloat16)
 
 
+def test_slots_that_meet_in_one_cell_of_the_hash_table(device):
+    """Also where the next cells are those of others, and at the table's end, which goes on at its beginning."""
+    cells: dict[int, list[int]] = {}
+    for slot in range(30000):
+        cells.setdefault((slot * 0x85EBCA6B % 2**32) >> 18, []).append(slot)
+    crowded = [slot for cell in [*range(2**14 - 30, 2**14), *range(40)] for slot in cells.get(cell, [])]
+    assert len(crowded) >= 100
+    generator = torch.Generator().manual_seed(3)
+    chosen = torch.stack([torch.tensor(crowded)[torch.randperm(len(crowded), generator=generator)[:100]] for _ in range(4)])
+    chosen = torch.nn.functional.pad(chosen, (0, 28), value=-1).int()
+    inputs = over_slots(device, chosen, [128] * 4, 30000, 16, torch.bfloat16, generator, 512, 64)
+    want = sparse_decode_torch(*(t.cpu() for t in inputs), 0.1)
+    assert_near(verified(inputs, 4, parts=1), want, torch.bfloat16)
+
+
 @pytest.mark.parametrize(("rows", "per_request"), [(7, 4), (9, 6)])
 def test_the_last_request_may_have_fewer_rows(device, rows, per_request):
     """As a prompt's rows are taken together, whose number is any."""
