@@ -66,21 +66,22 @@ def test_a_prompt_goes_in_pieces_of_whole_tiles(kernels, rows):
     assert attention._memory is kept
 
 
-@pytest.mark.parametrize(("requests", "together"), [(16, True), (15, False)])
+@pytest.mark.parametrize(("requests", "together"), [(4, True), (3, False)])
 def test_few_requests_are_left_to_sparse_decode(kernels, monkeypatch, requests, together):
     """And memory is kept for as many rows as are reserved."""
+    monkeypatch.setattr(sparse_verify, "FEWEST_GROUPS", 4)
     attention = sparse_verify.build(replace(CONFIG, num_draft_tokens=4))
-    attention._in_cuda, attention._num_sms = True, 32
-    attention.reserve(80)
+    attention._in_cuda, attention._num_sms = True, 8
+    attention.reserve(20)
     alone = []
     monkeypatch.setattr(sparse_verify.SparseDecode, "forward", lambda self, inputs: alone.append(inputs))
     inputs = given(4 * requests, rows_per_request=4)
     out = attention.forward(inputs)
     if together:
         assert_right(out, inputs)
-        assert kernels[4].grids == [(2, 16)]
+        assert kernels[4].grids == [(2, 4)]
         ((memory,),) = sparse_verify._cuda_memories.values()
-        assert memory.hold(*sparse_verify_cuda.needed(80, 4, HEADS, TOPK, 32))
+        assert memory.hold(*sparse_verify_cuda.needed(20, 4, HEADS, TOPK, 8))
     assert bool(alone) != together
 
 

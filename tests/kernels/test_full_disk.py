@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
 from in_a_process import ran
 
 COMPILE = """
@@ -27,6 +28,7 @@ def compiled(cache: Path, largest: int) -> subprocess.CompletedProcess:
     return ran("-c", COMPILE, Path(__file__).parent, str(largest), cache=cache)
 
 
+@pytest.mark.slow
 def test_what_was_cut_short_is_not_taken_for_a_kernel_later(tmp_path):
     fresh = compiled(tmp_path / "with room", NO_LIMIT)
     assert fresh.returncode == 0, fresh.stderr

@@ -100,6 +100,7 @@ parallel_state.init_distributed_environment(
 """
 
 
+@pytest.mark.slow
 def test_processes_that_meet_as_sglang_lets_them(tmp_path):
     """One has the plugin switched off, and says so."""
     others = {name: value for name, value in os.environ.items() if name not in PLAIN}

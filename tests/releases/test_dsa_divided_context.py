@@ -154,14 +154,14 @@ def engine(num_steps: int, ranks: int = 1) -> Engine:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_decode_the_tokens_of_one(ranks, fused, monkeypatch):
     """Chunked prefill on a cached prefix, then captured decode with a padding request."""
     monkeypatch.setattr(type(adapter), "fuse_topk", lambda *_: fused)
     assert decode_plain(engine(0, ranks), 20) == decode_plain(engine(0), 20)
 
 
-@pytest.mark.parametrize(("ranks", "num_steps"), [(2, 3), (8, 2)])
+@pytest.mark.parametrize(("ranks", "num_steps"), [(2, 3), pytest.param(8, 2, marks=pytest.mark.slow)])
 def test_drafts_are_as_right_as_on_one_rank(ranks, num_steps):
     """Verified on all ranks, drafted and extended on each alone: every draft is accepted."""
     tokens, accepted = SpeculativeDecoder(engine(num_steps)).decode(24)
