@@ -84,8 +84,9 @@ class CudaMemory:
     def allocate(
         cls, max_rows: int, rows_per_request: int, heads: int, topk: int, num_sms: int, device: torch.device | str
     ) -> CudaMemory:
-        """Room for every call of up to `max_rows` rows of whole requests."""
-        calls = [needed(rows, rows_per_request, heads, topk, num_sms) for rows in range(max_rows, 0, -rows_per_request)]
+        """Room for every call of up to `max_rows` rows, and of the requests that these begin."""
+        most = blocks(max_rows, rows_per_request) * rows_per_request
+        calls = [needed(rows, rows_per_request, heads, topk, num_sms) for rows in range(most, 0, -rows_per_request)]
         listed, lines = map(max, zip(*calls, strict=True))
         return cls(
             torch.empty(listed, dtype=torch.int32, device=device),
@@ -125,6 +126,21 @@ def attend_of(rows: int, heads: int, topk: int, device: int) -> CudaKernel:
     """
     with torch.cuda.device(device):
         return CudaKernel(SOURCE, "attend", {"ROWS": rows, "HEADS": heads, "TOPK": topk}, THREADS, SHARED_BYTES)
+
+
+def compile_ahead(rows: int, heads: int, topk: int, device: torch.device) -> None:
+    """Compile the kernel for groups of `rows` rows at start, rather than in the first forward.
+
+    Args:
+        rows: of a group.
+        heads: of a row.
+        topk: entries of a row.
+        device: that calls will be on; without an index the current one, as SGLang's ranks name theirs.
+
+    Raises:
+        RuntimeError: NVRTC or the driver refuses.
+    """
+    attend_of(rows, heads, topk, torch.cuda.current_device() if device.index is None else device.index)
 
 
 def sparse_verify_cuda(

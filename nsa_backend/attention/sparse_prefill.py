@@ -61,8 +61,8 @@ class SparsePrefill(NothingToPrepare):
         self._config, self._rows = config, _together(config)
         on_gpu = config.device.type == "cuda"
         self._num_sms = torch.cuda.get_device_properties(config.device).multi_processor_count if on_gpu else SMS_WITHOUT_A_GPU
-        if on_gpu:  # at start rather than in the first prompt
-            sparse_verify_cuda.attend_of(self._rows, config.num_heads, config.index_topk, config.device.index or 0)
+        if on_gpu:
+            sparse_verify_cuda.compile_ahead(self._rows, config.num_heads, config.index_topk, config.device)
         self._memory: CudaMemory | None = None
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:

@@ -68,8 +68,9 @@ class SparseVerify(SparseDecode):
         self._config = config
         self._reserved_rows = 0
         self._in_cuda = config.device.type == "cuda" and in_cuda(config)
-        if self._in_cuda and config.num_draft_tokens > 1:  # at start rather than in the first forward
-            self._groups(config.num_draft_tokens)
+        if self._in_cuda and config.num_draft_tokens > 1:
+            groups = Groups.of(config.num_draft_tokens, config.num_heads)
+            sparse_verify_cuda.compile_ahead(groups.rows, config.num_heads, config.index_topk, config.device)
 
     def reserve(self, max_rows: int) -> None:
         """What is allocated later, when the number of slots is known, has room for captured forwards of so many rows."""
@@ -96,13 +97,6 @@ class SparseVerify(SparseDecode):
             return sparse_verify_cuda.sparse_verify_cuda(*call, memory, num_sms=self._num_sms)
         memory = self._memory(requests, rows_per_request, topk, slots)
         return sparse_verify(*call, memory, num_sms=self._num_sms, logit_cap=inputs.logit_cap)
-
-    def _groups(self, rows_per_request: int) -> Groups:
-        """How rows are divided, with the kernel for them compiled."""
-        config = self._config
-        groups = Groups.of(rows_per_request, config.num_heads)
-        sparse_verify_cuda.attend_of(groups.rows, config.num_heads, config.index_topk, config.device.index or 0)
-        return groups
 
     def _cuda_memory(self, rows: int, rows_per_request: int, topk: int) -> CudaMemory:
         config = self._config

@@ -155,6 +155,25 @@ def test_as_many_parts_as_fill_the_gpu_once():
     assert [verify.parts_of(groups, 132) for groups in (1, 8, 16, 17, 33, 34, 66, 67, 2048)] == [16, 16, 8, 7, 4, 3, 2, 1, 1]
 
 
+@pytest.mark.parametrize(("max_rows", "per_request"), [(30, 4), (64, 4), (61, 6), (7, 8)])
+def test_memory_is_for_every_call_up_to_the_largest(max_rows, per_request):
+    """Fewer requests may take more of it: they are divided into more parts."""
+    shape = per_request, 16, 128, 24
+    memory = verify.CudaMemory.allocate(max_rows, *shape, "cpu")
+    assert all(memory.hold(*verify.needed(rows, *shape)) for rows in range(1, max_rows + 1))
+    assert not memory.hold(*verify.needed(100 * max_rows, *shape))
+
+
+def test_it_is_compiled_for_the_device_of_this_rank(monkeypatch):
+    """SGLang's ranks call theirs cuda, without a number."""
+    compiled = []
+    monkeypatch.setattr(verify, "attend_of", lambda *shape: compiled.append(shape))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    verify.compile_ahead(4, 16, 2048, torch.device("cuda"))
+    verify.compile_ahead(4, 16, 2048, torch.device("cuda:1"))
+    assert compiled == [(4, 16, 2048, 3), (4, 16, 2048, 1)]
+
+
 def test_the_launch_reserves_what_the_source_takes():
     """Its own bytes, and what it may leave out so that panels begin at a multiple of 1024."""
     assert emulator(4, 16, 128).shared_bytes() + 1023 <= verify.SHARED_BYTES <= 232448
