@@ -57,6 +57,7 @@ def test_every_node_has_one_rank_a_gpu(resolved, case):
     assert apart == {"port", "node_rank"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ATTENTION_DP[:1], ids=lambda case: case.name)
 def test_nodes_of_one_machine_must_look_before_the_first_one_listens(resolved, monkeypatch, case):
     """All that SGLang derives from where ranks meet is in `ports_of`, and each of it is looked at by every node."""

@@ -29,6 +29,7 @@ def run(tmp_path, ranks: list[tuple[int, float]], seconds: float = 4.0, limit: f
     return run_to_its_end(command, tmp_path / "log", {}, limit, exits), exits
 
 
+@pytest.mark.slow
 def test_each_process_is_told_by_its_signal_in_the_order_in_which_they_ended(tmp_path):
     code, exits = run(tmp_path, [(signal.SIGBUS, 2.4), (signal.SIGKILL, 1.5)])
     assert code == 7
@@ -38,6 +39,7 @@ def test_each_process_is_told_by_its_signal_in_the_order_in_which_they_ended(tmp
     assert all(0 < one.rss_gib < 1 for one in exits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("title", "told"), [([], []), (TITLED, [("sglang::scheduler_TP1", "SIGKILL")])])
 def test_compilers_beneath_a_rank_are_nobodys_end(tmp_path, title, told):
     """Of what a rank starts, only what has SGLang's title is followed."""

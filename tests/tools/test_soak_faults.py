@@ -93,6 +93,7 @@ def test_what_the_builtin_survives_must_not_end_ours():
     assert soak_faults.compared(ours, dead) == []
 
 
+@pytest.mark.slow
 def test_what_takes_the_memory_is_ended_and_a_server_that_survives_it_may(run, monkeypatch):
     running, start = run
     monkeypatch.setattr(soak_faults, "HOG", "import time; print('taken', flush=True); time.sleep(60)")
