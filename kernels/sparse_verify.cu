@@ -168,7 +168,7 @@ constexpr uint32_t WEIGHTS_AT = 3 * PANELS;
 constexpr uint32_t BITS_AT = WEIGHTS_AT + PANEL;           // of the tokens of two steps: rows that chose them
 constexpr uint32_t HIGHEST_AT = BITS_AT + 2 * TOKENS * 4;  // of a line, by warpgroup; before, the list's first two steps
 constexpr uint32_t SHARED_BYTES = HIGHEST_AT + 2 * LINES * 4;
-// While the list is made, where tokens will lie: entries by warp, and the hash table. In the end, what blocks add up.
+// While the list is made, where tokens will lie: entries by warp, and the hash table. In the end, lines on their way out.
 constexpr uint32_t TABLE_AT = TOKENS_AT + ENTRIES * 4;
 constexpr int CELL_BITS = 14;
 constexpr uint32_t CELLS = 1 << CELL_BITS;
@@ -203,6 +203,9 @@ __device__ __forceinline__ uint32_t part_of(uint32_t slot, uint32_t parts) { ret
 __device__ __forceinline__ float higher(float a, float b) { return a > b ? a : b; }
 
 __device__ __forceinline__ uint32_t cell_of(uint32_t slot) { return (slot * 0x85ebca6bu) >> (32 - CELL_BITS); }
+
+// Of an entry's row, above the slot.
+__device__ __forceinline__ uint32_t bit_of(uint32_t entry) { return 1u << (24 + (entry >> 24 & 7)); }
 
 // Writes the words of this block's slots to `list`, and those of the first two steps to shared memory too, in an order that the
 // inputs decide; how many there are.
@@ -243,12 +246,12 @@ __device__ __forceinline__ int make_list(const Attend& a, uint32_t shared, int w
 #pragma unroll
         for (int u = 0; u < AT_ONCE; ++u) {
             entry[u] = first + 32 * u < count ? load_shared(entries + 4 * (first + 32 * u)) : EMPTY;
-            const uint32_t slot = entry[u] & SLOT, word = slot | 1u << (24 + (entry[u] >> 24));
+            const uint32_t slot = entry[u] & SLOT, word = slot | bit_of(entry[u]);
             old[u] = entry[u] == EMPTY ? EMPTY : swap_shared(table + 4 * cell_of(slot), EMPTY, word);
         }
 #pragma unroll
         for (int u = 0; u < AT_ONCE; ++u) {
-            const uint32_t slot = entry[u] & SLOT, bit = 1u << (24 + (entry[u] >> 24));
+            const uint32_t slot = entry[u] & SLOT, bit = bit_of(entry[u]);
             uint32_t cell = cell_of(slot);
             while (old[u] != EMPTY && (old[u] & SLOT) != slot) {
                 cell = (cell + 1) % CELLS;
@@ -278,7 +281,7 @@ __device__ __forceinline__ int make_list(const Attend& a, uint32_t shared, int w
                     cell = (cell + 1) % CELLS;
                     word[u] = load_shared(table + 4 * cell);
                 }
-                if ((word[u] >> 24) & ((1u << (entry[u] >> 24)) - 1)) word[u] = 0;
+                if (word[u] & (bit_of(entry[u]) - 1) & ~SLOT) word[u] = 0;
             }
             if (first + 32 * u < count) store_shared(entries + 4 * (first + 32 * u), word[u]);
             listed += __popc(warp_ballot(word[u] != 0));

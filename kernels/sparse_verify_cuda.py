@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from nsa_backend.kernels.blocks import blocks, power_of_two
+from nsa_backend.kernels.checks import check_tensor
 from nsa_backend.kernels.cuda_source import CudaKernel
 from nsa_backend.kernels.sparse_decode import check_tensors
 from nsa_backend.kernels.sparse_decode_kernel import join_kernel
@@ -33,6 +34,11 @@ THREADS = 256
 SHARED_BYTES = 231424
 
 
+def rows_of_tile(heads: int) -> int:
+    """Most rows of so many heads that a group can have."""
+    return max(1, min(MOST_ROWS, LINES // heads))
+
+
 @dataclass(frozen=True)
 class Groups:
     """How the rows of a request are divided into tiles, as evenly as can be."""
@@ -42,8 +48,7 @@ class Groups:
 
     @classmethod
     def of(cls, rows_per_request: int, heads: int) -> Groups:
-        most = max(1, min(MOST_ROWS, LINES // heads))
-        of_request = blocks(rows_per_request, most)
+        of_request = blocks(rows_per_request, rows_of_tile(heads))
         return cls(blocks(rows_per_request, of_request), of_request)
 
 
@@ -154,6 +159,7 @@ def sparse_verify_cuda(
     memory: CudaMemory,
     *,
     num_sms: int,
+    out: torch.Tensor | None = None,
     parts: int | None = None,
     launch: Launch | None = None,
 ) -> torch.Tensor:
@@ -172,6 +178,7 @@ def sparse_verify_cuda(
         rows_per_request: rows that follow each other and choose much alike; of the last request there may be fewer.
         memory: from `CudaMemory.allocate`, for these heads and rows a request.
         num_sms: of the GPU.
+        out: what is returned, contiguous and written whole; allocated if None.
         parts: `parts_of` if None; another one is for measurements.
         launch: what runs the kernel; a GPU if None, an emulation in tests.
 
@@ -188,7 +195,9 @@ def sparse_verify_cuda(
     reason = problem(heads, latent, q_rope.shape[-1], topk, rows_per_request)
     if reason or kv_cache.dtype != torch.bfloat16 or len(kv_cache) > MOST_SLOTS:
         raise ValueError(reason or f"{len(kv_cache)} slots of {kv_cache.dtype}: it takes at most {MOST_SLOTS} of bfloat16")
-    out = torch.empty(rows, heads, latent, dtype=q_nope.dtype, device=q_nope.device)
+    if out is None:
+        out = torch.empty(rows, heads, latent, dtype=q_nope.dtype, device=q_nope.device)
+    check_tensor("out", out, q_nope.dtype, (rows, heads, latent))
     if rows == 0:
         return out
     groups = Groups.of(rows_per_request, heads)

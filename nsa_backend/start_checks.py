@@ -12,9 +12,9 @@ import torch
 
 from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.attention.implementations import check_attention, decode_for, decode_side, prefill_side
+from nsa_backend.attention.implementations import check_attention, decode_for, decode_side, may_be_auto, prefill_side
 from nsa_backend.config import AttentionConfig, prefill_name
-from nsa_backend.environment import asked, switched_on
+from nsa_backend.environment import switched_on
 from nsa_backend.model_check import check_models
 from nsa_backend.refusals import asks_for_warm_up, refuse_unsupported
 from nsa_backend.required import check_names
@@ -93,14 +93,14 @@ def check_implementations(server_args: sglang_types.ServerArgs) -> None:
     named = getattr(args, adapter.DECODE_ATTRIBUTE), getattr(args, adapter.PREFILL_ATTRIBUTE)
     if args.device != "cuda" or kv_cache_dtype is None or None in named:
         return
-    by_user, auto = adapter.names_decode(server_args), asked("NSA_BACKEND_AUTO_DECODE")
+    by_user = adapter.names_decode(server_args)
     attention = AttentionConfig.of_model(
         adapter.target_model(server_args),
         adapter.attention_tp_size_of(args),
         context_ranks=adapter.context_ranks_of(args),
         device_sm=adapter.device_sm("cuda"),
         kv_cache_dtype=kv_cache_dtype,
-        device_name=torch.cuda.get_device_name() if auto or (auto is None and not by_user) else "",
+        device_name=torch.cuda.get_device_name() if may_be_auto(by_user) else "",
         page_size=args.page_size,
         num_draft_tokens=args.speculative_num_draft_tokens or 0,
     )

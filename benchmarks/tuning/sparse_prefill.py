@@ -20,7 +20,7 @@ from nsa_backend.benchmarks.calls.attention_case import SLOTS, pools
 from nsa_backend.benchmarks.calls.timing import interleaved
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.benchmarks.tuning.sparse_verify import TOO_FAR, overlapping
-from nsa_backend.kernels.sparse_verify_cuda import LINES, MOST_ROWS, CudaMemory, sparse_verify_cuda
+from nsa_backend.kernels.sparse_verify_cuda import CudaMemory, rows_of_tile, sparse_verify_cuda
 from nsa_backend.testing.process import start_sglang
 from nsa_backend.testing.shape import LATENT, QK_DIM, SCALE, TOPK
 
@@ -30,7 +30,7 @@ PEER, SERVED = "flashmla_sparse", "sparse_prefill"
 
 def cell(heads: int, rows: int, overlap: float, num_sms: int) -> dict:
     """Microseconds of both, and how far ours is from FlashMLA's."""
-    together, generator = min(MOST_ROWS, LINES // heads), torch.Generator(device="cuda").manual_seed(1)
+    together, generator = rows_of_tile(heads), torch.Generator(device="cuda").manual_seed(1)
     cache, _ = pools("bf16")
     chosen = overlapping(rows // together, together, TOPK, overlap, SLOTS, generator)
     query = torch.randn(heads, rows, QK_DIM, generator=generator, device="cuda").bfloat16().transpose(0, 1)

@@ -3,7 +3,7 @@
     python benchmarks/tuning/sparse_verify.py OUT.json [--kv bf16 fp8] [--heads 16 8] [--rows 4 6] [--requests 8 16 32]
 
 A row shares `overlap` of its slots with the row before it, at random places of a million tokens. Every variant is compared with
-the first other implementation before it is timed; the launch that makes the unions is timed alone too. Calls repeat in a
+the first other implementation before it is timed; with --tiles so is the launch that makes Triton's unions. Calls repeat in a
 captured graph, variants in turns, as in `bench attention`. OUT.json is written after every cell.
 """
 
@@ -95,11 +95,20 @@ def of_cuda(case: SharingCase, requests: int, rows_per_request: int, num_sms: in
     q_nope, q_rope = case.query(rows)
     lens = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
     own = parts_of(requests * groups.of_request, num_sms)
-    lists = CudaMemory.allocate(rows, rows_per_request, case.heads, TOPK, MOST_PARTS * requests * groups.of_request, "cuda")
+    memory = CudaMemory.allocate(rows, rows_per_request, case.heads, TOPK, MOST_PARTS * requests * groups.of_request, "cuda")
 
     def of_parts(parts: int) -> Callable[[int], torch.Tensor]:
         return lambda i: sparse_verify_cuda(
-            q_nope, q_rope, case.cache, case.chosen(rows, i), lens, SCALE, rows_per_request, lists, num_sms=num_sms, parts=parts
+            q_nope,
+            q_rope,
+            case.cache,
+            case.chosen(rows, i),
+            lens,
+            SCALE,
+            rows_per_request,
+            memory,
+            num_sms=num_sms,
+            parts=parts,
         )
 
     others = {f"{parts} parts": of_parts(parts) for parts in (own // 2, 2 * own) if 1 <= parts <= MOST_PARTS}

@@ -32,6 +32,7 @@ PREFILL_VALUES = (*(n for n in IMPLEMENTATIONS if n not in (*_NO_OPTIONS, *OWN_D
 """What --nsa-prefill-backend may name."""
 
 
+AUTO_SWITCH = "NSA_BACKEND_AUTO_DECODE"
 SGLANGS_CHOICE = "fa3"
 """SGLang's choice for a bfloat16 KV cache on Hopper where nobody names one."""
 
@@ -65,15 +66,21 @@ def build_attention(name: str, asked: str, config: AttentionConfig) -> SparseAtt
     return implementation(name).build(config)
 
 
+def may_be_auto(by_user: bool) -> bool:
+    """Whether the switch asks for auto, or says nothing where the user names no implementation."""
+    switch = environment.asked(AUTO_SWITCH)
+    return not by_user if switch is None else switch
+
+
 def decode_for(named: str, by_user: bool, attention: AttentionConfig) -> str:
     """What decode runs on: `named` by options, unless NSA_BACKEND_AUTO_DECODE says otherwise.
 
     Where that says nothing and `named` is what SGLang takes when the user names nothing, auto serves instead if it can.
     """
-    wanted = environment.asked("NSA_BACKEND_AUTO_DECODE")
-    if wanted is None:
-        wanted = not by_user and named == SGLANGS_CHOICE and not implementation("auto").problems(attention)
-    return "auto" if wanted else named
+    if not may_be_auto(by_user):
+        return named
+    demanded = environment.switched_on(AUTO_SWITCH)
+    return "auto" if demanded or (named == SGLANGS_CHOICE and not implementation("auto").problems(attention)) else named
 
 
 def with_decode(config: BackendConfig) -> BackendConfig:
@@ -83,7 +90,7 @@ def with_decode(config: BackendConfig) -> BackendConfig:
 
 def decode_side(attention: AttentionConfig, decode: str, prefill: str) -> tuple[str, str, AttentionConfig]:
     """`check_attention`'s arguments of what runs in decode, target_verify and draft_extend, beside `prefill`."""
-    asked = "NSA_BACKEND_AUTO_DECODE=1" if decode == "auto" else f"{adapter.DECODE_OPTION} {decode}"
+    asked = f"{AUTO_SWITCH}=1" if decode == "auto" else f"{adapter.DECODE_OPTION} {decode}"
     return decode, asked, replace(attention, partner=prefill)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -85,3 +86,13 @@ def package_problems(distribution: str) -> list[str]:
     """Why the package that a kernel comes from cannot be relied on: no sentence, or one."""
     problem = adapter.package_problem(distribution)
     return [problem] if problem else []
+
+
+def nvrtc_problems() -> list[str]:
+    """Why a kernel in CUDA C++ cannot be compiled: no sentence, or one. SGLang requires cuda-python."""
+    try:
+        if find_spec("cuda.bindings.nvrtc") is not None:
+            return []
+    except ModuleNotFoundError:
+        pass
+    return ["it is compiled at start by NVRTC of cuda-python, which is not installed: pip install cuda-python"]

@@ -35,6 +35,11 @@ def problems(config: AttentionConfig) -> list[str]:
     return found + sinks_problems(config)
 
 
+def sms_of(device: torch.device) -> int:
+    """SMs of the GPU; without one, those of the Hopper GPUs that this is written for."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else SMS_WITHOUT_A_GPU
+
+
 def build(config: AttentionConfig) -> SparseDecode:
     return SparseDecode(config)
 
@@ -43,9 +48,7 @@ class SparseDecode(NothingToPrepare):
     """One row, its own list of slots, as many programs as fill the GPU once."""
 
     def __init__(self, config: AttentionConfig):
-        on_gpu = config.device.type == "cuda"
-        sms = torch.cuda.get_device_properties(config.device).multi_processor_count if on_gpu else SMS_WITHOUT_A_GPU
-        self._num_sms = sms
+        sms = self._num_sms = sms_of(config.device)
         # For every call, captured or not: they run one after the other. An SM has two programs at most, so no row is split
         # where there are more rows than SMs.
         self._parts = Parts.allocate(

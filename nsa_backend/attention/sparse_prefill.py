@@ -13,15 +13,15 @@ from nsa_backend.attention.interface import (
     NothingToPrepare,
     bfloat16_problems,
     device_title,
+    nvrtc_problems,
     part_problems,
     sinks_problems,
 )
-from nsa_backend.attention.sparse_decode import SMS_WITHOUT_A_GPU, SparseDecode
+from nsa_backend.attention.sparse_decode import SparseDecode, sms_of
 from nsa_backend.attention.sparse_inputs import SparseInputs
-from nsa_backend.attention.sparse_verify import nvrtc_problems
 from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels import sparse_verify_cuda
-from nsa_backend.kernels.sparse_verify_cuda import LINES, MOST_ROWS, CudaMemory
+from nsa_backend.kernels.sparse_verify_cuda import LINES, CudaMemory, rows_of_tile
 
 MOST_HEADS = LINES // 2
 """Two rows at least share a tile."""
@@ -39,7 +39,7 @@ def problems(config: AttentionConfig) -> list[str]:
     if config.num_heads > MOST_HEADS:
         found.append(f"it takes rows of up to {MOST_HEADS} heads together and this rank has {config.num_heads}")
     elif reason := sparse_verify_cuda.problem(
-        config.num_heads, config.latent_dim, config.rope_dim, config.index_topk, _together(config)
+        config.num_heads, config.latent_dim, config.rope_dim, config.index_topk, rows_of_tile(config.num_heads)
     ):
         found.append(reason)
     return found + bfloat16_problems(config) + nvrtc_problems() + sinks_problems(config) + part_problems(config)
@@ -49,41 +49,34 @@ def build(config: AttentionConfig) -> SparsePrefill:
     return SparsePrefill(config)
 
 
-def _together(config: AttentionConfig) -> int:
-    """Rows of a tile."""
-    return min(MOST_ROWS, LINES // config.num_heads)
-
-
 class SparsePrefill(NothingToPrepare):
     """As many launches as the rows need, in pieces of whole tiles."""
 
     def __init__(self, config: AttentionConfig):
-        self._config, self._rows = config, _together(config)
-        on_gpu = config.device.type == "cuda"
-        self._num_sms = torch.cuda.get_device_properties(config.device).multi_processor_count if on_gpu else SMS_WITHOUT_A_GPU
-        if on_gpu:
+        self._config, self._rows, self._num_sms = config, rows_of_tile(config.num_heads), sms_of(config.device)
+        if config.device.type == "cuda":
             sparse_verify_cuda.compile_ahead(self._rows, config.num_heads, config.index_topk, config.device)
         self._memory: CudaMemory | None = None
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
-        rows, most = inputs.q_nope.shape[0], WAVES * self._num_sms * self._rows
-        lens, parts = SparseDecode.lens(inputs), []
+        query, lens = inputs.q_nope, SparseDecode.lens(inputs)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        rows, most = len(out), WAVES * self._num_sms * self._rows
         for begin in range(0, rows, most):
             piece = slice(begin, begin + most)
-            parts.append(
-                sparse_verify_cuda.sparse_verify_cuda(
-                    inputs.q_nope[piece],
-                    inputs.q_rope[piece],
-                    inputs.kv_cache,
-                    inputs.topk_slots[piece],
-                    lens[piece],
-                    inputs.sm_scale,
-                    self._rows,
-                    self._memory_for(min(most, rows)),
-                    num_sms=self._num_sms,
-                )
+            sparse_verify_cuda.sparse_verify_cuda(
+                query[piece],
+                inputs.q_rope[piece],
+                inputs.kv_cache,
+                inputs.topk_slots[piece],
+                lens[piece],
+                inputs.sm_scale,
+                self._rows,
+                self._memory_for(min(most, rows)),
+                num_sms=self._num_sms,
+                out=out[piece],
             )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out
 
     def _memory_for(self, rows: int) -> CudaMemory:
         """Kept for all layers, whose forwards run one after the other, and grown where a chunk is larger."""

@@ -6,13 +6,12 @@ Forwards of one row a request are sparse_decode's. A bfloat16 KV cache is read b
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from nsa_backend.attention import sparse_decode
-from nsa_backend.attention.interface import part_problems
+from nsa_backend.attention.interface import nvrtc_problems, part_problems
 from nsa_backend.attention.sparse_decode import SparseDecode
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
@@ -29,13 +28,13 @@ chose, and hardly slower where they share more (benchmarks/results/attention_0_5
 def problems(config: AttentionConfig) -> list[str]:
     """Why sparse_verify cannot run."""
     found, most = sparse_decode.problems(config), MAX_ROWS_PER_REQUEST
-    if not in_cuda(config) and config.num_draft_tokens > most:
+    if in_cuda(config):
+        found += nvrtc_problems()
+    elif config.num_draft_tokens > most:
         found.append(
             f"here it takes at most {most} rows of a request together: pass --speculative-num-draft-tokens {most} or less, "
             f"where {config.num_draft_tokens} are asked for"
         )
-    if in_cuda(config):
-        found += nvrtc_problems()
     return found + part_problems(config)
 
 
@@ -44,16 +43,6 @@ def in_cuda(config: AttentionConfig) -> bool:
     rows = max(config.num_draft_tokens, 1)
     shape = config.num_heads, config.latent_dim, config.rope_dim, config.index_topk, rows
     return config.kv_cache_dtype == torch.bfloat16 and sparse_verify_cuda.problem(*shape) is None
-
-
-def nvrtc_problems() -> list[str]:
-    """Why a kernel in CUDA C++ cannot be compiled: no sentence, or one. SGLang requires cuda-python."""
-    try:
-        if find_spec("cuda.bindings.nvrtc") is not None:
-            return []
-    except ModuleNotFoundError:
-        pass
-    return ["it is compiled at start by NVRTC of cuda-python, which is not installed: pip install cuda-python"]
 
 
 def build(config: AttentionConfig) -> SparseVerify:
@@ -81,6 +70,9 @@ class SparseVerify(SparseDecode):
         if rows_per_request < 2 or rows % rows_per_request:  # SGLang may pad to any number of rows under DP attention
             return super().forward(inputs)
         requests, topk, slots = rows // rows_per_request, inputs.topk_slots.shape[1], len(inputs.kv_cache)
+        in_cuda = self._in_cuda and not inputs.logit_cap and slots <= sparse_verify_cuda.MOST_SLOTS
+        if in_cuda and requests * Groups.of(rows_per_request, self._config.num_heads).of_request < FEWEST_GROUPS:
+            return super().forward(inputs)
         call = (
             inputs.q_nope,
             inputs.q_rope,
@@ -90,9 +82,7 @@ class SparseVerify(SparseDecode):
             inputs.sm_scale,
             rows_per_request,
         )
-        if self._in_cuda and not inputs.logit_cap and slots <= sparse_verify_cuda.MOST_SLOTS:
-            if requests * Groups.of(rows_per_request, self._config.num_heads).of_request < FEWEST_GROUPS:
-                return super().forward(inputs)
+        if in_cuda:
             memory = self._cuda_memory(rows, rows_per_request, topk)
             return sparse_verify_cuda.sparse_verify_cuda(*call, memory, num_sms=self._num_sms)
         memory = self._memory(requests, rows_per_request, topk, slots)

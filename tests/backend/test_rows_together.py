@@ -8,7 +8,7 @@ import pytest
 import torch
 from emulated import Emulated
 
-from nsa_backend.attention import sparse_prefill, sparse_verify
+from nsa_backend.attention import interface, sparse_prefill, sparse_verify
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
 from nsa_backend.config import AttentionConfig
@@ -66,6 +66,14 @@ def test_a_prompt_goes_in_pieces_of_whole_tiles(kernels, rows):
     assert attention._memory is kept
 
 
+def test_a_rank_without_a_row(kernels):
+    """As under DP attention, while others prefill."""
+    attention = sparse_prefill.build(replace(CONFIG, prefill=True))
+    inputs = given(3)
+    none = {name: getattr(inputs, name)[:0] for name in ("q_nope", "q_rope", "topk_slots", "nsa_cache_seqlens")}
+    assert attention.forward(replace(inputs, **none)).shape == (0, HEADS, 512)
+
+
 @pytest.mark.parametrize(("requests", "together"), [(4, True), (3, False)])
 def test_few_requests_are_left_to_sparse_decode(kernels, monkeypatch, requests, together):
     """And memory is kept for as many rows as are reserved."""
@@ -93,7 +101,7 @@ def test_what_pads_to_other_rows_is_left_to_sparse_decode(kernels, monkeypatch):
 
 
 def test_without_nvrtc_neither_is_offered(monkeypatch):
-    monkeypatch.setattr(sparse_verify, "find_spec", lambda name: None)
+    monkeypatch.setattr(interface, "find_spec", lambda name: None)
     (reason,) = sparse_verify.problems(CONFIG)
     assert "pip install cuda-python" in reason
     assert sparse_verify.problems(replace(CONFIG, kv_cache_dtype=torch.float8_e4m3fn)) == []
