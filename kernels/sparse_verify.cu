@@ -3,9 +3,12 @@
 // A block takes one group of rows, whose heads are the 64 lines of a tensor-core tile, and one part of the different slots that
 // they chose. It makes that part itself: a slot belongs to the part that its hash says, entries of a part meet in a hash table
 // in shared memory, and each slot is listed once with a bit for every row that chose it. Order and sums depend on the inputs
-// alone, so that equal inputs give equal bits.
+// alone, so that equal inputs give equal bits, unless a row names a slot twice.
 // Then two warpgroups walk the list, 64 tokens a step: each scores half of the tokens for all lines, they agree on the highest
-// score of a line through shared memory, and each weighs one half of the latent. The next step's tokens are gathered meanwhile.
+// score of a line through shared memory, and each weighs one half of the latent. The next step's tokens are gathered meanwhile;
+// those of the first step, which the first row chose, while the list is made.
+// In the end the blocks of a group wait for each other, and each adds up the parts of some lines. All of them run at once: a
+// grid has no more blocks than the GPU has SMs, or one block a group.
 //
 // With EMULATE a host compiler takes this file: what is PTX here comes from emulation.h then.
 
@@ -25,8 +28,6 @@ typedef unsigned long long uint64_t;
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
-
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 __device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -66,17 +67,50 @@ __device__ __forceinline__ void store_shared_4(uint32_t address, uint32_t x) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(x) : "memory");
 }
 
-// What was there; `x` is stored where that is `expected`.
-__device__ __forceinline__ uint32_t swap_shared(uint32_t address, uint32_t expected, uint32_t x) {
-    uint32_t old;
-    asm volatile("atom.shared.cas.b32 %0, [%1], %2, %3;" : "=r"(old) : "r"(address), "r"(expected), "r"(x) : "memory");
+__device__ __forceinline__ uint32_t load_shared_half(uint32_t address) {
+    unsigned short x;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void store_shared_half(uint32_t address, uint32_t x) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<unsigned short>(x)) : "memory");
+}
+
+// Without a branch, which would take longer than the store.
+__device__ __forceinline__ void store_shared_half_if(bool stored, uint32_t address, uint32_t x) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.shared.u16 [%0], %1;\n}" ::"r"(address),
+                 "h"(static_cast<unsigned short>(x)), "r"(static_cast<int>(stored))
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_shared_byte_if(bool stored, uint32_t address, uint32_t x) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.shared.u8 [%0], %1;\n}" ::"r"(address), "r"(x),
+                 "r"(static_cast<int>(stored))
+                 : "memory");
+}
+
+// What was there, 16 bits; `x` is stored where that is `expected`.
+__device__ __forceinline__ uint32_t swap_shared_half(uint32_t address, uint32_t expected, uint32_t x) {
+    unsigned short old;
+    asm volatile("atom.shared.cas.b16 %0, [%1], %2, %3;"
+                 : "=h"(old)
+                 : "r"(address), "h"(static_cast<unsigned short>(expected)), "h"(static_cast<unsigned short>(x))
+                 : "memory");
     return old;
 }
 
-__device__ __forceinline__ uint32_t or_shared(uint32_t address, uint32_t x) {
+// What this block wrote is there for whoever sees the counter.
+__device__ __forceinline__ uint32_t add_to_counter(uint32_t* counter, uint32_t x) {
     uint32_t old;
-    asm volatile("atom.shared.or.b32 %0, [%1], %2;" : "=r"(old) : "r"(address), "r"(x) : "memory");
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(x) : "memory");
     return old;
+}
+
+__device__ __forceinline__ uint32_t load_counter(const uint32_t* counter) {
+    uint32_t x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(counter) : "memory");
+    return x;
 }
 
 __device__ __forceinline__ uint32_t load_list(const uint32_t* from) {
@@ -105,9 +139,16 @@ __device__ __forceinline__ float log2_fast(float x) {
 
 __device__ __forceinline__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xffffffffu, x, lanes); }
 
+// Of the lane that is `lanes` before; of this one where there is none.
+__device__ __forceinline__ uint32_t shuffle_up(uint32_t x, int lanes) { return __shfl_up_sync(0xffffffffu, x, lanes); }
+
+__device__ __forceinline__ uint32_t shuffle_from(uint32_t x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+
 __device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 __device__ __forceinline__ uint32_t warp_ballot(bool x) { return __ballot_sync(0xffffffffu, x); }
+
+__device__ __forceinline__ void sync_warp() { __syncwarp(); }
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
@@ -157,6 +198,7 @@ constexpr int THREADS = 256;  // two warpgroups
 constexpr int WARPS = THREADS / 32;
 constexpr int PER_THREAD = (TOPK + THREADS - 1) / THREADS;  // entries of a row
 constexpr int ENTRIES = ROWS * PER_THREAD * THREADS;         // of a group, some of them none
+static_assert(PER_THREAD <= 32, "a thread has a bit for every entry of a row that it looks at");
 static_assert(ROWS * HEADS <= LINES && ROWS <= 8, "the rows of a group do not fit a tile, or their bits a byte");
 
 // Shared memory. A panel is 64 rows of 64 values, 128 bytes a row, whose 16-byte pieces are swizzled as tensor cores want them.
@@ -168,15 +210,22 @@ constexpr uint32_t WEIGHTS_AT = 3 * PANELS;
 constexpr uint32_t BITS_AT = WEIGHTS_AT + PANEL;           // of the tokens of two steps: rows that chose them
 constexpr uint32_t HIGHEST_AT = BITS_AT + 2 * TOKENS * 4;  // of a line, by warpgroup; before, the list's first two steps
 constexpr uint32_t SHARED_BYTES = HIGHEST_AT + 2 * LINES * 4;
-// While the list is made, where tokens will lie: entries by warp, and the hash table. In the end, lines on their way out.
-constexpr uint32_t TABLE_AT = TOKENS_AT + ENTRIES * 4;
-constexpr int CELL_BITS = 14;
-constexpr uint32_t CELLS = 1 << CELL_BITS;
-static_assert(TABLE_AT + 4 * CELLS <= WEIGHTS_AT, "the hash table has no room");
-static_assert(ROWS * TOPK <= static_cast<int>(CELLS), "more slots than cells");
+// While the list is made, where the second step's tokens and the weights will lie: entries by warp, for each whose slot it lists,
+// and the hash table of entries' numbers. With more than fit there nothing is gathered meanwhile, and all lie where tokens will.
+constexpr bool AHEAD = ENTRIES <= 8192;
+constexpr uint32_t ENTRIES_AT = TOKENS_AT + (AHEAD ? PANELS : 0);
+constexpr uint32_t LISTERS_AT = ENTRIES_AT + 4 * ENTRIES;
+constexpr uint32_t TABLE_AT = LISTERS_AT + 2 * ENTRIES;
+constexpr uint32_t CELLS = AHEAD ? 16384 : 24576;
+constexpr uint32_t COUNTS_AT = BITS_AT + TOKENS * 4;  // slots listed, by warp
+constexpr int AHEAD_OF_WARP = TOKENS / WARPS;
+constexpr int KEPT = AHEAD ? TOKENS : 2 * TOKENS;  // words at the list's begin that are kept in shared memory
+static_assert(TABLE_AT + 2 * CELLS <= BITS_AT, "what lists are made from has no room");
+static_assert(ENTRIES <= 16384 && ENTRIES <= static_cast<int>(CELLS), "more entries than cells");
 
 constexpr uint32_t SLOT = 0xffffff;  // of a word; the rows' bits are above it
 constexpr uint32_t EMPTY = 0xffffffff;
+constexpr uint32_t NONE = 0xffff;  // of an entry's number
 
 struct Attend {
     const unsigned char* q_nope;  // bfloat16 [rows, HEADS, 512], strides below in bytes
@@ -185,8 +234,10 @@ struct Attend {
     const int* slots;             // [rows, slots_stride], -1 where there is none
     const int* lens;              // [rows], entries of a row to look at
     uint32_t* lists;              // [groups, parts, ENTRIES], what blocks hand to themselves
-    unsigned char* out;           // bfloat16 [rows * HEADS, parts, 512], each part by itself
-    float* lse;                   // [rows * HEADS, parts], base 2, -inf where a part has nothing for a line; where parts are several
+    unsigned char* out;           // bfloat16 [rows * HEADS, 512]
+    unsigned char* of_parts;      // bfloat16 [rows * HEADS, parts, 512], each part by itself; where parts are several
+    float* lse;                   // [rows * HEADS, parts], base 2, -inf where a part has nothing for a line; likewise
+    uint32_t* met;                // [groups, 2], blocks that have written their part and that have seen all parts; zeros between calls
     long long q_nope_row, q_nope_head, q_rope_row, q_rope_head, slots_stride, kv_stride;
     float scale;  // of scores, base 2
     int parts, all_rows, rows_per_request, groups_per_request;
@@ -202,126 +253,307 @@ __device__ __forceinline__ uint32_t part_of(uint32_t slot, uint32_t parts) { ret
 
 __device__ __forceinline__ float higher(float a, float b) { return a > b ? a : b; }
 
-__device__ __forceinline__ uint32_t cell_of(uint32_t slot) { return (slot * 0x85ebca6bu) >> (32 - CELL_BITS); }
+__device__ __forceinline__ uint32_t cell_of(uint32_t slot) { return __umulhi(slot * 0x85ebca6bu, CELLS); }
 
-// Of an entry's row, above the slot.
-__device__ __forceinline__ uint32_t bit_of(uint32_t entry) { return 1u << (24 + (entry >> 24 & 7)); }
-
-// Writes the words of this block's slots to `list`, and those of the first two steps to shared memory too, in an order that the
-// inputs decide; how many there are.
-__device__ __forceinline__ int make_list(const Attend& a, uint32_t shared, int warp, int row, int rows, int part, uint32_t* list) {
-    const int thread = threadIdx.x, lane = thread % 32;
-    const uint32_t before = (1u << lane) - 1, table = shared + TABLE_AT;
-    const uint32_t entries = shared + TOKENS_AT + warp * (ENTRIES / WARPS * 4);
-    uint32_t chosen[ROWS][PER_THREAD];
+// What a thread looks at of a group: entries of its rows, EMPTY where there is none.
+struct Chosen {
+    uint32_t slot[ROWS][PER_THREAD];
     int end[ROWS];
+};
+
+__device__ __forceinline__ Chosen chosen_of(const Attend& a, int row, int rows) {
+    Chosen chosen;
 #pragma unroll
     for (int j = 0; j < ROWS; ++j) {
-        end[j] = j < rows ? a.lens[row + j] : 0;
+        chosen.end[j] = j < rows ? a.lens[row + j] : 0;
 #pragma unroll
         for (int c = 0; c < PER_THREAD; ++c) {
-            const int i = c * THREADS + thread;
-            chosen[j][c] = j < rows && i < TOPK ? a.slots[(row + j) * a.slots_stride + i] : EMPTY;
+            const int i = c * THREADS + static_cast<int>(threadIdx.x);
+            chosen.slot[j][c] = j < rows && i < TOPK ? a.slots[(row + j) * a.slots_stride + i] : EMPTY;
         }
     }
-    for (uint32_t i = 4 * thread; i < CELLS; i += 4 * THREADS) store_shared_4(table + 4 * i, EMPTY);
-    // The entries of this part, with the number of their row.
-    int count = 0;
+    return chosen;
+}
+
+// A number of 16 bits for every row, two in a word.
+struct ByRow {
+    uint32_t words[ROWS / 2 + 1];
+
+    __device__ __forceinline__ int operator[](int j) const {  // `j` is a constant
+        return words[j / 2] >> j % 2 * 16 & 0xffff;
+    }
+    __device__ __forceinline__ void set(int j, uint32_t x) { words[j / 2] |= x << j % 2 * 16; }  // was 0; likewise
+};
+
+// How many the lanes before this one have.
+__device__ __forceinline__ uint32_t of_lanes_before(uint32_t x, int lane) {
+    uint32_t sum = x;
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+        const uint32_t others = shuffle_up(sum, lanes);
+        sum += lane >= lanes ? others : 0;
+    }
+    return sum - x;
+}
+
+// Writes this warp's entries that belong to the part, row after row; where each row begins, and at ROWS where they end.
+__device__ __forceinline__ ByRow compact(const Chosen& chosen, uint32_t parts, uint32_t part, uint32_t to) {
+    const int thread = threadIdx.x, lane = thread % 32;
+    uint32_t here[ROWS];
+    ByRow counts{}, before, begins{};
 #pragma unroll
     for (int j = 0; j < ROWS; ++j) {
+        here[j] = 0;
 #pragma unroll
         for (int c = 0; c < PER_THREAD; ++c) {
-            const uint32_t slot = chosen[j][c];
-            const bool here = c * THREADS + thread < end[j] && slot < SLOT && part_of(slot, a.parts) == static_cast<uint32_t>(part);
-            const uint32_t all = warp_ballot(here);
-            if (here) store_shared(entries + 4 * (count + __popc(all & before)), slot | j << 24);
-            count += __popc(all);
+            const uint32_t slot = chosen.slot[j][c];
+            const bool is = c * THREADS + thread < chosen.end[j] && slot < SLOT && part_of(slot, parts) == part;
+            here[j] |= static_cast<uint32_t>(is) << c;
         }
+        counts.set(j, __popc(here[j]));
     }
-    __syncthreads();
-    // A row's second mention of a slot is not listed: it finds the bit of its row there.
-    constexpr int AT_ONCE = 4;
-    for (int first = lane; first < count; first += 32 * AT_ONCE) {
-        uint32_t entry[AT_ONCE], old[AT_ONCE];
 #pragma unroll
-        for (int u = 0; u < AT_ONCE; ++u) {
-            entry[u] = first + 32 * u < count ? load_shared(entries + 4 * (first + 32 * u)) : EMPTY;
-            const uint32_t slot = entry[u] & SLOT, word = slot | bit_of(entry[u]);
-            old[u] = entry[u] == EMPTY ? EMPTY : swap_shared(table + 4 * cell_of(slot), EMPTY, word);
-        }
+    for (int k = 0; k < ROWS / 2 + 1; ++k) before.words[k] = of_lanes_before(counts.words[k], lane);
+    uint32_t begin = 0;
 #pragma unroll
-        for (int u = 0; u < AT_ONCE; ++u) {
-            const uint32_t slot = entry[u] & SLOT, bit = bit_of(entry[u]);
-            uint32_t cell = cell_of(slot);
-            while (old[u] != EMPTY && (old[u] & SLOT) != slot) {
-                cell = (cell + 1) % CELLS;
-                old[u] = swap_shared(table + 4 * cell, EMPTY, slot | bit);
-            }
-            if (old[u] != EMPTY) {
-                old[u] = or_shared(table + 4 * cell, bit);
-                if (old[u] & bit) store_shared(entries + 4 * (first + 32 * u), EMPTY);
+    for (int j = 0; j < ROWS; ++j) {
+        begins.set(j, begin);
+        uint32_t at = to + 4 * (begin + before[j]);
+#pragma unroll
+        for (int c = 0; c < PER_THREAD; ++c) {
+            if (here[j] >> c & 1) {
+                store_shared(at, chosen.slot[j][c]);
+                at += 4;
             }
         }
+        begin += shuffle_from(before[j] + counts[j], 31);
     }
-    __syncthreads();
-    // The first row that chose a slot lists it, with the bits of all.
-    int listed = 0;
-    for (int first = lane; first < (count + 31) / 32 * 32; first += 32 * AT_ONCE) {
-        uint32_t entry[AT_ONCE], word[AT_ONCE];
+    begins.set(ROWS, begin);
+    sync_warp();
+    return begins;
+}
+
+// How a thread gathers: one 16-byte piece of every 128 bytes of a row of a panel, and of the row 32 further.
+struct Gathering {
+    const unsigned char* kv;
+    long long stride;
+    uint32_t to;  // in a step's tokens
+    int row;
+
+    __device__ __forceinline__ void operator()(int step, uint32_t slot, bool there, int at) const {
+        const unsigned char* from = kv + slot * stride;
+#pragma unroll
+        for (int panel = 0; panel < 9; ++panel) copy_16(to + step * PANELS + at * 128 + panel * PANEL, from + panel * 128, there);
+    }
+};
+
+// Marks a row's slots, which are entries `begin` to `end` of this warp: the entry that the table has for a slot gets the row's bit
+// above the slot. Who finds no other bit there lists the slot. Returns how many list one, less those that the table has.
+__device__ __forceinline__ int mark_row(uint32_t shared, uint32_t warps_first, int begin, int end, int j, int lane) {
+    constexpr int AT_ONCE = 3;
+    const uint32_t entries = shared + ENTRIES_AT, listers = shared + LISTERS_AT, table = shared + TABLE_AT, bit = 1u << j;
+    int excess = 0;
+    const auto mark = [&](bool found, uint32_t entry, uint32_t owner, uint32_t word) {
+        const bool lists = found && word < 1u << 24;
+        store_shared_byte_if(found, entries + 4 * owner + 3, word >> 24 | bit);
+        store_shared_half_if(found, listers + 2 * entry, lists ? owner : NONE);
+        excess += lists - (found && owner == entry);
+    };
+    for (int first = begin + lane; first < end; first += 32 * AT_ONCE) {
+        uint32_t slot[AT_ONCE], owner[AT_ONCE], word[AT_ONCE], left = 0;
+        const uint32_t entry = warps_first + first;
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) slot[u] = load_shared(entries + 4 * (entry + 32 * u)) & SLOT;  // of others behind the end
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) owner[u] = load_shared_half(table + 2 * cell_of(slot[u]));
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) word[u] = load_shared(entries + 4 * (owner[u] % ENTRIES));
 #pragma unroll
         for (int u = 0; u < AT_ONCE; ++u) {
-            entry[u] = first + 32 * u < count ? load_shared(entries + 4 * (first + 32 * u)) : EMPTY;
-            word[u] = entry[u] == EMPTY ? 0 : load_shared(table + 4 * cell_of(entry[u] & SLOT));
+            const bool there = first + 32 * u < end, found = (word[u] & SLOT) == slot[u];
+            mark(there && found, entry + 32 * u, owner[u], word[u]);
+            left |= static_cast<uint32_t>(there && !found) << u;
         }
-#pragma unroll
-        for (int u = 0; u < AT_ONCE; ++u) {
-            if (entry[u] != EMPTY) {
-                const uint32_t slot = entry[u] & SLOT;
-                for (uint32_t cell = cell_of(slot); (word[u] & SLOT) != slot;) {
-                    cell = (cell + 1) % CELLS;
-                    word[u] = load_shared(table + 4 * cell);
+        for (; left; left &= left - 1) {  // another slot has the cell
+            const uint32_t other = entry + 32 * (__ffs(left) - 1), mine = load_shared(entries + 4 * other) & SLOT;
+            for (uint32_t cell = cell_of(mine);;) {
+                cell = cell + 1 == CELLS ? 0 : cell + 1;
+                const uint32_t had = swap_shared_half(table + 2 * cell, NONE, other), by = had == NONE ? other : had;
+                const uint32_t found = load_shared(entries + 4 * by);
+                if ((found & SLOT) == mine) {
+                    mark(true, other, by, found);
+                    break;
                 }
-                if (word[u] & (bit_of(entry[u]) - 1) & ~SLOT) word[u] = 0;
             }
-            if (first + 32 * u < count) store_shared(entries + 4 * (first + 32 * u), word[u]);
-            listed += __popc(warp_ballot(word[u] != 0));
         }
     }
-    const uint32_t counts = shared + WEIGHTS_AT;
-    if (lane == 0) store_shared(counts + 4 * warp, listed);
-    __syncthreads();
-    int place = 0, all = 0;
+    return excess;
+}
+
+// Writes the words of this block's slots to `list`, and the first KEPT of them to shared memory too, in an order that the inputs
+// decide; how many there are. A warp's first entries of the first row are gathered instead, and their rows' bits are written.
+__device__ __forceinline__ int make_list(
+    const Attend& a, uint32_t shared, int warp, int rows, uint32_t part, uint32_t* list, const Gathering& gather, const Chosen& chosen
+) {
+    const int thread = threadIdx.x, lane = thread % 32;
+    const uint32_t table = shared + TABLE_AT, warps_first = warp * (ENTRIES / WARPS);
+    const uint32_t entries = shared + ENTRIES_AT + 4 * warps_first, listers = shared + LISTERS_AT + 2 * warps_first;
+    for (uint32_t i = 8 * thread; i < CELLS; i += 8 * THREADS) store_shared_4(table + 2 * i, EMPTY);
+    const ByRow begins = compact(chosen, a.parts, part, entries);
+    const int ahead = AHEAD ? min(begins[1], AHEAD_OF_WARP) : 0, end = begins[ROWS];
+    if (AHEAD) {
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-        const int of_warp = load_shared(counts + 4 * w);
-        place += w < warp ? of_warp : 0;
-        all += of_warp;
-    }
-#pragma unroll 4
-    for (int i = lane; i < (count + 31) / 32 * 32; i += 32) {
-        const uint32_t word = i < count ? load_shared(entries + 4 * i) : 0, there = warp_ballot(word != 0);
-        const int to = place + __popc(there & before);
-        if (word != 0) {
-            list[to] = word;
-            if (to < 2 * TOKENS) store_shared(shared + HIGHEST_AT + 4 * to, word);
+        for (int at = 0; at < 2; ++at) {
+            const int i = at * 4 + lane / 8;
+            gather(0, i < ahead ? load_shared(entries + 4 * i) : 0, i < ahead, at * 32);
         }
-        place += __popc(there);
+    }
+    __syncthreads();
+    // Of the entries of a cell any one is kept.
+    constexpr int AT_ONCE = 4;
+    for (int first = lane; first < end; first += 32 * AT_ONCE) {
+        uint32_t slot[AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) slot[u] = load_shared(entries + 4 * (first + 32 * u));  // of others behind the end
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) {
+            store_shared_half_if(first + 32 * u < end, table + 2 * cell_of(slot[u]), warps_first + first + 32 * u);
+        }
+    }
+    __syncthreads();
+    // Rows one after the other, so that no two of them write to an entry at once.
+    int excess = 0, row_begin = 0;
+    ByRow left = begins;
+#pragma unroll 1
+    for (int j = 0; j < rows; ++j) {
+        // The next row's begin: numbers move down by one.
+#pragma unroll
+        for (int k = 0; k < ROWS / 2 + 1; ++k) left.words[k] = left.words[k] >> 16 | (k < ROWS / 2 ? left.words[k + 1] << 16 : 0);
+        const int row_end = left[0];
+        excess += mark_row(shared, warps_first, row_begin, row_end, j, lane);
+        row_begin = row_end;
+        __syncthreads();
+    }
+    const auto lists = [&](int i) { return load_shared_half(listers + 2 * i); };
+    int listed, place, all;
+    const auto count = [&] {
+        listed = 0;
+#pragma unroll 4
+        for (int i = ahead + lane; i < end; i += 32) listed += lists(i) != NONE;
+        place = of_lanes_before(listed, lane);
+        const uint32_t sums = of_lanes_before(excess, lane) + excess;
+        if (lane == 31) store_shared(shared + COUNTS_AT + 4 * warp, (place + listed) | sums << 16);
+        __syncthreads();
+        excess = all = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const uint32_t of_warp = load_shared(shared + COUNTS_AT + 4 * w);
+            place += w < warp ? of_warp & 0xffff : 0;
+            all += of_warp & 0xffff;
+            excess += of_warp >> 16;
+        }
+    };
+    count();
+    if (excess & 0xffff) {  // a row names a slot twice, and both list it: one of them shall
+        for (int i = lane; i < end; i += 32) {
+            if (lists(i) != NONE) store_shared_half(table + 2 * lists(i), warps_first + i);
+        }
+        __syncthreads();
+        for (int i = lane; i < end; i += 32) {
+            if (lists(i) != NONE && load_shared_half(table + 2 * lists(i)) != warps_first + i) store_shared_half(listers + 2 * i, NONE);
+        }
+        __syncthreads();
+        count();
+    }
+    for (int first = ahead + lane; first < end; first += 32 * AT_ONCE) {
+        uint32_t owner[AT_ONCE], word[AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) owner[u] = first + 32 * u < end ? lists(first + 32 * u) : NONE;
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) word[u] = load_shared(shared + ENTRIES_AT + 4 * (owner[u] % ENTRIES));
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) {
+            if (owner[u] != NONE) {
+                list[place] = word[u];
+                if (place < KEPT) store_shared(shared + HIGHEST_AT + 4 * place, word[u]);
+                ++place;
+            }
+        }
+    }
+    if (AHEAD && lane < AHEAD_OF_WARP) {
+        const uint32_t owner = lane < ahead ? lists(lane) : NONE;
+        const uint32_t bits = owner == NONE ? 0 : load_shared(shared + ENTRIES_AT + 4 * owner) >> 24;
+        store_shared(shared + BITS_AT + 4 * (lane / 4 * 32 + warp * 4 + lane % 4), bits);
     }
     return all;
 }
 
+constexpr int PIECES = LATENT / 8;  // of a line, 16 bytes each
+
+// Adds up the parts of this block's share of the lines, once all blocks of the group have written theirs.
+__device__ __forceinline__ void join(const Attend& a, uint32_t shared, int part, int lines, long long first_line) {
+    const int thread = threadIdx.x;
+    uint32_t* const met = a.met + 2 * blockIdx.y;
+    __syncthreads();
+    if (thread == 0) {
+        add_to_counter(met, 1);
+        while (load_counter(met) < static_cast<uint32_t>(a.parts)) {
+        }
+        if (add_to_counter(met + 1, 1) == static_cast<uint32_t>(a.parts) - 1) met[0] = met[1] = 0;  // for the next call
+    }
+    __syncthreads();
+    const int first = lines * part / a.parts, mine = lines * (part + 1) / a.parts - first;
+    const unsigned char* from = a.of_parts + (first_line + first) * a.parts * 2 * LATENT;
+    const float* lse = a.lse + (first_line + first) * a.parts;
+    for (int i = thread; i < mine * a.parts * PIECES; i += THREADS) copy_16(shared + TOKENS_AT + 16 * i, from + 16 * i, true);
+    if (thread < mine * a.parts) store_shared(shared + WEIGHTS_AT + 4 * thread, load_list(reinterpret_cast<const uint32_t*>(lse) + thread));
+    __syncthreads();
+    float weight = 0;
+    if (thread < mine * a.parts) {
+        const uint32_t of_line = shared + WEIGHTS_AT + 4 * (thread / a.parts * a.parts);
+        float best = -INFINITE, total = 0;
+        for (int p = 0; p < a.parts; ++p) best = higher(best, __uint_as_float(load_shared(of_line + 4 * p)));
+        const float from_best = best == -INFINITE ? 0 : best;
+        for (int p = 0; p < a.parts; ++p) total += exp2_fast(__uint_as_float(load_shared(of_line + 4 * p)) - from_best);
+        weight = total == 0 ? 0 : exp2_fast(__uint_as_float(load_shared(shared + WEIGHTS_AT + 4 * thread)) - from_best) / total;
+    }
+    wait_for_copies();
+    __syncthreads();
+    if (thread < mine * a.parts) store_shared(shared + WEIGHTS_AT + 4 * thread, __float_as_uint(weight));
+    __syncthreads();
+    for (int i = thread; i < mine * PIECES; i += THREADS) {
+        const int line = i / PIECES, along = i % PIECES;
+        float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+#pragma unroll 4
+        for (int p = 0; p < a.parts; ++p) {
+            const float of_part = __uint_as_float(load_shared(shared + WEIGHTS_AT + 4 * (line * a.parts + p)));
+            const uint4 values = load_shared_4(shared + TOKENS_AT + 16 * ((line * a.parts + p) * PIECES + along));
+            const uint32_t pairs[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                sums[2 * k] += of_part * __uint_as_float(pairs[k] << 16);
+                sums[2 * k + 1] += of_part * __uint_as_float(pairs[k] & 0xffff0000);
+            }
+        }
+        const uint4 joined = {
+            pack_bf16(sums[0], sums[1]), pack_bf16(sums[2], sums[3]), pack_bf16(sums[4], sums[5]), pack_bf16(sums[6], sums[7])
+        };
+        *reinterpret_cast<uint4*>(a.out + (first_line + first + line) * 2 * LATENT + along * 16) = joined;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Attend a) {
     SHARED_MEMORY(memory);
-    if (a.parts > 1) launch_dependents();  // to the join alone, which waits before all else
     wait_for_inputs();
     const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
     const int thread = threadIdx.x, warp = warp_uniform(thread / 32), lane = thread % 32, half = warp / 4;
     const int part = blockIdx.x, group = blockIdx.y % a.groups_per_request;
     const int row = blockIdx.y / a.groups_per_request * a.rows_per_request + group * ROWS;
     const int rows = min(ROWS, min(a.rows_per_request - group * ROWS, a.all_rows - row)), lines = rows * HEADS;
-    // A thread gathers one 16-byte piece of every 128 bytes of two rows of a panel.
+    const Chosen chosen = chosen_of(a, row, rows);
     const int gathered = warp * 4 + lane / 8, piece = lane % 8;
     const uint32_t gathered_at = gathered * 128 + ((piece ^ (gathered & 7)) << 4);
+    const Gathering gather_row{a.kv + 16 * piece, a.kv_stride, shared + TOKENS_AT + gathered_at, gathered};
     for (int at = 0; at < LINES; at += 32) {
         const int line = gathered + at, j = line / HEADS, head = line % HEADS;
         const bool there = line < lines;
@@ -333,25 +565,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
         copy_16(to + 8 * PANEL, rope, there);
     }
     uint32_t* list = a.lists + (static_cast<long long>(blockIdx.y) * a.parts + part) * ENTRIES;
-    const int listed = make_list(a, shared, warp, row, rows, part, list);
+    const int listed = make_list(a, shared, warp, rows, part, list, gather_row, chosen);
     __syncthreads();  // the list is written, and what it was made from is read
 
-    const auto first_entry_of = [&](int at) { return at < listed ? load_shared(shared + HIGHEST_AT + 4 * at) : 0u; };
+    const auto kept_entry_of = [&](int at) { return at < listed ? load_shared(shared + HIGHEST_AT + 4 * at) : 0u; };
     const auto entry_of = [&](int at) { return at < listed ? load_list(list + at) : 0u; };
     const auto gather = [&](int step, uint32_t entry, int at) {
-        const bool there = entry != 0;
-        const unsigned char* from = a.kv + (entry & SLOT) * a.kv_stride + 16 * piece;
-        const uint32_t to = shared + TOKENS_AT + step * PANELS + gathered_at + at * 128;
-#pragma unroll
-        for (int panel = 0; panel < 9; ++panel) copy_16(to + panel * PANEL, from + panel * 128, there);
+        gather_row(step, entry & SLOT, entry != 0, at);
         if (piece == 0) store_shared(shared + BITS_AT + 4 * (step * TOKENS + gathered + at), entry >> 24);
     };
-    uint32_t first = first_entry_of(gathered), second = first_entry_of(gathered + 32);
-    if (listed) {
+    uint32_t first = kept_entry_of(gathered), second = kept_entry_of(gathered + 32);
+    if (!AHEAD && listed) {
         gather(0, first, 0);
         gather(0, second, 32);
+        first = kept_entry_of(TOKENS + gathered), second = kept_entry_of(TOKENS + gathered + 32);
     }
-    first = first_entry_of(TOKENS + gathered), second = first_entry_of(TOKENS + gathered + 32);
 
     // What a thread has of a tile of products: lines `upper` and `upper` + 8, columns 8 i + `column` and the next one.
     const int upper = warp % 4 * 16 + lane / 4, lower = upper + 8, column = lane % 4 * 2;
@@ -363,7 +591,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 #pragma unroll
     for (int i = 0; i < 128; ++i) out[i] = 0;
 
-    for (int begin = 0, step = 0; begin < listed; begin += TOKENS, step ^= 1) {
+    for (int begin = AHEAD ? -TOKENS : 0, step = 0; begin < listed; begin += TOKENS, step ^= 1) {
         const uint32_t tokens = shared + TOKENS_AT + step * PANELS;
         wait_for_copies();
         products_wait();  // of the step before, whose tokens and weights may now be written over
@@ -482,10 +710,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
         store_shared(lines_at + lower * 2 * LATENT + at, pack_bf16(out[4 * i + 2] * lower_over, out[4 * i + 3] * lower_over));
     }
     __syncthreads();
+    unsigned char* const out_at = a.parts == 1 ? a.out + first_line * 2 * LATENT : a.of_parts + (first_line * a.parts + part) * 2 * LATENT;
 #pragma unroll 8
-    for (int i = thread; i < lines * (LATENT / 8); i += THREADS) {
-        const int line = i / (LATENT / 8), along = i % (LATENT / 8);
+    for (int i = thread; i < lines * PIECES; i += THREADS) {
+        const int line = i / PIECES, along = i % PIECES;
         const uint4 values = load_shared_4(lines_at + line * 2 * LATENT + ((along ^ (line & 7)) << 4));
-        *reinterpret_cast<uint4*>(a.out + ((first_line + line) * a.parts + part) * 2 * LATENT + along * 16) = values;
+        *reinterpret_cast<uint4*>(out_at + static_cast<long long>(line) * a.parts * 2 * LATENT + along * 16) = values;
     }
+    if (a.parts > 1) join(a, shared, part, lines, first_line);
 }

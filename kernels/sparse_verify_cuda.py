@@ -11,12 +11,10 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels.blocks import blocks, power_of_two
+from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.checks import check_tensor
 from nsa_backend.kernels.cuda_source import CudaKernel
 from nsa_backend.kernels.sparse_decode import check_tensors
-from nsa_backend.kernels.sparse_decode_kernel import join_kernel
-from nsa_backend.kernels.sparse_decode_plan import Join
 
 SOURCE = Path(__file__).with_name("sparse_verify.cu")
 LATENT, ROPE = 512, 64
@@ -27,7 +25,9 @@ MOST_ROWS = 8
 MOST_SLOTS = 2**24 - 1
 """Of a KV cache: a slot and the bits of rows share 32 bits."""
 MOST_CHOSEN = 16384
-"""Entries of a group's rows: cells of the hash table."""
+"""Entries of a group's rows, those of each rounded up to its threads: they must fit shared memory."""
+MOST_OF_ROW = 8192
+"""Entries of a row: 32 a thread."""
 MOST_PARTS = 16
 """Of a group: more have less to do than it takes to begin and to join them."""
 THREADS = 256
@@ -58,9 +58,11 @@ def problem(heads: int, latent: int, rope: int, topk: int, rows_per_request: int
         return f"it is written for a latent of {LATENT} and RoPE of {ROPE} values, and these are {latent} and {rope}"
     if heads > LINES:
         return f"a tile has {LINES} heads and there are {heads}"
-    chosen = Groups.of(rows_per_request, heads).rows * topk
+    chosen = Groups.of(rows_per_request, heads).rows * blocks(topk, THREADS) * THREADS
     if chosen > MOST_CHOSEN:
         return f"rows of a tile choose {chosen} slots, and it has room for {MOST_CHOSEN}"
+    if topk > MOST_OF_ROW:
+        return f"a row chooses {topk} slots, and it takes up to {MOST_OF_ROW}"
     return None
 
 
@@ -69,21 +71,31 @@ def parts_of(groups: int, num_sms: int) -> int:
     return max(1, min(num_sms // max(groups, 1), MOST_PARTS))
 
 
-def needed(rows: int, rows_per_request: int, heads: int, topk: int, num_sms: int, parts: int | None = None) -> tuple[int, int]:
-    """(entries of lists, lines to be joined) of a call of so many rows."""
-    groups = Groups.of(rows_per_request, heads)
-    count = blocks(rows, rows_per_request) * groups.of_request
-    parts = parts or parts_of(count, num_sms)
-    return count * parts * groups.rows * blocks(topk, THREADS) * THREADS, rows * heads * parts if parts > 1 else 0
+@dataclass(frozen=True)
+class Need:
+    """Sizes of what a call takes of a `CudaMemory`."""
+
+    listed: int  # entries of lists
+    lines: int  # to be joined
+    groups: int
+
+    @classmethod
+    def of(cls, rows: int, rows_per_request: int, heads: int, topk: int, num_sms: int, parts: int | None = None) -> Need:
+        groups = Groups.of(rows_per_request, heads)
+        count = blocks(rows, rows_per_request) * groups.of_request
+        parts = parts or parts_of(count, num_sms)
+        listed = count * parts * groups.rows * blocks(topk, THREADS) * THREADS
+        return cls(listed, rows * heads * parts if parts > 1 else 0, count)
 
 
 @dataclass(frozen=True)
 class CudaMemory:
-    """What the two launches of a call hand on; calls on one stream may share it."""
+    """What the blocks of a call hand on; calls on one stream may share it."""
 
     lists: torch.Tensor  # int32, entries of every group and part
     parts: torch.Tensor  # bfloat16 [lines, 512]
     lse: torch.Tensor  # float32 [lines], base 2
+    met: torch.Tensor  # int32 [groups, 2], zeros before and after a call
 
     @classmethod
     def allocate(
@@ -91,24 +103,26 @@ class CudaMemory:
     ) -> CudaMemory:
         """Room for every call of up to `max_rows` rows, and of the requests that these begin."""
         most = blocks(max_rows, rows_per_request) * rows_per_request
-        calls = [needed(rows, rows_per_request, heads, topk, num_sms) for rows in range(most, 0, -rows_per_request)]
-        listed, lines = map(max, zip(*calls, strict=True))
+        needs = [Need.of(rows, rows_per_request, heads, topk, num_sms) for rows in range(most, 0, -rows_per_request)]
+        lines = max(need.lines for need in needs)
         return cls(
-            torch.empty(listed, dtype=torch.int32, device=device),
-            torch.zeros(lines, LATENT, dtype=torch.bfloat16, device=device),  # the join reads also those that it then skips
-            torch.zeros(lines, dtype=torch.float32, device=device),
+            torch.empty(max(need.listed for need in needs), dtype=torch.int32, device=device),
+            torch.empty(lines, LATENT, dtype=torch.bfloat16, device=device),
+            torch.empty(lines, dtype=torch.float32, device=device),
+            torch.zeros(max(need.groups for need in needs), 2, dtype=torch.int32, device=device),
         )
 
-    def hold(self, listed: int, lines: int) -> bool:
-        """Whether there is room for what `needed` says of a call."""
-        return self.lists.numel() >= listed and len(self.lse) >= lines
+    def hold(self, need: Need) -> bool:
+        """Whether there is room for a call."""
+        return self.lists.numel() >= need.listed and len(self.lse) >= need.lines and len(self.met) >= need.groups
 
 
 class Arguments(ctypes.Structure):
     """`Attend` of sparse_verify.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q_nope", "q_rope", "kv", "slots", "lens", "lists", "out", "lse")),
+        *((name, ctypes.c_void_p) for name in ("q_nope", "q_rope", "kv", "slots", "lens")),
+        *((name, ctypes.c_void_p) for name in ("lists", "out", "of_parts", "lse", "met")),
         *(
             (name, ctypes.c_longlong)
             for name in ("q_nope_row", "q_nope_head", "q_rope_row", "q_rope_head", "slots_stride", "kv_stride")
@@ -163,10 +177,10 @@ def sparse_verify_cuda(
     parts: int | None = None,
     launch: Launch | None = None,
 ) -> torch.Tensor:
-    """What `sparse_decode` computes, each KV slot read once for all rows of a group; one launch or two.
+    """What `sparse_decode` computes, each KV slot read once for all rows of a group, in one launch.
 
-    Equal inputs give equal bits. KV of every slot that some row of a group chose must be finite: a line that does not attend
-    to it weighs it with 0.
+    Equal inputs give equal bits, unless a row names a slot twice. KV of every slot that some row of a group chose must be
+    finite: a line that does not attend to it weighs it with 0.
 
     Args:
         q_nope: bfloat16 [rows, heads, 512], the last dimension dense.
@@ -179,7 +193,7 @@ def sparse_verify_cuda(
         memory: from `CudaMemory.allocate`, for these heads and rows a request.
         num_sms: of the GPU.
         out: what is returned, contiguous and written whole; allocated if None.
-        parts: `parts_of` if None; another one is for measurements.
+        parts: `parts_of` if None; another one is for measurements, of no more blocks than SMs unless it is one.
         launch: what runs the kernel; a GPU if None, an emulation in tests.
 
     Returns:
@@ -203,8 +217,10 @@ def sparse_verify_cuda(
     groups = Groups.of(rows_per_request, heads)
     count = blocks(rows, rows_per_request) * groups.of_request
     parts = parts or parts_of(count, num_sms)
-    if not memory.hold(*needed(rows, rows_per_request, heads, topk, num_sms, parts)):
+    if not memory.hold(Need.of(rows, rows_per_request, heads, topk, num_sms, parts)):
         raise ValueError(f"memory has no room for {count} groups in {parts} parts: the kernel would write past it")
+    if parts > 1 and parts * count > num_sms:
+        raise ValueError(f"{count} groups in {parts} parts wait for each other, and {num_sms} SMs run as many blocks at once")
     q_nope, q_rope = _aligned(q_nope), _aligned(q_rope)
     launch = launch or attend_of(groups.rows, heads, topk, q_nope.device.index).launch
     launch(
@@ -216,8 +232,10 @@ def sparse_verify_cuda(
             topk_slots.data_ptr(),
             lens.data_ptr(),
             memory.lists.data_ptr(),
-            (memory.parts if parts > 1 else out).data_ptr(),
+            out.data_ptr(),
+            memory.parts.data_ptr(),
             memory.lse.data_ptr(),
+            memory.met.data_ptr(),
             *(2 * stride for stride in (*q_nope.stride()[:2], *q_rope.stride()[:2])),
             topk_slots.stride(0),
             2 * kv_cache.stride(0),
@@ -228,31 +246,7 @@ def sparse_verify_cuda(
             groups.of_request,
         ),
     )
-    if parts > 1:
-        _join(memory, out, parts)
     return out
-
-
-def _join(memory: CudaMemory, out: torch.Tensor, parts: int) -> None:
-    """Every head of every row as a row of one head."""
-    rows, heads, latent = out.shape
-    join, on_gpu = Join.of(rows, heads), out.is_cuda
-    width = min(join.latent, latent)
-    join_kernel[(rows * heads, 1, latent // width)](
-        memory.parts,
-        memory.lse,
-        out,
-        memory.lse,
-        1,
-        parts,
-        LATENT=latent,
-        BLOCK_S=min(join.parts, power_of_two(parts)),
-        BLOCK_D=width,
-        COMPILED=on_gpu,
-        LSE=False,
-        num_warps=join.warps,
-        **({"launch_pdl": True} if on_gpu else {}),
-    )
 
 
 def _aligned(query: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from nsa_backend.benchmarks.reports.report import environment, print_table, writ
 from nsa_backend.kernels.selection_union import write_selection_union
 from nsa_backend.kernels.sparse_decode_plan import Tile
 from nsa_backend.kernels.sparse_verify import VerifyMemory, sparse_verify, tile_of
-from nsa_backend.kernels.sparse_verify_cuda import MOST_PARTS, CudaMemory, Groups, parts_of, sparse_verify_cuda
+from nsa_backend.kernels.sparse_verify_cuda import CudaMemory, Groups, parts_of, sparse_verify_cuda
 from nsa_backend.testing.process import start_sglang
 from nsa_backend.testing.shape import LATENT, SCALE, TOPK
 
@@ -95,7 +95,7 @@ def of_cuda(case: SharingCase, requests: int, rows_per_request: int, num_sms: in
     q_nope, q_rope = case.query(rows)
     lens = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
     own = parts_of(requests * groups.of_request, num_sms)
-    memory = CudaMemory.allocate(rows, rows_per_request, case.heads, TOPK, MOST_PARTS * requests * groups.of_request, "cuda")
+    memory = CudaMemory.allocate(rows, rows_per_request, case.heads, TOPK, num_sms, "cuda")
 
     def of_parts(parts: int) -> Callable[[int], torch.Tensor]:
         return lambda i: sparse_verify_cuda(
@@ -111,7 +111,7 @@ def of_cuda(case: SharingCase, requests: int, rows_per_request: int, num_sms: in
             parts=parts,
         )
 
-    others = {f"{parts} parts": of_parts(parts) for parts in (own // 2, 2 * own) if 1 <= parts <= MOST_PARTS}
+    others = {f"{parts} parts": of_parts(parts) for parts in (own // 2, own - 1) if 1 <= parts < own}
     return {SERVED: of_parts(own)} | others
 
 

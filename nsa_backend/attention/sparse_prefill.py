@@ -21,7 +21,7 @@ from nsa_backend.attention.sparse_decode import SparseDecode, sms_of
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels import sparse_verify_cuda
-from nsa_backend.kernels.sparse_verify_cuda import LINES, CudaMemory, rows_of_tile
+from nsa_backend.kernels.sparse_verify_cuda import LINES, CudaMemory, Need, rows_of_tile
 
 MOST_HEADS = LINES // 2
 """Two rows at least share a tile."""
@@ -81,6 +81,6 @@ class SparsePrefill(NothingToPrepare):
     def _memory_for(self, rows: int) -> CudaMemory:
         """Kept for all layers, whose forwards run one after the other, and grown where a chunk is larger."""
         shape = self._rows, self._config.num_heads, self._config.index_topk, self._num_sms
-        if self._memory is None or not self._memory.hold(*sparse_verify_cuda.needed(rows, *shape)):
+        if self._memory is None or not self._memory.hold(Need.of(rows, *shape)):
             self._memory = CudaMemory.allocate(rows, *shape, self._config.device)
         return self._memory

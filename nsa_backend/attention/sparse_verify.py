@@ -18,7 +18,7 @@ from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels import sparse_verify_cuda
 from nsa_backend.kernels.selection_union import MAX_ROWS_PER_REQUEST
 from nsa_backend.kernels.sparse_verify import VerifyMemory, sparse_verify
-from nsa_backend.kernels.sparse_verify_cuda import CudaMemory, Groups
+from nsa_backend.kernels.sparse_verify_cuda import CudaMemory, Groups, Need
 
 FEWEST_GROUPS = 16
 """Tiles of a call that take rows together in bfloat16: with fewer sparse_decode is faster where rows share half of what they
@@ -91,9 +91,9 @@ class SparseVerify(SparseDecode):
     def _cuda_memory(self, rows: int, rows_per_request: int, topk: int) -> CudaMemory:
         config = self._config
         shape = rows_per_request, config.num_heads, topk, self._num_sms
-        kept, needed = _cuda_memories.setdefault((config.device, *shape), []), sparse_verify_cuda.needed(rows, *shape)
+        kept, need = _cuda_memories.setdefault((config.device, *shape), []), Need.of(rows, *shape)
         for memory in kept:
-            if memory.hold(*needed):
+            if memory.hold(need):
                 return memory
         return self._keep(kept, CudaMemory.allocate(max(rows, self._reserved_rows), *shape, config.device))
 

@@ -89,7 +89,7 @@ def test_few_requests_are_left_to_sparse_decode(kernels, monkeypatch, requests, 
         assert_right(out, inputs)
         assert kernels[4].grids == [(2, 4)]
         ((memory,),) = sparse_verify._cuda_memories.values()
-        assert memory.hold(*sparse_verify_cuda.needed(20, 4, HEADS, TOPK, 8))
+        assert memory.hold(sparse_verify_cuda.Need.of(20, 4, HEADS, TOPK, 8))
     assert bool(alone) != together
 
 

@@ -13,7 +13,7 @@ from sparse_rows import OVERLAPS, assert_near, over_slots, selections
 from nsa_backend.kernels import sparse_verify_cuda as verify
 from nsa_backend.kernels.sparse_decode_torch import sparse_decode_torch
 
-SMS = 12
+SMS, CELLS = 12, 16384
 
 
 def verified(inputs, rows_per_request: int, seed: int = 0, *, parts: int | None = None, spare: int = 0) -> torch.Tensor:
@@ -28,7 +28,11 @@ def verified(inputs, rows_per_request: int, seed: int = 0, *, parts: int | None 
     memory.lse.fill_(float("nan"))
     groups = verify.Groups.of(rows_per_request, heads)
     launch = None if q_nope.is_cuda else Emulated(groups.rows, heads, topk, seed).launch
-    return verify.sparse_verify_cuda(*inputs, 0.1, rows_per_request, memory, num_sms=SMS, parts=parts, launch=launch)
+    count = -(-rows // rows_per_request) * groups.of_request
+    num_sms = max(SMS, (parts or 1) * count)
+    out = verify.sparse_verify_cuda(*inputs, 0.1, rows_per_request, memory, num_sms=num_sms, parts=parts, launch=launch)
+    assert not memory.met.any()  # the next call counts from zero
+    return out
 
 
 def once(slots: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
@@ -90,8 +94,8 @@ def test_slots_that_meet_in_one_cell_of_the_hash_table(device):
     """Also where the next cells are those of others, and at the table's end, which goes on at its beginning."""
     cells: dict[int, list[int]] = {}
     for slot in range(30000):
-        cells.setdefault((slot * 0x85EBCA6B % 2**32) >> 18, []).append(slot)
-    crowded = [slot for cell in [*range(2**14 - 30, 2**14), *range(40)] for slot in cells.get(cell, [])]
+        cells.setdefault((slot * 0x85EBCA6B % 2**32) * CELLS >> 32, []).append(slot)
+    crowded = [slot for cell in [*range(CELLS - 30, CELLS), *range(40)] for slot in cells.get(cell, [])]
     assert len(crowded) >= 100
     generator = torch.Generator().manual_seed(3)
     chosen = torch.stack([torch.tensor(crowded)[torch.randperm(len(crowded), generator=generator)[:100]] for _ in range(4)])
@@ -140,7 +144,11 @@ def test_what_does_not_fit_is_refused(device):
     with pytest.raises(ValueError, match="the kernel would misread it"):
         verify.sparse_verify_cuda(q_nope, q_rope, kv, slots.long(), lens, 0.1, 4, memory, num_sms=1)
     assert "a tile has 64 heads" in verify.problem(128, 512, 64, 2048, 4)
+    memory = verify.CudaMemory.allocate(8, 4, 16, 128, 8, device)
+    with pytest.raises(ValueError, match="2 groups in 4 parts wait for each other, and 7 SMs"):
+        verify.sparse_verify_cuda(q_nope, q_rope, kv, slots, lens, 0.1, 4, memory, num_sms=7, parts=4)
     assert "room for 16384" in verify.problem(8, 512, 64, 4096, 8)
+    assert "takes up to 8192" in verify.problem(64, 512, 64, 8193, 1)
     assert verify.problem(16, 512, 64, 2048, 4) is None
 
 
@@ -160,8 +168,8 @@ def test_memory_is_for_every_call_up_to_the_largest(max_rows, per_request):
     """Fewer requests may take more of it: they are divided into more parts."""
     shape = per_request, 16, 128, 24
     memory = verify.CudaMemory.allocate(max_rows, *shape, "cpu")
-    assert all(memory.hold(*verify.needed(rows, *shape)) for rows in range(1, max_rows + 1))
-    assert not memory.hold(*verify.needed(100 * max_rows, *shape))
+    assert all(memory.hold(verify.Need.of(rows, *shape)) for rows in range(1, max_rows + 1))
+    assert not memory.hold(verify.Need.of(100 * max_rows, *shape))
 
 
 def test_it_is_compiled_for_the_device_of_this_rank(monkeypatch):

@@ -1,6 +1,6 @@
 // What kernels/sparse_verify.cu needs of a Hopper GPU, for a host compiler: a CUDA thread is a fiber, and every instruction that
-// the file has in PTX does here what the PTX ISA says of it. Fibers run in a random order. A copy lands and a product is computed
-// when it is asked for or when it is waited for, as chance has it, and shared memory begins as NaN.
+// the file has in PTX does here what the PTX ISA says of it. Fibers run in a random order, those of some blocks together. A copy
+// lands and a product is computed when it is asked for or when it is waited for, as chance has it, and shared memory begins as NaN.
 
 #pragma once
 
@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <random>
 #include <ucontext.h>
 #include <vector>
@@ -20,9 +21,9 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define SHARED_MEMORY(name) unsigned char* name = emulation::shared
+#define SHARED_MEMORY(name) unsigned char* name = emulation::now->block->shared
 #define threadIdx (emulation::now->thread)
-#define blockIdx (emulation::block)
+#define blockIdx (emulation::now->block->index)
 
 using std::min;
 struct float2 { float x, y; };
@@ -31,6 +32,7 @@ struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct dim3 { unsigned x, y, z; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __ffs(uint32_t x) { return __builtin_ffs(x); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint64_t>(a) * b >> 32; }
 template <class To, class From> To bits_as(From from) {
     To to;
@@ -44,7 +46,7 @@ inline uint32_t __float_as_uint(float x) { return bits_as<uint32_t>(x); }
 
 namespace emulation {
 
-constexpr size_t STACK = 256 << 10, SHARED = 232448;
+constexpr size_t STACK = 64 << 10, SHARED = 232448;
 
 constexpr int MOST_THREADS = 256;
 
@@ -52,7 +54,14 @@ struct Meeting {  // of the threads of a warp or of a block
     int arrived = 0;
     uint64_t generation = 0, values[2][MOST_THREADS];  // those of a generation stay until the one after the next
 };
+struct Block {
+    alignas(1024) unsigned char shared[SHARED];
+    dim3 index;
+    Meeting warps[MOST_THREADS / 32], whole;
+    int threads;
+};
 struct Fiber {
+    Block* block;
     ucontext_t context;
     std::vector<char> stack;
     dim3 thread;
@@ -60,9 +69,6 @@ struct Fiber {
     std::vector<std::function<void()>> copies, products;
 };
 inline std::vector<Fiber> fibers;
-inline dim3 block;
-alignas(1024) inline unsigned char shared[SHARED];
-inline Meeting warps[MOST_THREADS / 32], whole;
 inline Fiber* now;
 inline ucontext_t scheduler;
 inline std::mt19937 chance;
@@ -75,7 +81,7 @@ inline std::function<void()> kernel;
 
 inline unsigned char* at(uint32_t address, uint32_t bytes) {
     if (address % bytes || address + bytes > SHARED) fail("an access beside shared memory, or not aligned");
-    return shared + address;
+    return now->block->shared + address;
 }
 
 // Everybody's values, once all of `members` are here.
@@ -90,7 +96,7 @@ inline uint64_t* meet(Meeting& meeting, int members, int place, uint64_t value) 
     return meeting.values[mine % 2];
 }
 
-inline uint64_t* meet_warp(uint64_t value) { return meet(warps[now->thread.x / 32], 32, now->thread.x % 32, value); }
+inline uint64_t* meet_warp(uint64_t value) { return meet(now->block->warps[now->thread.x / 32], 32, now->thread.x % 32, value); }
 
 inline void later(std::vector<std::function<void()>>& list, std::function<void()> what) {
     if (chance() % 2 && list.empty()) {
@@ -112,21 +118,27 @@ inline void entry() {
     swapcontext(&now->context, &scheduler);
 }
 
-inline void run_block(int threads) {
-    memset(shared, 0xff, SHARED);
-    for (Meeting& warp : warps) warp = {};
-    whole = {};
-    fibers.resize(threads);
-    for (int t = 0; t < threads; ++t) {
-        Fiber& fiber = fibers[t];
-        fiber.stack.resize(STACK);
-        fiber.thread = {static_cast<unsigned>(t), 0, 0};
-        fiber.done = false;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = STACK;
-        fiber.context.uc_link = nullptr;
-        makecontext(&fiber.context, entry, 0);
+// All at the same time, as blocks may wait for each other.
+inline void run_blocks(const std::vector<dim3>& indices, int threads) {
+    std::vector<std::unique_ptr<Block>> blocks;
+    fibers.resize(indices.size() * threads);
+    for (size_t b = 0; b < indices.size(); ++b) {
+        blocks.push_back(std::make_unique<Block>());
+        memset(blocks[b]->shared, 0xff, SHARED);
+        blocks[b]->index = indices[b];
+        blocks[b]->threads = threads;
+        for (int t = 0; t < threads; ++t) {
+            Fiber& fiber = fibers[b * threads + t];
+            fiber.block = blocks[b].get();
+            fiber.stack.resize(STACK);
+            fiber.thread = {static_cast<unsigned>(t), 0, 0};
+            fiber.done = false;
+            getcontext(&fiber.context);
+            fiber.context.uc_stack.ss_sp = fiber.stack.data();
+            fiber.context.uc_stack.ss_size = STACK;
+            fiber.context.uc_link = nullptr;
+            makecontext(&fiber.context, entry, 0);
+        }
     }
     std::vector<int> order(fibers.size());
     for (size_t t = 0; t < order.size(); ++t) order[t] = t;
@@ -170,7 +182,11 @@ template <int N, class B> void multiply(float (&d)[N], uint64_t a, bool add, B b
 
 }  // namespace emulation
 
-inline void __syncthreads() { emulation::meet(emulation::whole, emulation::fibers.size(), emulation::now->thread.x, 0); }
+inline void __syncthreads() {
+    emulation::Block& block = *emulation::now->block;
+    emulation::meet(block.whole, block.threads, emulation::now->thread.x, 0);
+}
+inline void sync_warp() { emulation::meet_warp(0); }
 inline uint32_t warp_ballot(bool x) {
     const uint64_t* all = emulation::meet_warp(x);
     uint32_t found = 0;
@@ -178,11 +194,15 @@ inline uint32_t warp_ballot(bool x) {
     return found;
 }
 inline int warp_uniform(int x) { return x; }
-inline float shuffle_xor(float x, int lanes) {
-    return bits_as<float>(static_cast<uint32_t>(emulation::meet_warp(bits_as<uint32_t>(x))[emulation::now->thread.x % 32 ^ lanes]));
+inline uint32_t shuffle_from(uint32_t x, int lane) { return emulation::meet_warp(x)[lane]; }
+inline uint32_t shuffle_up(uint32_t x, int lanes) {
+    const int lane = emulation::now->thread.x % 32;
+    return shuffle_from(x, lane < lanes ? lane : lane - lanes);
 }
-inline uint32_t shared_address(const void* pointer) { return static_cast<const unsigned char*>(pointer) - emulation::shared; }
-inline void launch_dependents() {}
+inline float shuffle_xor(float x, int lanes) {
+    return bits_as<float>(shuffle_from(bits_as<uint32_t>(x), emulation::now->thread.x % 32 ^ lanes));
+}
+inline uint32_t shared_address(const void* pointer) { return static_cast<const unsigned char*>(pointer) - emulation::now->block->shared; }
 inline void wait_for_inputs() {}
 inline void fence_before_products() {}
 inline void copy_16(uint32_t to, const void* from, bool there) {
@@ -197,15 +217,27 @@ inline uint2 load_shared_2(uint32_t address) { return *reinterpret_cast<uint2*>(
 inline uint4 load_shared_4(uint32_t address) { return *reinterpret_cast<uint4*>(emulation::at(address, 16)); }
 inline void store_shared(uint32_t address, uint32_t x) { *reinterpret_cast<uint32_t*>(emulation::at(address, 4)) = x; }
 inline void store_shared_4(uint32_t address, uint32_t x) { std::fill_n(reinterpret_cast<uint32_t*>(emulation::at(address, 16)), 4, x); }
-inline uint32_t swap_shared(uint32_t address, uint32_t expected, uint32_t x) {
-    const uint32_t old = load_shared(address);
-    if (old == expected) store_shared(address, x);
+inline uint32_t load_shared_half(uint32_t address) { return *reinterpret_cast<uint16_t*>(emulation::at(address, 2)); }
+inline void store_shared_half(uint32_t address, uint32_t x) { *reinterpret_cast<uint16_t*>(emulation::at(address, 2)) = x; }
+inline void store_shared_half_if(bool stored, uint32_t address, uint32_t x) {
+    if (stored) store_shared_half(address, x);
+}
+inline void store_shared_byte_if(bool stored, uint32_t address, uint32_t x) {
+    if (stored) *emulation::at(address, 1) = x;
+}
+inline uint32_t swap_shared_half(uint32_t address, uint32_t expected, uint32_t x) {
+    const uint32_t old = load_shared_half(address);
+    if (old == expected) store_shared_half(address, x);
     return old;
 }
-inline uint32_t or_shared(uint32_t address, uint32_t x) {
-    const uint32_t old = load_shared(address);
-    store_shared(address, old | x);
+inline uint32_t add_to_counter(uint32_t* counter, uint32_t x) {
+    const uint32_t old = *counter;
+    *counter += x;
     return old;
+}
+inline uint32_t load_counter(const uint32_t* counter) {
+    swapcontext(&emulation::now->context, &emulation::scheduler);
+    return *counter;
 }
 inline uint32_t load_list(const uint32_t* from) { return *from; }
 inline uint32_t bf16_bits(float x) {
