@@ -9,15 +9,19 @@ import argparse
 import json
 from pathlib import Path
 
-from nsa_backend.attention.auto import CANDIDATES, TABLE
+from nsa_backend.attention.auto import CANDIDATES, TABLE, TOGETHER
 
 ROOT = Path(__file__).resolve().parents[2]
 KEEP = 1.01
 """A choice is kept for the next row count while it loses no more than this: fewer intervals, and noise decides nothing."""
 
 
+REAL = (0.5, 0.9)
+"""What a row shares with the one before it, of those that were measured, where contexts are real."""
+
+
 def derive(result: Path) -> dict:
-    """{GPU name: {source, commit, date, KV dtype: {heads: [[most rows, implementation], ...]}}}."""
+    """{GPU name: {source, commit, date, KV dtype: {heads: [[most rows, implementation], ...]}, together: as below}}."""
     report = json.loads(result.read_text())
     environment = report["environment"]
     return {
@@ -29,8 +33,26 @@ def derive(result: Path) -> dict:
                 kv: {str(found["heads"]): _intervals(found, names) for found in report["by_rows"] if found["kv"] == kv}
                 for kv, names in CANDIDATES.items()
             },
+            "together": {kv: _together(report.get("together", []), kv) for kv in CANDIDATES},
         }
     }
+
+
+def _together(rows: list[dict], kv: str) -> dict[str, dict[str, int]]:
+    """{heads: {rows of a request: least rows of a call}} from which on sparse_verify is fastest at every overlap of REAL."""
+    wins: dict[tuple[int, int], dict[int, bool]] = {}
+    for row in rows:
+        if row["kv"] == kv and row["overlap"] in REAL:
+            others = min(us for name, us in row["us"].items() if name in CANDIDATES[kv])
+            by_rows = wins.setdefault((row["heads"], row["rows_per_request"]), {})
+            count = row["requests"] * row["rows_per_request"]
+            by_rows[count] = by_rows.get(count, True) and row["us"][TOGETHER] < others
+    found: dict[str, dict[str, int]] = {}
+    for (heads, rows_per_request), by_rows in wins.items():
+        lost = max((count for count, won in by_rows.items() if not won), default=0)
+        if over := [count for count in by_rows if count > lost]:
+            found.setdefault(str(heads), {})[str(rows_per_request)] = min(over)
+    return found
 
 
 def _intervals(found: dict, names: tuple[str, ...]) -> list[list]:

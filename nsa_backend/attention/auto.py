@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ TABLE = Path(__file__).with_name("auto_table.json")
 
 CANDIDATES = {"bf16": ("fa3", "flashmla_sparse", "sparse_decode"), "fp8": ("flashmla_kv", "sparse_decode")}
 """What serves either KV cache."""
+
+TOGETHER = "sparse_verify"
+"""What may serve rows of one request together."""
 
 
 @functools.cache
@@ -45,7 +49,10 @@ def problems(config: AttentionConfig) -> list[str]:
 
 def build(config: AttentionConfig) -> SparseAttention:
     """An implementation that chooses per call."""
-    return Auto(config, intervals(config.device_name, _kv(config), config.num_heads))
+    least = least_together(config.device_name, _kv(config), config.num_heads)
+    if config.num_draft_tokens < 2 or implementation(TOGETHER).problems(config):
+        least = {}
+    return Auto(config, intervals(config.device_name, _kv(config), config.num_heads), least)
 
 
 def _kv(config: AttentionConfig) -> str:
@@ -62,6 +69,13 @@ def intervals(device_name: str, kv: str, num_heads: int) -> list[tuple[int, str]
     return [(most, name) for most, name in by_heads[heads]]
 
 
+def least_together(device_name: str, kv: str, num_heads: int) -> dict[int, int]:
+    """By rows of a request, the least rows of a call that sparse_verify serves faster; of as many heads as in `intervals`."""
+    by_heads = {int(heads): least for heads, least in measured()[device_name].get("together", {}).get(kv, {}).items()}
+    heads = min((h for h in by_heads if h >= num_heads), default=None)
+    return {int(rows): least for rows, least in by_heads.get(heads, {}).items()}
+
+
 def choose(table: list[tuple[int, str]], rows: int) -> str:
     """The implementation for `rows` query rows."""
     return next((name for most, name in table if rows <= most), table[-1][1])
@@ -70,9 +84,10 @@ def choose(table: list[tuple[int, str]], rows: int) -> str:
 class Auto:
     """Hands every call to the implementation that was fastest at its number of rows."""
 
-    def __init__(self, config: AttentionConfig, table: list[tuple[int, str]]):
-        self._table = table
-        self._built = {name: implementation(name).build(config) for _, name in table}
+    def __init__(self, config: AttentionConfig, table: list[tuple[int, str]], least: Mapping[int, int]):
+        self._table, self._least = table, least
+        names = dict.fromkeys([name for _, name in table] + [TOGETHER] * bool(least))
+        self._built = {name: implementation(name).build(config) for name in names}
 
     def reserve(self, max_rows: int) -> None:
         for attention in self._built.values():
@@ -80,13 +95,17 @@ class Auto:
 
     def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
         """Prepare for the implementation that these rows will meet."""
-        return self._for(metadata.nsa_cache_seqlens_int32.shape[0]).prepare(metadata)
+        return self._for(metadata.nsa_cache_seqlens_int32.shape[0], metadata.rows_per_request).prepare(metadata)
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
-        return self._for(inputs.q_nope.shape[0]).forward(inputs)
+        return self._for(inputs.q_nope.shape[0], inputs.rows_per_request).forward(inputs)
 
     def forward_part(self, inputs: SparseInputs, part: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._for(inputs.q_nope.shape[0]).forward_part(inputs, part)
+        return self._for(inputs.q_nope.shape[0], 1).forward_part(inputs, part)
 
-    def _for(self, rows: int) -> SparseAttention:
+    def _for(self, rows: int, rows_per_request: int) -> SparseAttention:
+        """Of rows of a request that were not measured, those of the next fewer are asked."""
+        fewer = max((n for n in self._least if n <= rows_per_request), default=None)
+        if fewer is not None and rows >= self._least[fewer]:
+            return self._built[TOGETHER]
         return self._built[choose(self._table, rows)]

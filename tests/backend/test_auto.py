@@ -72,13 +72,37 @@ class Named:
 
 def test_a_call_goes_where_its_rows_belong(monkeypatch):
     chosen = object.__new__(auto.Auto)
-    chosen._table = [(4, "fa3"), (64, "flashmla_sparse"), (512, "fa3")]
-    chosen._built = {name: Named(name) for name in ("fa3", "flashmla_sparse")}
-    for rows, want in ((1, "fa3"), (4, "fa3"), (5, "flashmla_sparse"), (64, "flashmla_sparse"), (65, "fa3"), (900, "fa3")):
-        assert chosen.forward(SimpleNamespace(q_nope=torch.zeros(rows, 1, 1))) == want
-        assert chosen.prepare(SimpleNamespace(nsa_cache_seqlens_int32=torch.zeros(rows))) == want
+    chosen._table, chosen._least = [(4, "fa3"), (64, "flashmla_sparse"), (512, "fa3")], {4: 32, 6: 12}
+    chosen._built = {name: Named(name) for name in ("fa3", "flashmla_sparse", auto.TOGETHER)}
+    alone = ((1, "fa3"), (4, "fa3"), (5, "flashmla_sparse"), (64, "flashmla_sparse"), (65, "fa3"), (900, "fa3"))
+    for rows, of_request, want in (
+        *((rows, 1, want) for rows, want in alone),
+        *((28, 4, "flashmla_sparse"), (32, 4, auto.TOGETHER), (30, 5, "flashmla_sparse"), (35, 5, auto.TOGETHER)),
+        *((12, 6, auto.TOGETHER), (900, 3, "fa3"), (512, 4, auto.TOGETHER)),
+    ):
+        assert chosen.forward(SimpleNamespace(q_nope=torch.zeros(rows, 1, 1), rows_per_request=of_request)) == want
+        metadata = SimpleNamespace(nsa_cache_seqlens_int32=torch.zeros(rows), rows_per_request=of_request)
+        assert chosen.prepare(metadata) == want
     chosen.reserve(7)
-    assert [b.reserved for b in chosen._built.values()] == [[7], [7]]
+    assert [b.reserved for b in chosen._built.values()] == [[7], [7], [7]]
+
+
+def test_rows_go_together_from_where_every_overlap_gains():
+    """More rows than the last ones that lose anywhere; overlaps that nobody has do not count."""
+    rows = [
+        {
+            "kv": "bf16",
+            "heads": 16,
+            "rows_per_request": 4,
+            "requests": n,
+            "overlap": overlap,
+            "us": {"fa3": 10, auto.TOGETHER: us},
+        }
+        for n, overlap, us in ((1, 0.9, 9), (8, 0.5, 11), (8, 0.9, 5), (16, 0.5, 9), (16, 0.9, 5), (32, 0.0, 20), (32, 0.5, 8))
+    ]
+    assert auto_table._together(rows, "bf16") == {"16": {"4": 64}}
+    assert auto_table._together(rows, "fp8") == {}
+    assert auto_table._together([row | {"us": {"fa3": 1, auto.TOGETHER: 2}} for row in rows], "bf16") == {}
 
 
 def test_auto_can_run_where_it_was_measured():
