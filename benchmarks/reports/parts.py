@@ -1,7 +1,8 @@
 """A round of real servers by part: kernel time and launches, how long the GPU is idle, how long the host launches graphs.
 
 Pure functions over the events of a trace. A round lasts from the begin of its largest graph on the GPU to that of the next one,
-so that nothing between two rounds is lost. Kernels overlap, so the parts may add up to more than a round takes."""
+so that nothing between two rounds is lost. Kernels overlap, so the parts may add up to more than a round takes. A kernel
+between ranks runs from when its own rank comes to it until the last one has: what they wait for one another counts as its."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from itertools import pairwise
 
 from nsa_backend.benchmarks.reports.traces import ON_DEVICE, graph_launches, host_calls, round_marks
 
+ALL_REDUCE, EXCHANGE = "all-reduce", "exchange"
+
 PARTS = {
+    ALL_REDUCE: r"AllReduce|all_?reduce|cross_device_reduce",
+    EXCHANGE: r"\bnccl\w*Kernel|_dcp_(pack|lse)_|_correct_attn_cp_out|page_table_dcp|local_slots_kernel|partial_lse_kernel",
     "metadata": r"metadata|topk_plan|^prefill_kernel",
     "attention": r"FlashAttnFwd|flash_fwd|prepare_varlen_num_blocks|sparse_attn_fwd|splitkv_mla|attend_kernel|^join_kernel",
     "logits": r"mqa_logits",
@@ -24,7 +29,8 @@ PARTS = {
     "projections": r"fp8_gemm|fp8_blockscale_gemm|nvjet|splitKreduce|gemm|cublas",
 }
 """Part to what the names of its kernels contain; the first one counts, and what is in none is `rest`. SwiGLU of dense layers is
-the kernel of the experts' too."""
+the kernel of the experts' too. `exchange` is what goes between ranks but sums: of decode context parallel the gathered heads,
+the parts of attention and what prepares and joins them; of tensor parallel the gathered logits."""
 
 REST = "rest"
 _COMPILED = {part: re.compile(words) for part, words in PARTS.items()}

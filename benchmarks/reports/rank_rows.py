@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
+
+from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel, parsed
+
+ONE_RANK = str(ONE_GPU)
 
 
 class Cell(NamedTuple):
@@ -14,10 +18,22 @@ class Cell(NamedTuple):
     steps: int
     batch: int
     length: int
+    parallel: str = ONE_RANK  # of how many ranks a server is
 
     @classmethod
     def of(cls, row: dict) -> Cell:
-        return cls(*(row[field] for field in cls._fields))
+        """That of a row; one without `parallel` is of one rank."""
+        return cls(**{field: row[field] for field in cls._fields if field in row})
+
+    @property
+    def name(self) -> str:
+        """As `title_of`."""
+        return title_of(self.checkpoint, self.parallel)
+
+
+def title_of(checkpoint: str, parallel: Parallel | str) -> str:
+    """A rank, with the deployment where a server is several."""
+    return checkpoint if str(parallel) == ONE_RANK else f"{checkpoint}, {parallel}"
 
 
 class Spread(NamedTuple):
@@ -49,3 +65,13 @@ def together(rows: Iterable[dict], key: str = "round_ms") -> dict[Cell, dict[str
         }
         for cell, sides in by_cell(rows).items()
     }
+
+
+def over_tensor_parallel(found: Mapping[Cell, Mapping[str, Spread]], cell: Cell, side: str) -> float | None:
+    """Median of `side` in a cell of decode context parallel over that of ours, KV not divided, on as many GPUs.
+
+    None where the cell is of another deployment, or the run has no such cell.
+    """
+    parallel = parsed(cell.parallel)
+    whole = found.get(cell._replace(parallel=str(Parallel(tp=parallel.gpus))), {})
+    return found[cell][side].median / whole["ours"].median if parallel.dcp > 1 and "ours" in whole else None

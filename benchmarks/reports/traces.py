@@ -21,6 +21,9 @@ WRAPPERS = re.compile(r"(device_kernel|elementwise_kernel\w*|reduce_kernel|enabl
 """Kernels whose first template argument that is a name says what they do."""
 
 
+FIRST_RANK = re.compile(r"-TP-0(?!\d)")
+"""In the name of a trace: a process of rank 0 of tensor parallel."""
+
 INDEXER = re.compile(r"mqa_logits(?!_metadata)")
 """What every captured layer runs and no graph of metadata does."""
 
@@ -46,10 +49,16 @@ Sums = dict[str, list[float]]
 
 
 def read_events(folder: Path) -> list[dict]:
-    """The events of the one trace in `folder`; raises RuntimeError where SGLang wrote none or several."""
+    """The events of the one trace in `folder`, or of several the first rank's: SGLang writes a trace a rank.
+
+    Raises:
+        RuntimeError: there is no such trace, or several.
+    """
     found = list(folder.glob("*.trace.json.gz"))
+    if len(found) > 1:
+        found = [path for path in found if FIRST_RANK.search(path.name)]
     if len(found) != 1:
-        raise RuntimeError(f"SGLang's profiler left {len(found)} traces in {folder} where one was asked for")
+        raise RuntimeError(f"SGLang's profiler left {len(found)} traces of a first rank in {folder} where one was asked for")
     with gzip.open(found[0]) as stream:
         return json.load(stream)["traceEvents"]
 
@@ -79,11 +88,14 @@ def ops(events: Iterable[dict]) -> list[Op]:
 def round_marks(events: list[dict]) -> list[dict]:
     """The host's call that launches the largest graph of each round, but for the first round, in their order.
 
-    The largest graph has the most ops among those that are launched most often, so that no prefill's counts.
+    The largest graph has the most ops among large ones that are launched most often, so that no prefill's counts. SGLang
+    captures a prefill in pieces of a layer, and a prompt in many chunks launches more of them than there are rounds.
     """
     by_correlation = graph_launches(host_calls(events))
-    graphs = replays(ops(events)).values()
-    often = [found for found in graphs if 2 * len(found) > max(map(len, graphs))]
+    graphs = [found for found in replays(ops(events)).values() if len(found) > 2]
+    most = max((len(found[0]) for found in graphs), default=0)
+    large = [found for found in graphs if 2 * len(found[0]) > most]
+    often = [found for found in large if 2 * len(found) > max(map(len, large))]
     largest = max(often, key=lambda found: len(found[0]), default=[])
     return sorted((by_correlation[replay[0].launch] for replay in largest), key=lambda e: e["ts"])[1:]
 

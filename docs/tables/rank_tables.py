@@ -7,9 +7,9 @@ from itertools import product
 
 from result_files import Parts, release, reports, spread, table
 
+from nsa_backend.benchmarks.reports.parts import ALL_REDUCE, EXCHANGE, REST
 from nsa_backend.benchmarks.reports.parts import PARTS as KERNEL_PARTS
-from nsa_backend.benchmarks.reports.parts import REST
-from nsa_backend.benchmarks.reports.rank_rows import Cell, Spread, by_cell, together
+from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK, Cell, Spread, by_cell, together
 
 PARTS = Parts()
 PRIMARY = "0.5.23"
@@ -46,13 +46,17 @@ BESIDES = {"idle_us": "GPU idle", "period_us": "from one round to the next", "gr
 
 @cache
 def runs(key: str) -> list[tuple[str, dict[Cell, dict[str, list[dict]]]]]:
-    """(commit, rows by cell and side) of every run that has `key` of the built-in and of a side of ours, the oldest first."""
+    """(commit, rows by cell and side) of every run that has `key` of the built-in and of a side of ours, the oldest first.
+
+    Cells are of one rank alone; several as one server are another comparison.
+    """
     found = []
     for report in reports("rank").values():
         if release(report) == PRIMARY:
             named = report.get("sides_are", {})
             cells = by_cell(row | {"side": named.get(row["side"], row["side"])} for row in report["rows"] if key in row)
-            both = {cell: sides for cell, sides in cells.items() if BUILTIN in sides and len(sides) > 1}
+            alone = {cell: sides for cell, sides in cells.items() if cell.parallel == ONE_RANK}
+            both = {cell: sides for cell, sides in alone.items() if BUILTIN in sides and len(sides) > 1}
             found.append((report["environment"]["commit"], dict(sorted(both.items(), key=lambda item: order(item[0])))))
     return found
 
@@ -194,7 +198,8 @@ def by_part(found: dict[Cell, dict[str, list[dict]]]) -> str:
             cells.append(" / ".join("-" if value is None else f"{value:.0f}" for value in us))
         return [words, *cells]
 
-    rows = [line(part, "parts", part) for part in (*KERNEL_PARTS, REST)]
+    of_one_rank = [part for part in (*KERNEL_PARTS, REST) if part not in (ALL_REDUCE, EXCHANGE)]
+    rows = [line(part, "parts", part) for part in of_one_rank]
     rows += [line(words, key) for key, words in {"kernel_us": "all kernels", **BESIDES}.items()]
     return table([f"us: {' / '.join(SIDES[side] for side in sides)}", *(f"{c.checkpoint}, {shape(c)}" for c in found)], rows)
 

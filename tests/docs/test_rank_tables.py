@@ -68,6 +68,16 @@ def test_turns_are_one_cell_and_every_side_is_in_the_first_table(filed):
     ]
 
 
+def test_several_ranks_as_one_server_are_no_cells_of_one_rank(filed):
+    together = cell(3, 1, 300) | {"parallel": "tp2"}
+    both = [
+        served(shape, side, ms) for shape, ms in ((cell(3, 1, 300), 10.0), (together, 20.0)) for side in ("ours", "builtin")
+    ]
+    filed("rounds", "new", [row for rows in both for row in rows])
+    (line,) = rank_tables.rank().splitlines()[2:]
+    assert line.startswith("| v3.2-tp8 | 3 | 1 x 300 | 1.000 (10.10, ")
+
+
 def test_a_later_run_replaces_the_cells_that_it_measured(filed):
     filed("first", "old", [row for n in (1, 8) for side in ("ours", "builtin") for row in served(cell(3, n, 300), side, 20.0)])
     later = [row for side in ("ours", "builtin") for row in served(cell(3, 1, 300), side, FIRST_TURN[side])]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+
 import pytest
 from stand_in_bench import Trace
 
 from nsa_backend.benchmarks.commands import profile
 from nsa_backend.benchmarks.reports import parts, traces
+
+MERGES = ("_correct_attn_cp_out_kernel", "_dcp_pack_a2a_send_kernel", "_dcp_lse_combine_kernel")
+"""How SGLang 0.5.23 prepares and joins the parts of decode context parallel."""
 
 MORE = {
     "void deep_gemm::sched::sm90_paged_mqa_logits_metadata<32u, 256u, 132u, false>(unsigned int": "metadata",
@@ -18,6 +24,22 @@ MORE = {
     "void tensorrt_llm::kernels::deepseek_v3_topk_kernel<float, float, float, int, 256, true>(float*": "MoE",
     "void sglang::fused_store_indexer_cache<__nv_bfloat16, long, 6u, true>": "indexer",
     "nvjet_sm90_tss_64x8_64x16_1x1_h_bz_splitK_TNT": "projections",
+    "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "all-reduce",
+    "void sglang::cross_device_reduce_1stage<__nv_bfloat16, 2>(sglang::RankData*, sglang::RankSignals": "all-reduce",
+    "void (anonymous namespace)::all_reduce_1shot_push_kernel<__nv_bfloat16, 2u, true>((anonymous namespace)": "all-reduce",
+    "void (anonymous namespace)::all_reduce_2shot_pull_kernel<__nv_bfloat16, 2u, true>((anonymous namespace)": "all-reduce",
+    "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<(flashinfer": "all-reduce",
+    "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_twoshot_sync<(flashinfer": "all-reduce",
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "exchange",
+    "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "exchange",
+    "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "exchange",
+    "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": "exchange",
+    "ncclSymkDevKernel_AllGather_LL(ncclSymkDevWorkArgs4K)": "exchange",
+    **dict.fromkeys(MERGES, "exchange"),
+    "transform_index_page_table_dcp_kernel": "exchange",
+    "local_slots_kernel": "exchange",
+    "partial_lse_kernel": "exchange",
+    "transform_index_page_table_decode_kernel": "rest",
 }
 
 
@@ -54,5 +76,27 @@ def test_calls_of_a_round_leave_the_prefill_and_other_threads_out(tmp_path):
     assert traces.calls_a_round(few) == {}
     with pytest.raises(RuntimeError, match="three are too few"):
         parts.of_rounds(few, 4)
-    with pytest.raises(RuntimeError, match="left 0 traces"):
+
+
+def test_a_prefill_in_many_pieces_is_no_round():
+    """Eight prompts of 4096 tokens are four chunks: 244 pieces of the layers of a rank, before 31 rounds of one graph."""
+    trace = Trace()
+    for _ in range(4 * 61):
+        trace.graph("gemm", "quant", "norm", "moe_align")
+        trace.eager("attend")
+    trace.generation(31, steps=0, layers=61)
+    assert parts.of_rounds(trace.events, 61)["rounds"] == 29
+    assert traces.calls_a_round(trace.events)["cudaGraphLaunch"] == 2.0
+
+
+def test_of_several_ranks_the_first_one_s_trace_is_read(tmp_path):
+    """SGLang 0.5.23 names a trace by its time and rank; ranks of expert parallel are named behind."""
+    with pytest.raises(RuntimeError, match="left 0 traces of a first rank"):
+        traces.read_events(tmp_path)
+    for name in ("1764000000.5-TP-0-EP-0", "1764000000.5-TP-1-EP-1", "1764000000.5-TP-10"):
+        with gzip.open(tmp_path / f"{name}.trace.json.gz", "wt") as stream:
+            json.dump({"traceEvents": [name]}, stream)
+    assert traces.read_events(tmp_path) == ["1764000000.5-TP-0-EP-0"]
+    (tmp_path / "1764000000.5-TP-0-EP-0.trace.json.gz").rename(tmp_path / "1764000000.5-TP-2.trace.json.gz")
+    with pytest.raises(RuntimeError, match="left 0 traces of a first rank"):
         traces.read_events(tmp_path)
