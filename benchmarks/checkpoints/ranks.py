@@ -6,6 +6,8 @@ experts divided by eight: all 128 heads, 32 experts of the full size, and the de
 so that a batch gives the experts of the rank as many rows as eight such batches give them in a deployment.
 
 What a rank lacks is what ranks do together: no all-reduce, no exchange between experts. Its weights are random (`rank_server`).
+Several ranks of tensor parallel 8 are one checkpoint too, for a server of as many GPUs: the divided sizes times their number,
+so that each GPU does what one of eight does, and the ranks exchange what they exchange.
 
 Released sizes are those of `config.json` of deepseek-ai/DeepSeek-V3.2, zai-org/GLM-5.1-FP8 and zai-org/GLM-5.2-FP8;
 transformers' `GlmMoeDsaConfig` has GLM-5's as its defaults. RoPE bases and context lengths are theirs too, and cost no time.
@@ -81,8 +83,17 @@ class Rank:
     @property
     def config(self) -> dict[str, Any]:
         """config.json of the rank. The end of a text is token 1, which every vocabulary has."""
-        sizes = {name: self.released[name] // RANKS_OF_A_MODEL for name in self.divided}
+        return self.together(1)
+
+    def together(self, count: int) -> dict[str, Any]:
+        """config.json of `count` ranks, which tensor parallel divides among as many GPUs."""
+        sizes = {name: count * (self.released[name] // RANKS_OF_A_MODEL) for name in self.divided}
         return self.released | sizes | {"eos_token_id": 1}
+
+    @property
+    def of_tensor_parallel(self) -> bool:
+        """Whether tensor parallel divides `together` into ranks; it would divide the heads of a rank of DP attention too."""
+        return self.divided == _OF_TENSOR_PARALLEL
 
 
 RANKS = {
@@ -92,6 +103,9 @@ RANKS = {
     "glm-5.2-tp8": Rank(_GLM_52, _OF_TENSOR_PARALLEL),
 }
 """By the name that `--checkpoint` takes."""
+
+TOGETHER = tuple(f"{kind}{count}" for kind in ("tp", "dcp") for count in (2, 4, RANKS_OF_A_MODEL))
+"""Words of `--parallel` that make several ranks of tensor parallel 8 one server."""
 
 
 def check_release(name: str) -> None:
@@ -110,10 +124,10 @@ def check_release(name: str) -> None:
         )
 
 
-def write(out: Path, name: str) -> Path:
-    """Write config.json of a rank into `out`, and no weights: SGLang draws them as it starts."""
+def write(out: Path, name: str, count: int = 1) -> Path:
+    """Write config.json of `count` ranks into `out`, and no weights: SGLang draws them as it starts."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(RANKS[name].config, indent=1))
+    (out / "config.json").write_text(json.dumps(RANKS[name].together(count), indent=1))
     (out / MARK).write_text(json.dumps({"name": name}))
     return out
 
@@ -204,30 +218,38 @@ def weight_bytes(config: dict[str, Any]) -> int:
     return total
 
 
-def kv_bytes_a_token(config: dict[str, Any]) -> int:
-    """Of the latent cache in bfloat16 and of index keys in 8 bits with a float32 scale, over all layers and the MTP layer."""
+def kv_bytes_a_token(config: dict[str, Any], context_ranks: int = 1) -> float:
+    """Of the latent cache in bfloat16 and of index keys in 8 bits with a float32 scale, over all layers and the MTP layer.
+
+    `context_ranks` divide the latent cache of the target; index keys and the MTP layer's cache lie whole on each of them.
+    """
     layers = range(config["num_hidden_layers"] + 1)
     latent = 2 * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
     index = config["index_head_dim"] + 4
-    return latent * len(layers) + index * sum(has_indexer(config, layer) for layer in layers)
+    divided = latent * config["num_hidden_layers"] / context_ranks
+    return divided + latent + index * sum(has_indexer(config, layer) for layer in layers)
 
 
-def needed_bytes(name: str, tokens: int) -> int:
-    """Device memory of a server of a rank with room for so many tokens."""
+def needed_bytes(name: str, tokens: int, context_ranks: int = 1) -> int:
+    """Memory of each GPU of a server with room for so many tokens.
+
+    However many ranks the server has, a GPU holds the weights of one. Tensor parallel divides no KV; `context_ranks` do.
+    """
     config = RANKS[name].config
-    return weight_bytes(config) + tokens * kv_bytes_a_token(config) + RESERVED
+    return weight_bytes(config) + math.ceil(tokens * kv_bytes_a_token(config, context_ranks)) + RESERVED
 
 
-def check_fits(name: str, tokens: int, there: int) -> None:
+def check_fits(name: str, tokens: int, there: int, context_ranks: int = 1) -> None:
     """End before any weight is made where a GPU of `there` bytes is too small.
 
     Raises:
         SystemExit: with what the rank needs and what there is.
     """
-    config, needed = RANKS[name].config, needed_bytes(name, tokens)
+    config, needed = RANKS[name].config, needed_bytes(name, tokens, context_ranks)
     if needed > there:
+        kv = tokens * kv_bytes_a_token(config, context_ranks)
         raise SystemExit(
             f"--checkpoint {name} needs {needed / GIB:.1f} GiB, {weight_bytes(config) / GIB:.1f} of them for weights and "
-            f"{tokens * kv_bytes_a_token(config) / GIB:.1f} for {tokens} tokens, and this GPU has {there / GIB:.1f} GiB: "
+            f"{kv / GIB:.1f} for {tokens} tokens, and this GPU has {there / GIB:.1f} GiB: "
             "take fewer or shorter prompts, or a larger GPU"
         )

@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 
 from nsa_backend.benchmarks.checkpoints.ranks import RANKS
 from nsa_backend.benchmarks.commands import rank_serve
-from nsa_backend.benchmarks.reports import traces
+from nsa_backend.benchmarks.reports import rank_show, traces
 from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
 from nsa_backend.benchmarks.servers import server_options
@@ -123,7 +123,7 @@ def show(report: dict) -> None:
     """A table a mode and section: what both launch first, then what only one side does, each by its time."""
     rows = report.get("rows", [])
     if rows and "side" in rows[0]:
-        rank_serve.show_parts(rows)
+        rank_show.show_parts(rows)
         return
     for r in rows:
         for section in ("layer", "forward", "kernels"):

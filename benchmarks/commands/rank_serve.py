@@ -3,7 +3,10 @@
 On one GPU the sides follow one another, then once more in the opposite order; on two each has one, then the other. So no side
 always has the cooler GPU or the emptier machine, and two processes of a side tell how much a process matters. Rows are of one
 side and turn. Drafts of random weights are not accepted: rounds are compared, and a round over the accept length of a trained
-model is its time a token."""
+model is its time a token.
+
+With --parallel a server has as many ranks as GPUs, and one server runs at a time: sides of the first deployment, then of the
+next, every other turn in reverse. Its KV pool takes the memory that is left, so that deployments compare in tokens too."""
 
 from __future__ import annotations
 
@@ -20,12 +23,14 @@ from tempfile import TemporaryDirectory
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.reports import parts, traces
 from nsa_backend.benchmarks.reports.cells import Cell
-from nsa_backend.benchmarks.reports.rank_rows import by_cell, together
-from nsa_backend.benchmarks.reports.report import print_table
+from nsa_backend.benchmarks.reports.rank_rows import title_of
 from nsa_backend.benchmarks.servers import server_options
 from nsa_backend.benchmarks.servers.generation import in_turns, prompts, summary
-from nsa_backend.benchmarks.servers.server import APART_SECONDS, WITH_DRAFTS, Server
-from nsa_backend.benchmarks.servers.sides import PORTS_APART, checkpoint_of, options_for, sides_of
+from nsa_backend.benchmarks.servers.pairs import meeting
+from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel, parsed
+from nsa_backend.benchmarks.servers.server import APART_SECONDS, Server
+from nsa_backend.benchmarks.servers.sides import PORTS_APART, check_sides, checkpoint_of, options_for, serving, sides_of
+from nsa_backend.benchmarks.servers.stages import TURNS, Stage, stages
 
 TOKENS, PROFILED_TOKENS, SAMPLES, PORT = 128, 32, 3, 25000
 STEPS, LENGTHS, LONG = (0, 3, 1, 5), (300, 4096, 32768, 131072), 65536
@@ -33,28 +38,13 @@ CONTEXT = 163840
 """Tokens of a request that every server has tables for; GLM-5.2 would have them for a million otherwise."""
 ALONE = ("--mem-fraction-static", "0.92", "--context-length", str(CONTEXT))
 """Options of a server that has a GPU to itself."""
-TURNS = 2
 STARTING = 900.0
 """Seconds that a first start may take: 190 on an H200, of which most compile kernels for one prefill."""
 
-Stage = tuple[tuple[str, str], ...]
-"""(side, GPU) of the servers that run at the same time."""
 
-
-def stages(sides: Sequence[str], gpus: Sequence[str], turns: int = TURNS) -> list[tuple[int, Stage]]:
-    """(turn, what runs at the same time), in order: as many sides at once as there are GPUs, every other turn in reverse."""
-    found = []
-    for turn in range(turns):
-        order = list(sides) if turn % 2 == 0 else list(sides)[::-1]
-        groups = [order[at : at + len(gpus)] for at in range(0, len(order), len(gpus))]
-        found += [(turn, tuple(zip(group, gpus, strict=False))) for group in groups]
-    return found
-
-
-def tokens_of(shapes: Sequence[tuple[int, int]]) -> int:
-    """Room that a server needs for the largest of `shapes`, as `server_options.pool` gives it."""
-    words = server_options.pool(shapes, TOKENS)
-    return int(words[words.index("--max-total-tokens") + 1])
+def needed_bytes(name: str, parallel: Parallel, shape: tuple[int, int]) -> int:
+    """Memory of each GPU of a server that has room for `shape`."""
+    return ranks.needed_bytes(name, server_options.pool_tokens([shape], TOKENS), parallel.dcp)
 
 
 @dataclass
@@ -63,7 +53,7 @@ class RankServers:
 
     folder: Path
     port: int
-    shapes: dict[str, list[tuple[int, int]]]  # by rank, all that fit
+    shapes: dict[tuple[str, Parallel], list[tuple[int, int]]]  # by rank and deployment, all that fit
     _open: ExitStack = field(default_factory=ExitStack)
     _key: tuple | None = None
     _found: dict[str, Server] = field(default_factory=dict)
@@ -74,14 +64,16 @@ class RankServers:
         """Servers by side, ready."""
         if self._key != (name, steps, turn, stage):
             self.close()
-            path = checkpoint_of(name, self.folder)
-            options = [*options_for(self.shapes[name], TOKENS), *ALONE]
+            parallel, alone = stage.parallel, stage.parallel == ONE_GPU
+            path = checkpoint_of(name, self.folder, parallel.gpus)
+            options = [*options_for(self.shapes[name, parallel], TOKENS, parallel, bounded=alone), *ALONE]
             began = {}
-            for number, (side, gpu) in enumerate(stage):
+            for number, (side, gpus) in enumerate(stage.servers):
                 time.sleep(APART_SECONDS * (number > 0))
-                log = self.folder / f"{name}-n{steps}-{turn}-{side}.log"
-                environment, began[side] = {"CUDA_VISIBLE_DEVICES": gpu}, time.perf_counter()
-                server = Server(side, path, self.port + PORTS_APART * number, steps, log, *options, environment=environment)
+                log = self.folder / f"{name}-{parallel}-n{steps}-{turn}-{side}.log"
+                port, began[side] = self.port + PORTS_APART * number, time.perf_counter()
+                own = [*options, *(() if alone else meeting(port))]
+                server = Server(side, path, port, steps, log, *own, environment={"CUDA_VISIBLE_DEVICES": gpus})
                 self._found[side] = self._open.enter_context(server)
             for side, server in self._found.items():
                 server.wait(STARTING)
@@ -105,46 +97,52 @@ def cells(
     """One cell a rank, N, stage, batch and length; what does not fit is told in the section `left_out`.
 
     Raises:
-        SystemExit: not even the smallest of the shapes fits the GPU.
+        SystemExit: not even the smallest of the shapes fits the GPUs, or a deployment has no side.
     """
     import torch
 
     there = torch.cuda.get_device_properties(0).total_memory
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    asked = list(map(parsed, getattr(options, "parallel", None) or [str(ONE_GPU)]))
+    sides = sides_of(options.sides)
+    check_sides(sides, asked)
     wanted = {name: shapes(name, options) for name in names}
     fitting = {
-        name: [s for s in of_rank if ranks.needed_bytes(name, tokens_of([s])) <= there] for name, of_rank in wanted.items()
+        (name, parallel): [shape for shape in wanted[name] if needed_bytes(name, parallel, shape) <= there]
+        for name in names
+        for parallel in asked
     }
-    for name, of_rank in wanted.items():
-        if not fitting[name]:
-            ranks.check_fits(name, tokens_of(of_rank[:1]), there)
+    for (name, parallel), fits in fitting.items():
+        if not fits:
+            ranks.check_fits(name, server_options.pool_tokens(wanted[name][:1], TOKENS), there, parallel.dcp)
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-")))
     servers = RankServers(folder, options.port or PORT, fitting)
     resources.callback(servers.close)
-    sides = sides_of(options.sides)
     found = []
     for name in names:
         for steps in STEPS[:2] if options.steps is None else options.steps:
-            of_steps = [side for side in sides if steps or side not in WITH_DRAFTS]
+            of_steps = [(parallel, serving(sides, steps, parallel)) for parallel in asked]
             for turn, stage in stages(of_steps, gpus, 1 if options.quick else turns):
-                told = " and ".join(f"{side} on {gpu}" for side, gpu in stage)
-                for batch, length in fitting[name]:
-                    title = f"{name}, N = {steps}, {batch} x {length}, {told}"
+                head, fits = f"{title_of(name, stage.parallel)}, N = {steps}", fitting[name, stage.parallel]
+                for batch, length in fits:
+                    title = f"{head}, {batch} x {length}, {stage}"
                     found.append(Cell(title, partial(measure, servers, name, steps, turn, stage, batch, length)))
-                for batch, length in fitting[name]:
+                for batch, length in fits:
                     if batch in (getattr(options, "parts", None) or ()):
-                        title = f"{name}, N = {steps}, {batch} x {length} by part, {told}"
+                        title = f"{head}, {batch} x {length} by part, {stage}"
                         found.append(Cell(title, partial(by_part, servers, name, steps, turn, stage, batch, length)))
-        for batch, length in wanted[name]:
-            if (batch, length) not in fitting[name]:
-                row = {"checkpoint": name, "batch": batch, "length": length, "gpu_gib": round(there / ranks.GIB, 1)}
-                row["needs_gib"] = round(ranks.needed_bytes(name, tokens_of([(batch, length)])) / ranks.GIB, 1)
-                found.append(Cell(f"{name}, {batch} x {length} does not fit", partial(list, [row]), "left_out"))
+        for parallel in asked:
+            for batch, length in (shape for shape in wanted[name] if shape not in fitting[name, parallel]):
+                row = {"checkpoint": name, "parallel": str(parallel), "batch": batch, "length": length}
+                row |= {"gpu_gib": round(there / ranks.GIB, 1)}
+                row |= {"needs_gib": round(needed_bytes(name, parallel, (batch, length)) / ranks.GIB, 1)}
+                title = f"{title_of(name, parallel)}, {batch} x {length} does not fit"
+                found.append(Cell(title, partial(list, [row]), "left_out"))
     return found
 
 
 def check_alone(options: argparse.Namespace, names: Sequence[str]) -> None:
-    """End where ranks are asked for with what is no rank, on more GPUs, or of a release that cannot run them.
+    """End where ranks are asked for with what is no rank, on GPUs that make no ranks, or of a release that cannot run them.
 
     Raises:
         SystemExit: with what to change.
@@ -152,10 +150,27 @@ def check_alone(options: argparse.Namespace, names: Sequence[str]) -> None:
     others = [name for name in options.checkpoint if name not in names]
     if others:
         raise SystemExit(f"--checkpoint {names[0]} fills a GPU and {others[0]} shares one: measure them in two runs")
-    if getattr(options, "parallel", None):
-        raise SystemExit(f"--checkpoint {names[0]} is one rank already: leave --parallel out")
     for name in names:
+        for word in getattr(options, "parallel", None) or ():
+            check_ranks_of(name, word)
         ranks.check_release(name)
+
+
+def check_ranks_of(name: str, word: str) -> None:
+    """End where --parallel `word` would have a GPU do other work than a rank of the released model.
+
+    Raises:
+        SystemExit: with the words that there are.
+    """
+    if not ranks.RANKS[name].of_tensor_parallel:
+        raise SystemExit(
+            f"--checkpoint {name} is a rank of DP attention, whose heads --parallel {word} would divide: leave --parallel out"
+        )
+    if word not in ranks.TOGETHER:
+        raise SystemExit(
+            f"--parallel {word} is no part of the {ranks.RANKS_OF_A_MODEL} ranks that --checkpoint {name} is one of: "
+            f"write {', '.join(ranks.TOGETHER)}, or leave --parallel out"
+        )
 
 
 def check_room(name: str, wanted: Sequence[tuple[int, int]]) -> None:
@@ -167,7 +182,7 @@ def check_room(name: str, wanted: Sequence[tuple[int, int]]) -> None:
     import torch
 
     ranks.check_release(name)
-    ranks.check_fits(name, tokens_of(wanted), torch.cuda.get_device_properties(0).total_memory)
+    ranks.check_fits(name, server_options.pool_tokens(wanted, TOKENS), torch.cuda.get_device_properties(0).total_memory)
 
 
 def shapes(name: str, options: argparse.Namespace) -> list[tuple[int, int]]:
@@ -182,54 +197,44 @@ def shapes(name: str, options: argparse.Namespace) -> list[tuple[int, int]]:
 def times(
     servers: RankServers, name: str, steps: int, turn: int, stage: Stage, batch: int, length: int, *, samples: int = SAMPLES
 ) -> list[dict]:
-    """A row a side: milliseconds of a round and a token, time to first token, tokens a second."""
+    """A row a side: milliseconds of a round and a token, time to first token, tokens a second, tokens that its KV pool holds.
+
+    Where a pool is too small for the batch, of which requests would wait, rows have `needs_tokens` and no times.
+    """
     running = servers.of(name, steps, turn, stage)
-    found = in_turns(running, batch, length, TOKENS, samples)
-    shape = {"checkpoint": name, "steps": steps, "batch": batch, "length": length, "tokens": TOKENS, "samples": samples}
+    pools, needed = {side: server.pool_tokens() for side, server in running.items()}, batch * (length + TOKENS)
+    fits = min(pools.values()) >= needed
+    found = in_turns(running, batch, length, TOKENS, samples) if fits else {}
+    cell = of_cell(name, stage, steps, batch, length) | {"tokens": TOKENS, "samples": samples}
     return [
-        shape | {"side": side, "turn": turn, "gpu": gpu, "seconds_to_ready": servers.ready[side]} | summary(found[side])
-        for side, gpu in stage
+        cell
+        | {"side": side, "turn": turn, "gpu": gpus, "seconds_to_ready": servers.ready[side], "pool_tokens": pools[side]}
+        | (summary(found[side]) if fits else {"needs_tokens": needed})
+        for side, gpus in stage.servers
     ]
 
 
+def of_cell(name: str, stage: Stage, steps: int, batch: int, length: int) -> dict:
+    """What all rows of one cell have."""
+    return {"checkpoint": name, "parallel": str(stage.parallel), "steps": steps, "batch": batch, "length": length}
+
+
 def by_part(servers: RankServers, name: str, steps: int, turn: int, stage: Stage, batch: int, length: int) -> list[dict]:
-    """A row a side: a round's kernels by part, launches a layer, idle time of the GPU, time of the host in graph launches."""
+    """A row a side: a round's kernels by part, launches a layer, idle time of the GPU, time of the host in graph launches.
+
+    Of several GPUs they are the first rank's, and `exchange_a_layer` has launches and microseconds of the part `exchange` over
+    the target's layers: in decode context parallel drafts divide no KV. Gathered logits count, which tensor parallel has too.
+    """
     asked, rows = prompts(batch, length), []
     for side, server in servers.of(name, steps, turn, stage).items():
-        folder = servers.folder / f"parts-{name}-{steps}-{batch}-{length}-{side}-{turn}"
+        if server.pool_tokens() < batch * (length + TOKENS):
+            continue
+        folder = servers.folder / f"parts-{name}-{stage.parallel}-{steps}-{batch}-{length}-{side}-{turn}"
         server.generate(asked, PROFILED_TOKENS)
         server.profiled(folder, asked, PROFILED_TOKENS)
-        layers = ranks.RANKS[name].config["num_hidden_layers"] + steps
-        found = parts.of_rounds(traces.read_events(folder), layers)
-        rows.append({"checkpoint": name, "steps": steps, "batch": batch, "length": length, "side": side} | found)
+        of_target = ranks.RANKS[name].config["num_hidden_layers"]
+        found = parts.of_rounds(traces.read_events(folder), of_target + steps)
+        if stage.parallel != ONE_GPU:
+            found["exchange_a_layer"] = [round(value / of_target, 2) for value in found["parts"][parts.EXCHANGE]]
+        rows.append(of_cell(name, stage, steps, batch, length) | {"side": side} | found)
     return rows
-
-
-def show(rows: Sequence[dict]) -> None:
-    """A line a cell and side with the ratio of rounds to the built-in's; then how a round becomes tokens."""
-    told, rows = [r for r in rows if "parts" in r], [r for r in rows if "round_ms" in r]
-    first, table = together(rows, "ttft_ms"), []
-    for cell, sides in together(rows).items():
-        for side, (median, least, most) in sides.items():
-            ratio = f"{median / sides['builtin'][0]:.3f}" if "builtin" in sides and side != "builtin" else None
-            spread = f"{median:.2f} ({least:.2f}-{most:.2f})"
-            table.append((*cell[:2], f"{cell[2]} x {cell[3]}", side, spread, ratio, f"{first[cell][side][0]:.0f}"))
-    print_table(("rank", "N", "prompts", "side", "round ms", "over the built-in's", "first token ms"), table)
-    print("random weights accept no drafts: milliseconds a token are a round's over the accept length of a trained model")
-    show_parts(told)
-
-
-def show_parts(rows: Sequence[dict]) -> None:
-    """A table a cell: a line a part with launches and microseconds of each side, then what a round is besides."""
-    for cell, turns in by_cell(rows).items():
-        title = f"{cell.checkpoint}, N = {cell.steps}, {cell.batch} x {cell.length}"
-        sides = {side: of_side[-1] for side, of_side in turns.items()}
-        print(f"\n{title}: kernels of a round by part")
-        table = [(part, *(v for row in sides.values() for v in row["parts"][part])) for part in [*parts.PARTS, parts.REST]]
-        table.append(("all kernels", *(v for row in sides.values() for v in (row["launches"], row["kernel_us"]))))
-        for key, text in {
-            "launches_a_layer": "launches a layer", "period_us": "from one round to the next", "idle_us": "GPU idle",
-            "graph_launch_us": "host in graph launches",
-        }.items():  # fmt: skip
-            table.append((text, *(v for row in sides.values() for v in (None, row[key]))))
-        print_table(("part", *(word for side in sides for word in (f"{side}: launches", "us"))), table)

@@ -1,10 +1,10 @@
 """Real servers over HTTP, ours and SGLang's built-in: tokens per second, time to first token, time per token, accept length.
 
 Same checkpoint, same prompts, greedy; N draft steps, batches from 1 to 32, prompts from 300 to 131072 tokens. Both servers of a
-comparison live on the same GPU, or with --parallel on the same GPUs, and answer in turns. Two checkpoints are made up on the
-spot, both with an MTP layer that equals the target, so that every draft is right if it attends to the right tokens: `faithful`,
-two layers of 64 heads, shows what the host and the backend cost; `wide`, twelve layers of 128 heads with 64 experts, 8 a token,
-gives the GPU work to do.
+comparison live on the same GPU, or with --parallel on the same GPUs, and answer in turns; a side that cannot serve a deployment
+has no server there. Two checkpoints are made up on the spot, both with an MTP layer that equals the target, so that every draft
+is right if it attends to the right tokens: `faithful`, two layers of 64 heads, shows what the host and the backend cost;
+`wide`, twelve layers of 128 heads with 64 experts, 8 a token, gives the GPU work to do.
 
 Every sample is one streamed batch. Time to first token ends with the first token of the request that gets it last, so it holds
 the prefill of the whole batch; time per token and the time of a round are taken from there to the last answer.
@@ -25,12 +25,13 @@ from tempfile import TemporaryDirectory
 from nsa_backend.benchmarks.checkpoints import faithful
 from nsa_backend.benchmarks.checkpoints.ranks import RANKS
 from nsa_backend.benchmarks.commands import own_model, rank_serve
+from nsa_backend.benchmarks.reports import rank_show
 from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
 from nsa_backend.benchmarks.servers.generation import compared, in_turns, sampling_of, summary
 from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel, parsed
 from nsa_backend.benchmarks.servers.server import ENVIRONMENTS, VARIANTS
-from nsa_backend.benchmarks.servers.sides import Servers
+from nsa_backend.benchmarks.servers.sides import Servers, check_sides, sides_of
 
 TOKENS, PORT = 256, 25000
 STEPS, BATCHES, LENGTHS = (0, 3), (1, 8, 32), (300, 4096, 32768, 131072)
@@ -47,6 +48,8 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
         return rank_serve.cells(
             of_ranks, options, resources, partial(rank_serve.times, samples=options.samples or rank_serve.SAMPLES)
         )
+    deployments = list(map(parsed, options.parallel)) if options.parallel else [ONE_GPU]
+    check_sides(sides_of(options.sides), deployments)
     wanted = shapes(options)
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-")))
     servers = Servers(folder, options.port or PORT, wanted, TOKENS, options.sides)
@@ -67,7 +70,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
             ),
         )
         for name in options.checkpoint or (["faithful"] if options.quick else list(faithful.SHAPES))
-        for parallel in (list(map(parsed, options.parallel)) if options.parallel else [ONE_GPU])
+        for parallel in deployments
         for n in options.steps or (QUICK_STEPS if options.quick else STEPS)
         for batch, length in wanted
     ]
@@ -111,7 +114,7 @@ def measure(
 def show(report: dict) -> None:
     """Medians with the least and the most of the samples, memory of the GPU with the most, and ours over the built-in's."""
     if report["rows"] and "side" in report["rows"][0]:
-        rank_serve.show(report["rows"])
+        rank_show.show(report["rows"])
         return
     quantities = {"tokens/s": "tokens_per_s", "first token ms": "ttft_ms", "ms per token": "tpot_ms", "round ms": "round_ms"}
     table = []

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa_backend.benchmarks.checkpoints import ranks
-from nsa_backend.benchmarks.commands.rank_serve import CONTEXT, SAMPLES, TOKENS, shapes, show
+from nsa_backend.benchmarks.commands.rank_serve import CONTEXT, SAMPLES, TOKENS, shapes
+from nsa_backend.benchmarks.reports.rank_show import show
 from nsa_backend.benchmarks.reports.report import environment, write_report
 from nsa_backend.benchmarks.servers.generation import prompts, spread
 from nsa_backend.benchmarks.servers.rank_server import draw_weights

@@ -56,6 +56,10 @@ class Parallel:
             options += ["--dcp-size", str(self.dcp), "--dsa-prefill-backend", "flashmla_sparse"]
         return options + (["--ep-size", str(self.gpus_of_a_server)] if self.ep else [])
 
+    def serves(self, side: str) -> bool:
+        """Whether `side` can: SGLang's built-in backend divides the KV of these models on Blackwell alone."""
+        return self.dcp == 1 or side != "builtin"
+
     def environment(self) -> dict[str, str]:
         """What its servers need to find there: without it SGLang has no drafts under pipeline parallelism."""
         return {"SGLANG_ENABLE_PP_SPEC": "1"} if self.pp > 1 else {}

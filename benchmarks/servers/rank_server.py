@@ -6,7 +6,8 @@ does.
 SGLang draws every weight from +-1e-3, norms and the router's bias too. In 8 bits that is zero; and as the router's scores are
 smaller than its bias then, all tokens go to the same eight experts, so that a batch of 32 reads a fraction of the weights that
 it reads of a trained model. Here 8-bit weights are never zero, norms are one, matrices keep the size of what they multiply, and
-the router decides by the token. Only this module does so, in the processes of its own server, with our backend or without."""
+the router decides by the token. Every rank of a server draws the same numbers, for its own part of a matrix. Only this module
+does so, in the processes of its own server, with our backend or without."""
 
 from __future__ import annotations
 

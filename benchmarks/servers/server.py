@@ -218,6 +218,14 @@ class Server:
         order = range(len(prompts))
         return Streamed([progress[i][0][1] for i in order], now, [answers[i] for i in order], [progress[i] for i in order])
 
+    def pool_tokens(self) -> int:
+        """Tokens that the KV pool holds for requests, of all ranks of the server together.
+
+        SGLang's scheduler has multiplied a rank's rows by the ranks that divide KV before it tells them; tensor parallel keeps
+        every token on every rank. So the number is what requests may have, under both.
+        """
+        return call(self.port, "/server_info")["max_total_num_tokens"]
+
     def profiled(self, folder: Path, prompts: list[list[int]], tokens: int) -> list[dict]:
         """Answers of one batch, with a trace of it in `folder`."""
         call(self.port, "/start_profile", {"output_dir": str(folder), "activities": ["CPU", "GPU"]})

@@ -109,15 +109,21 @@ def graph_tokens(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def pool(shapes: Iterable[tuple[int, int]], new_tokens: int, ranks: int = 1) -> list[str]:
-    """Room for the largest of `shapes`, its new tokens and what SGLang holds back for more; no cache, so that prefills repeat.
+def pool_tokens(shapes: Iterable[tuple[int, int]], new_tokens: int) -> int:
+    """Room for the largest of `shapes` of (requests, prompt tokens), its new tokens and what SGLang holds back for more."""
+    tokens = max(requests * (length + new_tokens + 512) for requests, length in shapes) + 2 * CHUNK
+    return -(-tokens // PAGE_SIZE) * PAGE_SIZE
+
+
+def pool(shapes: Iterable[tuple[int, int]], new_tokens: int, ranks: int = 1, *, bounded: bool = True) -> list[str]:
+    """A pool of `pool_tokens`, or where it is not `bounded` of all the memory there is; no cache, so that prefills repeat.
 
     `shapes` are of one of `ranks` ranks of DP attention. SGLang divides the running requests by the ranks, and the tokens not.
     Two servers start on one GPU at a time, and what the other loads meanwhile counts against a server's share of memory: both
     of them must stay below half of the GPU. The pool is no larger for it."""
-    tokens = max(requests * (length + new_tokens + 512) for requests, length in shapes) + 2 * CHUNK
+    shapes = list(shapes)
     most = max(requests for requests, _ in shapes)
     return [
-        "--max-total-tokens", str(-(-tokens // PAGE_SIZE) * PAGE_SIZE), "--mem-fraction-static", "0.5", "--disable-radix-cache",
-        "--max-running-requests", str(max(32, most) * ranks),
+        *(("--max-total-tokens", str(pool_tokens(shapes, new_tokens))) if bounded else ()),
+        "--mem-fraction-static", "0.5", "--disable-radix-cache", "--max-running-requests", str(max(32, most) * ranks),
     ]  # fmt: skip

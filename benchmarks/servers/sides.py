@@ -59,7 +59,7 @@ class Servers:
             self.close()
             path = checkpoint_of(checkpoint, self._folder)
             options = options_for(self._shapes, self._new_tokens, parallel)
-            sides = [side for side in self._sides if steps or side not in WITH_DRAFTS]
+            sides = serving(self._sides, steps, parallel)
             for number, side in enumerate(sides):
                 time.sleep(APART_SECONDS * (number > 0))
                 log = self._folder / f"{path.name}-{parallel}-n{steps}-{side}.log"
@@ -85,28 +85,52 @@ def sides_of(named: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(named or BACKENDS)
 
 
-def options_for(shapes: Sequence[tuple[int, int]], new_tokens: int, parallel: Parallel = ONE_GPU) -> list[str]:
-    """A server's options beyond the README's command: graphs and a pool for `shapes`, prefill as a default server runs it."""
+def serving(sides: Sequence[str], steps: int, parallel: Parallel) -> list[str]:
+    """Those of `sides` that a comparison with N = `steps` has: no variant of rounds without drafts, none that cannot serve."""
+    return [side for side in sides if (steps or side not in WITH_DRAFTS) and parallel.serves(side)]
+
+
+def check_sides(sides: Sequence[str], asked: Sequence[Parallel]) -> None:
+    """End where a deployment is asked for that none of `sides` serves.
+
+    Raises:
+        SystemExit: with the side to add.
+    """
+    for parallel in asked:
+        if not any(map(parallel.serves, sides)):
+            raise SystemExit(
+                f"--parallel {parallel} is nothing that {' or '.join(sides)} serves: SGLang's built-in backend does not divide "
+                "KV on Hopper; name ours in --sides too"
+            )
+
+
+def options_for(
+    shapes: Sequence[tuple[int, int]], new_tokens: int, parallel: Parallel = ONE_GPU, *, bounded: bool = True
+) -> list[str]:
+    """A server's options beyond the README's command: graphs and a pool for `shapes`, prefill as a default server runs it.
+
+    A pool that is not `bounded` takes the share of memory that options behind these name.
+    """
     of_rank = parallel.of_a_rank(shapes)
     batches = {batch for batch, _ in of_rank}
     return [
         *server_options.decode_graphs({*server_options.MEASURED_BATCHES, *batches}),
         *server_options.prefill_graphs(of_rank, parallel.dp),
-        *server_options.pool(of_rank, new_tokens, parallel.dp),
+        *server_options.pool(of_rank, new_tokens, parallel.dp, bounded=bounded),
         *parallel.options(),
     ]
 
 
-def checkpoint_of(name: str, folder: Path) -> Path:
-    """The checkpoint called `name`, made up or a rank, written into `folder` if it is not there; or a path."""
+def checkpoint_of(name: str, folder: Path, count: int = 1) -> Path:
+    """The checkpoint called `name`, made up or `count` ranks, written into `folder` if it is not there; or a path."""
     known = (*faithful.ALL_SHAPES, *ranks.RANKS)
     if name not in known:
         if not (Path(name) / "config.json").exists():
             raise SystemExit(f"--checkpoint {name} is neither {' or '.join(known)} nor a folder with a config.json")
         return Path(name)
-    out = folder / name
+    out = folder / (name if count == 1 else f"{count}-of-{name}")
     if not (out / "config.json").exists():
         if name in ranks.RANKS:
-            return ranks.write(out, name)
+            return ranks.write(out, name, count)
         faithful.write(out, shape=faithful.ALL_SHAPES[name])
     return out

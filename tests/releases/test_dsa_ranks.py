@@ -6,9 +6,13 @@ import json
 import math
 import runpy
 import sys
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.moe.topk import biased_grouped_topk_impl
 from sglang.srt.layers.quantization.fp8 import Fp8Config
@@ -20,6 +24,7 @@ from sglang_models import CLASSES, forward, one_rank
 
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.servers import rank_server
+from nsa_backend.releases import CONTEXT_RANKS, installed
 
 FILES_OF_V3 = 688_586_727_753
 """Bytes of deepseek-ai/DeepSeek-V3's safetensors, headers included: V3.2 without its indexers."""
@@ -56,8 +61,10 @@ def models(tmp_path, monkeypatch):
     before = torch.get_default_dtype()
 
     def built(config: dict, device: str, dtype: torch.dtype):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        parsed = get_config(str(tmp_path), trust_remote_code=False)
+        folder = tmp_path / f"model{len(list(tmp_path.iterdir()))}"  # SGLang remembers what it read from a path
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        parsed = get_config(str(folder), trust_remote_code=False)
         quantized = config.get("quantization_config")
         torch.set_default_dtype(dtype)
         with torch.device(device):
@@ -110,6 +117,62 @@ def test_sglang_parses_a_rank_as_the_model_it_is_of(name, tmp_path):
     found = ModelConfig(str(folder))
     assert found.context_len == ranks.RANKS[name].released["max_position_embeddings"]
     assert getattr(found.hf_config, "index_share_for_mtp_iteration", False) == (name == "glm-5.2-tp8")
+
+
+OF_TENSOR_PARALLEL = [name for name, rank in ranks.RANKS.items() if rank.of_tensor_parallel]
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("name", OF_TENSOR_PARALLEL)
+def test_each_of_several_ranks_has_what_one_has(name, count, tmp_path):
+    """Tensor parallel divides their sizes, by whole heads and by whole blocks of 8-bit weights; the indexer stays whole."""
+    released, one = ranks.RANKS[name].released, ranks.RANKS[name].config
+    found = ModelConfig(str(ranks.write(tmp_path, name, count)))
+    assert ranks.rank_in(tmp_path) == name
+    assert found.num_attention_heads == count * one["num_attention_heads"]
+    assert found.hf_config.vocab_size == count * one["vocab_size"]
+    assert found.hf_config.index_n_heads == released["index_n_heads"]
+    assert found.hf_config.moe_intermediate_size // count == one["moe_intermediate_size"]
+    assert one["moe_intermediate_size"] % ranks.BLOCK == one["intermediate_size"] % ranks.BLOCK == 0
+    if count == ranks.RANKS_OF_A_MODEL:
+        assert ranks.RANKS[name].together(count) == released | {"eos_token_id": 1}
+
+
+@pytest.mark.parametrize("name", OF_TENSOR_PARALLEL)
+def test_a_gpu_of_two_has_the_weights_of_one_rank(name, models):
+    group = mock.Mock(world_size=2, rank_in_group=0)
+    groups = dict.fromkeys(("tp_group", "attn_tp_group", "moe_tp_group"), group)
+    with runtime_context.get_parallel().override(tp_size=2, attn_tp_size=2, moe_tp_size=2, **groups):
+        _, *both = models(ranks.RANKS[name].together(2), "meta", torch.bfloat16)
+    _, *alone = models(ranks.RANKS[name].config, "meta", torch.bfloat16)
+    for of_two, of_one in zip(both, alone, strict=True):
+        sizes = [
+            {n: p.shape for n, p in model.named_parameters() if "embed_tokens" not in n and "head" not in n}
+            for model in (of_two, of_one)
+        ]
+        assert sizes[0] == sizes[1]
+
+
+@pytest.mark.skipif(installed() not in CONTEXT_RANKS, reason="no other release divides KV of these models")
+def test_a_scheduler_counts_tokens_of_requests_and_not_rows_of_a_rank():
+    """What `Server.pool_tokens` reads is this number."""
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    runner = SimpleNamespace(
+        max_total_num_tokens=640,
+        req_to_token_pool=SimpleNamespace(schedulable_token_capacity=lambda tokens: tokens),
+        kv_cache_configurator=SimpleNamespace(
+            logical_token_capacity=partial(
+                KVCacheConfigurator.logical_token_capacity, SimpleNamespace(is_hybrid_swa=False, loc_space_scale=1)
+            )
+        ),
+    )
+    found = []
+    for size in (1, 2):
+        with runtime_context.get_parallel().override(attn_dcp_size=size):
+            found.append(ModelRunner.logical_max_total_num_tokens.fget(runner))
+    assert found == [640, 1280]
 
 
 SMALL = {

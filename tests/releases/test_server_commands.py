@@ -18,9 +18,10 @@ from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks.checkpoints import faithful, ranks
 from nsa_backend.benchmarks.commands import capture, draft, profile, rank_serve, serve
 from nsa_backend.benchmarks.commands.own_model import OwnModel
+from nsa_backend.benchmarks.reports.rank_rows import title_of
 from nsa_backend.benchmarks.servers import pairs, server, server_options, sides
 from nsa_backend.benchmarks.servers.parallel import parsed as parallel
-from nsa_backend.benchmarks.servers.sides import options_for
+from nsa_backend.benchmarks.servers.sides import checkpoint_of, options_for
 from nsa_backend.cli.bench import OPTIONS
 from nsa_backend.releases import installed
 
@@ -51,9 +52,11 @@ def options_of(bench, monkeypatch, **given) -> list[list[str]]:
     return seen
 
 
-def rank_command(name: str, folder: Path) -> dict[str, list[str]]:
-    words = [*options_for([(8, 4096)], rank_serve.TOKENS), *rank_serve.ALONE]
-    return {f"{name}, N = 3": [*server.command(ranks.write(folder, name), 25003, 3)[3:], *words]}
+def rank_command(name: str, folder: Path, word: str = "tp1") -> dict[str, list[str]]:
+    together = parallel(word)
+    words = [*options_for([(8, 4096)], rank_serve.TOKENS, together, bounded=word == "tp1"), *rank_serve.ALONE]
+    command = server.command(checkpoint_of(name, folder, together.gpus), 25003, 3)[3:]
+    return {f"{title_of(name, word)}, N = 3": [*command, *words, *(() if word == "tp1" else pairs.meeting(25003))]}
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +92,8 @@ def commands(tmp_path_factory) -> dict[str, list[str]]:
         with suppress(SystemExit):
             ranks.check_release(name)
             found |= rank_command(name, tmp_path_factory.mktemp(name))
+    for word in ("tp2", "dcp2", "dcp8") if installed() == "0.5.23" else ():
+        found |= rank_command("v3.2-tp8", tmp_path_factory.mktemp(word), word)
     return found
 
 
@@ -158,6 +163,14 @@ def test_what_two_gpus_make(parsed):
         assert (found["tensor_parallel"], found["attention_ranks"], found["experts"]) == (2, attention_ranks, experts), word
     assert parsed["serve cp2, N = 3"]["divided_prefill"] == parsed["serve dcp2, N = 3"]["divided_context"] == 2
     assert (parsed["serve pp2, N = 0"]["stages"], parsed["serve pp2, N = 0"]["tensor_parallel"]) == (2, 1)
+
+
+@pytest.mark.skipif(installed() != "0.5.23", reason="an older release divides no KV")
+def test_ranks_of_one_server_divide_what_they_are_told_to_and_take_all_memory(parsed):
+    for word, gpus, parts in (("tp2", 2, 1), ("dcp2", 2, 2), ("dcp8", 8, 8)):
+        found = parsed[f"v3.2-tp8, {word}, N = 3"]
+        assert (found["tensor_parallel"], found["divided_context"], found["max_total_tokens"]) == (gpus, parts, None), word
+    assert parsed["v3.2-tp8, N = 3"]["max_total_tokens"] >= 8 * (4096 + rank_serve.TOKENS)
 
 
 def test_prefill_runs_in_the_graphs_of_a_default_server(parsed):

@@ -26,6 +26,12 @@ KERNELS = {
 }
 """What a rank of DeepSeek-V3.2 runs most of on an H200 with SGLang 0.5.23, as its profiler names it, by part."""
 
+BETWEEN_RANKS = {
+    "all-reduce": "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "exchange": "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+}
+"""Of every layer of a server of several GPUs, and of the target's layers in decode context parallel."""
+
 LOG = """
 [2026-11-22 10:00:00] Capture target prefill CUDA graph end. elapsed=5.27 s, mem usage=2.02 GB, avail mem=60.11 GB.
 [2026-11-22 10:00:03] Capture target verify CUDA graph begin. backend=full, num_tokens_per_req=4, avail mem=60.11 GB
@@ -40,7 +46,8 @@ Capture cuda graph end. Time elapsed: 3.20 s. mem usage=0.51 GB. avail mem=60.00
 HELD = [1024, 1024]
 MANY_LAYERS = 10
 ROUND_MS = {"ours": 10.0, "builtin": 12.0, "three_graphs": 11.0, "auto": 9.0}
-SHOWN = ("--tp-size", "--dp-size", "--max-total-tokens", "--nccl-port", "--load-format", "--mem-fraction-static")
+POOL = 300_000  # tokens that a rank's rows hold
+SHOWN = ("--tp-size", "--dp-size", "--dcp-size", "--max-total-tokens", "--nccl-port", "--load-format", "--mem-fraction-static")
 
 
 class Trace:
@@ -66,8 +73,11 @@ class Trace:
             self.events.append({"cat": "kernel", "name": name, "ts": self.now, "dur": took} | what)
             self.now += took + 0.5
 
-    def generation(self, rounds: int, steps: int, layers: int) -> Trace:
-        """A prefill in pieces, whose attention is no part of a graph, or whole where there are many layers; then rounds."""
+    def generation(self, rounds: int, steps: int, layers: int, between: tuple[str, ...] = ()) -> Trace:
+        """A prefill in pieces, whose attention is no part of a graph, or whole where there are many layers; then rounds.
+
+        The target's layers run the kernels `between` ranks too.
+        """
         for _ in range(layers + (steps > 0) if layers < MANY_LAYERS else 1):
             self.graph("gemm")
             self.eager("attend")
@@ -78,7 +88,7 @@ class Trace:
             if steps > 1:
                 self.graph("metadata_kernel", *[*layer, "sample"] * (steps - 1))
             self.eager("copy")
-            self.graph("metadata_kernel", "embed", *[*layer] * layers, "head")
+            self.graph("metadata_kernel", "embed", *[*layer, *between] * layers, "head")
             self.add("cudaStreamSynchronize")
             if steps:
                 self.eager("copy", "tree")
@@ -102,6 +112,8 @@ class Server:
         told = [f"{a} {b}" for a, b in pairwise(options) if a in SHOWN]
         gpu = (environment or {}).get("CUDA_VISIBLE_DEVICES")
         self.say(f"starts at {port}, N = {steps}", *([f"GPU {gpu}"] if gpu else []), *told)
+        given = dict(pairwise(options))
+        self.ranks, self.parts = (int(given.get(size, 1)) for size in ("--tp-size", "--dcp-size"))
         self.hold(2)
 
     def say(self, *words: str) -> None:
@@ -118,6 +130,13 @@ class Server:
     def __exit__(self, *exception):
         self.say("ends")
         self.hold(-self.held)
+
+    @property
+    def round_ms(self) -> float:
+        return ROUND_MS[self.side] + (self.parts > 1)
+
+    def pool_tokens(self) -> int:
+        return POOL * self.parts
 
     def wait(self, seconds: float = 480.0):
         self.say(f"is waited for, {seconds:.0f} s at most")
@@ -141,7 +160,7 @@ class Server:
         if "x 300" in self.seen[-1]:
             self.hold(1)
         first = [0.1 * (number + 1) for number in range(len(prompts))]
-        return Streamed(first, first[-1] + rounds * (ROUND_MS[self.side] + 0.1 * (len(self.seen) % 3)) / 1e3, answers)
+        return Streamed(first, first[-1] + rounds * (self.round_ms + 0.1 * (len(self.seen) % 3)) / 1e3, answers)
 
     def generate(self, prompts, tokens):
         self.say(f"{len(prompts)} x {len(prompts[0])}, {tokens} tokens at once")
@@ -150,8 +169,10 @@ class Server:
         self.say(f"{len(prompts)} x {len(prompts[0])}, {tokens} tokens, profiled")
         answers = self.answers(prompts, tokens)
         rounds = rounds_of(answers, tokens) + (tokens == 1)  # one too many is launched, as overlap scheduling does
-        trace = Trace(2.0 if self.side == "ours" else 2.5).generation(rounds, self.steps, self.layers)
         folder.mkdir(parents=True)
-        with gzip.open(folder / "x.trace.json.gz", "wt") as stream:
-            json.dump({"traceEvents": trace.events}, stream)
+        between = tuple(BETWEEN_RANKS.values())[: (self.ranks > 1) + (self.parts > 1)]
+        for rank in range(self.ranks):  # ranks but the first are slower, which nobody reads
+            trace = Trace((2.0 if self.side == "ours" else 2.5) + rank).generation(rounds, self.steps, self.layers, between)
+            with gzip.open(folder / f"1764000000.5-TP-{rank}.trace.json.gz", "wt") as stream:
+                json.dump({"traceEvents": trace.events}, stream)
         return answers

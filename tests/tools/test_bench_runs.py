@@ -24,6 +24,7 @@ from nsa_backend.benchmarks.servers import gpu_memory, pairs, server_options, si
 RUNS = {
     "a rank on one GPU": "serve --checkpoint v3.2-tp8 --steps 3 --batch 1 8 --length 300 --parts 8 --samples 2",
     "a rank on two GPUs": "serve --checkpoint v3.2-tp8 --steps 0 --batch 1 --length 300 --sides ours builtin three_graphs",
+    "two ranks on two GPUs": "serve --checkpoint v3.2-tp8 --parallel dcp2 tp2 --quick --steps 3 --batch 8 --parts 8",
     "a rank by part": "profile --checkpoint v3.2-tp8 --steps 3 --batch 1 --length 300",
     "what does not fit": "serve --checkpoint v3.2-tp8 --steps 0 --batch 32 --length 300 32768 --quick",
     "sides in order": "serve --checkpoint SMALL --sides builtin three_graphs ours auto --steps 3 0 --batch 8 --length 300",
@@ -89,7 +90,12 @@ REFUSED = {
     "capture --checkpoint v3.2-tp8": TOO_SMALL,
     "serve --checkpoint wide glm-5.2-tp8": "glm-5.2-tp8 fills a GPU and wide shares one: measure them in two",
     "profile --checkpoint wide --sides auto": "--sides is for ranks of released models here",
-    "serve --checkpoint v3.2-tp8 --parallel tp2": "v3.2-tp8 is one rank already: leave --parallel out",
+    "serve --checkpoint v3.2-tp8 --parallel tp2 dp2": "--parallel dp2 is no part of the 8 ranks .*: write tp2, tp4, tp8, dcp2",
+    "serve --checkpoint v3.2-tp8 --parallel tp1": "--parallel tp1 is no part of the 8 ranks that --checkpoint v3.2-tp8 is one",
+    "serve --checkpoint v3.2-dp8 --parallel tp2": "v3.2-dp8 is a rank of DP attention, whose heads --parallel tp2 would divide",
+    "serve --checkpoint v3.2-tp8 --parallel tp2": TOO_SMALL,
+    "serve --checkpoint v3.2-tp8 --parallel dcp2 --sides builtin": "dcp2 is nothing that builtin serves.* name ours in",
+    "serve --checkpoint SMALL --parallel tp2 dcp2 --sides builtin": "dcp2 is nothing that builtin serves.* name ours in",
     "serve --checkpoint narrow --steps 3": "neither faithful or wide or .*or deep or v3.2-tp8 or .* nor a folder",
     "serve --checkpoint SMALL --sides ours theirs": "--sides theirs is none: there are ours, builtin, three_graphs, auto",
     "serve --model SMALL --prompts PROMPTS": "has 5 prompts, --batch 32 needs as many",
@@ -103,6 +109,33 @@ def test_what_cannot_be_measured_ends_before_a_server_starts(bench, words):
     with pytest.raises(SystemExit, match=REFUSED[words]):
         bench(words, gib=80)
     assert stand_in_bench.Server.seen == []
+
+
+def test_ranks_of_more_gpus_than_there_are_end_before_anything_is_written(bench, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench("serve --checkpoint v3.2-tp8 --parallel tp4", "0,1")
+    assert "--parallel tp4 takes 4 GPUs, and torch sees 2" in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_side_that_cannot_serve_a_deployment_has_no_server_there(bench):
+    _, seen, _, report = bench(
+        "serve --checkpoint SMALL --parallel tp2 dcp2 --steps 0 --batch 1 --length 300 --samples 1", "0,1"
+    )
+    assert [line.split(" starts")[0] for line in seen if "starts" in line] == ["ours", "builtin", "ours"]
+    assert [(row["parallel"], "builtin" in row) for row in report["rows"]] == [("tp2", True), ("dcp2", False)]
+
+
+def test_a_pool_without_room_for_a_batch_is_told_and_not_timed(bench, monkeypatch):
+    """Its requests would wait for one another, and their rounds be those of a smaller batch."""
+    monkeypatch.setattr(stand_in_bench, "POOL", 20_000)
+    words = "serve --checkpoint v3.2-tp8 --parallel dcp2 tp2 --sides ours --quick --steps 3 --batch 8 --length 4096 --parts 8"
+    code, seen, shown, report = bench(words, "0,1")
+    assert code == 0
+    assert [row.get("needs_tokens") for row in report["rows"] if "parts" not in row] == [None, 8 * (4096 + 128)]
+    assert [row["parallel"] for row in report["rows"] if "parts" in row] == ["dcp2"]
+    assert "v3.2-tp8, tp2, N = 3, 8 x 4096, ours: a pool of 20000 tokens has no room for 33792" in shown
+    assert sum("8 x 4096" in line for line in seen) == 1 + 3 + 2
 
 
 @pytest.mark.parametrize("what", ["serve", "profile", "capture"])

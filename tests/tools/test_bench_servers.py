@@ -92,6 +92,19 @@ def test_a_server_that_is_stopped_twice_has_ended(started):
         assert running._stream.closed
 
 
+def test_a_server_tells_how_many_tokens_its_pool_holds(tmp_path, monkeypatch, serving):
+    """Of what SGLang 0.5.23 answered: its options first, then what its scheduler says, which counts tokens of requests."""
+    told = {"tp_size": 2, "dcp_size": 2, "max_total_tokens": None, "page_size": 64, "status": "ready"}
+    told |= {"max_total_num_tokens": 1117312, "max_req_input_len": 163834, "version": "0.5.23"}
+
+    class Handler(stand_in_server.Handler):
+        def do_GET(self):
+            self.answer(told if self.path == "/server_info" else {})
+
+    monkeypatch.setattr(server.subprocess, "Popen", lambda *words, **how: None)
+    assert server.Server("ours", tmp_path, serving(Handler), 3, tmp_path / "log").pool_tokens() == 1117312
+
+
 def test_a_side_that_is_told_by_an_option(tmp_path, monkeypatch):
     found = []
     monkeypatch.setattr(

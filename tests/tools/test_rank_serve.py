@@ -18,13 +18,17 @@ import torch
 
 from nsa_backend.benchmarks import lanes
 from nsa_backend.benchmarks.checkpoints import ranks
-from nsa_backend.benchmarks.commands import rank_serve, vllm_rank
+from nsa_backend.benchmarks.commands import serve, vllm_rank
+from nsa_backend.benchmarks.reports import rank_show
 from nsa_backend.benchmarks.servers import server
+from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel
+from nsa_backend.benchmarks.servers.stages import stages
 from nsa_backend.cli.bench import add_arguments
 
+PLANS = Path(lanes.__file__).parent / "plans"
 PLANNED = [
     pytest.param(words, id=f"{path.stem} {job.name}")
-    for path in sorted((Path(lanes.__file__).parent / "plans").glob("ranks_*.json"))
+    for path in sorted(PLANS.glob("ranks_*.json"))
     for job in lanes.plan(path)
     if (words := shlex.split(job.command))[4] in ("serve", "profile", "capture")
 ]
@@ -48,6 +52,80 @@ def test_what_a_plan_asks_of_a_rank_is_measured_on_an_h200(monkeypatch, words):
     assert {cell.name.partition(", ")[2] for cell in found if cell.section != "rows"} <= {
         "32 x 32768 does not fit",
         "128 x 4096 does not fit",
+    }
+
+
+@pytest.fixture
+def two_h200s(monkeypatch):
+    """Returns a function of a command's words to the cells that it measures on two H200s."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=139 * ranks.GIB))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with ExitStack() as resources:
+        yield lambda words: serve.cells(parser.parse_args(words), resources)
+
+
+def test_the_plan_of_two_ranks_measures_divided_kv_first_and_beside_both_sides(two_h200s):
+    """A run that is cut has the number that the plan is for: ours with divided KV over ours without."""
+    (job,) = (job for job in lanes.plan(PLANS / "context_two_gpus.json") if job.name == "ranks")
+    found = [cell.name for cell in two_h200s(shlex.split(job.command)[4:])]
+    of_stage = ("8 x 4096", "8 x 32768", "8 x 4096 by part", "8 x 32768 by part")
+    assert found == [
+        f"v3.2-tp8, {parallel}, N = {steps}, {shape}, {side} on 2,5"
+        for steps in (3, 0)
+        for parallel, side in (("dcp2", "ours"), ("tp2", "ours"), ("tp2", "builtin"))
+        for shape in of_stage
+    ]
+
+
+def test_divided_kv_has_room_for_what_a_rank_has_not(two_h200s):
+    """32 prompts of 32768 tokens: 80 GiB of KV where every rank has all of it, 45 where two divide the target's."""
+    found = two_h200s(
+        shlex.split("serve --checkpoint v3.2-tp8 --parallel tp2 dcp2 --sides ours --steps 3 --batch 8 32 --length 32768")
+    )
+    assert [cell.name for cell in found if cell.section == "left_out"] == ["v3.2-tp8, tp2, 32 x 32768 does not fit"]
+    assert any(cell.name.startswith("v3.2-tp8, dcp2, N = 3, 32 x 32768, ours on") for cell in found)
+    config = ranks.RANKS["v3.2-tp8"].config
+    assert ranks.kv_bytes_a_token(config) == 62 * (1152 + 132)
+    assert ranks.kv_bytes_a_token(config, 2) == 61 * 1152 / 2 + 1152 + 62 * 132
+
+
+def test_stages_of_several_gpus_are_one_server_each_and_turn_around():
+    two, four = Parallel(tp=2), Parallel(dcp=4)
+    found = stages([(two, ["ours", "builtin"]), (four, ["ours"])], ["0", "1", "2", "3"], 2)
+    assert [(turn, str(stage.parallel), str(stage)) for turn, stage in found] == [
+        (0, "tp2", "ours on 0,1"),
+        (0, "tp2", "builtin on 0,1"),
+        (0, "dcp4", "ours on 0,1,2,3"),
+        (1, "dcp4", "ours on 0,1,2,3"),
+        (1, "tp2", "builtin on 0,1"),
+        (1, "tp2", "ours on 0,1"),
+    ]
+    alone = stages([(ONE_GPU, ["ours", "builtin", "auto"])], ["0", "1"], 2)
+    assert [str(stage) for _, stage in alone] == [
+        "ours on 0 and builtin on 1",
+        "auto on 0",
+        "auto on 0 and builtin on 1",
+        "ours on 0",
+    ]
+
+
+def test_divided_kv_is_told_over_ours_of_as_many_gpus(capsys):
+    def row(parallel, side, ms, pool):
+        spread = {"median": ms, "min_max": [ms, ms]}
+        shape = {"checkpoint": "v3.2-tp8", "parallel": parallel, "steps": 3, "batch": 8, "length": 4096, "side": side}
+        return shape | {"round_ms": spread, "ttft_ms": spread, "pool_tokens": pool}
+
+    rows = [row("tp2", "ours", 20.0, 600), row("tp2", "builtin", 25.0, 600), row("dcp2", "ours", 22.0, 1100)]
+    rank_show.show([*rows, row("dcp4", "ours", 30.0, 1900)])
+    lines = [[word.strip() for word in line.split("|")] for line in capsys.readouterr().out.splitlines()]
+    told = {(line[1], line[4]): (line[6], *line[8:10]) for line in lines if line[1:2] and line[1].startswith("v3.2-tp8, ")}
+    assert told == {
+        ("v3.2-tp8, tp2", "ours"): ("0.800", "", "600"),
+        ("v3.2-tp8, tp2", "builtin"): ("", "", "600"),
+        ("v3.2-tp8, dcp2", "ours"): ("", "1.100", "1100"),
+        ("v3.2-tp8, dcp4", "ours"): ("", "", "1900"),
     }
 
 
@@ -83,5 +161,5 @@ def test_vllm_is_asked_for_the_same_cells_and_gives_the_same_rows(tmp_path, monk
     assert {row["round_ms"]["median"] for row in rows} == {11.0}
     assert json.loads((tmp_path / "out.json").read_text())["rows"] == rows
     builtin = [row | {"side": "builtin", "round_ms": {"median": 10.0, "min_max": [9.0, 11.0]}} for row in rows]
-    rank_serve.show([*builtin, *rows])
+    rank_show.show([*builtin, *rows])
     assert "1.100" in capsys.readouterr().out

@@ -1,0 +1,56 @@
+"""Rows of ranks as tables on a terminal: rounds of every cell and side, and the parts of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nsa_backend.benchmarks.reports import parts
+from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK, Cell, by_cell, over_tensor_parallel, together
+from nsa_backend.benchmarks.reports.report import print_table
+
+
+def show(rows: Sequence[dict]) -> None:
+    """A line a cell and side with the ratio of rounds to the built-in's; then how a round becomes tokens.
+
+    Where the run has deployments of several GPUs, also rounds over those of ours whose KV is not divided, and tokens of a pool.
+    """
+    told, small = [r for r in rows if "parts" in r], [r for r in rows if "needs_tokens" in r]
+    rows = [r for r in rows if "round_ms" in r]
+    first, rounds, given = together(rows, "ttft_ms"), together(rows), by_cell(rows)
+    columns = ("rank", "N", "prompts", "side", "round ms", "over the built-in's", "first token ms")
+    table, of_several = [], []
+    for cell, sides in rounds.items():
+        for side, (median, least, most) in sides.items():
+            ratio = f"{median / sides['builtin'][0]:.3f}" if "builtin" in sides and side != "builtin" else None
+            spread, shape = f"{median:.2f} ({least:.2f}-{most:.2f})", f"{cell.batch} x {cell.length}"
+            table.append((cell.name, cell.steps, shape, side, spread, ratio, f"{first[cell][side][0]:.0f}"))
+            over = over_tensor_parallel(rounds, cell, side)
+            of_several.append((over and f"{over:.3f}", given[cell][side][-1].get("pool_tokens")))
+    if any(cell.parallel != ONE_RANK for cell in rounds):
+        columns = (*columns, "over ours of tp", "tokens of the pool")
+        table = [(*line, *more) for line, more in zip(table, of_several, strict=True)]
+    print_table(columns, table)
+    for r in small:
+        shape = f"{Cell.of(r).name}, N = {r['steps']}, {r['batch']} x {r['length']}, {r['side']}"
+        print(f"{shape}: a pool of {r['pool_tokens']} tokens has no room for {r['needs_tokens']}")
+    print("random weights accept no drafts: milliseconds a token are a round's over the accept length of a trained model")
+    show_parts(told)
+
+
+def show_parts(rows: Sequence[dict]) -> None:
+    """A table a cell: a line a part with launches and microseconds of each side, then what a round is besides."""
+    for cell, turns in by_cell(rows).items():
+        title = f"{cell.name}, N = {cell.steps}, {cell.batch} x {cell.length}"
+        sides = {side: of_side[-1] for side, of_side in turns.items()}
+        print(f"\n{title}: kernels of a round by part")
+        ran = [part for part in (*parts.PARTS, parts.REST) if any(row["parts"].get(part, [0])[0] for row in sides.values())]
+        table = [(part, *(v for row in sides.values() for v in row["parts"].get(part, (0, 0.0)))) for part in ran]
+        table.append(("all kernels", *(v for row in sides.values() for v in (row["launches"], row["kernel_us"]))))
+        for key, text in {
+            "launches_a_layer": "launches a layer", "period_us": "from one round to the next", "idle_us": "GPU idle",
+            "graph_launch_us": "host in graph launches",
+        }.items():  # fmt: skip
+            table.append((text, *(v for row in sides.values() for v in (None, row[key]))))
+        if cell.parallel != ONE_RANK:
+            table.append(("exchange a layer", *(v for row in sides.values() for v in row["exchange_a_layer"])))
+        print_table(("part", *(word for side in sides for word in (f"{side}: launches", "us"))), table)
