@@ -92,7 +92,7 @@ def refusals(server_args: sglang_types.ServerArgs) -> list[str]:
                 "NSA_BACKEND_SAMPLED_ROUNDS=1 is for rounds in one graph, and NSA_BACKEND_ROUND_GRAPH=0 leaves three: unset one"
             )
     if switched_on("NSA_BACKEND_LAYER_FRONT"):
-        found += adapter.front_problems(args)
+        found += [f"NSA_BACKEND_LAYER_FRONT=1: {problem}" for problem in adapter.front_problems(args)]
     if adapter.is_rocm():
         found.append("nsa_backend does not serve ROCm: use an NVIDIA GPU, or " + adapter.WAY_BACK)
     return [sentence for sentence in found if sentence]

@@ -100,4 +100,4 @@ def layer_front_problem() -> str | None:
     if installed() in LAYER_FRONTS:
         return None
     served = " and ".join(LAYER_FRONTS)
-    return f"NSA_BACKEND_LAYER_FRONT=1 is served on SGLang {served}, and {installed()} is installed: unset it"
+    return f"a front in two launches is served on SGLang {served}, and {installed()} is installed: unset it"

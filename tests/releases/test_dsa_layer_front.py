@@ -244,8 +244,8 @@ def test_options_that_leave_no_room_are_refused_before_weights_are_loaded(option
     assert adapter.front_problems(served_args()) == ([] if layer_front_problem() is None else [layer_front_problem()])
     bad = {"dsa_decode_backend": "trtllm", "kv_cache_dtype": "fp8_e4m3"} if option == "trtllm" else {option: "other"}
     (problem,) = adapter.front_problems(served_args(**bad))
-    assert problem.startswith("NSA_BACKEND_LAYER_FRONT=1")
-    assert LAYER_FRONTS
+    named = {needed.attribute: needed.option for needed in options.NEEDED}.get(option, option)
+    assert named in problem or problem == layer_front_problem()
 
 
 @pytest.mark.parametrize("scales", [None, Scales.POWERS_OF_TWO])

@@ -13,7 +13,7 @@ from nsa_backend import start_checks
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.option_rules import OFF
 from nsa_backend.refusals import RULES, refusals
-from nsa_backend.releases import ROUND_WARM_UP, installed, round_graph_problem
+from nsa_backend.releases import ROUND_WARM_UP, installed, layer_front_problem, round_graph_problem
 
 FIELDS = server_fields()
 
@@ -151,6 +151,16 @@ def test_logits_of_pairs(arguments, monkeypatch, drafts, device_sm, reasons):
     found = refusals(arguments(speculative_num_draft_tokens=drafts))
     assert len(found) == len(of_release + reasons)
     assert all(sentence.endswith(reason) for sentence, reason in zip(found, of_release + reasons, strict=True))
+
+
+def test_a_front_in_two_launches(arguments, monkeypatch):
+    """Who did not ask for it reads of no switch, and is served."""
+    monkeypatch.delenv("NSA_BACKEND_LAYER_FRONT", raising=False)
+    assert refusals(arguments(enable_lora=True)) == []
+    monkeypatch.setenv("NSA_BACKEND_LAYER_FRONT", "1")
+    (sentence,) = refusals(arguments(enable_lora=True))
+    reason = layer_front_problem() or "--enable-lora is not served with it: drop --enable-lora"
+    assert sentence == f"NSA_BACKEND_LAYER_FRONT=1: {reason}"
 
 
 def test_the_warm_up_of_rounds_in_one_graph(arguments, monkeypatch):

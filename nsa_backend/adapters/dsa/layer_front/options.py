@@ -7,8 +7,6 @@ from typing import Any
 from nsa_backend.adapters.option_rules import Rule
 from nsa_backend.releases import layer_front_problem
 
-SWITCH = "NSA_BACKEND_LAYER_FRONT"
-
 
 def needed(attribute: str, option: str, served: tuple, advice: str | None = None) -> Rule:
     """What the front asks of an option."""
@@ -31,7 +29,7 @@ def server_problems(args: Any) -> list[str]:
     problem = layer_front_problem()
     if problem is not None:
         return [problem]
-    found = [f"{SWITCH}=1 does not serve {rule.option}: {rule.advice}" for rule in NEEDED if not rule.serves(args)]
+    found = [f"{rule.option} is not served with it: {rule.advice}" for rule in NEEDED if not rule.serves(args)]
     if "trtllm" in (args.dsa_decode_backend, args.dsa_prefill_backend) and args.kv_cache_dtype == "fp8_e4m3":
-        found.append(f"{SWITCH}=1 does not serve trtllm on an FP8 KV cache, which rotates by itself: choose another")
+        found.append("trtllm on an FP8 KV cache is not served with it, as it rotates by itself: choose another")
     return found

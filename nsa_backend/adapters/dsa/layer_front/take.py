@@ -7,10 +7,12 @@ from collections import Counter
 from typing import Any
 
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
-from nsa_backend.adapters.dsa.layer_front.options import SWITCH, server_problems
+from nsa_backend.adapters.dsa.layer_front.options import server_problems
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.dsa.layer_front.rule import device_problem, layer_problem
 from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
+
+SWITCH = "NSA_BACKEND_LAYER_FRONT"
 
 logger = logging.getLogger(__name__)
 
