@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from msgspec.structs import force_setattr
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context, get_attn_backend
-from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.runtime_context import get_context, get_parallel, get_server_args
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 from nsa_backend.testing.pool import one_layer
@@ -43,12 +44,16 @@ def publish(
         )
         .install()
     )
+    choose(None, decode=decode, prefill=prefill)
     return {"server_args": server_args, "draft_attention_backend": None}
 
 
 def choose(runner: Any, *, decode: str, prefill: str) -> None:
-    """Other implementations for the backends that are built next."""
+    """Other implementations for the backends that are built next, as if a user had named them."""
     get_context().override("testing", dsa_decode_backend=decode, dsa_prefill_backend=prefill)
+    if hasattr(get_server_args(), "resolve_once"):  # keeps what was typed beside what it resolves, read-only
+        force_setattr(get_server_args(), "dsa_decode_backend", decode)
+        force_setattr(get_server_args(), "dsa_prefill_backend", prefill)
 
 
 def builtin() -> tuple[type, type]:
