@@ -19,6 +19,7 @@ MORE = {
     "_fused_dsa_target_verify_metadata_kernel": "metadata",
     "metadata_kernel": "metadata",
     "attend_kernel": "attention",
+    "attend": "attention",  # of CUDA C++
     "join_query_kernel": "RoPE, norms, writes",
     "topk_slots_kernel": "top-k",
     "void tensorrt_llm::kernels::deepseek_v3_topk_kernel<float, float, float, int, 256, true>(float*": "MoE",
