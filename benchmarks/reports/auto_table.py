@@ -1,6 +1,6 @@
-"""Write the table of NSA_BACKEND_AUTO_DECODE=1 from what `bench attention` measured.
+"""Write the table of NSA_BACKEND_AUTO_DECODE=1 from what `bench attention` and `benchmarks/tuning/sparse_verify.py` measured.
 
-python benchmarks/reports/auto_table.py benchmarks/results/auto_0_5_23_h200.json
+python benchmarks/reports/auto_table.py benchmarks/results/auto_0_5_23_h200.json benchmarks/results/attention_0_5_23_h200.json
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ KEEP = 1.01
 
 REAL = (0.5, 0.9)
 """What a row shares with the one before it, of those that were measured, where contexts are real."""
+GAIN = 0.95
+"""Rows go together where that takes less than this of the fastest other's time: at a third shared it is level then."""
 
 
-def derive(result: Path) -> dict:
-    """{GPU name: {source, commit, date, KV dtype: {heads: [[most rows, implementation], ...]}, together: as below}}."""
+def derive(result: Path, sharing: Path) -> dict:
+    """{GPU name: {source, commit, date, KV dtype: {heads: [[most rows, implementation], ...]}, together: as below}}.
+
+    Args:
+        result: of rows by themselves, `by_rows`.
+        sharing: of rows of a request, report `rows_together`, on the same GPU.
+    """
     report = json.loads(result.read_text())
+    together = json.loads(sharing.read_text())["reports"]["rows_together"]
     environment = report["environment"]
     return {
         environment["gpu"]: {
@@ -33,20 +41,21 @@ def derive(result: Path) -> dict:
                 kv: {str(found["heads"]): _intervals(found, names) for found in report["by_rows"] if found["kv"] == kv}
                 for kv, names in CANDIDATES.items()
             },
-            "together": {kv: _together(report.get("together", []), kv) for kv in CANDIDATES},
+            "together_source": str(sharing.resolve().relative_to(ROOT)),
+            "together": {kv: _together(together["rows"], kv) for kv in CANDIDATES},
         }
     }
 
 
 def _together(rows: list[dict], kv: str) -> dict[str, dict[str, int]]:
-    """{heads: {rows of a request: least rows of a call}} from which on sparse_verify is fastest at every overlap of REAL."""
+    """{heads: {rows of a request: least rows of a call}} from which on sparse_verify gains at every overlap of REAL."""
     wins: dict[tuple[int, int], dict[int, bool]] = {}
     for row in rows:
         if row["kv"] == kv and row["overlap"] in REAL:
             others = min(us for name, us in row["us"].items() if name in CANDIDATES[kv])
             by_rows = wins.setdefault((row["heads"], row["rows_per_request"]), {})
             count = row["requests"] * row["rows_per_request"]
-            by_rows[count] = by_rows.get(count, True) and row["us"][TOGETHER] < others
+            by_rows[count] = by_rows.get(count, True) and row["us"][TOGETHER] < GAIN * others
     found: dict[str, dict[str, int]] = {}
     for (heads, rows_per_request), by_rows in wins.items():
         lost = max((count for count, won in by_rows.items() if not won), default=0)
@@ -69,8 +78,10 @@ def _intervals(found: dict, names: tuple[str, ...]) -> list[list]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", type=Path)
-    found = derive(parser.parse_args().result)
+    parser.add_argument("result", type=Path, help="of rows by themselves")
+    parser.add_argument("sharing", type=Path, help="of rows of a request")
+    args = parser.parse_args()
+    found = derive(args.result, args.sharing)
     others = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     TABLE.write_text(json.dumps(others | found, indent=1) + "\n")
     print(TABLE.read_text())

@@ -104,8 +104,5 @@ class Auto:
         return self._for(inputs.q_nope.shape[0], 1).forward_part(inputs, part)
 
     def _for(self, rows: int, rows_per_request: int) -> SparseAttention:
-        """Of rows of a request that were not measured, those of the next fewer are asked."""
-        fewer = max((n for n in self._least if n <= rows_per_request), default=None)
-        if fewer is not None and rows >= self._least[fewer]:
-            return self._built[TOGETHER]
-        return self._built[choose(self._table, rows)]
+        together = rows >= self._least.get(rows_per_request, rows + 1)
+        return self._built[TOGETHER if together else choose(self._table, rows)]
