@@ -12,7 +12,7 @@ from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.context_part import ContextPart
 from nsa_backend.attention.dense_prefill import DensePrefill
 from nsa_backend.attention.fp8 import ragged_kv, rope_in_fp8, slots_of_ragged
-from nsa_backend.attention.implementations import build_decode, build_prefill, with_decode
+from nsa_backend.attention.implementations import build_decode, build_prefill, with_choices
 from nsa_backend.attention.interface import SparseAttention
 from nsa_backend.attention.sparse_inputs import append_rows, refuse_unapplied, sparse_inputs, write_kv
 from nsa_backend.config import BackendConfig
@@ -41,7 +41,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
             shares_selections: whether it makes or takes the selection that all draft steps of a round attend with.
         """
         super().__init__()
-        self.config = with_decode(BackendConfig.from_runner(model_runner))
+        self.config = with_choices(BackendConfig.from_runner(model_runner))
         if self.config.num_sms:
             check_schedule(self.config.num_sms, self.config.surplus_last, self.config.next_n)
         self.writer = MetadataWriter(self.config, model_runner.req_to_token_pool.req_to_token)

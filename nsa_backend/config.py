@@ -81,6 +81,7 @@ class BackendConfig:
     topk_plan: bool = False  # whether it reads a plan, see kernels/topk_plan.py
     overlapped: bool = False  # whether it is one of several backends that run interleaved (two-batch overlap)
     decode_by_user: bool = True  # whether the user named `decode_impl`
+    prefill_by_user: bool = True  # likewise
     divided_context: bool = False  # whether the server's ranks divide the KV of the target (decode context parallel)
     split_prefill: bool = False  # whether ranks may divide the rows of a prefill among them (prefill context parallel)
 
@@ -131,6 +132,7 @@ class BackendConfig:
             ),
             decode_impl=settings.decode,
             decode_by_user=settings.decode_by_user,
+            prefill_by_user=settings.prefill_by_user,
             prefill_impl=prefill,
             num_draft_tokens=settings.num_draft_tokens,
             num_sms=adapter.deep_gemm_num_sms() if device.type == "cuda" else 0,

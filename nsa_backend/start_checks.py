@@ -12,7 +12,14 @@ import torch
 
 from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.attention.implementations import check_attention, decode_for, decode_side, may_be_auto, prefill_side
+from nsa_backend.attention.implementations import (
+    check_attention,
+    decode_for,
+    decode_side,
+    may_be_auto,
+    prefill_for,
+    prefill_side,
+)
 from nsa_backend.config import AttentionConfig, prefill_name
 from nsa_backend.environment import switched_on
 from nsa_backend.model_check import check_models
@@ -93,17 +100,20 @@ def check_implementations(server_args: sglang_types.ServerArgs) -> None:
     named = getattr(args, adapter.DECODE_ATTRIBUTE), getattr(args, adapter.PREFILL_ATTRIBUTE)
     if args.device != "cuda" or kv_cache_dtype is None or None in named:
         return
-    by_user = adapter.names_decode(server_args)
+    decode_by_user, prefill_by_user = adapter.named_by_user(server_args)
     attention = AttentionConfig.of_model(
         adapter.target_model(server_args),
         adapter.attention_tp_size_of(args),
         context_ranks=adapter.context_ranks_of(args),
         device_sm=adapter.device_sm("cuda"),
         kv_cache_dtype=kv_cache_dtype,
-        device_name=torch.cuda.get_device_name() if may_be_auto(by_user) else "",
+        device_name=torch.cuda.get_device_name() if may_be_auto(decode_by_user) or not prefill_by_user else "",
         page_size=args.page_size,
         num_draft_tokens=args.speculative_num_draft_tokens or 0,
     )
-    names = decode_for(named[0], by_user, attention), prefill_name(named[1], kv_cache_dtype)
+    names = (
+        decode_for(named[0], decode_by_user, attention),
+        prefill_for(prefill_name(named[1], kv_cache_dtype), prefill_by_user, attention),
+    )
     for side in (decode_side, prefill_side):
         check_attention(*side(attention, *names))

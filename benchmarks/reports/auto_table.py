@@ -1,4 +1,4 @@
-"""Write the table of NSA_BACKEND_AUTO_DECODE=1 from what `bench attention` and `benchmarks/tuning/sparse_verify.py` measured.
+"""Write the table of what serves by rows from what `bench attention` and two scripts of `benchmarks/tuning` measured.
 
 python benchmarks/reports/auto_table.py benchmarks/results/auto_0_5_23_h200.json benchmarks/results/attention_0_5_23_h200.json
 """
@@ -9,7 +9,7 @@ import argparse
 import json
 from pathlib import Path
 
-from nsa_backend.attention.auto import CANDIDATES, TABLE, TOGETHER
+from nsa_backend.attention.auto import CANDIDATES, PREFILL, TABLE, TOGETHER
 
 ROOT = Path(__file__).resolve().parents[2]
 KEEP = 1.01
@@ -23,14 +23,14 @@ GAIN = 0.95
 
 
 def derive(result: Path, sharing: Path) -> dict:
-    """{GPU name: {source, commit, date, KV dtype: {heads: [[most rows, implementation], ...]}, together: as below}}.
+    """{GPU name: {source, commit, date, KV dtype: {heads: [[most rows, implementation], ...]}, together, prefill: as below}}.
 
     Args:
         result: of rows by themselves, `by_rows`.
-        sharing: of rows of a request, report `rows_together`, on the same GPU.
+        sharing: of rows of a request and of a prompt, reports `rows_together` and `prefill_together`, on the same GPU.
     """
     report = json.loads(result.read_text())
-    together = json.loads(sharing.read_text())["reports"]["rows_together"]
+    shared = json.loads(sharing.read_text())["reports"]
     environment = report["environment"]
     return {
         environment["gpu"]: {
@@ -42,7 +42,8 @@ def derive(result: Path, sharing: Path) -> dict:
                 for kv, names in CANDIDATES.items()
             },
             "together_source": str(sharing.resolve().relative_to(ROOT)),
-            "together": {kv: _together(together["rows"], kv) for kv in CANDIDATES},
+            "together": {kv: _together(shared["rows_together"]["rows"], kv) for kv in CANDIDATES},
+            "prefill": {"bf16": _prefill(shared["prefill_together"]["rows"])},
         }
     }
 
@@ -58,10 +59,26 @@ def _together(rows: list[dict], kv: str) -> dict[str, dict[str, int]]:
             by_rows[count] = by_rows.get(count, True) and row["us"][TOGETHER] < GAIN * others
     found: dict[str, dict[str, int]] = {}
     for (heads, rows_per_request), by_rows in wins.items():
-        lost = max((count for count, won in by_rows.items() if not won), default=0)
-        if over := [count for count in by_rows if count > lost]:
-            found.setdefault(str(heads), {})[str(rows_per_request)] = min(over)
+        if least := _from_where_all_win(by_rows):
+            found.setdefault(str(heads), {})[str(rows_per_request)] = least
     return found
+
+
+def _prefill(rows: list[dict]) -> dict[str, int]:
+    """{heads: least rows of a prefill} from which on sparse_prefill gains at every overlap of REAL."""
+    few, many = PREFILL
+    wins: dict[int, dict[int, bool]] = {}
+    for row in rows:
+        if row["overlap"] in REAL:
+            by_rows = wins.setdefault(row["heads"], {})
+            by_rows[row["rows"]] = by_rows.get(row["rows"], True) and row["us"][many] < GAIN * row["us"][few]
+    return {str(heads): least for heads, by_rows in wins.items() if (least := _from_where_all_win(by_rows))}
+
+
+def _from_where_all_win(by_rows: dict[int, bool]) -> int | None:
+    """Of the counts above the largest that did not win, the least."""
+    lost = max((count for count, won in by_rows.items() if not won), default=0)
+    return min((count for count in by_rows if count > lost), default=None)
 
 
 def _intervals(found: dict, names: tuple[str, ...]) -> list[list]:

@@ -19,7 +19,8 @@ PARTS = {
     ALL_REDUCE: r"AllReduce|all_?reduce|cross_device_reduce",
     EXCHANGE: r"\bnccl\w*Kernel|_dcp_(pack|lse)_|_correct_attn_cp_out|page_table_dcp|local_slots_kernel|partial_lse_kernel",
     "metadata": r"metadata|topk_plan|^prefill_kernel",
-    "attention": r"FlashAttnFwd|flash_fwd|prepare_varlen_num_blocks|sparse_attn_fwd|splitkv_mla|^attend(_kernel)?\b|^join_kernel",
+    "attention": r"FlashAttnFwd|flash_fwd|prepare_varlen_num_blocks|sparse_attn_fwd|splitkv_mla|^attend\b|attend_kernel"
+    r"|^join_kernel",
     "logits": r"mqa_logits",
     "top-k": r"topk_(small|main|persistent|ragged|cluster|paged|slots|transform)|TopKPaged|top_k_per_row|persistent_topk",
     "MoE": r"fused_moe|act_and_mul|silu_mul|moe_|_moe|deepseek_v3_topk|grouped_topk|count_and_sort|tiny_n_gemm|router_gemm",

@@ -29,8 +29,10 @@ SIDES = {
 }
 """Sides in the order of columns. `front` launches a layer's front twice, as is the default where it can; `ours` does not.
 `verify` reads for all rows of a request together. A report in which a side is another than it is called says `sides_are`."""
-IN_FULL = ("auto_alone",)
+IN_FULL = ("auto_alone", "sparse_prefill")
 """Sides that only the tables of every cell have."""
+FIRST = ("auto", "sparse_prefill")
+"""Sides whose first tokens a page compares with the built-in's."""
 TIMES = {"round_ms": "longer", "ttft_ms": "first token later"}
 BATCHES = (1, 8, 32)
 NOISE = 0.005
@@ -123,10 +125,35 @@ def rank_short() -> str:
     return table([f"at {' / '.join(map(str, BATCHES))} requests", *(SIDES[side] for side in measured)], rows)
 
 
+def first_token_ratios(side: str) -> dict[Cell, float]:
+    """By cell, the time to the first token over the built-in's in the same run."""
+    return {cell: ratio(sides, side) for cell, sides in times(side, "ttft_ms").items() if cell.checkpoint == FIRST_RANK}
+
+
+@PARTS.part
+def first_tokens() -> str:
+    """A row a prompt length: the time to the first token of some sides over the built-in's."""
+    found = {side: first_token_ratios(side) for side in FIRST}
+    rows = []
+    for length in (300, 4096):
+        cells = [Cell(FIRST_RANK, 3, batch, length) for batch in BATCHES]
+        ratios = [joined([f"{found[side][cell]:.3f}" if cell in found[side] else "-" for cell in cells]) for side in FIRST]
+        rows.append([f"prompts of {length} tokens", *ratios])
+    return table([f"first token at {' / '.join(map(str, BATCHES))} requests", *(SIDES[side] for side in FIRST)], rows)
+
+
+@PARTS.part
+def first_token_saved() -> str:
+    """Percent of the time to the first token that sparse_prefill saves."""
+    saved = [f"{100 * (1 - value):.0f}" for value in first_token_ratios("sparse_prefill").values()]
+    return f"{' and '.join(saved)} %"
+
+
 @PARTS.part
 def rank() -> str:
     """A row a cell: the time of every side over the built-in's, milliseconds of both, and the commit of its newest run."""
-    shown = {side: cells for side in SIDES if side != BUILTIN and (cells := newest_runs("round_ms", side))}
+    sides = [side for side in SIDES if side not in (BUILTIN, "sparse_prefill")]  # whose rounds are those of fa3
+    shown = {side: cells for side in sides if (cells := newest_runs("round_ms", side))}
     rows = []
     for cell in sorted({cell for cells in shown.values() for cell in cells}, key=order):
         told, commits = [], []

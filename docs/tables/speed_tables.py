@@ -64,11 +64,6 @@ def rounds() -> str:
 
 
 @PARTS.part
-def sampled_speed() -> str:
-    return served("sampled_default", (3,))
-
-
-@PARTS.part
 def two_gpus() -> str:
     return served("parallel", (3,))
 
@@ -181,10 +176,11 @@ SHARED = {0.9: "nine tenths", 0.5: "half", 0.0: "nothing"}
 
 
 def together_ratios() -> dict[tuple[float, int], float]:
-    """(overlap, requests) to sparse_verify's time over that of the fastest that reads every row alone."""
+    """(overlap, requests) to sparse_verify's time over that of the fastest that reads every row alone, of 16 heads."""
     return {
         (row["overlap"], row["requests"]): row["us"]["sparse_verify"] / min(row["us"][n] for n in ("fa3", "sparse_decode"))
         for row in result("attention_0_5_23", "rows_together")["rows"]
+        if row["heads"] == 16
     }
 
 
@@ -198,8 +194,8 @@ def sparse_verify() -> str:
 
 @PARTS.part
 def verify_shared() -> str:
-    """Least to most where rows share nine tenths."""
-    return spread(ratio for (overlap, _), ratio in together_ratios().items() if overlap == 0.9)
+    """Least to most where auto takes rows together, and they share nine tenths or half."""
+    return spread(ratio for (overlap, requests), ratio in together_ratios().items() if requests >= 24 and overlap)
 
 
 def prefill_ratios() -> dict[tuple[int, int, float], float]:
@@ -213,18 +209,18 @@ def prefill_ratios() -> dict[tuple[int, int, float], float]:
 @PARTS.part
 def sparse_prefill() -> str:
     found = prefill_ratios()
-    columns = list(dict.fromkeys((heads, rows) for heads, rows, _ in found))
-    overlaps = [overlap for overlap in SHARED if any(key[2] == overlap for key in found)]
-    return table(
-        ["a row shares with the one before", *(f"{heads} heads, {rows} rows" for heads, rows in columns)],
-        [[SHARED[overlap], *(f"{found[*column, overlap]:.2f}" for column in columns)] for overlap in overlaps],
-    )
+    rows = sorted({rows for _, rows, _ in found}, reverse=True)
+    cells = [
+        [f"{heads}", *(" / ".join(f"{found[heads, n, overlap]:.2f}" for overlap in SHARED) for n in rows)]
+        for heads in sorted({heads for heads, *_ in found})
+    ]
+    return table(["heads; rows:", *map(str, rows)], cells)
 
 
 @PARTS.part
 def prefill_shared() -> str:
-    """Least to most over all shapes."""
-    return spread(prefill_ratios().values())
+    """Least to most over prompts of 1024 rows and more that share nine tenths or half."""
+    return spread(ratio for (_, rows, overlap), ratio in prefill_ratios().items() if rows >= 1024 and overlap)
 
 
 @PARTS.part

@@ -88,9 +88,9 @@ class Adapter(ABC):
             disaggregated: whether the server is one of a pair (PD disaggregation).
         """
 
-    def names_decode(self, server_args: sglang_types.ServerArgs) -> bool:
-        """Whether the user named an implementation for decode, or this release cannot tell."""
-        return True
+    def named_by_user(self, server_args: sglang_types.ServerArgs) -> tuple[bool, bool]:
+        """Whether the user named an implementation for decode, and one for prefill, or this release cannot tell."""
+        return True, True
 
     @abstractmethod
     def attention_tp_size(self) -> int:

@@ -54,6 +54,7 @@ class Settings:
     context_rank: int = 0  # this one of them
     disaggregated: bool = False  # whether the server is one of a pair (--disaggregation-mode)
     decode_by_user: bool = True  # whether the user named `decode`, or a release cannot tell
+    prefill_by_user: bool = True  # likewise
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The decode implementation by the number of query rows, from a table measured on the same GPU type.
+"""The implementation by the number of query rows, of decode or of prefill, from a table measured on the same GPU type.
 
 A captured graph has a fixed number of rows, so the choice is made once a graph. `auto_table.json` is written by
-`benchmarks/reports/auto_table.py` from a committed result file, which it names.
+`benchmarks/reports/auto_table.py` from committed result files, which it names.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 
 from nsa_backend.attention.context_part import ContextPart
 from nsa_backend.attention.implementations import implementation
-from nsa_backend.attention.interface import SparseAttention
+from nsa_backend.attention.interface import NothingToPrepare, SparseAttention
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
+from nsa_backend.kernels.sparse_verify_cuda import MOST_SLOTS
 from nsa_backend.metadata.views import NSAMetadata
 
 TABLE = Path(__file__).with_name("auto_table.json")
@@ -28,6 +29,9 @@ CANDIDATES = {"bf16": ("fa3", "flashmla_sparse", "sparse_decode"), "fp8": ("flas
 
 TOGETHER = "sparse_verify"
 """What may serve rows of one request together."""
+
+PREFILL = ("flashmla_sparse", "sparse_prefill")
+"""What serves prefill: of few rows, and of many."""
 
 
 @functools.cache
@@ -44,11 +48,16 @@ def problems(config: AttentionConfig) -> list[str]:
             f"it was measured on {', '.join(known)} and this device is {config.device_name or 'no GPU'}: unset it and name "
             "the implementation, or measure (python -m nsa_backend bench attention, then benchmarks/reports/auto_table.py)"
         ]
-    return [f"{name}: {problem}" for name in CANDIDATES[_kv(config)] for problem in implementation(name).problems(config)]
+    if config.prefill and least_in_prefill(config) is None:
+        return [f"rows of {config.num_heads} heads on {_kv(config)} KV gain nothing together, or were not measured"]
+    names = PREFILL if config.prefill else CANDIDATES[_kv(config)]
+    return [f"{name}: {problem}" for name in names for problem in implementation(name).problems(config)]
 
 
 def build(config: AttentionConfig) -> SparseAttention:
     """An implementation that chooses per call."""
+    if config.prefill:
+        return AutoPrefill(config, least_in_prefill(config))
     least = least_together(config.device_name, _kv(config), config.num_heads)
     if config.num_draft_tokens < 2 or implementation(TOGETHER).problems(config):
         least = {}
@@ -74,6 +83,12 @@ def least_together(device_name: str, kv: str, num_heads: int) -> dict[int, int]:
     by_heads = {int(heads): least for heads, least in measured()[device_name].get("together", {}).get(kv, {}).items()}
     heads = min((h for h in by_heads if h >= num_heads), default=None)
     return {int(rows): least for rows, least in by_heads.get(heads, {}).items()}
+
+
+def least_in_prefill(config: AttentionConfig) -> int | None:
+    """The least rows of a prefill that sparse_prefill serves faster, of as many heads as in `intervals`; None if never."""
+    by_heads = {int(heads): least for heads, least in measured()[config.device_name]["prefill"].get(_kv(config), {}).items()}
+    return by_heads.get(min((heads for heads in by_heads if heads >= config.num_heads), default=None))
 
 
 def choose(table: list[tuple[int, str]], rows: int) -> str:
@@ -106,3 +121,19 @@ class Auto:
     def _for(self, rows: int, rows_per_request: int) -> SparseAttention:
         together = rows >= self._least.get(rows_per_request, rows + 1)
         return self._built[TOGETHER if together else choose(self._table, rows)]
+
+
+class AutoPrefill(NothingToPrepare):
+    """Hands a prefill of many rows to sparse_prefill, and one of few to FlashMLA."""
+
+    def __init__(self, config: AttentionConfig, least: int):
+        self._least = least
+        self._few, self._many = (implementation(name).build(config) for name in PREFILL)
+
+    def reserve(self, max_rows: int) -> None:
+        for attention in (self._few, self._many):
+            attention.reserve(max_rows)
+
+    def forward(self, inputs: SparseInputs) -> torch.Tensor:
+        many = inputs.q_nope.shape[0] >= self._least and len(inputs.kv_cache) <= MOST_SLOTS
+        return (self._many if many else self._few).forward(inputs)

@@ -33,8 +33,8 @@ PREFILL_VALUES = (*(n for n in IMPLEMENTATIONS if n not in (*_NO_OPTIONS, *OWN_D
 
 
 AUTO_SWITCH = "NSA_BACKEND_AUTO_DECODE"
-SGLANGS_CHOICE = "fa3"
-"""SGLang's choice for a bfloat16 KV cache on Hopper where nobody names one."""
+SGLANGS_CHOICE, SGLANGS_PREFILL = "fa3", "flashmla_sparse"
+"""SGLang's choices for a bfloat16 KV cache on Hopper where nobody names one."""
 
 
 def implementation(name: str) -> ModuleType:
@@ -83,9 +83,21 @@ def decode_for(named: str, by_user: bool, attention: AttentionConfig) -> str:
     return "auto" if demanded or (named == SGLANGS_CHOICE and not implementation("auto").problems(attention)) else named
 
 
-def with_decode(config: BackendConfig) -> BackendConfig:
-    """The same, with what decode runs on."""
-    return replace(config, decode_impl=decode_for(config.decode_impl, config.decode_by_user, config.attention))
+def prefill_for(named: str, by_user: bool, attention: AttentionConfig) -> str:
+    """What sparse prefill runs on: `named`, or auto where it is only what SGLang takes when the user names nothing."""
+    of_prefill = replace(attention, prefill=True)
+    able = not by_user and named == SGLANGS_PREFILL and not implementation("auto").problems(of_prefill)
+    return "auto" if able else named
+
+
+def with_choices(config: BackendConfig) -> BackendConfig:
+    """The same, with what decode and prefill run on. Ranks that may divide the rows of a prefill have what is named."""
+    prefill_by_user = config.prefill_by_user or config.split_prefill
+    return replace(
+        config,
+        decode_impl=decode_for(config.decode_impl, config.decode_by_user, config.attention),
+        prefill_impl=prefill_for(config.prefill_impl, prefill_by_user, config.attention),
+    )
 
 
 def decode_side(attention: AttentionConfig, decode: str, prefill: str) -> tuple[str, str, AttentionConfig]:

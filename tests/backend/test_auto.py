@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import torch
 
 from nsa_backend import config
 from nsa_backend.attention import auto
-from nsa_backend.attention.implementations import build_decode, decode_for, with_decode
+from nsa_backend.attention.implementations import build_decode, decode_for, prefill_for, with_choices
 from nsa_backend.benchmarks.reports import auto_table
 from nsa_backend.config import AttentionConfig
 
@@ -137,6 +138,62 @@ def test_auto_serves_where_nobody_names_an_implementation(monkeypatch, switch, n
 def test_the_switch_asks_for_auto(make_runner, monkeypatch):
     monkeypatch.setenv("NSA_BACKEND_AUTO_DECODE", "1")
     with pytest.raises(ValueError, match=r"^NSA_BACKEND_AUTO_DECODE=1 cannot run here: it was measured on NVIDIA H200"):
-        build_decode(with_decode(config.BackendConfig.from_runner(make_runner())))
+        build_decode(with_choices(config.BackendConfig.from_runner(make_runner())))
     monkeypatch.setenv("NSA_BACKEND_AUTO_DECODE", "0")
-    assert with_decode(config.BackendConfig.from_runner(make_runner())).decode_impl == "torch"
+    assert with_choices(config.BackendConfig.from_runner(make_runner())).decode_impl == "torch"
+
+
+@pytest.mark.parametrize(
+    ("named", "by_user", "facts", "want"),
+    [
+        ("flashmla_sparse", False, {}, "auto"),
+        ("flashmla_sparse", True, {}, "flashmla_sparse"),  # a name that the user gives is used as it is
+        ("fa3", False, {}, "fa3"),
+        ("flashmla_sparse", False, {"num_heads": 32}, "auto"),
+        ("flashmla_sparse", False, {"num_heads": 128}, "flashmla_sparse"),  # DP attention: a tile has no room for two rows
+        ("flashmla_sparse", False, {"kv_cache_dtype": torch.float8_e4m3fn}, "flashmla_sparse"),
+        ("flashmla_sparse", False, {"device_name": "NVIDIA H100"}, "flashmla_sparse"),
+        ("flashmla_sparse", False, {"sinks": True}, "flashmla_sparse"),
+        ("flashmla_sparse", False, {"context_ranks": 2}, "flashmla_sparse"),
+    ],
+)
+def test_prefill_goes_by_rows_where_nobody_names_an_implementation(named, by_user, facts, want):
+    known = {"device_sm": 90, "num_heads": 16, "index_topk": 2048, "device_name": H200, "kv_cache_dtype": torch.bfloat16}
+    assert prefill_for(named, by_user, AttentionConfig(**known | facts)) == want
+
+
+def test_ranks_that_may_divide_a_prefill_have_what_is_named(make_runner, monkeypatch):
+    monkeypatch.setattr(auto, "problems", lambda config: [])
+    runner = config.BackendConfig.from_runner(make_runner())
+    one = replace(runner, prefill_impl="flashmla_sparse", prefill_by_user=False)
+    assert with_choices(one).prefill_impl == "auto"
+    assert with_choices(replace(one, split_prefill=True)).prefill_impl == "flashmla_sparse"
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "want"), [(1023, 9, "flashmla_sparse"), (1024, 9, "sparse_prefill"), (1024, 2**24, "flashmla_sparse")]
+)
+def test_a_prefill_of_many_rows_takes_them_together(rows, slots, want):
+    """Its kernel counts slots in 24 bits."""
+    chosen = object.__new__(auto.AutoPrefill)
+    chosen._least, chosen._few, chosen._many = 1024, *map(Named, auto.PREFILL)
+    inputs = SimpleNamespace(q_nope=torch.empty(rows, 1, 1, device="meta"), kv_cache=torch.empty(slots, 1, device="meta"))
+    assert chosen.forward(inputs) == want
+    chosen.reserve(7)
+    assert [one.reserved for one in (chosen._few, chosen._many)] == [[7], [7]]
+
+
+def test_a_prefill_goes_together_from_where_every_overlap_gains():
+    rows = [
+        {"heads": 16, "rows": rows, "overlap": overlap, "us": {"flashmla_sparse": 10, "sparse_prefill": us}}
+        for rows, overlap, us in (
+            (300, 0.5, 11),
+            (300, 0.9, 8),
+            (1000, 0.5, 9),
+            (1000, 0.9, 5),
+            (8000, 0.5, 9),
+            (8000, 0.0, 20),
+        )
+    ]
+    assert auto_table._prefill(rows) == {"16": 1000}
+    assert auto_table._prefill([row | {"us": {"flashmla_sparse": 10, "sparse_prefill": 9.6}} for row in rows]) == {}

@@ -62,12 +62,13 @@ def test_a_server_that_names_none_has_auto_where_the_release_keeps_what_was_type
     asked_for = []
     monkeypatch.setattr(start_checks, "check_attention", lambda name, *others: asked_for.append(name))
     words = "--attention-backend", adapter.BACKEND_NAMES[0], "--kv-cache-dtype", "bfloat16"
-    for named in ((), (adapter.DECODE_OPTION, "fa3")):
-        server_args = resolve(*words, *named)
+    heads = "--tp-size", "8"  # with which the rows of a prefill go together
+    for named in ((), (adapter.DECODE_OPTION, "fa3", adapter.PREFILL_OPTION, "flashmla_sparse")):
+        server_args = resolve(*words, *heads, *named)
         start_checks.check_implementations(server_args)
         keeps = hasattr(server_args, "resolve_once")
-        assert adapter.names_decode(server_args) == (bool(named) or not keeps)
-        assert asked_for.pop(0) == ("auto" if keeps and not named else "fa3")
+        assert adapter.named_by_user(server_args) == (bool(named) or not keeps,) * 2
+        assert asked_for == (["auto", "auto"] if keeps and not named else ["fa3", "flashmla_sparse"])
         asked_for.clear()
 
 

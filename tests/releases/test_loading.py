@@ -127,7 +127,7 @@ def test_draft_backends_can_be_built_twice(make_runner):
 def test_the_options_are_those_the_process_resolved(make_runner):
     runner = make_runner(num_steps=5)
     assert adapter.settings(runner) == Settings(
-        decode="torch", prefill="torch", num_steps=5, num_draft_tokens=6, decode_by_user=True
+        decode="torch", prefill="torch", num_steps=5, num_draft_tokens=6, decode_by_user=True, prefill_by_user=True
     )
     assert registration.create_backend(runner).config.num_draft_tokens == 6
 

@@ -84,12 +84,16 @@ class DsaAdapter(Adapter):
             get_parallel().attn_cp_size > 1,
             *decode_context_parallel.rank_of_context(),
             get_server_args().disaggregation_mode != "null",
-            self.names_decode(get_server_args()),
+            *self.named_by_user(get_server_args()),
         )
 
-    def names_decode(self, server_args: ServerArgs) -> bool:
+    def named_by_user(self, server_args: ServerArgs) -> tuple[bool, bool]:
         """Newer releases keep what was typed beside what they resolve; older ones fill their default in."""
-        return not hasattr(server_args, "resolve_once") or getattr(server_args, self.DECODE_ATTRIBUTE) is not None
+        decode, prefill = (
+            not hasattr(server_args, "resolve_once") or getattr(server_args, name) is not None
+            for name in (self.DECODE_ATTRIBUTE, self.PREFILL_ATTRIBUTE)
+        )
+        return decode, prefill
 
     def resolved(self, server_args: ServerArgs) -> Any:
         """Server arguments with every default filled in, before they are published."""
