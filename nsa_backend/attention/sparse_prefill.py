@@ -56,7 +56,6 @@ class SparsePrefill(NothingToPrepare):
         self._config, self._rows, self._num_sms = config, rows_of_tile(config.num_heads), sms_of(config.device)
         if config.device.type == "cuda":
             sparse_verify_cuda.compile_ahead(self._rows, config.num_heads, config.index_topk, config.device)
-        self._memory: CudaMemory | None = None
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         query, lens = inputs.q_nope, SparseDecode.lens(inputs)
@@ -79,8 +78,12 @@ class SparsePrefill(NothingToPrepare):
         return out
 
     def _memory_for(self, rows: int) -> CudaMemory:
-        """Kept for all layers, whose forwards run one after the other, and grown where a chunk is larger."""
         shape = self._rows, self._config.num_heads, self._config.index_topk, self._num_sms
-        if self._memory is None or not self._memory.hold(Need.of(rows, *shape)):
-            self._memory = CudaMemory.allocate(rows, *shape, self._config.device)
-        return self._memory
+        key = self._config.device, *shape
+        if key not in _memories or not _memories[key].hold(Need.of(rows, *shape)):
+            _memories[key] = CudaMemory.allocate(rows, *shape, self._config.device)
+        return _memories[key]
+
+
+_memories: dict[tuple, CudaMemory] = {}
+"""Kept for all layers and backends of a process, whose forwards run one after the other, and grown where a chunk is larger."""

@@ -50,6 +50,7 @@ def kernels(monkeypatch):
         sparse_verify_cuda, "attend_of", lambda rows, *shape: found.setdefault(rows, Emulated(rows, *shape[:2]))
     )
     monkeypatch.setattr(sparse_verify, "_cuda_memories", {})
+    monkeypatch.setattr(sparse_prefill, "_memories", {})
     return found
 
 
@@ -61,9 +62,12 @@ def test_a_prompt_goes_in_pieces_of_whole_tiles(kernels, rows):
     inputs = given(rows)
     assert_right(attention.forward(inputs), inputs)
     assert kernels[4].grids == {3: [(1, 1)], 20: [(1, 5)], 37: [(1, 8), (1, 2)]}[rows]
-    kept = attention._memory
-    attention.forward(inputs)
-    assert attention._memory is kept
+    (kept,) = sparse_prefill._memories.values()
+    of_drafts = sparse_prefill.build(attention._config)
+    of_drafts._num_sms = 1
+    of_drafts.forward(inputs)
+    (still,) = sparse_prefill._memories.values()
+    assert still is kept
 
 
 def test_a_rank_without_a_row(kernels):

@@ -1,4 +1,4 @@
-"""End-to-end cases of what is opted into in a layer: its front in two launches, and the rows of a request verified together."""
+"""End-to-end cases of a layer: its front in two launches, and rows of a request or of a prompt together."""
 
 from __future__ import annotations
 
@@ -41,6 +41,19 @@ LAYER_CASES = [
             decode="fa3",
             engine={"nsa_prefill_backend": "sparse_prefill"},
             ours_alone=("nsa_prefill_backend",),
+        )
+        for heads in (16, 8)
+    ),
+    # What a server on an H200 has that names nothing; 32 requests are captured, so that their rows are verified together.
+    *(
+        alone(
+            f"{heads} heads, n3, implementations by rows",
+            workloads=(*MANY, "32x3000"),
+            shape=f"faithful-{heads}-heads",
+            decode="auto",
+            engine={"nsa_decode_backend": None, "nsa_prefill_backend": None, "cuda_graph_bs": [1, 2, 4, 8, 32]},
+            says="decode=auto, prefill=auto",
+            releases="==0.5.23",
         )
         for heads in (16, 8)
     ),
