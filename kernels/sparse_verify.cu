@@ -191,6 +191,7 @@ __device__ __forceinline__ void weigh(float (&d)[128], uint64_t a, uint64_t b) {
 
 #define INFINITE __int_as_float(0x7f800000)
 
+constexpr uint32_t RANKS = 1 << RANKS_LOG2;  // that divide slots; RANK is this one, and its rows of the cache its slots over them
 constexpr int LATENT = 512;
 constexpr int LINES = 64;     // of a tile: heads of one row after the other
 constexpr int TOKENS = 64;    // of a step
@@ -237,6 +238,7 @@ struct Attend {
     unsigned char* out;           // bfloat16 [rows * HEADS, 512]
     unsigned char* of_parts;      // bfloat16 [rows * HEADS, parts, 512], each part by itself; where parts are several
     float* lse;                   // [rows * HEADS, parts], base 2, -inf where a part has nothing for a line; likewise
+    float* joined_lse;            // [rows * HEADS], of all parts; null where nobody asks
     uint32_t* met;                // [groups, 2], blocks that have written their part and that have seen all parts; zeros between calls
     long long q_nope_row, q_nope_head, q_rope_row, q_rope_head, slots_stride, kv_stride;
     float scale;  // of scores, base 2
@@ -253,9 +255,12 @@ __device__ __forceinline__ uint32_t part_of(uint32_t slot, uint32_t parts) { ret
 
 __device__ __forceinline__ float higher(float a, float b) { return a > b ? a : b; }
 
+// Of the highest score, in base 2, and the sum of all over it.
+__device__ __forceinline__ float lse_of(float best, float sum) { return sum == 0 ? -INFINITE : best + log2_fast(sum); }
+
 __device__ __forceinline__ uint32_t cell_of(uint32_t slot) { return __umulhi(slot * 0x85ebca6bu, CELLS); }
 
-// What a thread looks at of a group: entries of its rows, EMPTY where there is none.
+// What a thread looks at of a group: entries of its rows, as rows of this rank's cache; EMPTY where it has none.
 struct Chosen {
     uint32_t slot[ROWS][PER_THREAD];
     int end[ROWS];
@@ -269,7 +274,8 @@ __device__ __forceinline__ Chosen chosen_of(const Attend& a, int row, int rows) 
 #pragma unroll
         for (int c = 0; c < PER_THREAD; ++c) {
             const int i = c * THREADS + static_cast<int>(threadIdx.x);
-            chosen.slot[j][c] = j < rows && i < TOPK ? a.slots[(row + j) * a.slots_stride + i] : EMPTY;
+            const uint32_t slot = j < rows && i < TOPK ? a.slots[(row + j) * a.slots_stride + i] : EMPTY;
+            chosen.slot[j][c] = slot % RANKS == RANK ? slot / RANKS : EMPTY;  // -1 over their number is no slot
         }
     }
     return chosen;
@@ -516,6 +522,7 @@ __device__ __forceinline__ void join(const Attend& a, uint32_t shared, int part,
         const float from_best = best == -INFINITE ? 0 : best;
         for (int p = 0; p < a.parts; ++p) total += exp2_fast(__uint_as_float(load_shared(of_line + 4 * p)) - from_best);
         weight = total == 0 ? 0 : exp2_fast(__uint_as_float(load_shared(shared + WEIGHTS_AT + 4 * thread)) - from_best) / total;
+        if (a.joined_lse && thread % a.parts == 0) a.joined_lse[first_line + first + thread / a.parts] = lse_of(best, total);
     }
     wait_for_copies();
     __syncthreads();
@@ -696,10 +703,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     lower_sum = sum_of(lower);
     const float upper_over = upper_sum == 0 ? 0 : 1 / upper_sum, lower_over = lower_sum == 0 ? 0 : 1 / lower_sum;
     const long long first_line = static_cast<long long>(row) * HEADS;
-    if (a.parts > 1 && half == 0 && column == 0) {
-        const auto lse_of = [](float best, float sum) { return sum == 0 ? -INFINITE : best + log2_fast(sum); };
-        if (upper < lines) a.lse[(first_line + upper) * a.parts + part] = lse_of(upper_best, upper_sum);
-        if (lower < lines) a.lse[(first_line + lower) * a.parts + part] = lse_of(lower_best, lower_sum);
+    float* const lse = a.parts > 1 ? a.lse + part : a.joined_lse;
+    if (lse && half == 0 && column == 0) {
+        if (upper < lines) lse[(first_line + upper) * a.parts] = lse_of(upper_best, upper_sum);
+        if (lower < lines) lse[(first_line + lower) * a.parts] = lse_of(lower_best, lower_sum);
     }
     // Through shared memory, where tokens lay, so that a line leaves in one piece.
     const uint32_t lines_at = shared + TOKENS_AT;

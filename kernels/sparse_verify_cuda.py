@@ -14,6 +14,7 @@ import torch
 from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.checks import check_tensor
 from nsa_backend.kernels.cuda_source import CudaKernel
+from nsa_backend.kernels.local_slots import check_rank
 from nsa_backend.kernels.sparse_decode import check_tensors
 
 SOURCE = Path(__file__).with_name("sparse_verify.cu")
@@ -28,6 +29,8 @@ MOST_CHOSEN = 16384
 """Entries of a group's rows, those of each rounded up to its threads: they must fit shared memory."""
 MOST_OF_ROW = 8192
 """Entries of a row: 32 a thread."""
+MOST_RANKS = 128
+"""-1 over their number is no slot."""
 MOST_PARTS = 16
 """Of a group: more have less to do than it takes to begin and to join them."""
 THREADS = 256
@@ -122,7 +125,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q_nope", "q_rope", "kv", "slots", "lens")),
-        *((name, ctypes.c_void_p) for name in ("lists", "out", "of_parts", "lse", "met")),
+        *((name, ctypes.c_void_p) for name in ("lists", "out", "of_parts", "lse", "joined_lse", "met")),
         *(
             (name, ctypes.c_longlong)
             for name in ("q_nope_row", "q_nope_head", "q_rope_row", "q_rope_head", "slots_stride", "kv_stride")
@@ -137,17 +140,22 @@ Launch = Callable[[tuple[int, int], Arguments], None]
 
 
 @functools.cache
-def attend_of(rows: int, heads: int, topk: int, device: int) -> CudaKernel:
-    """The kernel for groups of `rows` rows, compiled at its first call on a device, in about a second.
+def attend_of(rows: int, heads: int, topk: int, device: int, ranks: int = 1, rank: int = 0) -> CudaKernel:
+    """The kernel for groups of `rows` rows on one of `ranks` ranks, compiled at its first call on a device, in about a second.
 
     Raises:
         RuntimeError: NVRTC or the driver refuses.
     """
     with torch.cuda.device(device):
-        return CudaKernel(SOURCE, "attend", {"ROWS": rows, "HEADS": heads, "TOPK": topk}, THREADS, SHARED_BYTES)
+        return CudaKernel(SOURCE, "attend", constants(rows, heads, topk, ranks, rank), THREADS, SHARED_BYTES)
 
 
-def compile_ahead(rows: int, heads: int, topk: int, device: torch.device) -> None:
+def constants(rows: int, heads: int, topk: int, ranks: int = 1, rank: int = 0) -> dict[str, int]:
+    """Macros of the source."""
+    return {"ROWS": rows, "HEADS": heads, "TOPK": topk, "RANKS_LOG2": ranks.bit_length() - 1, "RANK": rank}
+
+
+def compile_ahead(rows: int, heads: int, topk: int, device: torch.device, ranks: int = 1, rank: int = 0) -> None:
     """Compile the kernel for groups of `rows` rows at start, rather than in the first forward.
 
     Args:
@@ -155,11 +163,13 @@ def compile_ahead(rows: int, heads: int, topk: int, device: torch.device) -> Non
         heads: of a row.
         topk: entries of a row.
         device: that calls will be on; without an index the current one, as SGLang's ranks name theirs.
+        ranks: that divide slots among them.
+        rank: this one.
 
     Raises:
         RuntimeError: NVRTC or the driver refuses.
     """
-    attend_of(rows, heads, topk, torch.cuda.current_device() if device.index is None else device.index)
+    attend_of(rows, heads, topk, torch.cuda.current_device() if device.index is None else device.index, ranks, rank)
 
 
 def sparse_verify_cuda(
@@ -174,6 +184,9 @@ def sparse_verify_cuda(
     *,
     num_sms: int,
     out: torch.Tensor | None = None,
+    ranks: int = 1,
+    rank: int = 0,
+    lse: torch.Tensor | None = None,
     parts: int | None = None,
     launch: Launch | None = None,
 ) -> torch.Tensor:
@@ -193,6 +206,10 @@ def sparse_verify_cuda(
         memory: from `CudaMemory.allocate`, for these heads and rows a request.
         num_sms: of the GPU.
         out: what is returned, contiguous and written whole; allocated if None.
+        ranks: that divide slots among them, a power of two up to 128: slot s lies on rank s modulo that number, in row s
+            divided by it. `kv_cache` is what `rank` has, and slots of others count as missing.
+        rank: this one.
+        lse: float32 [rows, heads], contiguous, written whole: log-sum-exps in base 2, -inf where a row has no slot.
         parts: `parts_of` if None; another one is for measurements, of no more blocks than SMs unless it is one.
         launch: what runs the kernel; a GPU if None, an emulation in tests.
 
@@ -212,6 +229,11 @@ def sparse_verify_cuda(
     if out is None:
         out = torch.empty(rows, heads, latent, dtype=q_nope.dtype, device=q_nope.device)
     check_tensor("out", out, q_nope.dtype, (rows, heads, latent))
+    if lse is not None:
+        check_tensor("lse", lse, torch.float32, (rows, heads))
+    check_rank(ranks, rank)
+    if ranks > MOST_RANKS:
+        raise ValueError(f"{ranks} ranks divide slots: it tells those of up to {MOST_RANKS} apart from none")
     if rows == 0:
         return out
     groups = Groups.of(rows_per_request, heads)
@@ -222,7 +244,7 @@ def sparse_verify_cuda(
     if parts > 1 and parts * count > num_sms:
         raise ValueError(f"{count} groups in {parts} parts wait for each other, and {num_sms} SMs run as many blocks at once")
     q_nope, q_rope = _aligned(q_nope), _aligned(q_rope)
-    launch = launch or attend_of(groups.rows, heads, topk, q_nope.device.index).launch
+    launch = launch or attend_of(groups.rows, heads, topk, q_nope.device.index, ranks, rank).launch
     launch(
         (parts, count),
         Arguments(
@@ -235,6 +257,7 @@ def sparse_verify_cuda(
             out.data_ptr(),
             memory.parts.data_ptr(),
             memory.lse.data_ptr(),
+            None if lse is None else lse.data_ptr(),
             memory.met.data_ptr(),
             *(2 * stride for stride in (*q_nope.stride()[:2], *q_rope.stride()[:2])),
             topk_slots.stride(0),

@@ -48,6 +48,8 @@ def problems(config: AttentionConfig) -> list[str]:
             f"it was measured on {', '.join(known)} and this device is {config.device_name or 'no GPU'}: unset it and name "
             "the implementation, or measure (python -m nsa_backend bench attention, then benchmarks/reports/auto_table.py)"
         ]
+    if config.prefill and config.context_ranks > 1:
+        return ["rows of a prefill whose KV ranks divide were not measured together"]
     if config.prefill and least_in_prefill(config) is None:
         return [f"rows of {config.num_heads} heads on {_kv(config)} KV gain nothing together, or were not measured"]
     names = PREFILL if config.prefill else CANDIDATES[_kv(config)]

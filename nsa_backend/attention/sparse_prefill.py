@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.attention.context_part import ContextPart
 from nsa_backend.attention.interface import (
     NothingToPrepare,
     bfloat16_problems,
     device_title,
     nvrtc_problems,
-    part_problems,
     sinks_problems,
 )
 from nsa_backend.attention.sparse_decode import SparseDecode, sms_of
@@ -42,7 +42,7 @@ def problems(config: AttentionConfig) -> list[str]:
         config.num_heads, config.latent_dim, config.rope_dim, config.index_topk, rows_of_tile(config.num_heads)
     ):
         found.append(reason)
-    return found + bfloat16_problems(config) + nvrtc_problems() + sinks_problems(config) + part_problems(config)
+    return found + bfloat16_problems(config) + nvrtc_problems() + sinks_problems(config)
 
 
 def build(config: AttentionConfig) -> SparsePrefill:
@@ -55,9 +55,18 @@ class SparsePrefill(NothingToPrepare):
     def __init__(self, config: AttentionConfig):
         self._config, self._rows, self._num_sms = config, rows_of_tile(config.num_heads), sms_of(config.device)
         if config.device.type == "cuda":
-            sparse_verify_cuda.compile_ahead(self._rows, config.num_heads, config.index_topk, config.device)
+            ranks = config.context_ranks, config.context_rank
+            sparse_verify_cuda.compile_ahead(self._rows, config.num_heads, config.index_topk, config.device, *ranks)
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
+        return self._call(inputs)
+
+    def forward_part(self, inputs: SparseInputs, part: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
+        """The kernel itself skips what other ranks have."""
+        lse = torch.empty(inputs.q_nope.shape[:2], dtype=torch.float32, device=inputs.q_nope.device)
+        return self._call(inputs, lse, ranks=part.ranks, rank=part.rank), lse
+
+    def _call(self, inputs: SparseInputs, lse: torch.Tensor | None = None, **part: int) -> torch.Tensor:
         query, lens = inputs.q_nope, SparseDecode.lens(inputs)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         rows, most = len(out), WAVES * self._num_sms * self._rows
@@ -74,6 +83,8 @@ class SparsePrefill(NothingToPrepare):
                 self._memory_for(min(most, rows)),
                 num_sms=self._num_sms,
                 out=out[piece],
+                lse=None if lse is None else lse[piece],
+                **part,
             )
         return out
 

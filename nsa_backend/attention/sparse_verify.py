@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nsa_backend.attention import sparse_decode
+from nsa_backend.attention.context_part import ContextPart
 from nsa_backend.attention.interface import nvrtc_problems, part_problems
 from nsa_backend.attention.sparse_decode import SparseDecode
 from nsa_backend.attention.sparse_inputs import SparseInputs
@@ -35,7 +36,7 @@ def problems(config: AttentionConfig) -> list[str]:
             f"here it takes at most {most} rows of a request together: pass --speculative-num-draft-tokens {most} or less, "
             f"where {config.num_draft_tokens} are asked for"
         )
-    return found + part_problems(config)
+    return found if in_cuda(config) else found + part_problems(config)
 
 
 def in_cuda(config: AttentionConfig) -> bool:
@@ -59,34 +60,50 @@ class SparseVerify(SparseDecode):
         self._in_cuda = config.device.type == "cuda" and in_cuda(config)
         if self._in_cuda and config.num_draft_tokens > 1:
             groups = Groups.of(config.num_draft_tokens, config.num_heads)
-            sparse_verify_cuda.compile_ahead(groups.rows, config.num_heads, config.index_topk, config.device)
+            ranks = config.context_ranks, config.context_rank
+            sparse_verify_cuda.compile_ahead(groups.rows, config.num_heads, config.index_topk, config.device, *ranks)
 
     def reserve(self, max_rows: int) -> None:
         """What is allocated later, when the number of slots is known, has room for captured forwards of so many rows."""
         self._reserved_rows = max(max_rows, self._reserved_rows)
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
+        if self._takes(inputs):
+            return self._together(inputs) if self._gains(inputs) else super().forward(inputs)
         rows, rows_per_request = inputs.q_nope.shape[0], inputs.rows_per_request
-        if rows_per_request < 2 or rows % rows_per_request:  # SGLang may pad to any number of rows under DP attention
+        if not _whole_requests(inputs):
             return super().forward(inputs)
         requests, topk, slots = rows // rows_per_request, inputs.topk_slots.shape[1], len(inputs.kv_cache)
-        in_cuda = self._in_cuda and not inputs.logit_cap and slots <= sparse_verify_cuda.MOST_SLOTS
-        if in_cuda and requests * Groups.of(rows_per_request, self._config.num_heads).of_request < FEWEST_GROUPS:
-            return super().forward(inputs)
-        call = (
-            inputs.q_nope,
-            inputs.q_rope,
-            inputs.kv_cache,
-            inputs.topk_slots,
-            self.lens(inputs),
-            inputs.sm_scale,
-            rows_per_request,
-        )
-        if in_cuda:
-            memory = self._cuda_memory(rows, rows_per_request, topk)
-            return sparse_verify_cuda.sparse_verify_cuda(*call, memory, num_sms=self._num_sms)
         memory = self._memory(requests, rows_per_request, topk, slots)
-        return sparse_verify(*call, memory, num_sms=self._num_sms, logit_cap=inputs.logit_cap)
+        return sparse_verify(*self._arguments(inputs), memory, num_sms=self._num_sms, logit_cap=inputs.logit_cap)
+
+    def forward_part(self, inputs: SparseInputs, part: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
+        """The kernel itself skips what other ranks have."""
+        if not (self._takes(inputs) and self._gains(inputs)):
+            return super().forward_part(inputs, part)
+        lse = torch.empty(inputs.q_nope.shape[:2], dtype=torch.float32, device=inputs.q_nope.device)
+        return self._together(inputs, ranks=part.ranks, rank=part.rank, lse=lse), lse
+
+    def _takes(self, inputs: SparseInputs) -> bool:
+        """Whether the kernel in CUDA C++ can serve this call."""
+        return self._in_cuda and not inputs.logit_cap and len(inputs.kv_cache) <= sparse_verify_cuda.MOST_SLOTS
+
+    def _gains(self, inputs: SparseInputs) -> bool:
+        """Whether there are whole requests of several rows, and enough tiles of them."""
+        if not _whole_requests(inputs):
+            return False
+        requests, rows_per_request = len(inputs.q_nope) // inputs.rows_per_request, inputs.rows_per_request
+        return requests * Groups.of(rows_per_request, self._config.num_heads).of_request >= FEWEST_GROUPS
+
+    def _together(self, inputs: SparseInputs, **part: Any) -> torch.Tensor:
+        memory = self._cuda_memory(len(inputs.q_nope), inputs.rows_per_request, inputs.topk_slots.shape[1])
+        return sparse_verify_cuda.sparse_verify_cuda(*self._arguments(inputs), memory, num_sms=self._num_sms, **part)
+
+    def _arguments(self, inputs: SparseInputs) -> tuple:
+        return (
+            inputs.q_nope, inputs.q_rope, inputs.kv_cache, inputs.topk_slots, self.lens(inputs), inputs.sm_scale,
+            inputs.rows_per_request,
+        )  # fmt: skip
 
     def _cuda_memory(self, rows: int, rows_per_request: int, topk: int) -> CudaMemory:
         config = self._config
@@ -114,6 +131,11 @@ class SparseVerify(SparseDecode):
         if self._config.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             kept.append(made)
         return made
+
+
+def _whole_requests(inputs: SparseInputs) -> bool:
+    """Whether the rows are those of requests of several; SGLang may pad to any number of rows under DP attention."""
+    return inputs.rows_per_request > 1 and len(inputs.q_nope) % inputs.rows_per_request == 0
 
 
 _memories: dict[tuple, list[VerifyMemory]] = {}

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from emulated import Emulated
+from joined_parts import joined
 
 from nsa_backend.attention import interface, sparse_prefill, sparse_verify
+from nsa_backend.attention.context_part import ContextPart
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
 from nsa_backend.config import AttentionConfig
@@ -47,7 +49,7 @@ def kernels(monkeypatch):
     """By rows of a tile, what runs in place of the GPU's."""
     found: dict[int, Emulated] = {}
     monkeypatch.setattr(
-        sparse_verify_cuda, "attend_of", lambda rows, *shape: found.setdefault(rows, Emulated(rows, *shape[:2]))
+        sparse_verify_cuda, "attend_of", lambda rows, heads, topk, *rest: found.setdefault(rows, Emulated(rows, heads, topk))
     )
     monkeypatch.setattr(sparse_verify, "_cuda_memories", {})
     monkeypatch.setattr(sparse_prefill, "_memories", {})
@@ -95,6 +97,32 @@ def test_few_requests_are_left_to_sparse_decode(kernels, monkeypatch, requests, 
         ((memory,),) = sparse_verify._cuda_memories.values()
         assert memory.hold(sparse_verify_cuda.Need.of(20, 4, HEADS, TOPK, 8))
     assert bool(alone) != together
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+def test_rows_together_on_ranks_that_divide_their_kv(kernels, monkeypatch, prefill):
+    """Each rank's part, joined as SGLang joins them, is what one rank gives; a rank has a kernel of its own."""
+    ranks = 2
+    monkeypatch.setattr(sparse_verify, "FEWEST_GROUPS", 2)
+    monkeypatch.setattr(
+        sparse_verify_cuda, "attend_of", lambda rows, heads, topk, device, *rank: Emulated(rows, heads, topk, 0, *rank)
+    )
+    inputs, parts = given(8, rows_per_request=1 if prefill else 4), []
+    for rank in range(ranks):
+        config = replace(CONFIG, num_draft_tokens=4, prefill=prefill, context_ranks=ranks, context_rank=rank)
+        attention = (sparse_prefill if prefill else sparse_verify).build(config)
+        attention._in_cuda, attention._num_sms = True, 4
+        mine = replace(inputs, kv_cache=inputs.kv_cache[rank::ranks].contiguous())
+        out, lse = attention.forward_part(mine, ContextPart(ranks, rank).at(inputs.topk_slots, None, 0))
+        parts.append((out.float(), lse))
+    assert_right(joined(parts), inputs)
+
+
+def test_few_requests_of_divided_kv_are_left_to_sparse_decode(kernels, monkeypatch):
+    attention = sparse_verify.build(replace(CONFIG, num_draft_tokens=4, context_ranks=2))
+    attention._in_cuda = True
+    monkeypatch.setattr(sparse_verify.SparseDecode, "forward_part", lambda self, inputs, part: "alone")
+    assert attention.forward_part(given(8, rows_per_request=4), ContextPart(2, 0)) == "alone"
 
 
 def test_what_pads_to_other_rows_is_left_to_sparse_decode(kernels, monkeypatch):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from emulated import Emulated, emulator
 from hypothesis import given
 from hypothesis import strategies as st
+from joined_parts import joined
 from properties import tried
 from sparse_rows import OVERLAPS, assert_near, over_slots, selections
 
 from nsa_backend.kernels import sparse_verify_cuda as verify
+from nsa_backend.kernels.local_slots import local_slots_torch
 from nsa_backend.kernels.sparse_decode_torch import sparse_decode_torch
 
 SMS, CELLS = 12, 16384
@@ -105,6 +109,39 @@ def test_slots_that_meet_in_one_cell_of_the_hash_table(device):
     assert_near(verified(inputs, 4, parts=1), want, torch.bfloat16)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_parts_of_ranks_joined_are_attention_over_all_slots(device, ranks, parts):
+    """Each rank tells its own slots from the others', and the log-sum-exp of what it has: -inf where that is nothing."""
+    generator = torch.Generator().manual_seed(ranks)
+    slots, num_slots = selections(generator, 1, 4, 128, 0.5)
+    slots[3] = torch.where(slots[3] % ranks == 1, slots[3], -1)  # a row that lies on one rank
+    num_slots += -num_slots % ranks
+    q_nope, q_rope, kv, slots, lens = over_slots(
+        device, slots, [128, 90, 0, 128], num_slots, 16, torch.bfloat16, generator, 512, 64
+    )
+    found = []
+    for rank in range(ranks):
+        memory = verify.CudaMemory.allocate(4, 4, 16, 128, SMS, device)
+        memory.lse.fill_(float("nan"))
+        lse = torch.full((4, 16), float("nan"), device=device)
+        launch = None if kv.is_cuda else Emulated(4, 16, 128, rank, ranks, rank).launch
+        cache = kv[rank::ranks].contiguous()
+        out = verify.sparse_verify_cuda(
+            q_nope, q_rope, cache, slots, lens, 0.1, 4, memory, num_sms=SMS, ranks=ranks, rank=rank, lse=lse, parts=parts,
+            launch=launch,
+        )  # fmt: skip
+        own, counts = local_slots_torch(torch.where(torch.arange(128) < lens.cpu()[:, None], slots.cpu(), -1), ranks, rank)
+        for row, count in enumerate(counts.tolist()):
+            keys = cache[own[row, :count].long(), 0].float().cpu()
+            scores = 0.1 * torch.cat([q_nope, q_rope], -1)[row].float().cpu() @ keys.T
+            torch.testing.assert_close(lse[row].cpu(), torch.logsumexp(scores, 1) / math.log(2), atol=5e-3, rtol=0)
+        assert (out[counts == 0] == 0).all()
+        found.append((out.float(), lse))
+    want = sparse_decode_torch(*(t.cpu() for t in (q_nope, q_rope, kv, slots, lens)), 0.1)
+    assert_near(joined(found).bfloat16(), want, torch.bfloat16)
+
+
 @pytest.mark.parametrize(("rows", "per_request"), [(7, 4), (9, 6)])
 def test_the_last_request_may_have_fewer_rows(device, rows, per_request):
     """As a prompt's rows are taken together, whose number is any."""
@@ -147,6 +184,8 @@ def test_what_does_not_fit_is_refused(device):
     memory = verify.CudaMemory.allocate(8, 4, 16, 128, 8, device)
     with pytest.raises(ValueError, match="2 groups in 4 parts wait for each other, and 7 SMs"):
         verify.sparse_verify_cuda(q_nope, q_rope, kv, slots, lens, 0.1, 4, memory, num_sms=7, parts=4)
+    with pytest.raises(ValueError, match="256 ranks divide slots: it tells those of up to 128"):
+        verify.sparse_verify_cuda(q_nope, q_rope, kv, slots, lens, 0.1, 4, memory, num_sms=8, ranks=256)
     assert "room for 16384" in verify.problem(8, 512, 64, 4096, 8)
     assert "takes up to 8192" in verify.problem(64, 512, 64, 8193, 1)
     assert verify.problem(16, 512, 64, 2048, 4) is None
@@ -179,18 +218,18 @@ def test_it_is_compiled_for_the_device_of_this_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     verify.compile_ahead(4, 16, 2048, torch.device("cuda"))
     verify.compile_ahead(4, 16, 2048, torch.device("cuda:1"))
-    assert compiled == [(4, 16, 2048, 3), (4, 16, 2048, 1)]
+    assert compiled == [(4, 16, 2048, 3, 1, 0), (4, 16, 2048, 1, 1, 0)]
 
 
 def test_the_launch_reserves_what_the_source_takes():
     """Its own bytes, and what it may leave out so that panels begin at a multiple of 1024."""
-    assert emulator(4, 16, 128).shared_bytes() + 1023 <= verify.SHARED_BYTES <= 232448
+    assert emulator(4, 16, 128, 1, 0).shared_bytes() + 1023 <= verify.SHARED_BYTES <= 232448
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(4, 16), (3, 16), (8, 8), (2, 32)])
 def test_it_compiles_for_hopper_with_all_in_registers(rows, heads):
     from nsa_backend.kernels.cuda_source import compiled
 
-    _, said = compiled(verify.SOURCE, {"ROWS": rows, "HEADS": heads, "TOPK": 2048})
+    _, said = compiled(verify.SOURCE, verify.constants(rows, heads, 2048))
     assert "0 bytes spill stores, 0 bytes spill loads" in said
     assert "serialized" not in said  # products that the compiler would make wait for each other

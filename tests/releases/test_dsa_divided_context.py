@@ -268,15 +268,22 @@ def test_a_server_starts_with_the_heads_of_its_ranks(resolve, monkeypatch):
     named = (adapter.PREFILL_OPTION, "flashmla_sparse", adapter.DECODE_OPTION)
     resolve(*words, *named, "fa3").check_server_args()
     assert [(config.num_heads, config.context_ranks) for config in seen] == [(64 // 8 * 4, 4)]
-    with pytest.raises(ValueError, match="sparse_verify cannot run here: --dcp-size divides the KV of a request among ranks"):
-        resolve(*words, *named, "sparse_verify").check_server_args()
-    with pytest.raises(ValueError, match=r"trtllm cannot run here: .*Choose one of: fa3, flashmla_sparse, sparse_decode;"):
+    resolve(*words, *named, "sparse_verify").check_server_args()
+    usable = "fa3, flashmla_sparse, sparse_decode, sparse_verify"
+    with pytest.raises(ValueError, match=rf"trtllm cannot run here: .*Choose one of: {usable};"):
         resolve(*words).check_server_args()
 
 
-@pytest.mark.parametrize("name", ["sparse_verify", "trtllm"])
-def test_an_implementation_without_a_log_sum_exp_is_named(name):
-    whole = config(16)
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("trtllm", {}),
+        ("sparse_verify", {"kv_cache_dtype": torch.float8_e4m3fn}),  # its kernel in Triton
+        ("sparse_verify", {"num_heads": 128}),
+    ],
+)
+def test_an_implementation_without_a_log_sum_exp_is_named(name, facts):
+    whole = replace(config(16), **facts)
     divided = replace(whole, context_ranks=2)
     (problem,) = set(implementation(name).problems(divided)) - set(implementation(name).problems(whole))
     assert problem == (

@@ -14,10 +14,11 @@ HERE = Path(__file__).parent
 
 
 @cache
-def emulator(rows: int, heads: int, topk: int) -> ctypes.CDLL:
-    """For groups of so many rows."""
+def emulator(*shape: int) -> ctypes.CDLL:
+    """For groups of so many rows, on one of so many ranks."""
     out = Path(tempfile.mkdtemp(prefix="nsa-emulation-")) / "kernel.so"
-    words = [f"-DROWS={rows}", f"-DHEADS={heads}", f"-DTOPK={topk}", "-DEMULATE", f'-DSOURCE="{verify.SOURCE.resolve()}"']
+    words = [f"-D{name}={value}" for name, value in verify.constants(*shape).items()]
+    words += ["-DEMULATE", f'-DSOURCE="{verify.SOURCE.resolve()}"']
     subprocess.run(
         ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", *words, "-I", HERE, HERE / "emulation.cpp", "-o", out], check=True
     )
@@ -27,8 +28,8 @@ def emulator(rows: int, heads: int, topk: int) -> ctypes.CDLL:
 class Emulated:
     """In place of `cuda_source.CudaKernel`; `grids` are those of its launches."""
 
-    def __init__(self, rows: int, heads: int, topk: int, seed: int = 0):
-        self._run, self._seed = emulator(rows, heads, topk).run, seed
+    def __init__(self, rows: int, heads: int, topk: int, seed: int = 0, ranks: int = 1, rank: int = 0):
+        self._run, self._seed = emulator(rows, heads, topk, ranks, rank).run, seed
         self.grids: list[tuple[int, int]] = []
 
     def launch(self, grid: tuple[int, int], arguments: verify.Arguments) -> None:
