@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.reports import parts, traces
-from nsa_backend.benchmarks.reports.cells import Cell
+from nsa_backend.benchmarks.reports.cells import Cell, Prepared
 from nsa_backend.benchmarks.reports.rank_rows import title_of
 from nsa_backend.benchmarks.servers import server_options
 from nsa_backend.benchmarks.servers.generation import in_turns, prompts, summary
@@ -55,14 +55,15 @@ class RankServers:
     port: int
     shapes: dict[tuple[str, Parallel], list[tuple[int, int]]]  # by rank and deployment, all that fit
     _open: ExitStack = field(default_factory=ExitStack)
-    _key: tuple | None = None
     _found: dict[str, Server] = field(default_factory=dict)
+    prepared: Prepared = field(default_factory=Prepared)
     ready: dict[str, float] = field(default_factory=dict)
     """Seconds from the start of each side's server until it answered; with two at once each waits for the other too."""
 
     def of(self, name: str, steps: int, turn: int, stage: Stage) -> dict[str, Server]:
         """Servers by side, ready."""
-        if self._key != (name, steps, turn, stage):
+        if self.prepared.key != (name, steps, turn, stage):
+            asked = time.perf_counter()
             self.close()
             parallel, alone = stage.parallel, stage.parallel == ONE_GPU
             path = checkpoint_of(name, self.folder, parallel.gpus)
@@ -78,13 +79,14 @@ class RankServers:
             for side, server in self._found.items():
                 server.wait(STARTING)
                 self.ready[side] = round(time.perf_counter() - began[side], 1)
-            self._key = name, steps, turn, stage
+            self.prepared.key = name, steps, turn, stage
+            self.prepared.seconds += time.perf_counter() - asked
         return self._found
 
     def close(self) -> None:
         """End what runs."""
         self._open.close()
-        self._found, self._key = {}, None
+        self._found, self.prepared.key = {}, None
 
 
 Measure = Callable[[RankServers, str, int, int, Stage, int, int], list[dict]]
@@ -124,13 +126,16 @@ def cells(
             of_steps = [(parallel, serving(sides, steps, parallel)) for parallel in asked]
             for turn, stage in stages(of_steps, gpus, 1 if options.quick else turns):
                 head, fits = f"{title_of(name, stage.parallel)}, N = {steps}", fitting[name, stage.parallel]
+                standing = {"prepared": servers.prepared, "key": (name, steps, turn, stage)}
                 for batch, length in fits:
                     title = f"{head}, {batch} x {length}, {stage}"
-                    found.append(Cell(title, partial(measure, servers, name, steps, turn, stage, batch, length)))
+                    of_cell = partial(measure, servers, name, steps, turn, stage, batch, length)
+                    found.append(Cell(title, of_cell, **standing))
                 for batch, length in fits:
                     if batch in (getattr(options, "parts", None) or ()):
                         title = f"{head}, {batch} x {length} by part, {stage}"
-                        found.append(Cell(title, partial(by_part, servers, name, steps, turn, stage, batch, length)))
+                        of_cell = partial(by_part, servers, name, steps, turn, stage, batch, length)
+                        found.append(Cell(title, of_cell, **standing, kind="by part"))
         for parallel in asked:
             for batch, length in (shape for shape in wanted[name] if shape not in fitting[name, parallel]):
                 row = {"checkpoint": name, "parallel": str(parallel), "batch": batch, "length": length}

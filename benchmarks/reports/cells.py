@@ -11,6 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
+@dataclass
+class Prepared:
+    """What cells need before they measure, as servers that run: the key of what stands now, and the seconds of all so far."""
+
+    key: Any = None
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class Cell:
     """One thing to measure. `measure` returns rows for the report's section of that name."""
@@ -18,12 +26,16 @@ class Cell:
     name: str
     measure: Callable[[], list[dict]]
     section: str = "rows"
+    prepared: Prepared | None = None  # what this cell and others measure on,
+    key: Any = None  # and what that must be; `measure` prepares it where it is not
+    kind: str = ""  # of cells that take about as long
 
 
 def run_cells(cells: list[Cell], seconds: float, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measure cell after cell as long as the longest one so far would still end in time.
+    """Measure cell after cell as long as the longest one so far of its kind, or of all, would still end in time.
 
-    The first cell compiles kernels for all others, so it counts only until a second one has run.
+    The first cell compiles kernels for all others, so it counts only until a second one has run. What preparing takes counts
+    for cells that have to prepare too.
 
     Args:
         cells: in the order to measure.
@@ -34,20 +46,27 @@ def run_cells(cells: list[Cell], seconds: float, keep: Callable[[dict[str, Any]]
         Rows by section, `seconds`, and under `not_measured` the names of cells that found no time.
     """
     report: dict[str, Any] = {cell.section: [] for cell in cells} | {"not_measured": [], "seconds": 0.0}
-    began, took = time.monotonic(), list[float]()
+    began, took, preparing = time.monotonic(), list[tuple[str, float]](), [0.0]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not cells) as progress:
         task = progress.add_task("", total=len(cells))
         for cell in cells:
             started = time.monotonic()
-            if took and started - began + max(took[1:] or took) > seconds:
+            prepared = cell.prepared or Prepared()
+            alike = [(kind, lasted) for kind, lasted in took[1:] if kind == cell.kind] or took[1:] or took
+            expected = max((lasted for _, lasted in alike), default=0.0)
+            expected += max(preparing) if prepared.key != cell.key else 0.0
+            if took and started - began + expected > seconds:
                 report["not_measured"].append(cell.name)
                 progress.advance(task)
                 continue
             progress.update(task, description=cell.name)
+            before = prepared.seconds
             report[cell.section] += cell.measure()
-            took.append(time.monotonic() - started)
-            progress.console.print(f"{cell.name}: {took[-1]:.1f} s", highlight=False)  # a log file shows no bar
+            whole = time.monotonic() - started
+            preparing.append(prepared.seconds - before)
+            took.append((cell.kind, whole - preparing[-1]))
+            progress.console.print(f"{cell.name}: {whole:.1f} s", highlight=False)  # a log file shows no bar
             report["seconds"] = round(time.monotonic() - began, 1)
             keep(report)
             progress.advance(task)

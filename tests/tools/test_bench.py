@@ -61,6 +61,36 @@ def test_a_first_cell_that_compiles_does_not_stop_the_short_ones_after_it(clock)
     assert report["not_measured"] == ["cell 3", "cell 4"]
 
 
+def test_the_start_of_a_server_counts_for_cells_that_start_one(clock):
+    """The first cell of each server starts it, in 100 seconds; every cell measures for 10."""
+
+    def measured_within(seconds: float) -> list[int]:
+        servers = cells.Prepared()
+
+        def measure(number: int) -> list[dict]:
+            if servers.key != number // 3:
+                servers.key, servers.seconds = number // 3, servers.seconds + 100
+                clock.now += 100
+            clock.now += 10
+            return [{"cell": number}]
+
+        made = [cells.Cell(f"{n}", lambda n=n: measure(n), prepared=servers, key=n // 3) for n in range(9)]
+        return [row["cell"] for row in cells.run_cells(made, seconds, lambda _: None)["rows"]]
+
+    assert measured_within(150) == [0, 1, 2]
+    assert measured_within(255) == [0, 1, 2, 3, 4]
+
+
+def test_a_long_kind_of_cell_does_not_stop_a_short_one(clock):
+    def measure(number: int, seconds: int) -> list[dict]:
+        clock.now += seconds
+        return [{"cell": number}]
+
+    kinds = [("", 10), ("", 10), ("by part", 100), ("", 10), ("by part", 100)]
+    made = [cells.Cell(f"{n}", lambda n=n, s=s: measure(n, s), kind=kind) for n, (kind, s) in enumerate(kinds)]
+    assert [row["cell"] for row in cells.run_cells(made, 140, lambda _: None)["rows"]] == [0, 1, 2, 3]
+
+
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
