@@ -152,6 +152,15 @@ CONTEXT_CASES = [
     part(f"{DCP}, without drafts", steps=0),
     part(f"{DCP}, flashmla_sparse", decode="flashmla_sparse", floors=FLOORS),
     part(f"{DCP}, sparse_decode", decode="sparse_decode", floors=FLOORS),
+    part(
+        f"{DCP}, rows together",
+        decode="sparse_verify",
+        shape="faithful-16-heads",
+        workloads=(*STANDARD, "32x300", "32x3000"),
+        engine=CONTEXT | {"nsa_prefill_backend": "sparse_prefill", "cuda_graph_bs": [1, 2, 4, 8, 32]},
+        ours_alone=("dcp_size", "dcp_comm_backend", "nsa_prefill_backend"),
+        floors=FLOORS,
+    ),
     part(f"{DCP}, fa3 prefill", engine=CONTEXT | {"nsa_prefill_backend": "fa3"}, floors=FLOORS),
     part(f"{DCP}, chunked prefill", engine=CONTEXT | {"chunked_prefill_size": 1024}, floors=FLOORS),
     # SGLang exchanges all to all unless told, with q_proj on every rank, which leaves the front to its own layer.
