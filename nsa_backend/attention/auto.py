@@ -132,10 +132,6 @@ class AutoPrefill(NothingToPrepare):
         self._least = least
         self._few, self._many = (implementation(name).build(config) for name in PREFILL)
 
-    def reserve(self, max_rows: int) -> None:
-        for attention in (self._few, self._many):
-            attention.reserve(max_rows)
-
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         many = inputs.q_nope.shape[0] >= self._least and len(inputs.kv_cache) <= MOST_SLOTS
         return (self._many if many else self._few).forward(inputs)
