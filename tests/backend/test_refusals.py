@@ -70,7 +70,6 @@ def test_topk_that_sgl_kernel_cannot_select(make_runner):
             "reads a bfloat16 KV cache and this one is torch.float8_e4m3fn",
         ),
         ("sparse_prefill", {"prefill": True, "num_heads": 16, "index_topk": 8192}, "choose 32768 slots, and it has room for"),
-        ("sparse_prefill", {"prefill": True, "num_heads": 16, "context_ranks": 2}, "--dcp-size divides the KV"),
         ("trtllm", {}, r"built for Blackwell \(SM100, SM103\) and this device is SM90"),
         ("trtllm", {"device_sm": 120}, "this device is SM120"),
         ("trtllm", {"device_sm": 0}, "this device is no GPU"),

@@ -20,7 +20,7 @@ def emulator(*shape: int) -> ctypes.CDLL:
     words = [f"-D{name}={value}" for name, value in verify.constants(*shape).items()]
     words += ["-DEMULATE", f'-DSOURCE="{verify.SOURCE.resolve()}"']
     subprocess.run(
-        ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", *words, "-I", HERE, HERE / "emulation.cpp", "-o", out], check=True
+        ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", *words, "-I", HERE, HERE / "emulation.cpp", "-o", out], check=True
     )
     return ctypes.CDLL(str(out))
 
