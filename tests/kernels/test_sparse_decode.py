@@ -54,7 +54,7 @@ def test_an_fp8_cache(device, half, heads, sms, logit_cap):
     assert torch.equal(sparse_decode_torch(q_nope, q_rope, packed, slots, lens, 0.02, logit_cap), want)
 
 
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("heads", [16, pytest.param(128, marks=pytest.mark.slow)])
 def test_the_models_shape_in_fp8(device, half, heads):
     q_nope, q_rope, kv, slots, lens = case(device, 3, heads, 2048, [2048, 1, 300], half, 6, latent=512, rope=64)
     packed, values = quantised(kv, 512, half)

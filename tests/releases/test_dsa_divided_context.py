@@ -153,7 +153,7 @@ def engine(num_steps: int, ranks: int = 1) -> Engine:
     return made
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_decode_the_tokens_of_one(ranks, fused, monkeypatch):
     """Chunked prefill on a cached prefix, then captured decode with a padding request."""

@@ -152,7 +152,7 @@ def script(seed: int) -> list[tuple[list[int], list[int], list[int]]]:
     return turns
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_every_turn_has_one_exchange_and_the_same_graphs_on_every_rank(num_steps, seed):
     """Whether a rank has requests, none, or only some whose KV is under way, and whether its rounds are one graph or three."""

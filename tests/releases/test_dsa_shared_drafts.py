@@ -59,7 +59,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("num_steps", [2, 3, pytest.param(LAG + 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, LAG + 1))])
 def test_drafts_that_see_neither_themselves_nor_one_another_are_right(sharing, num_steps, fused):
     """Contexts below and above index_topk, padding rows of zeros, selections from prefill and draft-extend."""
     asked = prompts(9, 70, 140)

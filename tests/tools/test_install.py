@@ -66,7 +66,7 @@ def test_sdist_builds_and_installs_without_a_checkout(tmp_path):
     assert "nsa_backend = nsa_backend.plugin:register" in entry.read_text()
 
 
-@pytest.mark.parametrize("num_steps", [2, 3, 6])
+@pytest.mark.parametrize("num_steps", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 6))])
 def test_demo_accepts_every_draft(num_steps, capsys):
     """In this process, which has loaded what the command loads; `test_whole_demo.py` starts one."""
     assert command.main(["demo", "--steps", str(num_steps), "--requests", "3", "--tokens", "14"]) == 0
