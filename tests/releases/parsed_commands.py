@@ -65,7 +65,8 @@ def refusal(words: list[str]) -> str | None:
 
 def main() -> None:
     load_plugins()
-    torch.cuda.get_device_capability = lambda *device: (9, 0)  # all that resolution asks of a GPU
+    torch.cuda.get_device_capability = lambda *device: (9, 0)  # all that resolution asks of a GPU,
+    torch.cuda.get_device_name = lambda *device: "NVIDIA H200"  # and the plugin of one that choices by rows may know
     commands = json.load(sys.stdin)
     if "--refusals" in sys.argv:
         json.dump([refusal(words) for words in commands], sys.__stdout__)
