@@ -128,14 +128,12 @@ def cells(
                 head, fits = f"{title_of(name, stage.parallel)}, N = {steps}", fitting[name, stage.parallel]
                 standing = {"prepared": servers.prepared, "key": (name, steps, turn, stage)}
                 for batch, length in fits:
-                    title = f"{head}, {batch} x {length}, {stage}"
-                    of_cell = partial(measure, servers, name, steps, turn, stage, batch, length)
-                    found.append(Cell(title, of_cell, **standing))
+                    measured = partial(measure, servers, name, steps, turn, stage, batch, length)
+                    found.append(Cell(f"{head}, {batch} x {length}, {stage}", measured, **standing))
                 for batch, length in fits:
                     if batch in (getattr(options, "parts", None) or ()):
-                        title = f"{head}, {batch} x {length} by part, {stage}"
-                        of_cell = partial(by_part, servers, name, steps, turn, stage, batch, length)
-                        found.append(Cell(title, of_cell, **standing, kind="by part"))
+                        measured = partial(by_part, servers, name, steps, turn, stage, batch, length)
+                        found.append(Cell(f"{head}, {batch} x {length} by part, {stage}", measured, **standing, kind="by part"))
         for parallel in asked:
             for batch, length in (shape for shape in wanted[name] if shape not in fitting[name, parallel]):
                 row = {"checkpoint": name, "parallel": str(parallel), "batch": batch, "length": length}

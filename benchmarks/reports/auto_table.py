@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Hashable, Iterable
 from pathlib import Path
+from typing import Any
 
 from nsa_backend.attention.auto import CANDIDATES, PREFILL, TABLE, TOGETHER
 
@@ -50,35 +52,40 @@ def derive(result: Path, sharing: Path) -> dict:
 
 def _together(rows: list[dict], kv: str) -> dict[str, dict[str, int]]:
     """{heads: {rows of a request: least rows of a call}} from which on sparse_verify gains at every overlap of REAL."""
-    wins: dict[tuple[int, int], dict[int, bool]] = {}
-    for row in rows:
-        if row["kv"] == kv and row["overlap"] in REAL:
-            others = min(us for name, us in row["us"].items() if name in CANDIDATES[kv])
-            by_rows = wins.setdefault((row["heads"], row["rows_per_request"]), {})
-            count = row["requests"] * row["rows_per_request"]
-            by_rows[count] = by_rows.get(count, True) and row["us"][TOGETHER] < GAIN * others
+    least = _from_where_all_gain(
+        (
+            (row["heads"], row["rows_per_request"]),
+            row["requests"] * row["rows_per_request"],
+            row["us"][TOGETHER] / min(us for name, us in row["us"].items() if name in CANDIDATES[kv]),
+        )
+        for row in rows
+        if row["kv"] == kv and row["overlap"] in REAL
+    )
     found: dict[str, dict[str, int]] = {}
-    for (heads, rows_per_request), by_rows in wins.items():
-        if least := _from_where_all_win(by_rows):
-            found.setdefault(str(heads), {})[str(rows_per_request)] = least
+    for (heads, rows_per_request), count in least.items():
+        found.setdefault(str(heads), {})[str(rows_per_request)] = count
     return found
 
 
 def _prefill(rows: list[dict]) -> dict[str, int]:
     """{heads: least rows of a prefill} from which on sparse_prefill gains at every overlap of REAL."""
     few, many = PREFILL
-    wins: dict[int, dict[int, bool]] = {}
-    for row in rows:
-        if row["overlap"] in REAL:
-            by_rows = wins.setdefault(row["heads"], {})
-            by_rows[row["rows"]] = by_rows.get(row["rows"], True) and row["us"][many] < GAIN * row["us"][few]
-    return {str(heads): least for heads, by_rows in wins.items() if (least := _from_where_all_win(by_rows))}
+    measured = ((row["heads"], row["rows"], row["us"][many] / row["us"][few]) for row in rows if row["overlap"] in REAL)
+    return {str(heads): count for heads, count in _from_where_all_gain(measured).items()}
 
 
-def _from_where_all_win(by_rows: dict[int, bool]) -> int | None:
-    """Of the counts above the largest that did not win, the least."""
-    lost = max((count for count, won in by_rows.items() if not won), default=0)
-    return min((count for count in by_rows if count > lost), default=None)
+def _from_where_all_gain(measured: Iterable[tuple[Hashable, int, float]]) -> dict[Any, int]:
+    """Of (kind, rows, time over that of others), by kind the least rows above the largest that did not gain."""
+    worst: dict[Hashable, dict[int, float]] = {}
+    for kind, rows, ratio in measured:
+        of_kind = worst.setdefault(kind, {})
+        of_kind[rows] = max(ratio, of_kind.get(rows, 0.0))
+    found = {}
+    for kind, of_kind in worst.items():
+        lost = max((rows for rows, ratio in of_kind.items() if ratio >= GAIN), default=0)
+        if over := [rows for rows in of_kind if rows > lost]:
+            found[kind] = min(over)
+    return found
 
 
 def _intervals(found: dict, names: tuple[str, ...]) -> list[list]:

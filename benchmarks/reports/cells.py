@@ -53,9 +53,8 @@ def run_cells(cells: list[Cell], seconds: float, keep: Callable[[dict[str, Any]]
         for cell in cells:
             started = time.monotonic()
             prepared = cell.prepared or Prepared()
-            alike = [(kind, lasted) for kind, lasted in took[1:] if kind == cell.kind] or took[1:] or took
-            expected = max((lasted for _, lasted in alike), default=0.0)
-            expected += max(preparing) if prepared.key != cell.key else 0.0
+            alike = [lasted for kind, lasted in took[1:] if kind == cell.kind] or [lasted for _, lasted in took[1:] or took]
+            expected = max(alike, default=0.0) + (max(preparing) if prepared.key != cell.key else 0.0)
             if took and started - began + expected > seconds:
                 report["not_measured"].append(cell.name)
                 progress.advance(task)

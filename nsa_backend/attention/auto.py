@@ -61,7 +61,8 @@ def build(config: AttentionConfig) -> SparseAttention:
     if config.prefill:
         return AutoPrefill(config, least_in_prefill(config))
     least = least_together(config.device_name, _kv(config), config.num_heads)
-    if config.num_draft_tokens < 2 or implementation(TOGETHER).problems(config):
+    # Where ranks divide the KV rows are asked for one by one (`Auto.forward_part`), so nothing is compiled for them together.
+    if config.num_draft_tokens < 2 or config.context_ranks > 1 or implementation(TOGETHER).problems(config):
         least = {}
     return Auto(config, intervals(config.device_name, _kv(config), config.num_heads), least)
 
@@ -75,22 +76,26 @@ def intervals(device_name: str, kv: str, num_heads: int) -> list[tuple[int, str]
 
     Head counts between the measured ones follow the next larger one, as FlashMLA pads them; the largest follows itself.
     """
-    by_heads = {int(heads): rows for heads, rows in measured()[device_name][kv].items()}
-    heads = min((h for h in by_heads if h >= num_heads), default=max(by_heads))
+    by_heads = measured()[device_name][kv]
+    heads = _measured_heads(by_heads, num_heads) or max(by_heads, key=int)
     return [(most, name) for most, name in by_heads[heads]]
+
+
+def _measured_heads(by_heads: Mapping[str, Any], num_heads: int) -> str | None:
+    """Of the head counts that there are, the least that is no smaller."""
+    return min((heads for heads in by_heads if int(heads) >= num_heads), key=int, default=None)
 
 
 def least_together(device_name: str, kv: str, num_heads: int) -> dict[int, int]:
     """By rows of a request, the least rows of a call that sparse_verify serves faster; of as many heads as in `intervals`."""
-    by_heads = {int(heads): least for heads, least in measured()[device_name].get("together", {}).get(kv, {}).items()}
-    heads = min((h for h in by_heads if h >= num_heads), default=None)
-    return {int(rows): least for rows, least in by_heads.get(heads, {}).items()}
+    by_heads = measured()[device_name]["together"][kv]
+    return {int(rows): least for rows, least in by_heads.get(_measured_heads(by_heads, num_heads), {}).items()}
 
 
 def least_in_prefill(config: AttentionConfig) -> int | None:
     """The least rows of a prefill that sparse_prefill serves faster, of as many heads as in `intervals`; None if never."""
-    by_heads = {int(heads): least for heads, least in measured()[config.device_name]["prefill"].get(_kv(config), {}).items()}
-    return by_heads.get(min((heads for heads in by_heads if heads >= config.num_heads), default=None))
+    by_heads = measured()[config.device_name]["prefill"].get(_kv(config), {})
+    return by_heads.get(_measured_heads(by_heads, config.num_heads))
 
 
 def choose(table: list[tuple[int, str]], rows: int) -> str:

@@ -70,6 +70,7 @@ class SparsePrefill(NothingToPrepare):
         query, lens = inputs.q_nope, SparseDecode.lens(inputs)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         rows, most = len(out), WAVES * self._num_sms * self._rows
+        memory = self._memory_for(min(most, rows)) if rows else None
         for begin in range(0, rows, most):
             piece = slice(begin, begin + most)
             sparse_verify_cuda.sparse_verify_cuda(
@@ -80,7 +81,7 @@ class SparsePrefill(NothingToPrepare):
                 lens[piece],
                 inputs.sm_scale,
                 self._rows,
-                self._memory_for(min(most, rows)),
+                memory,
                 num_sms=self._num_sms,
                 out=out[piece],
                 lse=None if lse is None else lse[piece],

@@ -68,18 +68,18 @@ class SparseVerify(SparseDecode):
         self._reserved_rows = max(max_rows, self._reserved_rows)
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
-        if self._takes(inputs):
-            return self._together(inputs) if self._gains(inputs) else super().forward(inputs)
-        rows, rows_per_request = inputs.q_nope.shape[0], inputs.rows_per_request
         if not _whole_requests(inputs):
             return super().forward(inputs)
-        requests, topk, slots = rows // rows_per_request, inputs.topk_slots.shape[1], len(inputs.kv_cache)
-        memory = self._memory(requests, rows_per_request, topk, slots)
+        if self._takes(inputs):
+            return self._together(inputs) if self._gains(inputs) else super().forward(inputs)
+        rows_per_request = inputs.rows_per_request
+        requests = len(inputs.q_nope) // rows_per_request
+        memory = self._memory(requests, rows_per_request, inputs.topk_slots.shape[1], len(inputs.kv_cache))
         return sparse_verify(*self._arguments(inputs), memory, num_sms=self._num_sms, logit_cap=inputs.logit_cap)
 
     def forward_part(self, inputs: SparseInputs, part: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
         """The kernel itself skips what other ranks have."""
-        if not (self._takes(inputs) and self._gains(inputs)):
+        if not (_whole_requests(inputs) and self._takes(inputs) and self._gains(inputs)):
             return super().forward_part(inputs, part)
         lse = torch.empty(inputs.q_nope.shape[:2], dtype=torch.float32, device=inputs.q_nope.device)
         return self._together(inputs, ranks=part.ranks, rank=part.rank, lse=lse), lse
@@ -89,11 +89,9 @@ class SparseVerify(SparseDecode):
         return self._in_cuda and not inputs.logit_cap and len(inputs.kv_cache) <= sparse_verify_cuda.MOST_SLOTS
 
     def _gains(self, inputs: SparseInputs) -> bool:
-        """Whether there are whole requests of several rows, and enough tiles of them."""
-        if not _whole_requests(inputs):
-            return False
-        requests, rows_per_request = len(inputs.q_nope) // inputs.rows_per_request, inputs.rows_per_request
-        return requests * Groups.of(rows_per_request, self._config.num_heads).of_request >= FEWEST_GROUPS
+        """Whether whole requests make enough tiles."""
+        groups = Groups.of(inputs.rows_per_request, self._config.num_heads)
+        return len(inputs.q_nope) // inputs.rows_per_request * groups.of_request >= FEWEST_GROUPS
 
     def _together(self, inputs: SparseInputs, **part: Any) -> torch.Tensor:
         memory = self._cuda_memory(len(inputs.q_nope), inputs.rows_per_request, inputs.topk_slots.shape[1])
