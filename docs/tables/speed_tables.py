@@ -175,27 +175,34 @@ SHARED = {0.9: "nine tenths", 0.5: "half", 0.0: "nothing"}
 """What a row shares with the row before it."""
 
 
-def together_ratios() -> dict[tuple[float, int], float]:
-    """(overlap, requests) to sparse_verify's time over that of the fastest that reads every row alone, of 16 heads."""
+def together_ratios() -> dict[tuple[int, int, float], float]:
+    """(heads, requests, overlap) to sparse_verify's time over that of the fastest that reads every row alone."""
     return {
-        (row["overlap"], row["requests"]): row["us"]["sparse_verify"] / min(row["us"][n] for n in ("fa3", "sparse_decode"))
+        (row["heads"], row["requests"], row["overlap"]): row["us"]["sparse_verify"]
+        / min(row["us"][n] for n in ("fa3", "sparse_decode"))
         for row in result("attention_0_5_23", "rows_together")["rows"]
-        if row["heads"] == 16
     }
+
+
+def by_shared(found: dict[tuple[int, int, float], float], count: str, counts: list[int]) -> str:
+    """A row a number of heads, of ratios by (heads, count, overlap)."""
+    rows = [
+        [f"{heads}", *(" / ".join(f"{found[heads, n, overlap]:.2f}" for overlap in SHARED) for n in counts)]
+        for heads in sorted({heads for heads, *_ in found})
+    ]
+    return table([f"heads; {count}:", *map(str, counts)], rows)
 
 
 @PARTS.part
 def sparse_verify() -> str:
     found = together_ratios()
-    requests = sorted({n for _, n in found})
-    rows = [[words, *(f"{found[overlap, n]:.2f}" for n in requests)] for overlap, words in SHARED.items()]
-    return table(["a row shares with the one before; requests:", *map(str, requests)], rows)
+    return by_shared(found, "requests", sorted({n for _, n, _ in found}))
 
 
 @PARTS.part
 def verify_shared() -> str:
     """Least to most where auto takes rows together, and they share nine tenths or half."""
-    return spread(ratio for (overlap, requests), ratio in together_ratios().items() if requests >= 24 and overlap)
+    return spread(ratio for (_, requests, overlap), ratio in together_ratios().items() if requests >= 24 and overlap)
 
 
 def prefill_ratios() -> dict[tuple[int, int, float], float]:
@@ -209,12 +216,7 @@ def prefill_ratios() -> dict[tuple[int, int, float], float]:
 @PARTS.part
 def sparse_prefill() -> str:
     found = prefill_ratios()
-    rows = sorted({rows for _, rows, _ in found}, reverse=True)
-    cells = [
-        [f"{heads}", *(" / ".join(f"{found[heads, n, overlap]:.2f}" for overlap in SHARED) for n in rows)]
-        for heads in sorted({heads for heads, *_ in found})
-    ]
-    return table(["heads; rows:", *map(str, rows)], cells)
+    return by_shared(found, "rows", sorted({n for _, n, _ in found}, reverse=True))
 
 
 @PARTS.part
@@ -288,13 +290,11 @@ def losses() -> str:
     for kv in DECODE_RUNS:
         (_, heads, most), worst = max((item for item in decode_ratios().items() if item[0][0] == kv), key=lambda item: item[1])
         rows.append(["sparse_decode", f"longer than the best other, {kv}", f"at most {worst:.2f}: {heads} heads, {most} rows"])
-    for overlap, words in SHARED.items():
-        lost = [
-            (n, ratio) for (shared, n), ratio in sorted(together_ratios().items()) if shared == overlap and ratio >= 1 + NOISE
-        ]
-        if lost:
-            cells = "; ".join(f"{n} requests ({ratio:.3f})" for n, ratio in lost)
-            rows.append(["sparse_verify", f"longer than the best other, rows share {words}", cells])
+    for name, count, ratios in (("sparse_verify", "requests", together_ratios()), ("sparse_prefill", "rows", prefill_ratios())):
+        (heads, n, _), worst = max(ratios.items(), key=lambda item: item[1])
+        lost = [sum(of == overlap and ratio >= 1 + NOISE for (_, _, of), ratio in ratios.items()) for overlap in SHARED]
+        shared = f"of rows that share {'/'.join(SHARED.values())}: {'/'.join(map(str, lost))} of {len(ratios) // len(SHARED)}"
+        rows.append([name, "longer than the best other", f"{shared}, at most {worst:.2f} ({heads} heads, {n} {count})"])
     slower = [row for row in metadata_shapes() if row["builtin"]["gpu_us"] < row["ours"]["gpu_us"]]
     worst = max(slower, key=lambda row: row["ours"]["gpu_us"] / row["builtin"]["gpu_us"])
     times = " against ".join(f"{worst[side]['gpu_us']:.1f} us" for side in ("ours", "builtin"))
