@@ -1,4 +1,5 @@
-// Sparse MLA for several rows of one request, for Hopper, in bfloat16: compiled at run time by sparse_verify_cuda.py.
+// Sparse MLA for several rows of one request, for Hopper, on a bfloat16 or FP8 KV cache: compiled at run time by
+// sparse_verify_cuda.py.
 //
 // A block takes one group of rows, whose heads are the 64 lines of a tensor-core tile, and one part of the different slots that
 // they chose. It makes that part itself: a slot belongs to the part that its hash says, entries of a part meet in a hash table
@@ -6,7 +7,8 @@
 // alone, so that equal inputs give equal bits, unless a row names a slot twice.
 // Then two warpgroups walk the list, 64 tokens a step: each scores half of the tokens for all lines, they agree on the highest
 // score of a line through shared memory, and each weighs one half of the latent. The next step's tokens are gathered meanwhile;
-// those of the first step, which the first row chose, while the list is made.
+// those of the first step, which the first row chose, while the list is made. FP8 values wait in registers and become bfloat16
+// while tensor cores weigh, once for all rows.
 // In the end the blocks of a group wait for each other, and each adds up the parts of some lines. All of them run at once: a
 // grid has no more blocks than the GPU has SMs, or one block a group.
 //
@@ -39,6 +41,18 @@ __device__ __forceinline__ void copy_16(uint32_t to, const void* from, bool ther
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
+// Sixteen bytes that nobody writes while the kernel runs.
+__device__ __forceinline__ uint4 load_16(const void* from) {
+    uint4 x;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from));
+    return x;
+}
+
+// What is made from `x` is not made before.
+__device__ __forceinline__ void hold_back(uint32_t& x) { asm volatile("" : "+r"(x)); }
+
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
@@ -63,8 +77,8 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
-__device__ __forceinline__ void store_shared_4(uint32_t address, uint32_t x) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(x) : "memory");
+__device__ __forceinline__ void store_shared_4(uint32_t address, uint4 x) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
 __device__ __forceinline__ uint32_t load_shared_half(uint32_t address) {
@@ -123,6 +137,20 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+}
+
+// Two products in bfloat16.
+__device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+    uint32_t x;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+    return x;
+}
+
+// Two products in bfloat16, each added to and rounded once.
+__device__ __forceinline__ uint32_t multiply_add_bf16(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t x;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+    return x;
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -231,7 +259,7 @@ constexpr uint32_t NONE = 0xffff;  // of an entry's number
 struct Attend {
     const unsigned char* q_nope;  // bfloat16 [rows, HEADS, 512], strides below in bytes
     const unsigned char* q_rope;  // bfloat16 [rows, HEADS, 64]
-    const unsigned char* kv;      // bfloat16 [slots, 576]
+    const unsigned char* kv;      // [slots, 576] in bfloat16, or FP8: 512 values, 4 scales in float32, 64 values in bfloat16
     const int* slots;             // [rows, slots_stride], -1 where there is none
     const int* lens;              // [rows], entries of a row to look at
     uint32_t* lists;              // [groups, parts, ENTRIES], what blocks hand to themselves
@@ -339,17 +367,73 @@ __device__ __forceinline__ ByRow compact(const Chosen& chosen, uint32_t parts, u
     return begins;
 }
 
-// How a thread gathers: one 16-byte piece of every 128 bytes of a row of a panel, and of the row 32 further.
+// What a thread holds of a token's row between asking for it and writing it to a step's tokens: nothing in bfloat16, which lands
+// there by itself.
+struct Fetched {
+#if FP8
+    uint4 values[4];  // sixteen of every 128
+    uint4 scales;     // float32, of 128 values each
+#endif
+};
+
+#if FP8
+// Two of four e4m3 values, times a scale. A value's bits, moved to where bfloat16 has them, are 2^-120 of it, denormal ones too.
+__device__ __forceinline__ uint32_t dequantised(uint32_t four, uint32_t selected, uint32_t scale, uint32_t rest) {
+    const uint32_t apart = __byte_perm(four, 0, selected);
+    const uint32_t moved = (apart & 0x80008000) | (apart >> 4 & 0x07f007f0);
+    const uint32_t value = multiply_bf16(moved, 0x7b807b80);
+    return multiply_add_bf16(value, scale, multiply_bf16(value, rest));
+}
+#endif
+
+// How a thread gathers: one 16-byte piece of every 128 bytes of a row of a panel, and of the row 32 further. In FP8 a piece has
+// the values of two pieces of a panel.
 struct Gathering {
     const unsigned char* kv;
     long long stride;
-    uint32_t to;  // in a step's tokens
-    int row;
+    uint32_t to;  // this row of a step's first panel
+    int row, piece;
 
-    __device__ __forceinline__ void operator()(int step, uint32_t slot, bool there, int at) const {
-        const unsigned char* from = kv + slot * stride;
+    __device__ __forceinline__ Fetched fetch(int step, uint32_t slot, bool there, int at) const {
+        const unsigned char* from = kv + slot * stride + 16 * piece;
+        const uint32_t copied = to + step * PANELS + at * 128 + ((piece ^ (row & 7)) << 4);
+        Fetched fetched;
+#if FP8
 #pragma unroll
-        for (int panel = 0; panel < 9; ++panel) copy_16(to + step * PANELS + at * 128 + panel * PANEL, from + panel * 128, there);
+        for (int i = 0; i < 4; ++i) fetched.values[i] = there ? load_16(from + i * 128) : uint4{0, 0, 0, 0};
+        fetched.scales = there ? load_16(from + LATENT - 16 * piece) : uint4{0, 0, 0, 0};
+        copy_16(copied + 8 * PANEL, from + LATENT + 16, there);
+#else
+#pragma unroll
+        for (int panel = 0; panel < 9; ++panel) copy_16(copied + panel * PANEL, from + panel * 128, there);
+#endif
+        return fetched;
+    }
+
+    __device__ __forceinline__ void write(int step, Fetched& fetched, int at) const {
+#if FP8
+        const uint32_t scales[4] = {fetched.scales.x, fetched.scales.y, fetched.scales.z, fetched.scales.w};
+        const uint32_t upper = piece / 4;  // which of its two pieces comes first, so that threads of a row write to all banks
+        const uint32_t panel = to + step * PANELS + at * 128 + upper * PANEL;
+        const uint32_t first = ((piece % 4 * 2 + upper) ^ (row & 7)) << 4, second = first ^ 16;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            uint4& values = fetched.values[i];
+            hold_back(values.x), hold_back(values.y), hold_back(values.z), hold_back(values.w);
+            const float scale = __uint_as_float(scales[i]);
+            const uint32_t rounded = pack_bf16(scale, scale);
+            const float left = scale - __uint_as_float(rounded << 16);
+            const uint32_t rest = pack_bf16(left, left);
+            const auto eight = [&](uint32_t low, uint32_t high) {
+                return uint4{
+                    dequantised(low, 0x1404, rounded, rest), dequantised(low, 0x3424, rounded, rest),
+                    dequantised(high, 0x1404, rounded, rest), dequantised(high, 0x3424, rounded, rest)
+                };
+            };
+            store_shared_4(panel + 2 * i * PANEL + first, eight(upper ? values.z : values.x, upper ? values.w : values.y));
+            store_shared_4(panel + 2 * i * PANEL + second, eight(upper ? values.x : values.z, upper ? values.y : values.w));
+        }
+#endif
     }
 };
 
@@ -404,14 +488,15 @@ __device__ __forceinline__ int make_list(
     const int thread = threadIdx.x, lane = thread % 32;
     const uint32_t table = shared + TABLE_AT, warps_first = warp * (ENTRIES / WARPS);
     const uint32_t entries = shared + ENTRIES_AT + 4 * warps_first, listers = shared + LISTERS_AT + 2 * warps_first;
-    for (uint32_t i = 8 * thread; i < CELLS; i += 8 * THREADS) store_shared_4(table + 2 * i, EMPTY);
+    for (uint32_t i = 8 * thread; i < CELLS; i += 8 * THREADS) store_shared_4(table + 2 * i, {EMPTY, EMPTY, EMPTY, EMPTY});
     const ByRow begins = compact(chosen, a.parts, part, entries);
     const int ahead = AHEAD ? min(begins[1], AHEAD_OF_WARP) : 0, end = begins[ROWS];
+    Fetched fetched[2];
     if (AHEAD) {
 #pragma unroll
         for (int at = 0; at < 2; ++at) {
             const int i = at * 4 + lane / 8;
-            gather(0, i < ahead ? load_shared(entries + 4 * i) : 0, i < ahead, at * 32);
+            fetched[at] = gather.fetch(0, i < ahead ? load_shared(entries + 4 * i) : 0, i < ahead, at * 32);
         }
     }
     __syncthreads();
@@ -439,6 +524,10 @@ __device__ __forceinline__ int make_list(
         excess += mark_row(shared, warps_first, row_begin, row_end, j, lane);
         row_begin = row_end;
         __syncthreads();
+    }
+    if (AHEAD) {
+#pragma unroll
+        for (int at = 0; at < 2; ++at) gather.write(0, fetched[at], at * 32);
     }
     const auto lists = [&](int i) { return load_shared_half(listers + 2 * i); };
     int listed, place, all;
@@ -559,32 +648,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     const int rows = min(ROWS, min(a.rows_per_request - group * ROWS, a.all_rows - row)), lines = rows * HEADS;
     const Chosen chosen = chosen_of(a, row, rows);
     const int gathered = warp * 4 + lane / 8, piece = lane % 8;
-    const uint32_t gathered_at = gathered * 128 + ((piece ^ (gathered & 7)) << 4);
-    const Gathering gather_row{a.kv + 16 * piece, a.kv_stride, shared + TOKENS_AT + gathered_at, gathered};
+    const Gathering gather{a.kv, a.kv_stride, shared + TOKENS_AT + gathered * 128, gathered, piece};
     for (int at = 0; at < LINES; at += 32) {
         const int line = gathered + at, j = line / HEADS, head = line % HEADS;
         const bool there = line < lines;
         const unsigned char* nope = a.q_nope + (there ? (row + j) * a.q_nope_row + head * a.q_nope_head : 0) + 16 * piece;
         const unsigned char* rope = a.q_rope + (there ? (row + j) * a.q_rope_row + head * a.q_rope_head : 0) + 16 * piece;
-        const uint32_t to = shared + QUERY_AT + gathered_at + at * 128;
+        const uint32_t to = shared + QUERY_AT + (gathered + at) * 128 + ((piece ^ (gathered & 7)) << 4);
 #pragma unroll
         for (int panel = 0; panel < 8; ++panel) copy_16(to + panel * PANEL, nope + panel * 128, there);
         copy_16(to + 8 * PANEL, rope, there);
     }
     uint32_t* list = a.lists + (static_cast<long long>(blockIdx.y) * a.parts + part) * ENTRIES;
-    const int listed = make_list(a, shared, warp, rows, part, list, gather_row, chosen);
+    const int listed = make_list(a, shared, warp, rows, part, list, gather, chosen);
     __syncthreads();  // the list is written, and what it was made from is read
 
     const auto kept_entry_of = [&](int at) { return at < listed ? load_shared(shared + HIGHEST_AT + 4 * at) : 0u; };
     const auto entry_of = [&](int at) { return at < listed ? load_list(list + at) : 0u; };
-    const auto gather = [&](int step, uint32_t entry, int at) {
-        gather_row(step, entry & SLOT, entry != 0, at);
+    const auto fetch = [&](int step, uint32_t entry, int at) {
         if (piece == 0) store_shared(shared + BITS_AT + 4 * (step * TOKENS + gathered + at), entry >> 24);
+        return gather.fetch(step, entry & SLOT, entry != 0, at);
     };
     uint32_t first = kept_entry_of(gathered), second = kept_entry_of(gathered + 32);
+    Fetched upper_fetched, lower_fetched;
     if (!AHEAD && listed) {
-        gather(0, first, 0);
-        gather(0, second, 32);
+        upper_fetched = fetch(0, first, 0), lower_fetched = fetch(0, second, 32);
+        gather.write(0, upper_fetched, 0), gather.write(0, lower_fetched, 32);
         first = kept_entry_of(TOKENS + gathered), second = kept_entry_of(TOKENS + gathered + 32);
     }
 
@@ -616,8 +705,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
         }
         products_commit();
         if (begin + TOKENS < listed) {
-            gather(step ^ 1, first, 0);
-            gather(step ^ 1, second, 32);
+            upper_fetched = fetch(step ^ 1, first, 0), lower_fetched = fetch(step ^ 1, second, 32);
             first = entry_of(begin + 2 * TOKENS + gathered), second = entry_of(begin + 2 * TOKENS + gathered + 32);
         }
         products_wait();
@@ -679,6 +767,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
             weigh(out, weights_tile + (k * 32 >> 4), latent_tile + (k * 16 * 128 >> 4));
         }
         products_commit();
+        if (begin + TOKENS < listed) gather.write(step ^ 1, upper_fetched, 0), gather.write(step ^ 1, lower_fetched, 32);
     }
     products_wait();
     wait_for_copies();  // of the query, where a part has no token

@@ -1,4 +1,4 @@
-"""Sparse MLA for several rows a request on Hopper, in bfloat16: the launcher of sparse_verify.cu."""
+"""Sparse MLA for several rows a request on Hopper: the launcher of sparse_verify.cu."""
 
 from __future__ import annotations
 
@@ -140,22 +140,25 @@ Launch = Callable[[tuple[int, int], Arguments], None]
 
 
 @functools.cache
-def attend_of(rows: int, heads: int, topk: int, device: int, ranks: int = 1, rank: int = 0) -> CudaKernel:
+def attend_of(rows: int, heads: int, topk: int, device: int, ranks: int = 1, rank: int = 0, *, fp8: bool = False) -> CudaKernel:
     """The kernel for groups of `rows` rows on one of `ranks` ranks, compiled at its first call on a device, in about a second.
 
     Raises:
         RuntimeError: NVRTC or the driver refuses.
     """
     with torch.cuda.device(device):
-        return CudaKernel(SOURCE, "attend", constants(rows, heads, topk, ranks, rank), THREADS, SHARED_BYTES)
+        return CudaKernel(SOURCE, "attend", constants(rows, heads, topk, ranks, rank, fp8=fp8), THREADS, SHARED_BYTES)
 
 
-def constants(rows: int, heads: int, topk: int, ranks: int = 1, rank: int = 0) -> dict[str, int]:
+def constants(rows: int, heads: int, topk: int, ranks: int = 1, rank: int = 0, *, fp8: bool = False) -> dict[str, int]:
     """Macros of the source."""
-    return {"ROWS": rows, "HEADS": heads, "TOPK": topk, "RANKS_LOG2": ranks.bit_length() - 1, "RANK": rank}
+    divided = {"RANKS_LOG2": ranks.bit_length() - 1, "RANK": rank}
+    return {"ROWS": rows, "HEADS": heads, "TOPK": topk, **divided, "FP8": int(fp8)}
 
 
-def compile_ahead(rows: int, heads: int, topk: int, device: torch.device, ranks: int = 1, rank: int = 0) -> None:
+def compile_ahead(
+    rows: int, heads: int, topk: int, device: torch.device, ranks: int = 1, rank: int = 0, *, fp8: bool = False
+) -> None:
     """Compile the kernel for groups of `rows` rows at start, rather than in the first forward.
 
     Args:
@@ -165,11 +168,13 @@ def compile_ahead(rows: int, heads: int, topk: int, device: torch.device, ranks:
         device: that calls will be on; without an index the current one, as SGLang's ranks name theirs.
         ranks: that divide slots among them.
         rank: this one.
+        fp8: whether the KV cache is FlashMLA's FP8, and not bfloat16.
 
     Raises:
         RuntimeError: NVRTC or the driver refuses.
     """
-    attend_of(rows, heads, topk, torch.cuda.current_device() if device.index is None else device.index, ranks, rank)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    attend_of(rows, heads, topk, index, ranks, rank, fp8=fp8)
 
 
 def sparse_verify_cuda(
@@ -198,7 +203,7 @@ def sparse_verify_cuda(
     Args:
         q_nope: bfloat16 [rows, heads, 512], the last dimension dense.
         q_rope: bfloat16 [rows, heads, 64], the last dimension dense.
-        kv_cache: bfloat16 [slots, 1, 576], rows dense. Slots that no row names are never read.
+        kv_cache: as `sparse_decode` takes it, bfloat16 or FlashMLA's FP8. Slots that no row names are never read.
         topk_slots: int32 [rows, topk], rows dense; -1 where there is none. A slot that a row names twice counts once.
         lens: int32 [rows], entries of each row to look at, at most topk.
         sm_scale: of the scores.
@@ -224,8 +229,11 @@ def sparse_verify_cuda(
     topk = topk_slots.shape[1]
     check_tensors(q_nope, q_rope, kv_cache, topk_slots, lens)
     reason = problem(heads, latent, q_rope.shape[-1], topk, rows_per_request)
-    if reason or kv_cache.dtype != torch.bfloat16 or len(kv_cache) > MOST_SLOTS:
-        raise ValueError(reason or f"{len(kv_cache)} slots of {kv_cache.dtype}: it takes at most {MOST_SLOTS} of bfloat16")
+    fp8 = kv_cache.dtype == torch.float8_e4m3fn
+    if not reason and (q_nope.dtype != torch.bfloat16 or len(kv_cache) > MOST_SLOTS):
+        reason = f"{len(kv_cache)} slots and a query of {q_nope.dtype}: it takes at most {MOST_SLOTS} and bfloat16"
+    if reason:
+        raise ValueError(reason)
     if out is None:
         out = torch.empty(rows, heads, latent, dtype=q_nope.dtype, device=q_nope.device)
     check_tensor("out", out, q_nope.dtype, (rows, heads, latent))
@@ -244,7 +252,7 @@ def sparse_verify_cuda(
     if parts > 1 and parts * count > num_sms:
         raise ValueError(f"{count} groups in {parts} parts wait for each other, and {num_sms} SMs run as many blocks at once")
     q_nope, q_rope = _aligned(q_nope), _aligned(q_rope)
-    launch = launch or attend_of(groups.rows, heads, topk, q_nope.device.index, ranks, rank).launch
+    launch = launch or attend_of(groups.rows, heads, topk, q_nope.device.index, ranks, rank, fp8=fp8).launch
     launch(
         (parts, count),
         Arguments(
@@ -261,7 +269,7 @@ def sparse_verify_cuda(
             memory.met.data_ptr(),
             *(2 * stride for stride in (*q_nope.stride()[:2], *q_rope.stride()[:2])),
             topk_slots.stride(0),
-            2 * kv_cache.stride(0),
+            kv_cache.element_size() * kv_cache.stride(0),
             sm_scale * math.log2(math.e),
             parts,
             rows,

@@ -23,7 +23,7 @@ from nsa_backend.benchmarks.commands.attention import timed
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.kernels.selection_union import write_selection_union
 from nsa_backend.kernels.sparse_decode_plan import Tile
-from nsa_backend.kernels.sparse_verify import VerifyMemory, sparse_verify, tile_of
+from nsa_backend.kernels.sparse_verify import VerifyMemory, sparse_verify
 from nsa_backend.kernels.sparse_verify_cuda import CudaMemory, Groups, parts_of, sparse_verify_cuda
 from nsa_backend.testing.process import start_sglang
 from nsa_backend.testing.shape import LATENT, SCALE, TOPK
@@ -125,9 +125,9 @@ def cell(
     """Microseconds of every variant that is right, of the unions in Triton alone, and of the others; what is wrong is named."""
     case.share(rows_per_request, overlap)
     rows, lines = requests * rows_per_request, rows_per_request * case.heads
-    others, in_cuda = OTHERS[case.kv], case.kv == "bf16"
+    others = OTHERS[case.kv]
     wanted, wrong, call = case.ours(others[0], rows)(0).float(), {}, caller(case, requests, rows_per_request, num_sms)
-    tried = of_cuda(case, requests, rows_per_request, num_sms) if in_cuda else {SERVED: call(tile_of(lines))}
+    tried = of_cuda(case, requests, rows_per_request, num_sms)
     tried |= {title(tile): call(tile) for tile in tiles if tile.heads < 2 * max(lines, 16)}
     calls = {"union": call(None)} if tiles else {}
     for name, one in tried.items():

@@ -28,11 +28,16 @@ def problems(config: AttentionConfig) -> list[str]:
         found.append(f"it is made for few rows: name it for {adapter.DECODE_OPTION} alone")
     if config.device_sm != 90:
         found.append(f"nsa_backend runs it on Hopper (SM90) alone so far and this device is {device_title(config.device_sm)}")
+    return found + kv_problems(config) + sinks_problems(config)
+
+
+def kv_problems(config: AttentionConfig) -> list[str]:
+    """Why kernels of ours cannot read the KV cache."""
     if config.kv_cache_dtype != torch.bfloat16 and not config.fp8:
-        found.append(f"it reads a bfloat16 or fp8_e4m3 KV cache and this one is {config.kv_cache_dtype}")
+        return [f"it reads a bfloat16 or fp8_e4m3 KV cache and this one is {config.kv_cache_dtype}"]
     if config.fp8 and config.latent_dim != FP8_LATENT:
-        found.append(f"it reads FP8 values in four groups of 128 and this model's latent has {config.latent_dim}")
-    return found + sinks_problems(config)
+        return [f"it reads FP8 values in four groups of 128 and this model's latent has {config.latent_dim}"]
+    return []
 
 
 def sms_of(device: torch.device) -> int:

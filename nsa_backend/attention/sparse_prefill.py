@@ -12,12 +12,11 @@ from nsa_backend.adapters.installed import adapter
 from nsa_backend.attention.context_part import ContextPart
 from nsa_backend.attention.interface import (
     NothingToPrepare,
-    bfloat16_problems,
     device_title,
     nvrtc_problems,
     sinks_problems,
 )
-from nsa_backend.attention.sparse_decode import SparseDecode, sms_of
+from nsa_backend.attention.sparse_decode import SparseDecode, kv_problems, sms_of
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels import sparse_verify_cuda
@@ -42,7 +41,7 @@ def problems(config: AttentionConfig) -> list[str]:
         config.num_heads, config.latent_dim, config.rope_dim, config.index_topk, rows_of_tile(config.num_heads)
     ):
         found.append(reason)
-    return found + bfloat16_problems(config) + nvrtc_problems() + sinks_problems(config)
+    return found + kv_problems(config) + nvrtc_problems() + sinks_problems(config)
 
 
 def build(config: AttentionConfig) -> SparsePrefill:
@@ -56,7 +55,8 @@ class SparsePrefill(NothingToPrepare):
         self._config, self._rows, self._num_sms = config, rows_of_tile(config.num_heads), sms_of(config.device)
         if config.device.type == "cuda":
             ranks = config.context_ranks, config.context_rank
-            sparse_verify_cuda.compile_ahead(self._rows, config.num_heads, config.index_topk, config.device, *ranks)
+            shape = self._rows, config.num_heads, config.index_topk
+            sparse_verify_cuda.compile_ahead(*shape, config.device, *ranks, fp8=config.fp8)
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         return self._call(inputs)

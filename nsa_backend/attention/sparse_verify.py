@@ -1,7 +1,7 @@
 """A kernel of our own for the rows of target_verify and draft_extend: those of a request read each KV slot once, together.
 
 Rows that follow each other choose nearly the same tokens, and every other implementation reads them again for each row.
-Forwards of one row a request are sparse_decode's. A bfloat16 KV cache is read by the kernel in CUDA C++, FP8 by that in Triton.
+Forwards of one row a request are sparse_decode's. Rows of more than 64 heads are attended to by a kernel in Triton.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def in_cuda(config: AttentionConfig) -> bool:
     """Whether the kernel in CUDA C++ serves, rather than that in Triton."""
     rows = max(config.num_draft_tokens, 1)
     shape = config.num_heads, config.latent_dim, config.rope_dim, config.index_topk, rows
-    return config.kv_cache_dtype == torch.bfloat16 and sparse_verify_cuda.problem(*shape) is None
+    return sparse_verify_cuda.problem(*shape) is None
 
 
 def build(config: AttentionConfig) -> SparseVerify:
@@ -61,7 +61,8 @@ class SparseVerify(SparseDecode):
         if self._in_cuda and config.num_draft_tokens > 1:
             groups = Groups.of(config.num_draft_tokens, config.num_heads)
             ranks = config.context_ranks, config.context_rank
-            sparse_verify_cuda.compile_ahead(groups.rows, config.num_heads, config.index_topk, config.device, *ranks)
+            shape = groups.rows, config.num_heads, config.index_topk
+            sparse_verify_cuda.compile_ahead(*shape, config.device, *ranks, fp8=config.fp8)
 
     def reserve(self, max_rows: int) -> None:
         """What is allocated later, when the number of slots is known, has room for captured forwards of so many rows."""

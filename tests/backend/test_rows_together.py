@@ -1,4 +1,4 @@
-"""sparse_verify and sparse_prefill on a bfloat16 KV cache, as the backend calls them: their kernel on an emulated GPU."""
+"""sparse_verify and sparse_prefill as the backend calls them: their kernel on an emulated GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from emulated import Emulated
 from joined_parts import joined
+from sparse_rows import quantised
 
 from nsa_backend.attention import interface, sparse_prefill, sparse_verify
 from nsa_backend.attention.context_part import ContextPart
@@ -38,6 +39,12 @@ def given(rows: int, rows_per_request: int = 1) -> SparseInputs:
     )  # fmt: skip
 
 
+def in_fp8(inputs: SparseInputs) -> tuple[SparseInputs, SparseInputs]:
+    """The same over FlashMLA's FP8 cache, and over what that holds."""
+    packed, values = quantised(inputs.kv_cache, 512, torch.bfloat16)
+    return replace(inputs, kv_cache=packed), replace(inputs, kv_cache=values)
+
+
 def assert_right(out: torch.Tensor, inputs: SparseInputs) -> None:
     want = TorchSparseAttention().forward(inputs).float()
     assert out.isfinite().all()
@@ -49,7 +56,9 @@ def kernels(monkeypatch):
     """By rows of a tile, what runs in place of the GPU's."""
     found: dict[int, Emulated] = {}
     monkeypatch.setattr(
-        sparse_verify_cuda, "attend_of", lambda rows, heads, topk, *rest: found.setdefault(rows, Emulated(rows, heads, topk))
+        sparse_verify_cuda,
+        "attend_of",
+        lambda rows, heads, topk, *rest, fp8: found.setdefault(rows, Emulated(rows, heads, topk, fp8=fp8)),
     )
     monkeypatch.setattr(sparse_verify, "_cuda_memories", {})
     monkeypatch.setattr(sparse_prefill, "_memories", {})
@@ -80,6 +89,19 @@ def test_a_rank_without_a_row(kernels):
     assert attention.forward(replace(inputs, **none)).shape == (0, HEADS, 512)
 
 
+@pytest.mark.parametrize("prefill", [False, True])
+def test_an_fp8_cache_is_read_as_it_is(kernels, monkeypatch, prefill):
+    monkeypatch.setattr(sparse_verify, "FEWEST_GROUPS", 2)
+    config = replace(CONFIG, num_draft_tokens=4, prefill=prefill, kv_cache_dtype=torch.float8_e4m3fn)
+    module = sparse_prefill if prefill else sparse_verify
+    assert not module.problems(config)
+    attention = module.build(config)
+    attention._in_cuda, attention._num_sms = True, 4
+    inputs, exact = in_fp8(given(8, rows_per_request=1 if prefill else 4))
+    assert_right(attention.forward(inputs), exact)
+    assert kernels[4].grids
+
+
 @pytest.mark.parametrize(("requests", "together"), [(4, True), (3, False)])
 def test_few_requests_are_left_to_sparse_decode(kernels, monkeypatch, requests, together):
     """And memory is kept for as many rows as are reserved."""
@@ -105,7 +127,7 @@ def test_rows_together_on_ranks_that_divide_their_kv(kernels, monkeypatch, prefi
     ranks = 2
     monkeypatch.setattr(sparse_verify, "FEWEST_GROUPS", 2)
     monkeypatch.setattr(
-        sparse_verify_cuda, "attend_of", lambda rows, heads, topk, device, *rank: Emulated(rows, heads, topk, 0, *rank)
+        sparse_verify_cuda, "attend_of", lambda rows, heads, topk, device, *rank, fp8: Emulated(rows, heads, topk, 0, *rank)
     )
     inputs, parts = given(8, rows_per_request=1 if prefill else 4), []
     for rank in range(ranks):
@@ -134,8 +156,9 @@ def test_what_pads_to_other_rows_is_left_to_sparse_decode(kernels, monkeypatch):
 
 def test_without_nvrtc_neither_is_offered(monkeypatch):
     monkeypatch.setattr(interface, "find_spec", lambda name: None)
-    (reason,) = sparse_verify.problems(CONFIG)
-    assert "pip install cuda-python" in reason
-    assert sparse_verify.problems(replace(CONFIG, kv_cache_dtype=torch.float8_e4m3fn)) == []
+    for kv_cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        (reason,) = sparse_verify.problems(replace(CONFIG, kv_cache_dtype=kv_cache_dtype))
+        assert "pip install cuda-python" in reason
+    assert sparse_verify.problems(replace(CONFIG, num_heads=128)) == []
     (reason,) = sparse_prefill.problems(replace(CONFIG, prefill=True))
     assert "pip install cuda-python" in reason

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from joined_parts import joined
 from properties import tried
-from sparse_rows import OVERLAPS, assert_near, over_slots, selections
+from sparse_rows import OVERLAPS, assert_near, over_slots, quantised, selections
 
 from nsa_backend.kernels import sparse_verify_cuda as verify
 from nsa_backend.kernels.local_slots import local_slots_torch
@@ -22,7 +22,7 @@ SMS, CELLS = 12, 16384
 
 def verified(inputs, rows_per_request: int, seed: int = 0, *, parts: int | None = None, spare: int = 0) -> torch.Tensor:
     """A call into memory that holds other calls' rests."""
-    q_nope, _, _, slots, _ = inputs
+    q_nope, _, kv, slots, _ = inputs
     (rows, heads, _), topk, device = q_nope.shape, slots.shape[1], q_nope.device
     memory = verify.CudaMemory.allocate(
         rows + spare * rows_per_request, rows_per_request, heads, topk, verify.MOST_PARTS * 100, device
@@ -31,12 +31,19 @@ def verified(inputs, rows_per_request: int, seed: int = 0, *, parts: int | None 
     memory.parts.fill_(float("nan"))
     memory.lse.fill_(float("nan"))
     groups = verify.Groups.of(rows_per_request, heads)
-    launch = None if q_nope.is_cuda else Emulated(groups.rows, heads, topk, seed).launch
+    fp8 = kv.dtype == torch.float8_e4m3fn
+    launch = None if q_nope.is_cuda else Emulated(groups.rows, heads, topk, seed, fp8=fp8).launch
     count = -(-rows // rows_per_request) * groups.of_request
     num_sms = max(SMS, (parts or 1) * count)
     out = verify.sparse_verify_cuda(*inputs, 0.1, rows_per_request, memory, num_sms=num_sms, parts=parts, launch=launch)
     assert not memory.met.any()  # the next call counts from zero
     return out
+
+
+def stored(inputs, fp8: bool):
+    """The same inputs, over FlashMLA's FP8 cache or as they are."""
+    packed = quantised(inputs[2].cpu(), 512, torch.bfloat16)[0].to(inputs[2].device) if fp8 else inputs[2]
+    return *inputs[:2], packed, *inputs[3:]
 
 
 def once(slots: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
@@ -53,11 +60,11 @@ def once(slots: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
 @given(
     shape=st.sampled_from([(4, 16), (6, 16), (4, 8), (8, 8)]), requests=st.integers(1, 2),
     parts=st.sampled_from([None, 1, 2, 7]),
-    overlap=st.sampled_from(OVERLAPS), holes=st.sampled_from([0.0, 0.3, 1.0]), repeats=st.booleans(),
+    overlap=st.sampled_from(OVERLAPS), holes=st.sampled_from([0.0, 0.3, 1.0]), repeats=st.booleans(), fp8=st.booleans(),
     seed=st.integers(0, 2**16),
 )  # fmt: skip
-@tried(12)
-def test_rows_of_requests_attend_to_what_each_chose(device, shape, requests, parts, overlap, holes, repeats, seed):
+@tried(16)
+def test_rows_of_requests_attend_to_what_each_chose(device, shape, requests, parts, overlap, holes, repeats, fp8, seed):
     """Any lengths, entries that are missing anywhere, slots that a row names twice, and NaN wherever nobody chose."""
     rows, heads = shape
     generator = torch.Generator().manual_seed(seed)
@@ -68,9 +75,25 @@ def test_rows_of_requests_attend_to_what_each_chose(device, shape, requests, par
         slots = torch.where(torch.rand(slots.shape, generator=generator) < 0.3, slots[:, :1], slots)
     lens = torch.randint(0, topk + 1, (len(slots),), generator=generator)
     lens[torch.rand(len(lens), generator=generator) < 0.4] = topk
-    inputs = over_slots(device, slots, lens.tolist(), num_slots, heads, torch.bfloat16, generator, 512, 64)
+    inputs = stored(over_slots(device, slots, lens.tolist(), num_slots, heads, torch.bfloat16, generator, 512, 64), fp8)
     want = sparse_decode_torch(*(t.cpu() for t in inputs[:3]), once(slots, lens), lens, 0.1)
     assert_near(verified(inputs, rows, seed, parts=parts), want, torch.bfloat16)
+
+
+def test_every_fp8_value_becomes_its_bfloat16(device):
+    """Denormal ones and both zeros, times scales of any size: rounded once, as float32 would be."""
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    values = values[values.float().isfinite()].repeat(3)[:512]
+    scales = torch.tensor([1e-30, 0.00347, 1.0, 3.3e30])
+    rope = torch.zeros(64, dtype=torch.bfloat16)
+    pieces = [piece.view(torch.uint8) for piece in (values, scales, rope)]
+    kv = torch.cat(pieces).view(torch.float8_e4m3fn).expand(2, 1, -1).contiguous().to(device)
+    query = torch.zeros(4, 16, 576, dtype=torch.bfloat16, device=device)  # so that all tokens weigh the same
+    slots = torch.tensor([[0, 1] + [-1] * 126] * 4, dtype=torch.int32, device=device)
+    lens = torch.full((4,), 128, dtype=torch.int32, device=device)
+    out = verified((query[..., :512], query[..., 512:], kv, slots, lens), 4, parts=1)
+    want = (values.float().unflatten(0, (4, 128)) * scales[:, None]).flatten().bfloat16()
+    assert torch.equal(out.cpu(), want.expand_as(out))
 
 
 @pytest.mark.parametrize("parts", [1, 4])
@@ -155,13 +178,14 @@ def test_the_last_request_may_have_fewer_rows(device, rows, per_request):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "heads"), [(4, 16), (6, 16), (4, 8), (8, 8), (2, 32)])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_the_models_rows_at_any_overlap(rows, heads, overlap):
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_models_rows_at_any_overlap(rows, heads, overlap, fp8):
     """2048 slots a row; rows of one request lie across 2048 tokens, another has hardly any, a third is padding."""
     generator = torch.Generator().manual_seed(rows)
     slots, num_slots = selections(generator, 3, rows, 2048, overlap)
     slots[-rows:] = -1
     lens = [*range(2049 - rows, 2049), *range(rows), *([1] * rows)]
-    inputs = over_slots("cuda", slots, lens, num_slots, heads, torch.bfloat16, generator, 512, 64)
+    inputs = stored(over_slots("cuda", slots, lens, num_slots, heads, torch.bfloat16, generator, 512, 64), fp8)
     want = sparse_decode_torch(*(t.cpu() for t in inputs), 0.1)
     for parts in (1, None):
         assert_near(verified(inputs, rows, parts=parts), want, torch.bfloat16)
@@ -174,7 +198,7 @@ def test_what_does_not_fit_is_refused(device):
     memory = verify.CudaMemory.allocate(4, 4, 16, 128, 1, device)
     with pytest.raises(ValueError, match="the kernel would write past it"):
         verify.sparse_verify_cuda(q_nope, q_rope, kv, slots, lens, 0.1, 4, memory, num_sms=1)
-    with pytest.raises(ValueError, match="at most 16777215 of bfloat16"):
+    with pytest.raises(ValueError, match="at most 16777215 and bfloat16"):
         verify.sparse_verify_cuda(q_nope.half(), q_rope.half(), kv.half(), slots, lens, 0.1, 4, memory, num_sms=1)
     with pytest.raises(ValueError, match="written for a latent of 512"):
         verify.sparse_verify_cuda(q_nope[..., :448], q_rope, kv[..., 64:], slots, lens, 0.1, 4, memory, num_sms=1)
@@ -214,11 +238,11 @@ def test_memory_is_for_every_call_up_to_the_largest(max_rows, per_request):
 def test_it_is_compiled_for_the_device_of_this_rank(monkeypatch):
     """SGLang's ranks call theirs cuda, without a number."""
     compiled = []
-    monkeypatch.setattr(verify, "attend_of", lambda *shape: compiled.append(shape))
+    monkeypatch.setattr(verify, "attend_of", lambda *shape, fp8: compiled.append((*shape, fp8)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     verify.compile_ahead(4, 16, 2048, torch.device("cuda"))
-    verify.compile_ahead(4, 16, 2048, torch.device("cuda:1"))
-    assert compiled == [(4, 16, 2048, 3, 1, 0), (4, 16, 2048, 1, 1, 0)]
+    verify.compile_ahead(4, 16, 2048, torch.device("cuda:1"), fp8=True)
+    assert compiled == [(4, 16, 2048, 3, 1, 0, False), (4, 16, 2048, 1, 1, 0, True)]
 
 
 def test_the_launch_reserves_what_the_source_takes():
@@ -227,9 +251,10 @@ def test_the_launch_reserves_what_the_source_takes():
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(4, 16), (3, 16), (8, 8), (2, 32)])
-def test_it_compiles_for_hopper_with_all_in_registers(rows, heads):
+@pytest.mark.parametrize("fp8", [False, True])
+def test_it_compiles_for_hopper_with_all_in_registers(rows, heads, fp8):
     from nsa_backend.kernels.cuda_source import compiled
 
-    _, said = compiled(verify.SOURCE, verify.constants(rows, heads, 2048))
+    _, said = compiled(verify.SOURCE, verify.constants(rows, heads, 2048, fp8=fp8))
     assert "0 bytes spill stores, 0 bytes spill loads" in said
     assert "serialized" not in said  # products that the compiler would make wait for each other

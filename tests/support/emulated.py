@@ -14,10 +14,10 @@ HERE = Path(__file__).parent
 
 
 @cache
-def emulator(*shape: int) -> ctypes.CDLL:
+def emulator(*shape: int, fp8: bool = False) -> ctypes.CDLL:
     """For groups of so many rows, on one of so many ranks."""
     out = Path(tempfile.mkdtemp(prefix="nsa-emulation-")) / "kernel.so"
-    words = [f"-D{name}={value}" for name, value in verify.constants(*shape).items()]
+    words = [f"-D{name}={value}" for name, value in verify.constants(*shape, fp8=fp8).items()]
     words += ["-DEMULATE", f'-DSOURCE="{verify.SOURCE.resolve()}"']
     subprocess.run(
         ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", *words, "-I", HERE, HERE / "emulation.cpp", "-o", out], check=True
@@ -28,8 +28,8 @@ def emulator(*shape: int) -> ctypes.CDLL:
 class Emulated:
     """In place of `cuda_source.CudaKernel`; `grids` are those of its launches."""
 
-    def __init__(self, rows: int, heads: int, topk: int, seed: int = 0, ranks: int = 1, rank: int = 0):
-        self._run, self._seed = emulator(rows, heads, topk, ranks, rank).run, seed
+    def __init__(self, rows: int, heads: int, topk: int, seed: int = 0, ranks: int = 1, rank: int = 0, *, fp8: bool = False):
+        self._run, self._seed = emulator(rows, heads, topk, ranks, rank, fp8=fp8).run, seed
         self.grids: list[tuple[int, int]] = []
 
     def launch(self, grid: tuple[int, int], arguments: verify.Arguments) -> None:

@@ -33,6 +33,12 @@ struct dim3 { unsigned x, y, z; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(x); }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selected) {
+    const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+    uint32_t x = 0;
+    for (int i = 0; i < 4; ++i) x |= (bytes >> (selected >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return x;
+}
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint64_t>(a) * b >> 32; }
 template <class To, class From> To bits_as(From from) {
     To to;
@@ -216,7 +222,12 @@ inline uint32_t load_shared(uint32_t address) { return *reinterpret_cast<uint32_
 inline uint2 load_shared_2(uint32_t address) { return *reinterpret_cast<uint2*>(emulation::at(address, 8)); }
 inline uint4 load_shared_4(uint32_t address) { return *reinterpret_cast<uint4*>(emulation::at(address, 16)); }
 inline void store_shared(uint32_t address, uint32_t x) { *reinterpret_cast<uint32_t*>(emulation::at(address, 4)) = x; }
-inline void store_shared_4(uint32_t address, uint32_t x) { std::fill_n(reinterpret_cast<uint32_t*>(emulation::at(address, 16)), 4, x); }
+inline void store_shared_4(uint32_t address, uint4 x) { *reinterpret_cast<uint4*>(emulation::at(address, 16)) = x; }
+inline uint4 load_16(const void* from) {
+    if (reinterpret_cast<uintptr_t>(from) % 16) emulation::fail("a load that is not aligned");
+    return *static_cast<const uint4*>(from);
+}
+inline void hold_back(uint32_t&) {}
 inline uint32_t load_shared_half(uint32_t address) { return *reinterpret_cast<uint16_t*>(emulation::at(address, 2)); }
 inline void store_shared_half(uint32_t address, uint32_t x) { *reinterpret_cast<uint16_t*>(emulation::at(address, 2)) = x; }
 inline void store_shared_half_if(bool stored, uint32_t address, uint32_t x) {
@@ -245,6 +256,15 @@ inline uint32_t bf16_bits(float x) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline uint32_t pack_bf16(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
+inline uint32_t multiply_add_bf16(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t x = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        const auto half = [=](uint32_t of) { return static_cast<double>(bits_as<float>(of >> shift << 16)); };
+        x |= bf16_bits(static_cast<float>(half(a) * half(b) + half(c))) << shift;
+    }
+    return x;
+}
+inline uint32_t multiply_bf16(uint32_t a, uint32_t b) { return multiply_add_bf16(a, b, 0); }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float log2_fast(float x) { return log2f(x); }
 inline void products_begin() {}
