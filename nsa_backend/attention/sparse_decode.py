@@ -54,11 +54,10 @@ class SparseDecode(NothingToPrepare):
 
     def __init__(self, config: AttentionConfig):
         sms = self._num_sms = sms_of(config.device)
-        # For every call, captured or not: they run one after the other. An SM has two programs at most, so no row is split
-        # where there are more rows than SMs.
-        self._parts = Parts.allocate(
-            sms, config.num_heads, config.latent_dim, config.index_topk, sms, config.device, fp8=config.fp8
-        )
+        # An SM has two programs at most, so no row is split where there are more rows than SMs.
+        shape = sms, config.num_heads, config.latent_dim, config.index_topk, sms, config.device
+        key = *shape, config.fp8
+        self._parts = _parts[key] = _parts.get(key) or Parts.allocate(*shape, fp8=config.fp8)
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         return self._call(inputs)
@@ -90,3 +89,7 @@ class SparseDecode(NothingToPrepare):
             return inputs.nsa_cache_seqlens
         # Rows that SGLang padded beyond the metadata have no length; their slots are -1.
         return torch.full((rows,), topk, dtype=torch.int32, device=inputs.topk_slots.device)
+
+
+_parts: dict[tuple, Parts] = {}
+"""Shared by a process's backends, those of draft steps too: their forwards, captured or not, run one after the other."""

@@ -10,7 +10,7 @@ from emulated import Emulated
 from joined_parts import joined
 from sparse_rows import quantised
 
-from nsa_backend.attention import interface, sparse_prefill, sparse_verify
+from nsa_backend.attention import interface, sparse_decode, sparse_prefill, sparse_verify
 from nsa_backend.attention.context_part import ContextPart
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
@@ -152,6 +152,13 @@ def test_what_pads_to_other_rows_is_left_to_sparse_decode(kernels, monkeypatch):
     attention._in_cuda = True
     monkeypatch.setattr(sparse_verify.SparseDecode, "forward", lambda self, inputs: "alone")
     assert attention.forward(given(34, rows_per_request=4)) == "alone"
+
+
+def test_backends_of_a_process_share_memory(kernels):
+    """Target and draft steps run one after the other."""
+    kinds = [sparse_decode.build(CONFIG), sparse_verify.build(replace(CONFIG, num_draft_tokens=4))]
+    assert len({kind._parts.out.data_ptr() for kind in kinds}) == 1
+    assert sparse_decode.build(replace(CONFIG, num_heads=8))._parts.out.data_ptr() != kinds[0]._parts.out.data_ptr()
 
 
 def test_without_nvrtc_neither_is_offered(monkeypatch):

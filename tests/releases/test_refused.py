@@ -159,7 +159,7 @@ def test_a_front_in_two_launches(arguments, monkeypatch):
     assert refusals(arguments(enable_lora=True)) == []
     monkeypatch.setenv("NSA_BACKEND_LAYER_FRONT", "1")
     (sentence,) = refusals(arguments(enable_lora=True))
-    reason = layer_front_problem() or "--enable-lora is not served with it: drop --enable-lora"
+    reason = layer_front_problem() or "--enable-lora keeps SGLang's front: drop --enable-lora to have ours"
     assert sentence == f"NSA_BACKEND_LAYER_FRONT=1: {reason}"
 
 

@@ -29,7 +29,7 @@ def server_problems(args: Any) -> list[str]:
     problem = layer_front_problem()
     if problem is not None:
         return [problem]
-    found = [f"{rule.option} is not served with it: {rule.advice}" for rule in NEEDED if not rule.serves(args)]
+    found = [f"{rule.option} keeps SGLang's front: {rule.advice} to have ours" for rule in NEEDED if not rule.serves(args)]
     if "trtllm" in (args.dsa_decode_backend, args.dsa_prefill_backend) and args.kv_cache_dtype == "fp8_e4m3":
-        found.append("trtllm on an FP8 KV cache is not served with it, as it rotates by itself: choose another")
+        found.append("trtllm on an FP8 KV cache, which rotates by itself, keeps SGLang's front: choose another to have ours")
     return found
