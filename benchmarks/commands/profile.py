@@ -38,6 +38,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     if of_ranks := [name for name in options.checkpoint or () if name in RANKS]:
         rank_serve.check_alone(options, of_ranks)
         return rank_serve.cells(of_ranks, options, resources, rank_serve.by_part, turns=1)
+    rank_serve.check_no_rank(options)
     if options.sides:
         raise SystemExit("--sides is for ranks of released models here: other checkpoints are profiled on both sides")
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-")))

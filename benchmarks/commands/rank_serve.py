@@ -28,7 +28,7 @@ from nsa_backend.benchmarks.servers import server_options
 from nsa_backend.benchmarks.servers.generation import in_turns, prompts, summary
 from nsa_backend.benchmarks.servers.pairs import meeting
 from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel, parsed
-from nsa_backend.benchmarks.servers.server import APART_SECONDS, Server
+from nsa_backend.benchmarks.servers.server import APART_SECONDS, BF16, Server
 from nsa_backend.benchmarks.servers.sides import PORTS_APART, check_sides, checkpoint_of, options_for, serving, sides_of
 from nsa_backend.benchmarks.servers.stages import TURNS, Stage, stages
 
@@ -54,6 +54,7 @@ class RankServers:
     folder: Path
     port: int
     shapes: dict[tuple[str, Parallel], list[tuple[int, int]]]  # by rank and deployment, all that fit
+    kv: str = BF16
     _open: ExitStack = field(default_factory=ExitStack)
     _found: dict[str, Server] = field(default_factory=dict)
     prepared: Prepared = field(default_factory=Prepared)
@@ -74,7 +75,7 @@ class RankServers:
                 log = self.folder / f"{name}-{parallel}-n{steps}-{turn}-{side}.log"
                 port, began[side] = self.port + PORTS_APART * number, time.perf_counter()
                 own = [*options, *(() if alone else meeting(port))]
-                server = Server(side, path, port, steps, log, *own, environment={"CUDA_VISIBLE_DEVICES": gpus})
+                server = Server(side, path, port, steps, log, *own, environment={"CUDA_VISIBLE_DEVICES": gpus}, kv=self.kv)
                 self._found[side] = self._open.enter_context(server)
             for side, server in self._found.items():
                 server.wait(STARTING)
@@ -118,14 +119,14 @@ def cells(
         if not fits:
             ranks.check_fits(name, server_options.pool_tokens(wanted[name][:1], TOKENS), there, parallel.dcp)
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-")))
-    servers = RankServers(folder, options.port or PORT, fitting)
+    servers = RankServers(folder, options.port or PORT, fitting, getattr(options, "kv", None) or BF16)
     resources.callback(servers.close)
     found = []
     for name in names:
         for steps in STEPS[:2] if options.steps is None else options.steps:
             of_steps = [(parallel, serving(sides, steps, parallel)) for parallel in asked]
             for turn, stage in stages(of_steps, gpus, 1 if options.quick else turns):
-                head, fits = f"{title_of(name, stage.parallel)}, N = {steps}", fitting[name, stage.parallel]
+                head, fits = f"{title_of(name, stage.parallel, servers.kv)}, N = {steps}", fitting[name, stage.parallel]
                 standing = {"prepared": servers.prepared, "key": (name, steps, turn, stage)}
                 for batch, length in fits:
                     measured = partial(measure, servers, name, steps, turn, stage, batch, length)
@@ -157,6 +158,16 @@ def check_alone(options: argparse.Namespace, names: Sequence[str]) -> None:
         for word in getattr(options, "parallel", None) or ():
             check_ranks_of(name, word)
         ranks.check_release(name)
+
+
+def check_no_rank(options: argparse.Namespace) -> None:
+    """End where an option is given that only ranks have, and no rank is asked for.
+
+    Raises:
+        SystemExit: with what to change.
+    """
+    if getattr(options, "kv", None):
+        raise SystemExit(f"--kv is for ranks of released models: name one of {', '.join(ranks.RANKS)}, or leave --kv out")
 
 
 def check_ranks_of(name: str, word: str) -> None:
@@ -208,7 +219,7 @@ def times(
     pools, needed = {side: server.pool_tokens() for side, server in running.items()}, batch * (length + TOKENS)
     fits = min(pools.values()) >= needed
     found = in_turns(running, batch, length, TOKENS, samples) if fits else {}
-    cell = of_cell(name, stage, steps, batch, length) | {"tokens": TOKENS, "samples": samples}
+    cell = of_cell(servers, name, stage, steps, batch, length) | {"tokens": TOKENS, "samples": samples}
     return [
         cell
         | {"side": side, "turn": turn, "gpu": gpus, "seconds_to_ready": servers.ready[side], "pool_tokens": pools[side]}
@@ -217,9 +228,10 @@ def times(
     ]
 
 
-def of_cell(name: str, stage: Stage, steps: int, batch: int, length: int) -> dict:
+def of_cell(servers: RankServers, name: str, stage: Stage, steps: int, batch: int, length: int) -> dict:
     """What all rows of one cell have."""
-    return {"checkpoint": name, "parallel": str(stage.parallel), "steps": steps, "batch": batch, "length": length}
+    served = {"checkpoint": name, "parallel": str(stage.parallel), "kv": servers.kv}
+    return served | {"steps": steps, "batch": batch, "length": length}
 
 
 def by_part(servers: RankServers, name: str, steps: int, turn: int, stage: Stage, batch: int, length: int) -> list[dict]:
@@ -239,5 +251,5 @@ def by_part(servers: RankServers, name: str, steps: int, turn: int, stage: Stage
         found = parts.of_rounds(traces.read_events(folder), of_target + steps)
         if stage.parallel != ONE_GPU:
             found["exchange_a_layer"] = [round(value / of_target, 2) for value in found["parts"][parts.EXCHANGE]]
-        rows.append(of_cell(name, stage, steps, batch, length) | {"side": side} | found)
+        rows.append(of_cell(servers, name, stage, steps, batch, length) | {"side": side} | found)
     return rows

@@ -48,6 +48,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
         return rank_serve.cells(
             of_ranks, options, resources, partial(rank_serve.times, samples=options.samples or rank_serve.SAMPLES)
         )
+    rank_serve.check_no_rank(options)
     deployments = list(map(parsed, options.parallel)) if options.parallel else [ONE_GPU]
     check_sides(sides_of(options.sides), deployments)
     wanted = shapes(options)

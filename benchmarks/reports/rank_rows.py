@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel, parsed
+from nsa_backend.benchmarks.servers.server import BF16
 
 ONE_RANK = str(ONE_GPU)
 
@@ -19,21 +20,22 @@ class Cell(NamedTuple):
     batch: int
     length: int
     parallel: str = ONE_RANK  # of how many ranks a server is
+    kv: str = BF16  # of its KV cache
 
     @classmethod
     def of(cls, row: dict) -> Cell:
-        """That of a row; one without `parallel` is of one rank."""
+        """That of a row; one without `parallel` is of one rank, one without `kv` in bfloat16."""
         return cls(**{field: row[field] for field in cls._fields if field in row})
 
     @property
     def name(self) -> str:
         """As `title_of`."""
-        return title_of(self.checkpoint, self.parallel)
+        return title_of(self.checkpoint, self.parallel, self.kv)
 
 
-def title_of(checkpoint: str, parallel: Parallel | str) -> str:
-    """A rank, with the deployment where a server is several."""
-    return checkpoint if str(parallel) == ONE_RANK else f"{checkpoint}, {parallel}"
+def title_of(checkpoint: str, parallel: Parallel | str, kv: str = BF16) -> str:
+    """A rank, with the deployment where a server is several, and with the KV cache where that is not bfloat16."""
+    return ", ".join([checkpoint, *[str(parallel)] * (str(parallel) != ONE_RANK), *[f"{kv} KV"] * (kv != BF16)])
 
 
 class Spread(NamedTuple):

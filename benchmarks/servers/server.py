@@ -38,13 +38,17 @@ fastest at its rows, layers whose front is two launches, rows of a request or a 
 WITH_DRAFTS = (THREE_GRAPHS, "sparse_verify", "verify", "front_verify")
 """Sides that are ours and no other where there are no drafts."""
 
+BF16 = "bfloat16"
+KV = {BF16: "fa3", "fp8_e4m3": "flashmla_kv"}
+"""KV cache to the decode implementation that SGLang's own backend takes for it without a name."""
+
 OPTIONS = {
-    "sparse_verify": lambda: server_options.implementations("sparse_verify"),
-    "sparse_prefill": lambda: server_options.implementations("fa3", "sparse_prefill"),
-    "verify": lambda: server_options.implementations("sparse_verify"),
-    "front_verify": lambda: server_options.implementations("sparse_verify"),
+    "sparse_verify": lambda decode: server_options.implementations("sparse_verify"),
+    "sparse_prefill": lambda decode: server_options.implementations(decode, "sparse_prefill"),
+    "verify": lambda decode: server_options.implementations("sparse_verify"),
+    "front_verify": lambda decode: server_options.implementations("sparse_verify"),
 }
-"""Of sides that have some, by the names of the installed release."""
+"""Of sides that have some, by the names of the installed release, where others decode with `decode`."""
 
 ENVIRONMENTS = {side: {"NSA_BACKEND_DISABLE": disabled} for side, disabled in BACKENDS.items()}
 ENVIRONMENTS |= {side: ENVIRONMENTS["ours"] | switch for side, switch in VARIANTS.items()}
@@ -76,10 +80,10 @@ class Streamed:
     progress: list[list[tuple[int, float]]] = field(default_factory=list)  # of each prompt: (new tokens so far, when they came)
 
 
-def command(checkpoint: Path, port: int, steps: int = 3) -> list[str]:
+def command(checkpoint: Path, port: int, steps: int = 3, kv: str = BF16) -> list[str]:
     """The README's command with N = `steps`, 0 for no speculation, in the names of the installed release, for both sides alike.
 
-    It names fa3, which SGLang's own backend takes without a name; ours would choose by rows on an H200.
+    It names what SGLang's own backend takes without a name on `kv`, a key of KV; ours would choose by rows on an H200.
 
     The last line is for a checkpoint without a tokenizer. What follows overrides it: SGLang takes the last of an option. A rank
     of `checkpoints.ranks` has no weights either, and `rank_server` draws them.
@@ -88,7 +92,7 @@ def command(checkpoint: Path, port: int, steps: int = 3) -> list[str]:
     return [
         sys.executable, "-m", RANK_SERVER if drawn else "sglang.launch_server", "--model-path", str(checkpoint),
         *(("--load-format", "dummy") if drawn else ()),
-        *server_options.implementations("fa3"), "--kv-cache-dtype", "bfloat16",
+        *server_options.implementations(KV[kv]), "--kv-cache-dtype", kv,
         *server_options.speculation(steps), "--port", str(port),
         "--skip-tokenizer-init", "--grammar-backend", "none", "--mem-fraction-static", "0.3", "--max-running-requests", "32",
     ]  # fmt: skip
@@ -141,12 +145,14 @@ class Server:
         log: Path,
         *options: str,
         environment: Mapping[str, str] | None = None,
+        kv: str = BF16,
     ):
         """Start `backend` (a key of ENVIRONMENTS); `options` follow the README's command. Does not wait."""
         self.port, self.log = port, log
         self._stream = log.open("w")
         of_rank = OF_A_RANK if ranks.rank_in(checkpoint) is not None else {}
-        words = [*command(checkpoint, port, steps), *OPTIONS.get(backend, list)(), *options]
+        own = OPTIONS[backend](KV[kv]) if backend in OPTIONS else []
+        words = [*command(checkpoint, port, steps, kv), *own, *options]
         self._process = subprocess.Popen(
             words, stdout=self._stream, stderr=subprocess.STDOUT,
             env=os.environ | SIDE_BY_SIDE | of_rank | (environment or {}) | ENVIRONMENTS[backend],

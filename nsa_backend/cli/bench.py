@@ -35,6 +35,7 @@ BENCHES = {
         "--parallel",
         "--samples",
         "--parts",
+        "--kv",
         "--temperature",
         "--top-p",
         "--sides",
@@ -44,7 +45,7 @@ BENCHES = {
         "--tokens",
         "--server",
     ),
-    "profile": ("--checkpoint", "--steps", "--batch", "--length", "--sides", "--port"),
+    "profile": ("--checkpoint", "--steps", "--batch", "--length", "--kv", "--sides", "--port"),
     "capture": ("--checkpoint", "--steps", "--batch", "--sides", "--port"),
     "memory": (),
 }
@@ -64,6 +65,7 @@ OPTIONS = {
     "tensor parallel 8: tp2, tp4, tp8, dcp2, dcp4, dcp8 serve as many of its ranks as one server, one side at a time",
     "--samples": "samples of a side and cell; unless told 7, 5 or 3, the fewer the more prompt tokens, and 3 of a rank",
     "--parts": "batches of a rank whose rounds are told by part too, from the servers that were timed",
+    "--kv": "bfloat16 or fp8_e4m3: the KV cache of a rank's servers; bfloat16 unless told",
     "--temperature": "of every request; 0, which is greedy, unless told",
     "--top-p": "of every request that samples; 1 unless told",
     "--sides": "whose servers, in the order in which they start: ours, builtin, three_graphs (ours, "
@@ -80,16 +82,22 @@ OPTIONS = {
 FRACTIONS = ("--temperature", "--top-p")
 """Those that are no whole numbers."""
 
-SINGLE = ("--port", "--prompt-tokens", "--samples", "--model", "--prompts", "--tokens", "--server", *FRACTIONS)
+SINGLE = ("--port", "--prompt-tokens", "--samples", "--kv", "--model", "--prompts", "--tokens", "--server", *FRACTIONS)
 """Those that take one value."""
 
-TEXTS = ("--checkpoint", "--parallel", "--section", "--sides", "--model", "--prompts", "--server")
+CHOICES = {"--kv": ("bfloat16", "fp8_e4m3")}
+"""Values of those that have few."""
+
+TEXTS = ("--checkpoint", "--parallel", "--kv", "--section", "--sides", "--model", "--prompts", "--server")
 """Those that are no numbers."""
 
 OWN = ("--prompts", "--tokens", "--server")
 NOT_OWN = dict.fromkeys(
     ("--checkpoint", "--length", "--prompt-tokens", "--samples", "--parts", "--quick"), "whose prompts come from --prompts"
-) | {"--parallel": "whose GPUs --server names: '--tp-size 8'"}
+) | {
+    "--parallel": "whose GPUs --server names: '--tp-size 8'",
+    "--kv": "whose KV cache --server names: '--kv-cache-dtype fp8_e4m3'",
+}
 """What goes with --model alone, and what does not go with it, with the reason."""
 
 
@@ -102,7 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, text in OPTIONS.items():
         takers = ", ".join(name for name, taken in BENCHES.items() if option in taken)
         kind = str if option in TEXTS else float if option in FRACTIONS else _count
-        parser.add_argument(option, type=kind, nargs=None if option in SINGLE else "+", help=f"{text} ({takers})")
+        several = {} if option in SINGLE else {"nargs": "+"}
+        parser.add_argument(option, type=kind, choices=CHOICES.get(option), help=f"{text} ({takers})", **several)
 
 
 def run(args: argparse.Namespace) -> int:

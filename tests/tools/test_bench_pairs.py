@@ -27,7 +27,7 @@ def port() -> int:
 def stand_ins(monkeypatch):
     """Small processes in place of servers, which print what they were started with and what they are asked."""
     monkeypatch.setattr(pairs, "APART_SECONDS", 0.0)
-    monkeypatch.setattr(server, "command", lambda checkpoint, port, steps: [sys.executable, str(STAND_IN), str(port)])
+    monkeypatch.setattr(server, "command", lambda checkpoint, port, *rest: [sys.executable, str(STAND_IN), str(port)])
 
 
 def printed(folder: Path, mode: str, what: str) -> list[dict]:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,17 @@ def test_a_side_that_is_told_by_an_option(tmp_path, monkeypatch):
     assert switches == ("0", "0")
     assert [word for word in verify if word not in ours] == ["sparse_verify"]
     assert verify[-2:] == ours[-2:] == ["--tp-size", "2"]
+
+
+def test_an_fp8_cache_has_what_sglang_decodes_it_with(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(server.subprocess, "Popen", lambda words, **how: found.append(words))
+    for side, kv in product(("sparse_prefill", "builtin"), server.KV):
+        server.Server(side, tmp_path, 100, 3, tmp_path / "log", kv=kv)
+    decode = server_options.names().decode
+    told = [[words[words.index(option) + 1] for option in ("--kv-cache-dtype", decode)] for words in found]
+    assert told == [["bfloat16", "fa3"], ["fp8_e4m3", "flashmla_kv"]] * 2
+    assert {words[len(words) - words[::-1].index(decode)] for words in found[:2]} == {"fa3", "flashmla_kv"}
 
 
 class TestReadiness:
