@@ -5,10 +5,10 @@
 // they chose. It makes that part itself: a slot belongs to the part that its hash says, entries of a part meet in a hash table
 // in shared memory, and each slot is listed once with a bit for every row that chose it. Order and sums depend on the inputs
 // alone, so that equal inputs give equal bits, unless a row names a slot twice.
-// Then two warpgroups walk the list, 64 tokens a step: each scores half of the tokens for all lines, they agree on the highest
-// score of a line through shared memory, and each weighs one half of the latent. The next step's tokens are gathered meanwhile;
-// those of the first step, which the first row chose, while the list is made. FP8 values wait in registers and become bfloat16
-// while tensor cores weigh, once for all rows.
+// Two warpgroups make the list and walk it, 64 tokens a step: each scores half of the tokens for all lines, they agree on the
+// highest score of a line through shared memory, and each weighs one half of the latent. A third gathers the next step's tokens
+// meanwhile; those of the first step, which the first row chose, while the list is made. FP8 values become bfloat16 there, once
+// for all rows.
 // In the end the blocks of a group wait for each other, and each adds up the parts of some lines. All of them run at once: a
 // grid has no more blocks than the GPU has SMs, or one block a group.
 //
@@ -41,19 +41,41 @@ __device__ __forceinline__ void copy_16(uint32_t to, const void* from, bool ther
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
-// Sixteen bytes that nobody writes while the kernel runs.
-__device__ __forceinline__ uint4 load_16(const void* from) {
-    uint4 x;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(from));
-    return x;
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Waits for `threads` of the block; each of a few `number`s is for other ones.
+template <int number, int threads> __device__ __forceinline__ void meet() {
+    asm volatile("bar.sync %0, %1;" ::"n"(number), "n"(threads) : "memory");
 }
 
-// What is made from `x` is not made before.
-__device__ __forceinline__ void hold_back(uint32_t& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void start_barrier(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
 
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Once what this thread has copied until now has landed.
+__device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Until all have arrived for the `turn`th time.
+__device__ __forceinline__ void wait_for_turn(uint32_t barrier, uint32_t turn) {
+    asm volatile(
+        "{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra wait;\n}" ::"r"(barrier),
+        "r"(turn & 1)
+        : "memory");
+}
+
+template <int registers> __device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+template <int registers> __device__ __forceinline__ void leave_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
 
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
     uint32_t x;
@@ -223,10 +245,14 @@ constexpr uint32_t RANKS = 1 << RANKS_LOG2;  // that divide slots; RANK is this 
 constexpr int LATENT = 512;
 constexpr int LINES = 64;     // of a tile: heads of one row after the other
 constexpr int TOKENS = 64;    // of a step
-constexpr int THREADS = 256;  // two warpgroups
-constexpr int WARPS = THREADS / 32;
-constexpr int PER_THREAD = (TOPK + THREADS - 1) / THREADS;  // entries of a row
-constexpr int ENTRIES = ROWS * PER_THREAD * THREADS;         // of a group, some of them none
+constexpr int ATTENDING = 256;  // threads: two warpgroups
+constexpr int GATHERING = 128;
+constexpr int THREADS = ATTENDING + GATHERING;
+constexpr int WARPS = ATTENDING / 32;
+constexpr int PER_THREAD = (TOPK + ATTENDING - 1) / ATTENDING;  // entries of a row
+constexpr int ENTRIES = ROWS * PER_THREAD * ATTENDING;           // of a group, some of them none
+// Registers of each: all that the launch gives 384 threads of 168.
+constexpr int ATTENDING_REGISTERS = 184, GATHERING_REGISTERS = 136;
 static_assert(PER_THREAD <= 32, "a thread has a bit for every entry of a row that it looks at");
 static_assert(ROWS * HEADS <= LINES && ROWS <= 8, "the rows of a group do not fit a tile, or their bits a byte");
 
@@ -238,7 +264,11 @@ constexpr uint32_t TOKENS_AT = PANELS;  // two steps
 constexpr uint32_t WEIGHTS_AT = 3 * PANELS;
 constexpr uint32_t BITS_AT = WEIGHTS_AT + PANEL;           // of the tokens of two steps: rows that chose them
 constexpr uint32_t HIGHEST_AT = BITS_AT + 2 * TOKENS * 4;  // of a line, by warpgroup; before, the list's first two steps
-constexpr uint32_t SHARED_BYTES = HIGHEST_AT + 2 * LINES * 4;
+constexpr uint32_t COUNTS_AT = HIGHEST_AT + 2 * LINES * 4;  // slots listed, by warp
+constexpr uint32_t AHEAD_AT = COUNTS_AT + WARPS * 4;        // tokens of the first step, by warp
+constexpr uint32_t FILLED_AT = AHEAD_AT + WARPS * 4;        // barriers of two steps: their tokens are there
+constexpr uint32_t EMPTIED_AT = FILLED_AT + 2 * 8;          // and are weighed
+constexpr uint32_t SHARED_BYTES = EMPTIED_AT + 2 * 8;
 // While the list is made, where the second step's tokens and the weights will lie: entries by warp, for each whose slot it lists,
 // and the hash table of entries' numbers. With more than fit there nothing is gathered meanwhile, and all lie where tokens will.
 constexpr bool AHEAD = ENTRIES <= 8192;
@@ -246,7 +276,6 @@ constexpr uint32_t ENTRIES_AT = TOKENS_AT + (AHEAD ? PANELS : 0);
 constexpr uint32_t LISTERS_AT = ENTRIES_AT + 4 * ENTRIES;
 constexpr uint32_t TABLE_AT = LISTERS_AT + 2 * ENTRIES;
 constexpr uint32_t CELLS = AHEAD ? 16384 : 24576;
-constexpr uint32_t COUNTS_AT = BITS_AT + TOKENS * 4;  // slots listed, by warp
 constexpr int AHEAD_OF_WARP = TOKENS / WARPS;
 constexpr int KEPT = AHEAD ? TOKENS : 2 * TOKENS;  // words at the list's begin that are kept in shared memory
 static_assert(TABLE_AT + 2 * CELLS <= BITS_AT, "what lists are made from has no room");
@@ -301,7 +330,7 @@ __device__ __forceinline__ Chosen chosen_of(const Attend& a, int row, int rows) 
         chosen.end[j] = j < rows ? a.lens[row + j] : 0;
 #pragma unroll
         for (int c = 0; c < PER_THREAD; ++c) {
-            const int i = c * THREADS + static_cast<int>(threadIdx.x);
+            const int i = c * ATTENDING + static_cast<int>(threadIdx.x);
             const uint32_t slot = j < rows && i < TOPK ? a.slots[(row + j) * a.slots_stride + i] : EMPTY;
             chosen.slot[j][c] = slot % RANKS == RANK ? slot / RANKS : EMPTY;  // -1 over their number is no slot
         }
@@ -341,7 +370,7 @@ __device__ __forceinline__ ByRow compact(const Chosen& chosen, uint32_t parts, u
 #pragma unroll
         for (int c = 0; c < PER_THREAD; ++c) {
             const uint32_t slot = chosen.slot[j][c];
-            const bool is = c * THREADS + thread < chosen.end[j] && slot < SLOT && part_of(slot, parts) == part;
+            const bool is = c * ATTENDING + thread < chosen.end[j] && slot < SLOT && part_of(slot, parts) == part;
             here[j] |= static_cast<uint32_t>(is) << c;
         }
         counts.set(j, __popc(here[j]));
@@ -367,14 +396,13 @@ __device__ __forceinline__ ByRow compact(const Chosen& chosen, uint32_t parts, u
     return begins;
 }
 
-// What a thread holds of a token's row between asking for it and writing it to a step's tokens: nothing in bfloat16, which lands
-// there by itself.
-struct Fetched {
-#if FP8
-    uint4 values[4];  // sixteen of every 128
-    uint4 scales;     // float32, of 128 values each
-#endif
-};
+__device__ __forceinline__ void meet_attending() { meet<1, ATTENDING>(); }
+
+__device__ __forceinline__ void meet_all() { meet<2, THREADS>(); }
+
+constexpr int AT_ONCE_GATHERED = GATHERING / 8;      // rows: eight threads have one
+constexpr int PASSES = TOKENS / AT_ONCE_GATHERED;
+constexpr int BEFORE_LIST = AHEAD ? 1 : 0;           // steps
 
 #if FP8
 // Two of four e4m3 values, times a scale. A value's bits, moved to where bfloat16 has them, are 2^-120 of it, denormal ones too.
@@ -386,53 +414,102 @@ __device__ __forceinline__ uint32_t dequantised(uint32_t four, uint32_t selected
 }
 #endif
 
-// How a thread gathers: one 16-byte piece of every 128 bytes of a row of a panel, and of the row 32 further. In FP8 a piece has
-// the values of two pieces of a panel.
+// A thread that gathers: one 16-byte piece of every 128 bytes of a row of a panel, and of the rows 16, 32 and 48 further. In FP8
+// a piece has the values of two pieces of a panel.
 struct Gathering {
-    const unsigned char* kv;
-    long long stride;
-    uint32_t to;  // this row of a step's first panel
+    const Attend& a;
+    uint32_t shared;
     int row, piece;
 
-    __device__ __forceinline__ Fetched fetch(int step, uint32_t slot, bool there, int at) const {
-        const unsigned char* from = kv + slot * stride + 16 * piece;
-        const uint32_t copied = to + step * PANELS + at * 128 + ((piece ^ (row & 7)) << 4);
-        Fetched fetched;
-#if FP8
+    __device__ __forceinline__ Gathering(const Attend& a, uint32_t shared)
+        : a(a), shared(shared), row((threadIdx.x - ATTENDING) / 8), piece(threadIdx.x % 8) {}
+
+    __device__ __forceinline__ uint32_t row_at(uint32_t begin, int pass) const { return shared + begin + (row + pass * AT_ONCE_GATHERED) * 128; }
+    __device__ __forceinline__ uint32_t swizzled() const { return (piece ^ (row & 7)) << 4; }  // of all rows of a thread
+
+    __device__ __forceinline__ void query(int first_row, int lines) const {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) fetched.values[i] = there ? load_16(from + i * 128) : uint4{0, 0, 0, 0};
-        fetched.scales = there ? load_16(from + LATENT - 16 * piece) : uint4{0, 0, 0, 0};
-        copy_16(copied + 8 * PANEL, from + LATENT + 16, there);
-#else
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const int line = row + pass * AT_ONCE_GATHERED, j = line / HEADS, head = line % HEADS;
+            const bool there = line < lines;
+            const unsigned char* nope = a.q_nope + (there ? (first_row + j) * a.q_nope_row + head * a.q_nope_head : 0) + 16 * piece;
+            const unsigned char* rope = a.q_rope + (there ? (first_row + j) * a.q_rope_row + head * a.q_rope_head : 0) + 16 * piece;
+            const uint32_t to = row_at(QUERY_AT, pass) + swizzled();
 #pragma unroll
-        for (int panel = 0; panel < 9; ++panel) copy_16(copied + panel * PANEL, from + panel * 128, there);
-#endif
-        return fetched;
+            for (int panel = 0; panel < 8; ++panel) copy_16(to + panel * PANEL, nope + panel * 128, there);
+            copy_16(to + 8 * PANEL, rope, there);
+        }
     }
 
-    __device__ __forceinline__ void write(int step, Fetched& fetched, int at) const {
+    // An entry of the first row, which is one of those that a warp of the list has written; 0 where there is none.
+    __device__ __forceinline__ uint32_t word_ahead(int pass) const {
+        const int token = row + pass * AT_ONCE_GATHERED, warp = token % 32 / 4, i = token / 32 * 4 + token % 4;
+        if (i >= static_cast<int>(load_shared(shared + AHEAD_AT + 4 * warp))) return 0;
+        return load_shared(shared + ENTRIES_AT + 4 * (warp * (ENTRIES / WARPS) + i)) | 1u << 24;
+    }
+
+    __device__ __forceinline__ void bits(int step, int pass, uint32_t word) const {
+        if (piece == 0) store_shared(shared + BITS_AT + 4 * (step % 2 * TOKENS + row + pass * AT_ONCE_GATHERED), word >> 24);
+    }
+
+    // In FP8 a quarter of the latent goes where that row of a panel will be, the scales behind them.
+    __device__ __forceinline__ void copy(int step, int pass, uint32_t word) const {
+        const unsigned char* from = a.kv + (word & SLOT) * a.kv_stride + 16 * piece;
+        const uint32_t to = row_at(TOKENS_AT, pass) + step % 2 * PANELS;
 #if FP8
-        const uint32_t scales[4] = {fetched.scales.x, fetched.scales.y, fetched.scales.z, fetched.scales.w};
-        const uint32_t upper = piece / 4;  // which of its two pieces comes first, so that threads of a row write to all banks
-        const uint32_t panel = to + step * PANELS + at * 128 + upper * PANEL;
-        const uint32_t first = ((piece % 4 * 2 + upper) ^ (row & 7)) << 4, second = first ^ 16;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            uint4& values = fetched.values[i];
-            hold_back(values.x), hold_back(values.y), hold_back(values.z), hold_back(values.w);
-            const float scale = __uint_as_float(scales[i]);
-            const uint32_t rounded = pack_bf16(scale, scale);
-            const float left = scale - __uint_as_float(rounded << 16);
-            const uint32_t rest = pack_bf16(left, left);
-            const auto eight = [&](uint32_t low, uint32_t high) {
-                return uint4{
-                    dequantised(low, 0x1404, rounded, rest), dequantised(low, 0x3424, rounded, rest),
-                    dequantised(high, 0x1404, rounded, rest), dequantised(high, 0x3424, rounded, rest)
+        for (int i = 0; i < 4; ++i) copy_16(to + i * PANEL + 16 * piece, from + i * 128, word != 0);
+        if (piece == 0) copy_16(to + 4 * PANEL, from + LATENT, word != 0);
+        copy_16(to + 8 * PANEL + swizzled(), from + LATENT + 16, word != 0);
+#else
+#pragma unroll
+        for (int panel = 0; panel < 9; ++panel) copy_16(to + panel * PANEL + swizzled(), from + panel * 128, word != 0);
+#endif
+    }
+
+#if FP8
+    // Once they are copied: quarters become panels. The threads of a row are of one warp.
+    __device__ __forceinline__ void dequantise(int step) const {
+        const uint32_t upper = piece / 4;  // which of its two pieces comes first, so that threads of a row write to all banks
+        const uint32_t first = ((piece % 4 * 2 + upper) ^ (row & 7)) << 4, second = first ^ 16;
+        wait_for_copies();
+        sync_warp();
+#pragma unroll 1
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const uint32_t at = row_at(TOKENS_AT, pass) + step % 2 * PANELS, panel = at + upper * PANEL;
+            uint4 quarters[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) quarters[i] = load_shared_4(at + i * PANEL + 16 * piece);
+            const uint4 of_row = load_shared_4(at + 4 * PANEL);
+            const uint32_t scales[4] = {of_row.x, of_row.y, of_row.z, of_row.w};
+            sync_warp();
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const uint4 four = quarters[i];
+                const float scale = __uint_as_float(scales[i]);
+                const uint32_t rounded = pack_bf16(scale, scale);
+                const float left = scale - __uint_as_float(rounded << 16);
+                const uint32_t rest = pack_bf16(left, left);
+                const auto eight = [&](uint32_t low, uint32_t high) {
+                    return uint4{
+                        dequantised(low, 0x1404, rounded, rest), dequantised(low, 0x3424, rounded, rest),
+                        dequantised(high, 0x1404, rounded, rest), dequantised(high, 0x3424, rounded, rest)
+                    };
                 };
-            };
-            store_shared_4(panel + 2 * i * PANEL + first, eight(upper ? values.z : values.x, upper ? values.w : values.y));
-            store_shared_4(panel + 2 * i * PANEL + second, eight(upper ? values.x : values.z, upper ? values.y : values.w));
+                store_shared_4(panel + 2 * i * PANEL + first, eight(upper ? four.z : four.x, upper ? four.w : four.y));
+                store_shared_4(panel + 2 * i * PANEL + second, eight(upper ? four.x : four.z, upper ? four.y : four.w));
+            }
         }
+        fence_before_products();
+    }
+#endif
+
+    // A step's tokens are there, or will be once its copies have landed; so is the query, before the first.
+    __device__ __forceinline__ void filled(int step) const {
+#if FP8
+        arrive(shared + FILLED_AT + step % 2 * 8);
+#else
+        arrive_after_copies(shared + FILLED_AT + step % 2 * 8);
 #endif
     }
 };
@@ -483,23 +560,16 @@ __device__ __forceinline__ int mark_row(uint32_t shared, uint32_t warps_first, i
 // Writes the words of this block's slots to `list`, and the first KEPT of them to shared memory too, in an order that the inputs
 // decide; how many there are. A warp's first entries of the first row are gathered instead, and their rows' bits are written.
 __device__ __forceinline__ int make_list(
-    const Attend& a, uint32_t shared, int warp, int rows, uint32_t part, uint32_t* list, const Gathering& gather, const Chosen& chosen
+    const Attend& a, uint32_t shared, int warp, int rows, uint32_t part, uint32_t* list, const Chosen& chosen
 ) {
     const int thread = threadIdx.x, lane = thread % 32;
     const uint32_t table = shared + TABLE_AT, warps_first = warp * (ENTRIES / WARPS);
     const uint32_t entries = shared + ENTRIES_AT + 4 * warps_first, listers = shared + LISTERS_AT + 2 * warps_first;
-    for (uint32_t i = 8 * thread; i < CELLS; i += 8 * THREADS) store_shared_4(table + 2 * i, {EMPTY, EMPTY, EMPTY, EMPTY});
+    for (uint32_t i = 8 * thread; i < CELLS; i += 8 * ATTENDING) store_shared_4(table + 2 * i, {EMPTY, EMPTY, EMPTY, EMPTY});
     const ByRow begins = compact(chosen, a.parts, part, entries);
     const int ahead = AHEAD ? min(begins[1], AHEAD_OF_WARP) : 0, end = begins[ROWS];
-    Fetched fetched[2];
-    if (AHEAD) {
-#pragma unroll
-        for (int at = 0; at < 2; ++at) {
-            const int i = at * 4 + lane / 8;
-            fetched[at] = gather.fetch(0, i < ahead ? load_shared(entries + 4 * i) : 0, i < ahead, at * 32);
-        }
-    }
-    __syncthreads();
+    if (AHEAD && lane == 0) store_shared(shared + AHEAD_AT + 4 * warp, ahead);
+    meet_all();
     // Of the entries of a cell any one is kept.
     constexpr int AT_ONCE = 4;
     for (int first = lane; first < end; first += 32 * AT_ONCE) {
@@ -511,7 +581,7 @@ __device__ __forceinline__ int make_list(
             store_shared_half_if(first + 32 * u < end, table + 2 * cell_of(slot[u]), warps_first + first + 32 * u);
         }
     }
-    __syncthreads();
+    meet_attending();
     // Rows one after the other, so that no two of them write to an entry at once.
     int excess = 0, row_begin = 0;
     ByRow left = begins;
@@ -523,11 +593,7 @@ __device__ __forceinline__ int make_list(
         const int row_end = left[0];
         excess += mark_row(shared, warps_first, row_begin, row_end, j, lane);
         row_begin = row_end;
-        __syncthreads();
-    }
-    if (AHEAD) {
-#pragma unroll
-        for (int at = 0; at < 2; ++at) gather.write(0, fetched[at], at * 32);
+        meet_attending();
     }
     const auto lists = [&](int i) { return load_shared_half(listers + 2 * i); };
     int listed, place, all;
@@ -538,7 +604,7 @@ __device__ __forceinline__ int make_list(
         place = of_lanes_before(listed, lane);
         const uint32_t sums = of_lanes_before(excess, lane) + excess;
         if (lane == 31) store_shared(shared + COUNTS_AT + 4 * warp, (place + listed) | sums << 16);
-        __syncthreads();
+        meet_attending();
         excess = all = 0;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
@@ -553,11 +619,11 @@ __device__ __forceinline__ int make_list(
         for (int i = lane; i < end; i += 32) {
             if (lists(i) != NONE) store_shared_half(table + 2 * lists(i), warps_first + i);
         }
-        __syncthreads();
+        meet_attending();
         for (int i = lane; i < end; i += 32) {
             if (lists(i) != NONE && load_shared_half(table + 2 * lists(i)) != warps_first + i) store_shared_half(listers + 2 * i, NONE);
         }
-        __syncthreads();
+        meet_attending();
         count();
     }
     for (int first = ahead + lane; first < end; first += 32 * AT_ONCE) {
@@ -585,24 +651,75 @@ __device__ __forceinline__ int make_list(
 
 constexpr int PIECES = LATENT / 8;  // of a line, 16 bytes each
 
+__device__ __forceinline__ int steps_of(int listed) { return BEFORE_LIST + (listed + TOKENS - 1) / TOKENS; }
+
+// What the third warpgroup does: the query, and every step's tokens once those of two steps before are weighed.
+__device__ __forceinline__ void gather_part(const Attend& a, uint32_t shared, int row, int rows, const uint32_t* list) {
+    const Gathering gather(a, shared);
+    gather.query(row, rows * HEADS);
+    meet_all();  // entries of the first row are there
+    if (AHEAD) {
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) gather.copy(0, pass, gather.word_ahead(pass));
+#if FP8
+        gather.dequantise(0);
+#endif
+    }
+    meet_all();  // and the list
+    int listed = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) listed += load_shared(shared + COUNTS_AT + 4 * w) & 0xffff;
+    // Words of the list are asked for a step early. Those in shared memory are read before others write there.
+    uint32_t words[PASSES], later[PASSES];
+    const auto place_of = [&](int step, int pass) { return (step - BEFORE_LIST) * TOKENS + gather.row + pass * AT_ONCE_GATHERED; };
+    const auto kept = [&](int place) { return place < listed ? load_shared(shared + HIGHEST_AT + 4 * place) : 0u; };
+    const auto word_of = [&](int place) { return place < listed ? load_list(list + place) : 0u; };
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+        words[pass] = kept(place_of(BEFORE_LIST, pass));
+        later[pass] = AHEAD ? 0 : kept(place_of(1, pass));
+    }
+    if (AHEAD) {
+        gather.filled(0);
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) later[pass] = word_of(place_of(2, pass));
+    }
+    const int steps = steps_of(listed);
+    for (int step = BEFORE_LIST; step < steps; ++step) {
+        if (step >= 2) wait_for_turn(shared + EMPTIED_AT + step % 2 * 8, step / 2 - 1);
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            gather.bits(step, pass, words[pass]);
+            gather.copy(step, pass, words[pass]);
+            words[pass] = later[pass];
+            later[pass] = word_of(place_of(step + 2, pass));
+        }
+#if FP8
+        gather.dequantise(step);
+#endif
+        gather.filled(step);
+    }
+    wait_for_copies();
+}
+
 // Adds up the parts of this block's share of the lines, once all blocks of the group have written theirs.
 __device__ __forceinline__ void join(const Attend& a, uint32_t shared, int part, int lines, long long first_line) {
     const int thread = threadIdx.x;
     uint32_t* const met = a.met + 2 * blockIdx.y;
-    __syncthreads();
+    meet_attending();
     if (thread == 0) {
         add_to_counter(met, 1);
         while (load_counter(met) < static_cast<uint32_t>(a.parts)) {
         }
         if (add_to_counter(met + 1, 1) == static_cast<uint32_t>(a.parts) - 1) met[0] = met[1] = 0;  // for the next call
     }
-    __syncthreads();
+    meet_attending();
     const int first = lines * part / a.parts, mine = lines * (part + 1) / a.parts - first;
     const unsigned char* from = a.of_parts + (first_line + first) * a.parts * 2 * LATENT;
     const float* lse = a.lse + (first_line + first) * a.parts;
-    for (int i = thread; i < mine * a.parts * PIECES; i += THREADS) copy_16(shared + TOKENS_AT + 16 * i, from + 16 * i, true);
+    for (int i = thread; i < mine * a.parts * PIECES; i += ATTENDING) copy_16(shared + TOKENS_AT + 16 * i, from + 16 * i, true);
     if (thread < mine * a.parts) store_shared(shared + WEIGHTS_AT + 4 * thread, load_list(reinterpret_cast<const uint32_t*>(lse) + thread));
-    __syncthreads();
+    meet_attending();
     float weight = 0;
     if (thread < mine * a.parts) {
         const uint32_t of_line = shared + WEIGHTS_AT + 4 * (thread / a.parts * a.parts);
@@ -614,10 +731,10 @@ __device__ __forceinline__ void join(const Attend& a, uint32_t shared, int part,
         if (a.joined_lse && thread % a.parts == 0) a.joined_lse[first_line + first + thread / a.parts] = lse_of(best, total);
     }
     wait_for_copies();
-    __syncthreads();
+    meet_attending();
     if (thread < mine * a.parts) store_shared(shared + WEIGHTS_AT + 4 * thread, __float_as_uint(weight));
-    __syncthreads();
-    for (int i = thread; i < mine * PIECES; i += THREADS) {
+    meet_attending();
+    for (int i = thread; i < mine * PIECES; i += ATTENDING) {
         const int line = i / PIECES, along = i % PIECES;
         float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll 4
@@ -638,44 +755,12 @@ __device__ __forceinline__ void join(const Attend& a, uint32_t shared, int part,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Attend a) {
-    SHARED_MEMORY(memory);
-    wait_for_inputs();
-    const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
+// What two warpgroups do: the list, and attention to it.
+__device__ __forceinline__ void attend_to_part(const Attend& a, uint32_t shared, int row, int rows, uint32_t* list) {
     const int thread = threadIdx.x, warp = warp_uniform(thread / 32), lane = thread % 32, half = warp / 4;
-    const int part = blockIdx.x, group = blockIdx.y % a.groups_per_request;
-    const int row = blockIdx.y / a.groups_per_request * a.rows_per_request + group * ROWS;
-    const int rows = min(ROWS, min(a.rows_per_request - group * ROWS, a.all_rows - row)), lines = rows * HEADS;
-    const Chosen chosen = chosen_of(a, row, rows);
-    const int gathered = warp * 4 + lane / 8, piece = lane % 8;
-    const Gathering gather{a.kv, a.kv_stride, shared + TOKENS_AT + gathered * 128, gathered, piece};
-    for (int at = 0; at < LINES; at += 32) {
-        const int line = gathered + at, j = line / HEADS, head = line % HEADS;
-        const bool there = line < lines;
-        const unsigned char* nope = a.q_nope + (there ? (row + j) * a.q_nope_row + head * a.q_nope_head : 0) + 16 * piece;
-        const unsigned char* rope = a.q_rope + (there ? (row + j) * a.q_rope_row + head * a.q_rope_head : 0) + 16 * piece;
-        const uint32_t to = shared + QUERY_AT + (gathered + at) * 128 + ((piece ^ (gathered & 7)) << 4);
-#pragma unroll
-        for (int panel = 0; panel < 8; ++panel) copy_16(to + panel * PANEL, nope + panel * 128, there);
-        copy_16(to + 8 * PANEL, rope, there);
-    }
-    uint32_t* list = a.lists + (static_cast<long long>(blockIdx.y) * a.parts + part) * ENTRIES;
-    const int listed = make_list(a, shared, warp, rows, part, list, gather, chosen);
-    __syncthreads();  // the list is written, and what it was made from is read
-
-    const auto kept_entry_of = [&](int at) { return at < listed ? load_shared(shared + HIGHEST_AT + 4 * at) : 0u; };
-    const auto entry_of = [&](int at) { return at < listed ? load_list(list + at) : 0u; };
-    const auto fetch = [&](int step, uint32_t entry, int at) {
-        if (piece == 0) store_shared(shared + BITS_AT + 4 * (step * TOKENS + gathered + at), entry >> 24);
-        return gather.fetch(step, entry & SLOT, entry != 0, at);
-    };
-    uint32_t first = kept_entry_of(gathered), second = kept_entry_of(gathered + 32);
-    Fetched upper_fetched, lower_fetched;
-    if (!AHEAD && listed) {
-        upper_fetched = fetch(0, first, 0), lower_fetched = fetch(0, second, 32);
-        gather.write(0, upper_fetched, 0), gather.write(0, lower_fetched, 32);
-        first = kept_entry_of(TOKENS + gathered), second = kept_entry_of(TOKENS + gathered + 32);
-    }
+    const int part = blockIdx.x, lines = rows * HEADS;
+    const int listed = make_list(a, shared, warp, rows, part, list, chosen_of(a, row, rows));
+    meet_all();  // the list is written, and what it was made from is read
 
     // What a thread has of a tile of products: lines `upper` and `upper` + 8, columns 8 i + `column` and the next one.
     const int upper = warp % 4 * 16 + lane / 4, lower = upper + 8, column = lane % 4 * 2;
@@ -687,12 +772,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 #pragma unroll
     for (int i = 0; i < 128; ++i) out[i] = 0;
 
-    for (int begin = AHEAD ? -TOKENS : 0, step = 0; begin < listed; begin += TOKENS, step ^= 1) {
-        const uint32_t tokens = shared + TOKENS_AT + step * PANELS;
-        wait_for_copies();
-        products_wait();  // of the step before, whose tokens and weights may now be written over
+    const int steps = steps_of(listed);
+    for (int step = 0; step < steps; ++step) {
+        const uint32_t tokens = shared + TOKENS_AT + step % 2 * PANELS;
+        products_wait();  // of the step before, whose tokens may now be written over
+        if (step > 0 && lane == 0) arrive(shared + EMPTIED_AT + (step - 1) % 2 * 8);
+        wait_for_turn(shared + FILLED_AT + step % 2 * 8, step / 2);
         fence_before_products();
-        __syncthreads();
         float s[16];
 #pragma unroll
         for (int i = 0; i < 16; ++i) s[i] = 0;
@@ -704,15 +790,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
             score(s, query_tile + (along >> 4), tokens_tile + (along >> 4), k > 0);
         }
         products_commit();
-        if (begin + TOKENS < listed) {
-            upper_fetched = fetch(step ^ 1, first, 0), lower_fetched = fetch(step ^ 1, second, 32);
-            first = entry_of(begin + 2 * TOKENS + gathered), second = entry_of(begin + 2 * TOKENS + gathered + 32);
-        }
         products_wait();
         float upper_highest = -INFINITE, lower_highest = -INFINITE;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint2 bits = load_shared_2(shared + BITS_AT + 4 * (step * TOKENS + half * 32 + 8 * i + column));
+            const uint2 bits = load_shared_2(shared + BITS_AT + 4 * (step % 2 * TOKENS + half * 32 + 8 * i + column));
             s[4 * i] = bits.x & upper_bit ? s[4 * i] * a.scale : -INFINITE;
             s[4 * i + 1] = bits.y & upper_bit ? s[4 * i + 1] * a.scale : -INFINITE;
             s[4 * i + 2] = bits.x & lower_bit ? s[4 * i + 2] * a.scale : -INFINITE;
@@ -729,7 +811,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
             store_shared(highest_at + 4 * (half * LINES + upper), __float_as_uint(upper_highest));
             store_shared(highest_at + 4 * (half * LINES + lower), __float_as_uint(lower_highest));
         }
-        __syncthreads();
+        meet_attending();
         const float upper_other = __uint_as_float(load_shared(highest_at + 4 * ((1 - half) * LINES + upper)));
         const float lower_other = __uint_as_float(load_shared(highest_at + 4 * ((1 - half) * LINES + lower)));
         const float upper_new = higher(upper_best, higher(upper_highest, upper_other));
@@ -751,7 +833,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
             store_shared(weights_at + lower * 128 + at, pack_bf16(p2, p3));
         }
         fence_before_products();
-        __syncthreads();
+        meet_attending();
         if (warp_ballot(upper_fade != 1 || lower_fade != 1)) {
 #pragma unroll
             for (int i = 0; i < 128; i += 4) {
@@ -767,22 +849,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
             weigh(out, weights_tile + (k * 32 >> 4), latent_tile + (k * 16 * 128 >> 4));
         }
         products_commit();
-        if (begin + TOKENS < listed) gather.write(step ^ 1, upper_fetched, 0), gather.write(step ^ 1, lower_fetched, 32);
     }
     products_wait();
-    wait_for_copies();  // of the query, where a part has no token
 
 #pragma unroll
     for (int lanes = 1; lanes < 4; lanes *= 2) {
         upper_sum += shuffle_xor(upper_sum, lanes);
         lower_sum += shuffle_xor(lower_sum, lanes);
     }
-    __syncthreads();
+    meet_attending();
     if (column == 0) {
         store_shared(highest_at + 4 * (half * LINES + upper), __float_as_uint(upper_sum));
         store_shared(highest_at + 4 * (half * LINES + lower), __float_as_uint(lower_sum));
     }
-    __syncthreads();
+    meet_attending();
     // In one order, so that both halves divide by the same.
     const auto sum_of = [&](int line) {
         const float low = __uint_as_float(load_shared(highest_at + 4 * line));
@@ -805,13 +885,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
         store_shared(lines_at + upper * 2 * LATENT + at, pack_bf16(out[4 * i] * upper_over, out[4 * i + 1] * upper_over));
         store_shared(lines_at + lower * 2 * LATENT + at, pack_bf16(out[4 * i + 2] * lower_over, out[4 * i + 3] * lower_over));
     }
-    __syncthreads();
+    meet_attending();
     unsigned char* const out_at = a.parts == 1 ? a.out + first_line * 2 * LATENT : a.of_parts + (first_line * a.parts + part) * 2 * LATENT;
 #pragma unroll 8
-    for (int i = thread; i < lines * PIECES; i += THREADS) {
+    for (int i = thread; i < lines * PIECES; i += ATTENDING) {
         const int line = i / PIECES, along = i % PIECES;
         const uint4 values = load_shared_4(lines_at + line * 2 * LATENT + ((along ^ (line & 7)) << 4));
         *reinterpret_cast<uint4*>(out_at + static_cast<long long>(line) * a.parts * 2 * LATENT + along * 16) = values;
     }
     if (a.parts > 1) join(a, shared, part, lines, first_line);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Attend a) {
+    SHARED_MEMORY(memory);
+    wait_for_inputs();
+    const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
+    const int group = blockIdx.y % a.groups_per_request;
+    const int row = blockIdx.y / a.groups_per_request * a.rows_per_request + group * ROWS;
+    const int rows = min(ROWS, min(a.rows_per_request - group * ROWS, a.all_rows - row));
+    uint32_t* list = a.lists + (static_cast<long long>(blockIdx.y) * a.parts + blockIdx.x) * ENTRIES;
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+            start_barrier(shared + FILLED_AT + 8 * step, GATHERING);
+            start_barrier(shared + EMPTIED_AT + 8 * step, WARPS);
+        }
+    }
+    if (threadIdx.x >= ATTENDING) {
+        leave_registers<GATHERING_REGISTERS>();
+        gather_part(a, shared, row, rows, list);
+    } else {
+        take_registers<ATTENDING_REGISTERS>();
+        attend_to_part(a, shared, row, rows, list);
+    }
 }

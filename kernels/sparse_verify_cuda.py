@@ -33,8 +33,10 @@ MOST_RANKS = 128
 """-1 over their number is no slot."""
 MOST_PARTS = 16
 """Of a group: more have less to do than it takes to begin and to join them."""
-THREADS = 256
-SHARED_BYTES = 231424
+ATTENDING = 256
+"""Threads of a block that list and attend; as many as half of them gather."""
+THREADS = 384
+SHARED_BYTES = 231552
 
 
 def rows_of_tile(heads: int) -> int:
@@ -61,7 +63,7 @@ def problem(heads: int, latent: int, rope: int, topk: int, rows_per_request: int
         return f"it is written for a latent of {LATENT} and RoPE of {ROPE} values, and these are {latent} and {rope}"
     if heads > LINES:
         return f"a tile has {LINES} heads and there are {heads}"
-    chosen = Groups.of(rows_per_request, heads).rows * blocks(topk, THREADS) * THREADS
+    chosen = Groups.of(rows_per_request, heads).rows * blocks(topk, ATTENDING) * ATTENDING
     if chosen > MOST_CHOSEN:
         return f"rows of a tile choose {chosen} slots, and it has room for {MOST_CHOSEN}"
     if topk > MOST_OF_ROW:
@@ -87,7 +89,7 @@ class Need:
         groups = Groups.of(rows_per_request, heads)
         count = blocks(rows, rows_per_request) * groups.of_request
         parts = parts or parts_of(count, num_sms)
-        listed = count * parts * groups.rows * blocks(topk, THREADS) * THREADS
+        listed = count * parts * groups.rows * blocks(topk, ATTENDING) * ATTENDING
         return cls(listed, rows * heads * parts if parts > 1 else 0, count)
 
 

@@ -66,7 +66,7 @@ def cell(kv: str, heads: int, rows: int, overlap: float, num_sms: int) -> dict:
     }
     want, out = calls[peer]()[:, :heads].float(), calls[SERVED]().float()
     error = float((out - want).norm() / want.norm())
-    if not error < TOO_FAR:
+    if not error < TOO_FAR[kv]:
         raise ValueError(f"{SERVED} is {error:.1e} from {peer}: it is not timed")
     times = interleaved(calls, 1, SAMPLES)
     return {

@@ -44,6 +44,15 @@ LAYER_CASES = [
         )
         for heads in (16, 8)
     ),
+    alone("16 heads, n3 fp8 sparse_verify", workloads=(*MANY, "32x3000"), shape="faithful-16-heads", engine=FP8),
+    alone(
+        "16 heads, n3 fp8 sparse_prefill",
+        workloads=(*MANY, "32x3000"),
+        shape="faithful-16-heads",
+        decode="flashmla_kv",
+        engine=FP8 | {"nsa_prefill_backend": "sparse_prefill"},
+        ours_alone=("nsa_prefill_backend",),
+    ),
     # What a server on an H200 has that names nothing; 32 requests are captured, so that their rows are verified together.
     *(
         alone(

@@ -54,7 +54,7 @@ namespace emulation {
 
 constexpr size_t STACK = 64 << 10, SHARED = 232448;
 
-constexpr int MOST_THREADS = 256;
+constexpr int MOST_THREADS = 384, NAMED = 4;
 
 struct Meeting {  // of the threads of a warp or of a block
     int arrived = 0;
@@ -63,8 +63,7 @@ struct Meeting {  // of the threads of a warp or of a block
 struct Block {
     alignas(1024) unsigned char shared[SHARED];
     dim3 index;
-    Meeting warps[MOST_THREADS / 32], whole;
-    int threads;
+    Meeting warps[MOST_THREADS / 32], named[NAMED];
 };
 struct Fiber {
     Block* block;
@@ -132,7 +131,6 @@ inline void run_blocks(const std::vector<dim3>& indices, int threads) {
         blocks.push_back(std::make_unique<Block>());
         memset(blocks[b]->shared, 0xff, SHARED);
         blocks[b]->index = indices[b];
-        blocks[b]->threads = threads;
         for (int t = 0; t < threads; ++t) {
             Fiber& fiber = fibers[b * threads + t];
             fiber.block = blocks[b].get();
@@ -155,6 +153,7 @@ inline void run_blocks(const std::vector<dim3>& indices, int threads) {
         for (int t : order) {
             if (fibers[t].done) continue;
             now = &fibers[t];
+            if (chance() % 4 == 0) settle(now->copies);
             swapcontext(&scheduler, &now->context);
             left += !now->done;
         }
@@ -188,10 +187,11 @@ template <int N, class B> void multiply(float (&d)[N], uint64_t a, bool add, B b
 
 }  // namespace emulation
 
-inline void __syncthreads() {
-    emulation::Block& block = *emulation::now->block;
-    emulation::meet(block.whole, block.threads, emulation::now->thread.x, 0);
+template <int number, int threads> void meet() {
+    emulation::meet(emulation::now->block->named[number], threads, emulation::now->thread.x, 0);
 }
+template <int registers> void take_registers() {}
+template <int registers> void leave_registers() {}
 inline void sync_warp() { emulation::meet_warp(0); }
 inline uint32_t warp_ballot(bool x) {
     const uint64_t* all = emulation::meet_warp(x);
@@ -218,16 +218,33 @@ inline void copy_16(uint32_t to, const void* from, bool there) {
     });
 }
 inline void wait_for_copies() { emulation::settle(emulation::now->copies); }
+
+struct Barrier {  // as it lies in shared memory
+    uint16_t expected, pending;
+    uint32_t phase;
+};
+inline Barrier& barrier_at(uint32_t address) { return *reinterpret_cast<Barrier*>(emulation::at(address, 8)); }
+inline void start_barrier(uint32_t address, int arrivals) {
+    const uint16_t all = static_cast<uint16_t>(arrivals);
+    barrier_at(address) = {all, all, 0};
+}
+inline void arrive(uint32_t address) {
+    Barrier& barrier = barrier_at(address);
+    if (--barrier.pending == 0) barrier = {barrier.expected, barrier.expected, barrier.phase + 1};
+}
+inline void arrive_after_copies(uint32_t address) {
+    auto& copies = emulation::now->copies;
+    if (copies.empty()) arrive(address);
+    else copies.push_back([=] { arrive(address); });
+}
+inline void wait_for_turn(uint32_t address, uint32_t turn) {
+    while (barrier_at(address).phase % 2 == turn % 2) swapcontext(&emulation::now->context, &emulation::scheduler);
+}
 inline uint32_t load_shared(uint32_t address) { return *reinterpret_cast<uint32_t*>(emulation::at(address, 4)); }
 inline uint2 load_shared_2(uint32_t address) { return *reinterpret_cast<uint2*>(emulation::at(address, 8)); }
 inline uint4 load_shared_4(uint32_t address) { return *reinterpret_cast<uint4*>(emulation::at(address, 16)); }
 inline void store_shared(uint32_t address, uint32_t x) { *reinterpret_cast<uint32_t*>(emulation::at(address, 4)) = x; }
 inline void store_shared_4(uint32_t address, uint4 x) { *reinterpret_cast<uint4*>(emulation::at(address, 16)) = x; }
-inline uint4 load_16(const void* from) {
-    if (reinterpret_cast<uintptr_t>(from) % 16) emulation::fail("a load that is not aligned");
-    return *static_cast<const uint4*>(from);
-}
-inline void hold_back(uint32_t&) {}
 inline uint32_t load_shared_half(uint32_t address) { return *reinterpret_cast<uint16_t*>(emulation::at(address, 2)); }
 inline void store_shared_half(uint32_t address, uint32_t x) { *reinterpret_cast<uint16_t*>(emulation::at(address, 2)) = x; }
 inline void store_shared_half_if(bool stored, uint32_t address, uint32_t x) {
@@ -269,7 +286,10 @@ inline float exp2_fast(float x) { return exp2f(x); }
 inline float log2_fast(float x) { return log2f(x); }
 inline void products_begin() {}
 inline void products_commit() {}
-inline void products_wait() { emulation::settle(emulation::now->products); }
+inline void products_wait() {  // of a warp together
+    emulation::settle(emulation::now->products);
+    emulation::meet_warp(0);
+}
 inline void score(float (&d)[16], uint64_t a, uint64_t b, bool add) {
     emulation::later(emulation::now->products, [&d, a, add, right = emulation::Tile(b)] {
         emulation::multiply(d, a, add, [&](int k, int column) { return right.along_k(column, k); });
