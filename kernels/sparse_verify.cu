@@ -1,5 +1,5 @@
 // Sparse MLA for several rows of one request, for Hopper, on a bfloat16 or FP8 KV cache: compiled at run time by
-// sparse_verify_cuda.py.
+// sparse_verify.py.
 //
 // A block takes one group of rows, whose heads are the 64 lines of a tensor-core tile, and one part of the different slots that
 // they chose. It makes that part itself: a slot belongs to the part that its hash says, entries of a part meet in a hash table

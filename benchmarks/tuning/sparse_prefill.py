@@ -22,7 +22,7 @@ from nsa_backend.benchmarks.calls.timing import interleaved
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.benchmarks.tuning.sparse_verify import TOO_FAR, overlapping
 from nsa_backend.kernels.plan import PAGE_SIZE
-from nsa_backend.kernels.sparse_verify_cuda import CudaMemory, rows_of_tile, sparse_verify_cuda
+from nsa_backend.kernels.sparse_verify import VerifyMemory, rows_of_tile, sparse_verify
 from nsa_backend.testing.process import start_sglang
 from nsa_backend.testing.shape import LATENT, QK_DIM, SCALE, TOPK
 
@@ -58,11 +58,11 @@ def cell(kv: str, heads: int, rows: int, overlap: float, num_sms: int) -> dict:
     padded = torch.zeros(rows, HEADS_MULTIPLE, QK_DIM, device="cuda", dtype=torch.bfloat16)
     padded[:, :heads] = query
     lens = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
-    memory = CudaMemory.allocate(rows, together, heads, TOPK, num_sms, "cuda")
+    memory = VerifyMemory.allocate(rows, together, heads, TOPK, num_sms, "cuda")
     inputs = query[..., :LATENT], query[..., LATENT:], cache, chosen, lens, SCALE, together, memory
     calls = {
         peer: of_flashmla(kv, padded, cache, chosen),
-        SERVED: lambda: sparse_verify_cuda(*inputs, num_sms=num_sms),
+        SERVED: lambda: sparse_verify(*inputs, num_sms=num_sms),
     }
     want, out = calls[peer]()[:, :heads].float(), calls[SERVED]().float()
     error = float((out - want).norm() / want.norm())

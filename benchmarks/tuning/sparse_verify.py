@@ -1,10 +1,10 @@
-"""Attention of several rows a request by how much these share: sparse_verify and its tiles beside what reads every row alone.
+"""Attention of several rows a request by how much these share: sparse_verify beside what reads every row alone.
 
     python benchmarks/tuning/sparse_verify.py OUT.json [--kv bf16 fp8] [--heads 16 8] [--rows 4 6] [--requests 8 16 32]
 
 A row shares `overlap` of its slots with the row before it, at random places of a million tokens. Every variant is compared with
-the first other implementation before it is timed; with --tiles so is the launch that makes Triton's unions. Calls repeat in a
-captured graph, variants in turns, as in `bench attention`. OUT.json is written after every cell.
+the first other implementation before it is timed. Calls repeat in a captured graph, variants in turns, as in `bench attention`.
+OUT.json is written after every cell.
 """
 
 from __future__ import annotations
@@ -12,34 +12,20 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
-from dataclasses import astuple
 from pathlib import Path
 
 import torch
-import triton
 
 from nsa_backend.benchmarks.calls.attention_case import MAX_ROWS, SLOTS, Case
 from nsa_backend.benchmarks.commands.attention import timed
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
-from nsa_backend.kernels.selection_union import write_selection_union
-from nsa_backend.kernels.sparse_decode_plan import Tile
-from nsa_backend.kernels.sparse_verify import VerifyMemory, sparse_verify
-from nsa_backend.kernels.sparse_verify_cuda import CudaMemory, Groups, parts_of, sparse_verify_cuda
+from nsa_backend.kernels.sparse_verify import Groups, VerifyMemory, parts_of, sparse_verify
 from nsa_backend.testing.process import start_sglang
-from nsa_backend.testing.shape import LATENT, SCALE, TOPK
+from nsa_backend.testing.shape import SCALE, TOPK
 
 OTHERS = {"bf16": ("fa3", "sparse_decode"), "fp8": ("flashmla_kv", "sparse_decode")}
 SERVED = "sparse_verify"
 OVERLAPS = (0.35, 0.5, 0.75, 0.95, 1.0, 0.0)
-TILES = (
-    Tile(16, 32, 4, 3),
-    Tile(32, 32, 4, 3),
-    Tile(32, 64, 8, 3),
-    Tile(64, 32, 8, 2),
-    Tile(64, 32, 8, 3),
-    Tile(64, 32, 8, 4),
-    Tile(64, 64, 8, 2),
-)
 SAMPLES = 5
 TOO_FAR = {"bf16": 5e-3, "fp8": 1e-2}
 """Relative distance of two that are right: on an FP8 cache each rounds dequantised values, FlashMLA their scales too."""
@@ -69,37 +55,18 @@ class SharingCase(Case):
         return self._chosen[start : start + rows]
 
 
-def caller(case: SharingCase, requests: int, rows_per_request: int, num_sms: int) -> Callable:
-    """What makes a call of a tile; of None, one of the launch that makes the unions."""
-    rows = requests * rows_per_request
-    q_nope, q_rope = case.query(rows)
-    lens = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
-    memory = VerifyMemory.allocate(
-        requests, rows_per_request, max(case.heads, -(-64 // rows_per_request)), LATENT, TOPK, SLOTS, num_sms, "cuda"
-    )
-
-    def calls(tile: Tile | None) -> Callable[[int], torch.Tensor | None]:
-        if tile is None:
-            return lambda i: write_selection_union(
-                case.chosen(rows, i), lens, rows_per_request, marks=memory.marks, union=memory.union
-            )
-        return lambda i: sparse_verify(
-            q_nope, q_rope, case.cache, case.chosen(rows, i), lens, SCALE, rows_per_request, memory, num_sms=num_sms, tile=tile
-        )
-
-    return calls
-
-
-def of_cuda(case: SharingCase, requests: int, rows_per_request: int, num_sms: int, *, other_parts: bool) -> dict[str, Callable]:
-    """Calls of the kernel in CUDA C++, by name: as it is served, and with other numbers of blocks a tile."""
+def variants(
+    case: SharingCase, requests: int, rows_per_request: int, num_sms: int, *, other_parts: bool
+) -> dict[str, Callable]:
+    """Calls of the kernel, by name: as it is served, and with other numbers of blocks a tile."""
     rows, groups = requests * rows_per_request, Groups.of(rows_per_request, case.heads)
     q_nope, q_rope = case.query(rows)
     lens = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
     own = parts_of(requests * groups.of_request, num_sms)
-    memory = CudaMemory.allocate(rows, rows_per_request, case.heads, TOPK, num_sms, "cuda")
+    memory = VerifyMemory.allocate(rows, rows_per_request, case.heads, TOPK, num_sms, "cuda")
 
     def of_parts(parts: int) -> Callable[[int], torch.Tensor]:
-        return lambda i: sparse_verify_cuda(
+        return lambda i: sparse_verify(
             q_nope,
             q_rope,
             case.cache,
@@ -116,35 +83,13 @@ def of_cuda(case: SharingCase, requests: int, rows_per_request: int, num_sms: in
     return {SERVED: of_parts(own)} | {f"{parts} parts": of_parts(parts) for parts in tried if 1 <= parts < own}
 
 
-def title(tile: Tile) -> str:
-    return " ".join(map(str, astuple(tile)))
-
-
-def cell(
-    case: SharingCase,
-    requests: int,
-    rows_per_request: int,
-    overlap: float,
-    num_sms: int,
-    tiles: tuple[Tile, ...],
-    *,
-    other_parts: bool,
-) -> dict:
-    """Microseconds of every variant that is right, of the unions in Triton alone, and of the others; what is wrong is named."""
+def cell(case: SharingCase, requests: int, rows_per_request: int, overlap: float, num_sms: int, *, other_parts: bool) -> dict:
+    """Microseconds of every variant that is right, and of the others; what is wrong is named."""
     case.share(rows_per_request, overlap)
-    rows, lines = requests * rows_per_request, rows_per_request * case.heads
-    others = OTHERS[case.kv]
-    wanted, wrong, call = case.ours(others[0], rows)(0).float(), {}, caller(case, requests, rows_per_request, num_sms)
-    tried = of_cuda(case, requests, rows_per_request, num_sms, other_parts=other_parts)
-    tried |= {title(tile): call(tile) for tile in tiles if tile.heads < 2 * max(lines, 16)}
-    calls = {"union": call(None)} if tiles else {}
-    for name, one in tried.items():
-        try:
-            out = one(0).float()
-        except (RuntimeError, ValueError, triton.TritonError) as error:
-            wrong[name] = str(error).splitlines()[0]
-            continue
-        distance = float((out - wanted).norm() / wanted.norm())
+    rows, others = requests * rows_per_request, OTHERS[case.kv]
+    wanted, calls, wrong = case.ours(others[0], rows)(0).float(), {}, {}
+    for name, one in variants(case, requests, rows_per_request, num_sms, other_parts=other_parts).items():
+        distance = float((one(0).float() - wanted).norm() / wanted.norm())
         if distance < TOO_FAR[case.kv]:
             calls[name] = one
         else:
@@ -168,15 +113,15 @@ def show(found: list[dict]) -> None:
     table = []
     for row in found:
         others = {name: row["us"][name] for name in OTHERS[row["kv"]]}
-        variants = {name: us for name, us in row["us"].items() if name not in (*others, "union")}
+        ours = {name: us for name, us in row["us"].items() if name not in others}
         best, own, other = (
-            min(variants, key=variants.get, default="-"),
-            variants.get(SERVED, float("nan")),
+            min(ours, key=ours.get, default="-"),
+            ours.get(SERVED, float("nan")),
             min(others.values()),
         )
         told = ", ".join(f"{name} {us:.1f}" for name, us in others.items())
         shape = (row["kv"], row["heads"], row["rows_per_request"], row["requests"], row["overlap"], row["different"])
-        table.append((*shape, told, own, own / other, best, variants.get(best), len(row["wrong"])))
+        table.append((*shape, told, own, own / other, best, ours.get(best), len(row["wrong"])))
     columns = ("kv", "heads", "rows", "requests", "overlap", "different", "others us", SERVED, "over the fastest other")
     print_table((*columns, "best variant", "its us", "wrong"), table)
 
@@ -189,7 +134,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 6], help="of a request")
     parser.add_argument("--requests", type=int, nargs="+", default=[8, 16, 32, 1])
     parser.add_argument("--overlap", type=float, nargs="+", default=OVERLAPS)
-    parser.add_argument("--tiles", action="store_true", help="every tile of the kernel in Triton too")
     parser.add_argument("--other-parts", action="store_true", help="other numbers of blocks a tile too")
     args = parser.parse_args()
     start_sglang()
@@ -198,8 +142,7 @@ def main() -> None:
     for kv, heads in itertools.product(args.kv, args.heads):
         case = SharingCase(kv, heads)
         for rows, requests, overlap in itertools.product(args.rows, args.requests, args.overlap):
-            tiles = TILES if args.tiles else ()
-            found.append(cell(case, requests, rows, overlap, num_sms, tiles, other_parts=args.other_parts))
+            found.append(cell(case, requests, rows, overlap, num_sms, other_parts=args.other_parts))
             write_report(args.out, {"environment": environment(), "rows": found})
             show(found[-1:])
     show(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from itertools import product
 
@@ -29,10 +30,10 @@ SIDES = {
 }
 """Sides in the order of columns. `front` launches a layer's front twice, as is the default where it can; `ours` does not.
 `verify` reads for all rows of a request together. A report in which a side is another than it is called says `sides_are`."""
-IN_FULL = ("auto_alone", "sparse_prefill")
-"""Sides that only the tables of every cell have."""
-FIRST = ("auto", "sparse_prefill")
-"""Sides whose first tokens a page compares with the built-in's."""
+DEFAULTS = {FIRST_RANK: "auto", "glm-5.1-tp8": "auto_alone"}
+"""Rank to the side that an H200's default is: SGLang fuses GLM's front itself."""
+WITH_PREFILL = {FIRST_RANK: "sparse_prefill", "glm-5.1-tp8": "auto_alone"}
+"""Rank to the side whose prefill is sparse_prefill's, as the default's is since."""
 TIMES = {"round_ms": "longer", "ttft_ms": "first token later"}
 BATCHES = (1, 8, 32)
 NOISE = 0.005
@@ -107,45 +108,39 @@ def joined(of_batches: list[str]) -> str:
     return " / ".join(of_batches) if set(of_batches) != {"-"} else "-"
 
 
+def over_builtin(checkpoint: str, side: str, key: str = "round_ms") -> dict[Cell, float]:
+    """By cell of a rank, `key` over the built-in's in the same run."""
+    return {cell: ratio(sides, side) for cell, sides in times(side, key).items() if cell.checkpoint == checkpoint}
+
+
+def at_batches(found: Mapping[Cell, float], checkpoint: str, steps: int, length: int) -> str:
+    cells = [Cell(checkpoint, steps, batch, length) for batch in BATCHES]
+    return joined([f"{found[cell]:.3f}" if cell in found else "-" for cell in cells])
+
+
 @PARTS.part
 def rank_short() -> str:
-    """A row a number of drafts and a prompt length: the time of every side over the built-in's of the same run."""
-    shown = [side for side in SIDES if side not in (BUILTIN, *IN_FULL)]
-    of_side = {side: {c: t for c, t in times(side).items() if c.checkpoint == FIRST_RANK} for side in shown}
-    measured = [side for side, cells in of_side.items() if cells]
+    """A row a rank, number of drafts and prompt length: rounds, first tokens and tokens of the default over the built-in's."""
     rows = []
-    for steps, words in ((3, "a round of three drafts"), (0, "a token without drafts")):
+    for checkpoint, default in DEFAULTS.items():
+        rounds = over_builtin(checkpoint, default)
+        first = over_builtin(checkpoint, WITH_PREFILL[checkpoint], "ttft_ms")
         for length in (300, 4096):
-            cells = [Cell(FIRST_RANK, steps, batch, length) for batch in BATCHES]
-            ratios = [
-                joined([f"{ratio(of_side[side][cell], side):.3f}" if cell in of_side[side] else "-" for cell in cells])
-                for side in measured
-            ]
-            rows.append([f"{words}, {length} tokens", *ratios])
-    return table([f"at {' / '.join(map(str, BATCHES))} requests", *(SIDES[side] for side in measured)], rows)
-
-
-def first_token_ratios(side: str) -> dict[Cell, float]:
-    """By cell, the time to the first token over the built-in's in the same run."""
-    return {cell: ratio(sides, side) for cell, sides in times(side, "ttft_ms").items() if cell.checkpoint == FIRST_RANK}
-
-
-@PARTS.part
-def first_tokens() -> str:
-    """A row a prompt length: the time to the first token of some sides over the built-in's."""
-    found = {side: first_token_ratios(side) for side in FIRST}
-    rows = []
-    for length in (300, 4096):
-        cells = [Cell(FIRST_RANK, 3, batch, length) for batch in BATCHES]
-        ratios = [joined([f"{found[side][cell]:.3f}" if cell in found[side] else "-" for cell in cells]) for side in FIRST]
-        rows.append([f"prompts of {length} tokens", *ratios])
-    return table([f"first token at {' / '.join(map(str, BATCHES))} requests", *(SIDES[side] for side in FIRST)], rows)
+            told = (at_batches(found, checkpoint, 3, length) for found in (rounds, first))
+            rows.append([checkpoint, f"{length} tokens", *told])
+    at = f"at {' / '.join(map(str, BATCHES))} requests"
+    return table(["rank", "prompts", f"a round of three drafts, {at}", f"first token, {at}"], rows)
 
 
 @PARTS.part
 def first_token_saved() -> str:
     """Percent of the time to the first token that sparse_prefill saves, least to most, at 8 requests."""
-    ratios = (value for cell, value in first_token_ratios("sparse_prefill").items() if cell.batch == 8)
+    ratios = (
+        value
+        for checkpoint, side in WITH_PREFILL.items()
+        for cell, value in over_builtin(checkpoint, side, "ttft_ms").items()
+        if cell.batch == 8
+    )
     return spread((100 * (1 - value) for value in ratios), "{:.0f}") + " %"
 
 
@@ -198,6 +193,13 @@ def auto_alone_saved() -> str:
 def saved_by(side: str) -> str:
     saved = [100 * (1 - ratio(sides, side)) for cell, sides in times(side).items() if cell.checkpoint == FIRST_RANK]
     return f"{spread(saved, '{:.0f}')} %"
+
+
+@PARTS.part
+def glm_saved() -> str:
+    """Percent of a round that the default saves on a rank of GLM-5.1."""
+    (checkpoint,) = set(DEFAULTS) - {FIRST_RANK}
+    return spread((100 * (1 - value) for value in over_builtin(checkpoint, DEFAULTS[checkpoint]).values()), "{:.0f}") + " %"
 
 
 @PARTS.part

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
+from typing import NamedTuple
 
-from rank_tables import NOISE, lost_by_ranks
+from rank_tables import NOISE, joined, lost_by_ranks
 from result_files import Parts, result, spread, table
+
+from nsa_backend.attention.auto import measured
 
 PARTS = Parts()
 
@@ -66,38 +70,6 @@ def rounds() -> str:
 @PARTS.part
 def two_gpus() -> str:
     return served("parallel", (3,))
-
-
-@PARTS.part
-def no_drafts() -> str:
-    """Ours over built-in of `wide` without drafts, with either side started first."""
-    runs = [
-        {
-            (r["batch"], r["length"]): r
-            for r in result("serve_0_5_23", part)["rows"]
-            if (r["checkpoint"], r["steps"]) == ("wide", 0)
-        }
-        for part in ("prompts", "order")
-    ]
-    rows = []
-    for batch, length in runs[1]:
-        ratios = [f"{over(run[batch, length], 'ours', 'builtin', 'round_ms'):.2f}" for run in runs]
-        rows.append([f"{batch} x {length}", *ratios])
-    return table(["requests x tokens", "ms a token, ours first", "built-in first"], rows)
-
-
-@PARTS.part
-def glm() -> str:
-    """Least to most over the cells of a model and a number of drafts."""
-    found: dict[tuple[str, int], list[dict]] = {}
-    for row in result("serve_0_5_23", "models")["rows"]:
-        found.setdefault((row["checkpoint"], row["steps"]), []).append(row)
-    rows = []
-    for (model, steps), cells in found.items():
-        ratios = [spread(over(row, "ours", "builtin", key) for row in cells) for key in QUANTITIES]
-        accept = spread(row["ours"]["accept"] / row["builtin"]["accept"] for row in cells)
-        rows.append([model, str(steps), str(len(cells)), *ratios, accept])
-    return table(["ours / built-in", "drafts", "cells", "tokens/s", "first token", "a round", "accepted"], rows)
 
 
 @PARTS.part
@@ -175,54 +147,79 @@ SHARED = {0.9: "nine tenths", 0.5: "half", 0.0: "nothing"}
 """What a row shares with the row before it."""
 
 
-def together_ratios() -> dict[tuple[int, int, float], float]:
-    """(heads, requests, overlap) to sparse_verify's time over that of the fastest that reads every row alone."""
+class Sharing(NamedTuple):
+    """A cell of rows that share what they chose."""
+
+    kv: str
+    heads: int
+    together: int  # rows that are read together: of a request, or of a prompt
+    count: int  # requests, or rows of a prompt
+    overlap: float
+
+    @classmethod
+    def of(cls, row: dict) -> Sharing:
+        of_request = "requests" in row
+        together, count = (row[key] for key in (("rows_per_request", "requests") if of_request else ("rows_together", "rows")))
+        return cls(row["kv"], row["heads"], together, count, row["overlap"])
+
+
+def over_others(part: str, name: str) -> dict[Sharing, float]:
+    """By cell of a report, `name`'s time over that of the fastest other."""
     return {
-        (row["heads"], row["requests"], row["overlap"]): row["us"]["sparse_verify"]
-        / min(row["us"][n] for n in ("fa3", "sparse_decode"))
-        for row in result("attention_0_5_23", "rows_together")["rows"]
+        Sharing.of(row): row["us"][name] / min(us for other, us in row["us"].items() if other != name)
+        for row in result("attention_0_5_23", part)["rows"]
     }
 
 
-def by_shared(found: dict[tuple[int, int, float], float], count: str, counts: list[int]) -> str:
-    """A row a number of heads, of ratios by (heads, count, overlap)."""
-    rows = [
-        [f"{heads}", *(" / ".join(f"{found[heads, n, overlap]:.2f}" for overlap in SHARED) for n in counts)]
-        for heads in sorted({heads for heads, *_ in found})
-    ]
-    return table([f"heads; {count}:", *map(str, counts)], rows)
+together_ratios = partial(over_others, "rows_together", "sparse_verify")
+prefill_ratios = partial(over_others, "prefill_together", "sparse_prefill")
+
+
+def by_shared(found: dict[Sharing, float], count: str, *, reverse: bool = False) -> str:
+    """A row a KV cache, number of heads and of rows together, of ratios by how much is shared; "-" where none was measured."""
+    counts = sorted({cell.count for cell in found}, reverse=reverse)
+
+    def told(row: tuple, n: int) -> str:
+        ratios = (found.get(Sharing(*row, n, overlap)) for overlap in SHARED)
+        return joined(["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios])
+
+    rows = [[", ".join(map(str, row)), *(told(row, n) for n in counts)] for row in dict.fromkeys(sorted(c[:3] for c in found))]
+    return table([f"KV, heads, rows together; {count}:", *map(str, counts)], rows)
 
 
 @PARTS.part
 def sparse_verify() -> str:
-    found = together_ratios()
-    return by_shared(found, "requests", sorted({n for _, n, _ in found}))
+    return by_shared(together_ratios(), "requests")
+
+
+def shared(found: dict[Sharing, float], kv: str, least: int) -> str:
+    """Least to most on this KV cache, from so many requests or rows on, where nine tenths or half are shared."""
+    return spread(ratio for cell, ratio in found.items() if cell.kv == kv and cell.count >= least and cell.overlap)
 
 
 @PARTS.part
 def verify_shared() -> str:
-    """Least to most where auto takes rows together, and they share nine tenths or half."""
-    return spread(ratio for (_, requests, overlap), ratio in together_ratios().items() if requests >= 24 and overlap)
-
-
-def prefill_ratios() -> dict[tuple[int, int, float], float]:
-    """(heads, rows, overlap) to the time of neighbouring rows together over that of FlashMLA's kernel."""
-    return {
-        (row["heads"], row["rows"], row["overlap"]): row["us"]["sparse_prefill"] / row["us"]["flashmla_sparse"]
-        for row in result("attention_0_5_23", "prefill_together")["rows"]
-    }
+    """From 24 requests on, with which auto takes rows together."""
+    return spread(ratio for cell, ratio in together_ratios().items() if cell.count >= 24 and cell.overlap)
 
 
 @PARTS.part
 def sparse_prefill() -> str:
-    found = prefill_ratios()
-    return by_shared(found, "rows", sorted({n for _, n, _ in found}, reverse=True))
+    return by_shared(prefill_ratios(), "rows", reverse=True)
 
 
 @PARTS.part
 def prefill_shared() -> str:
-    """Least to most over prompts of 1024 rows and more that share nine tenths or half."""
-    return spread(ratio for (_, rows, overlap), ratio in prefill_ratios().items() if rows >= 1024 and overlap)
+    """Least to most where a default server has it, and nine tenths or half are shared."""
+    least = measured()["NVIDIA H200"]["prefill"]["bf16"]
+    served = {cell: ratio for cell, ratio in prefill_ratios().items() if cell.count >= least[str(cell.heads)]}
+    return shared(served, "bf16", 0)
+
+
+@PARTS.part
+def prefill_shared_fp8() -> str:
+    """Over prompts of 1024 rows and more on FP8 KV."""
+    return shared(prefill_ratios(), "fp8", 1024)
 
 
 @PARTS.part
@@ -291,10 +288,12 @@ def losses() -> str:
         (_, heads, most), worst = max((item for item in decode_ratios().items() if item[0][0] == kv), key=lambda item: item[1])
         rows.append(["sparse_decode", f"longer than the best other, {kv}", f"at most {worst:.2f}: {heads} heads, {most} rows"])
     for name, count, ratios in (("sparse_verify", "requests", together_ratios()), ("sparse_prefill", "rows", prefill_ratios())):
-        (heads, n, _), worst = max(ratios.items(), key=lambda item: item[1])
-        lost = [sum(of == overlap and ratio >= 1 + NOISE for (_, _, of), ratio in ratios.items()) for overlap in SHARED]
-        shared = f"of rows that share {'/'.join(SHARED.values())}: {'/'.join(map(str, lost))} of {len(ratios) // len(SHARED)}"
-        rows.append([name, "longer than the best other", f"{shared}, at most {worst:.2f} ({heads} heads, {n} {count})"])
+        cell, worst = max(ratios.items(), key=lambda item: item[1])
+        of_overlap = [[ratio for other, ratio in ratios.items() if other.overlap == overlap] for overlap in SHARED]
+        lost = [f"{sum(ratio >= 1 + NOISE for ratio in found)} of {len(found)}" for found in of_overlap]
+        sharing = "; ".join(f"{words}: {cells}" for words, cells in zip(SHARED.values(), lost, strict=True))
+        most = f"{worst:.2f} ({cell.kv}, {cell.heads} heads, {cell.count} {count})"
+        rows.append([name, "longer than the best other", f"of rows that share {sharing}; at most {most}"])
     slower = [row for row in metadata_shapes() if row["builtin"]["gpu_us"] < row["ours"]["gpu_us"]]
     worst = max(slower, key=lambda row: row["ours"]["gpu_us"] / row["builtin"]["gpu_us"])
     times = " against ".join(f"{worst[side]['gpu_us']:.1f} us" for side in ("ours", "builtin"))

@@ -19,7 +19,7 @@ from nsa_backend.attention.implementations import implementation
 from nsa_backend.attention.interface import NothingToPrepare, SparseAttention
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
-from nsa_backend.kernels.sparse_verify_cuda import MOST_SLOTS
+from nsa_backend.kernels.sparse_verify import MOST_SLOTS
 from nsa_backend.metadata.views import NSAMetadata
 
 TABLE = Path(__file__).with_name("auto_table.json")

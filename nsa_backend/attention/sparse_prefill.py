@@ -19,8 +19,8 @@ from nsa_backend.attention.interface import (
 from nsa_backend.attention.sparse_decode import SparseDecode, kv_problems, sms_of
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
-from nsa_backend.kernels import sparse_verify_cuda
-from nsa_backend.kernels.sparse_verify_cuda import LINES, CudaMemory, Need, rows_of_tile
+from nsa_backend.kernels import sparse_verify
+from nsa_backend.kernels.sparse_verify import LINES, Need, VerifyMemory, rows_of_tile
 
 MOST_HEADS = LINES // 2
 """Two rows at least share a tile."""
@@ -37,7 +37,7 @@ def problems(config: AttentionConfig) -> list[str]:
         found.append(f"it is written for Hopper (SM90) and this device is {device_title(config.device_sm)}")
     if config.num_heads > MOST_HEADS:
         found.append(f"it takes rows of up to {MOST_HEADS} heads together and this rank has {config.num_heads}")
-    elif reason := sparse_verify_cuda.problem(
+    elif reason := sparse_verify.problem(
         config.num_heads, config.latent_dim, config.rope_dim, config.index_topk, rows_of_tile(config.num_heads)
     ):
         found.append(reason)
@@ -56,7 +56,7 @@ class SparsePrefill(NothingToPrepare):
         if config.device.type == "cuda":
             ranks = config.context_ranks, config.context_rank
             shape = self._rows, config.num_heads, config.index_topk
-            sparse_verify_cuda.compile_ahead(*shape, config.device, *ranks, fp8=config.fp8)
+            sparse_verify.compile_ahead(*shape, config.device, *ranks, fp8=config.fp8)
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         return self._call(inputs)
@@ -73,7 +73,7 @@ class SparsePrefill(NothingToPrepare):
         memory = self._memory_for(min(most, rows)) if rows else None
         for begin in range(0, rows, most):
             piece = slice(begin, begin + most)
-            sparse_verify_cuda.sparse_verify_cuda(
+            sparse_verify.sparse_verify(
                 query[piece],
                 inputs.q_rope[piece],
                 inputs.kv_cache,
@@ -89,13 +89,13 @@ class SparsePrefill(NothingToPrepare):
             )
         return out
 
-    def _memory_for(self, rows: int) -> CudaMemory:
+    def _memory_for(self, rows: int) -> VerifyMemory:
         shape = self._rows, self._config.num_heads, self._config.index_topk, self._num_sms
         key = self._config.device, *shape
         if key not in _memories or not _memories[key].hold(Need.of(rows, *shape)):
-            _memories[key] = CudaMemory.allocate(rows, *shape, self._config.device)
+            _memories[key] = VerifyMemory.allocate(rows, *shape, self._config.device)
         return _memories[key]
 
 
-_memories: dict[tuple, CudaMemory] = {}
+_memories: dict[tuple, VerifyMemory] = {}
 """Kept for all layers and backends of a process, whose forwards run one after the other, and grown where a chunk is larger."""

@@ -183,7 +183,7 @@ def test_a_prefill_of_many_rows_takes_them_together(rows, slots, want):
 
 def test_a_prefill_goes_together_from_where_every_overlap_gains():
     rows = [
-        {"heads": 16, "rows": rows, "overlap": overlap, "us": {"flashmla_sparse": 10, "sparse_prefill": us}}
+        {"kv": "bf16", "heads": 16, "rows": rows, "overlap": overlap, "us": {"flashmla_sparse": 10, "sparse_prefill": us}}
         for rows, overlap, us in (
             (300, 0.5, 11),
             (300, 0.9, 8),
@@ -193,5 +193,6 @@ def test_a_prefill_goes_together_from_where_every_overlap_gains():
             (8000, 0.0, 20),
         )
     ]
-    assert auto_table._prefill(rows) == {"16": 1000}
+    fp8 = {"kv": "fp8", "heads": 8, "rows": 8000, "overlap": 0.9, "us": {"flashmla_kv": 10, "sparse_prefill": 4}}
+    assert auto_table._prefill([*rows, fp8]) == {"16": 1000}
     assert auto_table._prefill([row | {"us": {"flashmla_sparse": 10, "sparse_prefill": 9.6}} for row in rows]) == {}

@@ -13,7 +13,7 @@ import result_files
 from nsa_backend.benchmarks.reports import file_report
 from nsa_backend.benchmarks.reports.parts import PARTS, REST
 
-FIRST_TURN = {"builtin": 10.0, "ours": 9.8, "front": 9.0, "verify": 9.5, "front_verify": 8.0}
+FIRST_TURN = {"builtin": 10.0, "ours": 9.8, "front": 9.0, "front_verify": 8.0, "auto": 8.5, "sparse_prefill": 7.0}
 
 
 def report(commit: str, rows: list[dict]) -> dict:
@@ -50,18 +50,20 @@ def filed(tmp_path, monkeypatch):
     rank_tables.runs.cache_clear()
 
 
-def test_turns_are_one_cell_and_every_side_is_in_the_first_table(filed):
+def test_turns_are_one_cell_and_the_default_is_in_the_first_table(filed):
     drafts = [row for side, ms in FIRST_TURN.items() for batch in (1, 8) for row in served(cell(3, batch, 300), side, ms)]
     none = [row for side in ("builtin", "ours") for row in served(cell(0, 1, 300), side, FIRST_TURN[side] + (side == "ours"))]
     filed("rounds", "abc1234", drafts, none)
-    head, _, three, *_ = lines = rank_tables.rank_short().splitlines()
-    assert head == "| at 1 / 8 / 32 requests | without front | with front | rows together | both |"
-    ratios = "| 0.980 / 0.980 / - | 0.901 / 0.901 / - | 0.950 / 0.950 / - | 0.802 / 0.802 / - |"
-    assert three == f"| a round of three drafts, 300 tokens {ratios}"
-    assert lines[4] == "| a token without drafts, 300 tokens | 1.079 / - / - | - | - | - |"
+    head, _, *lines = rank_tables.rank_short().splitlines()
+    assert head == "| rank | prompts | a round of three drafts, at 1 / 8 / 32 requests | first token, at 1 / 8 / 32 requests |"
+    assert lines[0] == "| v3.2-tp8 | 300 tokens | 0.851 / 0.851 / - | 0.703 / 0.703 / - |"
+    assert lines[2] == "| glm-5.1-tp8 | 300 tokens | - | - |"
+    assert rank_tables.first_token_saved() == "30 %"
     builtin = "10.10, 9.90 to 10.30"
     assert f"| v3.2-tp8 | 3 | 1 x 300 | 0.980 (9.90, 9.70 to 10.10 / {builtin}) | 0.901 (9.10, 8.90 to" in rank_tables.rank()
-    assert f"| 0.802 (8.10, 7.90 to 8.30 / {builtin}) | abc1234 |" in rank_tables.rank()
+    assert (
+        f"| 0.802 (8.10, 7.90 to 8.30 / {builtin}) | 0.851 (8.60, 8.40 to 8.80 / {builtin}) | abc1234 |" in rank_tables.rank()
+    )
     assert rank_tables.rank_saved() == "2 %"
     assert rank_tables.lost_by_ranks() == [
         ["rank v3.2-tp8", behind, "1 x 300 (1.079)"] for behind in ("longer than built-in", "first token later than built-in")
@@ -90,7 +92,6 @@ def test_a_side_is_told_by_the_newest_run_that_has_it_beside_that_run_s_built_in
     filed(
         "front", "new", [row for side, ms in (("front", 18.0), ("builtin", 20.0)) for row in served(cell(3, 1, 300), side, ms)]
     )
-    assert "| 0.980 / - / - | 0.900 / - / - |" in rank_tables.rank_short()
     wide = "9.90, 9.70 to 10.10 / 10.10, 9.90 to 10.30"
     (line,) = rank_tables.rank().splitlines()[2:]
     assert line.endswith(f"| 0.980 ({wide}) | 0.900 (18.10, 17.90 to 18.30 / 20.10, 19.90 to 20.30) | old / new |")
@@ -101,6 +102,7 @@ def test_a_report_says_which_side_its_servers_were(filed, tmp_path):
     rows = [row for side in ("auto", "builtin") for row in served(cell(3, 1, 300), side, 10.0 if side == "auto" else 20.0)]
     filed("alone", "new", rows)
     assert (rank_tables.auto_saved(), rank_tables.auto_alone_saved()) == ("50 %", "- %")
+    assert "| v3.2-tp8 | 300 tokens | 0.502 / - / - | - |" in rank_tables.rank_short()
     file = tmp_path / "rank_v32_tp8_0_5_23_h200.json"
     found = json.loads(file.read_text())
     found["reports"]["alone"]["sides_are"] = {"auto": "auto_alone"}
@@ -108,7 +110,7 @@ def test_a_report_says_which_side_its_servers_were(filed, tmp_path):
     rank_tables.runs.cache_clear()
     assert (rank_tables.auto_saved(), rank_tables.auto_alone_saved()) == ("- %", "50 %")
     assert "auto, without front" in rank_tables.rank()
-    assert "front" not in rank_tables.rank_short()
+    assert "0.502" not in rank_tables.rank_short()
 
 
 def test_narrow_ranges_are_in_the_file_alone():

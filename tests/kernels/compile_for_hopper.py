@@ -20,11 +20,8 @@ from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
 from nsa_backend.kernels.layer_front_kernel import norm_rope_store_kernel, rope_quantise_kernel
-from nsa_backend.kernels.selection_union import NUM_WARPS, PARTS, SLOTS_OF_A_WORD, selection_union_kernel
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
-from nsa_backend.kernels.sparse_verify import tile_of
-from nsa_backend.kernels.sparse_verify_kernel import attend_union_kernel
 from nsa_backend.kernels.split_products import COLUMNS, GATES, TILES, split_products_kernel
 
 OF_TYPE = {
@@ -72,7 +69,6 @@ def resources(
         "registers": int(re.search(r"Used (\d+) registers", said).group(1)),
         "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
         "shared": compiled.metadata.shared,
-        "warpgroup": "wgmma.mma_async" in compiled.asm["ptx"],
         "lets_begin": "griddepcontrol.launch_dependents" in compiled.asm["ptx"],
         "ahead": sorted(set(re.findall(r"ld\.global|cp\.async", compiled.asm["ptx"].partition("griddepcontrol.wait")[0]))),
     }
@@ -115,17 +111,6 @@ def main() -> None:
             constants = MODEL | cache | shape | {"SPLIT": split, "CAPPED": False, "COMPILED": True} | WHOLE
             used = resources(attend_kernel, constants, latent, num_warps=tile.warps)
             found[f"attend, {tile}, {latent[1:]}, split {split}"] = used | {"programs": tile.programs}
-        for lines in (16, 32, 64):
-            tile = tile_of(lines)
-            shape = {"ROWS": 4, "BLOCK_H": tile.heads, "BLOCK_N": tile.tokens, "STAGES": tile.stages}
-            for split in (False, True):
-                constants = MODEL | cache | shape | {"SPLIT": split, "CAPPED": False, "COMPILED": True}
-                used = resources(attend_union_kernel, constants, latent, num_warps=tile.warps)
-                found[f"verify, {tile}, {latent[1:]}, split {split}"] = used | {"programs": tile.programs}
-    for rows in (2, 4, 8):
-        constants = {"ROWS": rows, "ROWS_BLOCK": rows, "PARTS": PARTS, "OF_A_WORD": SLOTS_OF_A_WORD, "BLOCK": 2048}
-        used = resources(selection_union_kernel, constants | {"COMPILED": True}, num_warps=NUM_WARPS)
-        found[f"union of {rows} rows, split True"] = used | {"programs": 1}
     for join in dict.fromkeys(Join.of(*shape) for shape in shapes):
         constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True, "LSE": False}
         found[f"join, {join.parts} parts"] = resources(join_kernel, constants, num_warps=join.warps) | {"programs": 1}

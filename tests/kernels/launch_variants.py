@@ -34,7 +34,6 @@ from nsa_backend.kernels.prefill import write_prefill
 from nsa_backend.kernels.round_tensors import RoundInputs, SamplingParameters, fill_round_inputs, store_round_results
 from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
 from nsa_backend.kernels.sparse_decode_plan import Split, Tile
-from nsa_backend.kernels.sparse_verify import VerifyMemory, sparse_verify
 from nsa_backend.kernels.split_products import MOST_ROWS, counters, split_products
 from nsa_backend.kernels.topk_slots import topk_slots
 
@@ -121,15 +120,6 @@ def divided(rows: int, offset: int) -> None:
         partial_lse(padded[:, :HEADS], torch.zeros(rows, 64)[:, :HEADS], counts, natural=natural)
 
 
-def verify(requests: int, offset: int) -> None:
-    """Attention of one layer, rows of a request together."""
-    rows = requests * D
-    slots, lens = torch.zeros(rows, TOPK, dtype=torch.int32), behind(offset, rows, torch.int32)
-    for cache in CACHES:
-        memory = VerifyMemory.allocate(requests, D, HEADS, 512, TOPK, len(cache), SMS, "cpu")
-        sparse_verify(*query(rows, HEADS), cache, slots, lens, 0.1, D, memory, num_sms=SMS)
-
-
 def layer_front(rows: int, offset: int) -> None:
     """Both launches in front of a layer, in every form of scales; draft steps have slots in columns."""
     norms = [torch.ones(width, dtype=torch.bfloat16) for width in (Q_RANK, 512)] + [torch.ones(128) for _ in range(2)]
@@ -169,7 +159,6 @@ def start() -> None:
     for size in (1, 2, 4, 8, 16, 32, 64, MOST_REQUESTS):
         metadata(size, 0, 5000)
         round_of(size, size, 0)
-        verify(size, 0)
         layer_front(size, 0)
     for rows in CAPTURED_ROWS:
         decode(rows, 0)
@@ -183,7 +172,6 @@ def serve() -> None:
         metadata(requests, offset, 17 + 100 * requests)
         prefill(max(requests, 1), offset, max(requests, 1), 16 * offset, offset)
         round_of(min(requests, 64), 64, offset)
-        verify(requests, offset)
         layer_front(requests, offset)
     for rows in (1, 2, 3, 5, 16, 17, 63, 64, 141):
         for step in range(STEPS - 1):

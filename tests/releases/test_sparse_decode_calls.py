@@ -1,4 +1,4 @@
-"""sparse_decode and sparse_verify as the backend calls them: through Triton's interpreter, against the torch reference."""
+"""sparse_decode as the backend calls it: through Triton's interpreter, against the torch reference."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ import pytest
 import torch
 from chosen_slots import TOPK, config, inputs, same_as_the_reference
 
-from nsa_backend.attention import sparse_verify
 from nsa_backend.attention.implementations import implementation
 from nsa_backend.attention.sparse_decode import SMS_WITHOUT_A_GPU
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.kernels.sparse_decode import Parts
 from nsa_backend.kernels.sparse_decode_plan import Split, Tile
-from nsa_backend.kernels.sparse_verify import VerifyMemory
-from nsa_backend.kernels.sparse_verify import sparse_verify as verify_kernels
 
 
-def attention(heads: int, name: str = "sparse_decode"):
-    return implementation(name).build(config(heads))
+def attention(heads: int):
+    return implementation("sparse_decode").build(config(heads))
 
 
 def given(heads: int, lengths: list[int], **options) -> SparseInputs:
@@ -59,25 +56,3 @@ def test_rows_padded_beyond_the_metadata():
     out = attention(3).forward(padded)
     assert same_as_the_reference(out[:3], case)
     assert (out[3] == 0).all()
-
-
-@pytest.mark.parametrize("rows_per_request", [1, 2, 4])
-@pytest.mark.parametrize("heads", [3, 20])
-def test_rows_of_a_request_are_read_together(monkeypatch, heads, rows_per_request):
-    """And once there is memory for so many, no call allocates any."""
-    case = replace(given(heads, [5, 12, 1, 0, 7, 8, TOPK, TOPK]), rows_per_request=rows_per_request)
-    together = attention(heads, "sparse_verify")
-    together.reserve(16)
-    calls = []
-    monkeypatch.setattr(sparse_verify, "sparse_verify", lambda *a, **kw: calls.append(a) or verify_kernels(*a, **kw))
-    for _ in range(2):
-        assert same_as_the_reference(together.forward(case), case)
-        monkeypatch.setattr(VerifyMemory, "allocate", None)
-    assert len(calls) == (0 if rows_per_request == 1 else 2)
-
-
-def test_rows_that_are_no_whole_requests(monkeypatch):
-    """SGLang may pad to any number of rows under DP attention."""
-    monkeypatch.setattr(sparse_verify, "sparse_verify", None)
-    case = replace(given(3, [5, 12, 1]), rows_per_request=2)
-    assert same_as_the_reference(attention(3, "sparse_verify").forward(case), case)

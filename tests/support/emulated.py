@@ -8,7 +8,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from nsa_backend.kernels import sparse_verify_cuda as verify
+from nsa_backend.kernels import sparse_verify as verify
 
 HERE = Path(__file__).parent
 

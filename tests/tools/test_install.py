@@ -56,7 +56,7 @@ def test_sdist_builds_and_installs_without_a_checkout(tmp_path):
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), str(sdist))
     code = (
         f"import sys; sys.path.insert(0, {str(target)!r}); import nsa_backend.kernels.join_query as k; "
-        "from nsa_backend.attention.auto import TABLE; from nsa_backend.kernels.sparse_verify_cuda import SOURCE; "
+        "from nsa_backend.attention.auto import TABLE; from nsa_backend.kernels.sparse_verify import SOURCE; "
         "import nsa_backend.__main__ as m; print(k.__file__, TABLE, SOURCE, m.__file__)"
     )
     for path in run(sys.executable, "-W", "ignore", "-c", code, cwd=tmp_path).split()[-4:]:
