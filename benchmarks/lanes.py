@@ -31,6 +31,9 @@ from pathlib import Path
 
 from nsa_backend.benchmarks.servers.process_trees import end_all
 
+SCRIPTS = Path("tests/e2e")
+"""Whose scripts import each other; jobs run in the checkout's root."""
+
 ENDING = 10.0
 """Seconds between asking a job to end and killing it."""
 
@@ -128,16 +131,16 @@ class Lanes:
     def _start(self, job: Job) -> None:
         folder = self._out / job.folder
         folder.mkdir(exist_ok=True)
-        environment = (
-            os.environ
-            | job.environment
-            | {
-                "CUDA_VISIBLE_DEVICES": ",".join(map(str, job.gpus)),
-                "OUT": str(folder),
-                "PLAN_OUT": str(self._out),
-                "PYTHONUNBUFFERED": "1",
-            }
-        )
+        own = {
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, job.gpus)),
+            "OUT": str(folder),
+            "PLAN_OUT": str(self._out),
+            "PYTHONUNBUFFERED": "1",
+        }
+        paths = {}
+        if os.environ.get("PYTHONSAFEPATH"):  # which keeps a script's own folder off sys.path
+            paths["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SCRIPTS.resolve()), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | paths | job.environment | own
         command = job.command.replace("{python}", sys.executable)
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(

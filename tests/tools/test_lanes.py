@@ -42,6 +42,11 @@ def stepped(folder: Path, *jobs: dict) -> lanes.Lanes:
     return one
 
 
+def test_scripts_find_each_other_where_python_leaves_their_folder_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    assert run(tmp_path, job("listed", [0], "{python} tests/e2e/run_all.py OUT.json --list"))[0] == 0
+
+
 def test_jobs_have_gpus_and_folders_of_their_own_and_end_as_the_plan_says(tmp_path):
     """A job after one that failed runs, and one that needs it is left out; one whose time is up ends with all it started."""
     marker = tmp_path / "alive"
