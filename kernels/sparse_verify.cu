@@ -400,9 +400,9 @@ __device__ __forceinline__ void meet_attending() { meet<1, ATTENDING>(); }
 
 __device__ __forceinline__ void meet_all() { meet<2, THREADS>(); }
 
-constexpr int AT_ONCE_GATHERED = GATHERING / 8;      // rows: eight threads have one
-constexpr int PASSES = TOKENS / AT_ONCE_GATHERED;
-constexpr int BEFORE_LIST = AHEAD ? 1 : 0;           // steps
+constexpr int OF_PASS = GATHERING / 8;  // rows that are gathered at once: eight threads have one
+constexpr int PASSES = TOKENS / OF_PASS;
+constexpr int BEFORE_LIST = AHEAD ? 1 : 0;  // steps
 
 #if FP8
 // Two of four e4m3 values, times a scale. A value's bits, moved to where bfloat16 has them, are 2^-120 of it, denormal ones too.
@@ -424,13 +424,15 @@ struct Gathering {
     __device__ __forceinline__ Gathering(const Attend& a, uint32_t shared)
         : a(a), shared(shared), row((threadIdx.x - ATTENDING) / 8), piece(threadIdx.x % 8) {}
 
-    __device__ __forceinline__ uint32_t row_at(uint32_t begin, int pass) const { return shared + begin + (row + pass * AT_ONCE_GATHERED) * 128; }
+    __device__ __forceinline__ uint32_t row_at(uint32_t begin, int pass) const {
+        return shared + begin + (row + pass * OF_PASS) * 128;
+    }
     __device__ __forceinline__ uint32_t swizzled() const { return (piece ^ (row & 7)) << 4; }  // of all rows of a thread
 
     __device__ __forceinline__ void query(int first_row, int lines) const {
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
-            const int line = row + pass * AT_ONCE_GATHERED, j = line / HEADS, head = line % HEADS;
+            const int line = row + pass * OF_PASS, j = line / HEADS, head = line % HEADS;
             const bool there = line < lines;
             const unsigned char* nope = a.q_nope + (there ? (first_row + j) * a.q_nope_row + head * a.q_nope_head : 0) + 16 * piece;
             const unsigned char* rope = a.q_rope + (there ? (first_row + j) * a.q_rope_row + head * a.q_rope_head : 0) + 16 * piece;
@@ -443,16 +445,16 @@ struct Gathering {
 
     // An entry of the first row, which is one of those that a warp of the list has written; 0 where there is none.
     __device__ __forceinline__ uint32_t word_ahead(int pass) const {
-        const int token = row + pass * AT_ONCE_GATHERED, warp = token % 32 / 4, i = token / 32 * 4 + token % 4;
+        const int token = row + pass * OF_PASS, warp = token % 32 / 4, i = token / 32 * 4 + token % 4;
         if (i >= static_cast<int>(load_shared(shared + AHEAD_AT + 4 * warp))) return 0;
         return load_shared(shared + ENTRIES_AT + 4 * (warp * (ENTRIES / WARPS) + i)) | 1u << 24;
     }
 
     __device__ __forceinline__ void bits(int step, int pass, uint32_t word) const {
-        if (piece == 0) store_shared(shared + BITS_AT + 4 * (step % 2 * TOKENS + row + pass * AT_ONCE_GATHERED), word >> 24);
+        if (piece == 0) store_shared(shared + BITS_AT + 4 * (step % 2 * TOKENS + row + pass * OF_PASS), word >> 24);
     }
 
-    // In FP8 a quarter of the latent goes where that row of a panel will be, the scales behind them.
+    // In FP8 each quarter of the latent goes to the row's place in a panel, and the scales to the fifth: all in this row alone.
     __device__ __forceinline__ void copy(int step, int pass, uint32_t word) const {
         const unsigned char* from = a.kv + (word & SLOT) * a.kv_stride + 16 * piece;
         const uint32_t to = row_at(TOKENS_AT, pass) + step % 2 * PANELS;
@@ -468,7 +470,8 @@ struct Gathering {
     }
 
 #if FP8
-    // Once they are copied: quarters become panels. The threads of a row are of one warp.
+    // Once they are copied: quarters become panels. The threads of a row are of one warp. One pass after the other, as the code of
+    // all of them would not stay in the instruction cache beside the other warpgroups'.
     __device__ __forceinline__ void dequantise(int step) const {
         const uint32_t upper = piece / 4;  // which of its two pieces comes first, so that threads of a row write to all banks
         const uint32_t first = ((piece % 4 * 2 + upper) ^ (row & 7)) << 4, second = first ^ 16;
@@ -671,7 +674,7 @@ __device__ __forceinline__ void gather_part(const Attend& a, uint32_t shared, in
     for (int w = 0; w < WARPS; ++w) listed += load_shared(shared + COUNTS_AT + 4 * w) & 0xffff;
     // Words of the list are asked for a step early. Those in shared memory are read before others write there.
     uint32_t words[PASSES], later[PASSES];
-    const auto place_of = [&](int step, int pass) { return (step - BEFORE_LIST) * TOKENS + gather.row + pass * AT_ONCE_GATHERED; };
+    const auto place_of = [&](int step, int pass) { return (step - BEFORE_LIST) * TOKENS + gather.row + pass * OF_PASS; };
     const auto kept = [&](int place) { return place < listed ? load_shared(shared + HIGHEST_AT + 4 * place) : 0u; };
     const auto word_of = [&](int place) { return place < listed ? load_list(list + place) : 0u; };
 #pragma unroll
