@@ -54,6 +54,7 @@ def test_all_kinds_are_captured_before_a_scheduler_is_ready_and_nothing_is_in_tr
     side = Side(with_graphs=True)
     side.worker.draft_worker.seed_dsa_topk_from_draft_extend = shared
     side.start()
+    assert [message for message in caplog.messages if "capturing whole speculative rounds of sampled requests:" in message]
     sizes = str(SIZES)[:-1]
     with_logprobs = [f"{kind} with log-probabilities" for kind in (GREEDY, SAMPLED)]
     assert captured(caplog) == [(sizes, kind) for kind in (GREEDY, with_logprobs[0], SAMPLED, with_logprobs[1])]

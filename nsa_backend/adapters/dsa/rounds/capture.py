@@ -81,6 +81,12 @@ class Capture:
         may_take = (SHARE_OF_FREE if asked else UNASKED_SHARE_OF_FREE) * free
         run = partial(run_on, template=template, future_map=future_map, forward=self._forward)
         wanted, sizes, outcome, graphs, why = sizes, self._fitting(sizes, kind, may_take), Outcome.TOO_MUCH, None, ""
+        if sizes and kind == Kind(sampled=True):
+            logger.info(
+                "nsa_backend: capturing whole speculative rounds of %s: where FlashInfer has never sampled it compiles that "
+                "first, in a minute or two",
+                kind,
+            )
         while sizes and outcome is Outcome.TOO_MUCH:
             graphs, outcome, why = self._attempt(kind, sizes, run, device, free - may_take)
             if outcome is not Outcome.CAPTURED:
