@@ -228,14 +228,22 @@ inline void start_barrier(uint32_t address, int arrivals) {
     const uint16_t all = static_cast<uint16_t>(arrivals);
     barrier_at(address) = {all, all, 0};
 }
-inline void arrive(uint32_t address) {
+inline void arrived(uint32_t address) {
     Barrier& barrier = barrier_at(address);
     if (--barrier.pending == 0) barrier = {barrier.expected, barrier.expected, barrier.phase + 1};
 }
+inline void others_go_on() {
+    for (int left = emulation::chance() % 16; left; --left) swapcontext(&emulation::now->context, &emulation::scheduler);
+}
+inline void arrive(uint32_t address) {
+    arrived(address);
+    others_go_on();
+}
 inline void arrive_after_copies(uint32_t address) {
     auto& copies = emulation::now->copies;
-    if (copies.empty()) arrive(address);
-    else copies.push_back([=] { arrive(address); });
+    copies.push_back([=] { arrived(address); });
+    if (emulation::chance() % 2) emulation::settle(copies);
+    others_go_on();
 }
 inline void wait_for_turn(uint32_t address, uint32_t turn) {
     while (barrier_at(address).phase % 2 == turn % 2) swapcontext(&emulation::now->context, &emulation::scheduler);
