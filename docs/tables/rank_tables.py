@@ -216,6 +216,14 @@ def rank_saved() -> str:
 
 
 @PARTS.part
+def topk_share() -> str:
+    """Percent of a default server's round with drafts that top-k takes, least to most over batches, at 4096 tokens."""
+    rows = [row for report in reports("rank").values() for row in report["rows"] if "parts" in row and row["side"] == "auto"]
+    of_rounds = [row for row in rows if row["steps"] and row["length"] == 4096]
+    return spread((100 * row["parts"]["top-k"][1] / row["period_us"] for row in of_rounds), "{:.0f}") + " %"
+
+
+@PARTS.part
 def rank_kernels() -> str:
     """Of a round with drafts by part; where kernels were counted by name, of a launch of what decode alone launches."""
     found = {cell: given for cell, given in newest("parts").items() if cell.steps == 3}
