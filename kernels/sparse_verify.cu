@@ -10,7 +10,9 @@
 // meanwhile; those of the first step, which the first row chose, while the list is made. FP8 values become bfloat16 there, once
 // for all rows.
 // In the end the blocks of a group wait for each other, and each adds up the parts of some lines. All of them run at once: a
-// grid has no more blocks than the GPU has SMs, or one block a group.
+// grid has no more blocks than the GPU has SMs, or one block a group. Where another kernel has some of the SMs, as one of NCCL's
+// on a stream beside, it is as well: blocks of a group follow each other in the grid, so only the last group that has begun can
+// lack some, and those before it end and make room.
 //
 // With EMULATE a host compiler takes this file: what is PTX here comes from emulation.h then.
 
