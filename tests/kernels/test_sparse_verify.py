@@ -133,8 +133,8 @@ def test_slots_that_meet_in_one_cell_of_the_hash_table(device):
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_parts_of_ranks_joined_are_attention_over_all_slots(device, ranks, parts):
+@pytest.mark.parametrize(("ranks", "fp8"), [(2, False), (2, True), pytest.param(8, False, marks=pytest.mark.slow)])
+def test_parts_of_ranks_joined_are_attention_over_all_slots(device, ranks, fp8, parts):
     """Each rank tells its own slots from the others', and the log-sum-exp of what it has: -inf where that is nothing."""
     generator = torch.Generator().manual_seed(ranks)
     slots, num_slots = selections(generator, 1, 4, 128, 0.5)
@@ -143,12 +143,13 @@ def test_parts_of_ranks_joined_are_attention_over_all_slots(device, ranks, parts
     q_nope, q_rope, kv, slots, lens = over_slots(
         device, slots, [128, 90, 0, 128], num_slots, 16, torch.bfloat16, generator, 512, 64
     )
-    found = []
+    kv, values = quantised(kv.cpu(), 512, torch.bfloat16) if fp8 else (kv, kv.float())
+    kv, found = kv.to(device), []
     for rank in range(ranks):
         memory = verify.VerifyMemory.allocate(4, 4, 16, 128, SMS, device)
         memory.lse.fill_(float("nan"))
         lse = torch.full((4, 16), float("nan"), device=device)
-        launch = None if kv.is_cuda else Emulated(4, 16, 128, rank, ranks, rank).launch
+        launch = None if kv.is_cuda else Emulated(4, 16, 128, rank, ranks, rank, fp8=fp8).launch
         cache = kv[rank::ranks].contiguous()
         out = verify.sparse_verify(
             q_nope, q_rope, cache, slots, lens, 0.1, 4, memory, num_sms=SMS, ranks=ranks, rank=rank, lse=lse, parts=parts,
@@ -156,7 +157,7 @@ def test_parts_of_ranks_joined_are_attention_over_all_slots(device, ranks, parts
         )  # fmt: skip
         own, counts = local_slots_torch(torch.where(torch.arange(128) < lens.cpu()[:, None], slots.cpu(), -1), ranks, rank)
         for row, count in enumerate(counts.tolist()):
-            keys = cache[own[row, :count].long(), 0].float().cpu()
+            keys = values[rank::ranks][own[row, :count].long(), 0].bfloat16().float().cpu()  # as tensor cores have them
             scores = 0.1 * torch.cat([q_nope, q_rope], -1)[row].float().cpu() @ keys.T
             torch.testing.assert_close(lse[row].cpu(), torch.logsumexp(scores, 1) / math.log(2), atol=5e-3, rtol=0)
         assert (out[counts == 0] == 0).all()
