@@ -40,6 +40,33 @@ def _quantised(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return packed, adapter.dequantize_k_cache_paged(packed, torch.arange(SLOTS, dtype=torch.int32, device="cuda"))
 
 
+def of_flashmla(kv: str, query: torch.Tensor, cache: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """FlashMLA's kernel for such a KV cache, called with what each row chose.
+
+    Args:
+        kv: a key of KV_DTYPES.
+        query: [rows, heads, 576], whose heads are padded to a multiple of HEAD_BLOCK.
+        cache: of `pools`.
+
+    Returns:
+        A function of int32 [rows, 2048] slots to [rows, heads, 512].
+    """
+    flash_mla, (rows, heads, _) = adapter.flash_mla(), query.shape
+    if kv == "bf16":
+        attend = flash_mla.flash_mla_sparse_fwd
+        return lambda chosen: attend(q=query, kv=cache, indices=chosen.unsqueeze(1), sm_scale=SCALE, d_v=LATENT)[0]
+    lengths = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
+    tiles, num_splits = flash_mla.get_mla_metadata(
+        cache_seqlens=lengths, num_q_tokens_per_head_k=heads, num_heads_k=1, num_heads_q=heads, is_fp8_kvcache=True, topk=TOPK
+    )
+    arguments = dict(
+        q=query.unsqueeze(1), k_cache=cache.view(-1, PAGE_SIZE, 1, cache.shape[-1]), cache_seqlens=lengths, head_dim_v=LATENT,
+        tile_scheduler_metadata=tiles, num_splits=num_splits, softmax_scale=SCALE,
+        block_table=torch.empty(rows, 0, dtype=torch.int32, device="cuda"), is_fp8_kvcache=True,
+    )  # fmt: skip
+    return lambda chosen: flash_mla.flash_mla_with_kvcache(**arguments, indices=chosen.unsqueeze(1))[0].squeeze(1)
+
+
 class Case:
     """Queries of `heads` heads over one of the pools. Call i of a variant takes the i-th lot of top-k rows."""
 
@@ -146,32 +173,15 @@ class Case:
         )  # fmt: skip
         return lambda i: attend(**arguments, page_table=self.chosen(rows, i))
 
-    def _joined(self, rows: int, multiple: int) -> torch.Tensor:
+    def _joined(self, rows: int) -> torch.Tensor:
         q_nope, q_rope = self.query(rows)
-        padded = -(-self.heads // multiple) * multiple
+        padded = -(-self.heads // HEAD_BLOCK) * HEAD_BLOCK
         joined = torch.zeros(rows, padded, QK_DIM, dtype=torch.bfloat16, device="cuda")
         joined[:, : self.heads] = torch.cat([q_nope, q_rope], dim=-1)
         return joined
 
-    def _bare_flashmla_sparse(self, rows: int) -> Callable[[int], object]:
-        flash_mla_sparse_fwd = adapter.flash_mla().flash_mla_sparse_fwd
-        q, scale = self._joined(rows, HEAD_BLOCK), self._layer.scaling
-        return lambda i: flash_mla_sparse_fwd(
-            q=q, kv=self.cache, indices=self.chosen(rows, i).unsqueeze(1), sm_scale=scale, d_v=LATENT
-        )
+    def _bare_flashmla(self, rows: int) -> Callable[[int], object]:
+        attend = of_flashmla(self.kv, self._joined(rows), self.cache)
+        return lambda i: attend(self.chosen(rows, i))
 
-    def _bare_flashmla_kv(self, rows: int) -> Callable[[int], object]:
-        flash_mla = adapter.flash_mla()
-        q = self._joined(rows, HEAD_BLOCK).unsqueeze(1)
-        lengths = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
-        tiles, num_splits = flash_mla.get_mla_metadata(
-            cache_seqlens=lengths, num_q_tokens_per_head_k=q.shape[2], num_heads_k=1, num_heads_q=q.shape[2],
-            is_fp8_kvcache=True, topk=TOPK,
-        )  # fmt: skip
-        pages = self.cache.view(-1, PAGE_SIZE, 1, self.cache.shape[-1])
-        table = torch.empty(rows, 0, dtype=torch.int32, device="cuda")
-        return lambda i: flash_mla.flash_mla_with_kvcache(
-            q=q, k_cache=pages, cache_seqlens=lengths, head_dim_v=LATENT, tile_scheduler_metadata=tiles, num_splits=num_splits,
-            softmax_scale=self._layer.scaling, indices=self.chosen(rows, i).unsqueeze(1), block_table=table,
-            is_fp8_kvcache=True,
-        )  # fmt: skip
+    _bare_flashmla_sparse = _bare_flashmla_kv = _bare_flashmla

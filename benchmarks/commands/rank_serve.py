@@ -28,7 +28,7 @@ from nsa_backend.benchmarks.servers import server_options
 from nsa_backend.benchmarks.servers.generation import in_turns, prompts, summary
 from nsa_backend.benchmarks.servers.pairs import meeting
 from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel, parsed
-from nsa_backend.benchmarks.servers.server import APART_SECONDS, BF16, Server
+from nsa_backend.benchmarks.servers.server import APART_SECONDS, BF16, KV, Server
 from nsa_backend.benchmarks.servers.sides import PORTS_APART, check_sides, checkpoint_of, options_for, serving, sides_of
 from nsa_backend.benchmarks.servers.stages import TURNS, Stage, stages
 
@@ -119,7 +119,7 @@ def cells(
         if not fits:
             ranks.check_fits(name, server_options.pool_tokens(wanted[name][:1], TOKENS), there, parallel.dcp)
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-")))
-    servers = RankServers(folder, options.port or PORT, fitting, getattr(options, "kv", None) or BF16)
+    servers = RankServers(folder, options.port or PORT, fitting, kv_of(options))
     resources.callback(servers.close)
     found = []
     for name in names:
@@ -158,6 +158,14 @@ def check_alone(options: argparse.Namespace, names: Sequence[str]) -> None:
         for word in getattr(options, "parallel", None) or ():
             check_ranks_of(name, word)
         ranks.check_release(name)
+
+
+def kv_of(options: argparse.Namespace) -> str:
+    """The KV cache that --kv names; SystemExit for one that there is not."""
+    named = getattr(options, "kv", None) or BF16
+    if named not in KV:
+        raise SystemExit(f"--kv {named} is none: there are {', '.join(KV)}")
+    return named
 
 
 def check_no_rank(options: argparse.Namespace) -> None:

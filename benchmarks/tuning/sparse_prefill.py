@@ -10,42 +10,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from nsa_backend.adapters.installed import adapter
-from nsa_backend.attention.flashmla_sparse import HEADS_MULTIPLE
-from nsa_backend.benchmarks.calls.attention_case import SLOTS, pools
+from nsa_backend.benchmarks.calls.attention_case import HEAD_BLOCK, SLOTS, of_flashmla, pools
 from nsa_backend.benchmarks.calls.timing import interleaved
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.benchmarks.tuning.sparse_verify import TOO_FAR, overlapping
-from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.sparse_verify import VerifyMemory, rows_of_tile, sparse_verify
 from nsa_backend.testing.process import start_sglang
 from nsa_backend.testing.shape import LATENT, QK_DIM, SCALE, TOPK
 
 SAMPLES = 5
 PEERS, SERVED = {"bf16": "flashmla_sparse", "fp8": "flashmla_kv"}, "sparse_prefill"
-
-
-def of_flashmla(kv: str, query: torch.Tensor, cache: torch.Tensor, chosen: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """FlashMLA's kernel for such a KV cache, on a query whose heads are padded already; [rows, padded heads, latent]."""
-    flash_mla, (rows, heads, _) = adapter.flash_mla(), query.shape
-    if kv == "bf16":
-        attend = flash_mla.flash_mla_sparse_fwd
-        return lambda: attend(q=query, kv=cache, indices=chosen.unsqueeze(1), sm_scale=SCALE, d_v=LATENT)[0]
-    lens = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
-    tiles, num_splits = flash_mla.get_mla_metadata(
-        cache_seqlens=lens, num_q_tokens_per_head_k=heads, num_heads_k=1, num_heads_q=heads, is_fp8_kvcache=True, topk=TOPK
-    )
-    arguments = dict(
-        q=query.unsqueeze(1), k_cache=cache.view(-1, PAGE_SIZE, 1, cache.shape[-1]), cache_seqlens=lens, head_dim_v=LATENT,
-        tile_scheduler_metadata=tiles, num_splits=num_splits, softmax_scale=SCALE, indices=chosen.unsqueeze(1),
-        block_table=chosen.new_empty(rows, 0), is_fp8_kvcache=True,
-    )  # fmt: skip
-    return lambda: flash_mla.flash_mla_with_kvcache(**arguments)[0].squeeze(1)
 
 
 def cell(kv: str, heads: int, rows: int, overlap: float, num_sms: int) -> dict:
@@ -55,13 +33,14 @@ def cell(kv: str, heads: int, rows: int, overlap: float, num_sms: int) -> dict:
     cache, _ = pools(kv)
     chosen = overlapping(rows // together, together, TOPK, overlap, SLOTS, generator)
     query = torch.randn(heads, rows, QK_DIM, generator=generator, device="cuda").bfloat16().transpose(0, 1)
-    padded = torch.zeros(rows, HEADS_MULTIPLE, QK_DIM, device="cuda", dtype=torch.bfloat16)
+    padded = torch.zeros(rows, HEAD_BLOCK, QK_DIM, device="cuda", dtype=torch.bfloat16)
     padded[:, :heads] = query
     lens = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
     memory = VerifyMemory.allocate(rows, together, heads, TOPK, num_sms, "cuda")
     inputs = query[..., :LATENT], query[..., LATENT:], cache, chosen, lens, SCALE, together, memory
+    flashmla = of_flashmla(kv, padded, cache)
     calls = {
-        peer: of_flashmla(kv, padded, cache, chosen),
+        peer: lambda: flashmla(chosen),
         SERVED: lambda: sparse_verify(*inputs, num_sms=num_sms),
     }
     want, out = calls[peer]()[:, :heads].float(), calls[SERVED]().float()

@@ -8,7 +8,7 @@ from itertools import product
 
 from result_files import Parts, release, reports, spread, table
 
-from nsa_backend.attention.auto import measured
+from nsa_backend.attention.auto import least_in_prefill
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.reports.parts import ALL_REDUCE, EXCHANGE, REST
 from nsa_backend.benchmarks.reports.parts import PARTS as KERNEL_PARTS
@@ -115,10 +115,14 @@ def over_builtin(checkpoint: str, side: str, key: str = "round_ms") -> dict[Cell
     return {cell: ratio(sides, side) for cell, sides in times(side, key).items() if cell.checkpoint == checkpoint}
 
 
+def least_prefill(heads: int) -> int:
+    """Rows from which on a default server's prefill is sparse_prefill's, on an H200."""
+    return least_in_prefill("NVIDIA H200", "bf16", heads)
+
+
 def first_token(checkpoint: str) -> dict[Cell, float]:
     """By cell, the default's time to the first token over the built-in's; prompts of few rows go without sparse_prefill."""
-    heads = ranks.RANKS[checkpoint].config["num_attention_heads"]
-    least = measured()["NVIDIA H200"]["prefill"]["bf16"][str(heads)]
+    least = least_prefill(ranks.RANKS[checkpoint].config["num_attention_heads"])
     few, many = (over_builtin(checkpoint, side[checkpoint], "ttft_ms") for side in (DEFAULTS, WITH_PREFILL))
     return {cell: ratio for cell, ratio in few.items() if cell.batch * cell.length < least} | {
         cell: ratio for cell, ratio in many.items() if cell.batch * cell.length >= least
@@ -132,7 +136,7 @@ def at_batches(found: Mapping[Cell, float], checkpoint: str, steps: int, length:
 
 @PARTS.part
 def rank_short() -> str:
-    """A row a rank, number of drafts and prompt length: rounds, first tokens and tokens of the default over the built-in's."""
+    """A row a rank, number of drafts and prompt length: rounds and first tokens of the default over the built-in's."""
     rows = []
     for checkpoint, default in DEFAULTS.items():
         rounds, first = over_builtin(checkpoint, default), first_token(checkpoint)

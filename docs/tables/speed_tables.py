@@ -7,10 +7,10 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
-from rank_tables import NOISE, joined, lost_by_ranks
+from rank_tables import NOISE, joined, least_prefill, lost_by_ranks
 from result_files import Parts, result, spread, table
 
-from nsa_backend.attention.auto import measured
+from nsa_backend.attention.auto import CANDIDATES
 
 PARTS = Parts()
 
@@ -156,23 +156,19 @@ class Sharing(NamedTuple):
     count: int  # requests, or rows of a prompt
     overlap: float
 
-    @classmethod
-    def of(cls, row: dict) -> Sharing:
-        of_request = "requests" in row
-        together, count = (row[key] for key in (("rows_per_request", "requests") if of_request else ("rows_together", "rows")))
-        return cls(row["kv"], row["heads"], together, count, row["overlap"])
 
-
-def over_others(part: str, name: str) -> dict[Sharing, float]:
-    """By cell of a report, `name`'s time over that of the fastest other."""
+def over_others(part: str, name: str, together: str, count: str) -> dict[Sharing, float]:
+    """By cell of a report, `name`'s time over that of the fastest implementation that reads every row alone."""
+    alone = {other for candidates in CANDIDATES.values() for other in candidates}
     return {
-        Sharing.of(row): row["us"][name] / min(us for other, us in row["us"].items() if other != name)
+        Sharing(row["kv"], row["heads"], row[together], row[count], row["overlap"]): row["us"][name]
+        / min(us for other, us in row["us"].items() if other in alone)
         for row in result("attention_0_5_23", part)["rows"]
     }
 
 
-together_ratios = partial(over_others, "rows_together", "sparse_verify")
-prefill_ratios = partial(over_others, "prefill_together", "sparse_prefill")
+together_ratios = partial(over_others, "rows_together", "sparse_verify", "rows_per_request", "requests")
+prefill_ratios = partial(over_others, "prefill_together", "sparse_prefill", "rows_together", "rows")
 
 
 def by_shared(found: dict[Sharing, float], count: str, *, reverse: bool = False) -> str:
@@ -211,8 +207,7 @@ def sparse_prefill() -> str:
 @PARTS.part
 def prefill_shared() -> str:
     """Least to most where a default server has it, and nine tenths or half are shared."""
-    least = measured()["NVIDIA H200"]["prefill"]["bf16"]
-    served = {cell: ratio for cell, ratio in prefill_ratios().items() if cell.count >= least[str(cell.heads)]}
+    served = {cell: ratio for cell, ratio in prefill_ratios().items() if cell.count >= least_prefill(cell.heads)}
     return shared(served, "bf16", 0)
 
 

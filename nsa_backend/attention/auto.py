@@ -50,7 +50,7 @@ def problems(config: AttentionConfig) -> list[str]:
         ]
     if config.prefill and config.context_ranks > 1:
         return ["rows of a prefill whose KV ranks divide were not measured together"]
-    if config.prefill and least_in_prefill(config) is None:
+    if config.prefill and _least_in_prefill(config) is None:
         return [f"rows of {config.num_heads} heads on {_kv(config)} KV gain nothing together, or were not measured"]
     names = PREFILL if config.prefill else CANDIDATES[_kv(config)]
     return [f"{name}: {problem}" for name in names for problem in implementation(name).problems(config)]
@@ -59,7 +59,7 @@ def problems(config: AttentionConfig) -> list[str]:
 def build(config: AttentionConfig) -> SparseAttention:
     """An implementation that chooses per call."""
     if config.prefill:
-        return AutoPrefill(config, least_in_prefill(config))
+        return AutoPrefill(config, _least_in_prefill(config))
     least = least_together(config.device_name, _kv(config), config.num_heads)
     # Where ranks divide the KV rows are asked for one by one (`Auto.forward_part`), so nothing is compiled for them together.
     if config.num_draft_tokens < 2 or config.context_ranks > 1 or implementation(TOGETHER).problems(config):
@@ -92,10 +92,14 @@ def least_together(device_name: str, kv: str, num_heads: int) -> dict[int, int]:
     return {int(rows): least for rows, least in by_heads.get(_measured_heads(by_heads, num_heads), {}).items()}
 
 
-def least_in_prefill(config: AttentionConfig) -> int | None:
+def least_in_prefill(device_name: str, kv: str, num_heads: int) -> int | None:
     """The least rows of a prefill that sparse_prefill serves faster, of as many heads as in `intervals`; None if never."""
-    by_heads = measured()[config.device_name]["prefill"].get(_kv(config), {})
-    return by_heads.get(_measured_heads(by_heads, config.num_heads))
+    by_heads = measured()[device_name]["prefill"].get(kv, {})
+    return by_heads.get(_measured_heads(by_heads, num_heads))
+
+
+def _least_in_prefill(config: AttentionConfig) -> int | None:
+    return least_in_prefill(config.device_name, _kv(config), config.num_heads)
 
 
 def choose(table: list[tuple[int, str]], rows: int) -> str:

@@ -19,7 +19,7 @@ from nsa_backend.attention.interface import (
 from nsa_backend.attention.sparse_decode import SparseDecode, kv_problems, sms_of
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.config import AttentionConfig
-from nsa_backend.kernels import sparse_verify
+from nsa_backend.kernels import sparse_verify as kernel
 from nsa_backend.kernels.sparse_verify import LINES, Need, VerifyMemory, rows_of_tile
 
 MOST_HEADS = LINES // 2
@@ -37,7 +37,7 @@ def problems(config: AttentionConfig) -> list[str]:
         found.append(f"it is written for Hopper (SM90) and this device is {device_title(config.device_sm)}")
     if config.num_heads > MOST_HEADS:
         found.append(f"it takes rows of up to {MOST_HEADS} heads together and this rank has {config.num_heads}")
-    elif reason := sparse_verify.problem(
+    elif reason := kernel.problem(
         config.num_heads, config.latent_dim, config.rope_dim, config.index_topk, rows_of_tile(config.num_heads)
     ):
         found.append(reason)
@@ -56,7 +56,7 @@ class SparsePrefill(NothingToPrepare):
         if config.device.type == "cuda":
             ranks = config.context_ranks, config.context_rank
             shape = self._rows, config.num_heads, config.index_topk
-            sparse_verify.compile_ahead(*shape, config.device, *ranks, fp8=config.fp8)
+            kernel.compile_ahead(*shape, config.device, *ranks, fp8=config.fp8)
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         return self._call(inputs)
@@ -73,7 +73,7 @@ class SparsePrefill(NothingToPrepare):
         memory = self._memory_for(min(most, rows)) if rows else None
         for begin in range(0, rows, most):
             piece = slice(begin, begin + most)
-            sparse_verify.sparse_verify(
+            kernel.sparse_verify(
                 query[piece],
                 inputs.q_rope[piece],
                 inputs.kv_cache,

@@ -26,14 +26,9 @@ chose, and hardly slower where they share more (benchmarks/results/attention_0_5
 
 def problems(config: AttentionConfig) -> list[str]:
     """Why sparse_verify cannot run."""
-    found = sparse_decode.problems(config)
-    if config.num_heads > kernel.LINES:
-        found.append(f"a tile has {kernel.LINES} heads and this rank has {config.num_heads}: raise --tp-size")
-    elif reason := kernel.problem(
-        config.num_heads, config.latent_dim, config.rope_dim, config.index_topk, max(config.num_draft_tokens, 1)
-    ):
-        found.append(reason)
-    return found + nvrtc_problems()
+    rows = max(config.num_draft_tokens, 1)
+    reason = kernel.problem(config.num_heads, config.latent_dim, config.rope_dim, config.index_topk, rows)
+    return sparse_decode.problems(config) + ([reason] if reason else []) + nvrtc_problems()
 
 
 def build(config: AttentionConfig) -> SparseVerify:

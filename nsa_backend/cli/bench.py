@@ -85,9 +85,6 @@ FRACTIONS = ("--temperature", "--top-p")
 SINGLE = ("--port", "--prompt-tokens", "--samples", "--kv", "--model", "--prompts", "--tokens", "--server", *FRACTIONS)
 """Those that take one value."""
 
-CHOICES = {"--kv": ("bfloat16", "fp8_e4m3")}
-"""Values of those that have few."""
-
 TEXTS = ("--checkpoint", "--parallel", "--kv", "--section", "--sides", "--model", "--prompts", "--server")
 """Those that are no numbers."""
 
@@ -110,8 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, text in OPTIONS.items():
         takers = ", ".join(name for name, taken in BENCHES.items() if option in taken)
         kind = str if option in TEXTS else float if option in FRACTIONS else _count
-        several = {} if option in SINGLE else {"nargs": "+"}
-        parser.add_argument(option, type=kind, choices=CHOICES.get(option), help=f"{text} ({takers})", **several)
+        parser.add_argument(option, type=kind, nargs=None if option in SINGLE else "+", help=f"{text} ({takers})")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -122,22 +122,26 @@ def test_few_requests_are_left_to_sparse_decode(kernels, monkeypatch, requests, 
 
 
 @pytest.mark.parametrize("prefill", [False, True])
-def test_rows_together_on_ranks_that_divide_their_kv(kernels, monkeypatch, prefill):
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rows_together_on_ranks_that_divide_their_kv(kernels, monkeypatch, fp8, prefill):
     """Each rank's part, joined as SGLang joins them, is what one rank gives; a rank has a kernel of its own."""
     ranks = 2
     monkeypatch.setattr(sparse_verify, "FEWEST_GROUPS", dict.fromkeys(sparse_verify.FEWEST_GROUPS, 2))
     monkeypatch.setattr(
-        kernel, "attend_of", lambda rows, heads, topk, device, *rank, fp8: Emulated(rows, heads, topk, 0, *rank)
+        kernel, "attend_of", lambda rows, heads, topk, device, *rank, fp8: Emulated(rows, heads, topk, 0, *rank, fp8=fp8)
     )
-    inputs, parts = given(8, rows_per_request=1 if prefill else 4), []
+    inputs = exact = given(8, rows_per_request=1 if prefill else 4)
+    known, parts = replace(CONFIG, num_draft_tokens=4, prefill=prefill, context_ranks=ranks), []
+    if fp8:
+        known, (inputs, exact) = replace(known, kv_cache_dtype=torch.float8_e4m3fn), in_fp8(inputs)
     for rank in range(ranks):
-        config = replace(CONFIG, num_draft_tokens=4, prefill=prefill, context_ranks=ranks, context_rank=rank)
+        config = replace(known, context_rank=rank)
         attention = (sparse_prefill if prefill else sparse_verify).build(config)
         attention._on_gpu, attention._num_sms = True, 4
         mine = replace(inputs, kv_cache=inputs.kv_cache[rank::ranks].contiguous())
         out, lse = attention.forward_part(mine, ContextPart(ranks, rank).at(inputs.topk_slots, None, 0))
         parts.append((out.float(), lse))
-    assert_right(joined(parts), inputs)
+    assert_right(joined(parts), exact)
 
 
 def test_few_requests_of_divided_kv_are_left_to_sparse_decode(kernels, monkeypatch):

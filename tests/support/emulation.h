@@ -26,11 +26,9 @@
 #define blockIdx (emulation::now->block->index)
 
 using std::min;
-struct float2 { float x, y; };
 struct uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct dim3 { unsigned x, y, z; };
-inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(x); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selected) {

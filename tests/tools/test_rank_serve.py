@@ -89,6 +89,8 @@ def test_divided_kv_has_room_for_what_a_rank_has_not(two_h200s):
 def test_ranks_alone_choose_their_kv_cache(two_h200s):
     found = two_h200s(shlex.split("serve --checkpoint v3.2-tp8 --quick --kv fp8_e4m3 --sides ours --steps 3 --batch 8"))
     assert [cell.name for cell in found] == ["v3.2-tp8, fp8_e4m3 KV, N = 3, 8 x 300, ours on 2"]
+    with pytest.raises(SystemExit, match="--kv fp8 is none: there are bfloat16, fp8_e4m3"):
+        two_h200s(shlex.split("serve --checkpoint v3.2-tp8 --kv fp8 --batch 8"))
     with pytest.raises(SystemExit, match="--kv is for ranks of released models: name one of"):
         two_h200s(shlex.split("serve --checkpoint faithful --kv fp8_e4m3"))
 
