@@ -32,7 +32,7 @@ from nsa_backend.benchmarks.servers.server import APART_SECONDS, BF16, KV, Serve
 from nsa_backend.benchmarks.servers.sides import PORTS_APART, check_sides, checkpoint_of, options_for, serving, sides_of
 from nsa_backend.benchmarks.servers.stages import TURNS, Stage, stages
 
-TOKENS, PROFILED_TOKENS, SAMPLES, PORT = 128, 32, 3, 25000
+TOKENS, PROFILED_TOKENS, PORT = 128, 32, 25000
 STEPS, LENGTHS, LONG = (0, 3, 1, 5), (300, 4096, 32768, 131072), 65536
 CONTEXT = 163840
 """Tokens of a request that every server has tables for; GLM-5.2 would have them for a million otherwise."""
@@ -216,14 +216,30 @@ def shapes(name: str, options: argparse.Namespace) -> list[tuple[int, int]]:
     return sorted((s for s in found if not most or s[0] * s[1] <= most), key=lambda s: (s[0] * s[1], s))
 
 
+def samples_of(batch: int, length: int) -> int:
+    """Samples a side: first tokens of a short prompt wander by half, and long batches prefill for half a minute."""
+    tokens = batch * length
+    return next(samples for most, samples in ((512, 9), (1 << 17, 3), (float("inf"), 2)) if tokens <= most)
+
+
 def times(
-    servers: RankServers, name: str, steps: int, turn: int, stage: Stage, batch: int, length: int, *, samples: int = SAMPLES
+    servers: RankServers,
+    name: str,
+    steps: int,
+    turn: int,
+    stage: Stage,
+    batch: int,
+    length: int,
+    *,
+    samples: int | None = None,
 ) -> list[dict]:
     """A row a side: milliseconds of a round and a token, time to first token, tokens a second, tokens that its KV pool holds.
 
+    There are `samples` of each, or as many as `samples_of` says.
     Where a pool is too small for the batch, of which requests would wait, rows have `needs_tokens` and no times.
     """
     running = servers.of(name, steps, turn, stage)
+    samples = samples or samples_of(batch, length)
     pools, needed = {side: server.pool_tokens() for side, server in running.items()}, batch * (length + TOKENS)
     fits = min(pools.values()) >= needed
     found = in_turns(running, batch, length, TOKENS, samples) if fits else {}

@@ -45,9 +45,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
         return own_model.cells(options, resources)
     if of_ranks := [name for name in options.checkpoint or () if name in RANKS]:
         rank_serve.check_alone(options, of_ranks)
-        return rank_serve.cells(
-            of_ranks, options, resources, partial(rank_serve.times, samples=options.samples or rank_serve.SAMPLES)
-        )
+        return rank_serve.cells(of_ranks, options, resources, partial(rank_serve.times, samples=options.samples))
     rank_serve.check_no_rank(options)
     deployments = list(map(parsed, options.parallel)) if options.parallel else [ONE_GPU]
     check_sides(sides_of(options.sides), deployments)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_backend.benchmarks.checkpoints import ranks
-from nsa_backend.benchmarks.commands.rank_serve import CONTEXT, SAMPLES, TOKENS, shapes
+from nsa_backend.benchmarks.commands.rank_serve import CONTEXT, TOKENS, samples_of, shapes
 from nsa_backend.benchmarks.reports.rank_show import show
 from nsa_backend.benchmarks.reports.report import environment, write_report
 from nsa_backend.benchmarks.servers.generation import prompts, spread
@@ -89,11 +89,12 @@ def measured(generate: Generate, name: str, steps: int, batch: int, length: int)
     for tokens in (SHORT, TOKENS):  # warms up
         generate(asked, tokens)
     round_ms, first_ms = [], []
-    for _ in range(2 * SAMPLES):
+    samples = 2 * samples_of(batch, length)
+    for _ in range(samples):
         first_ms.append(1e3 * generate(asked, 1)[0])
         short, long = generate(asked, SHORT), generate(asked, TOKENS)
         round_ms.append(1e3 * (long[0] - short[0]) / (long[1] - short[1]))
-    row = {"checkpoint": name, "steps": steps, "batch": batch, "length": length, "tokens": TOKENS, "samples": 2 * SAMPLES}
+    row = {"checkpoint": name, "steps": steps, "batch": batch, "length": length, "tokens": TOKENS, "samples": samples}
     return row | {
         "side": "vllm",
         "turn": 0,

@@ -63,7 +63,7 @@ OPTIONS = {
     "--parallel": "GPUs of a server: tp4, dp4 (DP attention), dp2-tp2 (DP attention 2 of two GPUs each), tp4-ep (experts "
     "divided), cp2 (prefill context parallel), pp2, pd (a prefill and a decode server); one GPU unless told. With a rank of "
     "tensor parallel 8: tp2, tp4, tp8, dcp2, dcp4, dcp8 serve as many of its ranks as one server, one side at a time",
-    "--samples": "samples of a side and cell; unless told 7, 5 or 3, the fewer the more prompt tokens, and 3 of a rank",
+    "--samples": "samples of a side and cell; unless told 7, 5 or 3, the fewer the more prompt tokens, and 9, 3 or 2 of a rank",
     "--parts": "batches of a rank whose rounds are told by part too, from the servers that were timed",
     "--kv": "bfloat16 or fp8_e4m3: the KV cache of a rank's servers; bfloat16 unless told",
     "--temperature": "of every request; 0, which is greedy, unless told",
