@@ -43,7 +43,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         super().__init__()
         self.config = with_choices(BackendConfig.from_runner(model_runner))
         if self.config.num_sms:
-            check_schedule(self.config.num_sms, self.config.surplus_last, self.config.next_n)
+            check_schedule(self.config.num_sms, self.config.surplus_last, 1 if self.config.pairs_from is None else 2)
         self.writer = MetadataWriter(self.config, model_runner.req_to_token_pool.req_to_token)
         # Read by SGLang's models, forward context and draft workers.
         self.kv_cache_dtype = model_runner.kv_cache_dtype
@@ -91,8 +91,8 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
     def before_capture(self, mode: sglang_types.ForwardMode, num_rows: int, inputs: BatchInputs) -> None:
         self.activity.begin("capturing", mode, inputs.num_requests)
         self.use_mha = False
-        plan = plan_for(mode, inputs.num_requests, num_rows, self.config.next_n)
-        room = plan_for(mode, *self._most_captured, self.config.next_n)
+        plan = plan_for(mode, inputs.num_requests, num_rows, self.config.next_n(inputs.num_requests))
+        room = plan_for(mode, *self._most_captured)
         self.forward_metadata = self.captured.capture(mode, plan, room, inputs).steps[0]
 
     @noted

@@ -9,11 +9,16 @@ import torch
 
 from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.environment import switched_on
+from nsa_backend.environment import asked
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.model_check import check_model, dequantises
+from nsa_backend.releases import PAIRED_LOGITS, installed
 
 CPU = torch.device("cpu")
+
+PAIRS_FROM = 2
+"""Requests whose rows are scored faster two by two at every length; those of one are up to 4096 tokens faster one by one
+(benchmarks/results/index_scores_0_5_23_h200.json)."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class BackendConfig:
     num_draft_tokens: int  # D; 0 without speculative decoding
     num_sms: int  # DeepGEMM's; 0 without a GPU
     num_kv_slots: int  # tokens the KV pool has memory for
-    next_n: int = 1  # rows of a request that DeepGEMM's logits take together in target_verify, where they divide D
+    pairs_from: int | None = None  # requests of a target_verify from which on DeepGEMM's logits take its rows two by two
     surplus_last: bool = False  # which SMs DeepGEMM gives a segment more, see kernels/schedule.py
     wide_table: bool = False  # whether the top-k reads page_table_1
     topk_plan: bool = False  # whether it reads a plan, see kernels/topk_plan.py
@@ -84,6 +89,10 @@ class BackendConfig:
     prefill_by_user: bool = True  # likewise
     divided_context: bool = False  # whether the server's ranks divide the KV of the target (decode context parallel)
     split_prefill: bool = False  # whether ranks may divide the rows of a prefill among them (prefill context parallel)
+
+    def next_n(self, num_requests: int) -> int:
+        """Rows of a request that DeepGEMM's logits take together in a target_verify of so many, where they divide D."""
+        return 2 if self.pairs_from is not None and num_requests >= self.pairs_from else 1
 
     @property
     def dequantised_prefill(self) -> bool:
@@ -137,7 +146,7 @@ class BackendConfig:
             num_draft_tokens=settings.num_draft_tokens,
             num_sms=adapter.deep_gemm_num_sms() if device.type == "cuda" else 0,
             num_kv_slots=(runner.token_to_kv_pool.size + runner.token_to_kv_pool.page_size) * context_ranks,
-            next_n=2 if switched_on("NSA_BACKEND_PAIRED_LOGITS") else 1,
+            pairs_from=_pairs_from(adapter.device_sm(device)),
             surplus_last=adapter.schedule_surplus_last(adapter.device_sm(device)),
             wide_table=adapter.TOPK_READS_PAGE_TABLE_1,
             topk_plan=adapter.topk_v2() is not None,
@@ -145,6 +154,14 @@ class BackendConfig:
             divided_context=settings.context_ranks > 1,
             split_prefill=settings.splits_prefill,
         )
+
+
+def _pairs_from(device_sm: int) -> int | None:
+    """Requests from which on rows are scored two by two: those of one alone are where that is asked for."""
+    switch = asked("NSA_BACKEND_PAIRED_LOGITS")
+    if switch is None:
+        return PAIRS_FROM if installed() in PAIRED_LOGITS and device_sm == 90 and adapter.pairs_logits() else None
+    return 1 if switch else None
 
 
 def _check_indexer() -> None:

@@ -32,9 +32,9 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_AUTO_DECODE",
         "unset",
-        "unset: on an H200 the decode implementation is chosen per captured batch size from measurements, where options name "
-        "none, the KV cache is bfloat16 and the release is 0.5.23; 1: so whatever they name, or no start; 0: never",
-        "1 on H200s with an FP8 KV cache or an option that names one; 0 to compare",
+        "unset: on an H200 with 0.5.23 the decode implementation is chosen per captured batch size from measurements, where "
+        "options name none; 1: so whatever they name, or no start; 0: never",
+        "0 to compare; 1 on an H200 with another release",
     ),
     Variable(
         "NSA_BACKEND_ROUND_GRAPH",
@@ -57,9 +57,10 @@ VARIABLES = (
     ),
     Variable(
         "NSA_BACKEND_PAIRED_LOGITS",
-        "0",
-        "1: the indexer scores the rows of target_verify two by two, so that index keys are read half as often",
-        "to measure it, on Hopper with long contexts and an even number of draft tokens: right there, its speed is not known",
+        "unset",
+        "unset: on 0.5.23 and Hopper the indexer scores rows of target_verify two by two, from two requests and for an even "
+        "number of draft tokens: index keys are read half as often; 1: of one request too, or no start; 0: one by one",
+        "0 to compare; 1 for one request of a long context, or on 0.5.17",
     ),
     Variable(
         "NSA_BACKEND_CHECK",

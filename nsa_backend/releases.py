@@ -58,6 +58,10 @@ LAYER_FRONTS = {"0.5.23": True}
 """Releases on which a layer's front can be two launches, and whether it is unasked."""
 
 
+PAIRED_LOGITS = ("0.5.23",)
+"""Releases on which verified rows are scored two by two unasked: their DeepGEMM was timed so."""
+
+
 CONTEXT_RANKS = ("0.5.23",)
 """Releases whose ranks may divide the KV of a request (--dcp-size)."""
 

@@ -65,4 +65,4 @@ def _paged_plan(batch: sglang_types.ForwardBatch, config: BackendConfig) -> Meta
         rows = sum(extend_lens_on_host(batch))
     else:
         rows = requests
-    return plan_for(mode, requests, rows, config.next_n)
+    return plan_for(mode, requests, rows, config.next_n(requests))

@@ -16,6 +16,7 @@ from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.layers.attention.dsa.paged_mqa_logits_backend import DSAPagedMQALogitsBackend
 
 from nsa_backend import backend as backend_module
+from nsa_backend import config
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.config import BackendConfig
 from nsa_backend.kernels.metadata_torch import paged_mqa_schedule
@@ -74,8 +75,10 @@ def select(make_runner, monkeypatch):
     monkeypatch.setattr(dsa_indexer, "resolve_paged_mqa_logits_metadata_fn", lambda: plan, raising=False)
     monkeypatch.setattr(dsa_indexer, "deep_gemm", deep_gemm, raising=False)
 
-    def selected(mode: str, lengths: list[int], pairs: bool, drafts: int = D) -> tuple[torch.Tensor, int]:
-        monkeypatch.setenv("NSA_BACKEND_PAIRED_LOGITS", str(int(pairs)))
+    def selected(mode: str, lengths: list[int], pairs: bool | None, drafts: int = D) -> tuple[torch.Tensor, int]:
+        monkeypatch.delenv("NSA_BACKEND_PAIRED_LOGITS", raising=False)
+        if pairs is not None:
+            monkeypatch.setenv("NSA_BACKEND_PAIRED_LOGITS", str(int(pairs)))
         runner = make_runner(table_width=WIDTH, num_steps=drafts - 1, index_topk=TOPK)
         table = runner.req_to_token_pool.req_to_token
         pages = torch.stack([torch.randperm(PAGES, generator=torch.Generator().manual_seed(row)) for row in range(len(table))])
@@ -120,6 +123,24 @@ def test_rows_that_are_no_pairs_stay_single(select, mode, drafts):
     paired = select(mode, [70, 9, 300], True, drafts)
     assert torch.equal(single[0], paired[0])
     assert single[1] == paired[1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "release", "device_sm", "paired"),
+    [
+        ([700, 640], "0.5.23", 90, True),
+        ([700], "0.5.23", 90, False),  # of one request alone single rows are faster up to 4096 tokens
+        ([700, 640], "0.5.17", 90, False),  # whose DeepGEMM was not timed
+        ([700, 640], "0.5.23", 100, False),
+    ],
+)
+def test_who_asks_for_nothing_has_pairs_where_they_were_timed(select, monkeypatch, lengths, release, device_sm, paired):
+    single, pages = select("target_verify", lengths, False)
+    monkeypatch.setattr(config, "installed", lambda: release)
+    monkeypatch.setattr(config, "_pairs_from", lambda of_cpu, rule=config._pairs_from: rule(device_sm))
+    found, pages_read = select("target_verify", lengths, None)
+    assert torch.equal(single, found)
+    assert pages_read == (pages / 2 if paired else pages)
 
 
 def test_deep_gemm_scores_as_the_model_of_it_does():
