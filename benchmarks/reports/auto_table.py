@@ -45,7 +45,7 @@ def derive(result: Path, sharing: Path) -> dict:
             },
             "together_source": str(sharing.resolve().relative_to(ROOT)),
             "together": {kv: _together(shared["rows_together"]["rows"], kv) for kv in CANDIDATES},
-            "prefill": {"bf16": _prefill(shared["prefill_together"]["rows"])},
+            "prefill": {kv: _prefill(shared["prefill_together"]["rows"], kv) for kv in PREFILL},
         }
     }
 
@@ -67,13 +67,10 @@ def _together(rows: list[dict], kv: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def _prefill(rows: list[dict]) -> dict[str, int]:
-    """{heads: least rows of a prefill} from which on sparse_prefill gains at every overlap of REAL, on bfloat16 KV.
-
-    On FP8 KV it gains as well, but no server has been timed with it there: it serves by name.
-    """
-    few, many = PREFILL
-    taken = [row for row in rows if row["kv"] == "bf16" and row["overlap"] in REAL]
+def _prefill(rows: list[dict], kv: str) -> dict[str, int]:
+    """{heads: least rows of a prefill} from which on sparse_prefill gains at every overlap of REAL."""
+    few, many = PREFILL[kv]
+    taken = [row for row in rows if row["kv"] == kv and row["overlap"] in REAL]
     measured = ((row["heads"], row["rows"], row["us"][many] / row["us"][few]) for row in taken)
     return {str(heads): count for heads, count in _from_where_all_gain(measured).items()}
 

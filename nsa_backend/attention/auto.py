@@ -30,8 +30,8 @@ CANDIDATES = {"bf16": ("fa3", "flashmla_sparse", "sparse_decode"), "fp8": ("flas
 TOGETHER = "sparse_verify"
 """What may serve rows of one request together."""
 
-PREFILL = ("flashmla_sparse", "sparse_prefill")
-"""What serves prefill: of few rows, and of many."""
+PREFILL = {"bf16": ("flashmla_sparse", "sparse_prefill"), "fp8": ("flashmla_kv", "sparse_prefill")}
+"""What serves prefill on either: of few rows, and of many."""
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def problems(config: AttentionConfig) -> list[str]:
         return ["rows of a prefill whose KV ranks divide were not measured together"]
     if config.prefill and _least_in_prefill(config) is None:
         return [f"rows of {config.num_heads} heads on {_kv(config)} KV gain nothing together, or were not measured"]
-    names = PREFILL if config.prefill else CANDIDATES[_kv(config)]
+    names = (PREFILL if config.prefill else CANDIDATES)[_kv(config)]
     return [f"{name}: {problem}" for name in names for problem in implementation(name).problems(config)]
 
 
@@ -94,7 +94,7 @@ def least_together(device_name: str, kv: str, num_heads: int) -> dict[int, int]:
 
 def least_in_prefill(device_name: str, kv: str, num_heads: int) -> int | None:
     """The least rows of a prefill that sparse_prefill serves faster, of as many heads as in `intervals`; None if never."""
-    by_heads = measured()[device_name]["prefill"].get(kv, {})
+    by_heads = measured()[device_name]["prefill"][kv]
     return by_heads.get(_measured_heads(by_heads, num_heads))
 
 
@@ -135,11 +135,15 @@ class Auto:
 
 
 class AutoPrefill(NothingToPrepare):
-    """Hands a prefill of many rows to sparse_prefill, and one of few to FlashMLA."""
+    """Hands a prefill of many rows to sparse_prefill, which prepares nothing, and one of few to FlashMLA."""
 
     def __init__(self, config: AttentionConfig, least: int):
         self._least = least
-        self._few, self._many = (implementation(name).build(config) for name in PREFILL)
+        self._few, self._many = (implementation(name).build(config) for name in PREFILL[_kv(config)])
+
+    def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
+        """Prepare for FlashMLA where it may meet these rows."""
+        return self._few.prepare(metadata) if metadata.nsa_cache_seqlens_int32.shape[0] < self._least else metadata
 
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         many = inputs.q_nope.shape[0] >= self._least and len(inputs.kv_cache) <= MOST_SLOTS

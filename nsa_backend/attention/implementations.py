@@ -33,8 +33,8 @@ PREFILL_VALUES = (*(n for n in IMPLEMENTATIONS if n not in (*_NO_OPTIONS, *OWN_D
 
 
 AUTO_SWITCH = "NSA_BACKEND_AUTO_DECODE"
-SGLANGS_CHOICE, SGLANGS_PREFILL = "fa3", "flashmla_sparse"
-"""SGLang's choices for a bfloat16 KV cache on Hopper where nobody names one."""
+SGLANGS_CHOICES = {False: ("fa3", "flashmla_sparse"), True: ("flashmla_kv", "flashmla_kv")}
+"""What SGLang decodes and prefills with on Hopper where nobody names an implementation, by whether the KV cache is FP8."""
 
 
 def implementation(name: str) -> ModuleType:
@@ -79,14 +79,14 @@ def decode_for(named: str, by_user: bool, attention: AttentionConfig) -> str:
     """
     if not may_be_auto(by_user):
         return named
-    demanded = environment.switched_on(AUTO_SWITCH)
-    return "auto" if demanded or (named == SGLANGS_CHOICE and not implementation("auto").problems(attention)) else named
+    able = named == SGLANGS_CHOICES[attention.fp8][0] and not implementation("auto").problems(attention)
+    return "auto" if environment.switched_on(AUTO_SWITCH) or able else named
 
 
 def prefill_for(named: str, by_user: bool, attention: AttentionConfig) -> str:
     """What sparse prefill runs on: `named`, or auto where it is only what SGLang takes when the user names nothing."""
     of_prefill = replace(attention, prefill=True)
-    able = not by_user and named == SGLANGS_PREFILL and not implementation("auto").problems(of_prefill)
+    able = not by_user and named == SGLANGS_CHOICES[attention.fp8][1] and not implementation("auto").problems(of_prefill)
     return "auto" if able else named
 
 

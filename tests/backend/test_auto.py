@@ -19,6 +19,7 @@ from nsa_backend.config import AttentionConfig
 ROOT = Path(__file__).resolve().parents[2]
 H200 = "NVIDIA H200"
 MEASURED = json.loads(auto.TABLE.read_text())[H200]
+FP8 = {"kv_cache_dtype": torch.float8_e4m3fn}
 
 
 def test_the_table_is_what_the_result_file_gives():
@@ -121,7 +122,9 @@ def test_auto_can_run_where_it_was_measured():
         (None, "fa3", True, {}, "fa3"),  # a name that the user gives is used as it is
         ("0", "fa3", False, {}, "fa3"),
         ("1", "flashmla_sparse", True, {}, "auto"),
-        (None, "flashmla_kv", False, {"kv_cache_dtype": torch.float8_e4m3fn}, "flashmla_kv"),
+        (None, "flashmla_kv", False, FP8, "auto"),
+        (None, "flashmla_kv", True, FP8, "flashmla_kv"),
+        (None, "trtllm", False, FP8, "trtllm"),  # not what SGLang takes on Hopper
         (None, "fa3", False, {"device_name": "NVIDIA H100"}, "fa3"),
         (None, "fa3", False, {"index_topk": 192}, "fa3"),  # one of the candidates cannot run
         (None, "torch", False, {"device_sm": 0, "device_name": ""}, "torch"),
@@ -151,7 +154,9 @@ def test_the_switch_asks_for_auto(make_runner, monkeypatch):
         ("fa3", False, {}, "fa3"),
         ("flashmla_sparse", False, {"num_heads": 32}, "auto"),
         ("flashmla_sparse", False, {"num_heads": 128}, "flashmla_sparse"),  # DP attention: a tile has no room for two rows
-        ("flashmla_sparse", False, {"kv_cache_dtype": torch.float8_e4m3fn}, "flashmla_sparse"),
+        ("flashmla_kv", False, FP8, "auto"),
+        ("flashmla_kv", True, FP8, "flashmla_kv"),
+        ("flashmla_sparse", False, FP8, "flashmla_sparse"),  # which SGLang takes there for nobody
         ("flashmla_sparse", False, {"device_name": "NVIDIA H100"}, "flashmla_sparse"),
         ("flashmla_sparse", False, {"sinks": True}, "flashmla_sparse"),
         ("flashmla_sparse", False, {"context_ranks": 2}, "flashmla_sparse"),
@@ -176,7 +181,7 @@ def test_ranks_that_may_divide_a_prefill_have_what_is_named(make_runner, monkeyp
 def test_a_prefill_of_many_rows_takes_them_together(rows, slots, want):
     """Its kernel counts slots in 24 bits."""
     chosen = object.__new__(auto.AutoPrefill)
-    chosen._least, chosen._few, chosen._many = 1024, *map(Named, auto.PREFILL)
+    chosen._least, chosen._few, chosen._many = 1024, Named("flashmla_sparse"), Named("sparse_prefill")
     inputs = SimpleNamespace(q_nope=torch.empty(rows, 1, 1, device="meta"), kv_cache=torch.empty(slots, 1, device="meta"))
     assert chosen.forward(inputs) == want
 
@@ -194,5 +199,14 @@ def test_a_prefill_goes_together_from_where_every_overlap_gains():
         )
     ]
     fp8 = {"kv": "fp8", "heads": 8, "rows": 8000, "overlap": 0.9, "us": {"flashmla_kv": 10, "sparse_prefill": 4}}
-    assert auto_table._prefill([*rows, fp8]) == {"16": 1000}
-    assert auto_table._prefill([row | {"us": {"flashmla_sparse": 10, "sparse_prefill": 9.6}} for row in rows]) == {}
+    assert auto_table._prefill([*rows, fp8], "bf16") == {"16": 1000}
+    assert auto_table._prefill([*rows, fp8], "fp8") == {"8": 8000}
+    assert auto_table._prefill([row | {"us": {"flashmla_sparse": 10, "sparse_prefill": 9.6}} for row in rows], "bf16") == {}
+
+
+@pytest.mark.parametrize(("rows", "prepared"), [(1023, True), (1024, False)])
+def test_a_prefill_of_few_rows_has_its_schedule_made_once_for_all_layers(rows, prepared):
+    chosen = object.__new__(auto.AutoPrefill)
+    chosen._least, chosen._few, chosen._many = 1024, Named("flashmla_kv"), Named("sparse_prefill")
+    metadata = SimpleNamespace(nsa_cache_seqlens_int32=torch.empty(rows, device="meta"))
+    assert chosen.prepare(metadata) == ("flashmla_kv" if prepared else metadata)

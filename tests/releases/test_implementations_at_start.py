@@ -56,19 +56,22 @@ def test_what_cannot_does_not(start, kv, decode, prefill, reason):
         start(kv, decode, prefill)
 
 
-def test_a_server_that_names_none_has_auto_where_the_release_keeps_what_was_typed(resolve, monkeypatch):
+@pytest.mark.parametrize(
+    ("kv", "sglangs"), [("bfloat16", ["fa3", "flashmla_sparse"]), ("fp8_e4m3", ["flashmla_kv", "flashmla_kv"])]
+)
+def test_a_server_that_names_none_has_auto_where_the_release_keeps_what_was_typed(resolve, monkeypatch, kv, sglangs):
     """In its main process as in its ranks, which read what SGLang has published."""
     monkeypatch.delenv("NSA_BACKEND_AUTO_DECODE", raising=False)
     asked_for = []
     monkeypatch.setattr(start_checks, "check_attention", lambda name, *others: asked_for.append(name))
-    words = "--attention-backend", adapter.BACKEND_NAMES[0], "--kv-cache-dtype", "bfloat16"
+    words = "--attention-backend", adapter.BACKEND_NAMES[0], "--kv-cache-dtype", kv
     heads = "--tp-size", "8"  # with which the rows of a prefill go together
-    for named in ((), (adapter.DECODE_OPTION, "fa3", adapter.PREFILL_OPTION, "flashmla_sparse")):
+    for named in ((), (adapter.DECODE_OPTION, sglangs[0], adapter.PREFILL_OPTION, sglangs[1])):
         server_args = resolve(*words, *heads, *named)
         start_checks.check_implementations(server_args)
         keeps = hasattr(server_args, "resolve_once")
         assert adapter.named_by_user(server_args) == (bool(named) or not keeps,) * 2
-        assert asked_for == (["auto", "auto"] if keeps and not named else ["fa3", "flashmla_sparse"])
+        assert asked_for == (["auto", "auto"] if keeps and not named else sglangs)
         asked_for.clear()
 
 
