@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import product
 
@@ -12,12 +12,13 @@ from nsa_backend.attention.auto import least_in_prefill
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.reports.parts import ALL_REDUCE, EXCHANGE, REST
 from nsa_backend.benchmarks.reports.parts import PARTS as KERNEL_PARTS
-from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK, Cell, Spread, by_cell, together
+from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK, Cell, Spread, by_cell, title_of, together
+from nsa_backend.benchmarks.servers.server import BF16
 
 PARTS = Parts()
 PRIMARY = "0.5.23"
 FIRST_RANK = "v3.2-tp8"
-"""The model of the README's table."""
+FP8_RANK = title_of(FIRST_RANK, ONE_RANK, "fp8_e4m3")
 BUILTIN = "builtin"
 SIDES = {
     "ours": "without front",
@@ -32,12 +33,15 @@ SIDES = {
 }
 """Sides in the order of columns. `front` launches a layer's front twice, as is the default where it can; `ours` does not.
 `verify` reads for all rows of a request together. A report in which a side is another than it is called says `sides_are`."""
-DEFAULTS = {FIRST_RANK: "auto", "glm-5.1-tp8": "auto_alone"}
-"""Rank to the side that an H200's default is: SGLang fuses GLM's front itself."""
-WITH_PREFILL = {FIRST_RANK: "sparse_prefill", "glm-5.1-tp8": "auto_alone"}
-"""Rank to the side whose prefill is sparse_prefill's, as the default's is since."""
+GLM_RANK = "glm-5.1-tp8"
+MODELS = {FIRST_RANK: "DeepSeek-V3.2", FP8_RANK: "DeepSeek-V3.2, FP8 KV", GLM_RANK: "GLM-5.1"}
+"""What the README calls them."""
+DEFAULTS = {FIRST_RANK: "auto", FP8_RANK: "auto", GLM_RANK: "auto_alone"}
+"""Rank and KV cache to the side that an H200's default is: SGLang fuses GLM's front itself."""
+WITH_PREFILL = {FIRST_RANK: "sparse_prefill", FP8_RANK: "sparse_prefill", GLM_RANK: "auto_alone"}
+"""The same to the side whose prefill is sparse_prefill's, as the default's is since."""
 TIMES = {"round_ms": "longer", "ttft_ms": "first token later"}
-BATCHES = (1, 8, 32)
+BATCHES, LENGTHS = (1, 8, 32), (300, 4096)
 NOISE = 0.005
 """What is lost by less is in the result files alone, and so are narrower ranges."""
 LAYER_KERNELS = {
@@ -50,8 +54,8 @@ BESIDES = {"idle_us": "GPU idle", "period_us": "from one round to the next", "gr
 
 
 @cache
-def runs(key: str) -> list[tuple[str, dict[Cell, dict[str, list[dict]]]]]:
-    """(commit, rows by cell and side) of every run that has `key` of the built-in and of a side of ours, the oldest first.
+def runs(key: str) -> list[dict[Cell, dict[str, list[dict]]]]:
+    """Rows by cell and side of every run that has `key` of the built-in and of a side of ours, the oldest first.
 
     Cells are of one rank alone; several as one server are another comparison.
     """
@@ -62,24 +66,19 @@ def runs(key: str) -> list[tuple[str, dict[Cell, dict[str, list[dict]]]]]:
             cells = by_cell(row | {"side": named.get(row["side"], row["side"])} for row in report["rows"] if key in row)
             alone = {cell: sides for cell, sides in cells.items() if cell.parallel == ONE_RANK}
             both = {cell: sides for cell, sides in alone.items() if BUILTIN in sides and len(sides) > 1}
-            found.append((report["environment"]["commit"], dict(sorted(both.items(), key=lambda item: order(item[0])))))
+            found.append(both)
     return found
 
 
-def newest_runs(key: str, side: str) -> dict[Cell, tuple[str, dict[str, list[dict]]]]:
-    """By cell, (commit, rows by side) of the run that was put into the result file last of those that have this side."""
-    found = {cell: (commit, sides) for commit, cells in runs(key) for cell, sides in cells.items() if side in sides}
-    return dict(sorted(found.items(), key=lambda item: order(item[0])))
-
-
 def newest(key: str, side: str = "ours") -> dict[Cell, dict[str, list[dict]]]:
-    """The same without commits."""
-    return {cell: sides for cell, (_, sides) in newest_runs(key, side).items()}
+    """By cell, rows by side of the run that was put into the result file last of those that have this side."""
+    found = {cell: sides for cells in runs(key) for cell, sides in cells.items() if side in sides}
+    return dict(sorted(found.items(), key=lambda item: order(item[0])))
 
 
 def order(cell: Cell) -> tuple[str, bool, int, int, int]:
     """Most drafts first after three, none last; the shortest prompts first."""
-    return cell.checkpoint, not cell.steps, abs(cell.steps - 3), cell.length, cell.batch
+    return cell.name, not cell.steps, abs(cell.steps - 3), cell.length, cell.batch
 
 
 def spreads(cells: dict[Cell, dict[str, list[dict]]], key: str = "round_ms") -> dict[Cell, dict[str, Spread]]:
@@ -110,66 +109,77 @@ def joined(of_batches: list[str]) -> str:
     return " / ".join(of_batches) if set(of_batches) != {"-"} else "-"
 
 
-def over_builtin(checkpoint: str, side: str, key: str = "round_ms") -> dict[Cell, float]:
-    """By cell of a rank, `key` over the built-in's in the same run."""
-    return {cell: ratio(sides, side) for cell, sides in times(side, key).items() if cell.checkpoint == checkpoint}
+def over_builtin(name: str, side: str, key: str = "round_ms") -> dict[Cell, float]:
+    """By cell of a rank and KV cache, `key` over the built-in's in the same run."""
+    return {cell: ratio(sides, side) for cell, sides in times(side, key).items() if cell.name == name}
 
 
-def least_prefill(heads: int) -> int:
+def least_prefill(kv: str, heads: int) -> int:
     """Rows from which on a default server's prefill is sparse_prefill's, on an H200."""
-    return least_in_prefill("NVIDIA H200", "bf16", heads)
+    return least_in_prefill("NVIDIA H200", kv, heads)
 
 
-def first_token(checkpoint: str) -> dict[Cell, float]:
+def first_token(name: str) -> dict[Cell, float]:
     """By cell, the default's time to the first token over the built-in's; prompts of few rows go without sparse_prefill."""
-    least = least_prefill(ranks.RANKS[checkpoint].config["num_attention_heads"])
-    few, many = (over_builtin(checkpoint, side[checkpoint], "ttft_ms") for side in (DEFAULTS, WITH_PREFILL))
-    return {cell: ratio for cell, ratio in few.items() if cell.batch * cell.length < least} | {
-        cell: ratio for cell, ratio in many.items() if cell.batch * cell.length >= least
+
+    def together(cell: Cell) -> bool:
+        heads = ranks.RANKS[cell.checkpoint].config["num_attention_heads"]
+        return cell.batch * cell.length >= least_prefill("bf16" if cell.kv == BF16 else "fp8", heads)
+
+    few, many = (over_builtin(name, side[name], "ttft_ms") for side in (DEFAULTS, WITH_PREFILL))
+    return {cell: ratio for cell, ratio in few.items() if not together(cell)} | {
+        cell: ratio for cell, ratio in many.items() if together(cell)
     }
 
 
-def at_batches(found: Mapping[Cell, float], checkpoint: str, steps: int, length: int) -> str:
-    cells = [Cell(checkpoint, steps, batch, length) for batch in BATCHES]
-    return joined([f"{found[cell]:.3f}" if cell in found else "-" for cell in cells])
+def at_batches(found: Mapping[Cell, float], steps: int, length: int) -> str:
+    """Of one rank and KV cache."""
+    told = {cell.batch: f"{ratio:.3f}" for cell, ratio in found.items() if (cell.steps, cell.length) == (steps, length)}
+    return joined([told.get(batch, "-") for batch in BATCHES])
 
 
 @PARTS.part
 def rank_short() -> str:
-    """A row a rank, number of drafts and prompt length: rounds and first tokens of the default over the built-in's."""
+    """A row a rank: rounds of three drafts and first tokens of the default over the built-in's, by prompt length."""
     rows = []
-    for checkpoint, default in DEFAULTS.items():
-        rounds, first = over_builtin(checkpoint, default), first_token(checkpoint)
-        for length in (300, 4096):
-            told = (at_batches(found, checkpoint, 3, length) for found in (rounds, first))
-            rows.append([checkpoint, f"{length} tokens", *told])
-    at = f"at {' / '.join(map(str, BATCHES))} requests"
-    return table(["rank", "prompts", f"a round of three drafts, {at}", f"first token, {at}"], rows)
+    for name, default in DEFAULTS.items():
+        times = (over_builtin(name, default), first_token(name))
+        rows.append([MODELS[name], *(at_batches(found, 3, length) for found in times for length in LENGTHS)])
+    columns = (f"{what}, {length} tokens" for what in ("round", "first token") for length in LENGTHS)
+    return table(["a rank of", *columns], rows)
 
 
 @PARTS.part
 def first_token_saved() -> str:
-    """Percent of the time to the first token that sparse_prefill saves, least to most, at 8 requests."""
-    ratios = (value for checkpoint in DEFAULTS for cell, value in first_token(checkpoint).items() if cell.batch == 8)
-    return spread((100 * (1 - value) for value in ratios), "{:.0f}") + " %"
+    """Percent of the time to the first token that sparse_prefill saves, least to most, at 8 requests on bfloat16 KV."""
+    return percent(v for name in (FIRST_RANK, GLM_RANK) for cell, v in first_token(name).items() if cell.batch == 8)
+
+
+@PARTS.part
+def first_token_saved_fp8() -> str:
+    """The same at all batches on FP8 KV."""
+    return percent(first_token(FP8_RANK).values())
+
+
+def percent(ratios: Iterable[float]) -> str:
+    """Saved by ratios, least to most."""
+    return spread((100 * (1 - ratio) for ratio in ratios), "{:.0f}") + " %"
 
 
 @PARTS.part
 def rank() -> str:
-    """A row a cell: the time of every side over the built-in's, milliseconds of both, and the commit of its newest run."""
+    """A row a cell: the time of every side's newest run over the built-in's, and milliseconds of the last side's."""
     sides = [side for side in SIDES if side not in (BUILTIN, "sparse_prefill")]  # whose rounds are those of fa3
-    shown = {side: cells for side in sides if (cells := newest_runs("round_ms", side))}
+    shown = {side: cells for side in sides if (cells := times(side))}
     rows = []
     for cell in sorted({cell for cells in shown.values() for cell in cells}, key=order):
-        told, commits = [], []
-        for side, cells in shown.items():
-            commit, given = cells.get(cell, ("-", None))
-            told.append("-" if given is None else beside(spreads({cell: given})[cell], side))
-            commits.append(commit)
-        measured = set(commits) - {"-"}
-        commits = commits if len(measured) > 1 else [*measured]
-        rows.append([cell.checkpoint, str(cell.steps), shape(cell), *told, " / ".join(commits)])
-    return table(["rank", "drafts", "requests x tokens", *(SIDES[side] for side in shown), "commit"], rows)
+        last = [side for side, cells in shown.items() if cell in cells][-1]
+        told = [
+            "-" if cell not in cells else beside(cells[cell], side) if side == last else f"{ratio(cells[cell], side):.3f}"
+            for side, cells in shown.items()
+        ]
+        rows.append([cell.name, str(cell.steps), shape(cell), *told])
+    return table(["rank", "drafts", "requests x tokens", *(SIDES[side] for side in shown)], rows)
 
 
 def beside(sides: dict[str, Spread], side: str) -> str:
@@ -194,29 +204,29 @@ def auto_saved() -> str:
     return saved_by("auto")
 
 
-@PARTS.part
-def auto_alone_saved() -> str:
-    """Percent that the latter saves without the front."""
-    return saved_by("auto_alone")
-
-
 def saved_by(side: str) -> str:
-    saved = [100 * (1 - ratio(sides, side)) for cell, sides in times(side).items() if cell.checkpoint == FIRST_RANK]
-    return f"{spread(saved, '{:.0f}')} %"
+    return percent(over_builtin(FIRST_RANK, side).values())
 
 
 @PARTS.part
 def glm_saved() -> str:
     """Percent of a round that the default saves on a rank of GLM-5.1."""
-    (checkpoint,) = set(DEFAULTS) - {FIRST_RANK}
-    return spread((100 * (1 - value) for value in over_builtin(checkpoint, DEFAULTS[checkpoint]).values()), "{:.0f}") + " %"
+    return percent(over_builtin(GLM_RANK, DEFAULTS[GLM_RANK]).values())
 
 
 @PARTS.part
-def rank_saved() -> str:
-    """Percent of a round with drafts."""
-    saved = [100 * (1 - ratio(sides)) for cell, sides in times().items() if (cell.checkpoint, cell.steps) == (FIRST_RANK, 3)]
-    return f"{spread(saved, '{:.0f}')} %"
+def fp8_saved() -> str:
+    """The same on a rank of DeepSeek-V3.2 with FP8 KV."""
+    return percent(over_builtin(FP8_RANK, DEFAULTS[FP8_RANK]).values())
+
+
+@PARTS.part
+def fp8_over_bf16() -> str:
+    """A default server's round on FP8 KV over one on bfloat16 KV, least to most: other runs, the same rank and shapes."""
+    found = {cell: sides["auto"].median for cell, sides in times("auto").items() if cell.checkpoint == FIRST_RANK}
+    return spread(
+        found[cell] / found[whole] for cell in found if cell.kv != BF16 and (whole := cell._replace(kv=BF16)) in found
+    )
 
 
 @PARTS.part
@@ -269,8 +279,8 @@ def lost_by_ranks() -> list[list[str]]:
         for cell, sides in times(side, key).items():
             if ratio(sides, side) >= 1 + NOISE:
                 drafts = f", {cell.steps} drafts" if cell.steps else ""
-                lost.setdefault(cell.checkpoint, []).append(f"{shape(cell)}{drafts} ({ratio(sides, side):.3f})")
-        for checkpoint, cells in lost.items():
-            name = f"rank {checkpoint}" + (f", {SIDES[side]}" if side != "ours" else "")
+                lost.setdefault(cell.name, []).append(f"{shape(cell)}{drafts} ({ratio(sides, side):.3f})")
+        for rank, cells in lost.items():
+            name = f"rank {rank}" + (f", {SIDES[side]}" if side != "ours" else "")
             rows.append([name, f"{behind} than built-in", "; ".join(cells)])
     return rows

@@ -24,7 +24,7 @@ STEPS = (1, 3, 5)
 def kind(row: dict) -> str:
     """The implementation, and what else keeps a case's accept lengths apart from other cases'."""
     case = row["case"]
-    words = KERNELS[row["decode"]] + (", FP8" if "fp8, sparse" in case else "")
+    words = KERNELS[row["decode"]] + (", FP8" if re.search("fp8,? sparse", case) else "")
     return words + next((f", {name.upper()}" for name in ("glm-5.1", "glm-5.2") if name in case), "")
 
 
@@ -35,9 +35,9 @@ def in_triton(row: dict) -> bool:
 
 @PARTS.part
 def printed_accept() -> str:
-    """Least to most of ours on FP8 KV with rows together, from lines that end-to-end runs printed."""
+    """Least to most of ours with sparse_prefill on FP8 KV, from what an end-to-end run printed."""
     lines = [line for run in result("printed_0_5_23")["runs"] for line in run["printed"]]
-    ours = [line for line in lines if re.match(r"16 heads, n3 fp8 \S+, ours:", line)]
+    ours = [line for line in lines if re.match("16 heads, n3 fp8 sparse_prefill, ours:", line)]
     return spread(float(mean) for line in ours for mean in re.findall(r"': (\d\.\d+)", line))
 
 

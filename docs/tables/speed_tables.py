@@ -100,21 +100,21 @@ def rate(row: dict) -> float:
     return row["ours"]["tokens_per_s"] / row["builtin"]["tokens_per_s"]
 
 
-def overlap(row: dict) -> bool:
-    (a, b), (c, d) = (row[side]["tokens_per_s_spread"]["min_max"] for side in ("ours", "builtin"))
-    return a <= d and c <= b
+@PARTS.part
+def trained_greedy() -> str:
+    """Tokens per second of the third model over the built-in's with drafts, greedy, least to most."""
+    return trained_speed(sampled=False)
 
 
 @PARTS.part
-def trained_speed() -> str:
-    """Tokens per second of the third model over the built-in's; in brackets where ranges overlap."""
-    found: dict[int, dict] = {}
-    for row in result("trained_0_5_23", "third")["speed"]:
-        text = f"({rate(row):.2f})" if overlap(row) else f"{rate(row):.2f}"
-        found.setdefault(row["steps"], {})[row["temperature"], row["batch"]] = text
-    keys = [(t, b) for t in (0.0, 1.0) for b in (1, 8, 32)]
-    rows = [[str(steps), *(cells[key] for key in keys)] for steps, cells in found.items()]
-    return table(["drafts", *(f"{'greedy' if not t else 'sampled'}, {b}" for t, b in keys)], rows)
+def trained_sampled() -> str:
+    """The same of sampled requests."""
+    return trained_speed(sampled=True)
+
+
+def trained_speed(*, sampled: bool) -> str:
+    rows = result("trained_0_5_23", "third")["speed"]
+    return spread(rate(row) for row in rows if row["steps"] and bool(row["temperature"]) == sampled)
 
 
 DECODE_RUNS = {"bf16": "decode", "fp8": "decode_again"}
@@ -207,14 +207,35 @@ def sparse_prefill() -> str:
 @PARTS.part
 def prefill_shared() -> str:
     """Least to most where a default server has it, and nine tenths or half are shared."""
-    served = {cell: ratio for cell, ratio in prefill_ratios().items() if cell.count >= least_prefill(cell.heads)}
-    return shared(served, "bf16", 0)
+    return shared(served_prefill(), "bf16", 0)
 
 
 @PARTS.part
 def prefill_shared_fp8() -> str:
-    """Over prompts of 1024 rows and more on FP8 KV."""
-    return shared(prefill_ratios(), "fp8", 1024)
+    """The same on FP8 KV."""
+    return shared(served_prefill(), "fp8", 0)
+
+
+def served_prefill() -> dict[Sharing, float]:
+    """Cells that a default server takes together."""
+    return {cell: ratio for cell, ratio in prefill_ratios().items() if cell.count >= least_prefill(cell.kv, cell.heads)}
+
+
+@PARTS.part
+def index_scores() -> str:
+    """Rows two by two over one by one by requests and tokens, for 64 index heads; in brackets microseconds of the latter."""
+    times = {
+        (row["requests"], row["length"]): row["us"]
+        for row in result("index_scores_0_5_23", "rows_of_a_verify")["rows"]
+        if row["index_heads"] == 64
+    }
+    requests, lengths = (sorted(set(counts)) for counts in zip(*times, strict=True))
+
+    def told(us: dict[str, float]) -> str:
+        return f"{us['two by two'] / us['one by one']:.2f} ({us['one by one']:.1f})"
+
+    rows = [[str(n), *(told(times[n, length]) for length in lengths)] for n in requests]
+    return table(["requests; tokens:", *map(str, lengths)], rows)
 
 
 @PARTS.part

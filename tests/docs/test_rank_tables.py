@@ -55,19 +55,31 @@ def test_turns_are_one_cell_and_the_default_is_in_the_first_table(filed):
     none = [row for side in ("builtin", "ours") for row in served(cell(0, 1, 300), side, FIRST_TURN[side] + (side == "ours"))]
     filed("rounds", "abc1234", drafts, none)
     head, _, *lines = rank_tables.rank_short().splitlines()
-    assert head == "| rank | prompts | a round of three drafts, at 1 / 8 / 32 requests | first token, at 1 / 8 / 32 requests |"
-    assert lines[0] == "| v3.2-tp8 | 300 tokens | 0.851 / 0.851 / - | 0.851 / 0.703 / - |"  # 300 rows go without sparse_prefill
-    assert lines[2] == "| glm-5.1-tp8 | 300 tokens | - | - |"
+    columns = "round, 300 tokens | round, 4096 tokens | first token, 300 tokens | first token, 4096 tokens"
+    assert head == f"| a rank of | {columns} |"
+    # 300 rows go without sparse_prefill
+    assert lines[0] == "| DeepSeek-V3.2 | 0.851 / 0.851 / - | - | 0.851 / 0.703 / - | - |"
+    assert lines[1:] == [f"| {name} | - | - | - | - |" for name in ("DeepSeek-V3.2, FP8 KV", "GLM-5.1")]
     assert rank_tables.first_token_saved() == "30 %"
     builtin = "10.10, 9.90 to 10.30"
-    assert f"| v3.2-tp8 | 3 | 1 x 300 | 0.980 (9.90, 9.70 to 10.10 / {builtin}) | 0.901 (9.10, 8.90 to" in rank_tables.rank()
-    assert (
-        f"| 0.802 (8.10, 7.90 to 8.30 / {builtin}) | 0.851 (8.60, 8.40 to 8.80 / {builtin}) | abc1234 |" in rank_tables.rank()
-    )
-    assert rank_tables.rank_saved() == "2 %"
+    last = f"0.851 (8.60, 8.40 to 8.80 / {builtin})"
+    assert f"| v3.2-tp8 | 3 | 1 x 300 | 0.980 | 0.901 | 0.802 | {last} |" in rank_tables.rank()
     assert rank_tables.lost_by_ranks() == [
         ["rank v3.2-tp8", behind, "1 x 300 (1.079)"] for behind in ("longer than built-in", "first token later than built-in")
     ]
+
+
+def test_an_fp8_cache_is_a_rank_of_its_own(filed):
+    """Beside the built-in on the same cache, and over ours on bfloat16 in a run before."""
+    filed("bf16", "old", [row for side, ms in FIRST_TURN.items() for row in served(cell(3, 8, 300), side, ms)])
+    fp8 = cell(3, 8, 300) | {"kv": "fp8_e4m3"}
+    sides = {"builtin": 20.0, "auto": 12.8, "sparse_prefill": 9.9}
+    filed("fp8", "new", [row for side, ms in sides.items() for row in served(fp8, side, ms)])
+    assert rank_tables.rank_short().splitlines()[3] == "| DeepSeek-V3.2, FP8 KV | - / 0.642 / - | - | - / 0.498 / - | - |"
+    assert (rank_tables.fp8_saved(), rank_tables.first_token_saved_fp8()) == ("36 %", "50 %")
+    assert (rank_tables.auto_saved(), rank_tables.first_token_saved()) == ("15 %", "30 %")
+    assert rank_tables.fp8_over_bf16() == "1.50"
+    assert rank_tables.rank().splitlines()[-1].startswith("| v3.2-tp8, fp8_e4m3 KV | 3 | 8 x 300 | - | - | - |")
 
 
 def test_several_ranks_as_one_server_are_no_cells_of_one_rank(filed):
@@ -84,7 +96,7 @@ def test_a_later_run_replaces_the_cells_that_it_measured(filed):
     filed("first", "old", [row for n in (1, 8) for side in ("ours", "builtin") for row in served(cell(3, n, 300), side, 20.0)])
     later = [row for side in ("ours", "builtin") for row in served(cell(3, 1, 300), side, FIRST_TURN[side])]
     filed("rounds", "new", later + served(cell(3, 8, 300), "ours", 1.0))  # its time ran out before the built-in's turn
-    assert [line.split(" | ")[-1] for line in rank_tables.rank().splitlines()[2:]] == ["new |", "old |"]
+    assert [line.split(" | ")[3].split()[0] for line in rank_tables.rank().splitlines()[2:]] == ["0.980", "1.000"]
 
 
 def test_a_side_is_told_by_the_newest_run_that_has_it_beside_that_run_s_built_in(filed):
@@ -92,24 +104,25 @@ def test_a_side_is_told_by_the_newest_run_that_has_it_beside_that_run_s_built_in
     filed(
         "front", "new", [row for side, ms in (("front", 18.0), ("builtin", 20.0)) for row in served(cell(3, 1, 300), side, ms)]
     )
-    wide = "9.90, 9.70 to 10.10 / 10.10, 9.90 to 10.30"
     (line,) = rank_tables.rank().splitlines()[2:]
-    assert line.endswith(f"| 0.980 ({wide}) | 0.900 (18.10, 17.90 to 18.30 / 20.10, 19.90 to 20.30) | old / new |")
+    assert line.endswith("| 0.980 | 0.900 (18.10, 17.90 to 18.30 / 20.10, 19.90 to 20.30) |")
     assert rank_tables.front_saved() == "10 %"
 
 
 def test_a_report_says_which_side_its_servers_were(filed, tmp_path):
     rows = [row for side in ("auto", "builtin") for row in served(cell(3, 1, 300), side, 10.0 if side == "auto" else 20.0)]
     filed("alone", "new", rows)
-    assert (rank_tables.auto_saved(), rank_tables.auto_alone_saved()) == ("50 %", "- %")
-    assert "| v3.2-tp8 | 300 tokens | 0.502 / - / - | 0.502 / - / - |" in rank_tables.rank_short()
+    assert rank_tables.auto_saved() == "50 %"
+    assert "| DeepSeek-V3.2 | 0.502 / - / - | - | 0.502 / - / - | - |" in rank_tables.rank_short()
     file = tmp_path / "rank_v32_tp8_0_5_23_h200.json"
     found = json.loads(file.read_text())
     found["reports"]["alone"]["sides_are"] = {"auto": "auto_alone"}
     file.write_text(json.dumps(found))
     rank_tables.runs.cache_clear()
-    assert (rank_tables.auto_saved(), rank_tables.auto_alone_saved()) == ("- %", "50 %")
-    assert "auto, without front" in rank_tables.rank()
+    assert rank_tables.auto_saved() == "- %"
+    head, _, line = rank_tables.rank().splitlines()
+    assert "| auto, without front |" in head
+    assert "| 0.502 (" in line
     assert "0.502" not in rank_tables.rank_short()
 
 
