@@ -11,6 +11,8 @@ FRONT = {"NSA_BACKEND_LAYER_FRONT": "1"}
 PAIRED = {"NSA_BACKEND_PAIRED_LOGITS": "1"}
 BOTH = FRONT | PAIRED
 MANY = (*STANDARD, "32x300", "shared prefix", "short")
+BY_ROWS = {"nsa_decode_backend": None, "nsa_prefill_backend": None, "cuda_graph_bs": [1, 2, 4, 8, 32]}
+"""Nothing named; 32 requests are captured, so that their rows are verified together."""
 
 front = partial(Case, environment=FRONT, builtin_environment={}, says="layers is two launches", releases="==0.5.23")
 together = partial(
@@ -53,20 +55,20 @@ LAYER_CASES = [
         engine=FP8 | {"nsa_prefill_backend": "sparse_prefill"},
         ours_alone=("nsa_prefill_backend",),
     ),
-    # What a server on an H200 has that names nothing; 32 requests are captured, so that their rows are verified together.
+    # What a server on an H200 has that names nothing.
     *(
         alone(
-            f"{heads} heads, n{steps}, implementations by rows",
+            f"{heads} heads, n{steps}{' fp8' * fp8}, implementations by rows",
             steps=steps,
             workloads=(*MANY, "32x3000"),
             shape=f"faithful-{heads}-heads",
             decode="auto",
-            engine={"nsa_decode_backend": None, "nsa_prefill_backend": None, "cuda_graph_bs": [1, 2, 4, 8, 32]},
+            engine=(FP8 if fp8 else {}) | BY_ROWS,
             says="decode=auto, prefill=auto",
             releases="==0.5.23",
             **({} if steps == 3 else {"floors": {}, "floor_of_all": 0.95}),
         )
-        for heads, steps in ((16, 3), (8, 3), (16, 5))
+        for heads, steps, fp8 in ((16, 3, False), (8, 3, False), (16, 5, False), (16, 3, True))
     ),
     together("n3 sparse_verify, paired logits", workloads=MANY),
     together("n3 fp8, sparse_verify, paired logits", workloads=MANY, engine=FP8),
