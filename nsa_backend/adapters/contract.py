@@ -147,6 +147,10 @@ class Adapter(ABC):
         """Whether SGLang's indexer hands DeepGEMM several rows of a verified request at once where metadata has them so."""
 
     @abstractmethod
+    def score_at_once(self, device_sm: int) -> None:
+        """Have SGLang's indexer score all rows in one call of DeepGEMM, where it makes several and the device needs one."""
+
+    @abstractmethod
     def schedule_surplus_last(self, device_sm: int) -> bool:
         """Whether DeepGEMM gives the last SMs one segment more, or the first."""
 

@@ -70,6 +70,20 @@ LAYER_CASES = [
         )
         for heads, steps, fp8 in ((16, 3, False), (8, 3, False), (16, 5, False), (16, 3, True))
     ),
+    # 256 rows to score, more than an H200 has SMs: two by two they are not, and one by one they are.
+    *(
+        Case(
+            f"n3 fa3, 64 requests, {words}",
+            3,
+            ("64x300",),
+            environment={"NSA_BACKEND_PAIRED_LOGITS": switch},
+            builtin_environment={},
+            engine={"max_running_requests": 64, "cuda_graph_bs": [1, 8, 64]},
+            floor_of_all=0.95,
+            releases="==0.5.23",
+        )
+        for words, switch in (("one by one", "0"), ("two by two", "1"))
+    ),
     together("n3 sparse_verify, paired logits", workloads=MANY),
     together("n3 fp8, sparse_verify, paired logits", workloads=MANY, engine=FP8),
     together("n5 sparse_verify, paired logits", steps=5, workloads=STANDARD, floors={}, floor_of_all=0.95),

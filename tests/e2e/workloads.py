@@ -42,6 +42,7 @@ WORKLOADS = {
     "sizes between and above the captured": lambda: [prompts(3, 200, seed=2), prompts(5, 250, seed=3), prompts(12, 90, seed=4)],
     "shared prefix": lambda: [shared_prefix()[:1], shared_prefix()],
     "32x300": lambda: [prompts(32, 300, step=9, seed=9)],
+    "64x300": lambda: [prompts(64, 300, step=5, seed=15)],
     # One after another, so that every forward has one request.
     "1x300": lambda: [[p] for p in prompts(8, 300)],
     "1x3000": lambda: [[p] for p in prompts(4, 3000)],

@@ -1,4 +1,4 @@
-"""Logits of pairs of rows against single rows, bit by bit, through DeepGEMM's own kernel and schedules of our launch."""
+"""Logits of pairs of rows, and of as many rows as there are SMs, against single rows, bit by bit, by DeepGEMM's own kernel."""
 
 import pytest
 import torch
@@ -52,6 +52,13 @@ def test_pairs_score_and_select_what_single_rows_do(requests, heads):
         chosen = torch.full((requests * D, TOPK), -7777, dtype=torch.int32, device="cuda")
         paged(logits, lens, buffers.real_page_table, chosen, 64, buffers.topk_plan[0])
         own = torch.arange(logits.shape[1], device="cuda") < lens[:, None]
+        if next_n == 1:  # as SGLang's indexer cuts them
+            for piece in torch.arange(len(lens), device="cuda").split(deep_gemm.get_num_sms()):
+                alone = deep_gemm.fp8_paged_mqa_logits(
+                    q[piece][:, None], index_k, weights[piece], lens[piece][:, None], buffers.real_page_table[piece],
+                    adapter.deep_gemm_schedule(lens[piece]), buffers.table_width, clean_logits=False,
+                )  # fmt: skip
+                assert torch.equal(torch.where(own[piece], alone, 0), torch.where(own[piece], logits[piece], 0))
         found.append((torch.where(own, logits, 0), chosen.sort(dim=1).values))
     for single, paired in zip(*found, strict=True):
         assert torch.equal(single, paired)

@@ -1,9 +1,11 @@
-"""Logits of target_verify two rows at a time: SGLang's own indexer over a DeepGEMM in torch, and what refuses to start."""
+"""Logits of target_verify two rows at a time, and of all rows at once: SGLang's own indexer over a DeepGEMM in torch."""
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from sglang.srt.layers.attention.dsa.paged_mqa_logits_backend import DSAPagedMQA
 
 from nsa_backend import backend as backend_module
 from nsa_backend import config
+from nsa_backend.adapters.dsa import index_scores
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.config import BackendConfig
 from nsa_backend.kernels.metadata_torch import paged_mqa_schedule
@@ -33,9 +36,10 @@ class DeepGemm:
     """
 
     def __init__(self) -> None:
-        self.pages_read = 0
+        self.pages_read = self.calls = 0
 
     def fp8_paged_mqa_logits(self, q, kv_cache, weights, context_lens, block_table, schedule, max_len, clean_logits=False):
+        self.calls += 1
         groups, next_n, heads, dim = q.shape
         assert next_n in (1, 2)
         assert context_lens.shape == (groups, next_n)
@@ -98,7 +102,7 @@ def select(make_runner, monkeypatch):
             _get_index_k_read_buffer=lambda pool, layer_id: index_k, _mask_init_and_local_tokens=lambda *scores: None,
         )  # fmt: skip
         metadata = backend.get_indexer_metadata(0, forward)
-        deep_gemm.pages_read = 0
+        deep_gemm.pages_read = deep_gemm.calls = 0
         found = dsa_indexer.Indexer._get_topk_paged(indexer, forward, 0, q, weights, metadata)
         return found.sort(dim=1).values, deep_gemm.pages_read
 
@@ -141,6 +145,38 @@ def test_who_asks_for_nothing_has_pairs_where_they_were_timed(select, monkeypatc
     found, pages_read = select("target_verify", lengths, None)
     assert torch.equal(single, found)
     assert pages_read == (pages / 2 if paired else pages)
+
+
+@pytest.mark.parametrize(("pairs", "pieces"), [(False, 3), (True, 2)])
+@pytest.mark.skipif(not index_scores.makes_pieces(), reason="the release's indexer makes one call of any number of rows")
+def test_more_rows_than_sms_are_scored_in_one_call(select, monkeypatch, pairs, pieces):
+    """Through the schedule of the launch; SGLang's indexer makes one for each piece."""
+    lengths = [500, 61, 690, 1, 128, 255, 300] * 10
+    in_pieces, _ = select("target_verify", lengths, pairs)
+    assert dsa_indexer.deep_gemm.calls == pieces
+    for name in index_scores.CALLS:
+        monkeypatch.setattr(dsa_indexer, name, partial(index_scores.at_once, getattr(dsa_indexer, name)))
+    whole, _ = select("target_verify", lengths, pairs)
+    assert dsa_indexer.deep_gemm.calls == 1
+    assert torch.equal(in_pieces, whole)
+
+
+def test_no_rows_are_left_to_sglang(monkeypatch):
+    """As of a rank of DP attention without a request: DeepGEMM takes one row at least."""
+    monkeypatch.setattr(dsa_indexer, "resolve_fp8_paged_mqa_logits_fn", lambda: len, raising=False)
+    given = []
+    index_scores.at_once(lambda scores, q: given.append(scores(q)), lambda q: "SGLang's", torch.empty(0, 1, 4, 128))
+    index_scores.at_once(lambda scores, q: given.append(scores(q)), lambda q: "SGLang's", torch.empty(5, 1, 4, 128))
+    assert given == ["SGLang's", 5]
+
+
+@pytest.mark.parametrize("device_sm", [0, 90, 100])
+def test_pieces_stay_where_a_kernel_needs_them(monkeypatch, device_sm):
+    hooked = []
+    monkeypatch.setattr(index_scores, "hook", lambda target, *others: hooked.append(target))
+    adapter.score_at_once(device_sm)
+    assert len(hooked) == (2 if device_sm == 90 and index_scores.makes_pieces() else 0)
+    assert all(getattr(import_module(target.rpartition(".")[0]), target.rpartition(".")[2]) for target in hooked)
 
 
 def test_deep_gemm_scores_as_the_model_of_it_does():

@@ -119,6 +119,13 @@ class DsaAdapter(Adapter):
         by_torch = getattr(envs, "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", None)
         return hasattr(dsa_indexer, "deepgemm_paged_mqa_logits_native") and not (by_torch is not None and by_torch.get())
 
+    def score_at_once(self, device_sm: int) -> None:
+        """Only Blackwell's kernel takes no more rows than there are SMs."""
+        from nsa_backend.adapters.dsa import index_scores
+
+        if device_sm // 10 == 9 and index_scores.makes_pieces():
+            index_scores.score_at_once()
+
     def attention_tp_size(self) -> int:
         return get_parallel().attn_tp_size
 

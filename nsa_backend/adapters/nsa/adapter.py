@@ -81,6 +81,9 @@ class NsaAdapter(Adapter):
         """No: its indexer hands over one row at a time."""
         return False
 
+    def score_at_once(self, device_sm: int) -> None:
+        """It does already."""
+
     def fuse_topk(self, shares_selections: bool) -> bool:
         """Whether the indexer's top-k returns KV slots (SGLANG_NSA_FUSE_TOPK=1, the default) or token positions."""
         return envs.SGLANG_NSA_FUSE_TOPK.get()
