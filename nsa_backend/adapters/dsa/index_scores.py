@@ -2,7 +2,8 @@
 
 Its pieces are for Blackwell's kernel, and made on Hopper too. In every layer each piece has a schedule made, and all scores are
 copied into one tensor, whose rows are as wide as the page table: 168 MB for 64 requests that verify four rows in a context of
-163840 tokens. Hopper's kernel takes any number of rows by one schedule, which the metadata launch has written.
+163840 tokens. Hopper's kernel takes any number of rows, as the indexer of 0.5.17 hands them over, by one schedule, which the
+metadata launch has written.
 """
 
 from __future__ import annotations
