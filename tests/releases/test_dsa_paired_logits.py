@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.dsa.paged_mqa_logits_backend import DSAPagedMQA
 
 from nsa_backend import backend as backend_module
 from nsa_backend import config
-from nsa_backend.adapters.dsa import index_scores
+from nsa_backend.adapters import index_scores
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.config import BackendConfig
 from nsa_backend.kernels.metadata_torch import paged_mqa_schedule

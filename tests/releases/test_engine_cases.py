@@ -57,7 +57,7 @@ def test_every_case_resolves(engine, case, ask):
     server_args = engine(question(case) if ask else case)
     args = adapter.resolved(server_args)
     assert set(adapter.served_backends(server_args)) <= set(adapter.BACKEND_NAMES)
-    sglangs = "fa3"  # where nobody names one
+    sglangs = "flashmla_kv" if args.kv_cache_dtype == "fp8_e4m3" else "fa3"  # where nobody names one
     assert getattr(args, adapter.DECODE_ATTRIBUTE) == (sglangs if case.decode == "auto" else case.decode)
     assert (args.speculative_num_steps or 0) == (0 if ask else case.steps)
     ranks = 1 if ask else case.ranks_per_gpu

@@ -121,7 +121,7 @@ class DsaAdapter(Adapter):
 
     def score_at_once(self, device_sm: int) -> None:
         """Only Blackwell's kernel takes no more rows than there are SMs."""
-        from nsa_backend.adapters.dsa import index_scores
+        from nsa_backend.adapters import index_scores
 
         if device_sm // 10 == 9 and index_scores.makes_pieces():
             index_scores.score_at_once()
