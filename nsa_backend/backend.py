@@ -43,8 +43,8 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         super().__init__()
         self.config = with_choices(BackendConfig.from_runner(model_runner))
         if self.config.num_sms:
-            check_schedule(self.config.num_sms, self.config.surplus_last, 1 if self.config.pairs_from is None else 2)
-            adapter.score_at_once(self.config.attention.device_sm)
+            for next_n in (1,) if self.config.pairs_from is None else (1, 2):
+                check_schedule(self.config.num_sms, self.config.surplus_last, next_n)
         self.writer = MetadataWriter(self.config, model_runner.req_to_token_pool.req_to_token)
         # Read by SGLang's models, forward context and draft workers.
         self.kv_cache_dtype = model_runner.kv_cache_dtype

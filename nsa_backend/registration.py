@@ -39,6 +39,7 @@ def create_backend(runner: sglang_types.ModelRunner) -> NativeSparseAttnBackend:
         adapter.take_layer_fronts(runner, (NativeSparseAttnBackend,), demanded)
     adapter.take_context_parts(runner)
     backend = NativeSparseAttnBackend(runner)
+    adapter.score_at_once(backend.config.attention.device_sm)
     adapter.clear_padding_on_resume(runner.token_to_kv_pool)
     if not runner.is_draft_worker:
         backend.log_start(adapter.settings(runner).num_steps)

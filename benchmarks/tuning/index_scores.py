@@ -19,9 +19,11 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved
+from nsa_backend.benchmarks.commands.rank_serve import CONTEXT
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.kernels import plan as plans
 from nsa_backend.kernels.batch_inputs import BatchInputs
+from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.plan import PAGE_SIZE
@@ -38,9 +40,9 @@ PIECES = "one by one in SGLang's pieces"
 
 def caches(tokens: int) -> list[torch.Tensor]:
     """Index keys and scales as SGLang's pool has them, uint8 [pages, 64, 1, 132] each, one a layer."""
-    pages = -(-tokens // PAGE_SIZE)
+    pages = blocks(tokens, PAGE_SIZE)
     found = []
-    for _ in range(max(2, -(-COLD_BYTES // (tokens * TOKEN_BYTES)))):
+    for _ in range(max(2, blocks(COLD_BYTES, tokens * TOKEN_BYTES))):
         keys = torch.randn(pages, PAGE_SIZE * INDEX_DIM, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
         scales = torch.rand(pages, PAGE_SIZE, device="cuda").view(torch.uint8)
         found.append(torch.cat([keys, scales], dim=1).view(pages, PAGE_SIZE, 1, TOKEN_BYTES))
@@ -58,7 +60,7 @@ def metadata(requests: int, length: int, width: int, next_n: int) -> MetadataBuf
     buffers = MetadataBuffers.allocate(
         plan, table_width=width, num_sms=deep_gemm.get_num_sms(), device="cuda", wide=False, planned=True
     )
-    pages = -(-(length + ROWS) // PAGE_SIZE)
+    pages = blocks(length + ROWS, PAGE_SIZE)
     generator = torch.Generator(device="cuda").manual_seed(1)
     tables = torch.randperm(requests * pages, generator=generator, device="cuda").view(requests, pages)
     slots = torch.zeros(requests, width, dtype=torch.int32, device="cuda")
@@ -152,7 +154,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs="+", default=[64, 32], help="of the indexer: 64 or, in GLM-5, 32")
     parser.add_argument("--requests", type=int, nargs="+", default=[8, 32, 64, 1])
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 32768, 131072])
-    parser.add_argument("--context", type=int, default=163840, help="tokens that a row of the page table has room for")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens that a row of the page table has room for")
     args = parser.parse_args()
     start_sglang()
     found: list[dict] = []

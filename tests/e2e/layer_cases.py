@@ -19,9 +19,7 @@ together = partial(
     Case, steps=3, environment=PAIRED, builtin_environment={}, decode="sparse_verify", floors=FLOORS, releases=">=0.5.17"
 )
 
-alone = partial(
-    Case, steps=3, decode="sparse_verify", floors=FLOORS, releases=">=0.5.17"
-)  # with scores of every row for itself
+alone = partial(Case, steps=3, decode="sparse_verify", floors=FLOORS, releases=">=0.5.17")
 
 LAYER_CASES = [
     front("n0 fa3, front in two launches", 0, MANY),

@@ -221,7 +221,8 @@ def test_a_server_that_asks_for_nothing_starts_without_a_layer_that_can(monkeypa
     monkeypatch.setattr(registration.adapter, "take_layer_fronts", lambda runner, backends, wanted: demanded.append(wanted))
     monkeypatch.setattr(registration.adapter, "clear_padding_on_resume", lambda pool: None)
     monkeypatch.setattr(registration.adapter, "settings", lambda runner: SimpleNamespace(num_steps=3))
-    backend = SimpleNamespace(log_start=lambda steps: None)
+    config = SimpleNamespace(attention=SimpleNamespace(device_sm=0))
+    backend = SimpleNamespace(config=config, log_start=lambda steps: None)
     monkeypatch.setattr(registration, "NativeSparseAttnBackend", lambda runner: backend)
     monkeypatch.delenv("NSA_BACKEND_LAYER_FRONT", raising=False)
     if asked is not None:

@@ -79,7 +79,9 @@ def select(make_runner, monkeypatch):
     monkeypatch.setattr(dsa_indexer, "resolve_paged_mqa_logits_metadata_fn", lambda: plan, raising=False)
     monkeypatch.setattr(dsa_indexer, "deep_gemm", deep_gemm, raising=False)
 
-    def selected(mode: str, lengths: list[int], pairs: bool | None, drafts: int = D) -> tuple[torch.Tensor, int]:
+    def selected(
+        mode: str, lengths: list[int], pairs: bool | None, drafts: int = D, padding: int = 0
+    ) -> tuple[torch.Tensor, int]:
         monkeypatch.delenv("NSA_BACKEND_PAIRED_LOGITS", raising=False)
         if pairs is not None:
             monkeypatch.setenv("NSA_BACKEND_PAIRED_LOGITS", str(int(pairs)))
@@ -93,7 +95,7 @@ def select(make_runner, monkeypatch):
         forward = forward_batch(batch, MODES[mode])
         backend.init_forward_metadata(forward)
         generator = torch.Generator().manual_seed(7)
-        rows = len(lengths) * drafts
+        rows = len(lengths) * drafts + padding
         q = torch.randint(-3, 4, (rows, HEADS, 128), generator=generator)  # sums of small integers are exact
         weights = torch.randint(1, 5, (rows, HEADS, 1), generator=generator).float()
         index_k = torch.randint(0, 4, (PAGES, 64 * 132), generator=generator, dtype=torch.uint8)
@@ -119,6 +121,15 @@ def test_pairs_select_what_single_rows_select(select, lengths):
     assert torch.equal(single, paired)
     assert (single >= 0).any(dim=1).all()
     assert pages_of_pairs <= pages / 2 + len(lengths)
+
+
+def test_padding_rows_select_nothing(select):
+    """As under DP attention, where a rank's rows are as many as those of another."""
+    single, _ = select("target_verify", [70, 9, 300], False, padding=5)
+    paired, _ = select("target_verify", [70, 9, 300], True, padding=5)
+    assert torch.equal(single, paired)
+    assert (paired[-5:] == -1).all()
+    assert (paired[:-5] >= 0).any(dim=1).all()
 
 
 @pytest.mark.parametrize(("mode", "drafts"), [("target_verify", 3), ("draft_extend_v2", 4)])

@@ -56,7 +56,7 @@ def on_a_gpu_with(make_runner, monkeypatch):
     def build(rule):
         deep_gemm = SimpleNamespace(
             get_num_sms=lambda: NUM_SMS,
-            get_paged_mqa_logits_metadata=lambda lens, page_size, num_sms: rule(lens.flatten(), num_sms, surplus_last),
+            get_paged_mqa_logits_metadata=lambda lens, page_size, num_sms: rule(lens[:, -1], num_sms, surplus_last),
         )
         monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)
         return create_backend(make_runner())
@@ -91,10 +91,22 @@ def other_for_one_row(lens, num_sms, surplus_last):
     return known + 1 if len(lens) == 1 else known
 
 
+@pytest.mark.parametrize("pairs", ["0", "1"])
 @pytest.mark.parametrize("rule", [other_surplus, other_where_it_divides, other_for_one_row])
-def test_a_deep_gemm_that_divides_in_another_way_is_refused_when_the_backend_is_built(on_a_gpu_with, rule):
+def test_a_deep_gemm_that_divides_in_another_way_is_refused_when_the_backend_is_built(on_a_gpu_with, monkeypatch, pairs, rule):
+    monkeypatch.setenv("NSA_BACKEND_PAIRED_LOGITS", pairs)
     with pytest.raises(ValueError, match="divides paged-MQA work by a rule that nsa_backend does not know"):
         on_a_gpu_with(rule)
+
+
+def test_single_rows_are_looked_at_where_rows_go_two_by_two_as_well(on_a_gpu_with, monkeypatch):
+    """Decode has them, and a verify of one request."""
+    monkeypatch.setenv("NSA_BACKEND_PAIRED_LOGITS", "1")
+    looked_at = []
+    rule = adapter.deep_gemm_schedule
+    monkeypatch.setattr(adapter, "deep_gemm_schedule", lambda lens, next_n: looked_at.append(next_n) or rule(lens, next_n))
+    on_a_gpu_with(paged_mqa_schedule)
+    assert set(looked_at) == {1, 2}
 
 
 def test_the_deep_gemm_that_divides_as_the_launch_does_serves(on_a_gpu_with):
