@@ -131,6 +131,7 @@ def norm_rope_store(
         KV_FP8=kv_cache.dtype != torch.bfloat16,
         NEOX=weights.neox,
         INDEX_NEOX=weights.index_neox,
+        INDEX_FUSED=weights.index_fused,
         COMPILED=qkv.is_cuda,
         RANKS=ranks,
         RANK=rank,
@@ -145,7 +146,7 @@ def rope_quantise(
 
     Args:
         query: bfloat16 [rows, index heads, GROUP], heads dense.
-        gates: float32 [rows, index heads], contiguous: what weights_proj gives.
+        gates: float32 [rows, index heads], heads dense: what weights_proj gives; bfloat16 where `weights.index_fused`.
         q_rope: bfloat16 [rows, heads, rope], the last dimension dense: the part of MLA's query that is rotated.
         weights: of the layer, whose `problem()` is None.
         positions: int64 [rows], contiguous.
@@ -162,7 +163,11 @@ def rope_quantise(
     _refuse(
         {
             "query": (query, torch.bfloat16, dense_heads),
-            "gates": (gates, torch.float32, gates.shape == (rows, index_heads) and gates.is_contiguous()),
+            "gates": (
+                gates,
+                torch.bfloat16 if weights.index_fused else torch.float32,
+                gates.shape == (rows, index_heads) and gates.stride(1) == 1,
+            ),
             "q_rope": (q_rope, torch.bfloat16, q_rope.shape == (rows, heads, rope) and q_rope.stride(2) == 1),
             "positions": (positions, torch.int64, positions.shape == (rows,) and positions.is_contiguous()),
         },
@@ -186,6 +191,7 @@ def rope_quantise(
             INDEX_HEADS=index_heads,
             ROPE=rope,
             QUERY_STRIDE=query.stride(0),
+            GATES_STRIDE=gates.stride(0),
             Q_ROPE_ROW_STRIDE=q_rope.stride(0),
             Q_ROPE_HEAD_STRIDE=q_rope.stride(1),
             HEADS=HEADS,
@@ -193,6 +199,7 @@ def rope_quantise(
             SOFTMAX_SCALE=GROUP**-0.5,
             NEOX=weights.neox,
             INDEX_NEOX=weights.index_neox,
+            INDEX_FUSED=weights.index_fused,
         )
     return quantised, weighed, out
 

@@ -15,7 +15,9 @@ from nsa_backend.kernels.layer_front_steps import (
     reciprocal_rms,
     rope_angles,
     rotated,
+    rotated_neighbours,
     rounded,
+    sum_of_far_lanes,
     sum_of_lanes,
 )
 
@@ -81,21 +83,25 @@ def write_kv(
 @triton.jit
 def write_index_key(
     key_ptr, weight_ptr, bias_ptr, eps, cos_sin_ptr, position, out_ptr, scale_ptr,
-    ROPE: tl.constexpr, NEOX: tl.constexpr,
+    ROPE: tl.constexpr, NEOX: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """The index key of one row normed, rotated by RoPE and Hadamard, quantised and written."""
+    """The index key of one row normed, rotated by RoPE and, unless FUSED, Hadamard, quantised and written."""
     fours = tl.load(key_ptr + tl.arange(0, LANES)[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
     even, odd = tl.split(tl.reshape(fours, (LANES, 2, 2)))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
-    mean = sum_of_lanes(x0 + x1 + x2 + x3) * (1.0 / GROUP)
+    total = x0 + x1 + x2 + x3
+    mean = (sum_of_far_lanes(total) if FUSED else sum_of_lanes(total)) * (1.0 / GROUP)
     squares = add_squares_of_four(tl.zeros((LANES,), tl.float32), fours - mean)
-    rstd = tl.rsqrt(tl.fma(sum_of_lanes(squares), 1.0 / GROUP, eps))
+    rstd = tl.rsqrt(tl.fma(sum_of_far_lanes(squares) if FUSED else sum_of_lanes(squares), 1.0 / GROUP, eps))
     value = tl.arange(0, GROUP)[None, :]
     cos, sin, partner = rope_angles(cos_sin_ptr, position, value, ROPE, NEOX)
-    x = normed_key(key_ptr, weight_ptr, bias_ptr, value, mean, rstd)
-    other = normed_key(key_ptr, weight_ptr, bias_ptr, partner, mean, rstd)
-    x = hadamard(tl.where(value < ROPE, rotated(x, other, cos, sin), x), 1)
+    x = normed_key(key_ptr, weight_ptr, bias_ptr, value, mean, rstd, FUSED)
+    other = normed_key(key_ptr, weight_ptr, bias_ptr, partner, mean, rstd, FUSED)
+    if FUSED:
+        x = rounded(tl.where(value < ROPE, rotated_neighbours(x, other, cos, sin, value), x))
+    else:
+        x = hadamard(tl.where(value < ROPE, rotated(x, other, cos, sin), x), 1)
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4), FP8_MAX)
     x = x * tl.div_rn(1.0, scale)[:, None]
     tl.store(out_ptr + value, tl.maximum(tl.minimum(x, FP8_MAX), -FP8_MAX).to(tl.float8e4nv))
@@ -141,6 +147,7 @@ def norm_rope_store_kernel(
     KV_FP8: tl.constexpr,
     NEOX: tl.constexpr,
     INDEX_NEOX: tl.constexpr,
+    INDEX_FUSED: tl.constexpr,
     COMPILED: tl.constexpr,
     RANKS: tl.constexpr,  # that divide slots among them, as `local_slots` says; index keys are every rank's
     RANK: tl.constexpr,
@@ -174,26 +181,36 @@ def norm_rope_store_kernel(
                 key_ptr + row * KEY_STRIDE, key_weight_ptr, key_bias_ptr, key_eps, index_cos_sin_ptr, position,
                 index_ptr + page * INDEX_PAGE_BYTES + place * GROUP,
                 index_scales_ptr + page * (INDEX_PAGE_BYTES // 4) + PAGE * GROUP // 4 + place,
-                ROPE, INDEX_NEOX,
+                ROPE, INDEX_NEOX, INDEX_FUSED,
             )  # fmt: skip
 
 
 @triton.jit
 def quantise_index_query(
     query_ptr, gate_ptr, cos_sin_ptr, position, out_ptr, weight_ptr,
-    HEADS: tl.constexpr, ROPE: tl.constexpr, NEOX: tl.constexpr, GATE_SCALE: tl.constexpr, SOFTMAX_SCALE: tl.constexpr,
+    HEADS: tl.constexpr, ROPE: tl.constexpr, NEOX: tl.constexpr, FUSED: tl.constexpr, GATE_SCALE: tl.constexpr,
+    SOFTMAX_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of an index query rotated by RoPE and Hadamard and quantised; their gates times scale."""
+    """Some heads of an index query rotated by RoPE and, unless FUSED, Hadamard, and quantised; their gates times scale."""
     head, value = tl.arange(0, HEADS), tl.arange(0, GROUP)[None, :]
     cos, sin, partner = rope_angles(cos_sin_ptr, position, value, ROPE, NEOX)
     x = tl.load(query_ptr + head[:, None] * GROUP + value).to(tl.float32)
     other = tl.load(query_ptr + head[:, None] * GROUP + partner).to(tl.float32)
-    x = hadamard(tl.where(value < ROPE, rotated(x, other, cos, sin), x), HEADS)
-    largest = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
-    scale = tl.exp2(tl.ceil(tl.log2(largest * (1.0 / FP8_MAX))))  # a power of two, as SGLang asks of queries
-    x = tl.minimum(tl.maximum(x / scale[:, None], -FP8_MAX), FP8_MAX)
+    gate = tl.load(gate_ptr + head).to(tl.float32)
+    if FUSED:
+        x = tl.where(value < ROPE, rotated_neighbours(x, other, cos, sin, value), x)
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4), FP8_MAX)
+        x = x * tl.div_rn(1.0, scale)[:, None]
+        gate = gate * (GATE_SCALE * SOFTMAX_SCALE) * scale
+    else:
+        x = hadamard(tl.where(value < ROPE, rotated(x, other, cos, sin), x), HEADS)
+        largest = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
+        scale = tl.exp2(tl.ceil(tl.log2(largest * (1.0 / FP8_MAX))))  # a power of two, as SGLang asks of queries
+        x = x / scale[:, None]
+        gate = gate * GATE_SCALE * scale * SOFTMAX_SCALE
+    x = tl.minimum(tl.maximum(x, -FP8_MAX), FP8_MAX)
     tl.store(out_ptr + head[:, None] * GROUP + value, x.to(tl.float8e4nv))
-    tl.store(weight_ptr + head, tl.load(gate_ptr + head) * GATE_SCALE * scale * SOFTMAX_SCALE)
+    tl.store(weight_ptr + head, gate)
 
 
 @triton.jit
@@ -213,7 +230,7 @@ def rotate_query(
 @triton.jit(do_not_specialize=["positions_ptr"])
 def rope_quantise_kernel(
     query_ptr,  # bfloat16 [rows, INDEX_HEADS, GROUP], QUERY_STRIDE between rows, heads dense: index queries
-    gates_ptr,  # float32 [rows, INDEX_HEADS], contiguous: what weights_proj gives
+    gates_ptr,  # float32, or bfloat16 where INDEX_FUSED, [rows, INDEX_HEADS], GATES_STRIDE apart: what weights_proj gives
     q_rope_ptr,  # bfloat16 [rows, heads, ROPE], strides below: the part of MLA's query that is rotated
     cos_sin_ptr,  # float32 [positions, ROPE]
     index_cos_sin_ptr,  # float32 [positions, ROPE]
@@ -225,6 +242,7 @@ def rope_quantise_kernel(
     INDEX_HEADS: tl.constexpr,
     ROPE: tl.constexpr,
     QUERY_STRIDE: tl.constexpr,
+    GATES_STRIDE: tl.constexpr,
     Q_ROPE_ROW_STRIDE: tl.constexpr,
     Q_ROPE_HEAD_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,  # that a program takes of either query
@@ -232,6 +250,7 @@ def rope_quantise_kernel(
     SOFTMAX_SCALE: tl.constexpr,
     NEOX: tl.constexpr,
     INDEX_NEOX: tl.constexpr,
+    INDEX_FUSED: tl.constexpr,
 ):
     """Program (row, block) takes a block of index heads, and those behind the last one a block of MLA's heads."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -241,8 +260,8 @@ def rope_quantise_kernel(
         first = block * HEADS
         place = row * INDEX_HEADS + first
         quantise_index_query(
-            query_ptr + row * QUERY_STRIDE + first * GROUP, gates_ptr + place, index_cos_sin_ptr, position,
-            quantised_ptr + place * GROUP, weights_ptr + place, HEADS, ROPE, INDEX_NEOX, GATE_SCALE, SOFTMAX_SCALE,
+            query_ptr + row * QUERY_STRIDE + first * GROUP, gates_ptr + row * GATES_STRIDE + first, index_cos_sin_ptr, position,
+            quantised_ptr + place * GROUP, weights_ptr + place, HEADS, ROPE, INDEX_NEOX, INDEX_FUSED, GATE_SCALE, SOFTMAX_SCALE,
         )  # fmt: skip
     else:
         first = (block - index_blocks) * HEADS

@@ -31,6 +31,14 @@ def sum_of_lanes(x):
 
 
 @triton.jit
+def sum_of_far_lanes(x):
+    """Scalar sum of float32 [32]: those 16 apart first, then 8, as SGLang's fused kernels add."""
+    for step in tl.static_range(5):
+        x = tl.sum(tl.reshape(x, (2, 16 >> step)), axis=0)
+    return tl.sum(x, axis=0)
+
+
+@triton.jit
 def add_squares_of_four(total, x):
     """float32 [32]: `total` and the squares of x, [32, 4], added from left to right, each with one rounding."""
     even, odd = tl.split(tl.reshape(x, (LANES, 2, 2)))
@@ -71,6 +79,13 @@ def rotated(x, other, cos, sin):
 
 
 @triton.jit
+def rotated_neighbours(x, other, cos, sin, dim):
+    """RoPE of `x` at `dim`, whose partners are `other`, in float32: the sine's product is the fused one of a second value."""
+    first = dim % 2 == 0
+    return tl.fma(tl.where(first, cos, sin), tl.where(first, x, other), tl.where(first, sin * other, cos * x))
+
+
+@triton.jit
 def butterfly(x, ROWS: tl.constexpr, NEAR: tl.constexpr):
     """float32 [ROWS, 128]: the sum and the difference of values that are NEAR apart, in their places."""
     pairs = tl.permute(tl.reshape(x, (ROWS, GROUP // (2 * NEAR), 2, NEAR)), (0, 1, 3, 2))
@@ -87,7 +102,8 @@ def hadamard(x, ROWS: tl.constexpr):
 
 
 @triton.jit
-def normed_key(key_ptr, weight_ptr, bias_ptr, dim, mean, rstd):
-    """LayerNorm of the values `dim` of an index key, rounded."""
+def normed_key(key_ptr, weight_ptr, bias_ptr, dim, mean, rstd, FUSED: tl.constexpr):
+    """LayerNorm of the values `dim` of an index key, rounded unless RoPE of the same kernel is next."""
     centred = tl.load(key_ptr + dim).to(tl.float32) - mean
-    return rounded(tl.fma(centred * rstd, tl.load(weight_ptr + dim), tl.load(bias_ptr + dim)))
+    x = tl.fma(centred * rstd, tl.load(weight_ptr + dim), tl.load(bias_ptr + dim))
+    return x if FUSED else rounded(x)

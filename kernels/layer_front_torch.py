@@ -25,8 +25,8 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().float()
 
 
-def sum_in_order(x: torch.Tensor, per_lane: int, squares: bool) -> torch.Tensor:
-    """float32 [rows, 1] of float32 [rows, width]: each of 32 lanes from left to right, then neighbours pairwise.
+def sum_in_order(x: torch.Tensor, per_lane: int, squares: bool, far: bool = False) -> torch.Tensor:
+    """float32 [rows, 1] of float32 [rows, width]: each of 32 lanes from left to right, then neighbours (or far ones) pairwise.
 
     A lane has `per_lane` values in a row of every 32 * per_lane.
     """
@@ -35,7 +35,7 @@ def sum_in_order(x: torch.Tensor, per_lane: int, squares: bool) -> torch.Tensor:
     for i in range(values.shape[2]):
         total = fma(values[..., i], values[..., i], total) if squares else total + values[..., i]
     while total.shape[1] > 1:
-        total = total[:, 0::2] + total[:, 1::2]
+        total = sum(total.chunk(2, dim=1)) if far else total[:, 0::2] + total[:, 1::2]
     return total
 
 
@@ -46,12 +46,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return rounded(x * rstd * (weight.float() + 0.0))
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """bfloat16 [rows, GROUP] normed, as rounded float32."""
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, fused: bool = False) -> torch.Tensor:
+    """bfloat16 [rows, GROUP] normed, as float32: rounded, or in a kernel that is `fused` with RoPE as it is."""
     x = x.float()
-    centred = x - sum_in_order(x, 4, squares=False) * (1.0 / GROUP)
-    rstd = torch.rsqrt(fma(sum_in_order(centred, 4, squares=True), 1.0 / GROUP, eps))
-    return rounded(fma(centred * rstd, weight, bias.expand_as(x)))
+    centred = x - sum_in_order(x, 4, squares=False, far=fused) * (1.0 / GROUP)
+    rstd = torch.rsqrt(fma(sum_in_order(centred, 4, squares=True, far=fused), 1.0 / GROUP, eps))
+    normed = fma(centred * rstd, weight, bias.expand_as(x))
+    return normed if fused else rounded(normed)
 
 
 def rope(x: torch.Tensor, angles: torch.Tensor, neox: bool) -> torch.Tensor:
@@ -62,6 +63,15 @@ def rope(x: torch.Tensor, angles: torch.Tensor, neox: bool) -> torch.Tensor:
     first, second = turned.chunk(2, dim=-1) if neox else (turned[..., 0::2], turned[..., 1::2])
     parts = fma(cos, first, -(sin * second)), fma(cos, second, sin * first)
     out[..., :width] = rounded(torch.cat(parts, dim=-1) if neox else torch.stack(parts, dim=-1).flatten(-2))
+    return out
+
+
+def rope_neighbours(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """float32 [rows, heads, width] with its first values rotated by float32 [rows, rope], as SGLang's fused kernels do."""
+    width = angles.shape[1]
+    cos, sin = angles[:, None].chunk(2, dim=-1)
+    first, second, out = x[..., 0:width:2], x[..., 1:width:2], x.clone()
+    out[..., :width] = torch.stack((fma(cos, first, -(sin * second)), fma(sin, first, cos * second)), dim=-1).flatten(-2)
     return out
 
 
@@ -130,8 +140,11 @@ def norm_rope_store_torch(
     turned = rope(rope_raw.float()[:, None], weights.cos_sin[positions], weights.neox)
     k_rope[at, 0, : weights.rope] = turned[real, 0].bfloat16()
 
-    x = layer_norm(key, weights.key_norm, weights.key_bias, weights.key_eps)
-    x = hadamard(rope(x[:, None], weights.index_cos_sin[positions], weights.index_neox))[:, 0]
+    x = layer_norm(key, weights.key_norm, weights.key_bias, weights.key_eps, weights.index_fused)[:, None]
+    if weights.index_fused:
+        x = rounded(rope_neighbours(x, weights.index_cos_sin[positions]))[:, 0]
+    else:
+        x = hadamard(rope(x, weights.index_cos_sin[positions], weights.index_neox))[:, 0]
     scale = x.abs().amax(-1).clamp(min=1e-4) / FP8_MAX
     values = index_cache.view(-1, PAGE_SIZE * (GROUP + 4))[:, : PAGE_SIZE * GROUP].view(-1, PAGE_SIZE, GROUP)
     pages, places = slots // PAGE_SIZE, slots % PAGE_SIZE
@@ -144,10 +157,15 @@ def rope_quantise_torch(
     query: torch.Tensor, gates: torch.Tensor, q_rope: torch.Tensor, weights: FrontWeights, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The torch twin of `rope_quantise`."""
+    out = rope(q_rope.float(), weights.cos_sin[positions], weights.neox).bfloat16()
+    if weights.index_fused:
+        x = rope_neighbours(query.float(), weights.index_cos_sin[positions])
+        scale = x.abs().amax(-1).clamp(min=1e-4) / FP8_MAX
+        weighed = gates.float() * (query.shape[1] ** -0.5 * GROUP**-0.5) * scale
+        return fp8(x * (1.0 / scale)[..., None]), weighed[..., None], out
     x = hadamard(rope(query.float(), weights.index_cos_sin[positions], weights.index_neox))
     scale = torch.exp2(torch.ceil(torch.log2(x.abs().amax(-1).clamp(min=1e-4) * (1.0 / FP8_MAX))))
     weighed = gates * query.shape[1] ** -0.5 * scale * GROUP**-0.5
-    out = rope(q_rope.float(), weights.cos_sin[positions], weights.neox).bfloat16()
     return fp8(x / scale[..., None]), weighed[..., None], out
 
 

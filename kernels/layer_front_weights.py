@@ -37,6 +37,9 @@ class FrontWeights:
     key_eps: float
     neox: bool  # RoPE's layout in MLA: halves, or else neighbours
     index_neox: bool
+    index_fused: bool = False
+    """Whether SGLang has one kernel for index keys and one for index queries, as it does where their heads rotate neighbours:
+    RoPE in float32, no Hadamard rotation, exact scales of queries, and gates in bfloat16."""
 
     @property
     def rope(self) -> int:
@@ -44,6 +47,8 @@ class FrontWeights:
 
     def problem(self) -> str | None:
         """Why the launches cannot compute with these, or None."""
+        if self.index_fused and self.index_neox:
+            return "its index heads rotate halves, which SGLang's fused kernels do not"
         for name, norm in (("q_a_layernorm", self.q_norm), ("kv_a_layernorm", self.latent_norm)):
             if norm.dtype != torch.bfloat16 or norm.shape[0] % SUMMED_TOGETHER or norm.shape[0] > WIDEST:
                 return f"{name} has {norm.dtype} [{norm.shape[0]}]; widths are multiples of {SUMMED_TOGETHER} up to {WIDEST}"

@@ -2,8 +2,9 @@
 
 A GEMM that gives every block of columns to one program takes as long as that program's walk over the inner dimension, which
 is 7168 values in the first projections of a layer. Here SPLITS programs walk a part each; the last one to arrive adds the
-parts in order, so that the result does not depend on who was last. Two products are of block-FP8 weights, and a third, which
-gives the gates of an indexer's heads, is of bfloat16 weights and of the row before it was quantised.
+parts in order, so that the result does not depend on who was last. Up to two products are of block-FP8 weights, and another,
+which gives the gates of an indexer's heads and in some models its key too, is of bfloat16 weights and of the row before it was
+quantised.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ GATES = 32
 """Of a product of bfloat16 weights: as many bytes."""
 MOST_ROWS = 32
 LEAST_INNER = 4096
-"""Values of a row from which on dividing the sums pays; at 1536 and 2048 it does not (benchmarks/tuning/projections.py)."""
+"""Values of a row from which on dividing the sums pays for one product; at 1536 and 2048 it does for two
+(benchmarks/tuning/projections.py)."""
 TILES = {16: (8, 4), 32: (4, 6)}
 """By rows, padded: programs a block of columns, and stages that loads run ahead. The fastest measured."""
+TILE_OF_QUERIES = (2, 4)
+"""The fastest for both projections of the query's latent, whose inner dimension is 1536 or 2048."""
 
 Product = tuple[torch.Tensor, torch.Tensor]
 """float8_e4m3fn [columns, inner], and float32 scales [ceil(columns / GROUP), inner / GROUP] of its blocks."""
@@ -97,12 +101,12 @@ def split_products_kernel(
     )
 
 
-def counters(first: torch.Tensor, second: torch.Tensor, gates: torch.Tensor | None = None) -> torch.Tensor:
+def counters(first: torch.Tensor, second: torch.Tensor | None, gates: torch.Tensor | None = None) -> torch.Tensor:
     """What `split_products` of these weights counts its programs with: zeros, and zeros again after every launch.
 
     Launches that may run at the same time need one each.
     """
-    columns = first.shape[0], second.shape[0], 0 if gates is None else gates.shape[0]
+    columns = (0 if weight is None else weight.shape[0] for weight in (first, second, gates))
     return torch.zeros(_blocks(*columns), dtype=torch.int32, device=first.device)
 
 
@@ -114,31 +118,34 @@ def split_products(
     x: torch.Tensor,
     x_scales: torch.Tensor,
     first: Product,
-    second: Product,
+    second: Product | None,
     arrived: torch.Tensor,
     tile: tuple[int, int] | None = None,
     gates: tuple[torch.Tensor, torch.Tensor] | None = None,
+    gates_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, ...]:
-    """x times both weights, and other rows times the gates' weight; one launch.
+    """x times one or two weights, and other rows times the gates' weight; one launch.
 
     Args:
         x: float8_e4m3fn [rows, inner], contiguous, 1 to MOST_ROWS rows, inner a multiple of GROUP.
         x_scales: float32 [rows, inner / GROUP] of any strides.
-        first, second: weights, contiguous, columns a multiple of COLUMNS, scales contiguous.
+        first, second: weights, contiguous, columns a multiple of COLUMNS, scales contiguous; no second if None.
         arrived: from `counters`.
         tile: programs a block of columns, and stages; that of TILES if None.
         gates: bfloat16 [rows, inner], and its weight, bfloat16 [a multiple of GATES, inner], both contiguous; None for none.
+        gates_dtype: of their product.
 
     Returns:
-        bfloat16 [rows, columns] of the first and the second; float32 [rows, columns] of the gates where they are given.
-        All are contiguous.
+        bfloat16 [rows, columns] of the first and, if there is one, the second; `gates_dtype` [rows, columns] of the gates where
+        they are given. All are contiguous.
 
     Raises:
         ValueError: a tensor has another shape, dtype or layout.
     """
     (rows, inner), padded = x.shape, padded_rows(x.shape[0])
     splits, stages = tile or TILES[padded]
-    for name, (weight, scales) in {"first": first, "second": second}.items():
+    products = {"first": first} if second is None else {"first": first, "second": second}
+    for name, (weight, scales) in products.items():
         columns = weight.shape[0]
         fits = weight.dtype == torch.float8_e4m3fn and weight.is_contiguous() and not columns % COLUMNS
         form = f"contiguous torch.float8_e4m3fn [a multiple of {COLUMNS}, {inner}]"
@@ -155,20 +162,22 @@ def split_products(
         fits &= tensor.shape[0] == rows if name == "hidden" else not tensor.shape[0] % GATES
         form = f"contiguous torch.bfloat16 [{'' if name == 'hidden' else 'a multiple of '}{least}, {inner}]"
         require(fits, name, tensor, form, "the kernel would misread it")
-    widths = first[0].shape[0], second[0].shape[0], 0 if gates is None else gates[1].shape[0]
+    weights = first[0], None if second is None else second[0], None if gates is None else gates[1]
+    widths = [0 if weight is None else weight.shape[0] for weight in weights]
     programs = _blocks(*widths)
     fits = arrived.dtype == torch.int32 and arrived.shape == (programs,)
     require(fits, "arrived", arrived, f"torch.int32 [{programs}]", "the kernel would count past its end")
-    dtypes = torch.bfloat16, torch.bfloat16, torch.float32
+    dtypes = torch.bfloat16, torch.bfloat16, gates_dtype
     outs = [torch.empty(rows, width, dtype=dtype, device=x.device) for width, dtype in zip(widths, dtypes, strict=True)]
     hidden, weight = gates or (x, x)
+    of_second = second or first  # which nothing reads where there is none
     sums = torch.empty(splits * sum(widths) * padded, dtype=torch.float32, device=x.device)
     split_products_kernel[(len(arrived), splits)](
-        x, x_scales, *x_scales.stride(), *first, *second, *outs[:2], hidden, weight, outs[2], sums, arrived, rows, INNER=inner,
-        FIRST=widths[0], SECOND=widths[1], THIRD=widths[2], ROWS=padded, COLUMNS=COLUMNS, GATES=GATES, SPLITS=splits,
-        STAGES=stages, GROUP=GROUP, COMPILED=x.is_cuda, num_warps=4,
+        x, x_scales, *x_scales.stride(), *first, *of_second, *outs[:2], hidden, weight, outs[2], sums, arrived, rows,
+        INNER=inner, FIRST=widths[0], SECOND=widths[1], THIRD=widths[2], ROWS=padded, COLUMNS=COLUMNS, GATES=GATES,
+        SPLITS=splits, STAGES=stages, GROUP=GROUP, COMPILED=x.is_cuda, num_warps=4,
     )  # fmt: skip
-    return tuple(outs) if gates is not None else tuple(outs[:2])
+    return tuple(out for out, width in zip(outs, widths, strict=True) if width)
 
 
 def padded_rows(rows: int) -> int:

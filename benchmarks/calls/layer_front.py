@@ -21,28 +21,30 @@ from nsa_backend.releases import layer_front_problem
 
 ROWS = (1, 4, 8, 32, 128)
 REPEATS = 32
-HEADS, Q_RANK = 16, 1536
-"""Of a rank of DeepSeek-V3.2 under tensor parallel 8."""
+MODELS = {"deepseek-v3.2": (16, 1536, False), "glm-5.1": (8, 2048, True)}
+"""Heads, values of the query's latent and whether SGLang fuses the indexer, of a rank under tensor parallel 8."""
 
 
 def cells(rows: list[int] | None, samples: int) -> list[Cell]:
-    """A cell a KV dtype and number of rows; none where the release has other layers."""
+    """A cell a model, KV dtype and number of rows; none where the release has other layers."""
     if layer_front_problem() is not None:
         return []
     return [
-        Cell(f"layer_front, {kv}, {n} rows", functools.partial(measure, kv, n, samples), "layer_front")
+        Cell(f"layer_front, {model}, {kv}, {n} rows", functools.partial(measure, model, kv, n, samples), "layer_front")
+        for model in MODELS
         for kv in ("bf16", "fp8")
         for n in rows or ROWS
     ]
 
 
-def measure(kv: str, rows: int, samples: int) -> list[dict]:
+def measure(model: str, kv: str, rows: int, samples: int) -> list[dict]:
     """One row of microseconds a call, and the least and the most."""
-    calls = front_calls(kv, rows)
+    calls = front_calls(model, kv, rows)
     graphs = {name: captured_graph(lambda call=call: [call() for _ in range(REPEATS)]) for name, call in calls.items()}
     times = interleaved({name: graph.replay for name, graph in graphs.items()}, REPEATS, samples)
     return [
         {
+            "model": model,
             "kv": kv,
             "rows": rows,
             "us": {name: round(us, 2) for name, (us, _) in times.items()},
@@ -54,23 +56,24 @@ def measure(kv: str, rows: int, samples: int) -> list[dict]:
 def show(rows: list[dict]) -> None:
     """A line a launch or sequence."""
     table = [
-        (r["kv"], r["rows"], name, us, "{:.2f} to {:.2f}".format(*r["min_max"][name]))
+        (r["model"], r["kv"], r["rows"], name, us, "{:.2f} to {:.2f}".format(*r["min_max"][name]))
         for r in rows
         for name, us in r["us"].items()
     ]
     if table:
-        print_table(("KV", "rows", "what", "us", "least to most"), table)
+        print_table(("model", "KV", "rows", "what", "us", "least to most"), table)
 
 
-def front_calls(kv: str, rows: int) -> dict[str, Callable[[], object]]:
+def front_calls(model: str, kv: str, rows: int) -> dict[str, Callable[[], object]]:
     """Both launches and both of SGLang's sequences, by name."""
     from nsa_backend.adapters.dsa.layer_front import builtin
     from nsa_backend.adapters.dsa.layer_front.rule import weights_of
-    from nsa_backend.testing.front_layer import INDEX_HEADS, POSITIONS, front_layer
+    from nsa_backend.testing.front_layer import POSITIONS, front_layer
     from nsa_backend.testing.shape import LATENT, ROPE
 
-    layer, pages = front_layer(Q_RANK, HEADS), -(-rows // PAGE_SIZE) + 1
-    weights = weights_of(layer)
+    heads, q_rank, fused = MODELS[model]
+    layer, pages = front_layer(q_rank, heads, fused), -(-rows // PAGE_SIZE) + 1
+    weights, index_heads = weights_of(layer), layer.indexer.n_heads
     width, dtype = (LATENT + ROPE, torch.bfloat16) if kv == "bf16" else (656, torch.float8_e4m3fn)
     kv_cache = torch.zeros(pages * PAGE_SIZE, 1, width, device="cuda").to(dtype)
     index_cache = torch.zeros(pages, layer_front.INDEX_PAGE_BYTES, dtype=torch.uint8, device="cuda")
@@ -80,8 +83,8 @@ def front_calls(kv: str, rows: int) -> dict[str, Callable[[], object]]:
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(rows, *shape, device="cuda").bfloat16()
 
-    qkv, key, query, q_rope = drawn(Q_RANK + LATENT + ROPE), drawn(GROUP), drawn(INDEX_HEADS, GROUP), drawn(HEADS, ROPE)
-    gates = torch.randn(rows, INDEX_HEADS, device="cuda")
+    qkv, key, query, q_rope = drawn(q_rank + LATENT + ROPE), drawn(GROUP), drawn(index_heads, GROUP), drawn(heads, ROPE)
+    gates = drawn(index_heads) if fused else torch.randn(rows, index_heads, device="cuda")
     written = (positions, slots, kv_cache, index_cache, Scales.EXACT)
     with torch.no_grad():
         return {

@@ -2,7 +2,8 @@
 
 `decode` has the time of our forward_decode, its floor and its error against float32; `wrapper` puts the bare kernel call, our
 forward_decode and the built-in backend's side by side; `by_rows` has a hundred row counts, twice, for auto_table.py;
-`layer_front` has both launches in front of a layer beside the kernels that they replace.
+`layer_front` has both launches in front of a layer beside the kernels that they replace, `whole_front` a layer up to its index
+scores.
 Every call picks 2048 of a million tokens of its own, so that no KV is found in the L2 cache. Calls repeat inside a captured
 graph, variants interleaved; the KV write is left out everywhere, since both backends leave it to SGLang's pool.
 """
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from nsa_backend.adapters.options import OWN_DECODE_VALUES
-from nsa_backend.benchmarks.calls import layer_front
+from nsa_backend.benchmarks.calls import layer_front, whole_front
 from nsa_backend.benchmarks.calls.attention_case import COLD_ROWS, KV_DTYPES, MAX_ROWS, Case
 from nsa_backend.benchmarks.calls.h200 import BF16_FLOPS, MEMORY_BYTES_PER_S
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved
@@ -51,7 +52,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
                 found.append(Cell(f"{name}, wrapper", functools.partial(wrapper_rows, make, 3 * samples), "wrapper"))
             if not options.quick:
                 found.append(Cell(f"{name}, 1 to {MAX_ROWS} rows", functools.partial(many_row_counts, make, 5), "by_rows"))
-    found += layer_front.cells(options.batch, samples)
+    found += layer_front.cells(options.batch, samples) + whole_front.cells(options.batch, samples)
     return of_sections(found, options.section)
 
 
@@ -141,3 +142,4 @@ def show(report: dict) -> None:
     ]
     print_table(columns, table)
     layer_front.show(report.get("layer_front", []))
+    whole_front.show(report.get("whole_front", []))

@@ -56,7 +56,7 @@ OPTIONS = {
     "--batch": "requests; query rows in attention; in capture the most that run at once",
     "--length": "tokens of a request; of a prompt where there are servers",
     "--heads": "query heads on this GPU",
-    "--section": "sections of the report: decode, wrapper, by_rows, layer_front",
+    "--section": "sections of the report: decode, wrapper, by_rows, layer_front, whole_front",
     "--checkpoint": "faithful, wide, deep (61 small layers), or a folder that fits twice on the GPU; in serve, profile and "
     "capture also v3.2-tp8, v3.2-dp8, glm-5.1-tp8, glm-5.2-tp8: one rank of a released model, all layers, random weights",
     "--prompt-tokens": "most prompt tokens of a batch: a million take half a minute a sample",

@@ -1,4 +1,4 @@
-"""What the front of a layer of DeepSeek-V3.2 has of SGLang's own parts, on a GPU, without its projections."""
+"""What the front of a layer of DeepSeek-V3.2 or GLM-5 has of SGLang's own parts, on a GPU, without its projections."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 
 from nsa_backend.testing.shape import LATENT, ROPE
 
-INDEX_HEADS, INDEX_DIM, POSITIONS = 64, 128, 4096
+INDEX_DIM, POSITIONS = 128, 4096
 
 
-def front_layer(q_rank: int, heads: int, index_neox: bool = True, device: str = "cuda") -> SimpleNamespace:
+def front_layer(q_rank: int, heads: int, fused: bool = False, device: str = "cuda") -> SimpleNamespace:
     """Norms and RoPE as `adapters.dsa.layer_front` asks a DeepseekV2AttentionMLA for them, with random weights.
 
     Args:
         q_rank: values of the query's latent.
         heads: of attention, on this rank.
-        index_neox: whether index heads rotate halves, as DeepSeek-V3.2's do.
+        fused: whether index heads rotate neighbours, as GLM-5's do, whose indexer SGLang fuses; else halves.
         device: of the weights.
     """
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
@@ -34,9 +34,9 @@ def front_layer(q_rank: int, heads: int, index_neox: bool = True, device: str = 
         return get_rope(ROPE, ROPE, POSITIONS, 10000, neox, None, torch.bfloat16).to(device)
 
     indexer = SimpleNamespace(
-        k_norm=norm(LayerNorm, INDEX_DIM, torch.float32), rotary_emb=rope(index_neox), rope_head_dim=ROPE, n_heads=INDEX_HEADS,
-        head_dim=INDEX_DIM, block_size=128, scale_fmt="ue8m0", softmax_scale=INDEX_DIM**-0.5,
-        _update_rope_guarded=Indexer._update_rope_guarded,
+        k_norm=norm(LayerNorm, INDEX_DIM, torch.float32), rotary_emb=rope(not fused), rope_head_dim=ROPE,
+        n_heads=32 if fused else 64, head_dim=INDEX_DIM, block_size=128, scale_fmt="ue8m0", softmax_scale=INDEX_DIM**-0.5,
+        _update_rope_guarded=Indexer._update_rope_guarded, use_dsa_indexer_fusion=fused,
     )  # fmt: skip
     return SimpleNamespace(
         q_a_layernorm=norm(RMSNorm, q_rank, torch.bfloat16), kv_a_layernorm=norm(RMSNorm, LATENT, torch.bfloat16),

@@ -23,13 +23,14 @@ def _sglang(make_runner):
 @pytest.mark.parametrize("scales", [None, *Scales])
 @pytest.mark.parametrize("packed", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("rows", [1, 3, 48, 200])
-def test_bits(q_rank, heads, scales, packed, rows):
+@pytest.mark.parametrize("fused", [False, True], ids=["deepseek", "glm"])
+def test_bits(q_rank, heads, scales, packed, rows, fused):
     from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
     from nsa_backend.testing.front_layer import front_layer
 
     torch.manual_seed(rows)
     kv = torch.empty(1, 1, 656 if packed else 576, dtype=torch.float8_e4m3fn if packed else torch.bfloat16, device="cuda")
-    assert differing_parts(front_layer(q_rank, heads), kv, scales, rows) == []
+    assert differing_parts(front_layer(q_rank, heads, fused), kv, scales, rows) == []
 
 
 @pytest.mark.parametrize("scales", list(Scales))

@@ -74,27 +74,47 @@ def resources(
     }
 
 
+MODELS = {
+    "DeepSeek-V3.2": ({"INDEX_NEOX": True, "INDEX_FUSED": False}, 1536, 64, {"INNER": 7168, "SECOND": 128, "THIRD": 64}),
+    "GLM-5.1": ({"INDEX_NEOX": False, "INDEX_FUSED": True}, 2048, 32, {"INNER": 6144, "SECOND": 0, "THIRD": 160}),
+}
+"""The indexer, the query's latent, index heads, and the products of the first launch, on a rank of tensor parallel 8."""
+
+
 def front(caches: dict[str, dict]) -> dict[str, dict]:
-    """The kernels in front of a layer of DeepSeek-V3.2 on a rank of tensor parallel 8."""
-    model, found = {"ROPE": 64, "NEOX": False, "INDEX_NEOX": True}, {}
+    """The kernels in front of a layer."""
+    return {f"front, {model}, {kernel}": used for model in MODELS for kernel, used in front_of(model, caches).items()}
+
+
+def front_of(model: str, caches: dict[str, dict]) -> dict[str, dict]:
+    indexer, q_rank, index_heads, products = MODELS[model]
+    fixed, found = indexer | {"ROPE": 64, "NEOX": False}, {}
+    fused = indexer["INDEX_FUSED"]
     for latent, cache in caches.items():
         strides = {"LATENT_STRIDE": cache["LATENT_STRIDE"], "SCALES_STRIDE": cache["SCALES_STRIDE"]}
-        strides |= {"K_ROPE_STRIDE": cache["ROPE_STRIDE"], "QKV_STRIDE": 2112, "KEY_STRIDE": 128}
-        constants = {"Q_RANK": 1536, "LATENT": 512, "Q_GROUPS": 16, "KV_FP8": cache["FP8"], "COMPILED": True} | ONE
+        strides |= {"K_ROPE_STRIDE": cache["ROPE_STRIDE"], "QKV_STRIDE": q_rank + 576, "KEY_STRIDE": 160 if fused else 128}
+        constants = {"Q_RANK": q_rank, "LATENT": 512, "Q_GROUPS": 16, "KV_FP8": cache["FP8"], "COMPILED": True} | ONE
         for fp8, powers in ((False, False), (True, False), (True, True)):
             types = {"q_ptr": "*fp8e4nv" if fp8 else "*bf16", "slots_ptr": "*i64"}
             query = {"Q_FP8": fp8, "Q_POWERS": powers}
-            used = resources(norm_rope_store_kernel, model | strides | constants | query, latent, types)
-            found[f"front, norm_rope_store, {latent[1:]}, {query}"] = used | {"programs": 8}
+            used = resources(norm_rope_store_kernel, fixed | strides | constants | query, latent, types)
+            found[f"norm_rope_store, {latent[1:]}, {query}"] = used | {"programs": 8}
+    of_gates = "*bf16" if fused else "*fp32"
     for rows, (splits, stages) in TILES.items():
-        constants = {"INNER": 7168, "FIRST": 2112, "SECOND": 128, "THIRD": 64, "ROWS": rows, "SPLITS": splits, "STAGES": stages}
-        used = resources(
-            split_products_kernel, constants | {"COLUMNS": COLUMNS, "GATES": GATES, "GROUP": 128, "COMPILED": True}
-        )
-        found[f"front, split_products, {rows} rows"] = used | {"programs": 3}
-    constants = {"INDEX_HEADS": 64, "HEADS": 8, "QUERY_STRIDE": 8192, "GATE_SCALE": 0.125, "SOFTMAX_SCALE": 128**-0.5}
+        constants = products | {"FIRST": q_rank + 576, "ROWS": rows, "SPLITS": splits, "STAGES": stages}
+        constants |= {"COLUMNS": COLUMNS, "GATES": GATES, "GROUP": 128, "COMPILED": True}
+        used = resources(split_products_kernel, constants, more={"gates_out_ptr": of_gates})
+        found[f"split_products, {rows} rows"] = used | {"programs": 3}
+    constants = {
+        "INDEX_HEADS": index_heads,
+        "HEADS": 8,
+        "QUERY_STRIDE": index_heads * 128,
+        "GATES_STRIDE": 160 if fused else 64,
+    }
+    constants |= {"GATE_SCALE": index_heads**-0.5, "SOFTMAX_SCALE": 128**-0.5}
     constants |= {"Q_ROPE_ROW_STRIDE": 3072, "Q_ROPE_HEAD_STRIDE": 192}
-    return found | {"front, rope_quantise": resources(rope_quantise_kernel, model | constants) | {"programs": 8}}
+    used = resources(rope_quantise_kernel, fixed | constants, more={"gates_ptr": of_gates})
+    return found | {"rope_quantise": used | {"programs": 8}}
 
 
 def main() -> None:

@@ -124,20 +124,26 @@ def layer_front(rows: int, offset: int) -> None:
     """Both launches in front of a layer, in every form of scales; draft steps have slots in columns."""
     norms = [torch.ones(width, dtype=torch.bfloat16) for width in (Q_RANK, 512)] + [torch.ones(128) for _ in range(2)]
     weights = FrontWeights(*norms, torch.ones(64, 64), torch.ones(64, 64), 1e-6, 1e-6, 1e-6, neox=False, index_neox=True)
+    fused = replace(weights, index_neox=False, index_fused=True)
     qkv, key = torch.zeros(rows, Q_RANK + 576, dtype=torch.bfloat16), torch.zeros(rows, 128, dtype=torch.bfloat16)
     positions, slots = behind(offset, rows), behind(offset, rows * STEPS)[:: STEPS if offset else 1][:rows]
     pages = torch.zeros(1, INDEX_PAGE_BYTES, dtype=torch.uint8)
     for cache in CACHES:
         for scales in (None, *Scales):
-            norm_rope_store(qkv, key, weights, positions, slots, cache, pages, scales)
+            for of_model in (weights, fused):
+                norm_rope_store(qkv, key, of_model, positions, slots, cache, pages, scales)
     index_query = torch.zeros(rows, INDEX_HEADS, 128, dtype=torch.bfloat16)
     rope_quantise(index_query, torch.zeros(rows, INDEX_HEADS), query(rows, HEADS)[1], weights, positions)
+    joined = torch.zeros(rows, 128 + INDEX_HEADS, dtype=torch.bfloat16)
+    rope_quantise(index_query, joined[:, 128:], query(rows, HEADS)[1], fused, positions)
     if 0 < rows <= MOST_ROWS:
         fp8 = lambda *shape: torch.zeros(shape, dtype=torch.float8_e4m3fn)  # noqa: E731
         products = [(fp8(columns, 1024), torch.ones(-(-columns // 128), 8)) for columns in (Q_RANK + 576, 128)]
         gates = torch.ones(rows, 1024, dtype=torch.bfloat16), torch.ones(64, 1024, dtype=torch.bfloat16)
         for scales in (torch.ones(rows, 8), torch.ones(8, -(-rows // 4) * 4).T[:rows]):
             split_products(fp8(rows, 1024), scales, *products, counters(*(p[0] for p in products), gates[1]), gates=gates)
+            counted = counters(products[0][0], None, gates[1])
+            split_products(fp8(rows, 1024), scales, products[0], None, counted, gates=gates, gates_dtype=torch.bfloat16)
 
 
 def round_of(requests: int, size: int, offset: int) -> None:

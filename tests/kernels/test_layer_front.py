@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -36,13 +38,16 @@ def values(kind: str, *shape: int, generator: torch.Generator) -> torch.Tensor:
     return x.bfloat16()
 
 
-def layer(q_rank: int, neox: bool, generator: torch.Generator) -> FrontWeights:
+INDEXERS = {"halves": (True, False), "neighbours": (False, False), "neighbours, fused by SGLang": (False, True)}
+
+
+def layer(q_rank: int, indexer: str, generator: torch.Generator) -> FrontWeights:
     angles = torch.rand(2, POSITIONS, ROPE // 2, generator=generator) * 6.28
     tables = torch.cat((angles.cos(), angles.sin()), dim=-1)
     norms = [1 + 0.1 * torch.randn(width, generator=generator) for width in (q_rank, LATENT, GROUP, GROUP)]
     return FrontWeights(
         norms[0].bfloat16(), norms[1].bfloat16(), norms[2], norms[3] - 1, tables[0].contiguous(), tables[1].contiguous(),
-        1e-6, 1e-6, 1e-6, neox=False, index_neox=neox,
+        1e-6, 1e-6, 1e-6, False, *INDEXERS[indexer],
     )  # fmt: skip
 
 
@@ -66,18 +71,19 @@ KINDS = st.sampled_from(["normal", "zeros", "large", "outliers", "denormal"])
     q_rank=st.sampled_from([1536, 2048, 256]),
     q_scales=st.sampled_from([None, *Scales]),
     fp8_cache=st.booleans(),
-    neox=st.booleans(),
+    indexer=st.sampled_from(list(INDEXERS)),
     stride=st.sampled_from([1, 3]),
     part=st.sampled_from([(1, 0), (2, 1), (8, 0)]),
     seed=st.integers(0, 2**32 - 1),
 )
-@example(5, 2, "zeros", 1536, Scales.EXACT, True, True, 1, (1, 0), 0)
-@example(5, 1, "denormal", 2048, Scales.POWERS_OF_TWO, True, True, 3, (2, 0), 1)
+@example(5, 2, "zeros", 1536, Scales.EXACT, True, "halves", 1, (1, 0), 0)
+@example(5, 1, "denormal", 2048, Scales.POWERS_OF_TWO, True, "halves", 3, (2, 0), 1)
+@example(6, 0, "normal", 2048, Scales.EXACT, False, "neighbours, fused by SGLang", 1, (1, 0), 2)
 @settings(deadline=None, max_examples=25)
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # a group of zeros, as on a GPU
-def test_norms_and_writes(rows, padding, kind, q_rank, q_scales, fp8_cache, neox, stride, part, seed):
+def test_norms_and_writes(rows, padding, kind, q_rank, q_scales, fp8_cache, indexer, stride, part, seed):
     generator = torch.Generator().manual_seed(seed)
-    weights = layer(q_rank, neox, generator)
+    weights = layer(q_rank, indexer, generator)
     assert weights.problem() is None
     qkv = values(kind, rows, q_rank + LATENT + ROPE, generator=generator)
     key = values(kind, rows, 2 * GROUP, generator=generator)[:, :GROUP]
@@ -114,15 +120,17 @@ def test_norms_and_writes(rows, padding, kind, q_rank, q_scales, fp8_cache, neox
     heads=st.sampled_from([1, 8, 16, 20, 128]),
     index_heads=st.sampled_from([8, 32, 64]),
     kind=KINDS,
-    neox=st.booleans(),
+    indexer=st.sampled_from(list(INDEXERS)),
     seed=st.integers(0, 2**32 - 1),
 )
+@example(3, 8, 32, "normal", "neighbours, fused by SGLang", 0)
 @settings(deadline=None, max_examples=20)
-def test_queries_and_gates(rows, heads, index_heads, kind, neox, seed):
+def test_queries_and_gates(rows, heads, index_heads, kind, indexer, seed):
     generator = torch.Generator().manual_seed(seed)
-    weights = layer(256, neox, generator)
+    weights = layer(256, indexer, generator)
     query = values(kind, rows, index_heads, GROUP, generator=generator)
-    gates = torch.randn(rows, index_heads, generator=generator)
+    gates = torch.randn(rows, GROUP + index_heads, generator=generator)[:, GROUP:]
+    gates = gates.bfloat16() if weights.index_fused else gates
     q_rope = values(kind, rows, heads, 128 + ROPE, generator=generator)[..., 128:]
     positions = torch.randint(POSITIONS, (rows,), generator=generator)
     ours = rope_quantise(query, gates, q_rope, weights, positions)
@@ -138,7 +146,7 @@ def test_refuses_what_it_would_misread(name, change):
     arguments = {
         "qkv": torch.zeros(2, 256 + LATENT + ROPE, dtype=torch.bfloat16),
         "key": torch.zeros(2, GROUP, dtype=torch.bfloat16),
-        "weights": layer(256, True, torch.Generator()),
+        "weights": layer(256, "halves", torch.Generator()),
         "positions": torch.zeros(2, dtype=torch.int64),
         "slots": torch.ones(2, dtype=torch.int64),
         "kv_cache": kv,
@@ -148,3 +156,18 @@ def test_refuses_what_it_would_misread(name, change):
     arguments[name] = change(arguments[name])
     with pytest.raises(ValueError, match=f"{name} is .*does not fit"):
         norm_rope_store(**arguments)
+
+
+def test_gates_come_as_sglang_has_them():
+    """Where SGLang fuses the indexer its gates are bfloat16, and elsewhere float32."""
+    query, q_rope = torch.zeros(1, 8, GROUP, dtype=torch.bfloat16), torch.zeros(1, 8, ROPE, dtype=torch.bfloat16)
+    for indexer, (_, fused) in INDEXERS.items():
+        gates, weights = torch.zeros(1, 8), layer(256, indexer, torch.Generator())
+        positions = torch.zeros(1, dtype=torch.int64)
+        with pytest.raises(ValueError, match=r"gates is .*does not fit"):
+            rope_quantise(query, gates if fused else gates.bfloat16(), q_rope, weights, positions)
+
+
+def test_sglangs_fused_indexer_rotates_neighbours_alone():
+    weights = replace(layer(256, "halves", torch.Generator()), index_fused=True)
+    assert "rotate halves" in weights.problem()

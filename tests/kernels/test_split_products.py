@@ -7,7 +7,7 @@ import torch
 
 from nsa_backend.kernels.layer_front_torch import product_torch
 from nsa_backend.kernels.layer_front_weights import GROUP
-from nsa_backend.kernels.split_products import MOST_ROWS, counters, split_products
+from nsa_backend.kernels.split_products import MOST_ROWS, TILE_OF_QUERIES, counters, split_products
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
 
 NAN = 0x7F
@@ -33,7 +33,7 @@ def inputs(rows: int, inner: int, far_apart: bool, device: str) -> tuple[torch.T
     return x, scales if far_apart else scales.contiguous()
 
 
-OF_A_LAYER = 7168, (2112, 128)
+OF_A_LAYER = {"first": (7168, (2112, 128), None), "queries": (1536, (3072, 8192), TILE_OF_QUERIES)}
 """Of DeepSeek-V3.2: too large for the interpreter."""
 
 
@@ -42,18 +42,48 @@ OF_A_LAYER = 7168, (2112, 128)
     [(1, 1024, (192, 128)), (5, 512, (64, 64)), (16, 1152, (320, 128)), (17, 640, (192, 64)), (32, 1024, (64, 256))],
 )
 @pytest.mark.parametrize("far_apart", [True, False])
-def test_products(device, rows, inner, widths, far_apart):
-    check_products(device, rows, inner, widths, far_apart)
+@pytest.mark.parametrize("tile", [None, TILE_OF_QUERIES])
+def test_products(device, rows, inner, widths, far_apart, tile):
+    check_products(device, rows, inner, widths, far_apart, tile)
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 512, (192, 160)), (32, 640, (64, 32))])
+def test_one_product_and_gates_in_bfloat16(device, rows, inner, columns):
+    check_joined(device, rows, inner, *columns)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 16, 32])
+def test_one_product_and_gates_of_a_layer_of_glm(rows):
+    check_joined("cuda", rows, 6144, 2624, 160)
+
+
+def check_joined(device, rows, inner, columns, joined):
+    """Where the index key's columns are with the gates, as in GLM-5: the same bits as beside a second product."""
+    torch.manual_seed(rows)
+    x, scales = inputs(rows, inner, True, device)
+    first, second = (weight(width, inner, device) for width in (columns, 128))
+    hidden, others = torch.randn(rows, inner, device=device).bfloat16(), torch.randn(joined, inner, device=device).bfloat16()
+    arrived, whole = counters(first[0], None, others), counters(first[0], second[0], others)
+    found = split_products(x, scales, first, None, arrived, gates=(hidden, others), gates_dtype=torch.bfloat16)
+    beside = split_products(x, scales, first, second, whole, gates=(hidden, others))
+    assert not arrived.any()
+    assert [out.shape for out in found] == [(rows, columns), (rows, joined)]
+    assert torch.equal(found[0], beside[0])
+    assert torch.equal(found[1], beside[2].bfloat16())
+    assert found[1].dtype == torch.bfloat16
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 4, 16, 32])
 @pytest.mark.parametrize("far_apart", [True, False])
-def test_products_of_a_layer(rows, far_apart):
-    check_products("cuda", rows, *OF_A_LAYER, far_apart)
+@pytest.mark.parametrize("which", OF_A_LAYER)
+def test_products_of_a_layer(rows, far_apart, which):
+    inner, widths, tile = OF_A_LAYER[which]
+    check_products("cuda", rows, inner, widths, far_apart, tile)
 
 
-def check_products(device, rows, inner, widths, far_apart):
+def check_products(device, rows, inner, widths, far_apart, tile=None):
     torch.manual_seed(rows)
     x, scales = inputs(rows, inner, far_apart, device)
     weights = [weight(width, inner, device) for width in widths]
@@ -61,8 +91,8 @@ def check_products(device, rows, inner, widths, far_apart):
     hidden.copy_(torch.randn(rows, inner, device=device))
     gates = torch.randn(64, inner, device=device).bfloat16()
     arrived = counters(weights[0][0], weights[1][0], gates)
-    found, again = (split_products(x, scales, *weights, arrived, gates=(hidden, gates)) for _ in range(2))
-    two = split_products(x, scales, *weights, counters(weights[0][0], weights[1][0]))
+    found, again = (split_products(x, scales, *weights, arrived, tile, gates=(hidden, gates)) for _ in range(2))
+    two = split_products(x, scales, *weights, counters(weights[0][0], weights[1][0]), tile)
     assert not arrived.any()
     assert all(torch.equal(one, other) for one, other in zip(found[:2], two, strict=True)), "the same bits without gates"
     assert torch.equal(found[2], again[2]), "the same bits, whoever arrives last"

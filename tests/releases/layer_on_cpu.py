@@ -9,6 +9,7 @@ import pytest
 import torch
 from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.layers.layernorm import LayerNorm, RMSNorm
+from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
@@ -44,6 +45,17 @@ def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         values[slots // page_size, slots % page_size] = steps.fp8(key.float() * (1 / scale)[:, None]).view(torch.uint8)
         rows.view(torch.float32)[slots // page_size, page_size * 32 + slots % page_size] = scale
 
+    def fused_key(key, cache, slots, weight, bias, eps, angles, positions, page_size):
+        key = steps.layer_norm(key, weight, bias, eps, fused=True)[:, None]
+        store(steps.rope_neighbours(key, angles[positions])[:, 0].bfloat16(), cache, slots, page_size)
+
+    def fused_query(query, gates, gate_scale, angles, positions):
+        x = steps.rope_neighbours(query.float(), angles[positions])
+        scale = x.abs().amax(-1).clamp(min=1e-4) / steps.FP8_MAX
+        return steps.fp8(x * (1 / scale)[..., None]), (gates.float() * gate_scale * scale)[..., None]
+
+    monkeypatch.setattr(dsa_indexer, "fused_k_indexer_norm_rope_store", fused_key, raising=False)
+    monkeypatch.setattr(dsa_indexer, "fused_q_indexer_rope_first_quant", fused_query, raising=False)
     monkeypatch.setattr(dsa_indexer, "can_use_dsa_fused_store", lambda *a: True)
     monkeypatch.setattr(dsa_indexer, "fused_store_index_k_cache", store)
     monkeypatch.setattr(dsa_indexer, "rotate_activation", lambda x: steps.hadamard(x.float()).to(x.dtype))
@@ -57,8 +69,11 @@ def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RotaryEmbedding, "forward", turn)
 
 
-def a_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeepseekV2AttentionMLA]:
-    """With random weights of bfloat16; while it lasts SGLang takes its branches for CUDA."""
+def a_layer(monkeypatch: pytest.MonkeyPatch, fused: bool = False) -> Iterator[DeepseekV2AttentionMLA]:
+    """With random weights of bfloat16; while it lasts SGLang takes its branches for CUDA.
+
+    Where `fused` the indexer is GLM-5's: its heads rotate neighbours, and it is what SGLang makes of it on a GPU.
+    """
     kernels_in_torch(monkeypatch)
     generator = torch.Generator().manual_seed(0)
     with one_rank(monkeypatch):
@@ -66,8 +81,20 @@ def a_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeepseekV2AttentionMLA]
         torch.set_default_dtype(torch.bfloat16)
         try:
             attention = DeepseekV2AttentionMLA(
-                CONFIG, HIDDEN, HEADS, 128, 64, 128, 256, 512, layer_id=0, max_position_embeddings=64, rope_theta=10000.0
+                SimpleNamespace(**vars(CONFIG), indexer_rope_interleave=fused),
+                HIDDEN,
+                HEADS,
+                128,
+                64,
+                128,
+                256,
+                512,
+                layer_id=0,
+                max_position_embeddings=64,
+                rope_theta=10000.0,
             )
+            if fused:
+                fuse(attention.indexer)
         finally:
             torch.set_default_dtype(before)
         for name, parameter in attention.named_parameters():
@@ -78,6 +105,14 @@ def a_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeepseekV2AttentionMLA]
         attention.indexer._forward_method = attention.indexer.forward_cuda
         monkeypatch.setattr(dsa_indexer, "_is_cuda", True)
         yield attention
+
+
+def fuse(indexer: dsa_indexer.Indexer) -> None:
+    """As its constructor has it on CUDA."""
+    assert not indexer.is_neox_style
+    indexer.use_dsa_indexer_fusion = True
+    indexer.wk_weights_proj = ReplicatedLinear(HIDDEN, 128 + INDEX_HEADS, bias=False, params_dtype=torch.bfloat16)
+    del indexer.wk, indexer.weights_proj
 
 
 def poisoned_pool() -> DSATokenToKVPool:

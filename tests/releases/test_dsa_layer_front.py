@@ -13,6 +13,7 @@ import torch
 from installed_source import signature
 from layer_on_cpu import HIDDEN, ROWS, TOPK, Backend, BlockFp8, a_layer, poisoned_pool
 from sglang.srt.layers.attention.dsa import dsa_indexer
+from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
@@ -35,6 +36,12 @@ from nsa_backend.releases import LAYER_FRONTS, installed, layer_front_problem
 def layer(monkeypatch):
     monkeypatch.setattr(take, "device_problem", lambda: None)
     yield from a_layer(monkeypatch)
+
+
+@pytest.fixture(params=[False, True], ids=["deepseek", "glm"])
+def either_layer(request, monkeypatch):
+    monkeypatch.setattr(take, "device_problem", lambda: None)
+    yield from a_layer(monkeypatch, fused=request.param)
 
 
 def prepared(attention, monkeypatch, mode, on: bool, slots, ranks: int = 1, rank: int = 0):
@@ -82,18 +89,21 @@ def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("form", [None, *Scales])
-def test_a_layer_of_sglang_leaves_the_same_caches_and_chooses_the_same(layer, monkeypatch, mode, form):
-    slots = torch.tensor([70, 200, 65, 131, 255 if mode.is_decode() else 0])
+def test_a_layer_of_sglang_leaves_the_same_caches_and_chooses_the_same(either_layer, monkeypatch, mode, form):
+    layer, slots = either_layer, torch.tensor([70, 200, 65, 131, 255 if mode.is_decode() else 0])
     assert rule.layer_problem(layer) is None
+    monkeypatch.setattr(front, "MOST_ROWS", 0)  # every projection is SGLang's
     if form is not None:
         for module, name in (
             (layer, "fused_qkv_a_proj_with_mqa"),
             (layer, "q_b_proj"),
             (layer.indexer, "wq_b"),
-            (layer.indexer, "wk"),
+            *(() if layer.indexer.use_dsa_indexer_fusion else ((layer.indexer, "wk"),)),
         ):
             setattr(module, name, BlockFp8(getattr(module, name), form))
-        monkeypatch.setattr(front, "scales_of", lambda linear: linear.form)
+        for module in (front, projections):
+            monkeypatch.setattr(module, "scales_of", lambda linear: linear.form)
+            monkeypatch.setattr(module, "counters", lambda *weights: None, raising=False)
         monkeypatch.setattr(front, "quantised", lambda x, scales: steps.quantise(x.float(), scales))
     ours, theirs = (prepared(layer, monkeypatch, mode, on, slots) for on in (True, False))
     assert_same_bits(ours, theirs)
@@ -117,12 +127,12 @@ def test_ranks_that_divide_the_kv_write_their_own_and_gather_queries(layer, monk
         assert "whole" in rule.layer_problem(layer)
 
 
-def test_few_rows_take_all_first_products_from_one_launch(layer, monkeypatch):
-    layer.fused_qkv_a_proj_with_mqa, layer.indexer.wk, layer.q_b_proj, layer.indexer.wq_b = linears = [
-        BlockFp8(linear, Scales.EXACT)
-        for linear in (layer.fused_qkv_a_proj_with_mqa, layer.indexer.wk, layer.q_b_proj, layer.indexer.wq_b)
-    ]
-    for linear in linears[:2]:
+def test_few_rows_take_all_products_from_two_launches(either_layer, monkeypatch):
+    layer, fused = either_layer, either_layer.indexer.use_dsa_indexer_fusion
+    paths = ["fused_qkv_a_proj_with_mqa", "q_b_proj", "indexer.wq_b", *([] if fused else ["indexer.wk"])]
+    for path in paths:
+        layer.set_submodule(path, BlockFp8(layer.get_submodule(path), Scales.EXACT))
+    for linear in (layer.get_submodule(path) for path in paths):
         linear.weight = torch.nn.Parameter(linear.weight.to(torch.float8_e4m3fn), requires_grad=False)
         rows, columns = linear.weight.shape
         linear.weight_scale_inv = torch.ones(-(-rows // 128), columns // 128)
@@ -136,11 +146,8 @@ def test_few_rows_take_all_first_products_from_one_launch(layer, monkeypatch):
         with monkeypatch.context() as own:
             if most == ROWS:
                 own.setattr(layer.indexer, "_weights_proj_bf16_in_fp32_out", lambda x: 1 / 0)
-                own.setattr(
-                    BlockFp8,
-                    "forward",
-                    lambda linear, x, whole=BlockFp8.forward: whole(linear, x) if linear in linears[2:] else 1 / 0,
-                )
+                for kind in (BlockFp8, ReplicatedLinear):
+                    own.setattr(kind, "forward", lambda *arguments: 1 / 0)
             found.append(prepared(layer, monkeypatch, ForwardMode.DECODE, True, slots))
     for one, other in zip(*(given["kv"][slots].float() for given in found), strict=True):
         assert (one - other).norm() < 0.01 * other.norm()
@@ -189,7 +196,6 @@ def test_the_layer_calls_what_is_replaced_as_it_is_replaced():
     ("part", "name", "value", "why"),
     [
         ("", "indexer", None, "earlier layer"),
-        ("indexer", "use_dsa_indexer_fusion", True, "SGLang fuses"),
         ("q_b_proj", "set_lora", True, "LoRA"),
         ("", "learnable_sink_param", 1, "sinks"),
         ("", "use_deep_gemm_bmm", True, "absorbed"),
@@ -281,6 +287,30 @@ def test_the_look_at_start_sees_other_bits(layer, monkeypatch, dtype, scales, br
         "set_mla_kv_buffer_triton": {"KV"},
     }[broken]  # fmt: skip
     assert broken or differing_parts(layer, kv, scales, rows=2) == []
+
+
+@pytest.mark.parametrize("broken", [None, "fused_k_indexer_norm_rope_store", "fused_q_indexer_rope_first_quant"])
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+@pytest.mark.parametrize("either_layer", [True], indirect=True, ids=["glm"])
+def test_the_look_at_start_sees_other_bits_of_a_fused_indexer(either_layer, monkeypatch, broken):
+    from sglang.kernels.ops.attention.dsa import indexer_k, indexer_q
+    from sglang.kernels.ops.kvcache import mla_buffer
+
+    monkeypatch.setattr(
+        mla_buffer,
+        "set_mla_kv_buffer_triton",
+        lambda cache, slots, *parts: cache.index_put_((slots[slots != 0],), torch.cat(parts, -1)[slots != 0]),
+    )
+    for module, name in ((indexer_k, "fused_k_indexer_norm_rope_store"), (indexer_q, "fused_q_indexer_rope_first_quant")):
+        whole, nudged = getattr(dsa_indexer, name), (lambda x: x.flip(-1)) if name == broken else (lambda x: x)
+        monkeypatch.setattr(module, name, lambda x, *rest, whole=whole, nudged=nudged: whole(nudged(x), *rest))
+    found = differing_parts(either_layer, torch.empty(1, 1, 576, dtype=torch.bfloat16), None, rows=3)
+    parts = {
+        "fused_k_indexer_norm_rope_store": ["index keys"],
+        "fused_q_indexer_rope_first_quant": ["index query", "gates"],
+    }
+    assert [part for part in found if "normal" in part] == [f"{part} of normal rows" for part in parts.get(broken, [])]
+    assert broken or found == []
 
 
 @pytest.mark.parametrize(("scale_fmt", "form"), [(None, Scales.EXACT), ("ue8m0", Scales.POWERS_OF_TWO)])

@@ -22,9 +22,8 @@ def norm_rope_store(
     q_scales: Scales | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `kernels.layer_front.norm_rope_store` does, with the layer `attention`; changes `qkv`, and wants `slots` dense."""
+    from sglang.kernels.ops.attention.dsa.indexer_k import fused_k_indexer_norm_rope_store
     from sglang.kernels.ops.kvcache.dsa_fused_store_index_cache import fused_store_index_k_cache
-    from sglang.kernels.ops.kvcache.mla_buffer import set_mla_kv_buffer_triton
-    from sglang.kernels.ops.quantization.dsa_quant_k_cache import quantize_k_cache_separate
     from sglang.srt.layers.attention.dsa.dsa_indexer import rotate_activation
 
     indexer, latent = attention.indexer, attention.kv_lora_rank
@@ -33,30 +32,49 @@ def norm_rope_store(
     k_nope = attention.kv_a_layernorm(latent_cache[..., :latent]).unsqueeze(1)
     k_pe = latent_cache[..., latent:].unsqueeze(1)
     _, k_pe = attention.rotary_emb(positions, torch.empty_like(k_pe), k_pe)
+    write_kv(kv_cache, slots, k_nope, k_pe)
+    norm = indexer.k_norm
+    if indexer.use_dsa_indexer_fusion:
+        angles = indexer.rotary_emb.cos_sin_cache
+        normed_with = (norm.weight, norm.bias, norm.variance_epsilon)
+        fused_k_indexer_norm_rope_store(key, index_cache, slots, *normed_with, angles, positions, PAGE_SIZE)
+    else:
+        key = norm(key)
+        k_rope = key[..., : indexer.rope_head_dim]
+        _, k_rope = indexer.rotary_emb(positions, torch.empty_like(k_rope), k_rope)
+        indexer._update_rope_guarded(key[..., : indexer.rope_head_dim], k_rope)
+        fused_store_index_k_cache(rotate_activation(key), index_cache, slots, PAGE_SIZE)
+    q = quantised(q, q_scales)
+    return (q, None) if q_scales is None else q
+
+
+def write_kv(kv_cache: torch.Tensor, slots: torch.Tensor, k_nope: torch.Tensor, k_pe: torch.Tensor) -> None:
+    """What SGLang's pool does with a layer's KV, each [rows, 1, width]."""
+    from sglang.kernels.ops.kvcache.mla_buffer import set_mla_kv_buffer_triton
+    from sglang.kernels.ops.quantization.dsa_quant_k_cache import quantize_k_cache_separate
+
     if kv_cache.dtype != torch.bfloat16:
         k_nope, k_pe = quantize_k_cache_separate(k_nope, k_pe)
     set_mla_kv_buffer_triton(kv_cache.view(k_nope.dtype), slots, k_nope, k_pe)
-    key = indexer.k_norm(key)
-    k_rope = key[..., : indexer.rope_head_dim]
-    _, k_rope = indexer.rotary_emb(positions, torch.empty_like(k_rope), k_rope)
-    indexer._update_rope_guarded(key[..., : indexer.rope_head_dim], k_rope)
-    fused_store_index_k_cache(rotate_activation(key), index_cache, slots, PAGE_SIZE)
-    q = quantised(q, q_scales)
-    return (q, None) if q_scales is None else q
 
 
 def rope_quantise(
     attention: Any, query: torch.Tensor, gates: torch.Tensor, q_rope: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `kernels.layer_front.rope_quantise` does, with the layer `attention`; changes `query` and `q_rope`."""
+    from sglang.kernels.ops.attention.dsa.indexer_q import fused_q_indexer_rope_first_quant
     from sglang.kernels.ops.quantization.act_quant_triton import act_quant
     from sglang.srt.layers.attention.dsa.dsa_indexer import rotate_activation
 
     indexer = attention.indexer
+    q_rope, _ = attention.rotary_emb(positions, q_rope, torch.empty_like(q_rope[:, :1]))
+    if indexer.use_dsa_indexer_fusion:
+        scale = indexer.softmax_scale * indexer.n_heads**-0.5
+        angles = indexer.rotary_emb.cos_sin_cache
+        return *fused_q_indexer_rope_first_quant(query.contiguous(), gates, scale, angles, positions), q_rope
     turned = query[..., : indexer.rope_head_dim]
     turned, _ = indexer.rotary_emb(positions, turned, torch.empty_like(turned[:, :1]))
     indexer._update_rope_guarded(query[..., : indexer.rope_head_dim], turned)
     values, scale = act_quant(rotate_activation(query), indexer.block_size, indexer.scale_fmt)
     weights = (gates * indexer.n_heads**-0.5).unsqueeze(-1) * scale * indexer.softmax_scale
-    q_rope, _ = attention.rotary_emb(positions, q_rope, torch.empty_like(q_rope[:, :1]))
     return values, weights, q_rope

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.runtime_context import get_parallel
 
-from nsa_backend.adapters.dsa.layer_front.projections import FirstProducts, quantised, scales_of
+from nsa_backend.adapters.dsa.layer_front.projections import FirstProducts, QueryProducts, quantised, scales_of
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.adapters.sglang_types import ForwardBatch
@@ -28,7 +28,7 @@ class LayerFront:
         self.attention = attention
         self.own: Callable = attention.forward_absorb_prepare
         self.backends = backends
-        self.first_products = FirstProducts.of(attention)
+        self.first_products, self.query_products = FirstProducts.of(attention), QueryProducts.of(attention)
         # Of the KV of requests, where ranks divide it; an MTP layer has all.
         self.part = {"ranks": attention.dcp_size, "rank": get_parallel().attn_dcp_rank} if attention.dcp_size > 1 else {}
 
@@ -79,7 +79,7 @@ class LayerFront:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(rotated part of the query, its absorbed part, chosen slots).
 
-        The query's own projection, which is the shorter one, and its absorption run beside the indexer's.
+        The absorption of the query runs beside the indexer; its projection too, where it has a launch of its own.
         """
         from sglang.srt.layers.attention.dsa import dsa_indexer
         from sglang.srt.layers.dcp import all_gather_q_for_mla_decode
@@ -88,7 +88,7 @@ class LayerFront:
 
         attention, indexer, pool = self.attention, self.attention.indexer, get_token_to_kv_pool()
         weights, side = weights_of(attention), SideStream(attention.alt_stream)
-        x_scales, q_scales = scales_of(indexer.wk), scales_of(indexer.wq_b)
+        x_scales, q_scales = scales_of(attention.fused_qkv_a_proj_with_mqa), scales_of(indexer.wq_b)
 
         x = quantised(hidden_states, x_scales)
         if self.first_products is not None and 0 < len(hidden_states) <= MOST_ROWS:
@@ -100,8 +100,10 @@ class LayerFront:
             else:
                 qkv = attention.fused_qkv_a_proj_with_mqa(x)[0]
             with side.running():
-                key = indexer.wk(x)[0]
-                gates = indexer._weights_proj_bf16_in_fp32_out(hidden_states)
+                if weights.index_fused:
+                    key, gates = indexer.wk_weights_proj(hidden_states)[0].split([indexer.head_dim, indexer.n_heads], dim=-1)
+                else:
+                    key, gates = indexer.wk(x)[0], indexer._weights_proj_bf16_in_fp32_out(hidden_states)
             side.join()
         if hasattr(pool, "invalidate_index_buffer_for_layer"):
             pool.invalidate_index_buffer_for_layer(attention.layer_id)
@@ -111,18 +113,19 @@ class LayerFront:
         q, scales = norm_rope_store(qkv, key, weights, positions, slots, kv_cache, index_cache, q_scales, **self.part)
         normed = q if scales is None else (q, scales)
 
-        side.fork()
-        if attention.alt_stream is None:
-            index_query = indexer.wq_b(normed)[0]
+        if self.query_products is not None and 0 < len(hidden_states) <= MOST_ROWS:
+            query, index_query = self.query_products(normed)
         else:
-            with configure_deep_gemm_num_sms(indexer.half_device_sm_count):  # as SGLang does where it runs two at once
+            side.fork()
+            if attention.alt_stream is None:
                 index_query = indexer.wq_b(normed)[0]
-        with side.running():
-            if scales is None:
-                query = attention.q_b_proj_forward(q)
             else:
-                query = attention.q_b_proj(normed)[0].view(-1, attention.num_local_heads, attention.qk_head_dim)
-        side.join()
+                with configure_deep_gemm_num_sms(indexer.half_device_sm_count):  # as SGLang does where it runs two at once
+                    index_query = indexer.wq_b(normed)[0]
+            with side.running():
+                query = attention.q_b_proj_forward(q) if scales is None else attention.q_b_proj(normed)[0]
+            side.join()
+        query = query.view(-1, attention.num_local_heads, attention.qk_head_dim)
         side.fork()
         q_nope, q_rope = query.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=-1)
         index_query = index_query.view(-1, indexer.n_heads, indexer.head_dim)

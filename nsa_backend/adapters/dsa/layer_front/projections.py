@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
-from nsa_backend.kernels.split_products import GATES, LEAST_INNER, counters, split_products
+from nsa_backend.kernels.split_products import GATES, LEAST_INNER, TILE_OF_QUERIES, counters, split_products
 
 if TYPE_CHECKING:
     from sglang.srt.layers.linear import LinearBase
@@ -64,25 +64,58 @@ def quantised(x: torch.Tensor, scales: Scales | None) -> Any:
     return quantise(x, GROUP, column_major_scales=True, scale_tma_aligned=True, scale_ue8m0=False)
 
 
+def product(linear: LinearBase) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block-FP8 weights as `split_products` takes them."""
+    return linear.weight, linear.weight_scale_inv
+
+
 @dataclass(frozen=True)
 class FirstProducts:
     """qkv_a, wk and weights_proj of one layer in one launch, for few rows; their weights as they are at every call."""
 
     qkv_a: LinearBase
-    wk: LinearBase
+    wk: LinearBase | None  # None where `gates` has the index key's columns first
     gates: LinearBase
     arrived: torch.Tensor
 
     @classmethod
     def of(cls, attention: Any) -> FirstProducts | None:
         """Of a DeepseekV2AttentionMLA with block-FP8 weights wide enough for it to pay, or None."""
-        qkv_a, wk = attention.fused_qkv_a_proj_with_mqa, attention.indexer.wk
-        gates = attention.indexer.weights_proj
-        if wk.weight.shape[1] < LEAST_INNER or scales_of(wk) is None or gates.weight.shape[0] % GATES:
+        qkv_a, indexer = attention.fused_qkv_a_proj_with_mqa, attention.indexer
+        wk, gates = (None, indexer.wk_weights_proj) if indexer.use_dsa_indexer_fusion else (indexer.wk, indexer.weights_proj)
+        if qkv_a.weight.shape[1] < LEAST_INNER or scales_of(qkv_a) is None or gates.weight.shape[0] % GATES:
             return None
-        return cls(qkv_a, wk, gates, counters(qkv_a.weight, wk.weight, gates.weight))
+        return cls(qkv_a, wk, gates, counters(qkv_a.weight, None if wk is None else wk.weight, gates.weight))
 
     def __call__(self, hidden: torch.Tensor, x: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """bfloat16 [rows, columns] of qkv_a and wk, float32 of the gates; `x` is what `quantised` gives of `hidden`."""
-        products = [(linear.weight, linear.weight_scale_inv) for linear in (self.qkv_a, self.wk)]
-        return split_products(*x, *products, self.arrived, gates=(hidden, self.gates.weight))
+        """bfloat16 [rows, columns] of qkv_a and wk, and the gates as SGLang has them: float32, bfloat16 where it joins both.
+
+        `x` is what `quantised` gives of `hidden`.
+        """
+        qkv_a, wk = (None if linear is None else product(linear) for linear in (self.qkv_a, self.wk))
+        others = {"gates": (hidden, self.gates.weight)}
+        if wk is not None:
+            return split_products(*x, qkv_a, wk, self.arrived, **others)
+        qkv, joined = split_products(*x, qkv_a, None, self.arrived, **others, gates_dtype=torch.bfloat16)
+        return qkv, joined[:, :GROUP], joined[:, GROUP:]
+
+
+@dataclass(frozen=True)
+class QueryProducts:
+    """q_b and wq_b of one layer in one launch, for few rows; their weights as they are at every call."""
+
+    q_b: LinearBase
+    wq_b: LinearBase
+    arrived: torch.Tensor
+
+    @classmethod
+    def of(cls, attention: Any) -> QueryProducts | None:
+        """Of a DeepseekV2AttentionMLA with block-FP8 weights, or None."""
+        q_b, wq_b = attention.q_b_proj, attention.indexer.wq_b
+        if scales_of(q_b) is None or scales_of(wq_b) is None:
+            return None
+        return cls(q_b, wq_b, counters(q_b.weight, wq_b.weight))
+
+    def __call__(self, x: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """bfloat16 [rows, columns] of each; `x` is FP8 and its scales."""
+        return split_products(*x, product(self.q_b), product(self.wq_b), self.arrived, TILE_OF_QUERIES)

@@ -38,6 +38,7 @@ def weights_of(attention: Any) -> FrontWeights:
         norm.variance_epsilon,
         attention.rotary_emb.is_neox_style,
         indexer.rotary_emb.is_neox_style,
+        indexer.use_dsa_indexer_fusion,
     )
 
 
@@ -51,8 +52,8 @@ def layer_problem(attention: Any) -> str | None:
         return "it takes the selection of an earlier layer"
     if type(indexer) is not Indexer:
         return f"its indexer is {type(indexer).__name__}"
-    if indexer.use_dsa_indexer_fusion:
-        return "SGLang fuses the indexer of models whose index heads rotate neighbours"
+    fused = indexer.use_dsa_indexer_fusion
+    gates = indexer.wk_weights_proj if fused else indexer.weights_proj
     odd = {
         "it has a gate": hasattr(attention, "prepare_attention_output_gate"),
         "it has learned sinks": getattr(attention, "learnable_sink_param", None) is not None,
@@ -63,8 +64,8 @@ def layer_problem(attention: Any) -> str | None:
         or attention.w_kc.dtype != torch.bfloat16
         or attention.use_deep_gemm_bmm,
         "its index heads are not 128 wide": indexer.head_dim != GROUP or bool(indexer.n_heads % HEADS),
-        "weights_proj has LoRA adapters or is not bfloat16": getattr(indexer.weights_proj, "set_lora", False)
-        or indexer.weights_proj.weight.dtype != torch.bfloat16,
+        "weights_proj has LoRA adapters or is not bfloat16": getattr(gates, "set_lora", False)
+        or gates.weight.dtype != torch.bfloat16,
         "its norms are of another kind": type(indexer.k_norm) is not LayerNorm
         or any(
             type(norm) is not RMSNorm or norm.variance_size_override is not None or norm.cast_x_before_out_mul
@@ -76,7 +77,7 @@ def layer_problem(attention: Any) -> str | None:
         return found
     try:
         after_norm = {scales_of(linear) for linear in (attention.q_b_proj, indexer.wq_b)}
-        before = {scales_of(linear) for linear in (attention.fused_qkv_a_proj_with_mqa, indexer.wk)}
+        before = {scales_of(linear) for linear in (attention.fused_qkv_a_proj_with_mqa, *(() if fused else (indexer.wk,)))}
     except ValueError as problem:
         return str(problem)
     if len(after_norm) > 1 or len(before) > 1:

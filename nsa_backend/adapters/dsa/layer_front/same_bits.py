@@ -64,6 +64,8 @@ def differing_parts(attention: Any, kv_cache: torch.Tensor, scales: Scales | Non
         query = rows_of(kind, rows, attention.indexer.n_heads, GROUP, device=device)
         q_rope = rows_of(kind, rows, attention.num_local_heads, weights.rope, device=device)
         gates = torch.randn(rows, attention.indexer.n_heads, device=device)
+        if weights.index_fused:  # as columns of a product that has the index key's before them
+            gates = torch.cat((torch.zeros_like(key), gates.bfloat16()), dim=1)[:, GROUP:]
         ours = layer_front.rope_quantise(query, gates, q_rope, weights, positions)
         theirs = builtin.rope_quantise(attention, query.clone(), gates, q_rope.clone(), positions)
         pairs |= dict(zip(("index query", "gates", "rotated query"), zip(ours, theirs, strict=True), strict=True))

@@ -1,0 +1,146 @@
+"""The section `whole_front` of bench attention: a layer up to its index scores, projections and writes to both caches with it.
+
+SGLang's own layer and the same with our front, each as captured graphs record it, on two streams. The selection is left out on
+both sides. Layers take turns, so that no weight is in the L2 cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, kernel_us
+from nsa_backend.benchmarks.reports.cells import Cell
+from nsa_backend.benchmarks.reports.report import print_table
+from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
+from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.releases import layer_front_problem
+from nsa_backend.testing.whole_layer import POSITIONS, SHAPES, TOPK, whole_layer
+
+ROWS = (1, 4, 8, 16, 32, 64, 128)
+LAYERS = 8
+"""Whose weights take 300 MB or more."""
+
+
+class Backend:
+    """As much of ours as a layer asks for."""
+
+    def __init__(self, pool: Any):
+        self.token_to_kv_pool = pool
+
+    def get_indexer_metadata(self, layer_id: int, batch: Any) -> object:
+        return object()
+
+
+def cells(rows: list[int] | None, samples: int) -> list[Cell]:
+    """A cell a model, KV dtype and number of rows; none where the release has other layers."""
+    if layer_front_problem() is not None:
+        return []
+    return [
+        Cell(f"whole front, {model}, {kv}, {n} rows", functools.partial(measure, model, kv, n, samples), "whole_front")
+        for model in SHAPES
+        for kv in ("bf16", "fp8")
+        for n in rows or ROWS
+    ]
+
+
+def measure(model: str, kv: str, rows: int, samples: int) -> list[dict]:
+    """One row of microseconds and launches a layer by side, and the least and the most."""
+    with fronts(model, kv, rows) as sides:
+        graphs = {name: captured_graph(lambda calls=calls: [call() for call in calls]) for name, calls in sides.items()}
+    times = interleaved({name: graph.replay for name, graph in graphs.items()}, LAYERS, samples)
+    return [
+        {
+            "model": model,
+            "kv": kv,
+            "rows": rows,
+            "us": {name: round(us, 2) for name, (us, _) in times.items()},
+            "min_max": {name: [round(x, 2) for x in spread] for name, (_, spread) in times.items()},
+            "launches": {name: round(kernel_us(graph.replay, 1)[1] / LAYERS, 1) for name, graph in graphs.items()},
+        }
+    ]
+
+
+def show(rows: list[dict]) -> None:
+    """A line a cell and side."""
+    table = [
+        (r["model"], r["kv"], r["rows"], name, us, "{:.2f} to {:.2f}".format(*r["min_max"][name]), r["launches"][name])
+        for r in rows
+        for name, us in r["us"].items()
+    ]
+    if table:
+        print_table(("model", "KV", "rows", "front", "us a layer", "least to most", "launches"), table)
+
+
+@contextlib.contextmanager
+def fronts(model: str, kv: str, rows: int, device: str = "cuda") -> Iterator[dict[str, list[Callable[[], object]]]]:
+    """By side, a call a layer; while it lasts SGLang's layer is as captures of target_verify have it, but for its selection."""
+    from sglang.srt.layers.attention.dsa import dsa_indexer
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+    from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    from nsa_backend.adapters.dsa.layer_front.builtin import write_kv
+    from nsa_backend.adapters.dsa.layer_front.front import LayerFront
+
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    layers = [whole_layer(model, stream, device) for _ in range(LAYERS)]
+    pool = one_layers_pool(-(-rows // PAGE_SIZE) + 1, kv, device)
+    x = torch.randn(rows, SHAPES[model]["hidden"], device=device).bfloat16()
+    positions, slots = torch.randint(POSITIONS, (rows,), device=device), PAGE_SIZE + torch.arange(rows, device=device)
+    chosen = torch.zeros(rows, TOPK, dtype=torch.int32, device=device)
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.TARGET_VERIFY, out_cache_loc=slots, seq_lens=torch.ones(rows), seq_lens_cpu=torch.ones(rows),
+        attn_cp_metadata=None,
+    )  # fmt: skip
+    asked = SimpleNamespace(input_scattered=False, layer=None)
+    asked.fetch_qkv_latent = lambda: asked.layer.prepare_qkv_latent(x, batch)
+
+    def call(layer: Any, prepare: Callable, writes: bool) -> None:
+        asked.layer = layer
+        _, k_rope, _, k_nope, *_ = prepare(positions, x, batch, None, None, None)
+        if writes:
+            write_kv(pool.kv, slots, k_nope, k_rope)
+
+    def sides(own: DeepseekV2AttentionMLA) -> dict[str, Callable[[], None]]:
+        apart = LayerFront(own, (Backend,))
+        apart.query_products = None
+        return {
+            "ours": functools.partial(call, own, LayerFront(own, (Backend,)), False),
+            "ours, q_b and wq_b apart": functools.partial(call, own, apart, False),
+            "SGLang's": functools.partial(call, own, own.forward_absorb_prepare, True),
+        }
+
+    patched = (
+        mock.patch.object(dsa_indexer.Indexer, "_get_topk_paged", return_value=chosen),
+        mock.patch.object(forward_mla.DeepseekMLAForwardMixin, "_fuse_rope_for_trtllm_mla", return_value=False),
+        mock.patch.object(forward_mla, "get_attn_tp_context", return_value=asked),
+        mock.patch("sglang.srt.layers.layer_boundary.get_attn_tp_context", return_value=asked),
+    )
+    with contextlib.ExitStack() as stack:
+        for patch in (*patched, model_capture_mode(), torch.no_grad()):
+            stack.enter_context(patch)
+        stack.enter_context(forward_context(ForwardContext(attn_backend=Backend(pool))))
+        by_layer = [sides(layer) for layer in layers]
+        yield {name: [of_layer[name] for of_layer in by_layer] for name in by_layer[0]}
+
+
+def one_layers_pool(pages: int, kv: str, device: str) -> Any:
+    """SGLang's own, of one layer, without what else it allocates."""
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    width, dtype = (576, torch.bfloat16) if kv == "bf16" else (656, torch.float8_e4m3fn)
+    pool = DSATokenToKVPool.__new__(DSATokenToKVPool)
+    pool.kv = torch.zeros(pages * PAGE_SIZE, 1, width, device=device).to(dtype)
+    pool.index_keys = torch.zeros(pages, INDEX_PAGE_BYTES, dtype=torch.uint8, device=device)
+    pool.index_page_size, pool.get_key_buffer = PAGE_SIZE, lambda layer_id: pool.kv
+    pool.get_index_k_with_scale_buffer = lambda layer_id: pool.index_keys
+    return pool

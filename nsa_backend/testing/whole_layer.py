@@ -1,0 +1,62 @@
+"""SGLang 0.5.23's own attention layer of a released model with random block-FP8 weights, as one of eight ranks has it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from nsa_backend.kernels.layer_front_weights import GROUP
+from nsa_backend.testing.shape import LATENT, ROPE
+
+SHAPES = {
+    "deepseek-v3.2": {
+        "hidden": 7168,
+        "heads": 16,
+        "nope": 128,
+        "v": 128,
+        "q_rank": 1536,
+        "index_heads": 64,
+        "neighbours": False,
+    },
+    "glm-5.1": {"hidden": 6144, "heads": 8, "nope": 192, "v": 256, "q_rank": 2048, "index_heads": 32, "neighbours": True},
+}
+"""`neighbours`: how index heads rotate; SGLang fuses the indexer of such models."""
+SCALES = {"deepseek-v3.2": "ue8m0", "glm-5.1": None}
+"""scale_fmt of the released checkpoints."""
+POSITIONS, TOPK = 4096, 2048
+
+
+def whole_layer(model: str, side_stream: torch.cuda.Stream | None, device: str = "cuda") -> Any:
+    """A DeepseekV2AttentionMLA of `model` (of SHAPES), whose projections DeepGEMM multiplies on Hopper."""
+    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    shape = SHAPES[model]
+    config = SimpleNamespace(
+        architectures=["DeepseekV32ForCausalLM"], rms_norm_eps=1e-6, index_topk=TOPK, index_n_heads=shape["index_heads"],
+        index_head_dim=128, num_hidden_layers=1, rope_interleave=True, indexer_rope_interleave=shape["neighbours"],
+    )  # fmt: skip
+    quantised, before = Fp8Config(True, "dynamic", None, [GROUP, GROUP], scale_fmt=SCALES[model]), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            layer = DeepseekV2AttentionMLA(
+                config, shape["hidden"], shape["heads"], shape["nope"], ROPE, shape["v"], shape["q_rank"], LATENT, layer_id=0,
+                max_position_embeddings=POSITIONS, quant_config=quantised, alt_stream=side_stream,
+            )  # fmt: skip
+    finally:
+        torch.set_default_dtype(before)
+    for module in layer.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if name == "weight_scale_inv":
+                parameter.data = torch.rand_like(parameter) * 1e-2
+            else:
+                drawn = 0.5 * torch.randn(parameter.shape, device=device) + ("norm" in type(module).__name__.lower())
+                parameter.data = drawn.to(parameter.dtype)
+        if type(getattr(module, "quant_method", None)) is Fp8LinearMethod:
+            module.quant_method.process_weights_after_loading(module)
+    layer.w_kc = torch.randn(shape["heads"], shape["nope"], LATENT, device=device).bfloat16()
+    layer.current_attention_backend = "dsa"
+    return layer
