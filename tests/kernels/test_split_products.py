@@ -11,6 +11,9 @@ from nsa_backend.kernels.split_products import MOST_ROWS, TILE_OF_QUERIES, count
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
 
 NAN = 0x7F
+SUMMED = 2**-10
+"""Of the sum of absolute values: Hopper's tensor cores cut the FP8 products of an instruction 13 bits below the largest. Largest
+seen on an H200: 0.3 of it over 2112 columns of 7168 values, 0.6 over 8192 of 1536, whose sums have fewer groups to average."""
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +107,7 @@ def check_products(device, rows, inner, widths, far_apart, tile=None):
         wanted = product_torch(x, scales, values, of_blocks).float()
         size = product_torch(x.float().abs(), scales, values.float().abs(), of_blocks).float()
         assert torch.equal(one, other), "the same bits, whoever arrives last"
-        assert ((one.float() - wanted).abs() <= 2**-8 * wanted.abs() + 2**-11 * size).all()
+        assert ((one.float() - wanted).abs() <= 2**-8 * wanted.abs() + SUMMED * size).all()
 
 
 @pytest.mark.parametrize(
