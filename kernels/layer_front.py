@@ -1,8 +1,10 @@
 """The front of a sparse MLA layer in two launches, each the bytes of SGLang's own sequence of small kernels.
 
-The first stands between the layer's first projections and those of the query, the second between these and the logits:
+The first stands between the layer's first projections and those of the query, the second between these and the logits, or
+where an earlier layer has selected, attention:
 
     x -> qkv_a | wk | weights_proj -> `norm_rope_store` -> q_b | wq_b -> `rope_quantise` -> logits, top-k, attention
+    x -> qkv_a                     -> `norm_rope_store` -> q_b        -> `rope_query`    -> attention
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from nsa_backend.kernels.blocks import blocks, power_of_two
-from nsa_backend.kernels.layer_front_kernel import norm_rope_store_kernel, rope_quantise_kernel
+from nsa_backend.kernels.layer_front_kernel import norm_rope_store_kernel, rope_quantise_kernel, rope_query_kernel
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
 from nsa_backend.kernels.local_slots import check_rank
 from nsa_backend.kernels.plan import PAGE_SIZE
@@ -37,12 +39,12 @@ def empty_q(rows: int, rank: int, scales: Scales | None, device: torch.device) -
 
 def norm_rope_store(
     qkv: torch.Tensor,
-    key: torch.Tensor,
+    key: torch.Tensor | None,
     weights: FrontWeights,
     positions: torch.Tensor,
     slots: torch.Tensor,
     kv_cache: torch.Tensor,
-    index_cache: torch.Tensor,
+    index_cache: torch.Tensor | None,
     q_scales: Scales | None,
     *,
     ranks: int = 1,
@@ -52,13 +54,13 @@ def norm_rope_store(
 
     Args:
         qkv: bfloat16 [rows, q rank + latent + rope], rows dense.
-        key: bfloat16 [rows, GROUP], rows dense: index keys before their norm.
+        key: bfloat16 [rows, GROUP], rows dense: index keys before their norm; None where none is written.
         weights: of the layer, whose `problem()` is None.
         positions: int64 [rows], contiguous.
         slots: int64 [rows] of any stride. Slot 0 is padding's: its KV is left as it is, as SGLang does, and its index key
             is written. Real slots differ from one another.
         kv_cache: [slots, 1, latent + rope] of bfloat16, or FP8 or uint8 rows as `sparse_decode` reads them.
-        index_cache: uint8 [pages, INDEX_PAGE_BYTES], contiguous.
+        index_cache: uint8 [pages, INDEX_PAGE_BYTES], contiguous; None as `key` is.
         q_scales: of the query's latent, for projections with FP8 weights; None for bfloat16.
         ranks: that divide slots among them, as `local_slots` says; this one is `rank`, and has KV of its own slots alone.
 
@@ -74,7 +76,6 @@ def norm_rope_store(
     _refuse(
         {
             "qkv": (qkv, torch.bfloat16, qkv.shape == (rows, q_rank + latent + rope) and qkv.stride(-1) == 1),
-            "key": (key, torch.bfloat16, key.shape == (rows, GROUP) and key.stride(-1) == 1),
             "positions": (positions, torch.int64, positions.shape == (rows,) and positions.is_contiguous()),
             "slots": (slots, torch.int64, slots.shape == (rows,)),
             "kv_cache": (
@@ -82,27 +83,25 @@ def norm_rope_store(
                 (torch.bfloat16, torch.uint8, torch.float8_e4m3fn),
                 kv_cache.shape[1] == 1 and kv_cache.stride(-1) == 1 and kv_cache.shape[2] * kv_cache.element_size() == kv_bytes,
             ),
-            "index_cache": (
-                index_cache,
-                torch.uint8,
-                index_cache.shape[1] == INDEX_PAGE_BYTES and index_cache.is_contiguous(),
-            ),
-        },
+        }
+        | ({} if key is None else _index_tensors(key, index_cache, rows)),
         rows,
     )
     q, scales = empty_q(rows, q_rank, q_scales, qkv.device)
     if rows == 0:
         return q, scales
     latents, latent_scales, k_rope = parts_of_cache(kv_cache, latent)
-    norm_rope_store_kernel[(rows, 3)](
+    indexed = key is not None
+    unread = weights.cos_sin  # stands where nothing is read or written
+    norm_rope_store_kernel[(rows, 3 if indexed else 2)](
         qkv,
-        key,
+        key if indexed else unread,
         weights.q_norm,
         weights.latent_norm,
-        weights.key_norm,
-        weights.key_bias,
+        weights.key_norm if indexed else unread,
+        weights.key_bias if indexed else unread,
         weights.cos_sin,
-        weights.index_cos_sin,
+        weights.index_cos_sin if indexed else unread,
         positions,
         slots,
         slots.stride(0),
@@ -112,8 +111,8 @@ def norm_rope_store(
         latents,
         latent_scales,
         k_rope,
-        index_cache.view(torch.float8_e4m3fn),
-        index_cache.view(torch.float32),
+        index_cache.view(torch.float8_e4m3fn) if indexed else unread,
+        index_cache.view(torch.float32) if indexed else unread,
         weights.q_eps,
         weights.latent_eps,
         weights.key_eps,
@@ -121,7 +120,7 @@ def norm_rope_store(
         LATENT=latent,
         ROPE=rope,
         QKV_STRIDE=qkv.stride(0),
-        KEY_STRIDE=key.stride(0),
+        KEY_STRIDE=key.stride(0) if indexed else 0,
         LATENT_STRIDE=latents.stride(0),
         SCALES_STRIDE=latent_scales.stride(0),
         K_ROPE_STRIDE=k_rope.stride(0),
@@ -132,6 +131,7 @@ def norm_rope_store(
         NEOX=weights.neox,
         INDEX_NEOX=weights.index_neox,
         INDEX_FUSED=weights.index_fused,
+        INDEXED=indexed,
         COMPILED=qkv.is_cuda,
         RANKS=ranks,
         RANK=rank,
@@ -168,9 +168,8 @@ def rope_quantise(
                 torch.bfloat16 if weights.index_fused else torch.float32,
                 gates.shape == (rows, index_heads) and gates.stride(1) == 1,
             ),
-            "q_rope": (q_rope, torch.bfloat16, q_rope.shape == (rows, heads, rope) and q_rope.stride(2) == 1),
-            "positions": (positions, torch.int64, positions.shape == (rows,) and positions.is_contiguous()),
-        },
+        }
+        | _query_tensors(q_rope, rope, positions, rows),
         rows,
     )
     quantised = torch.empty(rows, index_heads, GROUP, dtype=torch.float8_e4m3fn, device=query.device)
@@ -202,6 +201,43 @@ def rope_quantise(
             INDEX_FUSED=weights.index_fused,
         )
     return quantised, weighed, out
+
+
+def rope_query(q_rope: torch.Tensor, weights: FrontWeights, positions: torch.Tensor) -> torch.Tensor:
+    """Rotate MLA's query alone; one launch. Arguments, result and errors are those of `rope_quantise`."""
+    rows, heads = q_rope.shape[:2]
+    _refuse(_query_tensors(q_rope, weights.rope, positions, rows), rows)
+    out = torch.empty(rows, heads, weights.rope, dtype=torch.bfloat16, device=q_rope.device)
+    if rows:
+        rope_query_kernel[(rows, blocks(heads, HEADS))](
+            q_rope,
+            weights.cos_sin,
+            positions,
+            out,
+            heads,
+            ROPE=weights.rope,
+            ROW_STRIDE=q_rope.stride(0),
+            HEAD_STRIDE=q_rope.stride(1),
+            HEADS=HEADS,
+            NEOX=weights.neox,
+        )
+    return out
+
+
+def _query_tensors(q_rope: torch.Tensor, rope: int, positions: torch.Tensor, rows: int) -> dict[str, tuple]:
+    fits = q_rope.shape == (rows, q_rope.shape[1], rope) and q_rope.stride(2) == 1
+    return {
+        "q_rope": (q_rope, torch.bfloat16, fits),
+        "positions": (positions, torch.int64, positions.shape == (rows,) and positions.is_contiguous()),
+    }
+
+
+def _index_tensors(key: torch.Tensor, index_cache: torch.Tensor, rows: int) -> dict[str, tuple]:
+    fits = index_cache.shape[1] == INDEX_PAGE_BYTES and index_cache.is_contiguous()
+    return {
+        "key": (key, torch.bfloat16, key.shape == (rows, GROUP) and key.stride(-1) == 1),
+        "index_cache": (index_cache, torch.uint8, fits),
+    }
 
 
 def parts_of_cache(kv_cache: torch.Tensor, latent: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -148,6 +148,7 @@ def norm_rope_store_kernel(
     NEOX: tl.constexpr,
     INDEX_NEOX: tl.constexpr,
     INDEX_FUSED: tl.constexpr,
+    INDEXED: tl.constexpr,  # whether there is an index key
     COMPILED: tl.constexpr,
     RANKS: tl.constexpr,  # that divide slots among them, as `local_slots` says; index keys are every rank's
     RANK: tl.constexpr,
@@ -175,7 +176,7 @@ def norm_rope_store_kernel(
                 qkv + Q_RANK, latent_weight_ptr, latent_eps, cos_sin_ptr, position, latent, scales, k_rope, real,
                 LATENT, ROPE, KV_FP8, NEOX,
             )  # fmt: skip
-        else:
+        elif INDEXED:
             page, place = slot // PAGE, slot % PAGE
             write_index_key(
                 key_ptr + row * KEY_STRIDE, key_weight_ptr, key_bias_ptr, key_eps, index_cos_sin_ptr, position,
@@ -269,3 +270,24 @@ def rope_quantise_kernel(
             q_rope_ptr + row * Q_ROPE_ROW_STRIDE + first * Q_ROPE_HEAD_STRIDE, Q_ROPE_HEAD_STRIDE, cos_sin_ptr, position,
             q_rope_out_ptr + (row * heads + first) * ROPE, heads - first, HEADS, ROPE, NEOX,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["positions_ptr"])
+def rope_query_kernel(
+    q_rope_ptr,  # bfloat16 [rows, heads, ROPE], strides below
+    cos_sin_ptr,  # float32 [positions, ROPE]
+    positions_ptr,  # int64 [rows]
+    out_ptr,  # bfloat16 [rows, heads, ROPE], contiguous
+    heads,
+    ROPE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,  # that a program takes
+    NEOX: tl.constexpr,
+):
+    """Program (row, block) rotates a block of MLA's heads."""
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
+    rotate_query(
+        q_rope_ptr + row * ROW_STRIDE + first * HEAD_STRIDE, HEAD_STRIDE, cos_sin_ptr, tl.load(positions_ptr + row),
+        out_ptr + (row * heads + first) * ROPE, heads - first, HEADS, ROPE, NEOX,
+    )  # fmt: skip

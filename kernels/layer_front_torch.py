@@ -103,12 +103,12 @@ def quantise(x: torch.Tensor, form: Scales) -> tuple[torch.Tensor, torch.Tensor]
 
 def norm_rope_store_torch(
     qkv: torch.Tensor,
-    key: torch.Tensor,
+    key: torch.Tensor | None,
     weights: FrontWeights,
     positions: torch.Tensor,
     slots: torch.Tensor,
     kv_cache: torch.Tensor,
-    index_cache: torch.Tensor,
+    index_cache: torch.Tensor | None,
     q_scales: Scales | None,
     *,
     ranks: int = 1,
@@ -139,6 +139,8 @@ def norm_rope_store_torch(
         latent_scales[at, 0] = scale[real]
     turned = rope(rope_raw.float()[:, None], weights.cos_sin[positions], weights.neox)
     k_rope[at, 0, : weights.rope] = turned[real, 0].bfloat16()
+    if key is None:
+        return q, scales
 
     x = layer_norm(key, weights.key_norm, weights.key_bias, weights.key_eps, weights.index_fused)[:, None]
     if weights.index_fused:
@@ -157,7 +159,7 @@ def rope_quantise_torch(
     query: torch.Tensor, gates: torch.Tensor, q_rope: torch.Tensor, weights: FrontWeights, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The torch twin of `rope_quantise`."""
-    out = rope(q_rope.float(), weights.cos_sin[positions], weights.neox).bfloat16()
+    out = rope_query_torch(q_rope, weights, positions)
     if weights.index_fused:
         x = rope_neighbours(query.float(), weights.index_cos_sin[positions])
         scale = x.abs().amax(-1).clamp(min=1e-4) / FP8_MAX
@@ -167,6 +169,11 @@ def rope_quantise_torch(
     scale = torch.exp2(torch.ceil(torch.log2(x.abs().amax(-1).clamp(min=1e-4) * (1.0 / FP8_MAX))))
     weighed = gates * query.shape[1] ** -0.5 * scale * GROUP**-0.5
     return fp8(x / scale[..., None]), weighed[..., None], out
+
+
+def rope_query_torch(q_rope: torch.Tensor, weights: FrontWeights, positions: torch.Tensor) -> torch.Tensor:
+    """The torch twin of `rope_query`."""
+    return rope(q_rope.float(), weights.cos_sin[positions], weights.neox).bfloat16()
 
 
 def product_torch(x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor) -> torch.Tensor:

@@ -24,19 +24,19 @@ class Scales(Enum):
 
 @dataclass(frozen=True)
 class FrontWeights:
-    """What a layer norms and rotates with; the tensors are the model's own."""
+    """What a layer norms and rotates with; the tensors are the model's own. A layer without an indexer has no key's."""
 
     q_norm: torch.Tensor  # bfloat16 [q rank]
     latent_norm: torch.Tensor  # bfloat16 [latent]
-    key_norm: torch.Tensor  # float32 [GROUP]
-    key_bias: torch.Tensor  # float32 [GROUP]
+    key_norm: torch.Tensor | None  # float32 [GROUP]
+    key_bias: torch.Tensor | None  # float32 [GROUP]
     cos_sin: torch.Tensor  # float32 [positions, rope], cosines first
-    index_cos_sin: torch.Tensor  # float32 [positions, rope]
+    index_cos_sin: torch.Tensor | None  # float32 [positions, rope]
     q_eps: float
     latent_eps: float
     key_eps: float
     neox: bool  # RoPE's layout in MLA: halves, or else neighbours
-    index_neox: bool
+    index_neox: bool = False
     index_fused: bool = False
     """Whether SGLang has one kernel for index keys and one for index queries, as it does where their heads rotate neighbours:
     RoPE in float32, no Hadamard rotation, exact scales of queries, and gates in bfloat16."""
@@ -47,19 +47,27 @@ class FrontWeights:
 
     def problem(self) -> str | None:
         """Why the launches cannot compute with these, or None."""
-        if self.index_fused and self.index_neox:
-            return "its index heads rotate halves, which SGLang's fused kernels do not"
         for name, norm in (("q_a_layernorm", self.q_norm), ("kv_a_layernorm", self.latent_norm)):
             if norm.dtype != torch.bfloat16 or norm.shape[0] % SUMMED_TOGETHER or norm.shape[0] > WIDEST:
                 return f"{name} has {norm.dtype} [{norm.shape[0]}]; widths are multiples of {SUMMED_TOGETHER} up to {WIDEST}"
         if self.latent_norm.shape[0] // GROUP & (self.latent_norm.shape[0] // GROUP - 1):
             return f"kv_a_layernorm has {self.latent_norm.shape[0]} values, whose groups of {GROUP} are no power of two"
+        rope = self.rope
+        if rope & (rope - 1) or rope > GROUP:
+            return f"RoPE turns {rope} values of a head"
+        return _table_problem(self.cos_sin) or (None if self.key_norm is None else self._index_problem())
+
+    def _index_problem(self) -> str | None:
+        if self.index_fused and self.index_neox:
+            return "its index heads rotate halves, which SGLang's fused kernels do not"
         for norm in (self.key_norm, self.key_bias):
             if norm.dtype != torch.float32 or norm.shape != (GROUP,):
                 return f"the index key's norm has {norm.dtype} {tuple(norm.shape)} and not float32 [{GROUP}]"
-        rope = self.rope
-        if rope & (rope - 1) or rope > GROUP or self.index_cos_sin.shape[1] != rope:
-            return f"RoPE turns {rope} values of a head and {self.index_cos_sin.shape[1]} of an index head"
-        if any(table.dtype != torch.float32 or not table.is_contiguous() for table in (self.cos_sin, self.index_cos_sin)):
-            return "RoPE's cosines are not contiguous float32"
-        return None
+        if self.index_cos_sin.shape[1] != self.rope:
+            return f"RoPE turns {self.rope} values of a head and {self.index_cos_sin.shape[1]} of an index head"
+        return _table_problem(self.index_cos_sin)
+
+
+def _table_problem(table: torch.Tensor) -> str | None:
+    fits = table.dtype == torch.float32 and table.is_contiguous()
+    return None if fits else "RoPE's cosines are not contiguous float32"

@@ -1,7 +1,7 @@
 """The section `whole_front` of bench attention: a layer up to its index scores, projections and writes to both caches with it.
 
 SGLang's own layer and the same with our front, each as captured graphs record it, on two streams. The selection is left out on
-both sides. Layers take turns, so that no weight is in the L2 cache.
+both sides, and a layer that shares an earlier one has none. Layers take turns, so that no weight is in the L2 cache.
 """
 
 from __future__ import annotations
@@ -106,16 +106,14 @@ def fronts(model: str, kv: str, rows: int, device: str = "cuda") -> Iterator[dic
 
     def call(layer: Any, prepare: Callable, writes: bool) -> None:
         asked.layer = layer
-        _, k_rope, _, k_nope, *_ = prepare(positions, x, batch, None, None, None)
+        selection = chosen if layer.indexer is None else None
+        _, k_rope, _, k_nope, *_ = prepare(positions, x, batch, None, None, selection)
         if writes:
             write_kv(pool.kv, slots, k_nope, k_rope)
 
     def sides(own: DeepseekV2AttentionMLA) -> dict[str, Callable[[], None]]:
-        apart = LayerFront(own, (Backend,))
-        apart.query_products = None
         return {
             "ours": functools.partial(call, own, LayerFront(own, (Backend,)), False),
-            "ours, q_b and wq_b apart": functools.partial(call, own, apart, False),
             "SGLang's": functools.partial(call, own, own.forward_absorb_prepare, True),
         }
 

@@ -10,21 +10,17 @@ import torch
 from nsa_backend.kernels.layer_front_weights import GROUP
 from nsa_backend.testing.shape import LATENT, ROPE
 
+GLM = {"hidden": 6144, "heads": 8, "nope": 192, "v": 256, "q_rank": 2048, "index_heads": 32, "neighbours": True, "scales": None}
 SHAPES = {
     "deepseek-v3.2": {
-        "hidden": 7168,
-        "heads": 16,
-        "nope": 128,
-        "v": 128,
-        "q_rank": 1536,
-        "index_heads": 64,
-        "neighbours": False,
+        "hidden": 7168, "heads": 16, "nope": 128, "v": 128, "q_rank": 1536, "index_heads": 64, "neighbours": False,
+        "scales": "ue8m0",
     },
-    "glm-5.1": {"hidden": 6144, "heads": 8, "nope": 192, "v": 256, "q_rank": 2048, "index_heads": 32, "neighbours": True},
-}
-"""`neighbours`: how index heads rotate; SGLang fuses the indexer of such models."""
-SCALES = {"deepseek-v3.2": "ue8m0", "glm-5.1": None}
-"""scale_fmt of the released checkpoints."""
+    "glm-5.1": GLM,
+    "glm-5.2, shared": GLM | {"index_heads": 0},
+}  # fmt: skip
+"""`neighbours`: how index heads rotate; SGLang fuses the indexer of such models. No index heads: an earlier layer selects.
+`scales`: scale_fmt of the released checkpoint."""
 POSITIONS, TOPK = 4096, 2048
 
 
@@ -35,10 +31,10 @@ def whole_layer(model: str, side_stream: torch.cuda.Stream | None, device: str =
 
     shape = SHAPES[model]
     config = SimpleNamespace(
-        architectures=["DeepseekV32ForCausalLM"], rms_norm_eps=1e-6, index_topk=TOPK, index_n_heads=shape["index_heads"],
+        architectures=["DeepseekV32ForCausalLM"], rms_norm_eps=1e-6, index_topk=TOPK, index_n_heads=shape["index_heads"] or 32,
         index_head_dim=128, num_hidden_layers=1, rope_interleave=True, indexer_rope_interleave=shape["neighbours"],
     )  # fmt: skip
-    quantised, before = Fp8Config(True, "dynamic", None, [GROUP, GROUP], scale_fmt=SCALES[model]), torch.get_default_dtype()
+    quantised, before = Fp8Config(True, "dynamic", None, [GROUP, GROUP], scale_fmt=shape["scales"]), torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
@@ -59,4 +55,6 @@ def whole_layer(model: str, side_stream: torch.cuda.Stream | None, device: str =
             module.quant_method.process_weights_after_loading(module)
     layer.w_kc = torch.randn(shape["heads"], shape["nope"], LATENT, device=device).bfloat16()
     layer.current_attention_backend = "dsa"
+    if not shape["index_heads"]:
+        layer.indexer, layer.skip_topk = None, True
     return layer

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from nsa_backend.kernels.layer_front_kernel import norm_rope_store_kernel, rope_quantise_kernel
+from nsa_backend.kernels.layer_front_kernel import norm_rope_store_kernel, rope_quantise_kernel, rope_query_kernel
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 from nsa_backend.kernels.split_products import COLUMNS, GATES, TILES, split_products_kernel
@@ -77,6 +77,7 @@ def resources(
 MODELS = {
     "DeepSeek-V3.2": ({"INDEX_NEOX": True, "INDEX_FUSED": False}, 1536, 64, {"INNER": 7168, "SECOND": 128, "THIRD": 64}),
     "GLM-5.1": ({"INDEX_NEOX": False, "INDEX_FUSED": True}, 2048, 32, {"INNER": 6144, "SECOND": 0, "THIRD": 160}),
+    "GLM-5.2, shared": ({"INDEX_NEOX": False, "INDEX_FUSED": False}, 2048, 0, {"INNER": 6144, "SECOND": 0, "THIRD": 0}),
 }
 """The indexer, the query's latent, index heads, and the products of the first launch, on a rank of tensor parallel 8."""
 
@@ -89,11 +90,12 @@ def front(caches: dict[str, dict]) -> dict[str, dict]:
 def front_of(model: str, caches: dict[str, dict]) -> dict[str, dict]:
     indexer, q_rank, index_heads, products = MODELS[model]
     fixed, found = indexer | {"ROPE": 64, "NEOX": False}, {}
-    fused = indexer["INDEX_FUSED"]
+    fused, indexed = indexer["INDEX_FUSED"], index_heads > 0
     for latent, cache in caches.items():
         strides = {"LATENT_STRIDE": cache["LATENT_STRIDE"], "SCALES_STRIDE": cache["SCALES_STRIDE"]}
         strides |= {"K_ROPE_STRIDE": cache["ROPE_STRIDE"], "QKV_STRIDE": q_rank + 576, "KEY_STRIDE": 160 if fused else 128}
         constants = {"Q_RANK": q_rank, "LATENT": 512, "Q_GROUPS": 16, "KV_FP8": cache["FP8"], "COMPILED": True} | ONE
+        constants["INDEXED"] = indexed
         for fp8, powers in ((False, False), (True, False), (True, True)):
             types = {"q_ptr": "*fp8e4nv" if fp8 else "*bf16", "slots_ptr": "*i64"}
             query = {"Q_FP8": fp8, "Q_POWERS": powers}
@@ -105,6 +107,9 @@ def front_of(model: str, caches: dict[str, dict]) -> dict[str, dict]:
         constants |= {"COLUMNS": COLUMNS, "GATES": GATES, "GROUP": 128, "COMPILED": True}
         used = resources(split_products_kernel, constants, more={"gates_out_ptr": of_gates})
         found[f"split_products, {rows} rows"] = used | {"programs": 3}
+    if not indexed:
+        constants = {"ROPE": 64, "NEOX": False, "HEADS": 8, "ROW_STRIDE": 2048, "HEAD_STRIDE": 256}
+        return found | {"rope_query": resources(rope_query_kernel, constants) | {"programs": 8}}
     constants = {
         "INDEX_HEADS": index_heads,
         "HEADS": 8,

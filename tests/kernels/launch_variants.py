@@ -24,7 +24,7 @@ from nsa_backend.kernels import plan as plans
 from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.join_query import join_query
-from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, norm_rope_store, rope_quantise
+from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, norm_rope_store, rope_quantise, rope_query
 from nsa_backend.kernels.layer_front_weights import FrontWeights, Scales
 from nsa_backend.kernels.local_slots import local_slots
 from nsa_backend.kernels.metadata import write_metadata
@@ -125,6 +125,7 @@ def layer_front(rows: int, offset: int) -> None:
     norms = [torch.ones(width, dtype=torch.bfloat16) for width in (Q_RANK, 512)] + [torch.ones(128) for _ in range(2)]
     weights = FrontWeights(*norms, torch.ones(64, 64), torch.ones(64, 64), 1e-6, 1e-6, 1e-6, neox=False, index_neox=True)
     fused = replace(weights, index_neox=False, index_fused=True)
+    shared = replace(weights, key_norm=None, key_bias=None, index_cos_sin=None, index_neox=False)
     qkv, key = torch.zeros(rows, Q_RANK + 576, dtype=torch.bfloat16), torch.zeros(rows, 128, dtype=torch.bfloat16)
     positions, slots = behind(offset, rows), behind(offset, rows * STEPS)[:: STEPS if offset else 1][:rows]
     pages = torch.zeros(1, INDEX_PAGE_BYTES, dtype=torch.uint8)
@@ -132,8 +133,10 @@ def layer_front(rows: int, offset: int) -> None:
         for scales in (None, *Scales):
             for of_model in (weights, fused):
                 norm_rope_store(qkv, key, of_model, positions, slots, cache, pages, scales)
+            norm_rope_store(qkv, None, shared, positions, slots, cache, None, scales)
     index_query = torch.zeros(rows, INDEX_HEADS, 128, dtype=torch.bfloat16)
     rope_quantise(index_query, torch.zeros(rows, INDEX_HEADS), query(rows, HEADS)[1], weights, positions)
+    rope_query(query(rows, HEADS)[1], shared, positions)
     joined = torch.zeros(rows, 128 + INDEX_HEADS, dtype=torch.bfloat16)
     rope_quantise(index_query, joined[:, 128:], query(rows, HEADS)[1], fused, positions)
     if 0 < rows <= MOST_ROWS:
@@ -142,6 +145,7 @@ def layer_front(rows: int, offset: int) -> None:
         gates = torch.ones(rows, 1024, dtype=torch.bfloat16), torch.ones(64, 1024, dtype=torch.bfloat16)
         for scales in (torch.ones(rows, 8), torch.ones(8, -(-rows // 4) * 4).T[:rows]):
             split_products(fp8(rows, 1024), scales, *products, counters(*(p[0] for p in products), gates[1]), gates=gates)
+            split_products(fp8(rows, 1024), scales, products[0], None, counters(products[0][0], None))
             counted = counters(products[0][0], None, gates[1])
             split_products(fp8(rows, 1024), scales, products[0], None, counted, gates=gates, gates_dtype=torch.bfloat16)
 

@@ -15,9 +15,10 @@ KERNELS = {
     "join_kernel": 4,  # two tiles, with a log-sum-exp and without
     "local_slots_kernel": 1,
     "partial_lse_kernel": 2,  # in base 2 and in base e, whatever the strides
-    "norm_rope_store_kernel": 12,  # three forms of the query's scales, of either cache and either indexer
+    "norm_rope_store_kernel": 18,  # three forms of the query's scales, of either cache, of either indexer and without
     "rope_quantise_kernel": 2,  # either indexer
-    "split_products_kernel": 4,  # up to 16 rows, up to 32, of either indexer
+    "rope_query_kernel": 1,
+    "split_products_kernel": 6,  # up to 16 rows, up to 32, of either indexer and without
 }
 
 

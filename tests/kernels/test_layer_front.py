@@ -9,8 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, norm_rope_store, rope_quantise
-from nsa_backend.kernels.layer_front_torch import norm_rope_store_torch, rope_quantise_torch
+from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, norm_rope_store, rope_quantise, rope_query
+from nsa_backend.kernels.layer_front_torch import norm_rope_store_torch, rope_quantise_torch, rope_query_torch
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
@@ -71,7 +71,7 @@ KINDS = st.sampled_from(["normal", "zeros", "large", "outliers", "denormal"])
     q_rank=st.sampled_from([1536, 2048, 256]),
     q_scales=st.sampled_from([None, *Scales]),
     fp8_cache=st.booleans(),
-    indexer=st.sampled_from(list(INDEXERS)),
+    indexer=st.sampled_from([None, *INDEXERS]),
     stride=st.sampled_from([1, 3]),
     part=st.sampled_from([(1, 0), (2, 1), (8, 0)]),
     seed=st.integers(0, 2**32 - 1),
@@ -83,7 +83,9 @@ KINDS = st.sampled_from(["normal", "zeros", "large", "outliers", "denormal"])
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # a group of zeros, as on a GPU
 def test_norms_and_writes(rows, padding, kind, q_rank, q_scales, fp8_cache, indexer, stride, part, seed):
     generator = torch.Generator().manual_seed(seed)
-    weights = layer(q_rank, indexer, generator)
+    weights = layer(q_rank, indexer or "halves", generator)
+    if indexer is None:
+        weights = replace(weights, key_norm=None, key_bias=None, index_cos_sin=None)
     assert weights.problem() is None
     qkv = values(kind, rows, q_rank + LATENT + ROPE, generator=generator)
     key = values(kind, rows, 2 * GROUP, generator=generator)[:, :GROUP]
@@ -97,7 +99,9 @@ def test_norms_and_writes(rows, padding, kind, q_rank, q_scales, fp8_cache, inde
     found = []
     for write in (norm_rope_store, norm_rope_store_torch):
         kv, index = caches(fp8_cache)
-        found.append((*write(qkv, key, weights, positions, slots, kv, index, q_scales, ranks=part[0], rank=part[1]), kv, index))
+        keys, pages = (key, index) if indexer else (None, None)
+        written = write(qkv, keys, weights, positions, slots, kv, pages, q_scales, ranks=part[0], rank=part[1])
+        found.append((*written, kv, index))
     for ours, twins in zip(*found, strict=True):
         assert (ours is None and twins is None) or same_bits(ours, twins)
     _, scales, kv, index = found[0]
@@ -110,7 +114,8 @@ def test_norms_and_writes(rows, padding, kind, q_rank, q_scales, fp8_cache, inde
     assert len(own) == 0 or not (kv[own].view(torch.uint8) == POISON).all()
     assert (kv.view(torch.uint8)[untouched] == POISON).all()
     untouched[:] = True
-    untouched[slots] = False
+    if indexer:
+        untouched[slots] = False
     written = index[:, : PAGE_SIZE * GROUP].reshape(-1, GROUP), index[:, PAGE_SIZE * GROUP :].reshape(-1, 4)
     assert all((part[untouched] == POISON).all() for part in written)
 
@@ -137,6 +142,8 @@ def test_queries_and_gates(rows, heads, index_heads, kind, indexer, seed):
     for found, twins in zip(ours, rope_quantise_torch(query, gates, q_rope, weights, positions), strict=True):
         assert found.shape == twins.shape
         assert same_bits(found, twins)
+    assert same_bits(rope_query(q_rope, weights, positions), ours[2])
+    assert same_bits(rope_query_torch(q_rope, weights, positions), ours[2])
 
 
 @pytest.mark.parametrize("name", ["qkv", "key", "positions", "slots", "kv_cache", "index_cache"])
@@ -156,6 +163,13 @@ def test_refuses_what_it_would_misread(name, change):
     arguments[name] = change(arguments[name])
     with pytest.raises(ValueError, match=f"{name} is .*does not fit"):
         norm_rope_store(**arguments)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.double(), lambda x: x[..., :-1]])
+def test_refuses_a_query_that_it_would_misread(change):
+    q_rope, positions = torch.zeros(2, 8, ROPE, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"q_rope is .*does not fit"):
+        rope_query(change(q_rope), layer(256, "halves", torch.Generator()), positions)
 
 
 def test_gates_come_as_sglang_has_them():

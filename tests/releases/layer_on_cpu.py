@@ -130,7 +130,10 @@ class BlockFp8(torch.nn.Module):
 
     def __init__(self, linear: torch.nn.Module, form: Scales):
         super().__init__()
-        self.weight, self.form = linear.weight, form
+        self.form = form
+        self.weight = torch.nn.Parameter(linear.weight.to(torch.float8_e4m3fn), requires_grad=False)
+        rows, columns = self.weight.shape
+        self.weight_scale_inv = torch.ones(-(-rows // 128), columns // 128)
 
     def forward(self, x):
         values, scales = x if isinstance(x, tuple) else steps.quantise(x.float(), self.form)

@@ -44,7 +44,7 @@ def either_layer(request, monkeypatch):
     yield from a_layer(monkeypatch, fused=request.param)
 
 
-def prepared(attention, monkeypatch, mode, on: bool, slots, ranks: int = 1, rank: int = 0):
+def prepared(attention, monkeypatch, mode, on: bool, slots, ranks: int = 1, rank: int = 0, selection=None):
     """What the layer's front returns and leaves in the caches of a rank; `chosen` is what the logits read."""
     pool, chosen = poisoned_pool(), {}
 
@@ -67,7 +67,7 @@ def prepared(attention, monkeypatch, mode, on: bool, slots, ranks: int = 1, rank
     monkeypatch.setattr("sglang.srt.layers.layer_boundary.get_attn_tp_context", lambda: latent)
     prepare = LayerFront(attention, (Backend,)) if on else attention.forward_absorb_prepare
     with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
-        found = prepare(positions, x, batch, None, None, None)
+        found = prepare(positions, x, batch, None, None, selection)
     q_rope, k_rope, q_nope, k_nope, *_, topk, _, _ = found
     if k_nope is not None:  # the backend's write, which skips padding
         real = (slots != 0) & (slots % ranks == rank)
@@ -103,11 +103,42 @@ def test_a_layer_of_sglang_leaves_the_same_caches_and_chooses_the_same(either_la
             setattr(module, name, BlockFp8(getattr(module, name), form))
         for module in (front, projections):
             monkeypatch.setattr(module, "scales_of", lambda linear: linear.form)
-            monkeypatch.setattr(module, "counters", lambda *weights: None, raising=False)
         monkeypatch.setattr(front, "quantised", lambda x, scales: steps.quantise(x.float(), scales))
     ours, theirs = (prepared(layer, monkeypatch, mode, on, slots) for on in (True, False))
     assert_same_bits(ours, theirs)
     assert (ours["kv"][0] == 7.0).all()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("form", [None, *Scales])
+@pytest.mark.parametrize("kind", ["a shared layer", "a later draft step"])
+@pytest.mark.parametrize("few", [False, True], ids=["", "few rows"])
+def test_a_layer_that_attends_to_an_earlier_selection(either_layer, monkeypatch, mode, form, kind, few):
+    """Of GLM-5.2: most layers have no indexer, and its draft steps after the first take that one's selection."""
+    layer, slots = either_layer, torch.tensor([70, 200, 65, 131, 255])
+    if kind == "a shared layer":
+        layer.indexer = None
+    layer.skip_topk, layer.is_nextn = True, layer.indexer is not None
+    assert rule.layer_problem(layer) is None
+    if form is not None:
+        for name in ("fused_qkv_a_proj_with_mqa", "q_b_proj"):
+            setattr(layer, name, BlockFp8(getattr(layer, name), form))
+        if layer.indexer is not None:
+            layer.indexer.wq_b = BlockFp8(layer.indexer.wq_b, form)
+        for module in (front, projections):
+            monkeypatch.setattr(module, "scales_of", lambda linear: getattr(linear, "form", None))
+        monkeypatch.setattr(front, "quantised", lambda x, scales: x if scales is None else steps.quantise(x.float(), scales))
+    monkeypatch.setattr(front, "MOST_ROWS", ROWS if few else 0)
+    monkeypatch.setattr(projections, "LEAST_INNER", HIDDEN)
+    selection = torch.arange(ROWS * TOPK, dtype=torch.int32).view(ROWS, TOPK)
+    ours, theirs = (prepared(layer, monkeypatch, mode, on, slots, selection=selection) for on in (True, False))
+    assert ours["topk"] is selection
+    assert (ours["index keys"] == 0x5A).all()
+    if few and form is not None:  # sums in another order
+        for name in ("q_rope", "q_nope", "kv"):
+            one, other = ours.pop(name).float(), theirs.pop(name).float()
+            assert (one - other).norm() < 0.01 * other.norm(), name
+    assert_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -132,10 +163,6 @@ def test_few_rows_take_all_products_from_two_launches(either_layer, monkeypatch)
     paths = ["fused_qkv_a_proj_with_mqa", "q_b_proj", "indexer.wq_b", *([] if fused else ["indexer.wk"])]
     for path in paths:
         layer.set_submodule(path, BlockFp8(layer.get_submodule(path), Scales.EXACT))
-    for linear in (layer.get_submodule(path) for path in paths):
-        linear.weight = torch.nn.Parameter(linear.weight.to(torch.float8_e4m3fn), requires_grad=False)
-        rows, columns = linear.weight.shape
-        linear.weight_scale_inv = torch.ones(-(-rows // 128), columns // 128)
     for module in (front, projections):
         monkeypatch.setattr(module, "scales_of", lambda linear: linear.form)
     monkeypatch.setattr(front, "quantised", lambda x, scales: steps.quantise(x.float(), scales))
@@ -154,7 +181,7 @@ def test_few_rows_take_all_products_from_two_launches(either_layer, monkeypatch)
     assert torch.equal(found[0]["topk"], found[1]["topk"])
 
 
-@pytest.mark.parametrize("what", ["nothing", "eager", "prefill", "another backend", "scattered", "shared selection", "llama"])
+@pytest.mark.parametrize("what", ["nothing", "eager", "prefill", "another backend", "scattered", "llama"])
 def test_what_a_layer_alone_does_not_tell_goes_to_sglangs_own(layer, monkeypatch, what):
     own, batch = [], SimpleNamespace(forward_mode=ForwardMode.DECODE, out_cache_loc=torch.ones(ROWS, dtype=torch.int64))
     layer.forward_absorb_prepare = lambda *arguments: own.append(arguments)
@@ -169,8 +196,6 @@ def test_what_a_layer_alone_does_not_tell_goes_to_sglangs_own(layer, monkeypatch
         batch.forward_mode = ForwardMode.EXTEND
     elif what == "another backend":
         backend = SimpleNamespace(token_to_kv_pool=poisoned_pool())
-    elif what == "shared selection":
-        layer.skip_topk = True
     arguments = (torch.zeros(ROWS, dtype=torch.int64), x, batch, None, x if what == "llama" else None, None)
     with forward_context(ForwardContext(attn_backend=backend)):
         prepare(*arguments)
@@ -195,7 +220,9 @@ def test_the_layer_calls_what_is_replaced_as_it_is_replaced():
 @pytest.mark.parametrize(
     ("part", "name", "value", "why"),
     [
-        ("", "indexer", None, "earlier layer"),
+        ("", "use_dsa", False, "no sparse layer"),
+        ("indexer", "n_heads", 12, "128 wide"),
+        ("indexer", "k_norm", torch.nn.Identity(), "norms"),
         ("q_b_proj", "set_lora", True, "LoRA"),
         ("", "learnable_sink_param", 1, "sinks"),
         ("", "use_deep_gemm_bmm", True, "absorbed"),
@@ -205,8 +232,6 @@ def test_the_layer_calls_what_is_replaced_as_it_is_replaced():
 )
 def test_a_layer_that_is_sglangs_says_why(layer, part, name, value, why):
     thing = layer.get_submodule(part) if part else layer
-    if name == "indexer":
-        del thing._modules["indexer"]
     setattr(thing, name, value)
     assert why in rule.layer_problem(layer)
     with pytest.raises(ValueError, match="NSA_BACKEND_LAYER_FRONT=1 and no layer can"):
@@ -244,6 +269,49 @@ def test_layers_are_taken_once_and_the_log_says_so(layer, caplog):
         assert [take.take_layer_fronts(model, None, served_args(), (Backend,), demanded=True) for _ in range(2)] == [1, 1]
     assert isinstance(layer.forward_absorb_prepare, LayerFront)
     assert [line for line in caplog.messages if "the front of 1 of 1 layers" in line] == caplog.messages[:1]
+
+
+@pytest.mark.parametrize("either_layer", [True], indirect=True, ids=["glm"])
+@pytest.mark.parametrize("asked", [False, True])
+def test_layers_that_share_a_selection_have_it_where_it_is_asked_for(either_layer, monkeypatch, caplog, asked):
+    """No GPU has run them with ours yet."""
+    monkeypatch.setenv("NSA_BACKEND_LAYER_FRONT", "1") if asked else monkeypatch.delenv("NSA_BACKEND_LAYER_FRONT", False)
+    either_layer.indexer, either_layer.skip_topk = None, True
+    with caplog.at_level("INFO"):
+        taken = take.take_layer_fronts(torch.nn.ModuleList([either_layer]), None, served_args(), (Backend,), demanded=False)
+    assert taken == asked
+    assert isinstance(either_layer.forward_absorb_prepare, LayerFront) == asked
+    assert any("NSA_BACKEND_LAYER_FRONT=1 asks for it" in line for line in caplog.messages) != asked
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_later_draft_steps_are_sglangs_unless_asked_for(layer, monkeypatch, asked):
+    own, x = [], torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
+    layer.forward_absorb_prepare = lambda *arguments: own.append(arguments)
+    layer.skip_topk = layer.is_nextn = True
+    prepare = LayerFront(layer, (Backend,), with_selections=asked)
+    monkeypatch.setattr(prepare, "_serves", lambda *arguments: True)
+    monkeypatch.setattr(prepare, "_with_selection", lambda *arguments: (x, x, arguments[-1]))
+    found = prepare(torch.zeros(ROWS, dtype=torch.int64), x, SimpleNamespace(), None, None, x + 1)
+    assert len(own) == (not asked)
+    assert found is None or torch.equal(found[7], x + 1)
+
+
+@pytest.mark.parametrize("either_layer", [True], indirect=True, ids=["glm"])
+def test_the_look_at_start_looks_at_layers_without_an_indexer_too(either_layer, monkeypatch):
+    from sglang.kernels.ops.kvcache import mla_buffer
+
+    def write(cache, slots, *parts):
+        cache[slots[slots != 0]] = torch.cat(parts, -1)[slots != 0]
+
+    either_layer.indexer = None
+    kv = torch.empty(1, 1, 576, dtype=torch.bfloat16)
+    monkeypatch.setattr(mla_buffer, "set_mla_kv_buffer_triton", write)
+    assert differing_parts(either_layer, kv, None, rows=3) == []
+    whole = either_layer.rotary_emb.forward
+    monkeypatch.setattr(either_layer.rotary_emb, "forward", lambda positions, *rest: whole(positions * 0 + 1, *rest))
+    found = differing_parts(either_layer, kv, None, rows=3)
+    assert [part for part in found if "normal" in part] == ["KV of normal rows", "rotated query of normal rows"]
 
 
 @pytest.mark.parametrize("option", [*(needed.attribute for needed in options.NEEDED), "trtllm"])

@@ -12,7 +12,7 @@ from nsa_backend.adapters.dsa.layer_front.projections import FirstProducts, Quer
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.adapters.sglang_types import ForwardBatch
-from nsa_backend.kernels.layer_front import norm_rope_store, rope_quantise
+from nsa_backend.kernels.layer_front import norm_rope_store, rope_quantise, rope_query
 from nsa_backend.kernels.split_products import MOST_ROWS
 
 
@@ -23,12 +23,22 @@ class LayerFront:
     call has that a layer alone does not tell, go to SGLang's own sequence.
     """
 
-    def __init__(self, attention: Any, backends: tuple[type, ...]):
-        """Stand in for `attention.forward_absorb_prepare`; `backends` are our attention backends."""
+    def __init__(self, attention: Any, backends: tuple[type, ...], with_selections: bool = True):
+        """Stand in for `attention.forward_absorb_prepare`.
+
+        Args:
+            attention: the layer.
+            backends: our attention backends.
+            with_selections: whether forwards that attend to an earlier layer's or draft step's selection are served.
+        """
         self.attention = attention
         self.own: Callable = attention.forward_absorb_prepare
-        self.backends = backends
-        self.first_products, self.query_products = FirstProducts.of(attention), QueryProducts.of(attention)
+        self.backends, self.with_selections = backends, with_selections
+        # An MTP layer selects in its first draft step, and may be handed that selection in the later ones.
+        self.first_products = {
+            indexer is not None: FirstProducts.of(attention, indexer) for indexer in (attention.indexer, None)
+        }
+        self.query_products = QueryProducts.of(attention)
         # Of the KV of requests, where ranks divide it; an MTP layer has all.
         self.part = {"ranks": attention.dcp_size, "rank": get_parallel().attn_dcp_rank} if attention.dcp_size > 1 else {}
 
@@ -42,16 +52,19 @@ class LayerFront:
         prev_topk_indices: torch.Tensor | None = None,
     ) -> tuple:
         """What SGLang's `forward_absorb_prepare` returns, without KV: the launches have written it."""
-        metadata = None
-        if llama_4_scaling is None and self.attention.should_run_indexer(prev_topk_indices):
-            metadata = self._metadata(positions, hidden_states, forward_batch)
-        if metadata is None:
-            return self.own(positions, hidden_states, forward_batch, zero_allocator, llama_4_scaling, prev_topk_indices)
-        q_rope, q_nope_out, topk_indices = self._forward(positions, hidden_states, forward_batch, metadata)
+        found, arguments = None, (positions, hidden_states, forward_batch)
+        if llama_4_scaling is None and self._serves(*arguments):
+            if not self.attention.should_run_indexer(prev_topk_indices):
+                found = self._with_selection(*arguments, prev_topk_indices) if self.with_selections else None
+            elif (metadata := self._metadata(forward_batch)) is not None:
+                found = self._forward(*arguments, metadata)
+        if found is None:
+            return self.own(*arguments, zero_allocator, llama_4_scaling, prev_topk_indices)
+        q_rope, q_nope_out, topk_indices = found
         return q_rope, None, q_nope_out, None, forward_batch, zero_allocator, positions, topk_indices, None, None
 
-    def _metadata(self, positions: torch.Tensor, hidden_states: Any, batch: ForwardBatch) -> Any:
-        """The indexer's metadata of a forward that is served, or None."""
+    def _serves(self, positions: torch.Tensor, hidden_states: Any, batch: ForwardBatch) -> bool:
+        """Whether a forward is one of those that are served."""
         from sglang.srt.layers.attention.dsa.dsa_indexer import get_is_capture_mode
         from sglang.srt.layers.layer_boundary import get_attn_tp_context
         from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
@@ -60,7 +73,7 @@ class LayerFront:
         from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
 
         mode, backend = batch.forward_mode, get_attn_backend()
-        served = (
+        return (
             get_is_capture_mode()
             and not is_in_breakable_cuda_graph()
             and get_capture_attention_variant() is None
@@ -72,7 +85,74 @@ class LayerFront:
             and isinstance(hidden_states, torch.Tensor)
             and positions.shape == batch.out_cache_loc.shape == hidden_states.shape[:1]
         )
-        return backend.get_indexer_metadata(self.attention.layer_id, batch) if served else None
+
+    def _metadata(self, batch: ForwardBatch) -> Any:
+        """The indexer's; None where it has nothing to select."""
+        from sglang.srt.model_executor.forward_context import get_attn_backend
+
+        return get_attn_backend().get_indexer_metadata(self.attention.layer_id, batch)
+
+    def _first(
+        self, hidden_states: torch.Tensor, batch: ForwardBatch, side: SideStream, indexed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """qkv_a's product, and where the layer selects the index key and the gates."""
+        attention, indexer, products = self.attention, self.attention.indexer, self.first_products[indexed]
+        x_scales = scales_of(attention.fused_qkv_a_proj_with_mqa)
+        x = quantised(hidden_states, x_scales)
+        if products is not None and 0 < len(hidden_states) <= MOST_ROWS:
+            return products(hidden_states, x)
+        side.fork()
+        if x_scales is None:
+            qkv = attention.prepare_qkv_latent(hidden_states, batch)
+        else:
+            qkv = attention.fused_qkv_a_proj_with_mqa(x)[0]
+        if not indexed:
+            return qkv, None, None
+        with side.running():
+            if indexer.use_dsa_indexer_fusion:
+                key, gates = indexer.wk_weights_proj(hidden_states)[0].split([indexer.head_dim, indexer.n_heads], dim=-1)
+            else:
+                key, gates = indexer.wk(x)[0], indexer._weights_proj_bf16_in_fp32_out(hidden_states)
+        side.join()
+        return qkv, key, gates
+
+    def _heads(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the part that is absorbed, the part that is rotated) of q_b's product."""
+        attention = self.attention
+        query = query.view(-1, attention.num_local_heads, attention.qk_head_dim)
+        q_nope, q_rope = query.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=-1)
+        return q_nope, q_rope
+
+    def _absorbed(self, q_nope: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(q_nope.transpose(0, 1), self.attention.w_kc).transpose(0, 1)
+
+    def _of_all_ranks(self, q_nope_out: torch.Tensor, q_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both parts of the query, gathered where ranks divide the KV."""
+        from sglang.srt.layers.dcp import all_gather_q_for_mla_decode
+
+        return all_gather_q_for_mla_decode(q_nope_out, q_rope) if self.part else (q_nope_out, q_rope)
+
+    def _with_selection(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, batch: ForwardBatch, selection: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(rotated part of the query, its absorbed part, `selection`), where attention is to what an earlier layer chose."""
+        from sglang.srt.layers.attention.dsa import dsa_indexer
+        from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+
+        attention, weights, side = self.attention, weights_of(self.attention), SideStream(self.attention.alt_stream)
+        qkv, _, _ = self._first(hidden_states, batch, side, indexed=False)
+        kv_cache, q_scales = get_token_to_kv_pool().get_key_buffer(attention.layer_id), scales_of(attention.q_b_proj)
+        written = (positions, batch.out_cache_loc, kv_cache, None, q_scales)
+        q, scales = norm_rope_store(qkv, None, weights, *written, **self.part)
+        query = attention.q_b_proj_forward(q) if scales is None else attention.q_b_proj((q, scales))[0]
+        q_nope, q_rope = self._heads(query)
+        side.fork()
+        q_rope = rope_query(q_rope, weights, positions)
+        with side.running():
+            q_nope_out = self._absorbed(q_nope)
+        side.join()
+        q_nope_out, q_rope = self._of_all_ranks(q_nope_out, q_rope)
+        return q_rope, q_nope_out, dsa_indexer.maybe_capture_indexer_topk(attention.layer_id, selection)
 
     def _forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, batch: ForwardBatch, metadata: Any
@@ -82,29 +162,12 @@ class LayerFront:
         The absorption of the query runs beside the indexer; its projection too, where it has a launch of its own.
         """
         from sglang.srt.layers.attention.dsa import dsa_indexer
-        from sglang.srt.layers.dcp import all_gather_q_for_mla_decode
         from sglang.srt.layers.deep_gemm_wrapper import configure_deep_gemm_num_sms
         from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
         attention, indexer, pool = self.attention, self.attention.indexer, get_token_to_kv_pool()
-        weights, side = weights_of(attention), SideStream(attention.alt_stream)
-        x_scales, q_scales = scales_of(attention.fused_qkv_a_proj_with_mqa), scales_of(indexer.wq_b)
-
-        x = quantised(hidden_states, x_scales)
-        if self.first_products is not None and 0 < len(hidden_states) <= MOST_ROWS:
-            qkv, key, gates = self.first_products(hidden_states, x)
-        else:
-            side.fork()
-            if x_scales is None:
-                qkv = attention.prepare_qkv_latent(hidden_states, batch)
-            else:
-                qkv = attention.fused_qkv_a_proj_with_mqa(x)[0]
-            with side.running():
-                if weights.index_fused:
-                    key, gates = indexer.wk_weights_proj(hidden_states)[0].split([indexer.head_dim, indexer.n_heads], dim=-1)
-                else:
-                    key, gates = indexer.wk(x)[0], indexer._weights_proj_bf16_in_fp32_out(hidden_states)
-            side.join()
+        weights, side, q_scales = weights_of(attention), SideStream(attention.alt_stream), scales_of(indexer.wq_b)
+        qkv, key, gates = self._first(hidden_states, batch, side, indexed=True)
         if hasattr(pool, "invalidate_index_buffer_for_layer"):
             pool.invalidate_index_buffer_for_layer(attention.layer_id)
         kv_cache = pool.get_key_buffer(attention.layer_id)
@@ -125,17 +188,15 @@ class LayerFront:
             with side.running():
                 query = attention.q_b_proj_forward(q) if scales is None else attention.q_b_proj(normed)[0]
             side.join()
-        query = query.view(-1, attention.num_local_heads, attention.qk_head_dim)
+        q_nope, q_rope = self._heads(query)
         side.fork()
-        q_nope, q_rope = query.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=-1)
         index_query = index_query.view(-1, indexer.n_heads, indexer.head_dim)
         index_q, gates, q_rope = rope_quantise(index_query, gates, q_rope, weights, positions)
         with side.running():
-            q_nope_out = torch.bmm(q_nope.transpose(0, 1), attention.w_kc).transpose(0, 1)
+            q_nope_out = self._absorbed(q_nope)
         topk_indices = indexer._get_topk_paged(batch, attention.layer_id, index_q, gates, metadata)
         topk_indices = dsa_indexer._broadcast_indexer_topk_from_rank0(topk_indices)
         topk_indices = dsa_indexer.maybe_capture_indexer_topk(attention.layer_id, topk_indices)
         side.join()
-        if self.part:
-            q_nope_out, q_rope = all_gather_q_for_mla_decode(q_nope_out, q_rope)
+        q_nope_out, q_rope = self._of_all_ranks(q_nope_out, q_rope)
         return q_rope, q_nope_out, topk_indices

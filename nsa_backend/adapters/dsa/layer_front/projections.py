@@ -75,24 +75,35 @@ class FirstProducts:
 
     qkv_a: LinearBase
     wk: LinearBase | None  # None where `gates` has the index key's columns first
-    gates: LinearBase
+    gates: LinearBase | None  # None where nothing is indexed
     arrived: torch.Tensor
 
     @classmethod
-    def of(cls, attention: Any) -> FirstProducts | None:
-        """Of a DeepseekV2AttentionMLA with block-FP8 weights wide enough for it to pay, or None."""
-        qkv_a, indexer = attention.fused_qkv_a_proj_with_mqa, attention.indexer
-        wk, gates = (None, indexer.wk_weights_proj) if indexer.use_dsa_indexer_fusion else (indexer.wk, indexer.weights_proj)
-        if qkv_a.weight.shape[1] < LEAST_INNER or scales_of(qkv_a) is None or gates.weight.shape[0] % GATES:
-            return None
-        return cls(qkv_a, wk, gates, counters(qkv_a.weight, None if wk is None else wk.weight, gates.weight))
+    def of(cls, attention: Any, indexer: Any) -> FirstProducts | None:
+        """Of a DeepseekV2AttentionMLA with block-FP8 weights wide enough for it to pay, or None.
 
-    def __call__(self, hidden: torch.Tensor, x: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        `indexer` is the layer's, or None for forwards that attend to an earlier layer's selection.
+        """
+        qkv_a, wk, gates = attention.fused_qkv_a_proj_with_mqa, None, None
+        if indexer is not None:
+            joined = indexer.use_dsa_indexer_fusion
+            wk, gates = (None, indexer.wk_weights_proj) if joined else (indexer.wk, indexer.weights_proj)
+        if qkv_a.weight.shape[1] < LEAST_INNER or scales_of(qkv_a) is None:
+            return None
+        if gates is not None and gates.weight.shape[0] % GATES:
+            return None
+        return cls(qkv_a, wk, gates, counters(*(None if linear is None else linear.weight for linear in (qkv_a, wk, gates))))
+
+    def __call__(
+        self, hidden: torch.Tensor, x: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """bfloat16 [rows, columns] of qkv_a and wk, and the gates as SGLang has them: float32, bfloat16 where it joins both.
 
         `x` is what `quantised` gives of `hidden`.
         """
         qkv_a, wk = (None if linear is None else product(linear) for linear in (self.qkv_a, self.wk))
+        if self.gates is None:
+            return *split_products(*x, qkv_a, None, self.arrived), None, None
         others = {"gates": (hidden, self.gates.weight)}
         if wk is not None:
             return split_products(*x, qkv_a, wk, self.arrived, **others)
@@ -110,7 +121,9 @@ class QueryProducts:
 
     @classmethod
     def of(cls, attention: Any) -> QueryProducts | None:
-        """Of a DeepseekV2AttentionMLA with block-FP8 weights, or None."""
+        """Of a DeepseekV2AttentionMLA with an indexer and block-FP8 weights, or None."""
+        if attention.indexer is None:
+            return None
         q_b, wq_b = attention.q_b_proj, attention.indexer.wq_b
         if scales_of(q_b) is None or scales_of(wq_b) is None:
             return None

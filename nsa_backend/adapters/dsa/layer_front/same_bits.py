@@ -45,10 +45,10 @@ def differing_parts(attention: Any, kv_cache: torch.Tensor, scales: Scales | Non
     pages = -(-rows // PAGE_SIZE) + 1
     slots = PAGE_SIZE + torch.randperm((pages - 1) * PAGE_SIZE, device=device)[:rows]
     slots[-1] = 0  # padding
-    found = []
+    found, indexer = [], attention.indexer
     for kind in KINDS:
         qkv = rows_of(kind, rows, weights.q_norm.shape[0] + weights.latent_norm.shape[0] + weights.rope, device=device)
-        key = rows_of(kind, rows, GROUP, device=device)
+        key = None if indexer is None else rows_of(kind, rows, GROUP, device=device)
         caches = [
             (
                 torch.zeros(pages * PAGE_SIZE, 1, kv_cache.shape[2], dtype=kv_cache.dtype, device=device),
@@ -57,18 +57,23 @@ def differing_parts(attention: Any, kv_cache: torch.Tensor, scales: Scales | Non
             for _ in range(2)
         ]
         q = layer_front.norm_rope_store(qkv, key, weights, positions, slots, *caches[0], scales)
-        theirs = builtin.norm_rope_store(attention, qkv.clone(), key.clone(), positions, slots, *caches[1], scales)
+        own_key = None if key is None else key.clone()
+        theirs = builtin.norm_rope_store(attention, qkv.clone(), own_key, positions, slots, *caches[1], scales)
         pairs = {"query": (q[0], theirs[0]), "KV": (caches[0][0], caches[1][0]), "index keys": (caches[0][1], caches[1][1])}
         if scales is not None:
             pairs["scales of the query"] = (q[1], theirs[1])
-        query = rows_of(kind, rows, attention.indexer.n_heads, GROUP, device=device)
         q_rope = rows_of(kind, rows, attention.num_local_heads, weights.rope, device=device)
-        gates = torch.randn(rows, attention.indexer.n_heads, device=device)
-        if weights.index_fused:  # as columns of a product that has the index key's before them
-            gates = torch.cat((torch.zeros_like(key), gates.bfloat16()), dim=1)[:, GROUP:]
-        ours = layer_front.rope_quantise(query, gates, q_rope, weights, positions)
-        theirs = builtin.rope_quantise(attention, query.clone(), gates, q_rope.clone(), positions)
-        pairs |= dict(zip(("index query", "gates", "rotated query"), zip(ours, theirs, strict=True), strict=True))
+        if indexer is None:
+            ours = layer_front.rope_query(q_rope, weights, positions)
+            pairs["rotated query"] = (ours, builtin.rope_query(attention, q_rope.clone(), positions))
+        else:
+            query = rows_of(kind, rows, indexer.n_heads, GROUP, device=device)
+            gates = torch.randn(rows, indexer.n_heads, device=device)
+            if weights.index_fused:  # as columns of a product that has the index key's before them
+                gates = torch.cat((torch.zeros_like(key), gates.bfloat16()), dim=1)[:, GROUP:]
+            ours = layer_front.rope_quantise(query, gates, q_rope, weights, positions)
+            theirs = builtin.rope_quantise(attention, query.clone(), gates, q_rope.clone(), positions)
+            pairs |= dict(zip(("index query", "gates", "rotated query"), zip(ours, theirs, strict=True), strict=True))
         found += [f"{name} of {kind} rows" for name, pair in pairs.items() if not same_bits(*pair)]
     return found
 

@@ -11,10 +11,17 @@ from nsa_backend.adapters.dsa.layer_front.options import server_problems
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.dsa.layer_front.rule import device_problem, layer_problem
 from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
+from nsa_backend.environment import switched_on
 
 SWITCH = "NSA_BACKEND_LAYER_FRONT"
 
 logger = logging.getLogger(__name__)
+
+
+def untried(layer: Any) -> str | None:
+    """Why `layer` has our front only where it is asked for, or None."""
+    shares = f"it takes the selection of an earlier layer, and no GPU has run that yet: {SWITCH}=1 asks for it"
+    return shares if layer.indexer is None and not switched_on(SWITCH) else None
 
 
 def take_layer_fronts(model: Any, kv_pool: Any, args: Any, backends: tuple[type, ...], demanded: bool) -> int:
@@ -40,18 +47,19 @@ def take_layer_fronts(model: Any, kv_pool: Any, args: Any, backends: tuple[type,
     if taken or not (layers or demanded):  # the backends of a draft model come one after another
         return taken
     problem = next(iter(server_problems(args)), None) or device_problem()
-    problems = Counter(problem or layer_problem(layer) for layer in layers)
-    served = [layer for layer in layers if problem is None and layer_problem(layer) is None]
-    first = served[0] if served else None
-    if first is not None and first.w_kc.is_cuda:
-        different = differing_parts(first, kv_pool.get_key_buffer(first.layer_id), scales_of(first.indexer.wq_b))
-        if different:
-            problems, served = Counter({f"this GPU writes other bits than SGLang's kernels ({different[0]})": len(layers)}), []
+    problem_of = {layer: problem or layer_problem(layer) or untried(layer) for layer in layers}
+    problems, served = Counter(problem_of.values()), [layer for layer in layers if problem_of[layer] is None]
+    for layer in {layer.indexer is None: layer for layer in reversed(served)}.values():  # the first of either kind
+        if layer.w_kc.is_cuda:
+            different = differing_parts(layer, kv_pool.get_key_buffer(layer.layer_id), scales_of(layer.q_b_proj))
+            if different:
+                problems = Counter({f"this GPU writes other bits than SGLang's kernels ({different[0]})": len(layers)})
+                served = []
     reasons = "; ".join(f"{why} ({count})" for why, count in problems.items() if why is not None)
     if not served and demanded:
         raise ValueError(f"{SWITCH}=1 and no layer can have its front in two launches: {reasons or 'it has none'}; unset it")
     for layer in served:
-        layer.forward_absorb_prepare = LayerFront(layer, backends)
+        layer.forward_absorb_prepare = LayerFront(layer, backends, with_selections=switched_on(SWITCH))
     logger.info(
         "nsa_backend: the front of %d of %d layers is two launches in captured forwards%s",
         len(served),
