@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import product
 
-from result_files import Parts, release, reports, spread, table
+from result_files import PRIMARY, Parts, release, reports, spread, table
 
 from nsa_backend.attention.auto import least_in_prefill
 from nsa_backend.benchmarks.checkpoints import ranks
@@ -16,7 +16,6 @@ from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK, Cell, Spread, by_
 from nsa_backend.benchmarks.servers.server import BF16
 
 PARTS = Parts()
-PRIMARY = "0.5.23"
 FIRST_RANK = "v3.2-tp8"
 FP8_RANK = title_of(FIRST_RANK, ONE_RANK, "fp8_e4m3")
 BUILTIN = "builtin"
@@ -27,6 +26,7 @@ SIDES = {
     "front_verify": "both",
     "auto_alone": "auto, without front",
     "auto": "front and auto",
+    "default": "default",
     "sparse_verify": "sparse_verify",
     "sparse_prefill": "sparse_prefill",
     BUILTIN: "built-in",
@@ -36,12 +36,14 @@ SIDES = {
 GLM_RANK = "glm-5.1-tp8"
 MODELS = {FIRST_RANK: "DeepSeek-V3.2", FP8_RANK: "DeepSeek-V3.2, FP8 KV", GLM_RANK: "GLM-5.1"}
 """What the README calls them."""
-DEFAULTS = {FIRST_RANK: "auto", FP8_RANK: "auto", GLM_RANK: "auto_alone"}
-"""Rank and KV cache to the side that an H200's default is: SGLang fuses GLM's front itself."""
-WITH_PREFILL = {FIRST_RANK: "sparse_prefill", FP8_RANK: "sparse_prefill", GLM_RANK: "auto_alone"}
-"""The same to the side whose prefill is sparse_prefill's, as the default's is since."""
+DEFAULTS = {FIRST_RANK: ("auto", "default"), FP8_RANK: ("auto", "default"), GLM_RANK: ("auto_alone", "default")}
+"""Rank and KV cache to the sides that an H200's default was, a later one in place of an earlier one."""
+WITH_PREFILL = {
+    FIRST_RANK: ("sparse_prefill", "default"), FP8_RANK: ("sparse_prefill", "default"), GLM_RANK: ("auto_alone", "default"),
+}  # fmt: skip
+"""The same to the sides whose prefill is sparse_prefill's, as the default's is since."""
 TIMES = {"round_ms": "longer", "ttft_ms": "first token later"}
-BATCHES, LENGTHS = (1, 8, 32), (300, 4096)
+BATCHES, LENGTHS = (1, 8, 32, 64, 128), (300, 4096)
 NOISE = 0.005
 """What is lost by less is in the result files alone, and so are narrower ranges."""
 LAYER_KERNELS = {
@@ -106,12 +108,20 @@ def shape(cell: Cell) -> str:
 
 
 def joined(of_batches: list[str]) -> str:
-    return " / ".join(of_batches) if set(of_batches) != {"-"} else "-"
+    """Without those behind the last that was measured."""
+    while of_batches[1:] and of_batches[-1] == "-":
+        of_batches = of_batches[:-1]
+    return " / ".join(of_batches)
 
 
-def over_builtin(name: str, side: str, key: str = "round_ms") -> dict[Cell, float]:
-    """By cell of a rank and KV cache, `key` over the built-in's in the same run."""
-    return {cell: ratio(sides, side) for cell, sides in times(side, key).items() if cell.name == name}
+def of_sides(sides: Iterable[str], key: str = "round_ms") -> dict[Cell, tuple[dict[str, Spread], str]]:
+    """By cell, `key` of the last of `sides` that has it: by side in that run, and which it is."""
+    return {cell: (found, side) for side in sides for cell, found in times(side, key).items()}
+
+
+def over_builtin(name: str, sides: Iterable[str], key: str = "round_ms") -> dict[Cell, float]:
+    """By cell of a rank and KV cache, `key` of the last of `sides` that has it over the built-in's in the same run."""
+    return {cell: ratio(*found) for cell, found in of_sides(sides, key).items() if cell.name == name}
 
 
 def least_prefill(kv: str, heads: int) -> int:
@@ -126,7 +136,7 @@ def first_token(name: str) -> dict[Cell, float]:
         heads = ranks.RANKS[cell.checkpoint].config["num_attention_heads"]
         return cell.batch * cell.length >= least_prefill("bf16" if cell.kv == BF16 else "fp8", heads)
 
-    few, many = (over_builtin(name, side[name], "ttft_ms") for side in (DEFAULTS, WITH_PREFILL))
+    few, many = (over_builtin(name, sides[name], "ttft_ms") for sides in (DEFAULTS, WITH_PREFILL))
     return {cell: ratio for cell, ratio in few.items() if not together(cell)} | {
         cell: ratio for cell, ratio in many.items() if together(cell)
     }
@@ -142,8 +152,8 @@ def at_batches(found: Mapping[Cell, float], steps: int, length: int) -> str:
 def rank_short() -> str:
     """A row a rank: rounds of three drafts and first tokens of the default over the built-in's, by prompt length."""
     rows = []
-    for name, default in DEFAULTS.items():
-        times = (over_builtin(name, default), first_token(name))
+    for name, sides in DEFAULTS.items():
+        times = (over_builtin(name, sides), first_token(name))
         rows.append([MODELS[name], *(at_batches(found, 3, length) for found in times for length in LENGTHS)])
     columns = (f"{what}, {length} tokens" for what in ("round", "first token") for length in LENGTHS)
     return table(["a rank of", *columns], rows)
@@ -169,13 +179,14 @@ def percent(ratios: Iterable[float]) -> str:
 @PARTS.part
 def rank() -> str:
     """A row a cell: the time of every side's newest run over the built-in's, and milliseconds of the last side's."""
-    sides = [side for side in SIDES if side not in (BUILTIN, "sparse_prefill")]  # whose rounds are those of fa3
-    shown = {side: cells for side in sides if (cells := times(side))}
+    columns = {side: (side,) for side in SIDES if side not in (BUILTIN, "sparse_prefill", "default")}
+    columns["auto"] = ("auto", "default")  # rounds of sparse_prefill are those of fa3
+    shown = {side: cells for side, sides in columns.items() if (cells := of_sides(sides))}
     rows = []
     for cell in sorted({cell for cells in shown.values() for cell in cells}, key=order):
         last = [side for side, cells in shown.items() if cell in cells][-1]
         told = [
-            "-" if cell not in cells else beside(cells[cell], side) if side == last else f"{ratio(cells[cell], side):.3f}"
+            "-" if cell not in cells else beside(*cells[cell]) if side == last else f"{ratio(*cells[cell]):.3f}"
             for side, cells in shown.items()
         ]
         rows.append([cell.name, str(cell.steps), shape(cell), *told])
@@ -201,11 +212,11 @@ def front_saved() -> str:
 @PARTS.part
 def auto_saved() -> str:
     """Percent that the front and the implementation of fewest microseconds save together."""
-    return saved_by("auto")
+    return saved_by(*DEFAULTS[FIRST_RANK])
 
 
-def saved_by(side: str) -> str:
-    return percent(over_builtin(FIRST_RANK, side).values())
+def saved_by(*sides: str) -> str:
+    return percent(over_builtin(FIRST_RANK, sides).values())
 
 
 @PARTS.part
@@ -223,7 +234,8 @@ def fp8_saved() -> str:
 @PARTS.part
 def fp8_over_bf16() -> str:
     """A default server's round on FP8 KV over one on bfloat16 KV, least to most: other runs, the same rank and shapes."""
-    found = {cell: sides["auto"].median for cell, sides in times("auto").items() if cell.checkpoint == FIRST_RANK}
+    both = of_sides(DEFAULTS[FIRST_RANK]).items()
+    found = {cell: sides[side].median for cell, (sides, side) in both if cell.checkpoint == FIRST_RANK}
     return spread(
         found[cell] / found[whole] for cell in found if cell.kv != BF16 and (whole := cell._replace(kv=BF16)) in found
     )

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
+PRIMARY = "0.5.23"
+"""The release of SGLang that pages are about first."""
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 

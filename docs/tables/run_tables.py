@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from result_files import Parts, release, reports, result, spread, table
+from result_files import PRIMARY, Parts, release, reports, result, spread, table
 
 PARTS = Parts()
 
@@ -24,7 +24,7 @@ STEPS = (1, 3, 5)
 def kind(row: dict) -> str:
     """The implementation, and what else keeps a case's accept lengths apart from other cases'."""
     case = row["case"]
-    words = KERNELS[row["decode"]] + (", FP8" if re.search("fp8,? sparse", case) else "")
+    words = KERNELS[row["decode"]] + (", FP8" if re.search("fp8, (sparse|impl)|fp8 sparse_verify", case) else "")
     return words + next((f", {name.upper()}" for name in ("glm-5.1", "glm-5.2") if name in case), "")
 
 
@@ -34,32 +34,24 @@ def in_triton(row: dict) -> bool:
 
 
 @PARTS.part
-def printed_accept() -> str:
-    """Least to most of ours with sparse_prefill on FP8 KV, from what an end-to-end run printed."""
-    lines = [line for run in result("printed_0_5_23")["runs"] for line in run["printed"]]
-    ours = [line for line in lines if re.match("16 heads, n3 fp8 sparse_prefill, ours:", line)]
-    return spread(float(mean) for line in ours for mean in re.findall(r"': (\d\.\d+)", line))
-
-
-@PARTS.part
 def accept_lengths() -> str:
-    """Least to most of the means of all workloads, ours; the built-in's: by release, implementation and number of drafts."""
-    found: dict[tuple[str, str], dict[tuple[int, str], list[float]]] = {}
-    for report in reports("e2e").values():
+    """Least to most of the means of workloads on the primary release, ours; the built-in's: by implementation and drafts."""
+    found: dict[str, dict[tuple[int, str], list[float]]] = {}
+    for report in (each for each in reports("e2e").values() if release(each) == PRIMARY):
         for row in report["rows"] + report.get("rerun", {}).get("rows", []):
             if row["steps"] in STEPS and not row["case"].startswith("adaptive") and not in_triton(row):
-                cells = found.setdefault((release(report), kind(row)), {})
+                cells = found.setdefault(kind(row), {})
                 for workload in row["workloads"].values():
                     for side, given in workload.items():
                         cells.setdefault((row["steps"], side), []).append(given["mean"])
     rows = []
-    for (version, words), cells in sorted(found.items()):
+    for words, cells in sorted(found.items()):
         texts = []
         for steps in STEPS:
             sides = [spread(cells.get((steps, side), [])) for side in ("ours", "builtin")]
             texts.append("-" if sides == ["-", "-"] else "; ".join(sides))
-        rows.append([version, words, *texts])
-    return table(["SGLang", "decode", *(f"of {n + 1}" for n in STEPS)], rows)
+        rows.append([words, *texts])
+    return table(["decode", *(f"of {n + 1}" for n in STEPS)], rows)
 
 
 @PARTS.part

@@ -13,6 +13,9 @@ from result_files import Parts, result, spread, table
 from nsa_backend.attention.auto import CANDIDATES
 
 PARTS = Parts()
+SGLANGS = "SGLang's"
+LAYERS = 61
+"""Of DeepSeek-V3.2."""
 
 
 @PARTS.part
@@ -74,26 +77,13 @@ def two_gpus() -> str:
 
 @PARTS.part
 def trained_accept() -> str:
-    """Ours over built-in on the same prompts, by model, cells with two drafts and more."""
-    rows, every = [], []
-    for name, report in result("trained_0_5_23")["reports"].items():
-        cells = [row["gain"] for row in report["accept"] if row["steps"] >= 2]
-        every += cells
-        rows.append((name, cells))
-    rows.append(("all", every))
-    return table(
-        ["model", "cells", "accepted, ours / built-in", "mean", "below 1 / above by two standard errors"],
-        [
-            [
-                name,
-                str(len(cells)),
-                spread((cell["ratio"] for cell in cells), "{:.3f}"),
-                f"{sum(cell['ratio'] for cell in cells) / len(cells):.3f}",
-                " / ".join(str(sum(sign * (c["ratio"] - 1) > 2 * c["standard_error"] for c in cells)) for sign in (-1, 1)),
-            ]
-            for name, cells in rows
-        ],
-    )
+    """Ours over built-in on the same prompts, least to most over cells of two drafts and more, and how many are apart."""
+    cells = [
+        row["gain"] for report in result("trained_0_5_23")["reports"].values() for row in report["accept"] if row["steps"] >= 2
+    ]
+    below, above = (sum(sign * (c["ratio"] - 1) > 2 * c["standard_error"] for c in cells) for sign in (-1, 1))
+    ratios = spread((cell["ratio"] for cell in cells), "{:.3f}")
+    return f"{ratios} of the built-in's in {len(cells)} cells. By two standard errors {below} are below 1 and {above} above"
 
 
 def rate(row: dict) -> float:
@@ -223,26 +213,54 @@ def served_prefill() -> dict[Sharing, float]:
 
 @PARTS.part
 def index_scores() -> str:
-    """Rows two by two over one by one by requests and tokens, for 64 index heads; in brackets microseconds of the latter."""
+    """Rows two by two over SGLang's call by requests and tokens, for 64 index heads; in brackets microseconds of the latter."""
     times = {
         (row["requests"], row["length"]): row["us"]
-        for row in result("index_scores_0_5_23", "rows_of_a_verify")["rows"]
+        for part in ("rows_of_a_verify", "beside_sglangs_pieces")
+        for row in result("index_scores_0_5_23", part)["rows"]
         if row["index_heads"] == 64
     }
     requests, lengths = (sorted(set(counts)) for counts in zip(*times, strict=True))
 
     def told(us: dict[str, float]) -> str:
-        return f"{us['two by two'] / us['one by one']:.2f} ({us['one by one']:.1f})"
+        sglang = us.get("one by one in SGLang's pieces", us["one by one"])
+        return f"{us['two by two'] / sglang:.2f} ({sglang:.1f})"
 
     rows = [[str(n), *(told(times[n, length]) for length in lengths)] for n in requests]
     return table(["requests; tokens:", *map(str, lengths)], rows)
 
 
 @PARTS.part
-def cuda_saved() -> str:
-    """Percent of the served kernel's time that the fastest variant in CUDA C++ of a cell saves, over all cells."""
-    rows = result("attention_0_5_23", "cuda")["rows"]
-    return spread((100 * (1 - row["us"][row["best"]] / row["us"]["triton, served"]) for row in rows), "{:.0f}") + " %"
+def whole_front() -> str:
+    """Microseconds of a layer's front up to its index scores, ours over SGLang's, by rows; in brackets SGLang's."""
+    found = result("attention_0_5_23", "fronts")["whole_front"]
+    columns = list(dict.fromkeys((row["model"], row["kv"]) for row in found))
+    times = {(row["model"], row["kv"], row["rows"]): row["us"] for row in found}
+    launches = {(row["model"], row["kv"]): row["launches"] for row in found if row["rows"] == 4}
+
+    def told(us: dict[str, float]) -> str:
+        return f"{us['ours'] / us[SGLANGS]:.2f} ({us[SGLANGS]:.0f})"
+
+    rows = [[str(n), *(told(times[*column, n]) for column in columns)] for n in sorted({row["rows"] for row in found})]
+    counted = [f"{launches[column]['ours']:.0f} / {launches[column][SGLANGS]:.0f}" for column in columns]
+    return table(["rows", *(f"{model}, {kv} KV" for model, kv in columns)], [*rows, ["launches, 4 rows", *counted]])
+
+
+@PARTS.part
+def scores_saved() -> str:
+    """Milliseconds that a round of 64 requests saves on FP8 KV, and those of its layers' index scores among them."""
+    (us,) = (
+        row["us"]
+        for row in result("index_scores_0_5_23", "beside_sglangs_pieces")["rows"]
+        if (row["requests"], row["length"]) == (64, 4096)
+    )
+    scores = (us["one by one in SGLang's pieces"] - us["two by two"]) * LAYERS / 1e3
+    rounds = {
+        row["side"]: row["round_ms"]["median"]
+        for row in result("rank_v32_tp8_0_5_23", "fp8_default")["rows"]
+        if row["batch"] == 64 and "round_ms" in row
+    }
+    return f"{rounds['builtin'] - rounds['auto']:.0f} ms that a round of 64 requests saves on FP8 KV, {scores:.0f}"
 
 
 @PARTS.part

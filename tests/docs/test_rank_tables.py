@@ -58,7 +58,7 @@ def test_turns_are_one_cell_and_the_default_is_in_the_first_table(filed):
     columns = "round, 300 tokens | round, 4096 tokens | first token, 300 tokens | first token, 4096 tokens"
     assert head == f"| a rank of | {columns} |"
     # 300 rows go without sparse_prefill
-    assert lines[0] == "| DeepSeek-V3.2 | 0.851 / 0.851 / - | - | 0.851 / 0.703 / - | - |"
+    assert lines[0] == "| DeepSeek-V3.2 | 0.851 / 0.851 | - | 0.851 / 0.703 | - |"
     assert lines[1:] == [f"| {name} | - | - | - | - |" for name in ("DeepSeek-V3.2, FP8 KV", "GLM-5.1")]
     assert rank_tables.first_token_saved() == "30 %"
     builtin = "10.10, 9.90 to 10.30"
@@ -75,11 +75,28 @@ def test_an_fp8_cache_is_a_rank_of_its_own(filed):
     fp8 = cell(3, 8, 300) | {"kv": "fp8_e4m3"}
     sides = {"builtin": 20.0, "auto": 12.8, "sparse_prefill": 9.9}
     filed("fp8", "new", [row for side, ms in sides.items() for row in served(fp8, side, ms)])
-    assert rank_tables.rank_short().splitlines()[3] == "| DeepSeek-V3.2, FP8 KV | - / 0.642 / - | - | - / 0.498 / - | - |"
+    assert rank_tables.rank_short().splitlines()[3] == "| DeepSeek-V3.2, FP8 KV | - / 0.642 | - | - / 0.498 | - |"
     assert (rank_tables.fp8_saved(), rank_tables.first_token_saved_fp8()) == ("36 %", "50 %")
     assert (rank_tables.auto_saved(), rank_tables.first_token_saved()) == ("15 %", "30 %")
     assert rank_tables.fp8_over_bf16() == "1.50"
     assert rank_tables.rank().splitlines()[-1].startswith("| v3.2-tp8, fp8_e4m3 KV | 3 | 8 x 300 | - | - | - |")
+
+
+def test_a_later_default_takes_the_place_of_an_earlier_one(filed, tmp_path):
+    """In rounds and, with its prefill by rows, in first tokens; where it was not measured the earlier one stays."""
+    fp8 = [cell(3, batch, 300) | {"kv": "fp8_e4m3"} for batch in (8, 32)]
+    sides = {"builtin": 20.0, "auto": 16.0, "sparse_prefill": 14.0}
+    filed("earlier", "old", [row for shape in fp8 for side, ms in sides.items() for row in served(shape, side, ms)])
+    filed("later", "new", [row for side, ms in (("builtin", 20.0), ("auto", 10.0)) for row in served(fp8[1], side, ms)])
+    file = tmp_path / "rank_v32_tp8_0_5_23_h200.json"
+    found = json.loads(file.read_text())
+    found["reports"]["later"]["sides_are"] = {"auto": "default"}
+    file.write_text(json.dumps(found))
+    rank_tables.runs.cache_clear()
+    (line,) = [line for line in rank_tables.rank_short().splitlines() if "FP8" in line]
+    assert line == "| DeepSeek-V3.2, FP8 KV | - / 0.801 / 0.502 | - | - / 0.701 / 0.502 | - |"
+    assert [line.split(" | ")[-1].split()[0] for line in rank_tables.rank().splitlines()[2:]] == ["0.801", "0.502"]
+    assert (rank_tables.fp8_saved(), rank_tables.first_token_saved_fp8()) == ("20 to 50 %", "30 to 50 %")
 
 
 def test_several_ranks_as_one_server_are_no_cells_of_one_rank(filed):
@@ -113,7 +130,7 @@ def test_a_report_says_which_side_its_servers_were(filed, tmp_path):
     rows = [row for side in ("auto", "builtin") for row in served(cell(3, 1, 300), side, 10.0 if side == "auto" else 20.0)]
     filed("alone", "new", rows)
     assert rank_tables.auto_saved() == "50 %"
-    assert "| DeepSeek-V3.2 | 0.502 / - / - | - | 0.502 / - / - | - |" in rank_tables.rank_short()
+    assert "| DeepSeek-V3.2 | 0.502 | - | 0.502 | - |" in rank_tables.rank_short()
     file = tmp_path / "rank_v32_tp8_0_5_23_h200.json"
     found = json.loads(file.read_text())
     found["reports"]["alone"]["sides_are"] = {"auto": "auto_alone"}
