@@ -7,7 +7,7 @@ fewer launches also leave fewer waits. SGLang runs some of its kernels on a seco
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -26,14 +26,20 @@ MODELS = {"deepseek-v3.2": (16, 1536, False), "glm-5.1": (8, 2048, True)}
 
 
 def cells(rows: list[int] | None, samples: int) -> list[Cell]:
-    """A cell a model, KV dtype and number of rows; none where the release has other layers."""
+    return cells_of("layer_front", MODELS, rows or ROWS, measure, samples)
+
+
+def cells_of(
+    section: str, models: Iterable[str], rows: Sequence[int], measure: Callable[[str, str, int, int], list[dict]], samples: int
+) -> list[Cell]:
+    """A cell of `section` a model, KV dtype and number of rows; none where the release has other layers."""
     if layer_front_problem() is not None:
         return []
     return [
-        Cell(f"layer_front, {model}, {kv}, {n} rows", functools.partial(measure, model, kv, n, samples), "layer_front")
-        for model in MODELS
+        Cell(f"{section}, {model}, {kv}, {n} rows", functools.partial(measure, model, kv, n, samples), section)
+        for model in models
         for kv in ("bf16", "fp8")
-        for n in rows or ROWS
+        for n in rows
     ]
 
 
@@ -41,16 +47,16 @@ def measure(model: str, kv: str, rows: int, samples: int) -> list[dict]:
     """One row of microseconds a call, and the least and the most."""
     calls = front_calls(model, kv, rows)
     graphs = {name: captured_graph(lambda call=call: [call() for _ in range(REPEATS)]) for name, call in calls.items()}
-    times = interleaved({name: graph.replay for name, graph in graphs.items()}, REPEATS, samples)
-    return [
-        {
-            "model": model,
-            "kv": kv,
-            "rows": rows,
-            "us": {name: round(us, 2) for name, (us, _) in times.items()},
-            "min_max": {name: [round(x, 2) for x in spread] for name, (_, spread) in times.items()},
-        }
-    ]
+    return [{"model": model, "kv": kv, "rows": rows} | microseconds(graphs, REPEATS, samples)]
+
+
+def microseconds(graphs: dict[str, torch.cuda.CUDAGraph], repeats: int, samples: int) -> dict[str, dict]:
+    """Of one of a graph's `repeats` calls, by name: the median, and the least and the most."""
+    times = interleaved({name: graph.replay for name, graph in graphs.items()}, repeats, samples)
+    return {
+        "us": {name: round(us, 2) for name, (us, _) in times.items()},
+        "min_max": {name: [round(x, 2) for x in spread] for name, (_, spread) in times.items()},
+    }
 
 
 def show(rows: list[dict]) -> None:

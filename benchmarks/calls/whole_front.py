@@ -15,12 +15,12 @@ from unittest import mock
 
 import torch
 
-from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, kernel_us
+from nsa_backend.benchmarks.calls.layer_front import cells_of, microseconds
+from nsa_backend.benchmarks.calls.timing import captured_graph, kernel_us
 from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
 from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
 from nsa_backend.kernels.plan import PAGE_SIZE
-from nsa_backend.releases import layer_front_problem
 from nsa_backend.testing.whole_layer import POSITIONS, SHAPES, TOPK, whole_layer
 
 ROWS = (1, 4, 8, 16, 32, 64, 128)
@@ -40,31 +40,15 @@ class Backend:
 
 def cells(rows: list[int] | None, samples: int) -> list[Cell]:
     """A cell a model, KV dtype and number of rows; none where the release has other layers."""
-    if layer_front_problem() is not None:
-        return []
-    return [
-        Cell(f"whole front, {model}, {kv}, {n} rows", functools.partial(measure, model, kv, n, samples), "whole_front")
-        for model in SHAPES
-        for kv in ("bf16", "fp8")
-        for n in rows or ROWS
-    ]
+    return cells_of("whole_front", SHAPES, rows or ROWS, measure, samples)
 
 
 def measure(model: str, kv: str, rows: int, samples: int) -> list[dict]:
     """One row of microseconds and launches a layer by side, and the least and the most."""
     with fronts(model, kv, rows) as sides:
         graphs = {name: captured_graph(lambda calls=calls: [call() for call in calls]) for name, calls in sides.items()}
-    times = interleaved({name: graph.replay for name, graph in graphs.items()}, LAYERS, samples)
-    return [
-        {
-            "model": model,
-            "kv": kv,
-            "rows": rows,
-            "us": {name: round(us, 2) for name, (us, _) in times.items()},
-            "min_max": {name: [round(x, 2) for x in spread] for name, (_, spread) in times.items()},
-            "launches": {name: round(kernel_us(graph.replay, 1)[1] / LAYERS, 1) for name, graph in graphs.items()},
-        }
-    ]
+    launches = {name: round(kernel_us(graph.replay, 1)[1] / LAYERS, 1) for name, graph in graphs.items()}
+    return [{"model": model, "kv": kv, "rows": rows} | microseconds(graphs, LAYERS, samples) | {"launches": launches}]
 
 
 def show(rows: list[dict]) -> None:
