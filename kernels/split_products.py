@@ -20,14 +20,16 @@ COLUMNS = 64
 """Of a product of FP8 weights, that a program sums."""
 GATES = 32
 """Of a product of bfloat16 weights: as many bytes."""
-MOST_ROWS = 32
+FEW_ROWS = 32
+"""Up to which a layer has its products from here; more were not measured."""
 LEAST_INNER = 4096
 """Values of a row from which on dividing the sums pays for one product; at 1536 and 2048 it does for two
 (benchmarks/tuning/projections.py)."""
-TILES = {16: (8, 4), 32: (4, 6)}
-"""By rows, padded: programs a block of columns, and stages that loads run ahead. The fastest measured."""
-TILE_OF_QUERIES = (2, 4)
-"""The fastest for both projections of the query's latent, whose inner dimension is 1536 or 2048."""
+TILES = {16: (8, 4), 32: (4, 6), 64: (4, 4), 128: (3, 4)}
+"""By rows, padded: programs a block of columns, and stages that loads run ahead. The fastest measured, up to FEW_ROWS."""
+TILES_OF_QUERIES = {16: (2, 4), 32: (2, 4), 64: (2, 4), 128: (1, 4)}
+"""The same for both projections of the query's latent, whose inner dimension is 1536 or 2048."""
+MOST_ROWS = max(TILES)
 
 Product = tuple[torch.Tensor, torch.Tensor]
 """float8_e4m3fn [columns, inner], and float32 scales [ceil(columns / GROUP), inner / GROUP] of its blocks."""
@@ -131,7 +133,7 @@ def split_products(
         x_scales: float32 [rows, inner / GROUP] of any strides.
         first, second: weights, contiguous, columns a multiple of COLUMNS, scales contiguous; no second if None.
         arrived: from `counters`.
-        tile: programs a block of columns, and stages; that of TILES if None.
+        tile: programs a block of columns, and stages; that of TILES for so many rows if None.
         gates: bfloat16 [rows, inner], and its weight, bfloat16 [a multiple of GATES, inner], both contiguous; None for none.
         gates_dtype: of their product.
 

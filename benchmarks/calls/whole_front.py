@@ -21,6 +21,7 @@ from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
 from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
 from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.kernels.split_products import FEW_ROWS, MOST_ROWS
 from nsa_backend.testing.whole_layer import POSITIONS, SHAPES, TOPK, whole_layer
 
 ROWS = (1, 4, 8, 16, 32, 64, 128)
@@ -96,10 +97,15 @@ def fronts(model: str, kv: str, rows: int, device: str = "cuda") -> Iterator[dic
             write_kv(pool.kv, slots, k_nope, k_rope)
 
     def sides(own: DeepseekV2AttentionMLA) -> dict[str, Callable[[], None]]:
-        return {
+        found = {
             "ours": functools.partial(call, own, LayerFront(own, (Backend,)), False),
             "SGLang's": functools.partial(call, own, own.forward_absorb_prepare, True),
         }
+        if FEW_ROWS < rows <= MOST_ROWS:  # with products that a server does not divide
+            divided = LayerFront(own, (Backend,))
+            divided.few_rows = MOST_ROWS
+            found["ours, all products divided"] = functools.partial(call, own, divided, False)
+        return found
 
     patched = (
         mock.patch.object(dsa_indexer.Indexer, "_get_topk_paged", return_value=chosen),

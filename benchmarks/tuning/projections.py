@@ -1,6 +1,6 @@
 """Block-FP8 projections of few rows: what SGLang's block-FP8 layers can call, beside the time that the bytes take.
 
-    python benchmarks/tuning/projections.py OUT.json [--rows 1 4 8 16 32 128]
+    python benchmarks/tuning/projections.py OUT.json [--rows 1 4 8 16 32 64 128]
 
 Inputs are quantised beforehand where a runner takes them so, and the others quantise by themselves. Two projections of one
 input are one launch of `split_products`, and two launches on two streams of DeepGEMM. Weights take turns, so that none is in
@@ -28,7 +28,7 @@ SHAPES = {"qkv_a, wk": (7168, 2112, 128), "q_b, wq_b": (1536, 3072, 8192), "o_pr
 INDEX_HEADS = 64
 COLD_BYTES, SAMPLES = 300 << 20, 5
 BYTES_PER_US = 4.0e6
-TILES = ((1, 4), (2, 4), (4, 4), (4, 6), (8, 4), (8, 6), (14, 4))
+TILES = ((1, 4), (1, 6), (2, 4), (3, 4), (4, 4), (4, 6), (8, 4), (8, 6), (14, 4))
 """Programs a block of columns, and stages."""
 TOO_FAR = 1e-2
 
@@ -144,7 +144,7 @@ def show(found: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 128])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--projections", nargs="+", choices=SHAPES, default=list(SHAPES))
     args = parser.parse_args()
     start_sglang()

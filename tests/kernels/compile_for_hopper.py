@@ -106,7 +106,7 @@ def front_of(model: str, caches: dict[str, dict]) -> dict[str, dict]:
         constants = products | {"FIRST": q_rank + 576, "ROWS": rows, "SPLITS": splits, "STAGES": stages}
         constants |= {"COLUMNS": COLUMNS, "GATES": GATES, "GROUP": 128, "COMPILED": True}
         used = resources(split_products_kernel, constants, more={"gates_out_ptr": of_gates})
-        found[f"split_products, {rows} rows"] = used | {"programs": 3}
+        found[f"split_products, {rows} rows"] = used | {"programs": 3 if rows < 128 else 2}
     if not indexed:
         constants = {"ROPE": 64, "NEOX": False, "HEADS": 8, "ROW_STRIDE": 2048, "HEAD_STRIDE": 256}
         return found | {"rope_query": resources(rope_query_kernel, constants) | {"programs": 8}}

@@ -34,7 +34,7 @@ from nsa_backend.kernels.prefill import write_prefill
 from nsa_backend.kernels.round_tensors import RoundInputs, SamplingParameters, fill_round_inputs, store_round_results
 from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
 from nsa_backend.kernels.sparse_decode_plan import Split, Tile
-from nsa_backend.kernels.split_products import MOST_ROWS, counters, split_products
+from nsa_backend.kernels.split_products import FEW_ROWS, counters, split_products
 from nsa_backend.kernels.topk_slots import topk_slots
 
 D, STEPS, SMS, TOPK = 4, 4, 132, 2048
@@ -139,7 +139,7 @@ def layer_front(rows: int, offset: int) -> None:
     rope_query(query(rows, HEADS)[1], shared, positions)
     joined = torch.zeros(rows, 128 + INDEX_HEADS, dtype=torch.bfloat16)
     rope_quantise(index_query, joined[:, 128:], query(rows, HEADS)[1], fused, positions)
-    if 0 < rows <= MOST_ROWS:
+    if 0 < rows <= FEW_ROWS:
         fp8 = lambda *shape: torch.zeros(shape, dtype=torch.float8_e4m3fn)  # noqa: E731
         products = [(fp8(columns, 1024), torch.ones(-(-columns // 128), 8)) for columns in (Q_RANK + 576, 128)]
         gates = torch.ones(rows, 1024, dtype=torch.bfloat16), torch.ones(64, 1024, dtype=torch.bfloat16)

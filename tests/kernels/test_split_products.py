@@ -7,7 +7,7 @@ import torch
 
 from nsa_backend.kernels.layer_front_torch import product_torch
 from nsa_backend.kernels.layer_front_weights import GROUP
-from nsa_backend.kernels.split_products import MOST_ROWS, TILE_OF_QUERIES, counters, split_products
+from nsa_backend.kernels.split_products import MOST_ROWS, TILES_OF_QUERIES, counters, padded_rows, split_products
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
 
 NAN = 0x7F
@@ -38,16 +38,23 @@ def inputs(rows: int, inner: int, far_apart: bool, device: str) -> tuple[torch.T
     return x, scales if far_apart else scales.contiguous()
 
 
-OF_A_LAYER = {"first": (7168, (2112, 128), None), "queries": (1536, (3072, 8192), TILE_OF_QUERIES)}
+OF_A_LAYER = {"first": (7168, (2112, 128), None), "queries": (1536, (3072, 8192), TILES_OF_QUERIES)}
 """Of DeepSeek-V3.2: too large for the interpreter."""
 
 
 @pytest.mark.parametrize(
     ("rows", "inner", "widths"),
-    [(1, 1024, (192, 128)), (5, 512, (64, 64)), (16, 1152, (320, 128)), (17, 640, (192, 64)), (32, 1024, (64, 256))],
+    [
+        (1, 1024, (192, 128)),
+        (5, 512, (64, 64)),
+        (16, 1152, (320, 128)),
+        (17, 640, (192, 64)),
+        (32, 1024, (64, 256)),
+        (100, 512, (64, 128)),
+    ],
 )
 @pytest.mark.parametrize("far_apart", [True, False])
-@pytest.mark.parametrize("tile", [None, TILE_OF_QUERIES])
+@pytest.mark.parametrize("tile", [None, (2, 4)])
 def test_products(device, rows, inner, widths, far_apart, tile):
     check_products(device, rows, inner, widths, far_apart, tile)
 
@@ -58,9 +65,32 @@ def test_one_product_and_gates_in_bfloat16(device, rows, inner, columns):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 4, 16, 32])
+@pytest.mark.parametrize("rows", [1, 4, 16, 32, 64, 128])
 def test_one_product_and_gates_of_a_layer_of_glm(rows):
     check_joined("cuda", rows, 6144, 2624, 160)
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 512, 192), (64, 640, 64)])
+def test_one_product_alone(device, rows, inner, columns):
+    check_alone(device, rows, inner, columns)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 16, 32, 64, 128])
+def test_one_product_of_a_layer_of_glm(rows):
+    check_alone("cuda", rows, 6144, 2624)
+
+
+def check_alone(device, rows, inner, columns):
+    """As a layer has it that attends to the selection of another: the same bits as beside a second product."""
+    torch.manual_seed(rows)
+    x, scales = inputs(rows, inner, False, device)
+    first, second = (weight(width, inner, device) for width in (columns, 128))
+    arrived = counters(first[0], None)
+    (found,) = split_products(x, scales, first, None, arrived)
+    beside, _ = split_products(x, scales, first, second, counters(first[0], second[0]))
+    assert not arrived.any()
+    assert torch.equal(found, beside)
 
 
 def check_joined(device, rows, inner, columns, joined):
@@ -80,12 +110,12 @@ def check_joined(device, rows, inner, columns, joined):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 4, 16, 32])
+@pytest.mark.parametrize("rows", [1, 4, 16, 32, 64, 128])
 @pytest.mark.parametrize("far_apart", [True, False])
 @pytest.mark.parametrize("which", OF_A_LAYER)
 def test_products_of_a_layer(rows, far_apart, which):
-    inner, widths, tile = OF_A_LAYER[which]
-    check_products("cuda", rows, inner, widths, far_apart, tile)
+    inner, widths, tiles = OF_A_LAYER[which]
+    check_products("cuda", rows, inner, widths, far_apart, tiles and tiles[padded_rows(rows)])
 
 
 def check_products(device, rows, inner, widths, far_apart, tile=None):
@@ -116,7 +146,7 @@ def check_products(device, rows, inner, widths, far_apart, tile=None):
     ("name", "change"),
     [
         ("x has 0 rows", {"x": lambda x: x[:0]}),
-        ("x has 33 rows", {"x": lambda x: x[:1].expand(33, -1)}),
+        ("x has 129 rows", {"x": lambda x: x[:1].expand(129, -1)}),
         ("x must be", {"x": lambda x: x.float()}),
         ("x_scales must be", {"x_scales": lambda s: s[:, 1:]}),
         ("first must be", {"first": lambda w: (w[0][:32], w[1])}),

@@ -93,7 +93,7 @@ def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
 def test_a_layer_of_sglang_leaves_the_same_caches_and_chooses_the_same(either_layer, monkeypatch, mode, form):
     layer, slots = either_layer, torch.tensor([70, 200, 65, 131, 255 if mode.is_decode() else 0])
     assert rule.layer_problem(layer) is None
-    monkeypatch.setattr(front, "MOST_ROWS", 0)  # every projection is SGLang's
+    monkeypatch.setattr(front, "FEW_ROWS", 0)  # every projection is SGLang's
     if form is not None:
         for module, name in (
             (layer, "fused_qkv_a_proj_with_mqa"),
@@ -128,7 +128,7 @@ def test_a_layer_that_attends_to_an_earlier_selection(either_layer, monkeypatch,
         for module in (front, projections):
             monkeypatch.setattr(module, "scales_of", lambda linear: getattr(linear, "form", None))
         monkeypatch.setattr(front, "quantised", lambda x, scales: x if scales is None else steps.quantise(x.float(), scales))
-    monkeypatch.setattr(front, "MOST_ROWS", ROWS if few else 0)
+    monkeypatch.setattr(front, "FEW_ROWS", ROWS if few else 0)
     monkeypatch.setattr(projections, "LEAST_INNER", HIDDEN)
     selection = torch.arange(ROWS * TOPK, dtype=torch.int32).view(ROWS, TOPK)
     ours, theirs = (prepared(layer, monkeypatch, mode, on, slots, selection=selection) for on in (True, False))
@@ -169,7 +169,7 @@ def test_few_rows_take_all_products_from_two_launches(either_layer, monkeypatch)
     monkeypatch.setattr(projections, "LEAST_INNER", HIDDEN)
     slots, found = torch.tensor([70, 200, 65, 131, 255]), []
     for most in (ROWS, ROWS - 1):
-        monkeypatch.setattr(front, "MOST_ROWS", most)
+        monkeypatch.setattr(front, "FEW_ROWS", most)
         with monkeypatch.context() as own:
             if most == ROWS:
                 own.setattr(layer.indexer, "_weights_proj_bf16_in_fp32_out", lambda x: 1 / 0)

@@ -1,4 +1,4 @@
-"""The benchmark of a layer's front on the CPU: both of its sides run SGLang's layer and leave the same caches."""
+"""The benchmark of a layer's front on the CPU: all of its sides run SGLang's layer and leave the same caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def model_and_layer(request, monkeypatch):
         yield request.param, layer
 
 
-def test_both_sides_leave_the_same_caches(model_and_layer, monkeypatch):
+@pytest.mark.parametrize("rows", [3, 40])
+def test_all_sides_leave_the_same_caches(model_and_layer, monkeypatch, rows):
     (model, layer), pools, whole_pool = model_and_layer, [], whole_front.one_layers_pool
     if not SHAPES[model]["index_heads"]:
         layer.indexer, layer.skip_topk = None, True
@@ -35,15 +36,15 @@ def test_both_sides_leave_the_same_caches(model_and_layer, monkeypatch):
     monkeypatch.setattr(whole_front, "one_layers_pool", pool)
     monkeypatch.setattr(builtin, "write_kv", write)
     left = []
-    with whole_front.fronts(model, "bf16", 3, "cpu") as sides:
-        assert {name: len(calls) for name, calls in sides.items()} == {"ours": 8, "SGLang's": 8}
+    with whole_front.fronts(model, "bf16", rows, "cpu") as sides:
+        more = ["ours, all products divided"] if rows > 32 else []
+        assert {name: len(calls) for name, calls in sides.items()} == dict.fromkeys(["ours", "SGLang's", *more], 8)
         for calls in sides.values():
             calls[0]()
             left.append((pools[0].kv.clone(), pools[0].index_keys.clone()))
             for cache in (pools[0].kv, pools[0].index_keys):
                 cache.zero_()
-    (kv, keys), theirs = left
+    (kv, keys), *others = left
     assert kv.any()
     assert keys.any() == (layer.indexer is not None)
-    assert torch.equal(kv, theirs[0])
-    assert torch.equal(keys, theirs[1])
+    assert all(torch.equal(kv, other[0]) and torch.equal(keys, other[1]) for other in others)

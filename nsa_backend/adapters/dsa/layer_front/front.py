@@ -13,7 +13,7 @@ from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.adapters.sglang_types import ForwardBatch
 from nsa_backend.kernels.layer_front import norm_rope_store, rope_quantise, rope_query
-from nsa_backend.kernels.split_products import MOST_ROWS
+from nsa_backend.kernels.split_products import FEW_ROWS
 
 
 class LayerFront:
@@ -38,7 +38,7 @@ class LayerFront:
         self.first_products = {
             indexer is not None: FirstProducts.of(attention, indexer) for indexer in (attention.indexer, None)
         }
-        self.query_products = QueryProducts.of(attention)
+        self.query_products, self.few_rows = QueryProducts.of(attention), FEW_ROWS
         # Of the KV of requests, where ranks divide it; an MTP layer has all.
         self.part = {"ranks": attention.dcp_size, "rank": get_parallel().attn_dcp_rank} if attention.dcp_size > 1 else {}
 
@@ -99,7 +99,7 @@ class LayerFront:
         attention, indexer, products = self.attention, self.attention.indexer, self.first_products[indexed]
         x_scales = scales_of(attention.fused_qkv_a_proj_with_mqa)
         x = quantised(hidden_states, x_scales)
-        if products is not None and 0 < len(hidden_states) <= MOST_ROWS:
+        if products is not None and 0 < len(hidden_states) <= self.few_rows:
             return products(hidden_states, x)
         side.fork()
         if x_scales is None:
@@ -176,7 +176,7 @@ class LayerFront:
         q, scales = norm_rope_store(qkv, key, weights, positions, slots, kv_cache, index_cache, q_scales, **self.part)
         normed = q if scales is None else (q, scales)
 
-        if self.query_products is not None and 0 < len(hidden_states) <= MOST_ROWS:
+        if self.query_products is not None and 0 < len(hidden_states) <= self.few_rows:
             query, index_query = self.query_products(normed)
         else:
             side.fork()

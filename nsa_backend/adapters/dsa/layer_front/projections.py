@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
-from nsa_backend.kernels.split_products import GATES, LEAST_INNER, TILE_OF_QUERIES, counters, split_products
+from nsa_backend.kernels.split_products import GATES, LEAST_INNER, TILES_OF_QUERIES, counters, padded_rows, split_products
 
 if TYPE_CHECKING:
     from sglang.srt.layers.linear import LinearBase
@@ -131,4 +131,5 @@ class QueryProducts:
 
     def __call__(self, x: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """bfloat16 [rows, columns] of each; `x` is FP8 and its scales."""
-        return split_products(*x, product(self.q_b), product(self.wq_b), self.arrived, TILE_OF_QUERIES)
+        tile = TILES_OF_QUERIES[padded_rows(len(x[0]))]
+        return split_products(*x, product(self.q_b), product(self.wq_b), self.arrived, tile)
