@@ -101,7 +101,8 @@ class LayerFront:
         x = quantised(hidden_states, x_scales)
         if products is not None and 0 < len(hidden_states) <= self.few_rows:
             return products(hidden_states, x)
-        side.fork()
+        if indexed:
+            side.fork()
         if x_scales is None:
             qkv = attention.prepare_qkv_latent(hidden_states, batch)
         else:
