@@ -142,14 +142,18 @@ def test_a_layer_that_attends_to_an_earlier_selection(either_layer, monkeypatch,
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_divide_the_kv_write_their_own_and_gather_queries(layer, monkeypatch, rank):
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+def test_ranks_that_divide_the_kv_write_their_own_and_gather_queries(either_layer, monkeypatch, rank, shared):
     """As SGLang's sequence does, whose gather is the last that it does; a projection that every rank has whole is SGLang's."""
-    group = SimpleNamespace(world_size=2, all_gather=lambda mine, dim: torch.cat([mine, -mine], dim))
-    layer.dcp_size = 2
+    layer, group = either_layer, SimpleNamespace(world_size=2, all_gather=lambda mine, dim: torch.cat([mine, -mine], dim))
+    layer.dcp_size, selection = 2, torch.zeros(ROWS, TOPK, dtype=torch.int32) if shared else None
+    if shared:
+        layer.indexer, layer.skip_topk = None, True
     with get_parallel().override(dcp_group=group, attn_dcp_size=2, attn_dcp_rank=rank, dcp_replicate_q_proj=False):
         assert rule.layer_problem(layer) is None
+        arguments = (layer, monkeypatch, ForwardMode.TARGET_VERIFY)
         slots = torch.tensor([70, 200, 65, 131, 0])
-        sides = [prepared(layer, monkeypatch, ForwardMode.TARGET_VERIFY, on, slots, 2, rank) for on in (True, False)]
+        sides = [prepared(*arguments, on, slots, 2, rank, selection) for on in (True, False)]
     assert_same_bits(*sides)
     assert sides[0]["q_nope"].shape[1] == 2 * layer.num_local_heads
     written = (sides[0]["kv"] != 7.0).flatten(1).any(1).nonzero().flatten().tolist()
