@@ -56,6 +56,13 @@ VARIABLES = (
         "0 to compare; the start says how many layers have it",
     ),
     Variable(
+        "NSA_BACKEND_SHORT_GRAPHS",
+        "0",
+        "1: without drafts, decode graphs are captured a second time, for batches of requests within index_topk tokens, which "
+        "need neither index scores nor top-k; on 0.5.23 and Hopper, never run on a GPU",
+        "for short requests, where twice the graphs fit",
+    ),
+    Variable(
         "NSA_BACKEND_PAIRED_LOGITS",
         "unset",
         "unset: on 0.5.23 and Hopper the indexer scores rows of target_verify two by two, from two requests and for an even "

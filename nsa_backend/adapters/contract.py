@@ -68,6 +68,10 @@ class Adapter(ABC):
         """One sentence for each reason why a server of these resolved arguments can have no layer's front in two launches."""
 
     @abstractmethod
+    def short_problems(self, args: Any) -> list[str]:
+        """The same of decode graphs of short requests, which have neither index scores nor top-k."""
+
+    @abstractmethod
     def is_sparse_model(self, hf_config: Any) -> bool:
         """Whether a model has DeepSeek sparse attention."""
 

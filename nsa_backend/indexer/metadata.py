@@ -111,10 +111,14 @@ class IndexerMetadata(adapter.BaseIndexerMetadata):
         return slots_of(self.selector.positions(logits, lengths, topk, ks), metadata, batch_idx_list)
 
     def _every_token(self, topk: int) -> torch.Tensor:
-        """All tokens of rows that have no more than `topk`; the same for every layer, so made once a forward."""
+        """The same for every layer, so made once a forward."""
         if self._all_tokens is None:
-            lengths = self.attn_metadata.nsa_seqlens_expanded
-            column = torch.arange(topk, dtype=torch.int32, device=lengths.device)
-            positions = torch.where(column < lengths[:, None], column, -1)
-            self._all_tokens = slots_of(positions, self.attn_metadata) if self.fuse_topk else positions
+            self._all_tokens = self.every_token(topk)
         return self._all_tokens
+
+    def every_token(self, topk: int) -> torch.Tensor:
+        """All tokens of rows that have no more than `topk`, as `topk_transform` returns them."""
+        lengths = self.attn_metadata.nsa_seqlens_expanded
+        column = torch.arange(topk, dtype=torch.int32, device=lengths.device)
+        positions = torch.where(column < lengths[:, None], column, -1)
+        return slots_of(positions, self.attn_metadata) if self.fuse_topk else positions

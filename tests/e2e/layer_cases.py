@@ -23,6 +23,7 @@ alone = partial(Case, steps=3, decode="sparse_verify", floors=FLOORS, releases="
 
 LAYER_CASES = [
     front("n0 fa3, front in two launches", 0, MANY),
+    front("n0 fa3, graphs of short requests", 0, MANY, environment=FRONT | {"NSA_BACKEND_SHORT_GRAPHS": "1"}),
     *(front(f"n{n} fa3, front in two launches", n, MANY, floor_of_all=0.95) for n in (1, 3, 5)),
     front("n3 fp8, flashmla_kv, front in two launches", 3, MANY, decode="flashmla_kv", engine=FP8, floor_of_all=0.95),
     front("glm-5.1 n3 fa3, front in two launches", 3, STANDARD, model="glm-5.1", floor_of_all=0.95),

@@ -6,6 +6,7 @@ kernels round so, a GPU alone can show: tests/gpu/test_layer_front_bits.py.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from types import SimpleNamespace
 
@@ -13,16 +14,18 @@ import pytest
 import torch
 from installed_source import signature
 from layer_on_cpu import HIDDEN, ROWS, TOPK, Backend, BlockFp8, a_layer, poisoned_pool
+from sglang.srt.layers.attention import graph_variants
 from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend import registration
-from nsa_backend.adapters.dsa.layer_front import builtin, front, options, projections, rule, take
+from nsa_backend.adapters.dsa.layer_front import builtin, front, options, projections, rule, short, take
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
@@ -141,6 +144,84 @@ def test_a_layer_that_attends_to_an_earlier_selection(either_layer, monkeypatch,
     assert_same_bits(ours, theirs)
 
 
+class Short:
+    """The indexer's metadata of short rows, whose top-k keeps what every token is."""
+
+    def __init__(self):
+        self.made = torch.arange(ROWS * TOPK, dtype=torch.int32).view(ROWS, TOPK)
+
+    def get_seqlens_expanded(self):
+        return torch.ones(ROWS, dtype=torch.int32)
+
+    def topk_transform(self, logits, topk):
+        return self.made
+
+    def every_token(self, topk):
+        assert topk == TOPK
+        return self.made
+
+
+@pytest.mark.parametrize("form", [None, Scales.POWERS_OF_TWO])
+def test_a_graph_of_short_requests_has_neither_query_nor_scores(either_layer, monkeypatch, form):
+    """SGLang's own layer does so too where it captures such graphs; both write the same index keys."""
+    layer, metadata = either_layer, Short()
+    monkeypatch.setattr(front, "FEW_ROWS", 0)
+    monkeypatch.setattr(capture_mode, "get_capture_attention_variant", lambda: graph_variants.DSA_DENSE)
+    monkeypatch.setattr(Backend, "get_indexer_metadata", lambda *arguments: metadata)
+    if form is not None:
+        fused = layer.indexer.use_dsa_indexer_fusion
+        for path in ("fused_qkv_a_proj_with_mqa", "q_b_proj", "indexer.wq_b", *([] if fused else ["indexer.wk"])):
+            layer.set_submodule(path, BlockFp8(layer.get_submodule(path), form))
+        for module in (front, projections):
+            monkeypatch.setattr(module, "scales_of", lambda linear: linear.form)
+        monkeypatch.setattr(front, "quantised", lambda x, scales: steps.quantise(x.float(), scales))
+    layer.indexer.wq_b.register_forward_pre_hook(lambda *arguments: 1 / 0)
+    slots = torch.tensor([70, 200, 65, 131, 255])
+    ours, theirs = (prepared(layer, monkeypatch, ForwardMode.DECODE, on, slots) for on in (True, False))
+    assert_same_bits(ours, theirs)
+    assert ours["topk"] is metadata.made
+    assert "query" not in ours
+    assert (ours["index keys"] != 0x5A).any()
+
+
+def test_every_token_is_made_by_the_first_layer_of_every_forward():
+    made = []
+    metadata = SimpleNamespace(every_token=lambda topk: made.append(topk) or torch.full((1, topk), len(made)))
+    every = short.EveryToken()
+    first, second = ([every.of(layer, metadata, 4) for layer in (2, 3, 6)] for _ in range(2))
+    assert made == [4, 4]
+    assert all(found is first[0] for found in first)
+    assert all(found is second[0] for found in second)
+    assert first[0] is not second[0]
+
+
+def test_sglang_captures_both_kinds_once_they_are_offered(layer, monkeypatch):
+    """Its runner makes its variants by this name when it is built, and chooses by the longest request."""
+    from sglang.srt.model_executor.runner import decode_cuda_graph_runner as runner
+
+    monkeypatch.setenv("NSA_BACKEND_SHORT_GRAPHS", "1")
+    monkeypatch.setattr(runner, "create_attention_graph_variants", runner.create_attention_graph_variants)
+    assert "else create_attention_graph_variants(model_runner.model_config.hf_config)" in inspect.getsource(
+        runner.DecodeCudaGraphRunner.__init__
+    )
+    assert take.take_layer_fronts(torch.nn.ModuleList([layer]), None, served_args(), (Backend,), demanded=False) == 1
+    variants = runner.create_attention_graph_variants(None)
+    assert variants.capture_labels == (graph_variants.DSA_DENSE, graph_variants.DSA_SPARSE)
+    for longest, label in ((TOPK, graph_variants.DSA_DENSE), (TOPK + 1, graph_variants.DSA_SPARSE)):
+        assert variants.select(SimpleNamespace(seq_lens_cpu=torch.tensor([1, longest]))) == label
+    layer.forward_absorb_prepare = layer.forward_absorb_prepare.own
+    layer.use_dsa = False
+    with pytest.raises(ValueError, match="NSA_BACKEND_SHORT_GRAPHS=1 and no layer has our front"):
+        take.take_layer_fronts(torch.nn.ModuleList([layer]), None, served_args(), (Backend,), demanded=False)
+
+
+def test_graphs_of_short_requests_are_refused_before_weights_are_loaded(monkeypatch):
+    assert short.short_problems(served_args(speculative_algorithm=None)) == []
+    assert "drop --speculative-algorithm" in short.short_problems(served_args(speculative_algorithm="EAGLE"))[0]
+    monkeypatch.setenv("NSA_BACKEND_LAYER_FRONT", "0")
+    assert "NSA_BACKEND_LAYER_FRONT=0" in short.short_problems(served_args(speculative_algorithm=None))[0]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 def test_ranks_that_divide_the_kv_write_their_own_and_gather_queries(either_layer, monkeypatch, rank, shared):
@@ -208,8 +289,6 @@ def test_what_a_layer_alone_does_not_tell_goes_to_sglangs_own(layer, monkeypatch
 
 def test_the_layer_calls_what_is_replaced_as_it_is_replaced():
     """By name on the instance, with these arguments in this order; and what it returns goes to attention as it is."""
-    import inspect
-
     theirs = list(inspect.signature(DeepseekV2AttentionMLA.forward_absorb_prepare).parameters)[1:]
     assert list(inspect.signature(LayerFront.__call__).parameters)[1:] == theirs
     source = inspect.getsource(DeepseekV2AttentionMLA.forward_prepare)

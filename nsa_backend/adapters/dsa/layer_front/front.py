@@ -10,6 +10,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend.adapters.dsa.layer_front.projections import FirstProducts, QueryProducts, quantised, scales_of
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
+from nsa_backend.adapters.dsa.layer_front.short import EveryToken, is_short
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.adapters.sglang_types import ForwardBatch
 from nsa_backend.kernels.layer_front import norm_rope_store, rope_quantise, rope_query
@@ -23,17 +24,21 @@ class LayerFront:
     call has that a layer alone does not tell, go to SGLang's own sequence.
     """
 
-    def __init__(self, attention: Any, backends: tuple[type, ...], with_selections: bool = True):
+    def __init__(
+        self, attention: Any, backends: tuple[type, ...], with_selections: bool = True, every_token: EveryToken | None = None
+    ):
         """Stand in for `attention.forward_absorb_prepare`.
 
         Args:
             attention: the layer.
             backends: our attention backends.
             with_selections: whether forwards that attend to an earlier layer's or draft step's selection are served.
+            every_token: of short requests, shared by the layers of a model; its own if None.
         """
         self.attention = attention
         self.own: Callable = attention.forward_absorb_prepare
         self.backends, self.with_selections = backends, with_selections
+        self.every_token = every_token or EveryToken()
         # An MTP layer selects in its first draft step, and may be handed that selection in the later ones.
         self.first_products = {
             indexer is not None: FirstProducts.of(attention, indexer) for indexer in (attention.indexer, None)
@@ -57,7 +62,7 @@ class LayerFront:
             if not self.attention.should_run_indexer(prev_topk_indices):
                 found = self._with_selection(*arguments, prev_topk_indices) if self.with_selections else None
             elif (metadata := self._metadata(forward_batch)) is not None:
-                found = self._forward(*arguments, metadata)
+                found = (self._short if is_short() else self._forward)(*arguments, metadata)
         if found is None:
             return self.own(*arguments, zero_allocator, llama_4_scaling, prev_topk_indices)
         q_rope, q_nope_out, topk_indices = found
@@ -66,6 +71,7 @@ class LayerFront:
     def _serves(self, positions: torch.Tensor, hidden_states: Any, batch: ForwardBatch) -> bool:
         """Whether a forward is one of those that are served."""
         from sglang.srt.layers.attention.dsa.dsa_indexer import get_is_capture_mode
+        from sglang.srt.layers.attention.graph_variants import DSA_DENSE, DSA_SPARSE
         from sglang.srt.layers.layer_boundary import get_attn_tp_context
         from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
         from sglang.srt.model_executor.forward_context import get_attn_backend
@@ -76,7 +82,7 @@ class LayerFront:
         return (
             get_is_capture_mode()
             and not is_in_breakable_cuda_graph()
-            and get_capture_attention_variant() is None
+            and get_capture_attention_variant() in (None, DSA_DENSE, DSA_SPARSE)
             and (mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2())
             and isinstance(backend, self.backends)
             and type(backend.token_to_kv_pool) is DSATokenToKVPool
@@ -137,14 +143,35 @@ class LayerFront:
         self, positions: torch.Tensor, hidden_states: torch.Tensor, batch: ForwardBatch, selection: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(rotated part of the query, its absorbed part, `selection`), where attention is to what an earlier layer chose."""
+        return self._without_scores(positions, hidden_states, batch, selection, indexed=False)
+
+    def _short(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, batch: ForwardBatch, metadata: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The same where every row attends to all of its tokens; the layer's index keys are written."""
+        selection = self.every_token.of(self.attention.layer_id, metadata, self.attention.indexer.index_topk)
+        return self._without_scores(positions, hidden_states, batch, selection, indexed=True)
+
+    def _without_scores(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        batch: ForwardBatch,
+        selection: torch.Tensor | None,
+        indexed: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         from sglang.srt.layers.attention.dsa import dsa_indexer
         from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
         attention, weights, side = self.attention, weights_of(self.attention), SideStream(self.attention.alt_stream)
-        qkv, _, _ = self._first(hidden_states, batch, side, indexed=False)
-        kv_cache, q_scales = get_token_to_kv_pool().get_key_buffer(attention.layer_id), scales_of(attention.q_b_proj)
-        written = (positions, batch.out_cache_loc, kv_cache, None, q_scales)
-        q, scales = norm_rope_store(qkv, None, weights, *written, **self.part)
+        pool, q_scales, index_cache = get_token_to_kv_pool(), scales_of(attention.q_b_proj), None
+        qkv, key, _ = self._first(hidden_states, batch, side, indexed)
+        if indexed:
+            if hasattr(pool, "invalidate_index_buffer_for_layer"):
+                pool.invalidate_index_buffer_for_layer(attention.layer_id)
+            index_cache = pool.get_index_k_with_scale_buffer(layer_id=attention.layer_id)
+        written = (positions, batch.out_cache_loc, pool.get_key_buffer(attention.layer_id), index_cache, q_scales)
+        q, scales = norm_rope_store(qkv, key, weights, *written, **self.part)
         query = attention.q_b_proj_forward(q) if scales is None else attention.q_b_proj((q, scales))[0]
         q_nope, q_rope = self._heads(query)
         side.fork()

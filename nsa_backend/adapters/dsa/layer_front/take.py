@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from typing import Any
 
+from nsa_backend.adapters.dsa.layer_front import short
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.options import server_problems
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
@@ -58,8 +59,14 @@ def take_layer_fronts(model: Any, kv_pool: Any, args: Any, backends: tuple[type,
     reasons = "; ".join(f"{why} ({count})" for why, count in problems.items() if why is not None)
     if not served and demanded:
         raise ValueError(f"{SWITCH}=1 and no layer can have its front in two launches: {reasons or 'it has none'}; unset it")
+    selecting = [layer.indexer.index_topk for layer in served if layer.indexer is not None]
+    if switched_on(short.SWITCH):
+        if not selecting:
+            raise ValueError(f"{short.SWITCH}=1 and no layer has our front: {reasons or 'it has none'}; unset it")
+        short.offer(selecting[0])
+    every_token = short.EveryToken()
     for layer in served:
-        layer.forward_absorb_prepare = LayerFront(layer, backends, with_selections=switched_on(SWITCH))
+        layer.forward_absorb_prepare = LayerFront(layer, backends, switched_on(SWITCH), every_token)
     logger.info(
         "nsa_backend: the front of %d of %d layers is two launches in captured forwards%s",
         len(served),
