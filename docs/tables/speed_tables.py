@@ -11,11 +11,10 @@ from rank_tables import NOISE, joined, least_prefill, lost_by_ranks
 from result_files import Parts, result, spread, table
 
 from nsa_backend.attention.auto import CANDIDATES
+from nsa_backend.benchmarks.checkpoints import ranks
 
 PARTS = Parts()
 SGLANGS = "SGLang's"
-LAYERS = 61
-"""Of DeepSeek-V3.2."""
 
 
 @PARTS.part
@@ -254,7 +253,9 @@ def scores_saved() -> str:
         for row in result("index_scores_0_5_23", "beside_sglangs_pieces")["rows"]
         if (row["requests"], row["length"]) == (64, 4096)
     )
-    scores = (us["one by one in SGLang's pieces"] - us["two by two"]) * LAYERS / 1e3
+    scores = (
+        (us["one by one in SGLang's pieces"] - us["two by two"]) * ranks.RANKS["v3.2-tp8"].config["num_hidden_layers"] / 1e3
+    )
     rounds = {
         row["side"]: row["round_ms"]["median"]
         for row in result("rank_v32_tp8_0_5_23", "fp8_default")["rows"]

@@ -15,9 +15,9 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 from sglang_models import one_rank
 
+from nsa_backend.benchmarks.calls.whole_front import one_layers_pool
 from nsa_backend.kernels import layer_front_torch as steps
 from nsa_backend.kernels.layer_front_weights import Scales
-from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
 
 HIDDEN, HEADS, INDEX_HEADS, ROWS, TOPK, PAGES = 256, 4, 32, 5, 16, 4
@@ -116,12 +116,9 @@ def fuse(indexer: dsa_indexer.Indexer) -> None:
 
 
 def poisoned_pool() -> DSATokenToKVPool:
-    """SGLang's own, of one layer, without what else it allocates."""
-    pool = DSATokenToKVPool.__new__(DSATokenToKVPool)
-    pool.kv = torch.full((PAGES * PAGE_SIZE, 1, 576), 7.0, dtype=torch.bfloat16)
-    pool.index_keys = torch.full((PAGES, PAGE_SIZE * 132), 0x5A, dtype=torch.uint8)
-    pool.index_page_size, pool.get_key_buffer = PAGE_SIZE, lambda layer_id: pool.kv
-    pool.get_index_k_with_scale_buffer = lambda layer_id: pool.index_keys
+    pool = one_layers_pool(PAGES, "bf16", "cpu")
+    pool.kv.fill_(7.0)
+    pool.index_keys.fill_(0x5A)
     return pool
 
 
@@ -139,13 +136,3 @@ class BlockFp8(torch.nn.Module):
         values, scales = x if isinstance(x, tuple) else steps.quantise(x.float(), self.form)
         x = values.float().unflatten(1, (-1, 128)) * scales[..., None]
         return (x.flatten(1) @ self.weight.float().T).bfloat16(), None
-
-
-class Backend:
-    """Ours, as far as a layer asks; the indexer's metadata is nothing that is looked into."""
-
-    def __init__(self, pool):
-        self.token_to_kv_pool = pool
-
-    def get_indexer_metadata(self, layer_id, batch):
-        return object()

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from installed_source import signature
-from layer_on_cpu import HIDDEN, ROWS, TOPK, Backend, BlockFp8, a_layer, poisoned_pool
+from layer_on_cpu import HIDDEN, ROWS, TOPK, BlockFp8, a_layer, poisoned_pool
 from sglang.srt.layers.attention import graph_variants
 from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.layers.linear import ReplicatedLinear
@@ -30,6 +30,7 @@ from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.benchmarks.calls.whole_front import Backend
 from nsa_backend.kernels import layer_front_torch as steps
 from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
@@ -216,10 +217,12 @@ def test_sglang_captures_both_kinds_once_they_are_offered(layer, monkeypatch):
 
 
 def test_graphs_of_short_requests_are_refused_before_weights_are_loaded(monkeypatch):
-    assert short.short_problems(served_args(speculative_algorithm=None)) == []
-    assert "drop --speculative-algorithm" in short.short_problems(served_args(speculative_algorithm="EAGLE"))[0]
+    assert short.short_problems(served_args()) == []
+    for attribute, value in (("speculative_algorithm", "EAGLE"), ("enable_dp_attention", True), ("dcp_size", 2)):
+        (problem,) = short.short_problems(served_args(**{attribute: value}))
+        assert f"drop --{attribute.replace('_', '-')}" in problem
     monkeypatch.setenv("NSA_BACKEND_LAYER_FRONT", "0")
-    assert "NSA_BACKEND_LAYER_FRONT=0" in short.short_problems(served_args(speculative_algorithm=None))[0]
+    assert "NSA_BACKEND_LAYER_FRONT=0" in short.short_problems(served_args())[0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -323,7 +326,7 @@ def test_a_layer_that_is_sglangs_says_why(layer, part, name, value, why):
 
 
 def served_args(**changed):
-    served = {needed.attribute: needed.served[0] for needed in options.NEEDED}
+    served = {needed.attribute: needed.served[0] for needed in (*options.NEEDED, *short.NEEDED)}
     served |= {"dsa_decode_backend": "fa3", "dsa_prefill_backend": "fa3", "kv_cache_dtype": "auto"}
     return SimpleNamespace(**served | changed)
 

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from layer_on_cpu import HIDDEN, ROWS, TOPK, Backend, a_layer, poisoned_pool
+from layer_on_cpu import HIDDEN, ROWS, TOPK, a_layer, poisoned_pool
 from sglang.srt.layers import deep_gemm_wrapper
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from nsa_backend.adapters.dsa.layer_front import front
+from nsa_backend.benchmarks.calls.whole_front import Backend
 
 
 class Streams:

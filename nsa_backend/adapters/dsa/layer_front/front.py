@@ -14,6 +14,7 @@ from nsa_backend.adapters.dsa.layer_front.short import EveryToken, is_short
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.adapters.sglang_types import ForwardBatch
 from nsa_backend.kernels.layer_front import norm_rope_store, rope_quantise, rope_query
+from nsa_backend.kernels.layer_front_weights import FrontWeights
 from nsa_backend.kernels.split_products import FEW_ROWS
 
 
@@ -123,6 +124,29 @@ class LayerFront:
         side.join()
         return qkv, key, gates
 
+    def _stored(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        batch: ForwardBatch,
+        weights: FrontWeights,
+        side: SideStream,
+        indexed: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """(the query's latent, its scales, gates), with KV and where the layer selects index keys written."""
+        from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+
+        layer_id, pool, index_cache = self.attention.layer_id, get_token_to_kv_pool(), None
+        qkv, key, gates = self._first(hidden_states, batch, side, indexed)
+        if indexed:
+            if hasattr(pool, "invalidate_index_buffer_for_layer"):
+                pool.invalidate_index_buffer_for_layer(layer_id)
+            index_cache = pool.get_index_k_with_scale_buffer(layer_id=layer_id)
+        q_scales = scales_of(self.attention.q_b_proj)  # wq_b's too
+        written = (positions, batch.out_cache_loc, pool.get_key_buffer(layer_id), index_cache, q_scales)
+        q, scales = norm_rope_store(qkv, key, weights, *written, **self.part)
+        return q, scales, gates
+
     def _heads(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(the part that is absorbed, the part that is rotated) of q_b's product."""
         attention = self.attention
@@ -161,17 +185,9 @@ class LayerFront:
         indexed: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         from sglang.srt.layers.attention.dsa import dsa_indexer
-        from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
         attention, weights, side = self.attention, weights_of(self.attention), SideStream(self.attention.alt_stream)
-        pool, q_scales, index_cache = get_token_to_kv_pool(), scales_of(attention.q_b_proj), None
-        qkv, key, _ = self._first(hidden_states, batch, side, indexed)
-        if indexed:
-            if hasattr(pool, "invalidate_index_buffer_for_layer"):
-                pool.invalidate_index_buffer_for_layer(attention.layer_id)
-            index_cache = pool.get_index_k_with_scale_buffer(layer_id=attention.layer_id)
-        written = (positions, batch.out_cache_loc, pool.get_key_buffer(attention.layer_id), index_cache, q_scales)
-        q, scales = norm_rope_store(qkv, key, weights, *written, **self.part)
+        q, scales, _ = self._stored(positions, hidden_states, batch, weights, side, indexed)
         query = attention.q_b_proj_forward(q) if scales is None else attention.q_b_proj((q, scales))[0]
         q_nope, q_rope = self._heads(query)
         side.fork()
@@ -191,17 +207,10 @@ class LayerFront:
         """
         from sglang.srt.layers.attention.dsa import dsa_indexer
         from sglang.srt.layers.deep_gemm_wrapper import configure_deep_gemm_num_sms
-        from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
-        attention, indexer, pool = self.attention, self.attention.indexer, get_token_to_kv_pool()
-        weights, side, q_scales = weights_of(attention), SideStream(attention.alt_stream), scales_of(indexer.wq_b)
-        qkv, key, gates = self._first(hidden_states, batch, side, indexed=True)
-        if hasattr(pool, "invalidate_index_buffer_for_layer"):
-            pool.invalidate_index_buffer_for_layer(attention.layer_id)
-        kv_cache = pool.get_key_buffer(attention.layer_id)
-        index_cache = pool.get_index_k_with_scale_buffer(layer_id=attention.layer_id)
-        slots = batch.out_cache_loc
-        q, scales = norm_rope_store(qkv, key, weights, positions, slots, kv_cache, index_cache, q_scales, **self.part)
+        attention, indexer = self.attention, self.attention.indexer
+        weights, side = weights_of(attention), SideStream(attention.alt_stream)
+        q, scales, gates = self._stored(positions, hidden_states, batch, weights, side, indexed=True)
         normed = q if scales is None else (q, scales)
 
         if self.query_products is not None and 0 < len(hidden_states) <= self.few_rows:

@@ -10,10 +10,18 @@ from typing import Any
 
 import torch
 
-from nsa_backend.adapters.dsa.layer_front.options import server_problems
+from nsa_backend.adapters.dsa.layer_front.options import needed, server_problems
 from nsa_backend.environment import asked
 
 SWITCH = "NSA_BACKEND_SHORT_GRAPHS"
+
+
+NEEDED = (
+    needed("speculative_algorithm", "--speculative-algorithm", (None,)),
+    needed("enable_dp_attention", "--enable-dp-attention", (False,)),
+    needed("dcp_size", "--dcp-size", (None, 1)),
+)
+"""Beside what the front asks: decode without drafts on ranks that have the same requests and all of their KV."""
 
 
 def short_problems(args: Any) -> list[str]:
@@ -21,9 +29,7 @@ def short_problems(args: Any) -> list[str]:
     found = server_problems(args)
     if asked("NSA_BACKEND_LAYER_FRONT") is False:
         found.append("NSA_BACKEND_LAYER_FRONT=0 leaves SGLang's front, and ours alone has them: unset one")
-    if args.speculative_algorithm is not None:
-        found.append("they are for decode without drafts: drop --speculative-algorithm")
-    return found
+    return found + [f"{rule.option} has none: {rule.advice}" for rule in NEEDED if not rule.serves(args)]
 
 
 def offer(index_topk: int) -> None:
