@@ -12,29 +12,62 @@ from __future__ import annotations
 import torch
 
 from nsa_backend.kernels.blocks import blocks, power_of_two
-from nsa_backend.kernels.layer_front_kernel import norm_rope_store_kernel, rope_quantise_kernel, rope_query_kernel
+from nsa_backend.kernels.dependent_launch import early
+from nsa_backend.kernels.layer_front_kernel import (
+    norm_rope_store_kernel,
+    quantise_kernel,
+    rope_quantise_kernel,
+    rope_query_kernel,
+)
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
 from nsa_backend.kernels.local_slots import check_rank
 from nsa_backend.kernels.plan import PAGE_SIZE
 
 HEADS = 8
 """Heads a program takes of a query."""
+GROUPS = 8
+"""Groups a program takes of a row that it quantises."""
 INDEX_PAGE_BYTES = PAGE_SIZE * (GROUP + 4)
 """Of a page of index keys: FP8 values, then float32 scales."""
 
 
-def empty_q(rows: int, rank: int, scales: Scales | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Room for the query's latent: FP8 with scales as the GEMM reads them, or bfloat16 without any.
+def empty_input(rows: int, width: int, scales: Scales | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Room for a projection's input: FP8 with scales as the GEMM reads them, or bfloat16 without any.
 
     Returns:
-        ([rows, rank] contiguous, float32 [rows, rank / GROUP]: contiguous, or columns dense from multiples of 16 bytes on).
+        ([rows, width] contiguous, float32 [rows, width / GROUP]: contiguous, or columns dense from multiples of 16 bytes on).
     """
     if scales is None:
-        return torch.empty(rows, rank, dtype=torch.bfloat16, device=device), None
-    q, groups = torch.empty(rows, rank, dtype=torch.float8_e4m3fn, device=device), rank // GROUP
+        return torch.empty(rows, width, dtype=torch.bfloat16, device=device), None
+    x, groups = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device), width // GROUP
     if scales is Scales.POWERS_OF_TWO:
-        return q, torch.empty(rows, groups, dtype=torch.float32, device=device)
-    return q, torch.empty(groups, -(-rows // 4) * 4, dtype=torch.float32, device=device).T[:rows]
+        return x, torch.empty(rows, groups, dtype=torch.float32, device=device)
+    return x, torch.empty(groups, blocks(rows, 4) * 4, dtype=torch.float32, device=device).T[:rows]
+
+
+def quantise(x: torch.Tensor, scales: Scales, *, before_ours: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """A projection's input in FP8, to the bit of what SGLang gives its own block-FP8 projections; one launch.
+
+    Args:
+        x: bfloat16 [rows, a multiple of GROUP], contiguous.
+        scales: of the result.
+        before_ours: whether what is launched next on this stream is a kernel of this package that waits for this one.
+
+    Returns:
+        What `empty_input` describes, filled.
+
+    Raises:
+        ValueError: x has another dtype or layout.
+    """
+    rows, width = x.shape
+    _refuse({"x": (x, torch.bfloat16, x.is_contiguous() and not width % GROUP)}, rows)
+    out, out_scales = empty_input(rows, width, scales, x.device)
+    if rows:
+        quantise_kernel[(rows, blocks(width // GROUP, GROUPS))](
+            x, out, out_scales, *out_scales.stride(), WIDTH=width, GROUPS=GROUPS, POWERS=scales is Scales.POWERS_OF_TWO,
+            BEFORE_OURS=before_ours, COMPILED=x.is_cuda, **early(x.is_cuda),
+        )  # fmt: skip
+    return out, out_scales
 
 
 def norm_rope_store(
@@ -49,6 +82,7 @@ def norm_rope_store(
     *,
     ranks: int = 1,
     rank: int = 0,
+    before_ours: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Norm the query's latent, write each row's KV and index key; one launch.
 
@@ -63,9 +97,10 @@ def norm_rope_store(
         index_cache: uint8 [pages, INDEX_PAGE_BYTES], contiguous; None as `key` is.
         q_scales: of the query's latent, for projections with FP8 weights; None for bfloat16.
         ranks: that divide slots among them, as `local_slots` says; this one is `rank`, and has KV of its own slots alone.
+        before_ours: as `quantise` has it.
 
     Returns:
-        What `empty_q` describes, filled.
+        What `empty_input` describes, filled.
 
     Raises:
         ValueError: a tensor has another shape, dtype or layout.
@@ -87,7 +122,7 @@ def norm_rope_store(
         | ({} if key is None else _index_tensors(key, index_cache, rows)),
         rows,
     )
-    q, scales = empty_q(rows, q_rank, q_scales, qkv.device)
+    q, scales = empty_input(rows, q_rank, q_scales, qkv.device)
     if rows == 0:
         return q, scales
     latents, latent_scales, k_rope = parts_of_cache(kv_cache, latent)
@@ -135,6 +170,8 @@ def norm_rope_store(
         COMPILED=qkv.is_cuda,
         RANKS=ranks,
         RANK=rank,
+        BEFORE_OURS=before_ours,
+        **early(qkv.is_cuda),
     )
     return q, scales
 
@@ -199,6 +236,8 @@ def rope_quantise(
             NEOX=weights.neox,
             INDEX_NEOX=weights.index_neox,
             INDEX_FUSED=weights.index_fused,
+            COMPILED=query.is_cuda,
+            **early(query.is_cuda),
         )
     return quantised, weighed, out
 
@@ -220,6 +259,8 @@ def rope_query(q_rope: torch.Tensor, weights: FrontWeights, positions: torch.Ten
             HEAD_STRIDE=q_rope.stride(1),
             HEADS=HEADS,
             NEOX=weights.neox,
+            COMPILED=q_rope.is_cuda,
+            **early(q_rope.is_cuda),
         )
     return out
 

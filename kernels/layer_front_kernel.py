@@ -1,10 +1,11 @@
-"""The two kernels in front of a sparse MLA layer: norms, RoPE, Hadamard rotation, quantisation and writes to both caches."""
+"""The kernels in front of a sparse MLA layer: norms, RoPE, Hadamard rotation, quantisation and writes to both caches."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from nsa_backend.kernels.dependent_launch import let_next_begin, wait_for_kernel_ahead
 from nsa_backend.kernels.layer_front_steps import (
     FP8_MAX,
     GROUP,
@@ -12,6 +13,7 @@ from nsa_backend.kernels.layer_front_steps import (
     add_squares_of_four,
     hadamard,
     normed_key,
+    quantised,
     reciprocal_rms,
     rope_angles,
     rotated,
@@ -37,20 +39,8 @@ def norm_query(
     weight = tl.load(weight_ptr + dim, mask=real, other=0.0).to(tl.float32) + 0.0
     x = rounded(tl.load(raw_ptr + dim, mask=real, other=0.0).to(tl.float32) * rstd * weight)
     if FP8:
-        largest = tl.maximum(tl.max(tl.abs(x), axis=1, keep_dims=True), 1e-10)
-        scale = largest * (1.0 / FP8_MAX)
-        if POWERS:
-            bits = scale.to(tl.int32, bitcast=True)
-            exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)  # of the next power of two, with its bias of 127
-            scale = (exponent << 23).to(tl.float32, bitcast=True)
-            inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        elif COMPILED:  # SGLang compiles this quantisation with fast division
-            inverse = tl.inline_asm_elementwise(
-                "div.approx.ftz.f32 $0, 0f43E00000, $1;", "=f,f", [largest], dtype=tl.float32, is_pure=True, pack=1
-            )
-        else:
-            inverse = tl.div_rn(FP8_MAX, largest)
-        tl.store(out_ptr + dim, (x * inverse).to(tl.float8e4nv), mask=real)
+        values, scale = quantised(x, POWERS, COMPILED)
+        tl.store(out_ptr + dim, values, mask=real)
         tl.store(scales_ptr + group * scales_stride, scale, mask=real)
     else:
         tl.store(out_ptr + dim, x.to(tl.bfloat16), mask=real)
@@ -108,6 +98,31 @@ def write_index_key(
     tl.store(scale_ptr + tl.arange(0, 1), scale)
 
 
+@triton.jit(do_not_specialize=["row_stride", "group_stride"])
+def quantise_kernel(
+    x_ptr,  # bfloat16 [rows, WIDTH], contiguous
+    out_ptr,  # FP8 [rows, WIDTH], contiguous
+    scales_ptr,  # float32 [rows, WIDTH / GROUP], strides below
+    row_stride,
+    group_stride,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,  # that a program takes
+    POWERS: tl.constexpr,
+    BEFORE_OURS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Program (row, block) quantises a block of a row's groups."""
+    let_next_begin(BEFORE_OURS, COMPILED)
+    wait_for_kernel_ahead(COMPILED)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    dim, real = group * GROUP + tl.arange(0, GROUP)[None, :], group < WIDTH // GROUP
+    x = tl.load(x_ptr + row * WIDTH + dim, mask=real, other=0.0).to(tl.float32)
+    values, scale = quantised(x, POWERS, COMPILED)
+    tl.store(out_ptr + row * WIDTH + dim, values, mask=real)
+    tl.store(scales_ptr + row * row_stride + group * group_stride, scale, mask=real)
+
+
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr", "slots_stride", "q_scales_row_stride", "q_scales_group_stride"])
 def norm_rope_store_kernel(
     qkv_ptr,  # bfloat16 [rows, Q_RANK + LATENT + ROPE], QKV_STRIDE apart
@@ -152,8 +167,11 @@ def norm_rope_store_kernel(
     COMPILED: tl.constexpr,
     RANKS: tl.constexpr,  # that divide slots among them, as `local_slots` says; index keys are every rank's
     RANK: tl.constexpr,
+    BEFORE_OURS: tl.constexpr,
 ):
     """Program (row, 0) norms the query's latent, (row, 1) writes the row's KV, (row, 2) its index key."""
+    let_next_begin(BEFORE_OURS, COMPILED)
+    wait_for_kernel_ahead(COMPILED)
     row, role = tl.program_id(0).to(tl.int64), tl.program_id(1)
     qkv = qkv_ptr + row * QKV_STRIDE
     if role == 0:
@@ -252,8 +270,10 @@ def rope_quantise_kernel(
     NEOX: tl.constexpr,
     INDEX_NEOX: tl.constexpr,
     INDEX_FUSED: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):
     """Program (row, block) takes a block of index heads, and those behind the last one a block of MLA's heads."""
+    wait_for_kernel_ahead(COMPILED)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions_ptr + row)
     index_blocks: tl.constexpr = INDEX_HEADS // HEADS
@@ -284,8 +304,10 @@ def rope_query_kernel(
     HEAD_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,  # that a program takes
     NEOX: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):
     """Program (row, block) rotates a block of MLA's heads."""
+    wait_for_kernel_ahead(COMPILED)
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
     rotate_query(
         q_rope_ptr + row * ROW_STRIDE + first * HEAD_STRIDE, HEAD_STRIDE, cos_sin_ptr, tl.load(positions_ptr + row),

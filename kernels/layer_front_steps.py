@@ -107,3 +107,22 @@ def normed_key(key_ptr, weight_ptr, bias_ptr, dim, mean, rstd, FUSED: tl.constex
     centred = tl.load(key_ptr + dim).to(tl.float32) - mean
     x = tl.fma(centred * rstd, tl.load(weight_ptr + dim), tl.load(bias_ptr + dim))
     return x if FUSED else rounded(x)
+
+
+@triton.jit
+def quantised(x, POWERS: tl.constexpr, COMPILED: tl.constexpr):
+    """(FP8, scales [groups, 1]) of float32 `x`, [groups, GROUP], for a block-FP8 product: powers of two where POWERS."""
+    largest = tl.maximum(tl.max(tl.abs(x), axis=1, keep_dims=True), 1e-10)
+    scale = largest * (1.0 / FP8_MAX)
+    if POWERS:
+        bits = scale.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)  # of the next power of two, with its bias of 127
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    elif COMPILED:  # SGLang compiles this quantisation with fast division
+        inverse = tl.inline_asm_elementwise(
+            "div.approx.ftz.f32 $0, 0f43E00000, $1;", "=f,f", [largest], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        inverse = tl.div_rn(FP8_MAX, largest)
+    return (x * inverse).to(tl.float8e4nv), scale

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend.kernels.layer_front import empty_q, parts_of_cache
+from nsa_backend.kernels.layer_front import empty_input, parts_of_cache
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
 
@@ -117,7 +117,7 @@ def norm_rope_store_torch(
     """The torch twin of `norm_rope_store`."""
     rows, q_rank, latent = qkv.shape[0], weights.q_norm.shape[0], weights.latent_norm.shape[0]
     q_raw, latent_raw, rope_raw = qkv.split((q_rank, latent, weights.rope), dim=1)
-    q, scales = empty_q(rows, q_rank, q_scales, qkv.device)
+    q, scales = empty_input(rows, q_rank, q_scales, qkv.device)
     x = rms_norm(q_raw, weights.q_norm, weights.q_eps)
     if q_scales is not None:
         for room, values in zip((q, scales), quantise(x, q_scales), strict=True):

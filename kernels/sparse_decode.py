@@ -8,6 +8,7 @@ import torch
 
 from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.checks import check_tensor, require
+from nsa_backend.kernels.dependent_launch import early
 from nsa_backend.kernels.local_slots import check_rank
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
@@ -109,7 +110,6 @@ def sparse_decode(
     partial, lse_of_parts = (parts.out, parts.lse) if split.parts > 1 else (out, out if lse is None else lse)
     k_rope, scales = behind_the_latent(kv_cache, latent, q_nope.dtype)
     on_gpu = out.is_cuda
-    # Both may be launched before what is ahead of them on the stream ends, and wait for it then.
     attend_kernel[(rows, blocks(heads, tile.heads), split.parts)](
         q_nope,
         q_rope,
@@ -148,7 +148,7 @@ def sparse_decode(
         RANK=rank,
         LSE=lse is not None,
         num_warps=tile.warps,
-        **({"launch_pdl": True} if on_gpu else {}),
+        **early(on_gpu),
     )
     if split.parts > 1:
         width = min(join.latent, latent)
@@ -165,7 +165,7 @@ def sparse_decode(
             COMPILED=on_gpu,
             LSE=lse is not None,
             num_warps=join.warps,
-            **({"launch_pdl": True} if on_gpu else {}),
+            **early(on_gpu),
         )
     return out
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nsa_backend.kernels.dependent_launch import let_next_begin, wait_for_kernel_ahead
 from nsa_backend.kernels.local_slots import slot_of_rank
 
 # What changes from batch to batch must not compile the kernels again: lengths of a draft step begin at any int32.
@@ -185,12 +185,8 @@ def attend_kernel(
 ):
     D: tl.constexpr = LATENT // 4
     EVERY_COLUMN: tl.constexpr = BLOCK_H < 64  # has a sum of its own, added up at the end; more heads have no registers for it
-    if COMPILED and SPLIT:
-        # To the join alone, which waits before all else. Behind it a kernel of others could begin while the one ahead of this
-        # still runs, and read what that writes.
-        gdc_launch_dependents()
-    if COMPILED:
-        gdc_wait()
+    let_next_begin(SPLIT, COMPILED)  # the join
+    wait_for_kernel_ahead(COMPILED)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     begin = split * chunk
@@ -260,8 +256,7 @@ def join_kernel(
     COMPILED: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    if COMPILED:
-        gdc_wait()
+    wait_for_kernel_ahead(COMPILED)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)

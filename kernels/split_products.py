@@ -13,7 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.checks import require
+from nsa_backend.kernels.dependent_launch import early, let_next_begin, wait_for_kernel_ahead
 from nsa_backend.kernels.layer_front_weights import GROUP
 
 COLUMNS = 64
@@ -21,12 +23,14 @@ COLUMNS = 64
 GATES = 32
 """Of a product of bfloat16 weights: as many bytes."""
 FEW_ROWS = 32
-"""Up to which a layer has its products from here; more were not measured."""
+"""Up to which dividing the sums pays for the products of one or two launches (benchmarks/tuning/projections.py)."""
+FEW_ROWS_OF_THREE = 128
+"""The same where three launches become one: qkv_a, wk and the gates."""
 LEAST_INNER = 4096
 """Values of a row from which on dividing the sums pays for one product; at 1536 and 2048 it does for two
 (benchmarks/tuning/projections.py)."""
-TILES = {16: (8, 4), 32: (4, 6), 64: (4, 4), 128: (3, 4)}
-"""By rows, padded: programs a block of columns, and stages that loads run ahead. The fastest measured, up to FEW_ROWS."""
+TILES = {16: (8, 4), 32: (4, 6), 64: (3, 4), 128: (3, 4)}
+"""By rows, padded: programs a block of columns, and stages that loads run ahead. The fastest measured."""
 TILES_OF_QUERIES = {16: (2, 4), 32: (2, 4), 64: (2, 4), 128: (1, 4)}
 """The same for both projections of the query's latent, whose inner dimension is 1536 or 2048."""
 MOST_ROWS = max(TILES)
@@ -54,12 +58,15 @@ def split_products_kernel(
     first_out_ptr, second_out_ptr, hidden_ptr, gates_weight_ptr, gates_out_ptr, sums_ptr, arrived_ptr, rows,
     INNER: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, GATES: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    COMPILED: tl.constexpr,
+    BEFORE_OURS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns of one product, split). `arrived` is zero before, and left so."""
+    let_next_begin(BEFORE_OURS, COMPILED)
+    wait_for_kernel_ahead(COMPILED)
     block, split = tl.program_id(0), tl.program_id(1)
     groups: tl.constexpr = INNER // GROUP
     split_size: tl.constexpr = (FIRST + SECOND + THIRD) * ROWS
+    first_group, end_group = split * groups // SPLITS, (split + 1) * groups // SPLITS
     row, inner = tl.arange(0, ROWS), tl.arange(0, GROUP)
     there = row < rows
     if THIRD > 0:  # noqa: SIM102  the compiler leaves it out by this alone
@@ -67,7 +74,7 @@ def split_products_kernel(
             begin = block * GATES - (FIRST + SECOND) // COLUMNS * GATES
             column = begin + tl.arange(0, GATES)
             total = tl.zeros([GATES, ROWS], tl.float32)
-            for group in tl.range(split * groups // SPLITS, (split + 1) * groups // SPLITS, num_stages=STAGES - 1):
+            for group in tl.range(first_group, end_group, num_stages=STAGES - 1):
                 at = group * GROUP + inner
                 w = tl.load(gates_weight_ptr + column[:, None] * INNER + at[None, :])
                 values = tl.load(hidden_ptr + row[None, :] * INNER + at[:, None], there[None, :], 0.0)
@@ -90,7 +97,7 @@ def split_products_kernel(
         )
     column = begin + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for group in tl.range(split * groups // SPLITS, (split + 1) * groups // SPLITS, num_stages=STAGES):
+    for group in tl.range(first_group, end_group, num_stages=STAGES):
         at = group * GROUP + inner
         w = tl.load(weight + column[:, None] * INNER + at[None, :])
         values = tl.load(x_ptr + row[None, :] * INNER + at[:, None], there[None, :], 0.0)
@@ -125,6 +132,8 @@ def split_products(
     tile: tuple[int, int] | None = None,
     gates: tuple[torch.Tensor, torch.Tensor] | None = None,
     gates_dtype: torch.dtype = torch.float32,
+    *,
+    before_ours: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """x times one or two weights, and other rows times the gates' weight; one launch.
 
@@ -136,6 +145,7 @@ def split_products(
         tile: programs a block of columns, and stages; that of TILES for so many rows if None.
         gates: bfloat16 [rows, inner], and its weight, bfloat16 [a multiple of GATES, inner], both contiguous; None for none.
         gates_dtype: of their product.
+        before_ours: whether what is launched next on this stream is a kernel of this package that waits for this one.
 
     Returns:
         bfloat16 [rows, columns] of the first and, if there is one, the second; `gates_dtype` [rows, columns] of the gates where
@@ -152,9 +162,11 @@ def split_products(
         fits = weight.dtype == torch.float8_e4m3fn and weight.is_contiguous() and not columns % COLUMNS
         form = f"contiguous torch.float8_e4m3fn [a multiple of {COLUMNS}, {inner}]"
         require(fits and weight.shape[1] == inner, name, weight, form, "the kernel would misread it")
-        blocks = -(-columns // GROUP), inner // GROUP
-        fits = scales.dtype == torch.float32 and scales.shape == blocks and scales.is_contiguous()
-        require(fits, f"scales of {name}", scales, f"contiguous torch.float32 {list(blocks)}", "the kernel would misread them")
+        of_weight = blocks(columns, GROUP), inner // GROUP
+        fits = scales.dtype == torch.float32 and scales.shape == of_weight and scales.is_contiguous()
+        require(
+            fits, f"scales of {name}", scales, f"contiguous torch.float32 {list(of_weight)}", "the kernel would misread them"
+        )
     fits = x.dtype == torch.float8_e4m3fn and x.is_contiguous() and not inner % GROUP
     require(fits, "x", x, f"contiguous torch.float8_e4m3fn [rows, a multiple of {GROUP}]", "the kernel would misread it")
     fits = x_scales.dtype == torch.float32 and x_scales.shape == (rows, inner // GROUP)
@@ -177,7 +189,8 @@ def split_products(
     split_products_kernel[(len(arrived), splits)](
         x, x_scales, *x_scales.stride(), *first, *of_second, *outs[:2], hidden, weight, outs[2], sums, arrived, rows,
         INNER=inner, FIRST=widths[0], SECOND=widths[1], THIRD=widths[2], ROWS=padded, COLUMNS=COLUMNS, GATES=GATES,
-        SPLITS=splits, STAGES=stages, GROUP=GROUP, COMPILED=x.is_cuda, num_warps=4,
+        SPLITS=splits, STAGES=stages, GROUP=GROUP, BEFORE_OURS=before_ours,
+        COMPILED=x.is_cuda, num_warps=4, **early(x.is_cuda),
     )  # fmt: skip
     return tuple(out for out, width in zip(outs, widths, strict=True) if width)
 

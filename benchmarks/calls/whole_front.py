@@ -21,7 +21,6 @@ from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
 from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
 from nsa_backend.kernels.plan import PAGE_SIZE
-from nsa_backend.kernels.split_products import FEW_ROWS, MOST_ROWS
 from nsa_backend.testing.whole_layer import POSITIONS, SHAPES, TOPK, whole_layer
 
 ROWS = (1, 4, 8, 16, 32, 64, 128)
@@ -64,8 +63,13 @@ def show(rows: list[dict]) -> None:
 
 
 @contextlib.contextmanager
-def fronts(model: str, kv: str, rows: int, device: str = "cuda") -> Iterator[dict[str, list[Callable[[], object]]]]:
-    """By side, a call a layer; while it lasts SGLang's layer is as captures of target_verify have it, but for its selection."""
+def fronts(
+    model: str, kv: str, rows: int, device: str = "cuda"
+) -> Iterator[dict[str, list[Callable[[], tuple[torch.Tensor, ...]]]]]:
+    """By side, a call a layer; while it lasts SGLang's layer is as captures of target_verify have it, but for its selection.
+
+    A call returns the rotated part of the query, its absorbed part, and both caches, which all layers share.
+    """
     from sglang.srt.layers.attention.dsa import dsa_indexer
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -89,23 +93,19 @@ def fronts(model: str, kv: str, rows: int, device: str = "cuda") -> Iterator[dic
     asked = SimpleNamespace(input_scattered=False, layer=None)
     asked.fetch_qkv_latent = lambda: asked.layer.prepare_qkv_latent(x, batch)
 
-    def call(layer: Any, prepare: Callable, writes: bool) -> None:
+    def call(layer: Any, prepare: Callable, writes: bool) -> tuple[torch.Tensor, ...]:
         asked.layer = layer
         selection = chosen if layer.indexer is None else None
-        _, k_rope, _, k_nope, *_ = prepare(positions, x, batch, None, None, selection)
+        q_rope, k_rope, q_nope, k_nope, *_ = prepare(positions, x, batch, None, None, selection)
         if writes:
             write_kv(pool.kv, slots, k_nope, k_rope)
+        return q_rope, q_nope, pool.kv, pool.index_keys
 
-    def sides(own: DeepseekV2AttentionMLA) -> dict[str, Callable[[], None]]:
-        found = {
+    def sides(own: DeepseekV2AttentionMLA) -> dict[str, Callable[[], tuple[torch.Tensor, ...]]]:
+        return {
             "ours": functools.partial(call, own, LayerFront(own, (Backend,)), False),
             "SGLang's": functools.partial(call, own, own.forward_absorb_prepare, True),
         }
-        if FEW_ROWS < rows <= MOST_ROWS:  # with products that a server does not divide
-            divided = LayerFront(own, (Backend,))
-            divided.few_rows = MOST_ROWS
-            found["ours, all products divided"] = functools.partial(call, own, divided, False)
-        return found
 
     patched = (
         mock.patch.object(dsa_indexer.Indexer, "_get_topk_paged", return_value=chosen),

@@ -19,7 +19,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from nsa_backend.kernels.layer_front_kernel import norm_rope_store_kernel, rope_quantise_kernel, rope_query_kernel
+from nsa_backend.kernels.layer_front_kernel import (
+    norm_rope_store_kernel,
+    quantise_kernel,
+    rope_quantise_kernel,
+    rope_query_kernel,
+)
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 from nsa_backend.kernels.split_products import COLUMNS, GATES, TILES, split_products_kernel
@@ -70,8 +75,14 @@ def resources(
         "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
         "shared": compiled.metadata.shared,
         "lets_begin": "griddepcontrol.launch_dependents" in compiled.asm["ptx"],
-        "ahead": sorted(set(re.findall(r"ld\.global|cp\.async", compiled.asm["ptx"].partition("griddepcontrol.wait")[0]))),
+        "waits": "griddepcontrol.wait" in compiled.asm["ptx"],
+        "ahead": ahead_of_the_wait(compiled.asm["ptx"]),
     }
+
+
+def ahead_of_the_wait(ptx: str) -> list[str]:
+    """What is read or written in global memory while the kernel ahead may run; asking for lines is not reading."""
+    return sorted(set(re.findall(r"(?:ld|st|atom|red)\.[a-z_.]*global|cp\.async", ptx.partition("griddepcontrol.wait")[0])))
 
 
 MODELS = {
@@ -80,6 +91,14 @@ MODELS = {
     "GLM-5.2, shared": ({"INDEX_NEOX": False, "INDEX_FUSED": False}, 2048, 0, {"INNER": 6144, "SECOND": 0, "THIRD": 0}),
 }
 """The indexer, the query's latent, index heads, and the products of the first launch, on a rank of tensor parallel 8."""
+
+
+AHEAD = ", before one of ours"
+
+
+def before(ours: bool) -> dict[str, bool]:
+    """Whether the kernel behind is one of ours."""
+    return {"BEFORE_OURS": ours}
 
 
 def front(caches: dict[str, dict]) -> dict[str, dict]:
@@ -99,17 +118,22 @@ def front_of(model: str, caches: dict[str, dict]) -> dict[str, dict]:
         for fp8, powers in ((False, False), (True, False), (True, True)):
             types = {"q_ptr": "*fp8e4nv" if fp8 else "*bf16", "slots_ptr": "*i64"}
             query = {"Q_FP8": fp8, "Q_POWERS": powers}
-            used = resources(norm_rope_store_kernel, fixed | strides | constants | query, latent, types)
-            found[f"norm_rope_store, {latent[1:]}, {query}"] = used | {"programs": 8}
+            for ours in (True, False) if indexed else (False,):
+                used = resources(norm_rope_store_kernel, fixed | strides | constants | query | before(ours), latent, types)
+                found[f"norm_rope_store, {latent[1:]}, {query}{AHEAD * ours}"] = used | {"programs": 8}
     of_gates = "*bf16" if fused else "*fp32"
+    if not indexed:
+        constants = {"ROPE": 64, "NEOX": False, "HEADS": 8, "ROW_STRIDE": 2048, "HEAD_STRIDE": 256, "COMPILED": True}
+        return found | {"rope_query": resources(rope_query_kernel, constants) | {"programs": 8}}
     for rows, (splits, stages) in TILES.items():
         constants = products | {"FIRST": q_rank + 576, "ROWS": rows, "SPLITS": splits, "STAGES": stages}
         constants |= {"COLUMNS": COLUMNS, "GATES": GATES, "GROUP": 128, "COMPILED": True}
-        used = resources(split_products_kernel, constants, more={"gates_out_ptr": of_gates})
-        found[f"split_products, {rows} rows"] = used | {"programs": 3 if rows < 128 else 2}
-    if not indexed:
-        constants = {"ROPE": 64, "NEOX": False, "HEADS": 8, "ROW_STRIDE": 2048, "HEAD_STRIDE": 256}
-        return found | {"rope_query": resources(rope_query_kernel, constants) | {"programs": 8}}
+        used = resources(split_products_kernel, constants | before(True), more={"gates_out_ptr": of_gates})
+        found[f"split_products, {rows} rows{AHEAD}"] = used | {"programs": 3 if rows < 128 else 2}
+    for powers in (False, True):
+        constants = {"WIDTH": products["INNER"], "GROUPS": 8, "POWERS": powers, "COMPILED": True} | before(True)
+        used = resources(quantise_kernel, constants, more={"x_ptr": "*bf16", "out_ptr": "*fp8e4nv"})
+        found[f"quantise, powers {powers}{AHEAD}"] = used | {"programs": 8}
     constants = {
         "INDEX_HEADS": index_heads,
         "HEADS": 8,
@@ -117,7 +141,7 @@ def front_of(model: str, caches: dict[str, dict]) -> dict[str, dict]:
         "GATES_STRIDE": 160 if fused else 64,
     }
     constants |= {"GATE_SCALE": index_heads**-0.5, "SOFTMAX_SCALE": 128**-0.5}
-    constants |= {"Q_ROPE_ROW_STRIDE": 3072, "Q_ROPE_HEAD_STRIDE": 192}
+    constants |= {"Q_ROPE_ROW_STRIDE": 3072, "Q_ROPE_HEAD_STRIDE": 192, "COMPILED": True}
     used = resources(rope_quantise_kernel, fixed | constants, more={"gates_ptr": of_gates})
     return found | {"rope_quantise": used | {"programs": 8}}
 
@@ -135,7 +159,7 @@ def main() -> None:
             shape = {"BLOCK_H": tile.heads, "BLOCK_N": tile.tokens, "STAGES": tile.stages}
             constants = MODEL | cache | shape | {"SPLIT": split, "CAPPED": False, "COMPILED": True} | WHOLE
             used = resources(attend_kernel, constants, latent, num_warps=tile.warps)
-            found[f"attend, {tile}, {latent[1:]}, split {split}"] = used | {"programs": tile.programs}
+            found[f"attend, {tile}, {latent[1:]}{AHEAD * split}"] = used | {"programs": tile.programs}
     for join in dict.fromkeys(Join.of(*shape) for shape in shapes):
         constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True, "LSE": False}
         found[f"join, {join.parts} parts"] = resources(join_kernel, constants, num_warps=join.warps) | {"programs": 1}

@@ -15,10 +15,11 @@ KERNELS = {
     "join_kernel": 4,  # two tiles, with a log-sum-exp and without
     "local_slots_kernel": 1,
     "partial_lse_kernel": 2,  # in base 2 and in base e, whatever the strides
-    "norm_rope_store_kernel": 18,  # three forms of the query's scales, of either cache, of either indexer and without
+    "quantise_kernel": 2,
+    "norm_rope_store_kernel": 30,  # three forms of the query's scales, of either cache, of either indexer twice and without
     "rope_quantise_kernel": 2,  # either indexer
     "rope_query_kernel": 1,
-    "split_products_kernel": 6,  # up to 16 rows, up to 32, of either indexer and without
+    "split_products_kernel": 8,  # up to 16 rows, 32, 64 and 128, of either indexer
 }
 
 

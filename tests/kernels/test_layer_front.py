@@ -9,8 +9,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, norm_rope_store, rope_quantise, rope_query
+from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, norm_rope_store, quantise, rope_quantise, rope_query
 from nsa_backend.kernels.layer_front_torch import norm_rope_store_torch, rope_quantise_torch, rope_query_torch
+from nsa_backend.kernels.layer_front_torch import quantise as quantise_torch
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
@@ -121,6 +122,25 @@ def test_norms_and_writes(rows, padding, kind, q_rank, q_scales, fp8_cache, inde
 
 
 @given(
+    rows=st.integers(1, 9),
+    groups=st.integers(2, 20),
+    kind=KINDS,
+    scales=st.sampled_from(list(Scales)),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(deadline=None, max_examples=20)
+def test_inputs_of_projections(rows, groups, kind, scales, seed):
+    x = values(kind, rows, groups * GROUP, generator=torch.Generator().manual_seed(seed))
+    found, twins = quantise(x, scales), quantise_torch(x.float(), scales)
+    for ours, twin in zip(found, twins, strict=True):
+        assert ours.shape == twin.shape
+        assert same_bits(ours, twin)
+    if scales is Scales.EXACT:
+        assert found[1].stride(0) == 1 or rows < 2
+        assert found[1].stride(1) % 4 == 0
+
+
+@given(
     rows=st.integers(0, 3),
     heads=st.sampled_from([1, 8, 16, 20, 128]),
     index_heads=st.sampled_from([8, 32, 64]),
@@ -163,6 +183,12 @@ def test_refuses_what_it_would_misread(name, change):
     arguments[name] = change(arguments[name])
     with pytest.raises(ValueError, match=f"{name} is .*does not fit"):
         norm_rope_store(**arguments)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.double(), lambda x: x[..., :-1], lambda x: x[..., :-1].contiguous()])
+def test_refuses_an_input_that_it_would_misread(change):
+    with pytest.raises(ValueError, match=r"x is .*does not fit"):
+        quantise(change(torch.zeros(2, 2 * GROUP, dtype=torch.bfloat16)), Scales.EXACT)
 
 
 @pytest.mark.parametrize("change", [lambda x: x.double(), lambda x: x[..., :-1]])

@@ -70,29 +70,6 @@ def test_one_product_and_gates_of_a_layer_of_glm(rows):
     check_joined("cuda", rows, 6144, 2624, 160)
 
 
-@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 512, 192), (64, 640, 64)])
-def test_one_product_alone(device, rows, inner, columns):
-    check_alone(device, rows, inner, columns)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 4, 16, 32, 64, 128])
-def test_one_product_of_a_layer_of_glm(rows):
-    check_alone("cuda", rows, 6144, 2624)
-
-
-def check_alone(device, rows, inner, columns):
-    """As a layer has it that attends to the selection of another: the same bits as beside a second product."""
-    torch.manual_seed(rows)
-    x, scales = inputs(rows, inner, False, device)
-    first, second = (weight(width, inner, device) for width in (columns, 128))
-    arrived = counters(first[0], None)
-    (found,) = split_products(x, scales, first, None, arrived)
-    beside, _ = split_products(x, scales, first, second, counters(first[0], second[0]))
-    assert not arrived.any()
-    assert torch.equal(found, beside)
-
-
 def check_joined(device, rows, inner, columns, joined):
     """Where the index key's columns are with the gates, as in GLM-5: the same bits as beside a second product."""
     torch.manual_seed(rows)

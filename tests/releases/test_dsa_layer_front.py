@@ -84,6 +84,12 @@ def prepared(attention, monkeypatch, mode, on: bool, slots, ranks: int = 1, rank
 MODES = [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2]
 
 
+def divide_up_to(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have products of so many rows divided; behind 0 every projection is SGLang's."""
+    for name in ("FEW_ROWS", "FEW_ROWS_OF_THREE"):
+        monkeypatch.setattr(projections, name, rows)
+
+
 def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
@@ -97,7 +103,7 @@ def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
 def test_a_layer_of_sglang_leaves_the_same_caches_and_chooses_the_same(either_layer, monkeypatch, mode, form):
     layer, slots = either_layer, torch.tensor([70, 200, 65, 131, 255 if mode.is_decode() else 0])
     assert rule.layer_problem(layer) is None
-    monkeypatch.setattr(front, "FEW_ROWS", 0)  # every projection is SGLang's
+    divide_up_to(0, monkeypatch)
     if form is not None:
         for module, name in (
             (layer, "fused_qkv_a_proj_with_mqa"),
@@ -116,8 +122,8 @@ def test_a_layer_of_sglang_leaves_the_same_caches_and_chooses_the_same(either_la
 
 @pytest.mark.parametrize("mode", MODES[:2], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("kind", ["a shared layer", "a later draft step"])
-@pytest.mark.parametrize(("form", "few"), [(None, False), (Scales.EXACT, False), (Scales.POWERS_OF_TWO, True)])
-def test_a_layer_that_attends_to_an_earlier_selection(either_layer, monkeypatch, mode, form, kind, few):
+@pytest.mark.parametrize("form", [None, *Scales])
+def test_a_layer_that_attends_to_an_earlier_selection(either_layer, monkeypatch, mode, form, kind):
     """Of GLM-5.2: most layers have no indexer, and its draft steps after the first take that one's selection."""
     layer, slots = either_layer, torch.tensor([70, 200, 65, 131, 255])
     if kind == "a shared layer":
@@ -132,16 +138,10 @@ def test_a_layer_that_attends_to_an_earlier_selection(either_layer, monkeypatch,
         for module in (front, projections):
             monkeypatch.setattr(module, "scales_of", lambda linear: getattr(linear, "form", None))
         monkeypatch.setattr(front, "quantised", lambda x, scales: x if scales is None else steps.quantise(x.float(), scales))
-    monkeypatch.setattr(front, "FEW_ROWS", ROWS if few else 0)
-    monkeypatch.setattr(projections, "LEAST_INNER", HIDDEN)
     selection = torch.arange(ROWS * TOPK, dtype=torch.int32).view(ROWS, TOPK)
     ours, theirs = (prepared(layer, monkeypatch, mode, on, slots, selection=selection) for on in (True, False))
     assert ours["topk"] is selection
     assert (ours["index keys"] == 0x5A).all()
-    if few and form is not None:  # sums in another order
-        for name in ("q_rope", "q_nope", "kv"):
-            one, other = ours.pop(name).float(), theirs.pop(name).float()
-            assert (one - other).norm() < 0.01 * other.norm(), name
     assert_same_bits(ours, theirs)
 
 
@@ -166,7 +166,7 @@ class Short:
 def test_a_graph_of_short_requests_has_neither_query_nor_scores(either_layer, monkeypatch, form):
     """SGLang's own layer does so too where it captures such graphs; both write the same index keys."""
     layer, metadata = either_layer, Short()
-    monkeypatch.setattr(front, "FEW_ROWS", 0)
+    divide_up_to(0, monkeypatch)
     monkeypatch.setattr(capture_mode, "get_capture_attention_variant", lambda: graph_variants.DSA_DENSE)
     monkeypatch.setattr(Backend, "get_indexer_metadata", lambda *arguments: metadata)
     if form is not None:
@@ -247,6 +247,7 @@ def test_ranks_that_divide_the_kv_write_their_own_and_gather_queries(either_laye
 
 
 def test_few_rows_take_all_products_from_two_launches(either_layer, monkeypatch):
+    """And what a launch takes for one of ours behind it is one: it may begin early, and waits."""
     layer, fused = either_layer, either_layer.indexer.use_dsa_indexer_fusion
     paths = ["fused_qkv_a_proj_with_mqa", "q_b_proj", "indexer.wq_b", *([] if fused else ["indexer.wk"])]
     for path in paths:
@@ -255,18 +256,37 @@ def test_few_rows_take_all_products_from_two_launches(either_layer, monkeypatch)
         monkeypatch.setattr(module, "scales_of", lambda linear: linear.form)
     monkeypatch.setattr(front, "quantised", lambda x, scales: steps.quantise(x.float(), scales))
     monkeypatch.setattr(projections, "LEAST_INNER", HIDDEN)
-    slots, found = torch.tensor([70, 200, 65, 131, 255]), []
+    launched = []
+    for module, name in (
+        *((projections, name) for name in ("quantise", "split_products")),
+        *((front, name) for name in ("norm_rope_store", "rope_quantise")),
+        *((kind, "forward") for kind in (BlockFp8, ReplicatedLinear)),
+    ):
+        recorded(launched, module, name, monkeypatch)
+    slots, found, launches = torch.tensor([70, 200, 65, 131, 255]), [], []
     for most in (ROWS, ROWS - 1):
-        monkeypatch.setattr(front, "FEW_ROWS", most)
-        with monkeypatch.context() as own:
-            if most == ROWS:
-                own.setattr(layer.indexer, "_weights_proj_bf16_in_fp32_out", lambda x: 1 / 0)
-                for kind in (BlockFp8, ReplicatedLinear):
-                    own.setattr(kind, "forward", lambda *arguments: 1 / 0)
-            found.append(prepared(layer, monkeypatch, ForwardMode.DECODE, True, slots))
+        divide_up_to(most, monkeypatch)
+        found.append(prepared(layer, monkeypatch, ForwardMode.DECODE, True, slots))
+        launches.append(list(launched))
+        launched.clear()
+    ours = [("quantise", True), ("split_products", True), ("norm_rope_store", True), ("split_products", True)]
+    assert launches[0] == [*ours, ("rope_quantise", False)]
+    assert {name for name, _ in launches[1]} == {"forward", "norm_rope_store", "rope_quantise"}
+    assert not any(before_ours for _, before_ours in launches[1])
     for one, other in zip(*(given["kv"][slots].float() for given in found), strict=True):
         assert (one - other).norm() < 0.01 * other.norm()
     assert torch.equal(found[0]["topk"], found[1]["topk"])
+
+
+def recorded(launched: list, module: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `module.name` note its calls, and what it is told of the launch behind it."""
+    call = getattr(module, name)
+
+    def noting(*args, **kwargs):
+        launched.append((name, kwargs.get("before_ours", False)))
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, noting)
 
 
 @pytest.mark.parametrize("what", ["nothing", "eager", "prefill", "another backend", "scattered", "llama"])
@@ -358,29 +378,21 @@ def test_layers_are_taken_once_and_the_log_says_so(layer, caplog):
 
 
 @pytest.mark.parametrize("either_layer", [True], indirect=True, ids=["glm"])
-@pytest.mark.parametrize("asked", [False, True])
-def test_layers_that_share_a_selection_have_it_where_it_is_asked_for(either_layer, monkeypatch, caplog, asked):
-    """No GPU has run them with ours yet."""
-    monkeypatch.setenv("NSA_BACKEND_LAYER_FRONT", "1") if asked else monkeypatch.delenv("NSA_BACKEND_LAYER_FRONT", False)
+def test_layers_that_share_a_selection_have_it_too(either_layer):
     either_layer.indexer, either_layer.skip_topk = None, True
-    with caplog.at_level("INFO"):
-        taken = take.take_layer_fronts(torch.nn.ModuleList([either_layer]), None, served_args(), (Backend,), demanded=False)
-    assert taken == asked
-    assert isinstance(either_layer.forward_absorb_prepare, LayerFront) == asked
-    assert any("NSA_BACKEND_LAYER_FRONT=1 asks for it" in line for line in caplog.messages) != asked
+    assert take.take_layer_fronts(torch.nn.ModuleList([either_layer]), None, served_args(), (Backend,), demanded=False) == 1
+    assert isinstance(either_layer.forward_absorb_prepare, LayerFront)
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_later_draft_steps_are_sglangs_unless_asked_for(layer, monkeypatch, asked):
-    own, x = [], torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
-    layer.forward_absorb_prepare = lambda *arguments: own.append(arguments)
+def test_later_draft_steps_attend_to_what_the_first_selected(layer, monkeypatch):
+    x = torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
+    layer.forward_absorb_prepare = lambda *arguments: 1 / 0
     layer.skip_topk = layer.is_nextn = True
-    prepare = LayerFront(layer, (Backend,), with_selections=asked)
+    prepare = LayerFront(layer, (Backend,))
     monkeypatch.setattr(prepare, "_serves", lambda *arguments: True)
     monkeypatch.setattr(prepare, "_with_selection", lambda *arguments: (x, x, arguments[-1]))
     found = prepare(torch.zeros(ROWS, dtype=torch.int64), x, SimpleNamespace(), None, None, x + 1)
-    assert len(own) == (not asked)
-    assert found is None or torch.equal(found[7], x + 1)
+    assert torch.equal(found[7], x + 1)
 
 
 @pytest.mark.parametrize("either_layer", [True], indirect=True, ids=["glm"])

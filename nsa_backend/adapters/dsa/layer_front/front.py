@@ -15,7 +15,6 @@ from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.adapters.sglang_types import ForwardBatch
 from nsa_backend.kernels.layer_front import norm_rope_store, rope_quantise, rope_query
 from nsa_backend.kernels.layer_front_weights import FrontWeights
-from nsa_backend.kernels.split_products import FEW_ROWS
 
 
 class LayerFront:
@@ -25,26 +24,19 @@ class LayerFront:
     call has that a layer alone does not tell, go to SGLang's own sequence.
     """
 
-    def __init__(
-        self, attention: Any, backends: tuple[type, ...], with_selections: bool = True, every_token: EveryToken | None = None
-    ):
+    def __init__(self, attention: Any, backends: tuple[type, ...], every_token: EveryToken | None = None):
         """Stand in for `attention.forward_absorb_prepare`.
 
         Args:
             attention: the layer.
             backends: our attention backends.
-            with_selections: whether forwards that attend to an earlier layer's or draft step's selection are served.
             every_token: of short requests, shared by the layers of a model; its own if None.
         """
         self.attention = attention
         self.own: Callable = attention.forward_absorb_prepare
-        self.backends, self.with_selections = backends, with_selections
+        self.backends = backends
         self.every_token = every_token or EveryToken()
-        # An MTP layer selects in its first draft step, and may be handed that selection in the later ones.
-        self.first_products = {
-            indexer is not None: FirstProducts.of(attention, indexer) for indexer in (attention.indexer, None)
-        }
-        self.query_products, self.few_rows = QueryProducts.of(attention), FEW_ROWS
+        self.first_products, self.query_products = FirstProducts.of(attention), QueryProducts.of(attention)
         # Of the KV of requests, where ranks divide it; an MTP layer has all.
         self.part = {"ranks": attention.dcp_size, "rank": get_parallel().attn_dcp_rank} if attention.dcp_size > 1 else {}
 
@@ -61,7 +53,7 @@ class LayerFront:
         found, arguments = None, (positions, hidden_states, forward_batch)
         if llama_4_scaling is None and self._serves(*arguments):
             if not self.attention.should_run_indexer(prev_topk_indices):
-                found = self._with_selection(*arguments, prev_topk_indices) if self.with_selections else None
+                found = self._with_selection(*arguments, prev_topk_indices)
             elif (metadata := self._metadata(forward_batch)) is not None:
                 found = (self._short if is_short() else self._forward)(*arguments, metadata)
         if found is None:
@@ -103,11 +95,11 @@ class LayerFront:
         self, hidden_states: torch.Tensor, batch: ForwardBatch, side: SideStream, indexed: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """qkv_a's product, and where the layer selects the index key and the gates."""
-        attention, indexer, products = self.attention, self.attention.indexer, self.first_products[indexed]
+        attention, indexer, products = self.attention, self.attention.indexer, self.first_products
+        if indexed and products is not None and 0 < len(hidden_states) <= products.most_rows:
+            return products(hidden_states)
         x_scales = scales_of(attention.fused_qkv_a_proj_with_mqa)
         x = quantised(hidden_states, x_scales)
-        if products is not None and 0 < len(hidden_states) <= self.few_rows:
-            return products(hidden_states, x)
         if indexed:
             side.fork()
         if x_scales is None:
@@ -132,19 +124,21 @@ class LayerFront:
         weights: FrontWeights,
         side: SideStream,
         indexed: bool,
+        before_ours: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """(the query's latent, its scales, gates), with KV and where the layer selects index keys written."""
+        """(the query's latent, its scales, gates), with KV and where the layer selects index keys written.
+
+        `before_ours`: whether what is launched next on the stream is a kernel of this package.
+        """
         from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
         layer_id, pool, index_cache = self.attention.layer_id, get_token_to_kv_pool(), None
         qkv, key, gates = self._first(hidden_states, batch, side, indexed)
         if indexed:
-            if hasattr(pool, "invalidate_index_buffer_for_layer"):
-                pool.invalidate_index_buffer_for_layer(layer_id)
             index_cache = pool.get_index_k_with_scale_buffer(layer_id=layer_id)
         q_scales = scales_of(self.attention.q_b_proj)  # wq_b's too
         written = (positions, batch.out_cache_loc, pool.get_key_buffer(layer_id), index_cache, q_scales)
-        q, scales = norm_rope_store(qkv, key, weights, *written, **self.part)
+        q, scales = norm_rope_store(qkv, key, weights, *written, **self.part, before_ours=before_ours)
         return q, scales, gates
 
     def _heads(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,7 +181,7 @@ class LayerFront:
         from sglang.srt.layers.attention.dsa import dsa_indexer
 
         attention, weights, side = self.attention, weights_of(self.attention), SideStream(self.attention.alt_stream)
-        q, scales, _ = self._stored(positions, hidden_states, batch, weights, side, indexed)
+        q, scales, _ = self._stored(positions, hidden_states, batch, weights, side, indexed, before_ours=False)
         query = attention.q_b_proj_forward(q) if scales is None else attention.q_b_proj((q, scales))[0]
         q_nope, q_rope = self._heads(query)
         side.fork()
@@ -210,10 +204,11 @@ class LayerFront:
 
         attention, indexer = self.attention, self.attention.indexer
         weights, side = weights_of(attention), SideStream(attention.alt_stream)
-        q, scales, gates = self._stored(positions, hidden_states, batch, weights, side, indexed=True)
+        divided = self.query_products is not None and 0 < len(hidden_states) <= self.query_products.most_rows
+        q, scales, gates = self._stored(positions, hidden_states, batch, weights, side, indexed=True, before_ours=divided)
         normed = q if scales is None else (q, scales)
 
-        if self.query_products is not None and 0 < len(hidden_states) <= self.few_rows:
+        if divided:
             query, index_query = self.query_products(normed)
         else:
             side.fork()

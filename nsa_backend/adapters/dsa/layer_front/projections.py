@@ -8,8 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
-from nsa_backend.kernels.split_products import GATES, LEAST_INNER, TILES_OF_QUERIES, counters, padded_rows, split_products
+from nsa_backend.kernels.split_products import (
+    FEW_ROWS,
+    FEW_ROWS_OF_THREE,
+    GATES,
+    LEAST_INNER,
+    TILES_OF_QUERIES,
+    counters,
+    padded_rows,
+    split_products,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.layers.linear import LinearBase
@@ -71,43 +81,47 @@ def product(linear: LinearBase) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class FirstProducts:
-    """qkv_a, wk and weights_proj of one layer in one launch, for few rows; their weights as they are at every call."""
+    """qkv_a, wk and weights_proj of one layer in one launch, for few rows; their weights as they are at every call.
+
+    The input is quantised in a launch before it.
+    """
 
     qkv_a: LinearBase
     wk: LinearBase | None  # None where `gates` has the index key's columns first
-    gates: LinearBase | None  # None where nothing is indexed
+    gates: LinearBase
+    scales: Scales
     arrived: torch.Tensor
+    most_rows: int
 
     @classmethod
-    def of(cls, attention: Any, indexer: Any) -> FirstProducts | None:
-        """Of a DeepseekV2AttentionMLA with block-FP8 weights wide enough for it to pay, or None.
-
-        `indexer` is the layer's, or None for forwards that attend to an earlier layer's selection.
-        """
-        qkv_a, wk, gates = attention.fused_qkv_a_proj_with_mqa, None, None
-        if indexer is not None:
-            joined = indexer.use_dsa_indexer_fusion
-            wk, gates = (None, indexer.wk_weights_proj) if joined else (indexer.wk, indexer.weights_proj)
-        if qkv_a.weight.shape[1] < LEAST_INNER or scales_of(qkv_a) is None:
+    def of(cls, attention: Any) -> FirstProducts | None:
+        """Of a DeepseekV2AttentionMLA with an indexer and block-FP8 weights wide enough for it to pay, or None."""
+        indexer, qkv_a = attention.indexer, attention.fused_qkv_a_proj_with_mqa
+        if indexer is None:
             return None
-        if gates is not None and gates.weight.shape[0] % GATES:
+        joined = indexer.use_dsa_indexer_fusion
+        wk, gates = (None, indexer.wk_weights_proj) if joined else (indexer.wk, indexer.weights_proj)
+        scales = scales_of(qkv_a)
+        if scales is None or qkv_a.weight.shape[1] < LEAST_INNER or gates.weight.shape[0] % GATES:
             return None
-        return cls(qkv_a, wk, gates, counters(*(None if linear is None else linear.weight for linear in (qkv_a, wk, gates))))
+        arrived = counters(qkv_a.weight, None if wk is None else wk.weight, gates.weight)
+        return cls(qkv_a, wk, gates, scales, arrived, FEW_ROWS if wk is None else FEW_ROWS_OF_THREE)
 
-    def __call__(
-        self, hidden: torch.Tensor, x: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """bfloat16 [rows, columns] of qkv_a and wk, and the gates as SGLang has them: float32, bfloat16 where it joins both.
 
-        `x` is what `quantised` gives of `hidden`.
+        What is launched next on the stream is a kernel of this package.
         """
-        qkv_a, wk = (None if linear is None else product(linear) for linear in (self.qkv_a, self.wk))
-        if self.gates is None:
-            return *split_products(*x, qkv_a, None, self.arrived), None, None
-        others = {"gates": (hidden, self.gates.weight)}
+        few = len(hidden) <= FEW_ROWS  # with more, products that are there early take time from what is ahead
+        x = quantise(hidden, self.scales, before_ours=True) if few else quantised(hidden, self.scales)
+        wk = None if self.wk is None else product(self.wk)
+        found = split_products(
+            *x, product(self.qkv_a), wk, self.arrived, gates=(hidden, self.gates.weight),
+            gates_dtype=torch.float32 if wk else torch.bfloat16, before_ours=True,
+        )  # fmt: skip
         if wk is not None:
-            return split_products(*x, qkv_a, wk, self.arrived, **others)
-        qkv, joined = split_products(*x, qkv_a, None, self.arrived, **others, gates_dtype=torch.bfloat16)
+            return found
+        qkv, joined = found
         return qkv, joined[:, :GROUP], joined[:, GROUP:]
 
 
@@ -118,6 +132,7 @@ class QueryProducts:
     q_b: LinearBase
     wq_b: LinearBase
     arrived: torch.Tensor
+    most_rows: int
 
     @classmethod
     def of(cls, attention: Any) -> QueryProducts | None:
@@ -127,9 +142,9 @@ class QueryProducts:
         q_b, wq_b = attention.q_b_proj, attention.indexer.wq_b
         if scales_of(q_b) is None or scales_of(wq_b) is None:
             return None
-        return cls(q_b, wq_b, counters(q_b.weight, wq_b.weight))
+        return cls(q_b, wq_b, counters(q_b.weight, wq_b.weight), FEW_ROWS)
 
     def __call__(self, x: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """bfloat16 [rows, columns] of each; `x` is FP8 and its scales."""
+        """bfloat16 [rows, columns] of each; `x` is FP8 and its scales. What is launched next is a kernel of this package."""
         tile = TILES_OF_QUERIES[padded_rows(len(x[0]))]
-        return split_products(*x, product(self.q_b), product(self.wq_b), self.arrived, tile)
+        return split_products(*x, product(self.q_b), product(self.wq_b), self.arrived, tile, before_ours=True)

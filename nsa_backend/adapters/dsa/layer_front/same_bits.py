@@ -61,7 +61,10 @@ def differing_parts(attention: Any, kv_cache: torch.Tensor, scales: Scales | Non
         theirs = builtin.norm_rope_store(attention, qkv.clone(), own_key, positions, slots, *caches[1], scales)
         pairs = {"query": (q[0], theirs[0]), "KV": (caches[0][0], caches[1][0]), "index keys": (caches[0][1], caches[1][1])}
         if scales is not None:
-            pairs["scales of the query"] = (q[1], theirs[1])
+            x = rows_of(kind, rows, weights.q_norm.shape[0], device=device)
+            inputs = zip(layer_front.quantise(x, scales), builtin.quantised(x, scales), strict=True)
+            pairs |= dict(zip(("input", "scales of the input"), inputs, strict=True))
+            pairs["scales of the query"] = q[1], theirs[1]
         q_rope = rows_of(kind, rows, attention.num_local_heads, weights.rope, device=device)
         if indexer is None:
             ours = layer_front.rope_query(q_rope, weights, positions)

@@ -19,12 +19,6 @@ SWITCH = "NSA_BACKEND_LAYER_FRONT"
 logger = logging.getLogger(__name__)
 
 
-def untried(layer: Any) -> str | None:
-    """Why `layer` has our front only where it is asked for, or None."""
-    shares = f"it takes the selection of an earlier layer, and no GPU has run that yet: {SWITCH}=1 asks for it"
-    return shares if layer.indexer is None and not switched_on(SWITCH) else None
-
-
 def take_layer_fronts(model: Any, kv_pool: Any, args: Any, backends: tuple[type, ...], demanded: bool) -> int:
     """Put our front before every layer of `model` that can have it; the log says of how many, and why not of the others.
 
@@ -48,7 +42,7 @@ def take_layer_fronts(model: Any, kv_pool: Any, args: Any, backends: tuple[type,
     if taken or not (layers or demanded):  # the backends of a draft model come one after another
         return taken
     problem = next(iter(server_problems(args)), None) or device_problem()
-    problem_of = {layer: problem or layer_problem(layer) or untried(layer) for layer in layers}
+    problem_of = {layer: problem or layer_problem(layer) for layer in layers}
     problems, served = Counter(problem_of.values()), [layer for layer in layers if problem_of[layer] is None]
     for layer in {layer.indexer is None: layer for layer in reversed(served)}.values():  # the first of either kind
         if layer.w_kc.is_cuda:
@@ -66,7 +60,7 @@ def take_layer_fronts(model: Any, kv_pool: Any, args: Any, backends: tuple[type,
         short.offer(selecting[0])
     every_token = short.EveryToken()
     for layer in served:
-        layer.forward_absorb_prepare = LayerFront(layer, backends, switched_on(SWITCH), every_token)
+        layer.forward_absorb_prepare = LayerFront(layer, backends, every_token)
     logger.info(
         "nsa_backend: the front of %d of %d layers is two launches in captured forwards%s",
         len(served),
