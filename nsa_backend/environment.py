@@ -51,15 +51,15 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_LAYER_FRONT",
         "unset",
-        "unset: two launches of ours in front of every layer that can have them, on 0.5.23 and Hopper; 1: so, or no start, and "
-        "of layers and draft steps that share a selection too, seen on a GPU or not; 0: SGLang's own",
+        "unset: two launches of ours in front of every layer that can have them, on 0.5.23 and Hopper; 1: so, or no start; "
+        "0: SGLang's own",
         "0 to compare; the start says how many layers have it",
     ),
     Variable(
         "NSA_BACKEND_SHORT_GRAPHS",
         "0",
         "1: without drafts, decode graphs are captured a second time, for batches of requests within index_topk tokens, which "
-        "need neither index scores nor top-k; on 0.5.23 and Hopper, never run on a GPU",
+        "need neither index scores nor top-k; on 0.5.23 and Hopper",
         "for short requests, where twice the graphs fit",
     ),
     Variable(

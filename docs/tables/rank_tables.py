@@ -29,6 +29,7 @@ SIDES = {
     "default": "default",
     "sparse_verify": "sparse_verify",
     "sparse_prefill": "sparse_prefill",
+    "short": "short graphs",
     BUILTIN: "built-in",
 }
 """Sides in the order of columns. `front` launches a layer's front twice, as is the default where it can; `ours` does not.
@@ -119,9 +120,14 @@ def of_sides(sides: Iterable[str], key: str = "round_ms") -> dict[Cell, tuple[di
     return {cell: (found, side) for side in sides for cell, found in times(side, key).items()}
 
 
-def over_builtin(name: str, sides: Iterable[str], key: str = "round_ms") -> dict[Cell, float]:
-    """By cell of a rank and KV cache, `key` of the last of `sides` that has it over the built-in's in the same run."""
-    return {cell: ratio(*found) for cell, found in of_sides(sides, key).items() if cell.name == name}
+def of_rank(name: str, sides: Iterable[str], key: str = "round_ms") -> dict[Cell, tuple[dict[str, Spread], str]]:
+    """The same of the cells of one rank and KV cache."""
+    return {cell: found for cell, found in of_sides(sides, key).items() if cell.name == name}
+
+
+def over_builtin(name: str, sides: Iterable[str], drafts: bool = True) -> list[float]:
+    """Rounds, or tokens without drafts, of the last of `sides` that has them over the built-in's in the same run."""
+    return [ratio(*found) for cell, found in of_rank(name, sides).items() if bool(cell.steps) == drafts]
 
 
 def least_prefill(kv: str, heads: int) -> int:
@@ -129,22 +135,31 @@ def least_prefill(kv: str, heads: int) -> int:
     return least_in_prefill("NVIDIA H200", kv, heads)
 
 
-def first_token(name: str) -> dict[Cell, float]:
-    """By cell, the default's time to the first token over the built-in's; prompts of few rows go without sparse_prefill."""
+def first_token(name: str) -> dict[Cell, tuple[dict[str, Spread], str]]:
+    """By cell, the default's time to the first token beside the built-in's; prompts of few rows go without sparse_prefill."""
 
     def together(cell: Cell) -> bool:
         heads = ranks.RANKS[cell.checkpoint].config["num_attention_heads"]
         return cell.batch * cell.length >= least_prefill("bf16" if cell.kv == BF16 else "fp8", heads)
 
-    few, many = (over_builtin(name, sides[name], "ttft_ms") for sides in (DEFAULTS, WITH_PREFILL))
-    return {cell: ratio for cell, ratio in few.items() if not together(cell)} | {
-        cell: ratio for cell, ratio in many.items() if together(cell)
+    few, many = (of_rank(name, sides[name], "ttft_ms") for sides in (DEFAULTS, WITH_PREFILL))
+    return {cell: found for cell, found in few.items() if not together(cell)} | {
+        cell: found for cell, found in many.items() if together(cell)
     }
 
 
-def at_batches(found: Mapping[Cell, float], steps: int, length: int) -> str:
-    """Of one rank and KV cache."""
-    told = {cell.batch: f"{ratio:.3f}" for cell, ratio in found.items() if (cell.steps, cell.length) == (steps, length)}
+def alike(sides: dict[str, Spread], side: str) -> bool:
+    """Whether the range of what was measured of a side meets the built-in's."""
+    return sides[side].least <= sides[BUILTIN].most and sides[BUILTIN].least <= sides[side].most
+
+
+def at_batches(found: Mapping[Cell, tuple[dict[str, Spread], str]], steps: int, length: int) -> str:
+    """Of one rank and KV cache: a ratio a batch, or ~ where both sides are alike."""
+    told = {
+        cell.batch: "~" if alike(*given) else f"{ratio(*given):.3f}"
+        for cell, given in found.items()
+        if (cell.steps, cell.length) == (steps, length)
+    }
     return joined([told.get(batch, "-") for batch in BATCHES])
 
 
@@ -153,7 +168,7 @@ def rank_short() -> str:
     """A row a rank: rounds of three drafts and first tokens of the default over the built-in's, by prompt length."""
     rows = []
     for name, sides in DEFAULTS.items():
-        times = (over_builtin(name, sides), first_token(name))
+        times = (of_rank(name, sides), first_token(name))
         rows.append([MODELS[name], *(at_batches(found, 3, length) for found in times for length in LENGTHS)])
     columns = (f"{what}, {length} tokens" for what in ("round", "first token") for length in LENGTHS)
     return table(["a rank of", *columns], rows)
@@ -162,13 +177,14 @@ def rank_short() -> str:
 @PARTS.part
 def first_token_saved() -> str:
     """Percent of the time to the first token that sparse_prefill saves, least to most, at 8 requests on bfloat16 KV."""
-    return percent(v for name in (FIRST_RANK, GLM_RANK) for cell, v in first_token(name).items() if cell.batch == 8)
+    of_both = {cell: found for name in (FIRST_RANK, GLM_RANK) for cell, found in first_token(name).items()}
+    return percent(ratio(*found) for cell, found in of_both.items() if cell.batch == 8 and cell.steps)
 
 
 @PARTS.part
 def first_token_saved_fp8() -> str:
-    """The same at all batches on FP8 KV."""
-    return percent(first_token(FP8_RANK).values())
+    """The same on FP8 KV at all batches where the sides are not alike."""
+    return percent(ratio(*found) for found in first_token(FP8_RANK).values() if not alike(*found))
 
 
 def percent(ratios: Iterable[float]) -> str:
@@ -178,9 +194,8 @@ def percent(ratios: Iterable[float]) -> str:
 
 @PARTS.part
 def rank() -> str:
-    """A row a cell: the time of every side's newest run over the built-in's, and milliseconds of the last side's."""
-    columns = {side: (side,) for side in SIDES if side not in (BUILTIN, "sparse_prefill", "default")}
-    columns["auto"] = ("auto", "default")  # rounds of sparse_prefill are those of fa3
+    """A row a cell: the time of the newest run over the built-in's, and milliseconds of the row's last side."""
+    columns = {"ours": ("ours",), "default": DEFAULTS[FIRST_RANK], "short": ("short",)}
     shown = {side: cells for side, sides in columns.items() if (cells := of_sides(sides))}
     rows = []
     for cell in sorted({cell for cells in shown.values() for cell in cells}, key=order):
@@ -206,29 +221,38 @@ def beside(sides: dict[str, Spread], side: str) -> str:
 @PARTS.part
 def front_saved() -> str:
     """Percent of a round or token that a layer's front in two launches saves."""
-    return saved_by("front")
+    both = (over_builtin(FIRST_RANK, ["front"], drafts) for drafts in (True, False))
+    return percent(ratio for found in both for ratio in found)
 
 
 @PARTS.part
 def auto_saved() -> str:
-    """Percent that the front and the implementation of fewest microseconds save together."""
-    return saved_by(*DEFAULTS[FIRST_RANK])
+    """Percent of a round that a default server saves."""
+    return percent(over_builtin(FIRST_RANK, DEFAULTS[FIRST_RANK]))
 
 
-def saved_by(*sides: str) -> str:
-    return percent(over_builtin(FIRST_RANK, sides).values())
+@PARTS.part
+def token_saved() -> str:
+    """The same of a token without drafts."""
+    return percent(over_builtin(FIRST_RANK, ("default",), drafts=False))
+
+
+@PARTS.part
+def short_saved() -> str:
+    """The same with decode graphs of short requests."""
+    return percent(over_builtin(FIRST_RANK, ("short",), drafts=False))
 
 
 @PARTS.part
 def glm_saved() -> str:
     """Percent of a round that the default saves on a rank of GLM-5.1."""
-    return percent(over_builtin(GLM_RANK, DEFAULTS[GLM_RANK]).values())
+    return percent(over_builtin(GLM_RANK, DEFAULTS[GLM_RANK]))
 
 
 @PARTS.part
 def fp8_saved() -> str:
     """The same on a rank of DeepSeek-V3.2 with FP8 KV."""
-    return percent(over_builtin(FP8_RANK, DEFAULTS[FP8_RANK]).values())
+    return percent(over_builtin(FP8_RANK, DEFAULTS[FP8_RANK]))
 
 
 @PARTS.part
@@ -284,15 +308,17 @@ def by_launch() -> str:
 
 
 def lost_by_ranks() -> list[list[str]]:
-    """A row a rank, side and time that is behind the built-in's of the same run anywhere."""
+    """A row a rank, side and time that is behind the built-in's of the same run anywhere: the sides of `rank`."""
+    default = {name: {"round_ms": of_rank(name, sides), "ttft_ms": first_token(name)} for name, sides in DEFAULTS.items()}
     rows = []
-    for side, (key, behind) in product([side for side in SIDES if side != BUILTIN], TIMES.items()):
-        lost: dict[str, list[str]] = {}
-        for cell, sides in times(side, key).items():
-            if ratio(sides, side) >= 1 + NOISE:
-                drafts = f", {cell.steps} drafts" if cell.steps else ""
-                lost.setdefault(cell.name, []).append(f"{shape(cell)}{drafts} ({ratio(sides, side):.3f})")
-        for rank, cells in lost.items():
-            name = f"rank {rank}" + (f", {SIDES[side]}" if side != "ours" else "")
-            rows.append([name, f"{behind} than built-in", "; ".join(cells)])
+    for (name, of_default), side in product(default.items(), ("default", "ours", "short")):
+        for key, behind in TIMES.items():
+            found = of_default[key] if side == "default" else of_rank(name, [side], key)
+            cells = [
+                f"{shape(cell)}{f', {cell.steps} drafts' if cell.steps else ''} ({ratio(*given):.3f})"
+                for cell, given in found.items()
+                if ratio(*given) >= 1 + NOISE
+            ]
+            if cells:
+                rows.append([f"rank {name}, {SIDES[side]}", f"{behind} than built-in", "; ".join(cells)])
     return rows

@@ -246,6 +246,21 @@ def whole_front() -> str:
 
 
 @PARTS.part
+def front_divided() -> str:
+    """Ratios of DeepSeek-V3.2 at 64 and 128 rows, its first products divided."""
+    found = result("attention_0_5_23", "early_launches")["rows"]
+    of_rows = {row["rows"]: row["us"]["front before"] / row["us"][f"front {SGLANGS}"] for row in found}
+    return " and ".join(f"{of_rows[n]:.2f}" for n in (64, 128))
+
+
+@PARTS.part
+def front_shared() -> str:
+    """Ratios of layers that share a selection, least to most, at 64 and 128 rows."""
+    found = result("attention_0_5_23", "fronts_many_rows")["whole_front"]
+    return spread(row["us"]["ours"] / row["us"][SGLANGS] for row in found if row["model"] == "glm-5.2, shared")
+
+
+@PARTS.part
 def scores_saved() -> str:
     """Milliseconds that a round of 64 requests saves on FP8 KV, and those of its layers' index scores among them."""
     (us,) = (

@@ -61,11 +61,11 @@ def test_turns_are_one_cell_and_the_default_is_in_the_first_table(filed):
     assert lines[0] == "| DeepSeek-V3.2 | 0.851 / 0.851 | - | 0.851 / 0.703 | - |"
     assert lines[1:] == [f"| {name} | - | - | - | - |" for name in ("DeepSeek-V3.2, FP8 KV", "GLM-5.1")]
     assert rank_tables.first_token_saved() == "30 %"
-    builtin = "10.10, 9.90 to 10.30"
-    last = f"0.851 (8.60, 8.40 to 8.80 / {builtin})"
-    assert f"| v3.2-tp8 | 3 | 1 x 300 | 0.980 | 0.901 | 0.802 | {last} |" in rank_tables.rank()
+    last = "0.851 (8.60, 8.40 to 8.80 / 10.10, 9.90 to 10.30)"
+    assert f"| v3.2-tp8 | 3 | 1 x 300 | 0.980 | {last} |" in rank_tables.rank()
+    assert rank_tables.front_saved() == "10 %"
     assert rank_tables.lost_by_ranks() == [
-        ["rank v3.2-tp8", behind, "1 x 300 (1.079)"] for behind in ("longer than built-in", "first token later than built-in")
+        ["rank v3.2-tp8, without front", behind, "1 x 300 (1.079)"] for behind in ("longer than built-in", "first token later than built-in")
     ]
 
 
@@ -79,7 +79,7 @@ def test_an_fp8_cache_is_a_rank_of_its_own(filed):
     assert (rank_tables.fp8_saved(), rank_tables.first_token_saved_fp8()) == ("36 %", "50 %")
     assert (rank_tables.auto_saved(), rank_tables.first_token_saved()) == ("15 %", "30 %")
     assert rank_tables.fp8_over_bf16() == "1.50"
-    assert rank_tables.rank().splitlines()[-1].startswith("| v3.2-tp8, fp8_e4m3 KV | 3 | 8 x 300 | - | - | - |")
+    assert rank_tables.rank().splitlines()[-1].startswith("| v3.2-tp8, fp8_e4m3 KV | 3 | 8 x 300 | - | 0.642 (")
 
 
 def test_a_later_default_takes_the_place_of_an_earlier_one(filed, tmp_path):
@@ -118,12 +118,23 @@ def test_a_later_run_replaces_the_cells_that_it_measured(filed):
 
 def test_a_side_is_told_by_the_newest_run_that_has_it_beside_that_run_s_built_in(filed):
     filed("first", "old", [row for side in ("ours", "builtin") for row in served(cell(3, 1, 300), side, FIRST_TURN[side])])
-    filed(
-        "front", "new", [row for side, ms in (("front", 18.0), ("builtin", 20.0)) for row in served(cell(3, 1, 300), side, ms)]
-    )
+    filed("auto", "new", [row for side, ms in (("auto", 18.0), ("builtin", 20.0)) for row in served(cell(3, 1, 300), side, ms)])
     (line,) = rank_tables.rank().splitlines()[2:]
     assert line.endswith("| 0.980 | 0.900 (18.10, 17.90 to 18.30 / 20.10, 19.90 to 20.30) |")
-    assert rank_tables.front_saved() == "10 %"
+    assert rank_tables.auto_saved() == "10 %"
+
+
+def test_without_drafts_tokens_are_told_apart_and_short_graphs_from_the_default(filed):
+    none = {"builtin": 10.0, "short": 6.0}
+    filed("short", "new", [row for side, ms in none.items() for row in served(cell(0, 1, 300), side, ms)])
+    assert (rank_tables.short_saved(), rank_tables.token_saved(), rank_tables.auto_saved()) == ("40 %", "- %", "- %")
+    assert "| v3.2-tp8 | 0 | 1 x 300 | 0.604 (" in rank_tables.rank()
+
+
+def test_times_whose_ranges_meet_are_alike(filed):
+    sides = {"builtin": 10.0, "auto": 9.75}
+    filed("alike", "new", [row for side, ms in sides.items() for row in served(cell(3, 1, 300), side, ms)])
+    assert "| DeepSeek-V3.2 | ~ | - | ~ | - |" in rank_tables.rank_short()
 
 
 def test_a_report_says_which_side_its_servers_were(filed, tmp_path):
@@ -137,10 +148,7 @@ def test_a_report_says_which_side_its_servers_were(filed, tmp_path):
     file.write_text(json.dumps(found))
     rank_tables.runs.cache_clear()
     assert rank_tables.auto_saved() == "- %"
-    head, _, line = rank_tables.rank().splitlines()
-    assert "| auto, without front |" in head
-    assert "| 0.502 (" in line
-    assert "0.502" not in rank_tables.rank_short()
+    assert "0.502" not in rank_tables.rank() + rank_tables.rank_short()
 
 
 def test_narrow_ranges_are_in_the_file_alone():
