@@ -181,3 +181,9 @@ def product_torch(x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor,
     of_rows = x_scales.double().repeat_interleave(GROUP, 1)
     of_columns = weight_scales.double().repeat_interleave(GROUP, 0)[: len(weight)].repeat_interleave(GROUP, 1)
     return ((x.double() * of_rows) @ (weight.double() * of_columns).T).bfloat16()
+
+
+def value_products_torch(attended: torch.Tensor, weight: torch.Tensor, scales: Scales) -> tuple[torch.Tensor, torch.Tensor]:
+    """The torch twin of `value_products`, summed in double precision."""
+    values = torch.einsum("rhl,hlv->rhv", attended.double(), weight.double()).bfloat16()
+    return quantise(values.float().flatten(1), scales)

@@ -51,8 +51,8 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_LAYER_FRONT",
         "unset",
-        "unset: two launches of ours in front of every layer that can have them, on 0.5.23 and Hopper; 1: so, or no start; "
-        "0: SGLang's own",
+        "unset: two launches of ours in front of every layer that can have them, on 0.5.23 and Hopper; 1: so, or no start, and "
+        "values with o_proj's quantisation in one launch, which no GPU has run; 0: SGLang's own",
         "0 to compare; the start says how many layers have it",
     ),
     Variable(

@@ -1,4 +1,4 @@
-"""The section `layer_front` of bench attention: both launches in front of a layer beside the kernels that they replace.
+"""The section `layer_front` of bench attention: launches in front of a layer and behind its attention beside what they replace.
 
 Each is one captured graph on one stream, without the projections between: what it shows is the least that a layer can gain, as
 fewer launches also leave fewer waits. SGLang runs some of its kernels on a second stream; its sum here is an upper bound.
@@ -17,12 +17,13 @@ from nsa_backend.benchmarks.reports.report import print_table
 from nsa_backend.kernels import layer_front
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.kernels.value_products import value_counters, value_products
 from nsa_backend.releases import layer_front_problem
 
 ROWS = (1, 4, 8, 32, 128)
 REPEATS = 32
-MODELS = {"deepseek-v3.2": (16, 1536, False), "glm-5.1": (8, 2048, True)}
-"""Heads, values of the query's latent and whether SGLang fuses the indexer, of a rank under tensor parallel 8."""
+MODELS = {"deepseek-v3.2": (16, 1536, False, 128), "glm-5.1": (8, 2048, True, 256)}
+"""Heads, the query's latent, whether SGLang fuses the indexer, and a head's values, of a rank under tensor parallel 8."""
 
 
 def cells(rows: list[int] | None, samples: int) -> list[Cell]:
@@ -71,13 +72,14 @@ def show(rows: list[dict]) -> None:
 
 
 def front_calls(model: str, kv: str, rows: int) -> dict[str, Callable[[], object]]:
-    """Both launches and both of SGLang's sequences, by name."""
+    """Our launches and SGLang's sequences, by name."""
     from nsa_backend.adapters.dsa.layer_front import builtin
+    from nsa_backend.adapters.dsa.layer_front.projections import quantised
     from nsa_backend.adapters.dsa.layer_front.rule import weights_of
     from nsa_backend.testing.front_layer import POSITIONS, front_layer
     from nsa_backend.testing.shape import LATENT, ROPE
 
-    heads, q_rank, fused = MODELS[model]
+    heads, q_rank, fused, values = MODELS[model]
     layer, pages = front_layer(q_rank, heads, fused), -(-rows // PAGE_SIZE) + 1
     weights, index_heads = weights_of(layer), layer.indexer.n_heads
     width, dtype = (LATENT + ROPE, torch.bfloat16) if kv == "bf16" else (656, torch.float8_e4m3fn)
@@ -92,10 +94,20 @@ def front_calls(model: str, kv: str, rows: int) -> dict[str, Callable[[], object
     qkv, key, query, q_rope = drawn(q_rank + LATENT + ROPE), drawn(GROUP), drawn(index_heads, GROUP), drawn(heads, ROPE)
     gates = drawn(index_heads) if fused else torch.randn(rows, index_heads, device="cuda")
     written = (positions, slots, kv_cache, index_cache, Scales.EXACT)
+    attended, w_vc = drawn(heads, LATENT), torch.randn(heads, values, LATENT, device="cuda").bfloat16().transpose(1, 2)
+    arrived = value_counters(w_vc)
+
+    def sglangs_values() -> object:
+        out = torch.empty(rows, heads * values, dtype=torch.bfloat16, device="cuda")
+        torch.bmm(attended.transpose(0, 1), w_vc, out=out.view(rows, heads, values).transpose(0, 1))
+        return quantised(out, Scales.EXACT)
+
     with torch.no_grad():
         return {
             "norm_rope_store": lambda: layer_front.norm_rope_store(qkv, key, weights, *written),
             "SGLang's norms, RoPE and writes": lambda: builtin.norm_rope_store(layer, qkv, key, *written),
             "rope_quantise": lambda: layer_front.rope_quantise(query, gates, q_rope, weights, positions),
             "SGLang's queries and gates": lambda: builtin.rope_quantise(layer, query, gates, q_rope, positions),
+            "value_products": lambda: value_products(attended, w_vc, Scales.EXACT, arrived),
+            "SGLang's values": sglangs_values,
         }

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from nsa_backend.benchmarks.checkpoints.faithful_models import MODELS, NEAR_PAIRS, ROPE_THETA, Model, rope_queries
+from nsa_backend.benchmarks.checkpoints.ranks import BLOCK, FP8_CONFIG
 from nsa_backend.testing.shape import INDEX_DIM, LATENT, ROPE, TOPK
 
 VOCAB = 2048
@@ -40,6 +41,7 @@ class Shape:
     experts: int = 16
     experts_per_token: int = 2
     expert_dim: int = 128
+    fp8: bool = False  # weights of projections and experts are block FP8, as released ones are
 
 
 SHAPES = {
@@ -53,8 +55,8 @@ RANK_SHAPES = {f"{name}-{heads}-heads": replace(SHAPES[name], heads=heads) for n
 """The heads that a rank of tensor parallel 8 has of DeepSeek-V3.2 (16) and of GLM-5 (8), in a model that fits one GPU. Of 32
 four GPUs have 8 each, of 16 two."""
 
-ALL_SHAPES = SHAPES | RANK_SHAPES | {"deep": Shape(heads=16, layers=61)}
-"""`deep` (2 GB) has as many layers as DeepSeek-V3.2."""
+ALL_SHAPES = SHAPES | RANK_SHAPES | {"deep": Shape(heads=16, layers=61), "fp8-weights": Shape(4096, heads=16, fp8=True)}
+"""`deep` (2 GB) has as many layers as DeepSeek-V3.2. `fp8-weights` is wide enough for first products that are divided."""
 
 
 class Weights:
@@ -168,7 +170,28 @@ def checkpoint(seed: int, shape: Shape, model: Model = V32) -> dict[str, torch.T
                 continue
             zero = silent and name == "self_attn.o_proj.weight"
             out[f"model.layers.{index}.{name}"] = torch.zeros_like(value) if zero else value.clone()
-    return out
+    return in_fp8(out, model.scale_fmt) if shape.fp8 else out
+
+
+def in_fp8(tensors: dict[str, torch.Tensor], scale_fmt: str | None) -> dict[str, torch.Tensor]:
+    """Projections and experts in FP8 with a scale a block, under the names of a released checkpoint; others as they are."""
+    whole = ("weights_proj.weight", "eh_proj.weight")
+    found = {}
+    for name, value in tensors.items():
+        named = name.endswith(("_proj.weight", "_proj_with_mqa.weight", ".wq_b.weight", ".wk.weight"))
+        if not named or name.endswith(whole):
+            found[name] = value
+            continue
+        rows, columns = value.shape
+        padded = torch.nn.functional.pad(value.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+        blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [blocks, BLOCK, blocks, BLOCK]
+        scale = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+        scale = torch.where(scale == 0, 1.0, scale)
+        scale = scale.log2().ceil().exp2() if scale_fmt == "ue8m0" else scale
+        scaled = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)
+        found[name] = scaled[:rows, :columns].to(torch.float8_e4m3fn).contiguous()
+        found[f"{name}_scale_inv"] = scale
+    return found
 
 
 def stored(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -228,6 +251,7 @@ def config(shape: Shape, model: Model = V32) -> dict:
         "aux_loss_alpha": 0.001,
         "seq_aux": True,
         **model.fields,
+        **({"quantization_config": FP8_CONFIG | {"scale_fmt": model.scale_fmt}} if shape.fp8 else {}),
     }
 
 

@@ -55,6 +55,7 @@ class Model:
     lag: int = 0  # how far back the nearest token is that attention looks at; 0: at the newest, itself first
     fields: dict[str, Any] = field(default_factory=dict)  # of config.json, beyond those of all models
     full_layers: frozenset[int] | None = None  # of the target, those with an indexer; None for all
+    scale_fmt: str | None = None  # of FP8 weights of the released model: powers of two, or any
 
     def has_indexer(self, layer: int, layers: int) -> bool:
         """Whether `layer` of a target with `layers` layers selects; the MTP layer, which comes after them, does."""
@@ -70,7 +71,7 @@ _GLM_FIELDS = {
 }
 
 MODELS = {
-    "deepseek-v3.2": Model("DeepseekV32ForCausalLM", "deepseek_v32"),
+    "deepseek-v3.2": Model("DeepseekV32ForCausalLM", "deepseek_v32", scale_fmt="ue8m0"),
     "glm-5.1": Model(**_GLM, fields=_GLM_FIELDS),
     "glm-5.2": Model(
         **_GLM,

@@ -32,15 +32,17 @@ GIB = 1 << 30
 RESERVED = 8 * GIB
 """CUDA context, activations of a prefill chunk, graphs, workspaces: what neither weights nor KV take."""
 
+FP8_CONFIG = {
+    "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK],
+}  # fmt: skip
+
 _BOTH = {
     "attention_bias": False, "bos_token_id": 0, "first_k_dense_replace": 3, "hidden_act": "silu", "index_head_dim": 128,
     "index_topk": 2048, "initializer_range": 0.02, "kv_lora_rank": 512, "moe_intermediate_size": 2048, "moe_layer_freq": 1,
     "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8,
     "num_nextn_predict_layers": 1, "qk_rope_head_dim": 64, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
     "tie_word_embeddings": False, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
-    "quantization_config": {
-        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK],
-    },
+    "quantization_config": FP8_CONFIG,
 }  # fmt: skip
 
 _V32 = _BOTH | {

@@ -65,7 +65,8 @@ def test_turns_are_one_cell_and_the_default_is_in_the_first_table(filed):
     assert f"| v3.2-tp8 | 3 | 1 x 300 | 0.980 | {last} |" in rank_tables.rank()
     assert rank_tables.front_saved() == "10 %"
     assert rank_tables.lost_by_ranks() == [
-        ["rank v3.2-tp8, without front", behind, "1 x 300 (1.079)"] for behind in ("longer than built-in", "first token later than built-in")
+        ["rank v3.2-tp8, without front", behind, "1 x 300 (1.079)"]
+        for behind in ("longer than built-in", "first token later than built-in")
     ]
 
 

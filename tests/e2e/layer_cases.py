@@ -36,6 +36,16 @@ LAYER_CASES = [
         engine=FP8,
         floor_of_all=0.95,
     ),
+    # Whose products are divided, as their weights are block FP8, of both forms of scales.
+    front("n3 fa3, FP8 weights, front in two launches", 3, MANY, shape="fp8-weights", floor_of_all=0.95),
+    front(
+        "glm-5.1 n3 fa3, FP8 weights, front in two launches",
+        3,
+        STANDARD,
+        model="glm-5.1",
+        shape="fp8-weights",
+        floor_of_all=0.95,
+    ),
     front("glm-5.2 n5 fa3, front in two launches", 5, STANDARD, model="glm-5.2", floor_of_all=0.95),
     front("n3 fa3, front in two launches, 61 layers", 3, STANDARD, shape="deep", floor_of_all=0.95),
     front("weights updated, front in two launches", 3, STANDARD, action="weights were updated", floors=FLOORS),

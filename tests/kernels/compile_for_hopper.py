@@ -7,6 +7,7 @@ Run as a process of its own: elsewhere in these tests kernels are the interprete
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -28,10 +29,11 @@ from nsa_backend.kernels.layer_front_kernel import (
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 from nsa_backend.kernels.split_products import COLUMNS, GATES, TILES, split_products_kernel
+from nsa_backend.kernels.value_products import DIVIDED, value_products_kernel
 
 OF_TYPE = {
     "*bf16": "q_nope_ptr q_rope_ptr k_rope_ptr out_ptr qkv_ptr key_ptr q_weight_ptr latent_weight_ptr query_ptr q_rope_out_ptr "
-    "first_out_ptr second_out_ptr hidden_ptr gates_weight_ptr",
+    "first_out_ptr second_out_ptr hidden_ptr gates_weight_ptr attended_ptr weight_ptr",
     "*fp8e4nv": "q_ptr index_ptr quantised_ptr x_ptr first_ptr second_ptr",
     "*fp32": "partial_ptr lse_ptr joined_ptr scales_ptr x_scales_ptr first_scales_ptr second_scales_ptr sums_ptr "
     "key_weight_ptr key_bias_ptr cos_sin_ptr index_cos_sin_ptr q_scales_ptr latent_scales_ptr index_scales_ptr "
@@ -146,6 +148,18 @@ def front_of(model: str, caches: dict[str, dict]) -> dict[str, dict]:
     return found | {"rope_quantise": used | {"programs": 8}}
 
 
+def values() -> dict[str, dict]:
+    """Values of attended latents, of both models on a rank of tensor parallel 8."""
+    found = {}
+    for (heads, width), rows, splits in itertools.product(((16, 128), (8, 256)), (16, 64), (1, DIVIDED)):
+        constants = {"HEADS": heads, "LATENT": 512, "WIDTH": width, "ROWS": rows, "SPLITS": splits, "POWERS": True}
+        constants |= {"ROW_STRIDE": heads * 512, "HEAD_STRIDE": 512, "WEIGHT_HEAD_STRIDE": width * 512}
+        constants |= {"WEIGHT_LATENT_STRIDE": 1, "WEIGHT_VALUE_STRIDE": 512, "COMPILED": True}
+        used = resources(value_products_kernel, constants, more={"out_ptr": "*fp8e4nv"})
+        found[f"front, values of {heads} heads, {rows} rows, {splits} splits"] = used | {"programs": 1}
+    return found
+
+
 def main() -> None:
     found = {}
     caches = {
@@ -163,7 +177,7 @@ def main() -> None:
     for join in dict.fromkeys(Join.of(*shape) for shape in shapes):
         constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True, "LSE": False}
         found[f"join, {join.parts} parts"] = resources(join_kernel, constants, num_warps=join.warps) | {"programs": 1}
-    found |= front(caches)
+    found |= front(caches) | values()
     sys.stdout.write(json.dumps(found))
 
 

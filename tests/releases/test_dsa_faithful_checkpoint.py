@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from sglang.srt.configs.model_config import dsa_layer_skips_topk
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 from sglang.srt.utils.hf_transformers_utils import get_config
 from sglang_models import CLASSES, forward, one_rank
@@ -26,18 +30,35 @@ def parallel(monkeypatch):
         yield
 
 
-@pytest.fixture(params=list(MODELS))
+@pytest.fixture(params=[*((name, False) for name in MODELS), ("deepseek-v3.2", True), ("glm-5.1", True)], ids=str)
 def served(request, tmp_path, parallel):
-    """(name, config, SGLang's target, SGLang's MTP model) of a checkpoint."""
-    folder = faithful.write(tmp_path, shape=SHAPE, model=MODELS[request.param])
+    """(name, config, SGLang's target, SGLang's MTP model) of a checkpoint; one of FP8 weights is in bfloat16 here."""
+    name, fp8 = request.param
+    folder = faithful.write(tmp_path, shape=replace(SHAPE, hidden=512, fp8=True) if fp8 else SHAPE, model=MODELS[name])
     config = get_config(str(folder), trust_remote_code=False)
+    weights = load_file(str(folder / "model.safetensors"))
+    if fp8:
+        assert Fp8Config.from_config(config.quantization_config).weight_block_size == [128, 128]
+        weights = in_bfloat16(weights)
     target, draft = (cls(config) for cls in CLASSES[config.architectures[0]])
     for model in (target, draft):
         for parameter in model.parameters():
             parameter.data.fill_(float("nan"))
-        model.load_weights(iter(load_file(str(folder / "model.safetensors")).items()))
+        model.load_weights(iter(weights.items()))
     draft.model.embed_tokens.weight, draft.lm_head.weight = target.model.embed_tokens.weight, target.lm_head.weight
-    return request.param, config, target, draft
+    return name, config, target, draft
+
+
+def in_bfloat16(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """FP8 weights times the scale of their block, as SGLang's own reference has them."""
+    found = {}
+    for name, value in weights.items():
+        if value.dtype == torch.float8_e4m3fn:
+            found[name] = block_quant_dequant(value, weights[f"{name}_scale_inv"], [128, 128], torch.bfloat16)
+        elif not name.endswith("_scale_inv"):
+            found[name] = value
+    assert len(found) < len(weights)
+    return found
 
 
 def test_every_weight_is_loaded_and_layers_share_as_the_model_does(served):
@@ -62,7 +83,7 @@ def drafts_right(served, monkeypatch, steps: int, visible) -> list[int]:
     ids = torch.randint(2, faithful.VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(2))
     for _ in range(NEW):
         ids = torch.cat([ids, next_tokens(target, ids, monkeypatch)[-1:]])
-    hidden = torch.zeros(len(ids) - 1, SHAPE.hidden)  # the MTP layer drops it
+    hidden = torch.zeros(len(ids) - 1, target.config.hidden_size)  # the MTP layer drops it
     counts = []
     for length in range(PROMPT, len(ids) - steps):
         mask = torch.ones(len(ids) - 1, len(ids) - 1, dtype=torch.bool).tril()

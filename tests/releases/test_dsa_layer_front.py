@@ -25,10 +25,11 @@ from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend import registration
-from nsa_backend.adapters.dsa.layer_front import builtin, front, options, projections, rule, short, take
+from nsa_backend.adapters.dsa.layer_front import builtin, front, options, projections, rule, short, take, values
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
+from nsa_backend.adapters.dsa.layer_front.values import LayerValues
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks.calls.whole_front import Backend
 from nsa_backend.kernels import layer_front_torch as steps
@@ -321,6 +322,79 @@ def test_the_layer_calls_what_is_replaced_as_it_is_replaced():
         "q_pe", "k_pe", "q_nope_out", "k_nope", "forward_batch", "zero_allocator", "positions", "topk_indices",
         "llama_4_scaling", "fusion_plan",
     ]  # fmt: skip
+    assert list(inspect.signature(LayerValues.__call__).parameters)[1:] == core
+    assert "self.forward_absorb_core(*inner_state)" in inspect.getsource(DeepseekV2AttentionMLA.forward_core)
+
+
+@pytest.fixture
+def layer_of_values(layer, monkeypatch):
+    """A layer behind whose attention o_proj has FP8 weights; its attention is a fixed one."""
+    generator = torch.Generator().manual_seed(4)
+    layer.o_proj = BlockFp8(layer.o_proj, Scales.POWERS_OF_TWO)
+    layer.w_vc = torch.randn(layer.num_local_heads, 128, 512, generator=generator).bfloat16().transpose(1, 2)
+    layer.current_attention_backend = "dsa"
+    monkeypatch.setattr(values, "scales_of", lambda linear: getattr(linear, "form", None))
+    attended = torch.randn(ROWS, layer.num_local_heads * 512, generator=generator).bfloat16()
+    attend = lambda *given, **named: attended[: len(given[0])] + (named.get("topk_indices") is None)  # noqa: E731
+    monkeypatch.setattr(layer.attn_mqa, "forward", attend)
+    return layer
+
+
+def behind_attention(core, rows: int, selection: torch.Tensor | None, k: torch.Tensor | None = None):
+    """What a layer returns of `rows` rows."""
+    q = torch.zeros(rows, 4, 512, dtype=torch.bfloat16)
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
+    return core(q[..., :64], k, q, k, batch, None, torch.zeros(rows, dtype=torch.int64), selection, None, None)
+
+
+@pytest.mark.parametrize("shared", [None, False, True])
+def test_values_in_one_launch_are_sglangs_and_the_selection_goes_on(layer_of_values, shared):
+    layer, selection = layer_of_values, torch.zeros(ROWS, TOPK, dtype=torch.int32)
+    layer.next_skip_topk = shared
+    ours, theirs = (behind_attention(core, ROWS, selection) for core in (LayerValues(layer), layer.forward_absorb_core))
+    if shared is not None:
+        assert ours[1] is (selection if shared else None)
+        assert theirs[1] is ours[1]
+        ours, theirs = ours[0], theirs[0]
+    assert (ours - theirs).float().norm() < 0.01 * theirs.float().norm()
+
+
+def test_values_of_calls_that_our_front_has_not_served_are_sglangs(layer_of_values, monkeypatch):
+    own = []
+    layer_of_values.forward_absorb_core = lambda *arguments: own.append(arguments)
+    core = LayerValues(layer_of_values)
+    behind_attention(core, ROWS, None, torch.zeros(ROWS, 1, 512))
+    monkeypatch.setattr(values, "MOST_ROWS", ROWS - 1)
+    behind_attention(core, ROWS, None)
+    assert len(own) == 2
+    behind_attention(core, ROWS - 1, None)
+    assert len(own) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("w_vc", None, "not bfloat16"),
+        ("v_head_dim", 192, "192 wide"),
+        ("dcp_size", 2, "divide"),
+        ("o_proj", torch.nn.Linear(1, 1), "bfloat16"),
+    ],
+)
+def test_values_that_are_sglangs_say_why(layer_of_values, name, value, why):
+    assert values.values_problem(layer_of_values) is None
+    setattr(layer_of_values, name, value)
+    assert why in values.values_problem(layer_of_values)
+
+
+def test_values_are_taken_where_the_front_is_demanded(layer_of_values, monkeypatch):
+    monkeypatch.setattr(take, "layer_problem", lambda layer: None)
+    for asked in (False, True):
+        monkeypatch.setenv("NSA_BACKEND_LAYER_FRONT", "1") if asked else monkeypatch.delenv("NSA_BACKEND_LAYER_FRONT", False)
+        layer_of_values.forward_absorb_prepare = layer_of_values.forward_absorb_prepare
+        taken = take.take_layer_fronts(torch.nn.ModuleList([layer_of_values]), None, served_args(), (Backend,), demanded=asked)
+        assert taken == 1
+        assert isinstance(layer_of_values.forward_absorb_core, LayerValues) == asked
+        layer_of_values.forward_absorb_prepare = layer_of_values.forward_absorb_prepare.own
 
 
 @pytest.mark.parametrize(

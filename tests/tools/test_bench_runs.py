@@ -96,7 +96,7 @@ REFUSED = {
     "serve --checkpoint v3.2-tp8 --parallel tp2": TOO_SMALL,
     "serve --checkpoint v3.2-tp8 --parallel dcp2 --sides builtin": "dcp2 is nothing that builtin serves.* name ours in",
     "serve --checkpoint SMALL --parallel tp2 dcp2 --sides builtin": "dcp2 is nothing that builtin serves.* name ours in",
-    "serve --checkpoint narrow --steps 3": "neither faithful or wide or .*or deep or v3.2-tp8 or .* nor a folder",
+    "serve --checkpoint narrow --steps 3": "neither faithful or wide or .*or deep or .*v3.2-tp8 or .* nor a folder",
     "serve --checkpoint SMALL --sides ours theirs": "--sides theirs is none: there are ours, builtin, three_graphs, auto",
     "serve --model SMALL --prompts PROMPTS": "has 5 prompts, --batch 32 needs as many",
     "serve --model PROMPTS --prompts PROMPTS": "no folder with a config.json",

@@ -12,6 +12,7 @@ from nsa_backend.adapters.dsa.layer_front.options import server_problems
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.dsa.layer_front.rule import device_problem, layer_problem
 from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
+from nsa_backend.adapters.dsa.layer_front.values import LayerValues, values_problem
 from nsa_backend.environment import switched_on
 
 SWITCH = "NSA_BACKEND_LAYER_FRONT"
@@ -61,6 +62,10 @@ def take_layer_fronts(model: Any, kv_pool: Any, args: Any, backends: tuple[type,
     every_token = short.EveryToken()
     for layer in served:
         layer.forward_absorb_prepare = LayerFront(layer, backends, every_token)
+    if switched_on(SWITCH):  # no GPU has run it
+        for layer in served:
+            if values_problem(layer) is None:
+                layer.forward_absorb_core = LayerValues(layer)
     logger.info(
         "nsa_backend: the front of %d of %d layers is two launches in captured forwards%s",
         len(served),

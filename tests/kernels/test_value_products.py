@@ -1,0 +1,70 @@
+"""Values of all heads in one launch against their twin, with poison in what is allocated and behind the rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_backend.kernels.layer_front_torch import value_products_torch
+from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+from nsa_backend.kernels.value_products import MOST_ROWS, value_counters, value_products
+from nsa_backend.testing.interpreter import round_as_a_gpu_does
+
+LATENT = 512
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch):
+    round_as_a_gpu_does()  # where kernels are interpreted
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **form: empty(*shape, **form).fill_(float("nan")))
+
+
+def inputs(rows: int, heads: int, width: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers, whose sums are exact in any order; what is behind the rows and between two heads' latents is NaN."""
+    attended = torch.full((rows + 3, heads, LATENT + 64), float("nan"), dtype=torch.bfloat16, device=device)[:rows, :, :LATENT]
+    attended.copy_(torch.randint(-8, 9, attended.shape, device=device))
+    weight = torch.randint(-8, 9, (heads, width, LATENT), device=device).bfloat16()
+    return attended, weight.transpose(1, 2)
+
+
+def check(rows: int, heads: int, width: int, scales: Scales, device: str) -> None:
+    torch.manual_seed(rows)
+    attended, weight = inputs(rows, heads, width, device)
+    attended[:1] *= 0
+    arrived = value_counters(weight)
+    for _ in range(2):
+        found = value_products(attended, weight, scales, arrived)
+        assert not arrived.any()
+        for ours, twin in zip(found, value_products_torch(attended, weight, scales), strict=True):
+            assert torch.equal(ours.float(), twin.float())
+
+
+@pytest.mark.parametrize(("rows", "heads", "width"), [(1, 2, 128), (3, 8, 256), (17, 3, 128), (70, 9, 256), (0, 2, 128)])
+@pytest.mark.parametrize("scales", list(Scales))
+def test_values_of_all_heads(device, rows, heads, width, scales):
+    check(rows, heads, width, scales, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 16, 17, 64, 128])
+@pytest.mark.parametrize(("heads", "width"), [(16, 128), (8, 256), (128, 128)])
+@pytest.mark.parametrize("scales", list(Scales))
+def test_values_of_a_layer(rows, heads, width, scales):
+    check(rows, heads, width, scales, "cuda")
+
+
+@pytest.mark.parametrize("name", ["attended", "weight", "arrived"])
+@pytest.mark.parametrize("change", [lambda x: x.double(), lambda x: x[..., :-1]])
+def test_refuses_what_it_would_misread(name, change):
+    attended, weight = inputs(2, 2, GROUP, "cpu")
+    given = {"attended": attended, "weight": weight, "scales": Scales.EXACT, "arrived": value_counters(weight)}
+    given[name] = change(given[name])
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        value_products(**given)
+
+
+def test_more_rows_are_refused():
+    attended, weight = inputs(MOST_ROWS + 1, 1, GROUP, "cpu")
+    with pytest.raises(ValueError, match=f"attended must be .*at most {MOST_ROWS}"):
+        value_products(attended, weight, Scales.EXACT, value_counters(weight))
