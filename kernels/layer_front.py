@@ -32,21 +32,21 @@ INDEX_PAGE_BYTES = PAGE_SIZE * (GROUP + 4)
 
 
 def empty_input(rows: int, width: int, scales: Scales | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Room for a projection's input: FP8 with scales as the GEMM reads them, or bfloat16 without any.
+    """Room for a projection's input: FP8 with scales as DeepGEMM reads them, or bfloat16 without any.
+
+    SGLang has the scales of a row beside each other where they are powers of two, and a kernel more a projection moves them.
 
     Returns:
-        ([rows, width] contiguous, float32 [rows, width / GROUP]: contiguous, or columns dense from multiples of 16 bytes on).
+        ([rows, width] contiguous, float32 [rows, width / GROUP], columns dense from multiples of 16 bytes on).
     """
     if scales is None:
         return torch.empty(rows, width, dtype=torch.bfloat16, device=device), None
-    x, groups = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device), width // GROUP
-    if scales is Scales.POWERS_OF_TWO:
-        return x, torch.empty(rows, groups, dtype=torch.float32, device=device)
-    return x, torch.empty(groups, blocks(rows, 4) * 4, dtype=torch.float32, device=device).T[:rows]
+    of_groups = torch.empty(width // GROUP, blocks(rows, 4) * 4, dtype=torch.float32, device=device)
+    return torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device), of_groups.T[:rows]
 
 
 def quantise(x: torch.Tensor, scales: Scales, *, before_ours: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """A projection's input in FP8, to the bit of what SGLang gives its own block-FP8 projections; one launch.
+    """A projection's input in FP8, values and scales to the bit of SGLang's own for block-FP8 projections; one launch.
 
     Args:
         x: bfloat16 [rows, a multiple of GROUP], contiguous.

@@ -16,10 +16,10 @@ WIDEST = 3072
 
 
 class Scales(Enum):
-    """How SGLang's block-FP8 GEMM on Hopper has the scales of its input, float32 one a GROUP."""
+    """What SGLang's block-FP8 GEMM on Hopper has for scales of its input, float32 one a GROUP."""
 
-    EXACT = "largest value / 448; groups of a row far apart, for TMA"
-    POWERS_OF_TWO = "the next power of two; rows dense"  # checkpoints whose scale_fmt is ue8m0, DeepSeek-V3.2's own
+    EXACT = "largest value / 448"
+    POWERS_OF_TWO = "the next power of two"  # checkpoints whose scale_fmt is ue8m0, DeepSeek-V3.2's own
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,6 @@ def show(rows: list[dict]) -> None:
 def front_calls(model: str, kv: str, rows: int) -> dict[str, Callable[[], object]]:
     """Our launches and SGLang's sequences, by name."""
     from nsa_backend.adapters.dsa.layer_front import builtin
-    from nsa_backend.adapters.dsa.layer_front.projections import quantised
     from nsa_backend.adapters.dsa.layer_front.rule import weights_of
     from nsa_backend.testing.front_layer import POSITIONS, front_layer
     from nsa_backend.testing.shape import LATENT, ROPE
@@ -100,7 +99,7 @@ def front_calls(model: str, kv: str, rows: int) -> dict[str, Callable[[], object
     def sglangs_values() -> object:
         out = torch.empty(rows, heads * values, dtype=torch.bfloat16, device="cuda")
         torch.bmm(attended.transpose(0, 1), w_vc, out=out.view(rows, heads, values).transpose(0, 1))
-        return quantised(out, Scales.EXACT)
+        return builtin.quantised(out, Scales.EXACT)
 
     with torch.no_grad():
         return {

@@ -54,6 +54,7 @@ _V32 = _BOTH | {
         "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
         "original_max_position_embeddings": 4096,
     },
+    "quantization_config": FP8_CONFIG | {"scale_fmt": "ue8m0"},
 }  # fmt: skip
 
 _GLM_51 = _BOTH | {

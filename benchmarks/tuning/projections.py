@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.adapters.dsa.layer_front.projections import quantised
+from nsa_backend.adapters.dsa.layer_front.builtin import quantised
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.benchmarks.commands.attention import timed
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report

@@ -29,6 +29,7 @@ SIDES = {
     "default": "default",
     "sparse_verify": "sparse_verify",
     "sparse_prefill": "sparse_prefill",
+    "values": "values in one launch",
     "short": "short graphs",
     BUILTIN: "built-in",
 }

@@ -39,12 +39,12 @@ def test_an_input_that_was_quantised_once_gives_the_products_of_one_that_a_proje
     """DeepGEMM's products are the same bits whoever quantises, which two projections of one input rely on."""
     from sglang.srt.layers.quantization import fp8_utils
 
-    from nsa_backend.adapters.dsa.layer_front.projections import quantised
+    from nsa_backend.kernels.layer_front import quantise
 
     x = torch.randn(rows, 1536, device="cuda").bfloat16()
     weight = torch.randn(2112, 1536, device="cuda").to(torch.float8_e4m3fn)
     weight_scale = torch.rand(17, 12, device="cuda")
     run = fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback
     own = run(x, weight, [128, 128], weight_scale, act_scale_ue8m0=scales is Scales.POWERS_OF_TWO)
-    values, found = quantised(x, scales)
+    values, found = quantise(x, scales)
     assert torch.equal(own, run(values, weight, [128, 128], weight_scale, input_scale=found))

@@ -115,7 +115,6 @@ def test_a_layer_of_sglang_leaves_the_same_caches_and_chooses_the_same(either_la
             setattr(module, name, BlockFp8(getattr(module, name), form))
         for module in (front, projections):
             monkeypatch.setattr(module, "scales_of", lambda linear: linear.form)
-        monkeypatch.setattr(front, "quantised", lambda x, scales: steps.quantise(x.float(), scales))
     ours, theirs = (prepared(layer, monkeypatch, mode, on, slots) for on in (True, False))
     assert_same_bits(ours, theirs)
     assert (ours["kv"][0] == 7.0).all()
@@ -138,7 +137,6 @@ def test_a_layer_that_attends_to_an_earlier_selection(either_layer, monkeypatch,
             layer.indexer.wq_b = BlockFp8(layer.indexer.wq_b, form)
         for module in (front, projections):
             monkeypatch.setattr(module, "scales_of", lambda linear: getattr(linear, "form", None))
-        monkeypatch.setattr(front, "quantised", lambda x, scales: x if scales is None else steps.quantise(x.float(), scales))
     selection = torch.arange(ROWS * TOPK, dtype=torch.int32).view(ROWS, TOPK)
     ours, theirs = (prepared(layer, monkeypatch, mode, on, slots, selection=selection) for on in (True, False))
     assert ours["topk"] is selection
@@ -176,7 +174,6 @@ def test_a_graph_of_short_requests_has_neither_query_nor_scores(either_layer, mo
             layer.set_submodule(path, BlockFp8(layer.get_submodule(path), form))
         for module in (front, projections):
             monkeypatch.setattr(module, "scales_of", lambda linear: linear.form)
-        monkeypatch.setattr(front, "quantised", lambda x, scales: steps.quantise(x.float(), scales))
     layer.indexer.wq_b.register_forward_pre_hook(lambda *arguments: 1 / 0)
     slots = torch.tensor([70, 200, 65, 131, 255])
     ours, theirs = (prepared(layer, monkeypatch, ForwardMode.DECODE, on, slots) for on in (True, False))
@@ -255,7 +252,6 @@ def test_few_rows_take_all_products_from_two_launches(either_layer, monkeypatch)
         layer.set_submodule(path, BlockFp8(layer.get_submodule(path), Scales.EXACT))
     for module in (front, projections):
         monkeypatch.setattr(module, "scales_of", lambda linear: linear.form)
-    monkeypatch.setattr(front, "quantised", lambda x, scales: steps.quantise(x.float(), scales))
     monkeypatch.setattr(projections, "LEAST_INNER", HIDDEN)
     launched = []
     for module, name in (

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from nsa_backend.adapters.dsa.layer_front.projections import quantised
-from nsa_backend.kernels.layer_front_weights import Scales
+from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
 
 
@@ -89,3 +88,14 @@ def rope_quantise(
     indexer._update_rope_guarded(query[..., : indexer.rope_head_dim], turned)
     values, scale = act_quant(rotate_activation(query), indexer.block_size, indexer.scale_fmt)
     return values, (gates * indexer.n_heads**-0.5).unsqueeze(-1) * scale * indexer.softmax_scale, q_rope
+
+
+def quantised(x: torch.Tensor, scales: Scales | None) -> Any:
+    """bfloat16 [rows, columns] as SGLang gives it to projections with such scales: FP8 and its scales, or as it is."""
+    if scales is None:
+        return x
+    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8 as quantise
+
+    if scales is Scales.POWERS_OF_TWO:
+        return quantise(x, GROUP, scale_ue8m0=True)
+    return quantise(x, GROUP, column_major_scales=True, scale_tma_aligned=True, scale_ue8m0=False)

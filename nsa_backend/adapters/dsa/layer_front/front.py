@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from sglang.srt.runtime_context import get_parallel
 
-from nsa_backend.adapters.dsa.layer_front.projections import FirstProducts, QueryProducts, quantised, scales_of
+from nsa_backend.adapters.dsa.layer_front.projections import FirstProducts, QueryProducts, scales_of
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.dsa.layer_front.short import EveryToken, is_short
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.adapters.sglang_types import ForwardBatch
-from nsa_backend.kernels.layer_front import norm_rope_store, rope_quantise, rope_query
+from nsa_backend.kernels.layer_front import norm_rope_store, quantise, rope_quantise, rope_query
 from nsa_backend.kernels.layer_front_weights import FrontWeights
 
 
@@ -99,7 +99,7 @@ class LayerFront:
         if indexed and products is not None and 0 < len(hidden_states) <= products.most_rows:
             return products(hidden_states)
         x_scales = scales_of(attention.fused_qkv_a_proj_with_mqa)
-        x = quantised(hidden_states, x_scales)
+        x = hidden_states if x_scales is None else quantise(hidden_states, x_scales)
         if indexed:
             side.fork()
         if x_scales is None:

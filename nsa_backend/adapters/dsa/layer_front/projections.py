@@ -63,17 +63,6 @@ def scales_of(linear: LinearBase) -> Scales | None:
     return Scales.POWERS_OF_TWO if powers else Scales.EXACT
 
 
-def quantised(x: torch.Tensor, scales: Scales | None) -> Any:
-    """bfloat16 [rows, columns] as projections with such scales take it: FP8 and its scales, or as it is."""
-    if scales is None:
-        return x
-    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8 as quantise
-
-    if scales is Scales.POWERS_OF_TWO:
-        return quantise(x, GROUP, scale_ue8m0=True)
-    return quantise(x, GROUP, column_major_scales=True, scale_tma_aligned=True, scale_ue8m0=False)
-
-
 def product(linear: LinearBase) -> tuple[torch.Tensor, torch.Tensor]:
     """Block-FP8 weights as `split_products` takes them."""
     return linear.weight, linear.weight_scale_inv
@@ -112,8 +101,8 @@ class FirstProducts:
 
         What is launched next on the stream is a kernel of this package.
         """
-        few = len(hidden) <= FEW_ROWS  # with more, products that are there early take time from what is ahead
-        x = quantise(hidden, self.scales, before_ours=True) if few else quantised(hidden, self.scales)
+        # Of more rows, products that are there early take time from what is ahead.
+        x = quantise(hidden, self.scales, before_ours=len(hidden) <= FEW_ROWS)
         wk = None if self.wk is None else product(self.wk)
         found = split_products(
             *x, product(self.qkv_a), wk, self.arrived, gates=(hidden, self.gates.weight),
