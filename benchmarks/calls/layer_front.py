@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved
+from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
 from nsa_backend.kernels import layer_front
@@ -22,8 +23,7 @@ from nsa_backend.releases import layer_front_problem
 
 ROWS = (1, 4, 8, 32, 128)
 REPEATS = 32
-MODELS = {"deepseek-v3.2": (16, 1536, False, 128), "glm-5.1": (8, 2048, True, 256)}
-"""Heads, the query's latent, whether SGLang fuses the indexer, and a head's values, of a rank under tensor parallel 8."""
+MODELS = [model for model, shape in SHAPES.items() if shape["index_heads"]]
 
 
 def cells(rows: list[int] | None, samples: int) -> list[Cell]:
@@ -78,7 +78,7 @@ def front_calls(model: str, kv: str, rows: int) -> dict[str, Callable[[], object
     from nsa_backend.testing.front_layer import POSITIONS, front_layer
     from nsa_backend.testing.shape import LATENT, ROPE
 
-    heads, q_rank, fused, values = MODELS[model]
+    heads, q_rank, fused, values = (SHAPES[model][name] for name in ("heads", "q_rank", "neighbours", "v"))
     layer, pages = front_layer(q_rank, heads, fused), -(-rows // PAGE_SIZE) + 1
     weights, index_heads = weights_of(layer), layer.indexer.n_heads
     width, dtype = (LATENT + ROPE, torch.bfloat16) if kv == "bf16" else (656, torch.float8_e4m3fn)

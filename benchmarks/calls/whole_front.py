@@ -17,11 +17,11 @@ import torch
 
 from nsa_backend.benchmarks.calls.layer_front import cells_of, microseconds
 from nsa_backend.benchmarks.calls.timing import captured_graph, kernel_us
+from nsa_backend.benchmarks.calls.whole_layer import POSITIONS, SHAPES, TOPK, whole_layer
 from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
 from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
 from nsa_backend.kernels.plan import PAGE_SIZE
-from nsa_backend.testing.whole_layer import POSITIONS, SHAPES, TOPK, whole_layer
 
 ROWS = (1, 4, 8, 16, 32, 64, 128)
 LAYERS = 8

@@ -8,7 +8,7 @@ from layer_on_cpu import HIDDEN, a_layer
 
 from nsa_backend.adapters.dsa.layer_front import builtin
 from nsa_backend.benchmarks.calls import whole_front
-from nsa_backend.testing.whole_layer import SHAPES
+from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 
 
 @pytest.fixture(params=SHAPES)

@@ -7,20 +7,32 @@ from typing import Any
 
 import torch
 
+from nsa_backend.benchmarks.checkpoints.ranks import RANKS
 from nsa_backend.kernels.layer_front_weights import GROUP
 from nsa_backend.testing.shape import LATENT, ROPE
 
-GLM = {"hidden": 6144, "heads": 8, "nope": 192, "v": 256, "q_rank": 2048, "index_heads": 32, "neighbours": True, "scales": None}
+
+def shape_of(rank: str) -> dict[str, Any]:
+    """What a layer of a rank has, from the released config."""
+    config = RANKS[rank].config
+    return {
+        "hidden": config["hidden_size"],
+        "heads": config["num_attention_heads"],
+        "nope": config["qk_nope_head_dim"],
+        "v": config["v_head_dim"],
+        "q_rank": config["q_lora_rank"],
+        "index_heads": config["index_n_heads"],
+        "neighbours": config.get("indexer_rope_interleave", False),
+        "scales": config["quantization_config"].get("scale_fmt"),
+    }
+
+
 SHAPES = {
-    "deepseek-v3.2": {
-        "hidden": 7168, "heads": 16, "nope": 128, "v": 128, "q_rank": 1536, "index_heads": 64, "neighbours": False,
-        "scales": "ue8m0",
-    },
-    "glm-5.1": GLM,
-    "glm-5.2, shared": GLM | {"index_heads": 0},
-}  # fmt: skip
-"""`neighbours`: how index heads rotate; SGLang fuses the indexer of such models. No index heads: an earlier layer selects.
-`scales`: scale_fmt of the released checkpoint."""
+    "deepseek-v3.2": shape_of("v3.2-tp8"),
+    "glm-5.1": shape_of("glm-5.1-tp8"),
+    "glm-5.2, shared": shape_of("glm-5.2-tp8") | {"index_heads": 0},
+}
+"""`neighbours`: how index heads rotate; SGLang fuses the indexer of such models. No index heads: an earlier layer selects."""
 POSITIONS, TOPK = 4096, 2048
 
 
