@@ -72,6 +72,23 @@ def test_every_weight_is_loaded_and_layers_share_as_the_model_does(served):
     assert all(dsa_layer_skips_topk(config, MODELS[name].working_layer) == bool(MODELS[name].lag) for _ in layers)
 
 
+def test_fp8_weights_and_their_scales_are_loaded_as_they_are(tmp_path, parallel):
+    """By SGLang's own layers for block FP8, from the form that a released checkpoint has."""
+    shape = replace(faithful.ALL_SHAPES["fp8-weights"], hidden=512, experts=2, experts_per_token=1)
+    folder = faithful.write(tmp_path, shape=shape)
+    config, weights = get_config(str(folder), trust_remote_code=False), load_file(str(folder / "model.safetensors"))
+    model = CLASSES[config.architectures[0]][0](config, Fp8Config.from_config(config.quantization_config))
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    model.load_weights(iter(weights.items()))
+    empty = [name for name, value in model.named_parameters() if not torch.isfinite(value.float()).all()]
+    assert {name.rsplit(".", 1)[-1] for name in empty} <= {"k_scale", "v_scale"}, "of a KV cache, which no checkpoint here has"
+    layer = "model.layers.0.self_attn."
+    loaded = model.get_submodule(f"{layer}o_proj")
+    assert torch.equal(loaded.weight.view(torch.uint8), weights[f"{layer}o_proj.weight"].view(torch.uint8))
+    assert torch.equal(loaded.weight_scale_inv, weights[f"{layer}o_proj.weight_scale_inv"])
+
+
 def next_tokens(model, ids, monkeypatch, **options) -> torch.Tensor:
     hidden = forward(model, ids, monkeypatch, AttnForwardMethod.MLA, **options)
     return (hidden @ model.lm_head.weight.T).argmax(-1)
