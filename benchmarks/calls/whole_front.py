@@ -2,6 +2,8 @@
 
 SGLang's own layer and the same with our front, each as captured graphs record it, on two streams. The selection is left out on
 both sides, and a layer that shares an earlier one has none. Layers take turns, so that no weight is in the L2 cache.
+
+On bfloat16 KV also up to o_proj's output: attention, the same on all sides, is sparse_decode over tokens of a cache of its own.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
 from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
 from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.kernels.sparse_decode import sparse_decode
+from nsa_backend.testing.shape import LATENT, ROPE
 
 ROWS = (1, 4, 8, 16, 32, 64, 128)
 LAYERS = 8
 """Whose weights take 300 MB or more."""
+SMS = 132
 
 
 class Backend:
@@ -45,7 +50,7 @@ def cells(rows: list[int] | None, samples: int) -> list[Cell]:
 
 def measure(model: str, kv: str, rows: int, samples: int) -> list[dict]:
     """One row of microseconds and launches a layer by side, and the least and the most."""
-    with fronts(model, kv, rows) as sides:
+    with fronts(model, kv, rows, whole=kv == "bf16") as sides:
         graphs = {name: captured_graph(lambda calls=calls: [call() for call in calls]) for name, calls in sides.items()}
     launches = {name: round(kernel_us(graph.replay, 1)[1] / LAYERS, 1) for name, graph in graphs.items()}
     return [{"model": model, "kv": kv, "rows": rows} | microseconds(graphs, LAYERS, samples) | {"launches": launches}]
@@ -64,11 +69,12 @@ def show(rows: list[dict]) -> None:
 
 @contextlib.contextmanager
 def fronts(
-    model: str, kv: str, rows: int, device: str = "cuda"
+    model: str, kv: str, rows: int, device: str = "cuda", *, whole: bool = False
 ) -> Iterator[dict[str, list[Callable[[], tuple[torch.Tensor, ...]]]]]:
     """By side, a call a layer; while it lasts SGLang's layer is as captures of target_verify have it, but for its selection.
 
-    A call returns the rotated part of the query, its absorbed part, and both caches, which all layers share.
+    A call returns the rotated part of the query, its absorbed part, and both caches, which all layers share. Sides that go on
+    to o_proj, where they are asked for as the `whole` layer, return its output and the caches.
     """
     from sglang.srt.layers.attention.dsa import dsa_indexer
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -79,6 +85,7 @@ def fronts(
 
     from nsa_backend.adapters.dsa.layer_front.builtin import write_kv
     from nsa_backend.adapters.dsa.layer_front.front import LayerFront
+    from nsa_backend.adapters.dsa.layer_front.values import LayerValues
 
     stream = torch.cuda.Stream() if device == "cuda" else None
     layers = [whole_layer(model, stream, device) for _ in range(LAYERS)]
@@ -93,19 +100,24 @@ def fronts(
     asked = SimpleNamespace(input_scattered=False, layer=None)
     asked.fetch_qkv_latent = lambda: asked.layer.prepare_qkv_latent(x, batch)
 
-    def call(layer: Any, prepare: Callable, writes: bool) -> tuple[torch.Tensor, ...]:
+    def call(layer: Any, prepare: Callable, core: Callable | None = None) -> tuple[torch.Tensor, ...]:
         asked.layer = layer
         selection = chosen if layer.indexer is None else None
-        q_rope, k_rope, q_nope, k_nope, *_ = prepare(positions, x, batch, None, None, selection)
-        if writes:
+        found = prepare(positions, x, batch, None, None, selection)
+        q_rope, k_rope, q_nope, k_nope, *_ = found
+        if k_nope is not None:
             write_kv(pool.kv, slots, k_nope, k_rope)
-        return q_rope, q_nope, pool.kv, pool.index_keys
+        of_layer = (q_rope, q_nope) if core is None else (core(*found[:8], None),)
+        return *of_layer, pool.kv, pool.index_keys
 
     def sides(own: DeepseekV2AttentionMLA) -> dict[str, Callable[[], tuple[torch.Tensor, ...]]]:
-        return {
-            "ours": functools.partial(call, own, LayerFront(own, (Backend,)), False),
-            "SGLang's": functools.partial(call, own, own.forward_absorb_prepare, True),
-        }
+        front, prepare, core = LayerFront(own, (Backend,)), own.forward_absorb_prepare, own.forward_absorb_core
+        found = {"ours": (front,), "SGLang's": (prepare,)}
+        if whole:
+            attend_to_others(own, rows, device)
+            found |= {"ours, to o_proj": (front, core), "SGLang's, to o_proj": (prepare, core)}
+            found["ours with values in one launch, to o_proj"] = front, LayerValues(own)
+        return {name: functools.partial(call, own, *parts) for name, parts in found.items()}
 
     patched = (
         mock.patch.object(dsa_indexer.Indexer, "_get_topk_paged", return_value=chosen),
@@ -119,6 +131,20 @@ def fronts(
         stack.enter_context(forward_context(ForwardContext(attn_backend=Backend(pool))))
         by_layer = [sides(layer) for layer in layers]
         yield {name: [of_layer[name] for of_layer in by_layer] for name in by_layer[0]}
+
+
+def attend_to_others(layer: Any, rows: int, device: str) -> None:
+    """Have `layer` attend by sparse_decode to TOPK tokens a row of a cache that it alone has."""
+    count = rows * TOPK
+    kv = torch.randn(count, 1, LATENT + ROPE, device=device).bfloat16()
+    slots = torch.randperm(count, device=device).view(rows, TOPK).int()
+    lens = torch.full((rows,), TOPK, dtype=torch.int32, device=device)
+
+    def attend(q: torch.Tensor, *_: object, q_rope: torch.Tensor, **__: object) -> torch.Tensor:
+        return sparse_decode(q, q_rope, kv, slots, lens, layer.scaling, num_sms=SMS)
+
+    layer.attn_mqa.forward = attend
+    layer.w_vc = torch.randn(layer.num_local_heads, layer.v_head_dim, LATENT, device=device).bfloat16().transpose(1, 2)
 
 
 def one_layers_pool(pages: int, kv: str, device: str) -> Any:
