@@ -1,6 +1,6 @@
 """Public launch commands, typed as they are: what the installed release makes of them with this package, and what it should.
 
-The data is in `recipes.toml`; `docs/serving.md` is made from it.
+The data is in `recipes.toml`; `docs/commands.md` is made from it.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def test_a_pattern_of_the_command_line_may_share_what_the_checkpoint_does_not():
 @pytest.mark.skipif(not OF_DSA, reason="reads no pattern of a config of transformers")
 @pytest.mark.parametrize(("override", "shares"), [({}, not NEWEST), ({"indexer_types": None}, True)])
 def test_which_releases_go_by_it(override, shares):
-    """Should 0.5.23 mend it, docs/serving.md and docs/host_defects.md can say less."""
+    """Should 0.5.23 mend it, docs/commands.md and docs/host_defects.md can say less."""
     from sglang.srt.configs.model_config import dsa_layer_skips_topk
 
     config = BUILDERS["GLM-5, GLM-5.1"]()
