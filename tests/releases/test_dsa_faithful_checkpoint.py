@@ -30,7 +30,10 @@ def parallel(monkeypatch):
         yield
 
 
-@pytest.fixture(params=[*((name, False) for name in MODELS), ("deepseek-v3.2", True)], ids=str)
+OF_FP8 = pytest.param(("deepseek-v3.2", True), marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=[*((name, False) for name in MODELS), OF_FP8], ids=str)
 def served(request, tmp_path, parallel):
     """(name, config, SGLang's target, SGLang's MTP model) of a checkpoint; one of FP8 weights is in bfloat16 here."""
     name, fp8 = request.param
