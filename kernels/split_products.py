@@ -40,15 +40,27 @@ Product = tuple[torch.Tensor, torch.Tensor]
 
 
 @triton.jit
-def add_to_splits(total, sums, arrived, out, there, SPLIT_SIZE: tl.constexpr, SPLITS: tl.constexpr):
-    """Store this program's part of a block; the last of SPLITS programs stores the sum. `sums`: where the first part goes."""
-    tl.store(sums + tl.program_id(1) * SPLIT_SIZE, total)
+def is_last_to_arrive(part, sums, arrived, split, split_size, SPLITS: tl.constexpr):
+    """Store this program's part of a sum; whether all SPLITS parts are there. `sums`: where the first part goes."""
+    tl.store(sums + split * split_size, part)
     tl.debug_barrier()  # every warp has stored its part
-    if tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS - 1:
-        total = tl.zeros_like(total)
-        for other in tl.static_range(SPLITS):
-            total += tl.load(sums + other * SPLIT_SIZE, cache_modifier=".cg")
-        tl.store(out, total, there)
+    return tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS - 1
+
+
+@triton.jit
+def sum_of_parts(part, sums, split_size, SPLITS: tl.constexpr):
+    """All parts of a sum in their order; `part` is any of them."""
+    total = tl.zeros_like(part)
+    for other in tl.static_range(SPLITS):
+        total += tl.load(sums + other * split_size, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def add_to_splits(total, sums, arrived, out, there, SPLIT_SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """Store this program's part of a block; the last of SPLITS programs stores the sum."""
+    if is_last_to_arrive(total, sums, arrived, tl.program_id(1), SPLIT_SIZE, SPLITS):
+        tl.store(out, sum_of_parts(total, sums, SPLIT_SIZE, SPLITS), there)
         tl.store(arrived, 0)
 
 

@@ -17,6 +17,7 @@ from nsa_backend.kernels.layer_front import empty_input
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_steps import quantised, rounded
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+from nsa_backend.kernels.split_products import is_last_to_arrive, sum_of_parts
 
 MOST_ROWS = 128
 """Rows that a server has its values of from here."""
@@ -74,14 +75,10 @@ def value_products_kernel(
     if SPLITS > 1:
         programs, program = tl.num_programs(0) * tl.num_programs(1), block * tl.num_programs(0) + group
         size: tl.constexpr = GROUP_OF_KERNEL * ROWS
-        place = value[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        tl.store(sums_ptr + (split * programs + program) * size + place, total)
-        tl.debug_barrier()  # every warp has stored its part
-        whole = tl.atomic_add(arrived_ptr + program, 1, sem="acq_rel") == SPLITS - 1
+        sums = sums_ptr + program * size + value[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        whole = is_last_to_arrive(total, sums, arrived_ptr + program, split, programs * size, SPLITS)
         if whole:
-            total = tl.zeros_like(total)
-            for other in tl.static_range(SPLITS):
-                total += tl.load(sums_ptr + (other * programs + program) * size + place, cache_modifier=".cg")
+            total = sum_of_parts(total, sums, programs * size, SPLITS)
             tl.store(arrived_ptr + program, 0)
     if whole:
         values, scale = quantised(rounded(tl.trans(total)), POWERS, COMPILED)

@@ -126,9 +126,9 @@ def of_rank(name: str, sides: Iterable[str], key: str = "round_ms") -> dict[Cell
     return {cell: found for cell, found in of_sides(sides, key).items() if cell.name == name}
 
 
-def over_builtin(name: str, sides: Iterable[str], drafts: bool = True) -> list[float]:
-    """Rounds, or tokens without drafts, of the last of `sides` that has them over the built-in's in the same run."""
-    return [ratio(*found) for cell, found in of_rank(name, sides).items() if bool(cell.steps) == drafts]
+def over_builtin(name: str, sides: Iterable[str], drafts: bool | None = True) -> list[float]:
+    """Rounds, tokens without drafts or, if None, both of the last of `sides` that has them over the built-in's in that run."""
+    return [ratio(*found) for cell, found in of_rank(name, sides).items() if drafts in (None, bool(cell.steps))]
 
 
 def least_prefill(kv: str, heads: int) -> int:
@@ -184,8 +184,8 @@ def first_token_saved() -> str:
 
 @PARTS.part
 def first_token_saved_fp8() -> str:
-    """The same on FP8 KV at all batches where the sides are not alike."""
-    return percent(ratio(*found) for found in first_token(FP8_RANK).values() if not alike(*found))
+    """The same at all batches on FP8 KV."""
+    return percent(ratio(*found) for found in first_token(FP8_RANK).values())
 
 
 def percent(ratios: Iterable[float]) -> str:
@@ -222,8 +222,7 @@ def beside(sides: dict[str, Spread], side: str) -> str:
 @PARTS.part
 def front_saved() -> str:
     """Percent of a round or token that a layer's front in two launches saves."""
-    both = (over_builtin(FIRST_RANK, ["front"], drafts) for drafts in (True, False))
-    return percent(ratio for found in both for ratio in found)
+    return percent(over_builtin(FIRST_RANK, ("front",), drafts=None))
 
 
 @PARTS.part

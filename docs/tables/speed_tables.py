@@ -254,6 +254,13 @@ def front_divided() -> str:
 
 
 @PARTS.part
+def fetching_lost() -> str:
+    """Microseconds of a layer's front that weights asked for ahead cost, least to most."""
+    found = result("attention_0_5_23", "early_launches")["rows"]
+    return spread((row["us"]["front now"] - row["us"]["front no prefetch"] for row in found), "{:.1f}") + " us"
+
+
+@PARTS.part
 def front_shared() -> str:
     """Ratios of layers that share a selection, least to most, at 64 and 128 rows."""
     found = result("attention_0_5_23", "fronts_many_rows")["whole_front"]

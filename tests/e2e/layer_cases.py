@@ -15,6 +15,7 @@ BY_ROWS = {"nsa_decode_backend": None, "nsa_prefill_backend": None, "cuda_graph_
 """Nothing named; 32 requests are captured, so that their rows are verified together."""
 
 front = partial(Case, environment=FRONT, builtin_environment={}, says="layers is two launches", releases="==0.5.23")
+glm_front = partial(front, steps=3, workloads=STANDARD, model="glm-5.1", floor_of_all=0.95)
 together = partial(
     Case, steps=3, environment=PAIRED, builtin_environment={}, decode="sparse_verify", floors=FLOORS, releases=">=0.5.17"
 )
@@ -26,26 +27,11 @@ LAYER_CASES = [
     front("n0 fa3, graphs of short requests", 0, MANY, environment=FRONT | {"NSA_BACKEND_SHORT_GRAPHS": "1"}),
     *(front(f"n{n} fa3, front in two launches", n, MANY, floor_of_all=0.95) for n in (1, 3, 5)),
     front("n3 fp8, flashmla_kv, front in two launches", 3, MANY, decode="flashmla_kv", engine=FP8, floor_of_all=0.95),
-    front("glm-5.1 n3 fa3, front in two launches", 3, STANDARD, model="glm-5.1", floor_of_all=0.95),
-    front(
-        "glm-5.1 n3 fp8, front in two launches",
-        3,
-        STANDARD,
-        model="glm-5.1",
-        decode="flashmla_kv",
-        engine=FP8,
-        floor_of_all=0.95,
-    ),
+    glm_front("glm-5.1 n3 fa3, front in two launches"),
+    glm_front("glm-5.1 n3 fp8, front in two launches", decode="flashmla_kv", engine=FP8),
     # Whose products are divided, as their weights are block FP8, of both forms of scales.
     front("n3 fa3, FP8 weights, front in two launches", 3, MANY, shape="fp8-weights", floor_of_all=0.95),
-    front(
-        "glm-5.1 n3 fa3, FP8 weights, front in two launches",
-        3,
-        STANDARD,
-        model="glm-5.1",
-        shape="fp8-weights",
-        floor_of_all=0.95,
-    ),
+    glm_front("glm-5.1 n3 fa3, FP8 weights, front in two launches", shape="fp8-weights"),
     front("glm-5.2 n5 fa3, front in two launches", 5, STANDARD, model="glm-5.2", floor_of_all=0.95),
     front("n3 fa3, front in two launches, 61 layers", 3, STANDARD, shape="deep", floor_of_all=0.95),
     front("weights updated, front in two launches", 3, STANDARD, action="weights were updated", floors=FLOORS),

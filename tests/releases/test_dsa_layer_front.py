@@ -386,7 +386,6 @@ def test_values_are_taken_where_the_front_is_demanded(layer_of_values, monkeypat
     monkeypatch.setattr(take, "layer_problem", lambda layer: None)
     for asked in (False, True):
         monkeypatch.setenv("NSA_BACKEND_LAYER_FRONT", "1") if asked else monkeypatch.delenv("NSA_BACKEND_LAYER_FRONT", False)
-        layer_of_values.forward_absorb_prepare = layer_of_values.forward_absorb_prepare
         taken = take.take_layer_fronts(torch.nn.ModuleList([layer_of_values]), None, served_args(), (Backend,), demanded=asked)
         assert taken == 1
         assert isinstance(layer_of_values.forward_absorb_core, LayerValues) == asked

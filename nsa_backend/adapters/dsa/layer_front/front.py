@@ -64,6 +64,9 @@ class LayerFront:
     def _serves(self, positions: torch.Tensor, hidden_states: Any, batch: ForwardBatch) -> bool:
         """Whether a forward is one of those that are served."""
         from sglang.srt.layers.attention.dsa.dsa_indexer import get_is_capture_mode
+
+        if not get_is_capture_mode():  # of every layer of an eager prefill too
+            return False
         from sglang.srt.layers.attention.graph_variants import DSA_DENSE, DSA_SPARSE
         from sglang.srt.layers.layer_boundary import get_attn_tp_context
         from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
@@ -73,8 +76,7 @@ class LayerFront:
 
         mode, backend = batch.forward_mode, get_attn_backend()
         return (
-            get_is_capture_mode()
-            and not is_in_breakable_cuda_graph()
+            not is_in_breakable_cuda_graph()
             and get_capture_attention_variant() in (None, DSA_DENSE, DSA_SPARSE)
             and (mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2())
             and isinstance(backend, self.backends)
