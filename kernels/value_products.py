@@ -20,7 +20,8 @@ from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.kernels.split_products import is_last_to_arrive, sum_of_parts
 
 MOST_ROWS = 128
-"""Rows that a server has its values of from here."""
+FEW_ROWS = 32
+"""Rows up to which a server has its values from here: at 64 two launches take as long, at 128 less (whole_front)."""
 LEAST_TILE, MOST_TILE = 16, 64
 """Rows of a program; not tuned."""
 PROGRAMS = 264
