@@ -31,16 +31,13 @@ VARIANTS = {
     "sparse_prefill": {},
     "verify": {"NSA_BACKEND_PAIRED_LOGITS": "1"},
     "front_verify": {"NSA_BACKEND_LAYER_FRONT": "1", "NSA_BACKEND_PAIRED_LOGITS": "1"},
-    "values": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_LAYER_FRONT": "1"},
-    "short": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_SHORT_GRAPHS": "1"},
+    "any_length": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_SHORT_GRAPHS": "0"},
 }
 """Sides that are ours with a switch set or with an option, below: rounds of three graphs, decode by whatever is fastest at its
-rows, layers whose front is two launches, rows of a request or a prompt together, values in one launch, short graphs."""
+rows, layers whose front is two launches, rows of a request or a prompt together, no graphs of short requests."""
 
 WITH_DRAFTS = (THREE_GRAPHS, "sparse_verify", "verify", "front_verify")
 """Sides that are ours and no other where there are no drafts."""
-WITHOUT_DRAFTS = ("short",)
-"""Sides that there are without drafts alone."""
 
 BF16 = "bfloat16"
 KV = {BF16: "fa3", "fp8_e4m3": "flashmla_kv"}

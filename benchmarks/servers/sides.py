@@ -12,7 +12,7 @@ from nsa_backend.benchmarks.servers import server_options
 from nsa_backend.benchmarks.servers.gpu_memory import weighed
 from nsa_backend.benchmarks.servers.pairs import Pair, started
 from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel
-from nsa_backend.benchmarks.servers.server import APART_SECONDS, BACKENDS, ENVIRONMENTS, WITH_DRAFTS, WITHOUT_DRAFTS, Server
+from nsa_backend.benchmarks.servers.server import APART_SECONDS, BACKENDS, ENVIRONMENTS, WITH_DRAFTS, Server
 
 SIZES = [*server_options.decode_graphs(), "--max-total-tokens", "65536", "--disable-radix-cache"]
 """Graphs for the batches that are measured, a small pool, and no cache, so that every prefill is the same."""
@@ -86,9 +86,8 @@ def sides_of(named: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def serving(sides: Sequence[str], steps: int, parallel: Parallel) -> list[str]:
-    """Those of `sides` that a comparison with N = `steps` has; some are with drafts alone, and some without."""
-    others = WITHOUT_DRAFTS if steps else WITH_DRAFTS
-    return [side for side in sides if side not in others and parallel.serves(side)]
+    """Those of `sides` that a comparison with N = `steps` has; some are with drafts alone."""
+    return [side for side in sides if (steps or side not in WITH_DRAFTS) and parallel.serves(side)]
 
 
 def check_sides(sides: Sequence[str], asked: Sequence[Parallel]) -> None:

@@ -8,8 +8,10 @@ from case import Case
 from engine_options import FLOORS, FP8, STANDARD, TWO_GPUS
 
 FRONT = {"NSA_BACKEND_LAYER_FRONT": "1"}
+SHORT = FRONT | {"NSA_BACKEND_SHORT_GRAPHS": "1"}
 PAIRED = {"NSA_BACKEND_PAIRED_LOGITS": "1"}
 BOTH = FRONT | PAIRED
+ACROSS = "across 2048 tokens"
 MANY = (*STANDARD, "32x300", "shared prefix", "short")
 BY_ROWS = {"nsa_decode_backend": None, "nsa_prefill_backend": None, "cuda_graph_bs": [1, 2, 4, 8, 32]}
 """Nothing named; 32 requests are captured, so that their rows are verified together."""
@@ -24,7 +26,25 @@ alone = partial(Case, steps=3, decode="sparse_verify", floors=FLOORS, releases="
 
 LAYER_CASES = [
     front("n0 fa3, front in two launches", 0, MANY),
-    front("n0 fa3, graphs of short requests", 0, MANY, environment=FRONT | {"NSA_BACKEND_SHORT_GRAPHS": "1"}),
+    front("n0 fa3, graphs of short requests", 0, (*MANY, ACROSS), environment=SHORT),
+    # One graph where no request can come to 2048 tokens in a round, and another one from there on.
+    *(
+        front(
+            f"{of}, rounds of short requests",
+            3,
+            ("8x300", ACROSS, "4x3000", "short"),
+            environment=SHORT,
+            replays="short greedy requests",
+            floor_of_all=0.95,
+            **more,
+        )
+        for of, more in {
+            "n3 fa3": {},
+            "n3 fp8, flashmla_kv": {"decode": "flashmla_kv", "engine": FP8},
+            "n3 fa3, FP8 weights": {"shape": "fp8-weights"},
+            "glm-5.2 n3 fa3": {"model": "glm-5.2"},
+        }.items()
+    ),
     *(front(f"n{n} fa3, front in two launches", n, MANY, floor_of_all=0.95) for n in (1, 3, 5)),
     front("n3 fp8, flashmla_kv, front in two launches", 3, MANY, decode="flashmla_kv", engine=FP8, floor_of_all=0.95),
     glm_front("glm-5.1 n3 fa3, front in two launches"),

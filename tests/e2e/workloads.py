@@ -38,6 +38,7 @@ WORKLOADS = {
     # name: list of waves; a wave is one batched generate call
     "8x300": lambda: [prompts(8, 300)],
     "4x300": lambda: [prompts(4, 300, seed=21), prompts(4, 300, seed=22)],
+    "across 2048 tokens": lambda: [prompts(8, 1960, step=13, seed=31)],
     "4x3000": lambda: [prompts(4, 3000)],
     "sizes between and above the captured": lambda: [prompts(3, 200, seed=2), prompts(5, 250, seed=3), prompts(12, 90, seed=4)],
     "shared prefix": lambda: [shared_prefix()[:1], shared_prefix()],

@@ -50,6 +50,14 @@ def either_layer(request, monkeypatch):
     yield from a_layer(monkeypatch, fused=request.param)
 
 
+@pytest.fixture(autouse=True)
+def _variants_as_they_were(monkeypatch):
+    """What a server of short graphs puts into SGLang's runner is undone."""
+    from sglang.srt.model_executor.runner import decode_cuda_graph_runner as runner
+
+    monkeypatch.setattr(runner, "create_attention_graph_variants", runner.create_attention_graph_variants)
+
+
 def prepared(attention, monkeypatch, mode, on: bool, slots, ranks: int = 1, rank: int = 0, selection=None):
     """What the layer's front returns and leaves in the caches of a rank; `chosen` is what the logits read."""
     pool, chosen = poisoned_pool(), {}
@@ -161,9 +169,10 @@ class Short:
         return self.made
 
 
+@pytest.mark.parametrize("mode", MODES[:2], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("form", [None, Scales.POWERS_OF_TWO])
-def test_a_graph_of_short_requests_has_neither_query_nor_scores(either_layer, monkeypatch, form):
-    """SGLang's own layer does so too where it captures such graphs; both write the same index keys."""
+def test_a_graph_of_short_requests_has_neither_query_nor_scores(either_layer, monkeypatch, mode, form):
+    """SGLang's own layer does so too where it captures such graphs, of decode alone; both write the same index keys."""
     layer, metadata = either_layer, Short()
     divide_up_to(0, monkeypatch)
     monkeypatch.setattr(capture_mode, "get_capture_attention_variant", lambda: graph_variants.DSA_DENSE)
@@ -174,11 +183,19 @@ def test_a_graph_of_short_requests_has_neither_query_nor_scores(either_layer, mo
             layer.set_submodule(path, BlockFp8(layer.get_submodule(path), form))
         for module in (front, projections):
             monkeypatch.setattr(module, "scales_of", lambda linear: linear.form)
-    layer.indexer.wq_b.register_forward_pre_hook(lambda *arguments: 1 / 0)
+    queries = []
+    layer.indexer.wq_b.register_forward_pre_hook(lambda *arguments: queries.append(mode))
     slots = torch.tensor([70, 200, 65, 131, 255])
-    ours, theirs = (prepared(layer, monkeypatch, ForwardMode.DECODE, on, slots) for on in (True, False))
+    ours = prepared(layer, monkeypatch, mode, True, slots)
+    assert not queries
+    theirs = prepared(layer, monkeypatch, mode, False, slots)
+    assert bool(queries) == mode.is_target_verify()
+    if queries:
+        for name in ("query", "gates", "topk"):
+            theirs.pop(name)
+        assert ours.pop("topk") is metadata.made
     assert_same_bits(ours, theirs)
-    assert ours["topk"] is metadata.made
+    assert ours.get("topk", metadata.made) is metadata.made
     assert "query" not in ours
     assert (ours["index keys"] != 0x5A).any()
 
@@ -199,7 +216,6 @@ def test_sglang_captures_both_kinds_once_they_are_offered(layer, monkeypatch):
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner as runner
 
     monkeypatch.setenv("NSA_BACKEND_SHORT_GRAPHS", "1")
-    monkeypatch.setattr(runner, "create_attention_graph_variants", runner.create_attention_graph_variants)
     assert "else create_attention_graph_variants(model_runner.model_config.hf_config)" in inspect.getsource(
         runner.DecodeCudaGraphRunner.__init__
     )
@@ -209,6 +225,16 @@ def test_sglang_captures_both_kinds_once_they_are_offered(layer, monkeypatch):
     for longest, label in ((TOPK, graph_variants.DSA_DENSE), (TOPK + 1, graph_variants.DSA_SPARSE)):
         assert variants.select(SimpleNamespace(seq_lens_cpu=torch.tensor([1, longest]))) == label
     layer.forward_absorb_prepare = layer.forward_absorb_prepare.own
+    monkeypatch.setattr(short.served, "changes_needed", lambda args: [])
+    with_drafts = served_args(speculative_algorithm="EAGLE")
+    assert take.take_layer_fronts(torch.nn.ModuleList([layer]), None, with_drafts, (Backend,), demanded=False) == 1
+    variants = runner.create_attention_graph_variants(None)
+    assert variants.capture_labels == (graph_variants.DSA_DENSE, graph_variants.DSA_SPARSE)
+    verify = SimpleNamespace(seq_lens_cpu=None, seq_lens=torch.tensor([1]))
+    with variants.short():
+        assert variants.select(verify) == graph_variants.DSA_DENSE
+    assert variants.select(verify) == graph_variants.DSA_SPARSE
+    layer.forward_absorb_prepare = layer.forward_absorb_prepare.own
     layer.use_dsa = False
     with pytest.raises(ValueError, match="NSA_BACKEND_SHORT_GRAPHS=1 and no layer has our front"):
         take.take_layer_fronts(torch.nn.ModuleList([layer]), None, served_args(), (Backend,), demanded=False)
@@ -216,9 +242,20 @@ def test_sglang_captures_both_kinds_once_they_are_offered(layer, monkeypatch):
 
 def test_graphs_of_short_requests_are_refused_before_weights_are_loaded(monkeypatch):
     assert short.short_problems(served_args()) == []
-    for attribute, value in (("speculative_algorithm", "EAGLE"), ("enable_dp_attention", True), ("dcp_size", 2)):
+    assert short.wanted(served_args())
+    for attribute, value in (("enable_dp_attention", True), ("dcp_size", 2)):
         (problem,) = short.short_problems(served_args(**{attribute: value}))
         assert f"drop --{attribute.replace('_', '-')}" in problem
+        assert not short.wanted(served_args(**{attribute: value}))
+    with_drafts = served_args(speculative_algorithm="EAGLE")
+    monkeypatch.setattr(short.served, "changes_needed", lambda args: [])
+    assert short.wanted(with_drafts)
+    monkeypatch.setattr(short.served, "changes_needed", lambda args: ["drop --speculative-adaptive"])
+    assert "one graph alone have them: drop --speculative-adaptive" in short.short_problems(with_drafts)[0]
+    monkeypatch.setenv("NSA_BACKEND_SHORT_GRAPHS", "0")
+    assert not short.wanted(served_args())
+    monkeypatch.setenv("NSA_BACKEND_ROUND_GRAPH", "0")
+    assert "NSA_BACKEND_ROUND_GRAPH=0" in short.short_problems(with_drafts)[0]
     monkeypatch.setenv("NSA_BACKEND_LAYER_FRONT", "0")
     assert "NSA_BACKEND_LAYER_FRONT=0" in short.short_problems(served_args())[0]
 
@@ -360,7 +397,7 @@ def test_values_of_calls_that_our_front_has_not_served_are_sglangs(layer_of_valu
     layer_of_values.forward_absorb_core = lambda *arguments: own.append(arguments)
     core = LayerValues(layer_of_values)
     behind_attention(core, ROWS, None, torch.zeros(ROWS, 1, 512))
-    monkeypatch.setattr(values, "MOST_ROWS", ROWS - 1)
+    monkeypatch.setattr(values, "FEW_ROWS", ROWS - 1)
     behind_attention(core, ROWS, None)
     assert len(own) == 2
     behind_attention(core, ROWS - 1, None)
@@ -382,14 +419,18 @@ def test_values_that_are_sglangs_say_why(layer_of_values, name, value, why):
     assert why in values.values_problem(layer_of_values)
 
 
-def test_values_are_taken_where_the_front_is_demanded(layer_of_values, monkeypatch):
+def test_values_come_with_the_front(layer_of_values, monkeypatch, caplog):
+    caplog.set_level("INFO", "nsa_backend")
     monkeypatch.setattr(take, "layer_problem", lambda layer: None)
-    for asked in (False, True):
-        monkeypatch.setenv("NSA_BACKEND_LAYER_FRONT", "1") if asked else monkeypatch.delenv("NSA_BACKEND_LAYER_FRONT", False)
-        taken = take.take_layer_fronts(torch.nn.ModuleList([layer_of_values]), None, served_args(), (Backend,), demanded=asked)
+    sglangs = layer_of_values.forward_absorb_core
+    for found in ("of 1, values for o_proj are one launch", "of 1, SGLang serves, because o_proj has weights of bfloat16"):
+        taken = take.take_layer_fronts(torch.nn.ModuleList([layer_of_values]), None, served_args(), (Backend,), demanded=False)
         assert taken == 1
-        assert isinstance(layer_of_values.forward_absorb_core, LayerValues) == asked
+        assert found in caplog.messages[-1]
+        assert isinstance(layer_of_values.forward_absorb_core, LayerValues) == ("one launch" in found)
         layer_of_values.forward_absorb_prepare = layer_of_values.forward_absorb_prepare.own
+        layer_of_values.forward_absorb_core = sglangs
+        layer_of_values.o_proj = torch.nn.Linear(1, 1)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +457,12 @@ def test_a_layer_that_is_sglangs_says_why(layer, part, name, value, why):
 
 def served_args(**changed):
     served = {needed.attribute: needed.served[0] for needed in (*options.NEEDED, *short.NEEDED)}
-    served |= {"dsa_decode_backend": "fa3", "dsa_prefill_backend": "fa3", "kv_cache_dtype": "auto"}
+    served |= {
+        "speculative_algorithm": None,
+        "kv_cache_dtype": "auto",
+        "dsa_decode_backend": "fa3",
+        "dsa_prefill_backend": "fa3",
+    }
     return SimpleNamespace(**served | changed)
 
 

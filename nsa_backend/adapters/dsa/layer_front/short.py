@@ -1,43 +1,116 @@
-"""Decode graphs of short requests, captured beside the usual ones: index scores and top-k decide nothing there.
+"""Graphs of short requests, captured beside the usual ones: index scores and top-k decide nothing there.
 
-Where no request has more than index_topk tokens, every row attends to all of its own. SGLang 0.5.23 captures such graphs and
-chooses between both by the longest request, on ROCm alone (`layers/attention/graph_variants.py`); here it does on CUDA too.
+Where no request has more than index_topk tokens, every row attends to all of its own. SGLang 0.5.23 captures such graphs of
+decode and chooses between both by the longest request, on ROCm alone (`layers/attention/graph_variants.py`); here it does on
+CUDA too. With drafts it captures them of target_verify, and a round of short requests is a graph of its own that has one as a
+child: which is chosen when the round is captured, and no verify outside of such a round takes them.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from nsa_backend.adapters.dsa.layer_front.options import needed, server_problems
+from nsa_backend.adapters.dsa.rounds import served
 from nsa_backend.environment import asked
 
 SWITCH = "NSA_BACKEND_SHORT_GRAPHS"
 
-
 NEEDED = (
-    needed("speculative_algorithm", "--speculative-algorithm", (None,)),
     needed("enable_dp_attention", "--enable-dp-attention", (False,)),
+    needed("attn_dp_size", "--attn-dp-size", (None, 1), "drop --enable-dp-attention or --attn-dp-size"),
     needed("dcp_size", "--dcp-size", (None, 1)),
 )
-"""Beside what the front asks: decode without drafts on ranks that have the same requests and all of their KV."""
+"""Beside what the front asks: ranks that have the same requests and all of their KV."""
 
 
 def short_problems(args: Any) -> list[str]:
     """One sentence for each reason why a server of these resolved arguments can have no such graphs."""
     found = server_problems(args)
+    if found:
+        return found
     if asked("NSA_BACKEND_LAYER_FRONT") is False:
         found.append("NSA_BACKEND_LAYER_FRONT=0 leaves SGLang's front, and ours alone has them: unset one")
-    return found + [f"{rule.option} has none: {rule.advice}" for rule in NEEDED if not rule.serves(args)]
+    found += [f"{rule.option} has none: {rule.advice}" for rule in NEEDED if not rule.serves(args)]
+    if args.speculative_algorithm is not None:
+        if asked(served.SWITCH) is False:
+            found.append(f"{served.SWITCH}=0 leaves rounds of three graphs, and those of one alone have them: unset one")
+        found += [f"of rounds, those of one graph alone have them: {change}" for change in served.changes_needed(args)]
+    return found
 
 
-def offer(index_topk: int) -> None:
-    """Have SGLang's runner of decode graphs capture both kinds; before it is built."""
+def wanted(args: Any) -> bool:
+    """Whether a server of these resolved arguments is to have them."""
+    said = asked(SWITCH)
+    return not short_problems(args) if said is None else said
+
+
+class RoundVariants:
+    """In place of SGLang's `DsaGraphVariants` on a server with drafts: short graphs are for rounds that are captured as short.
+
+    The host does not know a round's lengths before it launches it, so `select` can not tell by the batch.
+    """
+
+    def __init__(self, index_topk: int):
+        from sglang.srt.layers.attention.graph_variants import DsaGraphVariants
+
+        self.index_topk = index_topk
+        self.capture_labels = self._short, self._usual = DsaGraphVariants.capture_labels
+        self._of_a_short_round = False
+
+    def select(self, forward_batch: Any) -> str:
+        """The label of the graph that a verify takes."""
+        return self._short if self._of_a_short_round else self._usual
+
+    @contextlib.contextmanager
+    def short(self) -> Iterator[None]:
+        """While a round of short requests runs or is captured."""
+        self._of_a_short_round = True
+        try:
+            yield
+        finally:
+            self._of_a_short_round = False
+
+
+def offer(index_topk: int, drafts: bool) -> None:
+    """Have SGLang's runner of decode or target_verify graphs capture both kinds; before it is built."""
     from sglang.srt.layers.attention.graph_variants import DsaGraphVariants
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
-    decode_cuda_graph_runner.create_attention_graph_variants = lambda hf_config: DsaGraphVariants(index_topk)
+    variants = RoundVariants if drafts else DsaGraphVariants
+    decode_cuda_graph_runner.create_attention_graph_variants = lambda hf_config: variants(index_topk)
+
+
+def variants_of(worker: Any) -> RoundVariants | None:
+    """Those of the graphs of target_verify that SGLang's EAGLE worker has; None where there are no short ones."""
+    runner = worker.target_worker.model_runner.decode_cuda_graph_runner
+    variants = getattr(runner, "attention_graph_variants", None)  # 0.5.17 has no such thing
+    return variants if isinstance(variants, RoundVariants) else None
+
+
+def in_short_graphs(worker: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The worker's round `forward`, with the graph of short requests as its verify."""
+
+    def round_of_short(*args: Any, **options: Any) -> Any:
+        with variants_of(worker).short():
+            return forward(*args, **options)
+
+    return round_of_short
+
+
+def are_short(requests: list[Any], index_topk: int) -> bool:
+    """Whether no row of these requests' next round, which may begin before the last one has ended, has more tokens.
+
+    That is as far as SGLang gives them slots for it (`eagle_prepare_for_decode`).
+    """
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
+    most = index_topk - get_alloc_reserve_per_decode()
+    return all(request.kv.kv_committed_len <= most for request in requests)
 
 
 def is_short() -> bool:

@@ -55,21 +55,26 @@ def take_layer_fronts(model: Any, kv_pool: Any, args: Any, backends: tuple[type,
     if not served and demanded:
         raise ValueError(f"{SWITCH}=1 and no layer can have its front in two launches: {reasons or 'it has none'}; unset it")
     selecting = [layer.indexer.index_topk for layer in served if layer.indexer is not None]
-    if switched_on(short.SWITCH):
-        if not selecting:
-            raise ValueError(f"{short.SWITCH}=1 and no layer has our front: {reasons or 'it has none'}; unset it")
-        short.offer(selecting[0])
+    if switched_on(short.SWITCH) and not selecting:
+        raise ValueError(f"{short.SWITCH}=1 and no layer has our front: {reasons or 'it has none'}; unset it")
+    if selecting and short.wanted(args):
+        short.offer(selecting[0], drafts=args.speculative_algorithm is not None)
     every_token = short.EveryToken()
     for layer in served:
         layer.forward_absorb_prepare = LayerFront(layer, backends, every_token)
-    if switched_on(SWITCH):  # no GPU has run it
-        for layer in served:
-            if values_problem(layer) is None:
-                layer.forward_absorb_core = LayerValues(layer)
+    values_problem_of = {layer: values_problem(layer) for layer in served}
+    for layer, problem in values_problem_of.items():
+        if problem is None:
+            layer.forward_absorb_core = LayerValues(layer)
     logger.info(
-        "nsa_backend: the front of %d of %d layers is two launches in captured forwards%s",
+        "nsa_backend: the front of %d of %d layers is two launches in captured forwards%s%s",
         len(served),
         len(layers),
         f"; SGLang's own serves the others: {reasons}" if reasons else "",
+        "".join(
+            f"; behind the attention of {count}, "
+            + (f"SGLang serves, because {why}" if why else "values for o_proj are one launch")
+            for why, count in Counter(values_problem_of.values()).items()
+        ),
     )
     return len(served)

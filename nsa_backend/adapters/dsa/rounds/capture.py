@@ -16,6 +16,8 @@ from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.model_executor.runner import freeze_gc
 from sglang.srt.runtime_context import get_parallel
 
+from nsa_backend.adapters.dsa.layer_front.short import SWITCH as SHORT_SWITCH
+from nsa_backend.adapters.dsa.layer_front.short import in_short_graphs
 from nsa_backend.adapters.dsa.rounds.by_release import graphs_of, release
 from nsa_backend.adapters.dsa.rounds.own_round import run_on
 from nsa_backend.adapters.dsa.rounds.ranks import gather, least_of_ranks
@@ -77,9 +79,13 @@ class Capture:
         """
         began, device = time.perf_counter(), future_map.device
         free = least_of_ranks(settled_free_bytes(device))
-        asked = kind.logprobs or not kind.sampled or switched_on(SAMPLED_SWITCH)
+        asked = switched_on(SHORT_SWITCH) if kind.short else kind.logprobs or not kind.sampled or switched_on(SAMPLED_SWITCH)
+        switch, instead = SAMPLED_SWITCH, "are three CUDA graphs"
+        if kind.short:
+            switch, instead = SHORT_SWITCH, "are graphs for requests of any length"
         may_take = (SHARE_OF_FREE if asked else UNASKED_SHARE_OF_FREE) * free
-        run = partial(run_on, template=template, future_map=future_map, forward=self._forward)
+        forward = in_short_graphs(self._worker, self._forward) if kind.short else self._forward
+        run = partial(run_on, template=template, future_map=future_map, forward=forward)
         wanted, sizes, outcome, graphs, why = sizes, self._fitting(sizes, kind, may_take), Outcome.TOO_MUCH, None, ""
         if sizes and kind == Kind(sampled=True):
             logger.info(
@@ -97,22 +103,24 @@ class Capture:
                 sizes = sizes[: len(sizes) // 2]
         if outcome is Outcome.FAILED:
             logger.warning(
-                "nsa_backend: rounds of %s are three CUDA graphs, because their capture failed, %s; %.0f MiB were free: lower "
+                "nsa_backend: rounds of %s %s, because their capture failed, %s; %.0f MiB were free: lower "
                 "--mem-fraction-static where memory ran out",
                 kind,
+                instead,
                 why,
                 free / MIB,
             )
             return None
         if sizes != wanted:
             logger.warning(
-                "nsa_backend: rounds of more than %d %s are three CUDA graphs, because more would take over %.0f MiB, their "
+                "nsa_backend: rounds of more than %d %s %s, because more would take over %.0f MiB, their "
                 "share of the %.0f MiB that are free: lower --mem-fraction-static for more%s",
                 max(sizes, default=0),
                 kind,
+                instead,
                 may_take / MIB,
                 free / MIB,
-                "" if asked else f", or set {SAMPLED_SWITCH}=1, which gives them half of what is free in place of an eighth",
+                "" if asked else f", or set {switch}=1, which gives them half of what is free in place of an eighth",
             )
         if graphs is not None:
             seconds, taken = time.perf_counter() - began, (free - settled_free_bytes(device)) / MIB
@@ -122,7 +130,7 @@ class Capture:
 
     def _fitting(self, sizes: list[int], kind: Kind, may_take: float) -> list[int]:
         """The sizes whose probabilities alone take no more; the largest one counts, whose memory the others use."""
-        if kind == Kind():
+        if not (kind.sampled or kind.logprobs):
             return sizes
         rows = self._worker.speculative_num_draft_tokens
         of_a_request = VOCABULARIES * rows * self._worker.target_worker.model_config.vocab_size * FLOAT_BYTES
@@ -139,7 +147,8 @@ class Capture:
 
         try:
             self._recorder = self._recorder or self._new_recorder()
-            graphs = RoundGraphs(sizes, self._worker.speculative_num_draft_tokens, device, self._recorder, **kind._asdict())
+            width, asked = self._worker.speculative_num_draft_tokens, {"sampled": kind.sampled, "logprobs": kind.logprobs}
+            graphs = RoundGraphs(sizes, width, device, self._recorder, **asked)
         except Exception as error:
             outcome, why = Outcome.FAILED, failed(error)
         if not least_of_ranks(outcome):

@@ -24,10 +24,11 @@ class Kind(NamedTuple):
 
     sampled: bool = False  # some of their requests sample; greedy ones among them have temperature 1 and top-k 1
     logprobs: bool = False  # some of them want the log-probabilities of their tokens
+    short: bool = False  # none can come to more than index_topk tokens, so no row's selection leaves any out
 
     @classmethod
     def of(cls, batch: Any) -> Kind:
-        """That of SGLang's ScheduleBatch.
+        """That of SGLang's ScheduleBatch, whatever its lengths.
 
         A batch is told by the requests that it still has: SGLang goes on to sample for a batch of which the last request that
         asked for it has ended, and draws among tokens that tie for the best of a greedy one.
@@ -39,10 +40,18 @@ class Kind(NamedTuple):
 
     def __str__(self) -> str:
         """Of their requests, for the log."""
-        return f"{'sampled' if self.sampled else 'greedy'} requests{' with log-probabilities' * self.logprobs}"
+        asked = f"{'sampled' if self.sampled else 'greedy'} requests{' with log-probabilities' * self.logprobs}"
+        return f"{'short ' * self.short}{asked}"
+
+    @property
+    def of_any_length(self) -> Kind:
+        """The kind whose graphs serve these batches too."""
+        return self._replace(short=False)
 
 
-KINDS = tuple(Kind(sampled, logprobs) for sampled in (False, True) for logprobs in (False, True))
+KINDS = tuple(
+    Kind(sampled, logprobs, short) for short in (False, True) for sampled in (False, True) for logprobs in (False, True)
+)
 
 
 def needed(attribute: str, option: str, served: tuple, advice: str | None = None, *, everywhere: bool = True) -> Rule:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
 
+from nsa_backend.adapters.dsa.layer_front.short import are_short, variants_of
 from nsa_backend.adapters.dsa.rounds import pages
 from nsa_backend.adapters.dsa.rounds.by_release import release
 from nsa_backend.adapters.dsa.rounds.capture import Capture, settled_free_bytes, without_garbage_collection
@@ -148,6 +149,8 @@ class Rounds:
             try:
                 give_padding_a_past(self._future_map, self._worker)
                 for kind in kinds:
+                    if kind.short and (variants_of(self._worker) is None or kind.of_any_length not in self._captured):
+                        continue
                     template = template_of(self._idle_batch, kind, self._worker)
                     if batch_problem(template) or ranks_problem(template, self._worker):
                         continue
@@ -206,8 +209,12 @@ class Rounds:
         release().wait_for_all_after(getattr(self._worker, release().last_reader))
 
     def replays(self) -> dict[str, int]:
-        """Rounds by kind that were one graph, since these were captured."""
-        return {str(kind): captured.graphs.replays for kind, captured in self._captured.items()}
+        """Rounds by kind that were one graph, since these were captured; short ones count among those of any length too."""
+        found = {str(kind): captured.graphs.replays for kind, captured in self._captured.items()}
+        for kind, captured in self._captured.items():
+            if kind.short:
+                found[str(kind.of_any_length)] += captured.graphs.replays
+        return found
 
     # The choice
 
@@ -228,11 +235,23 @@ class Rounds:
                 return None, "its drafts have no selection yet that all steps share"
         else:
             return None, None
+        problem = ranks_problem(batch, self._worker) or self._problem(batch, kind)
+        if problem is not None:
+            return None, problem
+        short = kind._replace(short=True)
+        if short in self._captured and batch.reqs and self._problem(batch, short) is None:
+            variants = variants_of(self._worker)
+            if variants is not None and are_short(batch.reqs, variants.index_topk):
+                return short, None
+        return kind, None
+
+    def _problem(self, batch: Any, kind: Kind) -> str | None:
+        """Why the graphs of a kind that was captured do not serve this batch of it, or None."""
         captured = self._captured[kind]
-        problem = ranks_problem(batch, self._worker) or captured.made_of.problem(self._worker, kind)
+        problem = captured.made_of.problem(self._worker, kind)
         if problem is None and most_requests(batch) > captured.graphs.sizes[-1]:
             problem = f"it has more requests than the {captured.graphs.sizes[-1]} of the largest one captured of {kind}"
-        return (kind, None) if problem is None else (None, problem)
+        return problem
 
 
 def with_rounds(worker_class: type, backends: tuple[type, ...], recorder: Callable[[], Recorder] = GraphRecorder) -> type:

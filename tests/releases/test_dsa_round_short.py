@@ -1,0 +1,146 @@
+"""Rounds of short requests have graphs of their own, with SGLang's verify of short ones as a child, and leave the same."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import tried
+from round_sides import Side, same
+from round_stand_in import SIZES, D, StandInWorker, decode_batch, finished_prefill
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache import allocation_sizing
+from sglang.srt.speculative import eagle_utils
+
+from nsa_backend.adapters.dsa.layer_front.short import RoundVariants
+from nsa_backend.adapters.dsa.rounds import capture
+from nsa_backend.adapters.dsa.rounds.served import KINDS
+
+pytestmark = pytest.mark.usefixtures("sampled_rounds")
+TOPK = 2048
+LONGEST = TOPK - 2 * D
+"""Tokens of a request that may have D more when its round begins, and verifies D."""
+
+
+class Worker(StandInWorker):
+    """Whose target has captured both kinds, and that says which its verify takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.target_worker.model_runner.decode_cuda_graph_runner.attention_graph_variants = RoundVariants(TOPK)
+        self.taken: list[str] = []
+
+    def capture_anew(self) -> None:
+        super().capture_anew()
+        self.target_worker.model_runner.decode_cuda_graph_runner.attention_graph_variants = RoundVariants(TOPK)
+
+    def forward_batch_generation(self, batch, on_publish=None):
+        runner = self.target_worker.model_runner.decode_cuda_graph_runner
+        self.taken.append(runner.attention_graph_variants.select(SimpleNamespace(seq_lens_cpu=None, seq_lens=batch.seq_lens)))
+        return super().forward_batch_generation(batch, on_publish)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reserve():
+    """What SGLang gives a request slots for: twice what a round may write, as the host is a round behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocation_sizing, "get_alloc_len_per_decode", lambda: D)
+        yield
+
+
+def two_sides() -> tuple[Side, Side]:
+    sides = Side(False, Worker), Side(True, Worker)
+    for side in sides:
+        finished_prefill(side.future_map, seed=7)
+    return sides
+
+
+def batch_of(lengths: list[int], *, greedy: bool):
+    batch = decode_batch(list(range(1, len(lengths) + 1)), greedy=greedy)()
+    for request, tokens in zip(batch.reqs, lengths, strict=True):
+        request.kv = ReqKvInfo(kv_committed_len=tokens, kv_allocated_len=tokens)
+    return batch
+
+
+LENGTHS = st.lists(st.sampled_from([1, 300, LONGEST - 1, LONGEST, LONGEST + 1, TOPK, 9000]), min_size=1, max_size=SIZES[-1] + 2)
+
+
+@given(batches=st.lists(st.tuples(LENGTHS, st.booleans()), min_size=1, max_size=6))
+@tried(40)
+def test_a_round_takes_the_short_graph_where_no_row_can_have_more_tokens(batches):
+    theirs, ours = two_sides()
+    ours.start()
+    for lengths, greedy in batches:
+        ours.worker.taken.clear()
+        results = [side.run(batch_of(lengths, greedy=greedy)) for side in (theirs, ours)]
+        same(results[1], results[0], len(lengths))
+        captured = len(lengths) <= SIZES[-1]
+        assert ours.worker.taken == ["dense" if captured and max(lengths) <= LONGEST else "sparse"]
+    assert set(theirs.worker.taken) == {"sparse"}
+
+
+def test_short_rounds_count_among_their_kind_and_are_captured_again():
+    _, ours = two_sides()
+    ours.run(batch_of([5, 9], greedy=True))
+    ours.run(batch_of([5, 9000], greedy=True))
+    counts = {"greedy requests": 2, "short greedy requests": 1, "sampled requests": 0, "short sampled requests": 0}
+    assert ours.worker.rounds.replays() == counts
+    ours.exchange()
+    ours.worker.taken.clear()
+    ours.run(batch_of([5, 9], greedy=False))
+    assert ours.worker.taken == ["dense"]
+
+
+def test_without_short_graphs_of_verify_there_are_no_short_rounds():
+    ours = Side(True)
+    finished_prefill(ours.future_map, seed=7)
+    ours.run(batch_of([5, 9], greedy=True))
+    assert not [kind for kind in ours.worker.rounds.replays() if "short" in kind]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_what_memory_does_not_allow_is_served_by_the_graphs_of_any_length(monkeypatch, caplog, failing):
+    caplog.set_level("INFO", "nsa_backend")
+    theirs, ours = two_sides()
+    attempt = capture.Capture._attempt
+
+    def attempted(self, kind, *arguments):
+        if not kind.short:
+            return attempt(self, kind, *arguments)
+        return None, capture.Outcome.FAILED if failing else capture.Outcome.TOO_MUCH, "because"
+
+    monkeypatch.setattr(capture.Capture, "_attempt", attempted)
+    batch = [5, 9]
+    same(ours.run(batch_of(batch, greedy=True)), theirs.run(batch_of(batch, greedy=True)), 2)
+    assert ours.replays == 1
+    said = [message for message in caplog.messages if "short greedy requests are graphs for requests of any length" in message]
+    assert len(said) == 1
+    assert ("capture failed" in said[0]) == failing
+    assert ("NSA_BACKEND_SHORT_GRAPHS=1" in said[0]) == (not failing)
+
+
+def test_short_kinds_come_last():
+    assert [kind.short for kind in KINDS] == [False] * 4 + [True] * 4
+
+
+def test_sglang_reserves_slots_as_far_as_rows_of_the_next_round_may_reach():
+    """And counts what its results say of a round: the length of a request that the host is sure of."""
+    source = inspect.getsource(eagle_utils.eagle_prepare_for_decode)
+    assert "double_alloc = get_alloc_reserve_per_decode()" in source
+    assert "absorbs the kv_committed_len lag in overlap" in inspect.getsource(allocation_sizing.get_alloc_reserve_per_decode)
+    assert allocation_sizing.get_alloc_reserve_per_decode() == 2 * D
+
+
+def test_sglangs_runner_chooses_its_verify_by_select():
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+    variants = RoundVariants(TOPK)
+    runner = SimpleNamespace(attention_graph_variants=variants)
+    choose = DecodeCudaGraphRunner._resolve_attention_variant
+    assert choose(runner, None, 4) == "sparse"
+    with variants.short():
+        assert choose(runner, None, 4) == "dense"
+    assert "variants.capture_labels if variants is not None" in inspect.getsource(DecodeCudaGraphRunner)
