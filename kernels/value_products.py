@@ -20,8 +20,6 @@ from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.kernels.split_products import is_last_to_arrive, sum_of_parts
 
 MOST_ROWS = 128
-FEW_ROWS = 32
-"""Rows up to which a server has its values from here: at 64 two launches take as long, at 128 less (whole_front)."""
 LEAST_TILE, MOST_TILE = 16, 64
 """Rows of a program; not tuned."""
 PROGRAMS = 264
@@ -86,6 +84,11 @@ def value_products_kernel(
         out = out_ptr + row.to(tl.int64)[:, None] * (HEADS * WIDTH) + group * GROUP_OF_KERNEL + value[None, :]
         tl.store(out, values, there[:, None])
         tl.store(scales_ptr + row[:, None] * scales_row_stride + group * scales_group_stride, scale, there[:, None])
+
+
+def few_rows(width: int) -> int:
+    """Rows up to which a server has values of this width from here; of more, two launches take as long or less."""
+    return 32 if width == GROUP else 16
 
 
 def value_counters(weight: torch.Tensor) -> torch.Tensor:

@@ -51,16 +51,17 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_LAYER_FRONT",
         "unset",
-        "unset: two launches of ours in front of every layer that can have them, on 0.5.23 and Hopper; 1: so, or no start, and "
-        "values with o_proj's quantisation in one launch, which no GPU has run; 0: SGLang's own",
+        "unset: two launches of ours in front of every layer that can have them, on 0.5.23 and Hopper; 1: so, or no start; "
+        "0: SGLang's own",
         "0 to compare; the start says how many layers have it",
     ),
     Variable(
         "NSA_BACKEND_SHORT_GRAPHS",
-        "0",
-        "1: without drafts, decode graphs are captured a second time, for batches of requests within index_topk tokens, which "
-        "need neither index scores nor top-k; on 0.5.23 and Hopper",
-        "for short requests, where twice the graphs fit",
+        "unset",
+        "unset: on 0.5.23 and Hopper graphs of up to 64 requests are captured a second time, for batches of requests within "
+        "index_topk tokens, which need neither index scores nor top-k: of decode without drafts, or of rounds in one graph; "
+        "1: of any number, or no start; 0: none",
+        "0 where the start should be shorter and requests are long; 1 for many short requests",
     ),
     Variable(
         "NSA_BACKEND_PAIRED_LOGITS",

@@ -29,8 +29,7 @@ SIDES = {
     "default": "default",
     "sparse_verify": "sparse_verify",
     "sparse_prefill": "sparse_prefill",
-    "values": "values in one launch",
-    "short": "short graphs",
+    "any_length": "without short graphs",
     BUILTIN: "built-in",
 }
 """Sides in the order of columns. `front` launches a layer's front twice, as is the default where it can; `ours` does not.
@@ -48,13 +47,6 @@ TIMES = {"round_ms": "longer", "ttft_ms": "first token later"}
 BATCHES, LENGTHS = (1, 8, 32, 64, 128), (300, 4096)
 NOISE = 0.005
 """What is lost by less is in the result files alone, and so are narrower ranges."""
-LAYER_KERNELS = {
-    "attention (FA3)": "flash::FlashAttnFwdSm90",
-    "its combine": "flash::FlashAttnFwdCombine",
-    "index logits": "deep_gemm::sm90_fp8_paged_mqa_logits",
-}
-"""Kernels that decode alone launches, once a layer, in a run that counts kernels by name."""
-BESIDES = {"idle_us": "GPU idle", "period_us": "from one round to the next", "graph_launch_us": "host in graph launches"}
 
 
 @cache
@@ -196,7 +188,7 @@ def percent(ratios: Iterable[float]) -> str:
 @PARTS.part
 def rank() -> str:
     """A row a cell: the time of the newest run over the built-in's, and milliseconds of the row's last side."""
-    columns = {"ours": ("ours",), "default": DEFAULTS[FIRST_RANK], "short": ("short",)}
+    columns = {"ours": ("ours",), "default": DEFAULTS[FIRST_RANK]}
     shown = {side: cells for side, sides in columns.items() if (cells := of_sides(sides))}
     rows = []
     for cell in sorted({cell for cells in shown.values() for cell in cells}, key=order):
@@ -238,12 +230,6 @@ def token_saved() -> str:
 
 
 @PARTS.part
-def short_saved() -> str:
-    """The same with decode graphs of short requests."""
-    return percent(over_builtin(FIRST_RANK, ("short",), drafts=False))
-
-
-@PARTS.part
 def glm_saved() -> str:
     """Percent of a round that the default saves on a rank of GLM-5.1."""
     return percent(over_builtin(GLM_RANK, DEFAULTS[GLM_RANK]))
@@ -275,43 +261,28 @@ def topk_share() -> str:
 
 @PARTS.part
 def rank_kernels() -> str:
-    """Of a round with drafts by part; where kernels were counted by name, of a launch of what decode alone launches."""
-    found = {cell: given for cell, given in newest("parts").items() if cell.steps == 3}
-    return by_part(found) if found else by_launch()
-
-
-def by_part(found: dict[Cell, dict[str, list[dict]]]) -> str:
-    sides = sides_of(found)
-
-    def line(words: str, of_row: str, part: str | None = None) -> list[str]:
-        cells = []
-        for given in found.values():
-            rows = [given[side][-1] if side in given else None for side in sides]
-            us = [None if row is None else row[of_row][part][1] if part else row[of_row] for row in rows]
-            cells.append(" / ".join("-" if value is None else f"{value:.0f}" for value in us))
-        return [words, *cells]
-
+    """Microseconds of a default server's round with three drafts by part, of the newest run of each shape."""
+    found = {}
+    for report in reports("rank").values():
+        named = report.get("sides_are", {})
+        rows = [row | {"side": named.get(row["side"], row["side"])} for row in report["rows"] if "parts" in row]
+        for cell, sides in by_cell(rows).items():
+            of_default = [row for side in DEFAULTS.get(cell.name, ()) for row in sides.get(side, ())]
+            if of_default and release(report) == PRIMARY and (cell.name, cell.steps) == (FIRST_RANK, 3):
+                found[cell] = of_default[-1]
+    cells = sorted(found, key=order)
     of_one_rank = [part for part in (*KERNEL_PARTS, REST) if part not in (ALL_REDUCE, EXCHANGE)]
-    rows = [line(part, "parts", part) for part in of_one_rank]
-    rows += [line(words, key) for key, words in {"kernel_us": "all kernels", **BESIDES}.items()]
-    return table([f"us: {' / '.join(SIDES[side] for side in sides)}", *(f"{c.checkpoint}, {shape(c)}" for c in found)], rows)
-
-
-def by_launch() -> str:
-    rows = []
-    for cell, sides in newest("kernels").items():
-        if cell.steps == 3:
-            counted = [sides[side][-1]["kernels"] for side in ("ours", BUILTIN)]
-            means = [" / ".join(f"{k[name][1] / k[name][0]:.1f}" for k in counted) for name in LAYER_KERNELS.values()]
-            rows.append([shape(cell), *means])
-    return table(["us a launch, requests x tokens", *LAYER_KERNELS], rows)
+    told = {part: [found[cell]["parts"][part][1] for cell in cells] for part in of_one_rank}
+    told["from one round to the next"] = [found[cell]["period_us"] for cell in cells]
+    rows = [[words, *(f"{us:.0f}" for us in values)] for words, values in told.items() if any(values)]
+    return table(["us", *map(shape, cells)], rows)
 
 
 def lost_by_ranks() -> list[list[str]]:
     """A row a rank, side and time that is behind the built-in's of the same run anywhere: the sides of `rank`."""
     default = {name: {"round_ms": of_rank(name, sides), "ttft_ms": first_token(name)} for name, sides in DEFAULTS.items()}
     rows = []
-    for (name, of_default), side in product(default.items(), ("default", "ours", "short")):
+    for (name, of_default), side in product(default.items(), ("default", "ours")):
         for key, behind in TIMES.items():
             found = of_default[key] if side == "default" else of_rank(name, [side], key)
             cells = [

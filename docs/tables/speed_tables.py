@@ -11,7 +11,7 @@ from rank_tables import NOISE, joined, least_prefill, lost_by_ranks
 from result_files import Parts, result, spread, table
 
 from nsa_backend.attention.auto import CANDIDATES
-from nsa_backend.benchmarks.checkpoints import ranks
+from nsa_backend.kernels.value_products import few_rows
 
 PARTS = Parts()
 SGLANGS = "SGLang's"
@@ -229,10 +229,14 @@ def index_scores() -> str:
     return table(["requests; tokens:", *map(str, lengths)], rows)
 
 
+VALUES_TOGETHER = "ours with values in one launch, to o_proj"
+OF_FRONTS = "fronts_to_o_proj"
+
+
 @PARTS.part
 def whole_front() -> str:
     """Microseconds of a layer's front up to its index scores, ours over SGLang's, by rows; in brackets SGLang's."""
-    found = result("attention_0_5_23", "fronts")["whole_front"]
+    found = result("attention_0_5_23", OF_FRONTS)["whole_front"]
     columns = list(dict.fromkeys((row["model"], row["kv"]) for row in found))
     times = {(row["model"], row["kv"], row["rows"]): row["us"] for row in found}
     launches = {(row["model"], row["kv"]): row["launches"] for row in found if row["rows"] == 4}
@@ -245,12 +249,36 @@ def whole_front() -> str:
     return table(["rows", *(f"{model}, {kv} KV" for model, kv in columns)], [*rows, ["launches, 4 rows", *counted]])
 
 
+def values_together(row: dict) -> bool:
+    """Whether a server has the values of these rows in one launch."""
+    return row["rows"] <= few_rows(256 if row["model"].startswith("glm") else 128)
+
+
+def to_o_proj() -> list[dict]:
+    """Rows of a layer's front and of what is behind its attention, to o_proj."""
+    return [row for row in result("attention_0_5_23", OF_FRONTS)["whole_front"] if VALUES_TOGETHER in row["us"]]
+
+
 @PARTS.part
-def front_divided() -> str:
-    """Ratios of DeepSeek-V3.2 at 64 and 128 rows, its first products divided."""
-    found = result("attention_0_5_23", "early_launches")["rows"]
-    of_rows = {row["rows"]: row["us"]["front before"] / row["us"][f"front {SGLANGS}"] for row in found}
-    return " and ".join(f"{of_rows[n]:.2f}" for n in (64, 128))
+def whole_layers() -> str:
+    """A layer to o_proj as it is served over SGLang's, least to most over rows, by model."""
+    of_model = {"deepseek-v3.2": "DeepSeek-V3.2", "glm-5.1": "GLM-5.1", "glm-5.2, shared": "shared layers of GLM-5.2"}
+    ratios = {
+        name: spread(
+            row["us"][VALUES_TOGETHER if values_together(row) else "ours, to o_proj"] / row["us"][f"{SGLANGS}, to o_proj"]
+            for row in to_o_proj()
+            if row["model"] == model
+        )
+        for model, name in of_model.items()
+    }
+    return ", ".join(f"{ratio} on {name}" for name, ratio in ratios.items())
+
+
+@PARTS.part
+def values_saved() -> str:
+    """Microseconds that values in one launch save of that, least to most, at the rows that have them."""
+    few = [row["us"] for row in to_o_proj() if values_together(row)]
+    return spread((us["ours, to o_proj"] - us[VALUES_TOGETHER] for us in few), "{:.1f}") + " us"
 
 
 @PARTS.part
@@ -258,32 +286,6 @@ def fetching_lost() -> str:
     """Microseconds of a layer's front that weights asked for ahead cost, least to most."""
     found = result("attention_0_5_23", "early_launches")["rows"]
     return spread((row["us"]["front now"] - row["us"]["front no prefetch"] for row in found), "{:.1f}") + " us"
-
-
-@PARTS.part
-def front_shared() -> str:
-    """Ratios of layers that share a selection, least to most, at 64 and 128 rows."""
-    found = result("attention_0_5_23", "fronts_many_rows")["whole_front"]
-    return spread(row["us"]["ours"] / row["us"][SGLANGS] for row in found if row["model"] == "glm-5.2, shared")
-
-
-@PARTS.part
-def scores_saved() -> str:
-    """Milliseconds that a round of 64 requests saves on FP8 KV, and those of its layers' index scores among them."""
-    (us,) = (
-        row["us"]
-        for row in result("index_scores_0_5_23", "beside_sglangs_pieces")["rows"]
-        if (row["requests"], row["length"]) == (64, 4096)
-    )
-    scores = (
-        (us["one by one in SGLang's pieces"] - us["two by two"]) * ranks.RANKS["v3.2-tp8"].config["num_hidden_layers"] / 1e3
-    )
-    rounds = {
-        row["side"]: row["round_ms"]["median"]
-        for row in result("rank_v32_tp8_0_5_23", "fp8_default")["rows"]
-        if row["batch"] == 64 and "round_ms" in row
-    }
-    return f"{rounds['builtin'] - rounds['auto']:.0f} ms that a round of 64 requests saves on FP8 KV, {scores:.0f}"
 
 
 @PARTS.part

@@ -125,10 +125,10 @@ def test_a_side_is_told_by_the_newest_run_that_has_it_beside_that_run_s_built_in
     assert rank_tables.auto_saved() == "10 %"
 
 
-def test_without_drafts_tokens_are_told_apart_and_short_graphs_from_the_default(filed):
-    none = {"builtin": 10.0, "short": 6.0}
-    filed("short", "new", [row for side, ms in none.items() for row in served(cell(0, 1, 300), side, ms)])
-    assert (rank_tables.short_saved(), rank_tables.token_saved(), rank_tables.auto_saved()) == ("40 %", "- %", "- %")
+def test_without_drafts_tokens_are_told_apart(filed):
+    none = {"builtin": 10.0, "default": 6.0}
+    filed("tokens", "new", [row for side, ms in none.items() for row in served(cell(0, 1, 300), side, ms)])
+    assert (rank_tables.token_saved(), rank_tables.auto_saved()) == ("40 %", "- %")
     assert "| v3.2-tp8 | 0 | 1 x 300 | 0.604 (" in rank_tables.rank()
 
 
@@ -157,26 +157,15 @@ def test_narrow_ranges_are_in_the_file_alone():
     assert rank_tables.beside(sides, "ours") == "0.990 (9.90 / 10.00, 9.90 to 10.10)"
 
 
-def test_parts_of_rounds_without_drafts_stand_in_for_nothing(filed):
-    by_name = {name: [10, us] for name, us in zip(rank_tables.LAYER_KERNELS.values(), (114.0, 34.0, 38.0), strict=True)}
-    filed("first", "old", [cell(3, 1, 300) | {"side": side, "kernels": by_name} for side in ("ours", "builtin")])
-    parts = {part: [61, 100.0] for part in (*PARTS, REST)}
-    filed("parts", "new", [cell(0, 1, 300) | {"side": side, "parts": parts} for side in ("ours", "builtin")])
-    assert "| 1 x 300 | 11.4 / 11.4 | 3.4 / 3.4 | 3.8 / 3.8 |" in rank_tables.rank_kernels()
+def test_kernels_by_part_are_those_of_the_default_s_newest_rounds_with_drafts(filed):
+    def of(steps: int, side: str, us: float) -> dict:
+        parts = {part: [61, 100.0] for part in (*PARTS, REST)} | {"attention": [61, us], "indexer": [0, 0.0]}
+        return cell(steps, 1, 300) | {"side": side, "parts": parts, "period_us": 1000.0}
 
-
-def test_kernels_are_told_by_part_once_a_run_has_them_so(filed):
-    by_name = {name: [10, us] for name, us in zip(rank_tables.LAYER_KERNELS.values(), (114.0, 34.0, 38.0), strict=True)}
-    filed("first", "old", [cell(3, 1, 300) | {"side": side, "kernels": by_name} for side in ("ours", "builtin")])
-    assert "| 1 x 300 | 11.4 / 11.4 | 3.4 / 3.4 | 3.8 / 3.8 |" in rank_tables.rank_kernels()
-    besides = {"kernel_us": 950.0, "period_us": 1000.0, "idle_us": 50.0, "graph_launch_us": 7.0}
-    parts = {part: [61, 100.0] for part in (*PARTS, REST)}
-    rows = [
-        cell(3, 1, 300) | besides | {"side": side, "parts": parts | {"attention": [61, us]}}
-        for side, us in (("builtin", 300.0), ("ours", 200.0), ("front", 199.0))
-    ]
-    filed("parts", "new", rows)
+    filed("first", "old", [of(3, "auto", 300.0)])
+    filed("parts", "new", [of(3, "auto", 200.0), of(3, "builtin", 400.0), of(0, "auto", 500.0)])
     shown = rank_tables.rank_kernels().splitlines()
-    assert shown[0] == "| us: without front / with front / built-in | v3.2-tp8, 1 x 300 |"
-    assert "| attention | 200 / 199 / 300 |" in shown
-    assert "| GPU idle | 50 / 50 / 50 |" in shown
+    assert shown[0] == "| us | 1 x 300 |"
+    assert "| attention | 200 |" in shown
+    assert "| from one round to the next | 1000 |" in shown
+    assert not [line for line in shown if "indexer" in line]

@@ -55,6 +55,7 @@ def _variants_as_they_were(monkeypatch):
     """What a server of short graphs puts into SGLang's runner is undone."""
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner as runner
 
+    monkeypatch.setattr(short, "hook", lambda *arguments: None)
     monkeypatch.setattr(runner, "create_attention_graph_variants", runner.create_attention_graph_variants)
 
 
@@ -222,18 +223,13 @@ def test_sglang_captures_both_kinds_once_they_are_offered(layer, monkeypatch):
     assert take.take_layer_fronts(torch.nn.ModuleList([layer]), None, served_args(), (Backend,), demanded=False) == 1
     variants = runner.create_attention_graph_variants(None)
     assert variants.capture_labels == (graph_variants.DSA_DENSE, graph_variants.DSA_SPARSE)
-    for longest, label in ((TOPK, graph_variants.DSA_DENSE), (TOPK + 1, graph_variants.DSA_SPARSE)):
-        assert variants.select(SimpleNamespace(seq_lens_cpu=torch.tensor([1, longest]))) == label
+    assert (type(variants), variants.index_topk) == (short.ShortVariants, TOPK)
     layer.forward_absorb_prepare = layer.forward_absorb_prepare.own
     monkeypatch.setattr(short.served, "changes_needed", lambda args: [])
     with_drafts = served_args(speculative_algorithm="EAGLE")
     assert take.take_layer_fronts(torch.nn.ModuleList([layer]), None, with_drafts, (Backend,), demanded=False) == 1
     variants = runner.create_attention_graph_variants(None)
-    assert variants.capture_labels == (graph_variants.DSA_DENSE, graph_variants.DSA_SPARSE)
-    verify = SimpleNamespace(seq_lens_cpu=None, seq_lens=torch.tensor([1]))
-    with variants.short():
-        assert variants.select(verify) == graph_variants.DSA_DENSE
-    assert variants.select(verify) == graph_variants.DSA_SPARSE
+    assert (type(variants), variants.index_topk) == (short.RoundVariants, TOPK)
     layer.forward_absorb_prepare = layer.forward_absorb_prepare.own
     layer.use_dsa = False
     with pytest.raises(ValueError, match="NSA_BACKEND_SHORT_GRAPHS=1 and no layer has our front"):
@@ -397,7 +393,7 @@ def test_values_of_calls_that_our_front_has_not_served_are_sglangs(layer_of_valu
     layer_of_values.forward_absorb_core = lambda *arguments: own.append(arguments)
     core = LayerValues(layer_of_values)
     behind_attention(core, ROWS, None, torch.zeros(ROWS, 1, 512))
-    monkeypatch.setattr(values, "FEW_ROWS", ROWS - 1)
+    core.most_rows = ROWS - 1
     behind_attention(core, ROWS, None)
     assert len(own) == 2
     behind_attention(core, ROWS - 1, None)

@@ -6,6 +6,7 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import tried
@@ -15,12 +16,14 @@ from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache import allocation_sizing
 from sglang.srt.speculative import eagle_utils
 
+from nsa_backend.adapters.dsa.layer_front import short
 from nsa_backend.adapters.dsa.layer_front.short import RoundVariants
 from nsa_backend.adapters.dsa.rounds import capture
 from nsa_backend.adapters.dsa.rounds.served import KINDS
 
 pytestmark = pytest.mark.usefixtures("sampled_rounds")
 TOPK = 2048
+SHORT_SIZES = SIZES[:-1]
 LONGEST = TOPK - 2 * D
 """Tokens of a request that may have D more when its round begins, and verifies D."""
 
@@ -30,12 +33,19 @@ class Worker(StandInWorker):
 
     def __init__(self):
         super().__init__()
-        self.target_worker.model_runner.decode_cuda_graph_runner.attention_graph_variants = RoundVariants(TOPK)
+        self.capture_both()
         self.taken: list[str] = []
+
+    def capture_both(self) -> None:
+        runner = self.target_worker.model_runner.decode_cuda_graph_runner
+        runner.attention_graph_variants = variants = RoundVariants(TOPK, SHORT_SIZES[-1])
+        for size in reversed(SIZES):
+            for label in variants.capture_labels:
+                short._capture_size(lambda *captured: None, runner, size, None, attention_variant=label)
 
     def capture_anew(self) -> None:
         super().capture_anew()
-        self.target_worker.model_runner.decode_cuda_graph_runner.attention_graph_variants = RoundVariants(TOPK)
+        self.capture_both()
 
     def forward_batch_generation(self, batch, on_publish=None):
         runner = self.target_worker.model_runner.decode_cuda_graph_runner
@@ -77,7 +87,7 @@ def test_a_round_takes_the_short_graph_where_no_row_can_have_more_tokens(batches
         ours.worker.taken.clear()
         results = [side.run(batch_of(lengths, greedy=greedy)) for side in (theirs, ours)]
         same(results[1], results[0], len(lengths))
-        captured = len(lengths) <= SIZES[-1]
+        captured = len(lengths) <= SHORT_SIZES[-1]
         assert ours.worker.taken == ["dense" if captured and max(lengths) <= LONGEST else "sparse"]
     assert set(theirs.worker.taken) == {"sparse"}
 
@@ -134,13 +144,45 @@ def test_sglang_reserves_slots_as_far_as_rows_of_the_next_round_may_reach():
     assert allocation_sizing.get_alloc_reserve_per_decode() == 2 * D
 
 
-def test_sglangs_runner_chooses_its_verify_by_select():
+def test_sglangs_runner_chooses_by_select_and_captures_sizes_by_name(monkeypatch):
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-    variants = RoundVariants(TOPK)
-    runner = SimpleNamespace(attention_graph_variants=variants)
-    choose = DecodeCudaGraphRunner._resolve_attention_variant
+    runner, choose = SimpleNamespace(), DecodeCudaGraphRunner._resolve_attention_variant
+    runner.attention_graph_variants = variants = RoundVariants(TOPK, 64)
     assert choose(runner, None, 4) == "sparse"
-    with variants.short():
+    with variants.of_a_short_round():
         assert choose(runner, None, 4) == "dense"
-    assert "variants.capture_labels if variants is not None" in inspect.getsource(DecodeCudaGraphRunner)
+    original = inspect.unwrap(DecodeCudaGraphRunner.capture_one_shape)
+    ours = list(inspect.signature(short._capture_size).parameters)
+    assert ours[1:] == ["runner", *list(inspect.signature(original).parameters)[1:]]
+    source = inspect.getsource(DecodeCudaGraphRunner)
+    assert "self.capture_one_shape(" in source
+    assert "variants.capture_labels if variants is not None" in source
+
+
+@pytest.mark.parametrize(("switch", "sizes"), [(None, [64, 8]), ("1", [128, 64, 8])])
+def test_sizes_of_short_graphs(monkeypatch, caplog, switch, sizes):
+    """Unasked, those of few requests; decode without drafts then takes the usual graph for more."""
+    from sglang.srt.model_executor.runner import decode_cuda_graph_runner as module
+
+    monkeypatch.setattr(module, "create_attention_graph_variants", None)
+    monkeypatch.setattr(short, "hook", lambda target, function, kind: hooked.append(target))
+    monkeypatch.setenv(short.SWITCH, switch) if switch else monkeypatch.delenv(short.SWITCH, raising=False)
+    caplog.set_level("INFO", "nsa_backend")
+    hooked, captured = [], []
+    short.offer(TOPK, drafts=False)
+    owner, _, name = hooked[0].rpartition(".")
+    assert (owner.rpartition(".")[2], name) == ("DecodeCudaGraphRunner", "capture_one_shape")
+    runner = SimpleNamespace(attention_graph_variants=module.create_attention_graph_variants(None))
+    for size in (128, 64, 8):
+        for label in runner.attention_graph_variants.capture_labels:
+            keep = lambda runner, size, *others: captured.append((size, others[-1]))  # noqa: E731
+            short._capture_size(keep, runner, size, None, None, None, label)
+    assert captured == [(n, label) for n in (128, 64, 8) for label in ("dense", "sparse") if label == "sparse" or n in sizes]
+    (said,) = (message for message in caplog.messages if "of requests within 2048 tokens are captured too" in message)
+    assert f"up to {sizes[0]} of them" in said
+    for batch_size in (8, 64, 65):
+        for longest in (TOPK, TOPK + 1):
+            batch = SimpleNamespace(batch_size=batch_size, seq_lens_cpu=torch.tensor([1, longest]))
+            wanted = "dense" if longest == TOPK and batch_size <= sizes[0] else "sparse"
+            assert runner.attention_graph_variants.select(batch) == wanted

@@ -9,6 +9,8 @@ child: which is chosen when the round is captured, and no verify outside of such
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,9 +18,17 @@ import torch
 
 from nsa_backend.adapters.dsa.layer_front.options import needed, server_problems
 from nsa_backend.adapters.dsa.rounds import served
+from nsa_backend.adapters.sglang_types import HookType
+from nsa_backend.adapters.shared import hook
 from nsa_backend.environment import asked
 
+logger = logging.getLogger(__name__)
+
 SWITCH = "NSA_BACKEND_SHORT_GRAPHS"
+CAPTURE_SIZE = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_one_shape"
+
+MOST_REQUESTS = 64
+"""Of the sizes that have them unless they are asked for: a size takes most of a second of the start, and SGLang has some 60."""
 
 NEEDED = (
     needed("enable_dp_attention", "--enable-dp-attention", (False,)),
@@ -49,25 +59,40 @@ def wanted(args: Any) -> bool:
     return not short_problems(args) if said is None else said
 
 
-class RoundVariants:
-    """In place of SGLang's `DsaGraphVariants` on a server with drafts: short graphs are for rounds that are captured as short.
+class ShortVariants:
+    """What SGLang's runner of graphs asks for the labels of a captured size, in place of its `DsaGraphVariants`.
 
-    The host does not know a round's lengths before it launches it, so `select` can not tell by the batch.
+    Of sizes up to `most_requests`; `largest` is the largest one of which short graphs were captured.
     """
 
-    def __init__(self, index_topk: int):
+    def __init__(self, index_topk: int, most_requests: int):
         from sglang.srt.layers.attention.graph_variants import DsaGraphVariants
 
-        self.index_topk = index_topk
-        self.capture_labels = self._short, self._usual = DsaGraphVariants.capture_labels
+        self.index_topk, self.most_requests, self.largest = index_topk, most_requests, 0
+        self._by_length = DsaGraphVariants(index_topk)
+        self.capture_labels = self.short, self.usual = DsaGraphVariants.capture_labels
+
+    def select(self, forward_batch: Any) -> str:
+        """The label of the graph that a batch takes: decode without drafts is told by the longest request."""
+        return self._by_length.select(forward_batch) if forward_batch.batch_size <= self.largest else self.usual
+
+
+class RoundVariants(ShortVariants):
+    """On a server with drafts: short graphs are for rounds that are captured as short.
+
+    The host does not know a round's lengths before it launches it, so a batch does not tell.
+    """
+
+    def __init__(self, index_topk: int, most_requests: int):
+        super().__init__(index_topk, most_requests)
         self._of_a_short_round = False
 
     def select(self, forward_batch: Any) -> str:
         """The label of the graph that a verify takes."""
-        return self._short if self._of_a_short_round else self._usual
+        return self.short if self._of_a_short_round else self.usual
 
     @contextlib.contextmanager
-    def short(self) -> Iterator[None]:
+    def of_a_short_round(self) -> Iterator[None]:
         """While a round of short requests runs or is captured."""
         self._of_a_short_round = True
         try:
@@ -78,11 +103,36 @@ class RoundVariants:
 
 def offer(index_topk: int, drafts: bool) -> None:
     """Have SGLang's runner of decode or target_verify graphs capture both kinds; before it is built."""
-    from sglang.srt.layers.attention.graph_variants import DsaGraphVariants
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
-    variants = RoundVariants if drafts else DsaGraphVariants
-    decode_cuda_graph_runner.create_attention_graph_variants = lambda hf_config: variants(index_topk)
+    variants, most = RoundVariants if drafts else ShortVariants, MOST_REQUESTS if asked(SWITCH) is None else sys.maxsize
+    decode_cuda_graph_runner.create_attention_graph_variants = lambda hf_config: variants(index_topk, most)
+    hook(CAPTURE_SIZE, _capture_size, HookType.AROUND)
+
+
+def _capture_size(
+    original: Callable,
+    runner: Any,
+    size: int,
+    forward: Callable,
+    stream_idx: int | None = None,
+    variant_label: str | None = None,
+    attention_variant: str | None = None,
+) -> Any:
+    """Around what captures one graph of one size; short graphs of large sizes are left out."""
+    variants = runner.attention_graph_variants
+    if isinstance(variants, ShortVariants) and attention_variant == variants.short:
+        if size > variants.most_requests:
+            return None
+        if not variants.largest:
+            logger.info(
+                "nsa_backend: graphs of requests within %d tokens are captured too, up to %d of them; %s=0 leaves these out",
+                variants.index_topk,
+                size,
+                SWITCH,
+            )
+        variants.largest = max(variants.largest, size)
+    return original(runner, size, forward, stream_idx, variant_label, attention_variant)
 
 
 def variants_of(worker: Any) -> RoundVariants | None:
@@ -96,7 +146,7 @@ def in_short_graphs(worker: Any, forward: Callable[..., Any]) -> Callable[..., A
     """The worker's round `forward`, with the graph of short requests as its verify."""
 
     def round_of_short(*args: Any, **options: Any) -> Any:
-        with variants_of(worker).short():
+        with variants_of(worker).of_a_short_round():
             return forward(*args, **options)
 
     return round_of_short

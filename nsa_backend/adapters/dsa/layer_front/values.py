@@ -10,7 +10,7 @@ import torch
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.sglang_types import ForwardBatch
 from nsa_backend.kernels.layer_front_weights import GROUP
-from nsa_backend.kernels.value_products import DIVIDED, FEW_ROWS, value_counters, value_products
+from nsa_backend.kernels.value_products import DIVIDED, few_rows, value_counters, value_products
 
 
 def values_problem(attention: Any) -> str | None:
@@ -40,6 +40,7 @@ class LayerValues:
         """Stand in for `attention.forward_absorb_core`."""
         self.attention = attention
         self.own: Callable = attention.forward_absorb_core
+        self.most_rows = few_rows(attention.v_head_dim)
         self.scales, self.arrived = scales_of(attention.o_proj), value_counters(attention.w_vc)
 
     def __call__(
@@ -58,7 +59,7 @@ class LayerValues:
     ) -> Any:
         """What SGLang's `forward_absorb_core` returns: o_proj's output, with the selection where another layer takes it."""
         attention, of_front = self.attention, k_nope is None and k_pe is None
-        if not of_front or not 0 < len(q_nope_out) <= FEW_ROWS:
+        if not of_front or not 0 < len(q_nope_out) <= self.most_rows:
             before = q_pe, k_pe, q_nope_out, k_nope, forward_batch, zero_allocator, positions, topk_indices, llama_4_scaling
             return self.own(*before, fusion_plan, attention_output_gate)
         selection = {} if topk_indices is None else {"topk_indices": topk_indices}

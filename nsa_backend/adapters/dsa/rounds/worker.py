@@ -148,13 +148,15 @@ class Rounds:
             self._round = CAPTURING
             try:
                 give_padding_a_past(self._future_map, self._worker)
+                variants = variants_of(self._worker)
                 for kind in kinds:
-                    if kind.short and (variants_of(self._worker) is None or kind.of_any_length not in self._captured):
+                    if kind.short and (variants is None or kind.of_any_length not in self._captured):
                         continue
                     template = template_of(self._idle_batch, kind, self._worker)
                     if batch_problem(template) or ranks_problem(template, self._worker):
                         continue
-                    graphs = self._capture_kind(kind, sizes, template, self._future_map)
+                    of_kind = [size for size in sizes if not kind.short or size <= variants.largest]
+                    graphs = self._capture_kind(kind, of_kind, template, self._future_map)
                     if graphs is not None:
                         self._captured[kind] = Captured(graphs, CapturedGraphs(self._worker))
             finally:
