@@ -60,7 +60,7 @@ VARIABLES = (
         "unset",
         "unset: on 0.5.23 and Hopper graphs of up to 64 requests are captured a second time, for batches of requests within "
         "index_topk tokens, which need neither index scores nor top-k: of decode without drafts, or of rounds in one graph; "
-        "1: of any number, or no start; 0: none",
+        "1: of any number, under DP attention too, or no start; 0: none",
         "0 where the start should be shorter and requests are long; 1 for many short requests",
     ),
     Variable(

@@ -239,10 +239,13 @@ def test_sglang_captures_both_kinds_once_they_are_offered(layer, monkeypatch):
 def test_graphs_of_short_requests_are_refused_before_weights_are_loaded(monkeypatch):
     assert short.short_problems(served_args()) == []
     assert short.wanted(served_args())
-    for attribute, value in (("enable_dp_attention", True), ("dcp_size", 2)):
-        (problem,) = short.short_problems(served_args(**{attribute: value}))
-        assert f"drop --{attribute.replace('_', '-')}" in problem
+    (problem,) = short.short_problems(served_args(dcp_size=2))
+    assert "drop --dcp-size" in problem
+    for attribute, value in (("enable_dp_attention", True), ("attn_dp_size", 2), ("dcp_size", 2)):
         assert not short.wanted(served_args(**{attribute: value}))
+    with monkeypatch.context() as patch:
+        patch.setenv(short.SWITCH, "1")
+        assert short.wanted(served_args(enable_dp_attention=True))
     with_drafts = served_args(speculative_algorithm="EAGLE")
     monkeypatch.setattr(short.served, "changes_needed", lambda args: [])
     assert short.wanted(with_drafts)
@@ -452,7 +455,8 @@ def test_a_layer_that_is_sglangs_says_why(layer, part, name, value, why):
 
 
 def served_args(**changed):
-    served = {needed.attribute: needed.served[0] for needed in (*options.NEEDED, *short.NEEDED)}
+    rules = (*options.NEEDED, *short.NEEDED, *short.served.DP_ATTENTION)
+    served = {needed.attribute: needed.served[0] for needed in rules}
     served |= {
         "speculative_algorithm": None,
         "kv_cache_dtype": "auto",

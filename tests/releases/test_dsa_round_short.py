@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_gpu import fake_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import tried
+from ranks_on_fake_gpu import FakeRank, captures_on_fake_gpu, exchanged, started
 from round_sides import Side, same
 from round_stand_in import SIZES, D, StandInWorker, decode_batch, finished_prefill
 from sglang.srt.managers.schedule_batch import ReqKvInfo
@@ -130,6 +132,35 @@ def test_what_memory_does_not_allow_is_served_by_the_graphs_of_any_length(monkey
     assert len(said) == 1
     assert ("capture failed" in said[0]) == failing
     assert ("NSA_BACKEND_SHORT_GRAPHS=1" in said[0]) == (not failing)
+
+
+def test_sglangs_own_worker_on_ranks_of_dp_attention_each_of_which_chooses_for_itself():
+    """All replay graphs of the same sizes, whatever their requests' lengths; a rank without requests the usual one."""
+
+    def decode(rank: FakeRank, lengths: list[int]):
+        batch = rank.decode(len(lengths))
+        for request, tokens in zip(batch.reqs if batch else [], lengths, strict=True):
+            request.kv = ReqKvInfo(kv_committed_len=tokens, kv_allocated_len=tokens)
+        return batch
+
+    with fake_gpu(), captures_on_fake_gpu():
+        ranks = [FakeRank(3, [1, 2, 4, 8], one_graph=True) for _ in range(2)]
+        for rank in ranks:
+            runner = rank.worker.target_worker.model_runner.decode_cuda_graph_runner
+            runner.attention_graph_variants = RoundVariants(TOPK, 4)
+            runner.attention_graph_variants.largest = 4
+        started(ranks)
+        for lengths, size, taken in (
+            (([9], [9000, 9]), 2, ("dense", "sparse")),
+            (([9], []), 1, ("dense", "sparse")),
+            (([LONGEST] * 3, [5]), 4, ("dense", "dense")),
+            (([9], [9] * 5), 8, ("sparse", "sparse")),
+        ):
+            batches = exchanged(ranks, [decode(rank, each) for rank, each in zip(ranks, lengths, strict=True)])
+            replayed = [rank.run(batch) for rank, batch in zip(ranks, batches, strict=True)]
+            graphs = [("draft", size), ("{} verify", size), ("draft-extend", size)]
+            assert replayed == [[(name.format(kind), n) for name, n in graphs] for kind in taken]
+    assert [rank.graphs.rounds for rank in ranks] == [4, 4]
 
 
 def test_short_kinds_come_last():

@@ -68,7 +68,8 @@ class FakeGraphs:
 
     def _runner(self, cls: type, model_runner: Any, name: str, width: int, output: Callable[[int], Any], **fields: Any) -> Any:
         def replay(shape: Any, *_: Any) -> Any:
-            self.replayed.append((name, shape.size))
+            variant = getattr(shape, "attention_variant", None)  # before 0.5.23 there are none
+            self.replayed.append((name if variant is None else f"{variant} {name}", shape.size))
             return output(shape.size)
 
         sizes = self.draft_sizes if name == "draft" else self.sizes

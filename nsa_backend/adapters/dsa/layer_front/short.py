@@ -30,12 +30,8 @@ CAPTURE_SIZE = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.Decode
 MOST_REQUESTS = 64
 """Of the sizes that have them unless they are asked for: a size takes most of a second of the start, and SGLang has some 60."""
 
-NEEDED = (
-    needed("enable_dp_attention", "--enable-dp-attention", (False,)),
-    needed("attn_dp_size", "--attn-dp-size", (None, 1), "drop --enable-dp-attention or --attn-dp-size"),
-    needed("dcp_size", "--dcp-size", (None, 1)),
-)
-"""Beside what the front asks: ranks that have the same requests and all of their KV."""
+NEEDED = (needed("dcp_size", "--dcp-size", (None, 1)),)
+"""Beside what the front asks: ranks that have all of their requests' KV."""
 
 
 def short_problems(args: Any) -> list[str]:
@@ -54,9 +50,15 @@ def short_problems(args: Any) -> list[str]:
 
 
 def wanted(args: Any) -> bool:
-    """Whether a server of these resolved arguments is to have them."""
+    """Whether a server of these resolved arguments is to have them.
+
+    Ranks of DP attention have them where they are asked for: no GPU has run that. Each chooses for itself, as between rounds of
+    one graph and of three, for no collective between ranks is in what a short graph leaves out.
+    """
     said = asked(SWITCH)
-    return not short_problems(args) if said is None else said
+    if said is None:
+        return all(rule.serves(args) for rule in served.DP_ATTENTION) and not short_problems(args)
+    return said
 
 
 class ShortVariants:
