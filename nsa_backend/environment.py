@@ -58,10 +58,9 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_SHORT_GRAPHS",
         "unset",
-        "unset: on 0.5.23 and Hopper graphs of up to 64 requests are captured a second time, for batches of requests within "
-        "index_topk tokens, which need neither index scores nor top-k: of decode without drafts, or of rounds in one graph; "
-        "1: of any number, under DP attention too, or no start; 0: none",
-        "0 where the start should be shorter and requests are long; 1 for many short requests",
+        "unset: up to 64 requests have graphs without index scores and top-k while all are within index_topk tokens, for "
+        "decode or for rounds in one graph, on 0.5.23 and Hopper; 1: any number, under DP attention too, or no start; 0: none",
+        "0 for a shorter start where requests are long; 1 for many short ones",
     ),
     Variable(
         "NSA_BACKEND_PAIRED_LOGITS",

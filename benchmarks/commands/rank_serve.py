@@ -261,6 +261,8 @@ def of_cell(servers: RankServers, name: str, stage: Stage, steps: int, batch: in
 def by_part(servers: RankServers, name: str, steps: int, turn: int, stage: Stage, batch: int, length: int) -> list[dict]:
     """A row a side: a round's kernels by part, launches a layer, idle time of the GPU, time of the host in graph launches.
 
+    `before_rounds` has what the GPU did and for what it waited until the first round began.
+
     Of several GPUs they are the first rank's, and `exchange_a_layer` has launches and microseconds of the part `exchange` over
     the target's layers: in decode context parallel drafts divide no KV. Gathered logits count, which tensor parallel has too.
     """
@@ -272,7 +274,8 @@ def by_part(servers: RankServers, name: str, steps: int, turn: int, stage: Stage
         server.generate(asked, PROFILED_TOKENS)
         server.profiled(folder, asked, PROFILED_TOKENS)
         of_target = ranks.RANKS[name].config["num_hidden_layers"]
-        found = parts.of_rounds(traces.read_events(folder), of_target + steps)
+        events = traces.read_events(folder)
+        found = parts.of_rounds(events, of_target + steps) | {"before_rounds": parts.before_rounds(events)}
         if stage.parallel != ONE_GPU:
             found["exchange_a_layer"] = [round(value / of_target, 2) for value in found["parts"][parts.EXCHANGE]]
         rows.append(of_cell(servers, name, stage, steps, batch, length) | {"side": side} | found)

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable
 from itertools import pairwise
 
-from nsa_backend.benchmarks.reports.traces import ON_DEVICE, graph_launches, host_calls, round_marks
+from nsa_backend.benchmarks.reports.traces import ON_DEVICE, graph_launches, host_calls, round_launches, round_marks, short
 
 ALL_REDUCE, EXCHANGE = "all-reduce", "exchange"
 
@@ -34,6 +34,7 @@ the kernel of the experts' too. `exchange` is what goes between ranks but sums: 
 the parts of attention and what prepares and joins them; of tensor parallel the gathered logits."""
 
 REST = "rest"
+WAITS = 12
 _COMPILED = {part: re.compile(words) for part, words in PARTS.items()}
 
 
@@ -79,6 +80,45 @@ def of_rounds(events: Iterable[dict], layers: int) -> dict:
         key: _median(one[key] for one in found) for key in ("kernel_us", "launches", "period_us", "idle_us", "graph_launch_us")
     }
     return {"rounds": len(found), **told, "launches_a_layer": round(told["launches"] / layers, 1), "parts": parts}
+
+
+def before_rounds(events: Iterable[dict]) -> dict:
+    """What a trace has before its first round, in microseconds: the prefills of a batch, of target and drafts.
+
+    The profiler makes calls of the host longer, so this tells where the GPU waits for the host, not how long it would else.
+
+    Args:
+        events: of SGLang's profiler, with calls of the host.
+
+    Returns:
+        period_us from the first kernel to the first round; kernel_us and launches of all kernels; idle_us, where nothing runs
+        on the GPU; graph_launches of the host; waits: the WAITS kernels before which the GPU was idle longest, each with its
+        name, how often and how long.
+
+    Raises:
+        RuntimeError: the trace has no round, or nothing before it.
+    """
+    events = list(events)
+    launched = round_launches(events)
+    ran = sorted((e for e in events if e.get("cat") in ON_DEVICE), key=lambda e: e["ts"])
+    if not launched or ran[0]["args"].get("correlation") == launched[0]["args"]["correlation"]:
+        raise RuntimeError("the trace has no round of one graph, or nothing before the first")
+    end = next(e["ts"] for e in ran if e["args"].get("correlation") == launched[0]["args"]["correlation"])
+    ops = [e for e in ran if e["ts"] < end]
+    told = _of_round(ops, ops[0]["ts"], end)
+    reached, waits = ops[0]["ts"], {}
+    for e in ops:
+        if e["ts"] > reached:
+            sums = waits.setdefault(short(e["name"]), [0, 0.0])
+            sums[0] += 1
+            sums[1] += e["ts"] - reached
+        reached = max(reached, e["ts"] + e["dur"])
+    longest = sorted(waits.items(), key=lambda item: -item[1][1])[:WAITS]
+    return {
+        **{key: round(told[key], 2) for key in ("period_us", "kernel_us", "launches", "idle_us")},
+        "graph_launches": sum(e["ts"] < launched[0]["ts"] for e in graph_launches(host_calls(events)).values()),
+        "waits": [[name, count, round(us, 2)] for name, (count, us) in longest],
+    }
 
 
 def _of_round(ops: list[dict], begin: float, end: float) -> dict:

@@ -86,7 +86,12 @@ def ops(events: Iterable[dict]) -> list[Op]:
 
 
 def round_marks(events: list[dict]) -> list[dict]:
-    """The host's call that launches the largest graph of each round, but for the first round, in their order.
+    """Those of `round_launches` but for the first round's."""
+    return round_launches(events)[1:]
+
+
+def round_launches(events: list[dict]) -> list[dict]:
+    """The host's call that launches the largest graph of each round, in their order.
 
     The largest graph has the most ops among large ones that are launched most often, so that no prefill's counts. SGLang
     captures a prefill in pieces of a layer, and a prompt in many chunks launches more of them than there are rounds.
@@ -97,7 +102,7 @@ def round_marks(events: list[dict]) -> list[dict]:
     large = [found for found in graphs if 2 * len(found[0]) > most]
     often = [found for found in large if 2 * len(found) > max(map(len, large))]
     largest = max(often, key=lambda found: len(found[0]), default=[])
-    return sorted((by_correlation[replay[0].launch] for replay in largest), key=lambda e: e["ts"])[1:]
+    return sorted((by_correlation[replay[0].launch] for replay in largest), key=lambda e: e["ts"])
 
 
 def calls_a_round(events: Iterable[dict]) -> dict[str, float]:

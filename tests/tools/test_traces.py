@@ -90,6 +90,25 @@ def test_a_prefill_in_many_pieces_is_no_round():
     assert traces.calls_a_round(trace.events)["cudaGraphLaunch"] == 2.0
 
 
+def test_a_prefill_is_told_by_what_the_gpu_waits_for():
+    """Kernels follow each other after 0.5 us here, but for one that the host launches 100 us late."""
+    trace = Trace()
+    trace.graph("gemm", "gemm")  # 2 us each
+    trace.now += 100.0
+    trace.eager("attend")  # 6 us
+    trace.graph("gemm")
+    first_round = trace.now
+    for _ in range(3):
+        trace.graph("gemm", "attend", "gemm")
+    found = parts.before_rounds(trace.events)
+    assert found["waits"] == [["attend", 1, 100.5], ["gemm", 2, 1.0]]
+    assert (found["launches"], found["graph_launches"], found["kernel_us"]) == (4, 2, 12.0)
+    assert found["period_us"] == first_round
+    assert found["idle_us"] == first_round - 12.0
+    with pytest.raises(RuntimeError, match="nothing before the first"):
+        parts.before_rounds([e for e in trace.events if e["ts"] >= first_round])
+
+
 def test_of_several_ranks_the_first_one_s_trace_is_read(tmp_path):
     """SGLang 0.5.23 names a trace by its time and rank; ranks of expert parallel are named behind."""
     with pytest.raises(RuntimeError, match="left 0 traces of a first rank"):
