@@ -63,7 +63,7 @@ def once(slots: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
     overlap=st.sampled_from(OVERLAPS), holes=st.sampled_from([0.0, 0.3, 1.0]), repeats=st.booleans(), fp8=st.booleans(),
     seed=st.integers(0, 2**16),
 )  # fmt: skip
-@tried(16)
+@tried(12)
 def test_rows_of_requests_attend_to_what_each_chose(device, shape, requests, parts, overlap, holes, repeats, fp8, seed):
     """Any lengths, entries that are missing anywhere, slots that a row names twice, and NaN wherever nobody chose."""
     rows, heads = shape

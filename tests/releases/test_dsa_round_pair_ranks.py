@@ -153,7 +153,7 @@ def script(seed: int) -> list[tuple[list[int], list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("num_steps", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_every_turn_has_one_exchange_and_the_same_graphs_on_every_rank(num_steps, seed):
     """Whether a rank has requests, none, or only some whose KV is under way, and whether its rounds are one graph or three."""
     three, one = (started([DecodeRank(num_steps, one_graph=one) for _ in range(RANKS)]) for one in (False, True))

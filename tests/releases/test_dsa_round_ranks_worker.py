@@ -36,7 +36,7 @@ def crossings():
 
 
 @pytest.mark.parametrize("draft_sizes", [SIZES, EVEN], ids=["one GPU a rank", "two GPUs a rank"])
-@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("num_steps", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_ranks_with_one_graph_and_with_three_meet_in_the_same_collectives(crossings, num_steps, draft_sizes):
     three, one = (
         started([FakeRank(num_steps, SIZES, one_graph=one, draft_sizes=draft_sizes) for _ in range(RANKS)])
@@ -146,7 +146,7 @@ def test_a_capture_that_fails_on_one_rank_leaves_three_graphs_on_all(crossings, 
     assert [rank.graphs.rounds for rank in ranks] == [0, 0]
 
 
-@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("num_steps", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_what_the_ranks_have_is_not_copied_from_the_host_in_a_capture(crossings, num_steps):
     """A graph would read again, in every round, where SGLang had the counts when it was captured."""
     rank, _ = ranks = two(crossings, num_steps)

@@ -58,7 +58,7 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_steps", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, LAG + 1))])
 def test_drafts_that_see_neither_themselves_nor_one_another_are_right(sharing, num_steps, fused):
     """Contexts below and above index_topk, padding rows of zeros, selections from prefill and draft-extend."""
