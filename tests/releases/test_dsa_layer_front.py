@@ -232,8 +232,10 @@ def test_sglang_captures_both_kinds_once_they_are_offered(layer, monkeypatch):
     assert (type(variants), variants.index_topk) == (short.RoundVariants, TOPK)
     layer.forward_absorb_prepare = layer.forward_absorb_prepare.own
     layer.use_dsa = False
+    arguments = torch.nn.ModuleList([layer]), None, served_args(), (Backend,), False
     with pytest.raises(ValueError, match="NSA_BACKEND_SHORT_GRAPHS=1 and no layer has our front"):
-        take.take_layer_fronts(torch.nn.ModuleList([layer]), None, served_args(), (Backend,), demanded=False)
+        take.take_layer_fronts(*arguments)
+    assert take.take_layer_fronts(*arguments, of_target=False) == 0  # a draft model may have layers of another kind
 
 
 def test_graphs_of_short_requests_are_refused_before_weights_are_loaded(monkeypatch):

@@ -210,7 +210,8 @@ class DsaAdapter(Adapter):
     def take_layer_fronts(self, runner: ModelRunner, backends: tuple[type, ...], demanded: bool) -> None:
         from nsa_backend.adapters.dsa.layer_front.take import take_layer_fronts
 
-        take_layer_fronts(runner.model, runner.token_to_kv_pool, self.resolved(get_server_args()), backends, demanded)
+        args, of_target = self.resolved(get_server_args()), not runner.is_draft_worker
+        take_layer_fronts(runner.model, runner.token_to_kv_pool, args, backends, demanded, of_target)
 
     def take_context_parts(self, runner: ModelRunner) -> None:
         if decode_context_parallel.rank_of_context()[0] > 1:

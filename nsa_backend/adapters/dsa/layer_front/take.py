@@ -20,7 +20,9 @@ SWITCH = "NSA_BACKEND_LAYER_FRONT"
 logger = logging.getLogger(__name__)
 
 
-def take_layer_fronts(model: Any, kv_pool: Any, args: Any, backends: tuple[type, ...], demanded: bool) -> int:
+def take_layer_fronts(
+    model: Any, kv_pool: Any, args: Any, backends: tuple[type, ...], demanded: bool, of_target: bool = True
+) -> int:
     """Put our front before every layer of `model` that can have it; the log says of how many, and why not of the others.
 
     Args:
@@ -29,12 +31,13 @@ def take_layer_fronts(model: Any, kv_pool: Any, args: Any, backends: tuple[type,
         args: the server's resolved arguments.
         backends: our attention backends.
         demanded: whether a model without any such layer is refused.
+        of_target: whether it is the target's, whose graphs may be captured for short requests too.
 
     Returns:
         How many layers have it.
 
     Raises:
-        ValueError: none can, and it is demanded; says why.
+        ValueError: none can, and that is demanded, or graphs of short requests are; says why.
     """
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
@@ -55,9 +58,9 @@ def take_layer_fronts(model: Any, kv_pool: Any, args: Any, backends: tuple[type,
     if not served and demanded:
         raise ValueError(f"{SWITCH}=1 and no layer can have its front in two launches: {reasons or 'it has none'}; unset it")
     selecting = [layer.indexer.index_topk for layer in served if layer.indexer is not None]
-    if switched_on(short.SWITCH) and not selecting:
+    if of_target and switched_on(short.SWITCH) and not selecting:
         raise ValueError(f"{short.SWITCH}=1 and no layer has our front: {reasons or 'it has none'}; unset it")
-    if selecting and short.wanted(args):
+    if of_target and selecting and short.wanted(args):
         short.offer(selecting[0], drafts=args.speculative_algorithm is not None)
     every_token = short.EveryToken()
     for layer in served:
