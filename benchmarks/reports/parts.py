@@ -9,9 +9,17 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
-from nsa_backend.benchmarks.reports.traces import ON_DEVICE, graph_launches, host_calls, round_launches, round_marks, short
+from nsa_backend.benchmarks.reports.traces import (
+    ON_DEVICE,
+    along,
+    graph_launches,
+    host_calls,
+    ops,
+    round_launches,
+    round_marks,
+)
 
 ALL_REDUCE, EXCHANGE = "all-reduce", "exchange"
 
@@ -71,9 +79,9 @@ def of_rounds(events: Iterable[dict], layers: int) -> dict:
     launches = list(graph_launches(host_calls(events)).values())
     found = []
     for (begin, end), (called, next_called) in zip(pairwise(begins), pairwise(marks), strict=True):
-        ops = [e for e in ran if begin <= e["ts"] < end]
+        of_round = [e for e in ran if begin <= e["ts"] < end]
         of_host = [e["dur"] for e in launches if called["ts"] <= e["ts"] < next_called["ts"]]
-        found.append(_of_round(ops, begin, end) | {"graph_launch_us": sum(of_host)})
+        found.append(_of_round(of_round, begin, end) | {"graph_launch_us": sum(of_host)})
     names = [*PARTS, REST]
     parts = {part: [_median(one["parts"].get(part, (0, 0.0))[i] for one in found) for i in (0, 1)] for part in names}
     told = {
@@ -99,32 +107,31 @@ def before_rounds(events: Iterable[dict]) -> dict:
         RuntimeError: the trace has no round, or nothing before it.
     """
     events = list(events)
-    launched = round_launches(events)
-    ran = sorted((e for e in events if e.get("cat") in ON_DEVICE), key=lambda e: e["ts"])
-    if not launched or ran[0]["args"].get("correlation") == launched[0]["args"]["correlation"]:
+    launched, ran = round_launches(events), ops(events)
+    first = launched[0]["args"]["correlation"] if launched else None
+    before = list(takewhile(lambda op: op.launch != first, ran))
+    if first is None or not before:
         raise RuntimeError("the trace has no round of one graph, or nothing before the first")
-    end = next(e["ts"] for e in ran if e["args"].get("correlation") == launched[0]["args"]["correlation"])
-    ops = [e for e in ran if e["ts"] < end]
-    told = _of_round(ops, ops[0]["ts"], end)
-    reached, waits = ops[0]["ts"], {}
-    for e in ops:
-        if e["ts"] > reached:
-            sums = waits.setdefault(short(e["name"]), [0, 0.0])
-            sums[0] += 1
-            sums[1] += e["ts"] - reached
-        reached = max(reached, e["ts"] + e["dur"])
-    longest = sorted(waits.items(), key=lambda item: -item[1][1])[:WAITS]
+    gaps: dict[str, list[float]] = {}
+    for op, _, gap in along(before):
+        if gap:
+            gaps.setdefault(op.name, []).append(gap)
+    begin, end, ended = before[0].begin, ran[len(before)].begin, max(op.begin + op.us for op in before)
+    longest = sorted(gaps.items(), key=lambda item: -sum(item[1]))[:WAITS]
     return {
-        **{key: round(told[key], 2) for key in ("period_us", "kernel_us", "launches", "idle_us")},
+        "period_us": round(end - begin, 2),
+        "kernel_us": round(sum(op.us for op in before), 2),
+        "launches": len(before),
+        "idle_us": round(sum(map(sum, gaps.values())) + max(0.0, end - ended), 2),
         "graph_launches": sum(e["ts"] < launched[0]["ts"] for e in graph_launches(host_calls(events)).values()),
-        "waits": [[name, count, round(us, 2)] for name, (count, us) in longest],
+        "waits": [[name, len(of_name), round(sum(of_name), 2)] for name, of_name in longest],
     }
 
 
-def _of_round(ops: list[dict], begin: float, end: float) -> dict:
+def _of_round(ran: list[dict], begin: float, end: float) -> dict:
     parts: dict[str, list[float]] = {}
     reached, idle = begin, 0.0
-    for e in ops:
+    for e in ran:
         sums = parts.setdefault(part_of(e["name"]), [0, 0.0])
         sums[0] += 1
         sums[1] += e["dur"]
@@ -132,7 +139,7 @@ def _of_round(ops: list[dict], begin: float, end: float) -> dict:
         reached = max(reached, e["ts"] + e["dur"])
     idle += max(0.0, end - reached)
     kernel_us = sum(us for _, us in parts.values())
-    return {"parts": parts, "kernel_us": kernel_us, "launches": len(ops), "period_us": end - begin, "idle_us": idle}
+    return {"parts": parts, "kernel_us": kernel_us, "launches": len(ran), "period_us": end - begin, "idle_us": idle}
 
 
 def _median(values: Iterable[float]) -> float:

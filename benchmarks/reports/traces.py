@@ -11,7 +11,7 @@ import json
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -213,14 +213,19 @@ def path(forwards: list[Replay]) -> dict[str, tuple[float, float]]:
     each = []
     for replay in forwards:
         sums: Sums = defaultdict(lambda: [0.0, 0.0])
-        reached = replay[0].begin
-        for op in replay:
-            found = sums[op.name]
-            found[0] += max(0.0, op.begin + op.us - max(op.begin, reached))
-            found[1] += max(0.0, op.begin - reached)
-            reached = max(reached, op.begin + op.us)
+        for op, own, gap in along(replay):
+            sums[op.name][0] += own
+            sums[op.name][1] += gap
         each.append(sums)
     return medians(each)
+
+
+def along(replay: Replay) -> Iterator[tuple[Op, float, float]]:
+    """Every op with its own and gap microseconds, as `path` has them."""
+    reached = replay[0].begin
+    for op in replay:
+        yield op, max(0.0, op.begin + op.us - max(op.begin, reached)), max(0.0, op.begin - reached)
+        reached = max(reached, op.begin + op.us)
 
 
 def one_layer(forwards: list[Replay], layers: int, which: int) -> list[Replay]:

@@ -58,12 +58,17 @@ def runs(key: str) -> list[dict[Cell, dict[str, list[dict]]]]:
     found = []
     for report in reports("rank").values():
         if release(report) == PRIMARY:
-            named = report.get("sides_are", {})
-            cells = by_cell(row | {"side": named.get(row["side"], row["side"])} for row in report["rows"] if key in row)
+            cells = cells_of(report, key)
             alone = {cell: sides for cell, sides in cells.items() if cell.parallel == ONE_RANK}
             both = {cell: sides for cell, sides in alone.items() if BUILTIN in sides and len(sides) > 1}
             found.append(both)
     return found
+
+
+def cells_of(report: dict, key: str) -> dict[Cell, dict[str, list[dict]]]:
+    """Rows that have `key`, by cell and by what the report says that their sides are."""
+    named = report.get("sides_are", {})
+    return by_cell(row | {"side": named.get(row["side"], row["side"])} for row in report["rows"] if key in row)
 
 
 def newest(key: str, side: str = "ours") -> dict[Cell, dict[str, list[dict]]]:
@@ -266,12 +271,11 @@ def rank_kernels() -> str:
     """Microseconds of a default server's round with three drafts by part, of the newest run of each shape."""
     found = {}
     for report in reports("rank").values():
-        named = report.get("sides_are", {})
-        rows = [row | {"side": named.get(row["side"], row["side"])} for row in report["rows"] if "parts" in row]
-        for cell, sides in by_cell(rows).items():
-            of_default = [row for side in DEFAULTS.get(cell.name, ()) for row in sides.get(side, ())]
-            if of_default and release(report) == PRIMARY and (cell.name, cell.steps) == (FIRST_RANK, 3):
-                found[cell] = of_default[-1]
+        if release(report) == PRIMARY:
+            for cell, sides in cells_of(report, "parts").items():
+                of_default = [row for side in DEFAULTS[FIRST_RANK] for row in sides.get(side, ())]
+                if of_default and (cell.name, cell.steps) == (FIRST_RANK, 3):
+                    found[cell] = of_default[-1]
     cells = sorted(found, key=order)
     of_one_rank = [part for part in (*KERNEL_PARTS, REST) if part not in (ALL_REDUCE, EXCHANGE)]
     told = {part: [found[cell]["parts"][part][1] for cell in cells] for part in of_one_rank}

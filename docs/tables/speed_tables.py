@@ -11,6 +11,7 @@ from rank_tables import NOISE, joined, least_prefill, lost_by_ranks
 from result_files import Parts, result, spread, table
 
 from nsa_backend.attention.auto import CANDIDATES
+from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.kernels.value_products import few_rows
 
 PARTS = Parts()
@@ -251,7 +252,7 @@ def whole_front() -> str:
 
 def values_together(row: dict) -> bool:
     """Whether a server has the values of these rows in one launch."""
-    return row["rows"] <= few_rows(256 if row["model"].startswith("glm") else 128)
+    return row["rows"] <= few_rows(SHAPES[row["model"]]["v"])
 
 
 def to_o_proj() -> list[dict]:

@@ -41,9 +41,7 @@ class Worker(StandInWorker):
     def capture_both(self) -> None:
         runner = self.target_worker.model_runner.decode_cuda_graph_runner
         runner.attention_graph_variants = variants = RoundVariants(TOPK, SHORT_SIZES[-1])
-        for size in reversed(SIZES):
-            for label in variants.capture_labels:
-                short._capture_size(lambda *captured: None, runner, size, None, attention_variant=label)
+        variants.largest = SHORT_SIZES[-1]
 
     def capture_anew(self) -> None:
         super().capture_anew()

@@ -21,6 +21,7 @@ from nsa_backend.adapters.dsa.rounds import served
 from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.environment import asked
+from nsa_backend.releases import round_graph_problem
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +38,10 @@ NEEDED = (needed("dcp_size", "--dcp-size", (None, 1)),)
 def short_problems(args: Any) -> list[str]:
     """One sentence for each reason why a server of these resolved arguments can have no such graphs."""
     found = server_problems(args)
-    if found:
-        return found
     if asked("NSA_BACKEND_LAYER_FRONT") is False:
         found.append("NSA_BACKEND_LAYER_FRONT=0 leaves SGLang's front, and ours alone has them: unset one")
     found += [f"{rule.option} has none: {rule.advice}" for rule in NEEDED if not rule.serves(args)]
-    if args.speculative_algorithm is not None:
+    if args.speculative_algorithm is not None and round_graph_problem() is None:
         if asked(served.SWITCH) is False:
             found.append(f"{served.SWITCH}=0 leaves rounds of three graphs, and those of one alone have them: unset one")
         found += [f"of rounds, those of one graph alone have them: {change}" for change in served.changes_needed(args)]

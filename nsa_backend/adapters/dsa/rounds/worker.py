@@ -241,10 +241,9 @@ class Rounds:
         if problem is not None:
             return None, problem
         short = kind._replace(short=True)
-        if short in self._captured and batch.reqs and self._problem(batch, short) is None:
-            variants = variants_of(self._worker)
-            if variants is not None and are_short(batch.reqs, variants.index_topk):
-                return short, None
+        if short in self._captured and batch.reqs and self._problem(batch, short) is None:  # with the variants of its capture
+            short_requests = are_short(batch.reqs, variants_of(self._worker).index_topk)
+            return (short if short_requests else kind), None
         return kind, None
 
     def _problem(self, batch: Any, kind: Kind) -> str | None:
