@@ -2,19 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 
-def drop_overflow_checks() -> None:
-    """Compute no overflow checks: without `debug`, the interpreter makes one of every integer operation and looks at none.
+def drop_unused_work() -> None:
+    """Leave out what the interpreter does and nobody sees (Triton 3.6 and 3.8): more than half of the time of our kernels.
 
-    They take a third of the time of our kernels (Triton 3.6 and 3.8). Call after TRITON_INTERPRET is set.
+    Call after TRITON_INTERPRET is set; a second call changes nothing.
     """
-    from triton.runtime.interpreter import interpreter_builder
+    from triton.runtime import interpreter
 
-    options = interpreter_builder.options
-    if not options.debug:
-        interpreter_builder.options = replace(options, sanitize_overflow=False)
+    if hasattr(interpreter._patch_lang, "own"):
+        return
+    options = interpreter.interpreter_builder.options
+    if not options.debug:  # without it, checks of every integer operation are computed, and nobody looks at them
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    interpreter._patch_lang = _PatchOnce(interpreter._patch_lang, interpreter._LangPatchScope)
+    interpreter._get_np_dtype = _of_scalar(interpreter._get_np_dtype)
+
+
+class _PatchOnce:
+    """In place of what a launch does to Triton's language for the time that it takes.
+
+    Each call of a device function does it again, which looks at every name of the language.
+    """
+
+    def __init__(self, own: Callable, scope: type):
+        self.own, self.scope = own, scope
+        self.patched: set[int] = set()
+        """Modules of the language, while a launch is under way."""
+        self.languages = cache(_languages)
+
+    def __call__(self, function: Callable) -> object:
+        languages, of_launch = self.languages(function), not self.patched
+        if not of_launch and languages <= self.patched:
+            return self.scope()
+        scope = self.own(function)
+        self.patched |= languages
+        if of_launch:
+            restore = scope.restore
+            scope.restore = lambda: (self.patched.clear(), restore())
+        return scope
+
+
+def _languages(function: Callable) -> frozenset[int]:
+    import triton.language as tl
+
+    return frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
+
+
+def _of_scalar(own: Callable) -> Callable:
+    """numpy's dtype of a Triton type, whose table `own` makes anew in every call."""
+    import triton.language as tl
+
+    of_scalar = cache(own)
+
+    def found(dtype: tl.dtype) -> object:
+        scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        return own(scalar) if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
+
+    return found
 
 
 def round_as_a_gpu_does() -> None:

@@ -25,9 +25,9 @@ def start_process() -> None:
     logging.getLogger("sglang").setLevel(logging.ERROR)
     import sglang.srt.speculative.eagle_worker_v2  # noqa: F401  (SGLang's draft loop)
 
-    from nsa_backend.testing.interpreter import drop_overflow_checks
+    from nsa_backend.testing.interpreter import drop_unused_work
 
-    drop_overflow_checks()
+    drop_unused_work()
     start_sglang()
 
 

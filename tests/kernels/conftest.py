@@ -5,11 +5,11 @@ import os
 import pytest
 import torch
 
-from nsa_backend.testing.interpreter import drop_overflow_checks
+from nsa_backend.testing.interpreter import drop_unused_work
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    drop_overflow_checks()
+    drop_unused_work()
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
