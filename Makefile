@@ -19,8 +19,9 @@ $(VENV)/.ready: pyproject.toml
 demo: setup  ## decode speculatively on the CPU
 	$(BIN)/python -W ignore -m nsa_backend demo
 
-# A file's tests stay in one process, which SGLang and its state are loaded into once.
+# A file's tests stay in one process, which SGLang and its state are loaded into once. Torch's threads would wait for each other.
 TOGETHER := -n 2 --dist loadfile
+test test-all: export OMP_NUM_THREADS := 1
 
 test: setup  ## what needs no GPU, in 5 minutes on two cores; kernels run through Triton's interpreter
 	$(BIN)/python -m pytest -q $(TOGETHER)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,29 +83,47 @@ def one_rank():
         yield
 
 
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    """SGLang's, with the plugin's options; it takes a twentieth of a second to make."""
+    found = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(found)
+    return found
+
+
 @pytest.fixture
-def parse(tmp_path, monkeypatch):
-    """Returns a function of command-line words that parses them as SGLang's launcher does, for a small V3.2 checkpoint."""
+def small_model(tmp_path, monkeypatch) -> Path:
+    """A folder with the config of a small V3.2; how this process divides prefills is not settled yet."""
     from nsa_backend.benchmarks.checkpoints.faithful import SHAPES, config
 
     (tmp_path / "config.json").write_text(json.dumps(config(SHAPES["faithful"])))
     if prefill_cp := sys.modules.get("sglang.srt.layers.cp.base"):
-        monkeypatch.setattr(prefill_cp, "_STRATEGY", None)  # resolving leaves there how this process divides prefills
+        monkeypatch.setattr(prefill_cp, "_STRATEGY", None)  # where resolving leaves it
+    return tmp_path
+
+
+@pytest.fixture
+def parse(parser, small_model):
+    """Returns a function of command-line words that parses them as SGLang's launcher does, for a small V3.2 checkpoint."""
 
     def parsed(*words: str) -> argparse.Namespace:
-        parser = argparse.ArgumentParser()
-        ServerArgs.add_cli_args(parser)
         # Without a GPU, SGLang can neither tell the device nor measure how much memory to leave.
-        return parser.parse_args(["--model-path", str(tmp_path), "--device", "cuda", "--mem-fraction-static", "0.8", *words])
+        options = ["--model-path", str(small_model), "--device", "cuda", "--mem-fraction-static", "0.8", *words]
+        return deepcopy(parser.parse_args(options))  # whose defaults are the parser's own objects
 
     return parsed
 
 
 @pytest.fixture
-def resolve(parse, monkeypatch):
-    """Returns a function of command-line words that goes as far as the launcher's main process: resolved and to be checked."""
+def hopper(monkeypatch):
+    """What SGLang asks of a GPU as it resolves options."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "NVIDIA H200")
+
+
+@pytest.fixture
+def resolve(parse, hopper):
+    """Returns a function of command-line words that goes as far as the launcher's main process: resolved and to be checked."""
 
     def resolved(*words: str) -> ServerArgs:
         server_args = ServerArgs.from_cli_args(parse(*words))

@@ -30,11 +30,10 @@ def spans_all(case) -> bool:
 
 
 @pytest.fixture
-def engine(parse, resolve, tmp_path, monkeypatch):
+def engine(hopper, small_model, tmp_path, monkeypatch):
     """Returns a function of a case that goes as far as sglang.Engine's main process."""
 
     def resolved(case):
-        resolve()  # stands in for the GPU
         for name, value in case.environment.items():
             monkeypatch.setenv(name, value)
         config = faithful.config(faithful.ALL_SHAPES[case.shape], MODELS[case.model])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import re
 
 import pytest
@@ -18,7 +17,6 @@ from sglang.srt import server_args as sglang_args
 from sglang.srt.environ import envs
 from workloads import CASES
 
-from nsa_backend.benchmarks.checkpoints import faithful
 from nsa_backend.benchmarks.servers.server import SIDE_BY_SIDE
 
 FIRST = 12000
@@ -34,15 +32,13 @@ def test_what_lets_engines_load_beside_each_other_is_a_switch_of_sglang():
 
 
 @pytest.fixture
-def ports_of_sglang(resolve, tmp_path, monkeypatch):
+def ports_of_sglang(hopper, small_model, monkeypatch):
     """Returns a function of (case, port) to the ports that SGLang's own rules give such an engine, or such servers."""
     if hasattr(sglang_args, "wait_port_available"):
         monkeypatch.setattr(sglang_args, "wait_port_available", lambda *of_port: True)
-    resolve()  # stands in for the GPU
-    (tmp_path / "config.json").write_text(json.dumps(faithful.config(faithful.SHAPES["faithful"])))
 
     def found(case, port: int) -> set[int]:
-        arguments = engine_arguments(case, str(tmp_path), port)
+        arguments = engine_arguments(case, str(small_model), port)
         if case.ranks_per_gpu > 1:
             return set().union(*map(of_server, arguments_of(arguments, case.ranks_per_gpu)))
         if not case.disaggregated:
