@@ -1,16 +1,26 @@
 """A small process in place of a benchmark's server: tells of each prompt twice in a stream, and refuses more than 100 tokens.
 
+It tells the second time once it was asked for FIRST_READ.
+
 python tests/support/stand_in_stream.py PORT
 """
 
 import json
 import sys
-import time
+import threading
 
 import stand_in_server
 
+FIRST_READ = "/first_read"
+first_read = threading.Event()
+
 
 class Handler(stand_in_server.Handler):
+    def do_GET(self):
+        if self.path == FIRST_READ:
+            first_read.set()
+        super().do_GET()
+
     def do_POST(self):
         body = self.body()
         if not body.get("stream"):
@@ -22,7 +32,8 @@ class Handler(stand_in_server.Handler):
             return
         for index in (1, 0):
             self.event({"index": index, "meta_info": {"completion_tokens": 1 + index}})
-        time.sleep(0.2)
+        if not first_read.wait(60):
+            return
         for index in (0, 1):
             self.event({"index": index, "body": body})
         self.wfile.write(b"data: [DONE]\n\n")

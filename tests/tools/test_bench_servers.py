@@ -6,8 +6,9 @@ import re
 import subprocess
 import sys
 import time
-from itertools import product
+from itertools import count, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import stand_in_server
@@ -56,11 +57,22 @@ def started(monkeypatch, tmp_path):
     return start
 
 
-def test_a_server_is_asked_and_ended_and_its_stream_tells_first_tokens_from_the_end(started):
+def test_a_server_is_asked_and_ended_and_its_stream_tells_first_tokens_from_the_end(started, monkeypatch):
+    """The stand-in holds the end back until the clock was read at both first tokens."""
+    readings = count()
+
+    def clock() -> int:
+        reading = next(readings)
+        if reading == 2:
+            server.call(running.port, stand_in_stream.FIRST_READ)
+        return reading
+
     with started(stand_in_stream.__file__) as running:
         running.wait()
         seconds, answers = running.generate([[1, 2], [3]], 7)
-        found = running.streamed([[1], [2]], 7)
+        with monkeypatch.context() as patch:
+            patch.setattr(server, "time", SimpleNamespace(perf_counter=clock))
+            found = running.streamed([[1], [2]], 7)
         with pytest.raises(RuntimeError, match=r"refused a batch: .*too long"):
             running.streamed([[1], [2]], 101)
         with pytest.raises(RuntimeError, match="answered 2 of 3 prompts"):
@@ -69,11 +81,10 @@ def test_a_server_is_asked_and_ended_and_its_stream_tells_first_tokens_from_the_
     assert 0 < seconds < 30
     assert answers[0]["body"]["input_ids"] == [[1, 2], [3]]
     assert answers[0]["body"]["sampling_params"] == {"temperature": 0, "max_new_tokens": 7, "ignore_eos": True}
-    assert 0 < max(found.first_seconds) <= found.seconds - 0.2
+    assert (found.first_seconds, found.seconds) == ([2, 1], 4)
     assert [a["index"] for a in found.answers] == [0, 1]
     assert found.answers[0]["body"]["sampling_params"]["stream_interval"] == server.NEVER
-    assert [[tokens for tokens, _ in of_one] for of_one in found.progress] == [[1, 0], [2, 0]]
-    assert [of_one[0][1] for of_one in found.progress] == found.first_seconds
+    assert found.progress == [[(1, 2), (0, 3)], [(2, 1), (0, 4)]]
 
 
 def test_a_server_that_ends_shows_the_end_of_its_log(started):
