@@ -153,7 +153,7 @@ def split_products(
         x: float8_e4m3fn [rows, inner], contiguous, 1 to MOST_ROWS rows, inner a multiple of GROUP.
         x_scales: float32 [rows, inner / GROUP] of any strides.
         first, second: weights, contiguous, columns a multiple of COLUMNS, scales contiguous; no second if None.
-        arrived: from `counters`.
+        arrived: from `counters`, of these weights or of wider ones.
         tile: programs a block of columns, and stages; that of TILES for so many rows if None.
         gates: bfloat16 [rows, inner], and its weight, bfloat16 [a multiple of GATES, inner], both contiguous; None for none.
         gates_dtype: of their product.
@@ -191,14 +191,14 @@ def split_products(
     weights = first[0], None if second is None else second[0], None if gates is None else gates[1]
     widths = [0 if weight is None else weight.shape[0] for weight in weights]
     programs = _blocks(*widths)
-    fits = arrived.dtype == torch.int32 and arrived.shape == (programs,)
-    require(fits, "arrived", arrived, f"torch.int32 [{programs}]", "the kernel would count past its end")
+    fits = arrived.dtype == torch.int32 and arrived.dim() == 1 and len(arrived) >= programs
+    require(fits, "arrived", arrived, f"torch.int32 [{programs} or more]", "the kernel would count past its end")
     dtypes = torch.bfloat16, torch.bfloat16, gates_dtype
     outs = [torch.empty(rows, width, dtype=dtype, device=x.device) for width, dtype in zip(widths, dtypes, strict=True)]
     hidden, weight = gates or (x, x)
     of_second = second or first  # which nothing reads where there is none
     sums = torch.empty(splits * sum(widths) * padded, dtype=torch.float32, device=x.device)
-    split_products_kernel[(len(arrived), splits)](
+    split_products_kernel[(programs, splits)](
         x, x_scales, *x_scales.stride(), *first, *of_second, *outs[:2], hidden, weight, outs[2], sums, arrived, rows,
         INNER=inner, FIRST=widths[0], SECOND=widths[1], THIRD=widths[2], ROWS=padded, COLUMNS=COLUMNS, GATES=GATES,
         SPLITS=splits, STAGES=stages, GROUP=GROUP, BEFORE_OURS=before_ours,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from sglang.srt.layers.layernorm import LayerNorm, RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 from sglang_models import one_rank
 
@@ -120,6 +124,30 @@ def poisoned_pool() -> DSATokenToKVPool:
     pool.kv.fill_(7.0)
     pool.index_keys.fill_(0x5A)
     return pool
+
+
+def in_front(
+    attention: DeepseekV2AttentionMLA,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: ForwardMode,
+    prepare: Callable[..., tuple],
+    backend: Any,
+    slots: torch.Tensor,
+    selection: torch.Tensor | None = None,
+) -> tuple:
+    """What `prepare` returns for the same random rows in every call, a row a slot, where `selection` is an earlier layer's."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(len(slots), HIDDEN, generator=generator).bfloat16()
+    positions = torch.randint(64, (len(slots),), generator=generator)
+    lens = torch.ones(len(slots))
+    batch = SimpleNamespace(forward_mode=mode, out_cache_loc=slots, seq_lens=lens, seq_lens_cpu=lens, attn_cp_metadata=None)
+    attention.current_attention_backend = "dsa"
+    monkeypatch.setattr(forward_mla.DeepseekMLAForwardMixin, "_fuse_rope_for_trtllm_mla", lambda *a: False)
+    latent = SimpleNamespace(fetch_qkv_latent=lambda: attention.fused_qkv_a_proj_with_mqa(x)[0], input_scattered=False)
+    monkeypatch.setattr(forward_mla, "get_attn_tp_context", lambda: latent)
+    monkeypatch.setattr("sglang.srt.layers.layer_boundary.get_attn_tp_context", lambda: latent)
+    with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
+        return prepare(positions, x, batch, None, None, selection)
 
 
 class BlockFp8(torch.nn.Module):

@@ -13,14 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from installed_source import signature
-from layer_on_cpu import HIDDEN, ROWS, TOPK, BlockFp8, a_layer, poisoned_pool
+from layer_on_cpu import HIDDEN, ROWS, TOPK, BlockFp8, a_layer, in_front, poisoned_pool
 from sglang.srt.layers.attention import graph_variants
 from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.runner_utils import capture_mode
-from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 from sglang.srt.runtime_context import get_parallel
 
@@ -69,20 +68,8 @@ def prepared(attention, monkeypatch, mode, on: bool, slots, ranks: int = 1, rank
         return scores.nan_to_num().topk(TOPK).indices.sort().values.int()
 
     monkeypatch.setattr(dsa_indexer.Indexer, "_get_topk_paged", select)
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(ROWS, HIDDEN, generator=generator).bfloat16()
-    positions = torch.randint(64, (ROWS,), generator=generator)
-    batch = SimpleNamespace(
-        forward_mode=mode, out_cache_loc=slots, seq_lens=torch.ones(ROWS), seq_lens_cpu=torch.ones(ROWS), attn_cp_metadata=None
-    )
-    attention.current_attention_backend, backend = "dsa", Backend(pool)
-    monkeypatch.setattr(forward_mla.DeepseekMLAForwardMixin, "_fuse_rope_for_trtllm_mla", lambda *a: False)
-    latent = SimpleNamespace(fetch_qkv_latent=lambda: attention.fused_qkv_a_proj_with_mqa(x)[0], input_scattered=False)
-    monkeypatch.setattr(forward_mla, "get_attn_tp_context", lambda: latent)
-    monkeypatch.setattr("sglang.srt.layers.layer_boundary.get_attn_tp_context", lambda: latent)
     prepare = LayerFront(attention, (Backend,)) if on else attention.forward_absorb_prepare
-    with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
-        found = prepare(positions, x, batch, None, None, selection)
+    found = in_front(attention, monkeypatch, mode, prepare, Backend(pool), slots, selection)
     q_rope, k_rope, q_nope, k_nope, *_, topk, _, _ = found
     if k_nope is not None:  # the backend's write, which skips padding
         real = (slots != 0) & (slots % ranks == rank)
@@ -264,7 +251,7 @@ def test_graphs_of_short_requests_are_refused_before_weights_are_loaded(monkeypa
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 def test_ranks_that_divide_the_kv_write_their_own_and_gather_queries(either_layer, monkeypatch, rank, shared):
-    """As SGLang's sequence does, whose gather is the last that it does; a projection that every rank has whole is SGLang's."""
+    """As SGLang's sequence does, whose gather is the last that it does."""
     layer, group = either_layer, SimpleNamespace(world_size=2, all_gather=lambda mine, dim: torch.cat([mine, -mine], dim))
     layer.dcp_size, selection = 2, torch.zeros(ROWS, TOPK, dtype=torch.int32) if shared else None
     if shared:
@@ -278,8 +265,55 @@ def test_ranks_that_divide_the_kv_write_their_own_and_gather_queries(either_laye
     assert sides[0]["q_nope"].shape[1] == 2 * layer.num_local_heads
     written = (sides[0]["kv"] != 7.0).flatten(1).any(1).nonzero().flatten().tolist()
     assert written == ([35, 100] if rank == 0 else [32, 65])
-    with get_parallel().override(dcp_replicate_q_proj=True):
-        assert "whole" in rule.layer_problem(layer)
+
+
+@pytest.mark.parametrize(
+    ("mode", "form", "rows_divided"),
+    [
+        (ForwardMode.DECODE, None, 0),
+        (ForwardMode.TARGET_VERIFY, Scales.EXACT, 0),
+        (ForwardMode.TARGET_VERIFY, Scales.EXACT, ROWS),
+    ],
+)
+def test_ranks_that_have_the_querys_projection_whole_gather_no_query(either_layer, monkeypatch, mode, form, rows_divided):
+    """With --dcp-replicate-q-proj, which SGLang chooses where ranks exchange all to all."""
+    layer, heads, generator = either_layer, either_layer.num_local_heads, torch.Generator().manual_seed(1)
+    gathered = []
+    divide_up_to(rows_divided, monkeypatch)
+    monkeypatch.setattr(projections, "LEAST_INNER", HIDDEN)
+    whole = ReplicatedLinear(layer.q_lora_rank, 2 * heads * layer.qk_head_dim, bias=False, params_dtype=torch.bfloat16)
+    other = 0.1 * torch.randn(layer.q_b_proj.weight.shape, generator=generator).bfloat16()
+    whole.weight.data = torch.cat([layer.q_b_proj.weight.data, other])
+    layer.dcp_size, layer.w_kc_qrep = 2, torch.cat([layer.w_kc, 2 * layer.w_kc])
+    if form is None:
+        layer.q_b_proj_qrep_weight = whole.weight.data
+    else:
+        of_key = [] if layer.indexer.use_dsa_indexer_fusion else ["indexer.wk"]
+        for path in ("fused_qkv_a_proj_with_mqa", "q_b_proj", "indexer.wq_b", *of_key):
+            layer.set_submodule(path, BlockFp8(layer.get_submodule(path), form))
+        layer.q_b_proj_qrep = BlockFp8(whole, form)
+        layer.q_b_proj_qrep.quant_method = SimpleNamespace(apply=lambda linear, x: linear(x)[0])
+        for module in (front, projections):
+            monkeypatch.setattr(module, "scales_of", lambda linear: linear.form)
+
+    def all_gather(mine, dim):
+        gathered.append(mine.shape)
+        return torch.cat([mine, -mine], dim)
+
+    group, slots = SimpleNamespace(world_size=2, all_gather=all_gather), torch.tensor([70, 200, 65, 131, 0])
+    parallel = {"dcp_group": group, "attn_dcp_size": 2, "attn_dcp_rank": 1, "dcp_replicate_q_proj": True}
+    with get_parallel().override(**parallel):
+        if form is None:
+            assert rule.layer_problem(layer) is None
+        sides = [prepared(layer, monkeypatch, mode, on, slots, 2, 1) for on in (True, False)]
+    if form is None or rows_divided == 0:
+        assert_same_bits(*sides)
+    else:  # sums in another order
+        for name in ("q_nope", "q_rope"):
+            one, other = (side[name].float() for side in sides)
+            assert (one - other).norm() < 0.01 * other.norm(), name
+    assert sides[0]["q_nope"].shape[1] == 2 * heads
+    assert not gathered
 
 
 def test_few_rows_take_all_products_from_two_launches(either_layer, monkeypatch):

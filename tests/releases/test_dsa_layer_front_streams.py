@@ -121,7 +121,7 @@ class FewRows:
     def __init__(self, products):
         self.products = products
 
-    def __call__(self, x):
+    def __call__(self, x, *linears):
         return self.products(x)
 
 

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend.adapters.dsa.layer_front.projections import FirstProducts, QueryProducts, scales_of
+from nsa_backend.adapters.dsa.layer_front.query_heads import QueryHeads
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.dsa.layer_front.short import EveryToken, is_short
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
@@ -143,22 +144,6 @@ class LayerFront:
         q, scales = norm_rope_store(qkv, key, weights, *written, **self.part, before_ours=before_ours)
         return q, scales, gates
 
-    def _heads(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the part that is absorbed, the part that is rotated) of q_b's product."""
-        attention = self.attention
-        query = query.view(-1, attention.num_local_heads, attention.qk_head_dim)
-        q_nope, q_rope = query.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=-1)
-        return q_nope, q_rope
-
-    def _absorbed(self, q_nope: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(q_nope.transpose(0, 1), self.attention.w_kc).transpose(0, 1)
-
-    def _of_all_ranks(self, q_nope_out: torch.Tensor, q_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both parts of the query, gathered where ranks divide the KV."""
-        from sglang.srt.layers.dcp import all_gather_q_for_mla_decode
-
-        return all_gather_q_for_mla_decode(q_nope_out, q_rope) if self.part else (q_nope_out, q_rope)
-
     def _with_selection(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, batch: ForwardBatch, selection: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -183,15 +168,15 @@ class LayerFront:
         from sglang.srt.layers.attention.dsa import dsa_indexer
 
         attention, weights, side = self.attention, weights_of(self.attention), SideStream(self.attention.alt_stream)
+        heads = QueryHeads.of(attention, batch)
         q, scales, _ = self._stored(positions, hidden_states, batch, weights, side, indexed, before_ours=False)
-        query = attention.q_b_proj_forward(q) if scales is None else attention.q_b_proj((q, scales))[0]
-        q_nope, q_rope = self._heads(query)
+        q_nope, q_rope = heads.parts(heads.projected(q, scales))
         side.fork()
         q_rope = rope_query(q_rope, weights, positions)
         with side.running():
-            q_nope_out = self._absorbed(q_nope)
+            q_nope_out = heads.absorbed(q_nope)
         side.join()
-        q_nope_out, q_rope = self._of_all_ranks(q_nope_out, q_rope)
+        q_nope_out, q_rope = heads.gathered(q_nope_out, q_rope)
         return q_rope, q_nope_out, dsa_indexer.maybe_capture_indexer_topk(attention.layer_id, selection)
 
     def _forward(
@@ -205,13 +190,13 @@ class LayerFront:
         from sglang.srt.layers.deep_gemm_wrapper import configure_deep_gemm_num_sms
 
         attention, indexer = self.attention, self.attention.indexer
-        weights, side = weights_of(attention), SideStream(attention.alt_stream)
+        weights, side, heads = weights_of(attention), SideStream(attention.alt_stream), QueryHeads.of(attention, batch)
         divided = self.query_products is not None and 0 < len(hidden_states) <= self.query_products.most_rows
         q, scales, gates = self._stored(positions, hidden_states, batch, weights, side, indexed=True, before_ours=divided)
         normed = q if scales is None else (q, scales)
 
         if divided:
-            query, index_query = self.query_products(normed)
+            query, index_query = self.query_products(normed, heads.q_b)
         else:
             side.fork()
             if attention.alt_stream is None:
@@ -220,17 +205,17 @@ class LayerFront:
                 with configure_deep_gemm_num_sms(indexer.half_device_sm_count):  # as SGLang does where it runs two at once
                     index_query = indexer.wq_b(normed)[0]
             with side.running():
-                query = attention.q_b_proj_forward(q) if scales is None else attention.q_b_proj(normed)[0]
+                query = heads.projected(q, scales)
             side.join()
-        q_nope, q_rope = self._heads(query)
+        q_nope, q_rope = heads.parts(query)
         side.fork()
         index_query = index_query.view(-1, indexer.n_heads, indexer.head_dim)
         index_q, gates, q_rope = rope_quantise(index_query, gates, q_rope, weights, positions)
         with side.running():
-            q_nope_out = self._absorbed(q_nope)
+            q_nope_out = heads.absorbed(q_nope)
         topk_indices = indexer._get_topk_paged(batch, attention.layer_id, index_q, gates, metadata)
         topk_indices = dsa_indexer._broadcast_indexer_topk_from_rank0(topk_indices)
         topk_indices = dsa_indexer.maybe_capture_indexer_topk(attention.layer_id, topk_indices)
         side.join()
-        q_nope_out, q_rope = self._of_all_ranks(q_nope_out, q_rope)
+        q_nope_out, q_rope = heads.gathered(q_nope_out, q_rope)
         return q_rope, q_nope_out, topk_indices

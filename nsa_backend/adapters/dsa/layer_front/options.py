@@ -18,7 +18,6 @@ NEEDED = (
     needed("enable_lora", "--enable-lora", (None, False)),
     needed("enable_two_batch_overlap", "--enable-two-batch-overlap", (False,)),
     needed("attn_cp_size", "--attn-cp-size", (None, 1), "drop --enable-prefill-cp or --attn-cp-size"),
-    needed("dcp_replicate_q_proj", "--dcp-replicate-q-proj", (None, False), "pass --dcp-comm-backend ag_rs"),
     needed("fp8_gemm_runner_backend", "--fp8-gemm-backend", (None, "auto", "deep_gemm"), "pass --fp8-gemm-backend deep_gemm"),
 )
 """Options under whose values a layer's projections are one sequence of launches on one rank."""

@@ -118,9 +118,8 @@ class FirstProducts:
 class QueryProducts:
     """q_b and wq_b of one layer in one launch, for few rows; their weights as they are at every call."""
 
-    q_b: LinearBase
     wq_b: LinearBase
-    arrived: torch.Tensor
+    arrived: torch.Tensor  # for as many heads of q_b as a call may have
     most_rows: int
 
     @classmethod
@@ -131,9 +130,13 @@ class QueryProducts:
         q_b, wq_b = attention.q_b_proj, attention.indexer.wq_b
         if scales_of(q_b) is None or scales_of(wq_b) is None:
             return None
-        return cls(q_b, wq_b, counters(q_b.weight, wq_b.weight), FEW_ROWS)
+        of_all_ranks = q_b.weight.new_empty(attention.dcp_size * len(q_b.weight), 0)
+        return cls(wq_b, counters(of_all_ranks, wq_b.weight), FEW_ROWS)
 
-    def __call__(self, x: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """bfloat16 [rows, columns] of each; `x` is FP8 and its scales. What is launched next is a kernel of this package."""
+    def __call__(self, x: tuple[torch.Tensor, torch.Tensor], q_b: LinearBase) -> tuple[torch.Tensor, ...]:
+        """bfloat16 [rows, columns] of `q_b` and wq_b; `x` is FP8 and its scales.
+
+        What is launched next is a kernel of this package.
+        """
         tile = TILES_OF_QUERIES[padded_rows(len(x[0]))]
-        return split_products(*x, product(self.q_b), product(self.wq_b), self.arrived, tile, before_ours=True)
+        return split_products(*x, product(q_b), product(self.wq_b), self.arrived, tile, before_ours=True)

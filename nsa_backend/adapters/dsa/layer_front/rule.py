@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.kernels.layer_front import HEADS
@@ -56,8 +55,6 @@ def layer_problem(attention: Any) -> str | None:
         "it has a gate": hasattr(attention, "prepare_attention_output_gate"),
         "it has learned sinks": getattr(attention, "learnable_sink_param", None) is not None,
         "it has no RoPE": attention.rotary_emb is None,
-        "ranks that divide its KV have its query's projection whole": attention.dcp_size > 1
-        and bool(get_parallel().dcp_replicate_q_proj),
         "its absorbed weights are not bfloat16": attention.w_kc is None
         or attention.w_kc.dtype != torch.bfloat16
         or attention.use_deep_gemm_bmm,
