@@ -81,15 +81,16 @@ PIPELINES = {
 }
 ASK = ", or set NSA_BACKEND_ROUND_GRAPH=1"
 RANKS_ALONE = ("DP attention", "DP attention in four ranks", "DP attention by its new name")
-BESIDE = dict.fromkeys(("PD", "PD with DP attention, logits gathered"), "disaggregation_mode") | dict.fromkeys(
-    RANKS_ALONE, "attn_dp_size"
-)
+BESIDE = {
+    **dict.fromkeys(("PD", "PD with DP attention, logits gathered"), "disaggregation_mode"),
+    **dict.fromkeys(RANKS_ALONE, "attn_dp_size"),
+    "divided KV": "dcp_size",
+}
 FREE = {name for name, option in BESIDE.items() if release().beside.get(option) is OneGraph.BY_DEFAULT}
 """What a release's rounds are one graph beside, and another's are not."""
 ADVICE = {
     "experts": ("ep_size", "pass --ep-size 1"),
     "released memory": ("enable_memory_saver", "drop --enable-memory-saver"),
-    "divided KV": ("dcp_size", "drop --dcp-size"),
     "PD with DP attention": ("enable_tp_lm_head_all_to_all", "pass --no-enable-tp-lm-head-all-to-all"),
     "PD with DP attention and experts": ("ep_size", "pass --ep-size 1 and pass --no-enable-tp-lm-head-all-to-all"),
 }

@@ -65,7 +65,7 @@ RELEASES = {
             "enable_dp_attention": OneGraph.BY_DEFAULT,
             "attn_dp_size": OneGraph.BY_DEFAULT,
             "disaggregation_mode": OneGraph.BY_DEFAULT,
-            "dcp_size": OneGraph.WHERE_ASKED,
+            "dcp_size": OneGraph.BY_DEFAULT,
             "ep_size": OneGraph.WHERE_ASKED,
             "enable_tp_lm_head_all_to_all": OneGraph.WHERE_ASKED,
             "enable_memory_saver": OneGraph.WHERE_ASKED,
