@@ -25,6 +25,7 @@ from nsa_backend.adapters import (
     decode_context_parallel,
     naive_eagle,
     prefill_context_parallel,
+    replicated_query,
     resumed_memory,
     retraction,
 )
@@ -216,6 +217,8 @@ class DsaAdapter(Adapter):
     def take_context_parts(self, runner: ModelRunner) -> None:
         if decode_context_parallel.rank_of_context()[0] > 1:
             decode_context_parallel.take_context_parts(runner.model)
+            if get_parallel().dcp_replicate_q_proj:
+                replicated_query.renew_after_updates()
 
     def offer_warm_up(self) -> None:
         """Imports SGLang's module of warm-ups, which is heavy."""
