@@ -7,6 +7,7 @@ tables are those of one rank. Its layer gathers the query heads of the ranks, in
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ from sglang.srt.runtime_context import get_parallel
 from nsa_backend.adapters.option_rules import Rule, nested
 from nsa_backend.adapters.startup import attention_tp_size_of, context_ranks_of
 from nsa_backend.releases import CONTEXT_RANKS, installed
+
+logger = logging.getLogger(__name__)
 
 SERVED = installed() in CONTEXT_RANKS
 
@@ -62,6 +65,18 @@ def combination_problems(args: Any) -> list[str]:
             "and SGLang takes its KV for divided; choose EAGLE, which runs the model's MTP layer"
         )
     return found
+
+
+def advise_prefill_graphs(args: Any) -> None:
+    """Say in the log what a server of these resolved arguments lacks for short first tokens.
+
+    SGLang captures no prefill beside --dcp-size unless told: other models' layers read metadata that a captured one lacks.
+    """
+    if nested(args, "cuda_graph_config.prefill.backend") == "disabled" and not args.disable_cuda_graph:
+        logger.warning(
+            "nsa_backend: beside --dcp-size SGLang captures no prefill, and first tokens come later: pass "
+            "--cuda-graph-backend-prefill breakable"
+        )
 
 
 def take_context_parts(model: Any) -> None:

@@ -259,6 +259,13 @@ def test_a_division_that_is(ranks):
     assert decode_context_parallel.combination_problems(args) == []
 
 
+@pytest.mark.parametrize(("backend", "off", "said"), [("disabled", False, 1), ("disabled", True, 0), ("breakable", False, 0)])
+def test_the_log_tells_how_to_have_prefills_captured(caplog, backend, off, said):
+    graphs = SimpleNamespace(prefill=SimpleNamespace(backend=backend))
+    decode_context_parallel.advise_prefill_graphs(SimpleNamespace(cuda_graph_config=graphs, disable_cuda_graph=off))
+    assert ["pass --cuda-graph-backend-prefill breakable" in line for line in caplog.messages] == [True] * said
+
+
 def test_a_server_starts_with_the_heads_of_its_ranks(resolve, monkeypatch):
     """SGLang resolves the options; an implementation without a log-sum-exp, and one that nobody named, end with a sentence."""
     seen = []

@@ -217,6 +217,8 @@ class DsaAdapter(Adapter):
     def take_context_parts(self, runner: ModelRunner) -> None:
         if decode_context_parallel.rank_of_context()[0] > 1:
             decode_context_parallel.take_context_parts(runner.model)
+            if not runner.is_draft_worker:
+                decode_context_parallel.advise_prefill_graphs(self.resolved(get_server_args()))
             if get_parallel().dcp_replicate_q_proj:
                 replicated_query.renew_after_updates()
 
