@@ -8,6 +8,7 @@ so that a batch gives the experts of the rank as many rows as eight such batches
 What a rank lacks is what ranks do together: no all-reduce, no exchange between experts. Its weights are random (`rank_server`).
 Several ranks of tensor parallel 8 are one checkpoint too, for a server of as many GPUs: the divided sizes times their number,
 so that each GPU does what one of eight does, and the ranks exchange what they exchange.
+`v3.2-tp8-20-layers` is a rank with its first 20 layers and the MTP layer, for a GPU that all of them do not fit.
 
 Released sizes are those of `config.json` of deepseek-ai/DeepSeek-V3.2, zai-org/GLM-5.1-FP8 and zai-org/GLM-5.2-FP8;
 transformers' `GlmMoeDsaConfig` has GLM-5's as its defaults. RoPE bases and context lengths are theirs too, and cost no time.
@@ -17,8 +18,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -105,10 +107,29 @@ RANKS = {
     "glm-5.1-tp8": Rank(_GLM_51, _OF_TENSOR_PARALLEL),
     "glm-5.2-tp8": Rank(_GLM_52, _OF_TENSOR_PARALLEL),
 }
-"""By the name that `--checkpoint` takes."""
+"""By the name that `--checkpoint` takes; `named` takes one with fewer layers too."""
+
+_FEWER_LAYERS = re.compile(r"(.+)-([1-9]\d*)-layers")
 
 TOGETHER = tuple(f"{kind}{count}" for kind in ("tp", "dcp") for count in (2, 4, RANKS_OF_A_MODEL))
 """Words of `--parallel` that make several ranks of tensor parallel 8 one server."""
+
+
+def named(name: str) -> Rank | None:
+    """The rank called `name`, of all its layers or of so many; None where `name` is no rank.
+
+    Raises:
+        SystemExit: the released model has fewer layers than `name` says.
+    """
+    if name in RANKS:
+        return RANKS[name]
+    found = _FEWER_LAYERS.fullmatch(name)
+    if found is None or found[1] not in RANKS:
+        return None
+    whole, layers = RANKS[found[1]], int(found[2])
+    if layers > (most := whole.released["num_hidden_layers"]):
+        raise SystemExit(f"--checkpoint {name} has more layers than {found[1]}, which has {most}: name at most so many")
+    return replace(whole, released=whole.released | {"num_hidden_layers": layers})
 
 
 def check_release(name: str) -> None:
@@ -119,7 +140,7 @@ def check_release(name: str) -> None:
     """
     from sglang.srt.configs import model_config
 
-    shared = RANKS[name].released.get("index_topk_freq", 1) > 1
+    shared = named(name).released.get("index_topk_freq", 1) > 1
     if shared and not hasattr(model_config, "dsa_layer_skips_topk"):
         raise SystemExit(
             f"--checkpoint {name} has indexers in layers where SGLang {version('sglang')} has none: serve it with SGLang "
@@ -130,7 +151,7 @@ def check_release(name: str) -> None:
 def write(out: Path, name: str, count: int = 1) -> Path:
     """Write config.json of `count` ranks into `out`, and no weights: SGLang draws them as it starts."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(RANKS[name].together(count), indent=1))
+    (out / "config.json").write_text(json.dumps(named(name).together(count), indent=1))
     (out / MARK).write_text(json.dumps({"name": name}))
     return out
 
@@ -238,7 +259,7 @@ def needed_bytes(name: str, tokens: int, context_ranks: int = 1) -> int:
 
     However many ranks the server has, a GPU holds the weights of one. Tensor parallel divides no KV; `context_ranks` do.
     """
-    config = RANKS[name].config
+    config = named(name).config
     return weight_bytes(config) + math.ceil(tokens * kv_bytes_a_token(config, context_ranks)) + RESERVED
 
 
@@ -248,7 +269,7 @@ def check_fits(name: str, tokens: int, there: int, context_ranks: int = 1) -> No
     Raises:
         SystemExit: with what the rank needs and what there is.
     """
-    config, needed = RANKS[name].config, needed_bytes(name, tokens, context_ranks)
+    config, needed = named(name).config, needed_bytes(name, tokens, context_ranks)
     if needed > there:
         kv = tokens * kv_bytes_a_token(config, context_ranks)
         raise SystemExit(

@@ -46,7 +46,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     """One cell a checkpoint, N, number of running requests and side."""
     requests = options.batch or (REQUESTS[:1] if options.quick else REQUESTS)
     for name in options.checkpoint or ():
-        if name in ranks.RANKS:
+        if ranks.named(name) is not None:
             rank_serve.check_room(name, [(max(requests), LENGTH)])
     folder, compiled = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-"))), set()
     return [
@@ -76,7 +76,8 @@ def served(folder: Path, port: int, path: Path, steps: int, requests: int, side:
     log, memory = folder / f"{path.name}-n{steps}-{requests}-{side}.log", []
     began = time.perf_counter()
     of_rank = ranks.rank_in(path) is not None
-    server = started(ONE_GPU, side, path, port, steps, log, *options_for(requests), *(rank_serve.ALONE if of_rank else ()))
+    alone = rank_serve.alone(rank_serve.bytes_there()) if of_rank else ()
+    server = started(ONE_GPU, side, path, port, steps, log, *options_for(requests), *alone)
     with weighed(server, memory):
         server.wait(rank_serve.STARTING if of_rank else STARTING)
         ready = time.perf_counter() - began

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from nsa_backend.benchmarks.checkpoints.ranks import RANKS
+from nsa_backend.benchmarks.checkpoints.ranks import named
 from nsa_backend.benchmarks.commands import rank_serve
 from nsa_backend.benchmarks.reports import rank_show, traces
 from nsa_backend.benchmarks.reports.cells import Cell
@@ -35,7 +35,7 @@ STEPS, BATCH, LENGTH = (0, 3), 1, 300
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     """One cell a checkpoint, N, batch and length, which gives a row a mode; of a rank, a row a side."""
-    if of_ranks := [name for name in options.checkpoint or () if name in RANKS]:
+    if of_ranks := [name for name in options.checkpoint or () if named(name) is not None]:
         rank_serve.check_alone(options, of_ranks)
         return rank_serve.cells(of_ranks, options, resources, rank_serve.by_part, turns=1)
     rank_serve.check_no_rank(options)

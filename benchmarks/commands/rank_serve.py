@@ -36,10 +36,22 @@ TOKENS, PROFILED_TOKENS, PORT = 128, 32, 25000
 STEPS, LENGTHS, LONG = (0, 3, 1, 5), (300, 4096, 32768, 131072), 65536
 CONTEXT = 163840
 """Tokens of a request that every server has tables for; GLM-5.2 would have them for a million otherwise."""
-ALONE = ("--mem-fraction-static", "0.92", "--context-length", str(CONTEXT))
-"""Options of a server that has a GPU to itself."""
+BESIDE_POOL = 11 * ranks.GIB
+"""Of a GPU, for what is neither weights nor pool: activations of a prefill chunk, graphs, libraries."""
 STARTING = 900.0
 """Seconds that a first start may take: 190 on an H200, of which most compile kernels for one prefill."""
+
+
+def bytes_there() -> int:
+    """Memory of the first GPU that this process sees."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def alone(there: int) -> tuple[str, ...]:
+    """Options of a server that has a GPU of `there` bytes to itself."""
+    return "--mem-fraction-static", f"{1 - BESIDE_POOL / there:.2f}", "--context-length", str(CONTEXT)
 
 
 def needed_bytes(name: str, parallel: Parallel, shape: tuple[int, int]) -> int:
@@ -54,7 +66,8 @@ class RankServers:
     folder: Path
     port: int
     shapes: dict[tuple[str, Parallel], list[tuple[int, int]]]  # by rank and deployment, all that fit
-    kv: str = BF16
+    kv: str
+    there: int  # bytes of a GPU
     _open: ExitStack = field(default_factory=ExitStack)
     _found: dict[str, Server] = field(default_factory=dict)
     prepared: Prepared = field(default_factory=Prepared)
@@ -66,15 +79,15 @@ class RankServers:
         if self.prepared.key != (name, steps, turn, stage):
             asked = time.perf_counter()
             self.close()
-            parallel, alone = stage.parallel, stage.parallel == ONE_GPU
+            parallel, one_gpu = stage.parallel, stage.parallel == ONE_GPU
             path = checkpoint_of(name, self.folder, parallel.gpus)
-            options = [*options_for(self.shapes[name, parallel], TOKENS, parallel, bounded=alone), *ALONE]
+            options = [*options_for(self.shapes[name, parallel], TOKENS, parallel, bounded=one_gpu), *alone(self.there)]
             began = {}
             for number, (side, gpus) in enumerate(stage.servers):
                 time.sleep(APART_SECONDS * (number > 0))
                 log = self.folder / f"{name}-{parallel}-n{steps}-{turn}-{side}.log"
                 port, began[side] = self.port + PORTS_APART * number, time.perf_counter()
-                own = [*options, *(() if alone else meeting(port))]
+                own = [*options, *(() if one_gpu else meeting(port))]
                 server = Server(side, path, port, steps, log, *own, environment={"CUDA_VISIBLE_DEVICES": gpus}, kv=self.kv)
                 self._found[side] = self._open.enter_context(server)
             for side, server in self._found.items():
@@ -104,7 +117,7 @@ def cells(
     """
     import torch
 
-    there = torch.cuda.get_device_properties(0).total_memory
+    there = bytes_there()
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     asked = list(map(parsed, getattr(options, "parallel", None) or [str(ONE_GPU)]))
     sides = sides_of(options.sides)
@@ -115,11 +128,12 @@ def cells(
         for name in names
         for parallel in asked
     }
-    for (name, parallel), fits in fitting.items():
-        if not fits:
-            ranks.check_fits(name, server_options.pool_tokens(wanted[name][:1], TOKENS), there, parallel.dcp)
+    for name in names:
+        if not any(fitting[name, parallel] for parallel in asked):
+            most = max(parallel.dcp for parallel in asked)
+            ranks.check_fits(name, server_options.pool_tokens(wanted[name][:1], TOKENS), there, most)
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-")))
-    servers = RankServers(folder, options.port or PORT, fitting, kv_of(options))
+    servers = RankServers(folder, options.port or PORT, fitting, kv_of(options), there)
     resources.callback(servers.close)
     found = []
     for name in names:
@@ -184,7 +198,7 @@ def check_ranks_of(name: str, word: str) -> None:
     Raises:
         SystemExit: with the words that there are.
     """
-    if not ranks.RANKS[name].of_tensor_parallel:
+    if not ranks.named(name).of_tensor_parallel:
         raise SystemExit(
             f"--checkpoint {name} is a rank of DP attention, whose heads --parallel {word} would divide: leave --parallel out"
         )
@@ -201,16 +215,14 @@ def check_room(name: str, wanted: Sequence[tuple[int, int]]) -> None:
     Raises:
         SystemExit: with what the rank needs and what there is.
     """
-    import torch
-
     ranks.check_release(name)
-    ranks.check_fits(name, server_options.pool_tokens(wanted, TOKENS), torch.cuda.get_device_properties(0).total_memory)
+    ranks.check_fits(name, server_options.pool_tokens(wanted, TOKENS), bytes_there())
 
 
 def shapes(name: str, options: argparse.Namespace) -> list[tuple[int, int]]:
     """(requests, prompt tokens) that are asked for, the fewest tokens first; a single request of the longest prompt."""
     lengths = options.length or (LENGTHS[:1] if options.quick else LENGTHS)
-    batches = options.batch or ranks.RANKS[name].batches
+    batches = options.batch or ranks.named(name).batches
     found = {(1 if length > LONG and not options.batch else batch, length) for length in lengths for batch in batches}
     most = getattr(options, "prompt_tokens", None)
     return sorted((s for s in found if not most or s[0] * s[1] <= most), key=lambda s: (s[0] * s[1], s))
@@ -273,7 +285,7 @@ def by_part(servers: RankServers, name: str, steps: int, turn: int, stage: Stage
         folder = servers.folder / f"parts-{name}-{stage.parallel}-{steps}-{batch}-{length}-{side}-{turn}"
         server.generate(asked, PROFILED_TOKENS)
         server.profiled(folder, asked, PROFILED_TOKENS)
-        of_target = ranks.RANKS[name].config["num_hidden_layers"]
+        of_target = ranks.named(name).config["num_hidden_layers"]
         events = traces.read_events(folder)
         found = parts.of_rounds(events, of_target + steps) | {"before_rounds": parts.before_rounds(events)}
         if stage.parallel != ONE_GPU:

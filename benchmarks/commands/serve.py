@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from nsa_backend.benchmarks.checkpoints import faithful
-from nsa_backend.benchmarks.checkpoints.ranks import RANKS
+from nsa_backend.benchmarks.checkpoints.ranks import named
 from nsa_backend.benchmarks.commands import own_model, rank_serve
 from nsa_backend.benchmarks.reports import rank_show
 from nsa_backend.benchmarks.reports.cells import Cell
@@ -43,7 +43,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     """One cell a checkpoint, parallelism, N, length and batch; servers stay for all lengths and batches."""
     if options.model:
         return own_model.cells(options, resources)
-    if of_ranks := [name for name in options.checkpoint or () if name in RANKS]:
+    if of_ranks := [name for name in options.checkpoint or () if named(name) is not None]:
         rank_serve.check_alone(options, of_ranks)
         return rank_serve.cells(of_ranks, options, resources, partial(rank_serve.times, samples=options.samples))
     rank_serve.check_no_rank(options)

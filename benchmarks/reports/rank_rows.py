@@ -69,11 +69,15 @@ def together(rows: Iterable[dict], key: str = "round_ms") -> dict[Cell, dict[str
     }
 
 
+def undivided(cell: Cell) -> Cell:
+    """The same on as many ranks of tensor parallel, which do not divide the KV."""
+    return cell._replace(parallel=str(Parallel(tp=parsed(cell.parallel).gpus)))
+
+
 def over_tensor_parallel(found: Mapping[Cell, Mapping[str, Spread]], cell: Cell, side: str) -> float | None:
     """Median of `side` in a cell of decode context parallel over that of ours, KV not divided, on as many GPUs.
 
     None where the cell is of another deployment, or the run has no such cell.
     """
-    parallel = parsed(cell.parallel)
-    whole = found.get(cell._replace(parallel=str(Parallel(tp=parallel.gpus))), {})
-    return found[cell][side].median / whole["ours"].median if parallel.dcp > 1 and "ours" in whole else None
+    whole = found.get(undivided(cell), {})
+    return found[cell][side].median / whole["ours"].median if parsed(cell.parallel).dcp > 1 and "ours" in whole else None

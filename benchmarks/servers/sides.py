@@ -123,14 +123,14 @@ def options_for(
 
 def checkpoint_of(name: str, folder: Path, count: int = 1) -> Path:
     """The checkpoint called `name`, made up or `count` ranks, written into `folder` if it is not there; or a path."""
-    known = (*faithful.ALL_SHAPES, *ranks.RANKS)
-    if name not in known:
+    known, of_rank = (*faithful.ALL_SHAPES, *ranks.RANKS), ranks.named(name) is not None
+    if name not in known and not of_rank:
         if not (Path(name) / "config.json").exists():
             raise SystemExit(f"--checkpoint {name} is neither {' or '.join(known)} nor a folder with a config.json")
         return Path(name)
     out = folder / (name if count == 1 else f"{count}-of-{name}")
     if not (out / "config.json").exists():
-        if name in ranks.RANKS:
+        if of_rank:
             return ranks.write(out, name, count)
         faithful.write(out, shape=faithful.ALL_SHAPES[name])
     return out

@@ -54,7 +54,8 @@ def options_of(bench, monkeypatch, **given) -> list[list[str]]:
 
 def rank_command(name: str, folder: Path, word: str = "tp1") -> dict[str, list[str]]:
     together = parallel(word)
-    words = [*options_for([(8, 4096)], rank_serve.TOKENS, together, bounded=word == "tp1"), *rank_serve.ALONE]
+    words = [*options_for([(8, 4096)], rank_serve.TOKENS, together, bounded=word == "tp1")]
+    words += rank_serve.alone(139 * ranks.GIB)
     command = server.command(checkpoint_of(name, folder, together.gpus), 25003, 3)[3:]
     return {f"{title_of(name, word)}, N = 3": [*command, *words, *(() if word == "tp1" else pairs.meeting(25003))]}
 

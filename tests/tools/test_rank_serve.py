@@ -70,8 +70,28 @@ def test_the_plan_of_two_ranks_measures_divided_kv_first(two_h200s):
     """A run that is cut has the number that the plan is for: ours with divided KV over ours without."""
     (job,) = (job for job in lanes.plan(PLANS / "context_two_gpus.json") if job.name == "ranks")
     found = [cell.name for cell in two_h200s(shlex.split(job.command)[4:])]
-    of_stage = ("8 x 4096", "8 x 32768", "8 x 4096 by part", "8 x 32768 by part")
-    assert found == [f"v3.2-tp8, {parallel}, N = 3, {shape}, ours on 2,5" for parallel in ("dcp2", "tp2") for shape in of_stage]
+    shapes = ("1 x 300", "8 x 300", "1 x 4096", "1 x 32768", "8 x 4096", "8 x 32768")
+    of_stage = [*shapes, *(f"{shape} by part" for shape in shapes)]
+    head = "v3.2-tp8-36-layers"
+    assert found == [f"{head}, {parallel}, N = 3, {shape}, ours on 2,5" for parallel in ("dcp2", "tp2") for shape in of_stage]
+
+
+def test_a_rank_of_fewer_layers_fits_a_smaller_gpu(two_h200s, monkeypatch):
+    """All layers of V3.2 need 87 GB of an H100's 80; 16 prompts of 128K fit 20 of them where two ranks divide their KV."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=79 * ranks.GIB))
+    asked = "serve --parallel tp2 dcp2 --sides ours --steps 3 --batch 16 --length 131072 --checkpoint v3.2-tp8"
+    with pytest.raises(SystemExit, match=r"--checkpoint v3.2-tp8 needs .* take fewer or shorter prompts, or a larger GPU"):
+        two_h200s(shlex.split(asked))
+    found = two_h200s(shlex.split(f"{asked}-20-layers --quick"))
+    assert [(cell.name, cell.section) for cell in found] == [
+        ("v3.2-tp8-20-layers, dcp2, N = 3, 16 x 131072, ours on 2,5", "rows"),
+        ("v3.2-tp8-20-layers, tp2, 16 x 131072 does not fit", "left_out"),
+    ]
+    whole, part = (ranks.named(name).config for name in ("v3.2-tp8", "v3.2-tp8-20-layers"))
+    assert part == whole | {"num_hidden_layers": 20}
+    assert ranks.named("v3.2-tp8-layers") is None
+    with pytest.raises(SystemExit, match=r"--checkpoint v3.2-tp8-62-layers has more layers than v3.2-tp8, which has 61"):
+        two_h200s(shlex.split(f"{asked}-62-layers"))
 
 
 def test_divided_kv_has_room_for_what_a_rank_has_not(two_h200s):
