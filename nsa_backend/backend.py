@@ -13,7 +13,7 @@ from nsa_backend.attention.context_part import ContextPart
 from nsa_backend.attention.dense_prefill import DensePrefill
 from nsa_backend.attention.fp8 import ragged_kv, rope_in_fp8, slots_of_ragged
 from nsa_backend.attention.implementations import build_decode, build_prefill, with_choices
-from nsa_backend.attention.interface import SparseAttention
+from nsa_backend.attention.interface import NothingToPrepare, SparseAttention
 from nsa_backend.attention.sparse_inputs import append_rows, refuse_unapplied, sparse_inputs, write_kv
 from nsa_backend.config import BackendConfig
 from nsa_backend.error_notes import Activity, noted
@@ -230,6 +230,11 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         if self.context_part is None:
             return attention.forward(inputs)
         return attention.forward_part(inputs, self.context_part.at(topk_indices, metadata, layer.layer_id))
+
+    def takes_slots(self, rows: int) -> bool:
+        """Whether a prefill of `rows` can be recorded as it attends to given slots, whatever the batch."""
+        attention = self.prefill_attention
+        return self.fuse_topk and isinstance(attention, NothingToPrepare) and attention.needs_slots_alone(rows)
 
     def _metadata_of_rows(self, attention: SparseAttention, rows: int) -> NSAMetadata:
         """The metadata of the forward under way, with padding rows where SGLang has added some.

@@ -63,6 +63,12 @@ VARIABLES = (
         "0 for a shorter start where requests are long; 1 for many short ones",
     ),
     Variable(
+        "NSA_BACKEND_SHORT_PREFILLS",
+        "0",
+        "1: prefills of up to 512 tokens are one graph while all requests are within index_topk, or no start; not run yet",
+        "to try it",
+    ),
+    Variable(
         "NSA_BACKEND_PAIRED_LOGITS",
         "unset",
         "unset: on 0.5.23 and Hopper the indexer scores rows of target_verify two by two, from two requests and for an even "

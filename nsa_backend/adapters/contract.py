@@ -72,6 +72,10 @@ class Adapter(ABC):
         """The same of decode graphs of short requests, which have neither index scores nor top-k."""
 
     @abstractmethod
+    def prefill_problems(self, args: Any) -> list[str]:
+        """The same of prefills of short requests in one graph."""
+
+    @abstractmethod
     def is_sparse_model(self, hf_config: Any) -> bool:
         """Whether a model has DeepSeek sparse attention."""
 

@@ -72,7 +72,8 @@ OPTIONS = {
     "--sides": "whose servers, in the order in which they start: ours, builtin, three_graphs (ours, "
     "NSA_BACKEND_ROUND_GRAPH=0), auto (ours, NSA_BACKEND_AUTO_DECODE=1), front (ours, "
     "NSA_BACKEND_LAYER_FRONT=1), sparse_verify and sparse_prefill (ours, with it), verify (sparse_verify and "
-    "NSA_BACKEND_PAIRED_LOGITS=1), front_verify (both), any_length (auto with NSA_BACKEND_SHORT_GRAPHS=0)",
+    "NSA_BACKEND_PAIRED_LOGITS=1), front_verify (both), any_length (auto with NSA_BACKEND_SHORT_GRAPHS=0), "
+    "short_prefills (auto with NSA_BACKEND_SHORT_PREFILLS=1)",
     "--model": "folder of a checkpoint of your own, served by one side after the other; needs --prompts",
     "--prompts": "your prompts: a .jsonl file with text, messages or input_ids a line, or a text file with one a line",
     "--tokens": "most new tokens of an answer to one of --prompts",

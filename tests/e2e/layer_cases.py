@@ -45,6 +45,22 @@ LAYER_CASES = [
             "glm-5.2 n3 fa3": {"model": "glm-5.2"},
         }.items()
     ),
+    # Prompts of up to 512 tokens, some behind a cached prefix; others are captured in pieces.
+    *(
+        front(
+            f"{of}, short prefills in one graph",
+            workloads=("1x300", "short", "shared prefix", ACROSS, "8x300"),
+            environment=FRONT | {"NSA_BACKEND_SHORT_PREFILLS": "1"},
+            engine={"cuda_graph_backend_prefill": "breakable"},
+            says="are captured in one graph too",
+            **more,
+        )
+        for of, more in {
+            "n0 fa3": {"steps": 0},
+            "n3 fa3": {"steps": 3, "floor_of_all": 0.95},
+            "glm-5.2 n3 fa3": {"steps": 3, "model": "glm-5.2", "floor_of_all": 0.95},
+        }.items()
+    ),
     *(front(f"n{n} fa3, front in two launches", n, MANY, floor_of_all=0.95) for n in (1, 3, 5)),
     front("n3 fp8, flashmla_kv, front in two launches", 3, MANY, decode="flashmla_kv", engine=FP8, floor_of_all=0.95),
     glm_front("glm-5.1 n3 fa3, front in two launches"),

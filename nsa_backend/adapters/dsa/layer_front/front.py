@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from sglang.srt.runtime_context import get_parallel
 
+from nsa_backend.adapters.dsa.layer_front import prefills
 from nsa_backend.adapters.dsa.layer_front.projections import FirstProducts, QueryProducts, scales_of
 from nsa_backend.adapters.dsa.layer_front.query_heads import QueryHeads
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.dsa.layer_front.short import EveryToken, is_short
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
-from nsa_backend.adapters.sglang_types import ForwardBatch
+from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
 from nsa_backend.kernels.layer_front import norm_rope_store, quantise, rope_quantise, rope_query
 from nsa_backend.kernels.layer_front_weights import FrontWeights
 
@@ -21,8 +22,8 @@ from nsa_backend.kernels.layer_front_weights import FrontWeights
 class LayerFront:
     """Of one DeepseekV2AttentionMLA that `rule.layer_problem` finds nothing against.
 
-    Forwards that are captured for decode, target_verify, draft_extend and draft steps are served; all others, and whatever a
-    call has that a layer alone does not tell, go to SGLang's own sequence.
+    Forwards that are captured for decode, target_verify, draft_extend and draft steps are served, and prefills that are
+    captured whole; all others, and whatever a call has that a layer alone does not tell, go to SGLang's own sequence.
     """
 
     def __init__(self, attention: Any, backends: tuple[type, ...], every_token: EveryToken | None = None):
@@ -55,6 +56,8 @@ class LayerFront:
         if llama_4_scaling is None and self._serves(*arguments):
             if not self.attention.should_run_indexer(prev_topk_indices):
                 found = self._with_selection(*arguments, prev_topk_indices)
+            elif prefills.recorded() is not None:
+                found = self._of_short_prefill(*arguments)
             elif (metadata := self._metadata(forward_batch)) is not None:
                 found = (self._short if is_short() else self._forward)(*arguments, metadata)
         if found is None:
@@ -75,11 +78,11 @@ class LayerFront:
         from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import is_in_breakable_cuda_graph
         from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
 
-        mode, backend = batch.forward_mode, get_attn_backend()
+        mode, backend, whole = batch.forward_mode, get_attn_backend(), prefills.recorded() is not None
         return (
-            not is_in_breakable_cuda_graph()
+            (mode == ForwardMode.EXTEND if whole else mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2())
+            and whole == is_in_breakable_cuda_graph()
             and get_capture_attention_variant() in (None, DSA_DENSE, DSA_SPARSE)
-            and (mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2())
             and isinstance(backend, self.backends)
             and type(backend.token_to_kv_pool) is DSATokenToKVPool
             and not self.attention._fuse_rope_for_trtllm_mla(batch)
@@ -155,6 +158,15 @@ class LayerFront:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The same where every row attends to all of its tokens; the layer's index keys are written."""
         selection = self.every_token.of(self.attention.layer_id, metadata, self.attention.indexer.index_topk)
+        return self._without_scores(positions, hidden_states, batch, selection, indexed=True)
+
+    def _of_short_prefill(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The same in a prefill of short requests that is captured whole."""
+        from sglang.srt.model_executor.forward_context import get_attn_backend
+
+        selection = prefills.selection(get_attn_backend(), len(hidden_states))
         return self._without_scores(positions, hidden_states, batch, selection, indexed=True)
 
     def _without_scores(

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from typing import Any
 
-from nsa_backend.adapters.dsa.layer_front import short
+from nsa_backend.adapters.dsa.layer_front import prefills, short
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.options import server_problems
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
@@ -37,7 +37,7 @@ def take_layer_fronts(
         How many layers have it.
 
     Raises:
-        ValueError: none can, and that is demanded, or graphs of short requests are; says why.
+        ValueError: none can, and that is demanded, or graphs of short requests or prefills are; says why.
     """
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
@@ -62,6 +62,10 @@ def take_layer_fronts(
         raise ValueError(f"{short.SWITCH}=1 and no layer has our front: {reasons or 'it has none'}; unset it")
     if of_target and selecting and short.wanted(args):
         short.offer(selecting[0], drafts=args.speculative_algorithm is not None)
+    if of_target and switched_on(prefills.SWITCH):
+        if not selecting or len(served) < len(layers):
+            raise ValueError(f"{prefills.SWITCH}=1 and layers lack our front: {reasons or 'the model has none'}; unset it")
+        prefills.offer(model, served, selecting[0])
     every_token = short.EveryToken()
     for layer in served:
         layer.forward_absorb_prepare = LayerFront(layer, backends, every_token)
