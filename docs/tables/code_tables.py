@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from result_files import Parts, release, reports, result, table
+from result_files import Parts, path_of, release, reports, result, table
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 sys.path[:0] = [str(TESTS / "support"), str(TESTS / "releases")]
@@ -172,7 +172,7 @@ def report_link(name: str) -> str:
     """A link to the file that has this report; an error where none has."""
     file, _, part = name.rpartition("/") if "/" in name else ("e2e_0_5_23", "", name)
     result(file, part or None)
-    return f"[{part or file}](../benchmarks/results/{file}_h200.json)"
+    return f"[{part or file}](../benchmarks/results/{path_of(file).name})"
 
 
 @PARTS.part

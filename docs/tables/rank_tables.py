@@ -6,13 +6,23 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import product
 
-from result_files import PRIMARY, Parts, release, reports, spread, table
+from result_files import PRIMARY, Parts, release, reports, result, spread, table
 
 from nsa_backend.attention.auto import least_in_prefill
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.reports.parts import ALL_REDUCE, EXCHANGE, REST
 from nsa_backend.benchmarks.reports.parts import PARTS as KERNEL_PARTS
-from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK, Cell, Spread, by_cell, title_of, together
+from nsa_backend.benchmarks.reports.rank_rows import (
+    ONE_RANK,
+    Cell,
+    Spread,
+    by_cell,
+    over_tensor_parallel,
+    title_of,
+    together,
+    undivided,
+)
+from nsa_backend.benchmarks.servers.parallel import Parallel
 from nsa_backend.benchmarks.servers.server import BF16
 
 PARTS = Parts()
@@ -30,6 +40,7 @@ SIDES = {
     "sparse_verify": "sparse_verify",
     "sparse_prefill": "sparse_prefill",
     "any_length": "without short graphs",
+    "short_prefills": "short prefills in one graph",
     BUILTIN: "built-in",
 }
 """Sides in the order of columns. `front` launches a layer's front twice, as is the default where it can; `ours` does not.
@@ -44,6 +55,7 @@ WITH_PREFILL = {
 }  # fmt: skip
 """The same to the sides whose prefill is sparse_prefill's, as the default's is since."""
 TIMES = {"round_ms": "longer", "ttft_ms": "first token later"}
+CONTEXT_FILE, DIVIDED = "rank_v32_tp8_0_5_23_h100", str(Parallel(dcp=2))
 BATCHES, LENGTHS = (1, 8, 32, 64, 128), (300, 4096)
 NOISE = 0.005
 """What is lost by less is in the result files alone, and so are narrower ranges."""
@@ -137,7 +149,7 @@ def first_token(name: str) -> dict[Cell, tuple[dict[str, Spread], str]]:
     """By cell, the default's time to the first token beside the built-in's; prompts of few rows go without sparse_prefill."""
 
     def together(cell: Cell) -> bool:
-        heads = ranks.RANKS[cell.checkpoint].config["num_attention_heads"]
+        heads = ranks.named(cell.checkpoint).config["num_attention_heads"]
         return cell.batch * cell.length >= least_prefill("bf16" if cell.kv == BF16 else "fp8", heads)
 
     few, many = (of_rank(name, sides[name], "ttft_ms") for sides in (DEFAULTS, WITH_PREFILL))
@@ -282,6 +294,62 @@ def rank_kernels() -> str:
     told["from one round to the next"] = [found[cell]["period_us"] for cell in cells]
     rows = [[words, *(f"{us:.0f}" for us in values)] for words, values in told.items() if any(values)]
     return table(["us", *map(shape, cells)], rows)
+
+
+def context_reports() -> tuple[dict, dict]:
+    """Ranks that divide the KV: before our front, one graph and captured prefills served them, and since."""
+    return tuple(result(CONTEXT_FILE, f"decode_context_parallel{when}") for when in ("_before", ""))
+
+
+@PARTS.part
+def context_ranks() -> str:
+    """A row a cell: ours on ranks that divide the KV over ours on as many that do not, each pair of one run."""
+
+    def told(found: dict[Cell, dict[str, Spread]], cell: Cell) -> str:
+        ratio = over_tensor_parallel(found, cell, "ours")
+        both = (found[of]["ours"].median for of in (cell, undivided(cell)))
+        return f"{ratio:.3f} ({' / '.join(f'{ms:.2f}' for ms in both)})"
+
+    before, after = (spreads(cells_of(report, "round_ms")) for report in context_reports())
+    first = spreads(cells_of(context_reports()[1], "ttft_ms"), "ttft_ms")
+    rows = []
+    for cell in sorted((cell for cell in before if cell.parallel == DIVIDED), key=order):
+        rounds = [told(found, cell) if cell in found else "-" for found in (after, before)]
+        firsts = [first[of]["ours"].median for of in (cell, undivided(cell)) if of in first]
+        rows.append([shape(cell), *rounds, " / ".join(f"{ms:.0f}" for ms in firsts) or "-"])
+    return table(["requests x tokens", "round", "round without these", "first token, ms"], rows)
+
+
+@PARTS.part
+def context_eager() -> str:
+    """Milliseconds to a first token without captured prefills, and with them."""
+    found = [spreads(cells_of(report, "ttft_ms"), "ttft_ms") for report in context_reports()]
+    cell = next(cell for cell in found[1] if (cell.parallel, cell.batch, cell.length) == (DIVIDED, 1, 300))
+    before, after = (f"{cells[cell]['ours'].median:.0f}" for cells in found)
+    return f"{before} instead of {after}"
+
+
+@PARTS.part
+def context_pool() -> str:
+    """Tokens that the pools of both hold."""
+    pools = {row["parallel"]: row["pool_tokens"] for row in context_reports()[1]["rows"] if "pool_tokens" in row}
+    whole, divided = (pools[word] for word in (str(Parallel(tp=2)), DIVIDED))
+    return f"{divided} tokens where {whole} fitted, {divided / whole:.2f} times"
+
+
+@PARTS.part
+def context_exchange() -> str:
+    """Microseconds a layer of what ranks that divide the KV exchange, least to most over shapes."""
+    rows = [row for row in context_reports()[1]["rows"] if row["parallel"] == DIVIDED and "parts" in row]
+    return spread((row["exchange_a_layer"][1] for row in rows), "{:.0f}")
+
+
+@PARTS.part
+def prompt_idle() -> str:
+    """Percent of the time before the first round in which a GPU of tensor parallel 2 idles: one request of 300 tokens."""
+    rows = [row for row in context_reports()[1]["rows"] if "before_rounds" in row and row["parallel"] != DIVIDED]
+    (found,) = (row["before_rounds"] for row in rows if (row["batch"], row["length"]) == (1, 300))
+    return f"{100 * found['idle_us'] / found['period_us']:.0f} %"
 
 
 def lost_by_ranks() -> list[list[str]]:

@@ -12,20 +12,29 @@ PRIMARY = "0.5.23"
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
+FIRST_GPU, OTHER_GPU = "_h200", "_h100"
+"""How files end of runs on the GPU that pages are about, and of others, whose names keep it."""
+
+
 @cache
 def result(name: str, part: str | None = None) -> dict:
-    """The report in `name`_h200.json, or of a file that holds several the one of this name."""
-    report = json.loads((RESULTS / f"{name}_h200.json").read_text())
+    """The report in the file called `name`, or of one that holds several the one of this name."""
+    report = json.loads(path_of(name).read_text())
     return report["reports"][part] if part else report
+
+
+def path_of(name: str) -> Path:
+    """The result file called `name`, which leaves out the first GPU."""
+    return RESULTS / f"{name}{'' if name.endswith(OTHER_GPU) else FIRST_GPU}.json"
 
 
 def reports(topic: str) -> dict[str, dict]:
     """Every report of every file of this topic, by file and name."""
     found = {}
-    for path in sorted(RESULTS.glob(f"{topic}_*h200.json")):
+    for path in sorted(RESULTS.glob(f"{topic}_*.json")):
         report = json.loads(path.read_text())
         parts = report.get("reports", {"": report})
-        found |= {f"{path.name.removesuffix('_h200.json')}/{name}".rstrip("/"): part for name, part in parts.items()}
+        found |= {f"{path.stem.removesuffix(FIRST_GPU)}/{name}".rstrip("/"): part for name, part in parts.items()}
     return found
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -29,6 +31,7 @@ ON_FOUR_GPUS = {"tp4": (4, 1), "dp4": (4, 4), "dp2-tp2": (4, 2)}
 """GPUs, and ranks of attention."""
 ON_TWO_GPUS = ("tp2-ep", "dp2-ep", "cp2", "dcp2", "pd", "pp2")
 """What 0.5.23 alone is asked for; with drafts, but for pp2, which needs a switch for them."""
+LONG_CONTEXTS = Path(__file__).resolve().parents[2] / "docs" / "long_contexts.md"
 MANY = [(batch, 300) for batch in (1, 8, 64, 256)]
 DEFAULT_PREFILL = ["--chunked-prefill-size", str(server_options.CHUNK)]
 
@@ -93,8 +96,14 @@ def commands(tmp_path_factory) -> dict[str, list[str]]:
         with suppress(SystemExit):
             ranks.check_release(name)
             found |= rank_command(name, tmp_path_factory.mktemp(name))
-    for word in ("tp2", "dcp2", "dcp8") if installed() == "0.5.23" else ():
-        found |= rank_command("v3.2-tp8", tmp_path_factory.mktemp(word), word)
+    if installed() == "0.5.23":
+        for word in ("tp2", "dcp2", "dcp8"):
+            found |= rank_command("v3.2-tp8", tmp_path_factory.mktemp(word), word)
+        of_page = re.search(
+            r"^ {4}python -m sglang\.launch_server --model-path \S+(.*?)\n\n", LONG_CONTEXTS.read_text(), re.M | re.S
+        )
+        words = shlex.split(of_page[1].replace("\\\n", " "))
+        found["the page on long contexts, N = 3"] = ["--model-path", str(folder), *words, "--port", "25003"]
     return found
 
 
@@ -171,6 +180,9 @@ def test_ranks_of_one_server_divide_what_they_are_told_to_and_take_all_memory(pa
     for word, gpus, parts in (("tp2", 2, 1), ("dcp2", 2, 2), ("dcp8", 8, 8)):
         found = parsed[f"v3.2-tp8, {word}, N = 3"]
         assert (found["tensor_parallel"], found["divided_context"], found["max_total_tokens"]) == (gpus, parts, None), word
+    page = parsed["the page on long contexts, N = 3"]
+    assert (page["tensor_parallel"], page["divided_context"]) == (8, 8)
+    assert page["prefill"] == parsed["readme, N = 3"]["prefill"] != []
     assert parsed["v3.2-tp8, N = 3"]["max_total_tokens"] >= 8 * (4096 + rank_serve.TOKENS)
 
 
