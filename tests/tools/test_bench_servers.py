@@ -14,6 +14,7 @@ import pytest
 import stand_in_server
 import stand_in_stream
 from free_ports import free_port
+from sglang.srt.managers.io_struct import ProfileReq
 
 from nsa_backend.benchmarks.servers import generation, server, server_options
 
@@ -115,6 +116,23 @@ def test_a_server_tells_how_many_tokens_its_pool_holds(tmp_path, monkeypatch, se
 
     monkeypatch.setattr(server.subprocess, "Popen", lambda *words, **how: None)
     assert server.Server("ours", tmp_path, serving(Handler), 3, tmp_path / "log").pool_tokens() == 1117312
+
+
+def test_a_trace_has_no_stacks_of_python_in_it(tmp_path, monkeypatch, serving):
+    """Nor shapes; and it ends with the batch."""
+    asked = []
+
+    class Handler(stand_in_server.Handler):
+        def do_POST(self):
+            asked.append((self.path, self.body()))
+            self.answer([{"text": "answered"}])
+
+    monkeypatch.setattr(server.subprocess, "Popen", lambda *words, **how: None)
+    running = server.Server("ours", tmp_path, serving(Handler), 3, tmp_path / "log")
+    assert running.profiled(tmp_path / "traces", [[1]], 7) == [{"text": "answered"}]
+    assert [path for path, _ in asked] == ["/start_profile", "/generate", "/stop_profile"]
+    given = ProfileReq(**asked[0][1])
+    assert (given.output_dir, given.with_stack, given.record_shapes) == (str(tmp_path / "traces"), False, False)
 
 
 def test_a_side_that_is_told_by_an_option(tmp_path, monkeypatch):
