@@ -8,15 +8,18 @@
   capture    servers alone on the GPU: time until they answer, time and memory of each capture, of rounds in one graph too
   memory     device memory of captured metadata
 
-Exits with 0 where everything was measured, 1 where the time bound left something out (the report names it), 2 on bad arguments.
+Exits with 0 where everything was measured, 1 where the time bound left something out (the report names it), 2 on bad arguments,
+143 after a SIGTERM, which ends the servers too.
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -136,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         if args.out:
             write_report(args.out, head | report)
 
-    with ExitStack() as resources:
+    with _ended_by_sigterm(), ExitStack() as resources:
         report = head | run_cells(bench.cells(args, resources), 60 * args.minutes, keep)
     keep(report)
     if args.json:
@@ -147,6 +150,20 @@ def run(args: argparse.Namespace) -> int:
     for name in report["not_measured"]:
         print(f"not measured within {args.minutes:g} minutes: {name}", file=sys.stderr)  # noqa: T201
     return 1 if report["not_measured"] else 0
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """A SIGTERM leaves as Ctrl-C does; by itself it would end this process alone, and servers would keep the GPU."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check_model(args: argparse.Namespace) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,6 +148,25 @@ def test_exit_code_file_and_json(monkeypatch, capsys, tmp_path, clock, minutes, 
     assert report["not_measured"] == ["cell 1"] * code
     assert ("not measured within 0.2 minutes: cell 1" in printed.err) == bool(code)
     assert asked[0].steps == [3, 5]
+
+
+def test_a_sigterm_closes_what_the_cells_opened_and_keeps_what_was_measured(monkeypatch, tmp_path, clock):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    open_servers, out, before = ["a server"], tmp_path / "x.json", signal.getsignal(signal.SIGTERM)
+
+    def made(options, resources):
+        resources.callback(open_servers.clear)
+        ended = cells.Cell("ended", lambda: os.kill(os.getpid(), signal.SIGTERM))
+        return [*timed_cells(clock, 1, 1), ended, *timed_cells(clock, 1)]
+
+    monkeypatch.setattr(bench, "import_module", lambda name: SimpleNamespace(cells=made, show=None))
+    with pytest.raises(SystemExit) as stop:
+        command.main(["bench", "draft", "--out", str(out)])
+    assert stop.value.code == 143
+    assert open_servers == []
+    assert [json.loads(out.read_text())[section] for section in ("first", "rows")] == [[{"cell": 0}], [{"cell": 1}]]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_attention_measures_the_sections_that_are_asked_for():
