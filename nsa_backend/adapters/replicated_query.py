@@ -21,13 +21,15 @@ UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.Weig
 
 def renew_after_updates() -> None:
     """From now on, every update of weights that SGLang's updater ends renews the copies of its runner's model."""
-    for name in ("end_weight_update", "update_weights_from_disk"):
+    for name in ("end_weight_update", "update_weights_from_disk", "update_weights_from_ipc"):
         hook(f"{UPDATER}.{name}", _updated, HookType.AROUND)
 
 
 def _updated(original: Callable, updater: Any, *args: Any, **kwargs: Any) -> Any:
     answer = original(updater, *args, **kwargs)
-    renew(updater.get_model())
+    # Experts of a rank that failed are loaded by their names, on the ranks that take them alone: nobody else would gather.
+    if kwargs.get("weight_name_filter") is None:
+        renew(updater.get_model())
     return answer
 
 

@@ -56,6 +56,26 @@ def test_an_update_of_weights_renews_the_copies_where_graphs_read_them(layer, mo
         assert torch.equal(copy, 2 * was)
 
 
+@pytest.mark.parametrize(
+    ("how", "arguments", "gathers"),
+    [
+        ("update_weights_from_ipc", {"recv_req": SimpleNamespace(zmq_handles={})}, 1),
+        ("update_weights_from_disk", {"model_path": "", "load_format": "auto"}, 1),
+        # Of experts, on the ranks that take those of one that failed: others would not come to a gather.
+        ("update_weights_from_disk", {"model_path": "", "load_format": "auto", "weight_name_filter": bool}, 0),
+    ],
+)
+def test_what_ends_no_update_by_itself_renews_them_too(monkeypatch, how, arguments, gathers):
+    """As SGLang's scheduler and its balancer of experts call it."""
+    renewed, model = [], torch.nn.Linear(1, 1)
+    monkeypatch.setattr(replicated_query, "renew", renewed.append)
+    replicated_query.renew_after_updates()
+    monkeypatch.setattr(weight_updater.WeightUpdater, "_assert_weight_cache_inactive", lambda *of_update: None)
+    monkeypatch.setattr(weight_updater, "_unsupported_derived_weight_cache_error", lambda of_model: "not here")
+    assert getattr(updater_of(model), how)(**arguments) == (False, "not here")
+    assert renewed == [model] * gathers
+
+
 def test_copies_with_8_bits_are_renewed_with_their_scales(layer, monkeypatch):
     def gathered(linear, group):
         found = torch.nn.Module()
