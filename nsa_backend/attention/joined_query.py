@@ -10,9 +10,12 @@ from nsa_backend.config import AttentionConfig
 from nsa_backend.kernels.join_query import join_query
 from nsa_backend.metadata.graph_memory import shared_rows
 
+WITHIN_SGLANGS = 2**31
+"""Values from a row's first head to its last, which SGLang's kernel counts in 32 bits; heads may lie all rows apart."""
+
 
 class QueryJoiner:
-    """Joins q_nope and q_rope; one launch, SGLang's where no heads are padded, and none where the query already is joined.
+    """Joins q_nope and q_rope; one launch, SGLang's where no heads are padded, none where the query already is joined.
 
     Where heads are padded, captured forwards share one buffer whose padding heads were zeroed once: a layer's query is read
     before the next layer's is written, because a rank runs its graphs on one stream.
@@ -36,9 +39,15 @@ class QueryJoiner:
 
     def join(self, inputs: SparseInputs) -> torch.Tensor:
         """[rows, padded heads, latent + rope]; the added heads are zero."""
-        if not self._pads:
-            return adapter.concat_query(inputs.q_nope, inputs.q_rope) if inputs.q_joined is None else inputs.q_joined
-        return join_query(inputs.q_nope, inputs.q_rope, self._room(inputs.q_nope))
+        q_nope, q_rope = inputs.q_nope, inputs.q_rope
+        if self._pads:
+            return join_query(q_nope, q_rope, self._room(q_nope))
+        if inputs.q_joined is not None:
+            return inputs.q_joined
+        rows, heads, _ = q_nope.shape
+        if heads * max(q_nope.stride(1), q_rope.stride(1)) < WITHIN_SGLANGS:
+            return adapter.concat_query(q_nope, q_rope)
+        return join_query(q_nope, q_rope, q_nope.new_empty(rows, heads, self._width))
 
     def _room(self, q_nope: torch.Tensor) -> torch.Tensor:
         shape = (q_nope.shape[0], self.padded_heads, self._width)

@@ -11,7 +11,7 @@ import torch
 from chosen_slots import LATENT, ROPE, TOPK, attended, config, decode_metadata, inputs, same_as_the_reference
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.attention import auto, flashmla_kv
+from nsa_backend.attention import auto, flashmla_kv, joined_query
 from nsa_backend.attention.implementations import implementation
 from nsa_backend.attention.sparse_inputs import sparse_inputs
 from nsa_backend.registration import create_backend
@@ -94,6 +94,15 @@ def test_flashmla_sparse(flash_mla, heads, joined, takes_lengths):
     assert (found.queries == [given.q_nope.data_ptr()]) == (joined and heads == 64)
     if takes_lengths:
         assert found.given_lengths is given.nsa_cache_seqlens
+
+
+def test_heads_that_lie_further_apart_than_sglangs_join_counts_are_joined_by_ours(flash_mla, monkeypatch):
+    """As heads of a long prefill do that were gathered from ranks: each lies all rows after the one before it."""
+    found, given = flash_mla(), inputs(64, [1, 12, 4], joined=False)
+    monkeypatch.setattr(adapter, "concat_query", None)
+    monkeypatch.setattr(joined_query, "WITHIN_SGLANGS", 64 * given.q_nope.stride(1))
+    assert same_as_the_reference(implementation("flashmla_sparse").build(config(64)).forward(given), given)
+    assert found.queries
 
 
 def test_flashmla_sparse_knows_no_length_of_rows_that_sglang_padded(flash_mla):
