@@ -232,13 +232,18 @@ def scales(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-size // BLOCK) for size in shape)
 
 
-def weight_bytes(config: dict[str, Any]) -> int:
-    """Of all weights and scales, and of the copies of kv_b_proj in bfloat16 that the absorbed products read."""
-    total = 0
+def weight_bytes(config: dict[str, Any], context_ranks: int = 1) -> int:
+    """Of all weights and scales, and of the copies of kv_b_proj in bfloat16 that the absorbed products read.
+
+    Several `context_ranks` lay the query's projection of all of them on each, as SGLang does unless told otherwise.
+    """
+    total, copies = 0, context_ranks * (context_ranks > 1)
     for name, shape, eight_bit in tensors(config):
-        total += math.prod(shape) + 4 * math.prod(scales(shape)) if eight_bit else 2 * math.prod(shape)
+        size = math.prod(shape) + 4 * math.prod(scales(shape)) if eight_bit else 2 * math.prod(shape)
+        total += size * (1 + copies * name.endswith("q_b_proj.weight"))
         if name.endswith("kv_b_proj.weight"):
-            total += 2 * math.prod(shape)
+            absorbed = config["num_attention_heads"] * config["qk_nope_head_dim"] * config["kv_lora_rank"]
+            total += 2 * math.prod(shape) + copies * 2 * absorbed
     return total
 
 
@@ -260,7 +265,7 @@ def needed_bytes(name: str, tokens: int, context_ranks: int = 1) -> int:
     However many ranks the server has, a GPU holds the weights of one. Tensor parallel divides no KV; `context_ranks` do.
     """
     config = named(name).config
-    return weight_bytes(config) + math.ceil(tokens * kv_bytes_a_token(config, context_ranks)) + RESERVED
+    return weight_bytes(config, context_ranks) + math.ceil(tokens * kv_bytes_a_token(config, context_ranks)) + RESERVED
 
 
 def check_fits(name: str, tokens: int, there: int, context_ranks: int = 1) -> None:
@@ -271,9 +276,9 @@ def check_fits(name: str, tokens: int, there: int, context_ranks: int = 1) -> No
     """
     config, needed = named(name).config, needed_bytes(name, tokens, context_ranks)
     if needed > there:
-        kv = tokens * kv_bytes_a_token(config, context_ranks)
+        weights, kv = weight_bytes(config, context_ranks), tokens * kv_bytes_a_token(config, context_ranks)
         raise SystemExit(
-            f"--checkpoint {name} needs {needed / GIB:.1f} GiB, {weight_bytes(config) / GIB:.1f} of them for weights and "
+            f"--checkpoint {name} needs {needed / GIB:.1f} GiB, {weights / GIB:.1f} of them for weights and "
             f"{kv / GIB:.1f} for {tokens} tokens, and this GPU has {there / GIB:.1f} GiB: "
             "take fewer or shorter prompts, or a larger GPU"
         )

@@ -104,6 +104,9 @@ def test_divided_kv_has_room_for_what_a_rank_has_not(two_h200s):
     config = ranks.RANKS["v3.2-tp8"].config
     assert ranks.kv_bytes_a_token(config) == 62 * (1152 + 132)
     assert ranks.kv_bytes_a_token(config, 2) == 61 * 1152 / 2 + 1152 + 62 * 132
+    of_query, of_latent = 32 * 192, 32 * 128 * 512  # of two ranks: rows of q_b_proj, values of w_kc
+    copies = of_query * 1536 + 4 * (of_query // 128) * 12 + 2 * of_latent
+    assert ranks.weight_bytes(config, 2) - ranks.weight_bytes(config) == 62 * copies
 
 
 def test_ranks_alone_choose_their_kv_cache(two_h200s):
