@@ -62,7 +62,7 @@ def problem(heads: int, latent: int, rope: int, topk: int, rows_per_request: int
     if (latent, rope) != (LATENT, ROPE):
         return f"it is written for a latent of {LATENT} and RoPE of {ROPE} values, and these are {latent} and {rope}"
     if heads > LINES:
-        return f"a tile has {LINES} heads and this rank has {heads}: raise --tp-size"
+        return f"a tile has {LINES} heads and this rank has {heads}"
     chosen = Groups.of(rows_per_request, heads).rows * blocks(topk, ATTENDING) * ATTENDING
     if chosen > MOST_CHOSEN:
         return f"rows of a tile choose {chosen} slots, and it has room for {MOST_CHOSEN}"

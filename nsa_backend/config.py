@@ -43,6 +43,11 @@ class AttentionConfig:
     context_ranks: int = 1  # that divide the KV of every request (decode context parallel); each has the heads of all
     context_rank: int = 0  # this one of them
 
+    @property
+    def fewer_heads(self) -> str:
+        """What gives a rank fewer query heads, for a refusal."""
+        return "lower --dcp-size" if self.context_ranks > 1 else "raise --tp-size"
+
     @classmethod
     def of_model(cls, model_config: Any, attention_tp_size: int, *, context_ranks: int = 1, **facts: Any) -> AttentionConfig:
         """Of a rank of one model.

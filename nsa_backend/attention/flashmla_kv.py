@@ -31,7 +31,7 @@ def problems(config: AttentionConfig) -> list[str]:
         found.append(f"it reads an fp8_e4m3 KV cache and this one is {config.kv_cache_dtype}: pass --kv-cache-dtype fp8_e4m3")
     if config.num_heads > HEAD_COUNTS[-1]:
         found.append(
-            f"it takes at most {HEAD_COUNTS[-1]} query heads a rank and this model has {config.num_heads}: raise --tp-size"
+            f"it takes at most {HEAD_COUNTS[-1]} query heads a rank and this model has {config.num_heads}: {config.fewer_heads}"
         )
     if config.page_size != PAGE_SIZE:
         found.append(f"it reads pages of {PAGE_SIZE} tokens and this cache has pages of {config.page_size}")

@@ -36,7 +36,8 @@ def problems(config: AttentionConfig) -> list[str]:
     if config.device_sm != 90:
         found.append(f"it is written for Hopper (SM90) and this device is {device_title(config.device_sm)}")
     if config.num_heads > MOST_HEADS:
-        found.append(f"it takes rows of up to {MOST_HEADS} heads together and this rank has {config.num_heads}")
+        most = f"it takes rows of up to {MOST_HEADS} heads together and this rank has {config.num_heads}"
+        found.append(f"{most}: {config.fewer_heads}")
     elif reason := kernel.problem(
         config.num_heads, config.latent_dim, config.rope_dim, config.index_topk, rows_of_tile(config.num_heads)
     ):

@@ -28,6 +28,8 @@ def problems(config: AttentionConfig) -> list[str]:
     """Why sparse_verify cannot run."""
     rows = max(config.num_draft_tokens, 1)
     reason = kernel.problem(config.num_heads, config.latent_dim, config.rope_dim, config.index_topk, rows)
+    if reason and config.num_heads > kernel.LINES:
+        reason += f": {config.fewer_heads}"
     return sparse_decode.problems(config) + ([reason] if reason else []) + nvrtc_problems()
 
 

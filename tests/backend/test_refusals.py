@@ -56,9 +56,10 @@ def test_topk_that_sgl_kernel_cannot_select(make_runner):
         ("sparse_decode", {"sinks": True}, "its kernel adds none"),
         ("sparse_verify", {"prefill": True}, f"made for few rows: name it for {adapter.DECODE_OPTION} alone"),
         ("sparse_verify", {"num_heads": 128}, "a tile has 64 heads and this rank has 128: raise --tp-size"),
+        ("sparse_verify", {"num_heads": 128, "context_ranks": 8}, "this rank has 128: lower --dcp-size"),
         ("sparse_verify", {"latent_dim": 256}, "written for a latent of 512 and RoPE of 64 values, and these are 256"),
         ("sparse_prefill", {}, f"made for the rows of a prompt: name it for {adapter.PREFILL_OPTION} alone"),
-        ("sparse_prefill", {"prefill": True}, "rows of up to 32 heads together and this rank has 64"),
+        ("sparse_prefill", {"prefill": True}, "rows of up to 32 heads together and this rank has 64: raise --tp-size"),
         ("sparse_prefill", {"prefill": True, "num_heads": 16, "device_sm": 100}, "written for Hopper .* this device is SM100"),
         (
             "sparse_prefill",
