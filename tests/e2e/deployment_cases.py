@@ -145,10 +145,12 @@ part = partial(
     Case, steps=3, workloads=(*STANDARD, "short", "shared prefix"), engine=CONTEXT, ours_alone=("dcp_size", "dcp_comm_backend"),
     gpus=2, releases="==0.5.23",
 )  # fmt: skip
-part_fp8 = partial(part, workloads=STANDARD, decode="flashmla_kv", engine=CONTEXT | FP8, floor_of_all=0.95)
+REPLAYED = {name: ONE_GRAPH[name] for name in ("says", "replays")}
+part_fp8 = partial(part, workloads=STANDARD, decode="flashmla_kv", engine=CONTEXT | FP8, floor_of_all=0.95, **REPLAYED)
+part_fp8_weights = partial(part, shape="fp8-weights", workloads=STANDARD, says="front of 2 of 2 layers is two launches")
 DCP = "two GPUs, decode context parallel"
 CONTEXT_CASES = [
-    part(DCP, floors=FLOORS, says=ONE_GRAPH["says"], replays=ONE_GRAPH["replays"]),
+    part(DCP, floors=FLOORS, **REPLAYED),
     part(f"{DCP}, without drafts", steps=0),
     part(f"{DCP}, flashmla_sparse", decode="flashmla_sparse", floors=FLOORS),
     part(f"{DCP}, sparse_decode", decode="sparse_decode", floors=FLOORS),
@@ -179,6 +181,9 @@ CONTEXT_CASES = [
     part_fp8(f"{DCP}, fp8, sparse_decode", decode="sparse_decode"),
     part(f"{DCP}, glm-5.2", steps=5, workloads=STANDARD, **GLM_52),
     part(f"{DCP}, weights updated", workloads=STANDARD, action="weights were updated", floors=FLOORS),
+    # Copies of the query's projection have scales here, which an update brings too.
+    part_fp8_weights(f"{DCP}, FP8 weights", floor_of_all=0.95, replays="greedy requests"),
+    part_fp8_weights(f"{DCP}, FP8 weights updated", action="weights were updated", floor_of_all=0.95),
 ]
 
 # Five drafts of six are right (benchmarks/checkpoints/eagle3.py), which comes to 3.1 of 4; with all after the first wrong it
