@@ -141,6 +141,9 @@ class AutoPrefill(NothingToPrepare):
         self._least = least
         self._few, self._many = (implementation(name).build(config) for name in PREFILL[_kv(config)])
 
+    def reserve(self, max_rows: int) -> None:
+        self._few.reserve(max_rows)
+
     def prepare(self, metadata: NSAMetadata) -> NSAMetadata:
         """Prepare for FlashMLA where it may meet these rows."""
         return self._few.prepare(metadata) if metadata.nsa_cache_seqlens_int32.shape[0] < self._least else metadata

@@ -51,14 +51,16 @@ LAYER_CASES = [
             f"{of}, short prefills in one graph",
             workloads=("1x300", "short", "shared prefix", ACROSS, "8x300"),
             environment=FRONT | {"NSA_BACKEND_SHORT_PREFILLS": "1"},
-            engine={"cuda_graph_backend_prefill": "breakable"},
-            says="are captured in one graph too",
+            engine={"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": [8, 32, 64, 128, 320, 512, 4096]},
+            says="a prefill ran in one graph",
             **more,
         )
         for of, more in {
             "n0 fa3": {"steps": 0},
             "n3 fa3": {"steps": 3, "floor_of_all": 0.95},
             "glm-5.2 n3 fa3": {"steps": 3, "model": "glm-5.2", "floor_of_all": 0.95},
+            # Whose products of few rows are divided.
+            "n3 fa3, FP8 weights": {"steps": 3, "shape": "fp8-weights", "floor_of_all": 0.95},
         }.items()
     ),
     *(front(f"n{n} fa3, front in two launches", n, MANY, floor_of_all=0.95) for n in (1, 3, 5)),

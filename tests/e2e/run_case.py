@@ -82,7 +82,7 @@ def _spelled(arguments: dict) -> dict:
     if "dsa" in adapter.BACKEND_NAMES:
         names["cuda_graph_bs"] = "cuda_graph_bs_decode"
         chunk = arguments.get("chunked_prefill_size", max(PREFILL_SHAPES))
-        arguments = arguments | {"cuda_graph_bs_prefill": [size for size in PREFILL_SHAPES if size <= chunk]}
+        arguments = {"cuda_graph_bs_prefill": [size for size in PREFILL_SHAPES if size <= chunk]} | arguments
     return {names.get(name, name): value for name, value in arguments.items()}
 
 

@@ -58,6 +58,8 @@ class Backend(whole_front.Backend):
     def __init__(self, pool=None, most: int = 1 << 20):
         super().__init__(pool)
         self.forward_metadata, self.most = Metadata(torch.full((3,), 9, dtype=torch.int32)), most
+        self.reserved: set[int] = set()
+        self.prefill_attention = SimpleNamespace(reserve=self.reserved.add)
 
     def takes_slots(self, rows: int) -> bool:
         return rows <= self.most
@@ -131,8 +133,20 @@ def test_attention_is_recorded_in_whole_prefills_alone():
 
 
 class Graph:
-    def __init__(self, name: str, replayed: list[str]):
-        self.replay = lambda: replayed.append(name)
+    def __init__(self, name: str, replayed: list[str], segments: int = 1):
+        self.replay, self._segments = lambda: replayed.append(name), [None] * segments
+
+
+def capturing(replayed: list[str], segments_of_whole: int = 1):
+    """In place of SGLang's method that captures one size; the pieces of two layers are five."""
+
+    def capture(runner, size, **options):
+        whole = prefills.recorded() is not None
+        name, key = f"{'whole' if whole else 'pieces'} of {size}", module.ShapeKey(size=size)
+        runner.backend._graphs[key] = Graph(name, replayed, segments_of_whole if whole else 5)
+        runner.backend._capture_inputs[key] = f"inputs of {name}"
+
+    return capture
 
 
 @pytest.fixture
@@ -149,13 +163,11 @@ def captured(monkeypatch):
     monkeypatch.setattr(prefills, "hook", lambda *arguments: None)
     prefills.offer(model, [SimpleNamespace(attn_mqa=SimpleNamespace(forward=None))], 2048)
 
-    def capture(runner, size, **options):
-        name = f"{'pieces' if prefills.recorded() is None else 'whole'} of {size}"
-        key = module.ShapeKey(size=size)
-        runner.backend._graphs[key], runner.backend._capture_inputs[key] = Graph(name, replayed), f"inputs of {name}"
+    def capture_all(runner):
+        for size in (8192, 512, 320, 64):
+            prefills._capture_size(capturing(replayed), runner, size, prefix_num_chunks=0)
 
-    for size in (8192, 512, 320, 64):
-        prefills._capture_size(capture, runner, size, prefix_num_chunks=0)
+    prefills._capture(capture_all, runner)
     return runner, replayed, waited
 
 
@@ -163,8 +175,11 @@ TABLE = torch.arange(8 * 4096, dtype=torch.int32).view(8, 4096) + PAGE_SIZE
 """The slots of requests 2, 3, ... in whole pages."""
 
 
-def replay(runner, size: int, new: list[int], cached: list[int], mode=ForwardMode.EXTEND):
-    """As SGLang's `load_batch` and `replay` go, whose metadata is ours; what the hook answers."""
+def replay(runner, size: int, new: list[int], cached: list[int], mode=ForwardMode.EXTEND, padded: bool = False):
+    """As SGLang's `load_batch` and `replay` go, whose metadata is ours; what the hook answers.
+
+    Inputs are `padded` where ranks have told one another their sizes.
+    """
     lens = torch.cat([torch.arange(c, c + n) for n, c in zip(new, cached, strict=True)]).int() + 1
     of_row = torch.repeat_interleave(torch.arange(len(new)), torch.tensor(new)).int()
     pages = TABLE[2 : 2 + len(new), ::PAGE_SIZE].contiguous() // PAGE_SIZE
@@ -172,7 +187,7 @@ def replay(runner, size: int, new: list[int], cached: list[int], mode=ForwardMod
         forward_mode=mode,
         seq_lens_cpu=torch.tensor(new) + torch.tensor(cached),
         batch_size=len(new),
-        input_ids=torch.zeros(sum(new)),
+        input_ids=torch.zeros(size if padded else sum(new)),
     )
     key = module.ShapeKey(size=size)
 
@@ -188,6 +203,7 @@ def replay(runner, size: int, new: list[int], cached: list[int], mode=ForwardMod
 
 def test_short_prefills_replay_the_whole_graph_and_read_their_own_slots(captured):
     runner, replayed, waited = captured
+    assert runner.model_runner.attn_backend.reserved == {512}
     assert {key.size: type(graph) for key, graph in runner.backend._graphs.items()} == {
         8192: Graph, 512: Graph, 320: EitherGraph, 64: EitherGraph,
     }  # fmt: skip
@@ -207,8 +223,20 @@ def test_short_prefills_replay_the_whole_graph_and_read_their_own_slots(captured
     assert lens[:63].tolist() == [2046, 2047, 2048, *range(11, 71)]
     assert torch.equal(slots[2], TABLE[2, :2048])
     assert torch.equal(slots[62, :70], TABLE[3, :70])
-    assert replayed == ["whole of 320", "whole of 64"]
+    assert replay(runner, 64, [40], [0], padded=True) == "SGLang's"
+    assert lens[:64].tolist() == [*range(1, 41), *[1] * 24]
+    assert replayed == ["whole of 320", "whole of 64", "whole of 64"]
     assert waited == []
+
+
+def test_a_server_whose_prefills_cannot_be_whole_does_not_start(captured):
+    """As SGLang's runner captures all of its sizes: none is small enough, or a layer leaves the graph."""
+    runner, replayed, _ = captured
+    prefills._OFFERED[runner.model_runner.model].graphs.clear()
+    with pytest.raises(ValueError, match=r"no captured prefill has up to 512 tokens .* pass a smaller --cuda-graph-bs-prefill"):
+        prefills._capture(lambda runner: prefills._capture_size(capturing(replayed), runner, 1024), runner)
+    with pytest.raises(ValueError, match="a prefill of 64 tokens leaves its graph 2 times: unset it"):
+        prefills._capture(lambda runner: prefills._capture_size(capturing(replayed, 3), runner, 64), runner)
 
 
 class Whole(TinySparseMla):
@@ -260,7 +288,7 @@ def run_whole(engine: Engine, batch: ForwardBatch, new: list[int], padding: int 
         batch, input_ids=pad(batch.input_ids), positions=pad(batch.positions), out_cache_loc=pad(batch.out_cache_loc)
     )
     assert of_prefill.take(batch)
-    of_prefill.fill(engine.target.backend.get_indexer_metadata(0, batch), sum(new), sum(new) + padding)
+    of_prefill.fill(engine.target.backend.get_indexer_metadata(0, batch), sum(new) + padding)
     engine.target.net.__class__ = Whole
     with recording(of_prefill):
         return engine.target.run(static)
@@ -289,7 +317,8 @@ def args(prefill: str = "breakable", **options) -> SimpleNamespace:
     """Of a server that can have them, but for `options`."""
     plain = {rule.attribute: rule.served[-1] for rule in (*front_options.NEEDED, *prefills.NEEDED) if "." not in rule.attribute}
     graphs = SimpleNamespace(prefill=SimpleNamespace(backend=prefill))
-    return SimpleNamespace(**plain | {"cuda_graph_config": graphs, "dsa_decode_backend": "fa3"} | options)
+    names = {"attention_backend": "dsa", "prefill_attention_backend": None, "decode_attention_backend": None}
+    return SimpleNamespace(**plain | names | {"cuda_graph_config": graphs, "dsa_decode_backend": "fa3"} | options)
 
 
 @pytest.mark.parametrize(
@@ -302,6 +331,9 @@ def args(prefill: str = "breakable", **options) -> SimpleNamespace:
         ({"kv_cache_dtype": "fp8_e4m3"}, "pass --kv-cache-dtype bfloat16"),
         ({"dsa_prefill_backend": "sparse_prefill"}, "pass --dsa-prefill-backend flashmla_sparse"),
         ({"enable_lora": True}, "drop --enable-lora"),
+        ({"moe_a2a_backend": "deepep"}, "drop --moe-a2a-backend"),
+        ({"moe_dense_tp_size": 1}, "drop --moe-dense-tp-size"),
+        ({"prefill_attention_backend": "nsa"}, "two names, dsa and nsa: name one for both"),
     ],
 )
 def test_what_cannot_have_them_is_told_before_weights_are_loaded(changed, advice):
@@ -310,11 +342,31 @@ def test_what_cannot_have_them_is_told_before_weights_are_loaded(changed, advice
     assert advice in problem
 
 
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ((), None),
+        (("--dcp-size", "8", "--tp-size", "8"), "drop --dcp-size"),
+        (("--moe-dense-tp-size", "1", "--tp-size", "2"), "drop --moe-dense-tp-size"),
+        (("--kv-cache-dtype", "fp8_e4m3"), "pass --kv-cache-dtype bfloat16"),
+        (("--nsa-prefill-backend", "fa3"), "pass --dsa-prefill-backend flashmla_sparse"),
+        (("--cuda-graph-backend-prefill", "disabled"), "pass --cuda-graph-backend-prefill breakable"),
+        (("--disable-cuda-graph",), "drop --disable-cuda-graph"),
+    ],
+)
+def test_options_as_sglang_resolves_them(resolve, words, advice):
+    """Where a GPU is, SGLang captures prefills so by itself."""
+    found = adapter.prefill_problems(adapter.resolved(resolve("--cuda-graph-backend-prefill", "breakable", *words)))
+    assert found == [] if advice is None else any(advice in problem for problem in found), found
+
+
 def test_switches_that_leave_nothing_to_capture_are_refused_beside_theirs(monkeypatch):
     monkeypatch.setenv("NSA_BACKEND_CHECK", "1")
     assert "NSA_BACKEND_CHECK=1" in adapter.prefill_problems(args())[0]
     monkeypatch.setenv("NSA_BACKEND_LAYER_FRONT", "0")
     assert "NSA_BACKEND_LAYER_FRONT=0" in adapter.prefill_problems(args())[0]
+    monkeypatch.setenv("SGLANG_DSA_FUSE_TOPK", "0")
+    assert "SGLANG_DSA_FUSE_TOPK=0" in adapter.prefill_problems(args())[-1]
 
 
 def test_a_model_with_a_layer_that_lacks_our_front_is_refused(layer, monkeypatch):

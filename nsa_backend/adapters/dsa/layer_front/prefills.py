@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from sglang.srt.environ import envs
 
 from nsa_backend.adapters.dsa.layer_front.options import needed, server_problems
 from nsa_backend.adapters.dsa.rounds import served
@@ -39,6 +40,10 @@ NEEDED = (
     *served.DP_ATTENTION,
     needed("dcp_size", "--dcp-size", (None, 1)),
     needed("pp_size", "--pp-size", (1,), "pass --pp-size 1"),
+    # Their dispatch leaves the graph in every layer of experts.
+    needed("moe_a2a_backend", "--moe-a2a-backend", ("none",)),
+    # Ranks then tell one another their sizes before every prefill, which has run beside none.
+    needed("moe_dense_tp_size", "--moe-dense-tp-size", (None,)),
     needed("kv_cache_dtype", "--kv-cache-dtype", ("auto", "bfloat16"), "pass --kv-cache-dtype bfloat16"),
     needed("enable_return_indexer_topk", "--enable-return-indexer-topk", (None, False)),
     needed(
@@ -66,6 +71,11 @@ def prefill_problems(args: Any) -> list[str]:
         found.append("NSA_BACKEND_CHECK=1 has run beside no whole graph of a prefill: unset one")
     if layer_front_problem() is not None:
         return found
+    if not envs.SGLANG_DSA_FUSE_TOPK.get():
+        found.append("SGLANG_DSA_FUSE_TOPK=0 makes selections of positions, and they need slots: unset one")
+    backends = {own or args.attention_backend for own in (args.prefill_attention_backend, args.decode_attention_backend)}
+    if len(backends) > 1:
+        found.append(f"prefill and decode have backends of two names, {' and '.join(sorted(backends))}: name one for both")
     return found + [f"{rule.option} has none: {rule.advice}" for rule in NEEDED if not rule.serves(args)]
 
 
@@ -76,6 +86,7 @@ class ShortPrefills:
         self.index_topk = index_topk
         self.graphs: dict[Any, EitherGraph] = {}
         """By SGLang's key of a captured size."""
+        self.replayed = False
         self._lens: torch.Tensor | None = None
         self._slots: torch.Tensor | None = None
 
@@ -91,9 +102,10 @@ class ShortPrefills:
         """Whether no request of this prefill has more tokens than the indexer selects."""
         return batch.forward_mode == ForwardMode.EXTEND and int(batch.seq_lens_cpu.max()) <= self.index_topk
 
-    def fill(self, metadata: Any, rows: int, padded: int) -> None:
-        """Write what the whole graph of `rows` reads, and padding up to `padded`; `metadata` is the indexer's, of the batch."""
+    def fill(self, metadata: Any, padded: int) -> None:
+        """Write what the whole graph of `padded` rows reads; `metadata` is the indexer's, of the batch without its padding."""
         of_rows = metadata.attn_metadata.nsa_cache_seqlens_int32
+        rows = len(of_rows)  # of the batch's inputs SGLang may have padded some
         lens, slots = self.of_rows(padded, of_rows.device)
         lens[:rows], slots[:rows] = of_rows, metadata.every_token(self.index_topk)
         _pad(lens[rows:], slots[rows:])
@@ -171,12 +183,32 @@ def offer(model: torch.nn.Module, layers: list[Any], index_topk: int) -> None:
     _OFFERED[model] = ShortPrefills(index_topk)
     for layer in layers:
         layer.attn_mqa.forward = WholeAttention(layer.attn_mqa)
+    hook(f"{RUNNER}.capture", _capture, HookType.AROUND)
     hook(f"{RUNNER}.capture_one_shape", _capture_size, HookType.AROUND)
     hook(f"{RUNNER}._prepare_forward_metadata_for_replay", _before_replay, HookType.AROUND)
 
 
+def _capture(original: Callable, runner: Any) -> None:
+    """Around what captures all sizes.
+
+    Raises:
+        ValueError: no size has a whole graph; says what to change.
+    """
+    original(runner)
+    prefills = _OFFERED.get(runner.model_runner.model)
+    if prefills is not None and not prefills.graphs:
+        raise ValueError(
+            f"{SWITCH}=1 and no captured prefill has up to {MOST_ROWS} tokens for FlashMLA: pass a smaller "
+            "--cuda-graph-bs-prefill, or --dsa-prefill-backend flashmla_sparse, or unset it"
+        )
+
+
 def _capture_size(original: Callable, runner: Any, size: int, **options: Any) -> None:
-    """Around what captures the graphs of one size."""
+    """Around what captures the graphs of one size.
+
+    Raises:
+        ValueError: a layer leaves the graph that was to be whole.
+    """
     from sglang.srt.model_executor.runner.shape_key import ShapeKey
 
     original(runner, size, **options)
@@ -189,11 +221,15 @@ def _capture_size(original: Callable, runner: Any, size: int, **options: Any) ->
             size,
             prefills.index_topk,
         )
-    prefills.of_rows(size, backend.forward_metadata.nsa_cache_seqlens_int32.device)  # of no graph's memory
+    # Of no graph's memory, and a padded query that all layers share, where each would clear one of its own.
+    prefills.of_rows(size, backend.forward_metadata.nsa_cache_seqlens_int32.device)
+    backend.prefill_attention.reserve(MOST_ROWS)
     key, graphs = ShapeKey(size=size), runner.backend._graphs
     pieces, inputs = graphs[key], runner.backend._capture_inputs[key]
     with recording(prefills):
         original(runner, size)
+    if pieces_of := len(graphs[key]._segments) - 1:
+        raise ValueError(f"{SWITCH}=1 and a prefill of {size} tokens leaves its graph {pieces_of} times: unset it")
     prefills.graphs[key] = graphs[key] = EitherGraph(pieces, graphs[key], inputs)
 
 
@@ -205,7 +241,10 @@ def _before_replay(original: Callable, runner: Any, batch: ForwardBatch, static:
     if graph is not None:
         graph.takes_whole = prefills.take(batch)
         if graph.takes_whole:
-            prefills.fill(of_runner.attn_backend.get_indexer_metadata(0, batch), len(batch.input_ids), key.size)
+            prefills.fill(of_runner.attn_backend.get_indexer_metadata(0, batch), key.size)
+            if not prefills.replayed:
+                logger.info("nsa_backend: a prefill ran in one graph, the first of %d tokens", key.size)
+            prefills.replayed = True
             _wait_for_host_cache(of_runner.token_to_kv_pool)
     return found
 
