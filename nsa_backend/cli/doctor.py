@@ -1,4 +1,4 @@
-"""Look at this installation: versions, what the plugin takes over, and which implementations can run on this GPU.
+"""Look at this installation: versions, what the plugin takes over, and which kernels can run on this GPU.
 
 Works without a GPU. Exits with 0 where the plugin would load and every package is what SGLang pins, with 1 otherwise.
 """
@@ -21,7 +21,7 @@ from nsa_backend.adapters.options import OWN_PREFILL_VALUES
 from nsa_backend.environment import VARIABLES, switched_on
 from nsa_backend.releases import SUPPORTED, unsupported_host
 
-EXAMPLE = "python -m nsa_backend doctor --json"
+EXAMPLE = "python -m nsa_backend doctor --heads 16"
 
 PACKAGES = {
     "torch": "",
@@ -46,7 +46,10 @@ TAKEN_OVER = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--json", action="store_true", help="everything as one JSON object")
+    parser.add_argument(
+        "--all", action="store_true", help="why kernels cannot run, what each environment variable does, what stops a start"
+    )
     parser.add_argument("--heads", type=int, default=128, help="query heads on a GPU (128 / attention TP for DeepSeek-V3.2)")
 
 
@@ -58,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report, indent=1))  # noqa: T201 (the command's output)
     else:
         show(report)
+        if args.all:
+            show_all(report)
     return 1 if report["problems"] else 0
 
 
@@ -152,19 +157,39 @@ def _implementations(num_heads: int, gpu: dict[str, Any]) -> dict[str, dict[str,
 
 
 def show(report: dict[str, Any]) -> None:
+    """Print what is installed, what a server on this machine can run, and what is wrong."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    gpu = report["gpu"]
+    title = f"{gpu['name']} (SM{gpu['sm']}), driver {gpu['driver']}" if gpu["name"] else "no GPU"
+    console.print(f"nsa_backend {report['nsa_backend']}, Python {report['python']}, {title}")
+    versions = (f"{name} {facts['version'] or 'not installed'}" for name, facts in report["packages"].items())
+    console.print("with " + ", ".join(versions))
+    takes = report["plugin"]["takes_over"]
+    console.print("the plugin takes over: " + "; ".join(takes) if takes else "the plugin takes over nothing")
+    for dtype in KV_DTYPES:
+        console.print(f"kernels for {report['heads']} heads on a {dtype} KV cache: {', '.join(_able(report, dtype)) or 'none'}")
+    if not gpu["name"]:
+        console.print("nothing is served without a GPU: `python -m nsa_backend demo` decodes here")
+    given = (f"{name}={facts['value']}" for name, facts in report["environment"].items() if facts["value"] is not None)
+    console.print("environment: " + (", ".join(given) or "no NSA_BACKEND_* variable is set"))
+    for problem in report["problems"]:
+        console.print(f"problem: {problem}", style="red")
+
+
+def _able(report: dict[str, Any], dtype: str) -> list[str]:
+    """Implementations that run here; `torch` is for machines without a GPU."""
+    able = [name for name, by_dtype in report["implementations"].items() if by_dtype[dtype] is None and name != "torch"]
+    return [f"{name} (prefill)" if name in OWN_PREFILL_VALUES else name for name in able]
+
+
+def show_all(report: dict[str, Any]) -> None:
+    """Print why implementations cannot run, what each variable does, and what stops a start."""
     from rich.console import Console
     from rich.table import Column, Table
 
     console = Console()
-    gpu = report["gpu"]
-    title = f"{gpu['name']} (SM{gpu['sm']}), driver {gpu['driver']}" if gpu["name"] else "no GPU"
-    console.print(f"nsa_backend {report['nsa_backend']}, Python {report['python']}, {title}", highlight=False)
-    packages = Table("package", "version", "used for")
-    for name, facts in report["packages"].items():
-        packages.add_row(name, facts["version"] or "not installed", facts["for"])
-    console.print(packages)
-    takes = report["plugin"]["takes_over"]
-    console.print("the plugin takes over: " + "; ".join(takes) if takes else "the plugin takes over nothing", highlight=False)
     table = Table("implementation", *(f"decode on a {dtype} KV cache" for dtype in KV_DTYPES))
     for name, by_dtype in report["implementations"].items():
         table.add_row(
@@ -172,6 +197,11 @@ def show(report: dict[str, Any]) -> None:
             *("yes" if by_dtype[dtype] is None else f"no: {by_dtype[dtype]}" for dtype in KV_DTYPES),
         )
     console.print(table)
+    packages = Table("package", "used for")
+    for name, facts in report["packages"].items():
+        if facts["for"]:
+            packages.add_row(name, facts["for"])
+    console.print(packages)
     variables = Table(Column("environment variable", no_wrap=True), "value", "default", "effect", "change it")
     for name, facts in report["environment"].items():
         variables.add_row(name, facts["value"] or "unset", facts["default"], facts["effect"], facts["when"])
@@ -180,5 +210,3 @@ def show(report: dict[str, Any]) -> None:
     for check in report["start_checks"]:
         stops.add_row(*check.values())
     console.print(stops)
-    for problem in report["problems"]:
-        console.print(f"problem: {problem}", style="red", highlight=False)

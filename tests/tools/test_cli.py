@@ -66,13 +66,40 @@ def test_doctor_as_json_without_a_gpu():
         assert "made for the rows of a prompt" not in report["implementations"]["sparse_prefill"]["bfloat16"]
 
 
-def test_doctor_as_tables(monkeypatch, capsys):
+@pytest.fixture
+def told(monkeypatch, capsys):
+    """Returns a function of the doctor's words that gives what it prints."""
     monkeypatch.setattr("logging.disable", lambda level: None)  # the command is the end of its process, and this is not
     for name in SWITCHES:
         monkeypatch.delenv(name, raising=False)
-    with warnings.catch_warnings():
-        assert command.main(["doctor"]) == 0
-    out = capsys.readouterr().out
+
+    def printed(*words: str) -> str:
+        with warnings.catch_warnings():
+            assert command.main(["doctor", *words]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    return printed
+
+
+def test_the_doctor_says_in_a_few_lines_what_this_machine_can_run(told, monkeypatch):
+    monkeypatch.setenv("NSA_BACKEND_REQUIRED", "1")
+    out = told()
+    assert "kernels for 128 heads on a bfloat16 KV cache: none" in out
+    assert "nothing is served without a GPU" in out
+    assert "environment: NSA_BACKEND_REQUIRED=1" in out
+    assert "a start is stopped when" not in out
+    monkeypatch.setattr(doctor, "_gpu", lambda adapter: {"name": "NVIDIA H200", "driver": "1", "sm": 90})
+    monkeypatch.setattr(doctor, "_implementations", lambda heads, gpu: {
+        "fa3": {"bfloat16": None, "float8_e4m3fn": "no"}, "sparse_prefill": {"bfloat16": None, "float8_e4m3fn": None},
+        "torch": {"bfloat16": None, "float8_e4m3fn": None},
+    })  # fmt: skip
+    out = told("--heads", "16")
+    assert "kernels for 16 heads on a bfloat16 KV cache: fa3, sparse_prefill (prefill) kernels" in out
+    assert "float8_e4m3fn KV cache: sparse_prefill (prefill) environment" in out
+
+
+def test_the_doctor_tells_all_where_it_is_asked_to(told):
+    out = told("--all")
     for word in (*IMPLEMENTATIONS, *SWITCHES, "sglang-kernel", "the plugin takes over: the attention backend nsa"):
         assert word in out
 
