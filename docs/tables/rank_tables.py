@@ -26,39 +26,30 @@ from nsa_backend.benchmarks.servers.parallel import Parallel
 from nsa_backend.benchmarks.servers.server import BF16
 
 PARTS = Parts()
+GPU = "NVIDIA H200"
+"""What pages are about, as auto's table calls it."""
 FIRST_RANK = "v3.2-tp8"
 FP8_RANK = title_of(FIRST_RANK, ONE_RANK, "fp8_e4m3")
 BUILTIN = "builtin"
-SIDES = {
-    "ours": "without front",
-    "front": "with front",
-    "verify": "rows together",
-    "front_verify": "both",
-    "auto_alone": "auto, without front",
-    "auto": "front and auto",
-    "default": "default",
-    "sparse_verify": "sparse_verify",
-    "sparse_prefill": "sparse_prefill",
-    "any_length": "without short graphs",
-    "short_prefills": "short prefills in one graph",
-    BUILTIN: "built-in",
-}
-"""Sides in the order of columns. `front` launches a layer's front twice, as is the default where it can; `ours` does not.
-`verify` reads for all rows of a request together. A report in which a side is another than it is called says `sides_are`."""
 GLM_RANK = "glm-5.1-tp8"
 MODELS = {FIRST_RANK: "DeepSeek-V3.2", FP8_RANK: "DeepSeek-V3.2, FP8 KV", GLM_RANK: "GLM-5.1"}
-"""What the README calls them."""
+"""What pages call them."""
 DEFAULTS = {FIRST_RANK: ("auto", "default"), FP8_RANK: ("auto", "default"), GLM_RANK: ("auto_alone", "default")}
-"""Rank and KV cache to the sides that an H200's default was, a later one in place of an earlier one."""
+"""Rank and KV cache to the sides that an H200's default was, a later one in place of an earlier one.
+
+A report in which a side is another than it is called says `sides_are`.
+"""
 WITH_PREFILL = {
     FIRST_RANK: ("sparse_prefill", "default"), FP8_RANK: ("sparse_prefill", "default"), GLM_RANK: ("auto_alone", "default"),
 }  # fmt: skip
 """The same to the sides whose prefill is sparse_prefill's, as the default's is since."""
-TIMES = {"round_ms": "longer", "ttft_ms": "first token later"}
+LOST_BY = {"default": "default", "ours": "fa3 without our front"}
+"""Sides whose losses are told."""
+TIMES = {"round_ms": "longer rounds or tokens", "ttft_ms": "first token later"}
 CONTEXT_FILE, DIVIDED = "rank_v32_tp8_0_5_23_h100", str(Parallel(dcp=2))
-BATCHES, LENGTHS = (1, 8, 32, 64, 128), (300, 4096)
+BATCHES = (1, 8, 32, 64, 128)
 NOISE = 0.005
-"""What is lost by less is in the result files alone, and so are narrower ranges."""
+"""What is lost by less is in the result files alone."""
 
 
 @cache
@@ -108,21 +99,8 @@ def ratio(sides: dict[str, Spread], side: str = "ours") -> float:
     return sides[side].median / sides[BUILTIN].median
 
 
-def sides_of(cells: dict[Cell, dict]) -> list[str]:
-    """Those that any of these cells has, in the order of columns."""
-    there = {side for sides in cells.values() for side in sides}
-    return [side for side in SIDES if side in there]
-
-
 def shape(cell: Cell) -> str:
     return f"{cell.batch} x {cell.length}"
-
-
-def joined(of_batches: list[str]) -> str:
-    """Without those behind the last that was measured."""
-    while of_batches[1:] and of_batches[-1] == "-":
-        of_batches = of_batches[:-1]
-    return " / ".join(of_batches)
 
 
 def of_sides(sides: Iterable[str], key: str = "round_ms") -> dict[Cell, tuple[dict[str, Spread], str]]:
@@ -140,17 +118,12 @@ def over_builtin(name: str, sides: Iterable[str], drafts: bool | None = True) ->
     return [ratio(*found) for cell, found in of_rank(name, sides).items() if drafts in (None, bool(cell.steps))]
 
 
-def least_prefill(kv: str, heads: int) -> int:
-    """Rows from which on a default server's prefill is sparse_prefill's, on an H200."""
-    return least_in_prefill("NVIDIA H200", kv, heads)
-
-
 def first_token(name: str) -> dict[Cell, tuple[dict[str, Spread], str]]:
     """By cell, the default's time to the first token beside the built-in's; prompts of few rows go without sparse_prefill."""
 
     def together(cell: Cell) -> bool:
         heads = ranks.named(cell.checkpoint).config["num_attention_heads"]
-        return cell.batch * cell.length >= least_prefill("bf16" if cell.kv == BF16 else "fp8", heads)
+        return cell.batch * cell.length >= least_in_prefill(GPU, "bf16" if cell.kv == BF16 else "fp8", heads)
 
     few, many = (of_rank(name, sides[name], "ttft_ms") for sides in (DEFAULTS, WITH_PREFILL))
     return {cell: found for cell, found in few.items() if not together(cell)} | {
@@ -163,38 +136,68 @@ def alike(sides: dict[str, Spread], side: str) -> bool:
     return sides[side].least <= sides[BUILTIN].most and sides[BUILTIN].least <= sides[side].most
 
 
-def at_batches(found: Mapping[Cell, tuple[dict[str, Spread], str]], steps: int, length: int) -> str:
-    """Of one rank and KV cache: a ratio a batch, or ~ where both sides are alike."""
-    told = {
-        cell.batch: "~" if alike(*given) else f"{ratio(*given):.3f}"
-        for cell, given in found.items()
-        if (cell.steps, cell.length) == (steps, length)
-    }
-    return joined([told.get(batch, "-") for batch in BATCHES])
+@PARTS.part
+def rank_rounds() -> str:
+    """A row a number of requests: percent of a round of three drafts, after prompts of 300 tokens, that the default saves."""
+
+    def saved(given: tuple[dict[str, Spread], str] | None) -> str:
+        return "-" if given is None else f"{mark(*given)}{round(100 * (1 - ratio(*given)))} %"
+
+    by_rank = [
+        {cell.batch: given for cell, given in of_rank(name, sides).items() if (cell.steps, cell.length) == (3, 300)}
+        for name, sides in DEFAULTS.items()
+    ]
+    return table(["requests", *MODELS.values()], [[str(n), *(saved(found.get(n)) for found in by_rank)] for n in BATCHES])
+
+
+def mark(sides: dict[str, Spread], side: str) -> str:
+    """~ before what is told of sides that are alike."""
+    return "~" if alike(sides, side) else ""
 
 
 @PARTS.part
-def rank_short() -> str:
-    """A row a rank: rounds of three drafts and first tokens of the default over the built-in's, by prompt length."""
-    rows = []
-    for name, sides in DEFAULTS.items():
-        times = (of_rank(name, sides), first_token(name))
-        rows.append([MODELS[name], *(at_batches(found, 3, length) for found in times for length in LENGTHS)])
-    columns = (f"{what}, {length} tokens" for what in ("round", "first token") for length in LENGTHS)
-    return table(["a rank of", *columns], rows)
+def rank() -> str:
+    """Rounds of three drafts, and tokens without drafts, of the default."""
+    return by_shape({name: of_rank(name, sides) for name, sides in DEFAULTS.items()}, "{:.3f} ({:.2f} / {:.2f})")
 
 
 @PARTS.part
-def first_token_saved() -> str:
-    """Percent of the time to the first token that sparse_prefill saves, least to most, at 8 requests on bfloat16 KV."""
-    of_both = {cell: found for name in (FIRST_RANK, GLM_RANK) for cell, found in first_token(name).items()}
-    return percent(ratio(*found) for cell, found in of_both.items() if cell.batch == 8 and cell.steps)
+def first_tokens() -> str:
+    """Times to the first token of the default, with three drafts."""
+    return by_shape(first_with_drafts(), "{:.2f} ({:.0f} / {:.0f})")
+
+
+def first_with_drafts() -> dict[str, dict[Cell, tuple[dict[str, Spread], str]]]:
+    """Of every rank and KV cache what `first_token` gives with drafts."""
+    return {name: {cell: found for cell, found in first_token(name).items() if cell.steps} for name in DEFAULTS}
+
+
+def by_shape(by_rank: Mapping[str, Mapping[Cell, tuple[dict[str, Spread], str]]], form: str) -> str:
+    """A row a shape, a column a rank and number of drafts: `form` of the ratio and of both sides' milliseconds."""
+    columns: dict[str, dict[tuple[int, int], str]] = {}
+    for name, found in by_rank.items():
+        for cell, (sides, side) in found.items():
+            head = MODELS[name] + ("" if cell.steps == 3 else f", {cell.steps or 'no'} drafts")
+            told = form.format(ratio(sides, side), sides[side].median, sides[BUILTIN].median)
+            columns.setdefault(head, {})[cell.length, cell.batch] = mark(sides, side) + told
+    shapes = sorted({at for column in columns.values() for at in column})
+    rows = [[f"{at[1]} x {at[0]}", *(column.get(at, "-") for column in columns.values())] for at in shapes]
+    return table(["requests x tokens", *columns], rows)
+
+
+@PARTS.part
+def first_token_varies() -> str:
+    """Percent by which the longest time to the first token of one prompt of 300 tokens is above the shortest of its side."""
+    by_rank = first_with_drafts().values()
+    of_one = [given for found in by_rank for cell, given in found.items() if (cell.batch, cell.length) == (1, 300)]
+    both = [sides[one] for sides, side in of_one for one in (side, BUILTIN)]
+    return spread((100 * (times.most / times.least - 1) for times in both), "{:.0f}") + " %"
 
 
 @PARTS.part
 def first_token_saved_fp8() -> str:
-    """The same at all batches on FP8 KV."""
-    return percent(ratio(*found) for found in first_token(FP8_RANK).values())
+    """Percent of the time to the first token that the default saves on FP8 KV, least to most, where sides are not alike."""
+    return percent(ratio(*found) for found in first_token(FP8_RANK).values() if not alike(*found))
 
 
 def percent(ratios: Iterable[float]) -> str:
@@ -202,35 +205,28 @@ def percent(ratios: Iterable[float]) -> str:
     return spread((100 * (1 - ratio) for ratio in ratios), "{:.0f}") + " %"
 
 
+def of_defaults() -> list[tuple[dict[str, Spread], str]]:
+    """By cell of the default its rounds or tokens, and which side it is."""
+    return [given for name, sides in DEFAULTS.items() for given in of_rank(name, sides).values()]
+
+
 @PARTS.part
-def rank() -> str:
-    """A row a cell: the time of the newest run over the built-in's, and milliseconds of the row's last side."""
-    columns = {"ours": ("ours",), "default": DEFAULTS[FIRST_RANK]}
-    shown = {side: cells for side, sides in columns.items() if (cells := of_sides(sides))}
-    rows = []
-    for cell in sorted({cell for cells in shown.values() for cell in cells}, key=order):
-        last = [side for side, cells in shown.items() if cell in cells][-1]
-        told = [
-            "-" if cell not in cells else beside(*cells[cell]) if side == last else f"{ratio(*cells[cell]):.3f}"
-            for side, cells in shown.items()
-        ]
-        rows.append([cell.name, str(cell.steps), shape(cell), *told])
-    return table(["rank", "drafts", "requests x tokens", *(SIDES[side] for side in shown)], rows)
+def rounds_shorter() -> str:
+    """How many of these are shorter than the built-in's, beyond the range of either."""
+    found = of_defaults()
+    return f"{sum(ratio(*given) < 1 and not alike(*given) for given in found)} of {len(found)}"
 
 
-def beside(sides: dict[str, Spread], side: str) -> str:
-    """The ratio, with both times in brackets, and their ranges where these are wider than NOISE."""
-
-    def told(t: Spread) -> str:
-        wide = t.most - t.least > NOISE * t.median
-        return f"{t.median:.2f}, {t.least:.2f} to {t.most:.2f}" if wide else f"{t.median:.2f}"
-
-    return f"{ratio(sides, side):.3f} ({told(sides[side])} / {told(sides[BUILTIN])})"
+@PARTS.part
+def samples_apart() -> str:
+    """Percent of a median that the samples of a side of these are apart at most."""
+    both = [sides[one] for sides, side in of_defaults() for one in (side, BUILTIN)]
+    return f"{max(100 * (times.most - times.least) / times.median for times in both):.1f} %"
 
 
 @PARTS.part
 def front_saved() -> str:
-    """Percent of a round or token that a layer's front in two launches saves."""
+    """Percent of a round or token that a layer's front of ours saved when it was new, decode with fa3."""
     return percent(over_builtin(FIRST_RANK, ("front",), drafts=None))
 
 
@@ -256,18 +252,6 @@ def glm_saved() -> str:
 def fp8_saved() -> str:
     """The same on a rank of DeepSeek-V3.2 with FP8 KV."""
     return percent(over_builtin(FP8_RANK, DEFAULTS[FP8_RANK]))
-
-
-@PARTS.part
-def fp8_over_bf16() -> str:
-    """A default server's round on FP8 KV over one on bfloat16 KV, least to most: other runs, the same rank and shapes.
-
-    Of bfloat16 those before values in one launch, rounds of short requests and scales of powers of two, which FP8's lack.
-    """
-    whole = {cell: sides[side].median for cell, (sides, side) in of_sides(("auto",)).items() if cell.kv == BF16}
-    of_fp8 = of_rank(FP8_RANK, DEFAULTS[FP8_RANK]).items()
-    both = ((sides[side].median, whole.get(cell._replace(kv=BF16))) for cell, (sides, side) in of_fp8)
-    return spread(fp8 / bf16 for fp8, bf16 in both if bf16 is not None)
 
 
 @PARTS.part
@@ -303,21 +287,28 @@ def context_reports() -> tuple[dict, dict]:
 
 @PARTS.part
 def context_ranks() -> str:
-    """A row a cell: ours on ranks that divide the KV over ours on as many that do not, each pair of one run."""
+    """A row a cell: ours on ranks that divide the KV over ours on as many that do not, each pair of one run; * of earlier."""
 
-    def told(found: dict[Cell, dict[str, Spread]], cell: Cell) -> str:
-        ratio = over_tensor_parallel(found, cell, "ours")
-        both = (found[of]["ours"].median for of in (cell, undivided(cell)))
-        return f"{ratio:.3f} ({' / '.join(f'{ms:.2f}' for ms in both)})"
+    def told(cell: Cell, key: str, form: str) -> str:
+        for report, mark in zip(reversed(context_reports()), ("", " *"), strict=True):
+            found = spreads(cells_of(report, key), key)
+            if cell in found:
+                both = (form.format(found[of]["ours"].median) for of in (cell, undivided(cell)))
+                return f"{over_tensor_parallel(found, cell, 'ours'):.3f} ({' / '.join(both)}){mark}"
+        raise KeyError(cell)
 
-    before, after = (spreads(cells_of(report, "round_ms")) for report in context_reports())
-    first = spreads(cells_of(context_reports()[1], "ttft_ms"), "ttft_ms")
-    rows = []
-    for cell in sorted((cell for cell in before if cell.parallel == DIVIDED), key=order):
-        rounds = [told(found, cell) if cell in found else "-" for found in (after, before)]
-        firsts = [first[of]["ours"].median for of in (cell, undivided(cell)) if of in first]
-        rows.append([shape(cell), *rounds, " / ".join(f"{ms:.0f}" for ms in firsts) or "-"])
-    return table(["requests x tokens", "round", "round without these", "first token, ms"], rows)
+    measured = spreads(cells_of(context_reports()[0], "round_ms"))
+    cells = sorted((cell for cell in measured if cell.parallel == DIVIDED), key=order)
+    rows = [[shape(cell), told(cell, "round_ms", "{:.2f}"), told(cell, "ttft_ms", "{:.0f}")] for cell in cells]
+    return table(["requests x tokens", "round", "first token"], rows)
+
+
+@PARTS.part
+def context_longer() -> str:
+    """Percent that rounds of ranks that divide the KV take longer, as they are served now."""
+    found = spreads(cells_of(context_reports()[1], "round_ms"))
+    ratios = [over_tensor_parallel(found, cell, "ours") for cell in found if cell.parallel == DIVIDED]
+    return spread((100 * (ratio - 1) for ratio in ratios), "{:.0f}") + " %"
 
 
 @PARTS.part
@@ -353,17 +344,17 @@ def prompt_idle() -> str:
 
 
 def lost_by_ranks() -> list[list[str]]:
-    """A row a rank, side and time that is behind the built-in's of the same run anywhere: the sides of `rank`."""
+    """A row a rank, side and time that is behind the built-in's of the same run anywhere: sides of `LOST_BY`."""
     default = {name: {"round_ms": of_rank(name, sides), "ttft_ms": first_token(name)} for name, sides in DEFAULTS.items()}
     rows = []
-    for (name, of_default), side in product(default.items(), ("default", "ours")):
+    for (name, of_default), (side, words) in product(default.items(), LOST_BY.items()):
         for key, behind in TIMES.items():
             found = of_default[key] if side == "default" else of_rank(name, [side], key)
             cells = [
-                f"{shape(cell)}{f', {cell.steps} drafts' if cell.steps else ''} ({ratio(*given):.3f})"
+                f"{shape(cell)}{f', {cell.steps} drafts' if cell.steps else ''} ({mark(*given)}{ratio(*given):.3f})"
                 for cell, given in found.items()
                 if ratio(*given) >= 1 + NOISE
             ]
             if cells:
-                rows.append([f"rank {name}, {SIDES[side]}", f"{behind} than built-in", "; ".join(cells)])
+                rows.append([f"a rank of {MODELS[name]}, {words}", behind, "; ".join(cells)])
     return rows

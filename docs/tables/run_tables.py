@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 
 from result_files import PRIMARY, Parts, release, reports, result, spread, table
 
 PARTS = Parts()
 
-KERNELS = {
-    "fa3": "fa3",
-    "flashmla_sparse": "flashmla_sparse",
-    "flashmla_kv": "flashmla_kv, FP8",
-    "sparse_decode": "sparse_decode",
-    "sparse_verify": "sparse_verify",
-    "auto": "chosen by rows",
-}
+MODELS = ("DeepSeek-V3.2", "GLM-5.1", "GLM-5.2")
 STEPS = (1, 3, 5)
 """Numbers of drafts that have a column."""
 
 
-def kind(row: dict) -> str:
-    """The implementation, and what else keeps a case's accept lengths apart from other cases'."""
-    case = row["case"]
-    words = KERNELS[row["decode"]] + (", FP8" if re.search("fp8, (sparse|impl)|fp8 sparse_verify", case) else "")
-    return words + next((f", {name.upper()}" for name in ("glm-5.1", "glm-5.2") if name in case), "")
+def model(row: dict) -> str:
+    """Whose architecture the checkpoint of a case has; the first one's where the case names none."""
+    return next((name for name in MODELS if name.lower() in row["case"]), MODELS[0])
 
 
 def in_triton(row: dict) -> bool:
@@ -35,12 +25,12 @@ def in_triton(row: dict) -> bool:
 
 @PARTS.part
 def accept_lengths() -> str:
-    """Least to most of the means of workloads on the primary release, ours; the built-in's: by implementation and drafts."""
+    """Least to most of the means of workloads on the primary release, ours / the built-in's: by model and drafts."""
     found: dict[str, dict[tuple[int, str], list[float]]] = {}
     for report in (each for each in reports("e2e").values() if release(each) == PRIMARY):
         for row in report["rows"] + report.get("rerun", {}).get("rows", []):
             if row["steps"] in STEPS and not row["case"].startswith("adaptive") and not in_triton(row):
-                cells = found.setdefault(kind(row), {})
+                cells = found.setdefault(model(row), {})
                 for workload in row["workloads"].values():
                     for side, given in workload.items():
                         cells.setdefault((row["steps"], side), []).append(given["mean"])
@@ -49,9 +39,9 @@ def accept_lengths() -> str:
         texts = []
         for steps in STEPS:
             sides = [spread(cells.get((steps, side), [])) for side in ("ours", "builtin")]
-            texts.append("-" if sides == ["-", "-"] else "; ".join(sides))
+            texts.append(" / ".join(sides))
         rows.append([words, *texts])
-    return table(["decode", *(f"of {n + 1}" for n in STEPS)], rows)
+    return table(["ours / SGLang's", *(f"of {n + 1}" for n in STEPS)], rows)
 
 
 @PARTS.part
@@ -137,10 +127,10 @@ def beyond(chi_square: float, freedom: int) -> float:
 
 @PARTS.part
 def sampled_alike() -> str:
-    """How often chance alone gives a larger difference between one graph and three, and accept lengths."""
+    """The p-value of the difference between outputs of one graph and of three, and accept lengths."""
     rows = []
     for row in result("sampled_rounds_0_5_23", "mended")["rows"]:
         shares = [beyond(*pair) for pair in zip(row["chi_square"], row["freedom"], strict=True)]
         apart = f"{row['accept_apart']:+.3f} ± {row['accept_error']:.3f}"
-        rows.append([row["sampling"], " / ".join(f"{100 * share:.0f} %" for share in shares), apart])
-    return table(["sampling", "chance gives more", "accepted, one graph less three"], rows)
+        rows.append([row["sampling"], " / ".join(f"{share:.2f}" for share in shares), apart])
+    return table(["sampling", "p-value", "accepted, one graph less three"], rows)

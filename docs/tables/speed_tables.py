@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import product
 from typing import NamedTuple
 
-from rank_tables import NOISE, joined, least_prefill, lost_by_ranks
+from rank_tables import GPU, NOISE, lost_by_ranks
 from result_files import Parts, result, spread, table
 
-from nsa_backend.attention.auto import CANDIDATES
+from nsa_backend.attention.auto import CANDIDATES, least_together
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
+from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
 from nsa_backend.kernels.value_products import few_rows
 
 PARTS = Parts()
 SGLANGS = "SGLang's"
-
-
-@PARTS.part
-def replay_memory() -> str:
-    (row,) = result("memory_0_5_23")["rows"]
-    return " instead of ".join(f"{row['bytes'][side] / 2**20:.1f}" for side in ("ours", "builtin")) + " MiB"
 
 
 # Servers of small checkpoints: (report of serve_0_5_23, the side that is the package's, the sides it is compared with).
@@ -34,9 +29,8 @@ SERVERS = {
     "parallel": ("ours", ("three_graphs", "builtin")),
     "prompts": ("ours", ("builtin",)),
 }
-NAMES = {"ours": "three graphs", "three_graphs": "three graphs", "builtin": "built-in"}
-"""A side that the package's best one is compared with; in the report "auto" `ours` is fa3."""
-QUANTITIES = {"tokens_per_s": "fewer tokens/s", "ttft_ms": "first token later", "round_ms": "longer rounds"}
+QUANTITIES = {"ttft_ms": "first token up to", "round_ms": "round up to", "tokens_per_s": "tokens/s down to"}
+SMALL = "[small checkpoints](../benchmarks/results/serve_0_5_23_h200.json)"
 
 
 def over(row: dict, side: str, other: str, key: str) -> float:
@@ -44,46 +38,54 @@ def over(row: dict, side: str, other: str, key: str) -> float:
 
 
 def cell_name(row: dict) -> str:
-    return f"{row['checkpoint']} {row['batch']} x {row['length']}, {row['steps']} drafts".replace(", 0 drafts", "")
-
-
-def served(part: str, wanted: tuple[int, ...]) -> str:
-    """A row a cell with this many drafts: a round on every side, tokens per second of ours and the built-in's."""
-    side, others = SERVERS[part]
-    rows = []
-    for row in result("serve_0_5_23", part)["rows"]:
-        if row["steps"] in wanted:
-            sides = [s for s in (side, *others) if s in row]
-            rounds = " / ".join(f"{row[s]['round_ms']['median']:.2f}" for s in sides)
-            rates = " / ".join(f"{row[s]['tokens_per_s']['median']:.0f}" for s in (side, "builtin"))
-            accept = " / ".join(f"{row[s]['accept']:.2f}" for s in (side, "builtin"))
-            where = row["checkpoint"] + (f", {row['parallel']}" if row.get("parallel", "tp1") != "tp1" else "")
-            rows.append([where, str(row["steps"]), f"{row['batch']} x {row['length']}", rounds, rates, accept])
-    sides = " / ".join(["one graph", *(NAMES[s] for s in others)])
-    return table(
-        ["checkpoint", "drafts", "requests x tokens", f"ms a round: {sides}", "tokens/s: ours / built-in", "accepted"], rows
-    )
+    drafts = f", {row['steps']} drafts" if row["steps"] else ""
+    return f"{row['checkpoint']} {row['batch']} x {row['length']}{drafts}"
 
 
 @PARTS.part
 def rounds() -> str:
-    return served("rounds", (1, 3))
+    """A row a cell with drafts: a round on every side, tokens per second of ours and the built-in's; of two GPUs the ends."""
+    return table(
+        ["checkpoint", "drafts", "requests x tokens", f"ms a round: one graph / three graphs / {SGLANGS}",
+         f"tokens/s: ours / {SGLANGS}", "accepted"],
+        [served(row, *SERVERS[part]) for part in ("rounds", "parallel") for row in wanted(part)],
+    )  # fmt: skip
 
 
-@PARTS.part
-def two_gpus() -> str:
-    return served("parallel", (3,))
+def wanted(part: str) -> list[dict]:
+    """Rows with drafts; of a deployment of several GPUs those of the fewest and the most requests."""
+    rows = [row for row in result("serve_0_5_23", part)["rows"] if row["steps"]]
+    batches: dict[str, list[int]] = {}
+    for row in rows:
+        batches.setdefault(deployment(row), []).append(row["batch"])
+    ends = {where: (min(found), max(found)) for where, found in batches.items()}
+    return [row for row in rows if not deployment(row) or row["batch"] in ends[deployment(row)]]
+
+
+def deployment(row: dict) -> str:
+    """That of a row of several GPUs."""
+    return row.get("parallel", ONE_RANK).replace(ONE_RANK, "")
+
+
+def served(row: dict, side: str, others: Sequence[str]) -> list[str]:
+    sides = (side, *others)
+    times = " / ".join(f"{row[s]['round_ms']['median']:.2f}" for s in sides)
+    rates = " / ".join(f"{row[s]['tokens_per_s']['median']:.0f}" for s in (side, "builtin"))
+    accept = " / ".join(f"{row[s]['accept']:.2f}" for s in (side, "builtin"))
+    where = ", ".join(filter(None, (row["checkpoint"], deployment(row))))
+    return [where, str(row["steps"]), f"{row['batch']} x {row['length']}", times, rates, accept]
 
 
 @PARTS.part
 def trained_accept() -> str:
-    """Ours over built-in on the same prompts, least to most over cells of two drafts and more, and how many are apart."""
+    """Ours over the built-in's on the same prompts, least to most over cells of two drafts and more; how many are apart."""
     cells = [
         row["gain"] for report in result("trained_0_5_23")["reports"].values() for row in report["accept"] if row["steps"] >= 2
     ]
     below, above = (sum(sign * (c["ratio"] - 1) > 2 * c["standard_error"] for c in cells) for sign in (-1, 1))
     ratios = spread((cell["ratio"] for cell in cells), "{:.3f}")
-    return f"{ratios} of the built-in's in {len(cells)} cells. By two standard errors {below} are below 1 and {above} above"
+    apart = f"{below + above} of {len(cells)} cells differ by more than two standard errors, {below} of them downwards"
+    return f"{ratios} times {SGLANGS}. {apart}"
 
 
 def rate(row: dict) -> float:
@@ -133,7 +135,7 @@ def sparse_decode() -> str:
     )
 
 
-SHARED = {0.9: "nine tenths", 0.5: "half", 0.0: "nothing"}
+SHARED = (0.9, 0.5, 0.0)
 """What a row shares with the row before it."""
 
 
@@ -161,54 +163,37 @@ together_ratios = partial(over_others, "rows_together", "sparse_verify", "rows_p
 prefill_ratios = partial(over_others, "prefill_together", "sparse_prefill", "rows_together", "rows")
 
 
-def by_shared(found: dict[Sharing, float], count: str, *, reverse: bool = False) -> str:
-    """A row a KV cache, number of heads and of rows together, of ratios by how much is shared; "-" where none was measured."""
-    counts = sorted({cell.count for cell in found}, reverse=reverse)
+def by_shared(found: dict[Sharing, float], count: str, counts: Sequence[int]) -> str:
+    """A row a KV cache and number of heads, a column a count: ratios by how much is shared."""
+    ratios = {(cell.kv, cell.heads, cell.count, cell.overlap): ratio for cell, ratio in found.items()}
 
-    def told(row: tuple, n: int) -> str:
-        ratios = (found.get(Sharing(*row, n, overlap)) for overlap in SHARED)
-        return joined(["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios])
+    def told(kv: str, heads: int, n: int) -> str:
+        return " / ".join(f"{ratios[kv, heads, n, overlap]:.2f}" for overlap in SHARED)
 
-    rows = [[", ".join(map(str, row)), *(told(row, n) for n in counts)] for row in dict.fromkeys(sorted(c[:3] for c in found))]
-    return table([f"KV, heads, rows together; {count}:", *map(str, counts)], rows)
+    rows = [[f"{kv}, {heads}", *(told(kv, heads, n) for n in counts)] for kv, heads in sorted({cell[:2] for cell in found})]
+    return table([f"KV, heads; {count}:", *map(str, counts)], rows)
 
 
 @PARTS.part
 def sparse_verify() -> str:
-    return by_shared(together_ratios(), "requests")
-
-
-def shared(found: dict[Sharing, float], kv: str, least: int) -> str:
-    """Least to most on this KV cache, from so many requests or rows on, where nine tenths or half are shared."""
-    return spread(ratio for cell, ratio in found.items() if cell.kv == kv and cell.count >= least and cell.overlap)
+    """Of three drafts."""
+    return by_shared({cell: t for cell, t in together_ratios().items() if cell.together == 4}, "requests", (8, 16, 32, 64))
 
 
 @PARTS.part
-def verify_shared() -> str:
-    """From 24 requests on, with which auto takes rows together."""
-    return spread(ratio for cell, ratio in together_ratios().items() if cell.count >= 24 and cell.overlap)
+def verify_served() -> str:
+    """Requests with three drafts from which on a default server takes their rows together, by KV cache."""
+    least = {
+        kv: [least_together(GPU, kv, heads)[4] // 4 for heads in sorted({c.heads for c in together_ratios()}, reverse=True)]
+        for kv in CANDIDATES
+    }
+    bf16, fp8 = (" or ".join(map(str, dict.fromkeys(found))) for found in least.values())
+    return f"{bf16} requests on, on FP8 KV from {fp8}"
 
 
 @PARTS.part
 def sparse_prefill() -> str:
-    return by_shared(prefill_ratios(), "rows", reverse=True)
-
-
-@PARTS.part
-def prefill_shared() -> str:
-    """Least to most where a default server has it, and nine tenths or half are shared."""
-    return shared(served_prefill(), "bf16", 0)
-
-
-@PARTS.part
-def prefill_shared_fp8() -> str:
-    """The same on FP8 KV."""
-    return shared(served_prefill(), "fp8", 0)
-
-
-def served_prefill() -> dict[Sharing, float]:
-    """Cells that a default server takes together."""
-    return {cell: ratio for cell, ratio in prefill_ratios().items() if cell.count >= least_prefill(cell.kv, cell.heads)}
+    return by_shared(prefill_ratios(), "rows", (8192, 1024))
 
 
 @PARTS.part
@@ -220,34 +205,39 @@ def index_scores() -> str:
         for row in result("index_scores_0_5_23", part)["rows"]
         if row["index_heads"] == 64
     }
-    requests, lengths = (sorted(set(counts)) for counts in zip(*times, strict=True))
+    lengths = sorted({length for _, length in times})
 
     def told(us: dict[str, float]) -> str:
         sglang = us.get("one by one in SGLang's pieces", us["one by one"])
         return f"{us['two by two'] / sglang:.2f} ({sglang:.1f})"
 
-    rows = [[str(n), *(told(times[n, length]) for length in lengths)] for n in requests]
+    rows = [[str(n), *(told(times[n, length]) for length in lengths)] for n in (1, 8, 64)]
     return table(["requests; tokens:", *map(str, lengths)], rows)
 
 
 VALUES_TOGETHER = "ours with values in one launch, to o_proj"
 OF_FRONTS = "fronts_to_o_proj"
+FRONT_ROWS = (4, 32, 128)
+FRONTS = {"deepseek-v3.2": "DeepSeek-V3.2", "glm-5.1": "GLM-5.1", "glm-5.2, shared": "GLM-5.2, shared"}
 
 
 @PARTS.part
 def whole_front() -> str:
-    """Microseconds of a layer's front up to its index scores, ours over SGLang's, by rows; in brackets SGLang's."""
-    found = result("attention_0_5_23", OF_FRONTS)["whole_front"]
+    """Microseconds of a layer's front up to its index scores, ours over SGLang's, by rows; in brackets SGLang's; launches."""
+    found = [row for row in result("attention_0_5_23", OF_FRONTS)["whole_front"] if row["rows"] in FRONT_ROWS]
     columns = list(dict.fromkeys((row["model"], row["kv"]) for row in found))
     times = {(row["model"], row["kv"], row["rows"]): row["us"] for row in found}
-    launches = {(row["model"], row["kv"]): row["launches"] for row in found if row["rows"] == 4}
 
     def told(us: dict[str, float]) -> str:
         return f"{us['ours'] / us[SGLANGS]:.2f} ({us[SGLANGS]:.0f})"
 
-    rows = [[str(n), *(told(times[*column, n]) for column in columns)] for n in sorted({row["rows"] for row in found})]
-    counted = [f"{launches[column]['ours']:.0f} / {launches[column][SGLANGS]:.0f}" for column in columns]
-    return table(["rows", *(f"{model}, {kv} KV" for model, kv in columns)], [*rows, ["launches, 4 rows", *counted]])
+    def launched(model: str, kv: str) -> str:
+        of_column = [row["launches"] for row in found if (row["model"], row["kv"]) == (model, kv)]
+        return " / ".join(spread((launches[side] for launches in of_column), "{:.0f}") for side in ("ours", SGLANGS))
+
+    rows = [[str(n), *(told(times[*column, n]) for column in columns)] for n in FRONT_ROWS]
+    last = [f"launches, ours / {SGLANGS}", *(launched(*column) for column in columns)]
+    return table(["rows", *(f"{FRONTS[model]}, {kv}" for model, kv in columns)], [*rows, last])
 
 
 def values_together(row: dict) -> bool:
@@ -255,48 +245,19 @@ def values_together(row: dict) -> bool:
     return row["rows"] <= few_rows(SHAPES[row["model"]]["v"])
 
 
-def to_o_proj() -> list[dict]:
-    """Rows of a layer's front and of what is behind its attention, to o_proj."""
-    return [row for row in result("attention_0_5_23", OF_FRONTS)["whole_front"] if VALUES_TOGETHER in row["us"]]
-
-
 @PARTS.part
 def whole_layers() -> str:
-    """A layer to o_proj as it is served over SGLang's, least to most over rows, by model."""
-    of_model = {"deepseek-v3.2": "DeepSeek-V3.2", "glm-5.1": "GLM-5.1", "glm-5.2, shared": "shared layers of GLM-5.2"}
+    """A layer to o_proj as it is served over SGLang's, without attention, least to most over rows, by model."""
+    found = [row for row in result("attention_0_5_23", OF_FRONTS)["whole_front"] if VALUES_TOGETHER in row["us"]]
     ratios = {
         name: spread(
             row["us"][VALUES_TOGETHER if values_together(row) else "ours, to o_proj"] / row["us"][f"{SGLANGS}, to o_proj"]
-            for row in to_o_proj()
+            for row in found
             if row["model"] == model
         )
-        for model, name in of_model.items()
+        for model, name in FRONTS.items()
     }
     return ", ".join(f"{ratio} on {name}" for name, ratio in ratios.items())
-
-
-@PARTS.part
-def values_saved() -> str:
-    """Microseconds that values in one launch save of that, least to most, at the rows that have them."""
-    few = [row["us"] for row in to_o_proj() if values_together(row)]
-    return spread((us["ours, to o_proj"] - us[VALUES_TOGETHER] for us in few), "{:.1f}") + " us"
-
-
-@PARTS.part
-def fetching_lost() -> str:
-    """Microseconds of a layer's front that weights asked for ahead cost, least to most."""
-    found = result("attention_0_5_23", "early_launches")["rows"]
-    return spread((row["us"]["front now"] - row["us"]["front no prefetch"] for row in found), "{:.1f}") + " us"
-
-
-@PARTS.part
-def metadata_launch() -> str:
-    found: dict[tuple[int, int], dict[str, float]] = {}
-    for row in result("metadata_0_5_23", "launch")["rows"]:
-        found.setdefault((row["bs"], row["length"]), {})[row["mode"]] = row["us"]["served"]
-    modes = list(next(iter(found.values())))
-    rows = [[f"{bs} x {length}", *(f"{us[mode]:.2f}" for mode in modes)] for (bs, length), us in found.items()]
-    return table(["requests x tokens, us", *modes], rows)
 
 
 def metadata_shapes() -> list[dict]:
@@ -312,7 +273,7 @@ def metadata_beside() -> str:
         cells = [row for row in metadata_shapes() if row["mode"] == mode]
         times = [spread((r["builtin"][key] / r["ours"][key] for r in cells), "{:.1f}") for key in ("gpu_us", "cpu_us")]
         rows.append([mode, str(len(cells)), *times])
-    return table(["SGLang's time / ours", "shapes", "GPU", "CPU"], rows)
+    return table([f"{SGLANGS} time / ours", "shapes", "GPU", "CPU"], rows)
 
 
 @PARTS.part
@@ -322,40 +283,47 @@ def memory() -> str:
         report = result(f"memory_{name}")
         sizes = report["rows"][0]["bytes"] if "rows" in report else report["bytes"]
         rows.append([name.replace("_", "."), *(f"{sizes[side] / 2**20:.1f}" for side in ("ours", "builtin"))])
-    return table(["SGLang", "ours, MiB", "built-in, MiB"], rows)
+    return table(["SGLang", "ours, MiB", f"{SGLANGS}, MiB"], rows)
 
 
-def lost_by_servers() -> Iterator[list[str]]:
-    """A row a report, other side and quantity: every cell in which the package's side is behind."""
+def lost_by_servers() -> list[str]:
+    """A row of all servers of small checkpoints: in how many figures ours is behind, and the worst of each quantity."""
+    found = []
     for part, (side, others) in SERVERS.items():
-        rows = result("serve_0_5_23", part)["rows"]
-        for other, (key, words) in product(others, QUANTITIES.items()):
-            ratios = [(row, over(row, side, other, key)) for row in rows if other in row]
-            lost = [(row, ratio) for row, ratio in ratios if (1 - ratio if key == "tokens_per_s" else ratio - 1) >= NOISE]
-            if lost:
-                name = "fa3" if (part, other) == ("auto", "ours") else NAMES[other]
-                yield [part, f"{words} than {name}", "; ".join(f"{cell_name(row)} ({ratio:.3f})" for row, ratio in lost)]
+        for row, other, key in product(result("serve_0_5_23", part)["rows"], others, QUANTITIES):
+            if other in row:
+                ratio = over(row, side, other, key)
+                lack = 1 - ratio if key == "tokens_per_s" else ratio - 1
+                found.append((lack, key, f"{ratio:.3f} ({cell_name(row)})"))
+    lost = [one for one in found if one[0] >= NOISE]
+    worst = (f"{words} {max(one for one in lost if one[1] == key)[-1]}" for key, words in QUANTITIES.items())
+    return [f"servers of {SMALL}", f"{len(lost)} of {len(found)} figures", "; ".join(worst)]
+
+
+def behind(ratios: Collection[float]) -> str:
+    """In how many of these ours is behind."""
+    return f"{sum(ratio >= 1 + NOISE for ratio in ratios)} of {len(ratios)}"
 
 
 @PARTS.part
 def losses() -> str:
-    """Every cell of every run in which the package is behind by more than NOISE."""
-    rows = [*lost_by_ranks(), *lost_by_servers()]
+    """Every cell of every run in which the package is behind by NOISE or more; of servers of small checkpoints the worst."""
     trained = [row for row in result("trained_0_5_23", "third")["speed"] if rate(row) < 1]
     cells = "; ".join(f"{r['batch']} requests, {r['steps']} drafts, T = {r['temperature']:g} ({rate(r):.2f})" for r in trained)
-    rows.append(["trained", "fewer tokens/s than built-in", cells])
-    for kv in DECODE_RUNS:
-        (_, heads, most), worst = max((item for item in decode_ratios().items() if item[0][0] == kv), key=lambda item: item[1])
-        rows.append(["sparse_decode", f"longer than the best other, {kv}", f"at most {worst:.2f}: {heads} heads, {most} rows"])
+    rows = [*lost_by_ranks(), lost_by_servers(), ["small trained models", "fewer tokens/s", cells]]
+    (kv, heads, most), worst = max(decode_ratios().items(), key=lambda item: item[1])
+    cells = behind(decode_ratios().values())
+    rows.append(["sparse_decode", "longer", f"{cells}; at most {worst:.2f} ({kv}, {heads} heads, {most} rows)"])
+    by_overlap = " / ".join(f"{100 * overlap:.0f}" for overlap in SHARED) + " %"
     for name, count, ratios in (("sparse_verify", "requests", together_ratios()), ("sparse_prefill", "rows", prefill_ratios())):
         cell, worst = max(ratios.items(), key=lambda item: item[1])
-        of_overlap = [[ratio for other, ratio in ratios.items() if other.overlap == overlap] for overlap in SHARED]
-        lost = [f"{sum(ratio >= 1 + NOISE for ratio in found)} of {len(found)}" for found in of_overlap]
-        sharing = "; ".join(f"{words}: {cells}" for words, cells in zip(SHARED.values(), lost, strict=True))
+        lost = " / ".join(behind([t for other, t in ratios.items() if other.overlap == overlap]) for overlap in SHARED)
         most = f"{worst:.2f} ({cell.kv}, {cell.heads} heads, {cell.count} {count})"
-        rows.append([name, "longer than the best other", f"of rows that share {sharing}; at most {most}"])
-    slower = [row for row in metadata_shapes() if row["builtin"]["gpu_us"] < row["ours"]["gpu_us"]]
+        rows.append([f"{name}, {by_overlap} shared", "longer", f"{lost}; at most {most}"])
+    shapes = metadata_shapes()
+    slower = [row for row in shapes if row["builtin"]["gpu_us"] < row["ours"]["gpu_us"]]
     worst = max(slower, key=lambda row: row["ours"]["gpu_us"] / row["builtin"]["gpu_us"])
     times = " against ".join(f"{worst[side]['gpu_us']:.1f} us" for side in ("ours", "builtin"))
-    rows.append(["metadata", "longer on the GPU than SGLang's", f"{len(slower)} shapes of draft decode, at worst {times}"])
-    return table(["run", "behind in", "cells (ours / other)"], rows)
+    modes = ", ".join(dict.fromkeys(row["mode"] for row in slower))
+    rows.append(["metadata", "longer on the GPU", f"{len(slower)} of {len(shapes)}, {modes}: at worst {times}"])
+    return table(["what", "behind in", f"cells (ours / {SGLANGS} or the best other)"], rows)
