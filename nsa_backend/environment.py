@@ -20,66 +20,66 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_DISABLE",
         "0",
-        "1: SGLang's built-in backend serves, and the plugin keeps nothing but the old spellings of options",
-        "to compare with the built-in backend, or to go back to it, with the same command",
+        "1: SGLang's own backend serves; a command with NAIVE_EAGLE or sparse_... does not start",
+        "to compare, or to go back",
     ),
     Variable(
         "NSA_BACKEND_REQUIRED",
         "0",
-        "1: the server does not start unless this backend serves target and drafts",
-        "in deployments: a plugin that does not load is otherwise one line in SGLang's log",
-    ),
-    Variable(
-        "NSA_BACKEND_AUTO_DECODE",
-        "unset",
-        "unset: on an H200 with 0.5.23 the decode implementation is chosen per captured batch size from measurements, where "
-        "options name none; 1: so whatever they name, or no start; 0: never",
-        "0 to compare; 1 on an H200 with another release",
+        "1: no start unless this backend serves target and drafts",
+        "in production: a failed load is otherwise one log line",
     ),
     Variable(
         "NSA_BACKEND_ROUND_GRAPH",
         "unset",
-        "0: a speculative round is three CUDA graphs; 1: one, seen on a GPU or not, or no start; unset: one if options allow",
-        "0 where memory is scarce or a round is suspected; 1 to be told why a server can have none",
+        "unset: a round is one CUDA graph where options allow; 1: beside more options, or no start; 0: three graphs",
+        "0 to save memory; 1 to learn what forbids it",
     ),
     Variable(
         "NSA_BACKEND_SAMPLED_ROUNDS",
         "unset",
-        "1: a sampled round is one CUDA graph; 0: three; unset: one on SGLang 0.5.23 without DP attention",
-        "0 where memory is scarce; 1 on 0.5.17 and under DP attention",
-    ),
-    Variable(
-        "NSA_BACKEND_LAYER_FRONT",
-        "unset",
-        "unset: two launches of ours in front of every layer that can have them, on 0.5.23 and Hopper; 1: so, or no start; "
-        "0: SGLang's own",
-        "0 to compare; the start says how many layers have it",
-    ),
-    Variable(
-        "NSA_BACKEND_SHORT_GRAPHS",
-        "unset",
-        "unset: up to 64 requests have graphs without index scores and top-k while all are within index_topk tokens, for "
-        "decode or for rounds in one graph, on 0.5.23 and Hopper; 1: any number, under DP attention too, or no start; 0: none",
-        "0 for a shorter start where requests are long; 1 for many short ones",
-    ),
-    Variable(
-        "NSA_BACKEND_SHORT_PREFILLS",
-        "0",
-        "1: prefills of up to 512 tokens are one graph while all requests are within index_topk, or no start; not run yet",
-        "to try it",
-    ),
-    Variable(
-        "NSA_BACKEND_PAIRED_LOGITS",
-        "unset",
-        "unset: on 0.5.23 and Hopper the indexer scores rows of target_verify two by two, from two requests and for an even "
-        "number of draft tokens: index keys are read half as often; 1: of one request too, or no start; 0: one by one",
-        "0 to compare; 1 for one request of a long context, or on 0.5.17",
+        "1: rounds of requests with a temperature are one graph too; 0: three; unset: one on 0.5.23 without DP attention",
+        "1 on 0.5.17 or with DP attention",
     ),
     Variable(
         "NSA_BACKEND_CHECK",
         "0",
-        "1: every batch's request slots, lengths and page entries are checked, which waits for the GPU each time",
-        "after an illegal memory access, or outputs that make no sense",
+        "1: checks request slots, lengths and pages of every batch; slow",
+        "after an illegal memory access",
+    ),
+    Variable(
+        "NSA_BACKEND_AUTO_DECODE",
+        "unset",
+        "unset: on an H200 with 0.5.23 each batch size decodes with the kernel measured fastest, unless options name one; "
+        "1: always, or no start; 0: never",
+        "0 to compare; 1 on an H200 with another release",
+    ),
+    Variable(
+        "NSA_BACKEND_LAYER_FRONT",
+        "unset",
+        "unset: kernels of this package before attention where layers allow, on 0.5.23 and Hopper; 1: so, or no start; "
+        "0: SGLang's",
+        "0 to compare",
+    ),
+    Variable(
+        "NSA_BACKEND_PAIRED_LOGITS",
+        "unset",
+        "unset: from two requests on the indexer scores an even number of verified tokens in pairs, on 0.5.23 and Hopper; "
+        "1: from one, or no start; 0: singly",
+        "0 to compare; 1 for one long request, or on 0.5.17",
+    ),
+    Variable(
+        "NSA_BACKEND_SHORT_GRAPHS",
+        "unset",
+        "unset: up to 64 requests, all within 2048 tokens, skip index scores and top-k in decode or rounds of one graph, on "
+        "0.5.23 and Hopper; 1: any number, DP attention too, or no start; 0: never",
+        "0 for a shorter start",
+    ),
+    Variable(
+        "NSA_BACKEND_SHORT_PREFILLS",
+        "0",
+        "1: prefills of up to 512 tokens, of requests within 2048, are one graph, or no start; never run on a GPU",
+        "to try it",
     ),
 )
 SWITCHES = {variable.name: variable for variable in VARIABLES}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,22 @@ from models import installed_models
 from recipes import NEW, OLD, RECIPES, Refused, Served, Stopped
 
 PARTS = Parts()
-DEPLOYMENTS = json.loads((Path(__file__).resolve().parent / "deployments.json").read_text())
+LIST = Path(__file__).resolve().parent / "deployments.json"
+DEPLOYMENTS = json.loads(LIST.read_text())
 """How each is asked for, where it ran and which reports say so, which no code can tell; and what is refused beside another."""
+
+BY_SGLANG = {
+    "--page-size": "--page-size 32",
+    "--kv-cache-dtype": "--kv-cache-dtype fp8_e5m2",
+    "--speculative-eagle-topk": (
+        "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 8"
+    ),
+    "--enable-deterministic-inference": "--enable-deterministic-inference",
+    "--enable-unified-memory": "--enable-unified-memory",
+    "--enable-page-major-kv-layout": "--enable-page-major-kv-layout",
+}
+"""Options with a rule of ours that no server of the primary release meets, and a command of each. SGLang refuses the other
+values itself, or sets another page size, for these models and whichever backend serves (tests/docs/test_code_tables.py)."""
 
 RANKS = 8
 """Tensor-parallel size of the server whose heads are asked about; fewer ranks have more heads each, which changes nothing."""
@@ -103,42 +118,36 @@ def matrix() -> str:
     return table(["SGLang", "model", *IMPLEMENTATIONS], joined)
 
 
-@PARTS.part
-def refused_count() -> str:
-    """How many options, and switches of SGLang, have a value that stops the start."""
-    from nsa_backend.adapters.dsa.refusals import REFUSED_ENVIRONMENT
+def rules() -> list[Any]:
+    """Those that a server of the primary release can meet."""
     from nsa_backend.refusals import RULES
 
-    return str(len({rule.option for rule in RULES}) + len(REFUSED_ENVIRONMENT))
+    return [rule for rule in RULES if rule.option not in BY_SGLANG]
 
 
 @PARTS.part
 def models() -> str:
-    """A row a model that SGLang serves with sparse attention; what is not served has the number of its sentence."""
-    from nsa_backend.adapters.layer_sharing import layers_that_share
+    """A row a sparse model that SGLang knows; what is not served has the number of its sentence."""
+    from nsa_backend.adapters.installed import adapter
 
     sentences: list[str] = []
 
-    def short(answer: str) -> str:
-        if answer != "served" and answer not in sentences:
+    def number(answer: str) -> str:
+        if answer not in sentences:
             sentences.append(answer)
-        return "yes" if answer == "served" else f"no ({sentences.index(answer) + 1})"
-
-    def selections(config: Any) -> str:
-        if getattr(config, "cli_factor", 1) > 1:
-            return "all but one in cli_factor attentions"
-        layers = layers_that_share(config)
-        parts = [f"{sum(layers)} of {len(layers)} layers"] if any(layers) else []
-        return ", ".join([*parts, *(["draft steps"] if getattr(config, "index_share_for_mtp_iteration", False) else [])]) or "-"
+        return f"({sentences.index(answer) + 1})"
 
     rows = []
     for name, config in installed_models().items():
+        if not adapter.is_sparse_model(config):
+            continue
         text = getattr(config, "text_config", None) or config
         text = SimpleNamespace(**text) if isinstance(text, dict) else text
-        answers = [short(model_answer(config, speculative=drafts)) for drafts in (False, True)]
-        rows.append([name, config.architectures[0], str(text.num_attention_heads), selections(text), *answers])
-    listed = "\n".join(f"{number}. {sentence}" for number, sentence in enumerate(sentences, 1))
-    return table(["model", "in SGLang", "heads", "shared selections", "served", "with MTP"], rows) + "\n\n" + listed
+        plain, drafts = (model_answer(config, speculative=asked) for asked in (False, True))
+        served = f"no {number(plain)}" if plain != "served" else "yes" if drafts == plain else f"without MTP {number(drafts)}"
+        rows.append([name, config.architectures[0], str(text.num_attention_heads), served])
+    listed = "\n".join(f"{at}. {sentence}" for at, sentence in enumerate(sentences, 1))
+    return table(["model", "in SGLang", "heads", "served"], rows) + "\n\n" + listed
 
 
 def refusals_of(sets: dict[str, Any]) -> list[str]:
@@ -158,37 +167,50 @@ def advice(sentence: str) -> str:
 
 @PARTS.part
 def deployments() -> str:
-    """What nothing refuses at start, and where it ran."""
-    rows = []
+    """What nothing refuses at start, and where it ran; below, the files of its reports."""
+    rows, files = [], {}
     for found in DEPLOYMENTS["served"]:
         if stops := refusals_of(found["sets"]):
             raise ValueError(f"{found['name']} is refused: {stops}")
-        links = ", ".join(map(report_link, found["reports"])) or "-"
-        rows.append([found["name"], f"`{found['options']}`".replace("`-`", "-"), found["ran"], links])
-    return table(["deployment", "options", "ran on", "reports"], rows)
+        files |= dict.fromkeys(map(file_of, found["reports"]))
+        rows.append([found["name"], f"`{found['options']}`".replace("`-`", "-"), found["ran"]])
+    links = ", ".join(f"[{file}](../benchmarks/results/{path_of(file).name})" for file in files)
+    listed = f"Files: {links}. Which report has which row: [{LIST.name}](tables/{LIST.name})."
+    return table(["deployment", "options", "ran on"], rows) + "\n\n" + listed
 
 
-def report_link(name: str) -> str:
-    """A link to the file that has this report; an error where none has."""
+def file_of(name: str) -> str:
+    """The file that has this report; an error where none has."""
     file, _, part = name.rpartition("/") if "/" in name else ("e2e_0_5_23", "", name)
     result(file, part or None)
-    return f"[{part or file}](../benchmarks/results/{path_of(file).name})"
+    return file
 
 
 @PARTS.part
 def refused() -> str:
-    """Every option, switch and combination that stops the start, and what its sentence says to do."""
+    """Every option, switch and combination that stops the start, and what to pass instead."""
     from nsa_backend.adapters.dsa.refusals import REFUSED_ENVIRONMENT
-    from nsa_backend.refusals import RULES
 
-    values = {rule.option: rule.advice for rule in RULES}
-    rows = [[f"`{option}`", what] for option, what in values.items()]
-    rows += [[f"`{name}=1`", "unset it"] for name in REFUSED_ENVIRONMENT]
-    rows += [
-        [name, advice(refusals_of(sets)[0])]
-        for name, sets in ((found["name"], found["sets"]) for found in DEPLOYMENTS["refused_beside"])
-    ]
-    return table(["not served", "instead"], rows)
+    rows = [(f"`{rule.option}`", value(rule.option, rule.advice)) for rule in rules()]
+    rows += [(f"`{name}=1`", "unset") for name in REFUSED_ENVIRONMENT]
+    rows += [(found["name"], value("", advice(refusals_of(found["sets"])[0]))) for found in DEPLOYMENTS["refused_beside"]]
+    alike: dict[str, list[str]] = {}
+    for name, instead in rows:
+        alike.setdefault(instead, []).append(name)
+    return table(["option", "pass"], [[", ".join(names), instead] for instead, names in alike.items()])
+
+
+def value(option: str, told: str) -> str:
+    """What to pass, of advice that begins with a verb and may name the option again."""
+    words = told.removeprefix("pass ").removeprefix("choose ").removeprefix(f"{option} ")
+    other = {"drop the option": "none of these", "use an NVIDIA GPU": "cuda"}
+    return other.get(words, words.replace("drop the first option, and", "nothing:"))
+
+
+@PARTS.part
+def by_sglang() -> str:
+    """Options whose other values SGLang refuses itself."""
+    return ", ".join(f"`{option}`" for option in BY_SGLANG if option != "--page-size")
 
 
 @PARTS.part
@@ -196,21 +218,57 @@ def environment() -> str:
     """The variables that the package reads."""
     from nsa_backend.environment import VARIABLES
 
-    rows = [[f"`{found.name}`", found.default, found.effect, found.when] for found in VARIABLES]
-    return table(["0 or 1", "default", "effect", "when to change it"], rows)
+    rows = [[f"`{found.name}`", found.effect, found.when] for found in VARIABLES]
+    return table(["0 or 1", "effect", "when to set it"], rows)
+
+
+@PARTS.part
+def never_one_graph() -> str:
+    """Options of a server whose rounds are three graphs on every release."""
+    from nsa_backend.adapters.dsa.rounds.by_release import release as of_release
+    from nsa_backend.adapters.dsa.rounds.served import NEEDED
+
+    plainer = {"--speculative-algorithm": "--speculative-algorithm EAGLE3", "--attn-cp-size": "--enable-prefill-cp"}
+    options = [rule.option for rule in NEEDED if rule.attribute not in of_release().beside]
+    return ", ".join(f"`{plainer.get(option, option)}`" for option in options)
+
+
+@PARTS.part
+def sampled_memory() -> str:
+    """MiB that sampled rounds of three drafts keep for each request of the largest captured batch."""
+    from nsa_backend.adapters.dsa.rounds.capture import FLOAT_BYTES, MIB, VOCABULARIES
+
+    rows, words = 4, installed_models()["DeepSeek-V3.2"].vocab_size
+    return f"{VOCABULARIES * rows * words * FLOAT_BYTES / MIB:.1f} MiB"
+
+
+@PARTS.part
+def start_cost() -> str:
+    """Seconds until a rank of DeepSeek-V3.2 was ready, and memory of its rounds, which the report has in words."""
+    report = result("rank_v32_tp8_0_5_23", "short_rounds")
+    ours, builtin = ({row["seconds_to_ready"] for row in report["rows"] if row["side"] == side} for side in ("auto", "builtin"))
+    sizes, usual, short = re.search(
+        r"Verify graphs of (\d+) sizes.*rounds of any length (\d+) MiB, short ones (\d+) MiB", report["what"]
+    ).groups()
+    seconds = f"{min(ours):.0f} instead of {min(builtin):.0f} s"
+    return f"{seconds}, with {sizes} batch sizes. Its rounds took {usual} MiB, short ones {short}"
 
 
 @PARTS.part
 def recipes() -> str:
-    """Public launch commands by what comes of them."""
+    """Public launch commands by what comes of them; in brackets what to change for rounds in one graph."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     for name, recipe in RECIPES.items():
         new, old = recipe.outcomes[NEW], recipe.outcomes[OLD]
         graphs = [recipe_round(outcome) for outcome in (new, old)]
-        before = "the same" if recipe_change(new) == recipe_change(old) and graphs[0] == graphs[1] else recipe_change(old)
-        if before == "served" and graphs[0] != graphs[1]:
-            before = graphs[1].partition(";")[0]
-        alike.setdefault((recipe_change(new), graphs[0], before), []).append(f"[{name}]({recipe.source})")
+        change = new.three if isinstance(new, Served) else None
+        before = recipe_change(old)
+        if before == recipe_change(new) and graphs[0] == graphs[1] and not change:
+            before = "the same"
+        elif before == "served" and graphs[1] != "-":
+            before = graphs[1]
+        words = f" ({shorter(change)})" if change else ""
+        alike.setdefault((recipe_change(new), graphs[0], before), []).append(f"[{name}]({recipe.source}){words}")
     rows = [[*key, "; ".join(links)] for key, links in sorted(alike.items(), key=lambda item: -len(item[1]))]
     return table([f"on {NEW}", "a round", f"on {OLD}", "commands"], rows)
 
@@ -220,11 +278,16 @@ def recipe_change(outcome: Served | Refused | Stopped) -> str:
     if isinstance(outcome, Served):
         return "served"
     if isinstance(outcome, Stopped):
-        return f"SGLang stops: {outcome.because}"
+        return f"SGLang stops, with either backend: {outcome.because}"
     return f"without `{' '.join(option.split()[0] for option in outcome.without)}`"
 
 
 def recipe_round(outcome: Served | Refused | Stopped) -> str:
     if not isinstance(outcome, Served) or outcome.three is None:
         return "-"
-    return f"three graphs; for one, {outcome.three}" if outcome.three else "one graph"
+    return "three graphs" if outcome.three else "one graph"
+
+
+def shorter(change: str) -> str:
+    """Options to drop one after another, with the verb once."""
+    return change.replace(" and drop ", ", drop ", 1).replace(" and drop ", " ")
