@@ -18,18 +18,18 @@ _spec.loader.exec_module(make_docs)
 PAGES = make_docs.PAGES
 README = ROOT / "README.md"
 BUDGETS = {
-    "README.md": 600,
-    "docs/support.md": 2000,
-    "docs/numbers.md": 2300,
-    "docs/small_checkpoints.md": 800,
-    "docs/contributing.md": 2000,
-    "docs/serving.md": 1600,
-    "docs/commands.md": 700,
-    "docs/reliability.md": 1500,
-    "docs/host_defects.md": 900,
-    "docs/how_it_works.md": 2275,
-    "docs/long_contexts.md": 675,
-    "docs/CHANGELOG.md": 600,
+    "README.md": 520,
+    "docs/support.md": 1100,
+    "docs/numbers.md": 1560,
+    "docs/small_checkpoints.md": 615,
+    "docs/contributing.md": 1400,
+    "docs/serving.md": 1150,
+    "docs/commands.md": 405,
+    "docs/reliability.md": 1250,
+    "docs/host_defects.md": 770,
+    "docs/how_it_works.md": 1720,
+    "docs/long_contexts.md": 560,
+    "docs/CHANGELOG.md": 180,
 }
 """Words that a page may have."""
 
