@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -264,8 +265,13 @@ def needed_bytes(name: str, tokens: int, context_ranks: int = 1) -> int:
 
     However many ranks the server has, a GPU holds the weights of one. Tensor parallel divides no KV; `context_ranks` do.
     """
-    config = named(name).config
-    return weight_bytes(config, context_ranks) + math.ceil(tokens * kv_bytes_a_token(config, context_ranks)) + RESERVED
+    kv = math.ceil(tokens * kv_bytes_a_token(named(name).config, context_ranks))
+    return _weight_bytes_of(name, context_ranks) + kv + RESERVED
+
+
+@cache
+def _weight_bytes_of(name: str, context_ranks: int) -> int:
+    return weight_bytes(named(name).config, context_ranks)
 
 
 def check_fits(name: str, tokens: int, there: int, context_ranks: int = 1) -> None:
@@ -276,7 +282,7 @@ def check_fits(name: str, tokens: int, there: int, context_ranks: int = 1) -> No
     """
     config, needed = named(name).config, needed_bytes(name, tokens, context_ranks)
     if needed > there:
-        weights, kv = weight_bytes(config, context_ranks), tokens * kv_bytes_a_token(config, context_ranks)
+        weights, kv = _weight_bytes_of(name, context_ranks), tokens * kv_bytes_a_token(config, context_ranks)
         raise SystemExit(
             f"--checkpoint {name} needs {needed / GIB:.1f} GiB, {weights / GIB:.1f} of them for weights and "
             f"{kv / GIB:.1f} for {tokens} tokens, and this GPU has {there / GIB:.1f} GiB: "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable
+from functools import cache
 from itertools import pairwise, takewhile
 
 from nsa_backend.benchmarks.reports.traces import (
@@ -46,6 +47,7 @@ WAITS = 12
 _COMPILED = {part: re.compile(words) for part, words in PARTS.items()}
 
 
+@cache
 def part_of(kernel: str) -> str:
     """The part that a kernel of this name is of."""
     return next((part for part, words in _COMPILED.items() if words.search(kernel)), REST)

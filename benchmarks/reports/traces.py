@@ -13,6 +13,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -119,6 +120,7 @@ def calls_a_round(events: Iterable[dict]) -> dict[str, float]:
     return {name: round(count / (len(marks) - 1), 2) for name, count in sorted(counted.items())}
 
 
+@cache
 def short(name: str) -> str:
     """A kernel's name without namespaces, template arguments and parameters; a wrapper's with what it wraps."""
     name = re.sub(r"\(anonymous namespace\)|\{lambda[^}]*\}", "_", name.removeprefix("void ")).strip()
