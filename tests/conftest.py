@@ -1,5 +1,6 @@
 """Rules for all tests: what is to run on a GPU is not run through Triton's interpreter, and properties are tried quickly."""
 
+import gc
 import os
 import tempfile
 
@@ -31,3 +32,9 @@ def pytest_configure(config):
     """The conftests of the tests that need no GPU have been loaded by now, and choose the interpreter for the whole process."""
     if config.option.markexpr.strip() == "gpu" and os.environ.get("TRITON_INTERPRET") == "1":
         raise pytest.UsageError("-m gpu would run the kernels through Triton's interpreter here: run `make test-gpu` on a GPU")
+
+
+def pytest_collection_finish():
+    """What was imported stays: no collection walks SGLang's modules again, as those before captures of rounds would."""
+    gc.collect()
+    gc.freeze()
