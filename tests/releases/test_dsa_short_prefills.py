@@ -378,6 +378,8 @@ def test_a_model_with_a_layer_that_lacks_our_front_is_refused(layer, monkeypatch
     attend = layer.attn_mqa.forward
     assert take.take_layer_fronts(*arguments) == 1
     assert layer.attn_mqa.forward.own == attend
+    with forward_context(ForwardContext(attn_backend=Backend())), recording(ShortPrefills(TOPK)):  # as SGLang calls it
+        assert layer.attn_mqa(torch.zeros(1, 2), None, None, None, topk_indices="all") == ("attended", layer.attn_mqa, "all")
     layer.forward_absorb_prepare = layer.forward_absorb_prepare.own
     layer.use_dsa = False
     with pytest.raises(ValueError, match="NSA_BACKEND_SHORT_PREFILLS=1 and layers lack our front: it is no sparse layer"):
