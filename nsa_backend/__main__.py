@@ -7,9 +7,9 @@ import sys
 from importlib import import_module
 
 COMMANDS = {
-    "doctor": "versions, what the plugin takes over, which implementations can run here and why the others cannot",
+    "doctor": "versions, what the plugin takes over, which kernels can run here; --all: why the others cannot",
     "demo": "decode speculatively on the CPU, with the right draft lengths and with SGLang's one shared length",
-    "bench": "metadata, attention, draft, serve, profile or memory: measured on this GPU beside SGLang's built-in backend",
+    "bench": "metadata, attention, draft, serve, profile, capture or memory: measured on this GPU beside SGLang's own backend",
     "plot": "figures from result files, as SVG and PNG",
 }
 """Name to help; each is a module of `nsa_backend.cli` with EXAMPLE, `add_arguments(parser)` and `run(args) -> exit code`."""
