@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 TWO, EXPERTS = ["--tp-size", "2"], ["--tp-size", "2", "--ep-size", "2"]
 DP = [*TWO, "--dp-size", "2", "--enable-dp-attention"]
+DIVIDED = ["--dcp-size", "2", "--dsa-prefill-backend", "flashmla_sparse"]
 WORDS = {
     "another algorithm": ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "."],
     "no overlap": ["--disable-overlap-schedule"],
@@ -55,7 +56,8 @@ OF_A_RELEASE = {
     "0.5.23": {
         "DP attention by its new name": [*TWO, "--attn-dp-size", "2"],
         "prefill context parallel": [*TWO, "--enable-prefill-cp", "--cp-strategy", "interleave"],
-        "divided KV": [*TWO, "--dcp-size", "2", "--dsa-prefill-backend", "flashmla_sparse"],
+        "divided KV": [*TWO, *DIVIDED],
+        "divided KV with DP attention": ["--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", *DIVIDED],
         "LoRA": ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
         "LoRA by its paths": ["--lora-paths", "adapter=folder"],
         "PD with DP attention": [*DP, "--disaggregation-mode", "decode"],
@@ -95,6 +97,8 @@ ADVICE = {
     "PD with DP attention and experts": ("ep_size", "pass --ep-size 1 and pass --no-enable-tp-lm-head-all-to-all"),
 }
 UNSEEN = {name: advice for name, (option, advice) in ADVICE.items() if release().beside.get(option) is OneGraph.WHERE_ASKED}
+if ("dcp_size", "attn_dp_size") in release().apart:
+    UNSEEN["divided KV with DP attention"] = "drop --dcp-size"
 """The same once they are asked for."""
 SGLANGS = ("PP + speculative decoding", "Pipeline parallelism is not compatible with overlap schedule, speculative decoding")
 """What it says itself of pipelines with drafts."""
@@ -139,9 +143,9 @@ def test_every_rule_was_tried(changes):
     said = {change.removesuffix(ASK) for of_one in changes.values() for change in of_one}
     left = {rule.attribute for rule in (*NEEDED, *DP_ATTENTION) if rule.advice not in said}
     refused = {"0.5.17": {"attn_dp_size", "dcp_size", "enable_lora", "enable_tp_lm_head_all_to_all"}}
-    assert left == NOT_BESIDE_EAGLE | (refused | {"0.5.23": {"enable_dp_attention"}}).get(installed(), set()) | {
-        option for option, when in release().beside.items() if when is OneGraph.BY_DEFAULT
-    }
+    free = {option for option, when in release().beside.items() if when is OneGraph.BY_DEFAULT}
+    free -= {first for first, _ in release().apart}
+    assert left == NOT_BESIDE_EAGLE | (refused | {"0.5.23": {"enable_dp_attention"}}).get(installed(), set()) | free
 
 
 @pytest.mark.parametrize("way", ASKED)

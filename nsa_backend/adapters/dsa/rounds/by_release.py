@@ -31,6 +31,7 @@ class Release:
     reads_done: str  # of a runner: that event, or None for the whole forward
     sampled: OneGraph  # rounds of which a request samples
     beside: dict[str, OneGraph] = field(default_factory=dict)  # by option of `served`; beside those not here, rounds are three
+    apart: tuple[tuple[str, str], ...] = ()  # of those by default, a first that did not run beside a second: where asked
     lacks: frozenset[str] = frozenset()  # marks of a batch whose feature the release does not have
     counts_in_kv: bool = False  # whether a request's `kv` says how far its slots reach and are written, which `pages` reads
     logprobs: OneGraph = OneGraph.WHERE_ASKED  # rounds that tell the log-probabilities of their tokens
@@ -70,6 +71,7 @@ RELEASES = {
             "enable_tp_lm_head_all_to_all": OneGraph.WHERE_ASKED,
             "enable_memory_saver": OneGraph.WHERE_ASKED,
         },
+        apart=(("dcp_size", "attn_dp_size"),),
         counts_in_kv=True,
     ),
 }

@@ -10,7 +10,7 @@ from sglang.srt.environ import envs
 
 from nsa_backend.adapters.dsa.rounds.by_release import release
 from nsa_backend.adapters.option_rules import Rule
-from nsa_backend.environment import switched_on
+from nsa_backend.environment import asked, switched_on
 from nsa_backend.releases import round_graph_problem
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,8 @@ class Kind(NamedTuple):
 
     def __str__(self) -> str:
         """Of their requests, for the log."""
-        asked = f"{'sampled' if self.sampled else 'greedy'} requests{' with log-probabilities' * self.logprobs}"
-        return f"{'short ' * self.short}{asked}"
+        told = f"{'sampled' if self.sampled else 'greedy'} requests{' with log-probabilities' * self.logprobs}"
+        return f"{'short ' * self.short}{told}"
 
     @property
     def of_any_length(self) -> Kind:
@@ -171,7 +171,11 @@ def decodes(args: Any) -> bool:
 def unmet(args: Any) -> list[Rule]:
     """The rules that these resolved arguments do not meet, and the release's defaults and the switch do not lift."""
     lifted = {option for option, when in release().beside.items() if when.served(SWITCH)}
-    return [rule for rule in (*NEEDED, *DP_ATTENTION) if rule.attribute not in lifted and not rule.serves(args)]
+    found = [rule for rule in (*NEEDED, *DP_ATTENTION) if not rule.serves(args)]
+    if asked(SWITCH) is None:
+        used = {rule.attribute for rule in found}
+        lifted -= {first for first, second in release().apart if {first, second} <= used}
+    return [rule for rule in found if rule.attribute not in lifted]
 
 
 def options_to_change(args: Any) -> list[str]:
