@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,14 +243,11 @@ def sampled_memory() -> str:
 
 @PARTS.part
 def start_cost() -> str:
-    """Seconds until a rank of DeepSeek-V3.2 was ready, and memory of its rounds, which the report has in words."""
+    """Seconds until a rank of DeepSeek-V3.2 was ready, and memory of its rounds."""
     report = result("rank_v32_tp8_0_5_23", "short_rounds")
-    ours, builtin = ({row["seconds_to_ready"] for row in report["rows"] if row["side"] == side} for side in ("auto", "builtin"))
-    sizes, usual, short = re.search(
-        r"Verify graphs of (\d+) sizes.*rounds of any length (\d+) MiB, short ones (\d+) MiB", report["what"]
-    ).groups()
-    seconds = f"{min(ours):.0f} instead of {min(builtin):.0f} s"
-    return f"{seconds}, with {sizes} batch sizes. Its rounds took {usual} MiB, short ones {short}"
+    ready, captured = {row["side"]: row["seconds_to_ready"] for row in report["rows"]}, report["captured"]
+    seconds = f"{ready['auto']:.0f} instead of {ready['builtin']:.0f} s, with {captured['sizes']} batch sizes"
+    return f"{seconds}. Its rounds took {captured['rounds_mib']} MiB, short ones {captured['short_rounds_mib']}"
 
 
 @PARTS.part

@@ -290,11 +290,11 @@ def context_ranks() -> str:
     """A row a cell: ours on ranks that divide the KV over ours on as many that do not, each pair of one run; * of earlier."""
 
     def told(cell: Cell, key: str, form: str) -> str:
-        for report, mark in zip(reversed(context_reports()), ("", " *"), strict=True):
+        for report, star in zip(reversed(context_reports()), ("", " *"), strict=True):
             found = spreads(cells_of(report, key), key)
             if cell in found:
                 both = (form.format(found[of]["ours"].median) for of in (cell, undivided(cell)))
-                return f"{over_tensor_parallel(found, cell, 'ours'):.3f} ({' / '.join(both)}){mark}"
+                return f"{over_tensor_parallel(found, cell, 'ours'):.3f} ({' / '.join(both)}){star}"
         raise KeyError(cell)
 
     measured = spreads(cells_of(context_reports()[0], "round_ms"))
