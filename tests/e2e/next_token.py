@@ -15,7 +15,10 @@ from workloads import CASES, Case
 
 OF_DECODE = ("cuda_graph_bs", "debug_cuda_graph", "max_total_tokens", "speculative_adaptive")
 
-OF_SHARED_GPUS = ("dp_size", "enable_dp_attention", "max_running_requests")
+OF_SHARED_GPUS = (
+    "attn_cp_size", "attn_dp_size", "cp_strategy", "dp_size", "enable_dp_attention", "enable_prefill_cp", "ep_size",
+    "max_running_requests",
+)  # fmt: skip
 
 PLAIN = {"disaggregated": "", "action": "", "same": (), "dense_draft": False, "ranks_per_gpu": 1}
 

@@ -1,11 +1,13 @@
-"""End-to-end cases of four and of eight ranks on two GPUs, which share them as nodes of one deployment do (nodes.py).
+"""End-to-end cases whose ranks share GPUs, as nodes of one deployment do (nodes.py): two on one GPU, four and eight on two.
 
-What several nodes and attention TP under DP attention compute, where four or eight GPUs are not to be had. One case at a time:
-a collective takes milliseconds there, with four ranks on a GPU tens of them, and a round has about twenty.
+What several ranks compute where fewer GPUs are to be had. One case at a time: a collective takes milliseconds there, with four
+ranks on a GPU tens of them, and a round has about twenty.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +42,7 @@ def dp(ranks: int) -> dict[str, Any]:
 four = partial(shared, ranks=4)
 eight = partial(shared, ranks=8, most_tokens=64, floors=HALF)
 FOUR, EIGHT = "four ranks on two GPUs", "eight ranks on two GPUs"
+ON_TWO, ON_ONE = "two GPUs", "two ranks on one GPU"
 
 SHARED_CASES = [
     four(f"{FOUR}, DP attention 2, one graph a round", engine=DP_2, **ONE_GRAPH),
@@ -56,3 +59,17 @@ SHARED_CASES = [
     eight(f"{EIGHT}, DP attention 2, one graph a round", engine=DP_2, **ONE_GRAPH),
 ]
 """In the order of what is least known. The first two have run (benchmarks/results/e2e_0_5_23_h200.json, shared_ranks)."""
+
+
+def on_one_gpu(cases: Iterable[Case]) -> list[Case]:
+    """Those of two GPUs with a rank on each, their ranks as two nodes of one GPU.
+
+    Left out is what nodes do not do here: a pair of servers, stages of a pipeline, DeepEP's exchange, and what is asked of an
+    engine in this process (an action, log-probabilities).
+    """
+    return [
+        replace(case, name=case.name.replace(ON_TWO, ON_ONE), engine=case.engine | BESIDE_OTHERS, gpus=1, ranks_per_gpu=2)
+        for case in cases
+        if (case.gpus, case.ranks_per_gpu, case.engine.get("tp_size")) == (2, 1, 2)
+        and not (case.disaggregated or case.action or case.logprobs or "moe_a2a_backend" in case.engine)
+    ]

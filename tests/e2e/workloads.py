@@ -12,7 +12,7 @@ from layer_cases import LAYER_CASES
 from model_cases import MODEL_CASES
 from rank_cases import CASES_OF_RANKS
 from round_cases import ROUND_CASES
-from shared_cases import SHARED_CASES
+from shared_cases import SHARED_CASES, on_one_gpu
 
 VOCAB = 2048
 
@@ -206,3 +206,4 @@ CASES = [
     *DEPLOYMENT_CASES,
     *SHARED_CASES,
 ]
+CASES += on_one_gpu(CASES)

@@ -15,13 +15,14 @@ from pd_servers import command
 from ports import ports_of
 from run_case import engine_arguments
 from sglang.srt import server_args as sglang_args
-from shared_cases import SHARED_CASES
+from workloads import CASES
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks.checkpoints import faithful
+from nsa_backend.benchmarks.checkpoints.faithful_models import MODELS
 
 PORT = free_port(*range(1, 20))
-RUN_HERE = [case for case in SHARED_CASES if case.runs_here()]
+RUN_HERE = [case for case in CASES if case.ranks_per_gpu > 1 and case.runs_here()]
 pytestmark = pytest.mark.skipif(not RUN_HERE, reason="the cases are of 0.5.23")
 ATTENTION_DP = [case for case in RUN_HERE if "dp_size" in case.engine]
 
@@ -29,9 +30,10 @@ ATTENTION_DP = [case for case in RUN_HERE if "dp_size" in case.engine]
 @pytest.fixture
 def resolved(resolve, tmp_path):
     """Returns a function of a case to the arguments of its nodes, as their command lines are parsed and checked."""
-    (tmp_path / "config.json").write_text(json.dumps(faithful.config(faithful.SHAPES["faithful"])))
 
     def of_nodes(case) -> list:
+        written = faithful.config(faithful.ALL_SHAPES[case.shape], MODELS[case.model])
+        (tmp_path / "config.json").write_text(json.dumps(written))
         found = []
         for arguments in arguments_of(engine_arguments(case, str(tmp_path), PORT), case.ranks_per_gpu):
             found.append(resolve(*command(arguments)[3:]))
