@@ -40,6 +40,8 @@ SIDES = ("ours", THREE_GRAPHS, "builtin")
 
 OF_SGLANG = re.compile(r"Capture ?(.*?) cuda graph end\..*?elapsed[=:] ?([\d.]+) s.*?mem usage=(-?[\d.]+) GB", re.IGNORECASE)
 OF_ROUNDS = re.compile(r"captured whole speculative rounds of \[(.*?)\] (.+?) in ([\d.]+) s, (-?\d+) MiB")
+OF_PREFILLS = re.compile(r"captured prefills of \[(.*?)\] tokens whole, (.+?), in ([\d.]+) s, (-?\d+) MiB")
+OURS = {"whole rounds": OF_ROUNDS, "whole prefills": OF_PREFILLS}
 
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
@@ -84,7 +86,7 @@ def served(folder: Path, port: int, path: Path, steps: int, requests: int, side:
         server.generate(prompts(1, LENGTH), TOKENS)
         host = host_gib(server.pid)
     found = captures(log.read_text(errors="replace"))
-    of_rounds = [one for one in found if "sizes" in one]
+    of_rounds = [one for one in found if one["what"].startswith("whole rounds")]
     return {
         "steps": steps,
         "requests": requests,
@@ -104,14 +106,18 @@ def options_for(requests: int) -> list[str]:
 
 
 def captures(log: str) -> list[dict]:
-    """What a server's log tells of each capture, in its order: seconds, GiB, and of rounds in one graph how many sizes."""
+    """What a server's log tells of each capture, in its order: seconds, GiB, and of what is ours how many sizes.
+
+    Whole prefills are captured within SGLang's of the target's prefills, whose seconds and GiB have theirs too.
+    """
     found = []
     for line in log.splitlines():
-        if of_rounds := OF_ROUNDS.search(line):
-            sizes, kind, seconds, mib = of_rounds.groups()
-            found.append({"what": f"whole rounds, {kind}", "sizes": sizes.count(",") + 1})
-            found[-1] |= {"seconds": float(seconds), "gib": round(int(mib) / 1024, 3)}
-        elif of_sglang := OF_SGLANG.search(line):
+        for what, said in OURS.items():
+            if of_ours := said.search(line):
+                sizes, kind, seconds, mib = of_ours.groups()
+                found.append({"what": f"{what}, {kind}", "sizes": sizes.count(",") + 1})
+                found[-1] |= {"seconds": float(seconds), "gib": round(int(mib) / 1024, 3)}
+        if of_sglang := OF_SGLANG.search(line):
             what, seconds, gib = of_sglang.groups()
             found.append({"what": what or "target", "seconds": float(seconds), "gib": float(gib)})
     return found

@@ -32,6 +32,7 @@ from nsa_backend.testing.calls import calls
 if installed() not in LAYER_FRONTS:
     pytest.skip("no other release has our front", allow_module_level=True)
 
+from sglang.srt.arg_groups.cuda_graph_hook import generate_prefill_cuda_graph_batch_sizes
 from sglang.srt.model_executor.runner import prefill_cuda_graph_runner as module
 from sglang.srt.model_executor.runner_backend import breakable_cuda_graph_backend
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import enable_breakable_cuda_graph
@@ -159,12 +160,13 @@ def captured(monkeypatch):
     runner = SimpleNamespace(
         model_runner=SimpleNamespace(model=model, attn_backend=backend, token_to_kv_pool=pool),
         backend=SimpleNamespace(_graphs={}, _capture_inputs={}),
+        capture_num_tokens=[64, 96, 128, 320, 512, 8192],
     )
     monkeypatch.setattr(prefills, "hook", lambda *arguments: None)
     prefills.offer(model, [SimpleNamespace(attn_mqa=SimpleNamespace(forward=None))], 2048)
 
     def capture_all(runner):
-        for size in (8192, 512, 320, 64):
+        for size in reversed(runner.capture_num_tokens):
             prefills._capture_size(capturing(replayed), runner, size, prefix_num_chunks=0)
 
     prefills._capture(capture_all, runner)
@@ -205,14 +207,14 @@ def test_short_prefills_replay_the_whole_graph_and_read_their_own_slots(captured
     runner, replayed, waited = captured
     assert runner.model_runner.attn_backend.reserved == {512}
     assert {key.size: type(graph) for key, graph in runner.backend._graphs.items()} == {
-        8192: Graph, 512: Graph, 320: EitherGraph, 64: EitherGraph,
+        8192: Graph, 512: Graph, 320: EitherGraph, 128: EitherGraph, 96: Graph, 64: EitherGraph,
     }  # fmt: skip
     kept = {
         key.size: (runner.backend._graphs[key].inputs, inputs)
         for key, inputs in runner.backend._capture_inputs.items()
-        if key.size < 512
+        if key.size in (320, 128, 64)
     }
-    assert kept == {size: (f"inputs of pieces of {size}", f"inputs of whole of {size}") for size in (320, 64)}
+    assert kept == {size: (f"inputs of pieces of {size}", f"inputs of whole of {size}") for size in (320, 128, 64)}
     assert replay(runner, 320, [300], [0]) == "SGLang's"
     lens, slots = prefills._OFFERED[runner.model_runner.model].of_rows(320, torch.device("cpu"))
     assert lens.tolist() == [*range(1, 301), *[1] * 20]
@@ -229,10 +231,42 @@ def test_short_prefills_replay_the_whole_graph_and_read_their_own_slots(captured
     assert waited == []
 
 
+def test_fewer_sizes_than_sglangs_are_captured_whole():
+    """Of those that it captures by default (`generate_prefill_cuda_graph_batch_sizes`), and of a user's."""
+    default = [size for size in generate_prefill_cuda_graph_batch_sizes(2048) if size <= prefills.MOST_ROWS]
+    found = prefills.whole_sizes(default)
+    assert found == [4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512]
+    assert prefills.whole_sizes([320]) == [320]
+    assert prefills.whole_sizes([]) == []
+    for tokens in range(4, 513):
+        padded = next(size for size in found if size >= tokens)
+        assert padded - tokens < max(prefills.MOST_PADDING, padded / 2 + 1), tokens
+
+
+def test_a_short_prefill_is_padded_to_a_size_that_has_a_whole_graph(captured):
+    """Where a longer request keeps SGLang's size; what the runner captured is as before."""
+    runner, *_ = captured
+    sizes = list(runner.capture_num_tokens)
+
+    def padded(tokens: int, longest: int, mode=ForwardMode.EXTEND) -> int:
+        batch = SimpleNamespace(forward_mode=mode, seq_lens_cpu=torch.tensor([longest]), input_ids=torch.zeros(tokens))
+        load = lambda runner, batch, **options: RUNNER._pad_to_bucket(len(batch.input_ids), runner.capture_num_tokens)  # noqa: E731
+        return prefills._load(load, runner, batch, pp_proxy_tensors=None)
+
+    assert (padded(70, 70), padded(70, 3000), padded(70, 70, ForwardMode.MIXED)) == (128, 96, 96)
+    assert (padded(320, 2048), padded(321, 2048)) == (320, 512)
+    with pytest.raises(ZeroDivisionError):
+        prefills._load(lambda *arguments, **options: 1 / 0, runner, SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND, seq_lens_cpu=torch.tensor([9]), input_ids=torch.zeros(9)
+        ))  # fmt: skip
+    assert runner.capture_num_tokens == sizes
+
+
 def test_a_server_whose_prefills_cannot_be_whole_does_not_start(captured):
     """As SGLang's runner captures all of its sizes: none is small enough, or a layer leaves the graph."""
     runner, replayed, _ = captured
     prefills._OFFERED[runner.model_runner.model].graphs.clear()
+    runner.capture_num_tokens = [64, 1024]
     with pytest.raises(ValueError, match=r"no captured prefill has up to 512 tokens .* pass a smaller --cuda-graph-bs-prefill"):
         prefills._capture(lambda runner: prefills._capture_size(capturing(replayed), runner, 1024), runner)
     with pytest.raises(ValueError, match="a prefill of 64 tokens leaves its graph 2 times: unset it"):
@@ -392,6 +426,7 @@ def test_sglangs_runner_is_what_the_hooks_take_it_for():
     assert list(inspect.signature(RUNNER._prepare_forward_metadata_for_replay).parameters) == [
         "self", "forward_batch", "static_forward_batch", "shape_key",
     ]  # fmt: skip
+    assert "self._pad_to_bucket(num_tokens, self.capture_num_tokens)" in inspect.getsource(RUNNER.load_batch)
     replaying = inspect.getsource(breakable_cuda_graph_backend.BreakableCudaGraphBackend.replay)
     assert "self._graphs[shape_key].replay()" in replaying
     capturing = inspect.getsource(breakable_cuda_graph_backend.BreakableCudaGraphBackend.capture_one)

@@ -5,7 +5,7 @@ of Python and as many launches. A prompt of 300 tokens waits for them, not for t
 selects nothing: every row attends to all of its tokens, whose slots are the same in all layers. So our front stands before
 attention as in captured decode, attention reads slots that are written before the replay, and nothing is left in between.
 
-Each size up to MOST_ROWS is captured twice, and which of both is replayed is told by the lengths, which the host knows.
+Some sizes up to MOST_ROWS are captured twice, and which of both is replayed is told by the lengths, which the host knows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,7 @@ from sglang.srt.environ import envs
 
 from nsa_backend.adapters.dsa.layer_front.options import needed, server_problems
 from nsa_backend.adapters.dsa.rounds import served
+from nsa_backend.adapters.dsa.rounds.capture import MIB, free_bytes
 from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.environment import asked, switched_on
@@ -35,6 +37,9 @@ SWITCH = "NSA_BACKEND_SHORT_PREFILLS"
 
 MOST_ROWS = 512
 """Tokens of the largest prefill that is captured whole; of more the GPU takes as long as the host does with the pieces."""
+
+MOST_PADDING = 64
+"""Rows of padding that a whole graph may have, or half of its rows: 12 graphs, where SGLang has 30 of up to MOST_ROWS."""
 
 NEEDED = (
     *served.DP_ATTENTION,
@@ -79,6 +84,15 @@ def prefill_problems(args: Any) -> list[str]:
     return found + [f"{rule.option} has none: {rule.advice}" for rule in NEEDED if not rule.serves(args)]
 
 
+def whole_sizes(captured: Iterable[int]) -> list[int]:
+    """Of SGLang's sizes, those of `captured` tokens, the ones that have a whole graph: in ascending order."""
+    sizes: list[int] = []
+    for size in sorted(captured, reverse=True):
+        if not sizes or size <= max(sizes[-1] - MOST_PADDING, sizes[-1] // 2):
+            sizes.append(size)
+    return sizes[::-1]
+
+
 class ShortPrefills:
     """Of one model: what whole graphs read, and which prefills take them."""
 
@@ -86,6 +100,9 @@ class ShortPrefills:
         self.index_topk = index_topk
         self.graphs: dict[Any, EitherGraph] = {}
         """By SGLang's key of a captured size."""
+        self.sizes: list[int] = []
+        """Which these are, in ascending order, once all are captured."""
+        self.seconds, self.taken = 0.0, 0
         self.replayed = False
         self._lens: torch.Tensor | None = None
         self._slots: torch.Tensor | None = None
@@ -185,6 +202,7 @@ def offer(model: torch.nn.Module, layers: list[Any], index_topk: int) -> None:
         layer.attn_mqa.forward = WholeAttention(layer.attn_mqa)
     hook(f"{RUNNER}.capture", _capture, HookType.AROUND)
     hook(f"{RUNNER}.capture_one_shape", _capture_size, HookType.AROUND)
+    hook(f"{RUNNER}.load_batch", _load, HookType.AROUND)
     hook(f"{RUNNER}._prepare_forward_metadata_for_replay", _before_replay, HookType.AROUND)
 
 
@@ -196,11 +214,21 @@ def _capture(original: Callable, runner: Any) -> None:
     """
     original(runner)
     prefills = _OFFERED.get(runner.model_runner.model)
-    if prefills is not None and not prefills.graphs:
+    if prefills is None:
+        return
+    if not prefills.graphs:
         raise ValueError(
             f"{SWITCH}=1 and no captured prefill has up to {MOST_ROWS} tokens for FlashMLA: pass a smaller "
             "--cuda-graph-bs-prefill, or --dsa-prefill-backend flashmla_sparse, or unset it"
         )
+    prefills.sizes = sorted(key.size for key in prefills.graphs)
+    logger.info(
+        "nsa_backend: captured prefills of %s tokens whole, of requests within %d, in %.1f s, %.0f MiB",
+        prefills.sizes,
+        prefills.index_topk,
+        prefills.seconds,
+        prefills.taken / MIB,
+    )
 
 
 def _capture_size(original: Callable, runner: Any, size: int, **options: Any) -> None:
@@ -213,16 +241,14 @@ def _capture_size(original: Callable, runner: Any, size: int, **options: Any) ->
 
     original(runner, size, **options)
     prefills, backend = _OFFERED.get(runner.model_runner.model), runner.model_runner.attn_backend
-    if prefills is None or any(options.values()) or size > MOST_ROWS or not backend.takes_slots(size):
+    if prefills is None or any(options.values()):
         return
-    if not prefills.graphs:
-        logger.info(
-            "nsa_backend: prefills of up to %d tokens, of requests within %d, are captured in one graph too",
-            size,
-            prefills.index_topk,
-        )
+    if size not in whole_sizes(n for n in runner.capture_num_tokens if n <= MOST_ROWS and backend.takes_slots(n)):
+        return
+    device = backend.forward_metadata.nsa_cache_seqlens_int32.device
+    began, free = time.perf_counter(), free_bytes(device)
     # Of no graph's memory, and a padded query that all layers share, where each would clear one of its own.
-    prefills.of_rows(size, backend.forward_metadata.nsa_cache_seqlens_int32.device)
+    prefills.of_rows(size, device)
     backend.prefill_attention.reserve(MOST_ROWS)
     key, graphs = ShapeKey(size=size), runner.backend._graphs
     pieces, inputs = graphs[key], runner.backend._capture_inputs[key]
@@ -231,6 +257,20 @@ def _capture_size(original: Callable, runner: Any, size: int, **options: Any) ->
     if pieces_of := len(graphs[key]._segments) - 1:
         raise ValueError(f"{SWITCH}=1 and a prefill of {size} tokens leaves its graph {pieces_of} times: unset it")
     prefills.graphs[key] = graphs[key] = EitherGraph(pieces, graphs[key], inputs)
+    prefills.seconds += time.perf_counter() - began
+    prefills.taken += free - free_bytes(device)
+
+
+def _load(original: Callable, runner: Any, batch: ForwardBatch, **options: Any) -> Any:
+    """Around what pads a prefill to a captured size: a short one to one that has a whole graph."""
+    prefills = _OFFERED.get(runner.model_runner.model)
+    if prefills is None or not prefills.take(batch) or len(batch.input_ids) > prefills.sizes[-1]:
+        return original(runner, batch, **options)
+    captured, runner.capture_num_tokens = runner.capture_num_tokens, prefills.sizes
+    try:
+        return original(runner, batch, **options)
+    finally:
+        runner.capture_num_tokens = captured
 
 
 def _before_replay(original: Callable, runner: Any, batch: ForwardBatch, static: ForwardBatch, key: Any) -> Any:
