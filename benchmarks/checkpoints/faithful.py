@@ -55,8 +55,16 @@ RANK_SHAPES = {f"{name}-{heads}-heads": replace(SHAPES[name], heads=heads) for n
 """The heads that a rank of tensor parallel 8 has of DeepSeek-V3.2 (16) and of GLM-5 (8), in a model that fits one GPU. Of 32
 four GPUs have 8 each, of 16 two."""
 
-ALL_SHAPES = SHAPES | RANK_SHAPES | {"deep": Shape(heads=16, layers=61), "fp8-weights": Shape(4096, heads=16, fp8=True)}
-"""`deep` (2 GB) has as many layers as DeepSeek-V3.2. `fp8-weights` is wide enough for first products that are divided."""
+ALL_SHAPES = (
+    SHAPES
+    | RANK_SHAPES
+    | {
+        "deep": Shape(heads=16, layers=61),
+        "fp8-weights": Shape(4096, heads=16, expert_dim=256, fp8=True),
+    }
+)
+"""`deep` (2 GB) has as many layers as DeepSeek-V3.2. `fp8-weights` is wide enough for first products that are divided, and its
+experts are whole blocks of scales on each of two ranks."""
 
 
 class Weights:

@@ -15,6 +15,8 @@ ACROSS = "across 2048 tokens"
 MANY = (*STANDARD, "32x300", "shared prefix", "short")
 BY_ROWS = {"nsa_decode_backend": None, "nsa_prefill_backend": None, "cuda_graph_bs": [1, 2, 4, 8, 32]}
 """Nothing named; 32 requests are captured, so that their rows are verified together."""
+PREFILL_SIZES = {"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": [8, 32, 64, 96, 128, 320, 512, 4096]}
+"""All of up to 512 tokens but 96 are captured whole too."""
 
 front = partial(Case, environment=FRONT, builtin_environment={}, says="layers is two launches", releases="==0.5.23")
 glm_front = partial(front, steps=3, workloads=STANDARD, model="glm-5.1", floor_of_all=0.95)
@@ -51,9 +53,8 @@ LAYER_CASES = [
             f"{of}, short prefills in one graph",
             workloads=("1x300", "short", "shared prefix", ACROSS, "8x300"),
             environment=FRONT | {"NSA_BACKEND_SHORT_PREFILLS": "1"},
-            engine={"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": [8, 32, 64, 128, 320, 512, 4096]},
             says="a prefill ran in one graph",
-            **more,
+            **{"engine": PREFILL_SIZES} | more,
         )
         for of, more in {
             "n0 fa3": {"steps": 0},
@@ -61,6 +62,13 @@ LAYER_CASES = [
             "glm-5.2 n3 fa3": {"steps": 3, "model": "glm-5.2", "floor_of_all": 0.95},
             # Whose products of few rows are divided.
             "n3 fa3, FP8 weights": {"steps": 3, "shape": "fp8-weights", "floor_of_all": 0.95},
+            # Whose sums over ranks are in the graph too.
+            "two GPUs, tensor parallel, n3 fa3": {
+                "steps": 3,
+                "gpus": 2,
+                "engine": PREFILL_SIZES | TWO_GPUS,
+                "floor_of_all": 0.95,
+            },
         }.items()
     ),
     *(front(f"n{n} fa3, front in two launches", n, MANY, floor_of_all=0.95) for n in (1, 3, 5)),

@@ -14,6 +14,8 @@ from run_case import engine_arguments, generate_with
 from shared_cases import SHARED_CASES
 from workloads import CASES, ON_RANKS
 
+from nsa_backend.benchmarks.checkpoints import faithful
+
 
 def test_no_two_cases_have_one_name():
     assert [name for name, times in Counter(case.name for case in CASES).items() if times > 1] == []
@@ -60,3 +62,11 @@ def test_cases_on_shared_gpus_are_asked_for_by_the_ranks_of_a_gpu(monkeypatch, t
     assert chosen("--ranks-per-gpu", "2", "--jobs", "3")[1] == 3
     with pytest.raises(SystemExit):
         chosen("--cases", next(iter(shared)))
+
+
+def test_experts_of_fp8_weights_are_whole_blocks_on_every_rank():
+    """SGLang refuses others where it makes the weights (`Fp8MoEMethod.create_fp8_moe_weight_`)."""
+    block = 128
+    for case in CASES:
+        if (shape := faithful.ALL_SHAPES[case.shape]).fp8 and case.engine.get("ep_size", 1) == 1:
+            assert shape.expert_dim % (block * case.engine.get("tp_size", 1)) == 0, case.name
