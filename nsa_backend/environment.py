@@ -78,8 +78,8 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_SHORT_PREFILLS",
         "0",
-        "1: prefills of up to 512 tokens, of requests within 2048, are one graph, or no start; never run on a GPU",
-        "to try it",
+        "1: prefills of up to 512 tokens, of requests within 2048, are one graph, or no start; never run on several GPUs",
+        "for an earlier first token of a short prompt",
     ),
 )
 SWITCHES = {variable.name: variable for variable in VARIABLES}

@@ -31,6 +31,7 @@ GPU = "NVIDIA H200"
 FIRST_RANK = "v3.2-tp8"
 FP8_RANK = title_of(FIRST_RANK, ONE_RANK, "fp8_e4m3")
 BUILTIN = "builtin"
+SHORT_PREFILLS = "short prefills"
 GLM_RANK = "glm-5.1-tp8"
 MODELS = {FIRST_RANK: "DeepSeek-V3.2", FP8_RANK: "DeepSeek-V3.2, FP8 KV", GLM_RANK: "GLM-5.1"}
 """What pages call them."""
@@ -192,6 +193,15 @@ def first_token_varies() -> str:
     of_one = [given for found in by_rank for cell, given in found.items() if (cell.batch, cell.length) == (1, 300)]
     both = [sides[one] for sides, side in of_one for one in (side, BUILTIN)]
     return spread((100 * (times.most / times.least - 1) for times in both), "{:.0f}") + " %"
+
+
+@PARTS.part
+def short_prefills() -> str:
+    """The time to the first token of one short prompt whose prefill is one graph, beside the built-in's in that run."""
+    ((sides, side),) = (
+        given for cell, given in of_rank(FIRST_RANK, [SHORT_PREFILLS], "ttft_ms").items() if (cell.batch, cell.length) == (1, 300)
+    )
+    return f"{ratio(sides, side):.2f} ({sides[side].median:.0f} / {sides[BUILTIN].median:.0f})"
 
 
 @PARTS.part
