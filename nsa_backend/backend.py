@@ -13,7 +13,7 @@ from nsa_backend.attention.context_part import ContextPart
 from nsa_backend.attention.dense_prefill import DensePrefill
 from nsa_backend.attention.fp8 import ragged_kv, rope_in_fp8, slots_of_ragged
 from nsa_backend.attention.implementations import build_decode, build_prefill, with_choices
-from nsa_backend.attention.interface import NothingToPrepare, SparseAttention
+from nsa_backend.attention.interface import SparseAttention
 from nsa_backend.attention.sparse_inputs import append_rows, refuse_unapplied, sparse_inputs, write_kv
 from nsa_backend.config import BackendConfig
 from nsa_backend.error_notes import Activity, noted
@@ -21,6 +21,7 @@ from nsa_backend.indexer.metadata import IndexerMetadata
 from nsa_backend.indexer.schedule_check import check_schedule
 from nsa_backend.indexer.topk import choose_topk, slots_of
 from nsa_backend.kernels.batch_inputs import PADDING_LENGTH, BatchInputs
+from nsa_backend.kernels.plan import plan_decode
 from nsa_backend.metadata.captured import CapturedLaunches
 from nsa_backend.metadata.modes import eager_metadata, is_paged, plan_for
 from nsa_backend.metadata.views import NSAMetadata, with_padding_rows
@@ -60,6 +61,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         self.topk = choose_topk(self.config.attention.device)
         self.fuse_topk = adapter.fuse_topk(shares_selections)
         self.captured = CapturedLaunches(self.writer)
+        self.rows = CapturedLaunches(self.writer, "graph of a prefill")
         self._most_captured = (0, 0)  # requests, rows
         self._indexer: IndexerMetadata | None = None
         self.forward_metadata: NSAMetadata | None = None
@@ -73,6 +75,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         """Metadata of an eager forward, in memory of its own."""
         self.activity.begin("preparing", forward_batch.forward_mode, forward_batch.batch_size)
         self.captured.leave()
+        self.rows.leave()
         self.use_mha = self.dense_prefill.fits(forward_batch)
         metadata = eager_metadata(self.writer, forward_batch, dense=self.use_mha)
         if is_paged(forward_batch.forward_mode):
@@ -91,6 +94,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
     @noted
     def before_capture(self, mode: sglang_types.ForwardMode, num_rows: int, inputs: BatchInputs) -> None:
         self.activity.begin("capturing", mode, inputs.num_requests)
+        self.rows.leave()
         self.use_mha = False
         plan = plan_for(mode, inputs.num_requests, num_rows, self.config.next_n(inputs.num_requests))
         room = plan_for(mode, *self._most_captured)
@@ -99,6 +103,7 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
     @noted
     def before_replay(self, mode: sglang_types.ForwardMode, num_requests: int, inputs: BatchInputs) -> None:
         self.activity.begin("replaying", mode, num_requests)
+        self.rows.leave()
         self.use_mha = False
         self.forward_metadata = self.captured.replay(mode, num_requests, inputs).steps[0]
 
@@ -110,6 +115,37 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
     @property
     def runs_captured(self) -> bool:
         return self.captured.current is not None
+
+    # Prefills that are captured whole: each row is a request that decodes its newest token
+
+    @noted
+    def keep_rows(self, width: int, inputs: BatchInputs) -> None:
+        """Allocate what a captured prefill fills at its head.
+
+        Args:
+            width: most tokens of a request.
+            inputs: static tensors of every row, padding included: tokens of its request up to its own, and the request's row
+                in SGLang's pool.
+        """
+        self.decode_attention.reserve(inputs.num_requests)
+        plan = plan_decode(inputs.num_requests)
+        self.rows.capture(None, plan, plan, inputs, width)
+        self.rows.leave()
+
+    @noted
+    def replay_rows(self, rows: int) -> None:
+        """Nothing on the device: the graph writes its own metadata. Raises ValueError where no such prefill was captured."""
+        self.activity.begin("replaying a prefill, a row a request", None, rows)
+        self.captured.leave()
+        self.use_mha = False
+        self.forward_metadata = self.rows.replay(None, rows).steps[0]
+
+    @noted
+    def at_head_of_rows(self, rows: int) -> None:
+        """Write the metadata of the captured prefill that runs on the CPU, and prepare the decode implementation for it."""
+        self.replay_rows(rows)
+        self.rows.write()
+        self.prepare_decode()
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of a padding request, in tokens."""
@@ -163,9 +199,15 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         save_kv_cache: bool = True,
         **mla_args: torch.Tensor | bool | None,
     ) -> torch.Tensor:
-        """Dense prefill for short contexts, else sparse: target_verify and draft_extend use the decode implementation."""
+        """Dense prefill for short contexts, else sparse.
+
+        target_verify, draft_extend and prefills that are captured whole use the decode implementation.
+        """
         mode = forward_batch.forward_mode
-        if mode.is_target_verify() or adapter.is_draft_extend(mode):
+        if self.rows.current is not None:
+            mla_args["decode"] = True
+            attention = self.decode_attention
+        elif mode.is_target_verify() or adapter.is_draft_extend(mode):
             attention = self.decode_attention
         elif self.use_mha:
             if save_kv_cache and k is not None:
@@ -230,11 +272,6 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         if self.context_part is None:
             return attention.forward(inputs)
         return attention.forward_part(inputs, self.context_part.at(topk_indices, metadata, layer.layer_id))
-
-    def takes_slots(self, rows: int) -> bool:
-        """Whether a prefill of `rows` can be recorded as it attends to given slots, whatever the batch."""
-        attention = self.prefill_attention
-        return self.fuse_topk and isinstance(attention, NothingToPrepare) and attention.needs_slots_alone(rows)
 
     def _metadata_of_rows(self, attention: SparseAttention, rows: int) -> NSAMetadata:
         """The metadata of the forward under way, with padding rows where SGLang has added some.

@@ -78,8 +78,8 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_SHORT_PREFILLS",
         "0",
-        "1: prefills of up to 512 tokens, of requests within 2048, are one graph, or no start; never run on several GPUs",
-        "for an earlier first token of a short prompt",
+        "1: prefills of up to 512 new tokens are one graph, or no start; no GPU has run this form",
+        "to try it, for first tokens of short prompts and of a chat's next turn",
     ),
 )
 SWITCHES = {variable.name: variable for variable in VARIABLES}

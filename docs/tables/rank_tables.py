@@ -199,7 +199,9 @@ def first_token_varies() -> str:
 def short_prefills() -> str:
     """The time to the first token of one short prompt whose prefill is one graph, beside the built-in's in that run."""
     ((sides, side),) = (
-        given for cell, given in of_rank(FIRST_RANK, [SHORT_PREFILLS], "ttft_ms").items() if (cell.batch, cell.length) == (1, 300)
+        given
+        for cell, given in of_rank(FIRST_RANK, [SHORT_PREFILLS], "ttft_ms").items()
+        if (cell.batch, cell.length) == (1, 300)
     )
     return f"{ratio(sides, side):.2f} ({sides[side].median:.0f} / {sides[BUILTIN].median:.0f})"
 

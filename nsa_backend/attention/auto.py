@@ -148,9 +148,6 @@ class AutoPrefill(NothingToPrepare):
         """Prepare for FlashMLA where it may meet these rows."""
         return self._few.prepare(metadata) if metadata.nsa_cache_seqlens_int32.shape[0] < self._least else metadata
 
-    def needs_slots_alone(self, rows: int) -> bool:
-        return rows < self._least and isinstance(self._few, NothingToPrepare) and self._few.needs_slots_alone(rows)
-
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         many = inputs.q_nope.shape[0] >= self._least and len(inputs.kv_cache) <= MOST_SLOTS
         return (self._many if many else self._few).forward(inputs)

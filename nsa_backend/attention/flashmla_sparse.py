@@ -55,9 +55,6 @@ class FlashMlaSparse(NothingToPrepare):
     def reserve(self, max_rows: int) -> None:
         self._query.reserve(max_rows)
 
-    def needs_slots_alone(self, rows: int) -> bool:
-        return self._takes_lengths
-
     def forward(self, inputs: SparseInputs) -> torch.Tensor:
         return self._call(inputs)[0]
 

@@ -55,13 +55,6 @@ class NothingToPrepare:
         """Returns `metadata` as it is."""
         return metadata
 
-    def needs_slots_alone(self, rows: int) -> bool:
-        """Whether so many rows of a prefill are served by slots and lengths, and by no memory that may be given up later.
-
-        Such a call can be recorded, and replayed for other slots.
-        """
-        return False
-
 
 def device_title(device_sm: int) -> str:
     """What a refusal calls the device."""

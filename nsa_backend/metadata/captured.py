@@ -37,7 +37,7 @@ class CapturedLaunches:
     def __init__(self, writer: MetadataWriter, graph: str = "graph"):
         """`graph` is what an error calls the graphs."""
         self._writer, self._graph = writer, graph
-        self._buffers: dict[sglang_types.ForwardMode | None, MetadataBuffers] = {}
+        self._buffers: dict[tuple, MetadataBuffers] = {}
         self._launches: dict[tuple[sglang_types.ForwardMode | None, int], list[CapturedLaunch]] = {}
         self.current: CapturedLaunch | None = None
         """The launch of the captured forward that runs on the CPU: in warm-ups, in the capture, and in replays that call it."""
@@ -48,19 +48,27 @@ class CapturedLaunches:
         self._launches.clear()
 
     def capture(
-        self, mode: sglang_types.ForwardMode | None, plan: MetadataPlan, room: MetadataPlan, inputs: BatchInputs
+        self,
+        mode: sglang_types.ForwardMode | None,
+        plan: MetadataPlan,
+        room: MetadataPlan,
+        inputs: BatchInputs,
+        width: int | None = None,
     ) -> CapturedLaunch:
         """Choose what the graph being captured will fill; `write` records the launch in it.
 
         Args:
-            mode: None for a draft round.
+            mode: None for a draft round, and for the rows of a prefill.
             plan: what this graph writes.
             room: the largest plan of the mode, which its buffers are allocated for when it is captured first.
             inputs: the graph runner's static tensors.
+            width: tokens that a row of the page table has room for, in a table of its own; None for any request, in the table
+                that all graphs share.
         """
-        if mode not in self._buffers:
-            self._buffers[mode] = self._writer.replay_buffers(room)
-        buffers = self._buffers[mode]
+        key = mode, width, room.num_requests
+        if key not in self._buffers:
+            self._buffers[key] = self._writer.replay_buffers(room, width)
+        buffers = self._buffers[key]
         steps = tuple(step_metadata(plan, buffers, step) for step in range(plan.num_steps))
         self.current = CapturedLaunch(plan, buffers, inputs, steps)
         # Two-batch overlap captures the second half of 7 requests and that of 8: 4 requests each, at other addresses.

@@ -28,8 +28,13 @@ class MetadataWriter:
         self.req_to_token = req_to_token
         self.value_check = ValueCheck(req_to_token, config.num_kv_slots) if switched_on("NSA_BACKEND_CHECK") else None
 
-    def replay_buffers(self, plan: MetadataPlan) -> MetadataBuffers:
-        """Buffers for captured graphs up to `plan`; graphs that run one after the other share their page tables."""
+    def replay_buffers(self, plan: MetadataPlan, width: int | None = None) -> MetadataBuffers:
+        """Buffers for captured graphs up to `plan`; graphs that run one after the other share their page tables.
+
+        Of `width` tokens a request, where that is given, the table is their own.
+        """
+        if width is not None:
+            return self._allocate(plan, width)
         return self._allocate(plan, self.config.attention.table_width, new_table=self._shared_table)
 
     def write_eager(self, plan: MetadataPlan, batch: sglang_types.ForwardBatch) -> MetadataBuffers:

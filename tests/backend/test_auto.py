@@ -12,10 +12,7 @@ import torch
 
 from nsa_backend import config
 from nsa_backend.attention import auto
-from nsa_backend.attention.flashmla_kv import FlashMlaKv
-from nsa_backend.attention.flashmla_sparse import FlashMlaSparse
 from nsa_backend.attention.implementations import build_decode, decode_for, prefill_for, with_choices
-from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.benchmarks.reports import auto_table
 from nsa_backend.config import AttentionConfig
 
@@ -187,26 +184,6 @@ def test_a_prefill_of_many_rows_takes_them_together(rows, slots, want):
     chosen._least, chosen._few, chosen._many = 1024, Named("flashmla_sparse"), Named("sparse_prefill")
     inputs = SimpleNamespace(q_nope=torch.empty(rows, 1, 1, device="meta"), kv_cache=torch.empty(slots, 1, device="meta"))
     assert chosen.forward(inputs) == want
-
-
-@pytest.mark.parametrize(
-    ("few", "fuses", "rows", "want"),
-    [
-        (FlashMlaSparse, True, 303, True),
-        (FlashMlaSparse, True, 304, False),  # sparse_prefill's, whose lists lie in memory that grows
-        (FlashMlaSparse, False, 303, False),  # selections are positions there
-        (FlashMlaKv, True, 303, False),  # whose schedule a batch makes
-    ],
-)
-def test_prefills_that_can_be_recorded_for_any_slots(few, fuses, rows, want):
-    """And by FlashMLA as it is named; one that takes no lengths reads -1 of rows that end."""
-    chosen, named = object.__new__(auto.AutoPrefill), object.__new__(few)
-    chosen._least, chosen._few, named._takes_lengths = 304, named, True
-    backend = SimpleNamespace(fuse_topk=fuses, prefill_attention=chosen)
-    assert NativeSparseAttnBackend.takes_slots(backend, rows) == want
-    named._takes_lengths = False
-    backend.prefill_attention = named
-    assert not NativeSparseAttnBackend.takes_slots(backend, rows)
 
 
 def test_a_prefill_goes_together_from_where_every_overlap_gains():

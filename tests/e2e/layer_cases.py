@@ -47,28 +47,24 @@ LAYER_CASES = [
             "glm-5.2 n3 fa3": {"model": "glm-5.2"},
         }.items()
     ),
-    # Prompts of up to 512 tokens, some behind a cached prefix; others are captured in pieces.
+    # Up to 512 new tokens, some behind a cached prefix, which is long in chats; others are captured in pieces.
     *(
         front(
             f"{of}, short prefills in one graph",
-            workloads=("1x300", "short", "shared prefix", ACROSS, "8x300"),
+            workloads=("1x300", "short", "shared prefix", "turns of chats", "8x300"),
             environment=FRONT | {"NSA_BACKEND_SHORT_PREFILLS": "1"},
             says="a prefill ran in one graph",
-            **{"engine": PREFILL_SIZES} | more,
+            **{"steps": 3, "floor_of_all": 0.95, "engine": PREFILL_SIZES} | more,
         )
         for of, more in {
-            "n0 fa3": {"steps": 0},
-            "n3 fa3": {"steps": 3, "floor_of_all": 0.95},
-            "glm-5.2 n3 fa3": {"steps": 3, "model": "glm-5.2", "floor_of_all": 0.95},
+            "n0 fa3": {"steps": 0, "floor_of_all": 0.0},
+            "n3 fa3": {},
+            "n3 fp8, flashmla_kv": {"decode": "flashmla_kv", "engine": PREFILL_SIZES | FP8},
+            "glm-5.2 n3 fa3": {"model": "glm-5.2"},
             # Whose products of few rows are divided.
-            "n3 fa3, FP8 weights": {"steps": 3, "shape": "fp8-weights", "floor_of_all": 0.95},
+            "n3 fa3, FP8 weights": {"shape": "fp8-weights"},
             # Whose sums over ranks are in the graph too.
-            "two GPUs, tensor parallel, n3 fa3": {
-                "steps": 3,
-                "gpus": 2,
-                "engine": PREFILL_SIZES | TWO_GPUS,
-                "floor_of_all": 0.95,
-            },
+            "two GPUs, tensor parallel, n3 fa3": {"gpus": 2, "engine": PREFILL_SIZES | TWO_GPUS},
         }.items()
     ),
     *(front(f"n{n} fa3, front in two launches", n, MANY, floor_of_all=0.95) for n in (1, 3, 5)),

@@ -29,6 +29,13 @@ def shared_prefix(seed: int = 5) -> list[list[int]]:
     return [prefix + tail for tail in prompts(4, 60, seed=seed + 1)]
 
 
+def turns(seed: int = 71) -> list[list[list[int]]]:
+    """Four chats of some 6000 tokens, then the same with some more, together and one alone."""
+    chats = prompts(4, 6000, seed=seed)
+    longer = [chat + more for chat, more in zip(chats, prompts(4, 60, seed=seed + 1), strict=True)]
+    return [chats, longer, [longer[0] + prompts(1, 300, seed=seed + 2)[0]]]
+
+
 UNEQUAL = ((3, 1), (5, 0), (1, 4), (0, 2), (7, 3), (1, 8))
 """Requests on the first and on the second of DP ranks, of which others have none, wave by wave."""
 
@@ -42,6 +49,7 @@ WORKLOADS = {
     "4x3000": lambda: [prompts(4, 3000)],
     "sizes between and above the captured": lambda: [prompts(3, 200, seed=2), prompts(5, 250, seed=3), prompts(12, 90, seed=4)],
     "shared prefix": lambda: [shared_prefix()[:1], shared_prefix()],
+    "turns of chats": turns,
     "32x300": lambda: [prompts(32, 300, step=9, seed=9)],
     "64x300": lambda: [prompts(64, 300, step=5, seed=15)],
     # One after another, so that every forward has one request.

@@ -1,4 +1,4 @@
-"""Prefills of short requests in one graph, on the CPU: a layer of SGLang's, its runner's hooks, and what a replay reads.
+"""Prefills of few tokens in one graph, on the CPU: a layer of SGLang's, its runner's hooks, and what a replay reads.
 
 That a GPU captures and replays them, a GPU alone can show.
 """
@@ -19,12 +19,11 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from nsa_backend.adapters.dsa.layer_front import options as front_options
 from nsa_backend.adapters.dsa.layer_front import prefills, projections, take
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
-from nsa_backend.adapters.dsa.layer_front.prefills import EitherGraph, ShortPrefills, WholeAttention, recording
+from nsa_backend.adapters.dsa.layer_front.prefills import EitherGraph, WholeAttention, WholePrefills, longest, recording
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks.calls import whole_front
 from nsa_backend.demo.engine import Engine
 from nsa_backend.demo.model import TinySparseMla
-from nsa_backend.indexer.metadata import IndexerMetadata
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.releases import LAYER_FRONTS, installed
 from nsa_backend.testing.calls import calls
@@ -41,35 +40,33 @@ RUNNER = module.PrefillCudaGraphRunner
 SLOTS = torch.tensor([70, 200, 65, 131, 0])
 
 
-@dataclasses.dataclass(frozen=True)
-class Metadata:
-    """As much of ours as a short prefill changes and reads."""
-
-    nsa_cache_seqlens_int32: torch.Tensor
-    schedule: object = "of another batch"
-    nsa_seqlens_expanded: torch.Tensor | None = None
-    real_page_table: torch.Tensor | None = None
-    table_rows: torch.Tensor | None = None
-    topk_indices_offset: torch.Tensor | None = None
+TABLE_WIDTH = 163840
 
 
 class Backend(whole_front.Backend):
     """Ours, as far as a layer and a runner ask."""
 
-    def __init__(self, pool=None, most: int = 1 << 20):
+    def __init__(self, pool=None):
         super().__init__(pool)
-        self.forward_metadata, self.most = Metadata(torch.full((3,), 9, dtype=torch.int32)), most
-        self.reserved: set[int] = set()
-        self.prefill_attention = SimpleNamespace(reserve=self.reserved.add)
+        device = torch.device("cpu")
+        self.config = SimpleNamespace(attention=SimpleNamespace(table_width=TABLE_WIDTH, device=device))
+        self.kept: dict[int, tuple] = {}
+        self.made: list[str] = []
 
-    def takes_slots(self, rows: int) -> bool:
-        return rows <= self.most
+    def keep_rows(self, width: int, inputs) -> None:
+        self.kept[inputs.num_requests] = width, inputs.seq_lens, inputs.req_pool_indices
+
+    def replay_rows(self, rows: int) -> None:
+        self.made.append(f"{rows} rows are replayed")
+
+    def at_head_of_rows(self, rows: int) -> None:
+        self.made.append(f"metadata of {rows} rows")
+
+    def resolve_prefill_shared_read_ends(self, batch, *, num_qo_tokens: int, build_snapshot: bool):
+        return "SGLang's", num_qo_tokens, build_snapshot
 
     def forward(self, q, k, v, layer, batch, save_kv_cache=True, **mla_args):
         return "attended", layer, mla_args["topk_indices"]
-
-    def get_indexer_metadata(self, layer_id, batch):
-        return IndexerMetadata(self.forward_metadata, None, True)
 
 
 @pytest.fixture(params=[False, True], ids=["deepseek", "glm"])
@@ -78,20 +75,19 @@ def layer(request, monkeypatch):
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
-def test_a_layer_writes_what_a_verify_of_the_same_rows_writes(layer, monkeypatch, shared):
-    """And selects the slots of the whole prefill; a layer that takes an earlier selection passes it on."""
+def test_a_layer_writes_and_selects_as_in_a_verify_of_the_same_rows(layer, monkeypatch, shared):
+    """A layer that takes an earlier selection passes it on."""
     monkeypatch.setattr(projections, "FEW_ROWS", 0)
-    monkeypatch.setattr(dsa_indexer.Indexer, "_get_topk_paged", lambda *a: torch.zeros(ROWS, TOPK, dtype=torch.int32))
-    of_prefill = ShortPrefills(TOPK)
-    lens, slots = of_prefill.of_rows(ROWS, SLOTS.device)
-    selection = slots if shared else None
+    chosen = torch.randint(99, (ROWS, TOPK), dtype=torch.int32)
+    monkeypatch.setattr(dsa_indexer.Indexer, "_get_topk_paged", lambda *a: chosen)
+    selection = chosen.clone() if shared else None
     if shared:
         layer.indexer, layer.skip_topk = None, True
     own, front = layer.forward_absorb_prepare, LayerFront(layer, (Backend,))
     pool, expected_pool = poisoned_pool(), poisoned_pool()
     verify, backend = ForwardMode.TARGET_VERIFY, Backend(pool)
     expected = in_front(layer, monkeypatch, verify, own, Backend(expected_pool), SLOTS, selection)
-    with recording(of_prefill), enable_breakable_cuda_graph():
+    with recording(WholePrefills()), enable_breakable_cuda_graph():
         found = in_front(layer, monkeypatch, ForwardMode.EXTEND, front, backend, SLOTS, selection)
     q_rope, k_rope, q_nope, k_nope, *_, topk, _, _ = found
     assert (k_rope, k_nope) == (None, None)
@@ -99,15 +95,7 @@ def test_a_layer_writes_what_a_verify_of_the_same_rows_writes(layer, monkeypatch
         assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
     real = SLOTS != 0
     assert torch.equal(pool.kv[SLOTS[real]], torch.cat([expected[3], expected[1]], -1)[real])
-    assert topk.data_ptr() == slots.data_ptr()
-    if not shared:  # the first layer of a forward is none of those
-        assert backend.forward_metadata.nsa_cache_seqlens_int32.data_ptr() == lens.data_ptr()
-        assert (backend.forward_metadata.nsa_cache_seqlens_int32.tolist(), backend.forward_metadata.schedule) == (
-            [1] * ROWS,
-            None,
-        )
-    assert (slots[:, 0] == 0).all()
-    assert (slots[:, 1:] == -1).all()
+    assert topk.data_ptr() == (selection if shared else chosen).data_ptr()
 
 
 def test_outside_of_a_recording_a_captured_prefill_is_sglangs(layer, monkeypatch):
@@ -117,7 +105,7 @@ def test_outside_of_a_recording_a_captured_prefill_is_sglangs(layer, monkeypatch
     with enable_breakable_cuda_graph():
         in_front(layer, monkeypatch, ForwardMode.EXTEND, front, backend, SLOTS)
     assert len(calls) == 1
-    with recording(ShortPrefills(TOPK)), enable_breakable_cuda_graph():
+    with recording(WholePrefills()), enable_breakable_cuda_graph():
         in_front(layer, monkeypatch, ForwardMode.TARGET_VERIFY, front, backend, SLOTS)
     assert len(calls) == 2
 
@@ -128,7 +116,7 @@ def test_attention_is_recorded_in_whole_prefills_alone():
     query, selected = torch.zeros(1, 2), torch.zeros(1, 4)
     with forward_context(ForwardContext(attn_backend=backend)):
         assert attention(query, None, None, None, topk_indices=selected) == "left the graph"
-        with recording(ShortPrefills(TOPK)):
+        with recording(WholePrefills()):
             assert attention(query, query, query, None, topk_indices=selected) == "left the graph"
             assert attention(query, None, None, None, topk_indices=selected) == ("attended", eager, selected)
 
@@ -144,6 +132,7 @@ def capturing(replayed: list[str], segments_of_whole: int = 1):
     def capture(runner, size, **options):
         whole = prefills.recorded() is not None
         name, key = f"{'whole' if whole else 'pieces'} of {size}", module.ShapeKey(size=size)
+        prefills._run(lambda *arguments: None, runner, None, size)
         runner.backend._graphs[key] = Graph(name, replayed, segments_of_whole if whole else 5)
         runner.backend._capture_inputs[key] = f"inputs of {name}"
 
@@ -153,17 +142,17 @@ def capturing(replayed: list[str], segments_of_whole: int = 1):
 @pytest.fixture
 def captured(monkeypatch):
     """(runner whose sizes were captured, what was replayed, waits for a host cache); of SGLang what our hooks are around."""
-    waited, replayed, backend = [], [], Backend(most=320)
+    waited, replayed, backend = [], [], Backend()
     model = torch.nn.Linear(1, 1)
     counter = SimpleNamespace(consumer_index=-1, num_layers=61, wait_until=waited.append)
     pool = SimpleNamespace(layer_transfer_counter=counter)
     runner = SimpleNamespace(
         model_runner=SimpleNamespace(model=model, attn_backend=backend, token_to_kv_pool=pool),
         backend=SimpleNamespace(_graphs={}, _capture_inputs={}),
-        capture_num_tokens=[64, 96, 128, 320, 512, 8192],
+        capture_num_tokens=[64, 96, 128, 320, 576, 8192],
     )
     monkeypatch.setattr(prefills, "hook", lambda *arguments: None)
-    prefills.offer(model, [SimpleNamespace(attn_mqa=SimpleNamespace(forward=None))], 2048)
+    prefills.offer(model, [SimpleNamespace(attn_mqa=SimpleNamespace(forward=None))])
 
     def capture_all(runner):
         for size in reversed(runner.capture_num_tokens):
@@ -173,62 +162,83 @@ def captured(monkeypatch):
     return runner, replayed, waited
 
 
-TABLE = torch.arange(8 * 4096, dtype=torch.int32).view(8, 4096) + PAGE_SIZE
-"""The slots of requests 2, 3, ... in whole pages."""
-
-
-def replay(runner, size: int, new: list[int], cached: list[int], mode=ForwardMode.EXTEND, padded: bool = False):
-    """As SGLang's `load_batch` and `replay` go, whose metadata is ours; what the hook answers.
-
-    Inputs are `padded` where ranks have told one another their sizes.
-    """
-    lens = torch.cat([torch.arange(c, c + n) for n, c in zip(new, cached, strict=True)]).int() + 1
-    of_row = torch.repeat_interleave(torch.arange(len(new)), torch.tensor(new)).int()
-    pages = TABLE[2 : 2 + len(new), ::PAGE_SIZE].contiguous() // PAGE_SIZE
-    batch = SimpleNamespace(
+def prefill(new: list[int], cached: list[int], mode=ForwardMode.EXTEND, inputs: int | None = None) -> SimpleNamespace:
+    """A batch of SGLang's of requests 2, 3, ...; its inputs are padded to as many where ranks have told their sizes."""
+    positions = torch.cat([torch.arange(c, c + n) for n, c in zip(new, cached, strict=True)])
+    return SimpleNamespace(
         forward_mode=mode,
         seq_lens_cpu=torch.tensor(new) + torch.tensor(cached),
-        batch_size=len(new),
-        input_ids=torch.zeros(size if padded else sum(new)),
+        extend_seq_lens=torch.tensor(new, dtype=torch.int32),
+        extend_seq_lens_cpu=new,
+        req_pool_indices=torch.arange(2, 2 + len(new)),
+        positions=torch.nn.functional.pad(positions, (0, (inputs or sum(new)) - sum(new))),
+        input_ids=torch.zeros(inputs or sum(new)),
     )
-    key = module.ShapeKey(size=size)
 
-    def made(*arguments):
-        assert arguments == (runner, batch, None, key)
-        runner.model_runner.attn_backend.forward_metadata = Metadata(lens.clamp(max=2048), None, lens, pages, of_row)
-        return "SGLang's"
 
-    found = prefills._before_replay(made, runner, batch, None, key)
+def replay(runner, batch: SimpleNamespace):
+    """As SGLang's `load_batch` and `replay` go: (what the hook around metadata answers, the captured size)."""
+    load = lambda runner, batch: RUNNER._pad_to_bucket(len(batch.input_ids), runner.capture_num_tokens)  # noqa: E731
+    key = module.ShapeKey(size=prefills._load(load, runner, batch))
+    found = prefills._before_replay(lambda *arguments: "of pieces", runner, batch, None, key)
     runner.backend._graphs[key].replay()
-    return found
+    return found, key.size
 
 
-def test_short_prefills_replay_the_whole_graph_and_read_their_own_slots(captured):
+def test_few_rows_replay_the_whole_graph_and_are_requests_of_their_own(captured):
     runner, replayed, waited = captured
-    assert runner.model_runner.attn_backend.reserved == {512}
+    backend = runner.model_runner.attn_backend
     assert {key.size: type(graph) for key, graph in runner.backend._graphs.items()} == {
-        8192: Graph, 512: Graph, 320: EitherGraph, 128: EitherGraph, 96: Graph, 64: EitherGraph,
+        8192: Graph, 576: Graph, 320: EitherGraph, 128: EitherGraph, 96: Graph, 64: EitherGraph,
     }  # fmt: skip
+    assert backend.made == [f"metadata of {size} rows" for size in (320, 128, 64)]
+    assert {size: width for size, (width, *_) in backend.kept.items()} == {320: 52416, 128: 131072, 64: TABLE_WIDTH}
     kept = {
         key.size: (runner.backend._graphs[key].inputs, inputs)
         for key, inputs in runner.backend._capture_inputs.items()
         if key.size in (320, 128, 64)
     }
     assert kept == {size: (f"inputs of pieces of {size}", f"inputs of whole of {size}") for size in (320, 128, 64)}
-    assert replay(runner, 320, [300], [0]) == "SGLang's"
-    lens, slots = prefills._OFFERED[runner.model_runner.model].of_rows(320, torch.device("cpu"))
-    assert lens.tolist() == [*range(1, 301), *[1] * 20]
-    assert torch.equal(slots[299, :300], TABLE[2, :300])
-    assert slots[300:, 0].tolist() == [0] * 20
-    assert (slots[300:, 1:] == -1).all()
-    assert replay(runner, 64, [3, 60], [2045, 10]) == "SGLang's"
-    assert lens[:63].tolist() == [2046, 2047, 2048, *range(11, 71)]
-    assert torch.equal(slots[2], TABLE[2, :2048])
-    assert torch.equal(slots[62, :70], TABLE[3, :70])
-    assert replay(runner, 64, [40], [0], padded=True) == "SGLang's"
-    assert lens[:64].tolist() == [*range(1, 41), *[1] * 24]
+
+    def reads(size: int) -> tuple[list[int], list[int]]:
+        _, lens, requests = backend.kept[size]
+        return lens.tolist(), requests.tolist()
+
+    assert replay(runner, prefill([300], [50_000])) == (("SGLang's", 320, True), 320)
+    assert reads(320) == ([*range(50_001, 50_301), *[1] * 20], [*[2] * 300, *[0] * 20])
+    assert replay(runner, prefill([3, 60], [2045, 10]))[1] == 64
+    assert reads(64) == ([2046, 2047, 2048, *range(11, 71), 1], [2, 2, 2, *[3] * 60, 0])
+    assert replay(runner, prefill([40], [0], inputs=64))[1] == 64
+    assert reads(64) == ([*range(1, 41), *[1] * 24], [*[2] * 40, *[0] * 24])
     assert replayed == ["whole of 320", "whole of 64", "whole of 64"]
+    assert backend.made[3:] == [f"{size} rows are replayed" for size in (320, 64, 64)]
     assert waited == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (prefill([300], [52_117]), 320),
+        (prefill([10, 290], [60_000, 0]), 320),
+        (prefill([70], [TABLE_WIDTH]), 96),
+        (prefill([30], [0], ForwardMode.MIXED), 64),
+        (prefill([400], [0]), 576),
+        (prefill([3000], [0]), 8192),
+    ],
+)
+def test_a_prefill_of_a_longer_request_of_more_rows_or_with_decoding_ones_is_in_pieces(captured, batch, size):
+    """At SGLang's own sizes."""
+    runner, replayed, _ = captured
+    replay(runner, prefill([30], [0]))
+    assert replay(runner, batch) == ("of pieces", size)
+    assert [name.replace("pieces of ", "") for name in replayed] == ["whole of 64", str(size)]
+
+
+def test_scores_have_a_bound_and_whole_pages():
+    for size in range(4, prefills.MOST_ROWS + 1):
+        width = longest(size, 1 << 20)
+        assert (width % PAGE_SIZE, width >= 32768) == (0, True)
+        assert size * width <= prefills.MOST_SCORES < size * (width + PAGE_SIZE) or width == 1 << 20
 
 
 def test_fewer_sizes_than_sglangs_are_captured_whole():
@@ -243,22 +253,11 @@ def test_fewer_sizes_than_sglangs_are_captured_whole():
         assert padded - tokens < max(prefills.MOST_PADDING, padded / 2 + 1), tokens
 
 
-def test_a_short_prefill_is_padded_to_a_size_that_has_a_whole_graph(captured):
-    """Where a longer request keeps SGLang's size; what the runner captured is as before."""
+def test_what_was_captured_is_as_before_when_a_load_fails(captured):
     runner, *_ = captured
     sizes = list(runner.capture_num_tokens)
-
-    def padded(tokens: int, longest: int, mode=ForwardMode.EXTEND) -> int:
-        batch = SimpleNamespace(forward_mode=mode, seq_lens_cpu=torch.tensor([longest]), input_ids=torch.zeros(tokens))
-        load = lambda runner, batch, **options: RUNNER._pad_to_bucket(len(batch.input_ids), runner.capture_num_tokens)  # noqa: E731
-        return prefills._load(load, runner, batch, pp_proxy_tensors=None)
-
-    assert (padded(70, 70), padded(70, 3000), padded(70, 70, ForwardMode.MIXED)) == (128, 96, 96)
-    assert (padded(320, 2048), padded(321, 2048)) == (320, 512)
     with pytest.raises(ZeroDivisionError):
-        prefills._load(lambda *arguments, **options: 1 / 0, runner, SimpleNamespace(
-            forward_mode=ForwardMode.EXTEND, seq_lens_cpu=torch.tensor([9]), input_ids=torch.zeros(9)
-        ))  # fmt: skip
+        prefills._load(lambda *arguments: 1 / 0, runner, prefill([9], [0]))
     assert runner.capture_num_tokens == sizes
 
 
@@ -267,24 +266,23 @@ def test_a_server_whose_prefills_cannot_be_whole_does_not_start(captured):
     runner, replayed, _ = captured
     prefills._OFFERED[runner.model_runner.model].graphs.clear()
     runner.capture_num_tokens = [64, 1024]
-    with pytest.raises(ValueError, match=r"no captured prefill has up to 512 tokens .* pass a smaller --cuda-graph-bs-prefill"):
+    with pytest.raises(ValueError, match=r"no captured prefill has up to 512 tokens: pass a smaller --cuda-graph-bs-prefill"):
         prefills._capture(lambda runner: prefills._capture_size(capturing(replayed), runner, 1024), runner)
     with pytest.raises(ValueError, match="a prefill of 64 tokens leaves its graph 2 times: unset it"):
         prefills._capture(lambda runner: prefills._capture_size(capturing(replayed, 3), runner, 64), runner)
 
 
 class Whole(TinySparseMla):
-    """The demo's model as our front has it: its selection is that of the recorded prefill."""
+    """The demo's model as our front has it: its indexer scores by pages in a recorded prefill."""
 
     def _index(self, input_ids, positions, batch):
-        self.pool.set_index_k(batch.out_cache_loc, self._new_index_keys(input_ids, positions, batch))
-        return prefills.selection(self.attention_backend(batch), len(positions))
+        return super()._index(input_ids, positions, dataclasses.replace(batch, forward_mode=ForwardMode.DECODE))
 
 
-@pytest.mark.parametrize("cached", [[0, 0, 0], [0, 5, 1]])
+@pytest.mark.parametrize("cached", [[0, 0, 0], [0, 5, 1], [40, 3, 0]])
 def test_our_backend_attends_in_a_whole_prefill_as_in_an_eager_one(cached):
-    """Of requests that a prefix is cached of, too; rows of padding leave no mark but in the padding's slot."""
-    prompts = [list(range(30, 42)), [5, 9, 2, 40, 7, 8], [3] * 14]
+    """Of requests longer than the indexer selects, too; rows of padding leave no mark but in the padding's slot."""
+    prompts = [list(range(30, 85)), [5, 9, 2, 40, 7, 8], [3] * 14 + [4] * 20]
     lens = [len(prompt) for prompt in prompts]
     found = []
     for whole in (False, True):
@@ -307,43 +305,39 @@ def test_our_backend_attends_in_a_whole_prefill_as_in_an_eager_one(cached):
                 extend_prefix_lens_cpu=[begins[request] for request in at], extend_num_tokens=sum(new),
                 **calls.batch_fields(engine.target),
             )  # fmt: skip
-            backend.init_forward_metadata(batch)
-            out = engine.target.run(batch) if not whole or ends is cached else run_whole(engine, batch, new)
+            if whole and ends is not cached:
+                out = run_whole(engine, batch)
+            else:
+                backend.init_forward_metadata(batch)
+                out = engine.target.run(batch)
         found.append((out[: sum(new)], engine.target.pool.kv[PAGE_SIZE:], engine.target.pool.index_k[1:]))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, equal_nan=True)
 
 
-def run_whole(engine: Engine, batch: ForwardBatch, new: list[int], padding: int = 3) -> torch.Tensor:
-    """A prefill with rows of padding behind it, whose metadata has been made and whose selection a runner has filled."""
-    of_prefill = ShortPrefills(16)
+def run_whole(engine: Engine, batch: ForwardBatch, padding: int = 3) -> torch.Tensor:
+    """A prefill with rows of padding behind it, of a size that was captured, after other forwards of the same backend."""
+    of_prefill, backend = WholePrefills(), engine.target.backend
+    size = batch.extend_num_tokens + padding
     pad = lambda values: torch.cat([values, values.new_zeros(padding)])  # noqa: E731
     static = dataclasses.replace(
         batch, input_ids=pad(batch.input_ids), positions=pad(batch.positions), out_cache_loc=pad(batch.out_cache_loc)
     )
-    assert of_prefill.take(batch)
-    of_prefill.fill(engine.target.backend.get_indexer_metadata(0, batch), sum(new) + padding)
+    of_prefill.sizes = [size]
+    assert of_prefill.size_for(batch, 4096) == size
+    backend.keep_rows(128, of_prefill.of_rows(size, torch.device("cpu")))
+    backend.init_forward_metadata(batch)
+    of_prefill.fill(batch, size)
     engine.target.net.__class__ = Whole
     with recording(of_prefill):
+        backend.at_head_of_rows(size)
         return engine.target.run(static)
-
-
-@pytest.mark.parametrize(
-    ("new", "cached", "mode"),
-    [([4], [2045], ForwardMode.EXTEND), ([10, 10], [0, 4000], ForwardMode.EXTEND), ([30], [0], ForwardMode.MIXED)],
-)
-def test_a_prefill_with_a_longer_request_or_with_decoding_ones_is_in_pieces(captured, new, cached, mode):
-    runner, replayed, _ = captured
-    replay(runner, 64, [30], [0])
-    assert replay(runner, 64, new, cached, mode) == "SGLang's"
-    assert replay(runner, 8192, [3000], [0]) == "SGLang's"
-    assert replayed == ["whole of 64", "pieces of 64", "pieces of 8192"]
 
 
 def test_kv_that_a_host_cache_brings_is_waited_for(captured):
     runner, _, waited = captured
     runner.model_runner.token_to_kv_pool.layer_transfer_counter.consumer_index = 0
-    replay(runner, 64, [30], [20])
+    replay(runner, prefill([30], [20]))
     assert waited == [60]
 
 
@@ -352,6 +346,7 @@ def args(prefill: str = "breakable", **options) -> SimpleNamespace:
     plain = {rule.attribute: rule.served[-1] for rule in (*front_options.NEEDED, *prefills.NEEDED) if "." not in rule.attribute}
     graphs = SimpleNamespace(prefill=SimpleNamespace(backend=prefill))
     names = {"attention_backend": "dsa", "prefill_attention_backend": None, "decode_attention_backend": None}
+    names |= {"dsa_prefill_backend": None, "kv_cache_dtype": "bfloat16"}
     return SimpleNamespace(**plain | names | {"cuda_graph_config": graphs, "dsa_decode_backend": "fa3"} | options)
 
 
@@ -362,8 +357,6 @@ def args(prefill: str = "breakable", **options) -> SimpleNamespace:
         ({"dcp_size": 2}, "drop --dcp-size"),
         ({"attn_dp_size": 2}, "drop --enable-dp-attention"),
         ({"pp_size": 2}, "pass --pp-size 1"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "pass --kv-cache-dtype bfloat16"),
-        ({"dsa_prefill_backend": "sparse_prefill"}, "pass --dsa-prefill-backend flashmla_sparse"),
         ({"enable_lora": True}, "drop --enable-lora"),
         ({"moe_a2a_backend": "deepep"}, "drop --moe-a2a-backend"),
         ({"moe_dense_tp_size": 1}, "drop --moe-dense-tp-size"),
@@ -382,8 +375,8 @@ def test_what_cannot_have_them_is_told_before_weights_are_loaded(changed, advice
         ((), None),
         (("--dcp-size", "8", "--tp-size", "8"), "drop --dcp-size"),
         (("--moe-dense-tp-size", "1", "--tp-size", "2"), "drop --moe-dense-tp-size"),
-        (("--kv-cache-dtype", "fp8_e4m3"), "pass --kv-cache-dtype bfloat16"),
-        (("--nsa-prefill-backend", "fa3"), "pass --dsa-prefill-backend flashmla_sparse"),
+        (("--kv-cache-dtype", "fp8_e4m3"), None),
+        (("--nsa-prefill-backend", "fa3"), None),
         (("--cuda-graph-backend-prefill", "disabled"), "pass --cuda-graph-backend-prefill breakable"),
         (("--disable-cuda-graph",), "drop --disable-cuda-graph"),
     ],
@@ -412,7 +405,7 @@ def test_a_model_with_a_layer_that_lacks_our_front_is_refused(layer, monkeypatch
     attend = layer.attn_mqa.forward
     assert take.take_layer_fronts(*arguments) == 1
     assert layer.attn_mqa.forward.own == attend
-    with forward_context(ForwardContext(attn_backend=Backend())), recording(ShortPrefills(TOPK)):  # as SGLang calls it
+    with forward_context(ForwardContext(attn_backend=Backend())), recording(WholePrefills()):  # as SGLang calls it
         assert layer.attn_mqa(torch.zeros(1, 2), None, None, None, topk_indices="all") == ("attended", layer.attn_mqa, "all")
     layer.forward_absorb_prepare = layer.forward_absorb_prepare.own
     layer.use_dsa = False
@@ -426,6 +419,7 @@ def test_sglangs_runner_is_what_the_hooks_take_it_for():
     assert list(inspect.signature(RUNNER._prepare_forward_metadata_for_replay).parameters) == [
         "self", "forward_batch", "static_forward_batch", "shape_key",
     ]  # fmt: skip
+    assert list(inspect.signature(RUNNER._run_forward).parameters) == ["self", "forward_batch", "num_tokens"]
     assert "self._pad_to_bucket(num_tokens, self.capture_num_tokens)" in inspect.getsource(RUNNER.load_batch)
     replaying = inspect.getsource(breakable_cuda_graph_backend.BreakableCudaGraphBackend.replay)
     assert "self._graphs[shape_key].replay()" in replaying

@@ -56,8 +56,6 @@ class LayerFront:
         if llama_4_scaling is None and self._serves(*arguments):
             if not self.attention.should_run_indexer(prev_topk_indices):
                 found = self._with_selection(*arguments, prev_topk_indices)
-            elif prefills.recorded() is not None:
-                found = self._of_short_prefill(*arguments)
             elif (metadata := self._metadata(forward_batch)) is not None:
                 found = (self._short if is_short() else self._forward)(*arguments, metadata)
         if found is None:
@@ -158,15 +156,6 @@ class LayerFront:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The same where every row attends to all of its tokens; the layer's index keys are written."""
         selection = self.every_token.of(self.attention.layer_id, metadata, self.attention.indexer.index_topk)
-        return self._without_scores(positions, hidden_states, batch, selection, indexed=True)
-
-    def _of_short_prefill(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The same in a prefill of short requests that is captured whole."""
-        from sglang.srt.model_executor.forward_context import get_attn_backend
-
-        selection = prefills.selection(get_attn_backend(), len(hidden_states))
         return self._without_scores(positions, hidden_states, batch, selection, indexed=True)
 
     def _without_scores(

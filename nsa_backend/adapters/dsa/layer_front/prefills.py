@@ -1,17 +1,20 @@
-"""Prefills of few tokens in one graph, where no request has more than index_topk of them.
+"""Prefills of few tokens in one graph.
 
 SGLang 0.5.23 captures a prefill in pieces: every layer's indexer and attention run from the host in between, some thirty calls
-of Python and as many launches. A prompt of 300 tokens waits for them, not for the GPU. Where requests are short the indexer
-selects nothing: every row attends to all of its tokens, whose slots are the same in all layers. So our front stands before
-attention as in captured decode, attention reads slots that are written before the replay, and nothing is left in between.
+of Python and as many launches. A prompt of 300 tokens, or the next turn of a long chat, waits for them, not for the GPU.
 
-Some sizes up to MOST_ROWS are captured twice, and which of both is replayed is told by the lengths, which the host knows.
+Few new tokens are what a verify is: rows that write their KV, and attend to what their request has up to themselves. So each
+row of such a prefill is a request that decodes, with a length and a page table of its own, which the metadata launch writes at
+the head of the graph. Our front, index scores by pages, top-k and the decode implementation follow as in captured decode, and
+nothing is left in between. Scores of a row are as wide as the longest request that a size takes. Longer ones go in SGLang's
+pieces: the GPU then has as much to do as the host.
+
+Some of SGLang's sizes up to MOST_ROWS are captured twice, and which of both is replayed is told by lengths on the host.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +30,8 @@ from nsa_backend.adapters.dsa.rounds.capture import MIB, free_bytes
 from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.environment import asked, switched_on
-from nsa_backend.kernels.batch_inputs import PADDING_SLOT
+from nsa_backend.kernels.batch_inputs import PADDING_LENGTH, PADDING_SLOT, BatchInputs
+from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.releases import layer_front_problem
 
 logger = logging.getLogger(__name__)
@@ -37,6 +41,9 @@ SWITCH = "NSA_BACKEND_SHORT_PREFILLS"
 
 MOST_ROWS = 512
 """Tokens of the largest prefill that is captured whole; of more the GPU takes as long as the host does with the pieces."""
+
+MOST_SCORES = 1 << 24
+"""Index scores of a forward, rows times tokens of the longest request: 64 MiB, and as long as the host takes otherwise."""
 
 MOST_PADDING = 64
 """Rows of padding that a whole graph may have, or half of its rows: 12 graphs, where SGLang has 30 of up to MOST_ROWS."""
@@ -49,14 +56,7 @@ NEEDED = (
     needed("moe_a2a_backend", "--moe-a2a-backend", ("none",)),
     # Ranks then tell one another their sizes before every prefill, which has run beside none.
     needed("moe_dense_tp_size", "--moe-dense-tp-size", (None,)),
-    needed("kv_cache_dtype", "--kv-cache-dtype", ("auto", "bfloat16"), "pass --kv-cache-dtype bfloat16"),
     needed("enable_return_indexer_topk", "--enable-return-indexer-topk", (None, False)),
-    needed(
-        "dsa_prefill_backend",
-        "--dsa-prefill-backend",
-        (None, "auto", "flashmla_auto", "flashmla_sparse"),
-        "pass --dsa-prefill-backend flashmla_sparse",
-    ),
     needed(
         "cuda_graph_config.prefill.backend",
         "--cuda-graph-backend-prefill",
@@ -64,7 +64,7 @@ NEEDED = (
         "pass --cuda-graph-backend-prefill breakable",
     ),
 )
-"""Beside what the front asks: prefills that SGLang captures in pieces, whose rows FlashMLA's sparse kernel attends for."""
+"""Beside what the front asks: prefills that SGLang captures in pieces, on ranks that have all KV and need not keep in step."""
 
 
 def prefill_problems(args: Any) -> list[str]:
@@ -93,46 +93,46 @@ def whole_sizes(captured: Iterable[int]) -> list[int]:
     return sizes[::-1]
 
 
-class ShortPrefills:
+def longest(size: int, table_width: int) -> int:
+    """Tokens of the longest request that the whole graph of `size` rows takes, of as many as a table has room for."""
+    return min(table_width, max(MOST_SCORES // size // PAGE_SIZE, 1) * PAGE_SIZE)
+
+
+class WholePrefills:
     """Of one model: what whole graphs read, and which prefills take them."""
 
-    def __init__(self, index_topk: int):
-        self.index_topk = index_topk
+    def __init__(self) -> None:
         self.graphs: dict[Any, EitherGraph] = {}
         """By SGLang's key of a captured size."""
         self.sizes: list[int] = []
         """Which these are, in ascending order, once all are captured."""
         self.seconds, self.taken = 0.0, 0
         self.replayed = False
-        self._lens: torch.Tensor | None = None
-        self._slots: torch.Tensor | None = None
+        self._inputs: BatchInputs | None = None
 
-    def of_rows(self, rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 [rows] tokens of each row, and int32 [rows, index_topk] their slots; padding until `fill` writes them."""
-        if self._slots is None:
-            self._lens = torch.empty(MOST_ROWS, dtype=torch.int32, device=device)
-            self._slots = torch.empty(MOST_ROWS, self.index_topk, dtype=torch.int32, device=device)
-            _pad(self._lens, self._slots)
-        return self._lens[:rows], self._slots[:rows]
+    def of_rows(self, rows: int, device: torch.device) -> BatchInputs:
+        """What the metadata launch of a graph of so many rows reads; padding until `fill` writes it."""
+        if self._inputs is None:
+            lens, requests = (torch.empty(MOST_ROWS, dtype=torch.int64, device=device) for _ in range(2))
+            self._inputs = BatchInputs(lens.fill_(PADDING_LENGTH), requests.fill_(PADDING_SLOT))
+        return BatchInputs(self._inputs.seq_lens[:rows], self._inputs.req_pool_indices[:rows])
 
-    def take(self, batch: ForwardBatch) -> bool:
-        """Whether no request of this prefill has more tokens than the indexer selects."""
-        return batch.forward_mode == ForwardMode.EXTEND and int(batch.seq_lens_cpu.max()) <= self.index_topk
+    def size_for(self, batch: ForwardBatch, table_width: int) -> int | None:
+        """The captured size whose whole graph a prefill takes, the least that its rows fit; None where it takes none."""
+        size = next((size for size in self.sizes if size >= len(batch.input_ids)), None)
+        if size is None or batch.forward_mode != ForwardMode.EXTEND:
+            return None
+        return size if int(batch.seq_lens_cpu.max()) <= longest(size, table_width) else None
 
-    def fill(self, metadata: Any, padded: int) -> None:
-        """Write what the whole graph of `padded` rows reads; `metadata` is the indexer's, of the batch without its padding."""
-        of_rows = metadata.attn_metadata.nsa_cache_seqlens_int32
-        rows = len(of_rows)  # of the batch's inputs SGLang may have padded some
-        lens, slots = self.of_rows(padded, of_rows.device)
-        lens[:rows], slots[:rows] = of_rows, metadata.every_token(self.index_topk)
-        _pad(lens[rows:], slots[rows:])
-
-
-def _pad(lens: torch.Tensor, slots: torch.Tensor) -> None:
-    """Rows that attend to the padding's slot alone: of none their output would be no number."""
-    lens.fill_(1)
-    slots.fill_(-1)
-    slots[:, 0] = PADDING_SLOT
+    def fill(self, batch: ForwardBatch, padded: int) -> None:
+        """Write what the whole graph of `padded` rows reads, without waiting for the GPU."""
+        rows = sum(batch.extend_seq_lens_cpu)  # of the batch's inputs SGLang may have padded some
+        inputs = self.of_rows(padded, batch.positions.device)
+        torch.add(batch.positions[:rows], 1, out=inputs.seq_lens[:rows])
+        inputs.seq_lens[rows:] = PADDING_LENGTH
+        of_row = torch.repeat_interleave(batch.req_pool_indices, batch.extend_seq_lens, output_size=rows)
+        inputs.req_pool_indices[:rows] = of_row
+        inputs.req_pool_indices[rows:] = PADDING_SLOT
 
 
 class EitherGraph:
@@ -145,32 +145,25 @@ class EitherGraph:
         (self.whole if self.takes_whole else self.pieces).replay()
 
 
-_OFFERED: WeakKeyDictionary[torch.nn.Module, ShortPrefills] = WeakKeyDictionary()
+_OFFERED: WeakKeyDictionary[torch.nn.Module, WholePrefills] = WeakKeyDictionary()
 """By model of a runner."""
-_recorded: list[ShortPrefills] = []
+_recorded: list[WholePrefills] = []
 """Whose whole graph is being captured, if one is."""
 
 
-def recorded() -> ShortPrefills | None:
+def recorded() -> WholePrefills | None:
     """Whose whole graph is captured or warmed up now; None outside of that."""
     return _recorded[-1] if _recorded else None
 
 
 @contextlib.contextmanager
-def recording(prefills: ShortPrefills) -> Iterator[None]:
+def recording(prefills: WholePrefills) -> Iterator[None]:
     """While a prefill is captured whole."""
     _recorded.append(prefills)
     try:
         yield
     finally:
         _recorded.pop()
-
-
-def selection(backend: Any, rows: int) -> torch.Tensor:
-    """int32 [rows, index_topk], what every layer of the forward that is recorded attends to; `backend` reads its lengths."""
-    lens, slots = recorded().of_rows(rows, backend.forward_metadata.nsa_cache_seqlens_int32.device)
-    backend.forward_metadata = dataclasses.replace(backend.forward_metadata, nsa_cache_seqlens_int32=lens, schedule=None)
-    return slots
 
 
 class WholeAttention:
@@ -189,19 +182,19 @@ class WholeAttention:
         return get_attn_backend().forward(q, k, v, self.attention, batch, save_kv_cache, **mla_args)
 
 
-def offer(model: torch.nn.Module, layers: list[Any], index_topk: int) -> None:
+def offer(model: torch.nn.Module, layers: list[Any]) -> None:
     """Have SGLang's runner capture both graphs of few tokens; before it is built.
 
     Args:
         model: whose prefills they are.
         layers: all DeepseekV2AttentionMLA of it, which have our front.
-        index_topk: tokens that the indexer selects.
     """
-    _OFFERED[model] = ShortPrefills(index_topk)
+    _OFFERED[model] = WholePrefills()
     for layer in layers:
         layer.attn_mqa.forward = WholeAttention(layer.attn_mqa)
     hook(f"{RUNNER}.capture", _capture, HookType.AROUND)
     hook(f"{RUNNER}.capture_one_shape", _capture_size, HookType.AROUND)
+    hook(f"{RUNNER}._run_forward", _run, HookType.AROUND)
     hook(f"{RUNNER}.load_batch", _load, HookType.AROUND)
     hook(f"{RUNNER}._prepare_forward_metadata_for_replay", _before_replay, HookType.AROUND)
 
@@ -218,17 +211,21 @@ def _capture(original: Callable, runner: Any) -> None:
         return
     if not prefills.graphs:
         raise ValueError(
-            f"{SWITCH}=1 and no captured prefill has up to {MOST_ROWS} tokens for FlashMLA: pass a smaller "
-            "--cuda-graph-bs-prefill, or --dsa-prefill-backend flashmla_sparse, or unset it"
+            f"{SWITCH}=1 and no captured prefill has up to {MOST_ROWS} tokens: pass a smaller --cuda-graph-bs-prefill, or "
+            "unset it"
         )
     prefills.sizes = sorted(key.size for key in prefills.graphs)
     logger.info(
-        "nsa_backend: captured prefills of %s tokens whole, of requests within %d, in %.1f s, %.0f MiB",
+        "nsa_backend: captured prefills of %s tokens whole, the largest of requests within %d, in %.1f s, %.0f MiB",
         prefills.sizes,
-        prefills.index_topk,
+        longest(prefills.sizes[-1], _table_width(runner)),
         prefills.seconds,
         prefills.taken / MIB,
     )
+
+
+def _table_width(runner: Any) -> int:
+    return runner.model_runner.attn_backend.config.attention.table_width
 
 
 def _capture_size(original: Callable, runner: Any, size: int, **options: Any) -> None:
@@ -243,13 +240,11 @@ def _capture_size(original: Callable, runner: Any, size: int, **options: Any) ->
     prefills, backend = _OFFERED.get(runner.model_runner.model), runner.model_runner.attn_backend
     if prefills is None or any(options.values()):
         return
-    if size not in whole_sizes(n for n in runner.capture_num_tokens if n <= MOST_ROWS and backend.takes_slots(n)):
+    if size not in whole_sizes(captured for captured in runner.capture_num_tokens if captured <= MOST_ROWS):
         return
-    device = backend.forward_metadata.nsa_cache_seqlens_int32.device
+    device = backend.config.attention.device
     began, free = time.perf_counter(), free_bytes(device)
-    # Of no graph's memory, and a padded query that all layers share, where each would clear one of its own.
-    prefills.of_rows(size, device)
-    backend.prefill_attention.reserve(MOST_ROWS)
+    backend.keep_rows(longest(size, _table_width(runner)), prefills.of_rows(size, device))
     key, graphs = ShapeKey(size=size), runner.backend._graphs
     pieces, inputs = graphs[key], runner.backend._capture_inputs[key]
     with recording(prefills):
@@ -261,10 +256,17 @@ def _capture_size(original: Callable, runner: Any, size: int, **options: Any) ->
     prefills.taken += free - free_bytes(device)
 
 
+def _run(original: Callable, runner: Any, batch: ForwardBatch, num_tokens: int) -> Any:
+    """Around a forward that is warmed up or captured: the head of a whole one writes its metadata."""
+    if recorded() is _OFFERED.get(runner.model_runner.model) is not None:
+        runner.model_runner.attn_backend.at_head_of_rows(num_tokens)
+    return original(runner, batch, num_tokens)
+
+
 def _load(original: Callable, runner: Any, batch: ForwardBatch, **options: Any) -> Any:
-    """Around what pads a prefill to a captured size: a short one to one that has a whole graph."""
+    """Around what pads a prefill to a captured size: one that takes a whole graph to a size that has one."""
     prefills = _OFFERED.get(runner.model_runner.model)
-    if prefills is None or not prefills.take(batch) or len(batch.input_ids) > prefills.sizes[-1]:
+    if prefills is None or prefills.size_for(batch, _table_width(runner)) is None:
         return original(runner, batch, **options)
     captured, runner.capture_num_tokens = runner.capture_num_tokens, prefills.sizes
     try:
@@ -274,19 +276,21 @@ def _load(original: Callable, runner: Any, batch: ForwardBatch, **options: Any) 
 
 
 def _before_replay(original: Callable, runner: Any, batch: ForwardBatch, static: ForwardBatch, key: Any) -> Any:
-    """Around what makes metadata for a replay, from which a whole graph takes lengths and slots."""
-    found, of_runner = original(runner, batch, static, key), runner.model_runner
-    prefills = _OFFERED.get(of_runner.model)
+    """Around what makes metadata for a replay; a whole graph makes its own, of what it is given here."""
+    of_runner = runner.model_runner
+    prefills, backend = _OFFERED.get(of_runner.model), of_runner.attn_backend
     graph = None if prefills is None else prefills.graphs.get(key)
     if graph is not None:
-        graph.takes_whole = prefills.take(batch)
-        if graph.takes_whole:
-            prefills.fill(of_runner.attn_backend.get_indexer_metadata(0, batch), key.size)
-            if not prefills.replayed:
-                logger.info("nsa_backend: a prefill ran in one graph, the first of %d tokens", key.size)
-            prefills.replayed = True
-            _wait_for_host_cache(of_runner.token_to_kv_pool)
-    return found
+        graph.takes_whole = prefills.size_for(batch, _table_width(runner)) == key.size
+    if graph is None or not graph.takes_whole:
+        return original(runner, batch, static, key)
+    prefills.fill(batch, key.size)
+    backend.replay_rows(key.size)
+    if not prefills.replayed:
+        logger.info("nsa_backend: a prefill ran in one graph, the first of %d tokens", key.size)
+    prefills.replayed = True
+    _wait_for_host_cache(of_runner.token_to_kv_pool)
+    return backend.resolve_prefill_shared_read_ends(batch, num_qo_tokens=key.size, build_snapshot=True)
 
 
 def _wait_for_host_cache(pool: Any) -> None:

@@ -65,7 +65,7 @@ def take_layer_fronts(
     if of_target and switched_on(prefills.SWITCH):
         if not selecting or len(served) < len(layers):
             raise ValueError(f"{prefills.SWITCH}=1 and layers lack our front: {reasons or 'the model has none'}; unset it")
-        prefills.offer(model, served, selecting[0])
+        prefills.offer(model, served)
     every_token = short.EveryToken()
     for layer in served:
         layer.forward_absorb_prepare = LayerFront(layer, backends, every_token)
