@@ -5,6 +5,8 @@ always has the cooler GPU or the emptier machine, and two processes of a side te
 side and turn. Drafts of random weights are not accepted: rounds are compared, and a round over the accept length of a trained
 model is its time a token.
 
+With --cached a prompt is a chat's next turn: so many tokens before it are those of every sample, and the server keeps their KV.
+
 With --parallel a server has as many ranks as GPUs, and one server runs at a time: sides of the first deployment, then of the
 next, every other turn in reverse. Its KV pool takes the memory that is left, so that deployments compare in tokens too."""
 
@@ -23,9 +25,9 @@ from tempfile import TemporaryDirectory
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.reports import parts, traces
 from nsa_backend.benchmarks.reports.cells import Cell, Prepared
-from nsa_backend.benchmarks.reports.rank_rows import title_of
+from nsa_backend.benchmarks.reports.rank_rows import shape_of, title_of
 from nsa_backend.benchmarks.servers import server_options
-from nsa_backend.benchmarks.servers.generation import in_turns, prompts, summary
+from nsa_backend.benchmarks.servers.generation import in_turns, prompts, summary, turns
 from nsa_backend.benchmarks.servers.pairs import meeting
 from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel, parsed
 from nsa_backend.benchmarks.servers.server import APART_SECONDS, BF16, KV, Server
@@ -34,6 +36,8 @@ from nsa_backend.benchmarks.servers.stages import TURNS, Stage, stages
 
 TOKENS, PROFILED_TOKENS, PORT = 128, 32, 25000
 STEPS, LENGTHS, LONG = (0, 3, 1, 5), (300, 4096, 32768, 131072), 65536
+PROFILED = (98, 99)
+"""Numbers of the turns before a profile and in it, which no sample has."""
 CONTEXT = 163840
 """Tokens of a request that every server has tables for; GLM-5.2 would have them for a million otherwise."""
 BESIDE_POOL = 11 * ranks.GIB
@@ -54,9 +58,10 @@ def alone(there: int) -> tuple[str, ...]:
     return "--mem-fraction-static", f"{1 - BESIDE_POOL / there:.2f}", "--context-length", str(CONTEXT)
 
 
-def needed_bytes(name: str, parallel: Parallel, shape: tuple[int, int]) -> int:
-    """Memory of each GPU of a server that has room for `shape`."""
-    return ranks.needed_bytes(name, server_options.pool_tokens([shape], TOKENS), parallel.dcp)
+def needed_bytes(name: str, parallel: Parallel, shape: tuple[int, int], cached: int = 0) -> int:
+    """Memory of each GPU of a server that has room for `shape` behind `cached` tokens of each prompt."""
+    batch, length = shape
+    return ranks.needed_bytes(name, server_options.pool_tokens([(batch, cached + length)], TOKENS), parallel.dcp)
 
 
 @dataclass
@@ -68,6 +73,7 @@ class RankServers:
     shapes: dict[tuple[str, Parallel], list[tuple[int, int]]]  # by rank and deployment, all that fit
     kv: str
     there: int  # bytes of a GPU
+    cached: int = 0  # tokens before each prompt, which they keep
     _open: ExitStack = field(default_factory=ExitStack)
     _found: dict[str, Server] = field(default_factory=dict)
     prepared: Prepared = field(default_factory=Prepared)
@@ -81,7 +87,8 @@ class RankServers:
             self.close()
             parallel, one_gpu = stage.parallel, stage.parallel == ONE_GPU
             path = checkpoint_of(name, self.folder, parallel.gpus)
-            options = [*options_for(self.shapes[name, parallel], TOKENS, parallel, bounded=one_gpu), *alone(self.there)]
+            options = options_for(self.shapes[name, parallel], TOKENS, parallel, bounded=one_gpu, cached=self.cached)
+            options += alone(self.there)
             began = {}
             for number, (side, gpus) in enumerate(stage.servers):
                 time.sleep(APART_SECONDS * (number > 0))
@@ -96,6 +103,14 @@ class RankServers:
             self.prepared.key = name, steps, turn, stage
             self.prepared.seconds += time.perf_counter() - asked
         return self._found
+
+    def tokens_of(self, batch: int, length: int) -> int:
+        """Of the pool, at least, for prompts of `length` tokens and their answers."""
+        return batch * (self.cached + length + TOKENS)
+
+    def asked(self, batch: int, length: int, number: int) -> list[list[int]]:
+        """Prompts, which where some tokens are cached differ behind them by `number`."""
+        return turns(batch, length, self.cached, number) if self.cached else prompts(batch, length)
 
     def close(self) -> None:
         """End what runs."""
@@ -122,18 +137,19 @@ def cells(
     asked = list(map(parsed, getattr(options, "parallel", None) or [str(ONE_GPU)]))
     sides = sides_of(options.sides)
     check_sides(sides, asked)
-    wanted = {name: shapes(name, options) for name in names}
+    wanted, cached = {name: shapes(name, options) for name in names}, getattr(options, "cached", None) or 0
     fitting = {
-        (name, parallel): [shape for shape in wanted[name] if needed_bytes(name, parallel, shape) <= there]
+        (name, parallel): [shape for shape in wanted[name] if needed_bytes(name, parallel, shape, cached) <= there]
         for name in names
         for parallel in asked
     }
     for name in names:
         if not any(fitting[name, parallel] for parallel in asked):
             most = max(parallel.dcp for parallel in asked)
-            ranks.check_fits(name, server_options.pool_tokens(wanted[name][:1], TOKENS), there, most)
+            batch, length = wanted[name][0]
+            ranks.check_fits(name, server_options.pool_tokens([(batch, cached + length)], TOKENS), there, most)
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-")))
-    servers = RankServers(folder, options.port or PORT, fitting, kv_of(options), there)
+    servers = RankServers(folder, options.port or PORT, fitting, kv_of(options), there, cached)
     resources.callback(servers.close)
     found = []
     for name in names:
@@ -144,17 +160,18 @@ def cells(
                 standing = {"prepared": servers.prepared, "key": (name, steps, turn, stage)}
                 for batch, length in fits:
                     measured = partial(measure, servers, name, steps, turn, stage, batch, length)
-                    found.append(Cell(f"{head}, {batch} x {length}, {stage}", measured, **standing))
+                    found.append(Cell(f"{head}, {shape_of(batch, length, cached)}, {stage}", measured, **standing))
                 for batch, length in fits:
                     if batch in (getattr(options, "parts", None) or ()):
                         measured = partial(by_part, servers, name, steps, turn, stage, batch, length)
-                        found.append(Cell(f"{head}, {batch} x {length} by part, {stage}", measured, **standing, kind="by part"))
+                        title = f"{head}, {shape_of(batch, length, cached)} by part, {stage}"
+                        found.append(Cell(title, measured, **standing, kind="by part"))
         for parallel in asked:
             for batch, length in (shape for shape in wanted[name] if shape not in fitting[name, parallel]):
                 row = {"checkpoint": name, "parallel": str(parallel), "batch": batch, "length": length}
                 row |= {"gpu_gib": round(there / ranks.GIB, 1)}
-                row |= {"needs_gib": round(needed_bytes(name, parallel, (batch, length)) / ranks.GIB, 1)}
-                title = f"{title_of(name, parallel)}, {batch} x {length} does not fit"
+                row |= {"needs_gib": round(needed_bytes(name, parallel, (batch, length), cached) / ranks.GIB, 1)}
+                title = f"{title_of(name, parallel)}, {shape_of(batch, length, cached)} does not fit"
                 found.append(Cell(title, partial(list, [row]), "left_out"))
     return found
 
@@ -188,8 +205,10 @@ def check_no_rank(options: argparse.Namespace) -> None:
     Raises:
         SystemExit: with what to change.
     """
-    if getattr(options, "kv", None):
-        raise SystemExit(f"--kv is for ranks of released models: name one of {', '.join(ranks.RANKS)}, or leave --kv out")
+    for option in ("kv", "cached"):
+        if getattr(options, option, None):
+            names = ", ".join(ranks.RANKS)
+            raise SystemExit(f"--{option} is for ranks of released models: name one of {names}, or leave --{option} out")
 
 
 def check_ranks_of(name: str, word: str) -> None:
@@ -252,9 +271,9 @@ def times(
     """
     running = servers.of(name, steps, turn, stage)
     samples = samples or samples_of(batch, length)
-    pools, needed = {side: server.pool_tokens() for side, server in running.items()}, batch * (length + TOKENS)
+    pools, needed = {side: server.pool_tokens() for side, server in running.items()}, servers.tokens_of(batch, length)
     fits = min(pools.values()) >= needed
-    found = in_turns(running, batch, length, TOKENS, samples) if fits else {}
+    found = in_turns(running, batch, length, TOKENS, samples, cached=servers.cached) if fits else {}
     cell = of_cell(servers, name, stage, steps, batch, length) | {"tokens": TOKENS, "samples": samples}
     return [
         cell
@@ -267,7 +286,8 @@ def times(
 def of_cell(servers: RankServers, name: str, stage: Stage, steps: int, batch: int, length: int) -> dict:
     """What all rows of one cell have."""
     served = {"checkpoint": name, "parallel": str(stage.parallel), "kv": servers.kv}
-    return served | {"steps": steps, "batch": batch, "length": length}
+    cached = {"cached": servers.cached} if servers.cached else {}
+    return served | {"steps": steps, "batch": batch, "length": length} | cached
 
 
 def by_part(servers: RankServers, name: str, steps: int, turn: int, stage: Stage, batch: int, length: int) -> list[dict]:
@@ -278,12 +298,13 @@ def by_part(servers: RankServers, name: str, steps: int, turn: int, stage: Stage
     Of several GPUs they are the first rank's, and `exchange_a_layer` has launches and microseconds of the part `exchange` over
     the target's layers: in decode context parallel drafts divide no KV. Gathered logits count, which tensor parallel has too.
     """
-    asked, rows = prompts(batch, length), []
+    rows = []
     for side, server in servers.of(name, steps, turn, stage).items():
-        if server.pool_tokens() < batch * (length + TOKENS):
+        if server.pool_tokens() < servers.tokens_of(batch, length):
             continue
         folder = servers.folder / f"parts-{name}-{stage.parallel}-{steps}-{batch}-{length}-{side}-{turn}"
-        server.generate(asked, PROFILED_TOKENS)
+        warm, asked = (servers.asked(batch, length, number) for number in PROFILED)
+        server.generate(warm, PROFILED_TOKENS)
         server.profiled(folder, asked, PROFILED_TOKENS)
         of_target = ranks.named(name).config["num_hidden_layers"]
         events = traces.read_events(folder)

@@ -21,6 +21,7 @@ class Cell(NamedTuple):
     length: int
     parallel: str = ONE_RANK  # of how many ranks a server is
     kv: str = BF16  # of its KV cache
+    cached: int = 0  # tokens before each prompt, whose KV the server had kept
 
     @classmethod
     def of(cls, row: dict) -> Cell:
@@ -32,10 +33,20 @@ class Cell(NamedTuple):
         """As `title_of`."""
         return title_of(self.checkpoint, self.parallel, self.kv)
 
+    @property
+    def shape(self) -> str:
+        """Requests and tokens of each prompt."""
+        return shape_of(self.batch, self.length, self.cached)
+
 
 def title_of(checkpoint: str, parallel: Parallel | str, kv: str = BF16) -> str:
     """A rank, with the deployment where a server is several, and with the KV cache where that is not bfloat16."""
     return ", ".join([checkpoint, *[str(parallel)] * (str(parallel) != ONE_RANK), *[f"{kv} KV"] * (kv != BF16)])
+
+
+def shape_of(batch: int, length: int, cached: int = 0) -> str:
+    """Requests and tokens of each prompt, and how many are cached before it."""
+    return f"{batch} x {length}" + (f" behind {cached}" if cached else "")
 
 
 class Spread(NamedTuple):

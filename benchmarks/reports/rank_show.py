@@ -22,7 +22,7 @@ def show(rows: Sequence[dict]) -> None:
     for cell, sides in rounds.items():
         for side, (median, least, most) in sides.items():
             ratio = f"{median / sides['builtin'][0]:.3f}" if "builtin" in sides and side != "builtin" else None
-            spread, shape = f"{median:.2f} ({least:.2f}-{most:.2f})", f"{cell.batch} x {cell.length}"
+            spread, shape = f"{median:.2f} ({least:.2f}-{most:.2f})", cell.shape
             table.append((cell.name, cell.steps, shape, side, spread, ratio, f"{first[cell][side][0]:.0f}"))
             over = over_tensor_parallel(rounds, cell, side)
             of_several.append((over and f"{over:.3f}", given[cell][side][-1].get("pool_tokens")))
@@ -31,7 +31,7 @@ def show(rows: Sequence[dict]) -> None:
         table = [(*line, *more) for line, more in zip(table, of_several, strict=True)]
     print_table(columns, table)
     for r in small:
-        shape = f"{Cell.of(r).name}, N = {r['steps']}, {r['batch']} x {r['length']}, {r['side']}"
+        shape = f"{Cell.of(r).name}, N = {r['steps']}, {Cell.of(r).shape}, {r['side']}"
         print(f"{shape}: a pool of {r['pool_tokens']} tokens has no room for {r['needs_tokens']}")
     print("random weights accept no drafts: milliseconds a token are a round's over the accept length of a trained model")
     show_parts(told)
@@ -40,7 +40,7 @@ def show(rows: Sequence[dict]) -> None:
 def show_parts(rows: Sequence[dict]) -> None:
     """A table a cell: a line a part with launches and microseconds of each side, then what a round is besides."""
     for cell, turns in by_cell(rows).items():
-        title = f"{cell.name}, N = {cell.steps}, {cell.batch} x {cell.length}"
+        title = f"{cell.name}, N = {cell.steps}, {cell.shape}"
         sides = {side: of_side[-1] for side, of_side in turns.items()}
         print(f"\n{title}: kernels of a round by part")
         ran = [part for part in (*parts.PARTS, parts.REST) if any(row["parts"].get(part, [0])[0] for row in sides.values())]

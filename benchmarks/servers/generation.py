@@ -50,9 +50,14 @@ class Sample:
         return self.batch * self.tokens / self.seconds
 
 
-def prompts(batch: int, length: int) -> list[list[int]]:
-    """`batch` different prompts of `length` tokens."""
-    return [[2 + (7 * i + 13 * r) % (faithful.VOCAB - 48) for i in range(length)] for r in range(batch)]
+def prompts(batch: int, length: int, number: int = 0) -> list[list[int]]:
+    """`batch` different prompts of `length` tokens, and others for another `number` of less than a hundred."""
+    return [[2 + (7 * i + 13 * r + 17 * number) % (faithful.VOCAB - 48) for i in range(length)] for r in range(batch)]
+
+
+def turns(batch: int, length: int, cached: int, number: int) -> list[list[int]]:
+    """The same prompts of `cached` tokens each, and behind them `length` others for every `number`: turns of chats."""
+    return [before + new for before, new in zip(prompts(batch, cached), prompts(batch, length, number), strict=True)]
 
 
 def accept_length(histogram: list[int]) -> float:
@@ -67,11 +72,6 @@ def counted(answers: list[dict], tokens: int) -> tuple[int, float]:
     if not any(histograms):
         return tokens - 1, 1.0
     return max(map(sum, histograms)), accept_length([sum(counts) for counts in zip_longest(*histograms, fillvalue=0)])
-
-
-def sample(server: Server | Pair, batch: int, length: int, tokens: int, **sampling: float) -> Sample:
-    """One streamed generation of a batch of made-up prompts; greedy, but for what `sampling` asks."""
-    return sample_of(server, prompts(batch, length), tokens, **sampling)
 
 
 def sample_of(server: Server | Pair, asked: list[list[int]], tokens: int, **sampling: float) -> Sample:
@@ -95,16 +95,32 @@ def sampling_of(options: argparse.Namespace) -> dict[str, float]:
 
 
 def in_turns(
-    servers: dict[str, Server | Pair], batch: int, length: int, tokens: int, repeats: int, **sampling: float
+    servers: dict[str, Server | Pair],
+    batch: int,
+    length: int,
+    tokens: int,
+    repeats: int,
+    *,
+    cached: int = 0,
+    **sampling: float,
 ) -> dict[str, list[Sample]]:
-    """`repeats` samples of each server, one after the other; a batch of at most WARM_TOKENS warms each up."""
+    """`repeats` samples of each server, one after the other; a batch of at most WARM_TOKENS warms each up.
+
+    With `cached` each sample is another turn of the same chats, of so many tokens before it, whose KV the server has kept.
+    """
     warm = max(1, min(batch, WARM_TOKENS // length))
+
+    def asked(requests: int, number: int) -> list[list[int]]:
+        return turns(requests, length, cached, number) if cached else prompts(requests, length)
+
     for server in servers.values():
-        sample(server, warm, length, tokens, **sampling)
+        if cached:
+            server.generate(prompts(batch, cached), 1)
+        sample_of(server, asked(warm, repeats), tokens, **sampling)
     found: dict[str, list[Sample]] = {backend: [] for backend in servers}
-    for _ in range(repeats):
+    for number in range(repeats):
         for backend, server in servers.items():
-            found[backend].append(sample(server, batch, length, tokens, **sampling))
+            found[backend].append(sample_of(server, asked(batch, number), tokens, **sampling))
     return found
 
 

@@ -115,9 +115,12 @@ def pool_tokens(shapes: Iterable[tuple[int, int]], new_tokens: int) -> int:
     return -(-tokens // PAGE_SIZE) * PAGE_SIZE
 
 
-def pool(shapes: Iterable[tuple[int, int]], new_tokens: int, ranks: int = 1, *, bounded: bool = True) -> list[str]:
-    """A pool of `pool_tokens`, or where it is not `bounded` of all the memory there is; no cache, so that prefills repeat.
+def pool(
+    shapes: Iterable[tuple[int, int]], new_tokens: int, ranks: int = 1, *, bounded: bool = True, keeps: bool = False
+) -> list[str]:
+    """A pool of `pool_tokens`, or where it is not `bounded` of all the memory there is.
 
+    No prompt is kept, so that prefills repeat, unless it `keeps` them.
     `shapes` are of one of `ranks` ranks of DP attention. SGLang divides the running requests by the ranks, and the tokens not.
     Two servers start on one GPU at a time, and what the other loads meanwhile counts against a server's share of memory: both
     of them must stay below half of the GPU. The pool is no larger for it."""
@@ -125,5 +128,6 @@ def pool(shapes: Iterable[tuple[int, int]], new_tokens: int, ranks: int = 1, *, 
     most = max(requests for requests, _ in shapes)
     return [
         *(("--max-total-tokens", str(pool_tokens(shapes, new_tokens))) if bounded else ()),
-        "--mem-fraction-static", "0.5", "--disable-radix-cache", "--max-running-requests", str(max(32, most) * ranks),
+        "--mem-fraction-static", "0.5", *(() if keeps else ("--disable-radix-cache",)),
+        "--max-running-requests", str(max(32, most) * ranks),
     ]  # fmt: skip

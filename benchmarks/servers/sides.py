@@ -105,18 +105,21 @@ def check_sides(sides: Sequence[str], asked: Sequence[Parallel]) -> None:
 
 
 def options_for(
-    shapes: Sequence[tuple[int, int]], new_tokens: int, parallel: Parallel = ONE_GPU, *, bounded: bool = True
+    shapes: Sequence[tuple[int, int]], new_tokens: int, parallel: Parallel = ONE_GPU, *, bounded: bool = True, cached: int = 0
 ) -> list[str]:
     """A server's options beyond the README's command: graphs and a pool for `shapes`, prefill as a default server runs it.
 
-    A pool that is not `bounded` takes the share of memory that options behind these name.
+    A pool that is not `bounded` takes the share of memory that options behind these name. `cached` tokens before each prompt
+    have room beside it, and are kept.
     """
     of_rank = parallel.of_a_rank(shapes)
     batches = {batch for batch, _ in of_rank}
     return [
         *server_options.decode_graphs({*server_options.MEASURED_BATCHES, *batches}),
         *server_options.prefill_graphs(of_rank, parallel.dp),
-        *server_options.pool(of_rank, new_tokens, parallel.dp, bounded=bounded),
+        *server_options.pool(
+            [(batch, cached + length) for batch, length in of_rank], new_tokens, parallel.dp, bounded=bounded, keeps=cached > 0
+        ),
         *parallel.options(),
     ]
 

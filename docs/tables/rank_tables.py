@@ -57,13 +57,13 @@ NOISE = 0.005
 def runs(key: str) -> list[dict[Cell, dict[str, list[dict]]]]:
     """Rows by cell and side of every run that has `key` of the built-in and of a side of ours, the oldest first.
 
-    Cells are of one rank alone; several as one server are another comparison.
+    Cells are of one rank alone with nothing cached; several as one server, and turns of chats, are other comparisons.
     """
     found = []
     for report in reports("rank").values():
         if release(report) == PRIMARY:
             cells = cells_of(report, key)
-            alone = {cell: sides for cell, sides in cells.items() if cell.parallel == ONE_RANK}
+            alone = {cell: sides for cell, sides in cells.items() if cell.parallel == ONE_RANK and not cell.cached}
             both = {cell: sides for cell, sides in alone.items() if BUILTIN in sides and len(sides) > 1}
             found.append(both)
     return found

@@ -39,6 +39,7 @@ BENCHES = {
         "--samples",
         "--parts",
         "--kv",
+        "--cached",
         "--temperature",
         "--top-p",
         "--sides",
@@ -70,6 +71,7 @@ OPTIONS = {
     "--samples": "samples of a side and cell; unless told 7, 5 or 3, the fewer the more prompt tokens, and 9, 3 or 2 of a rank",
     "--parts": "batches of a rank whose rounds are told by part too, from the servers that were timed",
     "--kv": "bfloat16 or fp8_e4m3: the KV cache of a rank's servers; bfloat16 unless told",
+    "--cached": "tokens that are cached before each prompt of a rank, a chat so far; --length is what is new of each",
     "--temperature": "of every request; 0, which is greedy, unless told",
     "--top-p": "of every request that samples; 1 unless told",
     "--sides": "whose servers, in the order in which they start: ours, builtin, three_graphs (ours, "
@@ -87,7 +89,18 @@ OPTIONS = {
 FRACTIONS = ("--temperature", "--top-p")
 """Those that are no whole numbers."""
 
-SINGLE = ("--port", "--prompt-tokens", "--samples", "--kv", "--model", "--prompts", "--tokens", "--server", *FRACTIONS)
+SINGLE = (
+    "--port",
+    "--prompt-tokens",
+    "--samples",
+    "--kv",
+    "--cached",
+    "--model",
+    "--prompts",
+    "--tokens",
+    "--server",
+    *FRACTIONS,
+)
 """Those that take one value."""
 
 TEXTS = ("--checkpoint", "--parallel", "--kv", "--section", "--sides", "--model", "--prompts", "--server")
@@ -95,7 +108,8 @@ TEXTS = ("--checkpoint", "--parallel", "--kv", "--section", "--sides", "--model"
 
 OWN = ("--prompts", "--tokens", "--server")
 NOT_OWN = dict.fromkeys(
-    ("--checkpoint", "--length", "--prompt-tokens", "--samples", "--parts", "--quick"), "whose prompts come from --prompts"
+    ("--checkpoint", "--length", "--prompt-tokens", "--samples", "--parts", "--cached", "--quick"),
+    "whose prompts come from --prompts",
 ) | {
     "--parallel": "whose GPUs --server names: '--tp-size 8'",
     "--kv": "whose KV cache --server names: '--kv-cache-dtype fp8_e4m3'",
