@@ -39,6 +39,8 @@ HERE = Path(__file__).resolve().parent
 
 START_SECONDS = {"nsa": 40, "dsa": 80}
 """An engine's start beside three others, with kernels compiled; the first one without caches takes up to four minutes."""
+ASKING_SECONDS = 120.0
+"""Of a run with both sides, for asking whether parted outputs are ties: an engine's start and one token a question."""
 WAVE_SECONDS = {1: 2.0, 2: 8.0, 4: 25.0}
 """A wave of requests, by ranks that share a GPU; estimated from about 20 collectives a round where they do."""
 
@@ -59,7 +61,13 @@ class Run:
     writing: threading.Lock = field(default_factory=threading.Lock)
 
     def left(self) -> float:
+        """Seconds of --minutes that are left."""
         return self.began + 60 * self.args.minutes - time.monotonic()
+
+    def left_for_engines(self) -> float:
+        """The same without those that asking about ties may take, half of --minutes at most."""
+        both = set(BACKENDS) <= set(self.args.backends)
+        return self.left() - both * min(ASKING_SECONDS, 30 * self.args.minutes)
 
     def parted(self) -> list[tuple[Case, list[dict]]]:
         """Where outputs of ours part from the built-in's, if there are any, and from another run of ours, by case."""
@@ -97,7 +105,7 @@ def launch(run: Run, case: Case, backend: str, port: int) -> tuple[dict | None, 
     with run.starting:
         time.sleep(APART_SECONDS)
     command = [sys.executable, str(HERE / "run_case.py"), str(run.checkpoints[case.checkpoint]), case.name, str(out)]
-    seconds = min(run.args.engine_seconds, max(run.left(), 1))
+    seconds = min(run.args.engine_seconds, max(run.left_for_engines(), 1))
     environment = os.environ | SIDE_BY_SIDE | {"NSA_BACKEND_DISABLE": BACKENDS[backend]}
     began, exits = time.monotonic(), []
     code = run_to_its_end([*command, "--port", str(port)], log, environment, seconds, exits)
@@ -117,7 +125,7 @@ def run_engines(run: Run) -> None:
     def job(item: tuple[int, Case, str]) -> None:
         port, case, backend = item
         began = time.monotonic()
-        if run.left() < run.longest:
+        if run.left_for_engines() < run.longest:
             return
         result, log = launch(run, case, backend, port)
         with run.writing:
@@ -155,7 +163,9 @@ def arguments() -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--ranks-per-gpu", type=int, default=1, help="run the cases whose ranks share GPUs so")
     parser.add_argument("--backends", nargs="*", default=list(BACKENDS))
     parser.add_argument("--jobs", type=int, help="engines side by side: 4 by default, 1 where ranks share GPUs")
-    parser.add_argument("--minutes", type=float, default=60, help="no engine starts that would not end in time")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="no engine starts that would not end in time; asked about ties within it"
+    )
     parser.add_argument("--engine-seconds", type=float, default=420, help="after which an engine counts as hanging")
     parser.add_argument("--warm", action="store_true", help="kernels are compiled: the first engine need not run alone")
     parser.add_argument("--port", type=int, default=12000 + PORTS * first_device())
@@ -187,7 +197,9 @@ def main() -> int:
         run = Run(checkpoints, cases, args, machine)
         run_engines(run)
         parted = run.parted()
-        judge(run.checkpoints, parted, args.jobs, args.logs, args.port, min(args.engine_seconds, max(run.left(), 60)))
+        judge(
+            run.checkpoints, parted, args.jobs, args.logs, args.port, min(args.engine_seconds, max(run.left(), ASKING_SECONDS))
+        )
         report = run.write(parted)
     show(report)
     return 1 if report["failures"] or report["problems"] or report["not_measured"] else 0

@@ -33,7 +33,7 @@ BETWEEN_RANKS = {
 """Of every layer of a server of several GPUs, and of the target's layers in decode context parallel."""
 
 LOG = """
-[10:00:00] nsa_backend: captured prefills of [64, 128] tokens whole, of requests within 2048, in 1.2 s, 256 MiB
+[10:00:00] nsa_backend: captured prefills of [64, 128] tokens whole, the largest of requests within 131072, in 1.2 s, 256 MiB
 [2026-11-22 10:00:00] Capture target prefill CUDA graph end. elapsed=5.27 s, mem usage=2.02 GB, avail mem=60.11 GB.
 [2026-11-22 10:00:03] Capture target verify CUDA graph begin. backend=full, num_tokens_per_req=4, avail mem=60.11 GB
 [10:00:06] Capture target verify CUDA graph end. bs=[1, 2, 4, 8], elapsed=3.07 s, mem usage=-0.96 GB, avail mem=61.1 GB.

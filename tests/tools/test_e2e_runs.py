@@ -144,3 +144,12 @@ class TestRuns:
         code, report = run(monkeypatch, tmp_path, "--cases", "n2 fa3", "n5 fa3", "--minutes", "0.0001")
         assert code == 1
         assert {"n5 fa3, ours", "n5 fa3, builtin"} <= set(report["not_measured"])
+
+    @pytest.mark.parametrize(("backends", "started"), [(["ours", "builtin"], 1), (["ours"], 2)])
+    def test_asking_about_ties_has_time_of_its_own(self, stand_ins, monkeypatch, tmp_path, backends, started):
+        """Where two sides may part: the next engine is not started in it."""
+        stand_ins()
+        monkeypatch.setattr(run_all.Run, "left", lambda run: 130 - 100 * bool(run.results))
+        words = ("--cases", "n2 fa3", "n5 fa3", "--backends", *backends, "--jobs", "1")
+        _, report = run(monkeypatch, tmp_path, *words)
+        assert len(report["not_measured"]) == len(backends) * 2 - started
