@@ -12,7 +12,8 @@ from collections.abc import Hashable
 
 import torch
 
-_blocks: dict[tuple, torch.Tensor] = {}
+_blocks: dict[tuple, list[torch.Tensor]] = {}
+"""The largest last. None is given back: a graph holds addresses, and nothing of what lies there."""
 
 
 def shared_rows(owner: Hashable, rows: int, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -20,7 +21,7 @@ def shared_rows(owner: Hashable, rows: int, *shape: int, dtype: torch.dtype, dev
 
     A larger request gets new memory, and later callers share that; graphs captured before keep theirs.
     """
-    key = (owner, shape, dtype, device)
-    if key not in _blocks or _blocks[key].shape[0] < rows:
-        _blocks[key] = torch.zeros(rows, *shape, dtype=dtype, device=device)
-    return _blocks[key][:rows]
+    blocks = _blocks.setdefault((owner, shape, dtype, device), [])
+    if not blocks or blocks[-1].shape[0] < rows:
+        blocks.append(torch.zeros(rows, *shape, dtype=dtype, device=device))
+    return blocks[-1][:rows]

@@ -73,8 +73,11 @@ class Case:
     def runs_here(self) -> bool:
         """Whether the installed SGLang has what the case is about."""
         has_v1 = generation_of(installed()).adapter == "nsa"
-        ranges = (SpecifierSet(one, prereleases=True) for one in self.releases.split(" or "))
-        return (has_v1 or not self.spec_v1) and any(installed() in one for one in ranges)
+        return (has_v1 or not self.spec_v1) and self.is_of(installed())
+
+    def is_of(self, release: str) -> bool:
+        """Whether it is about this release of SGLang."""
+        return any(release in SpecifierSet(one, prereleases=True) for one in self.releases.split(" or "))
 
     @property
     def checkpoint(self) -> tuple[str, str]:

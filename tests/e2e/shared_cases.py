@@ -14,7 +14,8 @@ from typing import Any
 from case import Case
 from engine_options import BESIDE_OTHERS, DP_2, FP8, ONE_GRAPH, TWO_GPUS
 
-NEWEST = "==0.5.23"
+NEWEST = "0.5.23"
+"""Of which nodes of one machine were tried."""
 ALONE, BOTH = ("8x300",), ("8x300", "some unequal ranks")
 FULL = dict.fromkeys(BOTH, 3.9 / 4)
 HALF = dict.fromkeys(BOTH, 3.85 / 4)
@@ -27,7 +28,7 @@ ON_FP8 = {"decode": "flashmla_kv", "floors": FP8_FLOORS, "floor_of_all": 0.95}
 
 def shared(name: str, ranks: int, engine: dict[str, Any], **options: Any) -> Case:
     """A case of `ranks` ranks on two GPUs; as many as have a round in one graph say so, each of its own."""
-    options = {"workloads": BOTH, "floors": FULL, "releases": NEWEST} | options
+    options = {"workloads": BOTH, "floors": FULL, "releases": f"=={NEWEST}"} | options
     if "says" in options:
         options["says_times"] = ranks
     many = TWO_GPUS | BESIDE_OTHERS | {"tp_size": ranks}
@@ -68,8 +69,12 @@ def on_one_gpu(cases: Iterable[Case]) -> list[Case]:
     engine in this process (an action, log-probabilities).
     """
     return [
-        replace(case, name=case.name.replace(ON_TWO, ON_ONE), engine=case.engine | BESIDE_OTHERS, gpus=1, ranks_per_gpu=2)
+        replace(
+            case, name=case.name.replace(ON_TWO, ON_ONE), engine=case.engine | BESIDE_OTHERS, gpus=1, ranks_per_gpu=2,
+            releases=f"=={NEWEST}",
+        )
         for case in cases
         if (case.gpus, case.ranks_per_gpu, case.engine.get("tp_size")) == (2, 1, 2)
+        and case.is_of(NEWEST)
         and not (case.disaggregated or case.action or case.logprobs or "moe_a2a_backend" in case.engine)
-    ]
+    ]  # fmt: skip

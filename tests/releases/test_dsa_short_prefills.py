@@ -359,6 +359,7 @@ def args(prefill: str = "breakable", **options) -> SimpleNamespace:
         ({"pp_size": 2}, "pass --pp-size 1"),
         ({"enable_lora": True}, "drop --enable-lora"),
         ({"moe_a2a_backend": "deepep"}, "drop --moe-a2a-backend"),
+        ({"speculative_adaptive": True}, "drop --speculative-adaptive"),
         ({"moe_dense_tp_size": 1}, "drop --moe-dense-tp-size"),
         ({"prefill_attention_backend": "nsa"}, "two names, dsa and nsa: name one for both"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -125,6 +126,20 @@ def test_captured_forwards_share_one_padded_query(flash_mla):
         assert found.padding[:, 3:].eq(0).all()
     assert len(set(found.queries[:3])) == 1
     assert found.queries[3] != found.queries[0]
+
+
+def test_what_a_graph_reads_stays_when_the_same_backend_reserves_more(flash_mla):
+    """As for decode once prefills have been captured: they hold the address alone."""
+    found = flash_mla()
+    attention = implementation("flashmla_sparse").build(config(3))
+    attention.reserve(4)
+    kept = weakref.ref(attention._query._buffer.untyped_storage())
+    attention.reserve(9)
+    for rows in (4, 9):
+        given = inputs(3, [5] * rows)
+        assert same_as_the_reference(attention.forward(given), given)
+    assert len(set(found.queries)) == 1
+    assert kept() is not None
 
 
 def test_flashmla_schedules_captured_forwards_once(flash_mla, decoding, monkeypatch):

@@ -52,6 +52,8 @@ NEEDED = (
     *served.DP_ATTENTION,
     needed("dcp_size", "--dcp-size", (None, 1)),
     needed("pp_size", "--pp-size", (1,), "pass --pp-size 1"),
+    # It changes the target's backend with the number of drafts, and one alone has captured them.
+    needed("speculative_adaptive", "--speculative-adaptive", (False,)),
     # Their dispatch leaves the graph in every layer of experts.
     needed("moe_a2a_backend", "--moe-a2a-backend", ("none",)),
     # Ranks then tell one another their sizes before every prefill, which has run beside none.
@@ -120,7 +122,7 @@ class WholePrefills:
     def size_for(self, batch: ForwardBatch, table_width: int) -> int | None:
         """The captured size whose whole graph a prefill takes, the least that its rows fit; None where it takes none."""
         size = next((size for size in self.sizes if size >= len(batch.input_ids)), None)
-        if size is None or batch.forward_mode != ForwardMode.EXTEND:
+        if size is None or batch.forward_mode != ForwardMode.EXTEND or batch.seq_lens_cpu is None:
             return None
         return size if int(batch.seq_lens_cpu.max()) <= longest(size, table_width) else None
 
