@@ -101,9 +101,9 @@ def before_rounds(events: Iterable[dict]) -> dict:
         events: of SGLang's profiler, with calls of the host.
 
     Returns:
-        period_us from the first kernel to the first round; kernel_us and launches of all kernels; idle_us, where nothing runs
-        on the GPU; graph_launches of the host; waits: the WAITS kernels before which the GPU was idle longest, each with its
-        name, how often and how long.
+        period_us from the first kernel to the first round; kernel_us and launches of all kernels; parts, by name [launches, us]
+        of those that there are; idle_us, where nothing runs on the GPU; graph_launches of the host; waits: the WAITS kernels
+        before which the GPU was idle longest, each with its name, how often and how long.
 
     Raises:
         RuntimeError: the trace has no round, or nothing before it.
@@ -115,6 +115,9 @@ def before_rounds(events: Iterable[dict]) -> dict:
     if first is None or not before:
         raise RuntimeError("the trace has no round of one graph, or nothing before the first")
     gaps: dict[str, list[float]] = {}
+    by_part: dict[str, list[float]] = {}
+    for op in before:
+        by_part.setdefault(part_of(op.name), []).append(op.us)
     for op, _, gap in along(before):
         if gap:
             gaps.setdefault(op.name, []).append(gap)
@@ -124,6 +127,7 @@ def before_rounds(events: Iterable[dict]) -> dict:
         "period_us": round(end - begin, 2),
         "kernel_us": round(sum(op.us for op in before), 2),
         "launches": len(before),
+        "parts": {part: [len(found), round(sum(found), 2)] for part, found in by_part.items()},
         "idle_us": round(sum(map(sum, gaps.values())) + max(0.0, end - ended), 2),
         "graph_launches": sum(e["ts"] < launched[0]["ts"] for e in graph_launches(host_calls(events)).values()),
         "waits": [[name, len(of_name), round(sum(of_name), 2)] for name, of_name in longest],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nsa_backend.benchmarks.reports import parts
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK, Cell, by_cell, over_tensor_parallel, together
@@ -43,8 +43,7 @@ def show_parts(rows: Sequence[dict]) -> None:
         title = f"{cell.name}, N = {cell.steps}, {cell.shape}"
         sides = {side: of_side[-1] for side, of_side in turns.items()}
         print(f"\n{title}: kernels of a round by part")
-        ran = [part for part in (*parts.PARTS, parts.REST) if any(row["parts"].get(part, [0])[0] for row in sides.values())]
-        table = [(part, *(v for row in sides.values() for v in row["parts"].get(part, (0, 0.0)))) for part in ran]
+        table = lines_of(sides)
         table.append(("all kernels", *(v for row in sides.values() for v in (row["launches"], row["kernel_us"]))))
         for key, text in {
             "launches_a_layer": "launches a layer", "period_us": "from one round to the next", "idle_us": "GPU idle",
@@ -53,4 +52,18 @@ def show_parts(rows: Sequence[dict]) -> None:
             table.append((text, *(v for row in sides.values() for v in (None, row[key]))))
         if cell.parallel != ONE_RANK:
             table.append(("exchange a layer", *(v for row in sides.values() for v in row["exchange_a_layer"])))
-        print_table(("part", *(word for side in sides for word in (f"{side}: launches", "us"))), table)
+        columns = ("part", *(word for side in sides for word in (f"{side}: launches", "us")))
+        print_table(columns, table)
+        before = {side: row["before_rounds"] for side, row in sides.items() if "parts" in row.get("before_rounds", {})}
+        if len(before) == len(sides):
+            print(f"\n{title}: kernels before the first round by part")
+            table = lines_of(before)
+            for key, text in {"period_us": "from the first to the round", "idle_us": "GPU idle"}.items():
+                table.append((text, *(v for row in before.values() for v in (None, row[key]))))
+            print_table(columns, table)
+
+
+def lines_of(sides: Mapping[str, dict]) -> list[tuple]:
+    """A line a part that any side has: its launches and microseconds of each side."""
+    ran = [part for part in (*parts.PARTS, parts.REST) if any(row["parts"].get(part, [0])[0] for row in sides.values())]
+    return [(part, *(v for row in sides.values() for v in row["parts"].get(part, (0, 0.0)))) for part in ran]

@@ -103,6 +103,7 @@ def test_a_prefill_is_told_by_what_the_gpu_waits_for():
     found = parts.before_rounds(trace.events)
     assert found["waits"] == [["attend", 1, 100.5], ["gemm", 2, 1.0]]
     assert (found["launches"], found["graph_launches"], found["kernel_us"]) == (4, 2, 12.0)
+    assert found["parts"] == {"projections": [3, 6.0], "attention": [1, 6.0]}
     assert found["period_us"] == first_round
     assert found["idle_us"] == first_round - 12.0
     with pytest.raises(RuntimeError, match="nothing before the first"):
