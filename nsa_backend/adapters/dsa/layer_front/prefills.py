@@ -79,7 +79,7 @@ def prefill_problems(args: Any) -> list[str]:
     if layer_front_problem() is not None:
         return found
     if not envs.SGLANG_DSA_FUSE_TOPK.get():
-        found.append("SGLANG_DSA_FUSE_TOPK=0 makes selections of positions, and they need slots: unset one")
+        found.append("SGLANG_DSA_FUSE_TOPK=0 has run beside no whole graph of a prefill: unset one")
     backends = {own or args.attention_backend for own in (args.prefill_attention_backend, args.decode_attention_backend)}
     if len(backends) > 1:
         found.append(f"prefill and decode have backends of two names, {' and '.join(sorted(backends))}: name one for both")
