@@ -13,7 +13,6 @@ request when its memory is taken down.
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -24,6 +23,7 @@ import psutil
 
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.commands import rank_serve
+from nsa_backend.benchmarks.reports.captures import captures
 from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
 from nsa_backend.benchmarks.servers import server_options
@@ -37,11 +37,6 @@ from nsa_backend.benchmarks.servers.sides import checkpoint_of, sides_of
 CHECKPOINT, STEPS, REQUESTS, PORT = "deep", (3,), (48, 256), 27000
 LENGTH, TOKENS = 300, 65
 SIDES = ("ours", THREE_GRAPHS, "builtin")
-
-OF_SGLANG = re.compile(r"Capture ?(.*?) cuda graph end\..*?elapsed[=:] ?([\d.]+) s.*?mem usage=(-?[\d.]+) GB", re.IGNORECASE)
-OF_ROUNDS = re.compile(r"captured whole speculative rounds of \[(.*?)\] (.+?) in ([\d.]+) s, (-?\d+) MiB")
-OF_PREFILLS = re.compile(r"captured prefills of \[(.*?)\] tokens whole, (.+?), in ([\d.]+) s, (-?\d+) MiB")
-OURS = {"whole rounds": OF_ROUNDS, "whole prefills": OF_PREFILLS}
 
 
 def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
@@ -103,24 +98,6 @@ def served(folder: Path, port: int, path: Path, steps: int, requests: int, side:
 def options_for(requests: int) -> list[str]:
     """Options beyond the README's command: a pool for so many requests, and no list of sizes to capture."""
     return server_options.pool([(requests, LENGTH)], TOKENS)
-
-
-def captures(log: str) -> list[dict]:
-    """What a server's log tells of each capture, in its order: seconds, GiB, and of what is ours how many sizes.
-
-    Whole prefills are captured within SGLang's of the target's prefills, whose seconds and GiB have theirs too.
-    """
-    found = []
-    for line in log.splitlines():
-        for what, said in OURS.items():
-            if of_ours := said.search(line):
-                sizes, kind, seconds, mib = of_ours.groups()
-                found.append({"what": f"{what}, {kind}", "sizes": sizes.count(",") + 1})
-                found[-1] |= {"seconds": float(seconds), "gib": round(int(mib) / 1024, 3)}
-        if of_sglang := OF_SGLANG.search(line):
-            what, seconds, gib = of_sglang.groups()
-            found.append({"what": what or "target", "seconds": float(seconds), "gib": float(gib)})
-    return found
 
 
 def host_gib(pid: int) -> float:

@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.reports import parts, traces
+from nsa_backend.benchmarks.reports.captures import captures
 from nsa_backend.benchmarks.reports.cells import Cell, Prepared
 from nsa_backend.benchmarks.reports.rank_rows import shape_of, title_of
 from nsa_backend.benchmarks.servers import server_options
@@ -79,6 +80,8 @@ class RankServers:
     prepared: Prepared = field(default_factory=Prepared)
     ready: dict[str, float] = field(default_factory=dict)
     """Seconds from the start of each side's server until it answered; with two at once each waits for the other too."""
+    captured: dict[str, list[dict]] = field(default_factory=dict)
+    """What each side's server has captured until then, until its first rows take it."""
 
     def of(self, name: str, steps: int, turn: int, stage: Stage) -> dict[str, Server]:
         """Servers by side, ready."""
@@ -89,10 +92,10 @@ class RankServers:
             path = checkpoint_of(name, self.folder, parallel.gpus)
             options = options_for(self.shapes[name, parallel], TOKENS, parallel, bounded=one_gpu, cached=self.cached)
             options += alone(self.there)
-            began = {}
+            began, logs = {}, {}
             for number, (side, gpus) in enumerate(stage.servers):
                 time.sleep(APART_SECONDS * (number > 0))
-                log = self.folder / f"{name}-{parallel}-n{steps}-{turn}-{side}.log"
+                log = logs[side] = self.folder / f"{name}-{parallel}-n{steps}-{turn}-{side}.log"
                 port, began[side] = self.port + PORTS_APART * number, time.perf_counter()
                 own = [*options, *(() if one_gpu else meeting(port))]
                 server = Server(side, path, port, steps, log, *own, environment={"CUDA_VISIBLE_DEVICES": gpus}, kv=self.kv)
@@ -100,6 +103,7 @@ class RankServers:
             for side, server in self._found.items():
                 server.wait(STARTING)
                 self.ready[side] = round(time.perf_counter() - began[side], 1)
+                self.captured[side] = captures(logs[side].read_text(errors="replace"))
             self.prepared.key = name, steps, turn, stage
             self.prepared.seconds += time.perf_counter() - asked
         return self._found
@@ -266,7 +270,7 @@ def times(
 ) -> list[dict]:
     """A row a side: milliseconds of a round and a token, time to first token, tokens a second, tokens that its KV pool holds.
 
-    There are `samples` of each, or as many as `samples_of` says.
+    There are `samples` of each, or as many as `samples_of` says. The first rows of a server have what it has captured too.
     Where a pool is too small for the batch, of which requests would wait, rows have `needs_tokens` and no times.
     """
     running = servers.of(name, steps, turn, stage)
@@ -278,6 +282,7 @@ def times(
     return [
         cell
         | {"side": side, "turn": turn, "gpu": gpus, "seconds_to_ready": servers.ready[side], "pool_tokens": pools[side]}
+        | ({"captures": servers.captured.pop(side)} if side in servers.captured else {})
         | (summary(found[side]) if fits else {"needs_tokens": needed})
         for side, gpus in stage.servers
     ]

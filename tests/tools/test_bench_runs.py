@@ -84,6 +84,14 @@ def test_a_run_prints_what_it_is_recorded_to(bench, name, tmp_path):
     assert_printed(name, "\n".join([f"$ bench {RUNS[name]}", *seen, f"exit code {code}", "", shown]), tmp_path)
 
 
+def test_the_first_row_of_a_server_has_what_it_captured(bench):
+    *_, report = bench(RUNS["a rank on one GPU"])
+    rows = [row for row in report["rows"] if "ttft_ms" in row]
+    told = [(row["side"], row["turn"]) for row in rows if "captures" in row]
+    assert sorted(told) == sorted({(row["side"], row["turn"]) for row in rows})
+    assert {"what": "target prefill", "seconds": 5.27, "gib": 2.02} in rows[0]["captures"]
+
+
 TOO_SMALL = r"v3.2-tp8 needs \d+\.\d GiB, 82\.3 of them for weights and \d+\.\d for \d+ tokens, .* has 80\.0 GiB"
 REFUSED = {
     "serve --checkpoint v3.2-tp8": TOO_SMALL,
