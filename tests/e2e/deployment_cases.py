@@ -9,7 +9,7 @@ from functools import partial
 
 from case import Case
 from engine_options import DEPLOYMENT_FLOORS as FLOORS
-from engine_options import DP_2, FOUR_GPUS, FP8, GLM_52, ONE_GRAPH, STANDARD, TWO_GPUS, UP_TO_TWO
+from engine_options import DP_2, FOUR_GPUS, FP8, GLM_52, ONE_GRAPH, PREFILL_SIZES, STANDARD, TWO_GPUS, UP_TO_TWO
 from pd_cases import PD_CASES
 
 SINCE = ">=0.5.23"
@@ -167,6 +167,16 @@ CONTEXT_CASES = [
     # SGLang captures none of these prefills unless told.
     part(f"{DCP}, prefill graphs", engine=CONTEXT | {"cuda_graph_backend_prefill": "breakable"}, floors=FLOORS),
     part(f"{DCP}, chunked prefill", engine=CONTEXT | {"chunked_prefill_size": 1024}, floors=FLOORS),
+    part(
+        f"{DCP}, short prefills in one graph",
+        workloads=("short", "shared prefix", "turns of chats", "8x300"),
+        engine=CONTEXT | PREFILL_SIZES,
+        environment={"NSA_BACKEND_SHORT_PREFILLS": "1"},
+        builtin_environment={},
+        says="a prefill ran in one graph",
+        says_times=2,
+        floor_of_all=0.95,
+    ),
     # SGLang exchanges all to all unless told, with the query's projection whole on every rank.
     part(
         f"{DCP}, reduce-scatter",

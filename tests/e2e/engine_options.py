@@ -21,6 +21,8 @@ ONE_GRAPH = {
     "replays": "greedy requests",
 }
 """Fields of a case whose rounds must be one graph: captured on every rank, and replayed."""
+PREFILL_SIZES = {"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": [8, 32, 64, 96, 128, 320, 512, 4096]}
+"""All of up to 512 tokens but 96 are captured whole too."""
 UP_TO_TWO = {"cuda_graph_bs": [1, 2]}
 """Captured sizes that most batches of "unequal ranks" exceed, on one rank or on both."""
 

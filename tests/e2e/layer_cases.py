@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from case import Case
-from engine_options import FLOORS, FP8, STANDARD, TWO_GPUS
+from engine_options import FLOORS, FP8, PREFILL_SIZES, STANDARD, TWO_GPUS
 
 FRONT = {"NSA_BACKEND_LAYER_FRONT": "1"}
 SHORT = FRONT | {"NSA_BACKEND_SHORT_GRAPHS": "1"}
@@ -15,8 +15,6 @@ ACROSS = "across 2048 tokens"
 MANY = (*STANDARD, "32x300", "shared prefix", "short")
 BY_ROWS = {"nsa_decode_backend": None, "nsa_prefill_backend": None, "cuda_graph_bs": [1, 2, 4, 8, 32]}
 """Nothing named; 32 requests are captured, so that their rows are verified together."""
-PREFILL_SIZES = {"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": [8, 32, 64, 96, 128, 320, 512, 4096]}
-"""All of up to 512 tokens but 96 are captured whole too."""
 
 front = partial(Case, environment=FRONT, builtin_environment={}, says="layers is two launches", releases="==0.5.23")
 glm_front = partial(front, steps=3, workloads=STANDARD, model="glm-5.1", floor_of_all=0.95)

@@ -16,6 +16,7 @@ from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
+from nsa_backend.adapters import decode_context_parallel
 from nsa_backend.adapters.dsa.layer_front import options as front_options
 from nsa_backend.adapters.dsa.layer_front import prefills, projections, take
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
@@ -121,6 +122,29 @@ def test_attention_is_recorded_in_whole_prefills_alone():
             assert attention(query, None, None, None, topk_indices=selected) == ("attended", eager, selected)
 
 
+@pytest.mark.parametrize("first", ["parts", "prefills"])
+def test_where_ranks_divide_the_kv_the_attention_of_all_their_heads_is_recorded(monkeypatch, first):
+    """Whose log-sum-exp a layer asks for, whichever of the two takes its place was put there first."""
+    backend, layer = Backend(), torch.nn.Module()
+    backend.forward = lambda q, k, v, layer, batch, save_kv_cache=True, **mla_args: ("recorded", mla_args)
+    monkeypatch.setattr(prefills, "hook", lambda *arguments: None)
+    layer.attn_mqa, layer.attn_mqa_for_dcp_decode, layer.dcp_size = torch.nn.Module(), torch.nn.Module(), 2
+    attend, model = layer.attn_mqa_for_dcp_decode, torch.nn.ModuleList([layer])
+    attend.forward = lambda q, k, v, batch, save_kv_cache=True, **mla_args: ("own", mla_args)
+    puts = {
+        "prefills": lambda: prefills.offer(model, [layer]),
+        "parts": lambda: decode_context_parallel.take_context_parts(model),
+    }
+    for name in sorted(puts, key=lambda name: name != first):
+        puts[name]()
+    with forward_context(ForwardContext(attn_backend=backend)):
+        found = attend(torch.zeros(1, 2), None, None, None, topk_indices="all")
+        assert found == ("own", {"topk_indices": "all", "return_lse": True})
+        with recording(WholePrefills()):
+            assert attend(torch.zeros(1, 2), None, None, None, topk_indices="all")[0] == "recorded"
+    assert "forward" not in vars(layer.attn_mqa)
+
+
 class Graph:
     def __init__(self, name: str, replayed: list[str], segments: int = 1):
         self.replay, self._segments = lambda: replayed.append(name), [None] * segments
@@ -152,7 +176,7 @@ def captured(monkeypatch):
         capture_num_tokens=[64, 96, 128, 320, 576, 8192],
     )
     monkeypatch.setattr(prefills, "hook", lambda *arguments: None)
-    prefills.offer(model, [SimpleNamespace(attn_mqa=SimpleNamespace(forward=None))])
+    prefills.offer(model, [SimpleNamespace(attn_mqa=SimpleNamespace(forward=None), dcp_size=1)])
 
     def capture_all(runner):
         for size in reversed(runner.capture_num_tokens):
@@ -354,7 +378,6 @@ def args(prefill: str = "breakable", **options) -> SimpleNamespace:
     ("changed", "advice"),
     [
         ({"prefill": "disabled"}, "pass --cuda-graph-backend-prefill breakable"),
-        ({"dcp_size": 2}, "drop --dcp-size"),
         ({"attn_dp_size": 2}, "drop --enable-dp-attention"),
         ({"pp_size": 2}, "pass --pp-size 1"),
         ({"enable_lora": True}, "drop --enable-lora"),
@@ -374,7 +397,7 @@ def test_what_cannot_have_them_is_told_before_weights_are_loaded(changed, advice
     ("words", "advice"),
     [
         ((), None),
-        (("--dcp-size", "8", "--tp-size", "8"), "drop --dcp-size"),
+        (("--dcp-size", "8", "--tp-size", "8"), None),
         (("--moe-dense-tp-size", "1", "--tp-size", "2"), "drop --moe-dense-tp-size"),
         (("--kv-cache-dtype", "fp8_e4m3"), None),
         (("--nsa-prefill-backend", "fa3"), None),

@@ -50,7 +50,6 @@ MOST_PADDING = 64
 
 NEEDED = (
     *served.DP_ATTENTION,
-    needed("dcp_size", "--dcp-size", (None, 1)),
     needed("pp_size", "--pp-size", (1,), "pass --pp-size 1"),
     # It changes the target's backend with the number of drafts, and one alone has captured them.
     needed("speculative_adaptive", "--speculative-adaptive", (False,)),
@@ -66,7 +65,7 @@ NEEDED = (
         "pass --cuda-graph-backend-prefill breakable",
     ),
 )
-"""Beside what the front asks: prefills that SGLang captures in pieces, on ranks that have all KV and need not keep in step."""
+"""Beside what the front asks: prefills that SGLang captures in pieces, on ranks that need not keep in step."""
 
 
 def prefill_problems(args: Any) -> list[str]:
@@ -169,7 +168,10 @@ def recording(prefills: WholePrefills) -> Iterator[None]:
 
 
 class WholeAttention:
-    """In place of the forward of a layer's RadixAttention, which leaves the graph in every captured prefill."""
+    """In place of the forward of a layer's RadixAttention, which leaves the graph in every captured prefill.
+
+    Where ranks divide the KV it returns the log-sum-exp of a rank's part too, as that does.
+    """
 
     def __init__(self, attention: Any):
         self.attention, self.own = attention, attention.forward
@@ -193,7 +195,8 @@ def offer(model: torch.nn.Module, layers: list[Any]) -> None:
     """
     _OFFERED[model] = WholePrefills()
     for layer in layers:
-        layer.attn_mqa.forward = WholeAttention(layer.attn_mqa)
+        attention = layer.attn_mqa_for_dcp_decode if layer.dcp_size > 1 else layer.attn_mqa
+        attention.forward = WholeAttention(attention)
     hook(f"{RUNNER}.capture", _capture, HookType.AROUND)
     hook(f"{RUNNER}.capture_one_shape", _capture_size, HookType.AROUND)
     hook(f"{RUNNER}._run_forward", _run, HookType.AROUND)
