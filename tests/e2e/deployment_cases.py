@@ -167,15 +167,20 @@ CONTEXT_CASES = [
     # SGLang captures none of these prefills unless told.
     part(f"{DCP}, prefill graphs", engine=CONTEXT | {"cuda_graph_backend_prefill": "breakable"}, floors=FLOORS),
     part(f"{DCP}, chunked prefill", engine=CONTEXT | {"chunked_prefill_size": 1024}, floors=FLOORS),
-    part(
-        f"{DCP}, short prefills in one graph",
-        workloads=("short", "shared prefix", "turns of chats", "8x300"),
-        engine=CONTEXT | PREFILL_SIZES,
-        environment={"NSA_BACKEND_SHORT_PREFILLS": "1"},
-        builtin_environment={},
-        says="a prefill ran in one graph",
-        says_times=2,
-        floor_of_all=0.95,
+    # A layer that shares a selection finds its own of the slots made; products of FP8 weights are divided.
+    *(
+        part(
+            f"{DCP}{of}, short prefills in one graph",
+            workloads=("short", "shared prefix", "turns of chats", "8x300"),
+            engine=CONTEXT | PREFILL_SIZES,
+            environment={"NSA_BACKEND_SHORT_PREFILLS": "1"},
+            builtin_environment={},
+            says="a prefill ran in one graph",
+            says_times=2,
+            floor_of_all=0.95,
+            **more,
+        )
+        for of, more in {"": {}, ", glm-5.2": {"model": "glm-5.2"}, ", FP8 weights": {"shape": "fp8-weights"}}.items()
     ),
     # SGLang exchanges all to all unless told, with the query's projection whole on every rank.
     part(
