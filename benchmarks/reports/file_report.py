@@ -3,20 +3,29 @@
 python -m nsa_backend.benchmarks.reports.file_report benchmarks/results/serve_0_5_23_h200.json rounds OUT.json
 
 Runs of one code on one kind of machine are one report: name their files one after another. `--checkpoint` takes the rows of one
-model from runs of several. A file that is one report without a name keeps it under `--first NAME`.
+model from runs of several. A file that is one report without a name keeps it under `--first NAME`. Commands and what failed
+engines said name files without the folders of the machine that they lay in.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nsa_backend.benchmarks.reports.report import dumped
 
 ALIKE = ("gpu", "packages", "commit")
 """Of `environment`, what the runs of one report have in common."""
+
+OF_A_MACHINE = ("command", "failures")
+"""Of a report, what may name files by where they lay."""
+ABSOLUTE = re.compile(r"(?<![\w.:/~-])(?:/[\w.+-]+){2,}")
+TOPS = ("sglang", "nsa_backend", "kernels", "benchmarks", "tests")
+"""Folders by which a reader knows a file."""
 
 
 def joined(reports: Sequence[dict], checkpoint: str | None = None) -> dict:
@@ -56,6 +65,23 @@ def joined(reports: Sequence[dict], checkpoint: str | None = None) -> dict:
     return found
 
 
+def placeless(value: Any) -> Any:
+    """`value`, texts in lists and dicts alike, without the folders of absolute paths.
+
+    A path keeps what follows the last folder above one of TOPS, else its last folder and name.
+    """
+    if isinstance(value, dict):
+        return {key: placeless(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [placeless(one) for one in value]
+    return ABSOLUTE.sub(lambda found: _relative(found[0].split("/")[1:]), value) if isinstance(value, str) else value
+
+
+def _relative(parts: list[str]) -> str:
+    known = next((at for at, part in enumerate(parts) if part in TOPS), max(1, len(parts) - 2))
+    return "/".join(parts[known:])
+
+
 def put(file: Path, name: str, report: dict, first: str | None = None) -> None:
     """Write `report` into `file` under this name, in place of one that has it, else as the last.
 
@@ -70,7 +96,8 @@ def put(file: Path, name: str, report: dict, first: str | None = None) -> None:
                 raise SystemExit(f"{file} is one report without a name: --first NAME gives it one")
             found = {"reports": {first: found}}
         reports = found["reports"]
-    bodies = [f"{json.dumps(key)}: {dumped(value).rstrip()}" for key, value in (reports | {name: report}).items()]
+    reports[name] = report | {key: placeless(report[key]) for key in OF_A_MACHINE if key in report}
+    bodies = [f"{json.dumps(key)}: {dumped(value).rstrip()}" for key, value in reports.items()]
     file.write_text('{"reports": {\n' + ",\n".join(bodies) + "\n}}\n")
 
 

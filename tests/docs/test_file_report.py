@@ -47,6 +47,27 @@ def test_runs_of_one_code_are_one_report_of_one_model(put):
 
 
 @pytest.mark.parametrize(
+    ("said", "filed"),
+    [
+        ("run_all.py /srv/x/answers/report.json --logs /srv/x", "run_all.py answers/report.json --logs x"),
+        ('  File "/srv/site/sglang/srt/models/deepseek_v2.py", line 1', '  File "sglang/srt/models/deepseek_v2.py", line 1'),
+        ("'model_path': '/srv/x/logs/checkpoint-deep', 1.5 GiB", "'model_path': 'logs/checkpoint-deep', 1.5 GiB"),
+        (
+            "GET http://127.0.0.1:30000/server_info/now, ours / builtin",
+            "GET http://127.0.0.1:30000/server_info/now, ours / builtin",
+        ),
+    ],
+)
+def test_a_report_names_no_folder_of_the_machine_that_it_ran_on(put, said, filed):
+    """What was measured stays as it is."""
+    run, file = put
+    for command, expected in ((said, filed), ([said, "bench"], [filed, "bench"])):
+        run("order", report("one", "/srv/x/y", command=command, failures=[{"log": [said], "exit_code": 1}]))
+        found = json.loads(file.read_text())["reports"]["order"]
+        assert found == report("one", "/srv/x/y", command=expected, failures=[{"log": [filed], "exit_code": 1}])
+
+
+@pytest.mark.parametrize(
     ("there", "reports", "options", "words"),
     [
         (report(), [report()], (), "without a name: --first"),
