@@ -28,7 +28,7 @@ from nsa_backend.benchmarks.reports.captures import captures
 from nsa_backend.benchmarks.reports.cells import Cell, Prepared
 from nsa_backend.benchmarks.reports.rank_rows import shape_of, title_of
 from nsa_backend.benchmarks.servers import server_options
-from nsa_backend.benchmarks.servers.generation import in_turns, prompts, summary, turns
+from nsa_backend.benchmarks.servers.generation import in_turns, summary, turns
 from nsa_backend.benchmarks.servers.pairs import meeting
 from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel, parsed
 from nsa_backend.benchmarks.servers.server import APART_SECONDS, BF16, KV, Server
@@ -92,10 +92,10 @@ class RankServers:
             path = checkpoint_of(name, self.folder, parallel.gpus)
             options = options_for(self.shapes[name, parallel], TOKENS, parallel, bounded=one_gpu, cached=self.cached)
             options += alone(self.there)
-            began, logs = {}, {}
+            began = {}
             for number, (side, gpus) in enumerate(stage.servers):
                 time.sleep(APART_SECONDS * (number > 0))
-                log = logs[side] = self.folder / f"{name}-{parallel}-n{steps}-{turn}-{side}.log"
+                log = self.folder / f"{name}-{parallel}-n{steps}-{turn}-{side}.log"
                 port, began[side] = self.port + PORTS_APART * number, time.perf_counter()
                 own = [*options, *(() if one_gpu else meeting(port))]
                 server = Server(side, path, port, steps, log, *own, environment={"CUDA_VISIBLE_DEVICES": gpus}, kv=self.kv)
@@ -103,7 +103,7 @@ class RankServers:
             for side, server in self._found.items():
                 server.wait(STARTING)
                 self.ready[side] = round(time.perf_counter() - began[side], 1)
-                self.captured[side] = captures(logs[side].read_text(errors="replace"))
+                self.captured[side] = captures(server.log.read_text(errors="replace"))
             self.prepared.key = name, steps, turn, stage
             self.prepared.seconds += time.perf_counter() - asked
         return self._found
@@ -111,10 +111,6 @@ class RankServers:
     def tokens_of(self, batch: int, length: int) -> int:
         """Of the pool, at least, for prompts of `length` tokens and their answers."""
         return batch * (self.cached + length + TOKENS)
-
-    def asked(self, batch: int, length: int, number: int) -> list[list[int]]:
-        """Prompts, which where some tokens are cached differ behind them by `number`."""
-        return turns(batch, length, self.cached, number) if self.cached else prompts(batch, length)
 
     def close(self) -> None:
         """End what runs."""
@@ -308,7 +304,7 @@ def by_part(servers: RankServers, name: str, steps: int, turn: int, stage: Stage
         if server.pool_tokens() < servers.tokens_of(batch, length):
             continue
         folder = servers.folder / f"parts-{name}-{stage.parallel}-{steps}-{batch}-{length}-{side}-{turn}"
-        warm, asked = (servers.asked(batch, length, number) for number in PROFILED)
+        warm, asked = (turns(batch, length, servers.cached, number) for number in PROFILED)
         server.generate(warm, PROFILED_TOKENS)
         server.profiled(folder, asked, PROFILED_TOKENS)
         of_target = ranks.named(name).config["num_hidden_layers"]

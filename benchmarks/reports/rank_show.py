@@ -37,33 +37,41 @@ def show(rows: Sequence[dict]) -> None:
     show_parts(told)
 
 
+OF_A_ROUND = {
+    "all kernels": ("launches", "kernel_us"),
+    "launches a layer": (None, "launches_a_layer"),
+    "from one round to the next": (None, "period_us"),
+    "GPU idle": (None, "idle_us"),
+    "host in graph launches": (None, "graph_launch_us"),
+}
+BEFORE_ROUNDS = {"from the first to the round": (None, "period_us"), "GPU idle": (None, "idle_us")}
+"""Lines behind the parts: what a row has for either of a side's columns."""
+
+
 def show_parts(rows: Sequence[dict]) -> None:
-    """A table a cell: a line a part with launches and microseconds of each side, then what a round is besides."""
+    """A table a cell: a line a part with launches and microseconds of each side, then what a round is besides.
+
+    Then the same of what ran before the first round, where all sides tell it by part.
+    """
     for cell, turns in by_cell(rows).items():
-        title = f"{cell.name}, N = {cell.steps}, {cell.shape}"
+        title = f"{cell.name}, N = {cell.steps}, {cell.shape}: kernels"
         sides = {side: of_side[-1] for side, of_side in turns.items()}
-        print(f"\n{title}: kernels of a round by part")
-        table = lines_of(sides)
-        table.append(("all kernels", *(v for row in sides.values() for v in (row["launches"], row["kernel_us"]))))
-        for key, text in {
-            "launches_a_layer": "launches a layer", "period_us": "from one round to the next", "idle_us": "GPU idle",
-            "graph_launch_us": "host in graph launches",
-        }.items():  # fmt: skip
-            table.append((text, *(v for row in sides.values() for v in (None, row[key]))))
+        table = lines_of(sides, OF_A_ROUND)
         if cell.parallel != ONE_RANK:
             table.append(("exchange a layer", *(v for row in sides.values() for v in row["exchange_a_layer"])))
         columns = ("part", *(word for side in sides for word in (f"{side}: launches", "us")))
+        print(f"\n{title} of a round by part")
         print_table(columns, table)
         before = {side: row["before_rounds"] for side, row in sides.items() if "parts" in row.get("before_rounds", {})}
         if len(before) == len(sides):
-            print(f"\n{title}: kernels before the first round by part")
-            table = lines_of(before)
-            for key, text in {"period_us": "from the first to the round", "idle_us": "GPU idle"}.items():
-                table.append((text, *(v for row in before.values() for v in (None, row[key]))))
-            print_table(columns, table)
+            print(f"\n{title} before the first round by part")
+            print_table(columns, lines_of(before, BEFORE_ROUNDS))
 
 
-def lines_of(sides: Mapping[str, dict]) -> list[tuple]:
-    """A line a part that any side has: its launches and microseconds of each side."""
+def lines_of(sides: Mapping[str, dict], besides: Mapping[str, tuple[str | None, str]]) -> list[tuple]:
+    """A line a part that any side has: its launches and microseconds of each side. Then those of `besides`."""
     ran = [part for part in (*parts.PARTS, parts.REST) if any(row["parts"].get(part, [0])[0] for row in sides.values())]
-    return [(part, *(v for row in sides.values() for v in row["parts"].get(part, (0, 0.0)))) for part in ran]
+    table = [(part, *(v for row in sides.values() for v in row["parts"].get(part, (0, 0.0)))) for part in ran]
+    for text, keys in besides.items():
+        table.append((text, *(None if key is None else row[key] for row in sides.values() for key in keys)))
+    return table

@@ -56,7 +56,12 @@ def prompts(batch: int, length: int, number: int = 0) -> list[list[int]]:
 
 
 def turns(batch: int, length: int, cached: int, number: int) -> list[list[int]]:
-    """The same prompts of `cached` tokens each, and behind them `length` others for every `number`: turns of chats."""
+    """The same prompts of `cached` tokens each, and behind them `length` others for every `number`: turns of chats.
+
+    With nothing cached there is no chat, and every number has the same prompts.
+    """
+    if not cached:
+        return prompts(batch, length)
     return [before + new for before, new in zip(prompts(batch, cached), prompts(batch, length, number), strict=True)]
 
 
@@ -109,18 +114,14 @@ def in_turns(
     With `cached` each sample is another turn of the same chats, of so many tokens before it, whose KV the server has kept.
     """
     warm = max(1, min(batch, WARM_TOKENS // length))
-
-    def asked(requests: int, number: int) -> list[list[int]]:
-        return turns(requests, length, cached, number) if cached else prompts(requests, length)
-
     for server in servers.values():
         if cached:
             server.generate(prompts(batch, cached), 1)
-        sample_of(server, asked(warm, repeats), tokens, **sampling)
+        sample_of(server, turns(warm, length, cached, repeats), tokens, **sampling)
     found: dict[str, list[Sample]] = {backend: [] for backend in servers}
     for number in range(repeats):
         for backend, server in servers.items():
-            found[backend].append(sample_of(server, asked(batch, number), tokens, **sampling))
+            found[backend].append(sample_of(server, turns(batch, length, cached, number), tokens, **sampling))
     return found
 
 

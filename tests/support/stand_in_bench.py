@@ -107,7 +107,7 @@ class Server:
     seen: list[str] = []  # noqa: RUF012 (of all servers of a run)
 
     def __init__(self, side, checkpoint, port, steps, log, *options, environment=None, kv="bfloat16"):
-        self.side, self.steps, self.pid = side, steps, os.getpid()
+        self.side, self.steps, self.pid, self.log = side, steps, os.getpid(), log
         self.layers = json.loads((checkpoint / "config.json").read_text()).get("num_hidden_layers", 2)
         log.write_text(LOG if side == "ours" else "")
         told = [f"{a} {b}" for a, b in pairwise(options) if a in SHOWN]
