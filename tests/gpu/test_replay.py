@@ -3,25 +3,20 @@
 Replays run under torch's synchronisation check and must not allocate.
 """
 
-from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
+from captured_metadata import compare, poison
 
-from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.benchmarks.calls.timing import captured_graph
 from nsa_backend.kernels.batch_inputs import BatchInputs
-from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.kernels.metadata_torch import write_metadata_torch
 from nsa_backend.kernels.plan import plan_draft_decode
 from nsa_backend.metadata.modes import plan_for
-from nsa_backend.metadata.views import step_metadata
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
 from nsa_backend.testing import captured
 from nsa_backend.testing.captured import MODES
-from nsa_backend.testing.shape import TOPK
 
 pytestmark = pytest.mark.gpu
 
@@ -81,38 +76,6 @@ def capture_draft(multi_step, batch: SimpleNamespace):
     return plan_draft_decode(batch.batch_size, N), replay
 
 
-def poison(metadata) -> None:
-    constant = {"nsa_cu_seqlens_q", "cu_seqlens_q", "token_to_batch_idx", "table_rows"}
-    for field in fields(metadata):
-        tensor = getattr(metadata, field.name)
-        if isinstance(tensor, torch.Tensor) and field.name not in constant:
-            tensor.fill_(-7777)
-
-
-def compare(got: list, plan, batch: SimpleNamespace, req_to_token: torch.Tensor, num_sms: int) -> None:
-    wide, planned = adapter.TOPK_READS_PAGE_TABLE_1, adapter.topk_v2() is not None
-    buffers = MetadataBuffers.allocate(
-        plan, table_width=req_to_token.shape[1], num_sms=num_sms, device="cuda", wide=wide, planned=planned
-    )
-    for tensor in (buffers.page_table_1, buffers.real_page_table, buffers.topk_plan):
-        if tensor is not None:
-            tensor.fill_(-7777)
-    write_metadata_torch(
-        plan,
-        buffers,
-        BatchInputs(batch.seq_lens, batch.req_pool_indices, batch.accept if plan.ragged else None),
-        req_to_token=req_to_token,
-        index_topk=TOPK,
-        surplus_last=adapter.schedule_surplus_last(adapter.device_sm("cuda")),
-    )
-    for step, metadata in enumerate(got):
-        want = step_metadata(plan, buffers, step)
-        for field in fields(metadata):
-            mine, theirs = getattr(metadata, field.name), getattr(want, field.name)
-            if isinstance(mine, torch.Tensor) and field.name != "schedule":
-                assert torch.equal(mine, theirs), f"step {step}: {field.name}"
-
-
 @pytest.mark.parametrize("mode", [*MODES, "draft_decode"])
 def test_a_thousand_replays(make_runner, mode):
     runner = make_runner(num_steps=N, context=1500)
@@ -141,4 +104,5 @@ def test_a_thousand_replays(make_runner, mode):
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-            compare(got, plan, batch, req_to_token, num_sms)
+            inputs = BatchInputs(batch.seq_lens, batch.req_pool_indices, batch.accept if plan.ragged else None)
+            compare(got, plan, inputs, req_to_token, num_sms)

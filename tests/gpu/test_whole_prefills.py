@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
+from captured_metadata import compare, poison
 
-from nsa_backend.adapters.installed import adapter
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.benchmarks.calls.timing import captured_graph
-from nsa_backend.kernels.buffers import MetadataBuffers
-from nsa_backend.kernels.metadata_torch import write_metadata_torch
 from nsa_backend.kernels.plan import plan_decode
-from nsa_backend.metadata.views import step_metadata
 from nsa_backend.releases import LAYER_FRONTS, installed
-from nsa_backend.testing.shape import TOPK
 
 pytestmark = pytest.mark.gpu
 
@@ -24,8 +19,6 @@ SIZES = (512, 320, 64, 4)  # as SGLang captures them
 CONTEXT = 9000
 WIDTHS = {512: 4096, 320: 8192, 64: CONTEXT, 4: CONTEXT}
 PREFILLS = 60
-GIVEN = {"table_rows", "token_to_batch_idx", "nsa_cu_seqlens_q", "cu_seqlens_q", "schedule"}
-"""What no launch writes, and what an implementation prepares."""
 
 
 def a_batch(rows: int, longest: int, pool: int) -> SimpleNamespace:
@@ -41,11 +34,6 @@ def a_batch(rows: int, longest: int, pool: int) -> SimpleNamespace:
         req_pool_indices=1 + torch.randperm(pool - 1, device="cuda")[:requests],
         of_row=torch.repeat_interleave(torch.arange(requests), new).cuda(),
     )
-
-
-def written(metadata: object) -> dict[str, torch.Tensor]:
-    found = {field.name: getattr(metadata, field.name) for field in fields(metadata)}
-    return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor) and name not in GIVEN}
 
 
 @pytest.mark.skipif(installed() not in LAYER_FRONTS, reason="no other release has our front")
@@ -66,8 +54,7 @@ def test_rows_of_a_prefill_have_their_own_metadata(make_runner):
         for _ in range(PREFILLS):
             batch = a_batch(size, WIDTHS[size], table.shape[0])
             rows = sum(batch.extend_seq_lens_cpu)
-            for tensor in written(backend.rows.replay(None, size).steps[0]).values():
-                tensor.fill_(-7777)
+            poison(backend.rows.replay(None, size).steps[0])
             torch.cuda.set_sync_debug_mode("error")
             try:
                 prefills.fill(batch, size)
@@ -80,23 +67,4 @@ def test_rows_of_a_prefill_have_their_own_metadata(make_runner):
             assert torch.equal(inputs.req_pool_indices[:rows], batch.req_pool_indices[batch.of_row])
             assert inputs.seq_lens[rows:].eq(1).all()
             assert inputs.req_pool_indices[rows:].eq(0).all()
-            compare(backend, size, inputs, table)
-
-
-def compare(backend: NativeSparseAttnBackend, size: int, inputs, req_to_token: torch.Tensor) -> None:
-    plan = plan_decode(size)
-    buffers = MetadataBuffers.allocate(
-        plan, table_width=WIDTHS[size], num_sms=backend.config.num_sms, device="cuda",
-        wide=adapter.TOPK_READS_PAGE_TABLE_1, planned=adapter.topk_v2() is not None,
-    )  # fmt: skip
-    for tensor in (buffers.page_table_1, buffers.real_page_table, buffers.topk_plan):
-        if tensor is not None:
-            tensor.fill_(-7777)
-    write_metadata_torch(
-        plan, buffers, inputs, req_to_token=req_to_token, index_topk=TOPK,
-        surplus_last=adapter.schedule_surplus_last(adapter.device_sm("cuda")),
-    )  # fmt: skip
-    mine, theirs = (written(metadata) for metadata in (backend.forward_metadata, step_metadata(plan, buffers)))
-    assert mine.keys() == theirs.keys()
-    for name, tensor in mine.items():
-        assert torch.equal(tensor, theirs[name]), f"{size} rows: {name}"
+            compare([backend.forward_metadata], plan_decode(size), inputs, table, backend.config.num_sms, WIDTHS[size])
