@@ -78,7 +78,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_SHORT_PREFILLS",
         "0",
-        "1: prefills of up to 512 new tokens are one graph, or no start; no GPU has run this form",
+        "1: prefills of up to 512 new tokens are one graph, with the decode kernel, or no start; no GPU has run this form",
         "to try it, for first tokens of short prompts and of a chat's next turn",
     ),
 )
