@@ -6,6 +6,7 @@ side and turn. Drafts of random weights are not accepted: rounds are compared, a
 model is its time a token.
 
 With --cached a prompt is a chat's next turn: so many tokens before it are those of every sample, and the server keeps their KV.
+Of several numbers every shape is measured behind each, on the same servers.
 
 With --parallel a server has as many ranks as GPUs, and one server runs at a time: sides of the first deployment, then of the
 next, every other turn in reverse. Its KV pool takes the memory that is left, so that deployments compare in tokens too."""
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -74,7 +77,8 @@ class RankServers:
     shapes: dict[tuple[str, Parallel], list[tuple[int, int]]]  # by rank and deployment, all that fit
     kv: str
     there: int  # bytes of a GPU
-    cached: int = 0  # tokens before each prompt, which they keep
+    most_cached: int = 0  # tokens before a prompt, which they keep; 0: they keep none
+    more: tuple[str, ...] = ()  # options behind ours
     _open: ExitStack = field(default_factory=ExitStack)
     _found: dict[str, Server] = field(default_factory=dict)
     prepared: Prepared = field(default_factory=Prepared)
@@ -90,8 +94,8 @@ class RankServers:
             self.close()
             parallel, one_gpu = stage.parallel, stage.parallel == ONE_GPU
             path = checkpoint_of(name, self.folder, parallel.gpus)
-            options = options_for(self.shapes[name, parallel], TOKENS, parallel, bounded=one_gpu, cached=self.cached)
-            options += alone(self.there)
+            options = options_for(self.shapes[name, parallel], TOKENS, parallel, bounded=one_gpu, cached=self.most_cached)
+            options += (*alone(self.there), *self.more)
             began = {}
             for number, (side, gpus) in enumerate(stage.servers):
                 time.sleep(APART_SECONDS * (number > 0))
@@ -108,18 +112,14 @@ class RankServers:
             self.prepared.seconds += time.perf_counter() - asked
         return self._found
 
-    def tokens_of(self, batch: int, length: int) -> int:
-        """Of the pool, at least, for prompts of `length` tokens and their answers."""
-        return batch * (self.cached + length + TOKENS)
-
     def close(self) -> None:
         """End what runs."""
         self._open.close()
         self._found, self.prepared.key = {}, None
 
 
-Measure = Callable[[RankServers, str, int, int, Stage, int, int], list[dict]]
-"""Rows of (servers, rank, N, turn, stage, requests, prompt tokens)."""
+Measure = Callable[[RankServers, str, int, int, Stage, int, int, int], list[dict]]
+"""Rows of (servers, rank, N, turn, stage, requests, prompt tokens, tokens cached before each)."""
 
 
 def cells(
@@ -137,9 +137,9 @@ def cells(
     asked = list(map(parsed, getattr(options, "parallel", None) or [str(ONE_GPU)]))
     sides = sides_of(options.sides)
     check_sides(sides, asked)
-    wanted, cached = {name: shapes(name, options) for name in names}, getattr(options, "cached", None) or 0
+    wanted, cached = {name: shapes(name, options) for name in names}, sorted(getattr(options, "cached", None) or [0])
     fitting = {
-        (name, parallel): [shape for shape in wanted[name] if needed_bytes(name, parallel, shape, cached) <= there]
+        (name, parallel): [shape for shape in wanted[name] if needed_bytes(name, parallel, shape, cached[-1]) <= there]
         for name in names
         for parallel in asked
     }
@@ -147,9 +147,10 @@ def cells(
         if not any(fitting[name, parallel] for parallel in asked):
             most = max(parallel.dcp for parallel in asked)
             batch, length = wanted[name][0]
-            ranks.check_fits(name, server_options.pool_tokens([(batch, cached + length)], TOKENS), there, most)
+            ranks.check_fits(name, server_options.pool_tokens([(batch, cached[-1] + length)], TOKENS), there, most)
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-")))
-    servers = RankServers(folder, options.port or PORT, fitting, kv_of(options), there, cached)
+    more = tuple(shlex.split(getattr(options, "server", None) or ""))
+    servers = RankServers(folder, options.port or PORT, fitting, kv_of(options), there, cached[-1], more)
     resources.callback(servers.close)
     found = []
     for name in names:
@@ -158,20 +159,20 @@ def cells(
             for turn, stage in stages(of_steps, gpus, 1 if options.quick else turns):
                 head, fits = f"{title_of(name, stage.parallel, servers.kv)}, N = {steps}", fitting[name, stage.parallel]
                 standing = {"prepared": servers.prepared, "key": (name, steps, turn, stage)}
-                for batch, length in fits:
-                    measured = partial(measure, servers, name, steps, turn, stage, batch, length)
-                    found.append(Cell(f"{head}, {shape_of(batch, length, cached)}, {stage}", measured, **standing))
-                for batch, length in fits:
+                for (batch, length), before in product(fits, cached):
+                    measured = partial(measure, servers, name, steps, turn, stage, batch, length, before)
+                    found.append(Cell(f"{head}, {shape_of(batch, length, before)}, {stage}", measured, **standing))
+                for (batch, length), before in product(fits, cached):
                     if batch in (getattr(options, "parts", None) or ()):
-                        measured = partial(by_part, servers, name, steps, turn, stage, batch, length)
-                        title = f"{head}, {shape_of(batch, length, cached)} by part, {stage}"
+                        measured = partial(by_part, servers, name, steps, turn, stage, batch, length, before)
+                        title = f"{head}, {shape_of(batch, length, before)} by part, {stage}"
                         found.append(Cell(title, measured, **standing, kind="by part"))
         for parallel in asked:
             for batch, length in (shape for shape in wanted[name] if shape not in fitting[name, parallel]):
                 row = {"checkpoint": name, "parallel": str(parallel), "batch": batch, "length": length}
                 row |= {"gpu_gib": round(there / ranks.GIB, 1)}
-                row |= {"needs_gib": round(needed_bytes(name, parallel, (batch, length), cached) / ranks.GIB, 1)}
-                title = f"{title_of(name, parallel)}, {shape_of(batch, length, cached)} does not fit"
+                row |= {"needs_gib": round(needed_bytes(name, parallel, (batch, length), cached[-1]) / ranks.GIB, 1)}
+                title = f"{title_of(name, parallel)}, {shape_of(batch, length, cached[-1])} does not fit"
                 found.append(Cell(title, partial(list, [row]), "left_out"))
     return found
 
@@ -205,10 +206,12 @@ def check_no_rank(options: argparse.Namespace) -> None:
     Raises:
         SystemExit: with what to change.
     """
-    for option in ("kv", "cached"):
+    for option in ("kv", "cached", "server"):
         if getattr(options, option, None):
-            names = ", ".join(ranks.RANKS)
-            raise SystemExit(f"--{option} is for ranks of released models: name one of {names}, or leave --{option} out")
+            names, others = ", ".join(ranks.RANKS), " and for --model" if option == "server" else ""
+            raise SystemExit(
+                f"--{option} is for ranks of released models{others}: name one of {names}, or leave --{option} out"
+            )
 
 
 def check_ranks_of(name: str, word: str) -> None:
@@ -261,6 +264,7 @@ def times(
     stage: Stage,
     batch: int,
     length: int,
+    cached: int,
     *,
     samples: int | None = None,
 ) -> list[dict]:
@@ -271,10 +275,10 @@ def times(
     """
     running = servers.of(name, steps, turn, stage)
     samples = samples or samples_of(batch, length)
-    pools, needed = {side: server.pool_tokens() for side, server in running.items()}, servers.tokens_of(batch, length)
+    pools, needed = {side: server.pool_tokens() for side, server in running.items()}, pool_needed(batch, length, cached)
     fits = min(pools.values()) >= needed
-    found = in_turns(running, batch, length, TOKENS, samples, cached=servers.cached) if fits else {}
-    cell = of_cell(servers, name, stage, steps, batch, length) | {"tokens": TOKENS, "samples": samples}
+    found = in_turns(running, batch, length, TOKENS, samples, cached=cached, keeps=servers.most_cached > 0) if fits else {}
+    cell = of_cell(servers, name, stage, steps, batch, length, cached) | {"tokens": TOKENS, "samples": samples}
     return [
         cell
         | {"side": side, "turn": turn, "gpu": gpus, "seconds_to_ready": servers.ready[side], "pool_tokens": pools[side]}
@@ -284,14 +288,20 @@ def times(
     ]
 
 
-def of_cell(servers: RankServers, name: str, stage: Stage, steps: int, batch: int, length: int) -> dict:
+def pool_needed(batch: int, length: int, cached: int) -> int:
+    """Tokens of a pool, at least, for prompts of `length` tokens behind `cached` and their answers."""
+    return batch * (cached + length + TOKENS)
+
+
+def of_cell(servers: RankServers, name: str, stage: Stage, steps: int, batch: int, length: int, cached: int) -> dict:
     """What all rows of one cell have."""
     served = {"checkpoint": name, "parallel": str(stage.parallel), "kv": servers.kv}
-    cached = {"cached": servers.cached} if servers.cached else {}
-    return served | {"steps": steps, "batch": batch, "length": length} | cached
+    return served | {"steps": steps, "batch": batch, "length": length} | ({"cached": cached} if cached else {})
 
 
-def by_part(servers: RankServers, name: str, steps: int, turn: int, stage: Stage, batch: int, length: int) -> list[dict]:
+def by_part(
+    servers: RankServers, name: str, steps: int, turn: int, stage: Stage, batch: int, length: int, cached: int
+) -> list[dict]:
     """A row a side: a round's kernels by part, launches a layer, idle time of the GPU, time of the host in graph launches.
 
     `before_rounds` has what the GPU did and for what it waited until the first round began.
@@ -301,16 +311,18 @@ def by_part(servers: RankServers, name: str, steps: int, turn: int, stage: Stage
     """
     rows = []
     for side, server in servers.of(name, steps, turn, stage).items():
-        if server.pool_tokens() < servers.tokens_of(batch, length):
+        if server.pool_tokens() < pool_needed(batch, length, cached):
             continue
-        folder = servers.folder / f"parts-{name}-{stage.parallel}-{steps}-{batch}-{length}-{side}-{turn}"
-        warm, asked = (turns(batch, length, servers.cached, number) for number in PROFILED)
+        folder = servers.folder / f"parts-{name}-{stage.parallel}-{steps}-{batch}-{length}-{cached}-{side}-{turn}"
+        warm, asked = (turns(batch, length, cached, number) for number in PROFILED)
         server.generate(warm, PROFILED_TOKENS)
+        if servers.most_cached and not cached:
+            server.forget()
         server.profiled(folder, asked, PROFILED_TOKENS)
         of_target = ranks.named(name).config["num_hidden_layers"]
         events = traces.read_events(folder)
         found = parts.of_rounds(events, of_target + steps) | {"before_rounds": parts.before_rounds(events)}
         if stage.parallel != ONE_GPU:
             found["exchange_a_layer"] = [round(value / of_target, 2) for value in found["parts"][parts.EXCHANGE]]
-        rows.append(of_cell(servers, name, stage, steps, batch, length) | {"side": side} | found)
+        rows.append(of_cell(servers, name, stage, steps, batch, length, cached) | {"side": side} | found)
     return rows

@@ -107,11 +107,13 @@ def in_turns(
     repeats: int,
     *,
     cached: int = 0,
+    keeps: bool = False,
     **sampling: float,
 ) -> dict[str, list[Sample]]:
     """`repeats` samples of each server, one after the other; a batch of at most WARM_TOKENS warms each up.
 
     With `cached` each sample is another turn of the same chats, of so many tokens before it, whose KV the server has kept.
+    With nothing cached a server that `keeps` what it has read forgets it before every sample.
     """
     warm = max(1, min(batch, WARM_TOKENS // length))
     for server in servers.values():
@@ -121,6 +123,8 @@ def in_turns(
     found: dict[str, list[Sample]] = {backend: [] for backend in servers}
     for number in range(repeats):
         for backend, server in servers.items():
+            if keeps and not cached:
+                server.forget()
             found[backend].append(sample_of(server, turns(batch, length, cached, number), tokens, **sampling))
     return found
 

@@ -32,11 +32,11 @@ VARIANTS = {
     "verify": {"NSA_BACKEND_PAIRED_LOGITS": "1"},
     "front_verify": {"NSA_BACKEND_LAYER_FRONT": "1", "NSA_BACKEND_PAIRED_LOGITS": "1"},
     "any_length": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_SHORT_GRAPHS": "0"},
-    "short_prefills": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_SHORT_PREFILLS": "1"},
+    "pieces": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_SHORT_PREFILLS": "0"},
 }
 """Sides that are ours with a switch set or with an option, below: rounds of three graphs, decode by whatever is fastest at its
-rows, layers whose front is two launches, rows of a request or a prompt together, no graphs of short requests, prefills of
-short requests in one graph."""
+rows, layers whose front is two launches, rows of a request or a prompt together, no graphs of short requests, no
+prefills in one graph."""
 
 WITH_DRAFTS = (THREE_GRAPHS, "sparse_verify", "verify", "front_verify")
 """Sides that are ours and no other where there are no drafts."""
@@ -234,6 +234,10 @@ class Server:
         every token on every rank. So the number is what requests may have, under both.
         """
         return call(self.port, "/server_info")["max_total_num_tokens"]
+
+    def forget(self) -> None:
+        """Drop the KV of all prompts that it keeps; raises HTTPError while one is served."""
+        call(self.port, "/flush_cache?timeout=10", {})
 
     def profiled(self, folder: Path, prompts: list[list[int]], tokens: int) -> list[dict]:
         """Answers of one batch, with a trace of it in `folder`.

@@ -13,6 +13,7 @@ from nsa_backend.benchmarks.servers.gpu_memory import weighed
 from nsa_backend.benchmarks.servers.pairs import Pair, started
 from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel
 from nsa_backend.benchmarks.servers.server import APART_SECONDS, BACKENDS, ENVIRONMENTS, WITH_DRAFTS, Server
+from nsa_backend.kernels.plan import PAGE_SIZE
 
 SIZES = [*server_options.decode_graphs(), "--max-total-tokens", "65536", "--disable-radix-cache"]
 """Graphs for the batches that are measured, a small pool, and no cache, so that every prefill is the same."""
@@ -114,9 +115,11 @@ def options_for(
     """
     of_rank = parallel.of_a_rank(shapes)
     batches = {batch for batch, _ in of_rank}
+    # With drafts SGLang keeps a page less.
+    longer = [(batch, length + PAGE_SIZE) for batch, length in of_rank] if cached else []
     return [
         *server_options.decode_graphs({*server_options.MEASURED_BATCHES, *batches}),
-        *server_options.prefill_graphs(of_rank, parallel.dp),
+        *server_options.prefill_graphs(of_rank + longer, parallel.dp),
         *server_options.pool(
             [(batch, cached + length) for batch, length in of_rank], new_tokens, parallel.dp, bounded=bounded, keeps=cached > 0
         ),

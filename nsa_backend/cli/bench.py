@@ -71,18 +71,18 @@ OPTIONS = {
     "--samples": "samples of a side and cell; unless told 7, 5 or 3, the fewer the more prompt tokens, and 9, 3 or 2 of a rank",
     "--parts": "batches of a rank whose rounds are told by part too, from the servers that were timed",
     "--kv": "bfloat16 or fp8_e4m3: the KV cache of a rank's servers; bfloat16 unless told",
-    "--cached": "tokens that are cached before each prompt of a rank, a chat so far; --length is what is new of each",
+    "--cached": "tokens cached before each prompt of a rank, a chat so far; --length is what is new; several one after another",
     "--temperature": "of every request; 0, which is greedy, unless told",
     "--top-p": "of every request that samples; 1 unless told",
     "--sides": "whose servers, in the order in which they start: ours, builtin, three_graphs (ours, "
     "NSA_BACKEND_ROUND_GRAPH=0), auto (ours, NSA_BACKEND_AUTO_DECODE=1), front (ours, "
     "NSA_BACKEND_LAYER_FRONT=1), sparse_verify and sparse_prefill (ours, with it), verify (sparse_verify and "
     "NSA_BACKEND_PAIRED_LOGITS=1), front_verify (both), any_length (auto with NSA_BACKEND_SHORT_GRAPHS=0), "
-    "short_prefills (auto with NSA_BACKEND_SHORT_PREFILLS=1)",
+    "pieces (auto with NSA_BACKEND_SHORT_PREFILLS=0)",
     "--model": "folder of a checkpoint of your own, served by one side after the other; needs --prompts",
     "--prompts": "your prompts: a .jsonl file with text, messages or input_ids a line, or a text file with one a line",
     "--tokens": "most new tokens of an answer to one of --prompts",
-    "--server": "more options of the servers of --model, in one word: '--tp-size 8'",
+    "--server": "more options of the servers of --model or of a rank, in one word: '--tp-size 8'",
     "--port": "of the first server; runs at the same time need ports 2000 apart",
 }
 
@@ -94,7 +94,6 @@ SINGLE = (
     "--prompt-tokens",
     "--samples",
     "--kv",
-    "--cached",
     "--model",
     "--prompts",
     "--tokens",
@@ -183,7 +182,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 def _check_model(args: argparse.Namespace) -> None:
     given = [option for option in (*OWN, *NOT_OWN) if getattr(args, option[2:].replace("-", "_")) not in (None, False)]
     if args.model is None:
-        if alone := [option for option in given if option in OWN]:
+        if alone := [option for option in given if option in OWN and option != "--server"]:
             _fail(f"{alone[0]} says how --model is measured: pass --model FOLDER too")
         return
     if args.prompts is None:

@@ -48,7 +48,10 @@ HELD = [1024, 1024]
 MANY_LAYERS = 10
 ROUND_MS = {"ours": 10.0, "builtin": 12.0, "three_graphs": 11.0, "auto": 9.0}
 POOL = 300_000  # tokens that a rank's rows hold
-SHOWN = ("--tp-size", "--dp-size", "--dcp-size", "--max-total-tokens", "--nccl-port", "--load-format", "--mem-fraction-static")
+SHOWN = (
+    "--tp-size", "--dp-size", "--dcp-size", "--max-total-tokens", "--nccl-port", "--load-format", "--mem-fraction-static",
+    "--moe-runner-backend",
+)  # fmt: skip
 
 
 class Trace:
@@ -165,6 +168,9 @@ class Server:
 
     def generate(self, prompts, tokens):
         self.say(f"{len(prompts)} x {len(prompts[0])}, {tokens} tokens at once")
+
+    def forget(self):
+        self.say("forgets")
 
     def profiled(self, folder: Path, prompts, tokens):
         self.say(f"{len(prompts)} x {len(prompts[0])}, {tokens} tokens, profiled")

@@ -23,9 +23,11 @@ from nsa_backend.benchmarks.servers import gpu_memory, pairs, server_options, si
 
 RUNS = {
     "a rank on one GPU": "serve --checkpoint v3.2-tp8 --steps 3 --batch 1 8 --length 300 --parts 8 --samples 2",
-    "turns of chats": "serve --checkpoint v3.2-tp8 --steps 3 --batch 1 2 --length 300 --cached 8192 --parts 1 --quick",
+    "turns of chats": "serve --checkpoint v3.2-tp8 --steps 3 --batch 1 2 --length 300 --cached 0 8192 --parts 1 --quick",
     "a rank on two GPUs": "serve --checkpoint v3.2-tp8 --steps 0 --batch 1 --length 300 --sides ours builtin three_graphs",
     "two ranks on two GPUs": "serve --checkpoint v3.2-tp8 --parallel dcp2 tp2 --quick --steps 3 --batch 8 --parts 8",
+    "a rank with another option": "serve --checkpoint v3.2-tp8 --steps 0 --batch 1 --length 300 --quick --sides auto builtin "
+    "--server '--moe-runner-backend deep_gemm'",
     "a rank by part": "profile --checkpoint v3.2-tp8 --steps 3 --batch 1 --length 300",
     "what does not fit": "serve --checkpoint v3.2-tp8 --steps 0 --batch 32 --length 300 32768 --quick",
     "sides in order": "serve --checkpoint SMALL --sides builtin three_graphs ours auto --steps 3 0 --batch 8 --length 300",
@@ -105,6 +107,7 @@ REFUSED = {
     "serve --checkpoint v3.2-tp8 --parallel tp2": TOO_SMALL,
     "serve --checkpoint v3.2-tp8 --parallel dcp2 --sides builtin": "dcp2 is nothing that builtin serves.* name ours in",
     "serve --checkpoint SMALL --parallel tp2 dcp2 --sides builtin": "dcp2 is nothing that builtin serves.* name ours in",
+    "serve --checkpoint SMALL --server '--tp-size 8'": "--server is for ranks of released models and for --model: name one",
     "serve --checkpoint SMALL --cached 640": "--cached is for ranks of released models: name one of v3.2-tp8",
     "serve --checkpoint narrow --steps 3": "neither faithful or wide or .*or deep or .*v3.2-tp8 or .* nor a folder",
     "serve --checkpoint SMALL --sides ours theirs": "--sides theirs is none: there are ours, builtin, three_graphs, auto",
