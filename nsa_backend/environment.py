@@ -77,9 +77,10 @@ VARIABLES = (
     ),
     Variable(
         "NSA_BACKEND_SHORT_PREFILLS",
-        "0",
-        "1: prefills of up to 512 new tokens are one graph, with the decode kernel, or no start; no GPU has run this form",
-        "to try it, for first tokens of short prompts and of a chat's next turn",
+        "unset",
+        "unset: prefills of up to 512 new tokens are one graph, with the decode kernel, on 0.5.23 and Hopper, where no "
+        "prefill backend is named; 1: where one is, too, or no start; 0: never",
+        "0 for a shorter start",
     ),
 )
 SWITCHES = {variable.name: variable for variable in VARIABLES}

@@ -8,6 +8,7 @@ from itertools import product
 
 from result_files import PRIMARY, Parts, release, reports, result, spread, table
 
+from nsa_backend.adapters.dsa.layer_front.prefills import MOST_ROWS
 from nsa_backend.attention.auto import least_in_prefill
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.reports.parts import ALL_REDUCE, EXCHANGE, REST
@@ -24,6 +25,7 @@ from nsa_backend.benchmarks.reports.rank_rows import (
 )
 from nsa_backend.benchmarks.servers.parallel import Parallel
 from nsa_backend.benchmarks.servers.server import BF16
+from nsa_backend.kernels.plan import PAGE_SIZE
 
 PARTS = Parts()
 GPU = "NVIDIA H200"
@@ -31,7 +33,10 @@ GPU = "NVIDIA H200"
 FIRST_RANK = "v3.2-tp8"
 FP8_RANK = title_of(FIRST_RANK, ONE_RANK, "fp8_e4m3")
 BUILTIN = "builtin"
-SHORT_PREFILLS = "short prefills"
+IN_PIECES = "pieces"
+"""The side whose prefills of few tokens are not one graph, as the default's are."""
+FEW_TOKENS = 300
+"""Of a prompt in tables of all ranks. Rounds of fewer take as long, and first tokens have a table of their own."""
 GLM_RANK = "glm-5.1-tp8"
 MODELS = {FIRST_RANK: "DeepSeek-V3.2", FP8_RANK: "DeepSeek-V3.2, FP8 KV", GLM_RANK: "GLM-5.1"}
 """What pages call them."""
@@ -181,29 +186,57 @@ def by_shape(by_rank: Mapping[str, Mapping[Cell, tuple[dict[str, Spread], str]]]
             head = MODELS[name] + ("" if cell.steps == 3 else f", {cell.steps or 'no'} drafts")
             told = form.format(ratio(sides, side), sides[side].median, sides[BUILTIN].median)
             columns.setdefault(head, {})[cell.length, cell.batch] = mark(sides, side) + told
-    shapes = sorted({at for column in columns.values() for at in column})
+    shapes = sorted({at for column in columns.values() for at in column if at[0] >= FEW_TOKENS})
     rows = [[f"{at[1]} x {at[0]}", *(column.get(at, "-") for column in columns.values())] for at in shapes]
     return table(["requests x tokens", *columns], rows)
 
 
-@PARTS.part
-def first_token_varies() -> str:
-    """Percent by which the longest time to the first token of one prompt of 300 tokens is above the shortest of its side."""
-    by_rank = first_with_drafts().values()
-    of_one = [given for found in by_rank for cell, given in found.items() if (cell.batch, cell.length) == (1, 300)]
-    both = [sides[one] for sides, side in of_one for one in (side, BUILTIN)]
-    return spread((100 * (times.most / times.least - 1) for times in both), "{:.0f}") + " %"
+def of_few_new_tokens() -> dict[Cell, dict[str, Spread]]:
+    """Times to the first token of prompts of at most MOST_ROWS tokens in all, some behind cached ones, where pieces ran too."""
+    found: dict[Cell, dict[str, Spread]] = {}
+    for report in reports("rank").values():
+        cells = spreads(cells_of(report, "ttft_ms"), "ttft_ms")
+        found |= {cell: sides for cell, sides in cells.items() if {"default", IN_PIECES, BUILTIN} <= set(sides)}
+    few = {cell: sides for cell, sides in found.items() if cell.batch * new_tokens(cell) <= MOST_ROWS}
+    return dict(sorted(few.items(), key=lambda item: (item[0].cached, item[0].batch, item[0].length)))
+
+
+def new_tokens(cell: Cell) -> int:
+    """Of a request's prompt, how many are prefilled: with drafts SGLang keeps the last cached page for none."""
+    return cell.length + PAGE_SIZE * (cell.cached > 0 and cell.steps > 0)
 
 
 @PARTS.part
 def short_prefills() -> str:
-    """The time to the first token of one short prompt whose prefill is one graph, beside the built-in's in that run."""
-    ((sides, side),) = (
-        given
-        for cell, given in of_rank(FIRST_RANK, [SHORT_PREFILLS], "ttft_ms").items()
-        if (cell.batch, cell.length) == (1, 300)
-    )
-    return f"{ratio(sides, side):.2f} ({sides[side].median:.0f} / {sides[BUILTIN].median:.0f})"
+    """A row a shape: milliseconds to the first token of the default, of pieces and of the built-in, and the ratio."""
+    rows = [
+        [
+            cell.shape,
+            f"{ratio(sides, 'default'):.2f}",
+            *(f"{sides[side].median:.0f}" for side in ("default", IN_PIECES, BUILTIN)),
+        ]
+        for cell, sides in of_few_new_tokens().items()
+    ]
+    return table(["requests x new tokens", "ours / SGLang's", "ours", "ours in pieces", "SGLang's"], rows)
+
+
+@PARTS.part
+def short_prefills_saved() -> str:
+    """Percent of the same that the default saves, least to most."""
+    return percent(ratio(sides, "default") for sides in of_few_new_tokens().values())
+
+
+@PARTS.part
+def prefill_captures() -> str:
+    """What the newest server with whole prefills took to capture them."""
+    found = [
+        one
+        for report in reports("rank").values()
+        for row in report["rows"]
+        for one in row.get("captures", ())
+        if one["what"].startswith("whole prefills")
+    ]
+    return f"{found[-1]['sizes']} of these took {found[-1]['seconds']} s of a start and {1024 * found[-1]['gib']:.0f} MiB"
 
 
 @PARTS.part
@@ -345,14 +378,6 @@ def context_exchange() -> str:
     """Microseconds a layer of what ranks that divide the KV exchange, least to most over shapes."""
     rows = [row for row in context_reports()[1]["rows"] if row["parallel"] == DIVIDED and "parts" in row]
     return spread((row["exchange_a_layer"][1] for row in rows), "{:.0f}")
-
-
-@PARTS.part
-def prompt_idle() -> str:
-    """Percent of the time before the first round in which a GPU of tensor parallel 2 idles: one request of 300 tokens."""
-    rows = [row for row in context_reports()[1]["rows"] if "before_rounds" in row and row["parallel"] != DIVIDED]
-    (found,) = (row["before_rounds"] for row in rows if (row["batch"], row["length"]) == (1, 300))
-    return f"{100 * found['idle_us'] / found['period_us']:.0f} %"
 
 
 def lost_by_ranks() -> list[list[str]]:

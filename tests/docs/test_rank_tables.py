@@ -66,7 +66,6 @@ def test_turns_are_one_cell_and_the_default_is_in_the_first_table(filed):
     assert row(rank_tables.rank_rounds(), "8") == ["15 %", "-", "-"]
     assert row(rank_tables.rank_rounds(), "32") == ["-", "-", "-"]
     assert (rank_tables.rounds_shorter(), rank_tables.samples_apart()) == ("2 of 2", "4.7 %")
-    assert rank_tables.first_token_varies() == "4 to 5 %"
     assert rank_tables.front_saved() == "10 %"
     assert rank_tables.lost_by_ranks() == [
         ["a rank of DeepSeek-V3.2, fa3 without our front", behind, "1 x 300 (1.079)"] for behind in rank_tables.TIMES.values()
@@ -102,6 +101,19 @@ def test_a_later_default_takes_the_place_of_an_earlier_one(filed, tmp_path):
     assert found == ["0.70", "0.50"]
     assert [row(rank_tables.rank(), shape)[0].split()[0] for shape in ("8 x 300", "32 x 300")] == ["0.801", "0.502"]
     assert (rank_tables.fp8_saved(), rank_tables.first_token_saved_fp8()) == ("20 to 50 %", "30 to 50 %")
+
+
+def test_few_new_tokens_are_told_beside_pieces(filed):
+    """With drafts SGLang prefills a page of what is cached too: 512 new tokens are 576, and not in the table."""
+    shapes = (cell(3, 8, 64), cell(3, 1, 448) | {"cached": 8192}, cell(3, 1, 512) | {"cached": 8192})
+    sides = {"default": 6.0, "pieces": 12.0, "builtin": 10.0}
+    filed("run", "new", [row for shape in shapes for side, ms in sides.items() for row in served(shape, side, ms)])
+    assert rank_tables.short_prefills().splitlines()[2:] == [
+        "| 8 x 64 | 0.60 | 6 | 12 | 10 |",
+        "| 1 x 448 behind 8192 | 0.60 | 6 | 12 | 10 |",
+    ]
+    assert rank_tables.short_prefills_saved() == "40 %"
+    assert "8 x 64" not in rank_tables.first_tokens() + rank_tables.rank()
 
 
 def test_several_ranks_as_one_server_are_no_cells_of_one_rank(filed):

@@ -285,8 +285,9 @@ def test_what_was_captured_is_as_before_when_a_load_fails(captured):
     assert runner.capture_num_tokens == sizes
 
 
-def test_a_server_whose_prefills_cannot_be_whole_does_not_start(captured):
+def test_a_server_whose_prefills_are_to_be_whole_and_cannot_does_not_start(captured, monkeypatch):
     """As SGLang's runner captures all of its sizes: none is small enough, or a layer leaves the graph."""
+    monkeypatch.setenv(prefills.SWITCH, "1")
     runner, replayed, _ = captured
     prefills._OFFERED[runner.model_runner.model].graphs.clear()
     runner.capture_num_tokens = [64, 1024]
@@ -294,6 +295,33 @@ def test_a_server_whose_prefills_cannot_be_whole_does_not_start(captured):
         prefills._capture(lambda runner: prefills._capture_size(capturing(replayed), runner, 1024), runner)
     with pytest.raises(ValueError, match="a prefill of 64 tokens leaves its graph 2 times: unset it"):
         prefills._capture(lambda runner: prefills._capture_size(capturing(replayed, 3), runner, 64), runner)
+
+
+def test_where_nobody_asked_pieces_serve_a_model_that_leaves_its_graphs(captured, caplog):
+    runner, replayed, _ = captured
+    prefills._OFFERED[runner.model_runner.model] = WholePrefills()
+    runner.capture_num_tokens = [64, 320]
+
+    def capture_all(runner):
+        for size in (320, 64):
+            prefills._capture_size(capturing(replayed, 3), runner, size)
+
+    prefills._capture(capture_all, runner)
+    assert [message for message in caplog.messages if "left" in message] == [
+        "nsa_backend: prefills stay in pieces, because one of 320 tokens left its graph 2 times"
+    ]
+    assert replay(runner, prefill([40], [0])) == ("of pieces", 64)
+    assert replay(runner, prefill([300], [0])) == ("of pieces", 320)
+    assert replayed == ["pieces of 64", "pieces of 320"]
+    inputs = {key.size: of_size for key, of_size in runner.backend._capture_inputs.items()}
+    assert (inputs[64], inputs[320]) == ("inputs of pieces of 64", "inputs of pieces of 320")
+
+
+def test_where_nobody_asked_a_server_without_small_graphs_starts(captured):
+    runner, *_ = captured
+    prefills._OFFERED[runner.model_runner.model] = WholePrefills()
+    prefills._capture(lambda runner: None, runner)
+    assert prefills._OFFERED[runner.model_runner.model].sizes == []
 
 
 class Whole(TinySparseMla):
@@ -367,7 +395,8 @@ def test_kv_that_a_host_cache_brings_is_waited_for(captured):
 
 def args(prefill: str = "breakable", **options) -> SimpleNamespace:
     """Of a server that can have them, but for `options`."""
-    plain = {rule.attribute: rule.served[-1] for rule in (*front_options.NEEDED, *prefills.NEEDED) if "." not in rule.attribute}
+    rules = (*front_options.NEEDED, *prefills.NEEDED, *prefills.UNTRIED)
+    plain = {rule.attribute: rule.served[-1] for rule in rules if "." not in rule.attribute}
     graphs = SimpleNamespace(prefill=SimpleNamespace(backend=prefill))
     names = {"attention_backend": "dsa", "prefill_attention_backend": None, "decode_attention_backend": None}
     names |= {"dsa_prefill_backend": None, "kv_cache_dtype": "bfloat16"}
@@ -407,8 +436,38 @@ def test_what_cannot_have_them_is_told_before_weights_are_loaded(changed, advice
 )
 def test_options_as_sglang_resolves_them(resolve, words, advice):
     """Where a GPU is, SGLang captures prefills so by itself."""
-    found = adapter.prefill_problems(adapter.resolved(resolve("--cuda-graph-backend-prefill", "breakable", *words)))
+    given = adapter.resolved(resolve("--cuda-graph-backend-prefill", "breakable", *words))
+    found = adapter.prefill_problems(given)
     assert found == [] if advice is None else any(advice in problem for problem in found), found
+    assert all(rule.serves(given) for rule in prefills.UNTRIED) == ("--dcp-size" not in words)
+
+
+@pytest.mark.parametrize(
+    ("options", "by_default"),
+    [
+        ({}, True),
+        ({"dsa_decode_backend": "flashmla_kv", "kv_cache_dtype": "fp8_e4m3"}, True),
+        ({"dsa_decode_backend": "flashmla_sparse"}, False),
+        ({"dcp_size": 2}, False),
+        ({"ep_size": 2}, False),
+        ({"disaggregation_mode": "prefill"}, False),
+        ({"enable_hierarchical_cache": True}, False),
+        ({"enable_memory_saver": True}, False),
+    ],
+)
+def test_they_are_the_default_where_they_have_run(options, by_default, monkeypatch):
+    """Elsewhere, and where a prefill implementation is named, they are there for those who ask."""
+    given = args(**options)
+    assert adapter.prefill_problems(given) == []
+    assert prefills.wanted(given, prefill_named=False) == by_default
+    assert not prefills.wanted(given, prefill_named=True)
+    for value in (True, False):
+        monkeypatch.setenv(prefills.SWITCH, str(int(value)))
+        assert prefills.wanted(given, prefill_named=True) == value
+
+
+def test_what_cannot_have_them_is_not_given_them():
+    assert not prefills.wanted(args(enable_lora=True), prefill_named=False)
 
 
 def test_switches_that_leave_nothing_to_capture_are_refused_beside_theirs(monkeypatch):

@@ -213,7 +213,9 @@ class DsaAdapter(Adapter):
         from nsa_backend.adapters.dsa.layer_front.take import take_layer_fronts
 
         args, of_target = self.resolved(get_server_args()), not runner.is_draft_worker
-        take_layer_fronts(runner.model, runner.token_to_kv_pool, args, backends, demanded, of_target)
+        _, prefill_named = self.named_by_user(get_server_args())
+        pool = runner.token_to_kv_pool
+        take_layer_fronts(runner.model, pool, args, backends, demanded, of_target, prefill_named=prefill_named)
 
     def take_context_parts(self, runner: ModelRunner) -> None:
         if decode_context_parallel.rank_of_context()[0] > 1:

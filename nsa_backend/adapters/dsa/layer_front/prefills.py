@@ -10,6 +10,7 @@ nothing is left in between. Scores of a row are as wide as the longest request t
 pieces: the GPU then has as much to do as the host.
 
 Some of SGLang's sizes up to MOST_ROWS are captured twice, and which of both is replayed is told by lengths on the host.
+They are the default where they have run (`wanted`).
 """
 
 from __future__ import annotations
@@ -67,6 +68,17 @@ NEEDED = (
 )
 """Beside what the front asks: prefills that SGLang captures in pieces, on ranks that need not keep in step."""
 
+UNTRIED = (
+    needed("dcp_size", "--dcp-size", (None, 1)),
+    needed("ep_size", "--ep-size", (None, 1)),
+    needed("disaggregation_mode", "--disaggregation-mode", ("null",)),
+    needed("enable_hierarchical_cache", "--enable-hierarchical-cache", (False,)),
+    needed("enable_lmcache", "--enable-lmcache", (None, False)),
+    needed("enable_memory_saver", "--enable-memory-saver", (False,)),
+    needed("dsa_decode_backend", "--nsa-decode-backend", ("fa3", "flashmla_kv")),
+)
+"""What they have run without on a GPU: under other values a server has them where they are asked for."""
+
 
 def prefill_problems(args: Any) -> list[str]:
     """One sentence for each reason why a server of these resolved arguments can have no whole graphs of prefills."""
@@ -83,6 +95,17 @@ def prefill_problems(args: Any) -> list[str]:
     if len(backends) > 1:
         found.append(f"prefill and decode have backends of two names, {' and '.join(sorted(backends))}: name one for both")
     return found + [f"{rule.option} has none: {rule.advice}" for rule in NEEDED if not rule.serves(args)]
+
+
+def wanted(args: Any, prefill_named: bool) -> bool:
+    """Whether a server of these resolved arguments is to have them.
+
+    Where the user named an implementation for prefill, it serves all of them, unless whole graphs are asked for.
+    """
+    said = asked(SWITCH)
+    if said is None:
+        return not prefill_named and all(rule.serves(args) for rule in UNTRIED) and not prefill_problems(args)
+    return said
 
 
 def whole_sizes(captured: Iterable[int]) -> list[int]:
@@ -109,6 +132,7 @@ class WholePrefills:
         """Which these are, in ascending order, once all are captured."""
         self.seconds, self.taken = 0.0, 0
         self.replayed = False
+        self.given_up = False
         self._inputs: BatchInputs | None = None
 
     def of_rows(self, rows: int, device: torch.device) -> BatchInputs:
@@ -208,17 +232,19 @@ def _capture(original: Callable, runner: Any) -> None:
     """Around what captures all sizes.
 
     Raises:
-        ValueError: no size has a whole graph; says what to change.
+        ValueError: no size has a whole graph, and they were asked for; says what to change.
     """
     original(runner)
     prefills = _OFFERED.get(runner.model_runner.model)
     if prefills is None:
         return
     if not prefills.graphs:
-        raise ValueError(
-            f"{SWITCH}=1 and no captured prefill has up to {MOST_ROWS} tokens: pass a smaller --cuda-graph-bs-prefill, or "
-            "unset it"
-        )
+        if switched_on(SWITCH):
+            raise ValueError(
+                f"{SWITCH}=1 and no captured prefill has up to {MOST_ROWS} tokens: pass a smaller --cuda-graph-bs-prefill, "
+                "or unset it"
+            )
+        return
     prefills.sizes = sorted(key.size for key in prefills.graphs)
     logger.info(
         "nsa_backend: captured prefills of %s tokens whole, the largest of requests within %d, in %.1f s, %.0f MiB",
@@ -234,16 +260,16 @@ def _table_width(runner: Any) -> int:
 
 
 def _capture_size(original: Callable, runner: Any, size: int, **options: Any) -> None:
-    """Around what captures the graphs of one size.
+    """Around what captures the graphs of one size. Where a layer leaves the graph that was to be whole, pieces serve all sizes.
 
     Raises:
-        ValueError: a layer leaves the graph that was to be whole.
+        ValueError: one does, and whole graphs were asked for.
     """
     from sglang.srt.model_executor.runner.shape_key import ShapeKey
 
     original(runner, size, **options)
     prefills, backend = _OFFERED.get(runner.model_runner.model), runner.model_runner.attn_backend
-    if prefills is None or any(options.values()):
+    if prefills is None or prefills.given_up or any(options.values()):
         return
     if size not in whole_sizes(captured for captured in runner.capture_num_tokens if captured <= MOST_ROWS):
         return
@@ -254,8 +280,12 @@ def _capture_size(original: Callable, runner: Any, size: int, **options: Any) ->
     pieces, inputs = graphs[key], runner.backend._capture_inputs[key]
     with recording(prefills):
         original(runner, size)
-    if pieces_of := len(graphs[key]._segments) - 1:
-        raise ValueError(f"{SWITCH}=1 and a prefill of {size} tokens leaves its graph {pieces_of} times: unset it")
+    if left := len(graphs[key]._segments) - 1:
+        if switched_on(SWITCH):
+            raise ValueError(f"{SWITCH}=1 and a prefill of {size} tokens leaves its graph {left} times: unset it")
+        logger.warning("nsa_backend: prefills stay in pieces, because one of %d tokens left its graph %d times", size, left)
+        graphs[key], runner.backend._capture_inputs[key], prefills.given_up = pieces, inputs, True
+        return
     prefills.graphs[key] = graphs[key] = EitherGraph(pieces, graphs[key], inputs)
     prefills.seconds += time.perf_counter() - began
     prefills.taken += free - free_bytes(device)

@@ -21,7 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 def take_layer_fronts(
-    model: Any, kv_pool: Any, args: Any, backends: tuple[type, ...], demanded: bool, of_target: bool = True
+    model: Any,
+    kv_pool: Any,
+    args: Any,
+    backends: tuple[type, ...],
+    demanded: bool,
+    of_target: bool = True,
+    *,
+    prefill_named: bool = False,
 ) -> int:
     """Put our front before every layer of `model` that can have it; the log says of how many, and why not of the others.
 
@@ -32,6 +39,7 @@ def take_layer_fronts(
         backends: our attention backends.
         demanded: whether a model without any such layer is refused.
         of_target: whether it is the target's, whose graphs may be captured for short requests too.
+        prefill_named: whether the user named an implementation for prefill.
 
     Returns:
         How many layers have it.
@@ -62,10 +70,11 @@ def take_layer_fronts(
         raise ValueError(f"{short.SWITCH}=1 and no layer has our front: {reasons or 'it has none'}; unset it")
     if of_target and selecting and short.wanted(args):
         short.offer(selecting[0], drafts=args.speculative_algorithm is not None)
-    if of_target and switched_on(prefills.SWITCH):
-        if not selecting or len(served) < len(layers):
+    if of_target and prefills.wanted(args, prefill_named):
+        if selecting and len(served) == len(layers):
+            prefills.offer(model, served)
+        elif switched_on(prefills.SWITCH):
             raise ValueError(f"{prefills.SWITCH}=1 and layers lack our front: {reasons or 'the model has none'}; unset it")
-        prefills.offer(model, served)
     every_token = short.EveryToken()
     for layer in served:
         layer.forward_absorb_prepare = LayerFront(layer, backends, every_token)
