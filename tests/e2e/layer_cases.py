@@ -9,6 +9,7 @@ from engine_options import FLOORS, FP8, PREFILL_SIZES, STANDARD, TWO_GPUS
 
 FRONT = {"NSA_BACKEND_LAYER_FRONT": "1"}
 SHORT = FRONT | {"NSA_BACKEND_SHORT_GRAPHS": "1"}
+WHOLE_PREFILLS = FRONT | {"NSA_BACKEND_SHORT_PREFILLS": "1"}
 PAIRED = {"NSA_BACKEND_PAIRED_LOGITS": "1"}
 BOTH = FRONT | PAIRED
 ACROSS = "across 2048 tokens"
@@ -50,19 +51,28 @@ LAYER_CASES = [
         front(
             f"{of}, short prefills in one graph",
             workloads=("1x300", "short", "shared prefix", "turns of chats", "8x300"),
-            environment=FRONT | {"NSA_BACKEND_SHORT_PREFILLS": "1"},
             says="a prefill ran in one graph",
-            **{"steps": 3, "floor_of_all": 0.95, "engine": PREFILL_SIZES} | more,
+            **{"steps": 3, "floor_of_all": 0.95, "engine": PREFILL_SIZES, "environment": WHOLE_PREFILLS} | more,
         )
         for of, more in {
             "n0 fa3": {"steps": 0, "floor_of_all": 0.0},
             "n3 fa3": {},
             "n3 fp8, flashmla_kv": {"decode": "flashmla_kv", "engine": PREFILL_SIZES | FP8},
             "glm-5.2 n3 fa3": {"model": "glm-5.2"},
+            # By default, of all sizes that SGLang captures.
+            "n3, nothing named": {
+                "shape": "faithful-16-heads",
+                "engine": BY_ROWS | {"cuda_graph_backend_prefill": "breakable"},
+                "environment": FRONT,
+            },
             # Whose products of few rows are divided.
             "n3 fa3, FP8 weights": {"shape": "fp8-weights"},
             # Whose sums over ranks are in the graph too.
             "two GPUs, tensor parallel, n3 fa3": {"gpus": 2, "engine": PREFILL_SIZES | TWO_GPUS},
+            "two GPUs, tensor parallel, n3 fa3, custom all-reduce": {
+                "gpus": 2,
+                "engine": PREFILL_SIZES | TWO_GPUS | {"disable_custom_all_reduce": False},
+            },
         }.items()
     ),
     *(front(f"n{n} fa3, front in two launches", n, MANY, floor_of_all=0.95) for n in (1, 3, 5)),

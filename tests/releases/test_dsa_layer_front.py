@@ -520,7 +520,8 @@ def test_a_server_that_asks_for_nothing_starts_without_a_layer_that_can(monkeypa
     assert demanded == (calls if LAYER_FRONTS.get(installed(), False) or asked == "1" else [])
 
 
-def test_layers_are_taken_once_and_the_log_says_so(layer, caplog):
+def test_layers_are_taken_once_and_the_log_says_so(layer, caplog, monkeypatch):
+    monkeypatch.setenv("NSA_BACKEND_SHORT_PREFILLS", "0")
     model = torch.nn.ModuleList([layer])
     with caplog.at_level("INFO"):
         assert [take.take_layer_fronts(model, None, served_args(), (Backend,), demanded=True) for _ in range(2)] == [1, 1]

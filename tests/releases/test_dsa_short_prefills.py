@@ -165,11 +165,10 @@ def capturing(replayed: list[str], segments_of_whole: int = 1):
 
 @pytest.fixture
 def captured(monkeypatch):
-    """(runner whose sizes were captured, what was replayed, waits for a host cache); of SGLang what our hooks are around."""
-    waited, replayed, backend = [], [], Backend()
+    """(runner whose sizes were captured, what was replayed); of SGLang what our hooks are around."""
+    replayed, backend = [], Backend()
     model = torch.nn.Linear(1, 1)
-    counter = SimpleNamespace(consumer_index=-1, num_layers=61, wait_until=waited.append)
-    pool = SimpleNamespace(layer_transfer_counter=counter)
+    pool = SimpleNamespace(layer_transfer_counter=None, layer_num=3)
     runner = SimpleNamespace(
         model_runner=SimpleNamespace(model=model, attn_backend=backend, token_to_kv_pool=pool),
         backend=SimpleNamespace(_graphs={}, _capture_inputs={}),
@@ -183,7 +182,7 @@ def captured(monkeypatch):
             prefills._capture_size(capturing(replayed), runner, size, prefix_num_chunks=0)
 
     prefills._capture(capture_all, runner)
-    return runner, replayed, waited
+    return runner, replayed
 
 
 def prefill(new: list[int], cached: list[int], mode=ForwardMode.EXTEND, inputs: int | None = None) -> SimpleNamespace:
@@ -210,7 +209,7 @@ def replay(runner, batch: SimpleNamespace):
 
 
 def test_few_rows_replay_the_whole_graph_and_are_requests_of_their_own(captured):
-    runner, replayed, waited = captured
+    runner, replayed = captured
     backend = runner.model_runner.attn_backend
     assert {key.size: type(graph) for key, graph in runner.backend._graphs.items()} == {
         8192: Graph, 576: Graph, 320: EitherGraph, 128: EitherGraph, 96: Graph, 64: EitherGraph,
@@ -236,7 +235,6 @@ def test_few_rows_replay_the_whole_graph_and_are_requests_of_their_own(captured)
     assert reads(64) == ([*range(1, 41), *[1] * 24], [*[2] * 40, *[0] * 24])
     assert replayed == ["whole of 320", "whole of 64", "whole of 64"]
     assert backend.made[3:] == [f"{size} rows are replayed" for size in (320, 64, 64)]
-    assert waited == []
 
 
 @pytest.mark.parametrize(
@@ -245,15 +243,15 @@ def test_few_rows_replay_the_whole_graph_and_are_requests_of_their_own(captured)
         (prefill([300], [52_117]), 320),
         (prefill([10, 290], [60_000, 0]), 320),
         (prefill([70], [TABLE_WIDTH]), 96),
-        (prefill([30], [0], ForwardMode.MIXED), 64),
+        (prefill([40], [0], ForwardMode.MIXED), 64),
         (prefill([400], [0]), 576),
         (prefill([3000], [0]), 8192),
     ],
 )
 def test_a_prefill_of_a_longer_request_of_more_rows_or_with_decoding_ones_is_in_pieces(captured, batch, size):
     """At SGLang's own sizes."""
-    runner, replayed, _ = captured
-    replay(runner, prefill([30], [0]))
+    runner, replayed = captured
+    replay(runner, prefill([40], [0]))
     assert replay(runner, batch) == ("of pieces", size)
     assert [name.replace("pieces of ", "") for name in replayed] == ["whole of 64", str(size)]
 
@@ -277,6 +275,17 @@ def test_fewer_sizes_than_sglangs_are_captured_whole():
         assert padded - tokens < max(prefills.MOST_PADDING, padded / 2 + 1), tokens
 
 
+def test_at_least_half_of_a_graph_s_rows_are_real(captured):
+    """As SGLang demands of its own, of a user's sizes too."""
+    runner, _ = captured
+    runner.capture_num_tokens = [70, 124]
+    found = WholePrefills()
+    found.sizes = prefills.whole_sizes(runner.capture_num_tokens)
+    assert found.sizes == [124]
+    assert found.size_for(prefill([61], [0]), TABLE_WIDTH) is None
+    assert found.size_for(prefill([62], [0]), TABLE_WIDTH) == 124
+
+
 def test_what_was_captured_is_as_before_when_a_load_fails(captured):
     runner, *_ = captured
     sizes = list(runner.capture_num_tokens)
@@ -288,7 +297,7 @@ def test_what_was_captured_is_as_before_when_a_load_fails(captured):
 def test_a_server_whose_prefills_are_to_be_whole_and_cannot_does_not_start(captured, monkeypatch):
     """As SGLang's runner captures all of its sizes: none is small enough, or a layer leaves the graph."""
     monkeypatch.setenv(prefills.SWITCH, "1")
-    runner, replayed, _ = captured
+    runner, replayed = captured
     prefills._OFFERED[runner.model_runner.model].graphs.clear()
     runner.capture_num_tokens = [64, 1024]
     with pytest.raises(ValueError, match=r"no captured prefill has up to 512 tokens: pass a smaller --cuda-graph-bs-prefill"):
@@ -298,23 +307,59 @@ def test_a_server_whose_prefills_are_to_be_whole_and_cannot_does_not_start(captu
 
 
 def test_where_nobody_asked_pieces_serve_a_model_that_leaves_its_graphs(captured, caplog):
-    runner, replayed, _ = captured
+    runner, replayed = captured
     prefills._OFFERED[runner.model_runner.model] = WholePrefills()
-    runner.capture_num_tokens = [64, 320]
+    runner.capture_num_tokens = [64, 128, 320]
 
     def capture_all(runner):
-        for size in (320, 64):
-            prefills._capture_size(capturing(replayed, 3), runner, size)
+        for size, segments in ((320, 1), (128, 3), (64, 1)):
+            prefills._capture_size(capturing(replayed, segments), runner, size)
 
     prefills._capture(capture_all, runner)
-    assert [message for message in caplog.messages if "left" in message] == [
-        "nsa_backend: prefills stay in pieces, because one of 320 tokens left its graph 2 times"
+    assert [message for message in caplog.messages if "pieces" in message] == [
+        "nsa_backend: short prefills are in pieces, because one of 128 tokens left its graph"
     ]
     assert replay(runner, prefill([40], [0])) == ("of pieces", 64)
     assert replay(runner, prefill([300], [0])) == ("of pieces", 320)
     assert replayed == ["pieces of 64", "pieces of 320"]
     inputs = {key.size: of_size for key, of_size in runner.backend._capture_inputs.items()}
     assert (inputs[64], inputs[320]) == ("inputs of pieces of 64", "inputs of pieces of 320")
+
+
+def test_where_nobody_asked_memory_that_is_short_leaves_pieces(captured, monkeypatch, caplog):
+    """On all ranks, which ask one another once."""
+    runner, replayed = captured
+    free = [3 << 30, 1 << 29]
+    monkeypatch.setattr(prefills, "free_bytes", lambda device: free[0])
+    monkeypatch.setattr(prefills, "least_of_ranks", lambda value: min(free))
+    runner.model_runner.attn_backend.config.attention.device = torch.device("cuda")
+    monkeypatch.setattr(
+        WholePrefills, "of_rows", lambda self, rows, device: SimpleNamespace(num_requests=rows, seq_lens=0, req_pool_indices=0)
+    )
+    for asked in (None, "1"):
+        if asked:
+            monkeypatch.setenv(prefills.SWITCH, asked)
+        prefills._OFFERED[runner.model_runner.model] = WholePrefills()
+        for size in (320, 64):
+            prefills._capture_size(capturing(replayed), runner, size)
+        assert len(prefills._OFFERED[runner.model_runner.model].graphs) == (2 if asked else 0)
+    assert [message for message in caplog.messages if "pieces" in message] == [
+        "nsa_backend: short prefills are in pieces, because less than 1024 MiB are free"
+    ]
+
+
+def test_a_capture_that_fails_says_how_to_leave_it_out(captured, caplog):
+    runner, _ = captured
+
+    def fails(runner, size, **options):
+        if prefills.recorded() is None:
+            return capturing([])(runner, size)
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        prefills._capture_size(fails, runner, 64)
+    assert caplog.messages[-1].endswith("NSA_BACKEND_SHORT_PREFILLS=0 leaves that out")
+    assert prefills.recorded() is None
 
 
 def test_where_nobody_asked_a_server_without_small_graphs_starts(captured):
@@ -386,18 +431,22 @@ def run_whole(engine: Engine, batch: ForwardBatch, padding: int = 3) -> torch.Te
         return engine.target.run(static)
 
 
-def test_kv_that_a_host_cache_brings_is_waited_for(captured):
-    runner, _, waited = captured
-    runner.model_runner.token_to_kv_pool.layer_transfer_counter.consumer_index = 0
-    replay(runner, prefill([30], [20]))
-    assert waited == [60]
+def test_kv_that_a_cache_brings_from_elsewhere_is_waited_for(captured):
+    """Of every layer, and of a counter that has no more than SGLang asks of one."""
+    runner, *_ = captured
+    waited = []
+    runner.model_runner.token_to_kv_pool.layer_transfer_counter = SimpleNamespace(wait_until=waited.append)
+    replay(runner, prefill([40], [20]))
+    assert waited == [0, 1, 2]
+    replay(runner, prefill([3000], [0]))  # whose layers wait by themselves
+    assert waited == [0, 1, 2]
 
 
-def args(prefill: str = "breakable", **options) -> SimpleNamespace:
+def args(prefill: str = "breakable", sizes: list[int] | None = None, **options) -> SimpleNamespace:
     """Of a server that can have them, but for `options`."""
     rules = (*front_options.NEEDED, *prefills.NEEDED, *prefills.UNTRIED)
     plain = {rule.attribute: rule.served[-1] for rule in rules if "." not in rule.attribute}
-    graphs = SimpleNamespace(prefill=SimpleNamespace(backend=prefill))
+    graphs = SimpleNamespace(prefill=SimpleNamespace(backend=prefill, bs=sizes))
     names = {"attention_backend": "dsa", "prefill_attention_backend": None, "decode_attention_backend": None}
     names |= {"dsa_prefill_backend": None, "kv_cache_dtype": "bfloat16"}
     return SimpleNamespace(**plain | names | {"cuda_graph_config": graphs, "dsa_decode_backend": "fa3"} | options)
@@ -414,6 +463,8 @@ def args(prefill: str = "breakable", **options) -> SimpleNamespace:
         ({"speculative_adaptive": True}, "drop --speculative-adaptive"),
         ({"moe_dense_tp_size": 1}, "drop --moe-dense-tp-size"),
         ({"prefill_attention_backend": "nsa"}, "two names, dsa and nsa: name one for both"),
+        ({"sizes": [1024]}, "pass smaller --cuda-graph-bs-prefill"),
+        ({"sizes": []}, "no prefill of up to 512 tokens is captured"),
     ],
 )
 def test_what_cannot_have_them_is_told_before_weights_are_loaded(changed, advice):
@@ -453,14 +504,20 @@ def test_options_as_sglang_resolves_them(resolve, words, advice):
         ({"disaggregation_mode": "prefill"}, False),
         ({"enable_hierarchical_cache": True}, False),
         ({"enable_memory_saver": True}, False),
+        ({"enable_flexkv": True}, False),
+        ({"enable_unified_cache_external_linker": True}, False),
+        ({"radix_cache_backend": "lmcache"}, False),
     ],
 )
-def test_they_are_the_default_where_they_have_run(options, by_default, monkeypatch):
-    """Elsewhere, and where a prefill implementation is named, they are there for those who ask."""
+def test_they_are_the_default_where_they_have_run(options, by_default, monkeypatch, caplog):
+    """Elsewhere, and where a prefill implementation is named, they are there for those who ask; the log says so."""
+    caplog.set_level("INFO")
     given = args(**options)
     assert adapter.prefill_problems(given) == []
     assert prefills.wanted(given, prefill_named=False) == by_default
+    assert len(caplog.messages) == (not by_default)
     assert not prefills.wanted(given, prefill_named=True)
+    assert caplog.messages[-1] == "nsa_backend: short prefills are in pieces, because a backend is named for prefill"
     for value in (True, False):
         monkeypatch.setenv(prefills.SWITCH, str(int(value)))
         assert prefills.wanted(given, prefill_named=True) == value
@@ -482,6 +539,8 @@ def test_switches_that_leave_nothing_to_capture_are_refused_beside_theirs(monkey
 def test_a_model_with_a_layer_that_lacks_our_front_is_refused(layer, monkeypatch):
     monkeypatch.setenv(prefills.SWITCH, "1")
     monkeypatch.setattr(take, "device_problem", lambda: None)
+    others = [True] * 2
+    monkeypatch.setattr(take, "least_of_ranks", lambda value: min(value, others.pop(0)))
     monkeypatch.setattr(prefills, "hook", lambda *arguments: None)
     arguments = torch.nn.ModuleList([layer]), None, args(speculative_algorithm=None), (Backend,), False
     monkeypatch.setenv("NSA_BACKEND_SHORT_GRAPHS", "0")

@@ -28,6 +28,8 @@ from sglang.srt.environ import envs
 from nsa_backend.adapters.dsa.layer_front.options import needed, server_problems
 from nsa_backend.adapters.dsa.rounds import served
 from nsa_backend.adapters.dsa.rounds.capture import MIB, free_bytes
+from nsa_backend.adapters.dsa.rounds.ranks import least_of_ranks
+from nsa_backend.adapters.option_rules import nested
 from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.environment import asked, switched_on
@@ -45,6 +47,9 @@ MOST_ROWS = 512
 
 MOST_SCORES = 1 << 24
 """Index scores of a forward, rows times tokens of the longest request: 64 MiB, and as long as the host takes otherwise."""
+
+LEAST_FREE = 1 << 30
+"""Bytes of a GPU that must be free before the first is captured where nobody asked: decode and rounds are captured later."""
 
 MOST_PADDING = 64
 """Rows of padding that a whole graph may have, or half of its rows: 12 graphs, where SGLang has 30 of up to MOST_ROWS."""
@@ -74,6 +79,9 @@ UNTRIED = (
     needed("disaggregation_mode", "--disaggregation-mode", ("null",)),
     needed("enable_hierarchical_cache", "--enable-hierarchical-cache", (False,)),
     needed("enable_lmcache", "--enable-lmcache", (None, False)),
+    needed("enable_flexkv", "--enable-flexkv", (None, False)),
+    needed("enable_unified_cache_external_linker", "--enable-unified-cache-external-linker", (None, False)),
+    needed("radix_cache_backend", "--radix-cache-backend", (None,)),
     needed("enable_memory_saver", "--enable-memory-saver", (False,)),
     needed("dsa_decode_backend", "--nsa-decode-backend", ("fa3", "flashmla_kv")),
 )
@@ -91,6 +99,9 @@ def prefill_problems(args: Any) -> list[str]:
         return found
     if not envs.SGLANG_DSA_FUSE_TOPK.get():
         found.append("SGLANG_DSA_FUSE_TOPK=0 has run beside no whole graph of a prefill: unset one")
+    sizes = nested(args, "cuda_graph_config.prefill.bs")
+    if sizes is not None and not whole_sizes(sizes):
+        found.append(f"no prefill of up to {MOST_ROWS} tokens is captured: pass smaller --cuda-graph-bs-prefill")
     backends = {own or args.attention_backend for own in (args.prefill_attention_backend, args.decode_attention_backend)}
     if len(backends) > 1:
         found.append(f"prefill and decode have backends of two names, {' and '.join(sorted(backends))}: name one for both")
@@ -98,23 +109,36 @@ def prefill_problems(args: Any) -> list[str]:
 
 
 def wanted(args: Any, prefill_named: bool) -> bool:
-    """Whether a server of these resolved arguments is to have them.
+    """Whether a server of these resolved arguments is to have them; the log says why not where nobody said so.
 
     Where the user named an implementation for prefill, it serves all of them, unless whole graphs are asked for.
     """
     said = asked(SWITCH)
-    if said is None:
-        return not prefill_named and all(rule.serves(args) for rule in UNTRIED) and not prefill_problems(args)
-    return said
+    if said is not None:
+        return said
+    if prefill_named:
+        reason = "a backend is named for prefill"
+    elif untried := [rule.option for rule in UNTRIED if not rule.serves(args)]:
+        reason = f"one graph has run on no GPU beside this {untried[0]}"
+    else:
+        reason = next(iter(prefill_problems(args)), None)
+    if reason is not None:
+        logger.info("nsa_backend: short prefills are in pieces, because %s", reason)
+    return reason is None
 
 
 def whole_sizes(captured: Iterable[int]) -> list[int]:
     """Of SGLang's sizes, those of `captured` tokens, the ones that have a whole graph: in ascending order."""
     sizes: list[int] = []
-    for size in sorted(captured, reverse=True):
+    for size in sorted((size for size in captured if size <= MOST_ROWS), reverse=True):
         if not sizes or size <= max(sizes[-1] - MOST_PADDING, sizes[-1] // 2):
             sizes.append(size)
     return sizes[::-1]
+
+
+def has_room(device: torch.device) -> bool:
+    """Whether all ranks have LEAST_FREE; each of them asks."""
+    return device.type != "cuda" or least_of_ranks(free_bytes(device)) >= LEAST_FREE
 
 
 def longest(size: int, table_width: int) -> int:
@@ -143,8 +167,12 @@ class WholePrefills:
         return BatchInputs(self._inputs.seq_lens[:rows], self._inputs.req_pool_indices[:rows])
 
     def size_for(self, batch: ForwardBatch, table_width: int) -> int | None:
-        """The captured size whose whole graph a prefill takes, the least that its rows fit; None where it takes none."""
-        size = next((size for size in self.sizes if size >= len(batch.input_ids)), None)
+        """The captured size whose whole graph a prefill takes, the least that its rows fit; None where it takes none.
+
+        As in SGLang at least half of a graph's rows are real.
+        """
+        rows = len(batch.input_ids)
+        size = next((size for size in self.sizes if rows <= size <= 2 * rows), None)
         if size is None or batch.forward_mode != ForwardMode.EXTEND or batch.seq_lens_cpu is None:
             return None
         return size if int(batch.seq_lens_cpu.max()) <= longest(size, table_width) else None
@@ -158,6 +186,13 @@ class WholePrefills:
         of_row = torch.repeat_interleave(batch.req_pool_indices, batch.extend_seq_lens, output_size=rows)
         inputs.req_pool_indices[:rows] = of_row
         inputs.req_pool_indices[rows:] = PADDING_SLOT
+
+    def give_up(self, backend: Any) -> None:
+        """Leave all sizes to the pieces, in SGLang's `backend` of captured prefills."""
+        for key, either in self.graphs.items():
+            backend._graphs[key], backend._capture_inputs[key] = either.pieces, either.inputs
+        self.graphs.clear()
+        self.given_up = True
 
 
 class EitherGraph:
@@ -271,22 +306,30 @@ def _capture_size(original: Callable, runner: Any, size: int, **options: Any) ->
     prefills, backend = _OFFERED.get(runner.model_runner.model), runner.model_runner.attn_backend
     if prefills is None or prefills.given_up or any(options.values()):
         return
-    if size not in whole_sizes(captured for captured in runner.capture_num_tokens if captured <= MOST_ROWS):
+    if size not in whole_sizes(runner.capture_num_tokens):
         return
     device = backend.config.attention.device
+    if not (prefills.graphs or switched_on(SWITCH) or has_room(device)):
+        logger.warning("nsa_backend: short prefills are in pieces, because less than %d MiB are free", LEAST_FREE / MIB)
+        prefills.give_up(runner.backend)
+        return
     began, free = time.perf_counter(), free_bytes(device)
     backend.keep_rows(longest(size, _table_width(runner)), prefills.of_rows(size, device))
     key, graphs = ShapeKey(size=size), runner.backend._graphs
-    pieces, inputs = graphs[key], runner.backend._capture_inputs[key]
-    with recording(prefills):
-        original(runner, size)
-    if left := len(graphs[key]._segments) - 1:
+    either = EitherGraph(graphs[key], None, runner.backend._capture_inputs[key])
+    try:
+        with recording(prefills):
+            original(runner, size)
+    except Exception:
+        logger.error("nsa_backend: a prefill of %d tokens cannot be captured in one graph: %s=0 leaves that out", size, SWITCH)
+        raise
+    either.whole = graphs[key]
+    prefills.graphs[key] = graphs[key] = either
+    if left := len(either.whole._segments) - 1:
         if switched_on(SWITCH):
             raise ValueError(f"{SWITCH}=1 and a prefill of {size} tokens leaves its graph {left} times: unset it")
-        logger.warning("nsa_backend: prefills stay in pieces, because one of %d tokens left its graph %d times", size, left)
-        graphs[key], runner.backend._capture_inputs[key], prefills.given_up = pieces, inputs, True
-        return
-    prefills.graphs[key] = graphs[key] = EitherGraph(pieces, graphs[key], inputs)
+        logger.warning("nsa_backend: short prefills are in pieces, because one of %d tokens left its graph", size)
+        prefills.give_up(runner.backend)
     prefills.seconds += time.perf_counter() - began
     prefills.taken += free - free_bytes(device)
 
@@ -329,7 +372,10 @@ def _before_replay(original: Callable, runner: Any, batch: ForwardBatch, static:
 
 
 def _wait_for_host_cache(pool: Any) -> None:
-    """Wait for all KV that a host cache still brings; the pieces wait layer by layer."""
-    counter = pool.layer_transfer_counter
-    if counter is not None and counter.consumer_index >= 0:
-        counter.wait_until(counter.num_layers - 1)
+    """Wait for all KV that a cache still brings from elsewhere, as the layers of a prefill in pieces do one by one.
+
+    A counter of others than SGLang's need have nothing but `wait_until`.
+    """
+    if pool.layer_transfer_counter is not None:
+        for layer in range(pool.layer_num):
+            pool.layer_transfer_counter.wait_until(layer)

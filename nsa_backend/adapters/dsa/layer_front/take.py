@@ -13,6 +13,7 @@ from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.dsa.layer_front.rule import device_problem, layer_problem
 from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
 from nsa_backend.adapters.dsa.layer_front.values import LayerValues, values_problem
+from nsa_backend.adapters.dsa.rounds.ranks import least_of_ranks
 from nsa_backend.environment import switched_on
 
 SWITCH = "NSA_BACKEND_LAYER_FRONT"
@@ -68,13 +69,13 @@ def take_layer_fronts(
     selecting = [layer.indexer.index_topk for layer in served if layer.indexer is not None]
     if of_target and switched_on(short.SWITCH) and not selecting:
         raise ValueError(f"{short.SWITCH}=1 and no layer has our front: {reasons or 'it has none'}; unset it")
-    if of_target and selecting and short.wanted(args):
+    if of_target and short.wanted(args) and least_of_ranks(bool(selecting)):  # ranks capture together, or none does
         short.offer(selecting[0], drafts=args.speculative_algorithm is not None)
     if of_target and prefills.wanted(args, prefill_named):
-        if selecting and len(served) == len(layers):
+        if least_of_ranks(bool(selecting) and len(served) == len(layers)):
             prefills.offer(model, served)
         elif switched_on(prefills.SWITCH):
-            raise ValueError(f"{prefills.SWITCH}=1 and layers lack our front: {reasons or 'the model has none'}; unset it")
+            raise ValueError(f"{prefills.SWITCH}=1 and layers lack our front: {reasons or 'of another rank'}; unset it")
     every_token = short.EveryToken()
     for layer in served:
         layer.forward_absorb_prepare = LayerFront(layer, backends, every_token)
