@@ -499,6 +499,7 @@ def test_options_as_sglang_resolves_them(resolve, words, advice):
         ({}, True),
         ({"dsa_decode_backend": "flashmla_kv", "kv_cache_dtype": "fp8_e4m3"}, True),
         ({"dsa_decode_backend": "flashmla_sparse"}, False),
+        ({"speculative_algorithm": "EAGLE3"}, False),
         ({"dcp_size": 2}, False),
         ({"ep_size": 2}, False),
         ({"disaggregation_mode": "prefill"}, False),

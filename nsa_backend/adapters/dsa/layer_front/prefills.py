@@ -74,6 +74,7 @@ NEEDED = (
 """Beside what the front asks: prefills that SGLang captures in pieces, on ranks that need not keep in step."""
 
 UNTRIED = (
+    needed("speculative_algorithm", "--speculative-algorithm", (None, "EAGLE", "NEXTN")),
     needed("dcp_size", "--dcp-size", (None, 1)),
     needed("ep_size", "--ep-size", (None, 1)),
     needed("disaggregation_mode", "--disaggregation-mode", ("null",)),
