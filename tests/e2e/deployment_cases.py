@@ -40,6 +40,15 @@ HICACHE_CASES = [
     ),
     hicache("HiCache, write back", 3, engine=HICACHE | {"hicache_write_policy": "write_back"}),
     hicache("HiCache, chunked prefill", 3, engine=HICACHE | {"chunked_prefill_size": 1024}),
+    hicache(
+        "HiCache, short prefills in one graph",
+        3,
+        workloads=("short", "prompts", "prompts that take their room", LOADED_BACK),
+        engine=HICACHE | PREFILL_SIZES,
+        environment={"NSA_BACKEND_SHORT_PREFILLS": "1"},
+        builtin_environment={},
+        says="a prefill ran in one graph",
+    ),
     hicache("HiCache, fp8", 3, engine=HICACHE | FP8, **LIKE_FP8),
     hicache("HiCache without drafts", 0, floors={}),
     *(

@@ -168,7 +168,7 @@ def captured(monkeypatch):
     """(runner whose sizes were captured, what was replayed); of SGLang what our hooks are around."""
     replayed, backend = [], Backend()
     model = torch.nn.Linear(1, 1)
-    pool = SimpleNamespace(layer_transfer_counter=None, layer_num=3)
+    pool = SimpleNamespace(layer_transfer_counter=None)
     runner = SimpleNamespace(
         model_runner=SimpleNamespace(model=model, attn_backend=backend, token_to_kv_pool=pool),
         backend=SimpleNamespace(_graphs={}, _capture_inputs={}),
@@ -431,15 +431,28 @@ def run_whole(engine: Engine, batch: ForwardBatch, padding: int = 3) -> torch.Te
         return engine.target.run(static)
 
 
-def test_kv_that_a_cache_brings_from_elsewhere_is_waited_for(captured):
-    """Of every layer, and of a counter that has no more than SGLang asks of one."""
-    runner, *_ = captured
-    waited = []
-    runner.model_runner.token_to_kv_pool.layer_transfer_counter = SimpleNamespace(wait_until=waited.append)
-    replay(runner, prefill([40], [20]))
-    assert waited == [0, 1, 2]
-    replay(runner, prefill([3000], [0]))  # whose layers wait by themselves
-    assert waited == [0, 1, 2]
+@pytest.mark.parametrize(
+    ("counter", "whole"),
+    [(None, True), (SimpleNamespace(consumer_index=-1), True), (SimpleNamespace(consumer_index=2), False), (object(), False)],
+)
+def test_kv_that_a_cache_still_brings_from_elsewhere_comes_layer_by_layer(captured, counter, whole):
+    """Of a counter that does not tell, it may be coming."""
+    runner, replayed = captured
+    runner.model_runner.token_to_kv_pool.layer_transfer_counter = counter
+    found, size = replay(runner, prefill([70], [20]))
+    assert (found == "of pieces", size) == ((False, 128) if whole else (True, 96))
+    assert replayed == [f"{'whole of 128' if whole else 'pieces of 96'}"]
+
+
+def test_a_batch_for_which_no_kv_comes_says_so_to_the_counter_of_the_host_cache():
+    from sglang.srt.managers.cache_controller import LayerDoneCounter
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+    (of_batch,) = (field for field in dataclasses.fields(ScheduleBatch) if field.name == "hicache_consumer_index")
+    counter = LayerDoneCounter.__new__(LayerDoneCounter)
+    TpModelWorker.set_hicache_consumer(SimpleNamespace(hicache_layer_transfer_counter=counter), of_batch.default)
+    assert counter.consumer_index == -1
 
 
 def args(prefill: str = "breakable", sizes: list[int] | None = None, **options) -> SimpleNamespace:

@@ -335,6 +335,18 @@ def _capture_size(original: Callable, runner: Any, size: int, **options: Any) ->
     prefills.taken += free - free_bytes(device)
 
 
+def _whole_size(prefills: WholePrefills, runner: Any, batch: ForwardBatch) -> int | None:
+    """`WholePrefills.size_for`, but None where a cache still brings KV from elsewhere.
+
+    Layers in pieces wait for their own KV each, and what comes for the later ones comes meanwhile.
+    """
+    counter = runner.model_runner.token_to_kv_pool.layer_transfer_counter
+    # SGLang asks of a counter `set_consumer` and `wait_until` alone; those of its own caches have -1 where nothing comes.
+    if counter is not None and getattr(counter, "consumer_index", 0) >= 0:
+        return None
+    return prefills.size_for(batch, _table_width(runner))
+
+
 def _run(original: Callable, runner: Any, batch: ForwardBatch, num_tokens: int) -> Any:
     """Around a forward that is warmed up or captured: the head of a whole one writes its metadata."""
     if recorded() is _OFFERED.get(runner.model_runner.model) is not None:
@@ -345,7 +357,7 @@ def _run(original: Callable, runner: Any, batch: ForwardBatch, num_tokens: int) 
 def _load(original: Callable, runner: Any, batch: ForwardBatch, **options: Any) -> Any:
     """Around what pads a prefill to a captured size: one that takes a whole graph to a size that has one."""
     prefills = _OFFERED.get(runner.model_runner.model)
-    if prefills is None or prefills.size_for(batch, _table_width(runner)) is None:
+    if prefills is None or _whole_size(prefills, runner, batch) is None:
         return original(runner, batch, **options)
     captured, runner.capture_num_tokens = runner.capture_num_tokens, prefills.sizes
     try:
@@ -360,7 +372,7 @@ def _before_replay(original: Callable, runner: Any, batch: ForwardBatch, static:
     prefills, backend = _OFFERED.get(of_runner.model), of_runner.attn_backend
     graph = None if prefills is None else prefills.graphs.get(key)
     if graph is not None:
-        graph.takes_whole = prefills.size_for(batch, _table_width(runner)) == key.size
+        graph.takes_whole = _whole_size(prefills, runner, batch) == key.size
     if graph is None or not graph.takes_whole:
         return original(runner, batch, static, key)
     prefills.fill(batch, key.size)
@@ -368,15 +380,4 @@ def _before_replay(original: Callable, runner: Any, batch: ForwardBatch, static:
     if not prefills.replayed:
         logger.info("nsa_backend: a prefill ran in one graph, the first of %d tokens", key.size)
     prefills.replayed = True
-    _wait_for_host_cache(of_runner.token_to_kv_pool)
     return backend.resolve_prefill_shared_read_ends(batch, num_qo_tokens=key.size, build_snapshot=True)
-
-
-def _wait_for_host_cache(pool: Any) -> None:
-    """Wait for all KV that a cache still brings from elsewhere, as the layers of a prefill in pieces do one by one.
-
-    A counter of others than SGLang's need have nothing but `wait_until`.
-    """
-    if pool.layer_transfer_counter is not None:
-        for layer in range(pool.layer_num):
-            pool.layer_transfer_counter.wait_until(layer)
