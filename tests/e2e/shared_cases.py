@@ -65,8 +65,8 @@ SHARED_CASES = [
 def on_one_gpu(cases: Iterable[Case]) -> list[Case]:
     """Those of two GPUs with a rank on each, their ranks as two nodes of one GPU.
 
-    Left out is what nodes do not do here: a pair of servers, stages of a pipeline, DeepEP's exchange, and what is asked of an
-    engine in this process (an action, log-probabilities).
+    Left out is what nodes do not do here: a pair of servers, stages of a pipeline, DeepEP's exchange, sums through memory that
+    ranks share, and what is asked of an engine in this process (an action, log-probabilities).
     """
     return [
         replace(
@@ -77,4 +77,5 @@ def on_one_gpu(cases: Iterable[Case]) -> list[Case]:
         if (case.gpus, case.ranks_per_gpu, case.engine.get("tp_size")) == (2, 1, 2)
         and case.is_of(NEWEST)
         and not (case.disaggregated or case.action or case.logprobs or "moe_a2a_backend" in case.engine)
+        and case.engine["disable_custom_all_reduce"]
     ]  # fmt: skip
