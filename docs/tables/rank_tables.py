@@ -8,7 +8,7 @@ from itertools import product
 
 from result_files import PRIMARY, Parts, release, reports, result, spread, table
 
-from nsa_backend.adapters.dsa.layer_front.prefills import MOST_ROWS
+from nsa_backend.adapters.dsa.layer_front.prefill_rules import MOST_ROWS
 from nsa_backend.attention.auto import least_in_prefill
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.reports.parts import ALL_REDUCE, EXCHANGE, REST

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from nsa_backend.adapters import decode_context_parallel
 from nsa_backend.adapters.dsa.layer_front import options as front_options
-from nsa_backend.adapters.dsa.layer_front import prefills, projections, take
+from nsa_backend.adapters.dsa.layer_front import prefill_rules, prefills, projections, take
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.prefills import EitherGraph, WholeAttention, WholePrefills, longest, recording
 from nsa_backend.adapters.installed import adapter
@@ -257,7 +257,7 @@ def test_a_prefill_of_a_longer_request_of_more_rows_or_with_decoding_ones_is_in_
 
 
 def test_scores_have_a_bound_and_whole_pages():
-    for size in range(4, prefills.MOST_ROWS + 1):
+    for size in range(4, prefill_rules.MOST_ROWS + 1):
         width = longest(size, 1 << 20)
         assert (width % PAGE_SIZE, width >= 32768) == (0, True)
         assert size * width <= prefills.MOST_SCORES < size * (width + PAGE_SIZE) or width == 1 << 20
@@ -265,14 +265,14 @@ def test_scores_have_a_bound_and_whole_pages():
 
 def test_fewer_sizes_than_sglangs_are_captured_whole():
     """Of those that it captures by default (`generate_prefill_cuda_graph_batch_sizes`), and of a user's."""
-    default = [size for size in generate_prefill_cuda_graph_batch_sizes(2048) if size <= prefills.MOST_ROWS]
-    found = prefills.whole_sizes(default)
+    default = [size for size in generate_prefill_cuda_graph_batch_sizes(2048) if size <= prefill_rules.MOST_ROWS]
+    found = prefill_rules.whole_sizes(default)
     assert found == [4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512]
-    assert prefills.whole_sizes([320]) == [320]
-    assert prefills.whole_sizes([]) == []
+    assert prefill_rules.whole_sizes([320]) == [320]
+    assert prefill_rules.whole_sizes([]) == []
     for tokens in range(4, 513):
         padded = next(size for size in found if size >= tokens)
-        assert padded - tokens < max(prefills.MOST_PADDING, padded / 2 + 1), tokens
+        assert padded - tokens < max(prefill_rules.MOST_PADDING, padded / 2 + 1), tokens
 
 
 def test_at_least_half_of_a_graph_s_rows_are_real(captured):
@@ -280,7 +280,7 @@ def test_at_least_half_of_a_graph_s_rows_are_real(captured):
     runner, _ = captured
     runner.capture_num_tokens = [70, 124]
     found = WholePrefills()
-    found.sizes = prefills.whole_sizes(runner.capture_num_tokens)
+    found.sizes = prefill_rules.whole_sizes(runner.capture_num_tokens)
     assert found.sizes == [124]
     assert found.size_for(prefill([61], [0]), TABLE_WIDTH) is None
     assert found.size_for(prefill([62], [0]), TABLE_WIDTH) == 124
@@ -296,7 +296,7 @@ def test_what_was_captured_is_as_before_when_a_load_fails(captured):
 
 def test_a_server_whose_prefills_are_to_be_whole_and_cannot_does_not_start(captured, monkeypatch):
     """As SGLang's runner captures all of its sizes: none is small enough, or a layer leaves the graph."""
-    monkeypatch.setenv(prefills.SWITCH, "1")
+    monkeypatch.setenv(prefill_rules.SWITCH, "1")
     runner, replayed = captured
     prefills._OFFERED[runner.model_runner.model].graphs.clear()
     runner.capture_num_tokens = [64, 1024]
@@ -338,7 +338,7 @@ def test_where_nobody_asked_memory_that_is_short_leaves_pieces(captured, monkeyp
     )
     for asked in (None, "1"):
         if asked:
-            monkeypatch.setenv(prefills.SWITCH, asked)
+            monkeypatch.setenv(prefill_rules.SWITCH, asked)
         prefills._OFFERED[runner.model_runner.model] = WholePrefills()
         for size in (320, 64):
             prefills._capture_size(capturing(replayed), runner, size)
@@ -457,7 +457,7 @@ def test_a_batch_for_which_no_kv_comes_says_so_to_the_counter_of_the_host_cache(
 
 def args(prefill: str = "breakable", sizes: list[int] | None = None, **options) -> SimpleNamespace:
     """Of a server that can have them, but for `options`."""
-    rules = (*front_options.NEEDED, *prefills.NEEDED, *prefills.UNTRIED)
+    rules = (*front_options.NEEDED, *prefill_rules.NEEDED, *prefill_rules.UNTRIED)
     plain = {rule.attribute: rule.served[-1] for rule in rules if "." not in rule.attribute}
     graphs = SimpleNamespace(prefill=SimpleNamespace(backend=prefill, bs=sizes))
     names = {"attention_backend": "dsa", "prefill_attention_backend": None, "decode_attention_backend": None}
@@ -503,7 +503,7 @@ def test_options_as_sglang_resolves_them(resolve, words, advice):
     given = adapter.resolved(resolve("--cuda-graph-backend-prefill", "breakable", *words))
     found = adapter.prefill_problems(given)
     assert found == [] if advice is None else any(advice in problem for problem in found), found
-    assert all(rule.serves(given) for rule in prefills.UNTRIED) == ("--dcp-size" not in words)
+    assert all(rule.serves(given) for rule in prefill_rules.UNTRIED) == ("--dcp-size" not in words)
 
 
 @pytest.mark.parametrize(
@@ -528,17 +528,17 @@ def test_they_are_the_default_where_they_have_run(options, by_default, monkeypat
     caplog.set_level("INFO")
     given = args(**options)
     assert adapter.prefill_problems(given) == []
-    assert prefills.wanted(given, prefill_named=False) == by_default
+    assert prefill_rules.wanted(given, prefill_named=False) == by_default
     assert len(caplog.messages) == (not by_default)
-    assert not prefills.wanted(given, prefill_named=True)
+    assert not prefill_rules.wanted(given, prefill_named=True)
     assert caplog.messages[-1] == "nsa_backend: short prefills are in pieces, because a backend is named for prefill"
     for value in (True, False):
-        monkeypatch.setenv(prefills.SWITCH, str(int(value)))
-        assert prefills.wanted(given, prefill_named=True) == value
+        monkeypatch.setenv(prefill_rules.SWITCH, str(int(value)))
+        assert prefill_rules.wanted(given, prefill_named=True) == value
 
 
 def test_what_cannot_have_them_is_not_given_them():
-    assert not prefills.wanted(args(enable_lora=True), prefill_named=False)
+    assert not prefill_rules.wanted(args(enable_lora=True), prefill_named=False)
 
 
 def test_switches_that_leave_nothing_to_capture_are_refused_beside_theirs(monkeypatch):
@@ -551,7 +551,7 @@ def test_switches_that_leave_nothing_to_capture_are_refused_beside_theirs(monkey
 
 
 def test_a_model_with_a_layer_that_lacks_our_front_is_refused(layer, monkeypatch):
-    monkeypatch.setenv(prefills.SWITCH, "1")
+    monkeypatch.setenv(prefill_rules.SWITCH, "1")
     monkeypatch.setattr(take, "device_problem", lambda: None)
     others = [True] * 2
     monkeypatch.setattr(take, "least_of_ranks", lambda value: min(value, others.pop(0)))

@@ -32,7 +32,7 @@ from nsa_backend.adapters import (
 from nsa_backend.adapters.contract import Adapter
 from nsa_backend.adapters.dsa import draft, entry_points, kernels, refusals
 from nsa_backend.adapters.dsa.layer_front import options as layer_front
-from nsa_backend.adapters.dsa.layer_front import prefills, short
+from nsa_backend.adapters.dsa.layer_front import prefill_rules, short
 from nsa_backend.adapters.dsa.rounds import served, warm_up
 from nsa_backend.adapters.options import ADD_OPTIONS, add_options
 from nsa_backend.adapters.sglang_types import AttentionBackend, DraftBackendFactory, ForwardBatch, ForwardMode, HookType
@@ -73,7 +73,7 @@ class DsaAdapter(Adapter):
     rows_of_rank = staticmethod(prefill_context_parallel.rows_of_rank)
     front_problems = staticmethod(layer_front.server_problems)
     short_problems = staticmethod(short.short_problems)
-    prefill_problems = staticmethod(prefills.prefill_problems)
+    prefill_problems = staticmethod(prefill_rules.prefill_problems)
     round_problems = staticmethod(served.server_problems)
 
     def settings(self, runner: ModelRunner) -> Settings:

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from typing import Any
 
-from nsa_backend.adapters.dsa.layer_front import prefills, short
+from nsa_backend.adapters.dsa.layer_front import prefill_rules, prefills, short
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.options import server_problems
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
@@ -71,11 +71,11 @@ def take_layer_fronts(
         raise ValueError(f"{short.SWITCH}=1 and no layer has our front: {reasons or 'it has none'}; unset it")
     if of_target and short.wanted(args) and least_of_ranks(bool(selecting)):  # ranks capture together, or none does
         short.offer(selecting[0], drafts=args.speculative_algorithm is not None)
-    if of_target and prefills.wanted(args, prefill_named):
+    if of_target and prefill_rules.wanted(args, prefill_named):
         if least_of_ranks(bool(selecting) and len(served) == len(layers)):
             prefills.offer(model, served)
-        elif switched_on(prefills.SWITCH):
-            raise ValueError(f"{prefills.SWITCH}=1 and layers lack our front: {reasons or 'of another rank'}; unset it")
+        elif switched_on(prefill_rules.SWITCH):
+            raise ValueError(f"{prefill_rules.SWITCH}=1 and layers lack our front: {reasons or 'of another rank'}; unset it")
     every_token = short.EveryToken()
     for layer in served:
         layer.forward_absorb_prepare = LayerFront(layer, backends, every_token)
