@@ -553,8 +553,7 @@ def test_switches_that_leave_nothing_to_capture_are_refused_beside_theirs(monkey
 def test_a_model_with_a_layer_that_lacks_our_front_is_refused(layer, monkeypatch):
     monkeypatch.setenv(prefill_rules.SWITCH, "1")
     monkeypatch.setattr(take, "device_problem", lambda: None)
-    others = [True] * 2
-    monkeypatch.setattr(take, "least_of_ranks", lambda value: min(value, others.pop(0)))
+    monkeypatch.setattr(take, "least_of_ranks", lambda value: value)
     monkeypatch.setattr(prefills, "hook", lambda *arguments: None)
     arguments = torch.nn.ModuleList([layer]), None, args(speculative_algorithm=None), (Backend,), False
     monkeypatch.setenv("NSA_BACKEND_SHORT_GRAPHS", "0")
@@ -566,6 +565,23 @@ def test_a_model_with_a_layer_that_lacks_our_front_is_refused(layer, monkeypatch
     layer.forward_absorb_prepare = layer.forward_absorb_prepare.own
     layer.use_dsa = False
     with pytest.raises(ValueError, match="NSA_BACKEND_SHORT_PREFILLS=1 and layers lack our front: it is no sparse layer"):
+        take.take_layer_fronts(*arguments)
+
+
+def test_ranks_capture_both_kinds_of_graphs_together_or_not_at_all(layer, monkeypatch):
+    """Of target_verify and of prefills: another rank's layers may lack our front."""
+    asked, offered = [], []
+    monkeypatch.setattr(take, "device_problem", lambda: None)
+    monkeypatch.setattr(take, "least_of_ranks", lambda value: asked.append(value) or False)
+    for offering in (take.short, prefills):
+        monkeypatch.setattr(offering, "offer", lambda *arguments, **options: offered.append(arguments))
+    monkeypatch.setattr(take.short, "wanted", lambda args: True)
+    arguments = torch.nn.ModuleList([layer]), None, args(), (Backend,), False
+    assert take.take_layer_fronts(*arguments) == 1
+    assert (asked, offered) == ([True, True], [])
+    layer.forward_absorb_prepare = layer.forward_absorb_prepare.own
+    monkeypatch.setenv(prefill_rules.SWITCH, "1")
+    with pytest.raises(ValueError, match="NSA_BACKEND_SHORT_PREFILLS=1 and layers lack our front: of another rank; unset it"):
         take.take_layer_fronts(*arguments)
 
 
