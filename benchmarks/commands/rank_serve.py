@@ -138,8 +138,9 @@ def cells(
     sides = sides_of(options.sides)
     check_sides(sides, asked)
     wanted, cached = {name: shapes(name, options) for name in names}, sorted(getattr(options, "cached", None) or [0])
+    most_cached = cached[-1]
     fitting = {
-        (name, parallel): [shape for shape in wanted[name] if needed_bytes(name, parallel, shape, cached[-1]) <= there]
+        (name, parallel): [shape for shape in wanted[name] if needed_bytes(name, parallel, shape, most_cached) <= there]
         for name in names
         for parallel in asked
     }
@@ -147,10 +148,10 @@ def cells(
         if not any(fitting[name, parallel] for parallel in asked):
             most = max(parallel.dcp for parallel in asked)
             batch, length = wanted[name][0]
-            ranks.check_fits(name, server_options.pool_tokens([(batch, cached[-1] + length)], TOKENS), there, most)
+            ranks.check_fits(name, server_options.pool_tokens([(batch, most_cached + length)], TOKENS), there, most)
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-")))
     more = tuple(shlex.split(getattr(options, "server", None) or ""))
-    servers = RankServers(folder, options.port or PORT, fitting, kv_of(options), there, cached[-1], more)
+    servers = RankServers(folder, options.port or PORT, fitting, kv_of(options), there, most_cached, more)
     resources.callback(servers.close)
     found = []
     for name in names:
@@ -171,8 +172,8 @@ def cells(
             for batch, length in (shape for shape in wanted[name] if shape not in fitting[name, parallel]):
                 row = {"checkpoint": name, "parallel": str(parallel), "batch": batch, "length": length}
                 row |= {"gpu_gib": round(there / ranks.GIB, 1)}
-                row |= {"needs_gib": round(needed_bytes(name, parallel, (batch, length), cached[-1]) / ranks.GIB, 1)}
-                title = f"{title_of(name, parallel)}, {shape_of(batch, length, cached[-1])} does not fit"
+                row |= {"needs_gib": round(needed_bytes(name, parallel, (batch, length), most_cached) / ranks.GIB, 1)}
+                title = f"{title_of(name, parallel)}, {shape_of(batch, length, most_cached)} does not fit"
                 found.append(Cell(title, partial(list, [row]), "left_out"))
     return found
 

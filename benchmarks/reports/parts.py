@@ -115,9 +115,6 @@ def before_rounds(events: Iterable[dict]) -> dict:
     if first is None or not before:
         raise RuntimeError("the trace has no round of one graph, or nothing before the first")
     gaps: dict[str, list[float]] = {}
-    by_part: dict[str, list[float]] = {}
-    for op in before:
-        by_part.setdefault(part_of(op.name), []).append(op.us)
     for op, _, gap in along(before):
         if gap:
             gaps.setdefault(op.name, []).append(gap)
@@ -127,7 +124,7 @@ def before_rounds(events: Iterable[dict]) -> dict:
         "period_us": round(end - begin, 2),
         "kernel_us": round(sum(op.us for op in before), 2),
         "launches": len(before),
-        "parts": {part: [len(found), round(sum(found), 2)] for part, found in by_part.items()},
+        "parts": {part: [count, round(us, 2)] for part, (count, us) in _by_part((op.name, op.us) for op in before).items()},
         "idle_us": round(sum(map(sum, gaps.values())) + max(0.0, end - ended), 2),
         "graph_launches": sum(e["ts"] < launched[0]["ts"] for e in graph_launches(host_calls(events)).values()),
         "waits": [[name, len(of_name), round(sum(of_name), 2)] for name, of_name in longest],
@@ -135,17 +132,23 @@ def before_rounds(events: Iterable[dict]) -> dict:
 
 
 def _of_round(ran: list[dict], begin: float, end: float) -> dict:
-    parts: dict[str, list[float]] = {}
-    reached, idle = begin, 0.0
+    parts, reached, idle = _by_part((e["name"], e["dur"]) for e in ran), begin, 0.0
     for e in ran:
-        sums = parts.setdefault(part_of(e["name"]), [0, 0.0])
-        sums[0] += 1
-        sums[1] += e["dur"]
         idle += max(0.0, e["ts"] - reached)
         reached = max(reached, e["ts"] + e["dur"])
     idle += max(0.0, end - reached)
     kernel_us = sum(us for _, us in parts.values())
     return {"parts": parts, "kernel_us": kernel_us, "launches": len(ran), "period_us": end - begin, "idle_us": idle}
+
+
+def _by_part(kernels: Iterable[tuple[str, float]]) -> dict[str, list[float]]:
+    """[launches, us] by part, of kernels by name and us."""
+    found: dict[str, list[float]] = {}
+    for name, us in kernels:
+        sums = found.setdefault(part_of(name), [0, 0.0])
+        sums[0] += 1
+        sums[1] += us
+    return found
 
 
 def _median(values: Iterable[float]) -> float:

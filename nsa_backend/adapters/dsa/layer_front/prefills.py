@@ -224,16 +224,16 @@ def _capture_size(original: Callable, runner: Any, size: int, **options: Any) ->
     began, free = time.perf_counter(), free_bytes(device)
     backend.keep_rows(longest(size, _table_width(runner)), prefills.of_rows(size, device))
     key, graphs = ShapeKey(size=size), runner.backend._graphs
-    either = EitherGraph(graphs[key], None, runner.backend._capture_inputs[key])
+    pieces, inputs = graphs[key], runner.backend._capture_inputs[key]
     try:
         with recording(prefills):
             original(runner, size)
     except Exception:
         logger.error("nsa_backend: a prefill of %d tokens cannot be captured in one graph: %s=0 leaves that out", size, SWITCH)
         raise
-    either.whole = graphs[key]
-    prefills.graphs[key] = graphs[key] = either
-    if left := len(either.whole._segments) - 1:
+    whole = graphs[key]
+    prefills.graphs[key] = graphs[key] = EitherGraph(pieces, whole, inputs)
+    if left := len(whole._segments) - 1:
         if switched_on(SWITCH):
             raise ValueError(f"{SWITCH}=1 and a prefill of {size} tokens leaves its graph {left} times: unset it")
         logger.warning("nsa_backend: short prefills are in pieces, because one of %d tokens left its graph", size)
