@@ -78,8 +78,8 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_SHORT_PREFILLS",
         "unset",
-        "unset: prefills of up to 512 new tokens are one graph, with the decode kernel, on 0.5.23 and Hopper, where nobody "
-        "names a prefill backend; 1: there too, or no start; 0: never",
+        "unset: prefills of up to 512 new tokens are one graph, with the decode kernel, on 0.5.23 and Hopper, unless the log "
+        "says why not; 1: so, or no start; 0: never",
         "0 for a shorter start",
     ),
 )

@@ -191,39 +191,52 @@ def by_shape(by_rank: Mapping[str, Mapping[Cell, tuple[dict[str, Spread], str]]]
     return table(["requests x tokens", *columns], rows)
 
 
-def of_few_new_tokens() -> dict[Cell, dict[str, Spread]]:
-    """Times to the first token of prompts of at most MOST_ROWS tokens in all, some behind cached ones, where pieces ran too."""
+def beside_pieces() -> dict[Cell, dict[str, Spread]]:
+    """Of the first rank, times to the first token where pieces ran beside the default and the built-in, by cell."""
     found: dict[Cell, dict[str, Spread]] = {}
     for report in reports("rank").values():
         cells = spreads(cells_of(report, "ttft_ms"), "ttft_ms")
         found |= {cell: sides for cell, sides in cells.items() if {"default", IN_PIECES, BUILTIN} <= set(sides)}
-    few = {cell: sides for cell, sides in found.items() if cell.batch * new_tokens(cell) <= MOST_ROWS}
-    return dict(sorted(few.items(), key=lambda item: (item[0].cached, item[0].batch, item[0].length)))
+    of_first = {cell: sides for cell, sides in found.items() if cell.name == FIRST_RANK}
+    return dict(sorted(of_first.items(), key=lambda item: (item[0].cached, item[0].batch, item[0].length)))
 
 
 def new_tokens(cell: Cell) -> int:
-    """Of a request's prompt, how many are prefilled: with drafts SGLang keeps the last cached page for none."""
-    return cell.length + PAGE_SIZE * (cell.cached > 0 and cell.steps > 0)
+    """Of a batch's prompts, how many are prefilled: with drafts SGLang keeps the last cached page for none."""
+    return cell.batch * (cell.length + PAGE_SIZE * (cell.cached > 0 and cell.steps > 0))
 
 
 @PARTS.part
 def short_prefills() -> str:
-    """A row a shape: milliseconds to the first token of the default, of pieces and of the built-in, and the ratio."""
+    """A row a shape: milliseconds to the first token of the default, of pieces and of the built-in."""
     rows = [
         [
             cell.shape,
-            f"{ratio(sides, 'default'):.2f}",
-            *(f"{sides[side].median:.0f}" for side in ("default", IN_PIECES, BUILTIN)),
+            *(f"{mark(sides, side)}{sides[side].median:.0f}" for side in ("default", IN_PIECES)),
+            f"{sides[BUILTIN].median:.0f}",
         ]
-        for cell, sides in of_few_new_tokens().items()
+        for cell, sides in beside_pieces().items()
     ]
-    return table(["requests x new tokens", "ours / SGLang's", "ours", "ours in pieces", "SGLang's"], rows)
+    return table(["requests x new tokens", "ours", "ours in pieces", "SGLang's"], rows)
 
 
 @PARTS.part
 def short_prefills_saved() -> str:
-    """Percent of the same that the default saves, least to most."""
-    return percent(ratio(sides, "default") for sides in of_few_new_tokens().values())
+    """Percent of the same that the default saves of at most MOST_ROWS new tokens, least to most."""
+    return percent(ratio(sides, "default") for cell, sides in beside_pieces().items() if new_tokens(cell) <= MOST_ROWS)
+
+
+def lost_beside_pieces() -> list[list[str]]:
+    """A row of where the default, behind cached tokens, or pieces have a first token later than the built-in's."""
+    rows = []
+    for side, words in (("default", "turns of chats"), (IN_PIECES, "short prefills in pieces")):
+        cells = {cell: sides for cell, sides in beside_pieces().items() if cell.cached or side == IN_PIECES}
+        lost = {cell: ratio(sides, side) for cell, sides in cells.items() if ratio(sides, side) >= 1 + NOISE}
+        if lost:
+            worst = max(lost, key=lost.__getitem__)
+            told = f"{len(lost)} of {len(cells)}; at most {mark(cells[worst], side)}{lost[worst]:.3f} ({worst.shape})"
+            rows.append([f"{words}, a rank of {MODELS[FIRST_RANK]}", TIMES["ttft_ms"], told])
+    return rows
 
 
 @PARTS.part

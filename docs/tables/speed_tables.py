@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
-from rank_tables import GPU, NOISE, lost_by_ranks
+from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks
 from result_files import Parts, result, spread, table
 
 from nsa_backend.attention.auto import CANDIDATES, least_together
@@ -310,7 +310,7 @@ def losses() -> str:
     """Every cell of every run in which the package is behind by NOISE or more; of servers of small checkpoints the worst."""
     trained = [row for row in result("trained_0_5_23", "third")["speed"] if rate(row) < 1]
     cells = "; ".join(f"{r['batch']} requests, {r['steps']} drafts, T = {r['temperature']:g} ({rate(r):.2f})" for r in trained)
-    rows = [*lost_by_ranks(), lost_by_servers(), ["small trained models", "fewer tokens/s", cells]]
+    rows = [*lost_by_ranks(), *lost_beside_pieces(), lost_by_servers(), ["small trained models", "fewer tokens/s", cells]]
     (kv, heads, most), worst = max(decode_ratios().items(), key=lambda item: item[1])
     cells = behind(decode_ratios().values())
     rows.append(["sparse_decode", "longer", f"{cells}; at most {worst:.2f} ({kv}, {heads} heads, {most} rows)"])

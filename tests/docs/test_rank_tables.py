@@ -104,15 +104,26 @@ def test_a_later_default_takes_the_place_of_an_earlier_one(filed, tmp_path):
 
 
 def test_few_new_tokens_are_told_beside_pieces(filed):
-    """With drafts SGLang prefills a page of what is cached too: 512 new tokens are 576, and not in the table."""
-    shapes = (cell(3, 8, 64), cell(3, 1, 448) | {"cached": 8192}, cell(3, 1, 512) | {"cached": 8192})
-    sides = {"default": 6.0, "pieces": 12.0, "builtin": 10.0}
-    filed("run", "new", [row for shape in shapes for side, ms in sides.items() for row in served(shape, side, ms)])
+    """With drafts SGLang prefills a page of what is cached too: 512 new tokens are 576, of which nothing is promised."""
+    shapes = {(8, 64, 0): 6.0, (1, 448, 8192): 6.0, (1, 512, 8192): 11.0}
+    rows = [
+        row
+        for (batch, length, cached), ms in shapes.items()
+        for side, time in {"default": ms, "pieces": 12.0, "builtin": 10.0}.items()
+        for row in served(cell(3, batch, length) | ({"cached": cached} if cached else {}), side, time)
+    ]
+    filed("run", "new", rows)
     assert rank_tables.short_prefills().splitlines()[2:] == [
-        "| 8 x 64 | 0.60 | 6 | 12 | 10 |",
-        "| 1 x 448 behind 8192 | 0.60 | 6 | 12 | 10 |",
+        "| 8 x 64 | 6 | 12 | 10 |",
+        "| 1 x 448 behind 8192 | 6 | 12 | 10 |",
+        "| 1 x 512 behind 8192 | 11 | 12 | 10 |",
     ]
     assert rank_tables.short_prefills_saved() == "40 %"
+    later = "first token later"
+    assert rank_tables.lost_beside_pieces() == [
+        ["turns of chats, a rank of DeepSeek-V3.2", later, "1 of 2; at most 1.099 (1 x 512 behind 8192)"],
+        ["short prefills in pieces, a rank of DeepSeek-V3.2", later, "3 of 3; at most 1.198 (8 x 64)"],
+    ]
     assert "8 x 64" not in rank_tables.first_tokens() + rank_tables.rank()
 
 
