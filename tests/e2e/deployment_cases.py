@@ -157,7 +157,7 @@ part = partial(
 REPLAYED = {name: ONE_GRAPH[name] for name in ("says", "replays")}
 part_fp8 = partial(part, workloads=STANDARD, decode="flashmla_kv", engine=CONTEXT | FP8, floor_of_all=0.95, **REPLAYED)
 part_fp8_weights = partial(part, shape="fp8-weights", workloads=STANDARD, says="front of 2 of 2 layers is two launches")
-DCP = "two GPUs, decode context parallel"
+DCP, DCP_4, CONTEXT_4 = "two GPUs, decode context parallel", "four GPUs, decode context parallel", FOUR_GPUS | {"dcp_size": 4}
 CONTEXT_CASES = [
     part(DCP, floors=FLOORS, **REPLAYED),
     part(f"{DCP}, without drafts", steps=0),
@@ -208,6 +208,12 @@ CONTEXT_CASES = [
     # Copies of the query's projection have scales here, which an update brings too.
     part_fp8_weights(f"{DCP}, FP8 weights", floor_of_all=0.95, replays="greedy requests"),
     part_fp8_weights(f"{DCP}, FP8 weights updated", action="weights were updated", floor_of_all=0.95),
+    part(DCP_4, engine=CONTEXT_4, gpus=4, floors=FLOORS, **REPLAYED),
+    part(f"{DCP_4}, without drafts", steps=0, engine=CONTEXT_4, gpus=4),
+    part_fp8(f"{DCP_4}, fp8", engine=CONTEXT_4 | FP8, gpus=4),
+    part(f"{DCP_4}, glm-5.2", steps=5, workloads=STANDARD, engine=CONTEXT_4, gpus=4, **GLM_52),
+    # Two groups of two, each of which divides the KV that the other divides too.
+    part(f"{DCP_4} in twos", engine=CONTEXT_4 | {"dcp_size": 2}, gpus=4, floors=FLOORS, **REPLAYED),
 ]
 
 # Five drafts of six are right (benchmarks/checkpoints/eagle3.py), which comes to 3.1 of 4; with all after the first wrong it

@@ -5,14 +5,15 @@
     python tests/e2e/soak.py OUT.json --topology pd --gpus 0,1 --minutes 5
     python tests/e2e/soak.py OUT.json --topology dp --gpus 0,1 --sides ours builtin
     python tests/e2e/soak.py OUT.json --topology pd-dp --gpus 0,1
+    python tests/e2e/soak.py OUT.json --topology dcp --gpus 0,1 --sides ours
     python tests/e2e/soak.py OUT.json --faults --gpus 0 --minutes 20
     python tests/e2e/soak.py OUT.json --table
 
 As many GPUs as sides serve them at once; one serves them in turns, each for so many minutes. With `--topology pd` a side is a
 prefill and a decode server, on the two GPUs of one `--gpus` word. With `--topology dp` it is one server with two ranks of DP
-attention, with `--topology pd-dp` a prefill and a decode server of two such ranks each, on the same GPUs. Growth of memory is
-judged of all servers together, what is held
-after the load of each server, or each rank's process; both are reported of each.
+attention, with `--topology pd-dp` a prefill and a decode server of two such ranks each, on the same GPUs, with `--topology dcp`
+one server whose two ranks divide the KV (decode context parallel), which the built-in backend lacks. Growth of memory is judged
+of all servers together, what is held after the load of each server, or each rank's process; both are reported of each.
 
 With `--faults` malformed requests come under the load, and after it faults that end servers: see soak_faults.py.
 
@@ -198,6 +199,8 @@ def main() -> int:
     if any(len(gpus.split(",")) != wanted for gpus in args.gpus):
         each = ",".join(map(str, range(wanted)))
         parser.error(f"--topology {args.topology} takes {wanted} GPUs for a side: --gpus {each}")
+    if BUILTIN in args.sides and not TOPOLOGIES[args.topology].builtin:
+        parser.error(f"--topology {args.topology} is what SGLang's own backend lacks: name the others, --sides ours")
     if args.faults is not None and args.topology != "one":
         parser.error("--faults takes one server a side: --topology one")
     if args.table:

@@ -74,6 +74,11 @@ def ranks_command(checkpoint: Path, port: int) -> list[str]:
     return [*command(checkpoint, port), *Parallel(dp=2).options(), *pool]  # SGLang halves --max-running-requests by itself
 
 
+def divided_command(checkpoint: Path, port: int) -> list[str]:
+    """Two ranks that divide the KV of every request between them, on two GPUs."""
+    return [*command(checkpoint, port), *Parallel(dcp=2).options()]
+
+
 @dataclass(frozen=True)
 class Topology:
     """What serves one side. The bounds on growth during the load are of all servers together, in MiB."""
@@ -88,6 +93,7 @@ class Topology:
     one_graph: tuple[str, ...] = ("0.5.23",)  # on these releases, unless they are not to,
     by_default: bool = True  # or only where they are asked to
     growth: dict[str, int] = field(default_factory=lambda: {"gpu_mib": 256, "host_mib": 256})
+    builtin: bool = True  # whether SGLang's own backend can serve it on Hopper
 
 
 TOPOLOGIES = {
@@ -110,6 +116,17 @@ TOPOLOGIES = {
         ranks=2,
         capturing=2,
         growth={"gpu_mib": 512, "host_mib": 512},
+    ),
+    "dcp": Topology(
+        lambda checkpoint, port: [divided_command(checkpoint, port)],
+        Client,
+        ("server",),
+        ALLOCATOR | RETRACTING,
+        gpus=2,
+        ranks=2,
+        capturing=2,
+        growth={"gpu_mib": 512, "host_mib": 512},
+        builtin=False,
     ),
     # Both servers on both GPUs.
     "pd-dp": Topology(

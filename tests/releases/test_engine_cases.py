@@ -18,10 +18,15 @@ from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks.checkpoints import eagle3, faithful
 from nsa_backend.benchmarks.checkpoints.faithful_models import MODELS
 from nsa_backend.refusals import RULES
-from nsa_backend.releases import generation_of, installed
+from nsa_backend.releases import CONTEXT_RANKS, generation_of, installed
 
 HAS_V1 = generation_of(installed()).adapter == "nsa"
 RUN_HERE = [case for case in CASES if case.runs_here()]
+SERVED_HERE = [
+    name
+    for name in soak_server.TOPOLOGIES
+    if not (HAS_V1 and name.startswith("pd")) and (name != "dcp" or installed() in CONTEXT_RANKS)
+]
 
 
 def spans_all(case) -> bool:
@@ -110,7 +115,7 @@ def test_the_soak_run_makes_sglang_take_requests_back(monkeypatch):
     assert soak_judge.RETRACTED.search("Testing retraction. #retracted_reqs: 1, #new_tokens_gained: 64")
 
 
-@pytest.mark.parametrize("topology", [name for name in soak_server.TOPOLOGIES if not (HAS_V1 and name.startswith("pd"))])
+@pytest.mark.parametrize("topology", [name for name in SERVED_HERE])
 def test_both_sides_of_the_soak_run_understand_the_commands_of_its_servers(resolve, tmp_path, topology):
     """Which all have room for what is taken back beside another request, and no port in common."""
     served = soak_server.TOPOLOGIES[topology]
@@ -120,7 +125,9 @@ def test_both_sides_of_the_soak_run_understand_the_commands_of_its_servers(resol
     longest = max(len(each.prompt) + each.new_tokens for each in soak_traffic.make_templates(0))
     for args in servers:
         of_attention = args.dp_size if args.enable_dp_attention else getattr(args, "attn_dp_size", 1)
-        assert (of_attention, args.max_total_tokens * served.ranks) == (served.ranks, soak_server.POOL_TOKENS)
+        divided = getattr(args, "dcp_size", 1)  # ranks of which a token of the pool has one
+        assert of_attention * divided == served.ranks
+        assert args.max_total_tokens * of_attention == soak_server.POOL_TOKENS
         assert 2 * longest < args.max_total_tokens
         assert (getattr(args, adapter.DECODE_ATTRIBUTE), args.speculative_num_steps) == ("fa3", 3)
         assert args.disable_custom_all_reduce == (served.ranks > 1)

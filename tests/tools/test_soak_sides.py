@@ -141,3 +141,10 @@ class TestSides:
         assert time.monotonic() - began < 20
         (tmp_path / "soak_side.py").write_text("raise SystemExit(9)")
         assert soak.run(args) == {"ours": None, "builtin": None}
+
+
+def test_what_the_built_in_backend_cannot_serve_is_run_without_it(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["soak.py", str(tmp_path / "out.json"), "--topology", "dcp", "--gpus", "0,1"])
+    with pytest.raises(SystemExit, match="2"):
+        soak.main()
+    assert "--topology dcp is what SGLang's own backend lacks: name the others, --sides ours" in capsys.readouterr().err
