@@ -56,7 +56,7 @@ class Run:
     began: float = field(default_factory=time.monotonic)
     results: dict = field(default_factory=dict)
     endings: dict = field(default_factory=dict)  # of engines without a result, what `endings.facts` keeps
-    longest: float = 0.0  # seconds of an engine
+    took: list[float] = field(default_factory=list)  # seconds of engines, in the order in which they ended
     starting: threading.Lock = field(default_factory=threading.Lock)
     writing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -68,6 +68,14 @@ class Run:
         """The same without those that asking about ties may take, half of --minutes at most."""
         both = set(BACKENDS) <= set(self.args.backends)
         return self.left() - both * min(ASKING_SECONDS, 30 * self.args.minutes)
+
+    @property
+    def an_engine(self) -> float:
+        """Seconds that the next engine takes at least: those of the quickest of as many as run side by side.
+
+        The slowest would not do: the first ones may wait minutes for kernels that later ones find compiled.
+        """
+        return min(self.took[-self.args.jobs :], default=0.0)
 
     def parted(self) -> list[tuple[Case, list[dict]]]:
         """Where outputs of ours part from the built-in's, if there are any, and from another run of ours, by case."""
@@ -125,12 +133,12 @@ def run_engines(run: Run) -> None:
     def job(item: tuple[int, Case, str]) -> None:
         port, case, backend = item
         began = time.monotonic()
-        if run.left_for_engines() < run.longest:
+        if run.left_for_engines() < run.an_engine:
             return
         result, log = launch(run, case, backend, port)
         with run.writing:
             run.results[case.name, backend] = result, log
-            run.longest = max(run.longest, time.monotonic() - began)
+            run.took += [time.monotonic() - began] * (result is not None)
             run.write(run.parted())
         means = {w: round(fmean(c["accept"]), 3) for w, c in (result or {}).items()}
         why = run.endings.get((case.name, backend), {}).get("ended", "")
@@ -164,7 +172,7 @@ def arguments() -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--backends", nargs="*", default=list(BACKENDS))
     parser.add_argument("--jobs", type=int, help="engines side by side: 4 by default, 1 where ranks share GPUs")
     parser.add_argument(
-        "--minutes", type=float, default=60, help="no engine starts that would not end in time; asked about ties within it"
+        "--minutes", type=float, default=60, help="no engine starts that cannot end in time; asked about ties within it"
     )
     parser.add_argument("--engine-seconds", type=float, default=420, help="after which an engine counts as hanging")
     parser.add_argument("--warm", action="store_true", help="kernels are compiled: the first engine need not run alone")

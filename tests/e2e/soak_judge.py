@@ -155,7 +155,7 @@ def summary(run: Soak) -> dict:
         "ranks": len(topology.servers) * topology.ranks,
         "active": [line for line in lines if "nsa_backend" in line and "is active" in line],
         "replayed": run.replayed,
-        "must_replay": topology.capturing * (run.side == "ours" and whole_rounds(topology)),
+        "must_replay": topology.counting * (run.side == "ours" and whole_rounds(topology)),
         "suspect_lines": {"count": len(suspect), "first": suspect[:20]},
     }
 

@@ -89,7 +89,7 @@ class Topology:
     environment: dict[str, str]
     gpus: int = 1  # of a side
     ranks: int = 1  # of each server; every one says in the log that the backend is active
-    capturing: int = 1  # ranks of all servers that capture whole rounds,
+    counting: int = 1  # DP ranks of all servers whose /server_info counts whole rounds,
     one_graph: tuple[str, ...] = ("0.5.23",)  # on these releases, unless they are not to,
     by_default: bool = True  # or only where they are asked to
     growth: dict[str, int] = field(default_factory=lambda: {"gpu_mib": 256, "host_mib": 256})
@@ -114,7 +114,7 @@ TOPOLOGIES = {
         ALLOCATOR | RETRACTING,
         gpus=2,
         ranks=2,
-        capturing=2,
+        counting=2,
         growth={"gpu_mib": 512, "host_mib": 512},
     ),
     "dcp": Topology(
@@ -124,7 +124,6 @@ TOPOLOGIES = {
         ALLOCATOR | RETRACTING,
         gpus=2,
         ranks=2,
-        capturing=2,
         growth={"gpu_mib": 512, "host_mib": 512},
         builtin=False,
     ),
@@ -136,7 +135,7 @@ TOPOLOGIES = {
         RETRACTING,
         gpus=2,
         ranks=2,
-        capturing=2,
+        counting=2,
         by_default=False,
         growth={"gpu_mib": 2048, "host_mib": 1024},
     ),

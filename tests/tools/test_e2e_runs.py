@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import replays
@@ -131,6 +132,15 @@ class TestRuns:
         assert report["failures"][0]["machine"].keys() <= report["machine"].keys()
         stand_ins(failing=("n2 fa3",))
         assert len(run(monkeypatch, tmp_path, "--cases", "n2 fa3")[1]["failures"]) == 2  # an old answer is no answer
+
+    def test_engines_that_waited_for_kernels_keep_no_later_one_from_starting(self, tmp_path):
+        """Two run side by side: the first two compiled, one of the next two found all compiled."""
+        run = run_all.Run({}, [], SimpleNamespace(jobs=2), None)
+        assert run.an_engine == 0
+        run.took += [250.0, 255.0]
+        assert run.an_engine == 250
+        run.took += [60.0]
+        assert run.an_engine == 60
 
     def test_no_time_left(self, stand_ins, monkeypatch, tmp_path):
         """What was measured until then is in the report."""

@@ -105,6 +105,8 @@ def test_a_run_is_told_as_it_is_recorded_to_be(name, tmp_path, monkeypatch, caps
         ("dp", None, 2, 1, "rounds were one graph on 1 ranks, and must be on 2"),
         ("dp", "1", 2, 1, "rounds were one graph on 1 ranks, and must be on 2"),
         ("dp", "0", 2, 0, None),
+        ("dcp", None, 2, 1, None),
+        ("dcp", None, 2, 0, "rounds were one graph on 0 ranks, and must be on 1"),
         ("pd-dp", "1", 4, 2, None),
         ("pd-dp", "1", 4, 1, "rounds were one graph on 1 ranks, and must be on 2"),
         ("pd-dp", None, 4, 1, None),
