@@ -39,12 +39,11 @@ RAGGED = {"draft_extend, ragged": lambda bs: plans.plan_draft_extend_v1(bs, 4 * 
 ACCEPTED = 3
 PAGED = {
     "served": {},
-    "2 warps": {"PAGED_NUM_WARPS": 2},
+    "1 warp": {"PAGED_NUM_WARPS": 1},
     "4 warps": {"PAGED_NUM_WARPS": 4},
     "64 rows": {"ROW_BLOCK": 64},
     "128 pages": {"PAGED_COLUMN_BLOCK": 8192},
     "256 pages in a row": {"PAGED_PIECE": 256},
-    "2 warps, 256 pages in a row": {"PAGED_NUM_WARPS": 2, "PAGED_PIECE": 256},
     "512 pages": {"PAGED_COLUMN_BLOCK": 32768},
 }
 WIDE = {

@@ -62,7 +62,7 @@ def compiled(num_sms: int, rows: int = 1, steps: int = 1, wide: bool = False, pl
     )
     options = {"num_warps": metadata.NUM_WARPS if wide else metadata.PAGED_NUM_WARPS}
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return {"shared": found.metadata.shared, "barriers": found.asm["ptx"].count("bar.sync")}
+    return {"shared": found.metadata.shared}
 
 
 def main() -> None:
