@@ -174,7 +174,7 @@ def deployments() -> str:
         files |= dict.fromkeys(map(file_of, found["reports"]))
         rows.append([found["name"], f"`{found['options']}`".replace("`-`", "-"), found["ran"]])
     links = ", ".join(f"[{file}](../benchmarks/results/{path_of(file).name})" for file in files)
-    listed = f"Files: {links}. Which report has which row: [{LIST.name}](tables/{LIST.name})."
+    listed = f"Files: {links}. By row: [{LIST.name}](tables/{LIST.name})."
     return table(["deployment", "options", "ran on"], rows) + "\n\n" + listed
 
 

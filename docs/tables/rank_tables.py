@@ -18,7 +18,6 @@ from nsa_backend.benchmarks.reports.rank_rows import (
     Cell,
     Spread,
     by_cell,
-    over_tensor_parallel,
     title_of,
     together,
     undivided,
@@ -37,22 +36,32 @@ IN_PIECES = "pieces"
 """The side whose prefills of few tokens are not one graph, as the default's are."""
 FEW_TOKENS = 300
 """Of a prompt in tables of all ranks. Rounds of fewer take as long, and first tokens have a table of their own."""
-GLM_RANK = "glm-5.1-tp8"
-MODELS = {FIRST_RANK: "DeepSeek-V3.2", FP8_RANK: "DeepSeek-V3.2, FP8 KV", GLM_RANK: "GLM-5.1"}
+DP_RANK, GLM_RANK, GLM_52_RANK = "v3.2-dp8", "glm-5.1-tp8", "glm-5.2-tp8"
+MODELS = {
+    FIRST_RANK: "DeepSeek-V3.2", FP8_RANK: "DeepSeek-V3.2, FP8 KV", DP_RANK: "DeepSeek-V3.2, DP attention",
+    GLM_RANK: "GLM-5.1", GLM_52_RANK: "GLM-5.2",
+}  # fmt: skip
 """What pages call them."""
-DEFAULTS = {FIRST_RANK: ("auto", "default"), FP8_RANK: ("auto", "default"), GLM_RANK: ("auto_alone", "default")}
+IN_README = (FIRST_RANK, FP8_RANK, DP_RANK, GLM_52_RANK)
+DEFAULTS = {
+    FIRST_RANK: ("auto", "default"), FP8_RANK: ("auto", "default"), DP_RANK: ("default",), GLM_RANK: ("auto_alone", "default"),
+    GLM_52_RANK: ("default",),
+}  # fmt: skip
 """Rank and KV cache to the sides that an H200's default was, a later one in place of an earlier one.
 
 A report in which a side is another than it is called says `sides_are`.
 """
-WITH_PREFILL = {
-    FIRST_RANK: ("sparse_prefill", "default"), FP8_RANK: ("sparse_prefill", "default"), GLM_RANK: ("auto_alone", "default"),
-}  # fmt: skip
+WITH_PREFILL = DEFAULTS | dict.fromkeys((FIRST_RANK, FP8_RANK), ("sparse_prefill", "default"))
 """The same to the sides whose prefill is sparse_prefill's, as the default's is since."""
 LOST_BY = {"default": "default", "ours": "fa3 without our front"}
 """Sides whose losses are told."""
 TIMES = {"round_ms": "longer rounds or tokens", "ttft_ms": "first token later"}
-CONTEXT_FILE, DIVIDED = "rank_v32_tp8_0_5_23_h100", str(Parallel(dcp=2))
+CONTEXT_FILE, BEFORE_FILE = (
+    ("rank_v32_tp8_0_5_23", "two_of_eight_ranks"),
+    ("rank_v32_tp8_0_5_23_h100", "decode_context_parallel"),
+)
+"""Two of the eight ranks as one server, which divide the KV or do not, on H200s; and earlier on H100s."""
+DIVIDED, UNDIVIDED = str(Parallel(dcp=2)), str(Parallel(tp=2))
 BATCHES = (1, 8, 32, 64, 128)
 NOISE = 0.005
 """What is lost by less is in the result files alone."""
@@ -129,7 +138,8 @@ def first_token(name: str) -> dict[Cell, tuple[dict[str, Spread], str]]:
 
     def together(cell: Cell) -> bool:
         heads = ranks.named(cell.checkpoint).config["num_attention_heads"]
-        return cell.batch * cell.length >= least_in_prefill(GPU, "bf16" if cell.kv == BF16 else "fp8", heads)
+        least = least_in_prefill(GPU, "bf16" if cell.kv == BF16 else "fp8", heads)
+        return least is not None and cell.batch * cell.length >= least
 
     few, many = (of_rank(name, sides[name], "ttft_ms") for sides in (DEFAULTS, WITH_PREFILL))
     return {cell: found for cell, found in few.items() if not together(cell)} | {
@@ -151,9 +161,12 @@ def rank_rounds() -> str:
 
     by_rank = [
         {cell.batch: given for cell, given in of_rank(name, sides).items() if (cell.steps, cell.length) == (3, 300)}
-        for name, sides in DEFAULTS.items()
+        for name, sides in ((name, DEFAULTS[name]) for name in IN_README)
     ]
-    return table(["requests", *MODELS.values()], [[str(n), *(saved(found.get(n)) for found in by_rank)] for n in BATCHES])
+    return table(
+        ["requests", *(MODELS[name] for name in IN_README)],
+        [[str(n), *(saved(found.get(n)) for found in by_rank)] for n in BATCHES],
+    )
 
 
 def mark(sides: dict[str, Spread], side: str) -> str:
@@ -241,15 +254,17 @@ def lost_beside_pieces() -> list[list[str]]:
 
 @PARTS.part
 def prefill_captures() -> str:
-    """What the newest server with whole prefills took to capture them."""
+    """What the server of the first rank with the most sizes of whole prefills, the newest of such, took to capture them."""
     found = [
         one
         for report in reports("rank").values()
         for row in report["rows"]
+        if (row["checkpoint"], row.get("parallel", ONE_RANK)) == (FIRST_RANK, ONE_RANK)
         for one in row.get("captures", ())
         if one["what"].startswith("whole prefills")
     ]
-    return f"{found[-1]['sizes']} of these took {found[-1]['seconds']} s of a start and {1024 * found[-1]['gib']:.0f} MiB"
+    most = max(reversed(found), key=lambda one: one["sizes"])
+    return f"{most['sizes']} of these took {most['seconds']} s of a start and {1024 * most['gib']:.0f} MiB"
 
 
 @PARTS.part
@@ -289,27 +304,15 @@ def front_saved() -> str:
 
 
 @PARTS.part
-def auto_saved() -> str:
-    """Percent of a round that a default server saves."""
-    return percent(over_builtin(FIRST_RANK, DEFAULTS[FIRST_RANK]))
+def rounds_saved() -> str:
+    """Percent of a round that a default server saves, over all ranks."""
+    return percent(ratio for name, sides in DEFAULTS.items() for ratio in over_builtin(name, sides))
 
 
 @PARTS.part
 def token_saved() -> str:
-    """The same of a token without drafts."""
+    """The same of a token without drafts, on the first rank."""
     return percent(over_builtin(FIRST_RANK, ("default",), drafts=False))
-
-
-@PARTS.part
-def glm_saved() -> str:
-    """Percent of a round that the default saves on a rank of GLM-5.1."""
-    return percent(over_builtin(GLM_RANK, DEFAULTS[GLM_RANK]))
-
-
-@PARTS.part
-def fp8_saved() -> str:
-    """The same on a rank of DeepSeek-V3.2 with FP8 KV."""
-    return percent(over_builtin(FP8_RANK, DEFAULTS[FP8_RANK]))
 
 
 @PARTS.part
@@ -338,59 +341,115 @@ def rank_kernels() -> str:
     return table(["us", *map(shape, cells)], rows)
 
 
-def context_reports() -> tuple[dict, dict]:
-    """Ranks that divide the KV: before our front, one graph and captured prefills served them, and since."""
-    return tuple(result(CONTEXT_FILE, f"decode_context_parallel{when}") for when in ("_before", ""))
+@cache
+def two_ranks(key: str) -> dict[Cell, dict[str, Spread]]:
+    """`key` by cell and side of two of the eight ranks as one server: the KV divided, and not."""
+    return spreads(cells_of(result(*CONTEXT_FILE), key), key)
+
+
+def of_two(parallel: str, key: str) -> dict[Cell, dict[str, Spread]]:
+    """The same of one deployment, in the order of tables."""
+    return {
+        cell: sides
+        for cell, sides in sorted(two_ranks(key).items(), key=lambda item: order(item[0]))
+        if cell.parallel == parallel
+    }
+
+
+@PARTS.part
+def two_ranks_beside() -> str:
+    """A row a cell of tensor parallel: ours over the built-in's, in brackets milliseconds of both."""
+    times = {key: {cell: found for cell, found in of_two(UNDIVIDED, key).items() if BUILTIN in found} for key in TIMES}
+
+    def told(cell: Cell, key: str, form: str) -> str:
+        sides = times[key][cell]
+        return form.format(ratio(sides, "default"), sides["default"].median, sides[BUILTIN].median)
+
+    rows = [
+        [shape(cell), told(cell, "round_ms", "{:.3f} ({:.2f} / {:.2f})"), told(cell, "ttft_ms", "{:.2f} ({:.0f} / {:.0f})")]
+        for cell in times["round_ms"]
+    ]
+    return table(["requests x tokens", "round", "first token"], rows)
+
+
+@PARTS.part
+def two_ranks_saved() -> str:
+    """Percent of a round that ours saves on two ranks of tensor parallel, least to most."""
+    return percent(ratio(sides, "default") for sides in of_two(UNDIVIDED, "round_ms").values() if BUILTIN in sides)
+
+
+def beside_undivided(cell: Cell, key: str) -> tuple[Spread, Spread, Spread | None]:
+    """`key` of ours where the KV is divided, where it is not, and of the built-in, which divides none."""
+    found, whole = two_ranks(key), undivided(cell)
+    return found[cell]["default"], found[whole]["default"], found[whole].get(BUILTIN)
 
 
 @PARTS.part
 def context_ranks() -> str:
-    """A row a cell: ours on ranks that divide the KV over ours on as many that do not, each pair of one run; * of earlier."""
+    """A row a cell: milliseconds with the KV divided, in brackets over those of both sides without."""
 
     def told(cell: Cell, key: str, form: str) -> str:
-        for report, star in zip(reversed(context_reports()), ("", " *"), strict=True):
-            found = spreads(cells_of(report, key), key)
-            if cell in found:
-                both = (form.format(found[of]["ours"].median) for of in (cell, undivided(cell)))
-                return f"{over_tensor_parallel(found, cell, 'ours'):.3f} ({' / '.join(both)}){star}"
-        raise KeyError(cell)
+        ours, *whole = beside_undivided(cell, key)
+        over = (f"{ours.median / one.median:.3f}" if one else "-" for one in whole)
+        return f"{form.format(ours.median)} ({' / '.join(over)})"
 
-    measured = spreads(cells_of(context_reports()[0], "round_ms"))
-    cells = sorted((cell for cell in measured if cell.parallel == DIVIDED), key=order)
+    cells = of_two(DIVIDED, "round_ms")
     rows = [[shape(cell), told(cell, "round_ms", "{:.2f}"), told(cell, "ttft_ms", "{:.0f}")] for cell in cells]
     return table(["requests x tokens", "round", "first token"], rows)
 
 
 @PARTS.part
 def context_longer() -> str:
-    """Percent that rounds of ranks that divide the KV take longer, as they are served now."""
-    found = spreads(cells_of(context_reports()[1], "round_ms"))
-    ratios = [over_tensor_parallel(found, cell, "ours") for cell in found if cell.parallel == DIVIDED]
-    return spread((100 * (ratio - 1) for ratio in ratios), "{:.0f}") + " %"
+    """Percent that rounds take longer where the KV is divided, least to most."""
+    found = (beside_undivided(cell, "round_ms") for cell in of_two(DIVIDED, "round_ms"))
+    return spread((100 * (divided.median / whole.median - 1) for divided, whole, _ in found), "{:.0f}") + " %"
+
+
+@PARTS.part
+def context_saved() -> str:
+    """Percent that they are shorter all the same than the built-in's, which divides none."""
+    found = (beside_undivided(cell, "round_ms") for cell in of_two(DIVIDED, "round_ms"))
+    return percent(divided.median / sglangs.median for divided, _, sglangs in found if sglangs)
 
 
 @PARTS.part
 def context_eager() -> str:
-    """Milliseconds to a first token without captured prefills, and with them."""
-    found = [spreads(cells_of(report, "ttft_ms"), "ttft_ms") for report in context_reports()]
-    cell = next(cell for cell in found[1] if (cell.parallel, cell.batch, cell.length) == (DIVIDED, 1, 300))
-    before, after = (f"{cells[cell]['ours'].median:.0f}" for cells in found)
-    return f"{before} instead of {after}"
+    """Milliseconds to a first token without captured prefills, and with them, on two H100s."""
+    file, name = BEFORE_FILE
+    reports = (result(file, name + when) for when in ("_before", ""))
+    before, after = (spreads(cells_of(report, "ttft_ms"), "ttft_ms") for report in reports)
+    cell = next(cell for cell in after if (cell.parallel, cell.batch, cell.length) == (DIVIDED, 1, 300))
+    return f"{before[cell]['ours'].median:.0f} instead of {after[cell]['ours'].median:.0f}"
 
 
 @PARTS.part
 def context_pool() -> str:
     """Tokens that the pools of both hold."""
-    pools = {row["parallel"]: row["pool_tokens"] for row in context_reports()[1]["rows"] if "pool_tokens" in row}
-    whole, divided = (pools[word] for word in (str(Parallel(tp=2)), DIVIDED))
-    return f"{divided} tokens where {whole} fitted, {divided / whole:.2f} times"
+    pools = {row["parallel"]: row["pool_tokens"] for row in result(*CONTEXT_FILE)["rows"] if "pool_tokens" in row}
+    return f"{pools[DIVIDED]} tokens where {pools[UNDIVIDED]} fitted, {pools[DIVIDED] / pools[UNDIVIDED]:.2f} times"
 
 
 @PARTS.part
 def context_exchange() -> str:
     """Microseconds a layer of what ranks that divide the KV exchange, least to most over shapes."""
-    rows = [row for row in context_reports()[1]["rows"] if row["parallel"] == DIVIDED and "parts" in row]
+    rows = [row for row in result(*CONTEXT_FILE)["rows"] if row["parallel"] == DIVIDED and "parts" in row]
     return spread((row["exchange_a_layer"][1] for row in rows), "{:.0f}")
+
+
+def lost_by_two_ranks() -> list[list[str]]:
+    """A row of where two ranks that divide the KV take longer than ours, and one of where than the built-in's, of neither."""
+    rows = []
+    for at, whose in ((1, "ours"), (2, "SGLang's")):
+        told = []
+        for key, behind in TIMES.items():
+            found = {cell: beside_undivided(cell, key) for cell in of_two(DIVIDED, key)}
+            over = {cell: times[0].median / times[at].median for cell, times in found.items() if times[at]}
+            if lost := {cell: one for cell, one in over.items() if one >= 1 + NOISE}:
+                worst = max(lost, key=lost.__getitem__)
+                told.append(f"{behind} {len(lost)} of {len(over)}, at most {lost[worst]:.3f} ({shape(worst)})")
+        if told:
+            rows.append(["--dcp-size 2", f"beside {whose} undivided", "; ".join(told)])
+    return rows
 
 
 def lost_by_ranks() -> list[list[str]]:

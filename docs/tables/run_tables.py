@@ -63,7 +63,8 @@ SOAKS = {
     "0_5_23/three_sides": "one server",
     "0_5_23/faults": "malformed requests between",
     "0_5_23/dp": "two ranks of DP attention",
-    "0_5_23/pd_rounds": "prefill and decode server",
+    "0_5_23/dcp": "two ranks that divide the KV",
+    "0_5_23/pd_again": "prefill and decode server",
     "0_5_12/small_chunks": "one server",
 }
 """Runs under load; those that a later one of the same code replaced are in the files alone."""

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
-from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks
+from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks, lost_by_two_ranks
 from result_files import Parts, result, spread, table
 
 from nsa_backend.attention.auto import CANDIDATES, least_together
@@ -266,24 +266,35 @@ def metadata_shapes() -> list[dict]:
 
 
 @PARTS.part
+def metadata_launch() -> str:
+    """Microseconds of the launch as it is served since that run chose its warps, over modes, requests and lengths."""
+    report = result("metadata_0_5_23", "launch_again")
+    return spread((row["us"]["2 warps"] for row in report["rows"]), "{:.1f}")
+
+
+@PARTS.part
 def metadata_beside() -> str:
-    """How much longer SGLang's own path takes, by mode."""
-    rows = []
-    for mode in dict.fromkeys(row["mode"] for row in metadata_shapes()):
-        cells = [row for row in metadata_shapes() if row["mode"] == mode]
-        times = [spread((r["builtin"][key] / r["ours"][key] for r in cells), "{:.1f}") for key in ("gpu_us", "cpu_us")]
-        rows.append([mode, str(len(cells)), *times])
-    return table([f"{SGLANGS} time / ours", "shapes", "GPU", "CPU"], rows)
+    """How much longer SGLang's own path takes on the GPU, and on the CPU, least to most over shapes."""
+    gpu, cpu = (
+        spread((row["builtin"][key] / row["ours"][key] for row in metadata_shapes()), "{:.1f}") for key in ("gpu_us", "cpu_us")
+    )
+    return f"{gpu} (GPU) and {cpu} (CPU)"
+
+
+MEMORY = {"0.5.23": ("memory_0_5_23", "million"), "0.5.12": ("memory_0_5_12", None)}
+"""The newest report of each release."""
 
 
 @PARTS.part
 def memory() -> str:
+    """A row a release and model."""
     rows = []
-    for name in ("0_5_23", "0_5_12"):
-        report = result(f"memory_{name}")
-        sizes = report["rows"][0]["bytes"] if "rows" in report else report["bytes"]
-        rows.append([name.replace("_", "."), *(f"{sizes[side] / 2**20:.1f}" for side in ("ours", "builtin"))])
-    return table(["SGLang", "ours, MiB", f"{SGLANGS}, MiB"], rows)
+    for version, (file, name) in MEMORY.items():
+        report = result(file, name)
+        for row in report.get("rows") or [report["setting"] | report]:
+            of = f"{row.get('model', 'DeepSeek-V3.2')}, {row['max_bs']} requests of {row['context']} tokens"
+            rows.append([version, of, *(f"{row['bytes'][side] / 2**20:.1f}" for side in ("ours", "builtin"))])
+    return table(["SGLang", "captured", "ours, MiB", f"{SGLANGS}, MiB"], rows)
 
 
 def lost_by_servers() -> list[str]:
@@ -310,7 +321,13 @@ def losses() -> str:
     """Every cell of every run in which the package is behind by NOISE or more; of servers of small checkpoints the worst."""
     trained = [row for row in result("trained_0_5_23", "third")["speed"] if rate(row) < 1]
     cells = "; ".join(f"{r['batch']} requests, {r['steps']} drafts, T = {r['temperature']:g} ({rate(r):.2f})" for r in trained)
-    rows = [*lost_by_ranks(), *lost_beside_pieces(), lost_by_servers(), ["small trained models", "fewer tokens/s", cells]]
+    rows = [
+        *lost_by_ranks(),
+        *lost_by_two_ranks(),
+        *lost_beside_pieces(),
+        lost_by_servers(),
+        ["small trained models", "fewer tokens/s", cells],
+    ]
     (kv, heads, most), worst = max(decode_ratios().items(), key=lambda item: item[1])
     cells = behind(decode_ratios().values())
     rows.append(["sparse_decode", "longer", f"{cells}; at most {worst:.2f} ({kv}, {heads} heads, {most} rows)"])

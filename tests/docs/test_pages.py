@@ -20,7 +20,8 @@ README = ROOT / "README.md"
 BUDGETS = {
     "README.md": 520,
     "docs/support.md": 1100,
-    "docs/numbers.md": 1560,
+    "docs/numbers.md": 1190,
+    "docs/kernels.md": 665,
     "docs/small_checkpoints.md": 615,
     "docs/contributing.md": 1400,
     "docs/serving.md": 1150,
@@ -152,7 +153,7 @@ def test_the_changelog_ends_at_the_version_of_the_package():
 
 def test_a_part_that_was_edited_by_hand_is_found():
     text = README.read_text()
-    edited = re.sub(r"(?<=<!-- auto_saved -->).*?(?=<!--)", "99 %", text)
+    edited = re.sub(r"(?<=<!-- rounds_saved -->).*?(?=<!--)", "99 %", text)
     assert edited != text
     assert make_docs.filled(edited) == text
 

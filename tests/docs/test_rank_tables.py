@@ -44,10 +44,16 @@ def filed(tmp_path, monkeypatch):
             paths.append(tmp_path / f"run{number}.json")
             paths[-1].write_text(json.dumps(report(commit, rows)))
         file_report.main([str(tmp_path / "rank_v32_tp8_0_5_23_h200.json"), name, *map(str, paths)])
-        rank_tables.runs.cache_clear()
+        forget()
 
     yield put
-    rank_tables.runs.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    """What was read of result files."""
+    for read in (rank_tables.runs, rank_tables.two_ranks, result_files.result):
+        read.cache_clear()
 
 
 def row(table: str, shape: str) -> list[str]:
@@ -63,8 +69,8 @@ def test_turns_are_one_cell_and_the_default_is_in_the_first_table(filed):
     assert row(rank_tables.rank(), "1 x 300") == ["0.851 (8.60 / 10.10)"]
     assert row(rank_tables.first_tokens(), "1 x 300") == ["0.85 (9 / 10)"]  # 300 rows go without sparse_prefill
     assert row(rank_tables.first_tokens(), "8 x 300") == ["0.70 (7 / 10)"]
-    assert row(rank_tables.rank_rounds(), "8") == ["15 %", "-", "-"]
-    assert row(rank_tables.rank_rounds(), "32") == ["-", "-", "-"]
+    assert row(rank_tables.rank_rounds(), "8") == ["15 %", "-", "-", "-"]
+    assert row(rank_tables.rank_rounds(), "32") == ["-", "-", "-", "-"]
     assert (rank_tables.rounds_shorter(), rank_tables.samples_apart()) == ("2 of 2", "4.7 %")
     assert rank_tables.front_saved() == "10 %"
     assert rank_tables.lost_by_ranks() == [
@@ -79,11 +85,10 @@ def test_an_fp8_cache_is_a_rank_of_its_own(filed):
     sides = {"builtin": 20.0, "auto": 12.8, "sparse_prefill": 9.9}
     filed("fp8", "new", [row for side, ms in sides.items() for row in served(fp8, side, ms)])
     assert row(rank_tables.first_tokens(), "8 x 300") == ["0.70 (7 / 10)", "0.50 (10 / 20)"]
-    assert (rank_tables.fp8_saved(), rank_tables.first_token_saved_fp8()) == ("36 %", "50 %")
-    assert rank_tables.auto_saved() == "15 %"
+    assert (rank_tables.rounds_saved(), rank_tables.first_token_saved_fp8()) == ("15 to 36 %", "50 %")
     assert rank_tables.rank().splitlines()[0] == "| requests x tokens | DeepSeek-V3.2 | DeepSeek-V3.2, FP8 KV |"
     assert row(rank_tables.rank(), "8 x 300") == ["0.851 (8.60 / 10.10)", "0.642 (12.90 / 20.10)"]
-    assert row(rank_tables.rank_rounds(), "8") == ["15 %", "36 %", "-"]
+    assert row(rank_tables.rank_rounds(), "8") == ["15 %", "36 %", "-", "-"]
 
 
 def test_a_later_default_takes_the_place_of_an_earlier_one(filed, tmp_path):
@@ -100,7 +105,7 @@ def test_a_later_default_takes_the_place_of_an_earlier_one(filed, tmp_path):
     found = [row(rank_tables.first_tokens(), shape)[0].split()[0] for shape in ("8 x 300", "32 x 300")]
     assert found == ["0.70", "0.50"]
     assert [row(rank_tables.rank(), shape)[0].split()[0] for shape in ("8 x 300", "32 x 300")] == ["0.801", "0.502"]
-    assert (rank_tables.fp8_saved(), rank_tables.first_token_saved_fp8()) == ("20 to 50 %", "30 to 50 %")
+    assert (rank_tables.rounds_saved(), rank_tables.first_token_saved_fp8()) == ("20 to 50 %", "30 to 50 %")
 
 
 def test_few_new_tokens_are_told_beside_pieces(filed):
@@ -136,6 +141,47 @@ def test_several_ranks_as_one_server_are_no_cells_of_one_rank(filed):
     assert row(rank_tables.rank(), "1 x 300") == ["~1.000 (10.10 / 10.10)"]
 
 
+def test_ranks_of_dp_attention_and_of_a_newer_model_have_columns(filed):
+    """DP attention has 128 heads, of which sparse_prefill serves none: its first tokens are those of the default."""
+    others = {"v3.2-dp8": 9.0, "glm-5.2-tp8": 8.0}
+    sides = [
+        served(cell(3, 8, 4096) | {"checkpoint": n}, side, ms)
+        for n, ours in others.items()
+        for side, ms in (("default", ours), ("builtin", 10.0))
+    ]
+    filed("others", "new", [row for rows in sides for row in rows])
+    assert row(rank_tables.rank(), "8 x 4096") == ["0.901 (9.10 / 10.10)", "0.802 (8.10 / 10.10)"]
+    assert row(rank_tables.first_tokens(), "8 x 4096") == ["0.90 (9 / 10)", "0.80 (8 / 10)"]
+    assert rank_tables.rounds_saved() == "10 to 20 %"
+
+
+def test_ranks_that_divide_the_kv_stand_beside_both_sides_that_do_not(filed):
+    """A cell that the built-in has not run has no ratio to it."""
+    times = {("dcp2", "default"): 11.9, ("tp2", "default"): 9.9, ("tp2", "builtin"): 15.9}
+    rows = [
+        row | {"pool_tokens": 100 if parallel == "tp2" else 180}
+        for length in (300, 4096)
+        for (parallel, side), ms in times.items()
+        if (length, side) != (4096, "builtin")
+        for row in served(cell(3, 1, length) | {"parallel": parallel}, side, ms + (length == 4096))
+    ]
+    of_parts = cell(3, 1, 300) | {"parallel": "dcp2", "side": "default", "parts": {}, "exchange_a_layer": [3.0, 13.6]}
+    filed("two_of_eight_ranks", "new", [*rows, of_parts])
+    assert row(rank_tables.context_ranks(), "1 x 300") == ["12.00 (1.200 / 0.750)", "12 (1.200 / 0.750)"]
+    assert row(rank_tables.context_ranks(), "1 x 4096") == ["13.00 (1.182 / -)", "13 (1.182 / -)"]
+    assert rank_tables.two_ranks_beside().splitlines()[2:] == ["| 1 x 300 | 0.625 (10.00 / 16.00) | 0.62 (10 / 16) |"]
+    assert (rank_tables.two_ranks_saved(), rank_tables.context_longer(), rank_tables.context_saved()) == (
+        "38 %",
+        "18 to 20 %",
+        "25 %",
+    )
+    assert rank_tables.context_pool() == "180 tokens where 100 fitted, 1.80 times"
+    assert rank_tables.context_exchange() == "14"
+    longer = "longer rounds or tokens 2 of 2, at most 1.200 (1 x 300); first token later 2 of 2, at most 1.200 (1 x 300)"
+    assert rank_tables.lost_by_two_ranks() == [["--dcp-size 2", "beside ours undivided", longer]]
+    assert rank_tables.rank().count("|") == rank_tables.rank().splitlines()[0].count("|") * 2  # of one rank nothing ran
+
+
 def test_a_later_run_replaces_the_cells_that_it_measured(filed):
     filed("first", "old", [row for n in (1, 8) for side in ("auto", "builtin") for row in served(cell(3, n, 300), side, 20.0)])
     later = [row for side in ("auto", "builtin") for row in served(cell(3, 1, 300), side, FIRST_TURN[side])]
@@ -148,13 +194,13 @@ def test_a_side_is_told_by_the_newest_run_that_has_it_beside_that_run_s_built_in
     filed("first", "old", [row for side in ("auto", "builtin") for row in served(cell(3, 1, 300), side, FIRST_TURN[side])])
     filed("ours", "new", [row for side in ("ours", "builtin") for row in served(cell(3, 1, 300), side, 20.0)])
     assert row(rank_tables.rank(), "1 x 300") == ["0.851 (8.60 / 10.10)"]
-    assert rank_tables.auto_saved() == "15 %"
+    assert rank_tables.rounds_saved() == "15 %"
 
 
 def test_without_drafts_tokens_are_told_apart(filed):
     none = {"builtin": 10.0, "default": 6.0}
     filed("tokens", "new", [row for side, ms in none.items() for row in served(cell(0, 1, 300), side, ms)])
-    assert (rank_tables.token_saved(), rank_tables.auto_saved()) == ("40 %", "- %")
+    assert (rank_tables.token_saved(), rank_tables.rounds_saved()) == ("40 %", "- %")
     assert rank_tables.rank().splitlines()[0] == "| requests x tokens | DeepSeek-V3.2, no drafts |"
     assert row(rank_tables.rank(), "1 x 300") == ["0.604 (6.10 / 10.10)"]
 
@@ -163,7 +209,7 @@ def test_times_whose_ranges_meet_are_alike(filed):
     sides = {"builtin": 10.0, "auto": 9.75}
     filed("alike", "new", [row for side, ms in sides.items() for row in served(cell(3, 1, 300), side, ms)])
     assert row(rank_tables.first_tokens(), "1 x 300") == ["~0.98 (10 / 10)"]
-    assert row(rank_tables.rank_rounds(), "1") == ["~2 %", "-", "-"]
+    assert row(rank_tables.rank_rounds(), "1") == ["~2 %", "-", "-", "-"]
     assert rank_tables.rounds_shorter() == "0 of 1"
 
 
@@ -173,7 +219,7 @@ def test_what_may_be_chance_is_not_told_as_saved(filed):
     times = {(1, "default"): 9.75, (1, "builtin"): 10.0, (32, "default"): 12.0, (32, "builtin"): 10.0}
     filed("fp8", "new", [row for (batch, side), ms in times.items() for row in served(fp8[batch], side, ms)])
     assert rank_tables.first_token_saved_fp8() == "-20 %"
-    assert row(rank_tables.rank_rounds(), "32") == ["-", "-20 %", "-"]
+    assert row(rank_tables.rank_rounds(), "32") == ["-", "-20 %", "-", "-"]
     assert rank_tables.lost_by_ranks() == [
         ["a rank of DeepSeek-V3.2, FP8 KV, default", behind, "32 x 300, 3 drafts (1.198)"]
         for behind in rank_tables.TIMES.values()
@@ -183,14 +229,14 @@ def test_what_may_be_chance_is_not_told_as_saved(filed):
 def test_a_report_says_which_side_its_servers_were(filed, tmp_path):
     rows = [row for side in ("auto", "builtin") for row in served(cell(3, 1, 300), side, 10.0 if side == "auto" else 20.0)]
     filed("alone", "new", rows)
-    assert rank_tables.auto_saved() == "50 %"
+    assert rank_tables.rounds_saved() == "50 %"
     assert row(rank_tables.rank(), "1 x 300") == ["0.502 (10.10 / 20.10)"]
     file = tmp_path / "rank_v32_tp8_0_5_23_h200.json"
     found = json.loads(file.read_text())
     found["reports"]["alone"]["sides_are"] = {"auto": "auto_alone"}
     file.write_text(json.dumps(found))
     rank_tables.runs.cache_clear()
-    assert rank_tables.auto_saved() == "- %"
+    assert rank_tables.rounds_saved() == "- %"
     assert "0.502" not in rank_tables.rank()
 
 
