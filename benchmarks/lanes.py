@@ -34,6 +34,10 @@ from nsa_backend.benchmarks.servers.process_trees import end_all
 SCRIPTS = Path("tests/e2e")
 """Whose scripts import each other; jobs run in the checkout's root."""
 
+THREADS = {"OMP_NUM_THREADS": "4"}
+"""Of a job's processes, unless they are told: by itself torch takes all cores in each, and two that write checkpoints held up
+eighteen servers that started beside them on 64 cores."""
+
 ENDING = 10.0
 """Seconds between asking a job to end and killing it."""
 
@@ -140,7 +144,7 @@ class Lanes:
         paths = {}
         if os.environ.get("PYTHONSAFEPATH"):  # which keeps a script's own folder off sys.path
             paths["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SCRIPTS.resolve()), os.environ.get("PYTHONPATH"))))
-        environment = os.environ | paths | job.environment | own
+        environment = THREADS | os.environ | paths | job.environment | own
         command = job.command.replace("{python}", sys.executable)
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(

@@ -46,6 +46,9 @@ CONTEXT = 163840
 """Tokens of a request that every server has tables for; GLM-5.2 would have them for a million otherwise."""
 BESIDE_POOL = 11 * ranks.GIB
 """Of a GPU, for what is neither weights nor pool: activations of a prefill chunk, graphs, libraries."""
+BESIDE_A_CONTEXT_RANK = 5 * ranks.GIB // 8
+"""The same for each other rank that divides a context: its heads' queries and parts of a chunk of 8192 tokens. With two ranks
+2.5 GiB of an H200 were left over."""
 STARTING = 900.0
 """Seconds that a first start may take: 190 on an H200, of which most compile kernels for one prefill."""
 
@@ -57,9 +60,10 @@ def bytes_there() -> int:
     return torch.cuda.get_device_properties(0).total_memory
 
 
-def alone(there: int) -> tuple[str, ...]:
-    """Options of a server that has a GPU of `there` bytes to itself."""
-    return "--mem-fraction-static", f"{1 - BESIDE_POOL / there:.2f}", "--context-length", str(CONTEXT)
+def alone(there: int, context_ranks: int = 1) -> tuple[str, ...]:
+    """Options of a server that has a GPU of `there` bytes to itself, or each of its `context_ranks`."""
+    beside = BESIDE_POOL + BESIDE_A_CONTEXT_RANK * (context_ranks - 1)
+    return "--mem-fraction-static", f"{1 - beside / there:.2f}", "--context-length", str(CONTEXT)
 
 
 def needed_bytes(name: str, parallel: Parallel, shape: tuple[int, int], cached: int = 0) -> int:
@@ -95,7 +99,7 @@ class RankServers:
             parallel, one_gpu = stage.parallel, stage.parallel == ONE_GPU
             path = checkpoint_of(name, self.folder, parallel.gpus)
             options = options_for(self.shapes[name, parallel], TOKENS, parallel, bounded=one_gpu, cached=self.most_cached)
-            options += (*alone(self.there), *self.more)
+            options += (*alone(self.there, parallel.dcp), *self.more)
             began = {}
             for number, (side, gpus) in enumerate(stage.servers):
                 time.sleep(APART_SECONDS * (number > 0))

@@ -52,9 +52,8 @@ class Parallel:
             options += ["--enable-dp-attention", "--dp-size", str(self.dp)]
         if self.cp > 1:
             options += ["--enable-prefill-cp", "--cp-strategy", "interleave"]
-        if self.dcp > 1:  # SGLang would choose another prefill, and no graphs of it
-            options += ["--dcp-size", str(self.dcp), "--dsa-prefill-backend", "flashmla_sparse"]
-            options += ["--cuda-graph-backend-prefill", "breakable"]
+        if self.dcp > 1:
+            options += ["--dcp-size", str(self.dcp)]
         return options + (["--ep-size", str(self.gpus_of_a_server)] if self.ep else [])
 
     def serves(self, side: str) -> bool:

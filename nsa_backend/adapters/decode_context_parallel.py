@@ -7,19 +7,29 @@ tables are those of one rank. Its layer gathers the query heads of the ranks, in
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
 from typing import Any
 
+import torch
+from sglang.srt.configs.model_config import is_deepseek_dsa
 from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend.adapters.option_rules import Rule, nested
+from nsa_backend.adapters.sglang_types import HookType
+from nsa_backend.adapters.shared import hook
 from nsa_backend.adapters.startup import attention_tp_size_of, context_ranks_of
 from nsa_backend.releases import CONTEXT_RANKS, installed
 
-logger = logging.getLogger(__name__)
-
 SERVED = installed() in CONTEXT_RANKS
+
+KERNELS = "sglang.srt.arg_groups.model_overrides.deepseek_v2._dsa_dcp_overrides"
+CAPTURE_RULES = "sglang.srt.arg_groups.cuda_graph_hook"
+PREFILL_CAPTURE = f"{CAPTURE_RULES}.disable_breakable_cudagraph_if_incompatible"
+BLACKWELLS = "trtllm"
+"""The kernel that SGLang names beside --dcp-size, the one whose log-sum-exp its own backend has."""
 
 REFUSED = (
     ()
@@ -67,16 +77,62 @@ def combination_problems(args: Any) -> list[str]:
     return found
 
 
-def advise_prefill_graphs(args: Any) -> None:
-    """Say in the log what a server of these resolved arguments lacks for short first tokens.
+def take_defaults(names: tuple[str, ...]) -> None:
+    """On Hopper let --dcp-size alone be enough: kernels are chosen, and prefills captured, as without it.
 
-    SGLang captures no prefill beside --dcp-size unless told: other models' layers read metadata that a captured one lacks.
+    Args:
+        names: attention backends that are ours.
     """
-    if nested(args, "cuda_graph_config.prefill.backend") == "disabled" and not args.disable_cuda_graph:
-        logger.warning(
-            "nsa_backend: beside --dcp-size SGLang captures no prefill, and first tokens come later: pass "
-            "--cuda-graph-backend-prefill breakable"
-        )
+    if SERVED:
+        hook(KERNELS, kernels_of_one_rank, HookType.AROUND)
+        hook(PREFILL_CAPTURE, partial(capture_as_one_rank, names), HookType.AROUND)
+
+
+def on_hopper() -> bool:
+    """By the question that SGLang asks too where it chooses kernels."""
+    return torch.cuda.get_device_capability()[0] == 9
+
+
+def kernels_of_one_rank(original: Callable, view: Any) -> dict:
+    """Around SGLang's defaults beside --dcp-size: those that Hopper has no kernel for are left to its later ones."""
+    found = original(view)
+    return {name: value for name, value in found.items() if value != BLACKWELLS} if found and on_hopper() else found
+
+
+def capture_as_one_rank(names: tuple[str, ...], original: Callable, server_args: Any) -> None:
+    """Around SGLang's rules of what keeps prefills from being captured, one of which is --dcp-size.
+
+    A captured prefill lacks metadata of parts that other models' layers read, and those with our backend do not.
+    """
+    rules = import_module(CAPTURE_RULES)
+    view = rules.resolving_view(server_args)
+    named = view.prefill_attention_backend or view.attention_backend
+    ours = named in names if named else is_deepseek_dsa(rules.model_config_of(server_args).hf_config)
+    with _undivided(rules) if ours and context_ranks_of(view) > 1 and on_hopper() else nullcontext():
+        original(server_args)
+
+
+class _Undivided:
+    """What SGLang has resolved so far, of a server whose ranks divide no KV."""
+
+    dcp_size = 1
+
+    def __init__(self, view: Any):
+        self._view = view
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
+
+
+@contextmanager
+def _undivided(rules: Any) -> Iterator[None]:
+    """SGLang's module of rules reads such a view."""
+    view = rules.resolving_view
+    rules.resolving_view = lambda server_args: _Undivided(view(server_args))
+    try:
+        yield
+    finally:
+        rules.resolving_view = view
 
 
 def take_context_parts(model: Any) -> None:

@@ -173,8 +173,15 @@ CONTEXT_CASES = [
         floors=FLOORS,
     ),
     part(f"{DCP}, fa3 prefill", engine=CONTEXT | {"nsa_prefill_backend": "fa3"}, floors=FLOORS),
-    # SGLang captures none of these prefills unless told.
-    part(f"{DCP}, prefill graphs", engine=CONTEXT | {"cuda_graph_backend_prefill": "breakable"}, floors=FLOORS),
+    part(f"{DCP}, prefills not captured", engine=CONTEXT | {"cuda_graph_backend_prefill": "disabled"}, floors=FLOORS),
+    part(
+        f"{DCP}, nothing named",
+        decode="auto",
+        shape="faithful-16-heads",
+        engine=CONTEXT | {"nsa_prefill_backend": None, "nsa_decode_backend": None},
+        floors=FLOORS,
+        **REPLAYED,
+    ),
     part(f"{DCP}, chunked prefill", engine=CONTEXT | {"chunked_prefill_size": 1024}, floors=FLOORS),
     # A layer that shares a selection finds its own of the slots made; products of FP8 weights are divided.
     *(

@@ -13,6 +13,7 @@ from divided_context import OwnPool, divide, rank_of
 from joined_parts import joined
 from sglang.srt.layers.attention.graph_utils import padded_extend_real_tokens
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 
 from nsa_backend.adapters import decode_context_parallel
@@ -259,15 +260,50 @@ def test_a_division_that_is(ranks):
     assert decode_context_parallel.combination_problems(args) == []
 
 
-@pytest.mark.parametrize(("backend", "off", "said"), [("disabled", False, 1), ("disabled", True, 0), ("breakable", False, 0)])
-def test_the_log_tells_how_to_have_prefills_captured(caplog, backend, off, said):
-    graphs = SimpleNamespace(prefill=SimpleNamespace(backend=backend))
-    decode_context_parallel.advise_prefill_graphs(SimpleNamespace(cuda_graph_config=graphs, disable_cuda_graph=off))
-    assert ["pass --cuda-graph-backend-prefill breakable" in line for line in caplog.messages] == [True] * said
+DIVIDED = ("--tp-size", "8", "--dcp-size", "4")
+
+
+@pytest.fixture
+def captures_prefills(monkeypatch):
+    """As SGLang does unless something keeps it, where there is a GPU."""
+    monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: "breakable")
+
+
+def chosen(server_args) -> tuple[str, str, str]:
+    """Kernels of decode and prefill, and how prefills are captured."""
+    args = adapter.resolved(server_args)
+    return args.dsa_decode_backend, args.dsa_prefill_backend, args.cuda_graph_config.prefill.backend
+
+
+@pytest.mark.parametrize("backend", [(), ("--attention-backend", "nsa")], ids=["SGLang's choice", "named"])
+@pytest.mark.parametrize(
+    ("kv", "kernels"), [("bfloat16", ("fa3", "flashmla_sparse")), ("fp8_e4m3", ("flashmla_kv", "flashmla_kv"))]
+)
+def test_a_division_needs_no_other_option_on_hopper(resolve, captures_prefills, backend, kv, kernels):
+    """What is served is what is served without it, and a user who names a kernel has it."""
+    words = (*backend, "--kv-cache-dtype", kv)
+    server_args = resolve(*words, *DIVIDED)
+    server_args.check_server_args()
+    assert chosen(server_args) == chosen(resolve(*words, "--tp-size", "8")) == (*kernels, "breakable")
+    assert adapter.named_by_user(server_args) == (False, False)
+    assert chosen(resolve(*words, *DIVIDED, adapter.DECODE_OPTION, "sparse_decode"))[:2] == ("sparse_decode", kernels[1])
+
+
+def test_what_else_keeps_prefills_from_being_captured_does_beside_a_division_too(resolve, captures_prefills):
+    words = ("--enable-two-batch-overlap", "--moe-a2a-backend", "deepep")
+    assert chosen(resolve(*DIVIDED, *words))[2] == "disabled"
+    assert chosen(resolve(*DIVIDED, "--cuda-graph-backend-prefill", "disabled"))[2] == "disabled"
+
+
+def test_elsewhere_sglang_s_defaults_of_a_division_stay(resolve, captures_prefills, monkeypatch):
+    """On Blackwell, and where another attention backend serves."""
+    assert chosen(resolve(*DIVIDED, "--attention-backend", "flashinfer"))[2] == "disabled"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (10, 0))
+    assert chosen(resolve(*DIVIDED, "--kv-cache-dtype", "bfloat16")) == ("trtllm", "trtllm", "disabled")
 
 
 def test_a_server_starts_with_the_heads_of_its_ranks(resolve, monkeypatch):
-    """SGLang resolves the options; an implementation without a log-sum-exp, and one that nobody named, end with a sentence."""
+    """SGLang resolves the options; an implementation without a log-sum-exp ends with a sentence."""
     seen = []
     monkeypatch.setattr(implementation("fa3"), "problems", lambda config: seen.append(config) or [])
     words = ("--attention-backend", "dsa", "--kv-cache-dtype", "bfloat16", "--tp-size", "8", "--dcp-size", "4")
@@ -277,7 +313,7 @@ def test_a_server_starts_with_the_heads_of_its_ranks(resolve, monkeypatch):
     resolve(*words, *named, "sparse_verify").check_server_args()
     usable = "fa3, flashmla_sparse, sparse_decode, sparse_verify"
     with pytest.raises(ValueError, match=rf"trtllm cannot run here: .*Choose one of: {usable};"):
-        resolve(*words).check_server_args()
+        resolve(*words, *named, "trtllm").check_server_args()
 
 
 def test_an_implementation_without_a_log_sum_exp_is_named():

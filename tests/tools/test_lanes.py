@@ -47,6 +47,17 @@ def test_scripts_find_each_other_where_python_leaves_their_folder_out(tmp_path, 
     assert run(tmp_path, job("listed", [0], "{python} tests/e2e/run_all.py OUT.json --list"))[0] == 0
 
 
+def test_a_job_takes_few_cores_unless_it_is_told(tmp_path, monkeypatch):
+    def threads(name: str, **told: str) -> str:
+        assert run(tmp_path, job(name, [0], "echo $OMP_NUM_THREADS", environment=told))[0] == 0
+        return (tmp_path / "out" / name / "log").read_text().strip()
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert (threads("few"), threads("told", OMP_NUM_THREADS="9")) == ("4", "9")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert threads("around") == "7"
+
+
 def test_jobs_have_gpus_and_folders_of_their_own_and_end_as_the_plan_says(tmp_path):
     """A job after one that failed runs, and one that needs it is left out; one whose time is up ends with all it started."""
     marker = tmp_path / "alive"

@@ -18,7 +18,7 @@ import torch
 
 from nsa_backend.benchmarks import lanes
 from nsa_backend.benchmarks.checkpoints import ranks
-from nsa_backend.benchmarks.commands import serve, vllm_rank
+from nsa_backend.benchmarks.commands import rank_serve, serve, vllm_rank
 from nsa_backend.benchmarks.reports import rank_show
 from nsa_backend.benchmarks.servers import server
 from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel
@@ -107,6 +107,12 @@ def test_divided_kv_has_room_for_what_a_rank_has_not(two_h200s):
     of_query, of_latent = 32 * 192, 32 * 128 * 512  # of two ranks: rows of q_b_proj, values of w_kc
     copies = of_query * 1536 + 4 * (of_query // 128) * 12 + 2 * of_latent
     assert ranks.weight_bytes(config, 2) - ranks.weight_bytes(config) == 62 * copies
+
+
+def test_ranks_that_divide_a_context_leave_more_of_a_gpu_to_prefills():
+    """A chunk has the queries and the parts of all heads there."""
+    left = [1 - float(rank_serve.alone(100 * ranks.GIB, count)[1]) for count in (1, 2, 8)]
+    assert left == pytest.approx([0.11, 0.12, 0.15], abs=0.005)
 
 
 def test_ranks_alone_choose_their_kv_cache(two_h200s):

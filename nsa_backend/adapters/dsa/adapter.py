@@ -199,6 +199,7 @@ class DsaAdapter(Adapter):
         hook(naive_eagle.FROM_ARGUMENTS, naive_eagle.from_arguments, HookType.AROUND)
         hook(ADD_OPTIONS, add_options, HookType.AROUND)
         hook(alike_ranks.MEET, partial(alike_ranks.meet, self.serves_here), HookType.AROUND)
+        decode_context_parallel.take_defaults(self.BACKEND_NAMES)
         register_under(self.BACKEND_NAMES, ours.create_backend)  # last: nothing is taken over by halves
 
     def take_rounds(self, ours: Takeover) -> None:
@@ -220,8 +221,6 @@ class DsaAdapter(Adapter):
     def take_context_parts(self, runner: ModelRunner) -> None:
         if decode_context_parallel.rank_of_context()[0] > 1:
             decode_context_parallel.take_context_parts(runner.model)
-            if not runner.is_draft_worker:
-                decode_context_parallel.advise_prefill_graphs(self.resolved(get_server_args()))
             if get_parallel().dcp_replicate_q_proj:
                 replicated_query.renew_after_updates()
 
