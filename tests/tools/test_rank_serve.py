@@ -72,8 +72,8 @@ def test_the_plan_of_two_ranks_measures_divided_kv_first(two_h200s):
     found = [cell.name for cell in two_h200s(shlex.split(job.command)[4:])]
     shapes = ("1 x 300", "8 x 300", "1 x 4096", "1 x 32768", "8 x 4096", "8 x 32768")
     of_stage = [*shapes, *(f"{shape} by part" for shape in shapes)]
-    head = "v3.2-tp8-36-layers"
-    assert found == [f"{head}, {parallel}, N = 3, {shape}, ours on 2,5" for parallel in ("dcp2", "tp2") for shape in of_stage]
+    stages = ("dcp2", "auto"), ("tp2", "auto"), ("tp2", "builtin")
+    assert found == [f"v3.2-tp8, {where}, N = 3, {shape}, {side} on 2,5" for where, side in stages for shape in of_stage]
 
 
 def test_a_rank_of_fewer_layers_fits_a_smaller_gpu(two_h200s, monkeypatch):
