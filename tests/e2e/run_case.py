@@ -41,7 +41,10 @@ def known_to_sglang(case: Case) -> str:
 
 
 def engine_arguments(case: Case, checkpoint: str, port: int, *, builtin: bool = False) -> dict:
-    """Arguments of sglang.Engine; the same for both backends, but for our own kernels, which the built-in one does not know."""
+    """Arguments of sglang.Engine; the same for both backends, but for our own kernels, which the built-in one does not know.
+
+    What a case names None is SGLang's to choose.
+    """
     arguments = {
         "model_path": checkpoint,
         "skip_tokenizer_init": True,
@@ -71,7 +74,8 @@ def engine_arguments(case: Case, checkpoint: str, port: int, *, builtin: bool = 
             "speculative_draft_model_path": str(beside(Path(checkpoint))),
             "speculative_draft_attention_backend": "fa3",
         }
-    return _spelled(arguments | (case.builtin_engine if builtin else case.engine))
+    arguments |= case.builtin_engine if builtin else case.engine
+    return _spelled({name: value for name, value in arguments.items() if value is not None})
 
 
 def _spelled(arguments: dict) -> dict:

@@ -52,7 +52,7 @@ def test_every_node_has_one_rank_a_gpu(resolved, case):
         assert (node.tp_size // node.nnodes, node.pp_size, node.base_gpu_id, node.gpu_id_step) == (case.gpus, 1, 0, 1)
         assert node.tp_size == case.ranks_per_gpu * case.gpus
         assert node.attn_dp_size == case.engine.get("dp_size", 1)
-        assert getattr(node, adapter.DECODE_ATTRIBUTE) == case.decode
+        assert getattr(node, adapter.DECODE_ATTRIBUTE) == ("fa3" if case.decode == "auto" else case.decode)
         assert (node.disable_custom_all_reduce, node.flashinfer_allreduce_fusion_backend) == (True, None)
     assert {node.dist_init_addr for node in nodes} == {f"{HOST}:{PORT + MEETING}"}
     apart = {name for name in installed_source.server_fields() if len({str(getattr(node, name)) for node in nodes}) > 1}
