@@ -13,8 +13,8 @@ from nsa_backend.kernels.plan import PAGE_SIZE, SCHEDULE_SPLIT_KV, MetadataPlan
 from nsa_backend.kernels.topk_plan import CAPS, MAX_ROWS, THRESHOLDS
 
 # With page_table_1 (SGLang 0.5.12), the variant that loses least over all modes and shapes in
-# benchmarks/results/metadata_tuning_0_5_12_h200.json; without, two warps, which beat one in 14 of 16 cells of
-# benchmarks/results/metadata_0_5_23_h200.json, launch_again, and sizes that no other variant beats in every cell.
+# benchmarks/results/metadata_tuning_0_5_12_h200.json; without, two warps, whose median is below one warp's in 14 of 16 cells of
+# benchmarks/results/metadata_0_5_23_h200.json, launch_again, and sizes that no other variant beats in every cell of one warp.
 ROW_BLOCK = 128
 COLUMN_BLOCK, NUM_WARPS = 4096, 4
 PAGED_COLUMN_BLOCK, PAGED_NUM_WARPS = 16384, 2  # 256 page entries, four loads of a thread under way at once

@@ -56,11 +56,8 @@ WITH_PREFILL = DEFAULTS | dict.fromkeys((FIRST_RANK, FP8_RANK), ("sparse_prefill
 LOST_BY = {"default": "default", "ours": "fa3 without our front"}
 """Sides whose losses are told."""
 TIMES = {"round_ms": "longer rounds or tokens", "ttft_ms": "first token later"}
-CONTEXT_FILE, BEFORE_FILE = (
-    ("rank_v32_tp8_0_5_23", "two_of_eight_ranks"),
-    ("rank_v32_tp8_0_5_23_h100", "decode_context_parallel"),
-)
-"""Two of the eight ranks as one server, which divide the KV or do not, on H200s; and earlier on H100s."""
+CONTEXT_FILE = "rank_v32_tp8_0_5_23", "two_of_eight_ranks"
+"""Two of the eight ranks as one server, which divide the KV or do not."""
 DIVIDED, UNDIVIDED = str(Parallel(dcp=2)), str(Parallel(tp=2))
 BATCHES = (1, 8, 32, 64, 128)
 NOISE = 0.005
@@ -410,16 +407,6 @@ def context_saved() -> str:
     """Percent that they are shorter all the same than the built-in's, which divides none."""
     found = (beside_undivided(cell, "round_ms") for cell in of_two(DIVIDED, "round_ms"))
     return percent(divided.median / sglangs.median for divided, _, sglangs in found if sglangs)
-
-
-@PARTS.part
-def context_eager() -> str:
-    """Milliseconds to a first token without captured prefills, and with them, on two H100s."""
-    file, name = BEFORE_FILE
-    reports = (result(file, name + when) for when in ("_before", ""))
-    before, after = (spreads(cells_of(report, "ttft_ms"), "ttft_ms") for report in reports)
-    cell = next(cell for cell in after if (cell.parallel, cell.batch, cell.length) == (DIVIDED, 1, 300))
-    return f"{before[cell]['ours'].median:.0f} instead of {after[cell]['ours'].median:.0f}"
 
 
 @PARTS.part

@@ -7,8 +7,9 @@ tables are those of one rank. Its layer gathers the query heads of the ranks, in
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -23,12 +24,14 @@ from nsa_backend.adapters.shared import hook
 from nsa_backend.adapters.startup import attention_tp_size_of, context_ranks_of
 from nsa_backend.releases import CONTEXT_RANKS, installed
 
+logger = logging.getLogger(__name__)
+
 SERVED = installed() in CONTEXT_RANKS
 
 KERNELS = "sglang.srt.arg_groups.model_overrides.deepseek_v2._dsa_dcp_overrides"
 CAPTURE_RULES = "sglang.srt.arg_groups.cuda_graph_hook"
 PREFILL_CAPTURE = f"{CAPTURE_RULES}.disable_breakable_cudagraph_if_incompatible"
-BLACKWELLS = "trtllm"
+TRTLLM = "trtllm"
 """The kernel that SGLang names beside --dcp-size, the one whose log-sum-exp its own backend has."""
 
 REFUSED = (
@@ -78,38 +81,54 @@ def combination_problems(args: Any) -> list[str]:
 
 
 def take_defaults(names: tuple[str, ...]) -> None:
-    """On Hopper let --dcp-size alone be enough: kernels are chosen, and prefills captured, as without it.
+    """On Hopper let --dcp-size alone be enough: SGLang chooses kernels, and captures prefills, as without it.
 
     Args:
         names: attention backends that are ours.
     """
     if SERVED:
-        hook(KERNELS, kernels_of_one_rank, HookType.AROUND)
+        hook(KERNELS, partial(kernels_of_one_rank, names), HookType.AROUND)
         hook(PREFILL_CAPTURE, partial(capture_as_one_rank, names), HookType.AROUND)
 
 
 def on_hopper() -> bool:
-    """By the question that SGLang asks too where it chooses kernels."""
-    return torch.cuda.get_device_capability()[0] == 9
+    """By the question that SGLang asks too where it chooses kernels, on a machine with NVIDIA's GPUs alone."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability()[0] == 9
 
 
-def kernels_of_one_rank(original: Callable, view: Any) -> dict:
-    """Around SGLang's defaults beside --dcp-size: those that Hopper has no kernel for are left to its later ones."""
+def is_ours(view: Any, names: tuple[str, ...]) -> bool:
+    """Whether all attention of a sparse model is ours, of what is resolved so far: where nothing is named SGLang chooses it."""
+    whole, *parts = (getattr(view, f"{part}attention_backend") for part in ("", "prefill_", "decode_"))
+    return not any((whole, *parts)) or all((part or whole) in names for part in parts)
+
+
+def kernels_of_one_rank(names: tuple[str, ...], original: Callable, view: Any) -> dict:
+    """Around SGLang's defaults of a sparse model beside --dcp-size: what Hopper has no kernel for is left to its later ones."""
     found = original(view)
-    return {name: value for name, value in found.items() if value != BLACKWELLS} if found and on_hopper() else found
+    if not found or not is_ours(view, names) or not on_hopper():
+        return found
+    return {name: value for name, value in found.items() if value != TRTLLM}
 
 
 def capture_as_one_rank(names: tuple[str, ...], original: Callable, server_args: Any) -> None:
     """Around SGLang's rules of what keeps prefills from being captured, one of which is --dcp-size.
 
-    A captured prefill lacks metadata of parts that other models' layers read, and those with our backend do not.
+    A captured prefill lacks metadata of parts that other models' layers read, and those with our backend do not. Under DP
+    attention, where none has run, the rule stays.
     """
     rules = import_module(CAPTURE_RULES)
     view = rules.resolving_view(server_args)
-    named = view.prefill_attention_backend or view.attention_backend
-    ours = named in names if named else is_deepseek_dsa(rules.model_config_of(server_args).hf_config)
-    with _undivided(rules) if ours and context_ranks_of(view) > 1 and on_hopper() else nullcontext():
+    divided = context_ranks_of(view) > 1 and not view.enable_dp_attention and (view.attn_dp_size or 1) == 1
+    sparse = is_deepseek_dsa(rules.model_config_of(server_args).hf_config)
+    if not (divided and sparse and is_ours(view, names) and on_hopper()):
         original(server_args)
+        return
+    with _undivided(rules):
+        original(server_args)
+    if view.cuda_graph_config.prefill.backend == "breakable":
+        logger.warning(
+            "nsa_backend: prefills are captured beside --dcp-size too; --cuda-graph-backend-prefill disabled saves their memory"
+        )
 
 
 class _Undivided:

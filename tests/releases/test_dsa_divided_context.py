@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -279,13 +280,14 @@ def chosen(server_args) -> tuple[str, str, str]:
 @pytest.mark.parametrize(
     ("kv", "kernels"), [("bfloat16", ("fa3", "flashmla_sparse")), ("fp8_e4m3", ("flashmla_kv", "flashmla_kv"))]
 )
-def test_a_division_needs_no_other_option_on_hopper(resolve, captures_prefills, backend, kv, kernels):
+def test_a_division_needs_no_other_option_on_hopper(resolve, captures_prefills, caplog, backend, kv, kernels):
     """What is served is what is served without it, and a user who names a kernel has it."""
     words = (*backend, "--kv-cache-dtype", kv)
     server_args = resolve(*words, *DIVIDED)
     server_args.check_server_args()
     assert chosen(server_args) == chosen(resolve(*words, "--tp-size", "8")) == (*kernels, "breakable")
     assert adapter.named_by_user(server_args) == (False, False)
+    assert [line for line in caplog.messages if "--cuda-graph-backend-prefill disabled saves their memory" in line]
     assert chosen(resolve(*words, *DIVIDED, adapter.DECODE_OPTION, "sparse_decode"))[:2] == ("sparse_decode", kernels[1])
 
 
@@ -295,11 +297,41 @@ def test_what_else_keeps_prefills_from_being_captured_does_beside_a_division_too
     assert chosen(resolve(*DIVIDED, "--cuda-graph-backend-prefill", "disabled"))[2] == "disabled"
 
 
+OF_BLACKWELL = ("trtllm", "trtllm", "disabled")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--attention-backend", "flashinfer"), ("--decode-attention-backend", "nsa"), ("--attention-backend", "nsa",
+     "--prefill-attention-backend", "fa3")],
+)  # fmt: skip
+def test_where_another_attention_backend_serves_sglang_s_defaults_of_a_division_stay(resolve, captures_prefills, words):
+    """The layout of FP8 KV goes by the kernels that it names, whoever reads it."""
+    assert chosen(resolve(*DIVIDED, "--kv-cache-dtype", "bfloat16", *words)) == OF_BLACKWELL
+
+
 def test_elsewhere_sglang_s_defaults_of_a_division_stay(resolve, captures_prefills, monkeypatch):
-    """On Blackwell, and where another attention backend serves."""
-    assert chosen(resolve(*DIVIDED, "--attention-backend", "flashinfer"))[2] == "disabled"
+    """On Blackwell, and on AMD's GPUs, of which one has the same number; of captures under DP attention too."""
+    assert chosen(resolve(*DIVIDED[:2], "--dcp-size", "2", "--enable-dp-attention", "--dp-size", "2"))[2] == "disabled"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "cuda", None)
+        assert not decode_context_parallel.on_hopper()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (10, 0))
-    assert chosen(resolve(*DIVIDED, "--kv-cache-dtype", "bfloat16")) == ("trtllm", "trtllm", "disabled")
+    assert chosen(resolve(*DIVIDED, "--kv-cache-dtype", "bfloat16")) == OF_BLACKWELL
+
+
+def test_rules_that_raise_leave_sglang_s_view_as_it_was(resolve, monkeypatch):
+    """And with it the rule that --dcp-size is."""
+    rules = importlib.import_module(decode_context_parallel.CAPTURE_RULES)
+    server_args, view = resolve(*DIVIDED), rules.resolving_view
+
+    def broken(server_args) -> None:
+        assert rules.resolving_view(server_args).dcp_size == 1
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        decode_context_parallel.capture_as_one_rank(adapter.BACKEND_NAMES, broken, server_args)
+    assert rules.resolving_view is view
 
 
 def test_a_server_starts_with_the_heads_of_its_ranks(resolve, monkeypatch):

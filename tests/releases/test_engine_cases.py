@@ -115,7 +115,7 @@ def test_the_soak_run_makes_sglang_take_requests_back(monkeypatch):
     assert soak_judge.RETRACTED.search("Testing retraction. #retracted_reqs: 1, #new_tokens_gained: 64")
 
 
-@pytest.mark.parametrize("topology", [name for name in SERVED_HERE])
+@pytest.mark.parametrize("topology", SERVED_HERE)
 def test_both_sides_of_the_soak_run_understand_the_commands_of_its_servers(resolve, tmp_path, topology):
     """Which all have room for what is taken back beside another request, and no port in common."""
     served = soak_server.TOPOLOGIES[topology]
