@@ -119,8 +119,8 @@ def capture_as_one_rank(names: tuple[str, ...], original: Callable, server_args:
     rules = import_module(CAPTURE_RULES)
     view = rules.resolving_view(server_args)
     divided = context_ranks_of(view) > 1 and not view.enable_dp_attention and (view.attn_dp_size or 1) == 1
-    sparse = is_deepseek_dsa(rules.model_config_of(server_args).hf_config)
-    if not (divided and sparse and is_ours(view, names) and on_hopper()):
+    ours = divided and is_ours(view, names) and on_hopper()
+    if not ours or not is_deepseek_dsa(rules.model_config_of(server_args).hf_config):
         original(server_args)
         return
     with _undivided(rules):
