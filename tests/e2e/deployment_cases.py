@@ -172,6 +172,7 @@ CONTEXT_CASES = [
         ours_alone=("dcp_size", "dcp_comm_backend", "nsa_prefill_backend"),
         floors=FLOORS,
     ),
+    part(f"{DCP}, long prompts", workloads=("2x32000",), engine=CONTEXT | {"max_total_tokens": 131072}, floor_of_all=0.95),
     part(f"{DCP}, fa3 prefill", engine=CONTEXT | {"nsa_prefill_backend": "fa3"}, floors=FLOORS),
     part(f"{DCP}, prefills not captured", engine=CONTEXT | {"cuda_graph_backend_prefill": "disabled"}, floors=FLOORS),
     part(

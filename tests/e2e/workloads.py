@@ -61,6 +61,7 @@ WORKLOADS = {
     "1x6000": lambda: [[p] for p in prompts(4, 6000)],
     "8x6000": lambda: [prompts(8, 6000)],
     "32x6000": lambda: [prompts(32, 6000, step=9, seed=9)],
+    "2x32000": lambda: [prompts(2, 32000, seed=81)],
     "short": lambda: [prompts(4, 5, step=20, seed=7)],
     # What HiCache needs, in this order: prompts, others that take their room on the GPU, and the first ones again.
     "prompts": lambda: [prompts(8, 3000, seed=61)],
