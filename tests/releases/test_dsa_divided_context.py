@@ -294,7 +294,8 @@ def test_a_division_needs_no_other_option_on_hopper(resolve, captures_prefills, 
 def test_what_else_keeps_prefills_from_being_captured_does_beside_a_division_too(resolve, captures_prefills):
     words = ("--enable-two-batch-overlap", "--moe-a2a-backend", "deepep")
     assert chosen(resolve(*DIVIDED, *words))[2] == "disabled"
-    assert chosen(resolve(*DIVIDED, "--cuda-graph-backend-prefill", "disabled"))[2] == "disabled"
+    for off in (("--cuda-graph-backend-prefill", "disabled"), ("--disable-cuda-graph",)):
+        assert chosen(resolve(*DIVIDED, *off))[2] == "disabled"
 
 
 OF_BLACKWELL = ("trtllm", "trtllm", "disabled")
