@@ -85,10 +85,10 @@ def undivided(cell: Cell) -> Cell:
     return cell._replace(parallel=str(Parallel(tp=parsed(cell.parallel).gpus)))
 
 
-def over_tensor_parallel(found: Mapping[Cell, Mapping[str, Spread]], cell: Cell, side: str) -> float | None:
-    """Median of `side` in a cell of decode context parallel over that of ours, KV not divided, on as many GPUs.
+def over_tensor_parallel(found: Mapping[Cell, Mapping[str, Spread]], cell: Cell, side: str, other: str) -> float | None:
+    """Median of `side` in a cell of decode context parallel over that of the `other` one, KV not divided, on as many GPUs.
 
     None where the cell is of another deployment, or the run has no such cell.
     """
     whole = found.get(undivided(cell), {})
-    return found[cell][side].median / whole["ours"].median if parsed(cell.parallel).dcp > 1 and "ours" in whole else None
+    return found[cell][side].median / whole[other].median if parsed(cell.parallel).dcp > 1 and other in whole else None

@@ -24,7 +24,7 @@ def show(rows: Sequence[dict]) -> None:
             ratio = f"{median / sides['builtin'][0]:.3f}" if "builtin" in sides and side != "builtin" else None
             spread, shape = f"{median:.2f} ({least:.2f}-{most:.2f})", cell.shape
             table.append((cell.name, cell.steps, shape, side, spread, ratio, f"{first[cell][side][0]:.0f}"))
-            over = over_tensor_parallel(rounds, cell, side)
+            over = over_tensor_parallel(rounds, cell, side, "ours") or over_tensor_parallel(rounds, cell, side, side)
             of_several.append((over and f"{over:.3f}", given[cell][side][-1].get("pool_tokens")))
     if any(cell.parallel != ONE_RANK for cell in rounds):
         columns = (*columns, "over ours of tp", "tokens of the pool")

@@ -18,9 +18,9 @@ from nsa_backend.benchmarks.reports.rank_rows import (
     Cell,
     Spread,
     by_cell,
+    over_tensor_parallel,
     title_of,
     together,
-    undivided,
 )
 from nsa_backend.benchmarks.servers.parallel import Parallel
 from nsa_backend.benchmarks.servers.server import BF16
@@ -59,6 +59,8 @@ TIMES = {"round_ms": "longer rounds or tokens", "ttft_ms": "first token later"}
 CONTEXT_FILE = "rank_v32_tp8_0_5_23", "two_of_eight_ranks"
 """Two of the eight ranks as one server, which divide the KV or do not."""
 DIVIDED, UNDIVIDED = str(Parallel(dcp=2)), str(Parallel(tp=2))
+OF_ROUNDS, OF_FIRST_TOKENS = "{:.3f} ({:.2f} / {:.2f})", "{:.2f} ({:.0f} / {:.0f})"
+"""How tables tell a ratio and the milliseconds of both sides."""
 BATCHES = (1, 8, 32, 64, 128)
 NOISE = 0.005
 """What is lost by less is in the result files alone."""
@@ -174,13 +176,13 @@ def mark(sides: dict[str, Spread], side: str) -> str:
 @PARTS.part
 def rank() -> str:
     """Rounds of three drafts, and tokens without drafts, of the default."""
-    return by_shape({name: of_rank(name, sides) for name, sides in DEFAULTS.items()}, "{:.3f} ({:.2f} / {:.2f})")
+    return by_shape({name: of_rank(name, sides) for name, sides in DEFAULTS.items()}, OF_ROUNDS)
 
 
 @PARTS.part
 def first_tokens() -> str:
     """Times to the first token of the default, with three drafts."""
-    return by_shape(first_with_drafts(), "{:.2f} ({:.0f} / {:.0f})")
+    return by_shape(first_with_drafts(), OF_FIRST_TOKENS)
 
 
 def first_with_drafts() -> dict[str, dict[Cell, tuple[dict[str, Spread], str]]]:
@@ -188,14 +190,18 @@ def first_with_drafts() -> dict[str, dict[Cell, tuple[dict[str, Spread], str]]]:
     return {name: {cell: found for cell, found in first_token(name).items() if cell.steps} for name in DEFAULTS}
 
 
+def beside(sides: dict[str, Spread], side: str, form: str) -> str:
+    """`form` of the ratio of a side to the built-in's, and of both sides' milliseconds."""
+    return form.format(ratio(sides, side), sides[side].median, sides[BUILTIN].median)
+
+
 def by_shape(by_rank: Mapping[str, Mapping[Cell, tuple[dict[str, Spread], str]]], form: str) -> str:
-    """A row a shape, a column a rank and number of drafts: `form` of the ratio and of both sides' milliseconds."""
+    """A row a shape, a column a rank and number of drafts, as `beside` tells them."""
     columns: dict[str, dict[tuple[int, int], str]] = {}
     for name, found in by_rank.items():
         for cell, (sides, side) in found.items():
             head = MODELS[name] + ("" if cell.steps == 3 else f", {cell.steps or 'no'} drafts")
-            told = form.format(ratio(sides, side), sides[side].median, sides[BUILTIN].median)
-            columns.setdefault(head, {})[cell.length, cell.batch] = mark(sides, side) + told
+            columns.setdefault(head, {})[cell.length, cell.batch] = mark(sides, side) + beside(sides, side, form)
     shapes = sorted({at for column in columns.values() for at in column if at[0] >= FEW_TOKENS})
     rows = [[f"{at[1]} x {at[0]}", *(column.get(at, "-") for column in columns.values())] for at in shapes]
     return table(["requests x tokens", *columns], rows)
@@ -236,15 +242,21 @@ def short_prefills_saved() -> str:
     return percent(ratio(sides, "default") for cell, sides in beside_pieces().items() if new_tokens(cell) <= MOST_ROWS)
 
 
+def worst(ratios: Mapping[Cell, float]) -> tuple[int, Cell] | None:
+    """How many of these are behind by NOISE or more, and the cell that is furthest; None where none is."""
+    lost = sum(ratio >= 1 + NOISE for ratio in ratios.values())
+    return (lost, max(ratios, key=ratios.__getitem__)) if lost else None
+
+
 def lost_beside_pieces() -> list[list[str]]:
     """A row of where the default, behind cached tokens, or pieces have a first token later than the built-in's."""
     rows = []
     for side, words in (("default", "turns of chats"), (IN_PIECES, "short prefills in pieces")):
         cells = {cell: sides for cell, sides in beside_pieces().items() if cell.cached or side == IN_PIECES}
-        lost = {cell: ratio(sides, side) for cell, sides in cells.items() if ratio(sides, side) >= 1 + NOISE}
-        if lost:
-            worst = max(lost, key=lost.__getitem__)
-            told = f"{len(lost)} of {len(cells)}; at most {mark(cells[worst], side)}{lost[worst]:.3f} ({worst.shape})"
+        ratios = {cell: ratio(sides, side) for cell, sides in cells.items()}
+        if found := worst(ratios):
+            lost, cell = found
+            told = f"{lost} of {len(cells)}; at most {mark(cells[cell], side)}{ratios[cell]:.3f} ({cell.shape})"
             rows.append([f"{words}, a rank of {MODELS[FIRST_RANK]}", TIMES["ttft_ms"], told])
     return rows
 
@@ -356,15 +368,11 @@ def of_two(parallel: str, key: str) -> dict[Cell, dict[str, Spread]]:
 @PARTS.part
 def two_ranks_beside() -> str:
     """A row a cell of tensor parallel: ours over the built-in's, in brackets milliseconds of both."""
-    times = {key: {cell: found for cell, found in of_two(UNDIVIDED, key).items() if BUILTIN in found} for key in TIMES}
-
-    def told(cell: Cell, key: str, form: str) -> str:
-        sides = times[key][cell]
-        return form.format(ratio(sides, "default"), sides["default"].median, sides[BUILTIN].median)
-
+    rounds, first = (of_two(UNDIVIDED, key) for key in TIMES)
     rows = [
-        [shape(cell), told(cell, "round_ms", "{:.3f} ({:.2f} / {:.2f})"), told(cell, "ttft_ms", "{:.2f} ({:.0f} / {:.0f})")]
-        for cell in times["round_ms"]
+        [shape(cell), beside(sides, "default", OF_ROUNDS), beside(first[cell], "default", OF_FIRST_TOKENS)]
+        for cell, sides in rounds.items()
+        if BUILTIN in sides
     ]
     return table(["requests x tokens", "round", "first token"], rows)
 
@@ -375,10 +383,11 @@ def two_ranks_saved() -> str:
     return percent(ratio(sides, "default") for sides in of_two(UNDIVIDED, "round_ms").values() if BUILTIN in sides)
 
 
-def beside_undivided(cell: Cell, key: str) -> tuple[Spread, Spread, Spread | None]:
-    """`key` of ours where the KV is divided, where it is not, and of the built-in, which divides none."""
-    found, whole = two_ranks(key), undivided(cell)
-    return found[cell]["default"], found[whole]["default"], found[whole].get(BUILTIN)
+def over_undivided(key: str, other: str) -> dict[Cell, float]:
+    """By cell, `key` of ours where the KV is divided over that of the default or the built-in, which divide none there."""
+    found = two_ranks(key)
+    ratios = {cell: over_tensor_parallel(found, cell, "default", other) for cell in of_two(DIVIDED, key)}
+    return {cell: ratio for cell, ratio in ratios.items() if ratio}
 
 
 @PARTS.part
@@ -386,9 +395,9 @@ def context_ranks() -> str:
     """A row a cell: milliseconds with the KV divided, in brackets over those of both sides without."""
 
     def told(cell: Cell, key: str, form: str) -> str:
-        ours, *whole = beside_undivided(cell, key)
-        over = (f"{ours.median / one.median:.3f}" if one else "-" for one in whole)
-        return f"{form.format(ours.median)} ({' / '.join(over)})"
+        over = (over_undivided(key, other).get(cell) for other in ("default", BUILTIN))
+        both = " / ".join(f"{one:.3f}" if one else "-" for one in over)
+        return f"{form.format(two_ranks(key)[cell]['default'].median)} ({both})"
 
     cells = of_two(DIVIDED, "round_ms")
     rows = [[shape(cell), told(cell, "round_ms", "{:.2f}"), told(cell, "ttft_ms", "{:.0f}")] for cell in cells]
@@ -398,15 +407,13 @@ def context_ranks() -> str:
 @PARTS.part
 def context_longer() -> str:
     """Percent that rounds take longer where the KV is divided, least to most."""
-    found = (beside_undivided(cell, "round_ms") for cell in of_two(DIVIDED, "round_ms"))
-    return spread((100 * (divided.median / whole.median - 1) for divided, whole, _ in found), "{:.0f}") + " %"
+    return spread((100 * (ratio - 1) for ratio in over_undivided("round_ms", "default").values()), "{:.0f}") + " %"
 
 
 @PARTS.part
 def context_saved() -> str:
     """Percent that they are shorter all the same than the built-in's, which divides none."""
-    found = (beside_undivided(cell, "round_ms") for cell in of_two(DIVIDED, "round_ms"))
-    return percent(divided.median / sglangs.median for divided, _, sglangs in found if sglangs)
+    return percent(over_undivided("round_ms", BUILTIN).values())
 
 
 @PARTS.part
@@ -426,14 +433,13 @@ def context_exchange() -> str:
 def lost_by_two_ranks() -> list[list[str]]:
     """A row of where two ranks that divide the KV take longer than ours, and one of where than the built-in's, of neither."""
     rows = []
-    for at, whose in ((1, "ours"), (2, "SGLang's")):
+    for other, whose in (("default", "ours"), (BUILTIN, "SGLang's")):
         told = []
         for key, behind in TIMES.items():
-            found = {cell: beside_undivided(cell, key) for cell in of_two(DIVIDED, key)}
-            over = {cell: times[0].median / times[at].median for cell, times in found.items() if times[at]}
-            if lost := {cell: one for cell, one in over.items() if one >= 1 + NOISE}:
-                worst = max(lost, key=lost.__getitem__)
-                told.append(f"{behind} {len(lost)} of {len(over)}, at most {lost[worst]:.3f} ({shape(worst)})")
+            over = over_undivided(key, other)
+            if found := worst(over):
+                lost, cell = found
+                told.append(f"{behind} {lost} of {len(over)}, at most {over[cell]:.3f} ({shape(cell)})")
         if told:
             rows.append(["--dcp-size 2", f"beside {whose} undivided", "; ".join(told)])
     return rows

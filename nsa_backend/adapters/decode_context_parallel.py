@@ -20,7 +20,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend.adapters.option_rules import Rule, nested
 from nsa_backend.adapters.sglang_types import HookType
-from nsa_backend.adapters.shared import hook
+from nsa_backend.adapters.shared import device_sm, hook
 from nsa_backend.adapters.startup import attention_tp_size_of, context_ranks_of
 from nsa_backend.releases import CONTEXT_RANKS, installed
 
@@ -93,13 +93,14 @@ def take_defaults(names: tuple[str, ...]) -> None:
 
 def on_hopper() -> bool:
     """By the question that SGLang asks too where it chooses kernels, on a machine with NVIDIA's GPUs alone."""
-    return torch.version.cuda is not None and torch.cuda.get_device_capability()[0] == 9
+    return torch.version.cuda is not None and device_sm("cuda") == 90
 
 
 def is_ours(view: Any, names: tuple[str, ...]) -> bool:
     """Whether all attention of a sparse model is ours, of what is resolved so far: where nothing is named SGLang chooses it."""
-    whole, *parts = (getattr(view, f"{part}attention_backend") for part in ("", "prefill_", "decode_"))
-    return not any((whole, *parts)) or all((part or whole) in names for part in parts)
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of, is_attention_backend_not_set
+
+    return is_attention_backend_not_set(view) or set(attention_backends_of(view)) <= set(names)
 
 
 def kernels_of_one_rank(names: tuple[str, ...], original: Callable, view: Any) -> dict:

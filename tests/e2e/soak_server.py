@@ -35,6 +35,9 @@ RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "499"}
 """SGLang's own switch: every so many forwards a request is taken back, where there are two. 0.5.23 answers this load before the
 pool is full, so that without it nothing ever was."""
 
+DIVIDED = Parallel(dcp=2)
+"""Two ranks that divide the KV of every request between them."""
+
 POOL_TOKENS = 57344
 """Less than what 64 random requests need (60000 to 90000 tokens, by the seed), so that SGLang admits more than fit and takes
 some back; it still holds 30 to 50 requests at once, and four of the longest."""
@@ -74,11 +77,6 @@ def ranks_command(checkpoint: Path, port: int) -> list[str]:
     return [*command(checkpoint, port), *Parallel(dp=2).options(), *pool]  # SGLang halves --max-running-requests by itself
 
 
-def divided_command(checkpoint: Path, port: int) -> list[str]:
-    """Two ranks that divide the KV of every request between them, on two GPUs."""
-    return [*command(checkpoint, port), *Parallel(dcp=2).options()]
-
-
 @dataclass(frozen=True)
 class Topology:
     """What serves one side. The bounds on growth during the load are of all servers together, in MiB."""
@@ -96,6 +94,17 @@ class Topology:
     builtin: bool = True  # whether SGLang's own backend can serve it on Hopper
 
 
+two_ranks = partial(
+    Topology,
+    client=Client,
+    servers=("server",),
+    environment=ALLOCATOR | RETRACTING,
+    gpus=2,
+    ranks=2,
+    growth={"gpu_mib": 512, "host_mib": 512},
+)
+"""One server on two GPUs."""
+
 TOPOLOGIES = {
     "one": Topology(
         lambda checkpoint, port: [command(checkpoint, port)],
@@ -107,25 +116,9 @@ TOPOLOGIES = {
     # A transfer engine cannot hand memory in expandable segments to another process, so there are none, and what the allocator
     # keeps is more.
     "pd": Topology(pair_commands, PairClient, ("prefill", "decode"), {}, gpus=2, growth={"gpu_mib": 1024, "host_mib": 512}),
-    "dp": Topology(
-        lambda checkpoint, port: [ranks_command(checkpoint, port)],
-        Client,
-        ("server",),
-        ALLOCATOR | RETRACTING,
-        gpus=2,
-        ranks=2,
-        counting=2,
-        growth={"gpu_mib": 512, "host_mib": 512},
-    ),
-    "dcp": Topology(
-        lambda checkpoint, port: [divided_command(checkpoint, port)],
-        Client,
-        ("server",),
-        ALLOCATOR | RETRACTING,
-        gpus=2,
-        ranks=2,
-        growth={"gpu_mib": 512, "host_mib": 512},
-        builtin=False,
+    "dp": two_ranks(lambda checkpoint, port: [ranks_command(checkpoint, port)], counting=2),
+    "dcp": two_ranks(
+        lambda checkpoint, port: [[*command(checkpoint, port), *DIVIDED.options()]], builtin=DIVIDED.serves(BUILTIN)
     ),
     # Both servers on both GPUs.
     "pd-dp": Topology(

@@ -109,6 +109,20 @@ def test_divided_kv_has_room_for_what_a_rank_has_not(two_h200s):
     assert ranks.weight_bytes(config, 2) - ranks.weight_bytes(config) == 62 * copies
 
 
+@pytest.mark.parametrize("sides", [("auto",), ("ours", "auto")])
+def test_a_divided_context_is_told_over_ours_undivided(capsys, sides):
+    """Over `ours` where that ran, else over the side itself."""
+    cell = {"checkpoint": "v3.2-tp8", "steps": 3, "batch": 1, "length": 300, "pool_tokens": 9}
+    times = {("dcp2", "ours"): 13.0, ("dcp2", "auto"): 12.0, ("tp2", "ours"): 8.0, ("tp2", "auto"): 10.0}
+    rank_show.show([
+        cell | {"parallel": where, "side": side} | {key: {"median": ms, "min_max": [ms, ms]} for key in ("round_ms", "ttft_ms")}
+        for (where, side), ms in times.items()
+        if side in sides
+    ])  # fmt: skip
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "dcp2" in line and "auto" in line]
+    assert ("1.500" if "ours" in sides else "1.200") in line
+
+
 def test_ranks_that_divide_a_context_leave_more_of_a_gpu_to_prefills():
     """A chunk has the queries and the parts of all heads there."""
     left = [1 - float(rank_serve.alone(100 * ranks.GIB, count)[1]) for count in (1, 2, 8)]
