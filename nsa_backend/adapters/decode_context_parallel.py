@@ -77,6 +77,11 @@ def combination_problems(args: Any) -> list[str]:
             "nsa_backend does not serve --speculative-algorithm EAGLE3 beside --dcp-size: a dense draft model has no indexer, "
             "and SGLang takes its KV for divided; choose EAGLE, which runs the model's MTP layer"
         )
+    if nested(args, "dcp_comm_backend") == "fi_a2a" and on_hopper():
+        found.append(
+            "SGLang has --dcp-comm-backend fi_a2a on Blackwell alone, and says so once weights are loaded; "
+            "pass --dcp-comm-backend a2a"
+        )
     return found
 
 

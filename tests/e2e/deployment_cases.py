@@ -9,7 +9,7 @@ from functools import partial
 
 from case import Case
 from engine_options import DEPLOYMENT_FLOORS as FLOORS
-from engine_options import DP_2, FOUR_GPUS, FP8, GLM_52, ONE_GRAPH, PREFILL_SIZES, STANDARD, TWO_GPUS, UP_TO_TWO
+from engine_options import DP_2, FOUR_GPUS, FP8, GLM_52, ONE_GRAPH, PREFILL_SIZES, SAVED, STANDARD, TWO_GPUS, UP_TO_TWO
 from pd_cases import PD_CASES
 
 SINCE = ">=0.5.23"
@@ -73,8 +73,6 @@ HICACHE_CASES = [
 
 again = partial(Case, action="weights were updated", releases=SINCE)
 loaded_again = partial(again, action="weights were loaded again")
-SAVED = {"enable_memory_saver": True, "enable_weights_cpu_backup": True, "enable_draft_weights_cpu_backup": True}
-"""SGLang gives weights back empty unless it keeps a copy of them, for which a trainer has no need."""
 GRAPHS_TOO = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
 released = partial(Case, action="memory was released and resumed", engine=SAVED, floors=FLOORS, releases=SINCE)
 TRAINING_CASES = [
@@ -124,6 +122,7 @@ PARALLEL_CASES = [
     parallel("four GPUs, DP attention 2, expert parallel", 3, UNEQUAL, engine=FOUR_GPUS | DP_2 | {"ep_size": 4}, gpus=4),
 ]
 
+NAMES_NOTHING = {"nsa_prefill_backend": None, "nsa_decode_backend": None}
 DIVIDED = TWO_GPUS | {"enable_prefill_cp": True, "cp_strategy": "interleave"}
 """Each GPU computes every other token of a prefill, and decodes all requests with all heads."""
 divided = partial(Case, steps=3, workloads=(*STANDARD, "short", "shared prefix"), engine=DIVIDED, gpus=2, releases=SINCE)
@@ -179,7 +178,8 @@ CONTEXT_CASES = [
         f"{DCP}, nothing named",
         decode="auto",
         shape="faithful-16-heads",
-        engine=CONTEXT | {"nsa_prefill_backend": None, "nsa_decode_backend": None},
+        workloads=(*STANDARD, "short", "shared prefix", "turns of chats"),
+        engine=CONTEXT | NAMES_NOTHING,
         floors=FLOORS,
         **REPLAYED,
     ),
@@ -220,6 +220,14 @@ CONTEXT_CASES = [
     part(f"{DCP_4}, without drafts", steps=0, engine=CONTEXT_4, gpus=4),
     part_fp8(f"{DCP_4}, fp8", engine=CONTEXT_4 | FP8, gpus=4),
     part(f"{DCP_4}, glm-5.2", steps=5, workloads=STANDARD, engine=CONTEXT_4, gpus=4, **GLM_52),
+    # A rank of DP attention is two GPUs here, which divide the KV of its requests.
+    part(
+        f"{DCP_4} and DP attention",
+        workloads=UNEQUAL,
+        engine=FOUR_GPUS | DP_2 | {"dcp_size": 2},
+        gpus=4,
+        floors=FLOORS,
+    ),
     # Two groups of two, each of which divides the KV that the other divides too.
     part(f"{DCP_4} in twos", engine=CONTEXT_4 | {"dcp_size": 2}, gpus=4, floors=FLOORS, **REPLAYED),
 ]

@@ -23,6 +23,8 @@ ONE_GRAPH = {
 """Fields of a case whose rounds must be one graph: captured on every rank, and replayed."""
 PREFILL_SIZES = {"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": [8, 32, 64, 96, 128, 320, 512, 4096]}
 """All of up to 512 tokens but 96 are captured whole too."""
+SAVED = {"enable_memory_saver": True, "enable_weights_cpu_backup": True, "enable_draft_weights_cpu_backup": True}
+"""SGLang gives weights back empty unless it keeps a copy of them, for which a trainer has no need."""
 UP_TO_TWO = {"cuda_graph_bs": [1, 2]}
 """Captured sizes that most batches of "unequal ranks" exceed, on one rank or on both."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from case import Case
-from engine_options import FLOORS, FP8, PREFILL_SIZES, STANDARD, TWO_GPUS
+from engine_options import DP_2, FLOORS, FP8, PREFILL_SIZES, SAVED, STANDARD, TWO_GPUS
 
 FRONT = {"NSA_BACKEND_LAYER_FRONT": "1"}
 SHORT = FRONT | {"NSA_BACKEND_SHORT_GRAPHS": "1"}
@@ -46,6 +46,24 @@ LAYER_CASES = [
             "glm-5.2 n3 fa3": {"model": "glm-5.2"},
         }.items()
     ),
+    # Each rank chooses for itself: with unequal ones a graph of short requests meets one of long ones, or an idle rank's.
+    *(
+        front(
+            f"two GPUs, DP attention, {of}, rounds of short requests",
+            3,
+            ("1x300", "8x300", "unequal ranks", ACROSS, "4x3000", "short"),
+            environment=SHORT,
+            replays="short greedy requests",
+            floor_of_all=0.95,
+            gpus=2,
+            says_times=2,
+            **{"engine": TWO_GPUS | DP_2} | more,
+        )
+        for of, more in {
+            "n3 fa3": {},
+            "n3 fp8, flashmla_kv": {"decode": "flashmla_kv", "engine": TWO_GPUS | DP_2 | FP8},
+        }.items()
+    ),
     # Up to 512 new tokens, some behind a cached prefix, which is long in chats; others are captured in pieces.
     *(
         front(
@@ -67,8 +85,15 @@ LAYER_CASES = [
             },
             # Whose products of few rows are divided.
             "n3 fa3, FP8 weights": {"shape": "fp8-weights"},
+            # Whose decode is another, as rows of a whole prefill are not.
+            "n3 flashmla_sparse": {"decode": "flashmla_sparse"},
+            "n3 sparse_decode": {"decode": "sparse_decode"},
+            "n3 sparse_verify": {"decode": "sparse_verify", "shape": "faithful-16-heads"},
+            "EAGLE3": {"dense_draft": True, "floor_of_all": 2.6 / 4},
+            "memory released and resumed": {"action": "memory was released and resumed", "engine": PREFILL_SIZES | SAVED},
             # Whose sums over ranks are in the graph too.
             "two GPUs, tensor parallel, n3 fa3": {"gpus": 2, "engine": PREFILL_SIZES | TWO_GPUS},
+            "two GPUs, expert parallel, n3 fa3": {"gpus": 2, "engine": PREFILL_SIZES | TWO_GPUS | {"ep_size": 2}},
             "two GPUs, tensor parallel, n3 fa3, custom all-reduce": {
                 "gpus": 2,
                 "engine": PREFILL_SIZES | TWO_GPUS | {"disable_custom_all_reduce": False},

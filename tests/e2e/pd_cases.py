@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 from case import Case
-from engine_options import BESIDE_OTHERS, DP_2, FP8, GLM_52, ONE_GRAPH, STANDARD, TWO_GPUS
+from engine_options import BESIDE_OTHERS, DP_2, FP8, GLM_52, ONE_GRAPH, PREFILL_SIZES, STANDARD, TWO_GPUS
 from engine_options import DEPLOYMENT_FLOORS as FLOORS
 
 SINCE = ">=0.5.23"
@@ -45,6 +45,18 @@ PD_CASES = [
             (", fp8", (*STANDARD, "32x300"), {"decode": "flashmla_kv", "engine": FP8}),
             (", glm-5.2", ("8x300", "8x3000"), {"steps": 5, "model": "glm-5.2"}),
         )
+    ),
+    # The prefill server's, and those of the server that does both; nothing is named, as whole prefills take the decode kernel.
+    pd(
+        "PD, short prefills in one graph",
+        3,
+        ("1x300", "short", "shared prefix", "turns of chats", "8x300"),
+        shape="faithful-16-heads",
+        engine=PREFILL_SIZES | {"nsa_decode_backend": None, "nsa_prefill_backend": None},
+        says="a prefill ran in one graph",
+        says_times=2,
+        floor_of_all=0.95,
+        releases="==0.5.23",
     ),
     # A pair of GPUs each: DP attention on both sides of the transfer.
     pd("PD, DP attention", 3, STANDARD, engine=TWO_GPUS | DP_2, floors=FLOORS, gpus=4),

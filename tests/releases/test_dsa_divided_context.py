@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from chosen_slots import LATENT, SLOTS, TOPK, attended, config, inputs
 from divided_context import OwnPool, divide, rank_of
 from joined_parts import joined
 from sglang.srt.layers.attention.graph_utils import padded_extend_real_tokens
+from sglang.srt.layers.dcp import comm
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
@@ -259,6 +261,17 @@ def test_a_division_that_is_not_served(options, sentence):
 def test_a_division_that_is(ranks):
     args = SimpleNamespace(tp_size=8, dcp_size=ranks, attn_dp_size=1, attn_cp_size=1, speculative_algorithm="EAGLE")
     assert decode_context_parallel.combination_problems(args) == []
+
+
+@pytest.mark.parametrize(("hopper", "backend", "problems"), [(True, "fi_a2a", 1), (True, "a2a", 0), (False, "fi_a2a", 0)])
+def test_an_exchange_that_sglang_has_on_blackwell_alone(monkeypatch, hopper, backend, problems):
+    """It ends there too, once weights are loaded."""
+    assert "needs a Blackwell system" in inspect.getsource(comm.init_fi_a2a_workspace)
+    monkeypatch.setattr(decode_context_parallel, "on_hopper", lambda: hopper)
+    args = SimpleNamespace(tp_size=8, dcp_size=2, attn_dp_size=1, attn_cp_size=1, dcp_comm_backend=backend)
+    found = decode_context_parallel.combination_problems(args)
+    assert [one for one in found if one.endswith("pass --dcp-comm-backend a2a")] == found
+    assert len(found) == problems
 
 
 DIVIDED = ("--tp-size", "8", "--dcp-size", "4")

@@ -204,6 +204,7 @@ def test_sglang_captures_both_kinds_once_they_are_offered(layer, monkeypatch):
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner as runner
 
     monkeypatch.setenv("NSA_BACKEND_SHORT_GRAPHS", "1")
+    monkeypatch.setenv("NSA_BACKEND_SHORT_PREFILLS", "0")
     assert "else create_attention_graph_variants(model_runner.model_config.hf_config)" in inspect.getsource(
         runner.DecodeCudaGraphRunner.__init__
     )
@@ -230,11 +231,8 @@ def test_graphs_of_short_requests_are_refused_before_weights_are_loaded(monkeypa
     assert short.wanted(served_args())
     (problem,) = short.short_problems(served_args(dcp_size=2))
     assert "drop --dcp-size" in problem
-    for attribute, value in (("enable_dp_attention", True), ("attn_dp_size", 2), ("dcp_size", 2)):
-        assert not short.wanted(served_args(**{attribute: value}))
-    with monkeypatch.context() as patch:
-        patch.setenv(short.SWITCH, "1")
-        assert short.wanted(served_args(enable_dp_attention=True))
+    assert not short.wanted(served_args(dcp_size=2))
+    assert short.wanted(served_args(enable_dp_attention=True))
     with_drafts = served_args(speculative_algorithm="EAGLE")
     monkeypatch.setattr(short.served, "changes_needed", lambda args: [])
     assert short.wanted(with_drafts)
@@ -491,13 +489,17 @@ def test_a_layer_that_is_sglangs_says_why(layer, part, name, value, why):
 
 
 def served_args(**changed):
-    rules = (*options.NEEDED, *short.NEEDED, *short.served.DP_ATTENTION)
-    served = {needed.attribute: needed.served[0] for needed in rules}
+    served = {needed.attribute: needed.served[0] for needed in (*options.NEEDED, *short.NEEDED)}
     served |= {
         "speculative_algorithm": None,
         "kv_cache_dtype": "auto",
         "dsa_decode_backend": "fa3",
         "dsa_prefill_backend": "fa3",
+        "enable_dp_attention": False,
+        "attn_dp_size": 1,
+        "attention_backend": "dsa",
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
     }
     return SimpleNamespace(**served | changed)
 

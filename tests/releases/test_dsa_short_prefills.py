@@ -503,7 +503,7 @@ def test_options_as_sglang_resolves_them(resolve, words, advice):
     given = adapter.resolved(resolve("--cuda-graph-backend-prefill", "breakable", *words))
     found = adapter.prefill_problems(given)
     assert found == [] if advice is None else any(advice in problem for problem in found), found
-    assert all(rule.serves(given) for rule in prefill_rules.UNTRIED) == ("--dcp-size" not in words)
+    assert all(rule.serves(given) for rule in prefill_rules.UNTRIED)
 
 
 @pytest.mark.parametrize(
@@ -511,13 +511,14 @@ def test_options_as_sglang_resolves_them(resolve, words, advice):
     [
         ({}, True),
         ({"dsa_decode_backend": "flashmla_kv", "kv_cache_dtype": "fp8_e4m3"}, True),
-        ({"dsa_decode_backend": "flashmla_sparse"}, False),
-        ({"speculative_algorithm": "EAGLE3"}, False),
-        ({"dcp_size": 2}, False),
-        ({"ep_size": 2}, False),
-        ({"disaggregation_mode": "prefill"}, False),
-        ({"enable_hierarchical_cache": True}, False),
-        ({"enable_memory_saver": True}, False),
+        ({"dsa_decode_backend": "flashmla_sparse"}, True),
+        ({"speculative_algorithm": "EAGLE3"}, True),
+        ({"dcp_size": 2}, True),
+        ({"ep_size": 2}, True),
+        ({"disaggregation_mode": "prefill"}, True),
+        ({"enable_hierarchical_cache": True}, True),
+        ({"enable_memory_saver": True}, True),
+        ({"enable_lmcache": True}, False),
         ({"enable_flexkv": True}, False),
         ({"enable_unified_cache_external_linker": True}, False),
         ({"radix_cache_backend": "lmcache"}, False),

@@ -18,10 +18,10 @@ import torch
 
 from nsa_backend.benchmarks import lanes
 from nsa_backend.benchmarks.checkpoints import ranks
-from nsa_backend.benchmarks.commands import rank_serve, serve, vllm_rank
+from nsa_backend.benchmarks.commands import crowd, rank_serve, serve, vllm_rank
 from nsa_backend.benchmarks.reports import rank_show
 from nsa_backend.benchmarks.servers import server
-from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel
+from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel, parsed
 from nsa_backend.benchmarks.servers.stages import stages
 from nsa_backend.cli.bench import add_arguments
 
@@ -210,3 +210,56 @@ def test_vllm_is_asked_for_the_same_cells_and_gives_the_same_rows(tmp_path, monk
     builtin = [row | {"side": "builtin", "round_ms": {"median": 10.0, "min_max": [9.0, 11.0]}} for row in rows]
     rank_show.show([*builtin, *rows])
     assert "1.100" in capsys.readouterr().out
+
+
+class Crowded:
+    """A server whose pool two of three requests fill, so that one of them was taken back."""
+
+    def __init__(self, log: Path):
+        self.log = log
+        log.write_text("")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def pool_tokens(self) -> int:
+        return 250
+
+    def streamed(self, prompts: list[list[int]], tokens: int) -> server.Streamed:
+        running = min(len(prompts), 2)
+        with self.log.open("a") as log:
+            log.write(f"Decode batch, #running-req: {running}, #token: 7\n")
+            if running < len(prompts):
+                log.write("KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 100\n")
+        answers = [{"output_ids": [0] * tokens} for _ in prompts]
+        return server.Streamed([2.0 * number for number, _ in enumerate(prompts)], 9.0, answers)
+
+
+def test_a_crowd_tells_how_many_requests_ran_at_once_and_how_many_were_taken_back(tmp_path, capsys):
+    words = [str(tmp_path / "out.json"), "--requests", "3", "--length", "100", "--tokens", "5"]
+    rows = crowd.run(crowd.options_of(words), lambda parallel: Crowded(tmp_path / f"{parallel}.log"))
+    assert [row["parallel"] for row in rows] == ["dcp2", "tp2"]
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == rows
+    told = {name: rows[0][name] for name in ("pool_tokens", "answered_whole", "decoded_at_once", "retracted", "first_token_s")}
+    assert told == {
+        "pool_tokens": 250,
+        "answered_whole": 3,
+        "decoded_at_once": 2,
+        "retracted": 1,
+        "first_token_s": [0.0, 2.0, 4.0],
+    }
+
+
+def test_a_crowd_meets_servers_that_have_no_room_but_their_share(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(crowd, "Server", lambda *words: started.append(words) or SimpleNamespace(wait=lambda seconds: None))
+    args = crowd.options_of([str(tmp_path / "out.json"), "--checkpoint", "v3.2-tp8-2-layers"])
+    for word in args.parallel:
+        crowd.start(args, tmp_path, parsed(word))
+    assert [words[0] for words in started] == ["auto", "auto"]
+    assert [words[words.index("--mem-fraction-static") + 1] for words in started] == ["0.45", "0.45"]
+    assert ["--dcp-size" in words for words in started] == [True, False]
+    assert not any("--max-total-tokens" in words for words in started)

@@ -44,17 +44,10 @@ NEEDED = (
 """Beside what the front asks: prefills that SGLang captures in pieces, on ranks that need not keep in step."""
 
 UNTRIED = (
-    needed("speculative_algorithm", "--speculative-algorithm", (None, "EAGLE", "NEXTN")),
-    needed("dcp_size", "--dcp-size", (None, 1)),
-    needed("ep_size", "--ep-size", (None, 1)),
-    needed("disaggregation_mode", "--disaggregation-mode", ("null",)),
-    needed("enable_hierarchical_cache", "--enable-hierarchical-cache", (False,)),
     needed("enable_lmcache", "--enable-lmcache", (None, False)),
     needed("enable_flexkv", "--enable-flexkv", (None, False)),
     needed("enable_unified_cache_external_linker", "--enable-unified-cache-external-linker", (None, False)),
     needed("radix_cache_backend", "--radix-cache-backend", (None,)),
-    needed("enable_memory_saver", "--enable-memory-saver", (False,)),
-    needed("dsa_decode_backend", "--nsa-decode-backend", ("fa3", "flashmla_kv")),
 )
 """Options under whose other values no GPU has run them: there a server has them where they are asked for."""
 

@@ -51,12 +51,12 @@ def short_problems(args: Any) -> list[str]:
 def wanted(args: Any) -> bool:
     """Whether a server of these resolved arguments is to have them.
 
-    Ranks of DP attention have them where they are asked for: no GPU has run that. Each chooses for itself, as between rounds of
-    one graph and of three, for no collective between ranks is in what a short graph leaves out.
+    Each rank of DP attention chooses for itself, as between rounds of one graph and of three, for no collective between ranks
+    is in what a short graph leaves out.
     """
     said = asked(SWITCH)
     if said is None:
-        return all(rule.serves(args) for rule in served.DP_ATTENTION) and not short_problems(args)
+        return not short_problems(args)
     return said
 
 
