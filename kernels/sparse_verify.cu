@@ -14,6 +14,11 @@
 // on a stream beside, it is as well: blocks of a group follow each other in the grid, so only the last group that has begun can
 // lack some, and those before it end and make room.
 //
+// Compute Sanitizer's racecheck takes some of this for races. Threads store their entries in a cell of the hash table at once, of
+// which any may stay. They set a row's bit in the top byte of a word of which others read the slot alone. And rows' bits and the
+// kept list are handed over by a barrier that a thread arrives at behind its copies: for what it has copied PTX promises that,
+// for plain accesses to shared memory before it the order in which an SM serves them does.
+//
 // With EMULATE a host compiler takes this file: what is PTX here comes from emulation.h then.
 
 #ifdef EMULATE

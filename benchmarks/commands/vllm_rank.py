@@ -1,5 +1,4 @@
-"""The ranks of released models in vLLM 0.33, by the shapes and in the rows of `bench serve`: a second peer. No GPU has run it
-yet.
+"""The ranks of released models in vLLM 0.33, by the shapes and in the rows of `bench serve`: a second peer.
 
     python -m nsa_backend.benchmarks.commands.vllm_rank OUT.json --checkpoint v3.2-tp8 --steps 3 0 --batch 1 8 32 --length 300
     4096
@@ -8,6 +7,9 @@ vLLM brings its own environment, so this is a program apart from `bench`; it nee
 answers offline, without HTTP. A round is the difference of a long and a short generation over the difference of their verify
 steps, so that prefill and start drop out; time to first token is a generation of one token. Weights are drawn as `rank_server`
 draws them. OUT.json is written after every cell.
+
+vLLM compiles kernels for shapes as it meets them, also those of a few rows that it schedules together once in a while: a range
+that is far wider than its neighbours' tells of that. It needs nvidia-cutlass-dsl.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from nsa_backend.benchmarks.servers.generation import prompts, spread
 from nsa_backend.benchmarks.servers.rank_server import draw_weights
 
 SHORT = 8  # new tokens of the generation that is subtracted
+WARM_UPS = 6  # at most
 SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # the engine's process imports this module, which draws the weights
@@ -78,16 +81,31 @@ def started(folder: Path, steps: int, wanted: Sequence[tuple[int, int]]) -> Gene
         answers = engine.generate([{"prompt_token_ids": ids} for ids in asked], sampling, use_tqdm=False)
         seconds = time.perf_counter() - began
         counted = [sum(one.outputs[0].spec_decode_metrics.histogram) if steps else tokens for one in answers]
-        return seconds, max(counted), len(asked) * tokens / sum(counted)
+        return seconds, max(counted), tokens_a_step(counted, tokens)
 
     return generate
+
+
+def tokens_a_step(counted: Sequence[float], tokens: int) -> float:
+    """Of requests of so many new tokens each and their verify steps: a first token alone takes none."""
+    return len(counted) * tokens / max(sum(counted), 1)
+
+
+def warm_up(generate: Generate, asked: list[list[int]]) -> None:
+    """Until two generations of each length take as long, or WARM_UPS are over: vLLM compiles for shapes as it meets them."""
+    for tokens in (1, SHORT, TOKENS):
+        fastest = float("inf")
+        for _ in range(WARM_UPS):
+            seconds = generate(asked, tokens)[0]
+            if seconds < 1.1 * fastest and fastest < 1.1 * seconds:
+                break
+            fastest = min(fastest, seconds)
 
 
 def measured(generate: Generate, name: str, steps: int, batch: int, length: int) -> dict:
     """A row of `rank_serve`, of the side vllm."""
     asked = prompts(batch, length)
-    for tokens in (SHORT, TOKENS):  # warms up
-        generate(asked, tokens)
+    warm_up(generate, asked)
     round_ms, first_ms = [], []
     samples = 2 * samples_of(batch, length)
     for _ in range(samples):

@@ -56,8 +56,15 @@ WITH_PREFILL = DEFAULTS | dict.fromkeys((FIRST_RANK, FP8_RANK), ("sparse_prefill
 LOST_BY = {"default": "default", "ours": "fa3 without our front"}
 """Sides whose losses are told."""
 TIMES = {"round_ms": "longer rounds or tokens", "ttft_ms": "first token later"}
-CONTEXT_FILE = "rank_v32_tp8_0_5_23", "two_of_eight_ranks"
-"""Two of the eight ranks as one server, which divide the KV or do not."""
+FIRST_FILE = "rank_v32_tp8_0_5_23"
+"""Of the first rank."""
+CONTEXT_FILE, CONTEXT_AGAIN = (FIRST_FILE, "two_of_eight_ranks"), (FIRST_FILE, "context_divided_whole_prefills")
+"""Two of the eight ranks as one server, which divide the KV or do not; and without the built-in, but with whole prefills."""
+VLLM = "vllm"
+STEADY = 0.15
+"""Of a median, the widest range of a cell of vLLM's that is told: it compiles kernels for shapes as it meets them."""
+STEPS = (3, 0)
+"""Numbers of drafts that tables of all ranks have."""
 DIVIDED, UNDIVIDED = str(Parallel(dcp=2)), str(Parallel(tp=2))
 OF_ROUNDS, OF_FIRST_TOKENS = "{:.3f} ({:.2f} / {:.2f})", "{:.2f} ({:.0f} / {:.0f})"
 """How tables tell a ratio and the milliseconds of both sides."""
@@ -180,6 +187,57 @@ def rank() -> str:
 
 
 @PARTS.part
+def one_draft() -> str:
+    """The default's rounds of one draft over the built-in's, on the first rank, least to most."""
+    return spread(ratio(*given) for cell, given in of_rank(FIRST_RANK, DEFAULTS[FIRST_RANK]).items() if cell.steps == 1)
+
+
+def beside_vllm() -> dict[Cell, dict[str, tuple[float, float]]]:
+    """By cell of vLLM's and quantity that did not wander: medians of the default on the first rank, and of vLLM."""
+    ours = {"round_ms": of_rank(FIRST_RANK, DEFAULTS[FIRST_RANK]), "ttft_ms": first_token(FIRST_RANK)}
+    found: dict[Cell, dict[str, tuple[float, float]]] = {}
+    for key, of_default in ours.items():
+        for cell, sides in spreads(cells_of(result(FIRST_FILE, VLLM), key), key).items():
+            times, (given, side) = sides[VLLM], of_default.get(cell, ({}, ""))
+            if given and times.most - times.least <= STEADY * times.median:
+                found.setdefault(cell, {})[key] = given[side].median, times.median
+    return dict(sorted(found.items(), key=lambda item: order(item[0])))
+
+
+@PARTS.part
+def vllm() -> str:
+    """A row a cell: the default's round or token, and its first token, over vLLM's, in brackets milliseconds of both."""
+
+    def told(pair: tuple[float, float] | None, form: str) -> str:
+        return form.format(pair[0] / pair[1], *pair) if pair else "-"
+
+    rows = [
+        [shape(cell), str(cell.steps or "none"), told(of.get("round_ms"), OF_ROUNDS), told(of.get("ttft_ms"), OF_FIRST_TOKENS)]
+        for cell, of in beside_vllm().items()
+    ]
+    return table(["requests x tokens", "drafts", "round or token", "first token"], rows)
+
+
+def lost_to_vllm() -> list[list[str]]:
+    """A row of the cells in which vLLM is ahead."""
+    rows = []
+    for key, behind in TIMES.items():
+        ratios = {cell: of[key][0] / of[key][1] for cell, of in beside_vllm().items() if key in of}
+        told = [f"{shape(cell)}, {cell.steps} drafts ({one:.3f})" for cell, one in ratios.items() if one >= 1 + NOISE]
+        if told:
+            rows.append([f"a rank of {MODELS[FIRST_RANK]}, beside vLLM", behind, "; ".join(told)])
+    return rows
+
+
+@PARTS.part
+def all_sizes() -> str:
+    """What captures of all kinds of rounds took on the first rank, of the newest run of `bench capture`."""
+    row = result(FIRST_FILE, "captures")["rows"][-1]
+    sizes = max(one["sizes"] for one in row["captures"] if one["what"].startswith("whole rounds"))
+    return f"{row['rounds_s']:.1f} s and {row['rounds_gib']:.2f} GiB for {sizes} batch sizes"
+
+
+@PARTS.part
 def first_tokens() -> str:
     """Times to the first token of the default, with three drafts."""
     return by_shape(first_with_drafts(), OF_FIRST_TOKENS)
@@ -199,8 +257,8 @@ def by_shape(by_rank: Mapping[str, Mapping[Cell, tuple[dict[str, Spread], str]]]
     """A row a shape, a column a rank and number of drafts, as `beside` tells them."""
     columns: dict[str, dict[tuple[int, int], str]] = {}
     for name, found in by_rank.items():
-        for cell, (sides, side) in found.items():
-            head = MODELS[name] + ("" if cell.steps == 3 else f", {cell.steps or 'no'} drafts")
+        for cell, (sides, side) in ((cell, given) for cell, given in found.items() if cell.steps in STEPS):
+            head = MODELS[name] + ("" if cell.steps else ", no drafts")
             columns.setdefault(head, {})[cell.length, cell.batch] = mark(sides, side) + beside(sides, side, form)
     shapes = sorted({at for column in columns.values() for at in column if at[0] >= FEW_TOKENS})
     rows = [[f"{at[1]} x {at[0]}", *(column.get(at, "-") for column in columns.values())] for at in shapes]
@@ -351,24 +409,28 @@ def rank_kernels() -> str:
 
 
 @cache
-def two_ranks(key: str) -> dict[Cell, dict[str, Spread]]:
-    """`key` by cell and side of two of the eight ranks as one server: the KV divided, and not."""
-    return spreads(cells_of(result(*CONTEXT_FILE), key), key)
+def two_ranks(key: str, *, again: bool = True) -> dict[Cell, dict[str, Spread]]:
+    """`key` by cell and side of two of the eight ranks as one server: the KV divided, and not.
+
+    Of ours the newest run that has a cell, or where not `again`, of the run that has the built-in too.
+    """
+    found = spreads(cells_of(result(*CONTEXT_FILE), key), key)
+    if again:
+        for cell, sides in spreads(cells_of(result(*CONTEXT_AGAIN), key), key).items():
+            found[cell] = found.get(cell, {}) | sides
+    return found
 
 
-def of_two(parallel: str, key: str) -> dict[Cell, dict[str, Spread]]:
+def of_two(parallel: str, key: str, *, again: bool = True) -> dict[Cell, dict[str, Spread]]:
     """The same of one deployment, in the order of tables."""
-    return {
-        cell: sides
-        for cell, sides in sorted(two_ranks(key).items(), key=lambda item: order(item[0]))
-        if cell.parallel == parallel
-    }
+    found = sorted(two_ranks(key, again=again).items(), key=lambda item: order(item[0]))
+    return {cell: sides for cell, sides in found if cell.parallel == parallel and cell.length >= FEW_TOKENS}
 
 
 @PARTS.part
 def two_ranks_beside() -> str:
     """A row a cell of tensor parallel: ours over the built-in's, in brackets milliseconds of both."""
-    rounds, first = (of_two(UNDIVIDED, key) for key in TIMES)
+    rounds, first = (of_two(UNDIVIDED, key, again=False) for key in TIMES)
     rows = [
         [shape(cell), beside(sides, "default", OF_ROUNDS), beside(first[cell], "default", OF_FIRST_TOKENS)]
         for cell, sides in rounds.items()
@@ -380,7 +442,8 @@ def two_ranks_beside() -> str:
 @PARTS.part
 def two_ranks_saved() -> str:
     """Percent of a round that ours saves on two ranks of tensor parallel, least to most."""
-    return percent(ratio(sides, "default") for sides in of_two(UNDIVIDED, "round_ms").values() if BUILTIN in sides)
+    both = of_two(UNDIVIDED, "round_ms", again=False).values()
+    return percent(ratio(sides, "default") for sides in both if BUILTIN in sides)
 
 
 def over_undivided(key: str, other: str) -> dict[Cell, float]:
@@ -428,6 +491,18 @@ def context_exchange() -> str:
     """Microseconds a layer of what ranks that divide the KV exchange, least to most over shapes."""
     rows = [row for row in result(*CONTEXT_FILE)["rows"] if row["parallel"] == DIVIDED and "parts" in row]
     return spread((row["exchange_a_layer"][1] for row in rows), "{:.0f}")
+
+
+@PARTS.part
+def crowd() -> str:
+    """What the deployment that divides the KV did with more long requests than fit undivided."""
+    (row,) = result(FIRST_FILE, "crowd")["rows"]
+    first, last = row["first_token_s"][0], row["first_token_s"][-1]
+    taken_back = row["retracted"] or "none"
+    return (
+        f"{row['decoded_at_once']} of {row['requests']} requests of {row['length']} tokens were decoded at once, "
+        f"{taken_back} retracted; first tokens took {first:.0f} to {last:.0f} s"
+    )
 
 
 def lost_by_two_ranks() -> list[list[str]]:

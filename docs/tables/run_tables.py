@@ -11,6 +11,8 @@ PARTS = Parts()
 MODELS = ("DeepSeek-V3.2", "GLM-5.1", "GLM-5.2")
 STEPS = (1, 3, 5)
 """Numbers of drafts that have a column."""
+OTHER_DRAFTS = ("adaptive", "EAGLE3")
+"""How cases begin whose drafts are of another number, or wrong on purpose."""
 
 
 def model(row: dict) -> str:
@@ -29,7 +31,7 @@ def accept_lengths() -> str:
     found: dict[str, dict[tuple[int, str], list[float]]] = {}
     for report in (each for each in reports("e2e").values() if release(each) == PRIMARY):
         for row in report["rows"] + report.get("rerun", {}).get("rows", []):
-            if row["steps"] in STEPS and not row["case"].startswith("adaptive") and not in_triton(row):
+            if row["steps"] in STEPS and not row["case"].startswith(OTHER_DRAFTS) and not in_triton(row):
                 cells = found.setdefault(model(row), {})
                 for workload in row["workloads"].values():
                     for side, given in workload.items():
@@ -63,7 +65,7 @@ SOAKS = {
     "0_5_23/three_sides": "one server",
     "0_5_23/faults": "malformed requests between",
     "0_5_23/dp": "two ranks of DP attention",
-    "0_5_23/dcp": "two ranks that divide the KV",
+    "0_5_23/dcp_again": "two ranks that divide the KV",
     "0_5_23/pd_again": "prefill and decode server",
     "0_5_12/small_chunks": "one server",
 }

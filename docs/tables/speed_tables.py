@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
-from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks, lost_by_two_ranks
+from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks, lost_by_two_ranks, lost_to_vllm
 from result_files import Parts, result, spread, table
 
 from nsa_backend.attention.auto import CANDIDATES, least_together
@@ -324,6 +324,7 @@ def losses() -> str:
     rows = [
         *lost_by_ranks(),
         *lost_by_two_ranks(),
+        *lost_to_vllm(),
         *lost_beside_pieces(),
         lost_by_servers(),
         ["small trained models", "fewer tokens/s", cells],

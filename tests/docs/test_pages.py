@@ -30,6 +30,7 @@ BUDGETS = {
     "docs/host_defects.md": 770,
     "docs/how_it_works.md": 1720,
     "docs/long_contexts.md": 560,
+    "docs/vllm.md": 200,
     "docs/CHANGELOG.md": 180,
 }
 """Words that a page may have."""

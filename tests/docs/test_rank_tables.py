@@ -167,6 +167,7 @@ def test_ranks_that_divide_the_kv_stand_beside_both_sides_that_do_not(filed):
     ]
     of_parts = cell(3, 1, 300) | {"parallel": "dcp2", "side": "default", "parts": {}, "exchange_a_layer": [3.0, 13.6]}
     filed("two_of_eight_ranks", "new", [*rows, of_parts])
+    filed("context_divided_whole_prefills", "new", served(cell(3, 1, 64) | {"parallel": "dcp2"}, "default", 1.0))
     assert row(rank_tables.context_ranks(), "1 x 300") == ["12.00 (1.200 / 0.750)", "12 (1.200 / 0.750)"]
     assert row(rank_tables.context_ranks(), "1 x 4096") == ["13.00 (1.182 / -)", "13 (1.182 / -)"]
     assert rank_tables.two_ranks_beside().splitlines()[2:] == ["| 1 x 300 | 0.625 (10.00 / 16.00) | 0.62 (10 / 16) |"]
@@ -180,6 +181,50 @@ def test_ranks_that_divide_the_kv_stand_beside_both_sides_that_do_not(filed):
     longer = "longer rounds or tokens 2 of 2, at most 1.200 (1 x 300); first token later 2 of 2, at most 1.200 (1 x 300)"
     assert rank_tables.lost_by_two_ranks() == [["--dcp-size 2", "beside ours undivided", longer]]
     assert rank_tables.rank().count("|") == rank_tables.rank().splitlines()[0].count("|") * 2  # of one rank nothing ran
+
+
+def test_a_later_run_of_ours_alone_stands_beside_the_built_in_of_the_earlier(filed):
+    first = {("dcp2", "default"): 11.9, ("tp2", "default"): 9.9, ("tp2", "builtin"): 15.9}
+    again = {("dcp2", "default"): 10.9, ("tp2", "default"): 9.9}
+    for name, times in (("two_of_eight_ranks", first), ("context_divided_whole_prefills", again)):
+        cells = [served(cell(3, 1, 300) | {"parallel": parallel}, side, ms) for (parallel, side), ms in times.items()]
+        filed(name, "new", [row for rows in cells for row in rows])
+    assert row(rank_tables.context_ranks(), "1 x 300") == ["11.00 (1.100 / 0.688)", "11 (1.100 / 0.688)"]
+    assert row(rank_tables.two_ranks_beside(), "1 x 300") == ["0.625 (10.00 / 16.00)", "0.62 (10 / 16)"]
+
+
+def test_vllm_is_told_where_it_did_not_wander_and_where_it_wins(filed):
+    """Rounds of one request wander, so they are left out."""
+    ours = [row for batch in (1, 8) for side in ("auto", "builtin") for row in served(cell(3, batch, 300), side, 10.0)]
+    filed("rounds", "new", [*ours, *[row for side in ("auto", "builtin") for row in served(cell(0, 8, 300), side, 5.0)]])
+    steady = {key: {"median": 8.0, "min_max": [7.9, 8.1]} for key in rank_tables.TIMES}
+    wanders = steady | {"round_ms": {"median": 8.0, "min_max": [1.0, 90.0]}}
+    of_vllm = {"side": "vllm", "turn": 0}
+    filed("vllm", "new", [cell(3, 1, 300) | of_vllm | wanders, *(cell(n, 8, 300) | of_vllm | steady for n in (3, 0))])
+    assert rank_tables.vllm().splitlines()[2:] == [
+        "| 1 x 300 | 3 | - | 1.26 (10 / 8) |",
+        "| 8 x 300 | 3 | 1.262 (10.10 / 8.00) | - |",  # so many rows go by sparse_prefill, whose side did not run
+        "| 8 x 300 | none | 0.637 (5.10 / 8.00) | - |",
+    ]
+    whose = "a rank of DeepSeek-V3.2, beside vLLM"
+    assert rank_tables.lost_to_vllm() == [
+        [whose, "longer rounds or tokens", "8 x 300, 3 drafts (1.262)"],
+        [whose, "first token later", "1 x 300, 3 drafts (1.262)"],
+    ]
+    assert rank_tables.one_draft() == "-"
+
+
+def test_what_captures_of_all_sizes_took_and_a_crowd_are_told(filed):
+    captures = [{"what": "target verify", "seconds": 9.0, "gib": 1.0}]
+    captures += [
+        {"what": f"whole rounds, {kind}", "sizes": n, "seconds": 1.0, "gib": 0.1} for kind, n in (("greedy", 20), ("short", 9))
+    ]
+    filed("captures", "new", [{"checkpoint": "v3.2-tp8", "captures": captures, "rounds_s": 2.71, "rounds_gib": 0.571}])
+    crowd = {"checkpoint": "v3.2-tp8-20-layers", "decoded_at_once": 16, "requests": 16, "length": 131072, "retracted": 0}
+    filed("crowd", "new", [crowd | {"first_token_s": [7.7, 107.6]}])
+    assert rank_tables.all_sizes() == "2.7 s and 0.57 GiB for 20 batch sizes"
+    told = "16 of 16 requests of 131072 tokens were decoded at once, none retracted; first tokens took 8 to 108 s"
+    assert rank_tables.crowd() == told
 
 
 def test_a_later_run_replaces_the_cells_that_it_measured(filed):

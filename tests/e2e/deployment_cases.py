@@ -43,7 +43,7 @@ HICACHE_CASES = [
     hicache(
         "HiCache, short prefills in one graph",
         3,
-        workloads=("short", "prompts", "prompts that take their room", LOADED_BACK),
+        workloads=("1x300", "short", "prompts", "prompts that take their room", LOADED_BACK),
         engine=HICACHE | PREFILL_SIZES,
         environment={"NSA_BACKEND_SHORT_PREFILLS": "1"},
         builtin_environment={},

@@ -40,8 +40,19 @@ def first_device() -> int:
     return int(first) if first.isdigit() else 0
 
 
+HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""Ports that Linux gives to whoever connects somewhere, first and last."""
+
+
 def refuse_taken_ports(ports: list[int]) -> None:
-    """Raise SystemExit where somebody listens on one of these: runs with the same first GPU have the same ports by default."""
+    """Raise SystemExit where somebody listens on one of these, or may at any time.
+
+    Runs with the same first GPU have the same ports by default. A port that Linux hands out may be somebody's when a server
+    comes to it, minutes after this was asked.
+    """
+    first, last = map(int, HANDED_OUT.read_text().split()) if HANDED_OUT.exists() else (1 << 16, 1 << 16)
+    if among := [port for port in ports if first <= port <= last]:
+        raise SystemExit(f"port {among[0]} is one that this machine hands out to others: pass a --port {PORTS} below {first}")
     for port in ports:
         with socket.socket() as probe:
             probe.settimeout(1)

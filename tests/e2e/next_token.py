@@ -1,6 +1,6 @@
 """The eight best next tokens of each prompt, with log-probabilities, from one forward without speculation.
 
-    python tests/e2e/next_token.py CHECKPOINT CASE PROMPTS.json OUT.json [--port 39000]
+    python tests/e2e/next_token.py CHECKPOINT CASE PROMPTS.json OUT.json [--port 31500]
 
 Runs SGLang's built-in backend with the KV cache and the implementations of CASE, one prompt at a time.
 """
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("case", choices=[case.name for case in CASES])
     parser.add_argument("prompts", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--port", type=int, default=39000)
+    parser.add_argument("--port", type=int, default=31500)
     args = parser.parse_args()
     case = question(next(c for c in CASES if c.name == args.case))
     import sglang

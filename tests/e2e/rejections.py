@@ -117,7 +117,7 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[300], help="of the first prompt; each next has 9 more")
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--kv-cache-dtype", choices=list(KV_OPTIONS), default="bfloat16")
-    parser.add_argument("--port", type=int, default=33000)
+    parser.add_argument("--port", type=int, default=31000)
     args = parser.parse_args()
     with ExitStack() as open_servers:
         work = Path(open_servers.enter_context(TemporaryDirectory(prefix="nsa-rejections-")))

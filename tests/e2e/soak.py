@@ -1,6 +1,6 @@
 """Serve for minutes under changing load, ours and SGLang's built-in backend asked by the same seeded clients, side by side.
 
-    python tests/e2e/soak.py OUT.json [--gpus 0 1] [--minutes 8] [--port 33000] [--seed 0]
+    python tests/e2e/soak.py OUT.json [--gpus 0 1] [--minutes 8] [--port 9000] [--seed 0]
     python tests/e2e/soak.py OUT.json --sides ours three_graphs builtin --gpus 0 1 2
     python tests/e2e/soak.py OUT.json --topology pd --gpus 0,1 --minutes 5
     python tests/e2e/soak.py OUT.json --topology dp --gpus 0,1 --sides ours builtin
@@ -187,7 +187,7 @@ def main() -> int:
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=["ours", BUILTIN])
     parser.add_argument("--gpus", nargs="+", default=["0", "1"], help="one for all sides in turns, or one each")
     parser.add_argument("--minutes", type=float, default=8, help="of everything a side does, the start of its server included")
-    for option, default in (("--port", 33000), ("--seed", 0)):
+    for option, default in (("--port", 9000), ("--seed", 0)):
         parser.add_argument(option, type=int, default=default)
     parser.add_argument("--topology", choices=list(TOPOLOGIES), default="one", help="what serves a side: see soak_server.py")
     add_faults(parser)

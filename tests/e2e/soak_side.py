@@ -1,6 +1,6 @@
 """One side of a soak run: a server under changing load, with aborts and retractions; outputs, accept length, memory and log.
 
-    python tests/e2e/soak_side.py OUT.json --side ours [--gpu 0] [--topology pd] [--minutes 8] [--port 33000] [--seed 0]
+    python tests/e2e/soak_side.py OUT.json --side ours [--gpu 0] [--topology pd] [--minutes 8] [--port 9000] [--seed 0]
         [--faults [NAME ...]]
 
 Each template runs alone first; under load its output must be the same, up to ties. A run that fails, gets SIGTERM or has no
@@ -194,7 +194,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--topology", choices=list(TOPOLOGIES), default="one")
     parser.add_argument("--minutes", type=float, default=8, help="of everything, the start of the server included")
     add_faults(parser)
-    for option, default in (("--port", 33000), ("--seed", 0)):
+    for option, default in (("--port", 9000), ("--seed", 0)):
         parser.add_argument(option, type=int, default=default)
     return parser.parse_args()
 
