@@ -199,6 +199,14 @@ CONTEXT_CASES = [
         )
         for of, more in {"": {}, ", glm-5.2": {"model": "glm-5.2"}, ", FP8 weights": {"shape": "fp8-weights"}}.items()
     ),
+    part(
+        f"{DCP}, rounds of short requests",
+        workloads=("8x300", "across 2048 tokens", "4x3000", "short"),
+        environment={"NSA_BACKEND_SHORT_GRAPHS": "1"},
+        builtin_environment={},
+        replays="short greedy requests",
+        floor_of_all=0.95,
+    ),
     # SGLang exchanges all to all unless told, with the query's projection whole on every rank.
     part(
         f"{DCP}, reduce-scatter",

@@ -229,9 +229,11 @@ def test_sglang_captures_both_kinds_once_they_are_offered(layer, monkeypatch):
 def test_graphs_of_short_requests_are_refused_before_weights_are_loaded(monkeypatch):
     assert short.short_problems(served_args()) == []
     assert short.wanted(served_args())
-    (problem,) = short.short_problems(served_args(dcp_size=2))
-    assert "drop --dcp-size" in problem
+    assert short.short_problems(served_args(dcp_size=2)) == []
     assert not short.wanted(served_args(dcp_size=2))
+    with monkeypatch.context() as patch:
+        patch.setenv(short.SWITCH, "1")
+        assert short.wanted(served_args(dcp_size=2))
     assert short.wanted(served_args(enable_dp_attention=True))
     with_drafts = served_args(speculative_algorithm="EAGLE")
     monkeypatch.setattr(short.served, "changes_needed", lambda args: [])
@@ -263,6 +265,25 @@ def test_ranks_that_divide_the_kv_write_their_own_and_gather_queries(either_laye
     assert sides[0]["q_nope"].shape[1] == 2 * layer.num_local_heads
     written = (sides[0]["kv"] != 7.0).flatten(1).any(1).nonzero().flatten().tolist()
     assert written == ([35, 100] if rank == 0 else [32, 65])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_divide_the_kv_have_graphs_of_short_requests(either_layer, monkeypatch, rank):
+    """All tokens' slots, of which the attention behind picks a rank's own."""
+    layer, metadata = either_layer, Short()
+    group = SimpleNamespace(world_size=2, all_gather=lambda mine, dim: torch.cat([mine, -mine], dim))
+    monkeypatch.setattr(Backend, "get_indexer_metadata", lambda *arguments: metadata)
+    layer.dcp_size, sides = 2, []
+    with get_parallel().override(dcp_group=group, attn_dcp_size=2, attn_dcp_rank=rank, dcp_replicate_q_proj=False):
+        for variant in (graph_variants.DSA_DENSE, graph_variants.DSA_SPARSE):
+            monkeypatch.setattr(capture_mode, "get_capture_attention_variant", lambda variant=variant: variant)
+            slots = torch.tensor([70, 200, 65, 131, 0])
+            sides.append(prepared(layer, monkeypatch, ForwardMode.TARGET_VERIFY, True, slots, 2, rank))
+    short_one, usual = sides
+    assert short_one.pop("topk") is metadata.made
+    assert "query" not in short_one
+    assert_same_bits(short_one, {name: usual[name] for name in short_one})
+    assert short_one["q_nope"].shape[1] == 2 * layer.num_local_heads
 
 
 @pytest.mark.parametrize(
@@ -489,7 +510,7 @@ def test_a_layer_that_is_sglangs_says_why(layer, part, name, value, why):
 
 
 def served_args(**changed):
-    served = {needed.attribute: needed.served[0] for needed in (*options.NEEDED, *short.NEEDED)}
+    served = {needed.attribute: needed.served[0] for needed in (*options.NEEDED, *short.UNTRIED)}
     served |= {
         "speculative_algorithm": None,
         "kv_cache_dtype": "auto",

@@ -31,8 +31,8 @@ CAPTURE_SIZE = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.Decode
 MOST_REQUESTS = 64
 """Of the sizes that have them unless they are asked for: a size takes most of a second of the start, and SGLang has some 60."""
 
-NEEDED = (needed("dcp_size", "--dcp-size", (None, 1)),)
-"""Beside what the front asks: ranks that have all of their requests' KV."""
+UNTRIED = (needed("dcp_size", "--dcp-size", (None, 1)),)
+"""Options under whose other values no GPU has run them: there a server has them where they are asked for."""
 
 
 def short_problems(args: Any) -> list[str]:
@@ -40,7 +40,6 @@ def short_problems(args: Any) -> list[str]:
     found = server_problems(args)
     if asked("NSA_BACKEND_LAYER_FRONT") is False:
         found.append("NSA_BACKEND_LAYER_FRONT=0 leaves SGLang's front, and ours alone has them: unset one")
-    found += [f"{rule.option} has none: {rule.advice}" for rule in NEEDED if not rule.serves(args)]
     if args.speculative_algorithm is not None and round_graph_problem() is None:
         if asked(served.SWITCH) is False:
             found.append(f"{served.SWITCH}=0 leaves rounds of three graphs, and those of one alone have them: unset one")
@@ -56,7 +55,7 @@ def wanted(args: Any) -> bool:
     """
     said = asked(SWITCH)
     if said is None:
-        return not short_problems(args)
+        return all(rule.serves(args) for rule in UNTRIED) and not short_problems(args)
     return said
 
 
