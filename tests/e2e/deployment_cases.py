@@ -189,15 +189,19 @@ CONTEXT_CASES = [
         part(
             f"{DCP}{of}, short prefills in one graph",
             workloads=("short", "shared prefix", "turns of chats", "8x300"),
-            engine=CONTEXT | PREFILL_SIZES,
             environment={"NSA_BACKEND_SHORT_PREFILLS": "1"},
             builtin_environment={},
             says="a prefill ran in one graph",
             says_times=2,
             floor_of_all=0.95,
-            **more,
+            **{"engine": CONTEXT | PREFILL_SIZES} | more,
         )
-        for of, more in {"": {}, ", glm-5.2": {"model": "glm-5.2"}, ", FP8 weights": {"shape": "fp8-weights"}}.items()
+        for of, more in {
+            "": {},
+            ", glm-5.2": {"model": "glm-5.2"},
+            ", FP8 weights": {"shape": "fp8-weights"},
+            ", fp8": {"decode": "flashmla_kv", "engine": CONTEXT | PREFILL_SIZES | FP8},
+        }.items()
     ),
     part(
         f"{DCP}, rounds of short requests",

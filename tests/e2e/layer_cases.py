@@ -46,6 +46,15 @@ LAYER_CASES = [
             "glm-5.2 n3 fa3": {"model": "glm-5.2"},
         }.items()
     ),
+    front(
+        "two GPUs, DP attention, n0 fa3, graphs of short requests",
+        0,
+        ("8x300", "unequal ranks", ACROSS, "4x3000"),
+        environment=SHORT,
+        engine=TWO_GPUS | DP_2,
+        gpus=2,
+        says_times=2,
+    ),
     # Each rank chooses for itself: with unequal ones a graph of short requests meets one of long ones, or an idle rank's.
     *(
         front(

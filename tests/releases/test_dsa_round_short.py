@@ -211,8 +211,9 @@ def test_sizes_that_sglangs_runner_captures_twice(monkeypatch, caplog, switch, s
     assert captured == [(n, label) for n in (128, 64, 8) for label in ("dense", "sparse") if label == "sparse" or n in sizes]
     (said,) = (message for message in caplog.messages if "of requests within 2048 tokens are captured too" in message)
     assert f"up to {sizes[0]} of them" in said
-    for batch_size in (8, 64, 65):
+    for requests, of_ranks in ((8, None), (64, None), (65, None), (8, [8, 64]), (8, [8, 65]), (65, [65, 1])):
         for longest in (TOPK, TOPK + 1):
-            batch = SimpleNamespace(batch_size=batch_size, seq_lens_cpu=torch.tensor([1, longest]))
-            wanted = "dense" if longest == TOPK and batch_size <= sizes[0] else "sparse"
-            assert runner.attention_graph_variants.select(batch) == wanted
+            batch = SimpleNamespace(batch_size=requests, seq_lens_cpu=torch.tensor([1, longest]))
+            batch.original_global_num_tokens_cpu = of_ranks  # ranks of DP attention replay graphs of one size
+            fits = max(of_ranks or [requests]) <= sizes[0]
+            assert runner.attention_graph_variants.select(batch) == ("dense" if longest == TOPK and fits else "sparse")

@@ -51,11 +51,12 @@ def wanted(args: Any) -> bool:
     """Whether a server of these resolved arguments is to have them.
 
     Each rank of DP attention chooses for itself, as between rounds of one graph and of three, for no collective between ranks
-    is in what a short graph leaves out.
+    is in what a short graph leaves out. Without drafts no GPU has run that either.
     """
     said = asked(SWITCH)
     if said is None:
-        return all(rule.serves(args) for rule in UNTRIED) and not short_problems(args)
+        untried = UNTRIED if args.speculative_algorithm is not None else (*UNTRIED, *served.DP_ATTENTION)
+        return all(rule.serves(args) for rule in untried) and not short_problems(args)
     return said
 
 
@@ -73,8 +74,12 @@ class ShortVariants:
         self.capture_labels = self.short, self.usual = DsaGraphVariants.capture_labels
 
     def select(self, forward_batch: Any) -> str:
-        """The label of the graph that a batch takes: decode without drafts is told by the longest request."""
-        return self._by_length.select(forward_batch) if forward_batch.batch_size <= self.largest else self.usual
+        """The label of the graph that a batch takes: decode without drafts is told by the longest request.
+
+        Ranks of DP attention pad to the one with the most requests.
+        """
+        requests = max(forward_batch.original_global_num_tokens_cpu or (forward_batch.batch_size,))
+        return self._by_length.select(forward_batch) if requests <= self.largest else self.usual
 
 
 class RoundVariants(ShortVariants):
