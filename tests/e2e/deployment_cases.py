@@ -223,6 +223,7 @@ CONTEXT_CASES = [
     part(f"{DCP}, three graphs a round", floors=FLOORS, environment={"NSA_BACKEND_ROUND_GRAPH": "0"}),
     part_fp8(f"{DCP}, fp8"),
     part_fp8(f"{DCP}, fp8, sparse_decode", decode="sparse_decode"),
+    part(f"{DCP}, glm-5.1", workloads=STANDARD, model="glm-5.1", floor_of_all=0.95),
     part(f"{DCP}, glm-5.2", steps=5, workloads=STANDARD, **GLM_52),
     part(f"{DCP}, weights updated", workloads=STANDARD, action="weights were updated", floors=FLOORS),
     # Copies of the query's projection have scales here, which an update brings too.
