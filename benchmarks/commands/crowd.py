@@ -22,10 +22,10 @@ from pathlib import Path
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.commands.rank_serve import CONTEXT, PORT, STARTING
 from nsa_backend.benchmarks.reports.report import environment, write_report
-from nsa_backend.benchmarks.servers import server_options
+from nsa_backend.benchmarks.servers import parallel, server_options
 from nsa_backend.benchmarks.servers.generation import prompts
 from nsa_backend.benchmarks.servers.pairs import meeting
-from nsa_backend.benchmarks.servers.parallel import Parallel, parsed
+from nsa_backend.benchmarks.servers.parallel import Parallel
 from nsa_backend.benchmarks.servers.server import Server
 from nsa_backend.benchmarks.servers.sides import checkpoint_of
 
@@ -36,20 +36,20 @@ STEPS = 3
 Start = Callable[[Parallel], AbstractContextManager[Server]]
 
 
-def start(args: argparse.Namespace, folder: Path, parallel: Parallel) -> Server:
+def start(args: argparse.Namespace, folder: Path, deployment: Parallel) -> Server:
     """A server that has no room but its share of memory, and keeps no prompt."""
-    path = checkpoint_of(args.checkpoint, folder, parallel.gpus)
+    path = checkpoint_of(args.checkpoint, folder, deployment.gpus)
     options = [
-        *server_options.decode_graphs({1, args.requests}), "--disable-radix-cache", *parallel.options(), *meeting(args.port),
+        *server_options.decode_graphs({1, args.requests}), "--disable-radix-cache", *deployment.options(), *meeting(args.port),
         "--mem-fraction-static", str(args.memory), "--context-length", str(CONTEXT),
         "--max-running-requests", str(args.requests),
     ]  # fmt: skip
-    server = Server("auto", path, args.port, STEPS, folder / f"{parallel}.log", *options)
+    server = Server("auto", path, args.port, STEPS, folder / f"{deployment}.log", *options)
     server.wait(STARTING)
     return server
 
 
-def measured(server: Server, args: argparse.Namespace, parallel: Parallel) -> dict:
+def measured(server: Server, args: argparse.Namespace, deployment: Parallel) -> dict:
     """A row of one deployment."""
     asked = prompts(args.requests, args.length)
     server.streamed(asked[:1], args.tokens)  # compiles what its lengths need
@@ -58,7 +58,7 @@ def measured(server: Server, args: argparse.Namespace, parallel: Parallel) -> di
     log = server.log.read_text(errors="replace")
     return {
         "checkpoint": args.checkpoint,
-        "parallel": str(parallel),
+        "parallel": str(deployment),
         "requests": args.requests,
         "length": args.length,
         "tokens": args.tokens,
@@ -73,18 +73,21 @@ def measured(server: Server, args: argparse.Namespace, parallel: Parallel) -> di
 
 def run(args: argparse.Namespace, started: Start) -> list[dict]:
     """A row a deployment, in their order."""
-    head = {"environment": environment(max(parsed(word).gpus for word in args.parallel)), "command": shlex.join(sys.argv)}
+    head = {
+        "environment": environment(max(parallel.parsed(word).gpus for word in args.parallel)),
+        "command": shlex.join(sys.argv),
+    }
     rows: list[dict] = []
     for word in args.parallel:
-        parallel = parsed(word)
-        with started(parallel) as server:
-            rows.append(measured(server, args, parallel))
+        deployment = parallel.parsed(word)
+        with started(deployment) as server:
+            rows.append(measured(server, args, deployment))
         print(rows[-1], flush=True)
         write_report(args.out, head | {"rows": rows})
     return rows
 
 
-def options_of(words: list[str] | None = None) -> argparse.Namespace:
+def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument(
@@ -100,7 +103,7 @@ def options_of(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    args = options_of()
+    args = parsed()
     with tempfile.TemporaryDirectory(prefix="nsa-bench-") as folder:
         run(args, partial(start, args, Path(folder)))
 

@@ -82,7 +82,8 @@ OPTIONS = {
     "--model": "folder of a checkpoint of your own, served by one side after the other; needs --prompts",
     "--prompts": "your prompts: a .jsonl file with text, messages or input_ids a line, or a text file with one a line",
     "--tokens": "most new tokens of an answer to one of --prompts",
-    "--server": "more options of the servers of --model or of a rank, in one word: '--tp-size 8'",
+    "--server": "more options of the servers of --model or of a rank, in one word: '--tp-size 8', or one without a value as "
+    "--server=--disable-radix-cache",
     "--port": "of the first server; runs at the same time need ports 2000 apart",
 }
 

@@ -256,7 +256,7 @@ class Crowded:
 
 def test_a_crowd_tells_how_many_requests_ran_at_once_and_how_many_were_taken_back(tmp_path, capsys):
     words = [str(tmp_path / "out.json"), "--requests", "3", "--length", "100", "--tokens", "5"]
-    rows = crowd.run(crowd.options_of(words), lambda parallel: Crowded(tmp_path / f"{parallel}.log"))
+    rows = crowd.run(crowd.parsed(words), lambda parallel: Crowded(tmp_path / f"{parallel}.log"))
     assert [row["parallel"] for row in rows] == ["dcp2", "tp2"]
     assert json.loads((tmp_path / "out.json").read_text())["rows"] == rows
     told = {name: rows[0][name] for name in ("pool_tokens", "answered_whole", "decoded_at_once", "retracted", "first_token_s")}
@@ -272,7 +272,7 @@ def test_a_crowd_tells_how_many_requests_ran_at_once_and_how_many_were_taken_bac
 def test_a_crowd_meets_servers_that_have_no_room_but_their_share(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(crowd, "Server", lambda *words: started.append(words) or SimpleNamespace(wait=lambda seconds: None))
-    args = crowd.options_of([str(tmp_path / "out.json"), "--checkpoint", "v3.2-tp8-2-layers"])
+    args = crowd.parsed([str(tmp_path / "out.json"), "--checkpoint", "v3.2-tp8-2-layers"])
     for word in args.parallel:
         crowd.start(args, tmp_path, parsed(word))
     assert [words[0] for words in started] == ["auto", "auto"]
