@@ -50,7 +50,7 @@ sanitize:  ## on an H200: our kernels under NVIDIA's checkers of memory, initial
 	# what torch and Triton ask the driver and are refused is no access to memory
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python3 -m pytest -q -m gpu $(SANITIZED)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool initcheck --error-exitcode 1 python3 -m pytest -q -m gpu $(SANITIZED)
-	# sparse_verify.cu says which of its accesses racecheck takes for races, and why they are none
+	# sparse_verify.cu says which of its accesses racecheck takes for races, and on what their order stands
 	compute-sanitizer --tool racecheck --error-exitcode 1 python3 -m pytest -q -m gpu $(SANITIZED) --ignore tests/kernels/test_sparse_verify.py
 
 bench:  ## on an H200: what a change of the hot path is measured by, half an hour; docs/contributing.md says where reports go

@@ -26,31 +26,29 @@ from nsa_backend.benchmarks.servers import parallel, server_options
 from nsa_backend.benchmarks.servers.generation import prompts
 from nsa_backend.benchmarks.servers.pairs import meeting
 from nsa_backend.benchmarks.servers.parallel import Parallel
-from nsa_backend.benchmarks.servers.server import Server
+from nsa_backend.benchmarks.servers.server import Server, retracted
 from nsa_backend.benchmarks.servers.sides import checkpoint_of
 
 RUNNING = re.compile(r"Decode batch.*?#running-req: (\d+)")
-RETRACTED = re.compile(r"Retract requests\. #retracted_reqs: (\d+)")
 STEPS = 3
 
 Start = Callable[[Parallel], AbstractContextManager[Server]]
 
 
 def start(args: argparse.Namespace, folder: Path, deployment: Parallel) -> Server:
-    """A server that has no room but its share of memory, and keeps no prompt."""
+    """A server that has no room but its share of memory, and keeps no prompt. Does not wait."""
     path = checkpoint_of(args.checkpoint, folder, deployment.gpus)
     options = [
         *server_options.decode_graphs({1, args.requests}), "--disable-radix-cache", *deployment.options(), *meeting(args.port),
         "--mem-fraction-static", str(args.memory), "--context-length", str(CONTEXT),
         "--max-running-requests", str(args.requests),
     ]  # fmt: skip
-    server = Server("auto", path, args.port, STEPS, folder / f"{deployment}.log", *options)
-    server.wait(STARTING)
-    return server
+    return Server("auto", path, args.port, STEPS, folder / f"{deployment}.log", *options)
 
 
 def measured(server: Server, args: argparse.Namespace, deployment: Parallel) -> dict:
     """A row of one deployment."""
+    server.wait(STARTING)
     asked = prompts(args.requests, args.length)
     server.streamed(asked[:1], args.tokens)  # compiles what its lengths need
     found = server.streamed(asked, args.tokens)
@@ -65,7 +63,7 @@ def measured(server: Server, args: argparse.Namespace, deployment: Parallel) -> 
         "pool_tokens": server.pool_tokens(),
         "answered_whole": answered.count(args.tokens),
         "decoded_at_once": max(map(int, RUNNING.findall(log)), default=0),
-        "retracted": sum(map(int, RETRACTED.findall(log))),
+        "retracted": retracted(log),
         "first_token_s": [round(second, 2) for second in sorted(found.first_seconds)],
         "seconds": round(found.seconds, 2),
     }
@@ -73,13 +71,10 @@ def measured(server: Server, args: argparse.Namespace, deployment: Parallel) -> 
 
 def run(args: argparse.Namespace, started: Start) -> list[dict]:
     """A row a deployment, in their order."""
-    head = {
-        "environment": environment(max(parallel.parsed(word).gpus for word in args.parallel)),
-        "command": shlex.join(sys.argv),
-    }
+    deployments = [parallel.parsed(word) for word in args.parallel]
+    head = {"environment": environment(max(one.gpus for one in deployments)), "command": shlex.join(sys.argv)}
     rows: list[dict] = []
-    for word in args.parallel:
-        deployment = parallel.parsed(word)
+    for deployment in deployments:
         with started(deployment) as server:
             rows.append(measured(server, args, deployment))
         print(rows[-1], flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -70,6 +71,8 @@ APART_SECONDS = 3.0  # between two starts, as servers measure free memory then
 STARTING = 480.0  # seconds that a server of a small checkpoint may take to start
 HEALTH_SECONDS = 25.0
 """Of one request to /health: SGLang generates a token, looks once a second whether it is there, and gives up after twenty."""
+RETRACTED = re.compile(r"(?:Retract requests|Testing retraction)\. #retracted_reqs: (\d+)")
+"""What a server's log says where it takes requests back for want of room, or because a test asks for it."""
 NEVER = 1 << 20  # tokens between two events of a stream: the first token is one, the end is the other
 
 
@@ -112,6 +115,11 @@ def _open(port: int, path: str, body: dict | None, timeout: float) -> HTTPRespon
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
     return urllib.request.urlopen(request, timeout=timeout)
+
+
+def retracted(log: str) -> int:
+    """Requests that a server took back, by its log."""
+    return sum(map(int, RETRACTED.findall(log)))
 
 
 def greedy(tokens: int) -> dict:

@@ -124,6 +124,11 @@ def shape(cell: Cell) -> str:
     return f"{cell.batch} x {cell.length}"
 
 
+def with_drafts(cell: Cell) -> str:
+    """Its shape, and how many drafts where there are some."""
+    return f"{shape(cell)}{f', {cell.steps} drafts' if cell.steps else ''}"
+
+
 def of_sides(sides: Iterable[str], key: str = "round_ms") -> dict[Cell, tuple[dict[str, Spread], str]]:
     """By cell, `key` of the last of `sides` that has it: by side in that run, and which it is."""
     return {cell: (found, side) for side in sides for cell, found in times(side, key).items()}
@@ -223,9 +228,9 @@ def lost_to_vllm() -> list[list[str]]:
     rows = []
     for key, behind in TIMES.items():
         ratios = {cell: of[key][0] / of[key][1] for cell, of in beside_vllm().items() if key in of}
-        told = [f"{shape(cell)}, {cell.steps} drafts ({one:.3f})" for cell, one in ratios.items() if one >= 1 + NOISE]
+        told = [f"{with_drafts(cell)} ({one:.3f})" for cell, one in ratios.items() if one >= 1 + NOISE]
         if told:
-            rows.append([f"a rank of {MODELS[FIRST_RANK]}, beside vLLM", behind, "; ".join(told)])
+            rows.append([f"a rank of {MODELS[FIRST_RANK]}, [beside vLLM](vllm.md)", behind, "; ".join(told)])
     return rows
 
 
@@ -528,7 +533,7 @@ def lost_by_ranks() -> list[list[str]]:
         for key, behind in TIMES.items():
             found = of_default[key] if side == "default" else of_rank(name, [side], key)
             cells = [
-                f"{shape(cell)}{f', {cell.steps} drafts' if cell.steps else ''} ({mark(*given)}{ratio(*given):.3f})"
+                f"{with_drafts(cell)} ({mark(*given)}{ratio(*given):.3f})"
                 for cell, given in found.items()
                 if ratio(*given) >= 1 + NOISE
             ]

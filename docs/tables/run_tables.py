@@ -72,6 +72,34 @@ SOAKS = {
 """Runs under load; those that a later one of the same code replaced are in the files alone."""
 
 
+ONE_GRAPH, THREE_GRAPHS = "one graph a round", "sampled rounds in three graphs"
+SEEDS_OF_RANKS = {
+    "rounds_deployments": ONE_GRAPH,
+    "dp_attention_seeds": ONE_GRAPH,
+    "dp_attention_seeds_in_three_graphs": THREE_GRAPHS,
+}
+"""Reports that together have sampled rounds of two ranks of DP attention of three seeds a kind, and the kind of each."""
+
+
+@PARTS.part
+def rejected_by_ranks() -> str:
+    """In how many of these rounds a draft was rejected, and the p-value of the difference."""
+    rounds = dict.fromkeys((ONE_GRAPH, THREE_GRAPHS), (0, 0))
+    for name, kind in SEEDS_OF_RANKS.items():
+        for row in result("e2e_0_5_23", name)["rows"]:
+            if f"DP attention, sampled and greedy, {kind}" in row["case"]:
+                counts = [counts for given in row["workloads"].values() for counts in given["ours"]["histograms"]]
+                rejected, of = rounds[kind]
+                rounds[kind] = rejected + sum(sum(one[:-1]) for one in counts), of + sum(map(sum, counts))
+    one, three = (rejected / of for rejected, of in rounds.values())
+    together, (first, second) = sum(n for n, _ in rounds.values()), (of for _, of in rounds.values())
+    share = together / (first + second)
+    apart = (one - three) / math.sqrt(share * (1 - share) * (1 / first + 1 / second))
+    p_value = math.erfc(abs(apart) / math.sqrt(2))
+    told = f"{one:.1%} of {first} cases in one graph, {three:.1%} of {second} in three (p = {p_value:.2f})"
+    return told.replace("%", " %")
+
+
 @PARTS.part
 def soaks() -> str:
     """A row a run and side."""

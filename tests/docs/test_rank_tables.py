@@ -206,7 +206,7 @@ def test_vllm_is_told_where_it_did_not_wander_and_where_it_wins(filed):
         "| 8 x 300 | 3 | 1.262 (10.10 / 8.00) | - |",  # so many rows go by sparse_prefill, whose side did not run
         "| 8 x 300 | none | 0.637 (5.10 / 8.00) | - |",
     ]
-    whose = "a rank of DeepSeek-V3.2, beside vLLM"
+    whose = "a rank of DeepSeek-V3.2, [beside vLLM](vllm.md)"
     assert rank_tables.lost_to_vllm() == [
         [whose, "longer rounds or tokens", "8 x 300, 3 drafts (1.262)"],
         [whose, "first token later", "1 x 300, 3 drafts (1.262)"],

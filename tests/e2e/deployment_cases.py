@@ -9,7 +9,19 @@ from functools import partial
 
 from case import Case
 from engine_options import DEPLOYMENT_FLOORS as FLOORS
-from engine_options import DP_2, FOUR_GPUS, FP8, GLM_52, ONE_GRAPH, PREFILL_SIZES, SAVED, STANDARD, TWO_GPUS, UP_TO_TWO
+from engine_options import (
+    DP_2,
+    FOUR_GPUS,
+    FP8,
+    GLM_52,
+    NAMES_NOTHING,
+    ONE_GRAPH,
+    PREFILL_SIZES,
+    SAVED,
+    STANDARD,
+    TWO_GPUS,
+    UP_TO_TWO,
+)
 from pd_cases import PD_CASES
 
 SINCE = ">=0.5.23"
@@ -122,7 +134,6 @@ PARALLEL_CASES = [
     parallel("four GPUs, DP attention 2, expert parallel", 3, UNEQUAL, engine=FOUR_GPUS | DP_2 | {"ep_size": 4}, gpus=4),
 ]
 
-NAMES_NOTHING = {"nsa_prefill_backend": None, "nsa_decode_backend": None}
 DIVIDED = TWO_GPUS | {"enable_prefill_cp": True, "cp_strategy": "interleave"}
 """Each GPU computes every other token of a prefill, and decodes all requests with all heads."""
 divided = partial(Case, steps=3, workloads=(*STANDARD, "short", "shared prefix"), engine=DIVIDED, gpus=2, releases=SINCE)

@@ -25,6 +25,8 @@ PREFILL_SIZES = {"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefi
 """All of up to 512 tokens but 96 are captured whole too."""
 SAVED = {"enable_memory_saver": True, "enable_weights_cpu_backup": True, "enable_draft_weights_cpu_backup": True}
 """SGLang gives weights back empty unless it keeps a copy of them, for which a trainer has no need."""
+NAMES_NOTHING = {"nsa_decode_backend": None, "nsa_prefill_backend": None}
+"""SGLang chooses, or this package by rows."""
 UP_TO_TWO = {"cuda_graph_bs": [1, 2]}
 """Captured sizes that most batches of "unequal ranks" exceed, on one rank or on both."""
 

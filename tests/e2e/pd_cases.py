@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 from case import Case
-from engine_options import BESIDE_OTHERS, DP_2, FP8, GLM_52, ONE_GRAPH, PREFILL_SIZES, STANDARD, TWO_GPUS
+from engine_options import BESIDE_OTHERS, DP_2, FP8, GLM_52, NAMES_NOTHING, ONE_GRAPH, PREFILL_SIZES, STANDARD, TWO_GPUS
 from engine_options import DEPLOYMENT_FLOORS as FLOORS
 
 SINCE = ">=0.5.23"
@@ -52,7 +52,7 @@ PD_CASES = [
         3,
         ("1x300", "short", "shared prefix", "turns of chats", "8x300"),
         shape="faithful-16-heads",
-        engine=PREFILL_SIZES | {"nsa_decode_backend": None, "nsa_prefill_backend": None},
+        engine=PREFILL_SIZES | NAMES_NOTHING,
         says="a prefill ran in one graph",
         says_times=2,
         floor_of_all=0.95,

@@ -13,6 +13,7 @@ from soak_answers import Record, group_differences
 from soak_server import TOPOLOGIES, Topology
 
 from nsa_backend.benchmarks.servers.generation import accept_length
+from nsa_backend.benchmarks.servers.server import retracted
 from nsa_backend.environment import asked
 from nsa_backend.releases import installed
 
@@ -25,7 +26,6 @@ pages. A server has one; under DP attention the process of each rank has."""
 
 DRIFT, ACCEPT_FLOOR = 0.02, 0.95 * 4
 SUSPECT = re.compile(r"Traceback|\bERROR\b|Error: |CUDA error|\b[nN]a[nN]\b|leak detected|state was deleted|watchdog timeout")
-RETRACTED = re.compile(r"(?:Retract requests|Testing retraction)\. #retracted_reqs: (\d+)")
 
 
 def accept_of(records: list[Record]) -> float:
@@ -141,7 +141,7 @@ def summary(run: Soak) -> dict:
         "load_minutes": round((ended - began) / 60, 2),
         "requests": {kind: kinds[kind] for kind in ("finished", "aborted", "closed", "failed")},
         "taken_back_too_late": sum(r.kind == "finished" and r.wanted != "finished" for r in records),
-        "retracted": {"in_log": sum(map(int, RETRACTED.findall(text))), "finished": sum(r.retractions > 0 for r in records)},
+        "retracted": {"in_log": retracted(text), "finished": sum(r.retractions > 0 for r in records)},
         "messages": dict(Counter(r.message for r in records if r.message).most_common(10)),
         "rows": rows,
         "accept_length": round(accept_of(records), 4),

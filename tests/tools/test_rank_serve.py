@@ -241,7 +241,11 @@ class Crowded:
     def __exit__(self, *exception):
         pass
 
+    def wait(self, seconds: float) -> None:
+        self.ready = True
+
     def pool_tokens(self) -> int:
+        assert self.ready
         return 250
 
     def streamed(self, prompts: list[list[int]], tokens: int) -> server.Streamed:
@@ -271,7 +275,7 @@ def test_a_crowd_tells_how_many_requests_ran_at_once_and_how_many_were_taken_bac
 
 def test_a_crowd_meets_servers_that_have_no_room_but_their_share(tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(crowd, "Server", lambda *words: started.append(words) or SimpleNamespace(wait=lambda seconds: None))
+    monkeypatch.setattr(crowd, "Server", lambda *words: started.append(words))
     args = crowd.parsed([str(tmp_path / "out.json"), "--checkpoint", "v3.2-tp8-2-layers"])
     for word in args.parallel:
         crowd.start(args, tmp_path, parsed(word))
