@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import installed_source
 import pytest
-import soak_judge
 import soak_server
 import soak_traffic
 from next_token import question
@@ -17,6 +16,7 @@ from workloads import CASES
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks.checkpoints import eagle3, faithful
 from nsa_backend.benchmarks.checkpoints.faithful_models import MODELS
+from nsa_backend.benchmarks.servers.server import retracted
 from nsa_backend.refusals import RULES
 from nsa_backend.releases import CONTEXT_RANKS, generation_of, installed
 
@@ -112,7 +112,7 @@ def test_the_soak_run_makes_sglang_take_requests_back(monkeypatch):
     said = '"Testing retraction. "', 'f"#retracted_reqs: {'
     scheduler = (installed_source.ROOT / "managers" / "scheduler.py").read_text()
     assert all(words in scheduler for words in said)
-    assert soak_judge.RETRACTED.search("Testing retraction. #retracted_reqs: 1, #new_tokens_gained: 64")
+    assert retracted("Testing retraction. #retracted_reqs: 1, #new_tokens_gained: 64") == 1
 
 
 @pytest.mark.parametrize("topology", SERVED_HERE)
