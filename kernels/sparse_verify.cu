@@ -15,9 +15,8 @@
 // lack some, and those before it end and make room.
 //
 // Compute Sanitizer's racecheck takes some of this for races. Threads store their entries in a cell of the hash table at once, of
-// which any may stay. They set a row's bit in the top byte of a word of which others read the slot alone. And rows' bits and the
-// kept list are handed over by a barrier that a thread arrives at behind its copies: for what it has copied PTX promises that,
-// for plain accesses to shared memory before it the order in which an SM serves them does.
+// which any may stay. They set a row's bit in the top byte of a word of which others read the slot alone. And it does not follow
+// barriers in shared memory.
 //
 // With EMULATE a host compiler takes this file: what is PTX here comes from emulation.h then.
 
@@ -514,15 +513,20 @@ struct Gathering {
     }
 #endif
 
-    // A step's tokens are there, or will be once its copies have landed; so is the query, before the first.
+    // A step's tokens are there, or will be once its copies have landed; so is the query, before the first. An arrival behind copies
+    // orders nothing but those: rows' bits, which a thread stores, are handed over by one more arrival of its warp.
     __device__ __forceinline__ void filled(int step) const {
 #if FP8
         arrive(shared + FILLED_AT + step % 2 * 8);
 #else
         arrive_after_copies(shared + FILLED_AT + step % 2 * 8);
+        sync_warp();
+        if (threadIdx.x % 32 == 0) arrive(shared + FILLED_AT + step % 2 * 8);
 #endif
     }
 };
+
+constexpr int FILLING = FP8 ? GATHERING : GATHERING + GATHERING / 32;  // arrivals that fill a step
 
 // Marks a row's slots, which are entries `begin` to `end` of this warp: the entry that the table has for a slot gets the row's bit
 // above the slot. Who finds no other bit there lists the slot. Returns how many list one, less those that the table has.
@@ -917,7 +921,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     if (threadIdx.x == 0) {
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
-            start_barrier(shared + FILLED_AT + 8 * step, GATHERING);
+            start_barrier(shared + FILLED_AT + 8 * step, FILLING);
             start_barrier(shared + EMPTIED_AT + 8 * step, WARPS);
         }
     }
