@@ -82,6 +82,12 @@ VARIABLES = (
         "says why not; 1: so, or no start; 0: never",
         "0 for a shorter start",
     ),
+    Variable(
+        "NSA_BACKEND_MOE_CONFIGS",
+        "1",
+        "1: tiles of SGLang's Triton experts from this package, where SGLang has none for the GPU and Triton; 0: SGLang's",
+        "0 to compare",
+    ),
 )
 SWITCHES = {variable.name: variable for variable in VARIABLES}
 

@@ -159,6 +159,10 @@ class Adapter(ABC):
         """Have SGLang's indexer score all rows in one call of DeepGEMM, where it makes several and the device needs one."""
 
     @abstractmethod
+    def take_moe_configs(self) -> None:
+        """Have SGLang's Triton experts use the tiles that this package has measured, where SGLang has none of this Triton's."""
+
+    @abstractmethod
     def schedule_surplus_last(self, device_sm: int) -> bool:
         """Whether DeepGEMM gives the last SMs one segment more, or the first."""
 

@@ -130,6 +130,11 @@ class DsaAdapter(Adapter):
         if device_sm // 10 == 9 and index_scores.makes_pieces():
             index_scores.score_at_once()
 
+    def take_moe_configs(self) -> None:
+        from nsa_backend.adapters import moe_configs
+
+        moe_configs.take()
+
     def attention_tp_size(self) -> int:
         return get_parallel().attn_tp_size
 

@@ -84,6 +84,9 @@ class NsaAdapter(Adapter):
     def score_at_once(self, device_sm: int) -> None:
         """It does already."""
 
+    def take_moe_configs(self) -> None:
+        """None were measured with its Triton."""
+
     def fuse_topk(self, shares_selections: bool) -> bool:
         """Whether the indexer's top-k returns KV slots (SGLANG_NSA_FUSE_TOPK=1, the default) or token positions."""
         return envs.SGLANG_NSA_FUSE_TOPK.get()

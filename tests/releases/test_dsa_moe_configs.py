@@ -1,0 +1,128 @@
+"""Configs of SGLang's Triton experts: which lookups are answered by this package, and which stay SGLang's."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from nsa_backend.adapters import moe_configs
+from nsa_backend.adapters.installed import adapter
+
+if not moe_configs.measured() or find_spec(moe_configs.MODULE) is None:
+    pytest.skip("no configs were measured with this release's Triton", allow_module_level=True)
+
+lookup = import_module(moe_configs.MODULE)
+OF_A_RANK = 256, 256  # experts of DeepSeek-V3.2 and their width on one of eight ranks
+
+
+@pytest.fixture(autouse=True)
+def on_an_h200(monkeypatch):
+    """SGLang asks torch for the GPU's name, and both lookups remember their answers."""
+    monkeypatch.setattr(lookup, "get_device_name", lambda: "NVIDIA H200")
+    yield
+    moe_configs._own.cache_clear()
+    lookup.get_moe_configs.cache_clear()
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The lookup as the hook leaves it."""
+    hooked = []
+    monkeypatch.setattr(moe_configs, "hook", lambda target, function, kind: hooked.append((target, function)))
+    monkeypatch.delenv(moe_configs.USERS_FOLDER, raising=False)
+    adapter.take_moe_configs()
+    ((target, around),) = hooked
+    assert target == f"{lookup.__name__}.get_moe_configs"
+    original = lookup.get_moe_configs
+    monkeypatch.setattr(lookup, "get_moe_configs", partial(around, original))
+    yield
+    monkeypatch.setattr(lookup, "get_moe_configs", original)
+
+
+def chosen(tokens: int, experts: int = 256, width: int = 256, hidden: int = 7168):
+    """(config of the first product, of the second) as SGLang's experts look them up."""
+    shapes = (experts, 2 * width, hidden), (experts, hidden, width)
+    first, (second, _) = lookup.try_get_optimal_moe_config(
+        *shapes, 8, "fp8_w8a8", tokens, block_shape=[128, 128], return_down_config=True
+    )
+    return first, second
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8, 32, 128, 256])
+def test_a_rank_of_deepseek_v32_has_tiles_of_16_rows(taken, tokens):
+    first, second = chosen(tokens)
+    assert first["BLOCK_SIZE_M"] == second["BLOCK_SIZE_M"] == 16
+    assert second["USE_TMA"] is True
+
+
+def test_without_them_decode_has_tiles_of_64_rows():
+    """What they are for: as soon as SGLang has better ones, this package's can go."""
+    assert [chosen(tokens)[0]["BLOCK_SIZE_M"] for tokens in (4, 32, 128)] == [64, 64, 64]
+
+
+def test_a_number_of_tokens_between_two_takes_the_nearest(taken):
+    assert chosen(30) == chosen(32)
+    assert chosen(100_000) == chosen(8192)
+
+
+@pytest.mark.parametrize("shape", [(256, 512), (257, 128), (8, 1792)])
+def test_other_shapes_are_sglangs(taken, monkeypatch, shape):
+    with_ours = chosen(32, *shape)
+    monkeypatch.setattr(lookup, "get_moe_configs", lookup.get_moe_configs.args[0])
+    assert with_ours == chosen(32, *shape)
+
+
+def test_another_gpu_is_sglangs(taken, monkeypatch):
+    monkeypatch.setattr(lookup, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    assert moe_configs._own(*OF_A_RANK, "fp8_w8a8", 128, 128) is None
+
+
+def test_sglangs_own_of_this_triton_win(taken, monkeypatch, tmp_path):
+    """A release that ships configs for the shape and Triton has measured them."""
+    folder = tmp_path / "configs" / f"triton_{moe_configs.triton.__version__.replace('.', '_')}"
+    folder.mkdir(parents=True)
+    name = lookup.get_config_file_name(*OF_A_RANK, "fp8_w8a8", [128, 128])
+    (folder / name).write_text("{}")
+    monkeypatch.setattr(lookup, "__file__", str(tmp_path / "module.py"))
+    assert moe_configs._own(*OF_A_RANK, "fp8_w8a8", 128, 128) is None
+
+
+def test_a_folder_that_the_user_names_wins(monkeypatch, tmp_path):
+    monkeypatch.setenv(moe_configs.USERS_FOLDER, str(tmp_path))
+    monkeypatch.setattr(moe_configs, "hook", lambda *_: pytest.fail("hooked"))
+    adapter.take_moe_configs()
+
+
+def test_another_triton_has_none(monkeypatch):
+    monkeypatch.setattr(moe_configs.triton, "__version__", "3.9.0")
+    monkeypatch.setattr(moe_configs, "hook", lambda *_: pytest.fail("hooked"))
+    adapter.take_moe_configs()
+
+
+def test_both_products_sort_rows_alike():
+    """SGLang sorts tokens by expert once, for the rows of the first product, and looks the second's config up by the same key."""
+    files = moe_configs.measured()
+    firsts = [name for name in files if not name.endswith("_down.json")]
+    assert files.keys() == {*firsts, *(name.replace(".json", "_down.json") for name in firsts)}
+    for name in firsts:
+        second = files[name.replace(".json", "_down.json")]
+        rows = {tokens: one["BLOCK_SIZE_M"] for tokens, one in files[name].items()}
+        assert rows == {tokens: one["BLOCK_SIZE_M"] for tokens, one in second.items()}
+
+
+def test_each_is_the_fastest_of_its_report():
+    """The file is written from reports; nobody tunes it by hand."""
+    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "experts_0_5_23_h200.json"
+    rows = [row for report in json.loads(results.read_text())["reports"].values() for row in report["rows"]]
+    files = moe_configs.measured()
+    for row in rows:
+        name = lookup.get_config_file_name(row["experts"], 256, "fp8_w8a8", [128, 128])
+        assert files[name][str(row["tokens"])] == row["best"]["first"]
+        assert row["us"][row["best"]["name"]] == min(us for way, us in row["us"].items() if " then " in way)
+        assert row["us"][row["best"]["name"]] < row["us"]["sglang"]
+    assert len(files) == 2 * len({row["experts"] for row in rows})
