@@ -105,7 +105,7 @@ def test_another_triton_has_none(monkeypatch):
 
 
 def test_both_products_sort_rows_alike():
-    """SGLang sorts tokens by expert once, for the rows of the first product, and looks the second's config up by the same key."""
+    """SGLang sorts tokens by expert once, for the rows of the first product, and looks both configs up by one key."""
     files = moe_configs.measured()
     firsts = [name for name in files if not name.endswith("_down.json")]
     assert files.keys() == {*firsts, *(name.replace(".json", "_down.json") for name in firsts)}
