@@ -191,6 +191,29 @@ def rank() -> str:
     return by_shape({name: of_rank(name, sides) for name, sides in DEFAULTS.items()}, OF_ROUNDS)
 
 
+SGLANGS_AGAIN = ("short_prefills", "whole_prefills", "moe_configs")
+"""Reports of the first rank in which SGLang's side ran with the same weights, each on another machine."""
+
+
+@PARTS.part
+def machines_apart() -> str:
+    """Percent by which SGLang's rounds of one shape differ at most between machines."""
+    found: dict[Cell, list[float]] = {}
+    for name in SGLANGS_AGAIN:
+        for cell, sides in spreads(cells_of(result(FIRST_FILE, name), "round_ms")).items():
+            if BUILTIN in sides and not cell.cached:
+                found.setdefault(cell, []).append(sides[BUILTIN].median)
+    return f"{max(100 * (max(rounds) / min(rounds) - 1) for rounds in found.values()):.1f} %"
+
+
+@PARTS.part
+def experts_fused() -> str:
+    """The default's rounds with SGLang's option that puts the shared expert among the others, over those without it."""
+    fused = spreads(cells_of(result(FIRST_FILE, "experts_fused"), "round_ms"))
+    apart = of_rank(FIRST_RANK, DEFAULTS[FIRST_RANK])
+    return spread(sides["experts_fused"].median / apart[cell][0]["default"].median for cell, sides in fused.items())
+
+
 @PARTS.part
 def one_draft() -> str:
     """The default's rounds of one draft over the built-in's, on the first rank, least to most."""

@@ -8,7 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks, lost_by_two_ranks, lost_to_vllm
-from result_files import Parts, result, spread, table
+from result_files import Parts, reports, result, spread, table
 
 from nsa_backend.attention.auto import CANDIDATES, least_together
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
@@ -213,6 +213,34 @@ def index_scores() -> str:
 
     rows = [[str(n), *(told(times[n, length]) for length in lengths)] for n in (1, 8, 64)]
     return table(["requests; tokens:", *map(str, lengths)], rows)
+
+
+EXPERT_TOKENS = (1, 4, 8, 32, 128, 512, 8192)
+MODELS_BY_EXPERTS = {256: "DeepSeek-V3.2", 257: "GLM-5"}
+
+
+@PARTS.part
+def experts() -> str:
+    """Microseconds of a layer's experts with this package's tiles over SGLang's, by tokens; in brackets SGLang's."""
+    rows = {(row["experts"], row["tokens"]): row for report in reports("experts").values() for row in report["rows"]}
+
+    def told(row: dict) -> str:
+        return f"{row['us'][row['best']['name']] / row['us']['sglang']:.2f} ({row['us']['sglang']:.0f})"
+
+    of_models = [
+        [model, *(told(rows[experts, tokens]) for tokens in EXPERT_TOKENS)]
+        for experts, model in MODELS_BY_EXPERTS.items()
+        if (experts, EXPERT_TOKENS[0]) in rows
+    ]
+    return table(["tokens:", *map(str, EXPERT_TOKENS)], of_models)
+
+
+@PARTS.part
+def experts_over_bytes() -> str:
+    """From how many tokens on, up to 256, these take at most 10 % longer than reading the weights at 4 TB/s."""
+    rows = [row for row in result("experts_0_5_23", "deepseek_v32")["rows"] if row["tokens"] <= 256]
+    bound = {row["tokens"]: row["us"][row["best"]["name"]] <= 1.1 * row["floor_us"] for row in rows}
+    return str(min(tokens for tokens in bound if all(of for more, of in bound.items() if more >= tokens)))
 
 
 VALUES_TOGETHER = "ours with values in one launch, to o_proj"
