@@ -10,6 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+FIRST_START = 5
+"""Times that the first server of a rank takes to start on a new machine, where it compiles kernels, over a later one: 354 and
+517 s were followed by 55 to 98 (benchmarks/results/rank_v32_tp8_0_5_23_h200.json)."""
+
 
 @dataclass
 class Prepared:
@@ -35,7 +39,7 @@ def run_cells(cells: list[Cell], seconds: float, keep: Callable[[dict[str, Any]]
     """Measure cell after cell as long as the longest one so far of its kind, or of all, would still end in time.
 
     The first cell compiles kernels for all others, so it counts only until a second one has run. What preparing takes counts
-    for cells that have to prepare too.
+    for cells that have to prepare too, of the first time a part until there was a second.
 
     Args:
         cells: in the order to measure.
@@ -46,7 +50,7 @@ def run_cells(cells: list[Cell], seconds: float, keep: Callable[[dict[str, Any]]
         Rows by section, `seconds`, and under `not_measured` the names of cells that found no time.
     """
     report: dict[str, Any] = {cell.section: [] for cell in cells} | {"not_measured": [], "seconds": 0.0}
-    began, took, preparing = time.monotonic(), list[tuple[str, float]](), [0.0]
+    began, took, preparing = time.monotonic(), list[tuple[str, float]](), list[float]()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not cells) as progress:
         task = progress.add_task("", total=len(cells))
@@ -54,7 +58,8 @@ def run_cells(cells: list[Cell], seconds: float, keep: Callable[[dict[str, Any]]
             started = time.monotonic()
             prepared = cell.prepared or Prepared()
             alike = [lasted for kind, lasted in took[1:] if kind == cell.kind] or [lasted for _, lasted in took[1:] or took]
-            expected = max(alike, default=0.0) + (max(preparing) if prepared.key != cell.key else 0.0)
+            again = max(preparing[1:] or (one / FIRST_START for one in preparing), default=0.0)
+            expected = max(alike, default=0.0) + (again if prepared.key != cell.key else 0.0)
             if took and started - began + expected > seconds:
                 report["not_measured"].append(cell.name)
                 progress.advance(task)
@@ -63,8 +68,9 @@ def run_cells(cells: list[Cell], seconds: float, keep: Callable[[dict[str, Any]]
             before = prepared.seconds
             report[cell.section] += cell.measure()
             whole = time.monotonic() - started
-            preparing.append(prepared.seconds - before)
-            took.append((cell.kind, whole - preparing[-1]))
+            of_preparing = prepared.seconds - before
+            preparing += [of_preparing] if of_preparing else []
+            took.append((cell.kind, whole - of_preparing))
             progress.console.print(f"{cell.name}: {whole:.1f} s", highlight=False)  # a log file shows no bar
             report["seconds"] = round(time.monotonic() - began, 1)
             keep(report)

@@ -63,24 +63,28 @@ def test_a_first_cell_that_compiles_does_not_stop_the_short_ones_after_it(clock)
     assert report["not_measured"] == ["cell 3", "cell 4"]
 
 
-def test_the_start_of_a_server_counts_for_cells_that_start_one(clock):
-    """The first cell of each server starts it, in 100 seconds; every cell measures for 10."""
+@pytest.mark.parametrize(
+    ("starts", "seconds", "measured"),
+    [
+        ((100, 100, 100), 150, 3),
+        ((100, 100, 100), 255, 5),
+        ((500, 60, 60), 640, 6),  # what the first start compiled stands: another one is given the 110 seconds that are left
+        ((500, 60, 60), 680, 6),  # and from then on a start takes what the second one did
+    ],
+)
+def test_the_start_of_a_server_counts_for_cells_that_start_one(clock, starts, seconds, measured):
+    """Every third cell starts a server; every cell measures for 10 seconds."""
+    servers = cells.Prepared()
 
-    def measured_within(seconds: float) -> list[int]:
-        servers = cells.Prepared()
+    def measure(number: int) -> list[dict]:
+        if servers.key != number // 3:
+            servers.key, servers.seconds = number // 3, servers.seconds + starts[number // 3]
+            clock.now += starts[number // 3]
+        clock.now += 10
+        return [{"cell": number}]
 
-        def measure(number: int) -> list[dict]:
-            if servers.key != number // 3:
-                servers.key, servers.seconds = number // 3, servers.seconds + 100
-                clock.now += 100
-            clock.now += 10
-            return [{"cell": number}]
-
-        made = [cells.Cell(f"{n}", lambda n=n: measure(n), prepared=servers, key=n // 3) for n in range(9)]
-        return [row["cell"] for row in cells.run_cells(made, seconds, lambda _: None)["rows"]]
-
-    assert measured_within(150) == [0, 1, 2]
-    assert measured_within(255) == [0, 1, 2, 3, 4]
+    made = [cells.Cell(f"{n}", lambda n=n: measure(n), prepared=servers, key=n // 3) for n in range(9)]
+    assert [row["cell"] for row in cells.run_cells(made, seconds, lambda _: None)["rows"]] == list(range(measured))
 
 
 def test_a_long_kind_of_cell_does_not_stop_a_short_one(clock):
