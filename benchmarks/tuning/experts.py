@@ -1,10 +1,10 @@
 """Block-FP8 experts of a rank as SGLang's Triton runner calls them: which tiles are fastest, and the configs that follow.
 
-    python benchmarks/tuning/experts.py OUT.json [--experts 256 257] [--tokens 1 2 4 ...] [--configs MOE_CONFIGS.json]
+    python benchmarks/tuning/experts.py OUT.json [--ranks v3.2-tp8 glm-5-tp8] [--tokens 1 2 4 ...] [--configs MOE_CONFIGS.json]
 
-Tokens choose experts at random. Tiles of both products are compared first, then tiles of the second alone, with and without
-bulk copies (TMA). Each is compared with what SGLang chooses before it is timed, beside the time that the bytes take. OUT.json
-is written after every cell, and so is the file of `nsa_backend.adapters.moe_configs` where --configs names one.
+Tokens choose experts at random. Tiles of both products are compared first, then tiles of the second alone, both with and
+without bulk copies (TMA). Each is compared with what SGLang chooses before it is timed, beside the time that the bytes take.
+OUT.json is written after every cell, and so is the file of `nsa_backend.adapters.moe_configs` where --configs names one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,30 @@ from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.testing.process import start_sglang
 
-HIDDEN = {256: 7168, 257: 6144}
-"""Columns of a token by experts: of DeepSeek-V3.2, and of GLM-5, whose shared expert SGLang puts among the others."""
-ROUTED, WIDTH, CHOSEN, GROUP = 256, 256, 8, 128  # of one of eight ranks
+GROUP = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Experts of one layer on one GPU, and how tokens choose them."""
+
+    experts: int  # that the GPU has
+    width: int
+    hidden: int
+    routed: int  # on all GPUs, of which a token chooses
+    chosen: int = 8
+
+    @property
+    def always(self) -> int:
+        """Shared experts that SGLang has put among the others."""
+        return max(0, self.experts - self.routed)
+
+
+RANKS = {
+    "v3.2-tp8": Shape(256, 256, 7168, 256),
+    "glm-5-tp8": Shape(257, 256, 6144, 256),
+    "v3.2-ep8": Shape(32, 2048, 7168, 256),  # tokens are those of all ranks, most of whose experts are elsewhere
+}
 BYTES_PER_US = 4.0e6
 REPEATS, SAMPLES = 6, 5
 TOO_FAR = 1e-2
@@ -40,11 +62,17 @@ def config(*values: int, bulk: bool = False) -> Config:
     return dict(zip(NAMES, values, strict=True)) | ({"USE_TMA": True} if bulk else {})
 
 
-FIRST_FEW = [config(16, n, 128, group, 4, stages) for n in (64, 128) for group in (1, 16) for stages in (3, 4, 5)]
-FIRST_FEW += [config(16, 128, 128, 1, 8, 4), config(32, 64, 128, 1, 4, 4), config(32, 128, 128, 1, 4, 4)]
-FIRST_MANY = [config(*tile, 4, 4) for tile in ((32, 64, 128, 1), (32, 128, 128, 1), (64, 64, 128, 1), (128, 64, 128, 16))]
-FIRST_MANY += [config(*tile, 4, 3) for tile in ((32, 128, 128, 1), (64, 128, 128, 1), (64, 128, 128, 64))]
-FIRST_MANY += [config(64, 128, 128, 16, 4, 4), config(64, 256, 128, 1, 8, 3), config(128, 128, 128, 1, 8, 3)]
+TILES_FEW = [(16, n, 128, group, 4, stages) for n in (64, 128) for group in (1, 16) for stages in (3, 4, 5)]
+TILES_FEW += [(16, 128, 128, 1, 8, 4), (32, 64, 128, 1, 4, 4), (32, 128, 128, 1, 4, 4)]
+TILES_MANY = [(32, 64, 128, 1, 4, 4), (32, 128, 128, 1, 4, 4), (64, 64, 128, 1, 4, 4), (128, 64, 128, 16, 4, 4)]
+TILES_MANY += [(32, 128, 128, 1, 4, 3), (64, 128, 128, 1, 4, 3), (64, 128, 128, 64, 4, 3), (64, 128, 128, 16, 4, 4)]
+TILES_MANY += [(64, 256, 128, 1, 8, 3), (128, 128, 128, 1, 8, 3)]
+
+
+def firsts_for(tokens: int) -> list[Config]:
+    """Configs of the first product."""
+    tiles = TILES_FEW if tokens <= FEW_TOKENS else TILES_MANY
+    return [config(*tile, bulk=bulk) for tile in tiles for bulk in (False, True)]
 
 
 def seconds_of(first: Config) -> list[Config]:
@@ -65,23 +93,28 @@ def name_of(first: Config, second: Config | None = None) -> str:
 
 
 class Rank:
-    """Experts of one layer with random weights; past `ROUTED`, every token has them all."""
+    """Experts of one layer with random weights."""
 
-    def __init__(self, experts: int):
-        self.experts, self.hidden = experts, HIDDEN[experts]
-        self.first = self._weights(2 * WIDTH, self.hidden)
-        self.second = self._weights(self.hidden, WIDTH)
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        self.first = self._weights(2 * shape.width, shape.hidden)
+        self.second = self._weights(shape.hidden, shape.width)
 
     def _weights(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        of_bytes = torch.randint(0x20, 0x40, (self.experts, rows, columns), device="cuda", dtype=torch.uint8)  # 0.06 to 1.9
+        size = self.shape.experts, rows, columns
+        of_bytes = torch.randint(0x20, 0x40, size, device="cuda", dtype=torch.uint8)  # 0.06 to 1.9
         of_bytes = (of_bytes | torch.randint_like(of_bytes, 2) << 7).view(torch.float8_e4m3fn)
-        scales = torch.rand(self.experts, rows // GROUP, columns // GROUP, device="cuda") * 1e-3
+        scales = torch.rand(self.shape.experts, rows // GROUP, columns // GROUP, device="cuda") * 1e-3
         return of_bytes, scales
 
     def routed(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weights, experts) of each token."""
-        weights, chosen = torch.rand(tokens, ROUTED, device="cuda").topk(CHOSEN)
-        always = torch.arange(ROUTED, self.experts, device="cuda").expand(tokens, -1)
+        """(weights, experts) of each token; -1 is an expert of another GPU."""
+        shape = self.shape
+        weights, chosen = torch.rand(tokens, shape.routed, device="cuda").topk(shape.chosen)
+        if shape.experts < shape.routed:
+            chosen[chosen >= shape.experts] = -1
+            chosen[0, 0] = 0  # so that this GPU has something to do
+        always = torch.arange(shape.routed, shape.routed + shape.always, device="cuda").expand(tokens, -1)
         return torch.cat([weights, torch.full_like(always, 0.4, dtype=torch.float32)], 1), torch.cat([chosen, always], 1).int()
 
     def call(self, x: torch.Tensor, routed: tuple[torch.Tensor, torch.Tensor], lookup: Callable) -> Callable[[], torch.Tensor]:
@@ -93,7 +126,8 @@ class Rank:
             try:
                 return fused_moe.outplace_fused_experts(
                     x, self.first[0], self.second[0], *routed, w1_scale=self.first[1], w2_scale=self.second[1],
-                    block_shape=[GROUP, GROUP], use_fp8_w8a8=True, routed_scaling_factor=1.0, filter_expert=False,
+                    block_shape=[GROUP, GROUP], use_fp8_w8a8=True, routed_scaling_factor=1.0,
+                    filter_expert=self.shape.experts < self.shape.routed,
                 )  # fmt: skip
             finally:
                 fused_moe.try_get_optimal_moe_config = kept
@@ -122,30 +156,32 @@ def timed(calls: dict[str, Callable[[], torch.Tensor]], wanted: torch.Tensor) ->
     return {name: round(us, 2) for name, (us, _) in times.items()}, wrong
 
 
-def cell(rank: Rank, tokens: int) -> dict:
+def cell(name: str, rank: Rank, tokens: int) -> dict:
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import try_get_optimal_moe_config
 
-    x = torch.randn(tokens, rank.hidden, device="cuda").bfloat16()
+    shape = rank.shape
+    x = torch.randn(tokens, shape.hidden, device="cuda").bfloat16()
     routed = rank.routed(tokens)
     sglang = rank.call(x, routed, try_get_optimal_moe_config)
     wanted = sglang().float()
-    firsts = {name_of(first): first for first in (FIRST_FEW if tokens <= FEW_TOKENS else FIRST_MANY)}
-    found, wrong = timed(
-        {"sglang": sglang} | {name: rank.call(x, routed, lookup_of(first)) for name, first in firsts.items()}, wanted
-    )
+    firsts = {name_of(first): first for first in firsts_for(tokens)}
+    alone = {tiles: rank.call(x, routed, lookup_of(first)) for tiles, first in firsts.items()}
+    found, wrong = timed({"sglang": sglang} | alone, wanted)
     best = firsts[min(found.keys() & firsts, key=found.get)]
     pairs = {name_of(best, second): (best, second) for second in seconds_of(best)}
-    more, wrong_more = timed({name: rank.call(x, routed, lookup_of(*pair)) for name, pair in pairs.items()}, wanted)
-    name = min(more, key=more.get)
-    different = routed[1].unique().numel()
+    more, wrong_more = timed({tiles: rank.call(x, routed, lookup_of(*pair)) for tiles, pair in pairs.items()}, wanted)
+    fastest = min(more, key=more.get)
+    different = int((routed[1].unique() >= 0).sum())
     return {
-        "experts": rank.experts,
-        "hidden": rank.hidden,
+        "rank": name,
+        "experts": shape.experts,
+        "width": shape.width,
+        "hidden": shape.hidden,
         "tokens": tokens,
         "chosen": different,
         "us": found | more,
-        "best": {"name": name, "first": pairs[name][0], "second": pairs[name][1]},
-        "floor_us": round(different * 3 * WIDTH * rank.hidden / BYTES_PER_US, 2),
+        "best": {"name": fastest, "first": pairs[fastest][0], "second": pairs[fastest][1]},
+        "floor_us": round(different * 3 * shape.width * shape.hidden / BYTES_PER_US, 2),
         "wrong": wrong | wrong_more,
     }
 
@@ -154,7 +190,7 @@ def configs_of(rows: Sequence[dict], device: str) -> dict[str, dict[str, Config]
     """Both files, as SGLang calls them, of each number of experts: the best of each number of tokens."""
     files: dict[str, dict[str, Config]] = {}
     for row in rows:
-        name = f"E={row['experts']},N={WIDTH},device_name={device},dtype=fp8_w8a8,block_shape=[{GROUP}, {GROUP}]"
+        name = f"E={row['experts']},N={row['width']},device_name={device},dtype=fp8_w8a8,block_shape=[{GROUP}, {GROUP}]"
         files.setdefault(f"{name}.json", {})[str(row["tokens"])] = row["best"]["first"]
         files.setdefault(f"{name}_down.json", {})[str(row["tokens"])] = row["best"]["second"]
     return files
@@ -169,17 +205,17 @@ def write_configs(path: Path, triton: str, files: dict[str, dict[str, Config]]) 
 
 def show(found: list[dict]) -> None:
     table = [
-        (row["experts"], row["tokens"], row["floor_us"], row["us"].get("sglang"), row["us"][row["best"]["name"]],
+        (row["rank"], row["tokens"], row["floor_us"], row["us"].get("sglang"), row["us"][row["best"]["name"]],
          row["best"]["name"], len(row["wrong"]))
         for row in found
     ]  # fmt: skip
-    print_table(("experts", "tokens", "floor us", "SGLang's us", "best us", "best", "wrong"), table)
+    print_table(("rank", "tokens", "floor us", "SGLang's us", "best us", "best", "wrong"), table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--experts", type=int, nargs="+", choices=HIDDEN, default=list(HIDDEN))
+    parser.add_argument("--ranks", nargs="+", choices=RANKS, default=list(RANKS))
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--configs", type=Path, help=f"to write, as {moe_configs.FILE.name}")
     args = parser.parse_args()
@@ -188,10 +224,10 @@ def main() -> None:
     from sglang.srt.utils import get_device_name
 
     found: list[dict] = []
-    for experts in args.experts:
-        rank = Rank(experts)
+    for name in args.ranks:
+        rank = Rank(RANKS[name])
         for tokens in args.tokens:
-            found.append(cell(rank, tokens))
+            found.append(cell(name, rank, tokens))
             write_report(args.out, {"environment": environment(), "rows": found})
             if args.configs:
                 write_configs(args.configs, triton.__version__, configs_of(found, get_device_name().replace(" ", "_")))

@@ -216,21 +216,21 @@ def index_scores() -> str:
 
 
 EXPERT_TOKENS = (1, 4, 8, 32, 128, 512, 8192)
-MODELS_BY_EXPERTS = {256: "DeepSeek-V3.2", 257: "GLM-5"}
+RANKS_OF_EXPERTS = {"v3.2-tp8": "DeepSeek-V3.2", "glm-5-tp8": "GLM-5", "v3.2-ep8": "DeepSeek-V3.2, expert parallel 8"}
 
 
 @PARTS.part
 def experts() -> str:
     """Microseconds of a layer's experts with this package's tiles over SGLang's, by tokens; in brackets SGLang's."""
-    rows = {(row["experts"], row["tokens"]): row for report in reports("experts").values() for row in report["rows"]}
+    rows = {(row["rank"], row["tokens"]): row for report in reports("experts").values() for row in report["rows"]}
 
     def told(row: dict) -> str:
         return f"{row['us'][row['best']['name']] / row['us']['sglang']:.2f} ({row['us']['sglang']:.0f})"
 
     of_models = [
-        [model, *(told(rows[experts, tokens]) for tokens in EXPERT_TOKENS)]
-        for experts, model in MODELS_BY_EXPERTS.items()
-        if (experts, EXPERT_TOKENS[0]) in rows
+        [model, *(told(rows[rank, tokens]) for tokens in EXPERT_TOKENS)]
+        for rank, model in RANKS_OF_EXPERTS.items()
+        if (rank, EXPERT_TOKENS[0]) in rows
     ]
     return table(["tokens:", *map(str, EXPERT_TOKENS)], of_models)
 
@@ -238,7 +238,7 @@ def experts() -> str:
 @PARTS.part
 def experts_over_bytes() -> str:
     """From how many tokens on, up to 256, these take at most 10 % longer than reading the weights at 4 TB/s."""
-    rows = [row for row in result("experts_0_5_23", "deepseek_v32")["rows"] if row["tokens"] <= 256]
+    rows = [row for row in result("experts_0_5_23", "v32_tp8")["rows"] if row["tokens"] <= 256]
     bound = {row["tokens"]: row["us"][row["best"]["name"]] <= 1.1 * row["floor_us"] for row in rows}
     return str(min(tokens for tokens in bound if all(of for more, of in bound.items() if more >= tokens)))
 
