@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-FIRST_START = 5
-"""Times that the first server of a rank takes to start on a new machine, where it compiles kernels, over a later one: 354 and
-517 s were followed by 55 to 98 (benchmarks/results/rank_v32_tp8_0_5_23_h200.json)."""
+FIRST_START = 4
+"""Times that the first server of a rank takes to start on a new machine, where it compiles kernels, over a later one: 178 to
+507 s where others took 46 to 131 (`seconds_to_ready` in benchmarks/results/rank_v32_tp8_0_5_23_h200.json)."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ def run_cells(cells: list[Cell], seconds: float, keep: Callable[[dict[str, Any]]
     """Measure cell after cell as long as the longest one so far of its kind, or of all, would still end in time.
 
     The first cell compiles kernels for all others, so it counts only until a second one has run. What preparing takes counts
-    for cells that have to prepare too, of the first time a part until there was a second.
+    for cells that have to prepare too; of the first time a part does, until there was a second.
 
     Args:
         cells: in the order to measure.

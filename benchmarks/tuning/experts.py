@@ -4,6 +4,7 @@
 
 Tokens choose experts at random. Tiles of both products are compared first, then tiles of the second alone, both with and
 without bulk copies (TMA). Each is compared with what SGLang chooses before it is timed, beside the time that the bytes take.
+The fastest is timed beside SGLang's once more where some experts are chosen far more often than others, `skewed_us`.
 OUT.json is written after every cell, and so is the file of `nsa_backend.adapters.moe_configs` where --configs names one.
 """
 
@@ -51,6 +52,7 @@ RANKS = {
 BYTES_PER_US = 4.0e6
 REPEATS, SAMPLES = 6, 5
 TOO_FAR = 1e-2
+SKEW = 1.0
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 FEW_TOKENS = 256
 
@@ -107,10 +109,16 @@ class Rank:
         scales = torch.rand(self.shape.experts, rows // GROUP, columns // GROUP, device="cuda") * 1e-3
         return of_bytes, scales
 
-    def routed(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weights, experts) of each token; -1 is an expert of another GPU."""
+    def routed(self, tokens: int, skew: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights, experts) of each token; -1 is an expert of another GPU.
+
+        With `skew` experts have odds of exp(skew * z), z normal: of 1, every sixth has 2.7 times the odds of the median one.
+        """
         shape = self.shape
-        weights, chosen = torch.rand(tokens, shape.routed, device="cuda").topk(shape.chosen)
+        odds = torch.rand(tokens, shape.routed, device="cuda").log() / torch.exp(
+            skew * torch.randn(shape.routed, device="cuda")
+        )
+        weights, chosen = odds.exp().topk(shape.chosen)
         if shape.experts < shape.routed:
             chosen[chosen >= shape.experts] = -1
             chosen[0, 0] = 0  # so that this GPU has something to do
@@ -172,6 +180,12 @@ def cell(name: str, rank: Rank, tokens: int) -> dict:
     more, wrong_more = timed({tiles: rank.call(x, routed, lookup_of(*pair)) for tiles, pair in pairs.items()}, wanted)
     fastest = min(more, key=more.get)
     different = int((routed[1].unique() >= 0).sum())
+    skewed = rank.routed(tokens, SKEW)
+    ways = {
+        "sglang": rank.call(x, skewed, try_get_optimal_moe_config),
+        "best": rank.call(x, skewed, lookup_of(*pairs[fastest])),
+    }
+    again, wrong_again = timed(ways, ways["sglang"]().float())
     return {
         "rank": name,
         "experts": shape.experts,
@@ -180,9 +194,10 @@ def cell(name: str, rank: Rank, tokens: int) -> dict:
         "tokens": tokens,
         "chosen": different,
         "us": found | more,
+        "skewed_us": again,
         "best": {"name": fastest, "first": pairs[fastest][0], "second": pairs[fastest][1]},
         "floor_us": round(different * 3 * shape.width * shape.hidden / BYTES_PER_US, 2),
-        "wrong": wrong | wrong_more,
+        "wrong": wrong | wrong_more | wrong_again,
     }
 
 

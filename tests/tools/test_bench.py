@@ -68,7 +68,7 @@ def test_a_first_cell_that_compiles_does_not_stop_the_short_ones_after_it(clock)
     [
         ((100, 100, 100), 150, 3),
         ((100, 100, 100), 255, 5),
-        ((500, 60, 60), 640, 6),  # what the first start compiled stands: another one is given the 110 seconds that are left
+        ((500, 60, 60), 670, 6),  # what the first start compiled stands: another one is given the 140 seconds that are left
         ((500, 60, 60), 680, 6),  # and from then on a start takes what the second one did
     ],
 )
