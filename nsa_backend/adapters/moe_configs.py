@@ -26,7 +26,6 @@ from nsa_backend.adapters.shared import hook
 logger = logging.getLogger(__name__)
 
 MODULE = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config"
-LOOKUP = f"{MODULE}.get_moe_configs"
 FILE = Path(__file__).with_name("moe_configs.json")
 USERS_FOLDER = "SGLANG_MOE_CONFIG_DIR"
 """SGLang's variable of a folder that replaces its own files."""
@@ -39,8 +38,16 @@ def measured() -> dict[str, dict[str, dict]]:
 
 def take() -> None:
     """Have SGLang's lookup answer with configs of this package too; once a process, and not where the user names a folder."""
-    if measured() and USERS_FOLDER not in os.environ and find_spec(MODULE):
-        hook(LOOKUP, configs, HookType.AROUND)
+    if measured() and USERS_FOLDER not in os.environ and offered():
+        hook(f"{MODULE}.get_moe_configs", configs, HookType.AROUND)
+
+
+def offered() -> bool:
+    """Whether the installed release looks configs up there."""
+    try:
+        return find_spec(MODULE) is not None
+    except ModuleNotFoundError:  # nor has it the folders around
+        return False
 
 
 def configs(original: Callable[..., dict | None], *arguments: Any, **options: Any) -> dict[int, dict] | None:

@@ -94,6 +94,13 @@ def test_a_folder_that_the_user_names_wins(monkeypatch, tmp_path):
     adapter.take_moe_configs()
 
 
+@pytest.mark.parametrize("module", ["sglang.srt.layers.moe.nowhere.configs", "sglang.srt.layers.moe.configs"])
+def test_a_release_that_looks_them_up_elsewhere_keeps_its_own(monkeypatch, module):
+    monkeypatch.setattr(moe_configs, "MODULE", module)
+    monkeypatch.setattr(moe_configs, "hook", lambda *_: pytest.fail("hooked"))
+    adapter.take_moe_configs()
+
+
 def test_another_triton_has_none(monkeypatch):
     monkeypatch.setattr(moe_configs.triton, "__version__", "3.9.0")
     monkeypatch.setattr(moe_configs, "hook", lambda *_: pytest.fail("hooked"))
