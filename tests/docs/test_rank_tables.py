@@ -297,3 +297,38 @@ def test_kernels_by_part_are_those_of_the_default_s_newest_rounds_with_drafts(fi
     assert "| attention | 200 |" in shown
     assert "| from one round to the next | 1000 |" in shown
     assert not [line for line in shown if "indexer" in line]
+
+
+def test_a_column_of_two_machines_says_how_far_machines_are_apart(filed):
+    """The built-in's round of one request takes 10.1 ms on a machine and 10.2 on another; of eight it ran once."""
+    for name, ms in (("short_prefills", 10.0), ("whole_prefills", 10.1), ("moe_configs", 10.05)):
+        sides = [served(cell(3, 1, 300), "builtin", ms), served(cell(3, 1, 300), "default", ms - 2)]
+        once = served(cell(3, 8, 300), "builtin", 30.0) if name == "moe_configs" else []
+        filed(name, "new", [row for rows in (*sides, once) for row in rows])
+    assert rank_tables.machines_apart() == "1.0 %"
+
+
+def test_experts_of_sglangs_option_stand_beside_the_default_without_it(filed):
+    default = [row for side, ms in (("builtin", 12.0), ("default", 9.9)) for row in served(cell(3, 1, 300), side, ms)]
+    filed("moe_configs", "new", default)
+    filed("experts_fused", "new", served(cell(3, 1, 300), "experts_fused", 10.4))
+    assert rank_tables.experts_fused() == "1.05"
+    assert row(rank_tables.rank(), "1 x 300") == ["0.826 (10.00 / 12.10)"]
+
+
+def test_experts_are_told_by_rank_and_from_where_on_the_bytes_bound_them(tmp_path, monkeypatch):
+    import speed_tables
+
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+
+    def measured(tokens: int, us: float) -> dict:
+        times = {"sglang": 100.0, "way": us}
+        return {"rank": "v3.2-tp8", "tokens": tokens, "us": times, "best": {"name": "way"}, "floor_us": 70.0}
+
+    rows = [measured(tokens, 90.0 if tokens in (1, 8) else 75.0) for tokens in speed_tables.EXPERT_TOKENS]
+    (tmp_path / "run.json").write_text(json.dumps(report("new", rows)))
+    file_report.main([str(tmp_path / "experts_0_5_23_h200.json"), "v32_tp8", str(tmp_path / "run.json")])
+    forget()
+    assert row(speed_tables.experts(), "DeepSeek-V3.2") == ["0.90 (100)", "0.75 (100)", "0.90 (100)", *["0.75 (100)"] * 4]
+    assert speed_tables.experts_over_bytes() == "32"
+    forget()
