@@ -61,10 +61,12 @@ ALL_SHAPES = (
     | {
         "deep": Shape(heads=16, layers=61),
         "fp8-weights": Shape(4096, heads=16, expert_dim=256, fp8=True),
+        "experts-of-a-rank": Shape(2048, heads=16, experts=256, experts_per_token=8, expert_dim=256, fp8=True),
     }
 )
 """`deep` (2 GB) has as many layers as DeepSeek-V3.2. `fp8-weights` is wide enough for first products that are divided, and its
-experts are whole blocks of scales on each of two ranks."""
+experts are whole blocks of scales on each of two ranks. `experts-of-a-rank` (1.3 GB) has experts as many and as wide as one of
+eight ranks of DeepSeek-V3.2, which have tiles of their own."""
 
 
 class Weights:

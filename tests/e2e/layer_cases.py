@@ -116,6 +116,17 @@ LAYER_CASES = [
     # Whose products are divided, as their weights are block FP8, of both forms of scales.
     front("n3 fa3, FP8 weights, front in two launches", 3, MANY, shape="fp8-weights", floor_of_all=0.95),
     glm_front("glm-5.1 n3 fa3, FP8 weights, front in two launches", shape="fp8-weights"),
+    # Whose experts have tiles of this package, in every size that is captured and in prefills.
+    front(
+        "n3, nothing named, experts of a rank",
+        3,
+        MANY,
+        shape="experts-of-a-rank",
+        engine=BY_ROWS,
+        floor_of_all=0.95,
+        environment={},
+        says="Using MoE kernel config E=256,N=256,device_name=NVIDIA_H200",
+    ),
     front("glm-5.2 n5 fa3, front in two launches", 5, STANDARD, model="glm-5.2", floor_of_all=0.95),
     front("n3 fa3, front in two launches, 61 layers", 3, STANDARD, shape="deep", floor_of_all=0.95),
     front("weights updated, front in two launches", 3, STANDARD, action="weights were updated", floors=FLOORS),
