@@ -216,7 +216,10 @@ def index_scores() -> str:
 
 
 EXPERT_TOKENS = (1, 4, 8, 32, 128, 512, 8192)
-RANKS_OF_EXPERTS = {"v3.2-tp8": "DeepSeek-V3.2", "glm-5-tp8": "GLM-5", "v3.2-ep8": "DeepSeek-V3.2, expert parallel 8"}
+RANKS_OF_EXPERTS = {
+    "v3.2-tp8": "DeepSeek-V3.2", "v3.2-tp16": "DeepSeek-V3.2, 16 GPUs", "glm-5-tp8": "GLM-5",
+    "v3.2-ep8": "DeepSeek-V3.2, expert parallel 8",
+}  # fmt: skip
 
 
 @PARTS.part
