@@ -37,6 +37,24 @@ def interleaved(replays: dict[str, Callable[[], object]], repeats: int, samples:
     return {name: (statistics.median(us), [min(us), max(us)]) for name, us in found.items()}
 
 
+def right_ones(
+    calls: dict[str, Callable], distance: Callable[[Callable], float], too_far: float, reference: str
+) -> tuple[dict[str, Callable], dict[str, str]]:
+    """Those of `calls` whose relative `distance` from `reference` is below `too_far`, and what is wrong with each other one."""
+    right, wrong = {}, {}
+    for name, call in calls.items():
+        try:
+            far = distance(call)
+        except Exception as error:  # whatever a library or a compiler raises is a finding
+            wrong[name] = (str(error) or type(error).__name__).splitlines()[0]
+            continue
+        if far < too_far:
+            right[name] = call
+        else:
+            wrong[name] = f"relative distance from {reference} {far:.1e}"
+    return right, wrong
+
+
 def kernel_us(call, repeats: int) -> tuple[float, float]:
     """(kernel microseconds, kernel launches) of one call, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from nsa_backend.adapters import moe_configs
-from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved
+from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.testing.process import start_sglang
 
@@ -151,16 +151,8 @@ def lookup_of(first: Config, second: Config | None = None) -> Callable:
 
 def timed(calls: dict[str, Callable[[], torch.Tensor]], wanted: torch.Tensor) -> tuple[dict[str, float], dict[str, str]]:
     """Microseconds of each call that is right, and what is wrong with the others."""
-    graphs, wrong = {}, {}
-    for name, call in calls.items():
-        try:
-            distance = float((call().float() - wanted).norm() / wanted.norm())
-            if not distance < TOO_FAR:
-                wrong[name] = f"relative distance {distance:.1e}"
-                continue
-            graphs[name] = captured_graph(lambda call=call: [call() for _ in range(REPEATS)])
-        except Exception as error:  # whatever a compiler raises is this tile's finding
-            wrong[name] = (str(error) or type(error).__name__).splitlines()[0][:100]
+    right, wrong = right_ones(calls, lambda call: float((call().float() - wanted).norm() / wanted.norm()), TOO_FAR, "SGLang's")
+    graphs = {name: captured_graph(lambda call=call: [call() for _ in range(REPEATS)]) for name, call in right.items()}
     times = interleaved({name: graph.replay for name, graph in graphs.items()}, REPEATS, SAMPLES)
     return {name: round(us, 2) for name, (us, _) in times.items()}, wrong
 
@@ -202,13 +194,15 @@ def cell(name: str, rank: Rank, tokens: int) -> dict:
     }
 
 
-def configs_of(rows: Sequence[dict], device: str) -> dict[str, dict[str, Config]]:
-    """Both files, as SGLang calls them, of each number of experts: the best of each number of tokens."""
+def configs_of(rows: Sequence[dict]) -> dict[str, dict[str, Config]]:
+    """Both files of this GPU, as SGLang calls them, of each number of experts: the best of each number of tokens."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import get_config_file_name
+
     files: dict[str, dict[str, Config]] = {}
     for row in rows:
-        name = f"E={row['experts']},N={row['width']},device_name={device},dtype=fp8_w8a8,block_shape=[{GROUP}, {GROUP}]"
-        files.setdefault(f"{name}.json", {})[str(row["tokens"])] = row["best"]["first"]
-        files.setdefault(f"{name}_down.json", {})[str(row["tokens"])] = row["best"]["second"]
+        for product, second in (("first", False), ("second", True)):
+            name = get_config_file_name(row["experts"], row["width"], "fp8_w8a8", [GROUP, GROUP], down_moe=second)
+            files.setdefault(name, {})[str(row["tokens"])] = row["best"][product]
     return files
 
 
@@ -237,7 +231,6 @@ def main() -> None:
     args = parser.parse_args()
     start_sglang()
     import triton
-    from sglang.srt.utils import get_device_name
 
     found: list[dict] = []
     for name in args.ranks:
@@ -246,7 +239,7 @@ def main() -> None:
             found.append(cell(name, rank, tokens))
             write_report(args.out, {"environment": environment(), "rows": found})
             if args.configs:
-                write_configs(args.configs, triton.__version__, configs_of(found, get_device_name().replace(" ", "_")))
+                write_configs(args.configs, triton.__version__, configs_of(found))
             show(found[-1:])
     show(found)
 

@@ -17,6 +17,7 @@ import torch
 
 from nsa_backend.adapters.dsa.layer_front.builtin import quantised
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
+from nsa_backend.benchmarks.calls.timing import right_ones
 from nsa_backend.benchmarks.commands.attention import timed
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
@@ -105,18 +106,13 @@ def runners(name: str, rows: int) -> dict[str, Call]:
 def cell(name: str, rows: int) -> dict:
     """Microseconds of every runner that is right; what is wrong is named."""
     inner, *widths = SHAPES[name]
-    calls, wrong, every = {}, {}, runners(name, rows)
+    every = runners(name, rows)
     wanted = [out.float() for out in every["deepgemm"](0)]
-    for runner, call in every.items():
-        try:
-            distances = [float((a.float() - b).norm() / b.norm()) for a, b in zip(call(0), wanted, strict=True)]
-        except Exception as error:  # whatever a library raises is this cell's finding
-            wrong[runner] = (str(error) or type(error).__name__).splitlines()[0]
-            continue
-        if max(distances) < TOO_FAR:
-            calls[runner] = call
-        else:
-            wrong[runner] = f"relative distance from deepgemm {max(distances):.1e}"
+
+    def distance(call: Call) -> float:
+        return max(float((a.float() - b).norm() / b.norm()) for a, b in zip(call(0), wanted, strict=True))
+
+    calls, wrong = right_ones(every, distance, TOO_FAR, "deepgemm")
     times = timed(calls, 64, SAMPLES)
     return {
         "projections": name,

@@ -12,6 +12,7 @@ import pytest
 
 from nsa_backend.adapters import moe_configs
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.benchmarks.tuning.experts import configs_of
 
 lookup = import_module(moe_configs.MODULE)
 OF_A_RANK = 256, 256  # experts of DeepSeek-V3.2 and their width on one of eight ranks
@@ -130,3 +131,4 @@ def test_each_is_the_fastest_of_its_report():
         assert row["us"][row["best"]["name"]] == min(us for way, us in row["us"].items() if " then " in way)
         assert row["us"][row["best"]["name"]] < row["us"]["sglang"]
     assert len(files) == 2 * len({row["experts"] for row in rows})
+    assert files == configs_of(rows)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nsa_backend import __main__ as command
+from nsa_backend.benchmarks.calls import timing
 from nsa_backend.benchmarks.commands import attention
 from nsa_backend.benchmarks.reports import cells
 from nsa_backend.cli import bench
@@ -179,3 +180,17 @@ def test_attention_measures_the_sections_that_are_asked_for():
     assert attention.of_sections(made, ["by_rows"]) == [made[1]]
     with pytest.raises(SystemExit, match="no section wrapper here: choose among decode, by_rows"):
         attention.of_sections(made, ["wrapper"])
+
+
+def test_a_way_that_is_wrong_or_raises_is_named_and_not_timed():
+    def raises() -> float:
+        raise ValueError("no such tile\nand more")
+
+    ways = {"near": lambda: 0.001, "far": lambda: 0.5, "no number": lambda: float("nan"), "none": raises}
+    right, wrong = timing.right_ones(ways, lambda way: way(), 1e-2, "SGLang's")
+    assert list(right) == ["near"]
+    assert wrong == {
+        "far": "relative distance from SGLang's 5.0e-01",
+        "no number": "relative distance from SGLang's nan",
+        "none": "no such tile",
+    }
