@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs" / "tables"))
 import rank_tables
 import result_files
+import speed_tables
 
 from nsa_backend.benchmarks.reports import file_report
 from nsa_backend.benchmarks.reports.parts import PARTS, REST
@@ -35,15 +36,15 @@ def served(shape: dict, side: str, ms: float) -> list[dict]:
 
 @pytest.fixture
 def filed(tmp_path, monkeypatch):
-    """Returns a function that puts rows into the rank's result file under a name, by the command."""
+    """Returns a function that puts rows into the rank's or another result file under a name, by the command."""
     monkeypatch.setattr(result_files, "RESULTS", tmp_path)
 
-    def put(name: str, commit: str, *runs: list[dict]) -> None:
+    def put(name: str, commit: str, *runs: list[dict], topic: str = "rank_v32_tp8") -> None:
         paths = []
         for number, rows in enumerate(runs):
             paths.append(tmp_path / f"run{number}.json")
             paths[-1].write_text(json.dumps(report(commit, rows)))
-        file_report.main([str(tmp_path / "rank_v32_tp8_0_5_23_h200.json"), name, *map(str, paths)])
+        file_report.main([str(tmp_path / f"{topic}_0_5_23_h200.json"), name, *map(str, paths)])
         forget()
 
     yield put
@@ -316,19 +317,12 @@ def test_experts_of_sglangs_option_stand_beside_the_default_without_it(filed):
     assert row(rank_tables.rank(), "1 x 300") == ["0.826 (10.00 / 12.10)"]
 
 
-def test_experts_are_told_by_rank_and_from_where_on_the_bytes_bound_them(tmp_path, monkeypatch):
-    import speed_tables
-
-    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
-
+def test_experts_are_told_by_rank_and_from_where_on_the_bytes_bound_them(filed):
     def measured(tokens: int, us: float) -> dict:
         times = {"sglang": 100.0, "way": us}
         return {"rank": "v3.2-tp8", "tokens": tokens, "us": times, "best": {"name": "way"}, "floor_us": 70.0}
 
     rows = [measured(tokens, 90.0 if tokens in (1, 8) else 75.0) for tokens in speed_tables.EXPERT_TOKENS]
-    (tmp_path / "run.json").write_text(json.dumps(report("new", rows)))
-    file_report.main([str(tmp_path / "experts_0_5_23_h200.json"), "v32_tp8", str(tmp_path / "run.json")])
-    forget()
+    filed("v32_tp8", "new", rows, topic="experts")
     assert row(speed_tables.experts(), "DeepSeek-V3.2") == ["0.90 (100)", "0.75 (100)", "0.90 (100)", *["0.75 (100)"] * 4]
     assert speed_tables.experts_over_bytes() == "32"
-    forget()
