@@ -85,7 +85,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_MOE_CONFIGS",
         "1",
-        "1: experts have this package's tiles where SGLang has none for GPU and Triton; 0: SGLang's",
+        "1: this package's tiles of experts where SGLang has none for GPU and Triton; 0: SGLang's",
         "0 to compare",
     ),
 )
