@@ -7,6 +7,7 @@ import json
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,6 +78,13 @@ def test_other_shapes_are_sglangs(taken, monkeypatch, sglangs, shape):
 def test_another_gpu_is_sglangs(taken, monkeypatch):
     monkeypatch.setattr(lookup, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     assert moe_configs._own(*OF_A_RANK, "fp8_w8a8", 128, 128) is None
+
+
+def test_deterministic_inference_has_no_configs(taken, monkeypatch):
+    """SGLang's default tiles serve it, whatever files there are."""
+    deterministic = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=True))
+    monkeypatch.setattr(lookup, "get_exec", lambda: deterministic)
+    assert lookup.get_moe_configs(*OF_A_RANK, "fp8_w8a8", 128, 128) is None
 
 
 def test_sglangs_own_of_this_triton_win(taken, monkeypatch, tmp_path):
