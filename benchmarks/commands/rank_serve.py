@@ -33,7 +33,7 @@ from nsa_backend.benchmarks.reports.rank_rows import shape_of, title_of
 from nsa_backend.benchmarks.servers import server_options
 from nsa_backend.benchmarks.servers.generation import in_turns, summary, turns
 from nsa_backend.benchmarks.servers.pairs import meeting
-from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel, parsed
+from nsa_backend.benchmarks.servers.parallel import ALL_REDUCE, NCCL, ONE_GPU, Parallel, parsed
 from nsa_backend.benchmarks.servers.server import APART_SECONDS, BF16, KV, Server
 from nsa_backend.benchmarks.servers.sides import PORTS_APART, check_sides, checkpoint_of, options_for, serving, sides_of
 from nsa_backend.benchmarks.servers.stages import TURNS, Stage, stages
@@ -83,6 +83,7 @@ class RankServers:
     there: int  # bytes of a GPU
     most_cached: int = 0  # tokens before a prompt, which they keep; 0: they keep none
     more: tuple[str, ...] = ()  # options behind ours
+    all_reduce: str = NCCL  # one of parallel.ALL_REDUCE, between ranks of one server
     _open: ExitStack = field(default_factory=ExitStack)
     _found: dict[str, Server] = field(default_factory=dict)
     prepared: Prepared = field(default_factory=Prepared)
@@ -98,7 +99,10 @@ class RankServers:
             self.close()
             parallel, one_gpu = stage.parallel, stage.parallel == ONE_GPU
             path = checkpoint_of(name, self.folder, parallel.gpus)
-            options = options_for(self.shapes[name, parallel], TOKENS, parallel, bounded=one_gpu, cached=self.most_cached)
+            options = options_for(
+                self.shapes[name, parallel], TOKENS, parallel,
+                bounded=one_gpu, cached=self.most_cached, all_reduce=self.all_reduce,
+            )  # fmt: skip
             options += (*alone(self.there, parallel.dcp), *self.more)
             began = {}
             for number, (side, gpus) in enumerate(stage.servers):
@@ -155,14 +159,16 @@ def cells(
             ranks.check_fits(name, server_options.pool_tokens([(batch, most_cached + length)], TOKENS), there, most)
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-")))
     more = tuple(shlex.split(getattr(options, "server", None) or ""))
-    servers = RankServers(folder, options.port or PORT, fitting, kv_of(options), there, most_cached, more)
+    kv, all_reduce = kv_of(options), all_reduce_of(options)
+    servers = RankServers(folder, options.port or PORT, fitting, kv, there, most_cached, more, all_reduce)
     resources.callback(servers.close)
     found = []
     for name in names:
         for steps in STEPS[:2] if options.steps is None else options.steps:
             of_steps = [(parallel, serving(sides, steps, parallel)) for parallel in asked]
             for turn, stage in stages(of_steps, gpus, 1 if options.quick else turns):
-                head, fits = f"{title_of(name, stage.parallel, servers.kv)}, N = {steps}", fitting[name, stage.parallel]
+                title = title_of(name, stage.parallel, servers.kv, servers.all_reduce)
+                head, fits = f"{title}, N = {steps}", fitting[name, stage.parallel]
                 standing = {"prepared": servers.prepared, "key": (name, steps, turn, stage)}
                 for (batch, length), before in product(fits, cached):
                     measured = partial(measure, servers, name, steps, turn, stage, batch, length, before)
@@ -205,14 +211,22 @@ def kv_of(options: argparse.Namespace) -> str:
     return named
 
 
+def all_reduce_of(options: argparse.Namespace) -> str:
+    """How ranks of one server sum up; SystemExit for a way that there is not."""
+    named = getattr(options, "all_reduce", None) or NCCL
+    if named not in ALL_REDUCE:
+        raise SystemExit(f"--all-reduce {named} is none: there are {', '.join(ALL_REDUCE)}")
+    return named
+
+
 def check_no_rank(options: argparse.Namespace) -> None:
     """End where an option is given that only ranks have, and no rank is asked for.
 
     Raises:
         SystemExit: with what to change.
     """
-    for option in ("kv", "cached", "server"):
-        if getattr(options, option, None):
+    for option in ("kv", "cached", "server", "all-reduce"):
+        if getattr(options, option.replace("-", "_"), None):
             names, others = ", ".join(ranks.RANKS), " and for --model" if option == "server" else ""
             raise SystemExit(
                 f"--{option} is for ranks of released models{others}: name one of {names}, or leave --{option} out"
@@ -301,6 +315,8 @@ def pool_needed(batch: int, length: int, cached: int) -> int:
 def of_cell(servers: RankServers, name: str, stage: Stage, steps: int, batch: int, length: int, cached: int) -> dict:
     """What all rows of one cell have."""
     served = {"checkpoint": name, "parallel": str(stage.parallel), "kv": servers.kv}
+    if servers.all_reduce != NCCL and stage.parallel != ONE_GPU:
+        served["all_reduce"] = servers.all_reduce
     return served | {"steps": steps, "batch": batch, "length": length} | ({"cached": cached} if cached else {})
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel, parsed
+from nsa_backend.benchmarks.servers.parallel import NCCL, ONE_GPU, Parallel, parsed
 from nsa_backend.benchmarks.servers.server import BF16
 
 ONE_RANK = str(ONE_GPU)
@@ -22,6 +22,7 @@ class Cell(NamedTuple):
     parallel: str = ONE_RANK  # of how many ranks a server is
     kv: str = BF16  # of its KV cache
     cached: int = 0  # tokens before each prompt, whose KV the server had kept
+    all_reduce: str = NCCL  # of ranks of one server
 
     @classmethod
     def of(cls, row: dict) -> Cell:
@@ -31,7 +32,7 @@ class Cell(NamedTuple):
     @property
     def name(self) -> str:
         """As `title_of`."""
-        return title_of(self.checkpoint, self.parallel, self.kv)
+        return title_of(self.checkpoint, self.parallel, self.kv, self.all_reduce)
 
     @property
     def shape(self) -> str:
@@ -39,9 +40,11 @@ class Cell(NamedTuple):
         return shape_of(self.batch, self.length, self.cached)
 
 
-def title_of(checkpoint: str, parallel: Parallel | str, kv: str = BF16) -> str:
-    """A rank, with the deployment where a server is several, and with the KV cache where that is not bfloat16."""
-    return ", ".join([checkpoint, *[str(parallel)] * (str(parallel) != ONE_RANK), *[f"{kv} KV"] * (kv != BF16)])
+def title_of(checkpoint: str, parallel: Parallel | str, kv: str = BF16, all_reduce: str = NCCL) -> str:
+    """A rank; the deployment and SGLang's own all-reduce where a server is several, the KV cache where it is not bfloat16."""
+    several = str(parallel) != ONE_RANK
+    words = [str(parallel)] * several + [f"{kv} KV"] * (kv != BF16)
+    return ", ".join([checkpoint, *words, *["SGLang's all-reduce"] * (several and all_reduce != NCCL)])
 
 
 def shape_of(batch: int, length: int, cached: int = 0) -> str:

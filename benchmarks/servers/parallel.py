@@ -15,6 +15,14 @@ WORDS = (
 )
 
 
+NCCL, SGLANGS = "nccl", "sglang"
+ALL_REDUCE = (NCCL, SGLANGS)
+"""How the ranks of a server sum up: through NCCL alone, or as SGLang has it by itself.
+
+On 0.5.23 and an H200 that is FlashInfer's all-reduce, which adds the residual and normalises in the same launch, and SGLang's
+own kernels elsewhere. Those of other releases may ask for NVLink multicast, which not every machine offers."""
+
+
 @dataclass(frozen=True)
 class Parallel:
     """`dp` ranks of attention, each on `tp` GPUs; or context parallel of prefill, `cp`, or of decode, `dcp`; or `pp` stages."""
@@ -40,14 +48,15 @@ class Parallel:
         sizes = [f"{name}{size}" for name in SIZES if (size := getattr(self, name)) > 1]
         return "-".join([*["pd"] * self.pd, *sizes, *["ep"] * self.ep]) or "tp1"
 
-    def options(self) -> list[str]:
-        """Options of each server. All-reduce goes through NCCL alone: SGLang's fused one asks for NVLink multicast."""
+    def options(self, all_reduce: str = NCCL) -> list[str]:
+        """Options of each server, whose ranks sum up as `all_reduce` says."""
         if self.gpus_of_a_server == 1:
             return []
         if self.pp > 1:
             return ["--pp-size", str(self.pp), "--disable-overlap-schedule"]
         options = ["--tp-size", str(self.gpus_of_a_server)]
-        options += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
+        if all_reduce == NCCL:
+            options += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
         if self.dp > 1:
             options += ["--enable-dp-attention", "--dp-size", str(self.dp)]
         if self.cp > 1:

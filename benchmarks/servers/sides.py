@@ -11,7 +11,7 @@ from nsa_backend.benchmarks.checkpoints import faithful, ranks
 from nsa_backend.benchmarks.servers import server_options
 from nsa_backend.benchmarks.servers.gpu_memory import weighed
 from nsa_backend.benchmarks.servers.pairs import Pair, started
-from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel
+from nsa_backend.benchmarks.servers.parallel import NCCL, ONE_GPU, Parallel
 from nsa_backend.benchmarks.servers.server import APART_SECONDS, BACKENDS, ENVIRONMENTS, WITH_DRAFTS, Server
 from nsa_backend.kernels.plan import PAGE_SIZE
 
@@ -106,7 +106,13 @@ def check_sides(sides: Sequence[str], asked: Sequence[Parallel]) -> None:
 
 
 def options_for(
-    shapes: Sequence[tuple[int, int]], new_tokens: int, parallel: Parallel = ONE_GPU, *, bounded: bool = True, cached: int = 0
+    shapes: Sequence[tuple[int, int]],
+    new_tokens: int,
+    parallel: Parallel = ONE_GPU,
+    *,
+    bounded: bool = True,
+    cached: int = 0,
+    all_reduce: str = NCCL,
 ) -> list[str]:
     """A server's options beyond the README's command: graphs and a pool for `shapes`, prefill as a default server runs it.
 
@@ -123,7 +129,7 @@ def options_for(
         *server_options.pool(
             [(batch, cached + length) for batch, length in of_rank], new_tokens, parallel.dp, bounded=bounded, keeps=cached > 0
         ),
-        *parallel.options(),
+        *parallel.options(all_reduce),
     ]
 
 

@@ -40,6 +40,7 @@ BENCHES = {
         "--parts",
         "--kv",
         "--cached",
+        "--all-reduce",
         "--temperature",
         "--top-p",
         "--sides",
@@ -72,6 +73,7 @@ OPTIONS = {
     "--parts": "batches of a rank whose rounds are told by part too, from the servers that were timed",
     "--kv": "bfloat16 or fp8_e4m3: the KV cache of a rank's servers; bfloat16 unless told",
     "--cached": "tokens cached before each prompt of a rank, a chat so far; --length is what is new; several one after another",
+    "--all-reduce": "how ranks of one server sum up: nccl alone, unless told, or sglang, whatever SGLang takes by itself",
     "--temperature": "of every request; 0, which is greedy, unless told",
     "--top-p": "of every request that samples; 1 unless told",
     "--sides": "whose servers, in the order in which they start: ours, builtin, three_graphs (ours, "
@@ -95,6 +97,7 @@ SINGLE = (
     "--prompt-tokens",
     "--samples",
     "--kv",
+    "--all-reduce",
     "--model",
     "--prompts",
     "--tokens",
@@ -103,7 +106,7 @@ SINGLE = (
 )
 """Those that take one value."""
 
-TEXTS = ("--checkpoint", "--parallel", "--kv", "--section", "--sides", "--model", "--prompts", "--server")
+TEXTS = ("--checkpoint", "--parallel", "--kv", "--all-reduce", "--section", "--sides", "--model", "--prompts", "--server")
 """Those that are no numbers."""
 
 OWN = ("--prompts", "--tokens", "--server")
@@ -113,6 +116,7 @@ NOT_OWN = dict.fromkeys(
 ) | {
     "--parallel": "whose GPUs --server names: '--tp-size 8'",
     "--kv": "whose KV cache --server names: '--kv-cache-dtype fp8_e4m3'",
+    "--all-reduce": "whose servers have SGLang's own unless --server says otherwise",
 }
 """What goes with --model alone, and what does not go with it, with the reason."""
 

@@ -8,7 +8,9 @@ DEPLOYMENT_FLOORS = FLOORS | {"32x300": 3.9 / 4, "unequal ranks": 3.9 / 4}
 GLM_52 = {"model": "glm-5.2", "floor_of_all": 0.95}
 FP8 = {"kv_cache_dtype": "fp8_e4m3", "nsa_prefill_backend": "flashmla_kv"}
 TWO_GPUS = {"tp_size": 2, "disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
-"""All-reduce through NCCL alone: SGLang's fused one asks for NVLink multicast, which not every machine offers."""
+"""All-reduce through NCCL alone: SGLang's own may ask for NVLink multicast, which not every machine offers."""
+DEFAULT_SUMS = {"disable_custom_all_reduce": False, "enforce_disable_flashinfer_allreduce_fusion": False}
+"""All-reduce as SGLang has it by itself: with the residual and the norm in one launch where 0.5.23 and FlashInfer have that."""
 BESIDE_OTHERS = {"mem_fraction_static": 0.8}
 """What other engines take while this one loads counts against its share; `max_total_tokens` says what its KV cache takes."""
 FOUR_GPUS = TWO_GPUS | BESIDE_OTHERS | {"tp_size": 4}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from case import Case
-from engine_options import DP_2, FLOORS, FP8, NAMES_NOTHING, PREFILL_SIZES, SAVED, STANDARD, TWO_GPUS
+from engine_options import DEFAULT_SUMS, DP_2, FLOORS, FP8, NAMES_NOTHING, PREFILL_SIZES, SAVED, STANDARD, TWO_GPUS
 
 FRONT = {"NSA_BACKEND_LAYER_FRONT": "1"}
 SHORT = FRONT | {"NSA_BACKEND_SHORT_GRAPHS": "1"}
@@ -16,6 +16,7 @@ ACROSS = "across 2048 tokens"
 MANY = (*STANDARD, "32x300", "shared prefix", "short")
 BY_ROWS = NAMES_NOTHING | {"cuda_graph_bs": [1, 2, 4, 8, 32]}
 """Nothing named; 32 requests are captured, so that their rows are verified together."""
+SUMMED = TWO_GPUS | DEFAULT_SUMS | BY_ROWS
 
 front = partial(Case, environment=FRONT, builtin_environment={}, says="layers is two launches", releases="==0.5.23")
 glm_front = partial(front, steps=3, workloads=STANDARD, model="glm-5.1", floor_of_all=0.95)
@@ -107,6 +108,10 @@ LAYER_CASES = [
                 "gpus": 2,
                 "engine": PREFILL_SIZES | TWO_GPUS | {"disable_custom_all_reduce": False},
             },
+            "two GPUs, tensor parallel, n3 fa3, default all-reduce": {
+                "gpus": 2,
+                "engine": PREFILL_SIZES | TWO_GPUS | DEFAULT_SUMS,
+            },
         }.items()
     ),
     *(front(f"n{n} fa3, front in two launches", n, MANY, floor_of_all=0.95) for n in (1, 3, 5)),
@@ -131,6 +136,24 @@ LAYER_CASES = [
     front("n3 fa3, front in two launches, 61 layers", 3, STANDARD, shape="deep", floor_of_all=0.95),
     front("weights updated, front in two launches", 3, STANDARD, action="weights were updated", floors=FLOORS),
     front("two GPUs, tensor parallel, front in two launches", 3, STANDARD, engine=TWO_GPUS, gpus=2, floors=FLOORS),
+    # As a server of several GPUs has it that says nothing of all-reduce, with a rank's 16 heads, tiles and block FP8 weights.
+    *(
+        front(
+            f"two GPUs, {of}, default all-reduce",
+            3,
+            ("1x300", *MANY),
+            gpus=2,
+            environment={},
+            floor_of_all=0.95,
+            **{"engine": SUMMED} | more,
+        )
+        for of, more in {
+            "tensor parallel": {"shape": "faithful-32-heads"},
+            "tensor parallel, glm-5.1": {"model": "glm-5.1"},
+            "tensor parallel, FP8 weights": {"shape": "fp8-weights"},
+            "expert parallel": {"engine": SUMMED | {"ep_size": 2}},
+        }.items()
+    ),
     # Four rows of 16 heads, or of 8, in a tile; of a prompt four or eight.
     *(
         alone(f"{heads} heads, n3 sparse_verify", workloads=(*MANY, "32x3000"), shape=f"faithful-{heads}-heads")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from case import Case
-from engine_options import DP_2, EIGHT_GPUS, FLOORS, FOUR_GPUS, FP8, STANDARD, TWO_GPUS
+from engine_options import DEFAULT_SUMS, DP_2, EIGHT_GPUS, FLOORS, FOUR_GPUS, FP8, NAMES_NOTHING, STANDARD, TWO_GPUS
 
 IMPLEMENTATIONS = (
     ("fa3", {"floors": FLOORS}),
@@ -65,7 +65,19 @@ EIGHT_HEADS_CASES = [
 """Of tensor parallel 8 of GLM-5, with collectives; `four GPUs, tensor parallel, ...` has the 16 heads of DeepSeek-V3.2."""
 
 FOUR_GPU_CASES = on_many("four", FOUR_GPUS)
-EIGHT_GPU_CASES = on_many("eight", EIGHT_GPUS)
+EIGHT_GPU_CASES = [
+    *on_many("eight", EIGHT_GPUS),
+    Case(
+        "eight GPUs, tensor parallel, default all-reduce",
+        3,
+        MANY,
+        shape="wide",
+        engine=EIGHT_GPUS | DEFAULT_SUMS | NAMES_NOTHING | {"cuda_graph_bs": [1, 2, 4, 8, 32]},
+        gpus=8,
+        floor_of_all=0.95,
+        releases="==0.5.23",
+    ),
+]
 """In none of those on eight has anything run: DeepSeek-V3.2 and GLM-5 are served so on eight H200s."""
 
 CASES_OF_RANKS = [*RANK_CASES, *EIGHT_HEADS_CASES, *FOUR_GPU_CASES, *EIGHT_GPU_CASES]
