@@ -4,7 +4,8 @@
 
 Tokens choose experts at random. Tiles of both products are compared first, then tiles of the second alone, both with and
 without bulk copies (TMA). Each is compared with what SGLang chooses before it is timed, beside the time that the bytes take.
-The fastest is timed beside SGLang's once more where some experts are chosen far more often than others, `skewed_us`.
+The fastest is timed beside SGLang's once more where some experts are chosen far more often than others, `skewed_us`: a number
+of tokens at which it does not win both has SGLang's in the file.
 OUT.json is written after every cell, and so is the file of `nsa_backend.adapters.moe_configs` where --configs names one.
 """
 
@@ -173,6 +174,7 @@ def cell(name: str, rank: Rank, tokens: int) -> dict:
     more, wrong_more = timed({tiles: rank.call(x, routed, lookup_of(*pair)) for tiles, pair in pairs.items()}, wanted)
     fastest = min(more, key=more.get)
     different = int((routed[1].unique() >= 0).sum())
+    first, second = sglangs(shape, tokens)
     skewed = rank.routed(tokens, SKEW)
     ways = {
         "sglang": rank.call(x, skewed, try_get_optimal_moe_config),
@@ -189,20 +191,39 @@ def cell(name: str, rank: Rank, tokens: int) -> dict:
         "us": found | more,
         "skewed_us": again,
         "best": {"name": fastest, "first": pairs[fastest][0], "second": pairs[fastest][1]},
+        "sglang": {"first": first, "second": second},
         "floor_us": round(different * 3 * shape.width * shape.hidden / BYTES_PER_US, 2),
         "wrong": wrong | wrong_more | wrong_again,
     }
 
 
+def sglangs(shape: Shape, tokens: int) -> tuple[Config, Config]:
+    """Configs of both products that SGLang's lookup gives; one without a file of the second has the first's for both."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import try_get_optimal_moe_config
+
+    weights = (shape.experts, 2 * shape.width, shape.hidden), (shape.experts, shape.hidden, shape.width)
+    chosen = shape.chosen + shape.always
+    first, (second, _) = try_get_optimal_moe_config(
+        *weights, chosen, "fp8_w8a8", tokens, block_shape=[GROUP, GROUP], return_down_config=True
+    )
+    return first, second or first
+
+
+def wins(row: dict) -> bool:
+    """Whether the best tiles of a row take less time than SGLang's, with skewed choices too where these were timed."""
+    skewed = row.get("skewed_us", {"best": 0.0, "sglang": 1.0})
+    return row["us"][row["best"]["name"]] < row["us"]["sglang"] and skewed["best"] < skewed["sglang"]
+
+
 def configs_of(rows: Sequence[dict]) -> dict[str, dict[str, Config]]:
-    """Both files of this GPU, as SGLang calls them, of each number of experts: the best of each number of tokens."""
+    """Both files of this GPU, as SGLang calls them, of each number of experts: what is fastest at each number of tokens."""
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import get_config_file_name
 
     files: dict[str, dict[str, Config]] = {}
     for row in rows:
         for product, second in (("first", False), ("second", True)):
             name = get_config_file_name(row["experts"], row["width"], "fp8_w8a8", [GROUP, GROUP], down_moe=second)
-            files.setdefault(name, {})[str(row["tokens"])] = row["best"][product]
+            files.setdefault(name, {})[str(row["tokens"])] = row["best" if wins(row) else "sglang"][product]
     return files
 
 

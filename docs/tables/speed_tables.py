@@ -13,6 +13,7 @@ from result_files import Parts, reports, result, spread, table
 from nsa_backend.attention.auto import CANDIDATES, least_together
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
+from nsa_backend.benchmarks.tuning.experts import wins
 from nsa_backend.kernels.value_products import few_rows
 
 PARTS = Parts()
@@ -224,11 +225,12 @@ RANKS_OF_EXPERTS = {
 
 @PARTS.part
 def experts() -> str:
-    """Microseconds of a layer's experts with this package's tiles over SGLang's, by tokens; in brackets SGLang's."""
+    """Microseconds of a layer's experts with what this package chooses over SGLang's, by tokens; in brackets SGLang's."""
     rows = {(row["rank"], row["tokens"]): row for report in reports("experts").values() for row in report["rows"]}
 
     def told(row: dict) -> str:
-        return f"{row['us'][row['best']['name']] / row['us']['sglang']:.2f} ({row['us']['sglang']:.0f})"
+        over = f"{row['us'][row['best']['name']] / row['us']['sglang']:.2f}" if wins(row) else "SGLang's"
+        return f"{over} ({row['us']['sglang']:.0f})"
 
     of_models = [
         [model, *(told(rows[rank, tokens]) for tokens in EXPERT_TOKENS)]
