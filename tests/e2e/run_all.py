@@ -41,6 +41,9 @@ START_SECONDS = {"nsa": 40, "dsa": 80}
 """An engine's start beside three others, with kernels compiled; the first one without caches takes up to four minutes."""
 ASKING_SECONDS = 120.0
 """Of a run with both sides, for asking whether parted outputs are ties: an engine's start and one token a question."""
+MOST_GPUS_BESIDE = 2
+"""Of engines that run side by side on the same GPUs. Ranks of one wait in their collectives while another one's kernels run:
+four engines of eight GPUs each decoded one to five tokens a second."""
 WAVE_SECONDS = {1: 2.0, 2: 8.0, 4: 25.0}
 """A wave of requests, by ranks that share a GPU; estimated from about 20 collectives a round where they do."""
 
@@ -170,7 +173,7 @@ def arguments() -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--gpus", type=int, default=1, help="run the cases for this number of GPUs")
     parser.add_argument("--ranks-per-gpu", type=int, default=1, help="run the cases whose ranks share GPUs so")
     parser.add_argument("--backends", nargs="*", default=list(BACKENDS))
-    parser.add_argument("--jobs", type=int, help="engines side by side: 4 by default, 1 where ranks share GPUs")
+    parser.add_argument("--jobs", type=int, help="engines side by side: 4 by default, of more than two GPUs or shared ones 1")
     parser.add_argument(
         "--minutes", type=float, default=60, help="no engine starts that cannot end in time; asked about ties within it"
     )
@@ -181,7 +184,7 @@ def arguments() -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / place)
     parser.add_argument("--list", action="store_true", help="the cases and their minutes; run nothing")
     args = parser.parse_args()
-    args.jobs = args.jobs or (4 if args.ranks_per_gpu == 1 else 1)
+    args.jobs = args.jobs or (4 if args.ranks_per_gpu == 1 and args.gpus <= MOST_GPUS_BESIDE else 1)
     on_these = [c for c in CASES if (c.gpus, c.ranks_per_gpu) == (args.gpus, args.ranks_per_gpu) and c.runs_here()]
     if unknown := set(args.cases or ()) - {c.name for c in on_these}:
         where = f"{args.gpus} GPUs, ranks per GPU {args.ranks_per_gpu}, of this SGLang"

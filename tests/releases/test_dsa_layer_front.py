@@ -234,7 +234,7 @@ def test_graphs_of_short_requests_are_refused_before_weights_are_loaded(monkeypa
     with monkeypatch.context() as patch:
         patch.setenv(short.SWITCH, "1")
         assert short.wanted(served_args(dcp_size=2))
-    assert not short.wanted(served_args(enable_dp_attention=True))
+    assert short.wanted(served_args(enable_dp_attention=True))
     with_drafts = served_args(speculative_algorithm="EAGLE")
     monkeypatch.setattr(short.served, "changes_needed", lambda args: [])
     assert short.wanted(with_drafts)

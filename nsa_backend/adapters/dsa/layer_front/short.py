@@ -51,12 +51,11 @@ def wanted(args: Any) -> bool:
     """Whether a server of these resolved arguments is to have them.
 
     Each rank of DP attention chooses for itself, as between rounds of one graph and of three, for no collective between ranks
-    is in what a short graph leaves out. Without drafts no GPU has run that either.
+    is in what a short graph leaves out.
     """
     said = asked(SWITCH)
     if said is None:
-        untried = UNTRIED if args.speculative_algorithm is not None else (*UNTRIED, *served.DP_ATTENTION)
-        return all(rule.serves(args) for rule in untried) and not short_problems(args)
+        return all(rule.serves(args) for rule in UNTRIED) and not short_problems(args)
     return said
 
 
