@@ -42,7 +42,7 @@ MODELS = {
     GLM_RANK: "GLM-5.1", GLM_52_RANK: "GLM-5.2",
 }  # fmt: skip
 """What pages call them."""
-IN_README = (FIRST_RANK, FP8_RANK, DP_RANK, GLM_52_RANK)
+IN_README = (FIRST_RANK, FP8_RANK, DP_RANK, GLM_RANK)
 DEFAULTS = {
     FIRST_RANK: ("auto", "default"), FP8_RANK: ("auto", "default"), DP_RANK: ("default",), GLM_RANK: ("auto_alone", "default"),
     GLM_52_RANK: ("default",),
@@ -58,6 +58,8 @@ LOST_BY = {"default": "default", "ours": "fa3 without our front"}
 TIMES = {"round_ms": "longer rounds or tokens", "ttft_ms": "first token later"}
 FIRST_FILE = "rank_v32_tp8_0_5_23"
 """Of the first rank."""
+WHOLE = "DeepSeek-V3.2 on eight H200s"
+"""All ranks as one server, in the report `eight_gpus`."""
 CONTEXT_FILE, CONTEXT_AGAIN = (FIRST_FILE, "two_of_eight_ranks"), (FIRST_FILE, "context_divided_whole_prefills")
 """Two of the eight ranks as one server, which divide the KV or do not; and without the built-in, but with whole prefills."""
 VLLM = "vllm"
@@ -68,7 +70,8 @@ STEPS = (3, 0)
 DIVIDED, UNDIVIDED = str(Parallel(dcp=2)), str(Parallel(tp=2))
 OF_ROUNDS, OF_FIRST_TOKENS = "{:.3f} ({:.2f} / {:.2f})", "{:.2f} ({:.0f} / {:.0f})"
 """How tables tell a ratio and the milliseconds of both sides."""
-BATCHES = (1, 8, 32, 64, 128)
+IN_COLUMNS = (1, 8, 32, 128)
+"""Requests of which the README tells."""
 NOISE = 0.005
 """What is lost by less is in the result files alone."""
 
@@ -165,19 +168,48 @@ def alike(sides: dict[str, Spread], side: str) -> bool:
 
 @PARTS.part
 def rank_rounds() -> str:
-    """A row a number of requests: percent of a round of three drafts, after prompts of 300 tokens, that the default saves."""
+    """A row a deployment: percent of a round of three drafts, after prompts of 300 tokens, that the default saves."""
 
     def saved(given: tuple[dict[str, Spread], str] | None) -> str:
         return "-" if given is None else f"{mark(*given)}{round(100 * (1 - ratio(*given)))} %"
 
-    by_rank = [
-        {cell.batch: given for cell, given in of_rank(name, sides).items() if (cell.steps, cell.length) == (3, 300)}
-        for name, sides in ((name, DEFAULTS[name]) for name in IN_README)
-    ]
-    return table(
-        ["requests", *(MODELS[name] for name in IN_README)],
-        [[str(n), *(saved(found.get(n)) for found in by_rank)] for n in BATCHES],
-    )
+    of_all = {WHOLE: {cell: (sides, "default") for cell, sides in of_eight("round_ms").items()}}
+    of_all |= {f"a rank of {MODELS[name]}": of_rank(name, DEFAULTS[name]) for name in IN_README}
+    rows = []
+    for words, found in of_all.items():
+        by_batch = {cell.batch: given for cell, given in found.items() if (cell.steps, cell.length) == (3, FEW_TOKENS)}
+        rows.append([words, *(saved(by_batch.get(n)) for n in IN_COLUMNS)])
+    return table(["requests", *map(str, IN_COLUMNS)], rows)
+
+
+def of_eight(key: str) -> dict[Cell, dict[str, Spread]]:
+    """`key` by cell and side of all eight ranks of DeepSeek-V3.2 as one server, in the order of tables."""
+    found = spreads(cells_of(result(FIRST_FILE, "eight_gpus"), key), key)
+    return dict(sorted(found.items(), key=lambda item: order(item[0])))
+
+
+@PARTS.part
+def eight_gpus() -> str:
+    """A row a cell of these: ours over the built-in's, in brackets milliseconds of both."""
+    rounds, first = map(of_eight, TIMES)
+    rows = [
+        [shape(cell), mark(sides, "default") + beside(sides, "default", OF_ROUNDS),
+         mark(first[cell], "default") + beside(first[cell], "default", OF_FIRST_TOKENS)]
+        for cell, sides in rounds.items()
+    ]  # fmt: skip
+    return table(["requests x tokens", "round", "first token"], rows)
+
+
+@PARTS.part
+def eight_saved() -> str:
+    """Percent of a round that ours saves there, least to most."""
+    return percent(ratio(sides, "default") for sides in of_eight("round_ms").values())
+
+
+@PARTS.part
+def eight_first_saved() -> str:
+    """The same of the time to the first token, where sides are not alike."""
+    return percent(ratio(sides, "default") for sides in of_eight("ttft_ms").values() if not alike(sides, "default"))
 
 
 def mark(sides: dict[str, Spread], side: str) -> str:
@@ -191,27 +223,20 @@ def rank() -> str:
     return by_shape({name: of_rank(name, sides) for name, sides in DEFAULTS.items()}, OF_ROUNDS)
 
 
-SGLANGS_AGAIN = ("short_prefills", "whole_prefills", "moe_configs")
-"""Reports of the first rank in which SGLang's side ran with the same weights, each on another machine."""
-
-
-@PARTS.part
-def machines_apart() -> str:
-    """Percent by which SGLang's rounds of one shape differ at most between machines."""
-    found: dict[Cell, list[float]] = {}
-    for name in SGLANGS_AGAIN:
-        for cell, sides in spreads(cells_of(result(FIRST_FILE, name), "round_ms")).items():
-            if BUILTIN in sides and not cell.cached:
-                found.setdefault(cell, []).append(sides[BUILTIN].median)
-    return f"{max(100 * (max(rounds) / min(rounds) - 1) for rounds in found.values()):.1f} %"
-
-
 @PARTS.part
 def experts_fused() -> str:
     """The default's rounds with SGLang's option that puts the shared expert among the others, over those without it."""
     fused = spreads(cells_of(result(FIRST_FILE, "experts_fused"), "round_ms"))
     apart = of_rank(FIRST_RANK, DEFAULTS[FIRST_RANK])
     return spread(sides["experts_fused"].median / apart[cell][0]["default"].median for cell, sides in fused.items())
+
+
+@PARTS.part
+def beside_experts_fused() -> str:
+    """The default's rounds over those of the built-in with that option, least to most."""
+    fused = spreads(cells_of(result(FIRST_FILE, "sglang_experts_fused"), "round_ms"))
+    apart = of_rank(FIRST_RANK, DEFAULTS[FIRST_RANK])
+    return spread(apart[cell][0]["default"].median / sides["sglang_experts_fused"].median for cell, sides in fused.items())
 
 
 @PARTS.part
@@ -393,12 +418,6 @@ def samples_apart() -> str:
 
 
 @PARTS.part
-def front_saved() -> str:
-    """Percent of a round or token that a layer's front of ours saved when it was new, decode with fa3."""
-    return percent(over_builtin(FIRST_RANK, ("front",), drafts=None))
-
-
-@PARTS.part
 def rounds_saved() -> str:
     """Percent of a round that a default server saves, over all ranks."""
     return percent(ratio for name, sides in DEFAULTS.items() for ratio in over_builtin(name, sides))
@@ -437,47 +456,24 @@ def rank_kernels() -> str:
 
 
 @cache
-def two_ranks(key: str, *, again: bool = True) -> dict[Cell, dict[str, Spread]]:
-    """`key` by cell and side of two of the eight ranks as one server: the KV divided, and not.
-
-    Of ours the newest run that has a cell, or where not `again`, of the run that has the built-in too.
-    """
+def two_ranks(key: str) -> dict[Cell, dict[str, Spread]]:
+    """`key` by cell and side of two of the eight ranks as one server, the KV divided, and not; of ours the newest."""
     found = spreads(cells_of(result(*CONTEXT_FILE), key), key)
-    if again:
-        for cell, sides in spreads(cells_of(result(*CONTEXT_AGAIN), key), key).items():
-            found[cell] = found.get(cell, {}) | sides
+    for cell, sides in spreads(cells_of(result(*CONTEXT_AGAIN), key), key).items():
+        found[cell] = found.get(cell, {}) | sides
     return found
 
 
-def of_two(parallel: str, key: str, *, again: bool = True) -> dict[Cell, dict[str, Spread]]:
-    """The same of one deployment, in the order of tables."""
-    found = sorted(two_ranks(key, again=again).items(), key=lambda item: order(item[0]))
-    return {cell: sides for cell, sides in found if cell.parallel == parallel and cell.length >= FEW_TOKENS}
-
-
-@PARTS.part
-def two_ranks_beside() -> str:
-    """A row a cell of tensor parallel: ours over the built-in's, in brackets milliseconds of both."""
-    rounds, first = (of_two(UNDIVIDED, key, again=False) for key in TIMES)
-    rows = [
-        [shape(cell), beside(sides, "default", OF_ROUNDS), beside(first[cell], "default", OF_FIRST_TOKENS)]
-        for cell, sides in rounds.items()
-        if BUILTIN in sides
-    ]
-    return table(["requests x tokens", "round", "first token"], rows)
-
-
-@PARTS.part
-def two_ranks_saved() -> str:
-    """Percent of a round that ours saves on two ranks of tensor parallel, least to most."""
-    both = of_two(UNDIVIDED, "round_ms", again=False).values()
-    return percent(ratio(sides, "default") for sides in both if BUILTIN in sides)
+def of_two(key: str) -> dict[Cell, dict[str, Spread]]:
+    """The same where the KV is divided, in the order of tables."""
+    found = sorted(two_ranks(key).items(), key=lambda item: order(item[0]))
+    return {cell: sides for cell, sides in found if cell.parallel == DIVIDED and cell.length >= FEW_TOKENS}
 
 
 def over_undivided(key: str, other: str) -> dict[Cell, float]:
     """By cell, `key` of ours where the KV is divided over that of the default or the built-in, which divide none there."""
     found = two_ranks(key)
-    ratios = {cell: over_tensor_parallel(found, cell, "default", other) for cell in of_two(DIVIDED, key)}
+    ratios = {cell: over_tensor_parallel(found, cell, "default", other) for cell in of_two(key)}
     return {cell: ratio for cell, ratio in ratios.items() if ratio}
 
 
@@ -490,7 +486,7 @@ def context_ranks() -> str:
         both = " / ".join(f"{one:.3f}" if one else "-" for one in over)
         return f"{form.format(two_ranks(key)[cell]['default'].median)} ({both})"
 
-    cells = of_two(DIVIDED, "round_ms")
+    cells = of_two("round_ms")
     rows = [[shape(cell), told(cell, "round_ms", "{:.2f}"), told(cell, "ttft_ms", "{:.0f}")] for cell in cells]
     return table(["requests x tokens", "round", "first token"], rows)
 

@@ -218,8 +218,7 @@ def index_scores() -> str:
 
 EXPERT_TOKENS = (1, 4, 8, 32, 128, 512, 8192)
 RANKS_OF_EXPERTS = {
-    "v3.2-tp8": "DeepSeek-V3.2", "v3.2-tp16": "DeepSeek-V3.2, 16 GPUs", "glm-5-tp8": "GLM-5",
-    "v3.2-ep8": "DeepSeek-V3.2, expert parallel 8",
+    "v3.2-tp8": "DeepSeek-V3.2", "v3.2-tp16": "DeepSeek-V3.2, 16 GPUs", "v3.2-ep8": "DeepSeek-V3.2, expert parallel 8",
 }  # fmt: skip
 
 
@@ -238,6 +237,14 @@ def experts() -> str:
         if (rank, EXPERT_TOKENS[0]) in rows
     ]
     return table(["tokens:", *map(str, EXPERT_TOKENS)], of_models)
+
+
+@PARTS.part
+def experts_of_glm() -> str:
+    """At how many numbers of tokens GLM-5's have this package's tiles, and what these save at most."""
+    rows = result("experts_0_5_23", "glm_5_tp8")["rows"]
+    least = min(row["us"][row["best"]["name"]] / row["us"]["sglang"] for row in rows if wins(row))
+    return f"{sum(map(wins, rows))} of {len(rows)} numbers of tokens, by at most {100 * (1 - least):.0f} %"
 
 
 @PARTS.part

@@ -110,6 +110,7 @@ TRAINING_CASES = [
 
 EXPERTS = {"ep_size": 2}
 """Experts are divided, and SGLang adds up what the ranks have (`--moe-a2a-backend none`)."""
+RANKS_AND_EXPERTS = "two GPUs, DP attention, expert parallel"
 NO_OVERLAP = {"disable_overlap_schedule": True}
 UNEQUAL = ("8x300", "unequal ranks")
 parallel = partial(Case, floors=FLOORS, releases=SINCE)
@@ -120,7 +121,10 @@ PARALLEL_CASES = [
         parallel(f"two GPUs, expert parallel{words}", 3, ("1x300", *STANDARD), engine=TWO_GPUS | EXPERTS, gpus=2, **rounds)
         for words, rounds in (("", {}), (", one graph a round", ONE_GRAPH))
     ),
-    parallel("two GPUs, DP attention, expert parallel", 3, UNEQUAL, engine=TWO_GPUS | DP_2 | EXPERTS, gpus=2),
+    *(
+        parallel(f"{RANKS_AND_EXPERTS}{words}", 3, UNEQUAL, engine=TWO_GPUS | DP_2 | EXPERTS, gpus=2, **rounds)
+        for words, rounds in (("", {}), (", one graph a round", ONE_GRAPH))
+    ),
     parallel("two GPUs, DP attention, overlap scheduling off", 3, UNEQUAL, engine=TWO_GPUS | DP_2 | NO_OVERLAP, gpus=2),
     # Two ranks of attention, each on two GPUs: rows are padded to the GPUs of a rank, and to the largest rank. In graphs:
     # `four GPUs, DP attention 2, fa3` and the others of rank_cases.py.
