@@ -48,7 +48,11 @@ UNTRIED = (
     needed("enable_flexkv", "--enable-flexkv", (None, False)),
     needed("enable_unified_cache_external_linker", "--enable-unified-cache-external-linker", (None, False)),
     needed("radix_cache_backend", "--radix-cache-backend", (None,)),
-    needed("dsa_decode_backend", "--nsa-decode-backend", ("fa3", "flashmla_kv", "flashmla_sparse", "sparse_decode", "sparse_verify")),
+    needed(
+        "dsa_decode_backend",
+        "--nsa-decode-backend",
+        ("fa3", "flashmla_kv", "flashmla_sparse", "sparse_decode", "sparse_verify"),
+    ),
 )
 """Options under whose other values no GPU has run them: there a server has them where they are asked for."""
 
