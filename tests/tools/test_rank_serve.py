@@ -20,8 +20,9 @@ from nsa_backend.benchmarks import lanes
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.commands import crowd, rank_serve, serve, vllm_rank
 from nsa_backend.benchmarks.reports import rank_show
-from nsa_backend.benchmarks.servers import server
-from nsa_backend.benchmarks.servers.parallel import ONE_GPU, Parallel, parsed
+from nsa_backend.benchmarks.reports.rank_rows import by_cell
+from nsa_backend.benchmarks.servers import server, sides
+from nsa_backend.benchmarks.servers.parallel import ALL_REDUCE, ONE_GPU, Parallel, parsed
 from nsa_backend.benchmarks.servers.stages import stages
 from nsa_backend.cli.bench import add_arguments
 
@@ -136,6 +137,27 @@ def test_ranks_alone_choose_their_kv_cache(two_h200s):
         two_h200s(shlex.split("serve --checkpoint v3.2-tp8 --kv fp8 --batch 8"))
     with pytest.raises(SystemExit, match="--kv is for ranks of released models: name one of"):
         two_h200s(shlex.split("serve --checkpoint faithful --kv fp8_e4m3"))
+
+
+def test_ranks_of_one_server_sum_up_through_nccl_or_as_sglang_has_it(two_h200s):
+    words = "serve --checkpoint v3.2-tp8 --quick --parallel tp2 --sides ours --steps 3 --batch 8"
+    found = {way: two_h200s([*shlex.split(words), *way])[0].name for way in ((), ("--all-reduce", "sglang"))}
+    assert list(found.values()) == [
+        "v3.2-tp8, tp2, N = 3, 8 x 300, ours on 2,5",
+        "v3.2-tp8, tp2, SGLang's all-reduce, N = 3, 8 x 300, ours on 2,5",
+    ]
+    nccl, sglangs = (set(sides.options_for([(8, 300)], 128, Parallel(tp=2), all_reduce=way)) for way in ALL_REDUCE)
+    assert nccl - sglangs == {"--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"}
+    with pytest.raises(SystemExit, match="--all-reduce ring is none: there are nccl, sglang"):
+        two_h200s([*shlex.split(words), "--all-reduce", "ring"])
+    with pytest.raises(SystemExit, match="--all-reduce is for ranks of released models: name one of"):
+        two_h200s(shlex.split("serve --checkpoint faithful --all-reduce sglang"))
+
+
+def test_rows_of_both_ways_are_apart():
+    row = {"checkpoint": "v3.2-tp8", "steps": 3, "batch": 1, "length": 300, "parallel": "tp8", "side": "ours"}
+    nccl, sglangs = by_cell([row, row | {"all_reduce": "sglang"}])
+    assert (nccl.name, sglangs.name) == ("v3.2-tp8, tp8", "v3.2-tp8, tp8, SGLang's all-reduce")
 
 
 def test_stages_of_several_gpus_are_one_server_each_and_turn_around():
