@@ -3,7 +3,8 @@
 SGLang looks configs up by experts, width, GPU and Triton version, and falls back to those of an older Triton. It has a file of
 256 experts as wide as one of eight ranks of DeepSeek-V3.2 has them, made for Triton 3.1, with tiles of 64 rows for decode. An
 expert gets one or two rows there: tiles of 16, with bulk copies of the second product, take 0.66 to 0.91 of the time
-(benchmarks/results/experts_0_5_23_h200.json). Those here are written by benchmarks/tuning/experts.py.
+(benchmarks/results/experts_0_5_23_h200.json). Its file of GLM-5's 257, made for Triton 3.5, has them: ours has its tiles where
+none were faster. Those here are written by benchmarks/tuning/experts.py.
 """
 
 from __future__ import annotations
