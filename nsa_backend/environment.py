@@ -57,7 +57,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_LAYER_FRONT",
         "unset",
-        "unset: kernels of this package before attention where layers allow, on 0.5.23 and Hopper; 1: so, or no start; "
+        "unset: kernels of this package before attention where layers allow, on 0.5.23 and Hopper; 1: always, or no start; "
         "0: SGLang's",
         "0 to compare",
     ),
@@ -79,13 +79,13 @@ VARIABLES = (
         "NSA_BACKEND_SHORT_PREFILLS",
         "unset",
         "unset: prefills of up to 512 new tokens are one graph, with the decode kernel, on 0.5.23 and Hopper, unless the log "
-        "says why not; 1: so, or no start; 0: never",
+        "says why not; 1: always, or no start; 0: never",
         "0 for a shorter start",
     ),
     Variable(
         "NSA_BACKEND_MOE_CONFIGS",
         "1",
-        "1: this package's tiles of experts where SGLang has none for GPU and Triton; 0: SGLang's",
+        "unset or 1: this package's tiles of experts where SGLang has none for GPU and Triton; 0: SGLang's",
         "0 to compare",
     ),
 )

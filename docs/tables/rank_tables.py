@@ -53,7 +53,7 @@ A report in which a side is another than it is called says `sides_are`.
 """
 WITH_PREFILL = DEFAULTS | dict.fromkeys((FIRST_RANK, FP8_RANK), ("sparse_prefill", "default"))
 """The same to the sides whose prefill is sparse_prefill's, as the default's is since."""
-LOST_BY = {"default": "default", "ours": "fa3 without our front"}
+LOST_BY = {"default": "default", "ours": "fa3, NSA_BACKEND_LAYER_FRONT=0"}
 """Sides whose losses are told."""
 TIMES = {"round_ms": "longer rounds or tokens", "ttft_ms": "first token later"}
 FIRST_FILE = "rank_v32_tp8_0_5_23"
@@ -348,6 +348,14 @@ def short_prefills() -> str:
 
 
 @PARTS.part
+def host_waits() -> str:
+    """Milliseconds to the built-in's first token of one prompt of FEW_TOKENS on the first rank, over its runs."""
+    found = [together((row for sides in cells.values() for row in sides[BUILTIN]), "ttft_ms") for cells in runs("ttft_ms")]
+    asked = Cell(FIRST_RANK, 3, 1, FEW_TOKENS)
+    return spread((cells[asked][BUILTIN].median for cells in found if asked in cells), "{:.0f}")
+
+
+@PARTS.part
 def short_prefills_saved() -> str:
     """Percent of the same that the default saves of at most MOST_ROWS new tokens, least to most."""
     return percent(ratio(sides, "default") for cell, sides in beside_pieces().items() if new_tokens(cell) <= MOST_ROWS)
@@ -362,7 +370,7 @@ def worst(ratios: Mapping[Cell, float]) -> tuple[int, Cell] | None:
 def lost_beside_pieces() -> list[list[str]]:
     """A row of where the default, behind cached tokens, or pieces have a first token later than the built-in's."""
     rows = []
-    for side, words in (("default", "turns of chats"), (IN_PIECES, "short prefills in pieces")):
+    for side, words in (("default", "turns of chats"), (IN_PIECES, "NSA_BACKEND_SHORT_PREFILLS=0")):
         cells = {cell: sides for cell, sides in beside_pieces().items() if cell.cached or side == IN_PIECES}
         ratios = {cell: ratio(sides, side) for cell, sides in cells.items()}
         if found := worst(ratios):
@@ -540,7 +548,7 @@ def lost_by_two_ranks() -> list[list[str]]:
                 lost, cell = found
                 told.append(f"{behind} {lost} of {len(over)}, at most {over[cell]:.3f} ({shape(cell)})")
         if told:
-            rows.append(["--dcp-size 2", f"beside {whose} undivided", "; ".join(told)])
+            rows.append(["--dcp-size 2", f"beside {whose} without it", "; ".join(told)])
     return rows
 
 

@@ -321,7 +321,7 @@ def metadata_beside() -> str:
     return f"{gpu} (GPU) and {cpu} (CPU)"
 
 
-MEMORY = {"0.5.23": ("memory_0_5_23", "million"), "0.5.12": ("memory_0_5_12", None)}
+MEMORY = (("memory_0_5_23", "million"), ("memory_0_5_12", None))
 """The newest report of each release."""
 
 
@@ -329,8 +329,9 @@ MEMORY = {"0.5.23": ("memory_0_5_23", "million"), "0.5.12": ("memory_0_5_12", No
 def memory() -> str:
     """A row a release and model."""
     rows = []
-    for version, (file, name) in MEMORY.items():
+    for file, name in MEMORY:
         report = result(file, name)
+        version = report["environment"]["packages"]["sglang"]
         for row in report.get("rows") or [report["setting"] | report]:
             of = f"{row.get('model', 'DeepSeek-V3.2')}, {row['max_bs']} requests of {row['context']} tokens"
             rows.append([version, of, *(f"{row['bytes'][side] / 2**20:.1f}" for side in ("ours", "builtin"))])

@@ -71,8 +71,10 @@ def test_turns_are_one_cell_and_the_default_is_in_the_first_table(filed):
     assert row(rank_tables.first_tokens(), "1 x 300") == ["0.85 (9 / 10)"]  # 300 rows go without sparse_prefill
     assert row(rank_tables.first_tokens(), "8 x 300") == ["0.70 (7 / 10)"]
     assert (rank_tables.rounds_shorter(), rank_tables.samples_apart()) == ("2 of 2", "4.7 %")
+    filed("again", "new", [row for side in ("builtin", "ours") for row in served(cell(3, 1, 300), side, 13.9)])
+    assert rank_tables.host_waits() == "10 to 14"
     assert rank_tables.lost_by_ranks() == [
-        ["a rank of DeepSeek-V3.2, fa3 without our front", behind, "1 x 300 (1.079)"] for behind in rank_tables.TIMES.values()
+        ["a rank of DeepSeek-V3.2, fa3, NSA_BACKEND_LAYER_FRONT=0", behind, "1 x 300 (1.079)"] for behind in rank_tables.TIMES.values()
     ]
 
 
@@ -124,7 +126,7 @@ def test_few_new_tokens_are_told_beside_pieces(filed):
     later = "first token later"
     assert rank_tables.lost_beside_pieces() == [
         ["turns of chats, a rank of DeepSeek-V3.2", later, "1 of 2; at most 1.099 (1 x 512 behind 8192)"],
-        ["short prefills in pieces, a rank of DeepSeek-V3.2", later, "3 of 3; at most 1.198 (8 x 64)"],
+        ["NSA_BACKEND_SHORT_PREFILLS=0, a rank of DeepSeek-V3.2", later, "3 of 3; at most 1.198 (8 x 64)"],
     ]
     assert "8 x 64" not in rank_tables.first_tokens() + rank_tables.rank()
 
@@ -171,7 +173,7 @@ def test_ranks_that_divide_the_kv_stand_beside_both_sides_that_do_not(filed):
     assert rank_tables.context_pool() == "180 tokens where 100 fitted, 1.80 times"
     assert rank_tables.context_exchange() == "14"
     longer = "longer rounds or tokens 2 of 2, at most 1.200 (1 x 300); first token later 2 of 2, at most 1.200 (1 x 300)"
-    assert rank_tables.lost_by_two_ranks() == [["--dcp-size 2", "beside ours undivided", longer]]
+    assert rank_tables.lost_by_two_ranks() == [["--dcp-size 2", "beside ours without it", longer]]
     assert rank_tables.rank().count("|") == rank_tables.rank().splitlines()[0].count("|") * 2  # of one rank nothing ran
 
 
