@@ -159,7 +159,7 @@ def cells(
             ranks.check_fits(name, server_options.pool_tokens([(batch, most_cached + length)], TOKENS), there, most)
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-")))
     more = tuple(shlex.split(getattr(options, "server", None) or ""))
-    kv, all_reduce = kv_of(options), all_reduce_of(options)
+    kv, all_reduce = kv_of(options), all_reduce_of(options, asked)
     servers = RankServers(folder, options.port or PORT, fitting, kv, there, most_cached, more, all_reduce)
     resources.callback(servers.close)
     found = []
@@ -211,12 +211,14 @@ def kv_of(options: argparse.Namespace) -> str:
     return named
 
 
-def all_reduce_of(options: argparse.Namespace) -> str:
-    """How ranks of one server sum up; SystemExit for a way that there is not."""
-    named = getattr(options, "all_reduce", None) or NCCL
-    if named not in ALL_REDUCE:
+def all_reduce_of(options: argparse.Namespace, asked: Sequence[Parallel]) -> str:
+    """How ranks of one server sum up; SystemExit for a way that there is not, or where no server has several."""
+    named = getattr(options, "all_reduce", None)
+    if named not in (None, *ALL_REDUCE):
         raise SystemExit(f"--all-reduce {named} is none: there are {', '.join(ALL_REDUCE)}")
-    return named
+    if named and all(parallel == ONE_GPU for parallel in asked):
+        raise SystemExit(f"--all-reduce {named} is between ranks of one server, and each has one: pass --parallel tp8 too")
+    return named or NCCL
 
 
 def check_no_rank(options: argparse.Namespace) -> None:

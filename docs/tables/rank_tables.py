@@ -142,9 +142,9 @@ def of_rank(name: str, sides: Iterable[str], key: str = "round_ms") -> dict[Cell
     return {cell: found for cell, found in of_sides(sides, key).items() if cell.name == name}
 
 
-def over_builtin(name: str, sides: Iterable[str], drafts: bool | None = True) -> list[float]:
-    """Rounds, tokens without drafts or, if None, both of the last of `sides` that has them over the built-in's in that run."""
-    return [ratio(*found) for cell, found in of_rank(name, sides).items() if drafts in (None, bool(cell.steps))]
+def over_builtin(name: str, sides: Iterable[str], drafts: bool = True) -> list[float]:
+    """Rounds, or tokens without drafts, of the last of `sides` that has them over the built-in's in that run."""
+    return [ratio(*found) for cell, found in of_rank(name, sides).items() if drafts == bool(cell.steps)]
 
 
 def first_token(name: str) -> dict[Cell, tuple[dict[str, Spread], str]]:
@@ -226,9 +226,8 @@ def rank() -> str:
 @PARTS.part
 def experts_fused() -> str:
     """The default's rounds with SGLang's option that puts the shared expert among the others, over those without it."""
-    fused = spreads(cells_of(result(FIRST_FILE, "experts_fused"), "round_ms"))
-    apart = of_rank(FIRST_RANK, DEFAULTS[FIRST_RANK])
-    return spread(sides["experts_fused"].median / apart[cell][0]["default"].median for cell, sides in fused.items())
+    fused, apart = (spreads(cells_of(result(FIRST_FILE, name), "round_ms")) for name in ("experts_fused", "moe_configs"))
+    return spread(sides["experts_fused"].median / apart[cell]["default"].median for cell, sides in fused.items())
 
 
 @PARTS.part

@@ -72,7 +72,10 @@ def _own(
     name = sglang.get_config_file_name(E, N, dtype, [block_n, block_k], per_channel_quant, down_moe=down_moe)
     found = measured().get(name)
     folder = Path(sglang.__file__).parent / "configs" / f"triton_{triton.__version__.replace('.', '_')}"
-    if found is None or (folder / name).exists() or sglang.get_exec().deterministic.enable_deterministic_inference:
+    execution = sglang.get_exec()
+    if found is None or (folder / name).exists() or execution.deterministic.enable_deterministic_inference:
+        return None
+    if execution.moe.enforce_shared_experts_fusion:  # a model's hidden size is then another than that of these
         return None
     logger.info(
         f"Using MoE kernel config {name} of nsa_backend, measured with Triton {triton.__version__}; NSA_BACKEND_MOE_CONFIGS=0 "

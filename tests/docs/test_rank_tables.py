@@ -74,7 +74,8 @@ def test_turns_are_one_cell_and_the_default_is_in_the_first_table(filed):
     filed("again", "new", [row for side in ("builtin", "ours") for row in served(cell(3, 1, 300), side, 13.9)])
     assert rank_tables.host_waits() == "10 to 14"
     assert rank_tables.lost_by_ranks() == [
-        ["a rank of DeepSeek-V3.2, fa3, NSA_BACKEND_LAYER_FRONT=0", behind, "1 x 300 (1.079)"] for behind in rank_tables.TIMES.values()
+        ["a rank of DeepSeek-V3.2, fa3, NSA_BACKEND_LAYER_FRONT=0", behind, "1 x 300 (1.079)"]
+        for behind in rank_tables.TIMES.values()
     ]
 
 

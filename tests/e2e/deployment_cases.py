@@ -100,6 +100,13 @@ TRAINING_CASES = [
     with_graphs("memory released and resumed, graphs too", 3, STANDARD),
     with_graphs("memory released and resumed, fp8, graphs too", 3, STANDARD, engine=SAVED_WITH_GRAPHS | FP8, **LIKE_FP8),
     released("memory released and resumed, one graph a round", 3, STANDARD, **ONE_GRAPH),
+    released(
+        "two GPUs, memory released and resumed, one graph a round",
+        3,
+        STANDARD,
+        gpus=2,
+        **ONE_GRAPH | {"engine": SAVED | TWO_GPUS},
+    ),
     with_graphs(
         "memory released and resumed, graphs too, one graph a round",
         3,

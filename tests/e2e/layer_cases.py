@@ -143,15 +143,19 @@ LAYER_CASES = [
             3,
             ("1x300", *MANY),
             gpus=2,
-            environment={},
             floor_of_all=0.95,
-            **{"engine": SUMMED} | more,
+            **{"engine": SUMMED, "environment": {}} | more,
         )
         for of, more in {
             "tensor parallel": {"shape": "faithful-32-heads"},
             "tensor parallel, glm-5.1": {"model": "glm-5.1"},
             "tensor parallel, FP8 weights": {"shape": "fp8-weights"},
             "expert parallel": {"engine": SUMMED | {"ep_size": 2}},
+            "expert parallel, one graph a round": {
+                "engine": SUMMED | {"ep_size": 2},
+                "environment": {"NSA_BACKEND_ROUND_GRAPH": "1"},
+                "replays": "greedy requests",
+            },
         }.items()
     ),
     # Four rows of 16 heads, or of 8, in a tile; of a prompt four or eight.

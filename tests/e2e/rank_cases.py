@@ -78,6 +78,6 @@ EIGHT_GPU_CASES = [
         releases="==0.5.23",
     ),
 ]
-"""In none of those on eight has anything run: DeepSeek-V3.2 and GLM-5 are served so on eight H200s."""
+"""DeepSeek-V3.2 and GLM-5 are served so on eight H200s. Of these cases none has run to its end."""
 
 CASES_OF_RANKS = [*RANK_CASES, *EIGHT_HEADS_CASES, *FOUR_GPU_CASES, *EIGHT_GPU_CASES]

@@ -1,4 +1,4 @@
-"""SGLang's Triton experts with this package's tiles against PyTorch: every tile that a rank of DeepSeek-V3.2 has."""
+"""SGLang's Triton experts with this package's tiles against PyTorch: all that ranks of DeepSeek-V3.2 and GLM-5 have."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ pytestmark = pytest.mark.gpu
 RELATIVE_ERROR = 5e-3  # bfloat16 between both products and behind them
 
 
-@pytest.fixture(scope="module")
-def rank():
+@pytest.fixture(scope="module", params=["v3.2-tp8", "glm-5-tp8"])
+def rank(request):
     start_sglang()
-    return Rank(RANKS["v3.2-tp8"])
+    return Rank(RANKS[request.param])
 
 
 def dequantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -235,6 +235,8 @@ def test_graphs_of_short_requests_are_refused_before_weights_are_loaded(monkeypa
         patch.setenv(short.SWITCH, "1")
         assert short.wanted(served_args(dcp_size=2))
     assert short.wanted(served_args(enable_dp_attention=True))
+    assert short.wanted(served_args(ep_size=2))
+    assert not short.wanted(served_args(enable_dp_attention=True, ep_size=2))
     with_drafts = served_args(speculative_algorithm="EAGLE")
     monkeypatch.setattr(short.served, "changes_needed", lambda args: [])
     assert short.wanted(with_drafts)
@@ -511,7 +513,7 @@ def test_a_layer_that_is_sglangs_says_why(layer, part, name, value, why):
 
 
 def served_args(**changed):
-    served = {needed.attribute: needed.served[0] for needed in (*options.NEEDED, *short.UNTRIED)}
+    served = {needed.attribute: needed.served[0] for needed in (*options.NEEDED, *short.UNTRIED, *short.OF_RANKS)}
     served |= {
         "speculative_algorithm": None,
         "kv_cache_dtype": "auto",

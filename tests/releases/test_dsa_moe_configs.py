@@ -76,12 +76,22 @@ def test_a_rank_of_glm_5_has_sglangs_tiles_where_they_are_as_fast(taken, monkeyp
     assert [tokens for tokens, configs in with_ours.items() if configs != chosen(tokens, *of_glm)] == [128]
 
 
+NOT_TIMED, WRONG = {}, {"skewed_us": {"sglang": 1.0}}
+
+
 @pytest.mark.parametrize(
-    ("best", "skewed", "won"), [(0.9, None, True), (0.9, 0.9, True), (0.9, 1.1, False), (1.1, 0.9, False), (1.0, 1.0, False)]
+    ("best", "skewed", "won"),
+    [
+        (0.9, NOT_TIMED, True),
+        (0.9, WRONG, False),
+        (0.9, {"skewed_us": {"best": 0.9, "sglang": 1.0}}, True),
+        (0.9, {"skewed_us": {"best": 1.1, "sglang": 1.0}}, False),
+        (1.1, {"skewed_us": {"best": 0.9, "sglang": 1.0}}, False),
+        (1.0, NOT_TIMED, False),
+    ],
 )
 def test_tiles_win_with_even_and_with_skewed_choices(best, skewed, won):
-    row = {"best": {"name": "tiles"}, "us": {"tiles": best, "sglang": 1.0}}
-    assert wins(row | ({} if skewed is None else {"skewed_us": {"best": skewed, "sglang": 1.0}})) is won
+    assert wins({"best": {"name": "tiles"}, "us": {"tiles": best, "sglang": 1.0}} | skewed) is won
 
 
 @pytest.mark.parametrize("shape", [(256, 512), (257, 128), (8, 1792)])
@@ -101,6 +111,18 @@ def test_deterministic_inference_has_no_configs(taken, monkeypatch):
     deterministic = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=True))
     monkeypatch.setattr(lookup, "get_exec", lambda: deterministic)
     assert lookup.get_moe_configs(*OF_A_RANK, "fp8_w8a8", 128, 128) is None
+
+
+def test_experts_that_are_fused_because_the_user_insists_are_sglangs(taken, monkeypatch):
+    """DeepSeek-V3.2 then has 257 experts as GLM-5 has, and another hidden size."""
+    of_glm = 257, 256, "fp8_w8a8", 128, 128
+    assert moe_configs._own(*of_glm) is not None
+    moe_configs._own.cache_clear()
+    fused = SimpleNamespace(
+        moe=SimpleNamespace(enforce_shared_experts_fusion=True), deterministic=lookup.get_exec().deterministic
+    )
+    monkeypatch.setattr(lookup, "get_exec", lambda: fused)
+    assert moe_configs._own(*of_glm) is None
 
 
 def test_sglangs_own_of_this_triton_win(taken, monkeypatch, tmp_path):

@@ -60,9 +60,6 @@ OF_A_RELEASE = {
         "divided KV with DP attention": ["--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", *DIVIDED],
         "LoRA": ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
         "LoRA by its paths": ["--lora-paths", "adapter=folder"],
-        "DP attention and experts": [*DP, "--ep-size", "2"],
-        "PD with released memory": ["--enable-memory-saver", "--disaggregation-mode", "decode"],
-        "experts and released memory": [*EXPERTS, "--enable-memory-saver"],
         "PD with DP attention": [*DP, "--disaggregation-mode", "decode"],
         "PD with DP attention and experts": [*DP, "--ep-size", "2", "--disaggregation-mode", "decode"],
         "PD with DP attention, logits gathered": [
@@ -90,26 +87,18 @@ BESIDE = {
     **dict.fromkeys(("PD", "PD with DP attention, logits gathered"), "disaggregation_mode"),
     **dict.fromkeys(RANKS_ALONE, "attn_dp_size"),
     "divided KV": "dcp_size",
-    "experts": "ep_size",
-    "released memory": "enable_memory_saver",
+    "PD with DP attention": "enable_tp_lm_head_all_to_all",
 }
 FREE = {name for name, option in BESIDE.items() if release().beside.get(option) is OneGraph.BY_DEFAULT}
 """What a release's rounds are one graph beside, and another's are not."""
 ADVICE = {
-    "PD with DP attention": ("enable_tp_lm_head_all_to_all", "pass --no-enable-tp-lm-head-all-to-all"),
+    "experts": ("ep_size", "pass --ep-size 1"),
+    "released memory": ("enable_memory_saver", "drop --enable-memory-saver"),
+    "PD with DP attention and experts": ("ep_size", "pass --ep-size 1"),
 }
 UNSEEN = {name: advice for name, (option, advice) in ADVICE.items() if release().beside.get(option) is OneGraph.WHERE_ASKED}
-TOGETHER = {
-    "divided KV with DP attention": (("dcp_size", "attn_dp_size"), "drop --dcp-size"),
-    "DP attention and experts": (("ep_size", "attn_dp_size"), "pass --ep-size 1"),
-    "PD with released memory": (("enable_memory_saver", "disaggregation_mode"), "drop --enable-memory-saver"),
-    "experts and released memory": (("enable_memory_saver", "ep_size"), "drop --enable-memory-saver"),
-    "PD with DP attention and experts": (
-        ("ep_size", "attn_dp_size"), "pass --ep-size 1 and pass --no-enable-tp-lm-head-all-to-all",
-    ),
-}  # fmt: skip
-"""Two options, each of which alone is by default."""
-UNSEEN |= {name: advice for name, (pair, advice) in TOGETHER.items() if pair in release().apart}
+if ("dcp_size", "attn_dp_size") in release().apart:
+    UNSEEN["divided KV with DP attention"] = "drop --dcp-size"
 """The same once they are asked for."""
 SGLANGS = ("PP + speculative decoding", "Pipeline parallelism is not compatible with overlap schedule, speculative decoding")
 """What it says itself of pipelines with drafts."""
@@ -157,12 +146,6 @@ def test_every_rule_was_tried(changes):
     free = {option for option, when in release().beside.items() if when is OneGraph.BY_DEFAULT}
     free -= {first for first, _ in release().apart}
     assert left == NOT_BESIDE_EAGLE | (refused | {"0.5.23": {"enable_dp_attention"}}).get(installed(), set()) | free
-
-
-@pytest.mark.skipif("released memory" not in FREE, reason="the release's rounds are not one graph beside released memory")
-def test_memory_of_graphs_that_is_given_back_too_has_them_where_they_are_asked_for(tmp_path):
-    (found,) = parsed(tmp_path, [WORDS["released memory"]], SGLANG_MEMORY_SAVER_CUDA_GRAPH="1")
-    assert found["against_one_graph"] == [f"drop --enable-memory-saver{ASK}"]
 
 
 @pytest.mark.parametrize("way", ASKED)

@@ -150,6 +150,8 @@ def test_ranks_of_one_server_sum_up_through_nccl_or_as_sglang_has_it(two_h200s):
     assert nccl - sglangs == {"--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"}
     with pytest.raises(SystemExit, match="--all-reduce ring is none: there are nccl, sglang"):
         two_h200s([*shlex.split(words), "--all-reduce", "ring"])
+    with pytest.raises(SystemExit, match="--all-reduce sglang is between ranks of one server, and each has one"):
+        two_h200s(shlex.split("serve --checkpoint v3.2-tp8 --quick --all-reduce sglang"))
     with pytest.raises(SystemExit, match="--all-reduce is for ranks of released models: name one of"):
         two_h200s(shlex.split("serve --checkpoint faithful --all-reduce sglang"))
 

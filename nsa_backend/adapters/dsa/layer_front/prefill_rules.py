@@ -44,15 +44,12 @@ NEEDED = (
 """Beside what the front asks: prefills that SGLang captures in pieces, on ranks that need not keep in step."""
 
 UNTRIED = (
+    needed("hicache_storage_backend", "--hicache-storage-backend", (None,)),
     needed("enable_lmcache", "--enable-lmcache", (None, False)),
     needed("enable_flexkv", "--enable-flexkv", (None, False)),
     needed("enable_unified_cache_external_linker", "--enable-unified-cache-external-linker", (None, False)),
     needed("radix_cache_backend", "--radix-cache-backend", (None,)),
-    needed(
-        "dsa_decode_backend",
-        "--nsa-decode-backend",
-        ("fa3", "flashmla_kv", "flashmla_sparse", "sparse_decode", "sparse_verify"),
-    ),
+    needed("dsa_decode_backend", "--nsa-decode-backend", ("fa3", "flashmla_kv", "flashmla_sparse", "sparse_decode")),
 )
 """Options under whose other values no GPU has run them: there a server has them where they are asked for."""
 

@@ -34,6 +34,9 @@ MOST_REQUESTS = 64
 UNTRIED = (needed("dcp_size", "--dcp-size", (None, 1)),)
 """Options under whose other values no GPU has run them: there a server has them where they are asked for."""
 
+OF_RANKS = (needed("ep_size", "--ep-size", (1,)),)
+"""The same of a server with DP attention."""
+
 
 def short_problems(args: Any) -> list[str]:
     """One sentence for each reason why a server of these resolved arguments can have no such graphs."""
@@ -55,7 +58,8 @@ def wanted(args: Any) -> bool:
     """
     said = asked(SWITCH)
     if said is None:
-        return all(rule.serves(args) for rule in UNTRIED) and not short_problems(args)
+        ranks = not all(rule.serves(args) for rule in served.DP_ATTENTION)
+        return all(rule.serves(args) for rule in (*UNTRIED, *OF_RANKS * ranks)) and not short_problems(args)
     return said
 
 

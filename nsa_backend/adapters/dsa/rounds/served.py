@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from sglang.srt.environ import envs
-from sglang.srt.utils import get_bool_env_var
 
 from nsa_backend.adapters.dsa.rounds.by_release import release
 from nsa_backend.adapters.option_rules import Rule
@@ -18,8 +17,6 @@ logger = logging.getLogger(__name__)
 
 SWITCH = "NSA_BACKEND_ROUND_GRAPH"
 SAMPLED_SWITCH = "NSA_BACKEND_SAMPLED_ROUNDS"
-SAVED_GRAPHS = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
-"""SGLang's switch that gives back memory of graphs too, beside which no round of one graph has run."""
 
 
 class Kind(NamedTuple):
@@ -178,8 +175,6 @@ def unmet(args: Any) -> list[Rule]:
     if asked(SWITCH) is None:
         used = {rule.attribute for rule in found}
         lifted -= {first for first, second in release().apart if {first, second} <= used}
-        if get_bool_env_var(SAVED_GRAPHS):
-            lifted.discard("enable_memory_saver")
     return [rule for rule in found if rule.attribute not in lifted]
 
 
