@@ -13,13 +13,14 @@ from pathlib import Path
 from types import ModuleType
 
 import code_tables
+import context_tables
 import rank_tables
 import run_tables
 import speed_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-MODULES: tuple[ModuleType, ...] = (code_tables, rank_tables, run_tables, speed_tables)
+MODULES: tuple[ModuleType, ...] = (code_tables, context_tables, rank_tables, run_tables, speed_tables)
 PART = re.compile(r"<!-- (?P<name>\w+) -->(?P<line>\n?)(?P<text>.*?)\n?<!-- end -->", re.DOTALL)
 
 

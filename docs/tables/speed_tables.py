@@ -7,7 +7,8 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
-from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks, lost_by_two_ranks, lost_to_vllm
+from context_tables import lost_by_two_ranks
+from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks, lost_to_vllm
 from result_files import Parts, reports, result, spread, table
 
 from nsa_backend.attention.auto import CANDIDATES, least_together

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs" / "tables"))
+import context_tables
 import rank_tables
 import result_files
 import speed_tables
@@ -53,7 +54,7 @@ def filed(tmp_path, monkeypatch):
 
 def forget() -> None:
     """What was read of result files."""
-    for read in (rank_tables.runs, rank_tables.two_ranks, result_files.result):
+    for read in (rank_tables.runs, context_tables.two_ranks, result_files.result):
         read.cache_clear()
 
 
@@ -168,13 +169,13 @@ def test_ranks_that_divide_the_kv_stand_beside_both_sides_that_do_not(filed):
     of_parts = cell(3, 1, 300) | {"parallel": "dcp2", "side": "default", "parts": {}, "exchange_a_layer": [3.0, 13.6]}
     filed("two_of_eight_ranks", "new", [*rows, of_parts])
     filed("context_divided_whole_prefills", "new", served(cell(3, 1, 64) | {"parallel": "dcp2"}, "default", 1.0))
-    assert row(rank_tables.context_ranks(), "1 x 300") == ["12.00 (1.200 / 0.750)", "12 (1.200 / 0.750)"]
-    assert row(rank_tables.context_ranks(), "1 x 4096") == ["13.00 (1.182 / -)", "13 (1.182 / -)"]
-    assert (rank_tables.context_longer(), rank_tables.context_saved()) == ("18 to 20 %", "25 %")
-    assert rank_tables.context_pool() == "180 tokens where 100 fitted, 1.80 times"
-    assert rank_tables.context_exchange() == "14"
+    assert row(context_tables.context_ranks(), "1 x 300") == ["12.00 (1.200 / 0.750)", "12 (1.200 / 0.750)"]
+    assert row(context_tables.context_ranks(), "1 x 4096") == ["13.00 (1.182 / -)", "13 (1.182 / -)"]
+    assert (context_tables.context_longer(), context_tables.context_saved()) == ("18 to 20 %", "25 %")
+    assert context_tables.context_pool() == "180 tokens where 100 fitted, 1.80 times"
+    assert context_tables.context_exchange() == "14"
     longer = "longer rounds or tokens 2 of 2, at most 1.200 (1 x 300); first token later 2 of 2, at most 1.200 (1 x 300)"
-    assert rank_tables.lost_by_two_ranks() == [["--dcp-size 2", "beside ours without it", longer]]
+    assert context_tables.lost_by_two_ranks() == [["--dcp-size 2", "beside ours without it", longer]]
     assert rank_tables.rank().count("|") == rank_tables.rank().splitlines()[0].count("|") * 2  # of one rank nothing ran
 
 
@@ -184,7 +185,7 @@ def test_a_later_run_of_ours_alone_stands_beside_the_built_in_of_the_earlier(fil
     for name, times in (("two_of_eight_ranks", first), ("context_divided_whole_prefills", again)):
         cells = [served(cell(3, 1, 300) | {"parallel": parallel}, side, ms) for (parallel, side), ms in times.items()]
         filed(name, "new", [row for rows in cells for row in rows])
-    assert row(rank_tables.context_ranks(), "1 x 300") == ["11.00 (1.100 / 0.688)", "11 (1.100 / 0.688)"]
+    assert row(context_tables.context_ranks(), "1 x 300") == ["11.00 (1.100 / 0.688)", "11 (1.100 / 0.688)"]
 
 
 def test_vllm_is_told_where_it_did_not_wander_and_where_it_wins(filed):
@@ -218,7 +219,7 @@ def test_what_captures_of_all_sizes_took_and_a_crowd_are_told(filed):
     filed("crowd", "new", [crowd | {"first_token_s": [7.7, 107.6]}])
     assert rank_tables.all_sizes() == "2.7 s and 0.57 GiB for 20 batch sizes"
     told = "16 of 16 requests of 131072 tokens were decoded at once, none retracted; first tokens took 8 to 108 s"
-    assert rank_tables.crowd() == told
+    assert context_tables.crowd() == told
 
 
 def test_a_later_run_replaces_the_cells_that_it_measured(filed):
