@@ -3,9 +3,10 @@
     python tests/e2e/run_all.py OUT.json [--cases 'n3 fa3' ...] [--jobs 4] [--logs DIR]
     python tests/e2e/run_all.py OUT.json --list
 
-OUT.json has after every engine what there is until then. CUDA_VISIBLE_DEVICES chooses the GPU; runs on different GPUs share
-neither ports nor folders, so that the cases can be spread with --cases; file_report joins their reports. Exits with 1 where an
-accept length is below its floor, a case failed or was left out, or an output differs without a tie to explain it.
+OUT.json has after every engine what there is until then; ties are asked for as soon as both sides of a case are over.
+CUDA_VISIBLE_DEVICES chooses the GPU; runs on different GPUs share neither ports nor folders, so that the cases can be spread
+with --cases; file_report joins their reports. Exits with 1 where an accept length is below its floor, a case failed or was left
+out, or an output differs without a tie to explain it.
 """
 
 import argparse
@@ -25,9 +26,9 @@ from case import workload_of
 from endings import facts
 from engines import PORTS, first_device, refuse_taken_ports, run_to_its_end
 from machine import Machine
-from ports import begins, ports_of_run
+from ports import begins, judge_begin, ports_of_run
 from reports import report_of, show, write
-from ties import differences, judge
+from ties import asking_alike, differences, judge
 from workloads import CASES, WORKLOADS, Case
 
 from nsa_backend.benchmarks.checkpoints import eagle3, faithful
@@ -60,6 +61,9 @@ class Run:
     results: dict = field(default_factory=dict)
     endings: dict = field(default_factory=dict)  # of engines without a result, what `endings.facts` keeps
     took: list[float] = field(default_factory=list)  # seconds of engines, in the order in which they ended
+    over: set = field(default_factory=set)  # (case name, backend) of engines that have ended, or had no time
+    kept: dict[str, list[dict]] = field(default_factory=dict)  # where outputs part, by case of which all engines are over
+    judged: set[int] = field(default_factory=set)  # numbers of the groups of cases whose ties were asked for
     starting: threading.Lock = field(default_factory=threading.Lock)
     writing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -82,8 +86,41 @@ class Run:
 
     def parted(self) -> list[tuple[Case, list[dict]]]:
         """Where outputs of ours part from the built-in's, if there are any, and from another run of ours, by case."""
-        found = [(c, *(self.results.get((c.name, b), (None, ""))[0] for b in ("ours", "builtin"))) for c in self.cases]
-        return [(case, differences(case, ours, builtin)) for case, ours, builtin in found if ours is not None]
+        for case in self.cases:
+            if case.name not in self.kept and self.are_over([case]):
+                self.kept[case.name] = self._differences(case)
+        return [
+            (case, self.kept[case.name] if case.name in self.kept else self._differences(case))
+            for case in self.cases
+            if self._outputs(case, "ours") is not None
+        ]
+
+    def are_over(self, cases: list[Case]) -> bool:
+        """Whether no engine of these is to come."""
+        return all((case.name, backend) in self.over for case in cases for backend in self.args.backends)
+
+    def _outputs(self, case: Case, backend: str) -> dict | None:
+        return self.results.get((case.name, backend), (None, ""))[0]
+
+    def _differences(self, case: Case) -> list[dict]:
+        ours = self._outputs(case, "ours")
+        return [] if ours is None else differences(case, ours, self._outputs(case, "builtin"))
+
+    def ask(self) -> None:
+        """Ask about the ties of each group of cases that are over, once; a run that is cut has what was asked until then."""
+        for number, group in enumerate(asking_alike(self.cases)):
+            with self.writing:
+                if number in self.judged or not self.are_over(group):
+                    continue
+                self.judged.add(number)
+                self.parted()
+                found = [difference for case in group for difference in self.kept[case.name]]
+            if found:
+                seconds = min(self.args.engine_seconds, max(self.left(), ASKING_SECONDS))
+                port = judge_begin(number, self.args.port)
+                judge(self.checkpoints[group[0].checkpoint], group[0], found, self.args.logs, port, seconds)
+                with self.writing:
+                    self.write(self.parted())
 
     def write(self, parted: list[tuple[Case, list[dict]]]) -> dict:
         found = [difference for _, of_case in parted for difference in of_case]
@@ -137,15 +174,18 @@ def run_engines(run: Run) -> None:
         port, case, backend = item
         began = time.monotonic()
         if run.left_for_engines() < run.an_engine:
-            return
+            run.over.add((case.name, backend))
+            return run.ask()
         result, log = launch(run, case, backend, port)
         with run.writing:
             run.results[case.name, backend] = result, log
+            run.over.add((case.name, backend))
             run.took += [time.monotonic() - began] * (result is not None)
             run.write(run.parted())
         means = {w: round(fmean(c["accept"]), 3) for w, c in (result or {}).items()}
         why = run.endings.get((case.name, backend), {}).get("ended", "")
         print(f"{case.name}, {backend}: {means or f'FAILED: {why}'}, {time.monotonic() - began:.0f} s", flush=True)
+        return run.ask()
 
     # Without caches the first start compiles kernels that all others load, so it runs alone.
     alone = 0 if run.args.warm else 1
@@ -207,11 +247,7 @@ def main() -> int:
     with Machine() as machine:
         run = Run(checkpoints, cases, args, machine)
         run_engines(run)
-        parted = run.parted()
-        judge(
-            run.checkpoints, parted, args.jobs, args.logs, args.port, min(args.engine_seconds, max(run.left(), ASKING_SECONDS))
-        )
-        report = run.write(parted)
+        report = run.write(run.parted())
     show(report)
     return 1 if report["failures"] or report["problems"] or report["not_measured"] else 0
 

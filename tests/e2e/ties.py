@@ -6,13 +6,11 @@ import json
 import os
 import sys
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from case import workload_of
 from engines import run_to_its_end
 from next_token import question
-from ports import judge_begin
 from workloads import WORKLOADS, Case
 
 from nsa_backend.benchmarks.servers.server import SIDE_BY_SIDE
@@ -57,35 +55,16 @@ def _parted(case: Case, name: str, mine: dict, theirs: dict, side: str) -> list[
     return found
 
 
-def judge(
-    checkpoints: dict[str, Path], parted: list[tuple[Case, list[dict]]], jobs: int, logs: Path, port: int, seconds: float
-) -> None:
-    """Judge the differences of all cases in place, with one engine for all cases that ask the same engine of a model.
-
-    `port` is that of the run's first engine; those that are asked have their own above it.
-    """
+def asking_alike(cases: list[Case]) -> list[list[Case]]:
+    """The cases by the engine that is asked about their ties: one a model, implementation and options of a prefill."""
     groups = defaultdict(list)
-    for case, found in parted:
+    for case in cases:
         asked = question(case)
-        groups[json.dumps([asked.checkpoint, asked.decode, asked.engine], sort_keys=True)].append((case, found))
-    numbered = [(number, group) for number, group in enumerate(groups.values()) if any(found for _, found in group)]
-
-    def one(item: tuple[int, list]) -> None:
-        number, group = item
-        _judge(
-            checkpoints[group[0][0].checkpoint],
-            group[0][0],
-            [d for _, found in group for d in found],
-            logs,
-            judge_begin(number, port),
-            seconds,
-        )
-
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(one, numbered))
+        groups[json.dumps([asked.checkpoint, asked.decode, asked.engine], sort_keys=True)].append(case)
+    return list(groups.values())
 
 
-def _judge(checkpoint: Path, case: Case, found: list[dict], logs: Path, port: int, seconds: float) -> None:
+def judge(checkpoint: Path, case: Case, found: list[dict], logs: Path, port: int, seconds: float) -> None:
     """Add to each parting point how far either token is from the best one, in one forward without speculation.
 
     Where the engine gives no answer `tie` stays None, and the report says that nobody asked.

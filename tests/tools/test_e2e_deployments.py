@@ -168,7 +168,10 @@ def test_a_second_run_is_held_to_the_floors_and_outputs_of_the_first(engine, tmp
     (difference,) = ties.differences(case, found, found)
     assert (difference["workload"], difference["against"], difference["position"]) == ("8x300", second, 2)
     assert (difference["ours"], difference["other"]) == (7, 9)
-    alone = SimpleNamespace(cases=[case], results={(case.name, "ours"): (found, "")})
-    assert run_all.Run.parted(alone) == [(case, [difference])]
-    assert run_all.Run.parted(SimpleNamespace(cases=[case], results={(case.name, "builtin"): (found, "")})) == []
+    alone, other = (
+        run_all.Run({}, [case], SimpleNamespace(backends=["ours", "builtin"]), None, results={(case.name, side): (found, "")})
+        for side in ("ours", "builtin")
+    )
+    assert alone.parted() == [(case, [difference])]
+    assert other.parted() == []
     assert len(reports.row_of(case, {"ours": found})["workloads"]) == 4

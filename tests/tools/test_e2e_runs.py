@@ -113,6 +113,14 @@ class TestRuns:
         asked = [line for line in calls.read_text().splitlines() if line.startswith("asked")]
         assert sorted(asked) == ["asked n2 fa3", "asked n3 chunked prefill"]  # graphs and N are nothing to a prefill
 
+    def test_a_case_is_asked_about_before_the_next_one_starts(self, stand_ins, monkeypatch, tmp_path):
+        """So that a run which is cut has judged what it measured; who asks the same engine as a later case waits for it."""
+        calls = stand_ins()
+        cases = ("n2 fa3", "n3 chunked prefill", "n3 without CUDA graphs")
+        assert run(monkeypatch, tmp_path, "--jobs", "1", "--cases", *cases)[0] == 0
+        asked = [number for number, line in enumerate(calls.read_text().splitlines()) if line.startswith("asked")]
+        assert asked == [4, 7]  # behind two engines of each of the first two, and behind both of the last
+
     def test_no_tie(self, stand_ins, monkeypatch, tmp_path):
         stand_ins(gap=0.07)
         code, report = run(monkeypatch, tmp_path, "--cases", "n2 fa3")
@@ -150,7 +158,7 @@ class TestRuns:
             run_all, "write", lambda report, out: (seen.append(report["not_measured"]), reports.write(report, out))
         )
         assert run(monkeypatch, tmp_path, "--cases", "n2 fa3")[0] == 0
-        assert seen == [["n2 fa3, builtin"], [], []]
+        assert seen == [["n2 fa3, builtin"], [], [], []]  # of two engines, of ties, and of all
         code, report = run(monkeypatch, tmp_path, "--cases", "n2 fa3", "n5 fa3", "--minutes", "0.0001")
         assert code == 1
         assert {"n5 fa3, ours", "n5 fa3, builtin"} <= set(report["not_measured"])
