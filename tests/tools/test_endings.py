@@ -42,7 +42,7 @@ def test_each_process_is_told_by_its_signal_in_the_order_in_which_they_ended(tmp
 @pytest.mark.slow
 @pytest.mark.parametrize(("title", "told"), [([], []), (TITLED, [("sglang::scheduler_TP1", "SIGKILL")])])
 def test_compilers_beneath_a_rank_are_nobodys_end(tmp_path, title, told):
-    """Of what a rank starts, only what has SGLang's title is followed. On a busy machine three processes take seconds to start."""
+    """Of what a rank starts, only what has SGLang's title is followed; on a busy machine three processes start for seconds."""
     started = [*title, sys.executable, "-c", RANK, str(int(signal.SIGKILL)), "2.5"]
     rank = f"import subprocess, time; subprocess.Popen({started}); time.sleep(60)"
     engine = f"import subprocess; subprocess.run({[sys.executable, '-c', rank]})"
