@@ -133,7 +133,7 @@ def test_a_server_with_one_of_these_does_not(changes, name):
 
 def test_where_the_switch_would_not_be_enough_it_is_not_spoken_of(changes):
     others = changes["balanced experts"]
-    assert "drop --enable-eplb" in others
+    assert "pass --ep-size 1" in others
     assert len(others) > 1
     assert not any(change.endswith(ASK) for change in others)
 
