@@ -86,14 +86,7 @@ class Run:
 
     def parted(self) -> list[tuple[Case, list[dict]]]:
         """Where outputs of ours part from the built-in's, if there are any, and from another run of ours, by case."""
-        for case in self.cases:
-            if case.name not in self.kept and self.are_over([case]):
-                self.kept[case.name] = self._differences(case)
-        return [
-            (case, self.kept[case.name] if case.name in self.kept else self._differences(case))
-            for case in self.cases
-            if self._outputs(case, "ours") is not None
-        ]
+        return [(case, self._differences(case)) for case in self.cases if self._outputs(case, "ours") is not None]
 
     def are_over(self, cases: list[Case]) -> bool:
         """Whether no engine of these is to come."""
@@ -103,8 +96,13 @@ class Run:
         return self.results.get((case.name, backend), (None, ""))[0]
 
     def _differences(self, case: Case) -> list[dict]:
+        if case.name in self.kept:
+            return self.kept[case.name]
         ours = self._outputs(case, "ours")
-        return [] if ours is None else differences(case, ours, self._outputs(case, "builtin"))
+        found = [] if ours is None else differences(case, ours, self._outputs(case, "builtin"))
+        if self.are_over([case]):
+            self.kept[case.name] = found
+        return found
 
     def ask(self) -> None:
         """Ask about the ties of each group of cases that are over, once; a run that is cut has what was asked until then."""
@@ -113,13 +111,15 @@ class Run:
                 if number in self.judged or not self.are_over(group):
                     continue
                 self.judged.add(number)
-                self.parted()
-                found = [difference for case in group for difference in self.kept[case.name]]
+                found = [difference for case in group for difference in self._differences(case)]
             if found:
                 seconds = min(self.args.engine_seconds, max(self.left(), ASKING_SECONDS))
                 port = judge_begin(number, self.args.port)
-                judge(self.checkpoints[group[0].checkpoint], group[0], found, self.args.logs, port, seconds)
+                asked = [dict(difference) for difference in found]  # others write the report meanwhile
+                judge(self.checkpoints[group[0].checkpoint], group[0], asked, self.args.logs, port, seconds)
                 with self.writing:
+                    for difference, answered in zip(found, asked, strict=True):
+                        difference |= answered
                     self.write(self.parted())
 
     def write(self, parted: list[tuple[Case, list[dict]]]) -> dict:
@@ -170,12 +170,11 @@ def run_engines(run: Run) -> None:
     ports = begins([case for case, _ in engines], run.args.port)
     items = [(port, *engine) for port, engine in zip(ports, engines, strict=True)]
 
-    def job(item: tuple[int, Case, str]) -> None:
-        port, case, backend = item
+    def engine(port: int, case: Case, backend: str) -> None:
         began = time.monotonic()
         if run.left_for_engines() < run.an_engine:
             run.over.add((case.name, backend))
-            return run.ask()
+            return
         result, log = launch(run, case, backend, port)
         with run.writing:
             run.results[case.name, backend] = result, log
@@ -185,7 +184,10 @@ def run_engines(run: Run) -> None:
         means = {w: round(fmean(c["accept"]), 3) for w, c in (result or {}).items()}
         why = run.endings.get((case.name, backend), {}).get("ended", "")
         print(f"{case.name}, {backend}: {means or f'FAILED: {why}'}, {time.monotonic() - began:.0f} s", flush=True)
-        return run.ask()
+
+    def job(item: tuple[int, Case, str]) -> None:
+        engine(*item)
+        run.ask()
 
     # Without caches the first start compiles kernels that all others load, so it runs alone.
     alone = 0 if run.args.warm else 1
