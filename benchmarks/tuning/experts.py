@@ -175,7 +175,7 @@ def cell(name: str, rank: Rank, tokens: int) -> dict:
     more, wrong_more = timed({tiles: rank.call(x, routed, lookup_of(*pair)) for tiles, pair in pairs.items()}, wanted)
     fastest = min(more, key=more.get)
     different = int((routed[1].unique() >= 0).sum())
-    first, second = sglangs(shape, tokens)
+    first, second = looked_up(shape, tokens)
     skewed = rank.routed(tokens, SKEW)
     ways = {
         "sglang": rank.call(x, skewed, try_get_optimal_moe_config),
@@ -198,7 +198,7 @@ def cell(name: str, rank: Rank, tokens: int) -> dict:
     }
 
 
-def sglangs(shape: Shape, tokens: int) -> tuple[Config, Config]:
+def looked_up(shape: Shape, tokens: int) -> tuple[Config, Config]:
     """Configs of both products that SGLang's lookup gives; one without a file of the second has the first's for both."""
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import try_get_optimal_moe_config
 
@@ -210,13 +210,18 @@ def sglangs(shape: Shape, tokens: int) -> tuple[Config, Config]:
     return first, second or first
 
 
+def over_sglangs(row: dict) -> float:
+    """Time of the best tiles of a row over that of SGLang's."""
+    return row["us"][row["best"]["name"]] / row["us"]["sglang"]
+
+
 def wins(row: dict) -> bool:
     """Whether the best tiles of a row take less time than SGLang's, and are right and faster with skewed choices too.
 
     A row of before skewed choices were timed has none.
     """
     skewed = row.get("skewed_us", {"best": 0.0, "sglang": 1.0})
-    return row["us"][row["best"]["name"]] < row["us"]["sglang"] and skewed.get("best", math.inf) < skewed["sglang"]
+    return over_sglangs(row) < 1 and skewed.get("best", math.inf) < skewed["sglang"]
 
 
 def configs_of(rows: Sequence[dict]) -> dict[str, dict[str, Config]]:

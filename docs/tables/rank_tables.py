@@ -337,8 +337,8 @@ def short_prefills() -> str:
 @PARTS.part
 def host_waits() -> str:
     """Milliseconds to the built-in's first token of one prompt of FEW_TOKENS on the first rank, over its runs."""
-    found = [together((row for sides in cells.values() for row in sides[BUILTIN]), "ttft_ms") for cells in runs("ttft_ms")]
     asked = Cell(FIRST_RANK, 3, 1, FEW_TOKENS)
+    found = [spreads(cells, "ttft_ms") for cells in runs("ttft_ms")]
     return spread((cells[asked][BUILTIN].median for cells in found if asked in cells), "{:.0f}")
 
 

@@ -14,7 +14,7 @@ from result_files import Parts, reports, result, spread, table
 from nsa_backend.attention.auto import CANDIDATES, least_together
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
-from nsa_backend.benchmarks.tuning.experts import wins
+from nsa_backend.benchmarks.tuning.experts import over_sglangs, wins
 from nsa_backend.kernels.value_products import few_rows
 
 PARTS = Parts()
@@ -229,7 +229,7 @@ def experts() -> str:
     rows = {(row["rank"], row["tokens"]): row for report in reports("experts").values() for row in report["rows"]}
 
     def told(row: dict) -> str:
-        over = f"{row['us'][row['best']['name']] / row['us']['sglang']:.2f}" if wins(row) else "SGLang's"
+        over = f"{over_sglangs(row):.2f}" if wins(row) else SGLANGS
         return f"{over} ({row['us']['sglang']:.0f})"
 
     of_models = [
@@ -244,7 +244,7 @@ def experts() -> str:
 def experts_of_glm() -> str:
     """At how many numbers of tokens GLM-5's have this package's tiles, and what these save at most."""
     rows = result("experts_0_5_23", "glm_5_tp8")["rows"]
-    least = min(row["us"][row["best"]["name"]] / row["us"]["sglang"] for row in rows if wins(row))
+    least = min(over_sglangs(row) for row in rows if wins(row))
     return f"{sum(map(wins, rows))} of {len(rows)} numbers of tokens, by at most {100 * (1 - least):.0f} %"
 
 

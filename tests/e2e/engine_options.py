@@ -29,6 +29,8 @@ SAVED = {"enable_memory_saver": True, "enable_weights_cpu_backup": True, "enable
 """SGLang gives weights back empty unless it keeps a copy of them, for which a trainer has no need."""
 NAMES_NOTHING = {"nsa_decode_backend": None, "nsa_prefill_backend": None}
 """SGLang chooses, or this package by rows."""
+BY_ROWS = NAMES_NOTHING | {"cuda_graph_bs": [1, 2, 4, 8, 32]}
+"""Nothing named; 32 requests are captured, so that their rows are verified together."""
 UP_TO_TWO = {"cuda_graph_bs": [1, 2]}
 """Captured sizes that most batches of "unequal ranks" exceed, on one rank or on both."""
 

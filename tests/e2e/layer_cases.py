@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from case import Case
-from engine_options import DEFAULT_SUMS, DP_2, FLOORS, FP8, NAMES_NOTHING, PREFILL_SIZES, SAVED, STANDARD, TWO_GPUS
+from engine_options import BY_ROWS, DEFAULT_SUMS, DP_2, FLOORS, FP8, PREFILL_SIZES, SAVED, STANDARD, TWO_GPUS
 
 FRONT = {"NSA_BACKEND_LAYER_FRONT": "1"}
 SHORT = FRONT | {"NSA_BACKEND_SHORT_GRAPHS": "1"}
@@ -14,8 +14,6 @@ PAIRED = {"NSA_BACKEND_PAIRED_LOGITS": "1"}
 BOTH = FRONT | PAIRED
 ACROSS = "across 2048 tokens"
 MANY = (*STANDARD, "32x300", "shared prefix", "short")
-BY_ROWS = NAMES_NOTHING | {"cuda_graph_bs": [1, 2, 4, 8, 32]}
-"""Nothing named; 32 requests are captured, so that their rows are verified together."""
 SUMMED = TWO_GPUS | DEFAULT_SUMS | BY_ROWS
 
 front = partial(Case, environment=FRONT, builtin_environment={}, says="layers is two launches", releases="==0.5.23")

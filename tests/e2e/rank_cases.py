@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from case import Case
-from engine_options import DEFAULT_SUMS, DP_2, EIGHT_GPUS, FLOORS, FOUR_GPUS, FP8, NAMES_NOTHING, STANDARD, TWO_GPUS
+from engine_options import BY_ROWS, DEFAULT_SUMS, DP_2, EIGHT_GPUS, FLOORS, FOUR_GPUS, FP8, STANDARD, TWO_GPUS
 
 IMPLEMENTATIONS = (
     ("fa3", {"floors": FLOORS}),
@@ -72,7 +72,7 @@ EIGHT_GPU_CASES = [
         3,
         MANY,
         shape="wide",
-        engine=EIGHT_GPUS | DEFAULT_SUMS | NAMES_NOTHING | {"cuda_graph_bs": [1, 2, 4, 8, 32]},
+        engine=EIGHT_GPUS | DEFAULT_SUMS | BY_ROWS,
         gpus=8,
         floor_of_all=0.95,
         releases="==0.5.23",

@@ -13,7 +13,7 @@ import pytest
 
 from nsa_backend.adapters import moe_configs
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.benchmarks.tuning.experts import configs_of, wins
+from nsa_backend.benchmarks.tuning.experts import Shape, configs_of, looked_up, wins
 
 lookup = import_module(moe_configs.MODULE)
 OF_A_RANK = 256, 256  # experts of DeepSeek-V3.2 and their width on one of eight ranks
@@ -44,11 +44,7 @@ def taken(monkeypatch, sglangs):
 
 def chosen(tokens: int, experts: int = 256, width: int = 256, hidden: int = 7168):
     """(config of the first product, of the second) as SGLang's experts look them up."""
-    shapes = (experts, 2 * width, hidden), (experts, hidden, width)
-    first, (second, _) = lookup.try_get_optimal_moe_config(
-        *shapes, 8, "fp8_w8a8", tokens, block_shape=[128, 128], return_down_config=True
-    )
-    return first, second
+    return looked_up(Shape(experts, width, hidden, routed=experts), tokens)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 8, 32, 128, 256])
