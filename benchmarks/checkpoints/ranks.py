@@ -7,7 +7,8 @@ so that a batch gives the experts of the rank as many rows as eight such batches
 
 What a rank lacks is what ranks do together: no all-reduce, no exchange between experts. Its weights are random (`rank_server`).
 Several ranks of tensor parallel 8 are one checkpoint too, for a server of as many GPUs: the divided sizes times their number,
-so that each GPU does what one of eight does, and the ranks exchange what they exchange.
+so that each GPU does what one of eight does, and the ranks exchange what they exchange. So are several of DP attention, whose
+experts are divided among them: all eight are the released model.
 `v3.2-tp8-20-layers` is a rank with its first 20 layers and the MTP layer, for a GPU that all of them do not fit.
 
 Released sizes are those of `config.json` of deepseek-ai/DeepSeek-V3.2, zai-org/GLM-5.1-FP8 and zai-org/GLM-5.2-FP8;
@@ -97,9 +98,9 @@ class Rank:
         return self.released | sizes | {"eos_token_id": 1}
 
     @property
-    def of_tensor_parallel(self) -> bool:
-        """Whether tensor parallel divides `together` into ranks; it would divide the heads of a rank of DP attention too."""
-        return self.divided == _OF_TENSOR_PARALLEL
+    def deployments(self) -> tuple[str, ...]:
+        """Words of `--parallel` that divide `together` into ranks like this one; others would divide something else too."""
+        return TOGETHER if self.divided == _OF_TENSOR_PARALLEL else WITH_EXPERTS_DIVIDED
 
 
 RANKS = {
@@ -112,8 +113,11 @@ RANKS = {
 
 _FEWER_LAYERS = re.compile(r"(.+)-([1-9]\d*)-layers")
 
-TOGETHER = tuple(f"{kind}{count}" for kind in ("tp", "dcp") for count in (2, 4, RANKS_OF_A_MODEL))
+_SEVERAL = 2, 4, RANKS_OF_A_MODEL
+TOGETHER = tuple(f"{kind}{count}" for kind in ("tp", "dcp") for count in _SEVERAL)
 """Words of `--parallel` that make several ranks of tensor parallel 8 one server."""
+WITH_EXPERTS_DIVIDED = tuple(f"dp{count}-ep" for count in _SEVERAL)
+"""The same of ranks of DP attention."""
 
 
 def named(name: str) -> Rank | None:

@@ -68,7 +68,7 @@ def alone(there: int, context_ranks: int = 1) -> tuple[str, ...]:
 
 def needed_bytes(name: str, parallel: Parallel, shape: tuple[int, int], cached: int = 0) -> int:
     """Memory of each GPU of a server that has room for `shape` behind `cached` tokens of each prompt."""
-    batch, length = shape
+    ((batch, length),) = parallel.of_a_rank([shape])
     return ranks.needed_bytes(name, server_options.pool_tokens([(batch, cached + length)], TOKENS), parallel.dcp)
 
 
@@ -155,7 +155,7 @@ def cells(
     for name in names:
         if not any(fitting[name, parallel] for parallel in asked):
             most = max(parallel.dcp for parallel in asked)
-            batch, length = wanted[name][0]
+            batch, length = min(shape for parallel in asked for shape in parallel.of_a_rank(wanted[name][:1]))
             ranks.check_fits(name, server_options.pool_tokens([(batch, most_cached + length)], TOKENS), there, most)
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-")))
     more = tuple(shlex.split(getattr(options, "server", None) or ""))
@@ -241,14 +241,11 @@ def check_ranks_of(name: str, word: str) -> None:
     Raises:
         SystemExit: with the words that there are.
     """
-    if not ranks.named(name).of_tensor_parallel:
-        raise SystemExit(
-            f"--checkpoint {name} is a rank of DP attention, whose heads --parallel {word} would divide: leave --parallel out"
-        )
-    if word not in ranks.TOGETHER:
+    words = ranks.named(name).deployments
+    if word not in words:
         raise SystemExit(
             f"--parallel {word} is no part of the {ranks.RANKS_OF_A_MODEL} ranks that --checkpoint {name} is one of: "
-            f"write {', '.join(ranks.TOGETHER)}, or leave --parallel out"
+            f"write {', '.join(words)}, or leave --parallel out"
         )
 
 

@@ -119,7 +119,7 @@ def test_sglang_parses_a_rank_as_the_model_it_is_of(name, tmp_path):
     assert getattr(found.hf_config, "index_share_for_mtp_iteration", False) == (name == "glm-5.2-tp8")
 
 
-OF_TENSOR_PARALLEL = [name for name, rank in ranks.RANKS.items() if rank.of_tensor_parallel]
+OF_TENSOR_PARALLEL = [name for name, rank in ranks.RANKS.items() if rank.deployments == ranks.TOGETHER]
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
@@ -136,6 +136,16 @@ def test_each_of_several_ranks_has_what_one_has(name, count, tmp_path):
     assert one["moe_intermediate_size"] % ranks.BLOCK == one["intermediate_size"] % ranks.BLOCK == 0
     if count == ranks.RANKS_OF_A_MODEL:
         assert ranks.RANKS[name].together(count) == released | {"eos_token_id": 1}
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_ranks_of_dp_attention_divide_experts_alone(count, tmp_path):
+    rank = ranks.RANKS["v3.2-dp8"]
+    found = ModelConfig(str(ranks.write(tmp_path, "v3.2-dp8", count)))
+    assert found.num_attention_heads == rank.released["num_attention_heads"]
+    assert found.hf_config.n_routed_experts // count == rank.config["n_routed_experts"]
+    if count == ranks.RANKS_OF_A_MODEL:
+        assert rank.together(count) == rank.released | {"eos_token_id": 1}
 
 
 @pytest.mark.parametrize("name", OF_TENSOR_PARALLEL)

@@ -103,7 +103,7 @@ REFUSED = {
     "profile --checkpoint wide --sides auto": "--sides is for ranks of released models here",
     "serve --checkpoint v3.2-tp8 --parallel tp2 dp2": "--parallel dp2 is no part of the 8 ranks .*: write tp2, tp4, tp8, dcp2",
     "serve --checkpoint v3.2-tp8 --parallel tp1": "--parallel tp1 is no part of the 8 ranks that --checkpoint v3.2-tp8 is one",
-    "serve --checkpoint v3.2-dp8 --parallel tp2": "v3.2-dp8 is a rank of DP attention, whose heads --parallel tp2 would divide",
+    "serve --checkpoint v3.2-dp8 --parallel tp2": "--parallel tp2 is no part of the 8 ranks .*: write dp2-ep, dp4-ep,",
     "serve --checkpoint v3.2-tp8 --parallel tp2": TOO_SMALL,
     "serve --checkpoint v3.2-tp8 --parallel dcp2 --sides builtin": "dcp2 is nothing that builtin serves.* name ours in",
     "serve --checkpoint SMALL --parallel tp2 dcp2 --sides builtin": "dcp2 is nothing that builtin serves.* name ours in",

@@ -110,6 +110,16 @@ def test_divided_kv_has_room_for_what_a_rank_has_not(two_h200s):
     assert ranks.weight_bytes(config, 2) - ranks.weight_bytes(config) == 62 * copies
 
 
+def test_ranks_of_dp_attention_share_the_requests(two_h200s):
+    """128 prompts of 4096 tokens are too many for a GPU, and half of them fit each of two."""
+    asked = "serve --checkpoint v3.2-dp8 --quick --sides auto --steps 3 --length 4096 --batch"
+    two = [cell.name for cell in two_h200s(shlex.split(f"{asked} 64 --parallel dp2-ep"))]
+    assert two == ["v3.2-dp8, dp2-ep, N = 3, 64 x 4096, auto on 2,5"]
+    more, least = (ranks.needed_bytes("v3.2-dp8", requests * (4096 + 513) + 16384) / ranks.GIB for requests in (128, 64))
+    assert least < 139 < more
+    assert [cell.section for cell in two_h200s(shlex.split(f"{asked} 128 --parallel dp2-ep"))] == ["rows"]
+
+
 @pytest.mark.parametrize("sides", [("auto",), ("ours", "auto")])
 def test_a_divided_context_is_told_over_ours_undivided(capsys, sides):
     """Over `ours` where that ran, else over the side itself."""
