@@ -5,8 +5,6 @@ On ranks of DeepSeek-V3.2 and GLM-5. PyTorch rounds to FP8 and bfloat16 where SG
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -18,7 +16,10 @@ pytestmark = pytest.mark.gpu
 
 COUNTS = [tokens for tokens in TOKENS if tokens <= 1024]
 TOO_FAR = 1e-2  # relative; a wrong tile is off by far more
-AS_SGLANGS = 1.05  # of the error that SGLang's own tiles have
+AS_SGLANGS = 1.1  # of the error that SGLang's own tiles have
+ROWS = 256
+"""To be compared, in one call or several: 128 values move at once where a sum rounds to another FP8 scale, so the error of 16
+rows was once 0.0049 with one and 0.0040 with the other."""
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +73,17 @@ def test_tiles_err_as_much_as_sglangs(rank, tokens):
 
     moe_configs.take()
     torch.manual_seed(tokens)
-    x, routed = torch.randn(tokens, rank.shape.hidden, device="cuda").bfloat16(), rank.routed(tokens)
     first, _ = looked_up(rank.shape, tokens)
     ours = {str(one) for file in moe_configs.measured().values() for one in file.values()}
     assert str(first) in ours
-    wanted = by_torch(rank, x, *routed)
-
-    def error(lookup: Callable) -> float:
-        return float((rank.call(x, routed, lookup)().float() - wanted).norm() / wanted.norm())
-
-    by_sglang, by_ours = error(lookup_of(*rank.sglangs[tokens])), error(try_get_optimal_moe_config)
-    assert by_ours < TOO_FAR
-    assert by_ours < AS_SGLANGS * by_sglang
+    lookups = {"sglang": lookup_of(*rank.sglangs[tokens]), "ours": try_get_optimal_moe_config}
+    apart, size = dict.fromkeys(lookups, 0.0), 0.0
+    for _ in range(-(-ROWS // tokens)):
+        x, routed = torch.randn(tokens, rank.shape.hidden, device="cuda").bfloat16(), rank.routed(tokens)
+        wanted = by_torch(rank, x, *routed)
+        size += float(wanted.square().sum())
+        for side, lookup in lookups.items():
+            apart[side] += float((rank.call(x, routed, lookup)().float() - wanted).square().sum())
+    errors = {side: (squares / size) ** 0.5 for side, squares in apart.items()}
+    assert errors["ours"] < TOO_FAR
+    assert errors["ours"] < AS_SGLANGS * errors["sglang"]
