@@ -42,6 +42,7 @@ class Case:
     spec_v1: bool = False  # gone from SGLang 0.5.13 on
     releases: str = ""  # of SGLang, those that can serve it, as a version specifier, or several with " or " between them
     disaggregated: str = ""  # the transfer engine between a prefill and a decode server (pd_servers.roles)
+    prefill_engine: dict = field(default_factory=dict)  # options of the prefill server of these alone
     router: bool = False  # whether requests reach these two through SGLang's own router
     action: str = ""  # a key of actions.ACTIONS: done once the workloads have run, which then run again
     loaded_back: str = ""  # the workload whose prompts must come back from host memory, or

@@ -16,6 +16,7 @@ from engine_options import (
     GLM_52,
     NAMES_NOTHING,
     ONE_GRAPH,
+    PREFILL_CP,
     PREFILL_SIZES,
     SAVED,
     STANDARD,
@@ -146,8 +147,7 @@ PARALLEL_CASES = [
     parallel("four GPUs, DP attention 2, expert parallel", 3, UNEQUAL, engine=FOUR_GPUS | DP_2 | {"ep_size": 4}, gpus=4),
 ]
 
-DIVIDED = TWO_GPUS | {"enable_prefill_cp": True, "cp_strategy": "interleave"}
-"""Each GPU computes every other token of a prefill, and decodes all requests with all heads."""
+DIVIDED = TWO_GPUS | PREFILL_CP
 divided = partial(Case, steps=3, workloads=(*STANDARD, "short", "shared prefix"), engine=DIVIDED, gpus=2, releases=SINCE)
 divided_fp8 = partial(divided, workloads=STANDARD, decode="flashmla_kv", floor_of_all=0.95)
 CP, CP_4, DIVIDED_4 = "two GPUs, prefill context parallel", "four GPUs, prefill context parallel", DIVIDED | FOUR_GPUS

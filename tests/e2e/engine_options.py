@@ -15,6 +15,8 @@ BESIDE_OTHERS = {"mem_fraction_static": 0.8}
 """What other engines take while this one loads counts against its share; `max_total_tokens` says what its KV cache takes."""
 FOUR_GPUS = TWO_GPUS | BESIDE_OTHERS | {"tp_size": 4}
 EIGHT_GPUS = FOUR_GPUS | {"tp_size": 8}
+PREFILL_CP = {"enable_prefill_cp": True, "cp_strategy": "interleave"}
+"""Each GPU computes every other token of a prefill, and decodes all requests with all heads."""
 DP_2 = {"dp_size": 2, "enable_dp_attention": True}
 ONE_GRAPH = {
     "environment": {"NSA_BACKEND_ROUND_GRAPH": "1"},

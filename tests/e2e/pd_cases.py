@@ -3,7 +3,8 @@
 A case starts three servers: prefill, decode, and one that does both, whose outputs are the measure. Most take two GPUs, one for
 each server of the pair; where a server spans both, all three do.
 nixl is the transfer engine that installs from PyPI and needs no RDMA (`nixl` and `nixl-cu13`, 59 MB). Within a machine it
-copies from GPU to GPU where they can reach each other, and through TCP otherwise.
+copies from GPU to GPU where they can reach each other, and through TCP otherwise. KV that is split by layers goes through
+Mooncake alone (`mooncake-transfer-engine-cuda13`, 50 MB, which needs libibverbs, libmlx5, libnuma and libcurl).
 """
 
 from __future__ import annotations
@@ -11,7 +12,18 @@ from __future__ import annotations
 from functools import partial
 
 from case import Case
-from engine_options import BESIDE_OTHERS, DP_2, FP8, GLM_52, NAMES_NOTHING, ONE_GRAPH, PREFILL_SIZES, STANDARD, TWO_GPUS
+from engine_options import (
+    BESIDE_OTHERS,
+    DP_2,
+    FP8,
+    GLM_52,
+    NAMES_NOTHING,
+    ONE_GRAPH,
+    PREFILL_CP,
+    PREFILL_SIZES,
+    STANDARD,
+    TWO_GPUS,
+)
 from engine_options import DEPLOYMENT_FLOORS as FLOORS
 
 SINCE = ">=0.5.23"
@@ -57,6 +69,22 @@ PD_CASES = [
         says_times=2,
         floor_of_all=0.95,
         releases="==0.5.23",
+    ),
+    # A prefill server whose GPUs divide the tokens of a prompt, and one of which each keeps some layers' KV besides.
+    *(
+        pd(
+            f"PD on the same two GPUs, {words}",
+            3,
+            STANDARD,
+            engine=TWO_GPUS | BESIDE_OTHERS,
+            prefill_engine=PREFILL_CP | options,
+            disaggregated=engine,
+            floors=FLOORS,
+        )
+        for words, options, engine in (
+            ("prefill context parallel", {}, "nixl"),
+            ("prefill KV split by layers", {"enable_dsa_cache_layer_split": True}, "mooncake_tcp"),
+        )
     ),
     # A pair of GPUs each: DP attention on both sides of the transfer.
     pd("PD, DP attention", 3, STANDARD, engine=TWO_GPUS | DP_2, floors=FLOORS, gpus=4),

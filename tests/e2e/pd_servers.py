@@ -36,8 +36,10 @@ def command(arguments: dict[str, Any]) -> list[str]:
     return words
 
 
-def roles(arguments: dict[str, Any], engine: str, gpus: int = 2) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of (prefill, decode) server on so many GPUs, with `engine` between them.
+def roles(
+    arguments: dict[str, Any], engine: str, gpus: int = 2, of_prefill: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of (prefill, decode) server on so many GPUs, `engine` between them; those of `of_prefill` are the first one's.
 
     The prefill server is on the first GPUs and the decode server on the next, or on the same ones where there are no more:
     rank i of either is on GPU i then, so that no NCCL communicator has two ranks on one GPU. Both see all GPUs: an engine that
@@ -48,7 +50,7 @@ def roles(arguments: dict[str, Any], engine: str, gpus: int = 2) -> tuple[dict[s
     tp = arguments.get("tp_size", 1)
     assert gpus in (tp, 2 * tp), f"servers of {tp} GPUs each take {tp} or {2 * tp}, not {gpus}"
     return (
-        common | {"disaggregation_mode": "prefill", "base_gpu_id": 0} | meeting(port),
+        common | (of_prefill or {}) | {"disaggregation_mode": "prefill", "base_gpu_id": 0} | meeting(port),
         common | {"disaggregation_mode": "decode", "base_gpu_id": gpus - tp} | meeting(port + DECODE),
     )
 
@@ -92,17 +94,26 @@ class ServerProcess:
 class Pair:
     """A prefill and a decode server, and SGLang's router where it is asked for."""
 
-    def __init__(self, arguments: dict[str, Any], engine: str, *, gpus: int = 2, router: bool = False):
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        engine: str,
+        *,
+        gpus: int = 2,
+        of_prefill: dict[str, Any] | None = None,
+        router: bool = False,
+    ):
         """Start them on so many GPUs.
 
         Args:
             arguments: of one server; `port` is the prefill server's, and some above it are taken too.
             engine: SGLang's name of what carries the KV.
             gpus: of both servers: as many as one has, or twice as many.
+            of_prefill: arguments of the prefill server alone.
             router: whether to start SGLang's router too, and to ask it.
         """
         self._bootstrap, self._router = arguments["port"] + BOOTSTRAP, None
-        prefill, decode = roles(arguments, engine, gpus)
+        prefill, decode = roles(arguments, engine, gpus, of_prefill)
         self.prefill, self.decode = ServerProcess(prefill), ServerProcess(decode)
         if router:
             self._router = ServerProcess({"port": arguments["port"] + ROUTER}, router_command(arguments["port"]))

@@ -175,7 +175,8 @@ def run_engine(case: Case, arguments: dict) -> dict:
 def run_disaggregated(case: Case, arguments: dict) -> dict:
     """Prefill and decode server, and one that does both, all of them started at once."""
     with ExitStack() as open_servers:
-        pair = open_servers.enter_context(Pair(arguments, case.disaggregated, gpus=case.gpus, router=case.router))
+        options = {"gpus": case.gpus, "of_prefill": case.prefill_engine, "router": case.router}
+        pair = open_servers.enter_context(Pair(arguments, case.disaggregated, **options))
         alone = open_servers.enter_context(ServerProcess(arguments | meeting(arguments["port"] + ALONE)))
         pair.wait()
         alone.wait()

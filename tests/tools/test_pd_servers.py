@@ -74,6 +74,12 @@ def test_a_decode_server_is_beside_the_prefill_server_or_on_the_same_gpus(tp, gp
     assert (prefill["base_gpu_id"], decode["base_gpu_id"]) == (0, first)
 
 
+def test_options_of_the_prefill_server_alone():
+    prefill, decode = roles({"port": 1, "tp_size": 2}, "nixl", 2, {"enable_prefill_cp": True})
+    assert prefill["enable_prefill_cp"]
+    assert "enable_prefill_cp" not in decode
+
+
 @pytest.mark.parametrize(("tp", "gpus"), [(2, 3), (4, 2), (1, 4)])
 def test_gpus_that_servers_would_share_in_part(tp, gpus):
     with pytest.raises(AssertionError, match=f"servers of {tp} GPUs each take {tp} or {2 * tp}, not {gpus}"):
