@@ -27,6 +27,8 @@ IN_PIECES = "pieces"
 """The side whose prefills of few tokens are not one graph, as the default's are."""
 FEW_TOKENS = 300
 """Of a prompt in tables of all ranks. Rounds of fewer take as long, and first tokens have a table of their own."""
+MANY_TOKENS = 4096
+"""The same at most: longer prompts are told in a sentence."""
 DP_RANK, GLM_RANK, GLM_52_RANK = "v3.2-dp8", "glm-5.1-tp8", "glm-5.2-tp8"
 MODELS = {
     FIRST_RANK: "DeepSeek-V3.2", FP8_RANK: "DeepSeek-V3.2, FP8 KV", DP_RANK: "DeepSeek-V3.2, DP attention",
@@ -212,6 +214,20 @@ def rank() -> str:
 
 
 @PARTS.part
+def long_requests() -> str:
+    """Of one request of each longer prompt, rounds of three drafts and first tokens of the default on the first rank."""
+
+    def told(found: Mapping[Cell, tuple[dict[str, Spread], str]], form: str) -> dict[int, str]:
+        cells = {cell.length: given for cell, given in found.items() if (cell.steps, cell.batch) == (STEPS[0], 1)}
+        return {length: form.format(ratio(*given)) for length, given in sorted(cells.items()) if length > MANY_TOKENS}
+
+    rounds = told(of_rank(FIRST_RANK, DEFAULTS[FIRST_RANK]), "{:.3f}")
+    first = told(first_token(FIRST_RANK), "{:.2f}")
+    lengths = " / ".join(map(str, rounds))
+    return f"{lengths} tokens: rounds {' / '.join(rounds.values())}, first token {' / '.join(map(first.get, rounds))}"
+
+
+@PARTS.part
 def experts_fused() -> str:
     """The default's rounds with SGLang's option that puts the shared expert among the others, over those without it."""
     fused, apart = (spreads(cells_of(result(FIRST_FILE, name), "round_ms")) for name in ("experts_fused", "moe_configs"))
@@ -229,7 +245,17 @@ def beside_experts_fused() -> str:
 @PARTS.part
 def one_draft() -> str:
     """The default's rounds of one draft over the built-in's, on the first rank, least to most."""
-    return spread(ratio(*given) for cell, given in of_rank(FIRST_RANK, DEFAULTS[FIRST_RANK]).items() if cell.steps == 1)
+    return of_drafts(1)
+
+
+@PARTS.part
+def five_drafts() -> str:
+    """The same of five."""
+    return of_drafts(5)
+
+
+def of_drafts(steps: int) -> str:
+    return spread(ratio(*given) for cell, given in of_rank(FIRST_RANK, DEFAULTS[FIRST_RANK]).items() if cell.steps == steps)
 
 
 def beside_vllm() -> dict[Cell, dict[str, tuple[float, float]]]:
@@ -300,7 +326,7 @@ def by_shape(by_rank: Mapping[str, Mapping[Cell, tuple[dict[str, Spread], str]]]
         for cell, (sides, side) in ((cell, given) for cell, given in found.items() if cell.steps in STEPS):
             head = MODELS[name] + ("" if cell.steps else ", no drafts")
             columns.setdefault(head, {})[cell.length, cell.batch] = mark(sides, side) + beside(sides, side, form)
-    shapes = sorted({at for column in columns.values() for at in column if at[0] >= FEW_TOKENS})
+    shapes = sorted({at for column in columns.values() for at in column if FEW_TOKENS <= at[0] <= MANY_TOKENS})
     rows = [[f"{at[1]} x {at[0]}", *(column.get(at, "-") for column in columns.values())] for at in shapes]
     return table(["requests x tokens", *columns], rows)
 
@@ -380,12 +406,6 @@ def prefill_captures() -> str:
     ]
     most = max(reversed(found), key=lambda one: one["sizes"])
     return f"{most['sizes']} of these took {most['seconds']} s of a start and {1024 * most['gib']:.0f} MiB"
-
-
-@PARTS.part
-def first_token_saved_fp8() -> str:
-    """Percent of the time to the first token that the default saves on FP8 KV, least to most, where sides are not alike."""
-    return percent(ratio(*found) for found in first_token(FP8_RANK).values() if not alike(*found))
 
 
 def percent(ratios: Iterable[float]) -> str:

@@ -87,7 +87,7 @@ def test_an_fp8_cache_is_a_rank_of_its_own(filed):
     sides = {"builtin": 20.0, "auto": 12.8, "sparse_prefill": 9.9}
     filed("fp8", "new", [row for side, ms in sides.items() for row in served(fp8, side, ms)])
     assert row(rank_tables.first_tokens(), "8 x 300") == ["0.70 (7 / 10)", "0.50 (10 / 20)"]
-    assert (rank_tables.rounds_saved(), rank_tables.first_token_saved_fp8()) == ("15 to 36 %", "50 %")
+    assert rank_tables.rounds_saved() == "15 to 36 %"
     assert rank_tables.rank().splitlines()[0] == "| requests x tokens | DeepSeek-V3.2 | DeepSeek-V3.2, FP8 KV |"
     assert row(rank_tables.rank(), "8 x 300") == ["0.851 (8.60 / 10.10)", "0.642 (12.90 / 20.10)"]
 
@@ -106,7 +106,7 @@ def test_a_later_default_takes_the_place_of_an_earlier_one(filed, tmp_path):
     found = [row(rank_tables.first_tokens(), shape)[0].split()[0] for shape in ("8 x 300", "32 x 300")]
     assert found == ["0.70", "0.50"]
     assert [row(rank_tables.rank(), shape)[0].split()[0] for shape in ("8 x 300", "32 x 300")] == ["0.801", "0.502"]
-    assert (rank_tables.rounds_saved(), rank_tables.first_token_saved_fp8()) == ("20 to 50 %", "30 to 50 %")
+    assert rank_tables.rounds_saved() == "20 to 50 %"
 
 
 def test_few_new_tokens_are_told_beside_pieces(filed):
@@ -206,7 +206,7 @@ def test_vllm_is_told_where_it_did_not_wander_and_where_it_wins(filed):
         [whose, "longer rounds or tokens", "8 x 300, 3 drafts (1.262)"],
         [whose, "first token later", "1 x 300, 3 drafts (1.262)"],
     ]
-    assert rank_tables.one_draft() == "-"
+    assert rank_tables.one_draft() == rank_tables.five_drafts() == "-"
 
 
 def test_what_captures_of_all_sizes_took_and_a_crowd_are_told(filed):
@@ -252,12 +252,20 @@ def test_times_whose_ranges_meet_are_alike(filed):
     assert rank_tables.rounds_shorter() == "0 of 1"
 
 
-def test_what_may_be_chance_is_not_told_as_saved(filed):
-    """A first token on FP8 KV whose range meets the built-in's has no part in what is saved, and a loss is shown."""
+def test_prompts_that_are_longer_than_tables_have_are_told_in_a_sentence(filed):
+    times = {(32768, "default"): 6.9, (32768, "builtin"): 10.0, (131072, "default"): 7.9, (131072, "builtin"): 10.0}
+    rows = [row for (length, side), ms in times.items() for row in served(cell(3, 1, length), side, ms)]
+    ours = [row | {"side": "sparse_prefill"} for row in rows if row["side"] == "default"]
+    filed("long", "new", [*rows, *ours, *served(cell(3, 8, 32768), "default", 1.0)])
+    assert rank_tables.long_requests() == "32768 / 131072 tokens: rounds 0.693 / 0.792, first token 0.69 / 0.79"
+    assert rank_tables.rank().splitlines()[2:] == rank_tables.first_tokens().splitlines()[2:] == []
+
+
+def test_what_may_be_chance_is_no_loss(filed):
+    """A first token on FP8 KV whose range meets the built-in's; one beyond it is told."""
     fp8 = {batch: cell(3, batch, 300) | {"kv": "fp8_e4m3"} for batch in (1, 32)}
     times = {(1, "default"): 9.75, (1, "builtin"): 10.0, (32, "default"): 12.0, (32, "builtin"): 10.0}
     filed("fp8", "new", [row for (batch, side), ms in times.items() for row in served(fp8[batch], side, ms)])
-    assert rank_tables.first_token_saved_fp8() == "-20 %"
     assert rank_tables.lost_by_ranks() == [
         ["a rank of DeepSeek-V3.2, FP8 KV, default", behind, "32 x 300, 3 drafts (1.198)"]
         for behind in rank_tables.TIMES.values()

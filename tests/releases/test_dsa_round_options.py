@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 TWO, EXPERTS = ["--tp-size", "2"], ["--tp-size", "2", "--ep-size", "2"]
 DP = [*TWO, "--dp-size", "2", "--enable-dp-attention"]
 DIVIDED = ["--dcp-size", "2", "--dsa-prefill-backend", "flashmla_sparse"]
+DIVIDED_BY_RANKS = ["--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", *DIVIDED]
 WORDS = {
     "another algorithm": ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "."],
     "no overlap": ["--disable-overlap-schedule"],
@@ -57,7 +58,8 @@ OF_A_RELEASE = {
         "DP attention by its new name": [*TWO, "--attn-dp-size", "2"],
         "prefill context parallel": [*TWO, "--enable-prefill-cp", "--cp-strategy", "interleave"],
         "divided KV": [*TWO, *DIVIDED],
-        "divided KV with DP attention": ["--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", *DIVIDED],
+        "divided KV with DP attention": DIVIDED_BY_RANKS,
+        "divided KV with DP attention and no overlap": [*DIVIDED_BY_RANKS, "--disable-overlap-schedule"],
         "LoRA": ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
         "LoRA by its paths": ["--lora-paths", "adapter=folder"],
         "PD with DP attention": [*DP, "--disaggregation-mode", "decode"],
@@ -88,18 +90,19 @@ BESIDE = {
     **dict.fromkeys(RANKS_ALONE, "attn_dp_size"),
     "divided KV": "dcp_size",
     "PD with DP attention": "enable_tp_lm_head_all_to_all",
+    "experts": "ep_size",
+    "PD with DP attention and experts": "ep_size",
+    "released memory": "enable_memory_saver",
 }
 FREE = {name for name, option in BESIDE.items() if release().beside.get(option) is OneGraph.BY_DEFAULT}
 """What a release's rounds are one graph beside, and another's are not."""
-ADVICE = {
-    "experts": ("ep_size", "pass --ep-size 1"),
-    "released memory": ("enable_memory_saver", "drop --enable-memory-saver"),
-    "PD with DP attention and experts": ("ep_size", "pass --ep-size 1"),
-}
-UNSEEN = {name: advice for name, (option, advice) in ADVICE.items() if release().beside.get(option) is OneGraph.WHERE_ASKED}
-if ("dcp_size", "attn_dp_size") in release().apart:
-    UNSEEN["divided KV with DP attention"] = "drop --dcp-size"
+UNSEEN = {"divided KV with DP attention": "drop --dcp-size"} if ("dcp_size", "attn_dp_size") in release().apart else {}
 """The same once they are asked for."""
+SWITCH_AND_MORE = {
+    "0.5.17": ("balanced experts", "pass --ep-size 1"),
+    "0.5.23": ("divided KV with DP attention and no overlap", "drop --dcp-size"),
+}
+"""Something that would have to change besides what the switch lifts, or besides what looks like it."""
 SGLANGS = ("PP + speculative decoding", "Pipeline parallelism is not compatible with overlap schedule, speculative decoding")
 """What it says itself of pipelines with drafts."""
 
@@ -132,8 +135,9 @@ def test_a_server_with_one_of_these_does_not(changes, name):
 
 
 def test_where_the_switch_would_not_be_enough_it_is_not_spoken_of(changes):
-    others = changes["balanced experts"]
-    assert "pass --ep-size 1" in others
+    name, change = SWITCH_AND_MORE[installed()]
+    others = changes[name]
+    assert change in others
     assert len(others) > 1
     assert not any(change.endswith(ASK) for change in others)
 

@@ -68,9 +68,8 @@ RELEASES = {
             "disaggregation_mode": OneGraph.BY_DEFAULT,
             "dcp_size": OneGraph.BY_DEFAULT,
             "enable_tp_lm_head_all_to_all": OneGraph.BY_DEFAULT,
-            # It ran through NCCL alone, and not through the all-reduce that SGLang takes by itself.
-            "ep_size": OneGraph.WHERE_ASKED,
-            "enable_memory_saver": OneGraph.WHERE_ASKED,  # it ran on one GPU
+            "ep_size": OneGraph.BY_DEFAULT,
+            "enable_memory_saver": OneGraph.BY_DEFAULT,
         },
         apart=(("dcp_size", "attn_dp_size"),),
         counts_in_kv=True,
