@@ -83,6 +83,12 @@ VARIABLES = (
         "0 for a shorter start",
     ),
     Variable(
+        "NSA_BACKEND_DIVIDED_INDEXER",
+        "0",
+        "1: on 0.5.23 ranks of tensor parallel divide the indexer's work of long prefills, or no start",
+        "to try it: no GPU has run it",
+    ),
+    Variable(
         "NSA_BACKEND_MOE_CONFIGS",
         "1",
         "unset or 1: this package's tiles of experts where SGLang has none for GPU and Triton; 0: SGLang's",

@@ -97,6 +97,8 @@ def refusals(server_args: sglang_types.ServerArgs) -> list[str]:
         found += [f"NSA_BACKEND_SHORT_GRAPHS=1: {problem}" for problem in adapter.short_problems(args)]
     if switched_on("NSA_BACKEND_SHORT_PREFILLS"):
         found += [f"NSA_BACKEND_SHORT_PREFILLS=1: {problem}" for problem in adapter.prefill_problems(args)]
+    if switched_on("NSA_BACKEND_DIVIDED_INDEXER"):
+        found += [f"NSA_BACKEND_DIVIDED_INDEXER=1: {problem}" for problem in adapter.divided_problems(args)]
     if adapter.is_rocm():
         found.append("nsa_backend does not serve ROCm: use an NVIDIA GPU, or " + adapter.WAY_BACK)
     return [sentence for sentence in found if sentence]

@@ -40,6 +40,8 @@ def create_backend(runner: sglang_types.ModelRunner) -> NativeSparseAttnBackend:
     adapter.take_context_parts(runner)
     backend = NativeSparseAttnBackend(runner)
     adapter.score_at_once(backend.config.attention.device_sm)
+    if switched_on("NSA_BACKEND_DIVIDED_INDEXER"):
+        adapter.divide_indexer()
     if asked("NSA_BACKEND_MOE_CONFIGS") is not False:
         adapter.take_moe_configs()
     adapter.clear_padding_on_resume(runner.token_to_kv_pool)

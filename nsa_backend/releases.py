@@ -62,6 +62,10 @@ PAIRED_LOGITS = ("0.5.23",)
 """Releases on which verified rows are scored two by two unasked: their DeepGEMM was timed so."""
 
 
+DIVIDED_INDEXERS = ("0.5.23",)
+"""Releases on which ranks of tensor parallel can divide the indexer's work of long prefills."""
+
+
 CONTEXT_RANKS = ("0.5.23",)
 """Releases whose ranks may divide the KV of a request (--dcp-size)."""
 
@@ -105,3 +109,10 @@ def layer_front_problem() -> str | None:
         return None
     served = " and ".join(LAYER_FRONTS)
     return f"a front in two launches is served on SGLang {served}, and {installed()} is installed: unset it"
+
+
+def divided_indexer_problem() -> str | None:
+    """Why ranks cannot divide the indexer's work on the installed SGLang, for a user who asks for it, or None."""
+    if installed() in DIVIDED_INDEXERS:
+        return None
+    return f"the indexer's work is divided on SGLang {' and '.join(DIVIDED_INDEXERS)}, and {installed()} is installed: unset it"

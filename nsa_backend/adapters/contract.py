@@ -76,6 +76,10 @@ class Adapter(ABC):
         """The same of prefills of short requests in one graph."""
 
     @abstractmethod
+    def divided_problems(self, args: Any) -> list[str]:
+        """The same of ranks that divide the indexer's work of long prefills."""
+
+    @abstractmethod
     def is_sparse_model(self, hf_config: Any) -> bool:
         """Whether a model has DeepSeek sparse attention."""
 
@@ -157,6 +161,10 @@ class Adapter(ABC):
     @abstractmethod
     def score_at_once(self, device_sm: int) -> None:
         """Have SGLang's indexer score all rows in one call of DeepGEMM, where it makes several and the device needs one."""
+
+    @abstractmethod
+    def divide_indexer(self) -> None:
+        """Have ranks of tensor parallel divide the indexer's work of long prefills; where `divided_problems` finds nothing."""
 
     @abstractmethod
     def take_moe_configs(self) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.indexer.topk import TopK, slots_of
-from nsa_backend.metadata.views import NSAMetadata
+from nsa_backend.metadata.views import NSAMetadata, rows_of
 
 
 @dataclass(eq=False)
@@ -22,6 +22,7 @@ class IndexerMetadata(adapter.BaseIndexerMetadata):
 
     force_unfused_topk: ClassVar[bool] = False  # of ROCm
     _all_tokens: torch.Tensor | None = field(default=None, init=False)
+    _of_rows: dict[tuple[int, int, int], IndexerMetadata] = field(default_factory=dict, init=False)
 
     @property
     def paged_mqa_schedule_metadata(self) -> torch.Tensor | None:
@@ -65,6 +66,13 @@ class IndexerMetadata(adapter.BaseIndexerMetadata):
         return self.attn_metadata.nsa_extend_seq_lens_list
 
     get_dsa_extend_len_cpu = get_nsa_extend_len_cpu  # its name from SGLang 0.5.13 on
+
+    def of_rows(self, rows: slice) -> IndexerMetadata:
+        """The same of every rows.step-th row of a prefill, whose keys are those of all; made once a forward."""
+        key = rows.start, rows.stop, rows.step
+        if key not in self._of_rows:
+            self._of_rows[key] = IndexerMetadata(rows_of(self.attn_metadata, rows), self.selector, self.fuse_topk)
+        return self._of_rows[key]
 
     def get_token_to_batch_idx(self) -> torch.Tensor:
         return self.attn_metadata.token_to_batch_idx

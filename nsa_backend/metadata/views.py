@@ -77,6 +77,20 @@ def step_metadata(plan: MetadataPlan, buffers: MetadataBuffers, step: int = 0) -
     )
 
 
+def rows_of(metadata: NSAMetadata, rows: slice) -> NSAMetadata:
+    """What the indexer reads of some rows of a prefill. What attention reads stays that of all."""
+    start, end = metadata.indexer_k_start_end
+    offset = metadata.topk_indices_offset
+    return replace(
+        metadata,
+        nsa_seqlens_expanded=metadata.nsa_seqlens_expanded[rows].contiguous(),
+        token_to_batch_idx=metadata.token_to_batch_idx[rows].contiguous(),
+        table_rows=metadata.table_rows[rows].contiguous(),
+        indexer_k_start_end=(start[rows].contiguous(), end[rows].contiguous()),
+        topk_indices_offset=None if offset is None else offset[rows].contiguous(),
+    )
+
+
 def with_padding_rows(metadata: NSAMetadata, num_rows: int) -> NSAMetadata:
     """Follow SGLang's padding of query rows: rows of length 0 are appended to what attention reads.
 

@@ -156,6 +156,26 @@ LAYER_CASES = [
             },
         }.items()
     ),
+    # Ranks divide the indexer's work of long prefills: eager ones, and those in pieces, behind a prefix.
+    *(
+        front(
+            f"two GPUs, divided indexer{words}",
+            3,
+            ("8x300", "1x6000", "8x6000"),
+            gpus=2,
+            floor_of_all=0.95,
+            environment={"NSA_BACKEND_DIVIDED_INDEXER": "1"},
+            says="ranks divide the indexer's work",
+            says_times=2,
+            **{"engine": TWO_GPUS | PREFILL_SIZES} | more,
+        )
+        for words, more in {
+            "": {},
+            ", in pieces": {"engine": TWO_GPUS | PREFILL_SIZES | {"chunked_prefill_size": 2048}},
+            ", glm-5.1": {"model": "glm-5.1"},
+            ", default all-reduce": {"engine": SUMMED | PREFILL_SIZES},
+        }.items()
+    ),
     # Four rows of 16 heads, or of 8, in a tile; of a prompt four or eight.
     *(
         alone(f"{heads} heads, n3 sparse_verify", workloads=(*MANY, "32x3000"), shape=f"faithful-{heads}-heads")

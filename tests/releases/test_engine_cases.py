@@ -76,7 +76,7 @@ def test_both_servers_of_a_pair_resolve(parse, resolve, tmp_path, case):
     """As their command lines are parsed; what one sends, the other expects."""
     (tmp_path / "config.json").write_text(json.dumps(faithful.config(faithful.SHAPES["faithful"], MODELS[case.model])))
     found = []
-    for arguments in roles(engine_arguments(case, str(tmp_path), 30000), case.disaggregated, case.gpus):
+    for arguments in roles(engine_arguments(case, str(tmp_path), 30000), case.disaggregated, case.gpus, case.prefill_engine):
         server_args = resolve(*command(arguments)[3:])
         server_args.check_server_args()
         found.append(adapter.resolved(server_args))
@@ -84,7 +84,8 @@ def test_both_servers_of_a_pair_resolve(parse, resolve, tmp_path, case):
     assert (prefill.disaggregation_mode, decode.disaggregation_mode) == ("prefill", "decode")
     for name in ("disaggregation_transfer_backend", "disaggregation_bootstrap_port", "kv_cache_dtype", "page_size", "tp_size"):
         assert getattr(prefill, name) == getattr(decode, name), name
-    assert prefill.disaggregation_transfer_backend == case.disaggregated
+    assert prefill.disaggregation_transfer_backend == case.disaggregated.removesuffix("_tcp")  # which SGLang resolves so
+    assert (prefill.attn_cp_size, decode.attn_cp_size) == (prefill.tp_size if case.prefill_engine else 1, 1)
     assert (prefill.base_gpu_id, decode.base_gpu_id + decode.tp_size) == (0, case.gpus)
     assert decode.base_gpu_id == (0 if spans_all(case) else prefill.tp_size)
     assert len({prefill.port, decode.port, prefill.disaggregation_bootstrap_port}) == 3

@@ -23,6 +23,7 @@ from sglang.srt.server_args import ServerArgs
 from nsa_backend.adapters import (
     alike_ranks,
     decode_context_parallel,
+    divided_indexer,
     naive_eagle,
     prefill_context_parallel,
     replicated_query,
@@ -74,6 +75,8 @@ class DsaAdapter(Adapter):
     front_problems = staticmethod(layer_front.server_problems)
     short_problems = staticmethod(short.short_problems)
     prefill_problems = staticmethod(prefill_rules.prefill_problems)
+    divided_problems = staticmethod(divided_indexer.divided_problems)
+    divide_indexer = staticmethod(divided_indexer.divide)
     round_problems = staticmethod(served.server_problems)
 
     def settings(self, runner: ModelRunner) -> Settings:

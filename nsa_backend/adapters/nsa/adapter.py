@@ -51,6 +51,7 @@ class NsaAdapter(Adapter):
     combination_problems = staticmethod(refusals.combination_problems)
     round_problems = staticmethod(refusals.round_problems)
     front_problems = short_problems = prefill_problems = staticmethod(refusals.front_problems)
+    divided_problems = staticmethod(refusals.divided_problems)
     model_problem = staticmethod(refusals.model_problem)
     draft_extend_sizes_in_tokens = staticmethod(draft.draft_extend_sizes_in_tokens)
     take_draft_side = staticmethod(draft.take_draft_side)
@@ -83,6 +84,9 @@ class NsaAdapter(Adapter):
 
     def score_at_once(self, device_sm: int) -> None:
         """It does already."""
+
+    def divide_indexer(self) -> None:
+        """Refused here."""
 
     def take_moe_configs(self) -> None:
         """None were measured with its Triton."""

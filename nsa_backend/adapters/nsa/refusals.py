@@ -6,7 +6,7 @@ from typing import Any
 
 from nsa_backend.adapters.layer_sharing import sharing_problem
 from nsa_backend.adapters.option_rules import Rule
-from nsa_backend.releases import installed, layer_front_problem, round_graph_problem
+from nsa_backend.releases import divided_indexer_problem, installed, layer_front_problem, round_graph_problem
 
 REFUSED = (
     Rule(
@@ -72,3 +72,8 @@ def round_problems(args: Any) -> list[str]:
 def front_problems(args: Any) -> list[str]:
     """Why a server can have no layer's front in two launches: the layers of these releases are others."""
     return [layer_front_problem()]
+
+
+def divided_problems(args: Any) -> list[str]:
+    """Why ranks cannot divide the indexer's work: the indexers of these releases are others."""
+    return [divided_indexer_problem()]
