@@ -121,7 +121,8 @@ def _gates(original: Callable, indexer: Any, x: torch.Tensor, q_scale: torch.Ten
     rows = len(q_scale)
     if isinstance(x, tuple) or rows == len(x):
         return original(indexer, x, q_scale)
-    return indexer._scale_head_gates(indexer._weights_proj_bf16_in_fp32_out(x)[every_nth(rows)], q_scale)
+    gates = indexer._weights_proj_bf16_in_fp32_out(x)[every_nth(rows)] * indexer.n_heads**-0.5
+    return gates.unsqueeze(-1) * q_scale * indexer.softmax_scale  # in its order, and with nothing to compile
 
 
 def every_nth(rows: int) -> slice:
