@@ -293,7 +293,7 @@ def times(
     """
     running = servers.of(name, steps, turn, stage)
     samples = samples or samples_of(batch, length)
-    pools, needed = {side: server.pool_tokens() for side, server in running.items()}, pool_needed(batch, length, cached)
+    pools, needed = {side: server.pool_tokens() for side, server in running.items()}, pool_needed(stage, batch, length, cached)
     fits = min(pools.values()) >= needed
     found = in_turns(running, batch, length, TOKENS, samples, cached=cached, keeps=servers.most_cached > 0) if fits else {}
     cell = of_cell(servers, name, stage, steps, batch, length, cached) | {"tokens": TOKENS, "samples": samples}
@@ -306,9 +306,10 @@ def times(
     ]
 
 
-def pool_needed(batch: int, length: int, cached: int) -> int:
-    """Tokens of a pool, at least, for prompts of `length` tokens behind `cached` and their answers."""
-    return batch * (cached + length + TOKENS)
+def pool_needed(stage: Stage, batch: int, length: int, cached: int) -> int:
+    """Tokens of a rank's pool, at least, for its prompts of `length` tokens behind `cached` and their answers."""
+    ((requests, _),) = stage.parallel.of_a_rank([(batch, length)])
+    return requests * (cached + length + TOKENS)
 
 
 def of_cell(servers: RankServers, name: str, stage: Stage, steps: int, batch: int, length: int, cached: int) -> dict:
@@ -331,7 +332,7 @@ def by_part(
     """
     rows = []
     for side, server in servers.of(name, steps, turn, stage).items():
-        if server.pool_tokens() < pool_needed(batch, length, cached):
+        if server.pool_tokens() < pool_needed(stage, batch, length, cached):
             continue
         folder = servers.folder / f"parts-{name}-{stage.parallel}-{steps}-{batch}-{length}-{cached}-{side}-{turn}"
         warm, asked = (turns(batch, length, cached, number) for number in PROFILED)

@@ -5,7 +5,8 @@ keys and select the same tokens. Here rank r of n does so for rows r, r + n, ...
 average, and ranks tell one another what they have selected: 8 KB a row. Keys are whole on every rank as before, and so are the
 gates of heads, whose product rounds by its number of rows.
 
-What is selected is what every rank would have selected by itself: a row's scores depend on no other row. It happens where
+What is selected is what every rank would have selected by itself, as a row's scores depend on no other row, and products of
+block-FP8 weights do not; one of bfloat16 may round by its number of rows, and ties then fall otherwise. It happens where
 SGLang runs the indexer of a prefill from the host, eager or in pieces; prefills in one graph are too short for it.
 """
 
@@ -151,6 +152,7 @@ def _fused(
         return original(indexer, x, q_lora, positions, forward_batch, layer_id, act_quant, **options)
     from sglang.srt.layers.attention.dsa import dsa_indexer
 
+    of_rank = positions[rows].contiguous()  # long before the last launch, which begins early and reads them before it waits
     real = slice(num_tokens)
     key, gates = indexer._fused_k_weights(x)
     slots = forward_batch.out_cache_loc[real]
@@ -161,7 +163,7 @@ def _fused(
         gates[rows].contiguous(),
         indexer.softmax_scale * indexer.n_heads**-0.5,
         indexer._indexer_cos_sin_cache,
-        positions[rows].contiguous(),
+        of_rank,
     )
 
 
@@ -177,6 +179,8 @@ def _selection(
     topk_result: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Around what scores and selects for queries and gates of the rank's rows: int32 [tokens, topk] of all, -1 in padding."""
+    from sglang.srt.runtime_context import get_flags
+
     rows = rows_of_rank(forward_batch)
     if rows is None:
         return original(indexer, enable_dual_stream, forward_batch, layer_id, q_fp8, weights, metadata, topk_result)
@@ -184,13 +188,14 @@ def _selection(
     if topk_result is None:
         topk_result = own.new_full((len(forward_batch.positions), own.shape[1]), -1)
     gather(own, topk_result[: rows.stop])
-    tell(rows.step)
+    if not get_flags().dp.capturing_prefill_graph:
+        tell(rows.step)
     return topk_result
 
 
 @functools.cache
 def tell(ranks: int) -> None:
-    """The log has it once."""
+    """The log has it once, of a prefill that is served."""
     logger.info("nsa_backend: %d ranks divide the indexer's work of long prefills", ranks)
 
 

@@ -43,6 +43,7 @@ WORDS = {
     "adaptive": ["--speculative-adaptive"],
     "rejection sampling": ["--speculative-use-rejection-sampling"],
     "released memory": ["--enable-memory-saver"],
+    "released memory and experts": [*EXPERTS, "--enable-memory-saver"],
     "balanced experts": [*EXPERTS, "--enable-eplb"],
     "elastic experts": [*EXPERTS, "--elastic-ep-backend", "mooncake"],
     "recorded experts": ["--expert-distribution-recorder-mode", "stat"],
@@ -91,12 +92,16 @@ BESIDE = {
     "divided KV": "dcp_size",
     "PD with DP attention": "enable_tp_lm_head_all_to_all",
     "experts": "ep_size",
-    "PD with DP attention and experts": "ep_size",
     "released memory": "enable_memory_saver",
 }
 FREE = {name for name, option in BESIDE.items() if release().beside.get(option) is OneGraph.BY_DEFAULT}
 """What a release's rounds are one graph beside, and another's are not."""
-UNSEEN = {"divided KV with DP attention": "drop --dcp-size"} if ("dcp_size", "attn_dp_size") in release().apart else {}
+TOGETHER = {
+    "divided KV with DP attention": (("dcp_size", "attn_dp_size"), "drop --dcp-size"),
+    "PD with DP attention and experts": (("ep_size", "disaggregation_mode"), "pass --ep-size 1"),
+    "released memory and experts": (("enable_memory_saver", "ep_size"), "drop --enable-memory-saver"),
+}
+UNSEEN = {name: advice for name, (pair, advice) in TOGETHER.items() if pair in release().apart}
 """The same once they are asked for."""
 SWITCH_AND_MORE = {
     "0.5.17": ("balanced experts", "pass --ep-size 1"),

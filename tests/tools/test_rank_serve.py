@@ -118,6 +118,8 @@ def test_ranks_of_dp_attention_share_the_requests(two_h200s):
     more, least = (ranks.needed_bytes("v3.2-dp8", requests * (4096 + 513) + 16384) / ranks.GIB for requests in (128, 64))
     assert least < 139 < more
     assert [cell.section for cell in two_h200s(shlex.split(f"{asked} 128 --parallel dp2-ep"))] == ["rows"]
+    of_eight, alone = (SimpleNamespace(parallel=parsed(word)) for word in ("dp8-ep", "tp8"))
+    assert 8 * rank_serve.pool_needed(of_eight, 256, 4096, 64) == rank_serve.pool_needed(alone, 256, 4096, 64)
 
 
 @pytest.mark.parametrize("sides", [("auto",), ("ours", "auto")])
