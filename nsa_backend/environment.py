@@ -14,6 +14,7 @@ class Variable:
     default: str  # what an unset variable is like: 0, 1, or unset where that is neither
     effect: str
     when: str  # to change it
+    tried: bool = True  # whether a GPU has run what it asks for; others share a row in the docs
 
 
 VARIABLES = (
@@ -87,6 +88,14 @@ VARIABLES = (
         "0",
         "1: on 0.5.23 ranks of tensor parallel divide the indexer's work of long prefills, or no start",
         "to try it: no GPU has run it",
+        tried=False,
+    ),
+    Variable(
+        "NSA_BACKEND_FEW_EXPERTS",
+        "0",
+        "1: on 0.5.23 SGLang's Triton runner has block-FP8 experts of up to 8 tokens in two launches, or no start",
+        "to try it: no GPU has run it",
+        tried=False,
     ),
     Variable(
         "NSA_BACKEND_MOE_CONFIGS",

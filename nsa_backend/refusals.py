@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nsa_backend.adapters import sglang_types
+from nsa_backend.adapters import few_experts, sglang_types
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.option_rules import Rule
 from nsa_backend.attention.implementations import DECODE_VALUES, PREFILL_VALUES
@@ -99,6 +99,8 @@ def refusals(server_args: sglang_types.ServerArgs) -> list[str]:
         found += [f"NSA_BACKEND_SHORT_PREFILLS=1: {problem}" for problem in adapter.prefill_problems(args)]
     if switched_on("NSA_BACKEND_DIVIDED_INDEXER"):
         found += [f"NSA_BACKEND_DIVIDED_INDEXER=1: {problem}" for problem in adapter.divided_problems(args)]
+    if switched_on("NSA_BACKEND_FEW_EXPERTS"):
+        found += [f"NSA_BACKEND_FEW_EXPERTS=1: {problem}" for problem in few_experts.problems()]
     if adapter.is_rocm():
         found.append("nsa_backend does not serve ROCm: use an NVIDIA GPU, or " + adapter.WAY_BACK)
     return [sentence for sentence in found if sentence]

@@ -35,11 +35,12 @@ VARIANTS = {
     "any_length": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_SHORT_GRAPHS": "0"},
     "sglang_moe": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_MOE_CONFIGS": "0"},
     "pieces": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_SHORT_PREFILLS": "0"},
+    "few_experts": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_FEW_EXPERTS": "1"},
     "divided_indexer": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_DIVIDED_INDEXER": "1"},
 }
 """Sides that are ours with a switch set or with an option, below: rounds of three graphs, decode by whatever is fastest at its
 rows, layers whose front is two launches, rows of a request or a prompt together, no graphs of short requests, SGLang's tiles of
-experts, no prefills in one graph, an indexer that ranks of tensor parallel divide."""
+experts, no prefills in one graph, experts of few tokens in two launches, an indexer that ranks of tensor parallel divide."""
 
 WITH_DRAFTS = (THREE_GRAPHS, "sparse_verify", "verify", "front_verify")
 """Sides that are ours and no other where there are no drafts."""
@@ -238,7 +239,7 @@ class Server:
         return Streamed([progress[i][0][1] for i in order], now, [answers[i] for i in order], [progress[i] for i in order])
 
     def pool_tokens(self) -> int:
-        """Tokens that the KV pool holds for requests, of all ranks of the server together.
+        """Tokens that the KV pool holds for requests, of all ranks that divide their KV together; of one rank of DP attention.
 
         SGLang's scheduler has multiplied a rank's rows by the ranks that divide KV before it tells them; tensor parallel keeps
         every token on every rank. So the number is what requests may have, under both.

@@ -4,6 +4,7 @@
 
 Tokens choose experts at random. Tiles of both products are compared first, then tiles of the second alone, both with and
 without bulk copies (TMA). Each is compared with what SGLang chooses before it is timed, beside the time that the bytes take.
+With few tokens this package's two launches (`kernels/few_experts.py`) are timed too, in some tiles: `few_us`.
 The fastest is timed beside SGLang's once more where some experts are chosen far more often than others, `skewed_us`: a number
 of tokens at which it does not win both has SGLang's in the file.
 OUT.json is written after every cell, and so is the file of `nsa_backend.adapters.moe_configs` where --configs names one.
@@ -25,6 +26,7 @@ import torch
 from nsa_backend.adapters import moe_configs
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
+from nsa_backend.kernels.few_experts import MOST_TOKENS, Tile, few_experts, problem
 from nsa_backend.testing.process import start_sglang
 
 GROUP = 128
@@ -146,6 +148,22 @@ class Rank:
         return run
 
 
+FEW_TILES = [
+    Tile(),
+    *(Tile(values=values, step=step, stages=stages) for values, step, stages in ((8, 256, 4), (16, 256, 4), (4, 1024, 3))),
+    Tile(values=8, step=512, stages=4, warps=8),
+    *(Tile(sums=sums, sum_warps=warps) for sums, warps in ((4, 4), (16, 8), (8, 8))),
+]
+
+
+def few_of(rank: Rank, x: torch.Tensor, routed: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Callable[[], torch.Tensor]]:
+    """By tile, both launches for these tokens; none where they are too many."""
+    if len(x) > MOST_TOKENS or problem(rank.shape.hidden, rank.shape.width):
+        return {}
+    given = x, *rank.first, *rank.second, *routed
+    return {str(tile): lambda tile=tile: few_experts(*given, tile=tile) for tile in FEW_TILES}
+
+
 def lookup_of(first: Config, second: Config | None = None) -> Callable:
     """In place of SGLang's lookup, which returns a config, and one of the second product with its rows."""
     return lambda *_, **__: (dict(first), (dict(second) if second else None, first["BLOCK_SIZE_M"]))
@@ -182,6 +200,9 @@ def cell(name: str, rank: Rank, tokens: int) -> dict:
         "best": rank.call(x, skewed, lookup_of(*pairs[fastest])),
     }
     again, wrong_again = timed(ways, ways["sglang"]().float())
+    few = few_of(rank, x, routed)
+    beside = {"sglang": sglang, "best": rank.call(x, routed, lookup_of(*pairs[fastest]))}
+    of_few, wrong_few = timed(beside | few, wanted) if few else ({}, {})
     return {
         "rank": name,
         "experts": shape.experts,
@@ -194,8 +215,8 @@ def cell(name: str, rank: Rank, tokens: int) -> dict:
         "best": {"name": fastest, "first": pairs[fastest][0], "second": pairs[fastest][1]},
         "sglang": {"first": first, "second": second},
         "floor_us": round(different * 3 * shape.width * shape.hidden / BYTES_PER_US, 2),
-        "wrong": wrong | wrong_more | wrong_again,
-    }
+        "wrong": wrong | wrong_more | wrong_again | wrong_few,
+    } | ({"few_us": of_few} if few else {})
 
 
 def looked_up(shape: Shape, tokens: int) -> tuple[Config, Config]:

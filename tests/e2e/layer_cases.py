@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from case import Case
-from engine_options import BY_ROWS, DEFAULT_SUMS, DP_2, FLOORS, FP8, PREFILL_SIZES, SAVED, STANDARD, TWO_GPUS
+from engine_options import BY_ROWS, DEFAULT_SUMS, DP_2, FLOORS, FOUR_GPUS, FP8, PREFILL_SIZES, SAVED, STANDARD, TWO_GPUS
 
 FRONT = {"NSA_BACKEND_LAYER_FRONT": "1"}
 SHORT = FRONT | {"NSA_BACKEND_SHORT_GRAPHS": "1"}
@@ -130,6 +130,20 @@ LAYER_CASES = [
         environment={},
         says="Using MoE kernel config E=256,N=256,device_name=NVIDIA_H200",
     ),
+    # Whose experts of up to eight tokens are two launches, in captured decode and rounds.
+    *(
+        front(
+            f"n{n}, nothing named, experts of few tokens",
+            n,
+            ("1x300", "8x300", "short"),
+            shape="experts-of-a-rank",
+            engine=BY_ROWS,
+            environment={"NSA_BACKEND_FEW_EXPERTS": "1"},
+            says="experts of up to 8 tokens are two launches",
+            **floors,
+        )
+        for n, floors in ((0, {}), (3, {"floor_of_all": 0.95}))
+    ),
     front("glm-5.2 n5 fa3, front in two launches", 5, STANDARD, model="glm-5.2", floor_of_all=0.95),
     front("n3 fa3, front in two launches, 61 layers", 3, STANDARD, shape="deep", floor_of_all=0.95),
     front("weights updated, front in two launches", 3, STANDARD, action="weights were updated", floors=FLOORS),
@@ -175,6 +189,18 @@ LAYER_CASES = [
             ", glm-5.1": {"model": "glm-5.1"},
             ", default all-reduce": {"engine": SUMMED | PREFILL_SIZES},
         }.items()
+    ),
+    # Whose group of attention has no communicator of its own, so that torch's gathers.
+    front(
+        "four GPUs, DP attention 2, divided indexer, in pieces",
+        3,
+        ("8x300", "8x6000"),
+        gpus=4,
+        floor_of_all=0.95,
+        environment={"NSA_BACKEND_DIVIDED_INDEXER": "1"},
+        engine=FOUR_GPUS | DP_2 | PREFILL_SIZES | {"chunked_prefill_size": 4096},  # of both ranks together
+        says="ranks divide the indexer's work",
+        says_times=4,
     ),
     # Four rows of 16 heads, or of 8, in a tile; of a prompt four or eight.
     *(

@@ -1,0 +1,189 @@
+"""Experts of few tokens in two launches, from a layer's hidden states to the sum of what its experts give.
+
+SGLang sorts tokens by expert, quantises, multiplies, activates, quantises again, multiplies and adds up: eight launches, whose
+tensor cores take tiles of 16 rows where an expert has one. With few tokens hardly two choose the same expert, so a row for each
+choice of a token reads no more than the chosen experts' weights, and needs no order. The first launch has gate and up of every
+choice, and their product; the second, for some values of a token, all its choices and their sum. Both quantise their input
+themselves, and values are rounded where SGLang's launches hand over to one another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from nsa_backend.kernels.blocks import power_of_two
+from nsa_backend.kernels.checks import check_tensor, require
+from nsa_backend.kernels.dependent_launch import early, let_next_begin, wait_for_kernel_ahead
+from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
+from nsa_backend.kernels.layer_front_steps import quantised, rounded
+from nsa_backend.kernels.layer_front_weights import GROUP
+
+MOST_TOKENS = 16
+"""Beyond these most experts have several rows, and tiles of tensor cores read them once."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How much of both products a program has."""
+
+    values: int = 8  # of gate and of up
+    step: int = 512  # of their sums over hidden states, at once
+    stages: int = 3
+    warps: int = 4
+    sums: int = 8  # values of a token
+    sum_warps: int = 4
+
+
+@triton.jit
+def gate_up_kernel(
+    x_ptr,  # bfloat16 [tokens, HIDDEN]
+    weight_ptr,  # FP8 [experts, 2 * WIDTH, HIDDEN], gate above up
+    scales_ptr,  # float32 [experts, 2 * WIDTH / GROUP, HIDDEN / GROUP]
+    chosen_ptr,  # int32 [tokens, CHOSEN], -1 where there is none
+    inner_ptr,  # bfloat16 [tokens, CHOSEN, WIDTH]: silu(gate) * up; nothing where there is none
+    CHOSEN: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUES: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Program (choice of a token, block of values). All tensors contiguous."""
+    let_next_begin(True, COMPILED)
+    wait_for_kernel_ahead(COMPILED)
+    choice, block = tl.program_id(0), tl.program_id(1)
+    expert = tl.load(chosen_ptr + choice).to(tl.int64)
+    if expert >= 0:
+        groups: tl.constexpr = STEP // GROUP_OF_KERNEL
+        of_hidden: tl.constexpr = HIDDEN // GROUP_OF_KERNEL
+        group, inside, at = tl.arange(0, groups), tl.arange(0, GROUP_OF_KERNEL), tl.arange(0, STEP)
+        rows = (block * VALUES + tl.arange(0, VALUES))[:, None] * HIDDEN + at[None, :]
+        gates = weight_ptr + expert * (2 * WIDTH * HIDDEN) + rows
+        gate_scales = scales_ptr + expert * (2 * WIDTH // GROUP_OF_KERNEL * of_hidden)
+        gate_scales += block * VALUES // GROUP_OF_KERNEL * of_hidden + group
+        x = x_ptr + (choice // CHOSEN).to(tl.int64) * HIDDEN + group[:, None] * GROUP_OF_KERNEL + inside[None, :]
+        gate, up = tl.zeros([VALUES, STEP], tl.float32), tl.zeros([VALUES, STEP], tl.float32)
+        for start in tl.range(0, HIDDEN, STEP, num_stages=STAGES):
+            values, scale = quantised(tl.load(x + start).to(tl.float32), False, COMPILED)
+            gate_scale = tl.load(gate_scales + start // GROUP_OF_KERNEL)[:, None] * scale
+            up_scale = tl.load(gate_scales + WIDTH // GROUP_OF_KERNEL * of_hidden + start // GROUP_OF_KERNEL)[:, None] * scale
+            values = values.to(tl.float32)
+            gate += tl.load(gates + start).to(tl.float32) * tl.reshape(values * gate_scale, (1, STEP))
+            up += tl.load(gates + WIDTH * HIDDEN + start).to(tl.float32) * tl.reshape(values * up_scale, (1, STEP))
+        opened, passed = rounded(tl.sum(gate, axis=1)), rounded(tl.sum(up, axis=1))
+        inner = opened / (1.0 + tl.exp(-opened)) * passed
+        tl.store(inner_ptr + choice * WIDTH + block * VALUES + tl.arange(0, VALUES), inner.to(tl.bfloat16))
+
+
+@triton.jit
+def down_kernel(
+    inner_ptr,  # bfloat16 [tokens, CHOSEN, WIDTH]
+    weight_ptr,  # FP8 [experts, HIDDEN, WIDTH]
+    scales_ptr,  # float32 [experts, HIDDEN / GROUP, WIDTH / GROUP]
+    chosen_ptr,  # int32 [tokens, CHOSEN], -1 where there is none
+    shares_ptr,  # float32 [tokens, CHOSEN]
+    out_ptr,  # bfloat16 [tokens, HIDDEN]
+    factor,  # float32, of the sum
+    CHOSEN: tl.constexpr,
+    CHOICES: tl.constexpr,  # the next power of two
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SUMS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Program (token, block of values). All tensors contiguous."""
+    wait_for_kernel_ahead(COMPILED)
+    token, block = tl.program_id(0), tl.program_id(1)
+    of_width: tl.constexpr = WIDTH // GROUP_OF_KERNEL
+    choice, inside = tl.arange(0, CHOICES), tl.arange(0, GROUP_OF_KERNEL)
+    expert = tl.load(chosen_ptr + token * CHOSEN + choice, choice < CHOSEN, -1).to(tl.int64)
+    there = expert >= 0
+    rows = (block * SUMS + tl.arange(0, SUMS))[None, :, None] * WIDTH + inside[None, None, :]
+    weights = weight_ptr + (expert * (HIDDEN * WIDTH))[:, None, None] + rows
+    scales = scales_ptr + expert * (HIDDEN // GROUP_OF_KERNEL * of_width) + block * SUMS // GROUP_OF_KERNEL * of_width
+    inner = inner_ptr + ((token * CHOSEN + choice) * WIDTH)[:, None] + inside[None, :]
+    total = tl.zeros([CHOICES, SUMS, GROUP_OF_KERNEL], tl.float32)
+    for group in tl.static_range(of_width):
+        x = tl.load(inner + group * GROUP_OF_KERNEL, there[:, None], 0.0).to(tl.float32)
+        values, scale = quantised(x, False, COMPILED)
+        scale *= tl.load(scales + group, there, 0.0)[:, None]
+        weight = tl.load(weights + group * GROUP_OF_KERNEL, there[:, None, None], 0.0)
+        total += weight.to(tl.float32) * (values.to(tl.float32) * scale)[:, None, :]
+    share = tl.load(shares_ptr + token * CHOSEN + choice, there, 0.0)
+    given = rounded(tl.sum(total, axis=2) * share[:, None])
+    tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), (tl.sum(given, axis=0) * factor).to(tl.bfloat16))
+
+
+def problem(hidden: int, width: int) -> str | None:
+    """Why experts of this width on hidden states of that one cannot have the launches, or None."""
+    tile = Tile()
+    if hidden % tile.step or width % GROUP:
+        return f"hidden states of {hidden} and experts of {width}: multiples of {tile.step} and of {GROUP} are served"
+    return None
+
+
+def few_experts(
+    x: torch.Tensor,
+    first: torch.Tensor,
+    first_scales: torch.Tensor,
+    second: torch.Tensor,
+    second_scales: torch.Tensor,
+    shares: torch.Tensor,
+    chosen: torch.Tensor,
+    *,
+    factor: float = 1.0,
+    out: torch.Tensor | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """factor * the sum over a token's choices of share * down(silu(gate) * up), by block-FP8 experts; two launches.
+
+    Args:
+        x: bfloat16 [tokens, hidden], at most MOST_TOKENS.
+        first: float8_e4m3fn [experts, 2 * width, hidden], rows of gate before those of up.
+        first_scales: float32 [experts, 2 * width / GROUP, hidden / GROUP].
+        second: float8_e4m3fn [experts, hidden, width].
+        second_scales: float32 [experts, hidden / GROUP, width / GROUP].
+        shares: float32 [tokens, choices].
+        chosen: int32 [tokens, choices], experts; -1 is one of another GPU.
+        factor: of every sum.
+        out: bfloat16 [tokens, hidden], which may be `x`; a new tensor where None.
+        tile: of the programs.
+
+    Returns:
+        `out`. Values are quantised with exact scales a group, and rounded to bfloat16 where SGLang's launches hand over.
+
+    Raises:
+        ValueError: a tensor has another shape, dtype or layout.
+    """
+    tile = tile or Tile()
+    (tokens, hidden), (experts, both, _), choices = x.shape, first.shape, chosen.shape[1]
+    width = both // 2
+    if (why := problem(hidden, width)) is not None:
+        raise ValueError(why)
+    require(tokens <= MOST_TOKENS, "x", x, f"of at most {MOST_TOKENS} tokens", "tensor cores take less time")
+    check_tensor("x", x, torch.bfloat16, (tokens, hidden))
+    check_tensor("first", first, torch.float8_e4m3fn, (experts, 2 * width, hidden))
+    check_tensor("first_scales", first_scales, torch.float32, (experts, 2 * width // GROUP, hidden // GROUP))
+    check_tensor("second", second, torch.float8_e4m3fn, (experts, hidden, width))
+    check_tensor("second_scales", second_scales, torch.float32, (experts, hidden // GROUP, width // GROUP))
+    check_tensor("shares", shares, torch.float32, (tokens, choices))
+    check_tensor("chosen", chosen, torch.int32, (tokens, choices))
+    out = torch.empty_like(x) if out is None else out
+    check_tensor("out", out, torch.bfloat16, (tokens, hidden))
+    if tokens:
+        inner = torch.empty(tokens, choices, width, dtype=torch.bfloat16, device=x.device)
+        launch = {"COMPILED": x.is_cuda, **early(x.is_cuda)}
+        gate_up_kernel[(tokens * choices, width // tile.values)](
+            x, first, first_scales, chosen, inner, CHOSEN=choices, HIDDEN=hidden, WIDTH=width, VALUES=tile.values,
+            STEP=tile.step, STAGES=tile.stages, num_warps=tile.warps, **launch,
+        )  # fmt: skip
+        down_kernel[(tokens, hidden // tile.sums)](
+            inner, second, second_scales, chosen, shares, out, factor, CHOSEN=choices, CHOICES=power_of_two(choices),
+            HIDDEN=hidden, WIDTH=width, SUMS=tile.sums, num_warps=tile.sum_warps, **launch,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,53 @@
+"""The torch twin of the experts of few tokens: one choice after the other, summed in double precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from nsa_backend.kernels.layer_front_torch import quantise
+from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+
+Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def exactly(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantise(x.float(), Scales.EXACT)
+
+
+def few_experts_torch(
+    x: torch.Tensor,
+    first: torch.Tensor,
+    first_scales: torch.Tensor,
+    second: torch.Tensor,
+    second_scales: torch.Tensor,
+    shares: torch.Tensor,
+    chosen: torch.Tensor,
+    *,
+    factor: float = 1.0,
+    quantise: Quantise = exactly,
+) -> torch.Tensor:
+    """What `few_experts` computes, by another order of sums; `quantise` gives (FP8, scales a group) of rows of bfloat16."""
+    out = torch.zeros(x.shape, device=x.device)
+    inputs = whole(*quantise(x))
+    for token, experts in enumerate(chosen.tolist()):
+        for choice, expert in enumerate(experts):
+            if expert < 0:
+                continue
+            both = (blocks(first[expert], first_scales[expert]) @ inputs[token]).bfloat16().float()
+            gate, up = both.chunk(2)
+            inner = (gate / (1.0 + torch.exp(-gate)) * up).bfloat16()
+            given = blocks(second[expert], second_scales[expert]) @ whole(*quantise(inner[None]))[0]
+            out[token] += (given.float() * shares[token, choice]).bfloat16()
+    return (out * factor).bfloat16()
+
+
+def whole(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float64 of FP8 rows with a scale a group."""
+    return values.double() * scales.double().repeat_interleave(GROUP, 1)
+
+
+def blocks(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float64 of an FP8 weight with a scale a block of GROUP by GROUP."""
+    return weight.double() * scales.double().repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)

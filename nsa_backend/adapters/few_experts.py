@@ -1,0 +1,90 @@
+"""Block-FP8 experts of few tokens by this package's two launches, where SGLang's Triton runner has eight."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nsa_backend.adapters.sglang_types import HookType
+from nsa_backend.adapters.shared import hook
+from nsa_backend.kernels import few_experts as kernels
+from nsa_backend.kernels.layer_front_weights import GROUP
+from nsa_backend.releases import installed
+
+logger = logging.getLogger(__name__)
+
+MODULE = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
+RELEASES = ("0.5.23",)
+MOST_TOKENS = 8
+"""Of a forward. With more a choice of experts is often another token's too."""
+
+SERVED = {
+    "activation": "silu", "is_gated": True, "use_fp8_w8a8": True, "block_shape": [GROUP, GROUP],
+    "use_int8_w8a8": False, "use_int8_w8a16": False, "use_int4_w4a16": False, "per_channel_quant": False,
+    "apply_router_weight_on_input": False, "no_combine": False, "fuse_swiglu_interleaved": False, "defer_sum": False,
+    "b1": None, "b2": None, "w1_zp": None, "w2_zp": None, "a1_scale": None, "a2_scale": None, "a1_q": None,
+    "gemm1_alpha": None, "gemm1_limit": None, "swiglu_limit": None,
+}  # fmt: skip
+"""Of SGLang's function, arguments that the launches serve with these values alone."""
+
+
+def problems() -> list[str]:
+    """One sentence for each reason why no server of this release has them."""
+    if installed() in RELEASES:
+        return []
+    return [f"experts of few tokens are served on SGLang {' and '.join(RELEASES)}, and {installed()} is installed: unset it"]
+
+
+def take() -> None:
+    """Have SGLang's Triton runner leave experts of few tokens to them; once a process."""
+    hook(f"{MODULE}.fused_experts_impl", experts, HookType.AROUND)
+
+
+def experts(
+    original: Callable[..., torch.Tensor], hidden_states: torch.Tensor, *arguments: Any, **options: Any
+) -> torch.Tensor:
+    """Around what computes a layer's experts: bfloat16 [tokens, hidden], `hidden_states` itself where that is asked for."""
+    if len(hidden_states) > MOST_TOKENS:
+        return original(hidden_states, *arguments, **options)
+    given = inspect.signature(original).bind(hidden_states, *arguments, **options)
+    given.apply_defaults()
+    of = given.arguments
+    if not serves(of):
+        return original(hidden_states, *arguments, **options)
+    tell(of["w1"].shape[0], of["w1"].shape[1] // 2)
+    return kernels.few_experts(
+        hidden_states, of["w1"], of["w1_scale"], of["w2"], of["w2_scale"], of["topk_weights"], of["topk_ids"],
+        factor=1.0 if of["routed_scaling_factor"] is None else of["routed_scaling_factor"],
+        out=hidden_states if of["inplace"] else None,
+    )  # fmt: skip
+
+
+def serves(of: dict[str, Any]) -> bool:
+    """Whether the launches compute what SGLang's function would with these arguments."""
+    from sglang.srt.layers.dp_attention import is_allocation_symmetric
+    from sglang.srt.runtime_context import get_exec
+
+    if any(of[name] != value for name, value in SERVED.items()):
+        return False
+    execution = get_exec()
+    if execution.moe.enable_fused_moe_sum_all_reduce or execution.deterministic.enable_deterministic_inference:
+        return False
+    dtypes = {
+        torch.bfloat16: ("hidden_states",), torch.float8_e4m3fn: ("w1", "w2"), torch.int32: ("topk_ids",),
+        torch.float32: ("w1_scale", "w2_scale", "topk_weights"),
+    }  # fmt: skip
+    if any(of[name].dtype != dtype or not of[name].is_contiguous() for dtype, names in dtypes.items() for name in names):
+        return False
+    width, hidden = of["w1"].shape[1] // 2, of["w1"].shape[2]
+    return kernels.problem(hidden, width) is None and not is_allocation_symmetric()
+
+
+@functools.cache
+def tell(count: int, width: int) -> None:
+    """The log has it once a shape."""
+    logger.info("nsa_backend: experts of up to %d tokens are two launches, %d experts of %d", MOST_TOKENS, count, width)

@@ -1,0 +1,121 @@
+"""Experts of few tokens in two launches against their twin: poisoned memory, choices of other GPUs, any number of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_backend.kernels.few_experts import MOST_TOKENS, Tile, few_experts, problem
+from nsa_backend.kernels.few_experts_torch import exactly, few_experts_torch
+from nsa_backend.kernels.layer_front import quantise
+from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+from nsa_backend.testing.interpreter import round_as_a_gpu_does
+
+EXPERTS = 5
+LARGE = Tile(values=64, sums=128)
+"""Few programs, of which the interpreter runs one after the other."""
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch):
+    round_as_a_gpu_does()  # where kernels are interpreted
+    for name in ("empty", "empty_like"):
+        made = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *given, made=made, **form: made(*given, **form).fill_(float("nan")))
+
+
+def inputs(tokens: int, choices: int, hidden: int, width: int, device: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Small integers, scales that are powers of two, open gates: the first product and silu are exact. No sum cancels."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def whole(*shape: int, least: int = -4) -> torch.Tensor:
+        return torch.randint(least, 5, shape, generator=generator)
+
+    def powers(*shape: int) -> torch.Tensor:
+        return torch.exp2(torch.randint(-3, 3, shape, generator=generator).float())
+
+    x = whole(tokens, hidden, least=0).bfloat16()
+    x[:, ::GROUP] = 448.0  # whose scale is 1
+    first = whole(EXPERTS, 2 * width, hidden, least=1)
+    chosen = torch.rand(tokens, EXPERTS, generator=generator).argsort(dim=1)[:, :choices].int().contiguous()
+    given = {
+        "x": x, "first": first.to(torch.float8_e4m3fn), "first_scales": powers(EXPERTS, 2 * width // GROUP, hidden // GROUP),
+        "second": whole(EXPERTS, hidden, width, least=1).to(torch.float8_e4m3fn),
+        "second_scales": powers(EXPERTS, hidden // GROUP, width // GROUP),
+        "shares": torch.rand(tokens, choices, generator=generator), "chosen": chosen,
+    }  # fmt: skip
+    return {name: tensor.to(device) for name, tensor in given.items()}
+
+
+def by_torch(given: dict[str, torch.Tensor], factor: float = 1.0) -> torch.Tensor:
+    """The twin's; on a GPU quantised as SGLang does there, by a division that is not exact."""
+
+    def on_gpu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, scales = quantise(x, Scales.EXACT)
+        return values[: len(x)], scales[: len(x)].contiguous()
+
+    return few_experts_torch(**given, factor=factor, quantise=on_gpu if given["x"].is_cuda else exactly)
+
+
+def check(given: dict[str, torch.Tensor], **options) -> None:
+    """Bit by bit, but for the last one of a value whose sums of float32 round otherwise."""
+    found, wanted = few_experts(**given, **options), by_torch(given, options.get("factor", 1.0))
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-7, atol=0)
+    assert (found != wanted).sum() <= 0.01 * found.numel()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "choices", "hidden", "width"), [(1, 4, 512, 128), (3, 3, 1024, 256), (2, 5, 512, 384), (0, 2, 512, 128)]
+)
+def test_what_experts_give(device, tokens, choices, hidden, width):
+    given = inputs(tokens, choices, hidden, width, device)
+    check(given, factor=2.5, tile=LARGE)
+
+
+def test_choices_of_other_gpus_give_nothing(device):
+    """A token may have none here at all. Nothing of theirs is read, so what lies there may be anything."""
+    given = inputs(4, 3, 512, 128, device)
+    given["chosen"][0] = -1
+    given["chosen"][1, 1] = given["chosen"][2, 0] = -1
+    given["shares"][given["chosen"] < 0] = float("nan")
+    check(given, tile=LARGE)
+    assert few_experts(**given, tile=LARGE)[0].eq(0).all()
+
+
+def test_the_sum_may_take_the_place_of_the_input(device):
+    given = inputs(2, 3, 512, 256, device)
+    wanted = few_experts(**given, tile=LARGE)
+    assert torch.equal(few_experts(**given, tile=LARGE, out=given["x"]), wanted)
+    assert torch.equal(given["x"], wanted)
+
+
+@pytest.mark.parametrize("tile", [None, Tile(values=16, step=256, sums=32), Tile(values=4, sums=16)])
+def test_other_tiles_give_the_same(device, tile):
+    check(inputs(1, 2, 512, 128, device), tile=tile)
+
+
+def test_gates_that_are_half_open_and_values_of_any_size(device):
+    """Random floats: silu in its steep part, scales of any value."""
+    given = inputs(3, 4, 1024, 256, device)
+    generator = torch.Generator().manual_seed(4)
+    given["x"] = torch.randn(3, 1024, generator=generator).bfloat16().to(device)
+    for name in ("first", "second"):
+        given[name] = torch.randn(given[name].shape, generator=generator).to(torch.float8_e4m3fn).to(device)
+        scales = f"{name}_scales"
+        given[scales] = (0.02 + 0.1 * torch.rand(given[scales].shape, generator=generator)).to(device)
+    found, wanted = few_experts(**given, tile=LARGE).float(), by_torch(given).float()
+    assert (found - wanted).norm() < 5e-3 * wanted.norm()
+
+
+def test_what_cannot_be_served_says_so(device):
+    assert problem(7168, 256) is None
+    assert problem(6144, 256) is None
+    assert problem(7168, 192).startswith("hidden states of 7168 and experts of 192: multiples of 512 and of 128")
+    given = inputs(1, 2, 512, 128, device)
+    with pytest.raises(ValueError, match="hidden states of 384"):
+        few_experts(**given | {"x": given["x"][:, :384]})
+    with pytest.raises(ValueError, match=r"chosen must be contiguous torch\.int32"):
+        few_experts(**given | {"chosen": given["chosen"].long()})
+    many = given["x"].expand(MOST_TOKENS + 1, -1).contiguous()
+    with pytest.raises(ValueError, match="x must be of at most 16 tokens"):
+        few_experts(**given | {"x": many})

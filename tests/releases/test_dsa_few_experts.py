@@ -1,0 +1,153 @@
+"""SGLang's Triton runner with experts of few tokens in two launches: what is left to it, and what is not."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nsa_backend.adapters import few_experts
+from nsa_backend.kernels.few_experts_torch import few_experts_torch
+from nsa_backend.kernels.layer_front_weights import GROUP
+from nsa_backend.releases import installed
+from nsa_backend.testing.interpreter import round_as_a_gpu_does
+
+if installed() not in few_experts.RELEASES:
+    pytest.skip("the runner of this release is another", allow_module_level=True)
+
+HIDDEN, WIDTH, EXPERTS, CHOICES = 512, 128, 3, 2
+
+
+@pytest.fixture(scope="module")
+def signature():
+    """Of SGLang's function."""
+    module, name = import_module(few_experts.MODULE), "fused_experts_impl"
+    assert f"return {name}(" in inspect.getsource(module.outplace_fused_experts)
+    assert f"{name}(" in inspect.getsource(module.inplace_fused_experts)
+    return inspect.signature(inspect.unwrap(getattr(module, name)))
+
+
+@pytest.fixture
+def call(monkeypatch, signature):
+    """Returns a function of arguments to what `experts` gives, and whether SGLang's function was asked."""
+    round_as_a_gpu_does()
+    server = SimpleNamespace(
+        moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False),
+        deterministic=SimpleNamespace(enable_deterministic_inference=False),
+    )
+    monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: server)
+    monkeypatch.setattr("sglang.srt.layers.dp_attention.is_allocation_symmetric", lambda: False)
+
+    def asked(given: dict) -> tuple[torch.Tensor | None, bool]:
+        left = []
+        original = lambda *arguments, **options: left.append((arguments, options))  # noqa: E731
+        original.__signature__ = signature
+        found = few_experts.experts(
+            original, given["hidden_states"], **{k: v for k, v in given.items() if k != "hidden_states"}
+        )
+        return found, bool(left)
+
+    asked.server = server
+    return asked
+
+
+def arguments(tokens: int = 2) -> dict:
+    """As SGLang's Triton runner hands them over, for block-FP8 experts."""
+    generator = torch.Generator().manual_seed(tokens)
+
+    def fp8(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+
+    def scales(*shape: int) -> torch.Tensor:
+        return 0.02 + 0.1 * torch.rand(shape, generator=generator)
+
+    chosen = torch.rand(tokens, EXPERTS, generator=generator).argsort(dim=1)[:, :CHOICES].int().contiguous()
+    return {
+        "hidden_states": torch.randn(tokens, HIDDEN, generator=generator).bfloat16(),
+        "w1": fp8(EXPERTS, 2 * WIDTH, HIDDEN), "w1_scale": scales(EXPERTS, 2 * WIDTH // GROUP, HIDDEN // GROUP),
+        "w2": fp8(EXPERTS, HIDDEN, WIDTH), "w2_scale": scales(EXPERTS, HIDDEN // GROUP, WIDTH // GROUP),
+        "topk_weights": torch.rand(tokens, CHOICES, generator=generator), "topk_ids": chosen,
+        "use_fp8_w8a8": True, "block_shape": [GROUP, GROUP], "routed_scaling_factor": 2.5, "filter_expert": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_experts_of_few_tokens_are_not_sglangs(call, inplace):
+    given = arguments() | {"inplace": inplace}
+    names = "hidden_states", "w1", "w1_scale", "w2", "w2_scale", "topk_weights", "topk_ids"
+    wanted = few_experts_torch(*(given[name] for name in names), factor=2.5).float()
+    found, left = call(given)
+    assert not left
+    assert (found is given["hidden_states"]) is inplace
+    assert (found.float() - wanted).norm() < 5e-3 * wanted.norm()
+
+
+def test_without_a_factor_the_sum_is_as_it_is(call):
+    given = arguments(1)
+    (once, _), (times, _) = (call(given | {"routed_scaling_factor": factor}) for factor in (None, 2.0))
+    assert torch.equal(2 * once, times)
+
+
+OTHER = {
+    "activation": "gelu", "is_gated": False, "use_fp8_w8a8": False, "block_shape": None, "per_channel_quant": True,
+    "apply_router_weight_on_input": True, "no_combine": True, "defer_sum": True, "gemm1_limit": 7.0, "swiglu_limit": 10.0,
+    "a1_q": torch.zeros(1), "a1_scale": torch.zeros(1), "b1": torch.zeros(1), "use_int8_w8a8": True,
+    "fuse_swiglu_interleaved": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_other_experts_are(call, name):
+    assert call(arguments() | {name: OTHER[name]}) == (None, True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"topk_ids": torch.zeros(2, CHOICES, dtype=torch.int64)},
+        {"w1_scale": torch.zeros(EXPERTS, 2, 4, dtype=torch.int32)},  # scales that are packed
+        {"hidden_states": torch.zeros(2, HIDDEN, dtype=torch.float16)},
+        {"w1": torch.zeros(EXPERTS, 2 * 96, HIDDEN).to(torch.float8_e4m3fn)},
+    ],
+)
+def test_other_tensors_are(call, change):
+    assert call(arguments() | change) == (None, True)
+
+
+def test_more_tokens_are(call):
+    assert not call(arguments(few_experts.MOST_TOKENS))[1]
+    assert call(arguments(few_experts.MOST_TOKENS + 1)) == (None, True)
+
+
+@pytest.mark.parametrize(
+    "part", [("moe", "enable_fused_moe_sum_all_reduce"), ("deterministic", "enable_deterministic_inference")]
+)
+def test_servers_that_want_sums_otherwise_are(call, part):
+    group, option = part
+    setattr(getattr(call.server, group), option, True)
+    assert call(arguments()) == (None, True)
+
+
+def test_symmetric_memory_is(call, monkeypatch):
+    monkeypatch.setattr("sglang.srt.layers.dp_attention.is_allocation_symmetric", lambda: True)
+    assert call(arguments()) == (None, True)
+
+
+def test_every_argument_of_sglangs_function_is_known(signature):
+    """One that is new may change what is computed."""
+    tensors = {"hidden_states", "w1", "w2", "topk_weights", "topk_ids", "w1_scale", "w2_scale"}
+    of_others = {"inplace", "routed_scaling_factor", "filter_expert", "gate_up_interleaved", "no_combine_keep_router_weight"}
+    assert set(signature.parameters) == tensors | of_others | set(few_experts.SERVED)
+    for name, value in few_experts.SERVED.items():
+        if name not in ("use_fp8_w8a8", "block_shape"):
+            assert signature.parameters[name].default == value
+
+
+def test_the_hook_is_where_both_of_sglangs_operators_look(monkeypatch):
+    hooked = []
+    monkeypatch.setattr(few_experts, "hook", lambda path, around, kind: hooked.append((path, around)))
+    few_experts.take()
+    assert hooked == [(f"{few_experts.MODULE}.fused_experts_impl", few_experts.experts)]
