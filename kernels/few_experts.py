@@ -35,7 +35,7 @@ class Tile:
     stages: int = 3
     warps: int = 4
     sums: int = 8  # values of a token
-    sum_warps: int = 4
+    sum_warps: int = 4  # for each eight choices
 
 
 @triton.jit
@@ -182,8 +182,9 @@ def few_experts(
             x, first, first_scales, chosen, inner, CHOSEN=choices, HIDDEN=hidden, WIDTH=width, VALUES=tile.values,
             STEP=tile.step, STAGES=tile.stages, num_warps=tile.warps, **launch,
         )  # fmt: skip
+        wide = power_of_two(choices)
         down_kernel[(tokens, hidden // tile.sums)](
-            inner, second, second_scales, chosen, shares, out, factor, CHOSEN=choices, CHOICES=power_of_two(choices),
-            HIDDEN=hidden, WIDTH=width, SUMS=tile.sums, num_warps=tile.sum_warps, **launch,
+            inner, second, second_scales, chosen, shares, out, factor, CHOSEN=choices, CHOICES=wide, HIDDEN=hidden,
+            WIDTH=width, SUMS=tile.sums, num_warps=tile.sum_warps * max(1, wide // 8), **launch,
         )  # fmt: skip
     return out

@@ -1,14 +1,17 @@
-"""SGLang's Triton experts with this package's tiles and with SGLang's own, both against PyTorch: they err as much.
+"""SGLang's Triton experts with this package's tiles and its own, and few tokens' in two launches: all err as much.
 
 On ranks of DeepSeek-V3.2 and GLM-5. PyTorch rounds to FP8 and bfloat16 where SGLang does, but sums in another order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from nsa_backend.benchmarks.tuning.experts import RANKS, TOKENS, Rank, looked_up, lookup_of
+from nsa_backend.kernels.few_experts import MOST_TOKENS, few_experts
 from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.testing.process import start_sglang
 
@@ -20,6 +23,8 @@ AS_SGLANGS = 1.1  # of the error that SGLang's own tiles have
 ROWS = 256
 """To be compared, in one call or several: 128 values move at once where a sum rounds to another FP8 scale, so the error of 16
 rows was once 0.0049 with one and 0.0040 with the other."""
+Way = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
+"""Of computing experts: what they give for hidden states and (weights, experts) of each token."""
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +70,24 @@ def by_torch(rank: Rank, x: torch.Tensor, weights: torch.Tensor, chosen: torch.T
     return out
 
 
+def errors(rank: Rank, tokens: int, ways: dict[str, Way]) -> dict[str, float]:
+    """By way, how far it is from PyTorch, over at least ROWS tokens, so many at once."""
+    torch.manual_seed(tokens)
+    apart, size = dict.fromkeys(ways, 0.0), 0.0
+    for _ in range(-(-ROWS // tokens)):
+        x, routed = torch.randn(tokens, rank.shape.hidden, device="cuda").bfloat16(), rank.routed(tokens)
+        wanted = by_torch(rank, x, *routed)
+        size += float(wanted.square().sum())
+        for name, way in ways.items():
+            apart[name] += float((way(x, routed).float() - wanted).square().sum())
+    return {name: (squares / size) ** 0.5 for name, squares in apart.items()}
+
+
+def by_tiles(rank: Rank, lookup: Callable) -> Way:
+    """SGLang's experts by the tiles that a lookup gives."""
+    return lambda x, routed: rank.call(x, routed, lookup)()
+
+
 @pytest.mark.parametrize("tokens", COUNTS)
 def test_tiles_err_as_much_as_sglangs(rank, tokens):
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import try_get_optimal_moe_config
@@ -72,18 +95,21 @@ def test_tiles_err_as_much_as_sglangs(rank, tokens):
     from nsa_backend.adapters import moe_configs
 
     moe_configs.take()
-    torch.manual_seed(tokens)
     first, _ = looked_up(rank.shape, tokens)
     ours = {str(one) for file in moe_configs.measured().values() for one in file.values()}
     assert str(first) in ours
-    lookups = {"sglang": lookup_of(*rank.sglangs[tokens]), "ours": try_get_optimal_moe_config}
-    apart, size = dict.fromkeys(lookups, 0.0), 0.0
-    for _ in range(-(-ROWS // tokens)):
-        x, routed = torch.randn(tokens, rank.shape.hidden, device="cuda").bfloat16(), rank.routed(tokens)
-        wanted = by_torch(rank, x, *routed)
-        size += float(wanted.square().sum())
-        for side, lookup in lookups.items():
-            apart[side] += float((rank.call(x, routed, lookup)().float() - wanted).square().sum())
-    errors = {side: (squares / size) ** 0.5 for side, squares in apart.items()}
-    assert errors["ours"] < TOO_FAR
-    assert errors["ours"] < AS_SGLANGS * errors["sglang"]
+    sglangs, own = by_tiles(rank, lookup_of(*rank.sglangs[tokens])), by_tiles(rank, try_get_optimal_moe_config)
+    found = errors(rank, tokens, {"sglang": sglangs, "ours": own})
+    assert found["ours"] < TOO_FAR
+    assert found["ours"] < AS_SGLANGS * found["sglang"]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, MOST_TOKENS])
+def test_two_launches_err_as_much_as_sglangs(rank, tokens):
+    def two(x: torch.Tensor, routed: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return few_experts(x, *rank.first, *rank.second, *routed)
+
+    count = min((one for one in COUNTS if one >= tokens), default=COUNTS[-1])
+    found = errors(rank, tokens, {"sglang": by_tiles(rank, lookup_of(*rank.sglangs[count])), "ours": two})
+    assert found["ours"] < TOO_FAR
+    assert found["ours"] < AS_SGLANGS * found["sglang"]
