@@ -36,6 +36,7 @@ class Tile:
     warps: int = 4
     sums: int = 8  # values of a token
     sum_warps: int = 4  # for each eight choices
+    ahead: bool = False  # whether the second launch reads its weights before the first has ended, of two groups of values
 
 
 @triton.jit
@@ -51,11 +52,13 @@ def gate_up_kernel(
     VALUES: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Program (choice of a token, block of values). All tensors contiguous."""
-    let_next_begin(True, COMPILED)
+    let_next_begin(not AHEAD, COMPILED)
     wait_for_kernel_ahead(COMPILED)
+    let_next_begin(AHEAD, COMPILED)  # which then finds the choices written
     choice, block = tl.program_id(0), tl.program_id(1)
     expert = tl.load(chosen_ptr + choice).to(tl.int64)
     if expert >= 0:
@@ -94,10 +97,12 @@ def down_kernel(
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
     SUMS: tl.constexpr,
+    AHEAD: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Program (token, block of values). All tensors contiguous."""
-    wait_for_kernel_ahead(COMPILED)
+    if not AHEAD:
+        wait_for_kernel_ahead(COMPILED)
     token, block = tl.program_id(0), tl.program_id(1)
     of_width: tl.constexpr = WIDTH // GROUP_OF_KERNEL
     choice, inside = tl.arange(0, CHOICES), tl.arange(0, GROUP_OF_KERNEL)
@@ -108,11 +113,18 @@ def down_kernel(
     scales = scales_ptr + expert * (HIDDEN // GROUP_OF_KERNEL * of_width) + block * SUMS // GROUP_OF_KERNEL * of_width
     inner = inner_ptr + ((token * CHOSEN + choice) * WIDTH)[:, None] + inside[None, :]
     total = tl.zeros([CHOICES, SUMS, GROUP_OF_KERNEL], tl.float32)
+    if AHEAD:
+        left = tl.load(weights, there[:, None, None], 0.0)
+        right = tl.load(weights + GROUP_OF_KERNEL, there[:, None, None], 0.0)
+        wait_for_kernel_ahead(COMPILED)
     for group in tl.static_range(of_width):
         x = tl.load(inner + group * GROUP_OF_KERNEL, there[:, None], 0.0).to(tl.float32)
         values, scale = quantised(x, False, COMPILED)
         scale *= tl.load(scales + group, there, 0.0)[:, None]
-        weight = tl.load(weights + group * GROUP_OF_KERNEL, there[:, None, None], 0.0)
+        if AHEAD:
+            weight = left if group == 0 else right
+        else:
+            weight = tl.load(weights + group * GROUP_OF_KERNEL, there[:, None, None], 0.0)
         total += weight.to(tl.float32) * (values.to(tl.float32) * scale)[:, None, :]
     share = tl.load(shares_ptr + token * CHOSEN + choice, there, 0.0)
     given = rounded(tl.sum(total, axis=2) * share[:, None])
@@ -177,7 +189,7 @@ def few_experts(
     check_tensor("out", out, torch.bfloat16, (tokens, hidden))
     if tokens:
         inner = torch.empty(tokens, choices, width, dtype=torch.bfloat16, device=x.device)
-        launch = {"COMPILED": x.is_cuda, **early(x.is_cuda)}
+        launch = {"AHEAD": tile.ahead and width == 2 * GROUP, "COMPILED": x.is_cuda, **early(x.is_cuda)}
         gate_up_kernel[(tokens * choices, width // tile.values)](
             x, first, first_scales, chosen, inner, CHOSEN=choices, HIDDEN=hidden, WIDTH=width, VALUES=tile.values,
             STEP=tile.step, STAGES=tile.stages, num_warps=tile.warps, **launch,

@@ -150,6 +150,8 @@ class Rank:
 
 FEW_TILES = [
     Tile(),
+    Tile(ahead=True),
+    Tile(sums=4, ahead=True),
     *(Tile(values=values, step=step, stages=stages) for values, step, stages in ((8, 256, 4), (16, 256, 4), (4, 1024, 3))),
     Tile(values=8, step=512, stages=4, warps=8),
     *(Tile(sums=sums, sum_warps=warps) for sums, warps in ((4, 4), (16, 8), (8, 8))),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -92,6 +94,15 @@ def test_the_sum_may_take_the_place_of_the_input(device):
 @pytest.mark.parametrize("tile", [None, Tile(values=16, step=256, sums=32), Tile(values=4, sums=16)])
 def test_other_tiles_give_the_same(device, tile):
     check(inputs(1, 2, 512, 128, device), tile=tile)
+
+
+@pytest.mark.parametrize("width", [256, 128])
+def test_weights_that_are_read_ahead_are_the_same(device, width):
+    """Of two groups of values; of another number they are read as before."""
+    given = inputs(2, 3, 512, width, device)
+    given["chosen"][0, 1] = -1
+    wanted = few_experts(**given, tile=LARGE)
+    assert torch.equal(few_experts(**given, tile=replace(LARGE, ahead=True)), wanted)
 
 
 def test_gates_that_are_half_open_and_values_of_any_size(device):
