@@ -6,8 +6,8 @@ what rounds add, `builtin` what SGLang takes by itself. One server runs at a tim
 is free on the GPU. `deep` has as many layers as DeepSeek-V3.2, small ones, since captures grow with the number of kernels and
 not with their work; a rank has real ones.
 
-Of each side a first server, which nobody records, compiles what the recorded ones find compiled. A server has answered one
-request when its memory is taken down.
+Of each side a first server, which nobody records, compiles what the recorded ones find compiled; with --quick there is none, and
+what a machine has not compiled counts. A server has answered one request when its memory is taken down.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     for name in options.checkpoint or ():
         if ranks.named(name) is not None:
             rank_serve.check_room(name, [(max(requests), LENGTH)])
-    folder, compiled = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-"))), set()
+    folder, compiled = Path(resources.enter_context(TemporaryDirectory(prefix="nsa-bench-"))), None if options.quick else set()
     return [
         Cell(
             f"{name}, N = {n}, {most} requests, {side}",
@@ -59,10 +59,12 @@ def cells(options: argparse.Namespace, resources: ExitStack) -> list[Cell]:
     ]
 
 
-def measure(folder: Path, port: int, compiled: set[tuple], checkpoint: str, steps: int, requests: int, side: str) -> list[dict]:
-    """One row; `compiled` has those (checkpoint, N, side) of which a server has run."""
+def measure(
+    folder: Path, port: int, compiled: set[tuple] | None, checkpoint: str, steps: int, requests: int, side: str
+) -> list[dict]:
+    """One row; `compiled` has those (checkpoint, N, side) of which a server has run, None where none is to compile."""
     path = checkpoint_of(checkpoint, folder)
-    if (path, steps, side) not in compiled:
+    if compiled is not None and (path, steps, side) not in compiled:
         served(folder, port, path, steps, requests, side)
         compiled.add((path, steps, side))
     return [{"checkpoint": path.name} | served(folder, port, path, steps, requests, side)]

@@ -94,6 +94,16 @@ def test_the_first_row_of_a_server_has_what_it_captured(bench):
     assert {"what": "target prefill", "seconds": 5.27, "gib": 2.02} in rows[0]["captures"]
 
 
+def test_a_quick_run_of_captures_starts_no_server_that_compiles(bench):
+    def servers(words: str) -> int:
+        stand_in_bench.Server.seen.clear()
+        _, seen, _, report = bench(f"capture --checkpoint SMALL --batch 48 --sides ours{words}")
+        assert len(report["rows"]) == 1
+        return sum("starts" in line for line in seen)
+
+    assert (servers(""), servers(" --quick")) == (2, 1)
+
+
 TOO_SMALL = r"v3.2-tp8 needs \d+\.\d GiB, 82\.3 of them for weights and \d+\.\d for \d+ tokens, .* has 80\.0 GiB"
 REFUSED = {
     "serve --checkpoint v3.2-tp8": TOO_SMALL,
