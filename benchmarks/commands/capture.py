@@ -6,8 +6,8 @@ what rounds add, `builtin` what SGLang takes by itself. One server runs at a tim
 is free on the GPU. `deep` has as many layers as DeepSeek-V3.2, small ones, since captures grow with the number of kernels and
 not with their work; a rank has real ones.
 
-Of each side a first server, which nobody records, compiles what the recorded ones find compiled; with --quick there is none, and
-what a machine has not compiled counts. A server has answered one request when its memory is taken down.
+Of each side a first server, which nobody records, compiles what the recorded ones find compiled. With --quick there is none,
+and what a machine has yet to compile counts. A server has answered one request when its memory is taken down.
 """
 
 from __future__ import annotations
