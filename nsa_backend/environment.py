@@ -21,7 +21,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_DISABLE",
         "0",
-        "1: SGLang's own backend serves; a command with NAIVE_EAGLE or sparse_... does not start",
+        "1: SGLang's own backend serves; no start with NAIVE_EAGLE, sparse_... or NSA_BACKEND_REQUIRED=1",
         "to compare, or to go back",
     ),
     Variable(

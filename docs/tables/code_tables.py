@@ -219,7 +219,7 @@ def environment() -> str:
 
     rows = [[f"`{found.name}`", found.effect, found.when] for found in VARIABLES if found.tried]
     if untried := [f"`{found.name}`" for found in VARIABLES if not found.tried]:
-        rows.append([", ".join(untried), "1: kernels that no GPU has run", "never in production; `doctor` says more"])
+        rows.append([", ".join(untried), "1: kernels that no GPU has run", "never in production; see `doctor --all`"])
     return table(["0 or 1", "effect", "when to set it"], rows)
 
 
@@ -245,11 +245,11 @@ def sampled_memory() -> str:
 
 @PARTS.part
 def start_cost() -> str:
-    """Seconds until a rank of DeepSeek-V3.2 was ready, and memory of its rounds."""
-    report = result("rank_v32_tp8_0_5_23", "short_rounds")
-    ready, captured = {row["side"]: row["seconds_to_ready"] for row in report["rows"]}, report["captured"]
-    seconds = f"{ready['auto']:.0f} instead of {ready['builtin']:.0f} s, with {captured['sizes']} batch sizes"
-    return f"{seconds}. Its rounds took {captured['rounds_mib']} MiB, short ones {captured['short_rounds_mib']}"
+    """Seconds until DeepSeek-V3.2 on eight GPUs was ready, and batch sizes that were captured."""
+    rows = result("rank_v32_tp8_0_5_23", "eight_gpus")["rows"]
+    ready = {row["side"]: row["seconds_to_ready"] for row in rows}
+    sizes = max(one["sizes"] for row in rows for one in row.get("captures", ()) if one["what"].startswith("whole rounds"))
+    return f"{ready['auto']:.0f} instead of {ready['builtin']:.0f} s, with {sizes} batch sizes"
 
 
 @PARTS.part

@@ -13,7 +13,7 @@ from nsa_backend.attention.auto import least_in_prefill
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.reports.parts import ALL_REDUCE, EXCHANGE, REST
 from nsa_backend.benchmarks.reports.parts import PARTS as KERNEL_PARTS
-from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK, Cell, Spread, by_cell, title_of, together
+from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK, Cell, Spread, by_cell, shape_of, title_of, together
 from nsa_backend.benchmarks.servers.server import BF16
 from nsa_backend.kernels.plan import PAGE_SIZE
 
@@ -35,7 +35,7 @@ MODELS = {
     GLM_RANK: "GLM-5.1", GLM_52_RANK: "GLM-5.2",
 }  # fmt: skip
 """What pages call them."""
-IN_README = (FIRST_RANK, FP8_RANK, DP_RANK, GLM_RANK)
+IN_README = (FIRST_RANK, FP8_RANK, GLM_RANK, GLM_52_RANK)
 DEFAULTS = {
     FIRST_RANK: ("auto", "default"), FP8_RANK: ("auto", "default"), DP_RANK: ("default",), GLM_RANK: ("auto_alone", "default"),
     GLM_52_RANK: ("default",),
@@ -236,10 +236,10 @@ def experts_fused() -> str:
 
 @PARTS.part
 def beside_experts_fused() -> str:
-    """The default's rounds over those of the built-in with that option, least to most."""
+    """Percent that the default's rounds save of those of the built-in with that option, least to most."""
     fused = spreads(cells_of(result(FIRST_FILE, "sglang_experts_fused"), "round_ms"))
     apart = of_rank(FIRST_RANK, DEFAULTS[FIRST_RANK])
-    return spread(apart[cell][0]["default"].median / sides["sglang_experts_fused"].median for cell, sides in fused.items())
+    return percent(apart[cell][0]["default"].median / sides["sglang_experts_fused"].median for cell, sides in fused.items())
 
 
 @PARTS.part
@@ -346,12 +346,18 @@ def new_tokens(cell: Cell) -> int:
     return cell.batch * (cell.length + PAGE_SIZE * (cell.cached > 0 and cell.steps > 0))
 
 
+def behind_cached(cell: Cell) -> str:
+    """Its shape by the tokens that are prefilled, `new_tokens`, of each prompt."""
+    again = new_tokens(cell) // cell.batch - cell.length
+    return shape_of(cell.batch, cell.length + again, cell.cached - again)
+
+
 @PARTS.part
 def short_prefills() -> str:
     """A row a shape: milliseconds to the first token of the default, of pieces and of the built-in."""
     rows = [
         [
-            cell.shape,
+            behind_cached(cell),
             *(f"{mark(sides, side)}{sides[side].median:.0f}" for side in ("default", IN_PIECES)),
             f"{sides[BUILTIN].median:.0f}",
         ]
@@ -442,6 +448,12 @@ def rounds_saved() -> str:
 def token_saved() -> str:
     """The same of a token without drafts, on the first rank."""
     return percent(over_builtin(FIRST_RANK, ("default",), drafts=False))
+
+
+@PARTS.part
+def glm_token_saved() -> str:
+    """The same on GLM-5.1's."""
+    return percent(over_builtin(GLM_RANK, ("default",), drafts=False))
 
 
 @PARTS.part

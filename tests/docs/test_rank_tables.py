@@ -121,8 +121,8 @@ def test_few_new_tokens_are_told_beside_pieces(filed):
     filed("run", "new", rows)
     assert rank_tables.short_prefills().splitlines()[2:] == [
         "| 8 x 64 | 6 | 12 | 10 |",
-        "| 1 x 448 behind 8192 | 6 | 12 | 10 |",
-        "| 1 x 512 behind 8192 | 11 | 12 | 10 |",
+        "| 1 x 512 behind 8128 | 6 | 12 | 10 |",
+        "| 1 x 576 behind 8128 | 11 | 12 | 10 |",
     ]
     assert rank_tables.short_prefills_saved() == "40 %"
     later = "first token later"
@@ -326,7 +326,7 @@ def test_experts_of_sglangs_option_stand_beside_the_default_without_it(filed):
     filed("moe_configs", "new", default)
     filed("experts_fused", "new", served(cell(3, 1, 300), "experts_fused", 10.4))
     filed("sglang_experts_fused", "new", served(cell(3, 1, 300), "sglang_experts_fused", 11.0))
-    assert (rank_tables.experts_fused(), rank_tables.beside_experts_fused()) == ("1.05", "0.90")
+    assert (rank_tables.experts_fused(), rank_tables.beside_experts_fused()) == ("1.05", "10 %")
     assert row(rank_tables.rank(), "1 x 300") == ["0.826 (10.00 / 12.10)"]
 
 
