@@ -242,6 +242,23 @@ LAYER_CASES = [
         )
         for heads, steps, fp8 in ((16, 3, False), (8, 3, False), (16, 5, False), (16, 3, True))
     ),
+    # GLM-5's ranks of eight have 8 heads, and decode by sparse_decode then.
+    *(
+        alone(
+            f"glm-5.1, 8 heads, n{steps}, implementations by rows",
+            steps=steps,
+            workloads=MANY,
+            model="glm-5.1",
+            shape="faithful-8-heads",
+            decode="auto",
+            engine=BY_ROWS,
+            says="decode=auto, prefill=auto",
+            releases="==0.5.23",
+            floors={},
+            **({"floor_of_all": 0.95} if steps else {}),
+        )
+        for steps in (3, 0)
+    ),
     # 256 rows to score, more than an H200 has SMs: two by two they are not, and one by one they are.
     *(
         Case(
