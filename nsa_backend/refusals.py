@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from nsa_backend.adapters import few_experts, sglang_types
+from nsa_backend.adapters import sglang_types
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.option_rules import Rule
 from nsa_backend.attention.implementations import DECODE_VALUES, PREFILL_VALUES
 from nsa_backend.environment import asked, switched_on
-from nsa_backend.releases import ROUND_WARM_UP, installed, round_graph_problem
+from nsa_backend.releases import ROUND_WARM_UP, few_experts_problem, installed, round_graph_problem
 
 RULES = (
     Rule("device", "--device", "", ("cuda",), "use an NVIDIA GPU"),
@@ -99,8 +99,8 @@ def refusals(server_args: sglang_types.ServerArgs) -> list[str]:
         found += [f"NSA_BACKEND_SHORT_PREFILLS=1: {problem}" for problem in adapter.prefill_problems(args)]
     if switched_on("NSA_BACKEND_DIVIDED_INDEXER"):
         found += [f"NSA_BACKEND_DIVIDED_INDEXER=1: {problem}" for problem in adapter.divided_problems(args)]
-    if switched_on("NSA_BACKEND_FEW_EXPERTS"):
-        found += [f"NSA_BACKEND_FEW_EXPERTS=1: {problem}" for problem in few_experts.problems()]
+    if switched_on("NSA_BACKEND_FEW_EXPERTS") and (problem := few_experts_problem()):
+        found.append(f"NSA_BACKEND_FEW_EXPERTS=1: {problem}")
     if adapter.is_rocm():
         found.append("nsa_backend does not serve ROCm: use an NVIDIA GPU, or " + adapter.WAY_BACK)
     return [sentence for sentence in found if sentence]

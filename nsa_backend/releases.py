@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -66,6 +67,10 @@ DIVIDED_INDEXERS = ("0.5.23",)
 """Releases on which ranks of tensor parallel can divide the indexer's work of long prefills."""
 
 
+FEW_EXPERTS = ("0.5.23",)
+"""Releases on which block-FP8 experts of few tokens can be two launches."""
+
+
 CONTEXT_RANKS = ("0.5.23",)
 """Releases whose ranks may divide the KV of a request (--dcp-size)."""
 
@@ -95,24 +100,28 @@ def unsupported_host() -> str | None:
     return f"it supports SGLang {SUPPORTED} and this is {release}"
 
 
+def other_release(is_served: str, served: Iterable[str]) -> str | None:
+    """Why a user cannot ask the installed SGLang for what `is_served` on others alone, or None where it is one of them."""
+    if installed() in served:
+        return None
+    return f"{is_served} on SGLang {' and '.join(served)}, and {installed()} is installed: unset it"
+
+
 def round_graph_problem(switch: str = "NSA_BACKEND_ROUND_GRAPH") -> str | None:
     """Why the installed SGLang's rounds cannot be one graph, for a user who set `switch` to 1, or None."""
-    if installed() in ROUND_GRAPHS:
-        return None
-    served = " and ".join(ROUND_GRAPHS)
-    return f"{switch}=1 is served on SGLang {served}, and {installed()} is installed: unset it"
+    return other_release(f"{switch}=1 is served", ROUND_GRAPHS)
 
 
 def layer_front_problem() -> str | None:
     """Why a layer's front cannot be two launches on the installed SGLang, for a user who asks for it, or None."""
-    if installed() in LAYER_FRONTS:
-        return None
-    served = " and ".join(LAYER_FRONTS)
-    return f"a front in two launches is served on SGLang {served}, and {installed()} is installed: unset it"
+    return other_release("a front in two launches is served", LAYER_FRONTS)
 
 
 def divided_indexer_problem() -> str | None:
     """Why ranks cannot divide the indexer's work on the installed SGLang, for a user who asks for it, or None."""
-    if installed() in DIVIDED_INDEXERS:
-        return None
-    return f"the indexer's work is divided on SGLang {' and '.join(DIVIDED_INDEXERS)}, and {installed()} is installed: unset it"
+    return other_release("the indexer's work is divided", DIVIDED_INDEXERS)
+
+
+def few_experts_problem() -> str | None:
+    """Why experts of few tokens cannot be two launches on the installed SGLang, for a user who asks for it, or None."""
+    return other_release("experts of few tokens are served", FEW_EXPERTS)

@@ -14,12 +14,10 @@ from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.kernels import few_experts as kernels
 from nsa_backend.kernels.layer_front_weights import GROUP
-from nsa_backend.releases import installed
 
 logger = logging.getLogger(__name__)
 
 MODULE = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
-RELEASES = ("0.5.23",)
 MOST_TOKENS = 8
 """Of a forward. With more a choice of experts is often another token's too."""
 
@@ -31,13 +29,6 @@ SERVED = {
     "gemm1_alpha": None, "gemm1_limit": None, "swiglu_limit": None,
 }  # fmt: skip
 """Of SGLang's function, arguments that the launches serve with these values alone."""
-
-
-def problems() -> list[str]:
-    """One sentence for each reason why no server of this release has them."""
-    if installed() in RELEASES:
-        return []
-    return [f"experts of few tokens are served on SGLang {' and '.join(RELEASES)}, and {installed()} is installed: unset it"]
 
 
 def take() -> None:

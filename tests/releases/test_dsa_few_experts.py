@@ -12,10 +12,10 @@ import torch
 from nsa_backend.adapters import few_experts
 from nsa_backend.kernels.few_experts_torch import few_experts_torch
 from nsa_backend.kernels.layer_front_weights import GROUP
-from nsa_backend.releases import installed
+from nsa_backend.releases import FEW_EXPERTS, installed
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
 
-if installed() not in few_experts.RELEASES:
+if installed() not in FEW_EXPERTS:
     pytest.skip("the runner of this release is another", allow_module_level=True)
 
 HIDDEN, WIDTH, EXPERTS, CHOICES = 512, 128, 3, 2

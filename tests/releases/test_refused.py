@@ -13,7 +13,14 @@ from nsa_backend import start_checks
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.option_rules import OFF
 from nsa_backend.refusals import RULES, refusals
-from nsa_backend.releases import ROUND_WARM_UP, installed, layer_front_problem, round_graph_problem
+from nsa_backend.releases import (
+    DIVIDED_INDEXERS,
+    FEW_EXPERTS,
+    ROUND_WARM_UP,
+    installed,
+    layer_front_problem,
+    round_graph_problem,
+)
 
 FIELDS = server_fields()
 
@@ -161,6 +168,21 @@ def test_a_front_in_two_launches(arguments, monkeypatch):
     (sentence,) = refusals(arguments(enable_lora=True))
     reason = layer_front_problem() or "--enable-lora keeps SGLang's front: drop --enable-lora to have ours"
     assert sentence == f"NSA_BACKEND_LAYER_FRONT=1: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("switch", "served_on"),
+    [("NSA_BACKEND_DIVIDED_INDEXER", DIVIDED_INDEXERS), ("NSA_BACKEND_FEW_EXPERTS", FEW_EXPERTS)],
+)
+def test_what_no_gpu_has_run_is_of_one_release(arguments, monkeypatch, switch, served_on):
+    monkeypatch.setenv(switch, "1")
+    found = refusals(arguments(tp_size=2))
+    if installed() in served_on:
+        assert found == []
+    else:
+        (sentence,) = found
+        assert sentence.startswith(f"{switch}=1: ")
+        assert sentence.endswith(f" on SGLang 0.5.23, and {installed()} is installed: unset it")
 
 
 def test_the_warm_up_of_rounds_in_one_graph(arguments, monkeypatch):
