@@ -4,7 +4,8 @@
 
 Tokens choose experts at random. Tiles of both products are compared first, then tiles of the second alone, both with and
 without bulk copies (TMA). Each is compared with what SGLang chooses before it is timed, beside the time that the bytes take.
-With few tokens this package's two launches (`kernels/few_experts.py`) are timed too, in some tiles: `few_us`.
+With few tokens this package's two launches (`kernels/few_experts.py`) are timed too, in some tiles: `few_us`. Each of its
+calls has other experts than the one before, as layers have, so that no call finds its weights in L2. `--few` times these alone.
 The fastest is timed beside SGLang's once more where some experts are chosen far more often than others, `skewed_us`: a number
 of tokens at which it does not win both has SGLang's in the file.
 OUT.json is written after every cell, and so is the file of `nsa_backend.adapters.moe_configs` where --configs names one.
@@ -71,6 +72,7 @@ def config(*values: int, bulk: bool = False) -> Config:
 
 TILES_FEW = [(16, n, 128, group, 4, stages) for n in (64, 128) for group in (1, 16) for stages in (3, 4, 5)]
 TILES_FEW += [(16, 128, 128, 1, 8, 4), (32, 64, 128, 1, 4, 4), (32, 128, 128, 1, 4, 4)]
+SIXTEEN = config(16, 128, 128, 1, 4, 4), config(16, 128, 128, 1, 4, 3, bulk=True)
 TILES_MANY = [(32, 64, 128, 1, 4, 4), (32, 128, 128, 1, 4, 4), (64, 64, 128, 1, 4, 4), (128, 64, 128, 16, 4, 4)]
 TILES_MANY += [(32, 128, 128, 1, 4, 3), (64, 128, 128, 1, 4, 3), (64, 128, 128, 64, 4, 3), (64, 128, 128, 16, 4, 4)]
 TILES_MANY += [(64, 256, 128, 1, 8, 3), (128, 128, 128, 1, 8, 3)]
@@ -153,17 +155,25 @@ FEW_TILES = [
     Tile(ahead=True),
     Tile(sums=4, ahead=True),
     *(Tile(values=values, step=step, stages=stages) for values, step, stages in ((8, 256, 4), (16, 256, 4), (4, 1024, 3))),
-    Tile(values=8, step=512, stages=4, warps=8),
-    *(Tile(sums=sums, sum_warps=warps) for sums, warps in ((4, 4), (16, 8), (8, 8))),
+    *(Tile(values=values, step=step, stages=stages) for values, step, stages in ((4, 512, 4), (8, 512, 2), (8, 1024, 2))),
+    *(Tile(values=values, step=512, stages=stages, warps=8) for values, stages in ((8, 4), (16, 3))),
+    *(Tile(sums=sums, sum_warps=warps) for sums, warps in ((4, 4), (16, 8), (8, 8), (4, 2))),
 ]
 
 
-def few_of(rank: Rank, x: torch.Tensor, routed: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Callable[[], torch.Tensor]]:
-    """By tile, both launches for these tokens; none where they are too many."""
-    if len(x) > MOST_TOKENS or problem(rank.shape.hidden, rank.shape.width):
-        return {}
-    given = x, *rank.first, *rank.second, *routed
-    return {str(tile): lambda tile=tile: few_experts(*given, tile=tile) for tile in FEW_TILES}
+def few(rank: Rank, tokens: int, ways: dict[str, Callable]) -> tuple[dict[str, float], dict[str, str]]:
+    """Of both launches by tile and of SGLang's experts by lookup: microseconds a call, and what is wrong."""
+    if tokens > MOST_TOKENS or problem(rank.shape.hidden, rank.shape.width):
+        return {}, {}
+    x = torch.randn(tokens, rank.shape.hidden, device="cuda").bfloat16()
+    routings = [rank.routed(tokens) for _ in range(REPEATS)]
+    calls = {name: [rank.call(x, routed, lookup) for routed in routings] for name, lookup in ways.items()}
+    for tile in FEW_TILES:
+        calls[str(tile)] = [
+            lambda tile=tile, routed=routed: few_experts(x, *rank.first, *rank.second, *routed, tile=tile)
+            for routed in routings
+        ]
+    return timed(calls, calls["sglang"][0]().float())
 
 
 def lookup_of(first: Config, second: Config | None = None) -> Callable:
@@ -171,10 +181,15 @@ def lookup_of(first: Config, second: Config | None = None) -> Callable:
     return lambda *_, **__: (dict(first), (dict(second) if second else None, first["BLOCK_SIZE_M"]))
 
 
-def timed(calls: dict[str, Callable[[], torch.Tensor]], wanted: torch.Tensor) -> tuple[dict[str, float], dict[str, str]]:
-    """Microseconds of each call that is right, and what is wrong with the others."""
-    right, wrong = right_ones(calls, lambda call: float((call().float() - wanted).norm() / wanted.norm()), TOO_FAR, "SGLang's")
-    graphs = {name: captured_graph(lambda call=call: [call() for _ in range(REPEATS)]) for name, call in right.items()}
+Calls = Sequence[Callable[[], torch.Tensor]]
+
+
+def timed(calls: dict[str, Calls], wanted: torch.Tensor) -> tuple[dict[str, float], dict[str, str]]:
+    """Microseconds of each way whose first call is right, and what is wrong with the others."""
+    right, wrong = right_ones(
+        calls, lambda some: float((some[0]().float() - wanted).norm() / wanted.norm()), TOO_FAR, "SGLang's"
+    )
+    graphs = {name: captured_graph(lambda some=some: [call() for call in some]) for name, some in right.items()}
     times = interleaved({name: graph.replay for name, graph in graphs.items()}, REPEATS, SAMPLES)
     return {name: round(us, 2) for name, (us, _) in times.items()}, wrong
 
@@ -185,40 +200,54 @@ def cell(name: str, rank: Rank, tokens: int) -> dict:
     shape = rank.shape
     x = torch.randn(tokens, shape.hidden, device="cuda").bfloat16()
     routed = rank.routed(tokens)
-    sglang = rank.call(x, routed, try_get_optimal_moe_config)
-    wanted = sglang().float()
+    sglang = [rank.call(x, routed, try_get_optimal_moe_config)] * REPEATS
+    wanted = sglang[0]().float()
     firsts = {name_of(first): first for first in firsts_for(tokens)}
-    alone = {tiles: rank.call(x, routed, lookup_of(first)) for tiles, first in firsts.items()}
+    alone = {tiles: [rank.call(x, routed, lookup_of(first))] * REPEATS for tiles, first in firsts.items()}
     found, wrong = timed({"sglang": sglang} | alone, wanted)
     best = firsts[min(found.keys() & firsts, key=found.get)]
     pairs = {name_of(best, second): (best, second) for second in seconds_of(best)}
-    more, wrong_more = timed({tiles: rank.call(x, routed, lookup_of(*pair)) for tiles, pair in pairs.items()}, wanted)
+    more, wrong_more = timed(
+        {tiles: [rank.call(x, routed, lookup_of(*pair))] * REPEATS for tiles, pair in pairs.items()}, wanted
+    )
     fastest = min(more, key=more.get)
     different = int((routed[1].unique() >= 0).sum())
     first, second = looked_up(shape, tokens)
     skewed = rank.routed(tokens, SKEW)
     ways = {
-        "sglang": rank.call(x, skewed, try_get_optimal_moe_config),
-        "best": rank.call(x, skewed, lookup_of(*pairs[fastest])),
+        "sglang": [rank.call(x, skewed, try_get_optimal_moe_config)] * REPEATS,
+        "best": [rank.call(x, skewed, lookup_of(*pairs[fastest]))] * REPEATS,
     }
-    again, wrong_again = timed(ways, ways["sglang"]().float())
-    few = few_of(rank, x, routed)
-    beside = {"sglang": sglang, "best": rank.call(x, routed, lookup_of(*pairs[fastest]))}
-    of_few, wrong_few = timed(beside | few, wanted) if few else ({}, {})
-    return {
-        "rank": name,
-        "experts": shape.experts,
-        "width": shape.width,
-        "hidden": shape.hidden,
-        "tokens": tokens,
-        "chosen": different,
-        "us": found | more,
-        "skewed_us": again,
-        "best": {"name": fastest, "first": pairs[fastest][0], "second": pairs[fastest][1]},
-        "sglang": {"first": first, "second": second},
-        "floor_us": round(different * 3 * shape.width * shape.hidden / BYTES_PER_US, 2),
-        "wrong": wrong | wrong_more | wrong_again | wrong_few,
-    } | ({"few_us": of_few} if few else {})
+    again, wrong_again = timed(ways, ways["sglang"][0]().float())
+    of_few, wrong_few = few(rank, tokens, {"sglang": try_get_optimal_moe_config, "best": lookup_of(*pairs[fastest])})
+    return (
+        named(name, shape, tokens)
+        | {
+            "chosen": different,
+            "us": found | more,
+            "skewed_us": again,
+            "best": {"name": fastest, "first": pairs[fastest][0], "second": pairs[fastest][1]},
+            "sglang": {"first": first, "second": second},
+            "floor_us": round(different * 3 * shape.width * shape.hidden / BYTES_PER_US, 2),
+            "wrong": wrong | wrong_more | wrong_again | wrong_few,
+        }
+        | ({"few_us": of_few} if of_few else {})
+    )
+
+
+def few_cell(name: str, rank: Rank, tokens: int) -> dict:
+    """Both launches beside SGLang's experts alone."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import try_get_optimal_moe_config
+
+    shape = rank.shape
+    us, wrong = few(rank, tokens, {"sglang": try_get_optimal_moe_config, "tiles of 16": lookup_of(*SIXTEEN)})
+    floor = tokens * (shape.chosen + shape.always) * 3 * shape.width * shape.hidden / BYTES_PER_US
+    return named(name, shape, tokens) | {"floor_us": round(floor, 2), "few_us": us, "wrong": wrong}
+
+
+def named(name: str, shape: Shape, tokens: int) -> dict:
+    """What a cell is of."""
+    return {"rank": name, "experts": shape.experts, "width": shape.width, "hidden": shape.hidden, "tokens": tokens}
 
 
 def looked_up(shape: Shape, tokens: int) -> tuple[Config, Config]:
@@ -266,6 +295,12 @@ def write_configs(path: Path, triton: str, files: dict[str, dict[str, Config]]) 
     path.write_text(json.dumps(every, indent=1) + "\n")
 
 
+def show_few(found: list[dict]) -> None:
+    for row in found:
+        print(row["rank"], row["tokens"], "tokens, floor", row["floor_us"], row["wrong"] or "", flush=True)
+        print_table(("way", "us"), sorted(row["few_us"].items(), key=lambda way: way[1]))
+
+
 def show(found: list[dict]) -> None:
     table = [
         (row["rank"], row["tokens"], row["floor_us"], row["us"].get("sglang"), row["us"][row["best"]["name"]],
@@ -281,7 +316,10 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", choices=RANKS, default=list(RANKS))
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--configs", type=Path, help=f"to write, as {moe_configs.FILE.name}")
+    parser.add_argument("--few", action="store_true", help="this package's two launches beside SGLang's experts, no more tiles")
     args = parser.parse_args()
+    if args.few and args.configs:
+        parser.error("--few compares no tiles that --configs could write: leave one out")
     start_sglang()
     import triton
 
@@ -289,12 +327,11 @@ def main() -> None:
     for name in args.ranks:
         rank = Rank(RANKS[name])
         for tokens in args.tokens:
-            found.append(cell(name, rank, tokens))
+            found.append((few_cell if args.few else cell)(name, rank, tokens))
             write_report(args.out, {"environment": environment(), "rows": found})
             if args.configs:
                 write_configs(args.configs, triton.__version__, configs_of(found))
-            show(found[-1:])
-    show(found)
+            (show_few if args.few else show)(found[-1:])
 
 
 if __name__ == "__main__":
