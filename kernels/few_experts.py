@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa_backend.kernels.blocks import power_of_two
 from nsa_backend.kernels.checks import check_tensor, require
 from nsa_backend.kernels.dependent_launch import early, let_next_begin, wait_for_kernel_ahead
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
@@ -24,6 +23,7 @@ from nsa_backend.kernels.layer_front_weights import GROUP
 
 MOST_TOKENS = 16
 """Beyond these most experts have several rows, and tiles of tensor cores read them once."""
+MOST_CHOICES = 31
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Tile:
     stages: int = 3
     warps: int = 4
     sums: int = 8  # values of a token
-    sum_warps: int = 4  # for each eight choices
+    sum_warps: int = 4  # twice as many from sixteen choices on
     ahead: bool = False  # whether the second launch reads its weights before the first has ended, of two groups of values
 
 
@@ -92,28 +92,48 @@ def down_kernel(
     shares_ptr,  # float32 [tokens, CHOSEN]
     out_ptr,  # bfloat16 [tokens, HIDDEN]
     factor,  # float32, of the sum
-    CHOSEN: tl.constexpr,
-    CHOICES: tl.constexpr,  # the next power of two
+    CHOSEN: tl.constexpr,  # below 32
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
     SUMS: tl.constexpr,
     AHEAD: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Program (token, block of values). All tensors contiguous."""
+    """Program (token, block of values). All tensors contiguous. Choices are taken by powers of two, nine as eight and one."""
     if not AHEAD:
         wait_for_kernel_ahead(COMPILED)
     token, block = tl.program_id(0), tl.program_id(1)
+    summed = tl.zeros([SUMS], tl.float32)
+    for bit in tl.static_range(5):
+        if CHOSEN // (16 >> bit) % 2:
+            summed += given(
+                inner_ptr, weight_ptr, scales_ptr, shares_ptr, chosen_ptr, token * CHOSEN, block, CHOSEN, 16 >> bit, HIDDEN,
+                WIDTH, SUMS, AHEAD, COMPILED,
+            )  # fmt: skip
+    tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), (summed * factor).to(tl.bfloat16))
+
+
+@triton.jit
+def given(
+    inner_ptr, weight_ptr, scales_ptr, shares_ptr, chosen_ptr, first, block, CHOSEN: tl.constexpr, SOME: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SUMS: tl.constexpr, AHEAD: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """float32 [SUMS]: what the SOME choices behind all larger powers of two in CHOSEN give.
+
+    Where AHEAD the first ones wait for the kernel ahead, with weights read.
+    """
     of_width: tl.constexpr = WIDTH // GROUP_OF_KERNEL
-    choice, inside = tl.arange(0, CHOICES), tl.arange(0, GROUP_OF_KERNEL)
-    expert = tl.load(chosen_ptr + token * CHOSEN + choice, choice < CHOSEN, -1).to(tl.int64)
+    before: tl.constexpr = CHOSEN // (2 * SOME) * (2 * SOME)
+    read_ahead: tl.constexpr = AHEAD and before == 0
+    choice, inside = first + before + tl.arange(0, SOME), tl.arange(0, GROUP_OF_KERNEL)
+    expert = tl.load(chosen_ptr + choice).to(tl.int64)
     there = expert >= 0
     rows = (block * SUMS + tl.arange(0, SUMS))[None, :, None] * WIDTH + inside[None, None, :]
     weights = weight_ptr + (expert * (HIDDEN * WIDTH))[:, None, None] + rows
     scales = scales_ptr + expert * (HIDDEN // GROUP_OF_KERNEL * of_width) + block * SUMS // GROUP_OF_KERNEL * of_width
-    inner = inner_ptr + ((token * CHOSEN + choice) * WIDTH)[:, None] + inside[None, :]
-    total = tl.zeros([CHOICES, SUMS, GROUP_OF_KERNEL], tl.float32)
-    if AHEAD:
+    inner = inner_ptr + (choice * WIDTH)[:, None] + inside[None, :]
+    total = tl.zeros([SOME, SUMS, GROUP_OF_KERNEL], tl.float32)
+    if read_ahead:
         left = tl.load(weights, there[:, None, None], 0.0)
         right = tl.load(weights + GROUP_OF_KERNEL, there[:, None, None], 0.0)
         wait_for_kernel_ahead(COMPILED)
@@ -121,14 +141,13 @@ def down_kernel(
         x = tl.load(inner + group * GROUP_OF_KERNEL, there[:, None], 0.0).to(tl.float32)
         values, scale = quantised(x, False, COMPILED)
         scale *= tl.load(scales + group, there, 0.0)[:, None]
-        if AHEAD:
+        if read_ahead:
             weight = left if group == 0 else right
         else:
             weight = tl.load(weights + group * GROUP_OF_KERNEL, there[:, None, None], 0.0)
         total += weight.to(tl.float32) * (values.to(tl.float32) * scale)[:, None, :]
-    share = tl.load(shares_ptr + token * CHOSEN + choice, there, 0.0)
-    given = rounded(tl.sum(total, axis=2) * share[:, None])
-    tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), (tl.sum(given, axis=0) * factor).to(tl.bfloat16))
+    share = tl.load(shares_ptr + choice, there, 0.0)
+    return tl.sum(rounded(tl.sum(total, axis=2) * share[:, None]), axis=0)
 
 
 def problem(hidden: int, width: int) -> str | None:
@@ -177,6 +196,7 @@ def few_experts(
     width = both // 2
     if (why := problem(hidden, width)) is not None:
         raise ValueError(why)
+    require(choices <= MOST_CHOICES, "chosen", chosen, f"of at most {MOST_CHOICES} choices", "the others would be left out")
     require(tokens <= MOST_TOKENS, "x", x, f"of at most {MOST_TOKENS} tokens", "tensor cores take less time")
     check_tensor("x", x, torch.bfloat16, (tokens, hidden))
     check_tensor("first", first, torch.float8_e4m3fn, (experts, 2 * width, hidden))
@@ -194,9 +214,8 @@ def few_experts(
             x, first, first_scales, chosen, inner, CHOSEN=choices, HIDDEN=hidden, WIDTH=width, VALUES=tile.values,
             STEP=tile.step, STAGES=tile.stages, num_warps=tile.warps, **launch,
         )  # fmt: skip
-        wide = power_of_two(choices)
         down_kernel[(tokens, hidden // tile.sums)](
-            inner, second, second_scales, chosen, shares, out, factor, CHOSEN=choices, CHOICES=wide, HIDDEN=hidden,
-            WIDTH=width, SUMS=tile.sums, num_warps=tile.sum_warps * max(1, wide // 8), **launch,
+            inner, second, second_scales, chosen, shares, out, factor, CHOSEN=choices, HIDDEN=hidden, WIDTH=width,
+            SUMS=tile.sums, num_warps=tile.sum_warps * (2 if choices >= 16 else 1), **launch,
         )  # fmt: skip
     return out

@@ -94,6 +94,9 @@ def test_tiles_err_as_much_as_sglangs(rank, tokens):
 
     from nsa_backend.adapters import moe_configs
 
+    device = torch.cuda.get_device_name().replace(" ", "_")
+    if not any(device in name for name in moe_configs.measured()):
+        pytest.skip(f"no tiles were measured on an {device}")
     moe_configs.take()
     first, _ = looked_up(rank.shape, tokens)
     ours = {str(one) for file in moe_configs.measured().values() for one in file.values()}

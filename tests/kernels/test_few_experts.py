@@ -13,7 +13,7 @@ from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
 
-EXPERTS = 5
+EXPERTS = 9
 LARGE = Tile(values=64, sums=128)
 """Few programs, of which the interpreter runs one after the other."""
 
@@ -67,7 +67,8 @@ def check(given: dict[str, torch.Tensor], **options) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "choices", "hidden", "width"), [(1, 4, 512, 128), (3, 3, 1024, 256), (2, 5, 512, 384), (0, 2, 512, 128)]
+    ("tokens", "choices", "hidden", "width"),
+    [(1, 4, 512, 128), (3, 3, 1024, 256), (2, 5, 512, 384), (0, 2, 512, 128), (1, 9, 512, 256)],
 )
 def test_what_experts_give(device, tokens, choices, hidden, width):
     given = inputs(tokens, choices, hidden, width, device)
@@ -127,6 +128,9 @@ def test_what_cannot_be_served_says_so(device):
         few_experts(**given | {"x": given["x"][:, :384]})
     with pytest.raises(ValueError, match=r"chosen must be contiguous torch\.int32"):
         few_experts(**given | {"chosen": given["chosen"].long()})
+    wide = {name: given[name].repeat(1, 16) for name in ("chosen", "shares")}
+    with pytest.raises(ValueError, match="chosen must be of at most 31 choices"):
+        few_experts(**given | wide)
     many = given["x"].expand(MOST_TOKENS + 1, -1).contiguous()
     with pytest.raises(ValueError, match="x must be of at most 16 tokens"):
         few_experts(**given | {"x": many})
