@@ -36,6 +36,7 @@ class Tile:
     warps: int = 4
     sums: int = 8  # values of a token
     sum_warps: int = 4  # twice as many from sixteen choices on
+    by_choice: int = 0  # stages of the second launch where it takes one choice after the other
     ahead: bool = False  # whether the second launch reads its weights before the first has ended, of two groups of values
 
 
@@ -150,6 +151,34 @@ def given(
     return tl.sum(rounded(tl.sum(total, axis=2) * share[:, None]), axis=0)
 
 
+@triton.jit
+def down_by_choice_kernel(
+    inner_ptr, weight_ptr, scales_ptr, chosen_ptr, shares_ptr, out_ptr, factor, CHOSEN: tl.constexpr, HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """As `down_kernel`, one choice after the other."""
+    wait_for_kernel_ahead(COMPILED)
+    token, block = tl.program_id(0), tl.program_id(1)
+    of_width: tl.constexpr = WIDTH // GROUP_OF_KERNEL
+    of_hidden: tl.constexpr = HIDDEN // GROUP_OF_KERNEL
+    group, inside, at = tl.arange(0, of_width), tl.arange(0, GROUP_OF_KERNEL), tl.arange(0, WIDTH)
+    rows = (block * SUMS + tl.arange(0, SUMS))[:, None] * WIDTH + at[None, :]
+    summed = tl.zeros([SUMS], tl.float32)
+    for choice in tl.range(token * CHOSEN, token * CHOSEN + CHOSEN, num_stages=STAGES):
+        expert = tl.load(chosen_ptr + choice).to(tl.int64)
+        there = expert >= 0
+        x = tl.load(inner_ptr + choice * WIDTH + group[:, None] * GROUP_OF_KERNEL + inside[None, :], there, 0.0)
+        weight = tl.load(weight_ptr + expert * (HIDDEN * WIDTH) + rows, there, 0.0)
+        scales = tl.load(
+            scales_ptr + expert * (of_hidden * of_width) + block * SUMS // GROUP_OF_KERNEL * of_width + group, there, 0.0
+        )
+        share = tl.load(shares_ptr + choice, there, 0.0)
+        values, scale = quantised(x.to(tl.float32), False, COMPILED)
+        values = tl.reshape(values.to(tl.float32) * (scale * scales[:, None]), (1, WIDTH))
+        summed += rounded(tl.sum(weight.to(tl.float32) * values, axis=1) * share)
+    tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), (summed * factor).to(tl.bfloat16))
+
+
 def problem(hidden: int, width: int) -> str | None:
     """Why experts of this width on hidden states of that one cannot have the launches, or None."""
     tile = Tile()
@@ -214,6 +243,13 @@ def few_experts(
             x, first, first_scales, chosen, inner, CHOSEN=choices, HIDDEN=hidden, WIDTH=width, VALUES=tile.values,
             STEP=tile.step, STAGES=tile.stages, num_warps=tile.warps, **launch,
         )  # fmt: skip
+        if tile.by_choice:
+            launch["AHEAD"] = False
+            down_by_choice_kernel[(tokens, hidden // tile.sums)](
+                inner, second, second_scales, chosen, shares, out, factor, CHOSEN=choices, HIDDEN=hidden, WIDTH=width,
+                SUMS=tile.sums, STAGES=tile.by_choice, num_warps=tile.sum_warps, **launch,
+            )  # fmt: skip
+            return out
         down_kernel[(tokens, hidden // tile.sums)](
             inner, second, second_scales, chosen, shares, out, factor, CHOSEN=choices, HIDDEN=hidden, WIDTH=width,
             SUMS=tile.sums, num_warps=tile.sum_warps * (2 if choices >= 16 else 1), **launch,

@@ -158,6 +158,19 @@ FEW_TILES = [
     *(Tile(values=values, step=step, stages=stages) for values, step, stages in ((4, 512, 4), (8, 512, 2), (8, 1024, 2))),
     *(Tile(values=values, step=512, stages=stages, warps=8) for values, stages in ((8, 4), (16, 3))),
     *(Tile(sums=sums, sum_warps=warps) for sums, warps in ((4, 4), (16, 8), (8, 8), (4, 2))),
+    *(
+        Tile(sums=sums, sum_warps=warps, by_choice=stages)
+        for sums, warps, stages in (
+            (32, 4, 3),
+            (16, 4, 3),
+            (32, 4, 4),
+            (64, 8, 3),
+            (16, 2, 4),
+            (8, 2, 4),
+            (64, 4, 3),
+            (16, 4, 5),
+        )
+    ),
 ]
 
 

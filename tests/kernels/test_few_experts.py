@@ -92,7 +92,9 @@ def test_the_sum_may_take_the_place_of_the_input(device):
     assert torch.equal(given["x"], wanted)
 
 
-@pytest.mark.parametrize("tile", [None, Tile(values=16, step=256, sums=32), Tile(values=4, sums=16)])
+@pytest.mark.parametrize(
+    "tile", [None, Tile(values=16, step=256, sums=32), Tile(values=4, sums=16), Tile(sums=16, by_choice=3)]
+)
 def test_other_tiles_give_the_same(device, tile):
     check(inputs(1, 2, 512, 128, device), tile=tile)
 
