@@ -153,24 +153,26 @@ class Rank:
 FEW_TILES = [
     Tile(),
     Tile(ahead=True),
-    Tile(sums=4, ahead=True),
-    *(Tile(values=values, step=step, stages=stages) for values, step, stages in ((8, 256, 4), (16, 256, 4), (4, 1024, 3))),
-    *(Tile(values=values, step=step, stages=stages) for values, step, stages in ((4, 512, 4), (8, 512, 2), (8, 1024, 2))),
-    *(Tile(values=values, step=512, stages=stages, warps=8) for values, stages in ((8, 4), (16, 3))),
-    *(Tile(sums=sums, sum_warps=warps) for sums, warps in ((4, 4), (16, 8), (8, 8), (4, 2))),
     *(
-        Tile(sums=sums, sum_warps=warps, by_choice=stages)
-        for sums, warps, stages in (
-            (32, 4, 3),
-            (16, 4, 3),
-            (32, 4, 4),
-            (64, 8, 3),
-            (16, 2, 4),
-            (8, 2, 4),
-            (64, 4, 3),
-            (16, 4, 5),
+        Tile(values=values, step=step, stages=stages, warps=warps, sums=32, by_choice=3)
+        for values, step, stages, warps in (
+            (8, 512, 3, 4),
+            (4, 1024, 3, 4),
+            (16, 256, 4, 4),
+            (16, 256, 5, 4),
+            (16, 256, 3, 4),
+            (32, 256, 4, 8),
+            (32, 128, 4, 4),
+            (16, 512, 3, 4),
+            (16, 512, 4, 8),
+            (8, 256, 5, 4),
         )
     ),
+    *(
+        Tile(values=16, step=256, stages=4, sums=sums, sum_warps=warps, by_choice=stages)
+        for sums, warps, stages in ((16, 4, 3), (64, 4, 3), (16, 2, 4), (32, 2, 3))
+    ),
+    *(Tile(values=values, step=step, stages=stages, ahead=True) for values, step, stages in ((16, 256, 4), (4, 1024, 3))),
 ]
 
 
