@@ -40,6 +40,11 @@ class Tile:
     ahead: bool = False  # whether the second launch reads its weights before the first has ended, of two groups of values
 
 
+ONE_OR_TWO = Tile(values=4, step=1024, ahead=True)
+"""Of one token or two: all weights of a program are read at once."""
+MORE = Tile(sums=32, by_choice=3)
+
+
 @triton.jit
 def gate_up_kernel(
     x_ptr,  # bfloat16 [tokens, HIDDEN]
@@ -220,8 +225,8 @@ def few_experts(
     Raises:
         ValueError: a tensor has another shape, dtype or layout.
     """
-    tile = tile or Tile()
     (tokens, hidden), (experts, both, _), choices = x.shape, first.shape, chosen.shape[1]
+    tile = tile or (ONE_OR_TWO if tokens <= 2 else MORE)
     width = both // 2
     if (why := problem(hidden, width)) is not None:
         raise ValueError(why)
