@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa_backend.kernels.blocks import power_of_two
 from nsa_backend.kernels.checks import check_tensor, require
 from nsa_backend.kernels.dependent_launch import early, let_next_begin, wait_for_kernel_ahead
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
@@ -24,6 +25,7 @@ from nsa_backend.kernels.layer_front_weights import GROUP
 MOST_TOKENS = 16
 """Beyond these most experts have several rows, and tiles of tensor cores read them once."""
 MOST_CHOICES = 31
+"""Of a token."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class Tile:
 
 
 ONE_OR_TWO = Tile(values=4, step=1024, ahead=True)
-"""Of one token or two: all weights of a program are read at once."""
-MORE = Tile(sums=32, by_choice=3)
+"""Of one token or two: a program of the second launch reads all its weights at once. Both were fastest on an H200."""
+MORE = Tile(values=16, step=256, stages=4, sums=32, by_choice=3)
 
 
 @triton.jit
@@ -112,7 +114,7 @@ def down_kernel(
     summed = tl.zeros([SUMS], tl.float32)
     for bit in tl.static_range(5):
         if CHOSEN // (16 >> bit) % 2:
-            summed += given(
+            summed += sum_of_some(
                 inner_ptr, weight_ptr, scales_ptr, shares_ptr, chosen_ptr, token * CHOSEN, block, CHOSEN, 16 >> bit, HIDDEN,
                 WIDTH, SUMS, AHEAD, COMPILED,
             )  # fmt: skip
@@ -120,7 +122,7 @@ def down_kernel(
 
 
 @triton.jit
-def given(
+def sum_of_some(
     inner_ptr, weight_ptr, scales_ptr, shares_ptr, chosen_ptr, first, block, CHOSEN: tl.constexpr, SOME: tl.constexpr,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SUMS: tl.constexpr, AHEAD: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
@@ -159,9 +161,9 @@ def given(
 @triton.jit
 def down_by_choice_kernel(
     inner_ptr, weight_ptr, scales_ptr, chosen_ptr, shares_ptr, out_ptr, factor, CHOSEN: tl.constexpr, HIDDEN: tl.constexpr,
-    WIDTH: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, COMPILED: tl.constexpr,
+    WIDTH: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """As `down_kernel`, one choice after the other."""
+    """As `down_kernel`, one choice after the other, the weights of the next ones under way; WIDTH is a power of two."""
     wait_for_kernel_ahead(COMPILED)
     token, block = tl.program_id(0), tl.program_id(1)
     of_width: tl.constexpr = WIDTH // GROUP_OF_KERNEL
@@ -184,11 +186,11 @@ def down_by_choice_kernel(
     tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), (summed * factor).to(tl.bfloat16))
 
 
-def problem(hidden: int, width: int) -> str | None:
+def problem(hidden: int, width: int, tile: Tile = ONE_OR_TWO) -> str | None:
     """Why experts of this width on hidden states of that one cannot have the launches, or None."""
-    tile = Tile()
-    if hidden % tile.step or width % GROUP:
-        return f"hidden states of {hidden} and experts of {width}: multiples of {tile.step} and of {GROUP} are served"
+    if hidden % tile.step or width < GROUP or width != power_of_two(width):
+        served = f"multiples of {tile.step} and powers of two from {GROUP} on are served"
+        return f"hidden states of {hidden} and experts of {width}: {served}"
     return None
 
 
@@ -228,7 +230,7 @@ def few_experts(
     (tokens, hidden), (experts, both, _), choices = x.shape, first.shape, chosen.shape[1]
     tile = tile or (ONE_OR_TWO if tokens <= 2 else MORE)
     width = both // 2
-    if (why := problem(hidden, width)) is not None:
+    if (why := problem(hidden, width, tile)) is not None:
         raise ValueError(why)
     require(choices <= MOST_CHOICES, "chosen", chosen, f"of at most {MOST_CHOICES} choices", "the others would be left out")
     require(tokens <= MOST_TOKENS, "x", x, f"of at most {MOST_TOKENS} tokens", "tensor cores take less time")
@@ -243,20 +245,17 @@ def few_experts(
     check_tensor("out", out, torch.bfloat16, (tokens, hidden))
     if tokens:
         inner = torch.empty(tokens, choices, width, dtype=torch.bfloat16, device=x.device)
-        launch = {"AHEAD": tile.ahead and width == 2 * GROUP, "COMPILED": x.is_cuda, **early(x.is_cuda)}
+        launch = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": width, "COMPILED": x.is_cuda, **early(x.is_cuda)}
+        ahead = tile.ahead and width == 2 * GROUP and not tile.by_choice
         gate_up_kernel[(tokens * choices, width // tile.values)](
-            x, first, first_scales, chosen, inner, CHOSEN=choices, HIDDEN=hidden, WIDTH=width, VALUES=tile.values,
-            STEP=tile.step, STAGES=tile.stages, num_warps=tile.warps, **launch,
+            x, first, first_scales, chosen, inner, VALUES=tile.values, STEP=tile.step, STAGES=tile.stages, AHEAD=ahead,
+            num_warps=tile.warps, **launch,
         )  # fmt: skip
+        given = inner, second, second_scales, chosen, shares, out, factor
+        grid = tokens, hidden // tile.sums
         if tile.by_choice:
-            launch["AHEAD"] = False
-            down_by_choice_kernel[(tokens, hidden // tile.sums)](
-                inner, second, second_scales, chosen, shares, out, factor, CHOSEN=choices, HIDDEN=hidden, WIDTH=width,
-                SUMS=tile.sums, STAGES=tile.by_choice, num_warps=tile.sum_warps, **launch,
-            )  # fmt: skip
-            return out
-        down_kernel[(tokens, hidden // tile.sums)](
-            inner, second, second_scales, chosen, shares, out, factor, CHOSEN=choices, HIDDEN=hidden, WIDTH=width,
-            SUMS=tile.sums, num_warps=tile.sum_warps * (2 if choices >= 16 else 1), **launch,
-        )  # fmt: skip
+            down_by_choice_kernel[grid](*given, SUMS=tile.sums, STAGES=tile.by_choice, num_warps=tile.sum_warps, **launch)
+        else:
+            warps = tile.sum_warps * (2 if choices >= 16 else 1)
+            down_kernel[grid](*given, SUMS=tile.sums, AHEAD=ahead, num_warps=warps, **launch)
     return out

@@ -92,10 +92,10 @@ VARIABLES = (
     ),
     Variable(
         "NSA_BACKEND_FEW_EXPERTS",
-        "0",
-        "1: on 0.5.23 SGLang's Triton runner has block-FP8 experts of up to 8 tokens in two launches, or no start",
-        "to try it: no GPU has run it",
-        tried=False,
+        "unset",
+        "unset: SGLang's Triton runner has block-FP8 experts of up to 8 tokens in two launches, on 0.5.23 and Hopper; "
+        "1: the same, or no start; 0: in eight",
+        "0 to compare",
     ),
     Variable(
         "NSA_BACKEND_MOE_CONFIGS",

@@ -99,7 +99,7 @@ def refusals(server_args: sglang_types.ServerArgs) -> list[str]:
         found += [f"NSA_BACKEND_SHORT_PREFILLS=1: {problem}" for problem in adapter.prefill_problems(args)]
     if switched_on("NSA_BACKEND_DIVIDED_INDEXER"):
         found += [f"NSA_BACKEND_DIVIDED_INDEXER=1: {problem}" for problem in adapter.divided_problems(args)]
-    if switched_on("NSA_BACKEND_FEW_EXPERTS") and (problem := few_experts_problem()):
+    if switched_on("NSA_BACKEND_FEW_EXPERTS") and (problem := few_experts_problem(adapter.device_sm(args.device))):
         found.append(f"NSA_BACKEND_FEW_EXPERTS=1: {problem}")
     if adapter.is_rocm():
         found.append("nsa_backend does not serve ROCm: use an NVIDIA GPU, or " + adapter.WAY_BACK)

@@ -68,7 +68,7 @@ DIVIDED_INDEXERS = ("0.5.23",)
 
 
 FEW_EXPERTS = ("0.5.23",)
-"""Releases on which block-FP8 experts of few tokens can be two launches."""
+"""Releases on which block-FP8 experts of few tokens are two launches unasked, on Hopper."""
 
 
 CONTEXT_RANKS = ("0.5.23",)
@@ -122,6 +122,8 @@ def divided_indexer_problem() -> str | None:
     return other_release("the indexer's work is divided", DIVIDED_INDEXERS)
 
 
-def few_experts_problem() -> str | None:
-    """Why experts of few tokens cannot be two launches on the installed SGLang, for a user who asks for it, or None."""
+def few_experts_problem(device_sm: int) -> str | None:
+    """Why experts of few tokens cannot be two launches here, for a user who asks for it, or None; SM is 0 without a GPU."""
+    if device_sm not in (0, 90):
+        return f"experts of few tokens are served on Hopper (SM90) and this device is SM{device_sm}: unset it"
     return other_release("experts of few tokens are served", FEW_EXPERTS)

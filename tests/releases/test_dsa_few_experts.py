@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nsa_backend import registration
 from nsa_backend.adapters import few_experts
 from nsa_backend.kernels.few_experts_torch import few_experts_torch
 from nsa_backend.kernels.layer_front_weights import GROUP
@@ -18,7 +19,7 @@ from nsa_backend.testing.interpreter import round_as_a_gpu_does
 if installed() not in FEW_EXPERTS:
     pytest.skip("the runner of this release is another", allow_module_level=True)
 
-HIDDEN, WIDTH, EXPERTS, CHOICES = 512, 128, 3, 2
+HIDDEN, WIDTH, EXPERTS, CHOICES = 1024, 128, 3, 2
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +118,12 @@ def test_other_tensors_are(call, change):
     assert call(arguments() | change) == (None, True)
 
 
-def test_more_tokens_are(call):
-    assert not call(arguments(few_experts.MOST_TOKENS))[1]
-    assert call(arguments(few_experts.MOST_TOKENS + 1)) == (None, True)
+def test_more_choices_are(call):
+    given = arguments(4)
+    many = {name: given[name].repeat(1, few_experts.MOST_CHOICES // (4 * CHOICES)) for name in ("topk_weights", "topk_ids")}
+    assert not call(given | many)[1]
+    assert call(given | {name: tensor.repeat(1, 2) for name, tensor in many.items()}) == (None, True)
+    assert call(arguments(few_experts.MOST_CHOICES + 1)) == (None, True)
 
 
 @pytest.mark.parametrize(
@@ -151,3 +155,15 @@ def test_the_hook_is_where_both_of_sglangs_operators_look(monkeypatch):
     monkeypatch.setattr(few_experts, "hook", lambda path, around, kind: hooked.append((path, around)))
     few_experts.take()
     assert hooked == [(f"{few_experts.MODULE}.fused_experts_impl", few_experts.experts)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "release", "device_sm", "wanted"),
+    [(None, "0.5.23", 90, True), (None, "0.5.17", 90, False), (None, "0.5.23", 100, False), ("0", "0.5.23", 90, False)],
+)
+def test_who_asks_for_nothing_has_them_where_they_were_timed(monkeypatch, asked, release, device_sm, wanted):
+    monkeypatch.delenv("NSA_BACKEND_FEW_EXPERTS", raising=False)
+    if asked:
+        monkeypatch.setenv("NSA_BACKEND_FEW_EXPERTS", asked)
+    monkeypatch.setattr(registration, "installed", lambda: release)
+    assert registration.wants_few_experts(device_sm) is wanted

@@ -174,7 +174,7 @@ def test_a_front_in_two_launches(arguments, monkeypatch):
     ("switch", "served_on"),
     [("NSA_BACKEND_DIVIDED_INDEXER", DIVIDED_INDEXERS), ("NSA_BACKEND_FEW_EXPERTS", FEW_EXPERTS)],
 )
-def test_what_no_gpu_has_run_is_of_one_release(arguments, monkeypatch, switch, served_on):
+def test_what_was_measured_on_one_release_alone(arguments, monkeypatch, switch, served_on):
     monkeypatch.setenv(switch, "1")
     found = refusals(arguments(tp_size=2))
     if installed() in served_on:
@@ -183,6 +183,16 @@ def test_what_no_gpu_has_run_is_of_one_release(arguments, monkeypatch, switch, s
         (sentence,) = found
         assert sentence.startswith(f"{switch}=1: ")
         assert sentence.endswith(f" on SGLang 0.5.23, and {installed()} is installed: unset it")
+
+
+@pytest.mark.skipif(installed() not in FEW_EXPERTS, reason="the release is refused before the GPU")
+def test_few_experts_are_of_hopper(arguments, monkeypatch):
+    monkeypatch.setenv("NSA_BACKEND_FEW_EXPERTS", "1")
+    monkeypatch.setattr(adapter, "device_sm", lambda device: 100)
+    (sentence,) = refusals(arguments())
+    assert sentence == (
+        "NSA_BACKEND_FEW_EXPERTS=1: experts of few tokens are served on Hopper (SM90) and this device is SM100: unset it"
+    )
 
 
 def test_the_warm_up_of_rounds_in_one_graph(arguments, monkeypatch):
