@@ -18,7 +18,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch
 from nsa_backend.adapters import moe_configs
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
-from nsa_backend.kernels.few_experts import MOST_TOKENS, Tile, few_experts, problem
+from nsa_backend.kernels.few_experts import MORE, MOST_TOKENS, ONE_OR_TWO, Tile, few_experts, problem
 from nsa_backend.testing.process import start_sglang
 
 GROUP = 128
@@ -72,7 +72,6 @@ def config(*values: int, bulk: bool = False) -> Config:
 
 TILES_FEW = [(16, n, 128, group, 4, stages) for n in (64, 128) for group in (1, 16) for stages in (3, 4, 5)]
 TILES_FEW += [(16, 128, 128, 1, 8, 4), (32, 64, 128, 1, 4, 4), (32, 128, 128, 1, 4, 4)]
-SIXTEEN = config(16, 128, 128, 1, 4, 4), config(16, 128, 128, 1, 4, 3, bulk=True)
 TILES_MANY = [(32, 64, 128, 1, 4, 4), (32, 128, 128, 1, 4, 4), (64, 64, 128, 1, 4, 4), (128, 64, 128, 16, 4, 4)]
 TILES_MANY += [(32, 128, 128, 1, 4, 3), (64, 128, 128, 1, 4, 3), (64, 128, 128, 64, 4, 3), (64, 128, 128, 16, 4, 4)]
 TILES_MANY += [(64, 256, 128, 1, 8, 3), (128, 128, 128, 1, 8, 3)]
@@ -151,28 +150,15 @@ class Rank:
 
 
 FEW_TILES = [
-    Tile(),
-    Tile(ahead=True),
+    ONE_OR_TWO,
+    MORE,
+    *(Tile(ahead=ahead) for ahead in (False, True)),
+    Tile(values=16, step=256, stages=4, ahead=True),
+    *(replace(MORE, sums=sums, sum_warps=warps) for sums, warps in ((16, 4), (64, 4), (32, 2))),
     *(
-        Tile(values=values, step=step, stages=stages, warps=warps, sums=32, by_choice=3)
-        for values, step, stages, warps in (
-            (8, 512, 3, 4),
-            (4, 1024, 3, 4),
-            (16, 256, 4, 4),
-            (16, 256, 5, 4),
-            (16, 256, 3, 4),
-            (32, 256, 4, 8),
-            (32, 128, 4, 4),
-            (16, 512, 3, 4),
-            (16, 512, 4, 8),
-            (8, 256, 5, 4),
-        )
+        replace(MORE, values=values, step=step, stages=stages)
+        for values, step, stages in ((8, 512, 3), (4, 1024, 3), (16, 512, 3), (16, 256, 5))
     ),
-    *(
-        Tile(values=16, step=256, stages=4, sums=sums, sum_warps=warps, by_choice=stages)
-        for sums, warps, stages in ((16, 4, 3), (64, 4, 3), (16, 2, 4), (32, 2, 3))
-    ),
-    *(Tile(values=values, step=step, stages=stages, ahead=True) for values, step, stages in ((16, 256, 4), (4, 1024, 3))),
 ]
 
 
@@ -255,9 +241,24 @@ def few_cell(name: str, rank: Rank, tokens: int) -> dict:
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import try_get_optimal_moe_config
 
     shape = rank.shape
-    us, wrong = few(rank, tokens, {"sglang": try_get_optimal_moe_config, "tiles of 16": lookup_of(*SIXTEEN)})
+    ways = {"sglang": try_get_optimal_moe_config}
+    if tiles := shipped(shape, tokens):
+        ways["shipped"] = lookup_of(*tiles)
+    us, wrong = few(rank, tokens, ways)
     floor = tokens * (shape.chosen + shape.always) * 3 * shape.width * shape.hidden / BYTES_PER_US
     return named(name, shape, tokens) | {"floor_us": round(floor, 2), "few_us": us, "wrong": wrong}
+
+
+def shipped(shape: Shape, tokens: int) -> tuple[Config, Config] | None:
+    """Tiles of both products that this package has for this GPU and number of tokens, or None."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import get_config_file_name
+
+    names = [
+        get_config_file_name(shape.experts, shape.width, "fp8_w8a8", [GROUP, GROUP], down_moe=second)
+        for second in (False, True)
+    ]
+    first, second = (moe_configs.measured().get(name, {}).get(str(tokens)) for name in names)
+    return (first, second) if first and second else None
 
 
 def named(name: str, shape: Shape, tokens: int) -> dict:
