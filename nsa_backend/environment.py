@@ -14,7 +14,7 @@ class Variable:
     default: str  # what an unset variable is like: 0, 1, or unset where that is neither
     effect: str
     when: str  # to change it
-    tried: bool = True  # whether a GPU has run what it asks for; others share a row in the docs
+    tried: bool = True  # whether a server has run with it on a GPU; others share a row in the docs
 
 
 VARIABLES = (
@@ -85,17 +85,17 @@ VARIABLES = (
     ),
     Variable(
         "NSA_BACKEND_DIVIDED_INDEXER",
-        "0",
-        "1: on 0.5.23 ranks of tensor parallel divide the indexer's work of long prefills, or no start",
-        "to try it: no GPU has run it",
-        tried=False,
+        "unset",
+        "unset: ranks of tensor parallel divide the indexer's work of DeepSeek-V3.2's long prefills, on 0.5.23 and Hopper; "
+        "1: GLM's and DP attention's too, or no start; 0: each does it all",
+        "0 to compare",
     ),
     Variable(
         "NSA_BACKEND_FEW_EXPERTS",
-        "unset",
-        "unset: SGLang's Triton runner has block-FP8 experts of up to 8 tokens in two launches, on 0.5.23 and Hopper; "
-        "1: the same, or no start; 0: in eight",
-        "0 to compare",
+        "0",
+        "1: block-FP8 experts of up to four tokens are two launches, on 0.5.23, Hopper and SGLang's Triton runner, or no start",
+        "to try it: no server has run it",
+        tried=False,
     ),
     Variable(
         "NSA_BACKEND_MOE_CONFIGS",

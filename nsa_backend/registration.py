@@ -12,7 +12,7 @@ from nsa_backend.adapters.shared import Takeover
 from nsa_backend.backend import NativeSparseAttnBackend
 from nsa_backend.environment import asked, switched_on
 from nsa_backend.multi_step import NativeSparseAttnMultiStepBackend
-from nsa_backend.releases import FEW_EXPERTS, LAYER_FRONTS, installed, round_graph_problem
+from nsa_backend.releases import LAYER_FRONTS, installed, round_graph_problem
 from nsa_backend.required import check_built
 from nsa_backend.start_checks import check_options
 
@@ -32,12 +32,6 @@ def wants_layer_fronts() -> bool:
     return LAYER_FRONTS.get(installed(), False) if answer is None else answer
 
 
-def wants_few_experts(device_sm: int) -> bool:
-    """Whether SGLang's Triton runner is to leave experts of few tokens to launches of ours."""
-    answer = asked("NSA_BACKEND_FEW_EXPERTS")
-    return (installed() in FEW_EXPERTS and device_sm == 90) if answer is None else answer
-
-
 def create_backend(runner: sglang_types.ModelRunner) -> NativeSparseAttnBackend:
     """Build the backend of a target model, or of a draft model's prefill."""
     if wants_layer_fronts():
@@ -46,9 +40,8 @@ def create_backend(runner: sglang_types.ModelRunner) -> NativeSparseAttnBackend:
     adapter.take_context_parts(runner)
     backend = NativeSparseAttnBackend(runner)
     adapter.score_at_once(backend.config.attention.device_sm)
-    if switched_on("NSA_BACKEND_DIVIDED_INDEXER"):
-        adapter.divide_indexer()
-    if wants_few_experts(backend.config.attention.device_sm):
+    adapter.divide_indexer(backend.config.attention.device_sm)
+    if switched_on("NSA_BACKEND_FEW_EXPERTS"):
         few_experts.take()
     if asked("NSA_BACKEND_MOE_CONFIGS") is not False:
         adapter.take_moe_configs()

@@ -163,8 +163,8 @@ class Adapter(ABC):
         """Have SGLang's indexer score all rows in one call of DeepGEMM, where it makes several and the device needs one."""
 
     @abstractmethod
-    def divide_indexer(self) -> None:
-        """Have ranks of tensor parallel divide the indexer's work of long prefills; where `divided_problems` finds nothing."""
+    def divide_indexer(self, device_sm: int) -> None:
+        """Have ranks of tensor parallel divide the indexer's work of long prefills, where the user or this device wants it."""
 
     @abstractmethod
     def take_moe_configs(self) -> None:

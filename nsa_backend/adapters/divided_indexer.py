@@ -8,6 +8,9 @@ gates of heads, whose product rounds by its number of rows.
 What is selected is what every rank would have selected by itself, as a row's scores depend on no other row, and products of
 block-FP8 weights do not; one of bfloat16 may round by its number of rows, and ties then fall otherwise. It happens where
 SGLang runs the indexer of a prefill from the host, eager or in pieces; prefills in one graph are too short for it.
+
+Unasked DeepSeek-V3.2 has it on Hopper without DP attention, as it has run. GLM-5's queries come from another kernel, with
+interleaved RoPE, and are divided where the user asks for it.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ from nsa_backend.adapters.option_rules import Rule
 from nsa_backend.adapters.sglang_types import ForwardBatch, HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.adapters.startup import attention_tp_size_of
+from nsa_backend.environment import asked
 from nsa_backend.releases import divided_indexer_problem
 
 logger = logging.getLogger(__name__)
 
+SWITCH = "NSA_BACKEND_DIVIDED_INDEXER"
 INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
 
 LEAST_ROWS = 1024
@@ -58,11 +63,20 @@ def divided_problems(args: Any) -> list[str]:
     return found
 
 
+def wanted(args: Any, device_sm: int) -> bool:
+    """Whether ranks of a server of these resolved arguments are to divide it; see above."""
+    said = asked(SWITCH)
+    if said is None:
+        return device_sm == 90 and attention_tp_size_of(args) == args.tp_size and not divided_problems(args)
+    return said
+
+
 def divide() -> None:
     """Have the indexers of this process divide their work; once a process."""
     hook(f"{INDEXER}._get_q_k_bf16", _query_and_key, HookType.AROUND)
     hook(f"{INDEXER}._get_logits_head_gate", _gates, HookType.AROUND)
-    hook(f"{INDEXER}._fused_q_prepare_and_store", _fused, HookType.AROUND)
+    if asked(SWITCH):
+        hook(f"{INDEXER}._fused_q_prepare_and_store", _fused, HookType.AROUND)
     hook(f"{INDEXER}._get_topk_ragged", _selection, HookType.AROUND)
 
 
@@ -182,7 +196,7 @@ def _selection(
     from sglang.srt.runtime_context import get_flags
 
     rows = rows_of_rank(forward_batch)
-    if rows is None:
+    if rows is None or len(q_fp8) >= rows.stop:  # all queries were made here
         return original(indexer, enable_dual_stream, forward_batch, layer_id, q_fp8, weights, metadata, topk_result)
     own = original(indexer, enable_dual_stream, forward_batch, layer_id, q_fp8, weights, metadata.of_rows(rows))
     if topk_result is None:

@@ -51,13 +51,12 @@ def experts(
     return kernels.few_experts(
         hidden_states, of["w1"], of["w1_scale"], of["w2"], of["w2_scale"], of["topk_weights"], of["topk_ids"],
         factor=1.0 if of["routed_scaling_factor"] is None else of["routed_scaling_factor"],
-        out=hidden_states if of["inplace"] else None,
+        out=hidden_states if of["inplace"] else room_for_sums(hidden_states),
     )  # fmt: skip
 
 
 def serves(of: dict[str, Any]) -> bool:
     """Whether the launches compute what SGLang's function would with these arguments."""
-    from sglang.srt.layers.dp_attention import is_allocation_symmetric
     from sglang.srt.runtime_context import get_exec
 
     if any(of[name] != value for name, value in SERVED.items()):
@@ -72,7 +71,17 @@ def serves(of: dict[str, Any]) -> bool:
     if any(of[name].dtype != dtype or not of[name].is_contiguous() for dtype, names in dtypes.items() for name in names):
         return False
     width, hidden = of["w1"].shape[1] // 2, of["w1"].shape[2]
-    return kernels.problem(hidden, width) is None and not is_allocation_symmetric()
+    return kernels.problem(hidden, width) is None
+
+
+def room_for_sums(hidden_states: torch.Tensor) -> torch.Tensor:
+    """A tensor like `hidden_states`, where SGLang's runner has its own: in NCCL's memory with --enable-symm-mem."""
+    from sglang.srt.distributed.device_communicators.pynccl_allocator import use_symmetric_memory
+    from sglang.srt.layers.dp_attention import is_allocation_symmetric
+    from sglang.srt.runtime_context import get_parallel
+
+    with use_symmetric_memory(get_parallel().tp_group, disabled=not is_allocation_symmetric()):
+        return torch.empty_like(hidden_states)
 
 
 @functools.cache

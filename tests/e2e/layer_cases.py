@@ -178,15 +178,14 @@ LAYER_CASES = [
             ("8x300", "1x6000", "8x6000"),
             gpus=2,
             floor_of_all=0.95,
-            environment={"NSA_BACKEND_DIVIDED_INDEXER": "1"},
             says="ranks divide the indexer's work",
             says_times=2,
-            **{"engine": TWO_GPUS | PREFILL_SIZES} | more,
+            **{"engine": TWO_GPUS | PREFILL_SIZES, "environment": {}} | more,
         )
         for words, more in {
             "": {},
             ", in pieces": {"engine": TWO_GPUS | PREFILL_SIZES | {"chunked_prefill_size": 2048}},
-            ", glm-5.1": {"model": "glm-5.1"},
+            ", glm-5.1": {"model": "glm-5.1", "environment": {"NSA_BACKEND_DIVIDED_INDEXER": "1"}},
             ", default all-reduce": {"engine": SUMMED | PREFILL_SIZES},
         }.items()
     ),

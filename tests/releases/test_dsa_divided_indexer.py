@@ -64,6 +64,7 @@ def group(monkeypatch):
     monkeypatch.setattr(divided_indexer, "hook", hooked)
     monkeypatch.setattr(divided_indexer, "LEAST_ROWS", 1)
     monkeypatch.setattr(divided_indexer, "LEAST_LENGTH", 0)
+    monkeypatch.setenv(divided_indexer.SWITCH, "1")
 
     def of(ranks: int) -> Group:
         found = Group(ranks)
@@ -301,6 +302,47 @@ def test_which_prefills_are_divided(monkeypatch):
         assert divided_indexer.rows_of_rank(batch) is None
 
 
+ARGS = {
+    "tp_size": 8, "attn_dp_size": 1, "attn_cp_size": 1, "dcp_size": 1, "enable_dp_attention": False, "dp_size": 1,
+    "enable_two_batch_overlap": False, "enable_lora": None, "attention_backend": "dsa", "prefill_attention_backend": None,
+    "decode_attention_backend": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "device_sm", "options", "divided"),
+    [
+        (None, 90, {}, True),
+        (None, 100, {}, False),
+        (None, 90, {"tp_size": 1}, False),
+        (None, 90, {"attn_dp_size": 2}, False),
+        (None, 90, {"enable_lora": True}, False),
+        ("0", 90, {}, False),
+        ("1", 100, {"attn_dp_size": 2}, True),
+    ],
+)
+def test_who_has_it(monkeypatch, said, device_sm, options, divided):
+    """Unasked, servers as were measured; GLM's queries, another kernel's, where they are asked for."""
+    monkeypatch.delenv(divided_indexer.SWITCH, raising=False)
+    if said is not None:
+        monkeypatch.setenv(divided_indexer.SWITCH, said)
+    hooked = []
+    monkeypatch.setattr(divided_indexer, "hook", lambda path, around, kind: hooked.append(path.rpartition(".")[2]))
+    monkeypatch.setattr("nsa_backend.adapters.dsa.adapter.get_server_args", lambda: SimpleNamespace(**ARGS | options))
+    adapter.divide_indexer(device_sm)
+    assert hooked[:2] == ["_get_q_k_bf16", "_get_logits_head_gate"] * divided
+    assert ("_fused_q_prepare_and_store" in hooked) is (said == "1")
+
+
+def test_queries_that_a_rank_has_all_are_scored_by_it(make_runner, monkeypatch, group):
+    """As those of GLM-5 are where nobody asked to divide them."""
+    prefill = Prefill(monkeypatch, make_runner, [0], [300], fused=False, budget=None)
+    wanted = prefill.selected()
+    several = group(2)
+    assert torch.equal(prefill.selected(), wanted)
+    assert several.sent == {}
+
+
 @pytest.mark.parametrize(
     ("given_options", "sentence"),
     [
@@ -315,10 +357,5 @@ def test_which_prefills_are_divided(monkeypatch):
     ],
 )
 def test_who_asks_for_it_and_cannot_have_it_gets_a_sentence(given_options, sentence):
-    args = {
-        "tp_size": 8, "attn_dp_size": 1, "attn_cp_size": 1, "dcp_size": 1, "enable_dp_attention": False, "dp_size": 1,
-        "enable_two_batch_overlap": False, "enable_lora": None, "attention_backend": "dsa", "prefill_attention_backend": None,
-        "decode_attention_backend": None,
-    }  # fmt: skip
-    found = adapter.divided_problems(SimpleNamespace(**args | given_options))
+    found = adapter.divided_problems(SimpleNamespace(**ARGS | given_options))
     assert (found == []) if sentence is None else found[-1].endswith(sentence)

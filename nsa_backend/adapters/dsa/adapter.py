@@ -76,7 +76,6 @@ class DsaAdapter(Adapter):
     short_problems = staticmethod(short.short_problems)
     prefill_problems = staticmethod(prefill_rules.prefill_problems)
     divided_problems = staticmethod(divided_indexer.divided_problems)
-    divide_indexer = staticmethod(divided_indexer.divide)
     round_problems = staticmethod(served.server_problems)
 
     def settings(self, runner: ModelRunner) -> Settings:
@@ -132,6 +131,11 @@ class DsaAdapter(Adapter):
 
         if device_sm // 10 == 9 and index_scores.makes_pieces():
             index_scores.score_at_once()
+
+    def divide_indexer(self, device_sm: int) -> None:
+        """On Hopper by default, where that was measured."""
+        if divided_indexer.wanted(get_server_args(), device_sm):
+            divided_indexer.divide()
 
     def take_moe_configs(self) -> None:
         from nsa_backend.adapters import moe_configs

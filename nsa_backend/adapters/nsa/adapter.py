@@ -85,8 +85,8 @@ class NsaAdapter(Adapter):
     def score_at_once(self, device_sm: int) -> None:
         """It does already."""
 
-    def divide_indexer(self) -> None:
-        """Refused here."""
+    def divide_indexer(self, device_sm: int) -> None:
+        """Refused here where it is asked for."""
 
     def take_moe_configs(self) -> None:
         """None were measured with its Triton."""
