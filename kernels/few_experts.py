@@ -43,7 +43,7 @@ class Tile:
 
 
 ONE_OR_TWO = Tile(values=4, step=1024, ahead=True)
-"""Of one token or two: a program of the second launch reads all its weights at once. Both were fastest on an H200."""
+"""Of one token or two: a program of the second launch reads all its weights at once."""
 MORE = Tile(values=16, step=256, stages=4, sums=32, by_choice=3)
 
 
@@ -186,6 +186,11 @@ def down_by_choice_kernel(
     tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), (summed * factor).to(tl.bfloat16))
 
 
+def tile_for(tokens: int) -> Tile:
+    """The faster one of the two on an H200."""
+    return ONE_OR_TWO if tokens <= 2 else MORE
+
+
 def problem(hidden: int, width: int, tile: Tile = ONE_OR_TWO) -> str | None:
     """Why experts of this width on hidden states of that one cannot have the launches, or None."""
     if hidden % tile.step or width < GROUP or width != power_of_two(width):
@@ -228,7 +233,7 @@ def few_experts(
         ValueError: a tensor has another shape, dtype or layout.
     """
     (tokens, hidden), (experts, both, _), choices = x.shape, first.shape, chosen.shape[1]
-    tile = tile or (ONE_OR_TWO if tokens <= 2 else MORE)
+    tile = tile or tile_for(tokens)
     width = both // 2
     if (why := problem(hidden, width, tile)) is not None:
         raise ValueError(why)

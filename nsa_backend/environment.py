@@ -51,8 +51,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_AUTO_DECODE",
         "unset",
-        "unset: on an H200 with 0.5.23 each batch size decodes with the kernel measured fastest, unless options name one; "
-        "1: always, or no start; 0: never",
+        "unset: on an H200 with 0.5.23 the kernel measured fastest, unless options name one; 1: always, or no start; 0: never",
         "0 to compare; 1 on an H200 with another release",
     ),
     Variable(
@@ -65,7 +64,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_PAIRED_LOGITS",
         "unset",
-        "unset: from two requests on the indexer scores an even number of verified tokens in pairs, on 0.5.23 and Hopper; "
+        "unset: from two requests on an even number of verified tokens is scored in pairs, on 0.5.23 and Hopper; "
         "1: from one, or no start; 0: singly",
         "0 to compare; 1 for one long request, or on 0.5.17",
     ),
@@ -79,15 +78,15 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_SHORT_PREFILLS",
         "unset",
-        "unset: prefills of up to 512 new tokens are one graph, with the decode kernel, on 0.5.23 and Hopper, unless the log "
+        "unset: prefills of up to 512 new tokens are one graph, on 0.5.23 and Hopper, unless the log "
         "says why not; 1: always, or no start; 0: never",
         "0 for a shorter start",
     ),
     Variable(
         "NSA_BACKEND_DIVIDED_INDEXER",
         "unset",
-        "unset: ranks of tensor parallel divide the indexer's work of DeepSeek-V3.2's long prefills, on 0.5.23 and Hopper; "
-        "1: GLM's and DP attention's too, or no start; 0: each does it all",
+        "unset: ranks of tensor parallel divide index scores of DeepSeek-V3.2's long prefills, on 0.5.23 and Hopper; "
+        "1: GLM's and DP attention's too, or no start; 0: never",
         "0 to compare",
     ),
     Variable(

@@ -27,7 +27,7 @@ import torch
 from nsa_backend.adapters import moe_configs
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
-from nsa_backend.kernels.few_experts import MORE, MOST_TOKENS, ONE_OR_TWO, Tile, few_experts, problem
+from nsa_backend.kernels.few_experts import MORE, MOST_TOKENS, ONE_OR_TWO, Tile, few_experts, problem, tile_for
 from nsa_backend.testing.process import start_sglang
 
 GROUP = 128
@@ -149,6 +149,8 @@ class Rank:
         return run
 
 
+SERVED = "served"
+"""What a report calls the tile that the launches have by themselves."""
 FEW_TILES = [
     ONE_OR_TWO,
     MORE,
@@ -169,11 +171,11 @@ def few(rank: Rank, tokens: int, ways: dict[str, Callable]) -> tuple[dict[str, f
     x = torch.randn(tokens, rank.shape.hidden, device="cuda").bfloat16()
     routings = [rank.routed(tokens) for _ in range(REPEATS)]
     calls = {name: [rank.call(x, routed, lookup) for routed in routings] for name, lookup in ways.items()}
+    given = x, *rank.first, *rank.second
+    default = tile_for(tokens)
     for tile in FEW_TILES:
-        calls[str(tile)] = [
-            lambda tile=tile, routed=routed: few_experts(x, *rank.first, *rank.second, *routed, tile=tile)
-            for routed in routings
-        ]
+        name = SERVED if tile == default else str(tile)
+        calls[name] = [lambda tile=tile, routed=routed: few_experts(*given, *routed, tile=tile) for routed in routings]
     return timed(calls, calls["sglang"][0]().float())
 
 

@@ -215,16 +215,19 @@ def rank() -> str:
 
 @PARTS.part
 def long_requests() -> str:
-    """Of one request of each longer prompt, rounds of three drafts and first tokens of the default on the first rank."""
+    """Of one request of each longer prompt, rounds of three drafts of the default on the first rank."""
+    found = of_rank(FIRST_RANK, DEFAULTS[FIRST_RANK])
+    cells = {cell.length: given for cell, given in found.items() if (cell.steps, cell.batch) == (STEPS[0], 1)}
+    rounds = {length: f"{ratio(*given):.3f}" for length, given in sorted(cells.items()) if length > MANY_TOKENS}
+    return f"{' / '.join(map(str, rounds))} tokens: rounds {' / '.join(rounds.values())}"
 
-    def told(found: Mapping[Cell, tuple[dict[str, Spread], str]], form: str) -> dict[int, str]:
-        cells = {cell.length: given for cell, given in found.items() if (cell.steps, cell.batch) == (STEPS[0], 1)}
-        return {length: form.format(ratio(*given)) for length, given in sorted(cells.items()) if length > MANY_TOKENS}
 
-    rounds = told(of_rank(FIRST_RANK, DEFAULTS[FIRST_RANK]), "{:.3f}")
-    first = told(first_token(FIRST_RANK), "{:.2f}")
-    lengths = " / ".join(map(str, rounds))
-    return f"{lengths} tokens: rounds {' / '.join(rounds.values())}, first token {' / '.join(map(first.get, rounds))}"
+@PARTS.part
+def divided_indexer() -> str:
+    """First tokens of one request by its tokens, where two of the first rank are one server."""
+    found = spreads(cells_of(result(FIRST_FILE, "divided_indexer"), "ttft_ms"), "ttft_ms")
+    told = {cell.length: f"{ratio(sides, 'default'):.2f}" for cell, sides in sorted(found.items())}
+    return f"{' / '.join(told.values())} at {' / '.join(map(str, told))} tokens"
 
 
 @PARTS.part

@@ -11,10 +11,11 @@ from context_tables import lost_by_two_ranks
 from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks, lost_to_vllm
 from result_files import Parts, reports, result, spread, table
 
+from nsa_backend.adapters.few_experts import MOST_CHOICES
 from nsa_backend.attention.auto import CANDIDATES, least_together
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
-from nsa_backend.benchmarks.tuning.experts import over_sglangs, wins
+from nsa_backend.benchmarks.tuning.experts import SERVED, over_sglangs, wins
 from nsa_backend.kernels.value_products import few_rows
 
 PARTS = Parts()
@@ -225,7 +226,8 @@ RANKS_OF_EXPERTS = {"v3.2-tp8": "DeepSeek-V3.2", "v3.2-tp16": "DeepSeek-V3.2, 16
 @PARTS.part
 def experts() -> str:
     """Microseconds of a layer's experts with what this package chooses over SGLang's, by tokens; in brackets SGLang's."""
-    rows = {(row["rank"], row["tokens"]): row for report in reports("experts").values() for row in report["rows"]}
+    tiles = [row for report in reports("experts").values() for row in report["rows"] if "us" in row]
+    rows = {(row["rank"], row["tokens"]): row for row in tiles}
 
     def told(row: dict) -> str:
         over = f"{over_sglangs(row):.2f}" if wins(row) else SGLANGS
@@ -253,6 +255,20 @@ def experts_over_bytes() -> str:
     rows = [row for row in result("experts_0_5_23", "v32_tp8")["rows"] if row["tokens"] <= 256]
     bound = {row["tokens"]: row["us"][row["best"]["name"]] <= 1.1 * row["floor_us"] for row in rows}
     return str(min(tokens for tokens in bound if all(of for more, of in bound.items() if more >= tokens)))
+
+
+@PARTS.part
+def few_experts() -> str:
+    """Two launches for few tokens over this package's tiles, by model and number of tokens."""
+
+    def told(rank: str, choices: int) -> dict[int, str]:
+        rows = [row for row in result("experts_0_5_23", "few_tokens")["rows"] if row["rank"] == rank]
+        few = {row["tokens"]: row["few_us"] for row in rows if row["tokens"] * choices <= MOST_CHOICES}
+        return {tokens: f"{us[SERVED] / us['shipped']:.2f}" for tokens, us in few.items()}
+
+    deepseek, glm = told("v3.2-tp8", 8), told("glm-5-tp8", 9)
+    of_glm = " / ".join(glm.get(tokens, "-") for tokens in deepseek)
+    return f"DeepSeek-V3.2 {' / '.join(deepseek.values())}, GLM-5 {of_glm} with {' / '.join(map(str, deepseek))} tokens"
 
 
 VALUES_TOGETHER = "ours with values in one launch, to o_proj"
