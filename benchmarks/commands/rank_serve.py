@@ -34,7 +34,7 @@ from nsa_backend.benchmarks.servers import server_options
 from nsa_backend.benchmarks.servers.generation import in_turns, summary, turns
 from nsa_backend.benchmarks.servers.pairs import meeting
 from nsa_backend.benchmarks.servers.parallel import ALL_REDUCE, NCCL, ONE_GPU, Parallel, parsed
-from nsa_backend.benchmarks.servers.server import APART_SECONDS, BF16, KV, Server
+from nsa_backend.benchmarks.servers.server import APART_SECONDS, BF16, KV, Server, own_words
 from nsa_backend.benchmarks.servers.sides import PORTS_APART, check_sides, checkpoint_of, options_for, serving, sides_of
 from nsa_backend.benchmarks.servers.stages import TURNS, Stage, stages
 
@@ -91,6 +91,8 @@ class RankServers:
     """Seconds from the start of each side's server until it answered; with two at once each waits for the other too."""
     captured: dict[str, list[dict]] = field(default_factory=dict)
     """What each side's server has captured until then, until its first rows take it."""
+    _said: dict[str, list[str]] = field(default_factory=dict)
+    """What each side's log has said so far of what it serves, as rows have it."""
 
     def of(self, name: str, steps: int, turn: int, stage: Stage) -> dict[str, Server]:
         """Servers by side, ready."""
@@ -120,10 +122,22 @@ class RankServers:
             self.prepared.seconds += time.perf_counter() - asked
         return self._found
 
+    def news(self, side: str) -> list[str]:
+        """What the log of a side's server has said of what it serves since it was asked last: printed too.
+
+        A side whose name promises what its log does not say is another side.
+        """
+        said = own_words(self._found[side].log.read_text(errors="replace"))
+        new = [words for words in said if words not in self._said.get(side, [])]
+        self._said[side] = said
+        for words in new:
+            print(f"{side}: {words}", flush=True)
+        return new
+
     def close(self) -> None:
         """End what runs."""
         self._open.close()
-        self._found, self.prepared.key = {}, None
+        self._found, self._said, self.prepared.key = {}, {}, None
 
 
 Measure = Callable[[RankServers, str, int, int, Stage, int, int, int], list[dict]]
@@ -288,7 +302,8 @@ def times(
 ) -> list[dict]:
     """A row a side: milliseconds of a round and a token, time to first token, tokens a second, tokens that its KV pool holds.
 
-    There are `samples` of each, or as many as `samples_of` says. The first rows of a server have what it has captured too.
+    There are `samples` of each, or as many as `samples_of` says. The first rows of a server have what it has captured too, and
+    every row has what the server's log said for the first time until then.
     Where a pool is too small for the batch, of which requests would wait, rows have `needs_tokens` and no times.
     """
     running = servers.of(name, steps, turn, stage)
@@ -301,6 +316,7 @@ def times(
         cell
         | {"side": side, "turn": turn, "gpu": gpus, "seconds_to_ready": servers.ready[side], "pool_tokens": pools[side]}
         | ({"captures": servers.captured.pop(side)} if side in servers.captured else {})
+        | ({"says": news} if (news := servers.news(side)) else {})
         | (summary(found[side]) if fits else {"needs_tokens": needed})
         for side, gpus in stage.servers
     ]

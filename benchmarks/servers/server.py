@@ -76,6 +76,8 @@ HEALTH_SECONDS = 25.0
 """Of one request to /health: SGLang generates a token, looks once a second whether it is there, and gives up after twenty."""
 RETRACTED = re.compile(r"(?:Retract requests|Testing retraction)\. #retracted_reqs: (\d+)")
 """What a server's log says where it takes requests back for want of room, or because a test asks for it."""
+OWN_WORDS = re.compile(r"\] (nsa_backend(?:: (?!captur).*| \S+ is active: .*))$", re.MULTILINE)
+"""Of a server's log, lines of this package that are about no capture."""
 NEVER = 1 << 20  # tokens between two events of a stream: the first token is one, the end is the other
 
 
@@ -118,6 +120,11 @@ def _open(port: int, path: str, body: dict | None, timeout: float) -> HTTPRespon
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
     return urllib.request.urlopen(request, timeout=timeout)
+
+
+def own_words(log: str) -> list[str]:
+    """What this package says in a server's log of what it serves, once each, whatever the rank."""
+    return list(dict.fromkeys(OWN_WORDS.findall(log)))
 
 
 def retracted(log: str) -> int:

@@ -264,6 +264,26 @@ def test_a_first_token_takes_no_verify_step():
     assert vllm_rank.tokens_a_step([32, 32], 128) == 4
 
 
+def test_rows_have_what_the_log_says_of_what_is_served(tmp_path, capsys):
+    """Once each, of every rank together; what is captured is told elsewhere."""
+    log, servers = tmp_path / "log", rank_serve.RankServers(tmp_path, 1, {}, "bfloat16", 1)
+    servers._found["few_experts"] = SimpleNamespace(log=log)
+    active = "nsa_backend 0.1.0 is active: decode=auto, draft steps=3"
+    front = "nsa_backend: the front of 61 of 61 layers is two launches"
+    log.write_text(f"""[2026-11-27 03:14:21 TP0] Applied 1 hook(s) to one.of.sglang (from: plugin=nsa_backend)
+[2026-11-27 03:14:21 TP0] {front}
+[2026-11-27 03:14:21 TP1] {front}
+[2026-11-27 03:14:22 TP0] {active}
+ 20%|##        | 1/5 [00:00<00:01]Capturing[2026-11-27 03:14:23] nsa_backend: captured prefills of [8] tokens whole, in 1.0 s
+""")
+    assert servers.news("few_experts") == [front, active]
+    with log.open("a") as more:
+        more.write("[2026-11-27 03:15:00] nsa_backend: experts of up to 4 tokens are two launches, 256 experts of 256\n")
+    assert servers.news("few_experts") == ["nsa_backend: experts of up to 4 tokens are two launches, 256 experts of 256"]
+    assert servers.news("few_experts") == []
+    assert capsys.readouterr().out.splitlines()[0] == f"few_experts: {front}"
+
+
 class Crowded:
     """A server whose pool two of three requests fill, so that one of them was taken back."""
 
