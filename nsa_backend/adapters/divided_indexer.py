@@ -24,7 +24,7 @@ import torch
 
 from nsa_backend.adapters.core import CapturedForwards
 from nsa_backend.adapters.option_rules import Rule
-from nsa_backend.adapters.sglang_types import ForwardBatch, HookType
+from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode, HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.adapters.startup import attention_tp_size_of
 from nsa_backend.environment import asked
@@ -90,12 +90,13 @@ def ranks() -> Any:
 def rows_of_rank(batch: ForwardBatch) -> slice | None:
     """Of the new tokens of `batch`, those whose queries this rank makes; None where it makes all.
 
-    Every rank of attention gives the same answer: it depends on lengths on the host, which they have alike.
+    A batch with requests that decode is whole: none has run. Every rank of attention gives the same answer: it depends on
+    lengths on the host, which they have alike.
     """
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     group = ranks()
-    divided = group.world_size > 1 and batch.forward_mode.is_extend_without_speculative() and batch.seq_lens_cpu is not None
+    divided = group.world_size > 1 and batch.forward_mode == ForwardMode.EXTEND and batch.seq_lens_cpu is not None
     if not divided or not isinstance(get_attn_backend(), CapturedForwards):
         return None
     if not worth_it(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu):

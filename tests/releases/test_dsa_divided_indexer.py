@@ -293,7 +293,8 @@ def test_which_prefills_are_divided(monkeypatch):
     )
     with forward_context(ForwardContext(attn_backend=Ours(None))):
         assert divided_indexer.rows_of_rank(batch) == slice(0, 8192, 2)
-        for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.IDLE):
+        others = "DECODE", "MIXED", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "IDLE"
+        for mode in map(ForwardMode.__getitem__, others):
             assert divided_indexer.rows_of_rank(SimpleNamespace(**vars(batch) | {"forward_mode": mode})) is None
         monkeypatch.setattr(divided_indexer, "ranks", lambda: Group(1))
         assert divided_indexer.rows_of_rank(batch) is None
