@@ -231,6 +231,13 @@ def divided_indexer() -> str:
 
 
 @PARTS.part
+def divided_indexer_saved() -> str:
+    """Percent of the same that it saves, least to most."""
+    found = spreads(cells_of(result(FIRST_FILE, "divided_indexer"), "ttft_ms"), "ttft_ms")
+    return percent(ratio(sides, "default") for sides in found.values())
+
+
+@PARTS.part
 def experts_fused() -> str:
     """The default's rounds with SGLang's option that puts the shared expert among the others, over those without it."""
     fused, apart = (spreads(cells_of(result(FIRST_FILE, name), "round_ms")) for name in ("experts_fused", "moe_configs"))
