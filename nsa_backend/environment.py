@@ -92,7 +92,8 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_FEW_EXPERTS",
         "0",
-        "1: block-FP8 experts of up to four tokens are two launches, on 0.5.23, Hopper and SGLang's Triton runner, or no start",
+        "1: block-FP8 experts of up to four tokens (GLM: two) are two launches, on 0.5.23, Hopper and SGLang's Triton runner, "
+        "or no start",
         "to try it: no server has run it",
         tried=False,
     ),

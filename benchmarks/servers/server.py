@@ -76,7 +76,7 @@ HEALTH_SECONDS = 25.0
 """Of one request to /health: SGLang generates a token, looks once a second whether it is there, and gives up after twenty."""
 RETRACTED = re.compile(r"(?:Retract requests|Testing retraction)\. #retracted_reqs: (\d+)")
 """What a server's log says where it takes requests back for want of room, or because a test asks for it."""
-OWN_WORDS = re.compile(r"\] (nsa_backend(?:: (?!captur).*| \S+ is active: .*))$", re.MULTILINE)
+OWN_WORDS = re.compile(r"\] (nsa_backend(?:: (?!captur).*| \S+ is active: .*))(?=\n)")
 """Of a server's log, lines of this package that are about no capture."""
 NEVER = 1 << 20  # tokens between two events of a stream: the first token is one, the end is the other
 

@@ -11,7 +11,7 @@ from context_tables import lost_by_two_ranks
 from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks, lost_to_vllm
 from result_files import Parts, reports, result, spread, table
 
-from nsa_backend.adapters.few_experts import MOST_CHOICES
+from nsa_backend.adapters.few_experts import MOST_TOKENS
 from nsa_backend.attention.auto import CANDIDATES, least_together
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
@@ -263,7 +263,7 @@ def few_experts() -> str:
 
     def told(rank: str, choices: int) -> dict[int, str]:
         rows = [row for row in result("experts_0_5_23", "few_tokens")["rows"] if row["rank"] == rank]
-        few = {row["tokens"]: row["few_us"] for row in rows if row["tokens"] * choices <= MOST_CHOICES}
+        few = {row["tokens"]: row["few_us"] for row in rows if row["tokens"] <= MOST_TOKENS[choices]}
         return {tokens: f"{us[SERVED] / us['shipped']:.2f}" for tokens, us in few.items()}
 
     deepseek, glm = told("v3.2-tp8", 8), told("glm-5-tp8", 9)

@@ -9,8 +9,8 @@ What is selected is what every rank would have selected by itself, as a row's sc
 block-FP8 weights do not; one of bfloat16 may round by its number of rows, and ties then fall otherwise. It happens where
 SGLang runs the indexer of a prefill from the host, eager or in pieces; prefills in one graph are too short for it.
 
-Unasked DeepSeek-V3.2 has it on Hopper without DP attention, as it has run. GLM-5's queries come from another kernel, with
-interleaved RoPE, and are divided where the user asks for it.
+Unasked DeepSeek-V3.2 has it on Hopper, as it has run: without DP attention, and in no batch with requests that decode.
+GLM-5's queries come from another kernel, with interleaved RoPE, and are divided where the user asks for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from nsa_backend.adapters.core import CapturedForwards
 from nsa_backend.adapters.option_rules import Rule
-from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode, HookType
+from nsa_backend.adapters.sglang_types import ForwardBatch, HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.adapters.startup import attention_tp_size_of
 from nsa_backend.environment import asked
@@ -49,6 +49,10 @@ NEEDED = (
 """Options under whose values the ranks of attention have the same rows, in one sequence of launches."""
 
 
+UNTRIED = Rule("enable_mixed_chunk", "--enable-mixed-chunk", "")
+"""Under whose other values ranks divide it where they are asked to: SGLang runs such a batch as a prefill."""
+
+
 def divided_problems(args: Any) -> list[str]:
     """One sentence for each reason why ranks of a server of these resolved arguments cannot divide the indexer's work."""
     problem = divided_indexer_problem()
@@ -67,7 +71,8 @@ def wanted(args: Any, device_sm: int) -> bool:
     """Whether ranks of a server of these resolved arguments are to divide it; see above."""
     said = asked(SWITCH)
     if said is None:
-        return device_sm == 90 and attention_tp_size_of(args) == args.tp_size and not divided_problems(args)
+        as_it_ran = attention_tp_size_of(args) == args.tp_size and UNTRIED.serves(args)
+        return device_sm == 90 and as_it_ran and not divided_problems(args)
     return said
 
 
@@ -90,13 +95,12 @@ def ranks() -> Any:
 def rows_of_rank(batch: ForwardBatch) -> slice | None:
     """Of the new tokens of `batch`, those whose queries this rank makes; None where it makes all.
 
-    A batch with requests that decode is whole: none has run. Every rank of attention gives the same answer: it depends on
-    lengths on the host, which they have alike.
+    Every rank of attention gives the same answer: it depends on lengths on the host, which they have alike.
     """
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     group = ranks()
-    divided = group.world_size > 1 and batch.forward_mode == ForwardMode.EXTEND and batch.seq_lens_cpu is not None
+    divided = group.world_size > 1 and batch.forward_mode.is_extend_without_speculative() and batch.seq_lens_cpu is not None
     if not divided or not isinstance(get_attn_backend(), CapturedForwards):
         return None
     if not worth_it(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu):

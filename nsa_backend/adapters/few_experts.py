@@ -18,8 +18,8 @@ from nsa_backend.kernels.layer_front_weights import GROUP
 logger = logging.getLogger(__name__)
 
 MODULE = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
-MOST_CHOICES = 32
-"""Of a forward's tokens together, each of which chooses some experts. With more SGLang's tiles take as long."""
+MOST_TOKENS = {8: 4, 9: 2}
+"""Of a forward, by the experts that each chooses: an H200 was faster with these, and with four that choose nine it was not."""
 
 SERVED = {
     "activation": "silu", "is_gated": True, "use_fp8_w8a8": True, "block_shape": [GROUP, GROUP],
@@ -40,14 +40,14 @@ def experts(
     original: Callable[..., torch.Tensor], hidden_states: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor:
     """Around what computes a layer's experts: bfloat16 [tokens, hidden], `hidden_states` itself where that is asked for."""
-    if len(hidden_states) > MOST_CHOICES:
+    if len(hidden_states) > max(MOST_TOKENS.values()):
         return original(hidden_states, *arguments, **options)
     given = inspect.signature(original).bind(hidden_states, *arguments, **options)
     given.apply_defaults()
     of = given.arguments
-    if of["topk_ids"].numel() > MOST_CHOICES or not serves(of):
+    if len(hidden_states) > MOST_TOKENS.get(of["topk_ids"].shape[1], 0) or not serves(of):
         return original(hidden_states, *arguments, **options)
-    tell(MOST_CHOICES // of["topk_ids"].shape[1], of["w1"].shape[0], of["w1"].shape[1] // 2)
+    tell(MOST_TOKENS[of["topk_ids"].shape[1]], of["w1"].shape[0], of["w1"].shape[1] // 2)
     return kernels.few_experts(
         hidden_states, of["w1"], of["w1_scale"], of["w2"], of["w2_scale"], of["topk_weights"], of["topk_ids"],
         factor=1.0 if of["routed_scaling_factor"] is None else of["routed_scaling_factor"],

@@ -93,6 +93,11 @@ def test_the_sum_may_take_the_place_of_the_input(device):
     assert torch.equal(given["x"], wanted)
 
 
+@pytest.mark.parametrize(("tokens", "choices"), [(1, 9), (3, 8)])
+def test_tiles_by_tokens(device, tokens, choices):
+    check(inputs(tokens, choices, 1024, 256, device))
+
+
 @pytest.mark.parametrize("tile", [Tile(values=16, step=256, sums=32), Tile(values=4, sums=16), Tile(sums=16, by_choice=3)])
 def test_other_tiles_give_the_same(device, tile):
     check(inputs(1, 2, 512, 128, device), tile=tile)

@@ -293,8 +293,7 @@ def test_which_prefills_are_divided(monkeypatch):
     )
     with forward_context(ForwardContext(attn_backend=Ours(None))):
         assert divided_indexer.rows_of_rank(batch) == slice(0, 8192, 2)
-        others = "DECODE", "MIXED", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "IDLE"
-        for mode in map(ForwardMode.__getitem__, others):
+        for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.IDLE):
             assert divided_indexer.rows_of_rank(SimpleNamespace(**vars(batch) | {"forward_mode": mode})) is None
         monkeypatch.setattr(divided_indexer, "ranks", lambda: Group(1))
         assert divided_indexer.rows_of_rank(batch) is None
@@ -303,33 +302,35 @@ def test_which_prefills_are_divided(monkeypatch):
         assert divided_indexer.rows_of_rank(batch) is None
 
 
-ARGS = {
-    "tp_size": 8, "attn_dp_size": 1, "attn_cp_size": 1, "dcp_size": 1, "enable_dp_attention": False, "dp_size": 1,
-    "enable_two_batch_overlap": False, "enable_lora": None, "attention_backend": "dsa", "prefill_attention_backend": None,
-    "decode_attention_backend": None,
-}  # fmt: skip
+OF_TWO = "--tp-size", "2"
 
 
 @pytest.mark.parametrize(
-    ("said", "device_sm", "options", "divided"),
+    ("said", "device_sm", "words", "divided"),
     [
-        (None, 90, {}, True),
-        (None, 100, {}, False),
-        (None, 90, {"tp_size": 1}, False),
-        (None, 90, {"attn_dp_size": 2}, False),
-        (None, 90, {"enable_lora": True}, False),
-        ("0", 90, {}, False),
-        ("1", 100, {"attn_dp_size": 2}, True),
+        (None, 90, OF_TWO, True),
+        (None, 90, (*OF_TWO, "--decode-attention-backend", "dsa"), False),  # prefill has another
+        (None, 90, (*OF_TWO, "--ep-size", "2"), True),
+        (None, 100, OF_TWO, False),
+        (None, 90, (), False),
+        (None, 90, ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention"), False),
+        (None, 90, (*OF_TWO, "--enable-prefill-cp", "--cp-strategy", "interleave"), False),
+        (None, 90, (*OF_TWO, "--lora-paths", "a=b"), False),
+        (None, 90, (*OF_TWO, "--enable-mixed-chunk"), False),
+        ("0", 90, OF_TWO, False),
+        ("1", 100, ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention"), True),
     ],
 )
-def test_who_has_it(monkeypatch, said, device_sm, options, divided):
-    """Unasked, servers as were measured; GLM's queries, another kernel's, where they are asked for."""
+def test_who_has_it(monkeypatch, resolve, said, device_sm, words, divided):
+    """Of servers as they are typed. GLM's queries, another kernel's, are divided where that is asked for."""
     monkeypatch.delenv(divided_indexer.SWITCH, raising=False)
     if said is not None:
         monkeypatch.setenv(divided_indexer.SWITCH, said)
     hooked = []
     monkeypatch.setattr(divided_indexer, "hook", lambda path, around, kind: hooked.append(path.rpartition(".")[2]))
-    monkeypatch.setattr("nsa_backend.adapters.dsa.adapter.get_server_args", lambda: SimpleNamespace(**ARGS | options))
+    args = resolve(*words)
+    args.check_server_args()
+    monkeypatch.setattr("nsa_backend.adapters.dsa.adapter.get_server_args", lambda: args)
     adapter.divide_indexer(device_sm)
     assert hooked[:2] == ["_get_q_k_bf16", "_get_logits_head_gate"] * divided
     assert ("_fused_q_prepare_and_store" in hooked) is (said == "1")
@@ -358,5 +359,10 @@ def test_queries_that_a_rank_has_all_are_scored_by_it(make_runner, monkeypatch, 
     ],
 )
 def test_who_asks_for_it_and_cannot_have_it_gets_a_sentence(given_options, sentence):
-    found = adapter.divided_problems(SimpleNamespace(**ARGS | given_options))
+    args = {
+        "tp_size": 8, "attn_dp_size": 1, "attn_cp_size": 1, "dcp_size": 1, "enable_dp_attention": False, "dp_size": 1,
+        "enable_two_batch_overlap": False, "enable_lora": None, "attention_backend": "dsa", "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+    }  # fmt: skip
+    found = adapter.divided_problems(SimpleNamespace(**args | given_options))
     assert (found == []) if sentence is None else found[-1].endswith(sentence)

@@ -20,7 +20,7 @@ from nsa_backend.testing.interpreter import round_as_a_gpu_does
 if installed() not in FEW_EXPERTS:
     pytest.skip("the runner of this release is another", allow_module_level=True)
 
-HIDDEN, WIDTH, EXPERTS, CHOICES = 1024, 128, 3, 2
+HIDDEN, WIDTH, EXPERTS, CHOICES = 1024, 128, 9, 8
 
 
 @pytest.fixture(scope="module")
@@ -150,12 +150,13 @@ def test_other_tensors_are(call, change):
     assert call(arguments() | change) == (None, True)
 
 
-def test_more_choices_are(call):
-    given = arguments(4)
-    many = {name: given[name].repeat(1, few_experts.MOST_CHOICES // (4 * CHOICES)) for name in ("topk_weights", "topk_ids")}
-    assert not call(given | many)[1]
-    assert call(given | {name: tensor.repeat(1, 2) for name, tensor in many.items()}) == (None, True)
-    assert call(arguments(few_experts.MOST_CHOICES + 1)) == (None, True)
+@pytest.mark.parametrize(("choices", "most"), [(8, 4), (9, 2), (7, 0), (32, 0)])
+def test_more_tokens_are(call, choices, most):
+    """And tokens that choose another number of experts, of which no time is known."""
+    for tokens in (1, most, most + 1, 17):
+        given = arguments(max(tokens, 1))
+        given |= {name: given[name][:, :1].repeat(1, choices) for name in ("topk_weights", "topk_ids")}
+        assert call(given)[1] is (max(tokens, 1) > most)
 
 
 @pytest.mark.parametrize(

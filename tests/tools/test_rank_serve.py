@@ -278,7 +278,10 @@ def test_rows_have_what_the_log_says_of_what_is_served(tmp_path, capsys):
 """)
     assert servers.news("few_experts") == [front, active]
     with log.open("a") as more:
-        more.write("[2026-11-27 03:15:00] nsa_backend: experts of up to 4 tokens are two launches, 256 experts of 256\n")
+        more.write("[2026-11-27 03:15:00] nsa_backend: experts of up to 4 tokens are")
+    assert servers.news("few_experts") == []  # a line that is being written
+    with log.open("a") as more:
+        more.write(" two launches, 256 experts of 256\n")
     assert servers.news("few_experts") == ["nsa_backend: experts of up to 4 tokens are two launches, 256 experts of 256"]
     assert servers.news("few_experts") == []
     assert capsys.readouterr().out.splitlines()[0] == f"few_experts: {front}"

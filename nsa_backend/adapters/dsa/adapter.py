@@ -134,7 +134,7 @@ class DsaAdapter(Adapter):
 
     def divide_indexer(self, device_sm: int) -> None:
         """On Hopper by default, where that was measured."""
-        if divided_indexer.wanted(get_server_args(), device_sm):
+        if divided_indexer.wanted(self.resolved(get_server_args()), device_sm):
             divided_indexer.divide()
 
     def take_moe_configs(self) -> None:
