@@ -70,10 +70,11 @@ def divided_problems(args: Any) -> list[str]:
 def wanted(args: Any, device_sm: int) -> bool:
     """Whether ranks of a server of these resolved arguments are to divide it; see above."""
     said = asked(SWITCH)
-    if said is None:
-        as_it_ran = attention_tp_size_of(args) == args.tp_size and UNTRIED.serves(args)
-        return device_sm == 90 and as_it_ran and not divided_problems(args)
-    return said
+    if said is not None:
+        return said
+    if device_sm != 90 or attention_tp_size_of(args) != args.tp_size or not UNTRIED.serves(args):
+        return False
+    return not divided_problems(args)
 
 
 def divide() -> None:
