@@ -64,7 +64,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_PAIRED_LOGITS",
         "unset",
-        "unset: from two requests on an even number of verified tokens is scored in pairs, on 0.5.23 and Hopper; "
+        "unset: from two requests on, an even number of verified tokens is scored in pairs, on 0.5.23 and Hopper; "
         "1: from one, or no start; 0: singly",
         "0 to compare; 1 for one long request, or on 0.5.17",
     ),
@@ -78,8 +78,8 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_SHORT_PREFILLS",
         "unset",
-        "unset: prefills of up to 512 new tokens are one graph, on 0.5.23 and Hopper, unless the log "
-        "says why not; 1: always, or no start; 0: never",
+        "unset: prefills of up to 512 new tokens are one graph, on 0.5.23 and Hopper, unless the log says why not; "
+        "1: always, or no start; 0: never",
         "0 for a shorter start",
     ),
     Variable(

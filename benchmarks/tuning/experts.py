@@ -188,11 +188,14 @@ Calls = Sequence[Callable[[], torch.Tensor]]
 
 
 def timed(calls: dict[str, Calls], wanted: torch.Tensor) -> tuple[dict[str, float], dict[str, str]]:
-    """Microseconds of each way whose first call is right, and what is wrong with the others."""
+    """Microseconds a call of each way, whose calls take turns and whose first is right; and what is wrong with the others."""
     right, wrong = right_ones(
         calls, lambda some: float((some[0]().float() - wanted).norm() / wanted.norm()), TOO_FAR, "SGLang's"
     )
-    graphs = {name: captured_graph(lambda some=some: [call() for call in some]) for name, some in right.items()}
+    graphs = {
+        name: captured_graph(lambda some=some: [some[turn % len(some)]() for turn in range(REPEATS)])
+        for name, some in right.items()
+    }
     times = interleaved({name: graph.replay for name, graph in graphs.items()}, REPEATS, SAMPLES)
     return {name: round(us, 2) for name, (us, _) in times.items()}, wrong
 
@@ -203,23 +206,21 @@ def cell(name: str, rank: Rank, tokens: int) -> dict:
     shape = rank.shape
     x = torch.randn(tokens, shape.hidden, device="cuda").bfloat16()
     routed = rank.routed(tokens)
-    sglang = [rank.call(x, routed, try_get_optimal_moe_config)] * REPEATS
+    sglang = [rank.call(x, routed, try_get_optimal_moe_config)]
     wanted = sglang[0]().float()
     firsts = {name_of(first): first for first in firsts_for(tokens)}
-    alone = {tiles: [rank.call(x, routed, lookup_of(first))] * REPEATS for tiles, first in firsts.items()}
+    alone = {tiles: [rank.call(x, routed, lookup_of(first))] for tiles, first in firsts.items()}
     found, wrong = timed({"sglang": sglang} | alone, wanted)
     best = firsts[min(found.keys() & firsts, key=found.get)]
     pairs = {name_of(best, second): (best, second) for second in seconds_of(best)}
-    more, wrong_more = timed(
-        {tiles: [rank.call(x, routed, lookup_of(*pair))] * REPEATS for tiles, pair in pairs.items()}, wanted
-    )
+    more, wrong_more = timed({tiles: [rank.call(x, routed, lookup_of(*pair))] for tiles, pair in pairs.items()}, wanted)
     fastest = min(more, key=more.get)
     different = int((routed[1].unique() >= 0).sum())
     first, second = looked_up(shape, tokens)
     skewed = rank.routed(tokens, SKEW)
     ways = {
-        "sglang": [rank.call(x, skewed, try_get_optimal_moe_config)] * REPEATS,
-        "best": [rank.call(x, skewed, lookup_of(*pairs[fastest]))] * REPEATS,
+        "sglang": [rank.call(x, skewed, try_get_optimal_moe_config)],
+        "best": [rank.call(x, skewed, lookup_of(*pairs[fastest]))],
     }
     again, wrong_again = timed(ways, ways["sglang"][0]().float())
     of_few, wrong_few = few(rank, tokens, {"sglang": try_get_optimal_moe_config, "best": lookup_of(*pairs[fastest])})
@@ -253,14 +254,16 @@ def few_cell(name: str, rank: Rank, tokens: int) -> dict:
 
 def shipped(shape: Shape, tokens: int) -> tuple[Config, Config] | None:
     """Tiles of both products that this package has for this GPU and number of tokens, or None."""
-    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import get_config_file_name
-
-    names = [
-        get_config_file_name(shape.experts, shape.width, "fp8_w8a8", [GROUP, GROUP], down_moe=second)
-        for second in (False, True)
-    ]
+    names = file_names(shape.experts, shape.width)
     first, second = (moe_configs.measured().get(name, {}).get(str(tokens)) for name in names)
     return (first, second) if first and second else None
+
+
+def file_names(experts: int, width: int) -> list[str]:
+    """What SGLang calls the files of the first product's tiles and of the second's, on this GPU."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import get_config_file_name
+
+    return [get_config_file_name(experts, width, "fp8_w8a8", [GROUP, GROUP], down_moe=second) for second in (False, True)]
 
 
 def named(name: str, shape: Shape, tokens: int) -> dict:
@@ -296,12 +299,9 @@ def wins(row: dict) -> bool:
 
 def configs_of(rows: Sequence[dict]) -> dict[str, dict[str, Config]]:
     """Both files of this GPU, as SGLang calls them, of each number of experts: what is fastest at each number of tokens."""
-    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import get_config_file_name
-
     files: dict[str, dict[str, Config]] = {}
     for row in rows:
-        for product, second in (("first", False), ("second", True)):
-            name = get_config_file_name(row["experts"], row["width"], "fp8_w8a8", [GROUP, GROUP], down_moe=second)
+        for product, name in zip(("first", "second"), file_names(row["experts"], row["width"]), strict=True):
             files.setdefault(name, {})[str(row["tokens"])] = row["best" if wins(row) else "sglang"][product]
     return files
 

@@ -225,16 +225,20 @@ def long_requests() -> str:
 @PARTS.part
 def divided_indexer() -> str:
     """First tokens of one request by its tokens, where two of the first rank are one server."""
-    found = spreads(cells_of(result(FIRST_FILE, "divided_indexer"), "ttft_ms"), "ttft_ms")
-    told = {cell.length: f"{ratio(sides, 'default'):.2f}" for cell, sides in sorted(found.items())}
-    return f"{' / '.join(told.values())} at {' / '.join(map(str, told))} tokens"
+    found = of_two_ranks()
+    return f"{' / '.join(f'{over:.2f}' for over in found.values())} at {' / '.join(map(str, found))} tokens"
 
 
 @PARTS.part
 def divided_indexer_saved() -> str:
     """Percent of the same that it saves, least to most."""
+    return percent(of_two_ranks().values())
+
+
+def of_two_ranks() -> dict[int, float]:
+    """The default's first token over the built-in's there, by tokens."""
     found = spreads(cells_of(result(FIRST_FILE, "divided_indexer"), "ttft_ms"), "ttft_ms")
-    return percent(ratio(sides, "default") for sides in found.values())
+    return {cell.length: ratio(sides, "default") for cell, sides in sorted(found.items())}
 
 
 @PARTS.part

@@ -259,16 +259,15 @@ def experts_over_bytes() -> str:
 
 @PARTS.part
 def few_experts() -> str:
-    """Two launches for few tokens over this package's tiles, by model and number of tokens."""
+    """Two launches over SGLang's experts by model, with every number of tokens that one of them is served."""
+    rows = [row for row in result("experts_0_5_23", "few_tokens")["rows"] if row["tokens"] <= max(MOST_TOKENS.values())]
 
-    def told(rank: str, choices: int) -> dict[int, str]:
-        rows = [row for row in result("experts_0_5_23", "few_tokens")["rows"] if row["rank"] == rank]
-        few = {row["tokens"]: row["few_us"] for row in rows if row["tokens"] <= MOST_TOKENS[choices]}
-        return {tokens: f"{us[SERVED] / us['shipped']:.2f}" for tokens, us in few.items()}
+    def over(rank: str) -> dict[int, str]:
+        return {row["tokens"]: f"{row['few_us'][SERVED] / row['few_us']['sglang']:.2f}" for row in rows if row["rank"] == rank}
 
-    deepseek, glm = told("v3.2-tp8", 8), told("glm-5-tp8", 9)
-    of_glm = " / ".join(glm.get(tokens, "-") for tokens in deepseek)
-    return f"DeepSeek-V3.2 {' / '.join(deepseek.values())}, GLM-5 {of_glm} with {' / '.join(map(str, deepseek))} tokens"
+    deepseek, glm = over("v3.2-tp8"), over("glm-5-tp8")
+    told = f"DeepSeek-V3.2 {' / '.join(deepseek.values())}, GLM-5 {' / '.join(glm.values())}"
+    return f"{told} with {' / '.join(map(str, deepseek))} tokens"
 
 
 VALUES_TOGETHER = "ours with values in one launch, to o_proj"
