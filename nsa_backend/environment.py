@@ -14,7 +14,6 @@ class Variable:
     default: str  # what an unset variable is like: 0, 1, or unset where that is neither
     effect: str
     when: str  # to change it
-    tried: bool = True  # whether a server has run with it on a GPU; others share a row in the docs
 
 
 VARIABLES = (
@@ -91,11 +90,10 @@ VARIABLES = (
     ),
     Variable(
         "NSA_BACKEND_FEW_EXPERTS",
-        "0",
-        "1: block-FP8 experts of up to four tokens (GLM: two) are two launches, on 0.5.23, Hopper and SGLang's Triton runner, "
-        "or no start",
-        "to try it: no server has run it",
-        tried=False,
+        "unset",
+        "unset: MoE of up to four tokens (GLM: two) is two launches under --tp-size 8, on 0.5.23 and Hopper, where SGLang's "
+        "Triton runner has block-FP8 experts; 1: with other sizes too, or no start; 0: never",
+        "0 to compare",
     ),
     Variable(
         "NSA_BACKEND_MOE_CONFIGS",

@@ -39,9 +39,10 @@ def create_backend(runner: sglang_types.ModelRunner) -> NativeSparseAttnBackend:
         adapter.take_layer_fronts(runner, (NativeSparseAttnBackend,), demanded)
     adapter.take_context_parts(runner)
     backend = NativeSparseAttnBackend(runner)
-    adapter.score_at_once(backend.config.attention.device_sm)
-    adapter.divide_indexer(backend.config.attention.device_sm)
-    if switched_on("NSA_BACKEND_FEW_EXPERTS"):
+    device_sm = backend.config.attention.device_sm
+    adapter.score_at_once(device_sm)
+    adapter.divide_indexer(device_sm)
+    if few_experts.wanted(device_sm):
         few_experts.take()
     if asked("NSA_BACKEND_MOE_CONFIGS") is not False:
         adapter.take_moe_configs()

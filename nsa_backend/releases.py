@@ -68,7 +68,7 @@ DIVIDED_INDEXERS = ("0.5.23",)
 
 
 FEW_EXPERTS = ("0.5.23",)
-"""Releases on which block-FP8 experts of few tokens can be two launches, on Hopper."""
+"""Releases on which block-FP8 experts of few tokens are two launches unasked, on Hopper."""
 
 
 CONTEXT_RANKS = ("0.5.23",)

@@ -1,4 +1,7 @@
-"""Block-FP8 experts of few tokens by this package's two launches, where SGLang's Triton runner has eight."""
+"""Block-FP8 experts of few tokens by this package's two launches, where SGLang's Triton runner has eight.
+
+Unasked a server has them on Hopper, of experts as wide as a rank's under tensor parallel 8.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,19 @@ import torch
 
 from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
+from nsa_backend.environment import asked
 from nsa_backend.kernels import few_experts as kernels
 from nsa_backend.kernels.layer_front_weights import GROUP
+from nsa_backend.releases import few_experts_problem
 
 logger = logging.getLogger(__name__)
 
+SWITCH = "NSA_BACKEND_FEW_EXPERTS"
 MODULE = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
 MOST_TOKENS = {8: 4, 9: 2}
 """Of a forward, by the experts that each chooses: an H200 was faster with these, and with four that choose nine it was not."""
+TIMED_WIDTH = 256
+"""Of experts, as those of DeepSeek-V3.2 and GLM-5 are under tensor parallel 8. Others have the launches where asked."""
 
 SERVED = {
     "activation": "silu", "is_gated": True, "use_fp8_w8a8": True, "block_shape": [GROUP, GROUP],
@@ -29,6 +37,12 @@ SERVED = {
     "gemm1_alpha": None, "gemm1_limit": None, "swiglu_limit": None,
 }  # fmt: skip
 """Of SGLang's function, arguments that the launches serve with these values alone."""
+
+
+def wanted(device_sm: int) -> bool:
+    """Whether SGLang's Triton runner is to leave experts of few tokens to the launches on this GPU."""
+    said = asked(SWITCH)
+    return device_sm == 90 and few_experts_problem(device_sm) is None if said is None else said
 
 
 def take() -> None:
@@ -71,7 +85,7 @@ def serves(of: dict[str, Any]) -> bool:
     if any(of[name].dtype != dtype or not of[name].is_contiguous() for dtype, names in dtypes.items() for name in names):
         return False
     width, hidden = of["w1"].shape[1] // 2, of["w1"].shape[2]
-    return kernels.problem(hidden, width) is None
+    return (width == TIMED_WIDTH or asked(SWITCH) is True) and kernels.problem(hidden, width) is None
 
 
 def room_for_sums(hidden_states: torch.Tensor) -> torch.Tensor:

@@ -130,7 +130,7 @@ LAYER_CASES = [
         environment={},
         says="Using MoE kernel config E=256,N=256,device_name=NVIDIA_H200",
     ),
-    # Whose experts of up to eight tokens are two launches, in captured decode and rounds.
+    # Whose experts of up to four tokens are two launches, in captured decode and rounds, without being asked for.
     *(
         front(
             f"n{n}, nothing named, experts of few tokens",
@@ -138,7 +138,7 @@ LAYER_CASES = [
             ("1x300", "8x300", "short"),
             shape="experts-of-a-rank",
             engine=BY_ROWS,
-            environment={"NSA_BACKEND_FEW_EXPERTS": "1"},
+            environment={},
             says="tokens are two launches",
             **floors,
         )

@@ -36,6 +36,7 @@ def signature():
 def call(monkeypatch, signature):
     """Returns a function of arguments to what `experts` gives, and whether SGLang's function was asked."""
     round_as_a_gpu_does()
+    monkeypatch.setenv(few_experts.SWITCH, "1")
     server = SimpleNamespace(
         moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False),
         deterministic=SimpleNamespace(enable_deterministic_inference=False),
@@ -94,6 +95,7 @@ def test_a_layer_of_sglangs_has_them(monkeypatch, signature):
     from sglang_models import one_rank
 
     round_as_a_gpu_does()
+    monkeypatch.setenv(few_experts.SWITCH, "1")
     given = arguments()
     runner = import_module(few_experts.MODULE)
     monkeypatch.setattr(runner, "inplace_fused_experts", inspect.unwrap(runner.inplace_fused_experts))  # whose op is CUDA's
@@ -200,3 +202,24 @@ def test_the_hook_is_where_both_of_sglangs_operators_look(monkeypatch):
     monkeypatch.setattr(few_experts, "hook", lambda path, around, kind: hooked.append((path, around)))
     few_experts.take()
     assert hooked == [(f"{few_experts.MODULE}.fused_experts_impl", few_experts.experts)]
+
+
+@pytest.mark.parametrize(
+    ("said", "release", "device_sm", "wanted"),
+    [(None, "0.5.23", 90, True), (None, "0.5.17", 90, False), (None, "0.5.23", 100, False), ("0", "0.5.23", 90, False),
+     ("1", "0.5.23", 90, True)],
+)  # fmt: skip
+def test_who_asks_for_nothing_has_them_where_they_were_timed(monkeypatch, said, release, device_sm, wanted):
+    monkeypatch.delenv(few_experts.SWITCH, raising=False)
+    if said is not None:
+        monkeypatch.setenv(few_experts.SWITCH, said)
+    monkeypatch.setattr("nsa_backend.releases.installed", lambda: release)
+    assert few_experts.wanted(device_sm) is wanted
+
+
+def test_experts_of_a_width_that_was_not_timed_are_sglangs_unasked(call, monkeypatch):
+    assert not call(arguments())[1]
+    monkeypatch.delenv(few_experts.SWITCH)
+    assert call(arguments())[1]
+    monkeypatch.setattr(few_experts, "TIMED_WIDTH", WIDTH)
+    assert not call(arguments())[1]
