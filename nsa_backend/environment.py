@@ -91,8 +91,8 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_FEW_EXPERTS",
         "unset",
-        "unset: MoE of up to four tokens (GLM: two) is two launches under --tp-size 8, on 0.5.23 and Hopper, where SGLang's "
-        "Triton runner has block-FP8 experts; 1: with other sizes too, or no start; 0: never",
+        "unset: MoE of up to four tokens (GLM: two) is two launches with --tp-size 8, on 0.5.23 and Hopper; "
+        "1: other sizes too, or no start; 0: never",
         "0 to compare",
     ),
     Variable(

@@ -5,6 +5,7 @@ Unasked a server has them on Hopper, of experts as wide as a rank's under tensor
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -47,7 +48,28 @@ def wanted(device_sm: int) -> bool:
 
 def take() -> None:
     """Have SGLang's Triton runner leave experts of few tokens to them; once a process."""
+    hook(f"{MODULE}.fused_experts", apart, HookType.AROUND)
     hook(f"{MODULE}.fused_experts_impl", experts, HookType.AROUND)
+
+
+def apart(
+    original: Callable[..., torch.Tensor],
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_output: Any,
+    moe_runner_config: Any,
+    *arguments: Any,
+    **options: Any,
+) -> torch.Tensor:
+    """Around what chooses where sums go: those of few tokens never in the place of `hidden_states`.
+
+    In captured forwards the shared expert reads that on another stream (`DeepseekV2MoE.forward_normal_dual_stream`), and no
+    event says that it has when sums are written: SGLang's come seven launches later, ours one.
+    """
+    if moe_runner_config.inplace and len(hidden_states) <= max(MOST_TOKENS.values()):
+        moe_runner_config = dataclasses.replace(moe_runner_config, inplace=False)
+    return original(hidden_states, w1, w2, topk_output, moe_runner_config, *arguments, **options)
 
 
 def experts(

@@ -98,7 +98,8 @@ def test_a_layer_of_sglangs_has_them(monkeypatch, signature):
     monkeypatch.setenv(few_experts.SWITCH, "1")
     given = arguments()
     runner = import_module(few_experts.MODULE)
-    monkeypatch.setattr(runner, "inplace_fused_experts", inspect.unwrap(runner.inplace_fused_experts))  # whose op is CUDA's
+    monkeypatch.setattr(runner, "outplace_fused_experts", inspect.unwrap(runner.outplace_fused_experts))  # whose op is CUDA's
+    monkeypatch.setattr(runner, "fused_experts", partial(few_experts.apart, runner.fused_experts))
     original = lambda *_, **__: pytest.fail("SGLang's launches ran")  # noqa: E731
     original.__signature__ = signature
     monkeypatch.setattr(runner, "fused_experts_impl", partial(few_experts.experts, original))
@@ -114,7 +115,9 @@ def test_a_layer_of_sglangs_has_them(monkeypatch, signature):
             getattr(layer, f"{name}_scale_inv").copy_(given[f"{value}_scale"])
         layer.quant_method.process_weights_after_loading(layer)
         chosen = StandardTopKOutput(given["topk_weights"], given["topk_ids"], torch.zeros(2, EXPERTS))
-        found = layer(given["hidden_states"].clone(), chosen)
+        before = given["hidden_states"].clone()
+        found = layer(given["hidden_states"], chosen)
+    assert torch.equal(given["hidden_states"], before)  # which the shared expert may not have read yet
     names = "hidden_states", "w1", "w1_scale", "w2", "w2_scale", "topk_weights", "topk_ids"
     wanted = few_experts_torch(*(given[name] for name in names), factor=2.5).float()
     assert (found.float() - wanted).norm() < 5e-3 * wanted.norm()
@@ -201,7 +204,10 @@ def test_the_hook_is_where_both_of_sglangs_operators_look(monkeypatch):
     hooked = []
     monkeypatch.setattr(few_experts, "hook", lambda path, around, kind: hooked.append((path, around)))
     few_experts.take()
-    assert hooked == [(f"{few_experts.MODULE}.fused_experts_impl", few_experts.experts)]
+    assert hooked == [
+        (f"{few_experts.MODULE}.fused_experts", few_experts.apart),
+        (f"{few_experts.MODULE}.fused_experts_impl", few_experts.experts),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -223,3 +229,16 @@ def test_experts_of_a_width_that_was_not_timed_are_sglangs_unasked(call, monkeyp
     assert call(arguments())[1]
     monkeypatch.setattr(few_experts, "TIMED_WIDTH", WIDTH)
     assert not call(arguments())[1]
+
+
+@pytest.mark.parametrize(("tokens", "inplace", "handed"), [(4, True, False), (5, True, True), (4, False, False)])
+def test_sums_of_few_tokens_have_a_place_of_their_own(tokens, inplace, handed):
+    """SGLang's shared expert reads their input on another stream. A layer's own config stays as it is."""
+    from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+
+    config, seen = MoeRunnerConfig(inplace=inplace), []
+    words = list(inspect.signature(inspect.unwrap(import_module(few_experts.MODULE).fused_experts)).parameters)[:5]
+    given = dict(zip(words, (torch.zeros(tokens, 1), None, None, None, config), strict=True))
+    few_experts.apart(lambda *arguments, **options: seen.append((arguments[4].inplace, options)), **given, use_fp8_w8a8=True)
+    assert seen == [(handed, {"use_fp8_w8a8": True})]
+    assert config.inplace is inplace
