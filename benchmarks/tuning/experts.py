@@ -52,6 +52,7 @@ class Shape:
 RANKS = {
     "v3.2-tp8": Shape(256, 256, 7168, 256),
     "v3.2-tp16": Shape(256, 128, 7168, 256),
+    "v3.2-tp4": Shape(256, 512, 7168, 256),
     "glm-5-tp8": Shape(257, 256, 6144, 256),
     "v3.2-ep8": Shape(32, 2048, 7168, 256),  # tokens are those of all ranks, most of whose experts are elsewhere
 }

@@ -11,6 +11,7 @@ out, or an output differs without a tie to explain it.
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -145,6 +146,14 @@ def estimate(case: Case, backends: int) -> float:
     return backends * (starts * START_SECONDS[generation_of(installed()).adapter] + wave * waves) / 60
 
 
+def minutes_needed(cases: list[Case], args: argparse.Namespace) -> int:
+    """--minutes in which all engines of these cases end, `args.jobs` side by side, and each group is asked about its ties."""
+    both = set(BACKENDS) <= set(args.backends)
+    engines = len(cases) * len(args.backends) + both * len(asking_alike(cases))
+    longest = max(estimate(case, 1) for case in cases)
+    return math.ceil(math.ceil(engines / args.jobs) * longest + both * ASKING_SECONDS / 60)
+
+
 def launch(run: Run, case: Case, backend: str, port: int) -> tuple[dict | None, str]:
     """(what the case gave or None, its log)."""
     name = f"{case.name}-{backend}".replace(" ", "_")
@@ -240,6 +249,8 @@ def main() -> int:
         print(f"{estimate(case, len(args.backends)):5.1f} minutes  {case.name}")
     minutes = sum(estimate(case, len(args.backends)) for case in cases)
     print(f"{minutes:5.1f} minutes in all, {minutes / args.jobs:.1f} with {args.jobs} engines side by side", flush=True)
+    if (needed := minutes_needed(cases, args)) > args.minutes:
+        print(f"--minutes {args.minutes:g} may leave some of them out: {needed} are enough", flush=True)
     if args.list:
         return 0
     refuse_taken_ports(ports_of_run([case for case in cases for _ in args.backends], args.port))

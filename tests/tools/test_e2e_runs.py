@@ -163,6 +163,15 @@ class TestRuns:
         assert code == 1
         assert {"n5 fa3, ours", "n5 fa3, builtin"} <= set(report["not_measured"])
 
+    @pytest.mark.parametrize(
+        ("jobs", "backends", "needed"), [(1, ["ours", "builtin"], 10), (4, ["ours", "builtin"], 5), (1, ["ours"], 3)]
+    )
+    def test_who_gives_too_little_time_is_told_before_engines_start(self, monkeypatch, jobs, backends, needed):
+        """Of two cases that are asked about apart, with engines of 1.3 minutes."""
+        monkeypatch.setattr(run_all, "estimate", lambda case, backends: 1.3 * backends)
+        cases = [case for case in CASES if case.name in ("n2 fa3", "n3 chunked prefill")]
+        assert run_all.minutes_needed(cases, SimpleNamespace(jobs=jobs, backends=backends)) == needed
+
     @pytest.mark.parametrize(("backends", "started"), [(["ours", "builtin"], 1), (["ours"], 2)])
     def test_asking_about_ties_has_time_of_its_own(self, stand_ins, monkeypatch, tmp_path, backends, started):
         """Where two sides may part: the next engine is not started in it."""
