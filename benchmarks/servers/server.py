@@ -41,8 +41,8 @@ VARIANTS = {
 }
 """Sides that are ours with a switch set or with an option, below: rounds of three graphs, decode by whatever is fastest at its
 rows, layers whose front is two launches, rows of a request or a prompt together, no graphs of short requests, SGLang's tiles of
-experts, no prefills in one graph, no launches of our own for few tokens, an indexer that ranks of tensor parallel divide, and one
-that is whole on each."""
+experts, no prefills in one graph, no launches of our own for few tokens, an indexer that ranks of tensor parallel divide, and
+one that is whole on each."""
 
 WITH_DRAFTS = (THREE_GRAPHS, "sparse_verify", "verify", "front_verify")
 """Sides that are ours and no other where there are no drafts."""

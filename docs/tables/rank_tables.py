@@ -29,6 +29,8 @@ FEW_TOKENS = 300
 """Of a prompt in tables of all ranks. Rounds of fewer take as long, and first tokens have a table of their own."""
 MANY_TOKENS = 4096
 """The same at most: longer prompts are told in a sentence."""
+LEFT_TO_A_SENTENCE = (2, 4)
+"""Requests of which tables of all ranks do not tell."""
 DP_RANK, GLM_RANK, GLM_52_RANK = "v3.2-dp8", "glm-5.1-tp8", "glm-5.2-tp8"
 MODELS = {
     FIRST_RANK: "DeepSeek-V3.2", FP8_RANK: "DeepSeek-V3.2, FP8 KV", DP_RANK: "DeepSeek-V3.2, DP attention",
@@ -223,6 +225,17 @@ def long_requests() -> str:
 
 
 @PARTS.part
+def two_or_four() -> str:
+    """The default's rounds and tokens over the built-in's with so many requests, on all ranks, least to most."""
+    found = [(cell, ratio(*given)) for name, sides in DEFAULTS.items() for cell, given in of_rank(name, sides).items()]
+    rounds, tokens = (
+        spread(over for cell, over in found if cell.batch in LEFT_TO_A_SENTENCE and bool(cell.steps) == drafts)
+        for drafts in (True, False)
+    )
+    return f"rounds {rounds}, tokens {tokens}"
+
+
+@PARTS.part
 def divided_indexer() -> str:
     """First tokens of one request by its tokens, where two of the first rank are one server."""
     found = of_two_ranks()
@@ -341,7 +354,8 @@ def by_shape(by_rank: Mapping[str, Mapping[Cell, tuple[dict[str, Spread], str]]]
         for cell, (sides, side) in ((cell, given) for cell, given in found.items() if cell.steps in STEPS):
             head = MODELS[name] + ("" if cell.steps else ", no drafts")
             columns.setdefault(head, {})[cell.length, cell.batch] = mark(sides, side) + beside(sides, side, form)
-    shapes = sorted({at for column in columns.values() for at in column if FEW_TOKENS <= at[0] <= MANY_TOKENS})
+    told = {at for column in columns.values() for at in column if FEW_TOKENS <= at[0] <= MANY_TOKENS}
+    shapes = sorted(at for at in told if at[1] not in LEFT_TO_A_SENTENCE)
     rows = [[f"{at[1]} x {at[0]}", *(column.get(at, "-") for column in columns.values())] for at in shapes]
     return table(["requests x tokens", *columns], rows)
 

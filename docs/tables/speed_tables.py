@@ -218,7 +218,7 @@ def index_scores() -> str:
     return table(["requests; tokens:", *map(str, lengths)], rows)
 
 
-EXPERT_TOKENS = (1, 4, 8, 32, 128, 512, 8192)
+EXPERT_TOKENS = (8, 32, 128, 512, 8192)
 RANKS_OF_EXPERTS = {"v3.2-tp8": "DeepSeek-V3.2", "v3.2-tp16": "DeepSeek-V3.2, 16 GPUs"}
 """Those of expert parallel (`v3.2-ep8`) serve nobody yet: no server of eight GPUs ran with them."""
 
@@ -259,15 +259,15 @@ def experts_over_bytes() -> str:
 
 @PARTS.part
 def few_experts() -> str:
-    """Two launches over SGLang's experts by model, with every number of tokens that one of them is served."""
-    rows = [row for row in result("experts_0_5_23", "few_tokens")["rows"] if row["tokens"] <= max(MOST_TOKENS.values())]
+    """Two launches over SGLang's experts by model, with every number of tokens that it is served."""
+    rows = result("experts_0_5_23", "few_tokens")["rows"]
 
-    def over(rank: str) -> dict[int, str]:
-        return {row["tokens"]: f"{row['few_us'][SERVED] / row['few_us']['sglang']:.2f}" for row in rows if row["rank"] == rank}
+    def over(rank: str, choices: int) -> str:
+        served = [row for row in rows if row["rank"] == rank and row["tokens"] <= MOST_TOKENS[choices]]
+        told = " / ".join(f"{row['few_us'][SERVED] / row['few_us']['sglang']:.2f}" for row in served)
+        return f"{told} with {' / '.join(str(row['tokens']) for row in served)}"
 
-    deepseek, glm = over("v3.2-tp8"), over("glm-5-tp8")
-    told = f"DeepSeek-V3.2 {' / '.join(deepseek.values())}, GLM-5 {' / '.join(glm.values())}"
-    return f"{told} with {' / '.join(map(str, deepseek))} tokens"
+    return f"DeepSeek-V3.2 {over('v3.2-tp8', 8)}, GLM-5 {over('glm-5-tp8', 9)}"
 
 
 VALUES_TOGETHER = "ours with values in one launch, to o_proj"
