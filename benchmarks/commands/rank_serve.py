@@ -31,7 +31,7 @@ from nsa_backend.benchmarks.reports.captures import captures
 from nsa_backend.benchmarks.reports.cells import Cell, Prepared
 from nsa_backend.benchmarks.reports.rank_rows import shape_of, title_of
 from nsa_backend.benchmarks.servers import server_options
-from nsa_backend.benchmarks.servers.generation import in_turns, summary, turns
+from nsa_backend.benchmarks.servers.generation import first_tokens, in_turns, summary, turns
 from nsa_backend.benchmarks.servers.pairs import meeting
 from nsa_backend.benchmarks.servers.parallel import ALL_REDUCE, NCCL, ONE_GPU, Parallel, parsed
 from nsa_backend.benchmarks.servers.server import APART_SECONDS, BF16, KV, Server, own_words
@@ -282,6 +282,12 @@ def shapes(name: str, options: argparse.Namespace) -> list[tuple[int, int]]:
     return sorted((s for s in found if not most or s[0] * s[1] <= most), key=lambda s: (s[0] * s[1], s))
 
 
+FIRST_SAMPLES = 9
+"""Of first tokens, at least, of batches of at most FEW_TOKENS: of two requests a scheduler may take up one first, or both, so
+the two samples of a side were 67 and 92 ms, and of the other 63 and 66."""
+FEW_TOKENS = 2048
+
+
 def samples_of(batch: int, length: int) -> int:
     """Samples a side: first tokens of a short prompt wander by half, and long batches prefill for half a minute."""
     tokens = batch * length
@@ -302,22 +308,27 @@ def times(
 ) -> list[dict]:
     """A row a side: milliseconds of a round and a token, time to first token, tokens a second, tokens that its KV pool holds.
 
-    There are `samples` of each, or as many as `samples_of` says. The first rows of a server have what it has captured too, and
-    every row has what the server's log said for the first time until then.
+    There are `samples` of each, or as many as `samples_of` says, and of first tokens perhaps more: see FIRST_SAMPLES. The first
+    rows of a server have what it has captured too, and every row has what the server's log said for the first time until then.
     Where a pool is too small for the batch, of which requests would wait, rows have `needs_tokens` and no times.
     """
     running = servers.of(name, steps, turn, stage)
     samples = samples or samples_of(batch, length)
     pools, needed = {side: server.pool_tokens() for side, server in running.items()}, pool_needed(stage, batch, length, cached)
     fits = min(pools.values()) >= needed
-    found = in_turns(running, batch, length, TOKENS, samples, cached=cached, keeps=servers.most_cached > 0) if fits else {}
+    kept = {"cached": cached, "keeps": servers.most_cached > 0}
+    found = in_turns(running, batch, length, TOKENS, samples, **kept) if fits else {}
+    # the turn behind the last one has warmed the servers up
+    more = range(samples + 1, FIRST_SAMPLES + 1) if fits and batch * length <= FEW_TOKENS else ()
+    firsts = first_tokens(running, batch, length, more, **kept)
     cell = of_cell(servers, name, stage, steps, batch, length, cached) | {"tokens": TOKENS, "samples": samples}
+    cell |= {"first_samples": samples + len(more)} if more else {}
     return [
         cell
         | {"side": side, "turn": turn, "gpu": gpus, "seconds_to_ready": servers.ready[side], "pool_tokens": pools[side]}
         | ({"captures": servers.captured.pop(side)} if side in servers.captured else {})
         | ({"says": news} if (news := servers.news(side)) else {})
-        | (summary(found[side]) if fits else {"needs_tokens": needed})
+        | (summary(found[side], firsts[side]) if fits else {"needs_tokens": needed})
         for side, gpus in stage.servers
     ]
 

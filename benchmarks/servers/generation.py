@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -123,9 +124,35 @@ def in_turns(
     found: dict[str, list[Sample]] = {backend: [] for backend in servers}
     for number in range(repeats):
         for backend, server in servers.items():
-            if keeps and not cached:
-                server.forget()
-            found[backend].append(sample_of(server, turns(batch, length, cached, number), tokens, **sampling))
+            found[backend].append(one_turn(server, batch, length, tokens, number, cached=cached, keeps=keeps, **sampling))
+    return found
+
+
+def one_turn(
+    server: Server | Pair,
+    batch: int,
+    length: int,
+    tokens: int,
+    number: int,
+    *,
+    cached: int = 0,
+    keeps: bool = False,
+    **sampling: float,
+) -> Sample:
+    """A sample of turn `number`; see `in_turns`."""
+    if keeps and not cached:
+        server.forget()
+    return sample_of(server, turns(batch, length, cached, number), tokens, **sampling)
+
+
+def first_tokens(
+    servers: dict[str, Server | Pair], batch: int, length: int, numbers: Iterable[int], *, cached: int = 0, keeps: bool = False
+) -> dict[str, list[Sample]]:
+    """Of each server, one after the other, samples of the first token alone, of turns `numbers`; see `in_turns`."""
+    found: dict[str, list[Sample]] = {side: [] for side in servers}
+    for number in numbers:
+        for side, server in servers.items():
+            found[side].append(one_turn(server, batch, length, 1, number, cached=cached, keeps=keeps))
     return found
 
 
@@ -137,11 +164,11 @@ def spread(values: list[float], digits: int = 3) -> dict:
     }
 
 
-def summary(found: list[Sample]) -> dict:
-    """One side of a cell: median, least and most of each quantity."""
+def summary(found: list[Sample], firsts: Sequence[Sample] = ()) -> dict:
+    """One side of a cell: median, least and most of each quantity; of first tokens over `firsts` too."""
     return {
         "tokens_per_s": spread([one.tokens_per_s for one in found], 1),
-        "ttft_ms": spread([one.ttft_ms for one in found]),
+        "ttft_ms": spread([one.ttft_ms for one in (*found, *firsts)]),
         "tpot_ms": spread([one.tpot_ms for one in found]),
         "round_ms": spread([one.round_ms for one in found]),
         "accept": spread([one.accept for one in found])["median"],

@@ -287,6 +287,29 @@ def test_rows_have_what_the_log_says_of_what_is_served(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[0] == f"few_experts: {front}"
 
 
+@pytest.mark.parametrize(("batch", "length", "first_tokens_alone"), [(2, 300, 6), (8, 300, 0), (1, 4096, 0)])
+def test_first_tokens_of_few_tokens_have_more_samples(tmp_path, batch, length, first_tokens_alone):
+    """Rounds of these wander less, and first tokens of more tokens do."""
+    asked, taken = [], iter(range(20, 200, 10))
+
+    def streamed(prompts: list[list[int]], tokens: int) -> server.Streamed:
+        asked.append(tokens)
+        first = next(taken) / 1e3
+        answers = [{"output_ids": [0] * tokens, "meta_info": {}} for _ in prompts]
+        return server.Streamed([first] * len(prompts), first + (tokens - 1) / 100, answers)
+
+    servers = rank_serve.RankServers(tmp_path, 1, {}, "bfloat16", 1)
+    servers._found["auto"] = SimpleNamespace(log=tmp_path / "log", pool_tokens=lambda: 1 << 20, streamed=streamed)
+    (tmp_path / "log").write_text("")
+    stage = rank_serve.Stage(ONE_GPU, (("auto", "0"),))
+    servers.prepared.key, servers.ready["auto"] = ("v3.2-tp8", 0, 0, stage), 1.0
+    (row,) = rank_serve.times(servers, "v3.2-tp8", 0, 0, stage, batch, length, 0, samples=3)
+    assert asked == [rank_serve.TOKENS] * 4 + [1] * first_tokens_alone  # the first has warmed the server up
+    assert row.get("first_samples", 3) == 3 + first_tokens_alone
+    assert row["ttft_ms"]["min_max"] == [30.0, 50.0 + 10 * first_tokens_alone]
+    assert row["round_ms"]["median"] == 10.0
+
+
 class Crowded:
     """A server whose pool two of three requests fill, so that one of them was taken back."""
 
