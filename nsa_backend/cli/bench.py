@@ -23,6 +23,9 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 
+from nsa_backend.benchmarks.servers.server import OPTIONS as IMPLEMENTATIONS
+from nsa_backend.benchmarks.servers.server import VARIANTS
+
 EXAMPLE = "python -m nsa_backend bench metadata --quick --out metadata.json"
 
 BENCHES = {
@@ -56,6 +59,17 @@ BENCHES = {
 }
 """What to measure, and which of OPTIONS it takes; each is a module nsa_backend.benchmarks.commands.NAME."""
 
+
+def _sides_of_ours() -> str:
+    """Every one, with the variables that it sets, by what follows NSA_BACKEND_, and the implementation that it names."""
+
+    def told(side: str, variables: dict[str, str]) -> str:
+        sets = [f"{name.removeprefix('NSA_BACKEND_')}={value}" for name, value in variables.items()]
+        return f"{side} ({', '.join(sets + ['an implementation'] * (side in IMPLEMENTATIONS))})"
+
+    return ", ".join(told(side, variables) for side, variables in VARIANTS.items())
+
+
 OPTIONS = {
     "--steps": "draft steps N (0 in serve, profile and capture: no speculation)",
     "--batch": "requests; query rows in attention; in capture the most that run at once",
@@ -76,11 +90,7 @@ OPTIONS = {
     "--all-reduce": "how ranks of one server sum up: nccl alone, unless told, or sglang, whatever SGLang takes by itself",
     "--temperature": "of every request; 0, which is greedy, unless told",
     "--top-p": "of every request that samples; 1 unless told",
-    "--sides": "whose servers, in the order in which they start: ours, builtin, three_graphs (ours, "
-    "NSA_BACKEND_ROUND_GRAPH=0), auto (ours, NSA_BACKEND_AUTO_DECODE=1), front (ours, "
-    "NSA_BACKEND_LAYER_FRONT=1), sparse_verify and sparse_prefill (ours, with it), verify (sparse_verify and "
-    "NSA_BACKEND_PAIRED_LOGITS=1), front_verify (both), any_length (auto with NSA_BACKEND_SHORT_GRAPHS=0), "
-    "pieces (auto with NSA_BACKEND_SHORT_PREFILLS=0)",
+    "--sides": f"whose servers, in the order in which they start: ours, builtin, or ours otherwise: {_sides_of_ours()}",
     "--model": "folder of a checkpoint of your own, served by one side after the other; needs --prompts",
     "--prompts": "your prompts: a .jsonl file with text, messages or input_ids a line, or a text file with one a line",
     "--tokens": "most new tokens of an answer to one of --prompts",
