@@ -14,6 +14,7 @@ class Variable:
     default: str  # what an unset variable is like: 0, 1, or unset where that is neither
     effect: str
     when: str  # to change it
+    tried: bool = True  # whether a server has run with it on a GPU; others share a row in the docs
 
 
 VARIABLES = (
@@ -61,6 +62,13 @@ VARIABLES = (
         "0 to compare",
     ),
     Variable(
+        "NSA_BACKEND_ROW_PRODUCTS",
+        "0",
+        "1: projections of up to four rows are without tensor cores, where layers have this package's kernels, or no start",
+        "to try it: no GPU has run it",
+        tried=False,
+    ),
+    Variable(
         "NSA_BACKEND_PAIRED_LOGITS",
         "unset",
         "unset: from two requests on, an even number of verified tokens is scored in pairs, on 0.5.23 and Hopper; "
@@ -70,7 +78,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_SHORT_GRAPHS",
         "unset",
-        "unset: up to 64 requests, all within 2048 tokens, skip index scores and top-k in decode or rounds of one graph, on "
+        "unset: up to 64 requests, all within 2048 tokens, skip index scores and top-k, on "
         "0.5.23 and Hopper; 1: any number, --dcp-size and DP attention with --ep-size too, or no start; 0: never",
         "0 for a shorter start",
     ),

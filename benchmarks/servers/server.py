@@ -36,13 +36,11 @@ VARIANTS = {
     "sglang_moe": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_MOE_CONFIGS": "0"},
     "pieces": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_SHORT_PREFILLS": "0"},
     "tiles": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_FEW_EXPERTS": "0"},
+    "by_row": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_ROW_PRODUCTS": "1"},
     "divided_indexer": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_DIVIDED_INDEXER": "1"},
     "undivided": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_DIVIDED_INDEXER": "0"},
 }
-"""Sides that are ours with a switch set or with an option, below: rounds of three graphs, decode by whatever is fastest at its
-rows, layers whose front is two launches, rows of a request or a prompt together, no graphs of short requests, SGLang's tiles of
-experts, no prefills in one graph, no launches of our own for few tokens, an indexer that ranks of tensor parallel divide, and
-one that is whole on each."""
+"""Sides that are ours with switches set, or with an option of OPTIONS; `bench --help` has them all."""
 
 WITH_DRAFTS = (THREE_GRAPHS, "sparse_verify", "verify", "front_verify")
 """Sides that are ours and no other where there are no drafts."""

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from nsa_backend.adapters.option_rules import Rule
+from nsa_backend.environment import asked
 from nsa_backend.releases import layer_front_problem
+
+ROW_PRODUCTS = "NSA_BACKEND_ROW_PRODUCTS"
+"""The switch of projections of few rows without tensor cores."""
 
 
 def needed(attribute: str, option: str, served: tuple, advice: str | None = None) -> Rule:
@@ -31,4 +35,12 @@ def server_problems(args: Any) -> list[str]:
     found = [f"{rule.option} keeps SGLang's front: {rule.advice} to have ours" for rule in NEEDED if not rule.serves(args)]
     if "trtllm" in (args.dsa_decode_backend, args.dsa_prefill_backend) and args.kv_cache_dtype == "fp8_e4m3":
         found.append("trtllm on an FP8 KV cache, which rotates by itself, keeps SGLang's front: choose another to have ours")
+    return found
+
+
+def row_problems(args: Any) -> list[str]:
+    """One sentence for each reason why a server of these resolved arguments can have no projections by ROW_PRODUCTS."""
+    found = server_problems(args)
+    if asked("NSA_BACKEND_LAYER_FRONT") is False:
+        found.append("NSA_BACKEND_LAYER_FRONT=0 leaves SGLang's front, and they need ours: unset one")
     return found
