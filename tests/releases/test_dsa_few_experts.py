@@ -56,6 +56,19 @@ def call(monkeypatch, signature):
     return asked
 
 
+@pytest.fixture
+def launches(monkeypatch):
+    """In place of the launches, whose results are nothing here: where each was to write."""
+    places = []
+
+    def launched(*tensors: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
+        places.append(out)
+        return out
+
+    monkeypatch.setattr(few_experts.kernels, "few_experts", launched)
+    return places
+
+
 def arguments(tokens: int = 2) -> dict:
     """As SGLang's Triton runner hands them over, for block-FP8 experts."""
     generator = torch.Generator().manual_seed(tokens)
@@ -156,12 +169,13 @@ def test_other_tensors_are(call, change):
 
 
 @pytest.mark.parametrize(("choices", "most"), [(8, 4), (9, 2), (7, 0), (32, 0)])
-def test_more_tokens_are(call, choices, most):
+def test_more_tokens_are(call, launches, choices, most):
     """And tokens that choose another number of experts, of which no time is known."""
     for tokens in {1, most, most + 1, 17} - {0}:
         given = arguments(tokens)
         given |= {name: given[name][:, :1].repeat(1, choices) for name in ("topk_weights", "topk_ids")}
         assert call(given)[1] is (tokens > most)
+    assert [len(place) for place in launches] == [tokens for tokens in {1, most, most + 1, 17} - {0} if tokens <= most]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +187,7 @@ def test_servers_that_want_sums_otherwise_are(call, part):
     assert call(arguments()) == (None, True)
 
 
-def test_the_sum_is_where_sglang_has_it(call, monkeypatch):
+def test_the_sum_is_where_sglang_has_it(call, launches, monkeypatch):
     """In memory that NCCL knows where ranks allocate alike, which they do without DP attention."""
     asked, alike = [], [True, False]
 
@@ -186,8 +200,11 @@ def test_the_sum_is_where_sglang_has_it(call, monkeypatch):
     for answer in alike:
         monkeypatch.setattr("sglang.srt.layers.dp_attention.is_allocation_symmetric", lambda answer=answer: answer)
         assert not call(arguments() | {"inplace": False})[1]
-        assert not call(arguments() | {"inplace": True})[1]
+        there = arguments() | {"inplace": True}
+        assert not call(there)[1]
+        assert launches[-1] is there["hidden_states"]
     assert asked == [False, True]
+    assert len(launches) == 4
 
 
 def test_every_argument_of_sglangs_function_is_known(signature):
@@ -223,12 +240,13 @@ def test_who_asks_for_nothing_has_them_where_they_were_timed(monkeypatch, said, 
     assert few_experts.wanted(device_sm) is wanted
 
 
-def test_experts_of_a_width_that_was_not_timed_are_sglangs_unasked(call, monkeypatch):
+def test_experts_of_a_width_that_was_not_timed_are_sglangs_unasked(call, launches, monkeypatch):
     assert not call(arguments())[1]
     monkeypatch.delenv(few_experts.SWITCH)
     assert call(arguments())[1]
     monkeypatch.setattr(few_experts, "TIMED_WIDTH", WIDTH)
     assert not call(arguments())[1]
+    assert len(launches) == 2
 
 
 @pytest.mark.parametrize(("tokens", "inplace", "handed"), [(4, True, False), (5, True, True), (4, False, False)])

@@ -30,8 +30,7 @@ def _small(monkeypatch):
     monkeypatch.setattr(kernel, "SERVED", kernel.Tile(columns=16, step=128, stages=2))
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["deepseek", "glm"])
-@pytest.mark.parametrize("form", Scales)
+@pytest.mark.parametrize(("fused", "form"), [(False, Scales.POWERS_OF_TWO), (True, Scales.EXACT)], ids=["deepseek", "glm"])
 def test_a_layer_has_them_before_its_norms_and_behind(monkeypatch, fused, form):
     """What is behind each is a kernel of ours; with one row more than there may be, sums are divided as before."""
     layers = a_layer(monkeypatch, fused=fused)
