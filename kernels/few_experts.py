@@ -18,6 +18,7 @@ import triton.language as tl
 from nsa_backend.kernels.blocks import power_of_two
 from nsa_backend.kernels.checks import check_tensor, require
 from nsa_backend.kernels.dependent_launch import early, let_next_begin, wait_for_kernel_ahead
+from nsa_backend.kernels.lane_sums import LANE, sum_of_lanes
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_steps import quantised, rounded
 from nsa_backend.kernels.layer_front_weights import GROUP
@@ -40,6 +41,7 @@ class Tile:
     sum_warps: int = 4  # twice as many from sixteen choices on
     by_choice: int = 0  # stages of the second launch where it takes one choice after the other
     ahead: bool = False  # whether the second launch reads its weights before the first has ended, of two groups of values
+    by_lane: bool = False  # whether threads add up what they load at once, to keep fewer sums and leave room for more programs
 
 
 ONE_OR_TWO = Tile(values=4, step=1024, ahead=True)
@@ -61,6 +63,7 @@ def gate_up_kernel(
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
+    LANES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Program (choice of a token, block of values). All tensors contiguous."""
@@ -78,14 +81,19 @@ def gate_up_kernel(
         gate_scales = scales_ptr + expert * (2 * WIDTH // GROUP_OF_KERNEL * of_hidden)
         gate_scales += block * VALUES // GROUP_OF_KERNEL * of_hidden + group
         x = x_ptr + (choice // CHOSEN).to(tl.int64) * HIDDEN + group[:, None] * GROUP_OF_KERNEL + inside[None, :]
-        gate, up = tl.zeros([VALUES, STEP], tl.float32), tl.zeros([VALUES, STEP], tl.float32)
+        kept: tl.constexpr = STEP // LANE if LANES else STEP
+        gate, up = tl.zeros([VALUES, kept], tl.float32), tl.zeros([VALUES, kept], tl.float32)
         for start in tl.range(0, HIDDEN, STEP, num_stages=STAGES):
             values, scale = quantised(tl.load(x + start).to(tl.float32), False, COMPILED)
             gate_scale = tl.load(gate_scales + start // GROUP_OF_KERNEL)[:, None] * scale
             up_scale = tl.load(gate_scales + WIDTH // GROUP_OF_KERNEL * of_hidden + start // GROUP_OF_KERNEL)[:, None] * scale
             values = values.to(tl.float32)
-            gate += tl.load(gates + start).to(tl.float32) * tl.reshape(values * gate_scale, (1, STEP))
-            up += tl.load(gates + WIDTH * HIDDEN + start).to(tl.float32) * tl.reshape(values * up_scale, (1, STEP))
+            of_gate = tl.load(gates + start).to(tl.float32) * tl.reshape(values * gate_scale, (1, STEP))
+            of_up = tl.load(gates + WIDTH * HIDDEN + start).to(tl.float32) * tl.reshape(values * up_scale, (1, STEP))
+            if LANES:
+                of_gate, of_up = sum_of_lanes(of_gate, LANE), sum_of_lanes(of_up, LANE)
+            gate += of_gate
+            up += of_up
         opened, passed = rounded(tl.sum(gate, axis=1)), rounded(tl.sum(up, axis=1))
         inner = opened / (1.0 + tl.exp(-opened)) * passed
         tl.store(inner_ptr + choice * WIDTH + block * VALUES + tl.arange(0, VALUES), inner.to(tl.bfloat16))
@@ -105,6 +113,7 @@ def down_kernel(
     WIDTH: tl.constexpr,
     SUMS: tl.constexpr,
     AHEAD: tl.constexpr,
+    LANES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Program (token, block of values). All tensors contiguous. Choices are taken by powers of two, nine as eight and one."""
@@ -116,7 +125,7 @@ def down_kernel(
         if CHOSEN // (16 >> bit) % 2:
             summed += sum_of_some(
                 inner_ptr, weight_ptr, scales_ptr, shares_ptr, chosen_ptr, token * CHOSEN, block, CHOSEN, 16 >> bit, HIDDEN,
-                WIDTH, SUMS, AHEAD, COMPILED,
+                WIDTH, SUMS, AHEAD, LANES, COMPILED,
             )  # fmt: skip
     tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), (summed * factor).to(tl.bfloat16))
 
@@ -124,7 +133,8 @@ def down_kernel(
 @triton.jit
 def sum_of_some(
     inner_ptr, weight_ptr, scales_ptr, shares_ptr, chosen_ptr, first, block, CHOSEN: tl.constexpr, SOME: tl.constexpr,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SUMS: tl.constexpr, AHEAD: tl.constexpr, COMPILED: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SUMS: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     """float32 [SUMS]: what the SOME choices behind all larger powers of two in CHOSEN give.
 
@@ -140,7 +150,7 @@ def sum_of_some(
     weights = weight_ptr + (expert * (HIDDEN * WIDTH))[:, None, None] + rows
     scales = scales_ptr + expert * (HIDDEN // GROUP_OF_KERNEL * of_width) + block * SUMS // GROUP_OF_KERNEL * of_width
     inner = inner_ptr + (choice * WIDTH)[:, None] + inside[None, :]
-    total = tl.zeros([SOME, SUMS, GROUP_OF_KERNEL], tl.float32)
+    total = tl.zeros([SOME, SUMS, GROUP_OF_KERNEL // LANE if LANES else GROUP_OF_KERNEL], tl.float32)
     if read_ahead:
         left = tl.load(weights, there[:, None, None], 0.0)
         right = tl.load(weights + GROUP_OF_KERNEL, there[:, None, None], 0.0)
@@ -153,7 +163,8 @@ def sum_of_some(
             weight = left if group == 0 else right
         else:
             weight = tl.load(weights + group * GROUP_OF_KERNEL, there[:, None, None], 0.0)
-        total += weight.to(tl.float32) * (values.to(tl.float32) * scale)[:, None, :]
+        products = weight.to(tl.float32) * (values.to(tl.float32) * scale)[:, None, :]
+        total += sum_of_lanes(products, LANE) if LANES else products
     share = tl.load(shares_ptr + choice, there, 0.0)
     return tl.sum(rounded(tl.sum(total, axis=2) * share[:, None]), axis=0)
 
@@ -254,7 +265,7 @@ def few_experts(
         ahead = tile.ahead and width == 2 * GROUP and not tile.by_choice
         gate_up_kernel[(tokens * choices, width // tile.values)](
             x, first, first_scales, chosen, inner, VALUES=tile.values, STEP=tile.step, STAGES=tile.stages, AHEAD=ahead,
-            num_warps=tile.warps, **launch,
+            LANES=tile.by_lane, num_warps=tile.warps, **launch,
         )  # fmt: skip
         given = inner, second, second_scales, chosen, shares, out, factor
         grid = tokens, hidden // tile.sums
@@ -262,5 +273,5 @@ def few_experts(
             down_by_choice_kernel[grid](*given, SUMS=tile.sums, STAGES=tile.by_choice, num_warps=tile.sum_warps, **launch)
         else:
             warps = tile.sum_warps * (2 if choices >= 16 else 1)
-            down_kernel[grid](*given, SUMS=tile.sums, AHEAD=ahead, num_warps=warps, **launch)
+            down_kernel[grid](*given, SUMS=tile.sums, AHEAD=ahead, LANES=tile.by_lane, num_warps=warps, **launch)
     return out

@@ -17,6 +17,7 @@ import triton.language as tl
 from nsa_backend.kernels.blocks import blocks, power_of_two
 from nsa_backend.kernels.checks import check_tensor, require
 from nsa_backend.kernels.dependent_launch import early, let_next_begin, wait_for_kernel_ahead
+from nsa_backend.kernels.lane_sums import LANE, LANE_OF_BFLOAT16, sum_of_lanes
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_steps import quantised
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
@@ -84,18 +85,17 @@ def row_products_kernel(
     of_inner: tl.constexpr = INNER // GROUP_OF_KERNEL
     row, column, at = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, STEP)
     there = row < rows
-    total = tl.zeros([ROWS, COLUMNS, STEP], tl.float32)
     if THIRD > 0:  # noqa: SIM102  the compiler leaves it out by this alone
         if block >= (FIRST + SECOND) // COLUMNS:
             begin = block * COLUMNS - (FIRST + SECOND)
             weights = third_ptr + (begin + column)[None, :, None] * INNER + at[None, None, :]
             hidden = x_ptr + row[:, None, None] * INNER + at[None, None, :]
+            sums = tl.zeros([ROWS, COLUMNS, STEP // LANE_OF_BFLOAT16], tl.float32)
             for start in tl.range(0, INNER, STEP, num_stages=STAGES):
-                total += tl.load(weights + start).to(tl.float32) * tl.load(hidden + start, there[:, None, None], 0.0).to(
-                    tl.float32
-                )
+                values = tl.load(hidden + start, there[:, None, None], 0.0).to(tl.float32)
+                sums += sum_of_lanes(tl.load(weights + start).to(tl.float32) * values, LANE_OF_BFLOAT16)
             out = third_out_ptr + row[:, None] * THIRD + begin + column[None, :]
-            tl.store(out, tl.sum(total, axis=2), there[:, None])
+            tl.store(out, tl.sum(sums, axis=2), there[:, None])
             return
     if block < FIRST // COLUMNS:
         weight, scales, out, width, begin = first_ptr, first_scales_ptr, first_out_ptr, FIRST, block * COLUMNS
@@ -107,6 +107,7 @@ def row_products_kernel(
     given, inside = of_row < rows, tl.arange(0, GROUP_OF_KERNEL)
     x = x_ptr + (of_row * INNER + group * GROUP_OF_KERNEL)[:, None] + inside[None, :]
     scales += begin // GROUP_OF_KERNEL * of_inner + group
+    total = tl.zeros([ROWS, COLUMNS, STEP // LANE], tl.float32)
     for start in tl.range(0, INNER, STEP, num_stages=STAGES):
         values = tl.load(x + start, given[:, None], 0.0)
         if QUANTISES:
@@ -115,7 +116,8 @@ def row_products_kernel(
             of_groups = (group + start // GROUP_OF_KERNEL) * group_stride
             scale = tl.load(x_scales_ptr + of_row * row_stride + of_groups, given, 0.0)[:, None]
         scale *= tl.load(scales + start // GROUP_OF_KERNEL)[:, None]
-        total += tl.load(weights + start).to(tl.float32) * tl.reshape(values.to(tl.float32) * scale, (ROWS, 1, STEP))
+        values = tl.reshape(values.to(tl.float32) * scale, (ROWS, 1, STEP))
+        total += sum_of_lanes(tl.load(weights + start).to(tl.float32) * values, LANE)
     out += row[:, None] * width + begin + column[None, :]
     tl.store(out, tl.sum(total, axis=2).to(tl.bfloat16), there[:, None])
 

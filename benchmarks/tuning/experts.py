@@ -163,6 +163,15 @@ FEW_TILES = [
         for values, step, stages in ((8, 512, 3), (4, 1024, 3), (16, 512, 3), (16, 256, 5))
     ),
 ]
+FEW_TILES += [
+    replace(tile, by_lane=True)
+    for tile in (
+        *FEW_TILES[:5],
+        replace(MORE, sums=64),
+        replace(ONE_OR_TWO, values=8),
+        replace(ONE_OR_TWO, sums=16),
+    )
+]
 
 
 def few(rank: Rank, tokens: int, ways: dict[str, Callable]) -> tuple[dict[str, float], dict[str, str]]:

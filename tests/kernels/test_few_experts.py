@@ -98,7 +98,16 @@ def test_tiles_by_tokens(device, tokens, choices):
     check(inputs(tokens, choices, 1024, 256, device))
 
 
-@pytest.mark.parametrize("tile", [Tile(values=16, step=256, sums=32), Tile(values=4, sums=16), Tile(sums=16, by_choice=3)])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        Tile(values=16, step=256, sums=32),
+        Tile(values=4, sums=16),
+        Tile(sums=16, by_choice=3),
+        Tile(values=16, step=256, sums=32, by_lane=True),
+        Tile(values=16, sums=16, by_choice=3, by_lane=True),
+    ],
+)
 def test_other_tiles_give_the_same(device, tile):
     check(inputs(1, 2, 512, 128, device), tile=tile)
 
