@@ -16,11 +16,7 @@ from nsa_backend.adapters.dsa.layer_front.by_row import ByRow, multiply_by_row
 from nsa_backend.kernels import row_products as kernel
 from nsa_backend.kernels.layer_front_torch import product_torch, quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
-from nsa_backend.releases import LAYER_FRONTS, installed
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
-
-if installed() not in LAYER_FRONTS:
-    pytest.skip("layers of this release have no front of ours", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)
