@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from nsa_backend.testing.interpreter import drop_unused_work
+from nsa_backend.testing.interpreter import drop_unused_work, round_as_a_gpu_does
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -15,6 +15,15 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request) -> str:
     return request.param
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """What launchers allocate has NaN in it, and where kernels are interpreted they round as on a GPU."""
+    round_as_a_gpu_does()
+    for name in ("empty", "empty_like"):
+        made = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *given, made=made, **form: made(*given, **form).fill_(float("nan")))
 
 
 @pytest.fixture

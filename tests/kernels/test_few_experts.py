@@ -11,19 +11,12 @@ from nsa_backend.kernels.few_experts import MOST_TOKENS, Tile, few_experts, prob
 from nsa_backend.kernels.few_experts_torch import exactly, few_experts_torch
 from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
-from nsa_backend.testing.interpreter import round_as_a_gpu_does
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 EXPERTS = 9
 LARGE = Tile(values=64, sums=128)
 """Few programs, of which the interpreter runs one after the other."""
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch):
-    round_as_a_gpu_does()  # where kernels are interpreted
-    for name in ("empty", "empty_like"):
-        made = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *given, made=made, **form: made(*given, **form).fill_(float("nan")))
 
 
 def inputs(tokens: int, choices: int, hidden: int, width: int, device: str, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -8,19 +8,13 @@ import torch
 from nsa_backend.kernels.layer_front_torch import product_torch, quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.kernels.row_products import MOST_ROWS, Tile, row_products
-from nsa_backend.testing.interpreter import round_as_a_gpu_does
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 SMALL = Tile(columns=16, step=256, stages=2)
 """Few programs, as the interpreter runs them one after the other."""
 SUMMED = 2**-18
 """Of the sum of absolute values, which float32 adds up."""
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch):
-    round_as_a_gpu_does()  # where kernels are interpreted
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *shape, **form: empty(*shape, **form).fill_(float("nan")))
 
 
 def weight(columns: int, inner: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,8 @@ import torch
 from nsa_backend.kernels.layer_front_torch import product_torch
 from nsa_backend.kernels.layer_front_weights import GROUP
 from nsa_backend.kernels.split_products import MOST_ROWS, TILES_OF_QUERIES, counters, padded_rows, split_products
-from nsa_backend.testing.interpreter import round_as_a_gpu_does
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 NAN = 0x7F
 SUMMED = 2**-10
@@ -16,13 +17,6 @@ SUMMED = 2**-10
 
 On an H200 0.2 of it was the most of 2112 columns of 7168 values, and 0.6 of 8192 of 1536, where fewer groups even it out.
 """
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch):
-    round_as_a_gpu_does()  # where kernels are interpreted
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *shape, **form: empty(*shape, **form).fill_(float("nan")))
 
 
 def weight(columns: int, inner: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,16 +10,10 @@ from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_torch import value_products_torch
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.kernels.value_products import MOST_ROWS, value_counters, value_products
-from nsa_backend.testing.interpreter import round_as_a_gpu_does
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 LATENT = 512
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch):
-    round_as_a_gpu_does()  # where kernels are interpreted
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *shape, **form: empty(*shape, **form).fill_(float("nan")))
 
 
 def inputs(rows: int, heads: int, width: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
