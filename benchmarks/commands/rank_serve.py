@@ -31,7 +31,7 @@ from nsa_backend.benchmarks.reports.captures import captures
 from nsa_backend.benchmarks.reports.cells import Cell, Prepared
 from nsa_backend.benchmarks.reports.rank_rows import shape_of, title_of
 from nsa_backend.benchmarks.servers import server_options
-from nsa_backend.benchmarks.servers.generation import first_tokens, in_turns, summary, turns
+from nsa_backend.benchmarks.servers.generation import in_turns, of_turns, summary, turns
 from nsa_backend.benchmarks.servers.pairs import meeting
 from nsa_backend.benchmarks.servers.parallel import ALL_REDUCE, NCCL, ONE_GPU, Parallel, parsed
 from nsa_backend.benchmarks.servers.server import APART_SECONDS, BF16, KV, Server, own_words
@@ -320,7 +320,7 @@ def times(
     found = in_turns(running, batch, length, TOKENS, samples, **kept) if fits else {}
     # the turn behind the last one has warmed the servers up
     more = range(samples + 1, FIRST_SAMPLES + 1) if fits and batch * length <= FEW_TOKENS else ()
-    firsts = first_tokens(running, batch, length, more, **kept)
+    firsts = of_turns(running, batch, length, 1, more, **kept)
     cell = of_cell(servers, name, stage, steps, batch, length, cached) | {"tokens": TOKENS, "samples": samples}
     cell |= {"first_samples": samples + len(more)} if more else {}
     return [

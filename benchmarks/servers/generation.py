@@ -121,38 +121,27 @@ def in_turns(
         if cached:
             server.generate(prompts(batch, cached), 1)
         sample_of(server, turns(warm, length, cached, repeats), tokens, **sampling)
-    found: dict[str, list[Sample]] = {backend: [] for backend in servers}
-    for number in range(repeats):
-        for backend, server in servers.items():
-            found[backend].append(one_turn(server, batch, length, tokens, number, cached=cached, keeps=keeps, **sampling))
-    return found
+    return of_turns(servers, batch, length, tokens, range(repeats), cached=cached, keeps=keeps, **sampling)
 
 
-def one_turn(
-    server: Server | Pair,
+def of_turns(
+    servers: dict[str, Server | Pair],
     batch: int,
     length: int,
     tokens: int,
-    number: int,
+    numbers: Iterable[int],
     *,
     cached: int = 0,
     keeps: bool = False,
     **sampling: float,
-) -> Sample:
-    """A sample of turn `number`; see `in_turns`."""
-    if keeps and not cached:
-        server.forget()
-    return sample_of(server, turns(batch, length, cached, number), tokens, **sampling)
-
-
-def first_tokens(
-    servers: dict[str, Server | Pair], batch: int, length: int, numbers: Iterable[int], *, cached: int = 0, keeps: bool = False
 ) -> dict[str, list[Sample]]:
-    """Of each server, one after the other, samples of the first token alone, of turns `numbers`; see `in_turns`."""
+    """Samples of turns `numbers`, of each server one after the other; see `in_turns`, which warms them up."""
     found: dict[str, list[Sample]] = {side: [] for side in servers}
     for number in numbers:
         for side, server in servers.items():
-            found[side].append(one_turn(server, batch, length, 1, number, cached=cached, keeps=keeps))
+            if keeps and not cached:
+                server.forget()
+            found[side].append(sample_of(server, turns(batch, length, cached, number), tokens, **sampling))
     return found
 
 

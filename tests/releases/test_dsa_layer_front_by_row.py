@@ -132,7 +132,7 @@ def test_weights_of_which_no_tile_is_whole_are_sglangs(linear, monkeypatch):
 def test_they_need_our_front(monkeypatch):
     args = SimpleNamespace(**{rule.attribute: rule.served[0] for rule in options.NEEDED}, kv_cache_dtype="auto")
     args.dsa_decode_backend = args.dsa_prefill_backend = None
-    assert options.row_problems(args) == []
+    assert options.dependent_problems(args) == []
     monkeypatch.setenv("NSA_BACKEND_LAYER_FRONT", "0")
-    (sentence,) = options.row_problems(args)
+    (sentence,) = options.dependent_problems(args)
     assert sentence == "NSA_BACKEND_LAYER_FRONT=0 leaves SGLang's front, and they need ours: unset one"

@@ -38,8 +38,8 @@ def server_problems(args: Any) -> list[str]:
     return found
 
 
-def row_problems(args: Any) -> list[str]:
-    """One sentence for each reason why a server of these resolved arguments can have no projections by ROW_PRODUCTS."""
+def dependent_problems(args: Any) -> list[str]:
+    """One sentence for each reason why a server of these resolved arguments can have nothing that needs our front."""
     found = server_problems(args)
     if asked("NSA_BACKEND_LAYER_FRONT") is False:
         found.append("NSA_BACKEND_LAYER_FRONT=0 leaves SGLang's front, and they need ours: unset one")

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.environ import envs
 
-from nsa_backend.adapters.dsa.layer_front.options import needed, server_problems
+from nsa_backend.adapters.dsa.layer_front.options import dependent_problems, needed
 from nsa_backend.adapters.dsa.rounds import served
 from nsa_backend.adapters.option_rules import nested
 from nsa_backend.environment import asked, switched_on
@@ -56,9 +56,7 @@ UNTRIED = (
 
 def prefill_problems(args: Any) -> list[str]:
     """One sentence for each reason why a server of these resolved arguments can have no whole graphs of prefills."""
-    found = server_problems(args)
-    if asked("NSA_BACKEND_LAYER_FRONT") is False:
-        found.append("NSA_BACKEND_LAYER_FRONT=0 leaves SGLang's front, and they need ours: unset one")
+    found = dependent_problems(args)
     if switched_on("NSA_BACKEND_CHECK"):
         found.append("NSA_BACKEND_CHECK=1 has run beside no whole graph of a prefill: unset one")
     if layer_front_problem() is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nsa_backend.adapters.dsa.layer_front.options import needed, server_problems
+from nsa_backend.adapters.dsa.layer_front.options import dependent_problems, needed
 from nsa_backend.adapters.dsa.rounds import served
 from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
@@ -40,9 +40,7 @@ OF_RANKS = (needed("ep_size", "--ep-size", (1,)),)
 
 def short_problems(args: Any) -> list[str]:
     """One sentence for each reason why a server of these resolved arguments can have no such graphs."""
-    found = server_problems(args)
-    if asked("NSA_BACKEND_LAYER_FRONT") is False:
-        found.append("NSA_BACKEND_LAYER_FRONT=0 leaves SGLang's front, and ours alone has them: unset one")
+    found = dependent_problems(args)
     if args.speculative_algorithm is not None and round_graph_problem() is None:
         if asked(served.SWITCH) is False:
             found.append(f"{served.SWITCH}=0 leaves rounds of three graphs, and those of one alone have them: unset one")
