@@ -78,7 +78,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_SHORT_GRAPHS",
         "unset",
-        "unset: up to 64 requests, all within 2048 tokens, skip index scores and top-k, on "
+        "unset: up to 64 requests, all within 2048 tokens, skip index scores and top-k in decode or rounds of one graph, on "
         "0.5.23 and Hopper; 1: any number, --dcp-size and DP attention with --ep-size too, or no start; 0: never",
         "0 for a shorter start",
     ),

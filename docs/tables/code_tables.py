@@ -219,7 +219,7 @@ def environment() -> str:
 
     rows = [[f"`{found.name}`", found.effect, found.when] for found in VARIABLES if found.tried]
     if untried := [f"`{found.name}`" for found in VARIABLES if not found.tried]:
-        rows.append([", ".join(untried), "1: never run on a GPU", "never; see `doctor --all`"])
+        rows.append([", ".join(untried), "1: untried on GPUs", "see `doctor --all`"])
     return table(["0 or 1", "effect", "when to set it"], rows)
 
 

@@ -259,13 +259,15 @@ def experts_over_bytes() -> str:
 
 @PARTS.part
 def few_experts() -> str:
-    """Two launches over SGLang's experts by model, with every number of tokens that it is served."""
+    """Two launches over SGLang's experts by model, with every number of tokens that it is served, and the first that loses."""
     rows = result("experts_0_5_23", "few_tokens")["rows"]
 
     def over(rank: str, choices: int) -> str:
-        served = [row for row in rows if row["rank"] == rank and row["tokens"] <= MOST_TOKENS[choices]]
-        told = " / ".join(f"{row['few_us'][SERVED] / row['few_us']['sglang']:.2f}" for row in served)
-        return f"{told} with {' / '.join(str(row['tokens']) for row in served)}"
+        ratios = {row["tokens"]: row["few_us"][SERVED] / row["few_us"]["sglang"] for row in rows if row["rank"] == rank}
+        served = [tokens for tokens in ratios if tokens <= MOST_TOKENS[choices]]
+        lost = [f", {one:.2f} with {tokens}, not served" for tokens, one in ratios.items() if tokens not in served and one >= 1]
+        told = " / ".join(f"{ratios[tokens]:.2f}" for tokens in served)
+        return f"{told} with {' / '.join(map(str, served))}{''.join(lost[:1])}"
 
     return f"DeepSeek-V3.2 {over('v3.2-tp8', 8)}, GLM-5 {over('glm-5-tp8', 9)}"
 
