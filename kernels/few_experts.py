@@ -18,7 +18,6 @@ import triton.language as tl
 from nsa_backend.kernels.blocks import power_of_two
 from nsa_backend.kernels.checks import check_tensor, require
 from nsa_backend.kernels.dependent_launch import early, let_next_begin, wait_for_kernel_ahead
-from nsa_backend.kernels.lane_sums import LANE, sum_of_lanes
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_steps import quantised, rounded
 from nsa_backend.kernels.layer_front_weights import GROUP
@@ -39,14 +38,14 @@ class Tile:
     warps: int = 4
     sums: int = 8  # values of a token
     sum_warps: int = 4  # twice as many from sixteen choices on
-    by_choice: int = 0  # stages of the second launch where it takes one choice after the other
     ahead: bool = False  # whether the second launch reads its weights before the first has ended, of two groups of values
-    by_lane: bool = False  # whether threads add up what they load at once, to keep fewer sums and leave room for more programs
 
 
-ONE_OR_TWO = Tile(values=4, step=1024, ahead=True)
-"""Of one token or two: a program of the second launch reads all its weights at once."""
-MORE = Tile(values=16, step=256, stages=4, sums=32, by_choice=3)
+ONE_TOKEN = Tile(values=4, step=1024, ahead=True)
+MORE = Tile()
+LANE = tl.constexpr(16)
+"""FP8 values that a thread loads at once. It adds up their products before it keeps them: a register for each value would
+leave room for half as many programs."""
 
 
 @triton.jit
@@ -63,7 +62,6 @@ def gate_up_kernel(
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Program (choice of a token, block of values). All tensors contiguous."""
@@ -81,8 +79,7 @@ def gate_up_kernel(
         gate_scales = scales_ptr + expert * (2 * WIDTH // GROUP_OF_KERNEL * of_hidden)
         gate_scales += block * VALUES // GROUP_OF_KERNEL * of_hidden + group
         x = x_ptr + (choice // CHOSEN).to(tl.int64) * HIDDEN + group[:, None] * GROUP_OF_KERNEL + inside[None, :]
-        kept: tl.constexpr = STEP // LANE if LANES else STEP
-        gate, up = tl.zeros([VALUES, kept], tl.float32), tl.zeros([VALUES, kept], tl.float32)
+        gate, up = tl.zeros([VALUES, STEP // LANE], tl.float32), tl.zeros([VALUES, STEP // LANE], tl.float32)
         for start in tl.range(0, HIDDEN, STEP, num_stages=STAGES):
             values, scale = quantised(tl.load(x + start).to(tl.float32), False, COMPILED)
             gate_scale = tl.load(gate_scales + start // GROUP_OF_KERNEL)[:, None] * scale
@@ -90,10 +87,8 @@ def gate_up_kernel(
             values = values.to(tl.float32)
             of_gate = tl.load(gates + start).to(tl.float32) * tl.reshape(values * gate_scale, (1, STEP))
             of_up = tl.load(gates + WIDTH * HIDDEN + start).to(tl.float32) * tl.reshape(values * up_scale, (1, STEP))
-            if LANES:
-                of_gate, of_up = sum_of_lanes(of_gate, LANE), sum_of_lanes(of_up, LANE)
-            gate += of_gate
-            up += of_up
+            gate += tl.sum(tl.reshape(of_gate, (VALUES, STEP // LANE, LANE)), axis=2)
+            up += tl.sum(tl.reshape(of_up, (VALUES, STEP // LANE, LANE)), axis=2)
         opened, passed = rounded(tl.sum(gate, axis=1)), rounded(tl.sum(up, axis=1))
         inner = opened / (1.0 + tl.exp(-opened)) * passed
         tl.store(inner_ptr + choice * WIDTH + block * VALUES + tl.arange(0, VALUES), inner.to(tl.bfloat16))
@@ -113,7 +108,6 @@ def down_kernel(
     WIDTH: tl.constexpr,
     SUMS: tl.constexpr,
     AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Program (token, block of values). All tensors contiguous. Choices are taken by powers of two, nine as eight and one."""
@@ -125,7 +119,7 @@ def down_kernel(
         if CHOSEN // (16 >> bit) % 2:
             summed += sum_of_some(
                 inner_ptr, weight_ptr, scales_ptr, shares_ptr, chosen_ptr, token * CHOSEN, block, CHOSEN, 16 >> bit, HIDDEN,
-                WIDTH, SUMS, AHEAD, LANES, COMPILED,
+                WIDTH, SUMS, AHEAD, COMPILED,
             )  # fmt: skip
     tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), (summed * factor).to(tl.bfloat16))
 
@@ -133,8 +127,7 @@ def down_kernel(
 @triton.jit
 def sum_of_some(
     inner_ptr, weight_ptr, scales_ptr, shares_ptr, chosen_ptr, first, block, CHOSEN: tl.constexpr, SOME: tl.constexpr,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SUMS: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
-    COMPILED: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SUMS: tl.constexpr, AHEAD: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """float32 [SUMS]: what the SOME choices behind all larger powers of two in CHOSEN give.
 
@@ -150,7 +143,8 @@ def sum_of_some(
     weights = weight_ptr + (expert * (HIDDEN * WIDTH))[:, None, None] + rows
     scales = scales_ptr + expert * (HIDDEN // GROUP_OF_KERNEL * of_width) + block * SUMS // GROUP_OF_KERNEL * of_width
     inner = inner_ptr + (choice * WIDTH)[:, None] + inside[None, :]
-    total = tl.zeros([SOME, SUMS, GROUP_OF_KERNEL // LANE if LANES else GROUP_OF_KERNEL], tl.float32)
+    lanes: tl.constexpr = GROUP_OF_KERNEL // LANE
+    total = tl.zeros([SOME, SUMS, lanes], tl.float32)
     if read_ahead:
         left = tl.load(weights, there[:, None, None], 0.0)
         right = tl.load(weights + GROUP_OF_KERNEL, there[:, None, None], 0.0)
@@ -164,45 +158,17 @@ def sum_of_some(
         else:
             weight = tl.load(weights + group * GROUP_OF_KERNEL, there[:, None, None], 0.0)
         products = weight.to(tl.float32) * (values.to(tl.float32) * scale)[:, None, :]
-        total += sum_of_lanes(products, LANE) if LANES else products
+        total += tl.sum(tl.reshape(products, (SOME, SUMS, lanes, LANE)), axis=3)
     share = tl.load(shares_ptr + choice, there, 0.0)
     return tl.sum(rounded(tl.sum(total, axis=2) * share[:, None]), axis=0)
 
 
-@triton.jit
-def down_by_choice_kernel(
-    inner_ptr, weight_ptr, scales_ptr, chosen_ptr, shares_ptr, out_ptr, factor, CHOSEN: tl.constexpr, HIDDEN: tl.constexpr,
-    WIDTH: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr, COMPILED: tl.constexpr,
-):  # fmt: skip
-    """As `down_kernel`, one choice after the other, the weights of the next ones under way; WIDTH is a power of two."""
-    wait_for_kernel_ahead(COMPILED)
-    token, block = tl.program_id(0), tl.program_id(1)
-    of_width: tl.constexpr = WIDTH // GROUP_OF_KERNEL
-    of_hidden: tl.constexpr = HIDDEN // GROUP_OF_KERNEL
-    group, inside, at = tl.arange(0, of_width), tl.arange(0, GROUP_OF_KERNEL), tl.arange(0, WIDTH)
-    rows = (block * SUMS + tl.arange(0, SUMS))[:, None] * WIDTH + at[None, :]
-    summed = tl.zeros([SUMS], tl.float32)
-    for choice in tl.range(token * CHOSEN, token * CHOSEN + CHOSEN, num_stages=STAGES):
-        expert = tl.load(chosen_ptr + choice).to(tl.int64)
-        there = expert >= 0
-        x = tl.load(inner_ptr + choice * WIDTH + group[:, None] * GROUP_OF_KERNEL + inside[None, :], there, 0.0)
-        weight = tl.load(weight_ptr + expert * (HIDDEN * WIDTH) + rows, there, 0.0)
-        scales = tl.load(
-            scales_ptr + expert * (of_hidden * of_width) + block * SUMS // GROUP_OF_KERNEL * of_width + group, there, 0.0
-        )
-        share = tl.load(shares_ptr + choice, there, 0.0)
-        values, scale = quantised(x.to(tl.float32), False, COMPILED)
-        values = tl.reshape(values.to(tl.float32) * (scale * scales[:, None]), (1, WIDTH))
-        summed += rounded(tl.sum(weight.to(tl.float32) * values, axis=1) * share)
-    tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), (summed * factor).to(tl.bfloat16))
-
-
 def tile_for(tokens: int) -> Tile:
     """The faster one of the two on an H200."""
-    return ONE_OR_TWO if tokens <= 2 else MORE
+    return ONE_TOKEN if tokens == 1 else MORE
 
 
-def problem(hidden: int, width: int, tile: Tile = ONE_OR_TWO) -> str | None:
+def problem(hidden: int, width: int, tile: Tile = ONE_TOKEN) -> str | None:
     """Why experts of this width on hidden states of that one cannot have the launches, or None."""
     if hidden % tile.step or width < GROUP or width != power_of_two(width):
         served = f"multiples of {tile.step} and powers of two from {GROUP} on are served"
@@ -234,7 +200,7 @@ def few_experts(
         shares: float32 [tokens, choices].
         chosen: int32 [tokens, choices], experts; -1 is one of another GPU.
         factor: of every sum.
-        out: bfloat16 [tokens, hidden], which may be `x`; a new tensor where None.
+        out: bfloat16 [tokens, hidden]; a new tensor where None.
         tile: of the programs.
 
     Returns:
@@ -262,16 +228,13 @@ def few_experts(
     if tokens:
         inner = torch.empty(tokens, choices, width, dtype=torch.bfloat16, device=x.device)
         launch = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": width, "COMPILED": x.is_cuda, **early(x.is_cuda)}
-        ahead = tile.ahead and width == 2 * GROUP and not tile.by_choice
+        ahead = tile.ahead and width == 2 * GROUP
         gate_up_kernel[(tokens * choices, width // tile.values)](
             x, first, first_scales, chosen, inner, VALUES=tile.values, STEP=tile.step, STAGES=tile.stages, AHEAD=ahead,
-            LANES=tile.by_lane, num_warps=tile.warps, **launch,
+            num_warps=tile.warps, **launch,
         )  # fmt: skip
-        given = inner, second, second_scales, chosen, shares, out, factor
-        grid = tokens, hidden // tile.sums
-        if tile.by_choice:
-            down_by_choice_kernel[grid](*given, SUMS=tile.sums, STAGES=tile.by_choice, num_warps=tile.sum_warps, **launch)
-        else:
-            warps = tile.sum_warps * (2 if choices >= 16 else 1)
-            down_kernel[grid](*given, SUMS=tile.sums, AHEAD=ahead, LANES=tile.by_lane, num_warps=warps, **launch)
+        down_kernel[(tokens, hidden // tile.sums)](
+            inner, second, second_scales, chosen, shares, out, factor, SUMS=tile.sums, AHEAD=ahead,
+            num_warps=tile.sum_warps * (2 if choices >= 16 else 1), **launch,
+        )  # fmt: skip
     return out

@@ -14,7 +14,6 @@ class Variable:
     default: str  # what an unset variable is like: 0, 1, or unset where that is neither
     effect: str
     when: str  # to change it
-    tried: bool = True  # whether a server has run with it on a GPU; others share a row in the docs
 
 
 VARIABLES = (
@@ -62,13 +61,6 @@ VARIABLES = (
         "0 to compare",
     ),
     Variable(
-        "NSA_BACKEND_ROW_PRODUCTS",
-        "0",
-        "1: projections of up to four rows are without tensor cores, where layers have this package's kernels, or no start",
-        "to try it: no GPU has run it",
-        tried=False,
-    ),
-    Variable(
         "NSA_BACKEND_PAIRED_LOGITS",
         "unset",
         "unset: from two requests on, an even number of verified tokens is scored in pairs, on 0.5.23 and Hopper; "
@@ -99,8 +91,8 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_FEW_EXPERTS",
         "unset",
-        "unset: MoE of up to four tokens (GLM: two) is two launches with --tp-size 8, on 0.5.23 and Hopper; "
-        "1: other sizes too, or no start; 0: never",
+        "unset: MoE of up to four tokens (GLM: two; of 16 GPUs eight) is two launches without --ep-size, on 0.5.23 and Hopper; "
+        "1: two tokens of other sizes too, or no start; 0: never",
         "0 to compare",
     ),
     Variable(

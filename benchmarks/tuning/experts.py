@@ -5,7 +5,8 @@
 Tokens choose experts at random. Tiles of both products are compared first, then tiles of the second alone, both with and
 without bulk copies (TMA). Each is compared with what SGLang chooses before it is timed, beside the time that the bytes take.
 With few tokens this package's two launches (`kernels/few_experts.py`) are timed too, in some tiles: `few_us`. Each of its
-calls has other experts than the one before, as layers have, so that no call finds its weights in L2. `--few` times these alone.
+calls has other experts than the one before, as layers have, so that no call finds its weights in L2. `--few` times these alone,
+and once more where tokens have half of their experts in common, as rows of one request may: `alike_us`.
 The fastest is timed beside SGLang's once more where some experts are chosen far more often than others, `skewed_us`: a number
 of tokens at which it does not win both has SGLang's in the file.
 OUT.json is written after every cell, and so is the file of `nsa_backend.adapters.moe_configs` where --configs names one.
@@ -27,7 +28,7 @@ import torch
 from nsa_backend.adapters import moe_configs
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
-from nsa_backend.kernels.few_experts import MORE, MOST_TOKENS, ONE_OR_TWO, Tile, few_experts, problem, tile_for
+from nsa_backend.kernels.few_experts import MORE, MOST_TOKENS, ONE_TOKEN, Tile, few_experts, problem, tile_for
 from nsa_backend.testing.process import start_sglang
 
 GROUP = 128
@@ -116,15 +117,18 @@ class Rank:
         scales = torch.rand(self.shape.experts, rows // GROUP, columns // GROUP, device="cuda") * 1e-3
         return of_bytes, scales
 
-    def routed(self, tokens: int, skew: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    def routed(self, tokens: int, skew: float = 0.0, alike: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights, experts) of each token; -1 is an expert of another GPU.
 
         With `skew` experts have odds of exp(skew * z), z normal: of 1, every sixth has 2.7 times the odds of the median one.
+        Where `alike` all tokens choose half of those that the first one would.
         """
         shape = self.shape
         odds = torch.rand(tokens, shape.routed, device="cuda").log() / torch.exp(
             skew * torch.randn(shape.routed, device="cuda")
         )
+        if alike:
+            odds[:, odds[0].topk(shape.chosen // 2).indices] = 0.0
         weights, chosen = odds.exp().topk(shape.chosen)
         if shape.experts < shape.routed:
             chosen[chosen >= shape.experts] = -1
@@ -152,38 +156,31 @@ class Rank:
 
 SERVED = "served"
 """What a report calls the tile that the launches have by themselves."""
-FEW_TILES = [
-    ONE_OR_TWO,
-    MORE,
-    *(Tile(ahead=ahead) for ahead in (False, True)),
-    Tile(values=16, step=256, stages=4, ahead=True),
-    *(replace(MORE, sums=sums, sum_warps=warps) for sums, warps in ((16, 4), (64, 4), (32, 2))),
-    *(
-        replace(MORE, values=values, step=step, stages=stages)
-        for values, step, stages in ((8, 512, 3), (4, 1024, 3), (16, 512, 3), (16, 256, 5))
-    ),
+CHANGES = [
+    *({"values": values, "step": step} for values, step in ((4, 512), (8, 512), (8, 1024), (4, 1024), (16, 512))),
+    *({"stages": stages} for stages in (2, 4, 5)),
+    *({"warps": warps} for warps in (2, 8)),
+    *({"sums": sums} for sums in (4, 16, 32)),
+    *({"sum_warps": warps} for warps in (2, 8)),
+    *({"ahead": ahead} for ahead in (False, True)),
 ]
-FEW_TILES += [
-    replace(tile, by_lane=True)
-    for tile in (
-        *FEW_TILES[:5],
-        replace(MORE, sums=64),
-        replace(ONE_OR_TWO, values=8),
-        replace(ONE_OR_TWO, sums=16),
-    )
-]
+FEW_TILES = list(
+    dict.fromkeys([ONE_TOKEN, MORE, *(replace(tile, **change) for tile in (ONE_TOKEN, MORE) for change in CHANGES)])
+)
 
 
-def few(rank: Rank, tokens: int, ways: dict[str, Callable]) -> tuple[dict[str, float], dict[str, str]]:
+def few(
+    rank: Rank, tokens: int, ways: dict[str, Callable], tiles: Sequence[Tile] = FEW_TILES, alike: bool = False
+) -> tuple[dict[str, float], dict[str, str]]:
     """Of both launches by tile and of SGLang's experts by lookup: microseconds a call, and what is wrong."""
     if tokens > MOST_TOKENS or problem(rank.shape.hidden, rank.shape.width):
         return {}, {}
     x = torch.randn(tokens, rank.shape.hidden, device="cuda").bfloat16()
-    routings = [rank.routed(tokens) for _ in range(REPEATS)]
+    routings = [rank.routed(tokens, alike=alike) for _ in range(REPEATS)]
     calls = {name: [rank.call(x, routed, lookup) for routed in routings] for name, lookup in ways.items()}
     given = x, *rank.first, *rank.second
     default = tile_for(tokens)
-    for tile in FEW_TILES:
+    for tile in tiles:
         name = SERVED if tile == default else str(tile)
         calls[name] = [lambda tile=tile, routed=routed: few_experts(*given, *routed, tile=tile) for routed in routings]
     return timed(calls, calls["sglang"][0]().float())
@@ -258,8 +255,10 @@ def few_cell(name: str, rank: Rank, tokens: int) -> dict:
     if tiles := shipped(shape, tokens):
         ways["shipped"] = lookup_of(*tiles)
     us, wrong = few(rank, tokens, ways)
+    alike_us, wrong_alike = few(rank, tokens, ways, [tile_for(tokens)], alike=True)
     floor = tokens * (shape.chosen + shape.always) * 3 * shape.width * shape.hidden / BYTES_PER_US
-    return named(name, shape, tokens) | {"floor_us": round(floor, 2), "few_us": us, "wrong": wrong}
+    found = {"floor_us": round(floor, 2), "few_us": us, "alike_us": alike_us, "wrong": wrong | wrong_alike}
+    return named(name, shape, tokens) | found
 
 
 def shipped(shape: Shape, tokens: int) -> tuple[Config, Config] | None:
@@ -327,6 +326,7 @@ def show_few(found: list[dict]) -> None:
     for row in found:
         print(row["rank"], row["tokens"], "tokens, floor", row["floor_us"], row["wrong"] or "", flush=True)
         print_table(("way", "us"), sorted(row["few_us"].items(), key=lambda way: way[1]))
+        print("with half of their experts in common:", row["alike_us"], flush=True)
 
 
 def show(found: list[dict]) -> None:

@@ -3,9 +3,8 @@
     python benchmarks/tuning/projections.py OUT.json [--rows 1 4 8 16 32 64 128]
 
 Inputs are quantised beforehand where a runner takes them so, and the others quantise by themselves. Two projections of one
-input are one launch of `split_products` or of `row_products`, and two launches on two streams of DeepGEMM. Weights take turns,
-so that none is in the L2 cache. Every runner is compared with DeepGEMM before it is timed. OUT.json is written after every
-cell.
+input are one launch of `split_products`, and two launches on two streams of DeepGEMM. Weights take turns, so that none is in
+the L2 cache. Every runner is compared with DeepGEMM before it is timed. OUT.json is written after every cell.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from nsa_backend.benchmarks.commands.attention import timed
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
-from nsa_backend.kernels.row_products import MOST_ROWS as MOST_BY_ROW
-from nsa_backend.kernels.row_products import Tile, problem, row_products
 from nsa_backend.kernels.split_products import LEAST_INNER, MOST_ROWS, counters, split_products
 from nsa_backend.testing.process import start_sglang
 
@@ -35,13 +32,6 @@ COLD_BYTES, SAMPLES = 300 << 20, 5
 BYTES_PER_US = 4.0e6
 TILES = ((1, 4), (1, 6), (2, 4), (3, 4), (4, 4), (4, 6), (8, 4), (8, 6), (14, 4))
 """Programs a block of columns, and stages."""
-ROW_TILES = [
-    Tile(columns, step, stages, warps)
-    for columns, step, stages, warps in (
-        (2, 1024, 3, 4), (4, 512, 4, 4), (4, 1024, 3, 4), (8, 512, 3, 4), (8, 512, 4, 4), (8, 512, 4, 8), (8, 1024, 3, 4),
-        (16, 256, 4, 4), (16, 512, 3, 4), (16, 512, 4, 8),
-    )
-]  # fmt: skip
 TOO_FAR = 1e-2
 
 Call = Callable[[int], list[torch.Tensor]]
@@ -119,16 +109,6 @@ def runners(name: str, rows: int) -> dict[str, Call]:
                 "split_products with gates": gates_within,
                 "quantise, split_products with gates": gates_within_behind,
             }
-    for tile in ROW_TILES if rows <= MOST_BY_ROW else ():
-        if any(problem(inner, width, tile) for width in widths):
-            continue
-        named = f"row_products {tile.columns} {tile.step} {tile.stages} {tile.warps}"
-        if inner >= LEAST_INNER:  # where a layer has its gates too, and x in bfloat16
-            found[f"{named} with gates"] = lambda i, tile=tile: list(
-                row_products(x, *drawn[i % copies], third=gates[i % copies], tile=tile)
-            )[:2]
-        else:
-            found[named] = lambda i, tile=tile: list(row_products((values, scales), *drawn[i % copies], tile=tile))
     return found
 
 

@@ -11,7 +11,7 @@ from context_tables import lost_by_two_ranks
 from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks, lost_to_vllm
 from result_files import Parts, reports, result, spread, table
 
-from nsa_backend.adapters.few_experts import MOST_TOKENS
+from nsa_backend.adapters.few_experts import most_tokens
 from nsa_backend.attention.auto import CANDIDATES, least_together
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
@@ -263,8 +263,9 @@ def few_experts() -> str:
     rows = result("experts_0_5_23", "few_tokens")["rows"]
 
     def over(rank: str, choices: int) -> str:
-        ratios = {row["tokens"]: row["few_us"][SERVED] / row["few_us"]["sglang"] for row in rows if row["rank"] == rank}
-        served = [tokens for tokens in ratios if tokens <= MOST_TOKENS[choices]]
+        of_rank = [row for row in rows if row["rank"] == rank]
+        ratios = {row["tokens"]: row["few_us"][SERVED] / row["few_us"]["sglang"] for row in of_rank}
+        served = [tokens for tokens in ratios if tokens <= most_tokens(choices, of_rank[0]["width"])]
         lost = [f", {one:.2f} with {tokens}, not served" for tokens, one in ratios.items() if tokens not in served and one >= 1]
         told = " / ".join(f"{ratios[tokens]:.2f}" for tokens in served)
         return f"{told} with {' / '.join(map(str, served))}{''.join(lost[:1])}"

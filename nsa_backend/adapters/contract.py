@@ -68,10 +68,6 @@ class Adapter(ABC):
         """One sentence for each reason why a server of these resolved arguments can have no layer's front in two launches."""
 
     @abstractmethod
-    def row_problems(self, args: Any) -> list[str]:
-        """The same of projections of few rows without tensor cores."""
-
-    @abstractmethod
     def short_problems(self, args: Any) -> list[str]:
         """The same of decode graphs of short requests, which have neither index scores nor top-k."""
 

@@ -1,6 +1,6 @@
 """Block-FP8 experts of few tokens by this package's two launches, where SGLang's Triton runner has eight.
 
-Unasked a server has them on Hopper, of experts as wide as a rank's under tensor parallel 8.
+Unasked a server has them on Hopper, of experts as wide as a rank's under tensor parallel 4, 8 and 16.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 SWITCH = "NSA_BACKEND_FEW_EXPERTS"
 MODULE = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
-MOST_TOKENS = {8: 4, 9: 2}
-"""Of a forward, by the experts that each chooses: an H200 was faster with these, and with four that choose nine it was not."""
-TIMED_WIDTH = 256
-"""Of experts, as those of DeepSeek-V3.2 and GLM-5 are under tensor parallel 8. Others have the launches where asked."""
+MOST_TOKENS = {(8, 128): 8, (8, 256): 4, (9, 256): 2, (8, 512): 2}
+"""Of a forward, by the experts that each token chooses and their width: with these an H200 was faster than with SGLang's."""
+MOST_ASKED = 2
+"""Of a forward, of any other experts where a user asks for the launches."""
 
 SERVED = {
     "activation": "silu", "is_gated": True, "use_fp8_w8a8": True, "block_shape": [GROUP, GROUP],
     "use_int8_w8a8": False, "use_int8_w8a16": False, "use_int4_w4a16": False, "per_channel_quant": False,
     "apply_router_weight_on_input": False, "no_combine": False, "fuse_swiglu_interleaved": False, "defer_sum": False,
-    "b1": None, "b2": None, "w1_zp": None, "w2_zp": None, "a1_scale": None, "a2_scale": None, "a1_q": None,
+    "inplace": False, "b1": None, "b2": None, "w1_zp": None, "w2_zp": None, "a1_scale": None, "a2_scale": None, "a1_q": None,
     "gemm1_alpha": None, "gemm1_limit": None, "swiglu_limit": None,
 }  # fmt: skip
 """Of SGLang's function, arguments that the launches serve with these values alone."""
@@ -75,20 +75,26 @@ def apart(
 def experts(
     original: Callable[..., torch.Tensor], hidden_states: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor:
-    """Around what computes a layer's experts: bfloat16 [tokens, hidden], `hidden_states` itself where that is asked for."""
+    """Around what computes a layer's experts: bfloat16 [tokens, hidden]."""
     if len(hidden_states) > max(MOST_TOKENS.values()):
         return original(hidden_states, *arguments, **options)
     given = inspect.signature(original).bind(hidden_states, *arguments, **options)
     given.apply_defaults()
     of = given.arguments
-    if len(hidden_states) > MOST_TOKENS.get(of["topk_ids"].shape[1], 0) or not serves(of):
+    count, width = of["w1"].shape[0], of["w1"].shape[1] // 2
+    most = most_tokens(of["topk_ids"].shape[1], width)
+    if len(hidden_states) > most or not serves(of):
         return original(hidden_states, *arguments, **options)
-    tell(MOST_TOKENS[of["topk_ids"].shape[1]], of["w1"].shape[0], of["w1"].shape[1] // 2)
+    tell(most, count, width)
     return kernels.few_experts(
         hidden_states, of["w1"], of["w1_scale"], of["w2"], of["w2_scale"], of["topk_weights"], of["topk_ids"],
-        factor=1.0 if of["routed_scaling_factor"] is None else of["routed_scaling_factor"],
-        out=hidden_states if of["inplace"] else room_for_sums(hidden_states),
+        factor=1.0 if of["routed_scaling_factor"] is None else of["routed_scaling_factor"], out=room_for_sums(hidden_states),
     )  # fmt: skip
+
+
+def most_tokens(choices: int, width: int) -> int:
+    """Of a forward that has the launches, by the experts that a token chooses and their width; 0 where none has."""
+    return MOST_TOKENS.get((choices, width), MOST_ASKED if asked(SWITCH) else 0)
 
 
 def serves(of: dict[str, Any]) -> bool:
@@ -106,8 +112,7 @@ def serves(of: dict[str, Any]) -> bool:
     }  # fmt: skip
     if any(of[name].dtype != dtype or not of[name].is_contiguous() for dtype, names in dtypes.items() for name in names):
         return False
-    width, hidden = of["w1"].shape[1] // 2, of["w1"].shape[2]
-    return (width == TIMED_WIDTH or asked(SWITCH) is True) and kernels.problem(hidden, width) is None
+    return kernels.problem(hidden=of["w1"].shape[2], width=of["w1"].shape[1] // 2) is None
 
 
 def room_for_sums(hidden_states: torch.Tensor) -> torch.Tensor:

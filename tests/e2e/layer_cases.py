@@ -144,20 +144,6 @@ LAYER_CASES = [
         )
         for n, floors in ((0, {}), (3, {"floor_of_all": 0.95}))
     ),
-    # Whose projections of up to four rows are without tensor cores.
-    *(
-        front(
-            f"n{n}, nothing named, products by row",
-            n,
-            ("1x300", "8x300", "short"),
-            shape="fp8-weights",
-            engine=BY_ROWS,
-            environment={"NSA_BACKEND_ROW_PRODUCTS": "1"},
-            says="without tensor cores in 2 of 2 layers",
-            **floors,
-        )
-        for n, floors in ((0, {}), (3, {"floor_of_all": 0.95}))
-    ),
     front("glm-5.2 n5 fa3, front in two launches", 5, STANDARD, model="glm-5.2", floor_of_all=0.95),
     front("n3 fa3, front in two launches, 61 layers", 3, STANDARD, shape="deep", floor_of_all=0.95),
     front("weights updated, front in two launches", 3, STANDARD, action="weights were updated", floors=FLOORS),

@@ -20,8 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from nsa_backend.kernels import row_products
-from nsa_backend.kernels.few_experts import MORE, ONE_OR_TWO, down_by_choice_kernel, down_kernel, gate_up_kernel
+from nsa_backend.kernels.few_experts import MORE, ONE_TOKEN, down_kernel, gate_up_kernel
 from nsa_backend.kernels.layer_front_kernel import (
     norm_rope_store_kernel,
     quantise_kernel,
@@ -162,40 +161,18 @@ def values() -> dict[str, dict]:
     return found
 
 
-def by_row() -> dict[str, dict]:
-    """A layer's projections of few rows, of DeepSeek-V3.2 on a rank of tensor parallel 8."""
-    found, tile = {}, row_products.SERVED
-    shapes = {"first": (7168, 2112, 128, 64), "queries": (1536, 3072, 8192, 0), "o_proj": (2048, 7168, 0, 0)}
-    for (name, (inner, first, second, third)), rows in itertools.product(shapes.items(), (1, 4)):
-        constants = {"INNER": inner, "FIRST": first, "SECOND": second, "THIRD": third, "ROWS": rows, "QUANTISES": third > 0}
-        constants |= {"COLUMNS": tile.columns, "STEP": tile.step, "STAGES": tile.stages, "POWERS": True, "COMPILED": True}
-        types = {"x_ptr": "*bf16" if third else "*fp8e4nv", "third_ptr": "*bf16", "third_out_ptr": "*fp32"}
-        used = resources(
-            row_products.row_products_kernel, constants | before(name != "o_proj"), more=types, num_warps=tile.warps
-        )
-        programs = {"programs": 5 if rows > 1 else 8, "threads": 32 * tile.warps}
-        found[f"front, by row, {name}, {rows} rows{AHEAD * (name != 'o_proj')}"] = used | programs
-    return found
-
-
 def few_experts() -> dict[str, dict]:
-    """Experts of few tokens, of both models; with sums by lane as many programs again."""
+    """Experts of few tokens, of both models."""
     types, found = {"inner_ptr": "*bf16", "weight_ptr": "*fp8e4nv", "chosen_ptr": "*i32", "shares_ptr": "*fp32"}, {}
     types |= {"x_ptr": "*bf16", "factor": "fp32"}
-    for (hidden, choices), tile, lanes in itertools.product(((7168, 8), (6144, 9)), (ONE_OR_TWO, MORE), (False, True)):
-        fixed = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": 256, "COMPILED": True}
-        of = f"experts of {choices} choices, {'more' if tile.by_choice else 'few'} tokens, lanes {lanes}"
-        programs = {"programs": 8 if lanes else 4, "threads": 128}
-        first = {"VALUES": tile.values, "STEP": tile.step, "STAGES": tile.stages, "AHEAD": tile.ahead, "LANES": lanes}
-        found[f"{of}{AHEAD}"] = resources(gate_up_kernel, fixed | first, more=types, num_warps=tile.warps) | programs
-        if tile.by_choice:
-            last = {"SUMS": tile.sums, "STAGES": tile.by_choice}
-            used = resources(down_by_choice_kernel, fixed | last, more=types, num_warps=tile.sum_warps) | {"programs": 8}
-        else:
-            last = {"SUMS": tile.sums, "AHEAD": True, "LANES": lanes}
-            used = resources(down_kernel, fixed | last, more=types, num_warps=tile.sum_warps)
-            used |= {"programs": 6 if lanes else 4, "threads": 128}
-        found[f"{of}, sums{', weights read ahead' * (not tile.by_choice)}"] = used
+    for (hidden, choices), tile in itertools.product(((7168, 8), (6144, 9)), (ONE_TOKEN, MORE)):
+        fixed = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": 256, "AHEAD": tile.ahead, "COMPILED": True}
+        of = f"experts of {choices} choices, {'one token' if tile == ONE_TOKEN else 'more tokens'}"
+        first = {"VALUES": tile.values, "STEP": tile.step, "STAGES": tile.stages}
+        used = resources(gate_up_kernel, fixed | first, more=types, num_warps=tile.warps)
+        found[f"{of}{AHEAD}"] = used | {"programs": 8, "threads": 128}
+        used = resources(down_kernel, fixed | {"SUMS": tile.sums}, more=types, num_warps=tile.sum_warps)
+        found[f"{of}, sums{', weights read ahead' * tile.ahead}"] = used | {"programs": 6, "threads": 128}
     return found
 
 
@@ -216,7 +193,7 @@ def main() -> None:
     for join in dict.fromkeys(Join.of(*shape) for shape in shapes):
         constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True, "LSE": False}
         found[f"join, {join.parts} parts"] = resources(join_kernel, constants, num_warps=join.warps) | {"programs": 1}
-    found |= front(caches) | values() | by_row() | few_experts()
+    found |= front(caches) | values() | few_experts()
     sys.stdout.write(json.dumps(found))
 
 

@@ -68,22 +68,21 @@ def test_what_experts_give(device, tokens, choices, hidden, width):
     check(given, factor=2.5, tile=LARGE)
 
 
-@pytest.mark.parametrize("tile", [LARGE, replace(LARGE, by_choice=3)])
-def test_choices_of_other_gpus_give_nothing(device, tile):
+def test_choices_of_other_gpus_give_nothing(device):
     """A token may have none here at all. Nothing of theirs is read, so what lies there may be anything."""
     given = inputs(4, 3, 512, 128, device)
     given["chosen"][0] = -1
     given["chosen"][1, 1] = given["chosen"][2, 0] = -1
     given["shares"][given["chosen"] < 0] = float("nan")
-    check(given, tile=tile)
-    assert few_experts(**given, tile=tile)[0].eq(0).all()
+    check(given, tile=LARGE)
+    assert few_experts(**given, tile=LARGE)[0].eq(0).all()
 
 
-def test_the_sum_may_take_the_place_of_the_input(device):
+def test_the_sum_is_where_it_is_asked_for(device):
     given = inputs(2, 3, 512, 256, device)
-    wanted = few_experts(**given, tile=LARGE)
-    assert torch.equal(few_experts(**given, tile=LARGE, out=given["x"]), wanted)
-    assert torch.equal(given["x"], wanted)
+    out = torch.empty_like(given["x"])
+    assert few_experts(**given, tile=LARGE, out=out) is out
+    assert torch.equal(out, few_experts(**given, tile=LARGE))
 
 
 @pytest.mark.parametrize(("tokens", "choices"), [(1, 9), (3, 8)])
@@ -91,16 +90,7 @@ def test_tiles_by_tokens(device, tokens, choices):
     check(inputs(tokens, choices, 1024, 256, device))
 
 
-@pytest.mark.parametrize(
-    "tile",
-    [
-        Tile(values=16, step=256, sums=32),
-        Tile(values=4, sums=16),
-        Tile(sums=16, by_choice=3),
-        Tile(values=16, step=256, sums=32, by_lane=True),
-        Tile(values=16, sums=16, by_choice=3, by_lane=True),
-    ],
-)
+@pytest.mark.parametrize("tile", [Tile(values=16, step=256, sums=32), Tile(values=4, sums=16)])
 def test_other_tiles_give_the_same(device, tile):
     check(inputs(1, 2, 512, 128, device), tile=tile)
 

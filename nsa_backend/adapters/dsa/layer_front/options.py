@@ -8,9 +8,6 @@ from nsa_backend.adapters.option_rules import Rule
 from nsa_backend.environment import asked
 from nsa_backend.releases import layer_front_problem
 
-ROW_PRODUCTS = "NSA_BACKEND_ROW_PRODUCTS"
-"""The switch of projections of few rows without tensor cores."""
-
 
 def needed(attribute: str, option: str, served: tuple, advice: str | None = None) -> Rule:
     """What the front asks of an option."""

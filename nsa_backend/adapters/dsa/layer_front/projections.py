@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nsa_backend.adapters.dsa.layer_front.by_row import ByRow, most_rows
 from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
-from nsa_backend.kernels.row_products import row_products
 from nsa_backend.kernels.split_products import (
     FEW_ROWS,
     FEW_ROWS_OF_THREE,
@@ -48,7 +46,6 @@ def scales_of(linear: LinearBase) -> Scales | None:
     if type(method) is not Fp8LinearMethod or weight.dtype != torch.float8_e4m3fn:
         raise ValueError(f"{name} has weights of {weight.dtype} under {type(method).__name__}")
     run = method.w8a8_block_fp8_linear
-    run = run.own if isinstance(run, ByRow) else run
     powers = isinstance(run, partial) and run.keywords == {"act_scale_ue8m0": True} and not run.args
     run = run.func if powers else run
     rows, columns = weight.shape
@@ -75,7 +72,7 @@ def product(linear: LinearBase) -> tuple[torch.Tensor, torch.Tensor]:
 class FirstProducts:
     """qkv_a, wk and weights_proj of one layer in one launch, for few rows; their weights as they are at every call.
 
-    The input is quantised in a launch before it, or of up to `by_row` rows in this one.
+    The input is quantised in a launch before it.
     """
 
     qkv_a: LinearBase
@@ -84,7 +81,6 @@ class FirstProducts:
     scales: Scales
     arrived: torch.Tensor
     most_rows: int
-    by_row: int
 
     @classmethod
     def of(cls, attention: Any) -> FirstProducts | None:
@@ -98,22 +94,20 @@ class FirstProducts:
         if scales is None or qkv_a.weight.shape[1] < LEAST_INNER or gates.weight.shape[0] % GATES:
             return None
         arrived = counters(qkv_a.weight, None if wk is None else wk.weight, gates.weight)
-        by_row = most_rows(*(linear.weight for linear in (qkv_a, wk, gates) if linear is not None))
-        return cls(qkv_a, wk, gates, scales, arrived, FEW_ROWS if wk is None else FEW_ROWS_OF_THREE, by_row)
+        return cls(qkv_a, wk, gates, scales, arrived, FEW_ROWS if wk is None else FEW_ROWS_OF_THREE)
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """bfloat16 [rows, columns] of qkv_a and wk, and the gates as SGLang has them: float32, bfloat16 where it joins both.
 
         What is launched next on the stream is a kernel of this package.
         """
-        qkv_a, wk, gates = product(self.qkv_a), None if self.wk is None else product(self.wk), self.gates.weight
-        dtype = torch.float32 if wk else torch.bfloat16
-        if len(hidden) <= self.by_row:
-            found = row_products(hidden, qkv_a, wk, gates, dtype, scales=self.scales, before_ours=True)
-        else:
-            # Of more rows, products that are there early take time from what is ahead.
-            x = quantise(hidden, self.scales, before_ours=len(hidden) <= FEW_ROWS)
-            found = split_products(*x, qkv_a, wk, self.arrived, gates=(hidden, gates), gates_dtype=dtype, before_ours=True)
+        # Of more rows, products that are there early take time from what is ahead.
+        x = quantise(hidden, self.scales, before_ours=len(hidden) <= FEW_ROWS)
+        wk = None if self.wk is None else product(self.wk)
+        found = split_products(
+            *x, product(self.qkv_a), wk, self.arrived, gates=(hidden, self.gates.weight),
+            gates_dtype=torch.float32 if wk else torch.bfloat16, before_ours=True,
+        )  # fmt: skip
         if wk is not None:
             return found
         qkv, joined = found
@@ -127,7 +121,6 @@ class QueryProducts:
     wq_b: LinearBase
     arrived: torch.Tensor  # for as many heads of q_b as a call may have
     most_rows: int
-    by_row: int  # up to so many rows without tensor cores
 
     @classmethod
     def of(cls, attention: Any) -> QueryProducts | None:
@@ -138,14 +131,12 @@ class QueryProducts:
         if scales_of(q_b) is None or scales_of(wq_b) is None:
             return None
         of_all_ranks = q_b.weight.new_empty(attention.dcp_size * len(q_b.weight), 0)
-        return cls(wq_b, counters(of_all_ranks, wq_b.weight), FEW_ROWS, most_rows(q_b.weight, wq_b.weight))
+        return cls(wq_b, counters(of_all_ranks, wq_b.weight), FEW_ROWS)
 
     def __call__(self, x: tuple[torch.Tensor, torch.Tensor], q_b: LinearBase) -> tuple[torch.Tensor, ...]:
         """bfloat16 [rows, columns] of `q_b` and wq_b; `x` is FP8 and its scales.
 
         What is launched next is a kernel of this package.
         """
-        if len(x[0]) <= self.by_row:
-            return row_products(x, product(q_b), product(self.wq_b), before_ours=True)
         tile = TILES_OF_QUERIES[padded_rows(len(x[0]))]
         return split_products(*x, product(q_b), product(self.wq_b), self.arrived, tile, before_ours=True)

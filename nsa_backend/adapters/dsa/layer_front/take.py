@@ -7,9 +7,8 @@ from collections import Counter
 from typing import Any
 
 from nsa_backend.adapters.dsa.layer_front import prefill_rules, prefills, short
-from nsa_backend.adapters.dsa.layer_front.by_row import multiply_by_row
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
-from nsa_backend.adapters.dsa.layer_front.options import ROW_PRODUCTS, server_problems
+from nsa_backend.adapters.dsa.layer_front.options import server_problems
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.dsa.layer_front.rule import device_problem, layer_problem
 from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
@@ -80,20 +79,10 @@ def take_layer_fronts(
     every_token = short.EveryToken()
     for layer in served:
         layer.forward_absorb_prepare = LayerFront(layer, backends, every_token)
-    if switched_on(ROW_PRODUCTS):
-        by_row = [layer for layer in served if scales_of(layer.q_b_proj) is not None and multiply_by_row(layer.q_b_proj)]
-        logger.info(
-            "nsa_backend: projections of few rows are without tensor cores in %d of %d layers", len(by_row), len(layers)
-        )
-        if of_target and not by_row:
-            raise ValueError(
-                f"{ROW_PRODUCTS}=1 and no layer has our front and block-FP8 weights: {reasons or 'of q_b_proj'}; unset it"
-            )
     values_problem_of = {layer: values_problem(layer) for layer in served}
     for layer, problem in values_problem_of.items():
         if problem is None:
             layer.forward_absorb_core = LayerValues(layer)
-            multiply_by_row(layer.o_proj)
     logger.info(
         "nsa_backend: the front of %d of %d layers is two launches in captured forwards%s%s",
         len(served),
