@@ -38,14 +38,28 @@ class Tile:
     warps: int = 4
     sums: int = 8  # values of a token
     sum_warps: int = 4  # twice as many from sixteen choices on
+    by_choice: int = 0  # stages of the second launch where it takes one choice after the other
     ahead: bool = False  # whether the second launch reads its weights before the first has ended, of two groups of values
+    by_lane: bool = False  # whether threads add up what they load at once, to keep fewer sums and leave room for more programs
 
 
-ONE_TOKEN = Tile(values=4, step=1024, ahead=True)
-MORE = Tile()
+ONE_ALONE = Tile(values=4, step=1024, ahead=True, by_lane=True)
+SOME_ALONE = Tile(by_lane=True)
+TWO_BESIDE = Tile(values=4, step=1024, ahead=True)
+SOME_BESIDE = Tile(values=16, step=256, stages=4, sums=32, by_choice=3)
+
 LANE = tl.constexpr(16)
-"""FP8 values that a thread loads at once. It adds up their products before it keeps them: a register for each value would
-leave room for half as many programs."""
+"""FP8 values that a thread loads at once."""
+
+
+@triton.jit
+def sum_of_lanes(products, LANE: tl.constexpr):
+    """float32 [..., step] of two or three dimensions, added up over every LANE values of the last one."""
+    shape: tl.constexpr = products.shape
+    if len(shape) == 3:
+        return tl.sum(tl.reshape(products, (shape[0], shape[1], shape[2] // LANE, LANE)), axis=3)
+    else:
+        return tl.sum(tl.reshape(products, (shape[0], shape[1] // LANE, LANE)), axis=2)
 
 
 @triton.jit
@@ -62,6 +76,7 @@ def gate_up_kernel(
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
+    LANES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Program (choice of a token, block of values). All tensors contiguous."""
@@ -79,7 +94,8 @@ def gate_up_kernel(
         gate_scales = scales_ptr + expert * (2 * WIDTH // GROUP_OF_KERNEL * of_hidden)
         gate_scales += block * VALUES // GROUP_OF_KERNEL * of_hidden + group
         x = x_ptr + (choice // CHOSEN).to(tl.int64) * HIDDEN + group[:, None] * GROUP_OF_KERNEL + inside[None, :]
-        gate, up = tl.zeros([VALUES, STEP // LANE], tl.float32), tl.zeros([VALUES, STEP // LANE], tl.float32)
+        kept: tl.constexpr = STEP // LANE if LANES else STEP
+        gate, up = tl.zeros([VALUES, kept], tl.float32), tl.zeros([VALUES, kept], tl.float32)
         for start in tl.range(0, HIDDEN, STEP, num_stages=STAGES):
             values, scale = quantised(tl.load(x + start).to(tl.float32), False, COMPILED)
             gate_scale = tl.load(gate_scales + start // GROUP_OF_KERNEL)[:, None] * scale
@@ -87,8 +103,10 @@ def gate_up_kernel(
             values = values.to(tl.float32)
             of_gate = tl.load(gates + start).to(tl.float32) * tl.reshape(values * gate_scale, (1, STEP))
             of_up = tl.load(gates + WIDTH * HIDDEN + start).to(tl.float32) * tl.reshape(values * up_scale, (1, STEP))
-            gate += tl.sum(tl.reshape(of_gate, (VALUES, STEP // LANE, LANE)), axis=2)
-            up += tl.sum(tl.reshape(of_up, (VALUES, STEP // LANE, LANE)), axis=2)
+            if LANES:
+                of_gate, of_up = sum_of_lanes(of_gate, LANE), sum_of_lanes(of_up, LANE)
+            gate += of_gate
+            up += of_up
         opened, passed = rounded(tl.sum(gate, axis=1)), rounded(tl.sum(up, axis=1))
         inner = opened / (1.0 + tl.exp(-opened)) * passed
         tl.store(inner_ptr + choice * WIDTH + block * VALUES + tl.arange(0, VALUES), inner.to(tl.bfloat16))
@@ -108,6 +126,7 @@ def down_kernel(
     WIDTH: tl.constexpr,
     SUMS: tl.constexpr,
     AHEAD: tl.constexpr,
+    LANES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Program (token, block of values). All tensors contiguous. Choices are taken by powers of two, nine as eight and one."""
@@ -119,7 +138,7 @@ def down_kernel(
         if CHOSEN // (16 >> bit) % 2:
             summed += sum_of_some(
                 inner_ptr, weight_ptr, scales_ptr, shares_ptr, chosen_ptr, token * CHOSEN, block, CHOSEN, 16 >> bit, HIDDEN,
-                WIDTH, SUMS, AHEAD, COMPILED,
+                WIDTH, SUMS, AHEAD, LANES, COMPILED,
             )  # fmt: skip
     tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), (summed * factor).to(tl.bfloat16))
 
@@ -127,7 +146,8 @@ def down_kernel(
 @triton.jit
 def sum_of_some(
     inner_ptr, weight_ptr, scales_ptr, shares_ptr, chosen_ptr, first, block, CHOSEN: tl.constexpr, SOME: tl.constexpr,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SUMS: tl.constexpr, AHEAD: tl.constexpr, COMPILED: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SUMS: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     """float32 [SUMS]: what the SOME choices behind all larger powers of two in CHOSEN give.
 
@@ -143,8 +163,7 @@ def sum_of_some(
     weights = weight_ptr + (expert * (HIDDEN * WIDTH))[:, None, None] + rows
     scales = scales_ptr + expert * (HIDDEN // GROUP_OF_KERNEL * of_width) + block * SUMS // GROUP_OF_KERNEL * of_width
     inner = inner_ptr + (choice * WIDTH)[:, None] + inside[None, :]
-    lanes: tl.constexpr = GROUP_OF_KERNEL // LANE
-    total = tl.zeros([SOME, SUMS, lanes], tl.float32)
+    total = tl.zeros([SOME, SUMS, GROUP_OF_KERNEL // LANE if LANES else GROUP_OF_KERNEL], tl.float32)
     if read_ahead:
         left = tl.load(weights, there[:, None, None], 0.0)
         right = tl.load(weights + GROUP_OF_KERNEL, there[:, None, None], 0.0)
@@ -158,17 +177,53 @@ def sum_of_some(
         else:
             weight = tl.load(weights + group * GROUP_OF_KERNEL, there[:, None, None], 0.0)
         products = weight.to(tl.float32) * (values.to(tl.float32) * scale)[:, None, :]
-        total += tl.sum(tl.reshape(products, (SOME, SUMS, lanes, LANE)), axis=3)
+        total += sum_of_lanes(products, LANE) if LANES else products
     share = tl.load(shares_ptr + choice, there, 0.0)
     return tl.sum(rounded(tl.sum(total, axis=2) * share[:, None]), axis=0)
 
 
-def tile_for(tokens: int) -> Tile:
-    """The faster one of the two on an H200."""
-    return ONE_TOKEN if tokens == 1 else MORE
+@triton.jit
+def down_by_choice_kernel(
+    inner_ptr, weight_ptr, scales_ptr, chosen_ptr, shares_ptr, out_ptr, factor, CHOSEN: tl.constexpr, HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """As `down_kernel`, one choice after the other, the weights of the next ones under way; WIDTH is a power of two."""
+    wait_for_kernel_ahead(COMPILED)
+    token, block = tl.program_id(0), tl.program_id(1)
+    of_width: tl.constexpr = WIDTH // GROUP_OF_KERNEL
+    of_hidden: tl.constexpr = HIDDEN // GROUP_OF_KERNEL
+    group, inside, at = tl.arange(0, of_width), tl.arange(0, GROUP_OF_KERNEL), tl.arange(0, WIDTH)
+    rows = (block * SUMS + tl.arange(0, SUMS))[:, None] * WIDTH + at[None, :]
+    summed = tl.zeros([SUMS], tl.float32)
+    for choice in tl.range(token * CHOSEN, token * CHOSEN + CHOSEN, num_stages=STAGES):
+        expert = tl.load(chosen_ptr + choice).to(tl.int64)
+        there = expert >= 0
+        x = tl.load(inner_ptr + choice * WIDTH + group[:, None] * GROUP_OF_KERNEL + inside[None, :], there, 0.0)
+        weight = tl.load(weight_ptr + expert * (HIDDEN * WIDTH) + rows, there, 0.0)
+        scales = tl.load(
+            scales_ptr + expert * (of_hidden * of_width) + block * SUMS // GROUP_OF_KERNEL * of_width + group, there, 0.0
+        )
+        share = tl.load(shares_ptr + choice, there, 0.0)
+        values, scale = quantised(x.to(tl.float32), False, COMPILED)
+        values = tl.reshape(values.to(tl.float32) * (scale * scales[:, None]), (1, WIDTH))
+        summed += rounded(tl.sum(weight.to(tl.float32) * values, axis=1) * share)
+    tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), (summed * factor).to(tl.bfloat16))
 
 
-def problem(hidden: int, width: int, tile: Tile = ONE_TOKEN) -> str | None:
+def tile_for(tokens: int, choices: int, width: int) -> Tile:
+    """The fastest one on an H200.
+
+    Eight choices of DeepSeek-V3.2 leave out its shared expert, which SGLang has on another stream meanwhile. A layer of two to
+    four tokens takes 3 to 4 us longer with sums by lane there, though the launches alone take less.
+    """
+    if tokens == 1:
+        return ONE_ALONE
+    if (choices, width) != (8, 256):
+        return SOME_ALONE
+    return TWO_BESIDE if tokens == 2 else SOME_BESIDE
+
+
+def problem(hidden: int, width: int, tile: Tile = ONE_ALONE) -> str | None:
     """Why experts of this width on hidden states of that one cannot have the launches, or None."""
     if hidden % tile.step or width < GROUP or width != power_of_two(width):
         served = f"multiples of {tile.step} and powers of two from {GROUP} on are served"
@@ -210,8 +265,8 @@ def few_experts(
         ValueError: a tensor has another shape, dtype or layout.
     """
     (tokens, hidden), (experts, both, _), choices = x.shape, first.shape, chosen.shape[1]
-    tile = tile or tile_for(tokens)
     width = both // 2
+    tile = tile or tile_for(tokens, choices, width)
     if (why := problem(hidden, width, tile)) is not None:
         raise ValueError(why)
     require(choices <= MOST_CHOICES, "chosen", chosen, f"of at most {MOST_CHOICES} choices", "the others would be left out")
@@ -228,13 +283,16 @@ def few_experts(
     if tokens:
         inner = torch.empty(tokens, choices, width, dtype=torch.bfloat16, device=x.device)
         launch = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": width, "COMPILED": x.is_cuda, **early(x.is_cuda)}
-        ahead = tile.ahead and width == 2 * GROUP
+        ahead = tile.ahead and width == 2 * GROUP and not tile.by_choice
         gate_up_kernel[(tokens * choices, width // tile.values)](
             x, first, first_scales, chosen, inner, VALUES=tile.values, STEP=tile.step, STAGES=tile.stages, AHEAD=ahead,
-            num_warps=tile.warps, **launch,
+            LANES=tile.by_lane, num_warps=tile.warps, **launch,
         )  # fmt: skip
-        down_kernel[(tokens, hidden // tile.sums)](
-            inner, second, second_scales, chosen, shares, out, factor, SUMS=tile.sums, AHEAD=ahead,
-            num_warps=tile.sum_warps * (2 if choices >= 16 else 1), **launch,
-        )  # fmt: skip
+        given = inner, second, second_scales, chosen, shares, out, factor
+        grid = tokens, hidden // tile.sums
+        if tile.by_choice:
+            down_by_choice_kernel[grid](*given, SUMS=tile.sums, STAGES=tile.by_choice, num_warps=tile.sum_warps, **launch)
+        else:
+            warps = tile.sum_warps * (2 if choices >= 16 else 1)
+            down_kernel[grid](*given, SUMS=tile.sums, AHEAD=ahead, LANES=tile.by_lane, num_warps=warps, **launch)
     return out

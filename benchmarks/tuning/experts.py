@@ -6,7 +6,8 @@ Tokens choose experts at random. Tiles of both products are compared first, then
 without bulk copies (TMA). Each is compared with what SGLang chooses before it is timed, beside the time that the bytes take.
 With few tokens this package's two launches (`kernels/few_experts.py`) are timed too, in some tiles: `few_us`. Each of its
 calls has other experts than the one before, as layers have, so that no call finds its weights in L2. `--few` times these alone,
-and once more where tokens have half of their experts in common, as rows of one request may: `alike_us`.
+and once more where tokens have half of their experts in common, as rows of one request may: `alike_us`, and where SGLang would
+have the shared expert on another stream, with that: `beside_us`.
 The fastest is timed beside SGLang's once more where some experts are chosen far more often than others, `skewed_us`: a number
 of tokens at which it does not win both has SGLang's in the file.
 OUT.json is written after every cell, and so is the file of `nsa_backend.adapters.moe_configs` where --configs names one.
@@ -26,9 +27,20 @@ from typing import Any
 import torch
 
 from nsa_backend.adapters import moe_configs
+from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
-from nsa_backend.kernels.few_experts import MORE, MOST_TOKENS, ONE_TOKEN, Tile, few_experts, problem, tile_for
+from nsa_backend.kernels.few_experts import (
+    MOST_TOKENS,
+    ONE_ALONE,
+    SOME_ALONE,
+    SOME_BESIDE,
+    TWO_BESIDE,
+    Tile,
+    few_experts,
+    problem,
+    tile_for,
+)
 from nsa_backend.testing.process import start_sglang
 
 GROUP = 128
@@ -117,6 +129,11 @@ class Rank:
         scales = torch.rand(self.shape.experts, rows // GROUP, columns // GROUP, device="cuda") * 1e-3
         return of_bytes, scales
 
+    def one(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and scales of one expert more."""
+        weight = (torch.randn(rows, columns, device="cuda") * 0.5).to(torch.float8_e4m3fn)
+        return weight, torch.rand(rows // GROUP, columns // GROUP, device="cuda") * 1e-3
+
     def routed(self, tokens: int, skew: float = 0.0, alike: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights, experts) of each token; -1 is an expert of another GPU.
 
@@ -154,8 +171,6 @@ class Rank:
         return run
 
 
-SERVED = "served"
-"""What a report calls the tile that the launches have by themselves."""
 CHANGES = [
     *({"values": values, "step": step} for values, step in ((4, 512), (8, 512), (8, 1024), (4, 1024), (16, 512))),
     *({"stages": stages} for stages in (2, 4, 5)),
@@ -164,26 +179,66 @@ CHANGES = [
     *({"sum_warps": warps} for warps in (2, 8)),
     *({"ahead": ahead} for ahead in (False, True)),
 ]
-FEW_TILES = list(
-    dict.fromkeys([ONE_TOKEN, MORE, *(replace(tile, **change) for tile in (ONE_TOKEN, MORE) for change in CHANGES)])
-)
+BASES = ONE_ALONE, SOME_ALONE, TWO_BESIDE
+FEW_TILES = list(dict.fromkeys([*BASES, SOME_BESIDE, *(replace(tile, **change) for tile in BASES for change in CHANGES)]))
 
 
 def few(
-    rank: Rank, tokens: int, ways: dict[str, Callable], tiles: Sequence[Tile] = FEW_TILES, alike: bool = False
+    rank: Rank,
+    tokens: int,
+    ways: dict[str, Callable],
+    tiles: Sequence[Tile] = FEW_TILES,
+    alike: bool = False,
+    shared: bool = False,
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Of both launches by tile and of SGLang's experts by lookup: microseconds a call, and what is wrong."""
+    """Of both launches by tile and of SGLang's experts by lookup: microseconds a call, and what is wrong.
+
+    Where `shared` each call has the shared expert on another stream.
+    """
     if tokens > MOST_TOKENS or problem(rank.shape.hidden, rank.shape.width):
         return {}, {}
     x = torch.randn(tokens, rank.shape.hidden, device="cuda").bfloat16()
     routings = [rank.routed(tokens, alike=alike) for _ in range(REPEATS)]
     calls = {name: [rank.call(x, routed, lookup) for routed in routings] for name, lookup in ways.items()}
     given = x, *rank.first, *rank.second
-    default = tile_for(tokens)
     for tile in tiles:
-        name = SERVED if tile == default else str(tile)
-        calls[name] = [lambda tile=tile, routed=routed: few_experts(*given, *routed, tile=tile) for routed in routings]
+        calls[str(tile)] = [lambda tile=tile, routed=routed: few_experts(*given, *routed, tile=tile) for routed in routings]
+    if shared:
+        beside = Beside(rank, x)
+        calls = {name: [beside.having(call) for call in some] for name, some in calls.items()}
     return timed(calls, calls["sglang"][0]().float())
+
+
+class Beside:
+    """A layer's shared expert, of random weights, on a stream of its own."""
+
+    def __init__(self, rank: Rank, x: torch.Tensor):
+        from sglang.srt.layers.activation import SiluAndMul
+
+        shape = rank.shape
+        self.x, self.activation, self.side = x, SiluAndMul(), SideStream(torch.cuda.Stream())
+        self.first, self.second = rank.one(2 * shape.width, shape.hidden), rank.one(shape.hidden, shape.width)
+
+    def having(self, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """`call`, and beside it the shared expert."""
+
+        def both() -> torch.Tensor:
+            self.side.fork()
+            found = call()
+            with self.side.running():
+                kept = self.run()  # noqa: F841 until both streams have met
+            self.side.join()
+            return found
+
+        return both
+
+    def run(self) -> list[torch.Tensor]:
+        """As a block-FP8 MLP of SGLang's on Hopper: every tensor that it makes here."""
+        from sglang.srt.layers.quantization.fp8_utils import deepgemm_w8a8_block_fp8_linear_with_fallback as linear
+
+        both = linear(self.x, self.first[0], [GROUP, GROUP], self.first[1])
+        inner = self.activation(both)
+        return [both, inner, linear(inner, self.second[0], [GROUP, GROUP], self.second[1])]
 
 
 def lookup_of(first: Config, second: Config | None = None) -> Callable:
@@ -255,9 +310,19 @@ def few_cell(name: str, rank: Rank, tokens: int) -> dict:
     if tiles := shipped(shape, tokens):
         ways["shipped"] = lookup_of(*tiles)
     us, wrong = few(rank, tokens, ways)
-    alike_us, wrong_alike = few(rank, tokens, ways, [tile_for(tokens)], alike=True)
+    default = tile_for(tokens, shape.chosen + shape.always, shape.width)
+    alike_us, wrong_alike = few(rank, tokens, ways, [default], alike=True)
     floor = tokens * (shape.chosen + shape.always) * 3 * shape.width * shape.hidden / BYTES_PER_US
-    found = {"floor_us": round(floor, 2), "few_us": us, "alike_us": alike_us, "wrong": wrong | wrong_alike}
+    found = {
+        "floor_us": round(floor, 2),
+        "served": str(default),
+        "few_us": us,
+        "alike_us": alike_us,
+        "wrong": wrong | wrong_alike,
+    }
+    if not shape.always:
+        found["beside_us"], wrong_beside = few(rank, tokens, ways, shared=True)
+        found["wrong"] |= {f"{way}, beside": what for way, what in wrong_beside.items()}
     return named(name, shape, tokens) | found
 
 
@@ -325,7 +390,10 @@ def write_configs(path: Path, triton: str, files: dict[str, dict[str, Config]]) 
 def show_few(found: list[dict]) -> None:
     for row in found:
         print(row["rank"], row["tokens"], "tokens, floor", row["floor_us"], row["wrong"] or "", flush=True)
-        print_table(("way", "us"), sorted(row["few_us"].items(), key=lambda way: way[1]))
+        beside = row.get("beside_us", {})
+        ways = sorted(row["few_us"].items(), key=lambda way: beside.get(way[0], way[1]))
+        table = [(way + (" (served)" if way == row["served"] else ""), us, beside.get(way)) for way, us in ways]
+        print_table(("way", "us", "us beside a shared expert"), table)
         print("with half of their experts in common:", row["alike_us"], flush=True)
 
 

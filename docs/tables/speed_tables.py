@@ -15,7 +15,8 @@ from nsa_backend.adapters.few_experts import most_tokens
 from nsa_backend.attention.auto import CANDIDATES, least_together
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
-from nsa_backend.benchmarks.tuning.experts import SERVED, over_sglangs, wins
+from nsa_backend.benchmarks.tuning.experts import over_sglangs, wins
+from nsa_backend.kernels.few_experts import tile_for
 from nsa_backend.kernels.value_products import few_rows
 
 PARTS = Parts()
@@ -259,18 +260,21 @@ def experts_over_bytes() -> str:
 
 @PARTS.part
 def few_experts() -> str:
-    """Two launches over SGLang's experts by model, with every number of tokens that it is served, and the first that loses."""
+    """A row a model: two launches over SGLang's experts by tokens, where they serve."""
     rows = result("experts_0_5_23", "few_tokens")["rows"]
+    counts = sorted({row["tokens"] for row in rows})
 
-    def over(rank: str, choices: int) -> str:
-        of_rank = [row for row in rows if row["rank"] == rank]
-        ratios = {row["tokens"]: row["few_us"][SERVED] / row["few_us"]["sglang"] for row in of_rank}
-        served = [tokens for tokens in ratios if tokens <= most_tokens(choices, of_rank[0]["width"])]
-        lost = [f", {one:.2f} with {tokens}, not served" for tokens, one in ratios.items() if tokens not in served and one >= 1]
-        told = " / ".join(f"{ratios[tokens]:.2f}" for tokens in served)
-        return f"{told} with {' / '.join(map(str, served))}{''.join(lost[:1])}"
+    def over(row: dict, choices: int) -> str:
+        us, tokens, width = row["few_us"], row["tokens"], row["width"]
+        served = tokens <= most_tokens(choices, width)
+        return f"{us[str(tile_for(tokens, choices, width))] / us['sglang']:.2f}" if served else "-"
 
-    return f"DeepSeek-V3.2 {over('v3.2-tp8', 8)}, GLM-5 {over('glm-5-tp8', 9)}"
+    of_ranks = {"v3.2-tp8": 8, "v3.2-tp16": 8, "glm-5-tp8": 9}
+    table_of = [
+        [(RANKS_OF_EXPERTS | {"glm-5-tp8": "GLM-5"})[rank], *(over(row, choices) for row in rows if row["rank"] == rank)]
+        for rank, choices in of_ranks.items()
+    ]
+    return table(["tokens:", *map(str, counts)], table_of)
 
 
 VALUES_TOGETHER = "ours with values in one launch, to o_proj"

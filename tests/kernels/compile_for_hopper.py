@@ -20,7 +20,15 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from nsa_backend.kernels.few_experts import MORE, ONE_TOKEN, down_kernel, gate_up_kernel
+from nsa_backend.kernels.few_experts import (
+    ONE_ALONE,
+    SOME_ALONE,
+    SOME_BESIDE,
+    TWO_BESIDE,
+    down_by_choice_kernel,
+    down_kernel,
+    gate_up_kernel,
+)
 from nsa_backend.kernels.layer_front_kernel import (
     norm_rope_store_kernel,
     quantise_kernel,
@@ -161,18 +169,27 @@ def values() -> dict[str, dict]:
     return found
 
 
+FEW_TILES = {"one": ONE_ALONE, "some": SOME_ALONE, "two beside": TWO_BESIDE, "some beside": SOME_BESIDE}
+
+
 def few_experts() -> dict[str, dict]:
-    """Experts of few tokens, of both models."""
+    """Experts of few tokens, of both models; with sums by lane as many programs again."""
     types, found = {"inner_ptr": "*bf16", "weight_ptr": "*fp8e4nv", "chosen_ptr": "*i32", "shares_ptr": "*fp32"}, {}
     types |= {"x_ptr": "*bf16", "factor": "fp32"}
-    for (hidden, choices), tile in itertools.product(((7168, 8), (6144, 9)), (ONE_TOKEN, MORE)):
-        fixed = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": 256, "AHEAD": tile.ahead, "COMPILED": True}
-        of = f"experts of {choices} choices, {'one token' if tile == ONE_TOKEN else 'more tokens'}"
-        first = {"VALUES": tile.values, "STEP": tile.step, "STAGES": tile.stages}
-        used = resources(gate_up_kernel, fixed | first, more=types, num_warps=tile.warps)
-        found[f"{of}{AHEAD}"] = used | {"programs": 8, "threads": 128}
-        used = resources(down_kernel, fixed | {"SUMS": tile.sums}, more=types, num_warps=tile.sum_warps)
-        found[f"{of}, sums{', weights read ahead' * tile.ahead}"] = used | {"programs": 6, "threads": 128}
+    for (hidden, choices), (name, tile) in itertools.product(((7168, 8), (6144, 9)), FEW_TILES.items()):
+        fixed = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": 256, "COMPILED": True}
+        of, lanes = f"experts of {choices} choices, {name}", {"LANES": tile.by_lane}
+        first = {"VALUES": tile.values, "STEP": tile.step, "STAGES": tile.stages, "AHEAD": tile.ahead}
+        used = resources(gate_up_kernel, fixed | lanes | first, more=types, num_warps=tile.warps)
+        found[f"{of}{AHEAD}"] = used | {"programs": 8 if tile.by_lane else 4, "threads": 128}
+        if tile.by_choice:
+            last = {"SUMS": tile.sums, "STAGES": tile.by_choice}
+            used = resources(down_by_choice_kernel, fixed | last, more=types, num_warps=tile.sum_warps) | {"programs": 8}
+        else:
+            last = {"SUMS": tile.sums, "AHEAD": tile.ahead}
+            used = resources(down_kernel, fixed | lanes | last, more=types, num_warps=tile.sum_warps)
+            used |= {"programs": 6 if tile.by_lane else 3, "threads": 128}
+        found[f"{of}, sums{', weights read ahead' * tile.ahead}"] = used
     return found
 
 

@@ -68,14 +68,15 @@ def test_what_experts_give(device, tokens, choices, hidden, width):
     check(given, factor=2.5, tile=LARGE)
 
 
-def test_choices_of_other_gpus_give_nothing(device):
+@pytest.mark.parametrize("tile", [LARGE, replace(LARGE, by_choice=3)])
+def test_choices_of_other_gpus_give_nothing(device, tile):
     """A token may have none here at all. Nothing of theirs is read, so what lies there may be anything."""
     given = inputs(4, 3, 512, 128, device)
     given["chosen"][0] = -1
     given["chosen"][1, 1] = given["chosen"][2, 0] = -1
     given["shares"][given["chosen"] < 0] = float("nan")
-    check(given, tile=LARGE)
-    assert few_experts(**given, tile=LARGE)[0].eq(0).all()
+    check(given, tile=tile)
+    assert few_experts(**given, tile=tile)[0].eq(0).all()
 
 
 def test_the_sum_is_where_it_is_asked_for(device):
@@ -85,12 +86,21 @@ def test_the_sum_is_where_it_is_asked_for(device):
     assert torch.equal(out, few_experts(**given, tile=LARGE))
 
 
-@pytest.mark.parametrize(("tokens", "choices"), [(1, 9), (3, 8)])
-def test_tiles_by_tokens(device, tokens, choices):
+@pytest.mark.parametrize(("tokens", "choices"), [(1, 9), (2, 9), (2, 8), (3, 8)])
+def test_tiles_by_tokens_and_choices(device, tokens, choices):
     check(inputs(tokens, choices, 1024, 256, device))
 
 
-@pytest.mark.parametrize("tile", [Tile(values=16, step=256, sums=32), Tile(values=4, sums=16)])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        Tile(values=16, step=256, sums=32),
+        Tile(values=4, sums=16),
+        Tile(sums=16, by_choice=3),
+        Tile(values=16, step=256, sums=32, by_lane=True),
+        Tile(values=16, sums=16, by_choice=3, by_lane=True),
+    ],
+)
 def test_other_tiles_give_the_same(device, tile):
     check(inputs(1, 2, 512, 128, device), tile=tile)
 
