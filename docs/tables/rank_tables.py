@@ -29,7 +29,7 @@ FEW_TOKENS = 300
 """Of a prompt in tables of all ranks. Rounds of fewer take as long, and first tokens have a table of their own."""
 MANY_TOKENS = 4096
 """The same at most: longer prompts are told in a sentence."""
-LEFT_TO_A_SENTENCE = (2, 4)
+LEFT_TO_A_SENTENCE = (2, 4, 64)
 """Requests of which tables of all ranks do not tell."""
 DP_RANK, GLM_RANK, GLM_52_RANK = "v3.2-dp8", "glm-5.1-tp8", "glm-5.2-tp8"
 MODELS = {
@@ -62,6 +62,8 @@ STEPS = (3, 0)
 """Numbers of drafts that tables of all ranks have."""
 OF_ROUNDS, OF_FIRST_TOKENS = "{:.3f} ({:.2f} / {:.2f})", "{:.2f} ({:.0f} / {:.0f})"
 """How tables tell a ratio and the milliseconds of both sides."""
+OF_RANKS, OF_RANKS_FIRST = "{:.3f} ({:.2f})", "{:.2f} ({:.0f})"
+"""The same of tables of all ranks, with ours alone."""
 IN_COLUMNS = (1, 8, 32, 128)
 """Requests of which the README tells."""
 NOISE = 0.005
@@ -211,8 +213,23 @@ def mark(sides: dict[str, Spread], side: str) -> str:
 
 @PARTS.part
 def rank() -> str:
-    """Rounds of three drafts, and tokens without drafts, of the default."""
-    return by_shape({name: of_rank(name, sides) for name, sides in DEFAULTS.items()}, OF_ROUNDS)
+    """Rounds of three drafts of the default."""
+    return by_shape(of_ranks(drafts=True), OF_RANKS)
+
+
+@PARTS.part
+def rank_tokens() -> str:
+    """Tokens without drafts of the default."""
+    return by_shape(of_ranks(drafts=False), OF_RANKS)
+
+
+def of_ranks(drafts: bool) -> dict[str, dict[Cell, tuple[dict[str, Spread], str]]]:
+    """The default's rounds or tokens by rank and cell, of ranks that have some."""
+    found = {
+        name: {cell: given for cell, given in of_rank(name, sides).items() if bool(cell.steps) == drafts}
+        for name, sides in DEFAULTS.items()
+    }
+    return {name: cells for name, cells in found.items() if cells}
 
 
 @PARTS.part
@@ -225,7 +242,7 @@ def long_requests() -> str:
 
 
 @PARTS.part
-def two_or_four() -> str:
+def two_four_or_more() -> str:
     """The default's rounds and tokens over the built-in's with so many requests, on all ranks, least to most."""
     found = [(cell, ratio(*given)) for name, sides in DEFAULTS.items() for cell, given in of_rank(name, sides).items()]
     rounds, tokens = (
@@ -334,7 +351,7 @@ def all_sizes() -> str:
 @PARTS.part
 def first_tokens() -> str:
     """Times to the first token of the default, with three drafts."""
-    return by_shape(first_with_drafts(), OF_FIRST_TOKENS)
+    return by_shape(first_with_drafts(), OF_RANKS_FIRST)
 
 
 def first_with_drafts() -> dict[str, dict[Cell, tuple[dict[str, Spread], str]]]:
@@ -348,12 +365,11 @@ def beside(sides: dict[str, Spread], side: str, form: str) -> str:
 
 
 def by_shape(by_rank: Mapping[str, Mapping[Cell, tuple[dict[str, Spread], str]]], form: str) -> str:
-    """A row a shape, a column a rank and number of drafts, as `beside` tells them."""
+    """A row a shape, a column a rank, as `beside` tells them, of one number of drafts."""
     columns: dict[str, dict[tuple[int, int], str]] = {}
     for name, found in by_rank.items():
         for cell, (sides, side) in ((cell, given) for cell, given in found.items() if cell.steps in STEPS):
-            head = MODELS[name] + ("" if cell.steps else ", no drafts")
-            columns.setdefault(head, {})[cell.length, cell.batch] = mark(sides, side) + beside(sides, side, form)
+            columns.setdefault(MODELS[name], {})[cell.length, cell.batch] = mark(sides, side) + beside(sides, side, form)
     told = {at for column in columns.values() for at in column if FEW_TOKENS <= at[0] <= MANY_TOKENS}
     shapes = sorted(at for at in told if at[1] not in LEFT_TO_A_SENTENCE)
     rows = [[f"{at[1]} x {at[0]}", *(column.get(at, "-") for column in columns.values())] for at in shapes]
