@@ -175,8 +175,6 @@ def unmet(args: Any) -> list[Rule]:
     if asked(SWITCH) is None:
         used = {rule.attribute for rule in found}
         lifted -= {first for first, second in release().apart if {first, second} <= used}
-        if envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH.get():  # rounds beside graphs that are given back too ran on no GPU
-            lifted.discard("enable_memory_saver")
     return [rule for rule in found if rule.attribute not in lifted]
 
 
