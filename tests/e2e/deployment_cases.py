@@ -168,7 +168,6 @@ DIVIDED_CASES = [
     divided(f"{CP_4} and attention TP", engine=DIVIDED_4 | {"attn_cp_size": 2}, gpus=4, floors=FLOORS),
     divided(f"{CP_4} and DP attention", workloads=UNEQUAL, engine=DIVIDED_4 | {"attn_dp_size": 2}, gpus=4, floors=FLOORS),
 ]
-"""None of them has run."""
 
 CONTEXT = TWO_GPUS | {"dcp_size": 2}
 """Each GPU has every other token of a request's KV; the built-in backend has all of it on both."""
@@ -278,4 +277,42 @@ EAGLE3_CASES = [
     eagle3("EAGLE3, dense draft, fp8", decode="flashmla_kv", engine=FP8),
 ]
 
-DEPLOYMENT_CASES = [*PD_CASES, *HICACHE_CASES, *TRAINING_CASES, *PARALLEL_CASES, *DIVIDED_CASES, *CONTEXT_CASES, *EAGLE3_CASES]
+# Rounds of one graph beside two options at once, each of which they are beside by default.
+GIVEN_BACK = {"action": "memory was released and resumed"}
+COMBINED_CASES = [
+    *(
+        parallel(
+            f"two GPUs, {words}, memory released and resumed, one graph a round",
+            3,
+            workloads,
+            engine=TWO_GPUS | SAVED | options,
+            gpus=2,
+            **GIVEN_BACK,
+            **ONE_GRAPH,
+        )
+        for words, workloads, options in (("expert parallel", STANDARD, EXPERTS), ("DP attention", UNEQUAL, DP_2))
+    ),
+    *(
+        part(
+            f"{DCP}, {words}, one graph a round",
+            workloads=STANDARD,
+            engine=CONTEXT | options,
+            floors=FLOORS,
+            **more,
+            **ONE_GRAPH,
+        )
+        for words, options, more in (("expert parallel", EXPERTS, {}), ("memory released and resumed", SAVED, GIVEN_BACK))
+    ),
+    part(
+        f"{DCP_4} and DP attention, one graph a round",
+        workloads=UNEQUAL,
+        engine=FOUR_GPUS | DP_2 | {"dcp_size": 2},
+        gpus=4,
+        floors=FLOORS,
+        **ONE_GRAPH,
+    ),
+]
+
+DEPLOYMENT_CASES = [
+    *PD_CASES, *HICACHE_CASES, *TRAINING_CASES, *PARALLEL_CASES, *DIVIDED_CASES, *CONTEXT_CASES, *COMBINED_CASES, *EAGLE3_CASES,
+]  # fmt: skip

@@ -21,6 +21,7 @@ from engine_options import (
     ONE_GRAPH,
     PREFILL_CP,
     PREFILL_SIZES,
+    SAVED,
     STANDARD,
     TWO_GPUS,
 )
@@ -102,6 +103,8 @@ PD_CASES = [
             ("DP attention, fp8", (*STANDARD, "unequal ranks"), DP_2 | FP8, {"decode": "flashmla_kv"}),
             ("DP attention, glm-5.2", ("8x300", "unequal ranks"), DP_2, {"steps": 5, "model": "glm-5.2"}),
             ("tensor parallel", STANDARD, {}, {}),
+            ("expert parallel", STANDARD, {"ep_size": 2}, {}),
+            ("memory saver", STANDARD, SAVED, {}),
         )
     ),
 ]
