@@ -256,12 +256,16 @@ CONTEXT_CASES = [
     part_fp8(f"{DCP_4}, fp8", engine=CONTEXT_4 | FP8, gpus=4),
     part(f"{DCP_4}, glm-5.2", steps=5, workloads=STANDARD, engine=CONTEXT_4, gpus=4, **GLM_52),
     # A rank of DP attention is two GPUs here, which divide the KV of its requests.
-    part(
-        f"{DCP_4} and DP attention",
-        workloads=UNEQUAL,
-        engine=FOUR_GPUS | DP_2 | {"dcp_size": 2},
-        gpus=4,
-        floors=FLOORS,
+    *(
+        part(
+            f"{DCP_4} and DP attention{words}",
+            workloads=UNEQUAL,
+            engine=FOUR_GPUS | DP_2 | {"dcp_size": 2},
+            gpus=4,
+            floors=FLOORS,
+            **rounds,
+        )
+        for words, rounds in (("", {}), (", one graph a round", ONE_GRAPH))
     ),
     # Two groups of two, each of which divides the KV that the other divides too.
     part(f"{DCP_4} in twos", engine=CONTEXT_4 | {"dcp_size": 2}, gpus=4, floors=FLOORS, **REPLAYED),
@@ -302,14 +306,6 @@ COMBINED_CASES = [
             **ONE_GRAPH,
         )
         for words, options, more in (("expert parallel", EXPERTS, {}), ("memory released and resumed", SAVED, GIVEN_BACK))
-    ),
-    part(
-        f"{DCP_4} and DP attention, one graph a round",
-        workloads=UNEQUAL,
-        engine=FOUR_GPUS | DP_2 | {"dcp_size": 2},
-        gpus=4,
-        floors=FLOORS,
-        **ONE_GRAPH,
     ),
 ]
 
