@@ -7,7 +7,7 @@ without bulk copies (TMA). Each is compared with what SGLang chooses before it i
 With few tokens this package's two launches (`kernels/few_experts.py`) are timed too, in some tiles: `few_us`. Each of its
 calls has other experts than the one before, as layers have, so that no call finds its weights in L2. `--few` times these alone,
 and once more where tokens have half of their experts in common, as rows of one request may: `alike_us`, and where SGLang would
-have the shared expert on another stream, with that: `beside_us`.
+have the shared expert on another stream, with that: `beside_us`. `--between` times what lies between both products alone.
 The fastest is timed beside SGLang's once more where some experts are chosen far more often than others, `skewed_us`: a number
 of tokens at which it does not win both has SGLang's in the file.
 OUT.json is written after every cell, and so is the file of `nsa_backend.adapters.moe_configs` where --configs names one.
@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from nsa_backend.adapters import moe_configs
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
+from nsa_backend.kernels.expert_activation import activate
 from nsa_backend.kernels.few_experts import (
     MOST_TOKENS,
     ONE_ALONE,
@@ -326,6 +328,64 @@ def few_cell(name: str, rank: Rank, tokens: int) -> dict:
     return named(name, shape, tokens) | found
 
 
+AHEAD = (0, 2, 4, 8, 16, 32)
+"""Blocks whose weights of the second product are asked for while what lies between both is computed."""
+
+
+def between(
+    rank: Rank, x: torch.Tensor, routed: tuple[torch.Tensor, torch.Tensor], lookup: Callable, ahead: int
+) -> Callable[[], torch.Tensor]:
+    """SGLang's experts with one launch of this package's between both products, as `Rank.call` has them."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+    (first, first_scales), (second, second_scales), (weights, chosen) = rank.first, rank.second, routed
+    tokens, choices = chosen.shape
+    form = {"use_fp8_w8a8": True, "use_int8_w8a8": False, "use_int8_w8a16": False, "use_int4_w4a16": False}
+    form |= {"per_channel_quant": False, "block_shape": [GROUP, GROUP]}
+    filtered = form | {"compute_type": tl.bfloat16, "filter_expert": rank.shape.experts < rank.shape.routed}
+
+    def run() -> torch.Tensor:
+        kept, fused_moe.try_get_optimal_moe_config = fused_moe.try_get_optimal_moe_config, lookup
+        try:
+            prepared = fused_moe._prepare_fused_moe_run(x, first, second, chosen, **form)
+        finally:
+            fused_moe.try_get_optimal_moe_config = kept
+        config, of_second, second_bulk, first_bulk, sorted_ids, expert_ids, padded = prepared
+        block, order = config["BLOCK_SIZE_M"], (sorted_ids, expert_ids, padded)
+        rows = chosen.numel() + second_bulk * min(chosen.numel(), rank.shape.experts + 1) * (block - 1)
+        both, given = x.new_empty(rows, first.shape[1]), x.new_empty(tokens, choices, x.shape[1])
+        fused_moe.invoke_fused_moe_kernel(
+            x, first, None, both, None, first_scales, None, weights, chosen, *order, False, choices, config,
+            c_sorted=second_bulk, b_use_tma=first_bulk, **filtered,
+        )  # fmt: skip
+        values, scales = activate(
+            both, second, expert_ids, padded, block, chosen.numel(), sorted_ids if second_bulk else None,
+            min(ahead, len(expert_ids)),
+        )  # fmt: skip
+        fused_moe.invoke_fused_moe_kernel(
+            values, second, None, given, scales, second_scales, None, weights, chosen, *order, True, 1, of_second or config,
+            a_use_tma=second_bulk, b_use_tma=second_bulk, router_topk=choices, **filtered,
+        )  # fmt: skip
+        return fused_moe.moe_combine_topk(given, torch.empty_like(x))
+
+    return run
+
+
+def between_cell(name: str, rank: Rank, tokens: int) -> dict:
+    """SGLang's experts on its tiles and on ours, and with one launch between both products that asks for weights ahead."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import try_get_optimal_moe_config
+
+    tiles = shipped(rank.shape, tokens)
+    ways = {"sglang": try_get_optimal_moe_config} | ({"shipped": lookup_of(*tiles)} if tiles else {})
+    x = torch.randn(tokens, rank.shape.hidden, device="cuda").bfloat16()
+    routings = [rank.routed(tokens) for _ in range(REPEATS)]
+    calls = {way: [rank.call(x, routed, lookup) for routed in routings] for way, lookup in ways.items()}
+    for (way, lookup), ahead in itertools.product(ways.items(), AHEAD):
+        calls[f"{way}, {ahead} blocks ahead"] = [between(rank, x, routed, lookup, ahead) for routed in routings]
+    us, wrong = timed(calls, calls["sglang"][0]().float())
+    return named(name, rank.shape, tokens) | {"between_us": us, "wrong": wrong}
+
+
 def shipped(shape: Shape, tokens: int) -> tuple[Config, Config] | None:
     """Tiles of both products that this package has for this GPU and number of tokens, or None."""
     names = file_names(shape.experts, shape.width)
@@ -397,6 +457,12 @@ def show_few(found: list[dict]) -> None:
         print("with half of their experts in common:", row["alike_us"], flush=True)
 
 
+def show_between(found: list[dict]) -> None:
+    for row in found:
+        print(row["rank"], row["tokens"], "tokens", row["wrong"] or "", flush=True)
+        print_table(("way", "us"), sorted(row["between_us"].items(), key=lambda way: way[1]))
+
+
 def show(found: list[dict]) -> None:
     table = [
         (row["rank"], row["tokens"], row["floor_us"], row["us"].get("sglang"), row["us"][row["best"]["name"]],
@@ -412,10 +478,13 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", choices=RANKS, default=list(RANKS))
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--configs", type=Path, help=f"to write, as {moe_configs.FILE.name}")
-    parser.add_argument("--few", action="store_true", help="this package's two launches beside SGLang's experts, no more tiles")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--few", action="store_true", help="this package's two launches beside SGLang's experts, no more tiles")
+    kinds.add_argument("--between", action="store_true", help="one launch between both products beside SGLang's, no more tiles")
     args = parser.parse_args()
-    if args.few and args.configs:
-        parser.error("--few compares no tiles that --configs could write: leave one out")
+    if (args.few or args.between) and args.configs:
+        parser.error("--few and --between compare no tiles that --configs could write: leave one out")
+    of_cell, told = (few_cell, show_few) if args.few else (between_cell, show_between) if args.between else (cell, show)
     start_sglang()
     import triton
 
@@ -423,11 +492,11 @@ def main() -> None:
     for name in args.ranks:
         rank = Rank(RANKS[name])
         for tokens in args.tokens:
-            found.append((few_cell if args.few else cell)(name, rank, tokens))
+            found.append(of_cell(name, rank, tokens))
             write_report(args.out, {"environment": environment(), "rows": found})
             if args.configs:
                 write_configs(args.configs, triton.__version__, configs_of(found))
-            (show_few if args.few else show)(found[-1:])
+            told(found[-1:])
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
+from nsa_backend.kernels.expert_activation import activate_kernel
 from nsa_backend.kernels.few_experts import (
     ONE_ALONE,
     SOME_ALONE,
@@ -190,6 +191,10 @@ def few_experts() -> dict[str, dict]:
             used = resources(down_kernel, fixed | lanes | last, more=types, num_warps=tile.sum_warps)
             used |= {"programs": 6 if tile.by_lane else 3, "threads": 128}
         found[f"{of}, sums{', weights read ahead' * tile.ahead}"] = used
+    between = {"WIDTH": 256, "EXPERT": 7168 * 256, "SORTED": True, "COMPILED": True}
+    types = {"both_ptr": "*bf16", "values_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
+    types |= dict.fromkeys(("sorted_ptr", "padded_ptr", "expert_ptr"), "*i32")
+    found["experts between products, blocks read ahead"] = resources(activate_kernel, between, more=types) | {"programs": 8}
     return found
 
 

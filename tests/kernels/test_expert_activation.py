@@ -1,0 +1,73 @@
+"""What is between both products of experts, against its twin: poisoned memory, rows of padding, any width."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_backend.kernels.expert_activation import activate
+from nsa_backend.kernels.expert_activation_torch import activate_torch
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+EXPERTS, HIDDEN, BLOCK = 5, 256, 16
+
+
+def inputs(rows: int, width: int, device: str) -> dict[str, torch.Tensor]:
+    """Rows of which the last block has only padding, and one expert is another GPU's."""
+    generator = torch.Generator().manual_seed(rows + width)
+    blocks = -(-rows // BLOCK)
+    given = {
+        "both": torch.randn(rows, 2 * width, generator=generator).mul(3).bfloat16(),
+        "weight": torch.zeros(EXPERTS, HIDDEN, width, dtype=torch.float8_e4m3fn),
+        "expert_ids": torch.randint(-1, EXPERTS, (blocks,), generator=generator, dtype=torch.int32),
+        "padded": torch.tensor([max(rows - BLOCK, 0)], dtype=torch.int32),
+    }
+    return {name: tensor.to(device) for name, tensor in given.items()}
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(("rows", "width"), [(1, 128), (33, 256), (48, 512), (0, 256)])
+def test_rows_of_choices(device, rows, width, ahead):
+    """Whatever is asked for ahead."""
+    given = inputs(rows, width, device)
+    values, scales = activate(**given, block=BLOCK, choices=rows, ahead=min(ahead, len(given["expert_ids"])))
+    wanted, wanted_scales = activate_torch(given["both"])
+    assert near(values, scales, wanted, wanted_scales)
+
+
+def near(values: torch.Tensor, scales: torch.Tensor, wanted: torch.Tensor, wanted_scales: torch.Tensor) -> bool:
+    """Values within a step of FP8 in few places, as exp and a division may round otherwise; scales to their last bits."""
+    torch.testing.assert_close(scales, wanted_scales, rtol=2**-7, atol=0)
+    found, meant = values.float() * scales.repeat_interleave(128, 1), wanted.float() * wanted_scales.repeat_interleave(128, 1)
+    torch.testing.assert_close(found, meant, rtol=2**-3, atol=float(wanted_scales.max()) if len(wanted) else 0)
+    return bool(((found - meant).abs() > 2**-6 * meant.abs()).float().mean() <= 0.01) if len(wanted) else True
+
+
+@pytest.mark.parametrize("width", [128, 256])
+def test_rows_in_blocks_leave_padding_as_it_is(device, width):
+    rows, choices = 64, 30
+    given = inputs(rows, width, device)
+    given["padded"] = torch.tensor([48], dtype=torch.int32, device=device)
+    order = torch.full((rows + 8,), choices, dtype=torch.int32)
+    there = torch.randperm(48, generator=torch.Generator().manual_seed(1))[:choices]
+    order[there] = torch.arange(choices, dtype=torch.int32)
+    order[50] = 3  # behind the last block: whatever lies there
+    given["both"][order[:rows].to(device) == choices] = float("nan")
+    values, scales = activate(**given, block=BLOCK, choices=choices, sorted_ids=order.to(device))
+    wanted, wanted_scales = activate_torch(given["both"][there.to(device)])
+    assert near(values[there.to(device)], scales[there.to(device)], wanted, wanted_scales)
+    others = torch.ones(rows, dtype=torch.bool).index_fill(0, there, False).to(device)
+    untouched = torch.empty_like(values)
+    assert torch.equal(values[others].view(torch.uint8), untouched[others].view(torch.uint8))
+
+
+def test_what_cannot_be_served_says_so(device):
+    given = inputs(16, 256, device)
+    with pytest.raises(ValueError, match="both must be of 512 columns"):
+        activate(**given | {"both": given["both"][:, :256].contiguous()}, block=BLOCK, choices=16)
+    with pytest.raises(ValueError, match="weight must be of a power of two columns"):
+        odd = {"weight": given["weight"][..., :192].contiguous(), "both": given["both"][:, :384].contiguous()}
+        activate(**given | odd, block=BLOCK, choices=16)
+    with pytest.raises(ValueError, match="expert_ids must be of at least 2 blocks"):
+        activate(**given, block=BLOCK, choices=16, ahead=2)
