@@ -14,6 +14,7 @@ class Variable:
     default: str  # what an unset variable is like: 0, 1, or unset where that is neither
     effect: str
     when: str  # to change it
+    tried: bool = True  # whether a server has run with it on a GPU; others share a row in the docs
 
 
 VARIABLES = (
@@ -59,6 +60,13 @@ VARIABLES = (
         "unset: kernels of this package before attention where layers allow, on 0.5.23 and Hopper; 1: always, or no start; "
         "0: SGLang's",
         "0 to compare",
+    ),
+    Variable(
+        "NSA_BACKEND_WEIGHTS_AHEAD",
+        "0",
+        "1: layers that have this package's kernels before attention ask for later weights while few rows are multiplied",
+        "to try it: no GPU has run it",
+        tried=False,
     ),
     Variable(
         "NSA_BACKEND_PAIRED_LOGITS",

@@ -214,10 +214,12 @@ def by_sglang() -> str:
 
 @PARTS.part
 def environment() -> str:
-    """The variables that the package reads."""
+    """The variables that the package reads; what no server has run on a GPU is told by its name alone, and by `doctor`."""
     from nsa_backend.environment import VARIABLES
 
-    rows = [[f"`{found.name}`", found.effect, found.when] for found in VARIABLES]
+    rows = [[f"`{found.name}`", found.effect, found.when] for found in VARIABLES if found.tried]
+    if untried := [f"`{found.name}`" for found in VARIABLES if not found.tried]:
+        rows.append([", ".join(untried), "1: untried on GPUs", "see `doctor --all`"])
     return table(["0 or 1", "effect", "when to set it"], rows)
 
 

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend.adapters.dsa.layer_front import prefills
+from nsa_backend.adapters.dsa.layer_front.ahead import ask_ahead
 from nsa_backend.adapters.dsa.layer_front.projections import FirstProducts, QueryProducts, scales_of
 from nsa_backend.adapters.dsa.layer_front.query_heads import QueryHeads
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
@@ -137,6 +138,7 @@ class LayerFront:
         from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
         layer_id, pool, index_cache = self.attention.layer_id, get_token_to_kv_pool(), None
+        ask_ahead(self.attention, len(hidden_states), side)
         qkv, key, gates = self._first(hidden_states, batch, side, indexed)
         if indexed:
             index_cache = pool.get_index_k_with_scale_buffer(layer_id=layer_id)

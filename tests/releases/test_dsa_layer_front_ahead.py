@@ -1,0 +1,49 @@
+"""Weights of later projections: when a layer asks for them, and on which stream."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nsa_backend.adapters.dsa.layer_front import ahead
+
+
+class Side:
+    """In place of a second stream: what is told of it, in order."""
+
+    def __init__(self, seen: list, is_apart: bool):
+        self.seen, self.is_apart = seen, is_apart
+
+    def fork(self) -> None:
+        self.seen.append("fork")
+
+    @contextlib.contextmanager
+    def running(self):
+        self.seen.append("on the side")
+        yield
+        self.seen.append("back")
+
+
+@pytest.fixture
+def layer():
+    """The weights that it multiplies after its first ones, each of another size."""
+    linears = {name: SimpleNamespace(weight=torch.empty(size)) for name, size in (("q_b_proj", 1), ("o_proj", 4))}
+    return SimpleNamespace(**linears, w_kc=torch.empty(2), w_vc=torch.empty(3))
+
+
+@pytest.mark.parametrize(
+    ("said", "rows", "is_apart", "asks"),
+    [("1", 1, True, True), ("1", 16, True, True), ("1", 17, True, False), ("1", 0, True, False), ("1", 1, False, False),
+     ("0", 1, True, False), (None, 1, True, False)],
+)  # fmt: skip
+def test_few_rows_ask_beside_the_first_products(monkeypatch, layer, said, rows, is_apart, asks):
+    seen = []
+    monkeypatch.setattr(ahead, "ask_for", lambda *weights: seen.append([len(weight) for weight in weights]))
+    monkeypatch.delenv(ahead.SWITCH, raising=False)
+    if said is not None:
+        monkeypatch.setenv(ahead.SWITCH, said)
+    ahead.ask_ahead(layer, rows, Side(seen, is_apart))
+    assert seen == (["fork", "on the side", [1, 2, 3, 4], "back"] if asks else [])
