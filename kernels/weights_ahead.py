@@ -18,7 +18,7 @@ LINES = tl.constexpr(1024)
 """That a program asks for."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_lines", "second_lines", "third_lines", "fourth_lines"])
 def ask_kernel(first_ptr, second_ptr, third_ptr, fourth_ptr, first_lines, second_lines, third_lines, fourth_lines):
     """Program: LINES lines of one of four weights, of any type; the last one of a weight asks for its last line again."""
     ahead = tl.program_id(0)
