@@ -64,7 +64,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_WEIGHTS_AHEAD",
         "0",
-        "1: layers that have this package's kernels before attention ask for later weights while few rows are multiplied",
+        "1: layers that have this package's kernels before attention ask for their later weights, with few rows",
         "to try it: no GPU has run it",
         tried=False,
     ),

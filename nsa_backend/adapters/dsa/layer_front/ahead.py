@@ -1,4 +1,4 @@
-"""Weights of a layer's later projections, asked for while its first ones are multiplied, in captured forwards of few rows."""
+"""Weights of a layer's later projections, asked for once its first ones are multiplied, in captured forwards of few rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_ROWS = 16
 def ask_ahead(attention: Any, rows: int, side: SideStream) -> None:
     """Ask for what the query's projections, attention's values and o_proj of a DeepseekV2AttentionMLA multiply.
 
-    The side has nothing else yet; what it gets next comes after this, which takes less than the first products.
+    The first products have the memory for themselves; the norms behind them, and attention, hardly need it.
     """
     if switched_on(SWITCH) and side.is_apart and 0 < rows <= MOST_ROWS:
         side.fork()

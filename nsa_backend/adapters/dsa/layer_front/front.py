@@ -138,8 +138,8 @@ class LayerFront:
         from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
         layer_id, pool, index_cache = self.attention.layer_id, get_token_to_kv_pool(), None
-        ask_ahead(self.attention, len(hidden_states), side)
         qkv, key, gates = self._first(hidden_states, batch, side, indexed)
+        ask_ahead(self.attention, len(hidden_states), side)
         if indexed:
             index_cache = pool.get_index_k_with_scale_buffer(layer_id=layer_id)
         q_scales = scales_of(self.attention.q_b_proj)  # wq_b's too
