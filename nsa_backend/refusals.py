@@ -94,9 +94,7 @@ def refusals(server_args: sglang_types.ServerArgs) -> list[str]:
     if switched_on("NSA_BACKEND_LAYER_FRONT"):
         found += [f"NSA_BACKEND_LAYER_FRONT=1: {problem}" for problem in adapter.front_problems(args)]
     if switched_on("NSA_BACKEND_WEIGHTS_AHEAD"):
-        found += [f"NSA_BACKEND_WEIGHTS_AHEAD=1: {problem}" for problem in adapter.front_problems(args)]
-        if asked("NSA_BACKEND_LAYER_FRONT") is False:
-            found.append("NSA_BACKEND_WEIGHTS_AHEAD=1 needs this package's layers, and NSA_BACKEND_LAYER_FRONT=0: unset one")
+        found += [f"NSA_BACKEND_WEIGHTS_AHEAD=1: {problem}" for problem in adapter.dependent_problems(args)]
     if switched_on("NSA_BACKEND_SHORT_GRAPHS"):
         found += [f"NSA_BACKEND_SHORT_GRAPHS=1: {problem}" for problem in adapter.short_problems(args)]
     if switched_on("NSA_BACKEND_SHORT_PREFILLS"):

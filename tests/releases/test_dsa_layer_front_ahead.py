@@ -7,8 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from layer_on_cpu import ROWS, a_layer
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from test_dsa_layer_front import prepared, recorded
 
-from nsa_backend.adapters.dsa.layer_front import ahead
+from nsa_backend.adapters.dsa.layer_front import ahead, front
+from nsa_backend.refusals import refusals
+from nsa_backend.releases import LAYER_FRONTS, installed
+
+if installed() not in LAYER_FRONTS:
+    pytest.skip("layers of this release have no front of ours", allow_module_level=True)
 
 
 class Side:
@@ -47,3 +55,25 @@ def test_few_rows_ask_beside_the_first_products(monkeypatch, layer, said, rows, 
         monkeypatch.setenv(ahead.SWITCH, said)
     ahead.ask_ahead(layer, rows, Side(seen, is_apart))
     assert seen == (["fork", "on the side", [1, 2, 3, 4], "back"] if asks else [])
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["deepseek", "glm"])
+def test_a_layer_asks_once_between_its_first_products_and_its_norms(monkeypatch, fused):
+    layers, launched, asked = a_layer(monkeypatch, fused=fused), [], []
+    layer = next(layers)
+    recorded(launched, layer, "prepare_qkv_latent", monkeypatch)
+    recorded(launched, front, "norm_rope_store", monkeypatch)
+    monkeypatch.setattr(front, "ask_ahead", lambda *given: (asked.append(given[:2]), launched.append(("ask", False))))
+    prepared(layer, monkeypatch, ForwardMode.DECODE, True, torch.tensor([70, 200, 65, 131, 255]))
+    assert [name for name, _ in launched] == ["prepare_qkv_latent", "ask", "norm_rope_store"]
+    assert asked == [(layer, ROWS)]
+    layers.close()
+
+
+def test_layers_of_sglangs_cannot_ask(arguments, monkeypatch):
+    monkeypatch.setenv(ahead.SWITCH, "1")
+    monkeypatch.setenv("NSA_BACKEND_LAYER_FRONT", "0")
+    (sentence,) = refusals(arguments(tp_size=2))
+    assert sentence == (
+        "NSA_BACKEND_WEIGHTS_AHEAD=1: NSA_BACKEND_LAYER_FRONT=0 leaves SGLang's front, and they need ours: unset one"
+    )

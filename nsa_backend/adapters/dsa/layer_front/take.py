@@ -69,8 +69,10 @@ def take_layer_fronts(
     if switched_on(ahead.SWITCH):
         if of_target and not served:
             raise ValueError(f"{ahead.SWITCH}=1 and no layer has our front: {reasons or 'it has none'}; unset it")
-        told = "nsa_backend: later weights of %d of %d layers are asked for ahead, with up to %d rows"
-        logger.info(told, len(served), len(layers), ahead.MOST_ROWS)
+        logger.info(
+            "nsa_backend: later weights of %d of %d layers are asked for ahead, with up to %d rows",
+            len(served), len(layers), ahead.MOST_ROWS,
+        )  # fmt: skip
     selecting = [layer.indexer.index_topk for layer in served if layer.indexer is not None]
     if of_target and switched_on(short.SWITCH) and not selecting:
         raise ValueError(f"{short.SWITCH}=1 and no layer has our front: {reasons or 'it has none'}; unset it")
