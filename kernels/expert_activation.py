@@ -16,9 +16,8 @@ from nsa_backend.kernels.dependent_launch import early, wait_for_kernel_ahead
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_steps import quantised, rounded
 from nsa_backend.kernels.layer_front_weights import GROUP
+from nsa_backend.kernels.weights_ahead import LINE, ask_for_lines
 
-LINE = tl.constexpr(128)
-"""Bytes of L2 that one request brings."""
 LINES = tl.constexpr(128)
 """That a program asks for."""
 
@@ -64,10 +63,7 @@ def activate_kernel(
             expert = tl.load(expert_ptr + which).to(tl.int64)
             if expert >= 0:
                 start = weight_ptr + expert * EXPERT + (ahead % of_expert) * (LINE * LINES)
-                tl.inline_asm_elementwise(
-                    "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [start + tl.arange(0, LINES) * LINE],
-                    dtype=tl.int32, is_pure=False, pack=1,
-                )  # fmt: skip
+                ask_for_lines(start + tl.arange(0, LINES) * LINE)
 
 
 def activate(
@@ -106,6 +102,9 @@ def activate(
     check_tensor("weight", weight, torch.float8_e4m3fn, (experts, hidden, width))
     check_tensor("expert_ids", expert_ids, torch.int32, tuple(expert_ids.shape))
     check_tensor("padded", padded, torch.int32, (1,))
+    if sorted_ids is not None:
+        check_tensor("sorted_ids", sorted_ids, torch.int32, (len(sorted_ids),))
+        require(len(sorted_ids) >= rows, "sorted_ids", sorted_ids, f"of at least {rows} rows", "others would be read behind it")
     require(ahead <= len(expert_ids), "expert_ids", expert_ids, f"of at least {ahead} blocks", "so many are asked for")
     values = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=both.device)
     scales = torch.empty(rows, width // GROUP, dtype=torch.float32, device=both.device)

@@ -18,6 +18,14 @@ LINES = tl.constexpr(1024)
 """That a program asks for."""
 
 
+@triton.jit
+def ask_for_lines(address):
+    """Ask for the lines that these addresses, int64 or pointers, lie in."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["first_lines", "second_lines", "third_lines", "fourth_lines"])
 def ask_kernel(first_ptr, second_ptr, third_ptr, fourth_ptr, first_lines, second_lines, third_lines, fourth_lines):
     """Program: LINES lines of one of four weights, of any type; the last one of a weight asks for its last line again."""
@@ -32,10 +40,7 @@ def ask_kernel(first_ptr, second_ptr, third_ptr, fourth_ptr, first_lines, second
             if ahead >= tl.cdiv(third_lines, LINES):
                 ahead -= tl.cdiv(third_lines, LINES)
                 address, lines = fourth_ptr.to(tl.int64), fourth_lines
-    at = tl.minimum(ahead * LINES + tl.arange(0, LINES), lines - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address + at * LINE], dtype=tl.int32, is_pure=False, pack=1
-    )
+    ask_for_lines(address + tl.minimum(ahead * LINES + tl.arange(0, LINES), lines - 1) * LINE)
 
 
 def lines_of(weight: torch.Tensor) -> int:

@@ -195,7 +195,7 @@ def few_experts() -> dict[str, dict]:
     between = {"WIDTH": 256, "EXPERT": 7168 * 256, "SORTED": True, "COMPILED": True}
     types = {"both_ptr": "*bf16", "values_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
     types |= dict.fromkeys(("sorted_ptr", "padded_ptr", "expert_ptr"), "*i32")
-    found["experts between products, blocks read ahead"] = resources(activate_kernel, between, more=types) | {"programs": 8}
+    found["experts, between products"] = resources(activate_kernel, between, more=types) | {"programs": 8}
     return found
 
 

@@ -69,5 +69,7 @@ def test_what_cannot_be_served_says_so(device):
     with pytest.raises(ValueError, match="weight must be of a power of two columns"):
         odd = {"weight": given["weight"][..., :192].contiguous(), "both": given["both"][:, :384].contiguous()}
         activate(**given | odd, block=BLOCK, choices=16)
+    with pytest.raises(ValueError, match="sorted_ids must be of at least 16 rows"):
+        activate(**given, block=BLOCK, choices=16, sorted_ids=given["expert_ids"])
     with pytest.raises(ValueError, match="expert_ids must be of at least 2 blocks"):
         activate(**given, block=BLOCK, choices=16, ahead=2)
