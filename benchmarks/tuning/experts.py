@@ -124,17 +124,17 @@ class Rank:
         self.first = self._weights(2 * shape.width, shape.hidden)
         self.second = self._weights(shape.hidden, shape.width)
 
-    def _weights(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        size = self.shape.experts, rows, columns
+    def _weights(self, rows: int, columns: int, experts: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        size = experts or self.shape.experts, rows, columns
         of_bytes = torch.randint(0x20, 0x40, size, device="cuda", dtype=torch.uint8)  # 0.06 to 1.9
         of_bytes = (of_bytes | torch.randint_like(of_bytes, 2) << 7).view(torch.float8_e4m3fn)
-        scales = torch.rand(self.shape.experts, rows // GROUP, columns // GROUP, device="cuda") * 1e-3
+        scales = torch.rand(size[0], rows // GROUP, columns // GROUP, device="cuda") * 1e-3
         return of_bytes, scales
 
     def one(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and scales of one expert more."""
-        weight = (torch.randn(rows, columns, device="cuda") * 0.5).to(torch.float8_e4m3fn)
-        return weight, torch.rand(rows // GROUP, columns // GROUP, device="cuda") * 1e-3
+        weights, scales = self._weights(rows, columns, experts=1)
+        return weights[0], scales[0]
 
     def routed(self, tokens: int, skew: float = 0.0, alike: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights, experts) of each token; -1 is an expert of another GPU.
