@@ -11,7 +11,7 @@ from context_tables import lost_by_two_ranks
 from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks, lost_to_vllm
 from result_files import Parts, reports, result, spread, table
 
-from nsa_backend.adapters.few_experts import most_tokens
+from nsa_backend.adapters.few_experts import MOST_TOKENS
 from nsa_backend.attention.auto import CANDIDATES, least_together
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
@@ -131,7 +131,7 @@ def decode_ratios() -> dict[tuple[str, int, int], float]:
 @PARTS.part
 def sparse_decode() -> str:
     found = decode_ratios()
-    columns = (1, 2, 4, 8, 16, 32, 64, 512)
+    columns = (1, 4, 8, 16, 32, 64, 512)
     heads = dict.fromkeys((kv, heads) for kv, heads, _ in found)
     return table(
         ["KV, heads; rows:", *(f"{n}" for n in columns)],
@@ -258,23 +258,28 @@ def experts_over_bytes() -> str:
     return str(min(tokens for tokens in bound if all(of for more, of in bound.items() if more >= tokens)))
 
 
+FEW_OF_RANKS = {
+    "v3.2-tp8": (8, "DeepSeek-V3.2"), "v3.2-tp16": (8, "16 GPUs"), "v3.2-tp4": (8, "4 GPUs"), "v3.2-ep8": (8, "EP 8"),
+    "glm-5-tp8": (9, "GLM-5"),
+}  # fmt: skip
+"""Experts that a token chooses, and what pages call them."""
+
+
 @PARTS.part
 def few_experts() -> str:
-    """A row a model: two launches over SGLang's experts by tokens, where they serve."""
+    """A row a rank: two launches over SGLang's experts by tokens, in brackets where SGLang's serve."""
     rows = result("experts_0_5_23", "few_tokens")["rows"]
     counts = sorted({row["tokens"] for row in rows})
 
     def over(row: dict, choices: int) -> str:
         us, tokens, width = row["few_us"], row["tokens"], row["width"]
-        served = tokens <= most_tokens(choices, width)
-        return f"{us[str(tile_for(tokens, choices, width))] / us['sglang']:.2f}" if served else "-"
+        ratio = f"{us[str(tile_for(tokens, choices, width))] / us['sglang']:.2f}"
+        return ratio if tokens <= MOST_TOKENS.get((choices, width), 0) else f"({ratio})"
 
-    of_ranks = {"v3.2-tp8": 8, "v3.2-tp16": 8, "glm-5-tp8": 9}
-    table_of = [
-        [(RANKS_OF_EXPERTS | {"glm-5-tp8": "GLM-5"})[rank], *(over(row, choices) for row in rows if row["rank"] == rank)]
-        for rank, choices in of_ranks.items()
+    found = [
+        [words, *(over(row, choices) for row in rows if row["rank"] == rank)] for rank, (choices, words) in FEW_OF_RANKS.items()
     ]
-    return table(["tokens:", *map(str, counts)], table_of)
+    return table(["tokens:", *map(str, counts)], found)
 
 
 VALUES_TOGETHER = "ours with values in one launch, to o_proj"
