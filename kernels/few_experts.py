@@ -4,12 +4,14 @@ SGLang sorts tokens by expert, quantises, multiplies, activates, quantises again
 tensor cores take tiles of 16 rows where an expert has one. With few tokens hardly two choose the same expert, so a row for each
 choice of a token reads no more than the chosen experts' weights, and needs no order. The first launch has gate and up of every
 choice, and their product; the second, for some values of a token, all its choices and their sum. Both quantise their input
-themselves, and values are rounded where SGLang's launches hand over to one another.
+themselves, and values are rounded where SGLang's launches hand over to one another. A shared expert, whose weights lie
+elsewhere, is one more choice of every token, and what it gives is added to the sum as SGLang adds it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -43,6 +45,15 @@ class Tile:
     by_lane: bool = False  # whether threads add up what they load at once, to keep fewer sums and leave room for more programs
 
 
+class Expert(NamedTuple):
+    """An expert of every token, as wide as the others."""
+
+    first: torch.Tensor  # float8_e4m3fn [2 * width, hidden], rows of gate before those of up
+    first_scales: torch.Tensor  # float32 [2 * width / GROUP, hidden / GROUP]
+    second: torch.Tensor  # float8_e4m3fn [hidden, width]
+    second_scales: torch.Tensor  # float32 [hidden / GROUP, width / GROUP]
+
+
 ONE_ALONE = Tile(values=4, step=1024, ahead=True, by_lane=True)
 SOME_ALONE = Tile(by_lane=True)
 TWO_BESIDE = Tile(values=4, step=1024, ahead=True)
@@ -68,10 +79,13 @@ def gate_up_kernel(
     weight_ptr,  # FP8 [experts, 2 * WIDTH, HIDDEN], gate above up
     scales_ptr,  # float32 [experts, 2 * WIDTH / GROUP, HIDDEN / GROUP]
     chosen_ptr,  # int32 [tokens, CHOSEN], -1 where there is none
-    inner_ptr,  # bfloat16 [tokens, CHOSEN, WIDTH]: silu(gate) * up; nothing where there is none
+    inner_ptr,  # bfloat16 [tokens, CHOSEN + SHARED, WIDTH]: silu(gate) * up; nothing where there is none
+    shared_ptr,  # FP8 [2 * WIDTH, HIDDEN], of the shared expert
+    shared_scales_ptr,  # float32 [2 * WIDTH / GROUP, HIDDEN / GROUP]
     CHOSEN: tl.constexpr,
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
+    SHARED: tl.constexpr,
     VALUES: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -79,21 +93,25 @@ def gate_up_kernel(
     LANES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Program (choice of a token, block of values). All tensors contiguous."""
+    """Program (choice of a token, the shared expert last, and block of values). All tensors contiguous."""
     let_next_begin(not AHEAD, COMPILED)
     wait_for_kernel_ahead(COMPILED)
     let_next_begin(AHEAD, COMPILED)  # which then finds the choices written
-    choice, block = tl.program_id(0), tl.program_id(1)
-    expert = tl.load(chosen_ptr + choice).to(tl.int64)
+    row, block = tl.program_id(0), tl.program_id(1)
+    token, of_token = (row // (CHOSEN + SHARED)).to(tl.int64), row % (CHOSEN + SHARED)
+    expert = tl.load(chosen_ptr + token * CHOSEN + of_token, of_token < CHOSEN, 0).to(tl.int64)
     if expert >= 0:
         groups: tl.constexpr = STEP // GROUP_OF_KERNEL
         of_hidden: tl.constexpr = HIDDEN // GROUP_OF_KERNEL
         group, inside, at = tl.arange(0, groups), tl.arange(0, GROUP_OF_KERNEL), tl.arange(0, STEP)
         rows = (block * VALUES + tl.arange(0, VALUES))[:, None] * HIDDEN + at[None, :]
-        gates = weight_ptr + expert * (2 * WIDTH * HIDDEN) + rows
-        gate_scales = scales_ptr + expert * (2 * WIDTH // GROUP_OF_KERNEL * of_hidden)
-        gate_scales += block * VALUES // GROUP_OF_KERNEL * of_hidden + group
-        x = x_ptr + (choice // CHOSEN).to(tl.int64) * HIDDEN + group[:, None] * GROUP_OF_KERNEL + inside[None, :]
+        weight = weight_ptr + expert * (2 * WIDTH * HIDDEN)
+        scales = scales_ptr + expert * (2 * WIDTH // GROUP_OF_KERNEL * of_hidden)
+        if SHARED:  # noqa: SIM102, decided when compiled
+            if of_token == CHOSEN:
+                weight, scales = shared_ptr, shared_scales_ptr
+        gates, gate_scales = weight + rows, scales + block * VALUES // GROUP_OF_KERNEL * of_hidden + group
+        x = x_ptr + token * HIDDEN + group[:, None] * GROUP_OF_KERNEL + inside[None, :]
         kept: tl.constexpr = STEP // LANE if LANES else STEP
         gate, up = tl.zeros([VALUES, kept], tl.float32), tl.zeros([VALUES, kept], tl.float32)
         for start in tl.range(0, HIDDEN, STEP, num_stages=STAGES):
@@ -109,21 +127,24 @@ def gate_up_kernel(
             up += of_up
         opened, passed = rounded(tl.sum(gate, axis=1)), rounded(tl.sum(up, axis=1))
         inner = opened / (1.0 + tl.exp(-opened)) * passed
-        tl.store(inner_ptr + choice * WIDTH + block * VALUES + tl.arange(0, VALUES), inner.to(tl.bfloat16))
+        tl.store(inner_ptr + row * WIDTH + block * VALUES + tl.arange(0, VALUES), inner.to(tl.bfloat16))
 
 
 @triton.jit
 def down_kernel(
-    inner_ptr,  # bfloat16 [tokens, CHOSEN, WIDTH]
+    inner_ptr,  # bfloat16 [tokens, CHOSEN + SHARED, WIDTH]
     weight_ptr,  # FP8 [experts, HIDDEN, WIDTH]
     scales_ptr,  # float32 [experts, HIDDEN / GROUP, WIDTH / GROUP]
     chosen_ptr,  # int32 [tokens, CHOSEN], -1 where there is none
     shares_ptr,  # float32 [tokens, CHOSEN]
     out_ptr,  # bfloat16 [tokens, HIDDEN]
-    factor,  # float32, of the sum
+    shared_ptr,  # FP8 [HIDDEN, WIDTH], of the shared expert
+    shared_scales_ptr,  # float32 [HIDDEN / GROUP, WIDTH / GROUP]
+    factor,  # float32, of the sum without the shared expert
     CHOSEN: tl.constexpr,  # below 32
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
+    SHARED: tl.constexpr,
     SUMS: tl.constexpr,
     AHEAD: tl.constexpr,
     LANES: tl.constexpr,
@@ -137,26 +158,30 @@ def down_kernel(
     for bit in tl.static_range(5):
         if CHOSEN // (16 >> bit) % 2:
             summed += sum_of_some(
-                inner_ptr, weight_ptr, scales_ptr, shares_ptr, chosen_ptr, token * CHOSEN, block, CHOSEN, 16 >> bit, HIDDEN,
-                WIDTH, SUMS, AHEAD, LANES, COMPILED,
+                inner_ptr + token * (CHOSEN + SHARED) * WIDTH, weight_ptr, scales_ptr, shares_ptr + token * CHOSEN,
+                chosen_ptr + token * CHOSEN, block, CHOSEN, 16 >> bit, HIDDEN, WIDTH, SUMS, AHEAD, LANES, COMPILED,
             )  # fmt: skip
-    tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), (summed * factor).to(tl.bfloat16))
+    summed *= factor
+    if SHARED:
+        inner = inner_ptr + (token * (CHOSEN + SHARED) + CHOSEN) * WIDTH
+        summed = rounded(summed) + sum_of_one(inner, shared_ptr, shared_scales_ptr, 1.0, True, block, WIDTH, SUMS, COMPILED)
+    tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), summed.to(tl.bfloat16))
 
 
 @triton.jit
 def sum_of_some(
-    inner_ptr, weight_ptr, scales_ptr, shares_ptr, chosen_ptr, first, block, CHOSEN: tl.constexpr, SOME: tl.constexpr,
+    inner_ptr, weight_ptr, scales_ptr, shares_ptr, chosen_ptr, block, CHOSEN: tl.constexpr, SOME: tl.constexpr,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SUMS: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """float32 [SUMS]: what the SOME choices behind all larger powers of two in CHOSEN give.
+    """float32 [SUMS]: what the SOME choices of a token behind all larger powers of two in CHOSEN give.
 
     Where AHEAD the first ones wait for the kernel ahead, with weights read.
     """
     of_width: tl.constexpr = WIDTH // GROUP_OF_KERNEL
     before: tl.constexpr = CHOSEN // (2 * SOME) * (2 * SOME)
     read_ahead: tl.constexpr = AHEAD and before == 0
-    choice, inside = first + before + tl.arange(0, SOME), tl.arange(0, GROUP_OF_KERNEL)
+    choice, inside = before + tl.arange(0, SOME), tl.arange(0, GROUP_OF_KERNEL)
     expert = tl.load(chosen_ptr + choice).to(tl.int64)
     there = expert >= 0
     rows = (block * SUMS + tl.arange(0, SUMS))[None, :, None] * WIDTH + inside[None, None, :]
@@ -183,37 +208,51 @@ def sum_of_some(
 
 
 @triton.jit
+def sum_of_one(
+    inner_ptr, weight_ptr, scales_ptr, share, there, block, WIDTH: tl.constexpr, SUMS: tl.constexpr, COMPILED: tl.constexpr
+):  # fmt: skip
+    """float32 [SUMS]: what one expert gives to these values; WIDTH is a power of two."""
+    of_width: tl.constexpr = WIDTH // GROUP_OF_KERNEL
+    group, inside, at = tl.arange(0, of_width), tl.arange(0, GROUP_OF_KERNEL), tl.arange(0, WIDTH)
+    x = tl.load(inner_ptr + group[:, None] * GROUP_OF_KERNEL + inside[None, :], there, 0.0)
+    weight = tl.load(weight_ptr + (block * SUMS + tl.arange(0, SUMS))[:, None] * WIDTH + at[None, :], there, 0.0)
+    scales = tl.load(scales_ptr + block * SUMS // GROUP_OF_KERNEL * of_width + group, there, 0.0)
+    values, scale = quantised(x.to(tl.float32), False, COMPILED)
+    values = tl.reshape(values.to(tl.float32) * (scale * scales[:, None]), (1, WIDTH))
+    return rounded(tl.sum(weight.to(tl.float32) * values, axis=1) * share)
+
+
+@triton.jit
 def down_by_choice_kernel(
-    inner_ptr, weight_ptr, scales_ptr, chosen_ptr, shares_ptr, out_ptr, factor, CHOSEN: tl.constexpr, HIDDEN: tl.constexpr,
-    WIDTH: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr, COMPILED: tl.constexpr,
+    inner_ptr, weight_ptr, scales_ptr, chosen_ptr, shares_ptr, out_ptr, shared_ptr, shared_scales_ptr, factor,
+    CHOSEN: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SHARED: tl.constexpr, SUMS: tl.constexpr,
+    STAGES: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """As `down_kernel`, one choice after the other, the weights of the next ones under way; WIDTH is a power of two."""
     wait_for_kernel_ahead(COMPILED)
     token, block = tl.program_id(0), tl.program_id(1)
-    of_width: tl.constexpr = WIDTH // GROUP_OF_KERNEL
-    of_hidden: tl.constexpr = HIDDEN // GROUP_OF_KERNEL
-    group, inside, at = tl.arange(0, of_width), tl.arange(0, GROUP_OF_KERNEL), tl.arange(0, WIDTH)
-    rows = (block * SUMS + tl.arange(0, SUMS))[:, None] * WIDTH + at[None, :]
+    of_scales: tl.constexpr = HIDDEN // GROUP_OF_KERNEL * (WIDTH // GROUP_OF_KERNEL)
+    inner = inner_ptr + token * (CHOSEN + SHARED) * WIDTH
     summed = tl.zeros([SUMS], tl.float32)
-    for choice in tl.range(token * CHOSEN, token * CHOSEN + CHOSEN, num_stages=STAGES):
-        expert = tl.load(chosen_ptr + choice).to(tl.int64)
+    for choice in tl.range(0, CHOSEN, num_stages=STAGES):
+        expert = tl.load(chosen_ptr + token * CHOSEN + choice).to(tl.int64)
         there = expert >= 0
-        x = tl.load(inner_ptr + choice * WIDTH + group[:, None] * GROUP_OF_KERNEL + inside[None, :], there, 0.0)
-        weight = tl.load(weight_ptr + expert * (HIDDEN * WIDTH) + rows, there, 0.0)
-        scales = tl.load(
-            scales_ptr + expert * (of_hidden * of_width) + block * SUMS // GROUP_OF_KERNEL * of_width + group, there, 0.0
-        )
-        share = tl.load(shares_ptr + choice, there, 0.0)
-        values, scale = quantised(x.to(tl.float32), False, COMPILED)
-        values = tl.reshape(values.to(tl.float32) * (scale * scales[:, None]), (1, WIDTH))
-        summed += rounded(tl.sum(weight.to(tl.float32) * values, axis=1) * share)
-    tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), (summed * factor).to(tl.bfloat16))
+        share = tl.load(shares_ptr + token * CHOSEN + choice, there, 0.0)
+        summed += sum_of_one(
+            inner + choice * WIDTH, weight_ptr + expert * (HIDDEN * WIDTH), scales_ptr + expert * of_scales, share, there,
+            block, WIDTH, SUMS, COMPILED,
+        )  # fmt: skip
+    summed *= factor
+    if SHARED:
+        inner += CHOSEN * WIDTH
+        summed = rounded(summed) + sum_of_one(inner, shared_ptr, shared_scales_ptr, 1.0, True, block, WIDTH, SUMS, COMPILED)
+    tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), summed.to(tl.bfloat16))
 
 
 def tile_for(tokens: int, choices: int, width: int) -> Tile:
-    """The fastest one on an H200.
+    """The fastest one on an H200; a shared expert counts as a choice.
 
-    Eight choices of DeepSeek-V3.2 leave out its shared expert, which SGLang has on another stream meanwhile. By lane a server's
+    Eight of DeepSeek-V3.2 leave its shared expert to SGLang, which has it on another stream meanwhile. By lane a server's
     tokens of two and four requests, and rounds that verify four rows, take 1 to 4 % longer, by SGLang's of each run,
     though the launches alone take less (rank_v32_tp8_0_5_23_h200: few_experts, few_experts_by_lane).
     """
@@ -242,6 +281,7 @@ def few_experts(
     chosen: torch.Tensor,
     *,
     factor: float = 1.0,
+    shared: Expert | None = None,
     out: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
@@ -256,6 +296,7 @@ def few_experts(
         shares: float32 [tokens, choices].
         chosen: int32 [tokens, choices], experts; -1 is one of another GPU.
         factor: of every sum.
+        shared: what it gives is added to every sum, rounded before.
         out: bfloat16 [tokens, hidden]; a new tensor where None.
         tile: of the programs.
 
@@ -267,7 +308,8 @@ def few_experts(
     """
     (tokens, hidden), (experts, both, _), choices = x.shape, first.shape, chosen.shape[1]
     width = both // 2
-    tile = tile or tile_for(tokens, choices, width)
+    each = choices + (shared is not None)
+    tile = tile or tile_for(tokens, each, width)
     if (why := problem(hidden, width, tile)) is not None:
         raise ValueError(why)
     require(choices <= MOST_CHOICES, "chosen", chosen, f"of at most {MOST_CHOICES} choices", "the others would be left out")
@@ -279,17 +321,24 @@ def few_experts(
     check_tensor("second_scales", second_scales, torch.float32, (experts, hidden // GROUP, width // GROUP))
     check_tensor("shares", shares, torch.float32, (tokens, choices))
     check_tensor("chosen", chosen, torch.int32, (tokens, choices))
+    if shared is not None:
+        check_tensor("shared.first", shared.first, torch.float8_e4m3fn, (2 * width, hidden))
+        check_tensor("shared.first_scales", shared.first_scales, torch.float32, (2 * width // GROUP, hidden // GROUP))
+        check_tensor("shared.second", shared.second, torch.float8_e4m3fn, (hidden, width))
+        check_tensor("shared.second_scales", shared.second_scales, torch.float32, (hidden // GROUP, width // GROUP))
     out = torch.empty_like(x) if out is None else out
     check_tensor("out", out, torch.bfloat16, (tokens, hidden))
     if tokens:
-        inner = torch.empty(tokens, choices, width, dtype=torch.bfloat16, device=x.device)
-        launch = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": width, "COMPILED": x.is_cuda, **early(x.is_cuda)}
-        ahead = tile.ahead and width == 2 * GROUP and not tile.by_choice
-        gate_up_kernel[(tokens * choices, width // tile.values)](
-            x, first, first_scales, chosen, inner, VALUES=tile.values, STEP=tile.step, STAGES=tile.stages, AHEAD=ahead,
-            LANES=tile.by_lane, num_warps=tile.warps, **launch,
+        other = shared or Expert(first, first_scales, second, second_scales)  # not read
+        inner = torch.empty(tokens, each, width, dtype=torch.bfloat16, device=x.device)
+        launch = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": width, "SHARED": each - choices, "COMPILED": x.is_cuda}
+        launch |= early(x.is_cuda)
+        ahead = bool(tile.ahead and width == 2 * GROUP and choices and not tile.by_choice)
+        gate_up_kernel[(tokens * each, width // tile.values)](
+            x, first, first_scales, chosen, inner, other.first, other.first_scales, VALUES=tile.values, STEP=tile.step,
+            STAGES=tile.stages, AHEAD=ahead, LANES=tile.by_lane, num_warps=tile.warps, **launch,
         )  # fmt: skip
-        given = inner, second, second_scales, chosen, shares, out, factor
+        given = inner, second, second_scales, chosen, shares, out, other.second, other.second_scales, factor
         grid = tokens, hidden // tile.sums
         if tile.by_choice:
             down_by_choice_kernel[grid](*given, SUMS=tile.sums, STAGES=tile.by_choice, num_warps=tile.sum_warps, **launch)
@@ -297,3 +346,12 @@ def few_experts(
             warps = tile.sum_warps * (2 if choices >= 16 else 1)
             down_kernel[grid](*given, SUMS=tile.sums, AHEAD=ahead, LANES=tile.by_lane, num_warps=warps, **launch)
     return out
+
+
+def shared_expert(x: torch.Tensor, expert: Expert, tile: Tile | None = None) -> torch.Tensor:
+    """bfloat16 [tokens, hidden]: what one expert gives for every token of `x`; two launches, as `few_experts` has them."""
+    none = len(x), 0
+    weights = (tensor[None] for tensor in expert)
+    return few_experts(
+        x, *weights, x.new_empty(none, dtype=torch.float32), x.new_empty(none, dtype=torch.int32), shared=expert, tile=tile
+    )

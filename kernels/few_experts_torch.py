@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from nsa_backend.kernels.few_experts import Expert
 from nsa_backend.kernels.layer_front_torch import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 
@@ -26,6 +27,7 @@ def few_experts_torch(
     chosen: torch.Tensor,
     *,
     factor: float = 1.0,
+    shared: Expert | None = None,
     quantise: Quantise = exactly,
 ) -> torch.Tensor:
     """What `few_experts` computes, by another order of sums; `quantise` gives (FP8, scales a group) of rows of bfloat16."""
@@ -35,12 +37,20 @@ def few_experts_torch(
         for choice, expert in enumerate(experts):
             if expert < 0:
                 continue
-            both = (blocks(first[expert], first_scales[expert]) @ inputs[token]).bfloat16().float()
-            gate, up = both.chunk(2)
-            inner = (gate / (1.0 + torch.exp(-gate)) * up).bfloat16()
-            given = blocks(second[expert], second_scales[expert]) @ whole(*quantise(inner[None]))[0]
-            out[token] += (given.float() * shares[token, choice]).bfloat16()
-    return (out * factor).bfloat16()
+            one = Expert(first[expert], first_scales[expert], second[expert], second_scales[expert])
+            out[token] += (given(inputs[token], one, quantise) * shares[token, choice]).bfloat16()
+    summed = (out * factor).bfloat16()
+    if shared is None:
+        return summed
+    added = [given(of_token, shared, quantise).bfloat16() for of_token in inputs]
+    return summed + torch.stack(added) if added else summed
+
+
+def given(x: torch.Tensor, expert: Expert, quantise: Quantise) -> torch.Tensor:
+    """float32 [hidden]: what an expert gives for float64 `x`."""
+    gate, up = (blocks(expert.first, expert.first_scales) @ x).bfloat16().float().chunk(2)
+    inner = (gate / (1.0 + torch.exp(-gate)) * up).bfloat16()
+    return (blocks(expert.second, expert.second_scales) @ whole(*quantise(inner[None]))[0]).float()
 
 
 def whole(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -104,6 +104,13 @@ VARIABLES = (
         "0 to compare",
     ),
     Variable(
+        "NSA_BACKEND_SHARED_EXPERT",
+        "1",
+        "unset or 1: DeepSeek-V3.2's shared expert is in those launches, of up to 16 tokens in two of its own; 0: SGLang's",
+        "0 to compare",
+        tried=False,
+    ),
+    Variable(
         "NSA_BACKEND_MOE_CONFIGS",
         "1",
         "unset or 1: this package's tiles of experts where SGLang has none for GPU and Triton; 0: SGLang's",

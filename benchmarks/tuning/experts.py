@@ -7,7 +7,8 @@ without bulk copies (TMA). Each is compared with what SGLang chooses before it i
 With few tokens this package's two launches (`kernels/few_experts.py`) are timed too, in some tiles: `few_us`. Each of its
 calls has other experts than the one before, as layers have, so that no call finds its weights in L2. `--few` times these alone,
 and once more where tokens have half of their experts in common, as rows of one request may: `alike_us`, and where SGLang would
-have the shared expert on another stream, with that: `beside_us`. `--between` times what lies between both products alone.
+have the shared expert on another stream, with that, or with it among the others: `beside_us`. `--between` times what lies
+between both products alone.
 The fastest is timed beside SGLang's once more where some experts are chosen far more often than others, `skewed_us`: a number
 of tokens at which it does not win both has SGLang's in the file.
 OUT.json is written after every cell, and so is the file of `nsa_backend.adapters.moe_configs` where --configs names one.
@@ -38,9 +39,11 @@ from nsa_backend.kernels.few_experts import (
     SOME_ALONE,
     SOME_BESIDE,
     TWO_BESIDE,
+    Expert,
     Tile,
     few_experts,
     problem,
+    shared_expert,
     tile_for,
 )
 from nsa_backend.testing.process import start_sglang
@@ -182,6 +185,9 @@ CHANGES = [
     *({"ahead": ahead} for ahead in (False, True)),
 ]
 BASES = ONE_ALONE, SOME_ALONE, TWO_BESIDE
+WITH_SHARED = [*BASES, SOME_BESIDE, *(replace(SOME_ALONE, **change) for change in ({"sums": 32}, {"warps": 2}, {"sums": 16}))]
+"""Tiles of launches that have the shared expert among the others."""
+TWO_LAUNCHES, AMONG = ", shared by two launches", ", shared among them"
 FEW_TILES = list(dict.fromkeys([*BASES, SOME_BESIDE, *(replace(tile, **change) for tile in BASES for change in CHANGES)]))
 
 
@@ -195,7 +201,8 @@ def few(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Of both launches by tile and of SGLang's experts by lookup: microseconds a call, and what is wrong.
 
-    Where `shared` each call has the shared expert on another stream.
+    Where `shared` each call has the shared expert on another stream, by SGLang's layer or by two launches of this package, or
+    among the others.
     """
     if tokens > MOST_TOKENS or problem(rank.shape.hidden, rank.shape.width):
         return {}, {}
@@ -207,7 +214,13 @@ def few(
         calls[str(tile)] = [lambda tile=tile, routed=routed: few_experts(*given, *routed, tile=tile) for routed in routings]
     if shared:
         beside = Beside(rank, x)
-        calls = {name: [beside.having(call) for call in some] for name, some in calls.items()}
+        apart = {f"{name}{TWO_LAUNCHES}": [beside.having(call, beside.launches) for call in calls[name]] for name in ways}
+        calls = {name: [beside.having(call, beside.run) for call in some] for name, some in calls.items()} | apart
+        for tile in WITH_SHARED:
+            calls[f"{tile}{AMONG}"] = [
+                lambda tile=tile, routed=routed: few_experts(*given, *routed, shared=beside.expert, tile=tile)
+                for routed in routings
+            ]
     return timed(calls, calls["sglang"][0]().float())
 
 
@@ -219,28 +232,32 @@ class Beside:
 
         shape = rank.shape
         self.x, self.activation, self.side = x, SiluAndMul(), SideStream(torch.cuda.Stream())
-        self.first, self.second = rank.one(2 * shape.width, shape.hidden), rank.one(shape.hidden, shape.width)
+        self.expert = Expert(*rank.one(2 * shape.width, shape.hidden), *rank.one(shape.hidden, shape.width))
 
-    def having(self, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """`call`, and beside it the shared expert."""
+    def having(self, call: Callable[[], torch.Tensor], run: Callable[[], list[torch.Tensor]]) -> Callable[[], torch.Tensor]:
+        """`call`, beside it `run`, and the sum of both."""
 
         def both() -> torch.Tensor:
             self.side.fork()
             found = call()
             with self.side.running():
-                kept = self.run()  # noqa: F841 until both streams have met
+                kept = run()  # until both streams have met
             self.side.join()
+            found += kept[-1]
             return found
 
         return both
+
+    def launches(self) -> list[torch.Tensor]:
+        return [shared_expert(self.x, self.expert)]
 
     def run(self) -> list[torch.Tensor]:
         """As a block-FP8 MLP of SGLang's on Hopper: every tensor that it makes here."""
         from sglang.srt.layers.quantization.fp8_utils import deepgemm_w8a8_block_fp8_linear_with_fallback as linear
 
-        both = linear(self.x, self.first[0], [GROUP, GROUP], self.first[1])
+        both = linear(self.x, self.expert.first, [GROUP, GROUP], self.expert.first_scales)
         inner = self.activation(both)
-        return [both, inner, linear(inner, self.second[0], [GROUP, GROUP], self.second[1])]
+        return [both, inner, linear(inner, self.expert.second, [GROUP, GROUP], self.expert.second_scales)]
 
 
 def lookup_of(first: Config, second: Config | None = None) -> Callable:
@@ -366,7 +383,7 @@ def between(
             values, second, None, given, scales, second_scales, None, weights, chosen, *order, True, 1, of_second or config,
             a_use_tma=second_bulk, b_use_tma=second_bulk, router_topk=choices, **filtered,
         )  # fmt: skip
-        return fused_moe.moe_combine_topk(given, torch.empty_like(x))
+        return fused_moe.moe_combine_topk(given, torch.empty_like(x), 1.0)
 
     return run
 
@@ -451,8 +468,8 @@ def show_few(found: list[dict]) -> None:
     for row in found:
         print(row["rank"], row["tokens"], "tokens, floor", row["floor_us"], row["wrong"] or "", flush=True)
         beside = row.get("beside_us", {})
-        ways = sorted(row["few_us"].items(), key=lambda way: beside.get(way[0], way[1]))
-        table = [(way + (" (served)" if way == row["served"] else ""), us, beside.get(way)) for way, us in ways]
+        ways = sorted(beside.keys() | row["few_us"], key=lambda way: beside.get(way) or row["few_us"][way])
+        table = [(way + (" (served)" if way == row["served"] else ""), row["few_us"].get(way), beside.get(way)) for way in ways]
         print_table(("way", "us", "us beside a shared expert"), table)
         print("with half of their experts in common:", row["alike_us"], flush=True)
 

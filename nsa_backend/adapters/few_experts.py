@@ -1,6 +1,7 @@
 """Block-FP8 experts of few tokens by this package's two launches, where SGLang's Triton runner has eight.
 
-Unasked a server has them on Hopper, of experts as wide as a rank's under tensor parallel 4, 8 and 16.
+Unasked a server has them on Hopper, of experts as wide as a rank's under tensor parallel 4, 8 and 16. A shared expert that
+SGLang has not put among the others is one more choice of every token; of some more tokens it has two such launches of its own.
 """
 
 from __future__ import annotations
@@ -10,25 +11,31 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from nsa_backend.adapters.dsa.layer_front.projections import product, scales_of
 from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.environment import asked
 from nsa_backend.kernels import few_experts as kernels
-from nsa_backend.kernels.layer_front_weights import GROUP
+from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.releases import few_experts_problem
 
 logger = logging.getLogger(__name__)
 
 SWITCH = "NSA_BACKEND_FEW_EXPERTS"
+SHARED_SWITCH = "NSA_BACKEND_SHARED_EXPERT"
 MODULE = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
+LAYER = "sglang.srt.models.deepseek_v2.DeepseekV2MoE"
 MOST_TOKENS = {(8, 128): 8, (8, 256): 4, (9, 256): 2, (8, 512): 2}
 """Of a forward, by the experts that each token chooses and their width: with these an H200 was faster than with SGLang's."""
 MOST_ASKED = 2
 """Of a forward, of any other experts where a user asks for the launches."""
+MOST_OF_SHARED = 16
+"""Of a forward whose shared expert has two launches of its own."""
 
 SERVED = {
     "activation": "silu", "is_gated": True, "use_fp8_w8a8": True, "block_shape": [GROUP, GROUP],
@@ -38,6 +45,17 @@ SERVED = {
     "gemm1_alpha": None, "gemm1_limit": None, "swiglu_limit": None,
 }  # fmt: skip
 """Of SGLang's function, arguments that the launches serve with these values alone."""
+
+
+@dataclasses.dataclass
+class Shared:
+    """The shared expert of the layer that runs."""
+
+    expert: kernels.Expert
+    added: bool = False  # whether the others' launches have had it
+
+
+_SHARED: ContextVar[Shared | None] = ContextVar("shared expert", default=None)
 
 
 def wanted(device_sm: int) -> bool:
@@ -50,6 +68,9 @@ def take() -> None:
     """Have SGLang's Triton runner leave experts of few tokens to them; once a process."""
     hook(f"{MODULE}.fused_experts", apart, HookType.AROUND)
     hook(f"{MODULE}.fused_experts_impl", experts, HookType.AROUND)
+    if asked(SHARED_SWITCH) is not False:
+        hook(f"{LAYER}.forward_normal_dual_stream", captured_layer, HookType.AROUND)
+        hook(f"{LAYER}._forward_shared_experts", shared_alone, HookType.AROUND)
 
 
 def apart(
@@ -85,11 +106,70 @@ def experts(
     most = most_tokens(of["topk_ids"].shape[1], width)
     if len(hidden_states) > most or not serves(of):
         return original(hidden_states, *arguments, **options)
-    tell(most, count, width)
-    return kernels.few_experts(
+    shared = _SHARED.get()
+    if shared is not None and shared.expert.first.shape != of["w1"].shape[1:]:
+        shared = None
+    tell(most, count, width, shared is not None)
+    found = kernels.few_experts(
         hidden_states, of["w1"], of["w1_scale"], of["w2"], of["w2_scale"], of["topk_weights"], of["topk_ids"],
-        factor=1.0 if of["routed_scaling_factor"] is None else of["routed_scaling_factor"], out=room_for_sums(hidden_states),
+        factor=1.0 if of["routed_scaling_factor"] is None else of["routed_scaling_factor"],
+        shared=None if shared is None else shared.expert, out=room_for_sums(hidden_states),
     )  # fmt: skip
+    if shared is not None:
+        shared.added = True
+    return found
+
+
+def captured_layer(
+    original: Callable[..., Any], layer: Any, hidden_states: torch.Tensor, *arguments: Any, **options: Any
+) -> Any:
+    """Around a layer that is captured, whose experts come first: those of few tokens have the shared one among them.
+
+    A caller that asks for what both give apart has it so.
+    """
+    if torch.compiler.is_compiling():
+        return original(layer, hidden_states, *arguments, **options)
+    apart = options.get("return_moe_output") or options.get("leave_output_sum")
+    few = len(hidden_states) <= max(MOST_TOKENS.values())
+    expert = shared_expert(layer) if few and not apart else None
+    token = _SHARED.set(None if expert is None else Shared(expert))
+    try:
+        return original(layer, hidden_states, *arguments, **options)
+    finally:
+        _SHARED.reset(token)
+
+
+def shared_alone(
+    original: Callable[..., torch.Tensor | None], layer: Any, hidden_states: torch.Tensor, *arguments: Any, **options: Any
+) -> torch.Tensor | None:
+    """Around a layer's shared expert: None where the others' launches have added it, by two launches where tokens are few."""
+    if torch.compiler.is_compiling():
+        return original(layer, hidden_states, *arguments, **options)
+    shared = _SHARED.get()
+    if shared is not None and shared.added:
+        return None
+    quantised = options.get("pre_quant_input") is not None
+    expert = shared_expert(layer) if 0 < len(hidden_states) <= MOST_OF_SHARED and not quantised else None
+    return (
+        original(layer, hidden_states, *arguments, **options)
+        if expert is None
+        else kernels.shared_expert(hidden_states, expert)
+    )
+
+
+def shared_expert(layer: Any) -> kernels.Expert | None:
+    """The weights of a layer's shared expert, or None where the launches cannot serve it or it is among the others."""
+    expert = layer.shared_experts
+    if expert is None or layer._shared_expert_tp1 or expert.swiglu_limit is not None:
+        return None
+    try:
+        exact = {scales_of(expert.gate_up_proj), scales_of(expert.down_proj)} == {Scales.EXACT}
+    except ValueError:  # other formats, and LoRA: SGLang's layer serves them
+        return None
+    weights = kernels.Expert(*product(expert.gate_up_proj), *product(expert.down_proj))
+    width, hidden = len(weights.first) // 2, weights.first.shape[1]
+    apart = all(tensor.is_contiguous() for tensor in weights) and weights.first_scales.dtype == torch.float32
+    return weights if exact and apart and kernels.problem(hidden, width) is None else None
 
 
 def most_tokens(choices: int, width: int) -> int:
@@ -126,6 +206,7 @@ def room_for_sums(hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def tell(tokens: int, count: int, width: int) -> None:
+def tell(tokens: int, count: int, width: int, shared: bool) -> None:
     """The log has it once a shape."""
-    logger.info("nsa_backend: experts of up to %d tokens are two launches, %d experts of %d", tokens, count, width)
+    more = " and the shared one" if shared else ""
+    logger.info("nsa_backend: experts of up to %d tokens are two launches, %d experts of %d%s", tokens, count, width, more)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa_backend.kernels.few_experts import MOST_TOKENS, Tile, few_experts, problem
+from nsa_backend.kernels.few_experts import MOST_TOKENS, Expert, Tile, few_experts, problem, shared_expert
 from nsa_backend.kernels.few_experts_torch import exactly, few_experts_torch
 from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
@@ -42,7 +42,18 @@ def inputs(tokens: int, choices: int, hidden: int, width: int, device: str, seed
     return {name: tensor.to(device) for name, tensor in given.items()}
 
 
-def by_torch(given: dict[str, torch.Tensor], factor: float = 1.0) -> torch.Tensor:
+def with_shared(given: dict[str, torch.Tensor]) -> dict:
+    """The last expert is every token's, from memory of its own."""
+    names = "first", "first_scales", "second", "second_scales"
+    shared = Expert(*(given[name][-1].clone() for name in names))
+    return (
+        given
+        | {name: given[name][:-1].clone() for name in names}
+        | {"chosen": given["chosen"] % (EXPERTS - 1), "shared": shared}
+    )
+
+
+def by_torch(given: dict, factor: float = 1.0) -> torch.Tensor:
     """The twin's; on a GPU quantised as SGLang does there, by a division that is not exact."""
 
     def on_gpu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +63,7 @@ def by_torch(given: dict[str, torch.Tensor], factor: float = 1.0) -> torch.Tenso
     return few_experts_torch(**given, factor=factor, quantise=on_gpu if given["x"].is_cuda else exactly)
 
 
-def check(given: dict[str, torch.Tensor], **options) -> None:
+def check(given: dict, **options) -> None:
     """Bit by bit, but for the last one of a value whose sums of float32 round otherwise."""
     found, wanted = few_experts(**given, **options), by_torch(given, options.get("factor", 1.0))
     torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-7, atol=0)
@@ -66,6 +77,26 @@ def check(given: dict[str, torch.Tensor], **options) -> None:
 def test_what_experts_give(device, tokens, choices, hidden, width):
     given = inputs(tokens, choices, hidden, width, device)
     check(given, factor=2.5, tile=LARGE)
+
+
+@pytest.mark.parametrize(
+    "tile", [LARGE, replace(LARGE, by_choice=3), replace(LARGE, by_lane=True), replace(LARGE, ahead=True), None]
+)
+@pytest.mark.parametrize(("tokens", "choices"), [(1, 8), (2, 3)])
+def test_a_shared_expert_is_one_more_choice_of_every_token(device, tile, tokens, choices):
+    """What it gives is rounded for itself and has neither share nor factor."""
+    given = with_shared(inputs(tokens, choices, 1024, 256, device))
+    given["chosen"][0, 0] = -1
+    check(given, factor=2.5, tile=tile)
+
+
+@pytest.mark.parametrize("tile", [LARGE, replace(LARGE, by_choice=3), replace(LARGE, ahead=True)])
+def test_a_shared_expert_alone(device, tile):
+    given = with_shared(inputs(5, 3, 512, 256, device))
+    none = {name: given[name][:, :0].contiguous() for name in ("chosen", "shares")}
+    found, wanted = shared_expert(given["x"], given["shared"], tile), by_torch(given | none)
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-7, atol=0)
+    assert found.abs().min() > 0
 
 
 @pytest.mark.parametrize("tile", [LARGE, replace(LARGE, by_choice=3)])
@@ -141,6 +172,9 @@ def test_what_cannot_be_served_says_so(device):
     wide = {name: given[name].repeat(1, 16) for name in ("chosen", "shares")}
     with pytest.raises(ValueError, match="chosen must be of at most 31 choices"):
         few_experts(**given | wide)
+    shared = with_shared(given)["shared"]
+    with pytest.raises(ValueError, match=r"shared\.second must be contiguous torch\.float8_e4m3fn \[1024, 128\]"):
+        few_experts(**given, shared=shared._replace(second=shared.second.T))
     many = given["x"].expand(MOST_TOKENS + 1, -1).contiguous()
     with pytest.raises(ValueError, match="x must be of at most 16 tokens"):
         few_experts(**given | {"x": many})

@@ -61,7 +61,7 @@ def launches(monkeypatch):
     """In place of the launches, whose results are nothing here: where each was to write."""
     places = []
 
-    def launched(*tensors: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
+    def launched(*tensors: torch.Tensor, factor: float, shared: None, out: torch.Tensor) -> torch.Tensor:
         places.append(out)
         return out
 
@@ -223,10 +223,145 @@ def test_the_hook_is_where_both_of_sglangs_operators_look(monkeypatch):
     hooked = []
     monkeypatch.setattr(few_experts, "hook", lambda path, around, kind: hooked.append((path, around)))
     few_experts.take()
-    assert hooked == [
+    of_runner = [
         (f"{few_experts.MODULE}.fused_experts", few_experts.apart),
         (f"{few_experts.MODULE}.fused_experts_impl", few_experts.experts),
     ]
+    of_layer = [
+        (f"{few_experts.LAYER}.forward_normal_dual_stream", few_experts.captured_layer),
+        (f"{few_experts.LAYER}._forward_shared_experts", few_experts.shared_alone),
+    ]
+    assert hooked == of_runner + of_layer
+    hooked.clear()
+    monkeypatch.setenv(few_experts.SHARED_SWITCH, "0")
+    few_experts.take()
+    assert hooked == of_runner
+
+
+@pytest.fixture
+def layer(monkeypatch):
+    """A layer of SGLang's with a shared expert of block FP8, and nothing else."""
+    from sglang.srt.layers.quantization import fp8_utils
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+    from sglang.srt.models.deepseek_v2 import DeepseekV2MLP
+    from sglang_models import one_rank
+
+    given = arguments()
+    block_fp8 = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[GROUP, GROUP])
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.bfloat16)
+    with one_rank(monkeypatch), torch.no_grad():
+        expert = DeepseekV2MLP(HIDDEN, WIDTH, "silu", block_fp8, reduce_results=False, prefix="shared_experts")
+    for linear, name in ((expert.gate_up_proj, "w1"), (expert.down_proj, "w2")):
+        linear.weight.data.copy_(given[name][-1])
+        linear.weight_scale_inv.data.copy_(given[f"{name}_scale"][-1])
+        linear.quant_method.w8a8_block_fp8_linear = fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback  # as on Hopper
+    return SimpleNamespace(shared_experts=expert, _shared_expert_tp1=False, num_fused_shared_experts=0)
+
+
+SGLANGS = "SGLang's"
+
+
+def captured(layer: SimpleNamespace, given: dict, signature: inspect.Signature, **options) -> tuple:
+    """What the experts of a captured layer give, and then its shared expert: (sums, what is to be added to them)."""
+
+    def left(*_: object, **__: object) -> str:
+        return SGLANGS
+
+    left.__signature__ = signature
+
+    def forward(layer: SimpleNamespace, hidden_states: torch.Tensor, **_: object) -> tuple:
+        rest = {name: value for name, value in given.items() if name != "hidden_states"}
+        sums = few_experts.experts(left, hidden_states, **rest)
+        return sums, few_experts.shared_alone(lambda *_, **__: SGLANGS, layer, hidden_states)
+
+    return few_experts.captured_layer(forward, layer, given["hidden_states"], **options)
+
+
+def of_every_expert(given: dict, layer: SimpleNamespace | None) -> torch.Tensor:
+    names = "hidden_states", "w1", "w1_scale", "w2", "w2_scale", "topk_weights", "topk_ids"
+    shared = None
+    if layer is not None:
+        expert = layer.shared_experts
+        shared = few_experts.kernels.Expert(
+            *(
+                part
+                for linear in (expert.gate_up_proj, expert.down_proj)
+                for part in (linear.weight.data, linear.weight_scale_inv.data)
+            )
+        )
+    return few_experts_torch(*(given[name] for name in names), factor=2.5, shared=shared).float()
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool((found.float() - wanted).norm() < 5e-3 * wanted.norm())
+
+
+def test_a_captured_layers_shared_expert_is_among_the_others(call, layer, signature):
+    """And SGLang, which adds what it gives, has nothing to add."""
+    given = arguments()
+    sums, added = captured(layer, given, signature)
+    assert added is None
+    assert near(sums, of_every_expert(given, layer))
+    assert not near(sums, of_every_expert(given, None))
+
+
+def test_another_layer_does_not_have_it(call, layer, signature):
+    """What one layer had is forgotten; a caller that wants both apart has them so."""
+    given = arguments()
+    captured(layer, given, signature)
+    assert near(call(given)[0], of_every_expert(given, None))
+    for option in ("return_moe_output", "leave_output_sum"):
+        sums, added = captured(layer, given, signature, **{option: True})
+        assert near(sums, of_every_expert(given, None))
+        assert near(sums.float() + added.float(), of_every_expert(given, layer))
+
+
+def test_of_more_tokens_it_has_launches_of_its_own(call, layer, signature):
+    for tokens in (9, few_experts.MOST_OF_SHARED):
+        given = arguments(tokens)
+        sums, added = captured(layer, given, signature)
+        assert sums == SGLANGS
+        none = given | {name: given[name][:, :0].contiguous() for name in ("topk_weights", "topk_ids")}
+        assert near(added, of_every_expert(none, layer))
+    assert captured(layer, arguments(few_experts.MOST_OF_SHARED + 1), signature) == (SGLANGS, SGLANGS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shared_experts": None},
+        {"_shared_expert_tp1": True},
+        {"shared_experts.swiglu_limit": 10.0},
+        {"shared_experts.gate_up_proj.set_lora": True},
+        {"shared_experts.down_proj.quant_method": None},
+    ],
+)
+def test_other_shared_experts_are_sglangs(call, layer, signature, change):
+    """Those among SGLang's others, on every rank as a whole, clamped, with LoRA or in another format."""
+    ((path, value),) = change.items()
+    *parts, name = path.split(".")
+    owner = layer
+    for part in parts:
+        owner = getattr(owner, part)
+    setattr(owner, name, value)
+    given = arguments()
+    sums, added = captured(layer, given, signature)
+    assert added == SGLANGS
+    assert near(sums, of_every_expert(given, None))
+
+
+def test_sglang_adds_what_the_shared_expert_gives_and_nothing_where_that_is_none():
+    """Its layer asks for the shared expert behind the others, and takes None for an answer."""
+    from sglang.srt.layers.quantization.mxfp4_flashinfer_trtllm_moe import maybe_fuse_routed_scale_and_shared_add
+    from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
+
+    source = inspect.getsource(inspect.unwrap(DeepseekV2MoE.forward_normal_dual_stream))
+    assert source.index("self.experts(") < source.index("shared_output = self._forward_shared_experts(")
+    assert source.count("self._forward_shared_experts(") == 1
+    assert source.count("maybe_fuse_routed_scale_and_shared_add(") == 1
+    experts, routed = SimpleNamespace(quant_method=None), torch.ones(2, 4)
+    assert maybe_fuse_routed_scale_and_shared_add(experts, routed.clone(), None, 2.5).eq(1).all()
+    assert maybe_fuse_routed_scale_and_shared_add(experts, routed.clone(), routed, 2.5).eq(2).all()
 
 
 @pytest.mark.parametrize(
