@@ -14,6 +14,7 @@ from itertools import pairwise, takewhile
 
 from nsa_backend.benchmarks.reports.traces import (
     ON_DEVICE,
+    Replay,
     along,
     graph_launches,
     host_calls,
@@ -62,8 +63,9 @@ def of_rounds(events: Iterable[dict], layers: int) -> dict:
         layers: that a round runs: the target's, and one a draft step and for draft-extend.
 
     Returns:
-        rounds; parts, by name [launches, us of kernels]; kernel_us and launches of all; launches_a_layer; period_us; idle_us,
-        where nothing runs on the GPU; graph_launch_us, how long the host is in the calls that launch a round's graphs.
+        rounds; parts, by name [launches, us of kernels]; layer, of the last round, as `one_layer` has it; kernel_us and
+        launches of all; launches_a_layer; period_us; idle_us, where nothing runs on the GPU; graph_launch_us, how long the
+        host is in the calls that launch a round's graphs.
 
     Raises:
         RuntimeError: the trace has fewer than three rounds.
@@ -85,12 +87,32 @@ def of_rounds(events: Iterable[dict], layers: int) -> dict:
         of_round = [e for e in ran if begin <= e["ts"] < end]
         of_host = [e["dur"] for e in launches if called["ts"] <= e["ts"] < next_called["ts"]]
         found.append(_of_round(of_round, begin, end) | {"graph_launch_us": sum(of_host)})
+    forwards = [[op for op in ops(events) if op.launch == mark["args"]["correlation"]] for mark in marks]
     names = [*PARTS, REST]
     parts = {part: [_median(one["parts"].get(part, (0, 0.0))[i] for one in found) for i in (0, 1)] for part in names}
     told = {
         key: _median(one[key] for one in found) for key in ("kernel_us", "launches", "period_us", "idle_us", "graph_launch_us")
     }
-    return {"rounds": len(found), **told, "launches_a_layer": round(told["launches"] / layers, 1), "parts": parts}
+    more = {"launches_a_layer": round(told["launches"] / layers, 1), "parts": parts, "layer": one_layer(forwards[-1])}
+    return {"rounds": len(found), **told, **more}
+
+
+def one_layer(replay: Replay) -> list[list]:
+    """[kernel, begin, us, own] of each launch of a layer in the middle of a replay, in microseconds from the first one on.
+
+    A layer is from one launch of attention to the next; own is how much later a launch ends than all that began before it:
+    what it adds to the time of the replay. Empty where attention has fewer than three launches.
+    """
+    of_attention = [i for i, op in enumerate(replay) if part_of(op.name) == "attention"]
+    if not of_attention:
+        return []
+    name = replay[of_attention[0]].name
+    starts = [i for i in of_attention if replay[i].name == name]
+    if len(starts) < 3:
+        return []
+    first, behind = starts[len(starts) // 2 - 1 : len(starts) // 2 + 1]
+    timed = list(along(replay))[first:behind]
+    return [[op.name, round(op.begin - timed[0][0].begin, 2), round(op.us, 2), round(own, 2)] for op, own, _ in timed]
 
 
 def before_rounds(events: Iterable[dict]) -> dict:

@@ -51,7 +51,7 @@ BEFORE_ROUNDS = {"from the first to the round": (None, "period_us"), "GPU idle":
 def show_parts(rows: Sequence[dict]) -> None:
     """A table a cell: a line a part with launches and microseconds of each side, then what a round is besides.
 
-    Then the same of what ran before the first round, where all sides tell it by part.
+    Then one layer's launches, and the same as of a round of what ran before the first round, where all sides tell it by part.
     """
     for cell, turns in by_cell(rows).items():
         title = f"{cell.name}, N = {cell.steps}, {cell.shape}: kernels"
@@ -62,6 +62,10 @@ def show_parts(rows: Sequence[dict]) -> None:
         columns = ("part", *(word for side in sides for word in (f"{side}: launches", "us")))
         print(f"\n{title} of a round by part")
         print_table(columns, table)
+        for side, row in sides.items():
+            if row.get("layer"):
+                print(f"\n{title} of a layer, {side}: from its attention to the next")
+                print_table(("kernel", "begins", "us", "longer than all before"), row["layer"])
         before = {side: row["before_rounds"] for side, row in sides.items() if "parts" in row.get("before_rounds", {})}
         if len(before) == len(sides):
             print(f"\n{title} before the first round by part")

@@ -94,6 +94,21 @@ def test_a_prefill_in_many_pieces_is_no_round():
     assert traces.calls_a_round(trace.events)["cudaGraphLaunch"] == 2.0
 
 
+def test_a_layer_goes_from_one_attention_to_the_next():
+    """Of a round's middle, with what each launch adds to its time."""
+    trace = Trace()
+    for _ in range(5):
+        trace.graph("embed", *["norm", "attend", "gemm"] * 4, "sample")
+    found = parts.of_rounds(trace.events, 4)["layer"]
+    assert [name for name, *_ in found] == ["attend", "gemm", "norm"]
+    assert [begin for _, begin, _, _ in found] == [0.0, 6.5, 9.0]
+    assert all(us == own for _, _, us, own in found)
+    trace = Trace()
+    for _ in range(5):
+        trace.graph("embed", "attend", "attend", "sample")
+    assert parts.of_rounds(trace.events, 4)["layer"] == []
+
+
 def test_a_prefill_is_told_by_what_the_gpu_waits_for():
     """Kernels follow each other after 0.5 us here, but for one that the host launches 100 us late."""
     trace = Trace()
