@@ -16,8 +16,9 @@ from nsa_backend.kernels.dependent_launch import early, wait_for_kernel_ahead
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_steps import quantised, rounded
 from nsa_backend.kernels.layer_front_weights import GROUP
-from nsa_backend.kernels.weights_ahead import LINE, ask_for_lines
 
+LINE = tl.constexpr(128)
+"""Bytes of L2 that one request brings."""
 LINES = tl.constexpr(128)
 """That a program asks for."""
 
@@ -63,7 +64,10 @@ def activate_kernel(
             expert = tl.load(expert_ptr + which).to(tl.int64)
             if expert >= 0:
                 start = weight_ptr + expert * EXPERT + (ahead % of_expert) * (LINE * LINES)
-                ask_for_lines(start + tl.arange(0, LINES) * LINE)
+                tl.inline_asm_elementwise(
+                    "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [start + tl.arange(0, LINES) * LINE],
+                    dtype=tl.int32, is_pure=False, pack=1,
+                )  # fmt: skip
 
 
 def activate(

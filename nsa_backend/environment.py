@@ -62,13 +62,6 @@ VARIABLES = (
         "0 to compare",
     ),
     Variable(
-        "NSA_BACKEND_WEIGHTS_AHEAD",
-        "0",
-        "1: layers that have this package's kernels before attention ask for their later weights, with few rows",
-        "to try it: no GPU has run it",
-        tried=False,
-    ),
-    Variable(
         "NSA_BACKEND_PAIRED_LOGITS",
         "unset",
         "unset: from two requests on, an even number of verified tokens is scored in pairs, on 0.5.23 and Hopper; "

@@ -93,8 +93,6 @@ def refusals(server_args: sglang_types.ServerArgs) -> list[str]:
             )
     if switched_on("NSA_BACKEND_LAYER_FRONT"):
         found += [f"NSA_BACKEND_LAYER_FRONT=1: {problem}" for problem in adapter.front_problems(args)]
-    if switched_on("NSA_BACKEND_WEIGHTS_AHEAD"):
-        found += [f"NSA_BACKEND_WEIGHTS_AHEAD=1: {problem}" for problem in adapter.dependent_problems(args)]
     if switched_on("NSA_BACKEND_SHORT_GRAPHS"):
         found += [f"NSA_BACKEND_SHORT_GRAPHS=1: {problem}" for problem in adapter.short_problems(args)]
     if switched_on("NSA_BACKEND_SHORT_PREFILLS"):

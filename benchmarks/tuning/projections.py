@@ -4,8 +4,8 @@
 
 Inputs are quantised beforehand where a runner takes them so, and the others quantise by themselves. Two projections of one
 input are one launch of `split_products`, and two launches on two streams of DeepGEMM. Weights take turns, so that none is in
-the L2 cache, or with `--warm` are the same, as those that were asked for in time. Every runner is compared with DeepGEMM
-before it is timed. OUT.json is written after every cell.
+the L2 cache, or with `--warm` are the same, which L2 has: the difference is what memory costs. Every runner is compared with
+DeepGEMM before it is timed. OUT.json is written after every cell.
 """
 
 from __future__ import annotations

@@ -68,10 +68,6 @@ class Adapter(ABC):
         """One sentence for each reason why a server of these resolved arguments can have no layer's front in two launches."""
 
     @abstractmethod
-    def dependent_problems(self, args: Any) -> list[str]:
-        """The same of anything that needs such a front and asks no more."""
-
-    @abstractmethod
     def short_problems(self, args: Any) -> list[str]:
         """The same of decode graphs of short requests, which have neither index scores nor top-k."""
 

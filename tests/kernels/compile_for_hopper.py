@@ -41,7 +41,6 @@ from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 from nsa_backend.kernels.split_products import COLUMNS, GATES, TILES, split_products_kernel
 from nsa_backend.kernels.value_products import DIVIDED, value_products_kernel
-from nsa_backend.kernels.weights_ahead import ask_kernel
 
 OF_TYPE = {
     "*bf16": "q_nope_ptr q_rope_ptr k_rope_ptr out_ptr qkv_ptr key_ptr q_weight_ptr latent_weight_ptr query_ptr q_rope_out_ptr "
@@ -220,10 +219,6 @@ def main() -> None:
         constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True, "LSE": False}
         found[f"join, {join.parts} parts"] = resources(join_kernel, constants, num_warps=join.warps) | {"programs": 1}
     found |= front(caches) | values() | few_experts()
-    types = dict(
-        zip(("first_ptr", "second_ptr", "third_ptr", "fourth_ptr"), ("*fp8e4nv", "*bf16", "*bf16", "*fp8e4nv"), strict=True)
-    )
-    found["front, asks for weights"] = resources(ask_kernel, {}, more=types) | {"programs": 8}
     sys.stdout.write(json.dumps(found))
 
 

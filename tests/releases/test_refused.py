@@ -16,7 +16,6 @@ from nsa_backend.refusals import RULES, refusals
 from nsa_backend.releases import (
     DIVIDED_INDEXERS,
     FEW_EXPERTS,
-    LAYER_FRONTS,
     ROUND_WARM_UP,
     installed,
     layer_front_problem,
@@ -173,11 +172,7 @@ def test_a_front_in_two_launches(arguments, monkeypatch):
 
 @pytest.mark.parametrize(
     ("switch", "served_on"),
-    [
-        ("NSA_BACKEND_DIVIDED_INDEXER", DIVIDED_INDEXERS),
-        ("NSA_BACKEND_FEW_EXPERTS", FEW_EXPERTS),
-        ("NSA_BACKEND_WEIGHTS_AHEAD", LAYER_FRONTS),
-    ],
+    [("NSA_BACKEND_DIVIDED_INDEXER", DIVIDED_INDEXERS), ("NSA_BACKEND_FEW_EXPERTS", FEW_EXPERTS)],
 )
 def test_what_was_measured_on_one_release_alone(arguments, monkeypatch, switch, served_on):
     monkeypatch.setenv(switch, "1")

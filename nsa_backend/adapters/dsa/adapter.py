@@ -73,7 +73,6 @@ class DsaAdapter(Adapter):
     combination_problems = staticmethod(refusals.combination_problems)
     rows_of_rank = staticmethod(prefill_context_parallel.rows_of_rank)
     front_problems = staticmethod(layer_front.server_problems)
-    dependent_problems = staticmethod(layer_front.dependent_problems)
     short_problems = staticmethod(short.short_problems)
     prefill_problems = staticmethod(prefill_rules.prefill_problems)
     divided_problems = staticmethod(divided_indexer.divided_problems)

@@ -50,7 +50,7 @@ class NsaAdapter(Adapter):
     environment_problems = staticmethod(refusals.environment_problems)
     combination_problems = staticmethod(refusals.combination_problems)
     round_problems = staticmethod(refusals.round_problems)
-    front_problems = dependent_problems = short_problems = prefill_problems = staticmethod(refusals.front_problems)
+    front_problems = short_problems = prefill_problems = staticmethod(refusals.front_problems)
     divided_problems = staticmethod(refusals.divided_problems)
     model_problem = staticmethod(refusals.model_problem)
     draft_extend_sizes_in_tokens = staticmethod(draft.draft_extend_sizes_in_tokens)

@@ -9,7 +9,6 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend.adapters.dsa.layer_front import prefills
-from nsa_backend.adapters.dsa.layer_front.ahead import ask_ahead
 from nsa_backend.adapters.dsa.layer_front.projections import FirstProducts, QueryProducts, scales_of
 from nsa_backend.adapters.dsa.layer_front.query_heads import QueryHeads
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
@@ -139,7 +138,6 @@ class LayerFront:
 
         layer_id, pool, index_cache = self.attention.layer_id, get_token_to_kv_pool(), None
         qkv, key, gates = self._first(hidden_states, batch, side, indexed)
-        ask_ahead(self.attention, len(hidden_states), side)
         if indexed:
             index_cache = pool.get_index_k_with_scale_buffer(layer_id=layer_id)
         q_scales = scales_of(self.attention.q_b_proj)  # wq_b's too

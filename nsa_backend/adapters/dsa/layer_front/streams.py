@@ -16,11 +16,6 @@ class SideStream:
     def __init__(self, stream: torch.cuda.Stream | None):
         self._stream = stream
 
-    @property
-    def is_apart(self) -> bool:
-        """Whether it has a stream of its own."""
-        return self._stream is not None
-
     def fork(self) -> None:
         """What the side runs from now on comes after all that the main stream has been given."""
         if self._stream is not None:

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from typing import Any
 
-from nsa_backend.adapters.dsa.layer_front import ahead, prefill_rules, prefills, short
+from nsa_backend.adapters.dsa.layer_front import prefill_rules, prefills, short
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.options import server_problems
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
@@ -66,13 +66,6 @@ def take_layer_fronts(
     reasons = "; ".join(f"{why} ({count})" for why, count in problems.items() if why is not None)
     if not served and demanded:
         raise ValueError(f"{SWITCH}=1 and no layer can have its front in two launches: {reasons or 'it has none'}; unset it")
-    if switched_on(ahead.SWITCH):
-        if of_target and not served:
-            raise ValueError(f"{ahead.SWITCH}=1 and no layer has our front: {reasons or 'it has none'}; unset it")
-        logger.info(
-            "nsa_backend: later weights of %d of %d layers are asked for ahead, with up to %d rows",
-            len(served), len(layers), ahead.MOST_ROWS,
-        )  # fmt: skip
     selecting = [layer.indexer.index_topk for layer in served if layer.indexer is not None]
     if of_target and switched_on(short.SWITCH) and not selecting:
         raise ValueError(f"{short.SWITCH}=1 and no layer has our front: {reasons or 'it has none'}; unset it")
