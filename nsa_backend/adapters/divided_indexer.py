@@ -40,6 +40,8 @@ LEAST_ROWS = 1024
 LEAST_LENGTH = 2048
 """Keys of a row, on average: with fewer the exchange takes as long as the scores."""
 
+_DIVIDES = [False]
+
 NEEDED = (
     Rule("attn_cp_size", "--attn-cp-size", "", (None, 1), "drop --enable-prefill-cp or --attn-cp-size", everywhere=False),
     Rule("dcp_size", "--dcp-size", "", (None, 1), "drop --dcp-size", everywhere=False),
@@ -77,8 +79,14 @@ def wanted(args: Any, device_sm: int) -> bool:
     return not divided_problems(args)
 
 
+def divides() -> bool:
+    """Whether the indexers of this process divide their work."""
+    return _DIVIDES[0]
+
+
 def divide() -> None:
     """Have the indexers of this process divide their work; once a process."""
+    _DIVIDES[0] = True
     hook(f"{INDEXER}._get_q_k_bf16", _query_and_key, HookType.AROUND)
     hook(f"{INDEXER}._get_logits_head_gate", _gates, HookType.AROUND)
     if asked(SWITCH):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from nsa_backend.kernels.index_rows import index_queries, store_index_keys
 from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, norm_rope_store, quantise, rope_quantise, rope_query
 from nsa_backend.kernels.layer_front_torch import norm_rope_store_torch, rope_quantise_torch, rope_query_torch
 from nsa_backend.kernels.layer_front_torch import quantise as quantise_torch
@@ -163,6 +164,47 @@ def test_queries_and_gates(rows, heads, index_heads, kind, indexer, seed):
         assert same_bits(found, twins)
     assert same_bits(rope_query(q_rope, weights, positions), ours[2])
     assert same_bits(rope_query_torch(q_rope, weights, positions), ours[2])
+
+
+@given(
+    rows=st.integers(0, 6),
+    step=st.sampled_from([1, 2]),
+    kind=KINDS,
+    index_heads=st.sampled_from([8, 64]),
+    indexer=st.sampled_from(["halves", "neighbours"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(deadline=None, max_examples=20)
+def test_an_indexers_part_alone(rows, step, kind, index_heads, indexer, seed):
+    """Of every row, or of every other one's query: the bits of the launches that have the latents too."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = layer(256, indexer, generator)
+    query = values(kind, rows, index_heads, GROUP, generator=generator)
+    gates, positions = torch.randn(rows * step, index_heads, generator=generator)[::step], torch.randint(POSITIONS, (rows,))
+    unturned = torch.zeros(rows, 1, ROPE, dtype=torch.bfloat16)
+    twins = rope_quantise_torch(query, gates, unturned, weights, positions)
+    for found, twin in zip(index_queries(query, gates, weights, positions), twins, strict=False):
+        assert found.shape == twin.shape
+        assert same_bits(found, twin)
+    key, qkv = values(kind, rows, GROUP, generator=generator), torch.zeros(rows, 256 + LATENT + ROPE, dtype=torch.bfloat16)
+    slots = PAGE_SIZE + torch.randperm((PAGES - 1) * PAGE_SIZE, generator=generator)[:rows]
+    (kv, wanted), (_, index) = caches(False), caches(False)
+    norm_rope_store_torch(qkv, key, weights, positions, slots, kv, wanted, None)
+    store_index_keys(key, weights, positions, slots, index)
+    assert torch.equal(index, wanted)
+
+
+def test_an_indexers_part_that_it_would_misread():
+    weights = layer(256, "halves", torch.Generator())
+    query, gates, positions = torch.zeros(2, 8, GROUP).bfloat16(), torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="query must be of a multiple of 8 heads"):
+        index_queries(query[:, :4].contiguous(), gates[:, :4], weights, positions)
+    with pytest.raises(ValueError, match=r"gates must be float32 \[2, 8\]"):
+        index_queries(query, gates.bfloat16(), weights, positions)
+    with pytest.raises(ValueError, match="leave them to it"):
+        index_queries(query, gates, replace(weights, index_fused=True), positions)
+    with pytest.raises(ValueError, match=r"slots must be contiguous torch\.int64"):
+        store_index_keys(query[:, 0].contiguous(), weights, positions, positions.int(), caches(False)[1])
 
 
 @pytest.mark.parametrize("name", ["qkv", "key", "positions", "slots", "kv_cache", "index_cache"])

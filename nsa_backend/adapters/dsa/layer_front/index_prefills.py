@@ -1,0 +1,112 @@
+"""Index queries and keys of prefills by two launches, where SGLang 0.5.23 has ten kernels a layer.
+
+A prefill that is captured in pieces leaves its graph for the indexer of every layer. Of DeepSeek-V3.2, SGLang then rotates
+queries by RoPE, by Hadamard, and quantises them in kernels of their own: each reads and writes 67 MB for 4096 tokens. These
+launches write the same bits. GLM-5's indexers, which SGLang has fused, are left to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from sglang.srt.layers.attention.dsa import dsa_prefill_cuda_graph as sglangs
+
+from nsa_backend.adapters import divided_indexer
+from nsa_backend.adapters.dsa.layer_front.rule import weights_of
+from nsa_backend.adapters.sglang_types import ForwardBatch, HookType
+from nsa_backend.adapters.shared import hook
+from nsa_backend.kernels.index_rows import index_queries, store_index_keys
+
+logger = logging.getLogger(__name__)
+
+MODULE = "sglang.srt.layers.attention.dsa.dsa_indexer"
+NAME = "bcg_dsa_indexer_prefill_split"
+"""What an indexer calls in a prefill that is captured in pieces."""
+
+_LAYERS: WeakKeyDictionary[Any, tuple[Any, tuple[type, ...]]] = WeakKeyDictionary()
+"""By indexer: its layer, and our attention backends."""
+
+
+def take(layers: Iterable[Any], backends: tuple[type, ...]) -> None:
+    """Have the indexers of these layers, which have our front, make queries and keys of prefills so."""
+    served = [layer for layer in layers if layer.indexer is not None and not layer.indexer.use_dsa_indexer_fusion]
+    for layer in served:
+        _LAYERS[layer.indexer] = layer, backends
+    if served:
+        hook(f"{MODULE}.{NAME}", _in_pieces, HookType.AROUND)
+
+
+def _in_pieces(original: Callable, **given: Any) -> None:
+    """Around SGLang's piece outside of graphs. It is no other piece: what runs in it is decided in every replay."""
+    _piece()(**given)
+
+
+@functools.cache
+def _piece() -> Callable:
+    return sglangs.eager_on_graph(True)(select)
+
+
+def select(
+    layer_id: int,
+    x: torch.Tensor,
+    q_lora: torch.Tensor,
+    positions: torch.Tensor,
+    topk_result: torch.Tensor,
+    x_s: torch.Tensor | None = None,
+    x_bf16: torch.Tensor | None = None,
+) -> None:
+    """Write the selection of a prefill's rows to `topk_result`, and their index keys; SGLang's own where ours is not served."""
+    context = sglangs.get_tc_piecewise_forward_context()
+    batch, indexer = context.forward_batch, context.dsa_indexers[layer_id]
+    if x_s is not None or not _serves(indexer, batch, topk_result):
+        given = {"layer_id": layer_id, "x": x, "q_lora": q_lora, "positions": positions, "topk_result": topk_result}
+        return sglangs.pcg_dsa_indexer_prefill_split(**given, x_s=x_s, x_bf16=x_bf16)
+    layer, _ = _LAYERS[indexer]
+    weights, pool = weights_of(layer), _pool()
+    metadata = sglangs.get_attn_backend().get_indexer_metadata(layer_id, batch)
+    tokens = batch.extend_num_tokens
+    rows = divided_indexer.rows_of_rank(batch) if divided_indexer.divides() else None
+    key, gates = indexer.wk(x)[0][:tokens], indexer._weights_proj_bf16_in_fp32_out(x)[:tokens]
+    store_index_keys(
+        key, weights, positions[:tokens], batch.out_cache_loc[:tokens], pool.get_index_k_with_scale_buffer(layer_id=layer_id)
+    )
+    own = slice(None, tokens) if rows is None else rows
+    query = indexer.wq_b(q_lora if rows is None else q_lora[rows].contiguous())[0].view(-1, indexer.n_heads, indexer.head_dim)
+    query = query[:tokens]
+    found = index_queries(query, gates if rows is None else gates[rows], weights, positions[own].contiguous())
+    indexer._get_topk_ragged(False, batch, layer_id, *found, metadata, topk_result)
+    _tell()
+    return None
+
+
+def _serves(indexer: Any, batch: ForwardBatch, topk_result: torch.Tensor) -> bool:
+    """Whether the launches do what SGLang's piece would here: of long requests, on a pool that keeps every index key."""
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    layer, backends = _LAYERS.get(indexer, (None, ()))
+    return (
+        layer is not None
+        and isinstance(sglangs.get_attn_backend(), backends)
+        and type(_pool()) is DSATokenToKVPool
+        and topk_result.numel() > 0
+        and not indexer.dsa_enable_prefill_cp
+        and not indexer._should_skip_logits_computation(batch)
+        and batch.out_cache_loc.is_contiguous()
+    )
+
+
+def _pool() -> Any:
+    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+
+    return get_token_to_kv_pool()
+
+
+@functools.cache
+def _tell() -> None:
+    """The log has it once."""
+    logger.info("nsa_backend: index queries and keys of prefills in pieces are a launch each")

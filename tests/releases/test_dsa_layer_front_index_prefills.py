@@ -1,0 +1,151 @@
+"""Index queries and keys of prefills in pieces by our launches: SGLang's layer leaves the same keys and scores the same."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from layer_on_cpu import HIDDEN, INDEX_HEADS, TOPK, a_layer, poisoned_pool
+from sglang.srt.layers.attention.dsa import dsa_indexer
+from sglang.srt.layers.attention.dsa import dsa_prefill_cuda_graph as sglangs
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+from nsa_backend.adapters import divided_indexer
+from nsa_backend.adapters.dsa.layer_front import index_prefills
+from nsa_backend.kernels.plan import PAGE_SIZE
+
+TOKENS, PADDED = 6, 8
+
+
+class Backend:
+    def __init__(self, pool):
+        self.token_to_kv_pool = pool
+
+    def get_indexer_metadata(self, layer_id, batch):
+        return SimpleNamespace(of_layer=layer_id)
+
+
+@pytest.fixture
+def layer(monkeypatch):
+    """Whose indexer has our launches; SGLang's piece is there as a function, which its operator is on a GPU."""
+    for attention in a_layer(monkeypatch):
+        monkeypatch.setattr(dsa_indexer, "get_is_capture_mode", lambda: False)
+        monkeypatch.setattr(index_prefills, "hook", lambda *arguments: None)
+        index_prefills.take([attention], (Backend,))
+        source = inspect.getsource(sglangs)
+        begin = source.index("def pcg_dsa_indexer_prefill_split")
+        there: dict = {}
+        exec(source[begin : source.index("\nbcg_dsa_indexer_prefill_split")], vars(sglangs), there)
+        monkeypatch.setattr(sglangs, "_is_cuda", True)
+        monkeypatch.setattr(sglangs, "pcg_dsa_indexer_prefill_split", there["pcg_dsa_indexer_prefill_split"])
+        gates = dsa_indexer.Indexer._get_logits_head_gate
+        monkeypatch.setattr(dsa_indexer.Indexer, "_get_logits_head_gate", inspect.unwrap(gates))  # without its compiler
+        yield attention
+
+
+def selected(layer, monkeypatch, piece, lengths: int = 5000, **changed) -> dict[str, torch.Tensor]:
+    """What a prefill of TOKENS rows, in a graph of PADDED, leaves in its pool and hands on to be scored."""
+    generator, pool, scored = torch.Generator().manual_seed(1), poisoned_pool(), {}
+
+    def select(self, dual_stream, batch, layer_id, q, weights, metadata, topk_result):
+        scored.update(query=q, gates=weights[: len(q)])
+        assert (dual_stream, metadata.of_layer) == (False, layer_id)
+        topk_result[: len(q)] = 3
+
+    monkeypatch.setattr(dsa_indexer.Indexer, "_get_topk_ragged", select)
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND, extend_num_tokens=TOKENS, attn_cp_metadata=None, seq_lens=torch.tensor([lengths]),
+        seq_lens_cpu=torch.tensor([lengths]), out_cache_loc=torch.tensor([70, 200, 65, 131, 255, 90, 0, 0]),
+    )  # fmt: skip
+    vars(batch).update(changed)
+    context = SimpleNamespace(forward_batch=batch, dsa_indexers={0: layer.indexer})
+    monkeypatch.setattr(sglangs, "get_tc_piecewise_forward_context", lambda: context)
+    topk_result = torch.full((PADDED, TOPK), -1, dtype=torch.int32)
+    given = {
+        "layer_id": 0, "x": torch.randn(PADDED, HIDDEN, generator=generator).bfloat16(),
+        "q_lora": torch.randn(PADDED, 256, generator=generator).bfloat16(),
+        "positions": torch.randint(64, (PADDED,), generator=generator), "topk_result": topk_result,
+    }  # fmt: skip
+    with torch.no_grad(), forward_context(ForwardContext(attn_backend=Backend(pool))):
+        piece(**given)
+    return {"topk": topk_result, "kv": pool.kv, "index keys": pool.index_keys} | scored
+
+
+def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert value.shape == theirs[name].shape, name
+        assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (value, theirs[name]))), name
+
+
+def test_a_prefill_leaves_sglangs_keys_and_is_scored_by_its_queries(layer, monkeypatch):
+    with monkeypatch.context() as ours_alone:
+        ours_alone.setattr(dsa_indexer.Indexer, "_get_q_k_bf16", lambda *_, **__: pytest.fail("SGLang's kernels ran"))
+        ours = selected(layer, ours_alone, index_prefills.select)
+    theirs = selected(layer, monkeypatch, sglangs.pcg_dsa_indexer_prefill_split)
+    assert ours["query"].shape == (TOKENS, INDEX_HEADS, 128)
+    assert_same_bits(ours, theirs)
+    assert (ours["topk"][TOKENS:] == -1).all()
+    written = ours["index keys"][:, : PAGE_SIZE * 128].reshape(-1, 128)
+    assert (written[0] == 0x5A).all()  # padding writes nothing here
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_divide_queries_make_their_own(layer, monkeypatch, rank):
+    """Of every other row; keys are whole on each."""
+    theirs = selected(layer, monkeypatch, sglangs.pcg_dsa_indexer_prefill_split)
+    monkeypatch.setattr(divided_indexer, "_DIVIDES", [True])
+    monkeypatch.setattr(divided_indexer, "rows_of_rank", lambda batch: slice(rank, TOKENS, 2))
+    ours = selected(layer, monkeypatch, index_prefills.select)
+    assert_same_bits(
+        {name: ours[name] for name in ("query", "gates", "index keys")},
+        {name: theirs[name][rank::2] for name in ("query", "gates")} | {"index keys": theirs["index keys"]},
+    )
+
+
+@pytest.mark.parametrize(
+    "what", ["short requests", "another pool", "another backend", "another layer", "prefill context parallel", "slots apart"]
+)
+def test_other_prefills_are_sglangs(layer, monkeypatch, what):
+    """Its piece runs in place of ours, with what ours was given."""
+    asked, changed = [], {}
+    if what == "short requests":
+        changed["lengths"] = TOPK
+    elif what == "another pool":
+        monkeypatch.setattr(index_prefills, "_pool", lambda: SimpleNamespace())
+    elif what == "another backend":
+        monkeypatch.setitem(index_prefills._LAYERS, layer.indexer, (layer, (int,)))
+    elif what == "another layer":
+        monkeypatch.delitem(index_prefills._LAYERS, layer.indexer)
+    elif what == "prefill context parallel":
+        monkeypatch.setattr(layer.indexer, "dsa_enable_prefill_cp", True)
+    else:
+        changed["out_cache_loc"] = torch.zeros(PADDED, 2, dtype=torch.int64)[:, 0]
+    monkeypatch.setattr(sglangs, "pcg_dsa_indexer_prefill_split", lambda **given: asked.append(given))
+    found = selected(layer, monkeypatch, index_prefills.select, **changed)
+    assert len(asked) == 1
+    assert asked[0]["topk_result"] is found["topk"]
+    assert "query" not in found
+    assert (found["index keys"] == 0x5A).all()
+
+
+def test_the_piece_outside_of_graphs_is_ours(layer, monkeypatch):
+    """SGLang's indexer calls it by this name, with names alone; the capture keeps what decides at every replay."""
+    source = inspect.getsource(dsa_indexer.Indexer.forward_cuda)
+    assert f"{index_prefills.NAME}\n" in source
+    assert f"{index_prefills.NAME} = eager_on_graph(True)(pcg_dsa_indexer_prefill_split)" in inspect.getsource(sglangs)
+    parameters = inspect.signature(index_prefills.select).parameters
+    assert list(parameters) == list(inspect.signature(sglangs.pcg_dsa_indexer_prefill_split).parameters)
+    hooked = []
+    monkeypatch.setattr(index_prefills, "hook", lambda path, around, kind: hooked.append((path, around)))
+    index_prefills.take([SimpleNamespace(indexer=None)], (Backend,))
+    assert hooked == []
+    index_prefills.take([layer], (Backend,))
+    assert hooked == [(f"{index_prefills.MODULE}.{index_prefills.NAME}", index_prefills._in_pieces)]
+    ran = []
+    monkeypatch.setattr(index_prefills, "_piece", lambda: lambda **given: ran.append(given))
+    index_prefills._in_pieces(None, layer_id=3)
+    assert ran == [{"layer_id": 3}]
