@@ -125,8 +125,8 @@ def before_rounds(events: Iterable[dict]) -> dict:
 
     Returns:
         period_us from the first kernel to the first round; kernel_us and launches of all kernels; parts, by name [launches, us]
-        of those that there are; idle_us, where nothing runs on the GPU; graph_launches of the host; waits: the WAITS kernels
-        before which the GPU was idle longest, each with its name, how often and how long.
+        of those that there are; layer, as `one_layer` has it; idle_us, where nothing runs on the GPU; graph_launches of the
+        host; waits: the WAITS kernels before which the GPU was idle longest, each with its name, how often and how long.
 
     Raises:
         RuntimeError: the trace has no round, or nothing before it.
@@ -148,6 +148,7 @@ def before_rounds(events: Iterable[dict]) -> dict:
         "kernel_us": round(sum(op.us for op in before), 2),
         "launches": len(before),
         "parts": {part: [count, round(us, 2)] for part, (count, us) in _by_part((op.name, op.us) for op in before).items()},
+        "layer": one_layer(before),
         "idle_us": round(sum(map(sum, gaps.values())) + max(0.0, end - ended), 2),
         "graph_launches": sum(e["ts"] < launched[0]["ts"] for e in graph_launches(host_calls(events)).values()),
         "waits": [[name, len(of_name), round(sum(of_name), 2)] for name, of_name in longest],

@@ -62,14 +62,20 @@ def show_parts(rows: Sequence[dict]) -> None:
         columns = ("part", *(word for side in sides for word in (f"{side}: launches", "us")))
         print(f"\n{title} of a round by part")
         print_table(columns, table)
-        for side, row in sides.items():
-            if row.get("layer"):
-                print(f"\n{title} of a layer, {side}: from its attention to the next")
-                print_table(("kernel", "begins", "us", "longer than all before"), row["layer"])
+        show_layers(f"{title} of a layer", sides)
         before = {side: row["before_rounds"] for side, row in sides.items() if "parts" in row.get("before_rounds", {})}
         if len(before) == len(sides):
             print(f"\n{title} before the first round by part")
             print_table(columns, lines_of(before, BEFORE_ROUNDS))
+            show_layers(f"{title} of a layer before the first round", before)
+
+
+def show_layers(title: str, sides: Mapping[str, dict]) -> None:
+    """A table a side that tells its layer: a line a launch."""
+    for side, row in sides.items():
+        if row.get("layer"):
+            print(f"\n{title}, {side}: from its attention to the next")
+            print_table(("kernel", "begins", "us", "longer than all before"), row["layer"])
 
 
 def lines_of(sides: Mapping[str, dict], besides: Mapping[str, tuple[str | None, str]]) -> list[tuple]:

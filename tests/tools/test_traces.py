@@ -109,6 +109,16 @@ def test_a_layer_goes_from_one_attention_to_the_next():
     assert parts.of_rounds(trace.events, 4)["layer"] == []
 
 
+def test_a_layer_of_a_prefill_is_told_too():
+    trace = Trace()
+    for _ in range(5):
+        trace.graph("norm", "gemm")
+        trace.eager("attend")
+    for _ in range(3):
+        trace.graph("gemm", "attend", "gemm")
+    assert [name for name, *_ in parts.before_rounds(trace.events)["layer"]] == ["attend", "norm", "gemm"]
+
+
 def test_a_prefill_is_told_by_what_the_gpu_waits_for():
     """Kernels follow each other after 0.5 us here, but for one that the host launches 100 us late."""
     trace = Trace()
@@ -123,6 +133,7 @@ def test_a_prefill_is_told_by_what_the_gpu_waits_for():
     assert found["waits"] == [["attend", 1, 100.5], ["gemm", 2, 1.0]]
     assert (found["launches"], found["graph_launches"], found["kernel_us"]) == (4, 2, 12.0)
     assert found["parts"] == {"projections": [3, 6.0], "attention": [1, 6.0]}
+    assert found["layer"] == []
     assert found["period_us"] == first_round
     assert found["idle_us"] == first_round - 12.0
     with pytest.raises(RuntimeError, match="nothing before the first"):
