@@ -104,6 +104,13 @@ VARIABLES = (
         tried=False,
     ),
     Variable(
+        "NSA_BACKEND_EXPERT_ACTIVATION",
+        "0",
+        "1: MoE of 5 to 256 tokens has one launch between both products, which asks for later weights, on 0.5.23 and Hopper",
+        "to try it: no GPU has run it",
+        tried=False,
+    ),
+    Variable(
         "NSA_BACKEND_MOE_CONFIGS",
         "1",
         "unset or 1: this package's tiles of experts where SGLang has none for GPU and Triton; 0: SGLang's",

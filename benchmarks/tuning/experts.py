@@ -26,13 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton.language as tl
 
-from nsa_backend.adapters import moe_configs
+from nsa_backend.adapters import expert_activation, moe_configs
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
-from nsa_backend.kernels.expert_activation import activate
 from nsa_backend.kernels.few_experts import (
     MOST_TOKENS,
     ONE_ALONE,
@@ -346,44 +344,26 @@ def few_cell(name: str, rank: Rank, tokens: int) -> dict:
 
 
 AHEAD = (0, 2, 4, 8, 16, 32)
-"""Blocks whose weights of the second product are asked for while what lies between both is computed."""
+"""Blocks whose weights of the second product are asked for while what lies between both is computed, by programs before those
+that have rows or behind them."""
 
 
 def between(
-    rank: Rank, x: torch.Tensor, routed: tuple[torch.Tensor, torch.Tensor], lookup: Callable, ahead: int
+    rank: Rank, x: torch.Tensor, routed: tuple[torch.Tensor, torch.Tensor], lookup: Callable, ahead: int, behind_rows: bool
 ) -> Callable[[], torch.Tensor]:
-    """SGLang's experts with one launch of this package's between both products, as `Rank.call` has them."""
+    """SGLang's experts with one launch of this package's between both products, as a server has them, and `Rank.call`."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
-    (first, first_scales), (second, second_scales), (weights, chosen) = rank.first, rank.second, routed
-    tokens, choices = chosen.shape
-    form = {"use_fp8_w8a8": True, "use_int8_w8a8": False, "use_int8_w8a16": False, "use_int4_w4a16": False}
-    form |= {"per_channel_quant": False, "block_shape": [GROUP, GROUP]}
-    filtered = form | {"compute_type": tl.bfloat16, "filter_expert": rank.shape.experts < rank.shape.routed}
+    options = {"ahead": ahead, "behind_rows": behind_rows, "filtered": rank.shape.experts < rank.shape.routed}
 
     def run() -> torch.Tensor:
         kept, fused_moe.try_get_optimal_moe_config = fused_moe.try_get_optimal_moe_config, lookup
         try:
-            prepared = fused_moe._prepare_fused_moe_run(x, first, second, chosen, **form)
+            prepared = fused_moe._prepare_fused_moe_run(x, rank.first[0], rank.second[0], routed[1], **expert_activation.FORM)
         finally:
             fused_moe.try_get_optimal_moe_config = kept
-        config, of_second, second_bulk, first_bulk, sorted_ids, expert_ids, padded = prepared
-        block, order = config["BLOCK_SIZE_M"], (sorted_ids, expert_ids, padded)
-        rows = chosen.numel() + second_bulk * min(chosen.numel(), rank.shape.experts + 1) * (block - 1)
-        both, given = x.new_empty(rows, first.shape[1]), x.new_empty(tokens, choices, x.shape[1])
-        fused_moe.invoke_fused_moe_kernel(
-            x, first, None, both, None, first_scales, None, weights, chosen, *order, False, choices, config,
-            c_sorted=second_bulk, b_use_tma=first_bulk, **filtered,
-        )  # fmt: skip
-        values, scales = activate(
-            both, second, expert_ids, padded, block, chosen.numel(), sorted_ids if second_bulk else None,
-            min(ahead, len(expert_ids)),
-        )  # fmt: skip
-        fused_moe.invoke_fused_moe_kernel(
-            values, second, None, given, scales, second_scales, None, weights, chosen, *order, True, 1, of_second or config,
-            a_use_tma=second_bulk, b_use_tma=second_bulk, router_topk=choices, **filtered,
-        )  # fmt: skip
-        return fused_moe.moe_combine_topk(given, torch.empty_like(x), 1.0)
+        given = x, *rank.first, *rank.second, *routed, expert_activation.Prepared(*prepared), torch.empty_like(x)
+        return expert_activation.experts(*given, factor=1.0, **options)
 
     return run
 
@@ -397,8 +377,10 @@ def between_cell(name: str, rank: Rank, tokens: int) -> dict:
     x = torch.randn(tokens, rank.shape.hidden, device="cuda").bfloat16()
     routings = [rank.routed(tokens) for _ in range(REPEATS)]
     calls = {way: [rank.call(x, routed, lookup) for routed in routings] for way, lookup in ways.items()}
-    for (way, lookup), ahead in itertools.product(ways.items(), AHEAD):
-        calls[f"{way}, {ahead} blocks ahead"] = [between(rank, x, routed, lookup, ahead) for routed in routings]
+    for (way, lookup), ahead, behind in itertools.product(ways.items(), AHEAD, (False, True)):
+        if ahead or not behind:
+            name_of_way = f"{way}, {ahead} blocks ahead{', behind rows' * behind}"
+            calls[name_of_way] = [between(rank, x, routed, lookup, ahead, behind) for routed in routings]
     us, wrong = timed(calls, calls["sglang"][0]().float())
     return named(name, rank.shape, tokens) | {"between_us": us, "wrong": wrong}
 

@@ -21,7 +21,7 @@ from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.environment import asked
 from nsa_backend.kernels import few_experts as kernels
-from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+from nsa_backend.kernels.layer_front_weights import GROUP
 from nsa_backend.releases import few_experts_problem
 
 logger = logging.getLogger(__name__)
@@ -163,13 +163,15 @@ def shared_expert(layer: Any) -> kernels.Expert | None:
     if expert is None or layer._shared_expert_tp1 or expert.swiglu_limit is not None:
         return None
     try:
-        exact = {scales_of(expert.gate_up_proj), scales_of(expert.down_proj)} == {Scales.EXACT}
+        scales, of_second = scales_of(expert.gate_up_proj), scales_of(expert.down_proj)
     except ValueError:  # other formats, and LoRA: SGLang's layer serves them
         return None
-    weights = kernels.Expert(*product(expert.gate_up_proj), *product(expert.down_proj))
+    if scales is None or scales is not of_second:
+        return None
+    weights = kernels.Expert(*product(expert.gate_up_proj), *product(expert.down_proj), scales)
     width, hidden = len(weights.first) // 2, weights.first.shape[1]
-    apart = all(tensor.is_contiguous() for tensor in weights) and weights.first_scales.dtype == torch.float32
-    return weights if exact and apart and kernels.problem(hidden, width) is None else None
+    plain = all(tensor.is_contiguous() for tensor in weights[:4]) and weights.first_scales.dtype == torch.float32
+    return weights if plain and kernels.problem(hidden, width) is None else None
 
 
 def most_tokens(choices: int, width: int) -> int:
@@ -179,9 +181,14 @@ def most_tokens(choices: int, width: int) -> int:
 
 def serves(of: dict[str, Any]) -> bool:
     """Whether the launches compute what SGLang's function would with these arguments."""
+    return are_plain(of, SERVED) and kernels.problem(hidden=of["w1"].shape[2], width=of["w1"].shape[1] // 2) is None
+
+
+def are_plain(of: dict[str, Any], served: dict[str, Any]) -> bool:
+    """Whether these are the arguments of block-FP8 experts and no more, by a server that adds them up for itself."""
     from sglang.srt.runtime_context import get_exec
 
-    if any(of[name] != value for name, value in SERVED.items()):
+    if any(of[name] != value for name, value in served.items()):
         return False
     execution = get_exec()
     if execution.moe.enable_fused_moe_sum_all_reduce or execution.deterministic.enable_deterministic_inference:
@@ -190,9 +197,7 @@ def serves(of: dict[str, Any]) -> bool:
         torch.bfloat16: ("hidden_states",), torch.float8_e4m3fn: ("w1", "w2"), torch.int32: ("topk_ids",),
         torch.float32: ("w1_scale", "w2_scale", "topk_weights"),
     }  # fmt: skip
-    if any(of[name].dtype != dtype or not of[name].is_contiguous() for dtype, names in dtypes.items() for name in names):
-        return False
-    return kernels.problem(hidden=of["w1"].shape[2], width=of["w1"].shape[1] // 2) is None
+    return all(of[name].dtype == dtype and of[name].is_contiguous() for dtype, names in dtypes.items() for name in names)
 
 
 def room_for_sums(hidden_states: torch.Tensor) -> torch.Tensor:

@@ -20,20 +20,32 @@ def inputs(rows: int, width: int, device: str) -> dict[str, torch.Tensor]:
     given = {
         "both": torch.randn(rows, 2 * width, generator=generator).mul(3).bfloat16(),
         "weight": torch.zeros(EXPERTS, HIDDEN, width, dtype=torch.float8_e4m3fn),
+        "chosen": torch.randint(0, EXPERTS, (rows,), generator=generator, dtype=torch.int32),
         "expert_ids": torch.randint(-1, EXPERTS, (blocks,), generator=generator, dtype=torch.int32),
         "padded": torch.tensor([max(rows - BLOCK, 0)], dtype=torch.int32),
     }
     return {name: tensor.to(device) for name, tensor in given.items()}
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(("ahead", "behind_rows"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize(("rows", "width"), [(1, 128), (33, 256), (48, 512), (0, 256)])
-def test_rows_of_choices(device, rows, width, ahead):
+def test_rows_of_choices(device, rows, width, ahead, behind_rows):
     """Whatever is asked for ahead."""
     given = inputs(rows, width, device)
-    values, scales = activate(**given, block=BLOCK, choices=rows, ahead=min(ahead, len(given["expert_ids"])))
+    values, scales = activate(**given, block=BLOCK, ahead=ahead, behind_rows=behind_rows)
     wanted, wanted_scales = activate_torch(given["both"])
     assert near(values, scales, wanted, wanted_scales)
+
+
+def test_rows_of_another_gpus_experts_are_left_as_they_are(device):
+    given = inputs(32, 256, device)
+    given["chosen"][:20] = -1
+    given["both"][:20] = float("nan")
+    values, scales = activate(**given, block=BLOCK)
+    wanted, wanted_scales = activate_torch(given["both"][20:])
+    assert near(values[20:], scales[20:], wanted, wanted_scales)
+    assert torch.equal(values[:20].view(torch.uint8), torch.empty_like(values[:20]).view(torch.uint8))
+    assert scales[:20].isnan().all()
 
 
 def near(values: torch.Tensor, scales: torch.Tensor, wanted: torch.Tensor, wanted_scales: torch.Tensor) -> bool:
@@ -45,31 +57,38 @@ def near(values: torch.Tensor, scales: torch.Tensor, wanted: torch.Tensor, wante
 
 
 @pytest.mark.parametrize("width", [128, 256])
-def test_rows_in_blocks_leave_padding_as_it_is(device, width):
+def test_rows_in_blocks_leave_padding_and_other_gpus_experts_as_they_are(device, width):
     rows, choices = 64, 30
     given = inputs(rows, width, device)
     given["padded"] = torch.tensor([48], dtype=torch.int32, device=device)
+    given["expert_ids"] = torch.tensor([-1, 0, 3, -1], dtype=torch.int32, device=device)
+    given["chosen"] = torch.zeros(choices, dtype=torch.int32, device=device)
     order = torch.full((rows + 8,), choices, dtype=torch.int32)
     there = torch.randperm(48, generator=torch.Generator().manual_seed(1))[:choices]
     order[there] = torch.arange(choices, dtype=torch.int32)
     order[50] = 3  # behind the last block: whatever lies there
-    given["both"][order[:rows].to(device) == choices] = float("nan")
-    values, scales = activate(**given, block=BLOCK, choices=choices, sorted_ids=order.to(device))
-    wanted, wanted_scales = activate_torch(given["both"][there.to(device)])
-    assert near(values[there.to(device)], scales[there.to(device)], wanted, wanted_scales)
-    others = torch.ones(rows, dtype=torch.bool).index_fill(0, there, False).to(device)
+    there = there[there >= BLOCK].to(device)
+    others = torch.ones(rows, dtype=torch.bool, device=device).index_fill(0, there, False)
+    given["both"][others] = float("nan")
+    values, scales = activate(**given, block=BLOCK, sorted_ids=order.to(device))
+    wanted, wanted_scales = activate_torch(given["both"][there])
+    assert near(values[there], scales[there], wanted, wanted_scales)
     untouched = torch.empty_like(values)
     assert torch.equal(values[others].view(torch.uint8), untouched[others].view(torch.uint8))
 
 
 def test_what_cannot_be_served_says_so(device):
     given = inputs(16, 256, device)
-    with pytest.raises(ValueError, match="both must be of 512 columns"):
-        activate(**given | {"both": given["both"][:, :256].contiguous()}, block=BLOCK, choices=16)
-    with pytest.raises(ValueError, match="weight must be of a power of two columns"):
+    with pytest.raises(ValueError, match=r"both must be contiguous torch.bfloat16 \[16, 512\]"):
+        activate(**given | {"both": given["both"][:, :256].contiguous()}, block=BLOCK)
+    with pytest.raises(ValueError, match="experts of 192: multiples of 128 and powers of two from 128 on are served"):
         odd = {"weight": given["weight"][..., :192].contiguous(), "both": given["both"][:, :384].contiguous()}
-        activate(**given | odd, block=BLOCK, choices=16)
+        activate(**given | odd, block=BLOCK)
+    with pytest.raises(ValueError, match="hidden states of 192 and experts of 256"):
+        activate(**given | {"weight": given["weight"][:, :192].contiguous()}, block=BLOCK)
+    with pytest.raises(ValueError, match="chosen must be of 16 choices"):
+        activate(**given | {"chosen": given["chosen"][:8]}, block=BLOCK)
     with pytest.raises(ValueError, match="sorted_ids must be of at least 16 rows"):
-        activate(**given, block=BLOCK, choices=16, sorted_ids=given["expert_ids"])
+        activate(**given, block=BLOCK, sorted_ids=given["expert_ids"])
     with pytest.raises(ValueError, match="expert_ids must be of at least 2 blocks"):
-        activate(**given, block=BLOCK, choices=16, ahead=2)
+        activate(**given, block=8, sorted_ids=given["chosen"])

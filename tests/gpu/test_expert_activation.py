@@ -1,0 +1,111 @@
+"""SGLang's Triton experts with one launch between both products give the bits that they give with SGLang's two.
+
+Its launch has SGLang's fast exponential and divisions, and what comes before and behind is SGLang's own. A row's sums do not
+depend on where in a block it lies, so the order that atomics give rows of an expert changes nothing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+
+import pytest
+import torch
+
+from nsa_backend.adapters import expert_activation
+from nsa_backend.adapters.few_experts import MODULE
+from nsa_backend.benchmarks.tuning.experts import RANKS, Rank, config, looked_up, lookup_of, shipped
+from nsa_backend.kernels.expert_activation import activate
+from nsa_backend.testing.process import start_sglang
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = (8, 16, 33, 64, 128, 256)
+PLAIN, BULK = (config(16, 128, 128, 1, 4, 3, bulk=bulk) for bulk in (False, True))
+OTHER_TILES = {"plain": (PLAIN, PLAIN), "the first in bulk": (BULK, PLAIN), "bulk": (PLAIN, BULK), "alone": (PLAIN, None)}
+
+
+@pytest.fixture(scope="module", params=["v3.2-tp8", "glm-5-tp8"])
+def rank(request):
+    start_sglang()
+    return Rank(RANKS[request.param])
+
+
+def inputs(rank: Rank, tokens: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Hidden states and choices, some of them of no expert here."""
+    torch.manual_seed(tokens)
+    shares, chosen = rank.routed(tokens)
+    chosen[torch.rand(chosen.shape, device="cuda") < 0.1] = -1
+    return torch.randn(tokens, rank.shape.hidden, device="cuda").bfloat16(), (shares, chosen)
+
+
+@pytest.fixture
+def ours(monkeypatch):
+    """Returns a function of a call of SGLang's experts to what it gives with our launch, which has run."""
+    module, served = import_module(MODULE), []
+    hooked = partial(expert_activation.sequence, module._fused_moe_kernel_sequence)
+    monkeypatch.setattr(expert_activation, "tell", lambda *shape: served.append(shape))
+
+    def run(call) -> torch.Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_fused_moe_kernel_sequence", hooked)
+            served.clear()
+            found = call()
+            assert served
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("tiles", ["sglang", "shipped", *OTHER_TILES])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_experts_have_the_bits_of_sglangs(rank, ours, tokens, tiles):
+    of_table = {"sglang": looked_up, "shipped": shipped}
+    pair = of_table[tiles](rank.shape, tokens) if tiles in of_table else OTHER_TILES[tiles]
+    if pair is None:
+        pytest.skip("this package has no tiles of so many tokens on this GPU")
+    x, routed = inputs(rank, tokens)
+    call = rank.call(x, routed, lookup_of(*pair))
+    found = ours(call)  # before SGLang's, whose memory would fake a pass
+    assert torch.equal(found, call())
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_what_is_between_has_the_bits_of_sglangs(tokens):
+    """Each step alone, with large values among small ones: what SGLang activates and quantises in two launches."""
+    from sglang.kernels.ops.activation.activation import silu_and_mul
+    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+
+    torch.manual_seed(tokens)
+    chosen = torch.zeros(tokens, 8, dtype=torch.int32, device="cuda")
+    both = torch.randn(tokens * 8, 512, device="cuda") * 10 ** torch.empty(tokens * 8, 1, device="cuda").uniform_(-3, 3)
+    weight = torch.zeros(1, 256, 256, device="cuda").to(torch.float8_e4m3fn)
+    order = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+    both = both.bfloat16()
+    values, scales = activate(both, weight, chosen, *order, block=16, ahead=1)
+    wanted, wanted_scales = sglang_per_token_group_quant_fp8(silu_and_mul(both), 128)
+    assert torch.equal(scales, wanted_scales)
+    assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("tokens", [8, 64, 256])
+@pytest.mark.parametrize("behind_rows", [False, True])
+def test_replays_of_a_graph_have_them_too(rank, ours, monkeypatch, tokens, behind_rows):
+    """Many layers in a row, each launch of which may begin before the one ahead has ended."""
+    monkeypatch.setattr(expert_activation, "BEHIND_ROWS", behind_rows)
+    cells = [inputs(rank, tokens) for _ in range(4)]
+    for cell, (shares, chosen) in enumerate(routed for _, routed in cells):
+        shares.copy_(shares.roll(cell, 0))
+        chosen.copy_(chosen.roll(cell, 0))
+    calls = [rank.call(x, routed, lookup_of(PLAIN, BULK)) for x, routed in cells]
+    wanted = [call() for call in calls]
+    ours(calls[0])  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [ours(call) for call in calls]
+    for _ in range(10):
+        for tensor in found:
+            tensor.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
