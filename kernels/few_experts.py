@@ -21,8 +21,8 @@ from nsa_backend.kernels.blocks import power_of_two
 from nsa_backend.kernels.checks import check_tensor, require
 from nsa_backend.kernels.dependent_launch import early, let_next_begin, wait_for_kernel_ahead
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
-from nsa_backend.kernels.layer_front_steps import quantised, rounded
-from nsa_backend.kernels.layer_front_weights import GROUP
+from nsa_backend.kernels.layer_front_steps import quantised, rounded, scale_of_groups
+from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 
 MOST_TOKENS = 16
 """Beyond these most experts have several rows, and tiles of tensor cores read them once."""
@@ -52,6 +52,7 @@ class Expert(NamedTuple):
     first_scales: torch.Tensor  # float32 [2 * width / GROUP, hidden / GROUP]
     second: torch.Tensor  # float8_e4m3fn [hidden, width]
     second_scales: torch.Tensor  # float32 [hidden / GROUP, width / GROUP]
+    scales: Scales = Scales.EXACT  # of both inputs; those of the others' are exact
 
 
 ONE_ALONE = Tile(values=4, step=1024, ahead=True, by_lane=True)
@@ -74,6 +75,16 @@ def added_by_lane(products, LANE: tl.constexpr):
 
 
 @triton.jit
+def quantised_for(x, shared, POWERS: tl.constexpr, COMPILED: tl.constexpr):
+    """As `quantised`, by powers of two where both POWERS and `shared`."""
+    scale, inverse = scale_of_groups(x, False, COMPILED)
+    if POWERS:
+        power, inverse_power = scale_of_groups(x, True, COMPILED)
+        scale, inverse = tl.where(shared, power, scale), tl.where(shared, inverse_power, inverse)
+    return (x * inverse).to(tl.float8e4nv), scale
+
+
+@triton.jit
 def gate_up_kernel(
     x_ptr,  # bfloat16 [tokens, HIDDEN]
     weight_ptr,  # FP8 [experts, 2 * WIDTH, HIDDEN], gate above up
@@ -86,6 +97,7 @@ def gate_up_kernel(
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
     SHARED: tl.constexpr,
+    POWERS: tl.constexpr,  # whether the shared expert's input has scales that are powers of two
     VALUES: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -115,7 +127,7 @@ def gate_up_kernel(
         kept: tl.constexpr = STEP // LANE if LANES else STEP
         gate, up = tl.zeros([VALUES, kept], tl.float32), tl.zeros([VALUES, kept], tl.float32)
         for start in tl.range(0, HIDDEN, STEP, num_stages=STAGES):
-            values, scale = quantised(tl.load(x + start).to(tl.float32), False, COMPILED)
+            values, scale = quantised_for(tl.load(x + start).to(tl.float32), of_token == CHOSEN, POWERS, COMPILED)
             gate_scale = tl.load(gate_scales + start // GROUP_OF_KERNEL)[:, None] * scale
             up_scale = tl.load(gate_scales + WIDTH // GROUP_OF_KERNEL * of_hidden + start // GROUP_OF_KERNEL)[:, None] * scale
             values = values.to(tl.float32)
@@ -145,6 +157,7 @@ def down_kernel(
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
     SHARED: tl.constexpr,
+    POWERS: tl.constexpr,
     SUMS: tl.constexpr,
     AHEAD: tl.constexpr,
     LANES: tl.constexpr,
@@ -164,7 +177,9 @@ def down_kernel(
     summed *= factor
     if SHARED:
         inner = inner_ptr + (token * (CHOSEN + SHARED) + CHOSEN) * WIDTH
-        summed = rounded(summed) + sum_of_one(inner, shared_ptr, shared_scales_ptr, 1.0, True, block, WIDTH, SUMS, COMPILED)
+        summed = rounded(summed) + sum_of_one(
+            inner, shared_ptr, shared_scales_ptr, 1.0, True, block, WIDTH, POWERS, SUMS, COMPILED
+        )
     tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), summed.to(tl.bfloat16))
 
 
@@ -209,7 +224,8 @@ def sum_of_some(
 
 @triton.jit
 def sum_of_one(
-    inner_ptr, weight_ptr, scales_ptr, share, there, block, WIDTH: tl.constexpr, SUMS: tl.constexpr, COMPILED: tl.constexpr
+    inner_ptr, weight_ptr, scales_ptr, share, there, block, WIDTH: tl.constexpr, POWERS: tl.constexpr, SUMS: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     """float32 [SUMS]: what one expert gives to these values; WIDTH is a power of two."""
     of_width: tl.constexpr = WIDTH // GROUP_OF_KERNEL
@@ -217,7 +233,7 @@ def sum_of_one(
     x = tl.load(inner_ptr + group[:, None] * GROUP_OF_KERNEL + inside[None, :], there, 0.0)
     weight = tl.load(weight_ptr + (block * SUMS + tl.arange(0, SUMS))[:, None] * WIDTH + at[None, :], there, 0.0)
     scales = tl.load(scales_ptr + block * SUMS // GROUP_OF_KERNEL * of_width + group, there, 0.0)
-    values, scale = quantised(x.to(tl.float32), False, COMPILED)
+    values, scale = quantised(x.to(tl.float32), POWERS, COMPILED)
     values = tl.reshape(values.to(tl.float32) * (scale * scales[:, None]), (1, WIDTH))
     return rounded(tl.sum(weight.to(tl.float32) * values, axis=1) * share)
 
@@ -225,8 +241,8 @@ def sum_of_one(
 @triton.jit
 def down_by_choice_kernel(
     inner_ptr, weight_ptr, scales_ptr, chosen_ptr, shares_ptr, out_ptr, shared_ptr, shared_scales_ptr, factor,
-    CHOSEN: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SHARED: tl.constexpr, SUMS: tl.constexpr,
-    STAGES: tl.constexpr, COMPILED: tl.constexpr,
+    CHOSEN: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SHARED: tl.constexpr, POWERS: tl.constexpr,
+    SUMS: tl.constexpr, STAGES: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """As `down_kernel`, one choice after the other, the weights of the next ones under way; WIDTH is a power of two."""
     wait_for_kernel_ahead(COMPILED)
@@ -240,12 +256,14 @@ def down_by_choice_kernel(
         share = tl.load(shares_ptr + token * CHOSEN + choice, there, 0.0)
         summed += sum_of_one(
             inner + choice * WIDTH, weight_ptr + expert * (HIDDEN * WIDTH), scales_ptr + expert * of_scales, share, there,
-            block, WIDTH, SUMS, COMPILED,
+            block, WIDTH, False, SUMS, COMPILED,
         )  # fmt: skip
     summed *= factor
     if SHARED:
         inner += CHOSEN * WIDTH
-        summed = rounded(summed) + sum_of_one(inner, shared_ptr, shared_scales_ptr, 1.0, True, block, WIDTH, SUMS, COMPILED)
+        summed = rounded(summed) + sum_of_one(
+            inner, shared_ptr, shared_scales_ptr, 1.0, True, block, WIDTH, POWERS, SUMS, COMPILED
+        )
     tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), summed.to(tl.bfloat16))
 
 
@@ -332,7 +350,7 @@ def few_experts(
         other = shared or Expert(first, first_scales, second, second_scales)  # not read
         inner = torch.empty(tokens, each, width, dtype=torch.bfloat16, device=x.device)
         launch = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": width, "SHARED": each - choices, "COMPILED": x.is_cuda}
-        launch |= early(x.is_cuda)
+        launch |= {"POWERS": other.scales is Scales.POWERS_OF_TWO} | early(x.is_cuda)
         ahead = bool(tile.ahead and width == 2 * GROUP and choices and not tile.by_choice)
         gate_up_kernel[(tokens * each, width // tile.values)](
             x, first, first_scales, chosen, inner, other.first, other.first_scales, VALUES=tile.values, STEP=tile.step,
@@ -351,7 +369,7 @@ def few_experts(
 def shared_expert(x: torch.Tensor, expert: Expert, tile: Tile | None = None) -> torch.Tensor:
     """bfloat16 [tokens, hidden]: what one expert gives for every token of `x`; two launches, as `few_experts` has them."""
     none = len(x), 0
-    weights = (tensor[None] for tensor in expert)
+    weights = (tensor[None] for tensor in expert[:4])
     return few_experts(
         x, *weights, x.new_empty(none, dtype=torch.float32), x.new_empty(none, dtype=torch.int32), shared=expert, tile=tile
     )

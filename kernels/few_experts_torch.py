@@ -10,11 +10,11 @@ from nsa_backend.kernels.few_experts import Expert
 from nsa_backend.kernels.layer_front_torch import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 
-Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Quantise = Callable[[torch.Tensor, Scales], tuple[torch.Tensor, torch.Tensor]]
 
 
-def exactly(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return quantise(x.float(), Scales.EXACT)
+def in_torch(x: torch.Tensor, scales: Scales) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantise(x.float(), scales)
 
 
 def few_experts_torch(
@@ -28,11 +28,11 @@ def few_experts_torch(
     *,
     factor: float = 1.0,
     shared: Expert | None = None,
-    quantise: Quantise = exactly,
+    quantise: Quantise = in_torch,
 ) -> torch.Tensor:
-    """What `few_experts` computes, by another order of sums; `quantise` gives (FP8, scales a group) of rows of bfloat16."""
+    """What `few_experts` computes, by another order of sums; `quantise` gives (FP8, scales of this form) of bfloat16 rows."""
     out = torch.zeros(x.shape, device=x.device)
-    inputs = whole(*quantise(x))
+    inputs = whole(*quantise(x, Scales.EXACT))
     for token, experts in enumerate(chosen.tolist()):
         for choice, expert in enumerate(experts):
             if expert < 0:
@@ -42,7 +42,7 @@ def few_experts_torch(
     summed = (out * factor).bfloat16()
     if shared is None:
         return summed
-    added = [given(of_token, shared, quantise).bfloat16() for of_token in inputs]
+    added = [given(of_token, shared, quantise).bfloat16() for of_token in whole(*quantise(x, shared.scales))]
     return summed + torch.stack(added) if added else summed
 
 
@@ -50,7 +50,7 @@ def given(x: torch.Tensor, expert: Expert, quantise: Quantise) -> torch.Tensor:
     """float32 [hidden]: what an expert gives for float64 `x`."""
     gate, up = (blocks(expert.first, expert.first_scales) @ x).bfloat16().float().chunk(2)
     inner = (gate / (1.0 + torch.exp(-gate)) * up).bfloat16()
-    return (blocks(expert.second, expert.second_scales) @ whole(*quantise(inner[None]))[0]).float()
+    return (blocks(expert.second, expert.second_scales) @ whole(*quantise(inner[None], expert.scales))[0]).float()
 
 
 def whole(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

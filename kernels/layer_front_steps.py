@@ -112,6 +112,13 @@ def normed_key(key_ptr, weight_ptr, bias_ptr, dim, mean, rstd, FUSED: tl.constex
 @triton.jit
 def quantised(x, POWERS: tl.constexpr, COMPILED: tl.constexpr):
     """(FP8, scales [groups, 1]) of float32 `x`, [groups, GROUP], for a block-FP8 product: powers of two where POWERS."""
+    scale, inverse = scale_of_groups(x, POWERS, COMPILED)
+    return (x * inverse).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def scale_of_groups(x, POWERS: tl.constexpr, COMPILED: tl.constexpr):
+    """(scale, what takes its place in the division), each float32 [groups, 1], as `quantised` has them."""
     largest = tl.maximum(tl.max(tl.abs(x), axis=1, keep_dims=True), 1e-10)
     scale = largest * (1.0 / FP8_MAX)
     if POWERS:
@@ -125,4 +132,4 @@ def quantised(x, POWERS: tl.constexpr, COMPILED: tl.constexpr):
         )
     else:
         inverse = tl.div_rn(FP8_MAX, largest)
-    return (x * inverse).to(tl.float8e4nv), scale
+    return scale, inverse

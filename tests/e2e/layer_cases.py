@@ -139,7 +139,7 @@ LAYER_CASES = [
             shape="experts-of-a-rank",
             engine=BY_ROWS,
             environment={},
-            says="tokens are two launches",
+            says="are two launches, 256 experts of 256 and the shared one",
             **floors,
         )
         for n, floors in ((0, {}), (3, {"floor_of_all": 0.95}))

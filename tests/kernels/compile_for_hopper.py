@@ -180,7 +180,8 @@ def few_experts() -> dict[str, dict]:
     types |= {"x_ptr": "*bf16", "factor": "fp32", "shared_ptr": "*fp8e4nv", "shared_scales_ptr": "*fp32"}
     shapes = [(7168, 8, 0), (7168, 8, 1), (7168, 0, 1), (6144, 9, 0)]
     for (hidden, choices, shared), (name, tile) in itertools.product(shapes, FEW_TILES.items()):
-        fixed = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": 256, "SHARED": shared, "COMPILED": True}
+        fixed = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": 256, "SHARED": shared, "POWERS": shared > 0}
+        fixed |= {"COMPILED": True}
         of, lanes = f"experts of {choices} choices{' and a shared one' * shared}, {name}", {"LANES": tile.by_lane}
         tile = replace(tile, ahead=tile.ahead and choices > 0)
         first = {"VALUES": tile.values, "STEP": tile.step, "STAGES": tile.stages, "AHEAD": tile.ahead}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa_backend.kernels.few_experts import MOST_TOKENS, Expert, Tile, few_experts, problem, shared_expert
-from nsa_backend.kernels.few_experts_torch import exactly, few_experts_torch
+from nsa_backend.kernels.few_experts_torch import few_experts_torch, in_torch
 from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 
@@ -42,10 +42,10 @@ def inputs(tokens: int, choices: int, hidden: int, width: int, device: str, seed
     return {name: tensor.to(device) for name, tensor in given.items()}
 
 
-def with_shared(given: dict[str, torch.Tensor]) -> dict:
+def with_shared(given: dict[str, torch.Tensor], scales: Scales = Scales.EXACT) -> dict:
     """The last expert is every token's, from memory of its own."""
     names = "first", "first_scales", "second", "second_scales"
-    shared = Expert(*(given[name][-1].clone() for name in names))
+    shared = Expert(*(given[name][-1].clone() for name in names), scales)
     return (
         given
         | {name: given[name][:-1].clone() for name in names}
@@ -56,11 +56,11 @@ def with_shared(given: dict[str, torch.Tensor]) -> dict:
 def by_torch(given: dict, factor: float = 1.0) -> torch.Tensor:
     """The twin's; on a GPU quantised as SGLang does there, by a division that is not exact."""
 
-    def on_gpu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values, scales = quantise(x, Scales.EXACT)
+    def on_gpu(x: torch.Tensor, scales: Scales) -> tuple[torch.Tensor, torch.Tensor]:
+        values, scales = quantise(x, scales)
         return values[: len(x)], scales[: len(x)].contiguous()
 
-    return few_experts_torch(**given, factor=factor, quantise=on_gpu if given["x"].is_cuda else exactly)
+    return few_experts_torch(**given, factor=factor, quantise=on_gpu if given["x"].is_cuda else in_torch)
 
 
 def check(given: dict, **options) -> None:
@@ -82,17 +82,19 @@ def test_what_experts_give(device, tokens, choices, hidden, width):
 @pytest.mark.parametrize(
     "tile", [LARGE, replace(LARGE, by_choice=3), replace(LARGE, by_lane=True), replace(LARGE, ahead=True), None]
 )
-@pytest.mark.parametrize(("tokens", "choices"), [(1, 8), (2, 3)])
-def test_a_shared_expert_is_one_more_choice_of_every_token(device, tile, tokens, choices):
-    """What it gives is rounded for itself and has neither share nor factor."""
-    given = with_shared(inputs(tokens, choices, 1024, 256, device))
+@pytest.mark.parametrize(("tokens", "choices", "scales"), [(1, 8, Scales.EXACT), (2, 3, Scales.POWERS_OF_TWO)])
+def test_a_shared_expert_is_one_more_choice_of_every_token(device, tile, tokens, choices, scales):
+    """What it gives is rounded for itself and has neither share nor factor; its inputs' scales may be of another form."""
+    given = with_shared(inputs(tokens, choices, 1024, 256, device), scales)
+    given["x"] *= 0.7  # whose scales are then no powers of two
     given["chosen"][0, 0] = -1
     check(given, factor=2.5, tile=tile)
 
 
 @pytest.mark.parametrize("tile", [LARGE, replace(LARGE, by_choice=3), replace(LARGE, ahead=True)])
-def test_a_shared_expert_alone(device, tile):
-    given = with_shared(inputs(5, 3, 512, 256, device))
+@pytest.mark.parametrize("scales", list(Scales))
+def test_a_shared_expert_alone(device, tile, scales):
+    given = with_shared(inputs(5, 3, 512, 256, device), scales)
     none = {name: given[name][:, :0].contiguous() for name in ("chosen", "shares")}
     found, wanted = shared_expert(given["x"], given["shared"], tile), by_torch(given | none)
     torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-7, atol=0)

@@ -13,7 +13,7 @@ import torch
 
 from nsa_backend.adapters import few_experts
 from nsa_backend.kernels.few_experts_torch import few_experts_torch
-from nsa_backend.kernels.layer_front_weights import GROUP
+from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.releases import FEW_EXPERTS, installed
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
 
@@ -238,9 +238,9 @@ def test_the_hook_is_where_both_of_sglangs_operators_look(monkeypatch):
     assert hooked == of_runner
 
 
-@pytest.fixture
-def layer(monkeypatch):
-    """A layer of SGLang's with a shared expert of block FP8, and nothing else."""
+@pytest.fixture(params=[None, "ue8m0"])
+def layer(request, monkeypatch):
+    """A layer of SGLang's with a shared expert of block FP8, and nothing else; DeepSeek-V3.2's scale_fmt is ue8m0."""
     from sglang.srt.layers.quantization import fp8_utils
     from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.models.deepseek_v2 import DeepseekV2MLP
@@ -254,7 +254,8 @@ def layer(monkeypatch):
     for linear, name in ((expert.gate_up_proj, "w1"), (expert.down_proj, "w2")):
         linear.weight.data.copy_(given[name][-1])
         linear.weight_scale_inv.data.copy_(given[f"{name}_scale"][-1])
-        linear.quant_method.w8a8_block_fp8_linear = fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback  # as on Hopper
+        run = fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback  # as on Hopper
+        linear.quant_method.w8a8_block_fp8_linear = partial(run, act_scale_ue8m0=True) if request.param else run
     return SimpleNamespace(shared_experts=expert, _shared_expert_tp1=False, num_fused_shared_experts=0)
 
 
@@ -282,13 +283,11 @@ def of_every_expert(given: dict, layer: SimpleNamespace | None) -> torch.Tensor:
     shared = None
     if layer is not None:
         expert = layer.shared_experts
-        shared = few_experts.kernels.Expert(
-            *(
-                part
-                for linear in (expert.gate_up_proj, expert.down_proj)
-                for part in (linear.weight.data, linear.weight_scale_inv.data)
-            )
-        )
+        powers = isinstance(expert.gate_up_proj.quant_method.w8a8_block_fp8_linear, partial)
+        scales = Scales.POWERS_OF_TWO if powers else Scales.EXACT
+        linears = expert.gate_up_proj, expert.down_proj
+        weights = (part for linear in linears for part in (linear.weight.data, linear.weight_scale_inv.data))
+        shared = few_experts.kernels.Expert(*weights, scales)
     return few_experts_torch(*(given[name] for name in names), factor=2.5, shared=shared).float()
 
 
