@@ -31,6 +31,7 @@ from nsa_backend.kernels.few_experts import (
     down_kernel,
     gate_up_kernel,
 )
+from nsa_backend.kernels.index_rows import index_keys_kernel, index_queries_kernel
 from nsa_backend.kernels.layer_front_kernel import (
     norm_rope_store_kernel,
     quantise_kernel,
@@ -171,6 +172,19 @@ def values() -> dict[str, dict]:
     return found
 
 
+def index_rows() -> dict[str, dict]:
+    """Index queries and keys alone, of DeepSeek-V3.2."""
+    fixed = {"ROPE": 64, "NEOX": True, "COMPILED": True}
+    scales = {"GATE_SCALE": 64**-0.5, "SOFTMAX_SCALE": 128**-0.5}
+    queries = {"INDEX_HEADS": 64, "QUERY_STRIDE": 64 * 128, "HEADS": 8} | scales
+    used = resources(index_queries_kernel, fixed | queries, more={"weights_ptr": "*fp32"})
+    types = {"weight_ptr": "*fp32", "bias_ptr": "*fp32", "eps": "fp32", "slots_ptr": "*i64"}
+    return {
+        "front, index queries": used | {"programs": 8},
+        "front, index keys": resources(index_keys_kernel, fixed, more=types) | {"programs": 8},
+    }
+
+
 FEW_TILES = {"one": ONE_ALONE, "some": SOME_ALONE, "two beside": TWO_BESIDE, "some beside": SOME_BESIDE}
 
 
@@ -221,7 +235,7 @@ def main() -> None:
     for join in dict.fromkeys(Join.of(*shape) for shape in shapes):
         constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True, "LSE": False}
         found[f"join, {join.parts} parts"] = resources(join_kernel, constants, num_warps=join.warps) | {"programs": 1}
-    found |= front(caches) | values() | few_experts()
+    found |= front(caches) | index_rows() | values() | few_experts()
     sys.stdout.write(json.dumps(found))
 
 
