@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa_backend.kernels.blocks import power_of_two
+from nsa_backend.kernels.blocks import blocks, power_of_two
 from nsa_backend.kernels.checks import check_tensor, require
 from nsa_backend.kernels.dependent_launch import early, wait_for_kernel_ahead
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
@@ -151,8 +151,8 @@ def activate(
     else:
         check_tensor("sorted_ids", sorted_ids, torch.int32, (len(sorted_ids),))
         require(len(sorted_ids) >= rows, "sorted_ids", sorted_ids, f"of at least {rows} rows", "others would be read behind it")
-        blocks = triton.cdiv(rows, block)
-        require(len(expert_ids) >= blocks, "expert_ids", expert_ids, f"of at least {blocks} blocks", "every row is of one")
+        least = blocks(rows, block)
+        require(len(expert_ids) >= least, "expert_ids", expert_ids, f"of at least {least} blocks", "every row is of one")
     values = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=both.device)
     scales = torch.empty(rows, width // GROUP, dtype=torch.float32, device=both.device)
     asks = min(ahead, len(expert_ids)) * (hidden * width // (LINE.value * LINES.value))

@@ -106,7 +106,8 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_EXPERT_ACTIVATION",
         "0",
-        "1: MoE of 5 to 256 tokens has one launch between both products, which asks for later weights, on 0.5.23 and Hopper",
+        "1: MoE of 5 to 256 tokens has one launch between both products, which asks for later weights, and of up to 128 one "
+        "before them, on 0.5.23 and Hopper",
         "to try it: no GPU has run it",
         tried=False,
     ),

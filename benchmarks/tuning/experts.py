@@ -8,7 +8,7 @@ With few tokens this package's two launches (`kernels/few_experts.py`) are timed
 calls has other experts than the one before, as layers have, so that no call finds its weights in L2. `--few` times these alone,
 and once more where tokens have half of their experts in common, as rows of one request may: `alike_us`, and where SGLang would
 have the shared expert on another stream, with that, or with it among the others: `beside_us`. `--between` times what lies
-between both products alone.
+between both products, and before the first one.
 The fastest is timed beside SGLang's once more where some experts are chosen far more often than others, `skewed_us`: a number
 of tokens at which it does not win both has SGLang's in the file.
 OUT.json is written after every cell, and so is the file of `nsa_backend.adapters.moe_configs` where --configs names one.
@@ -344,25 +344,51 @@ def few_cell(name: str, rank: Rank, tokens: int) -> dict:
 
 
 AHEAD = (0, 2, 4, 8, 16, 32)
-"""Blocks whose weights of the second product are asked for while what lies between both is computed, by programs before those
-that have rows or behind them."""
+"""Blocks whose weights of the second product are asked for while what lies between both is computed."""
+
+
+@dataclass(frozen=True)
+class Between:
+    """A way of this package to have what is around SGLang's products."""
+
+    ahead: int
+    behind_rows: bool = False
+    before: bool = False  # whether one launch is before the first product too
+
+    def __str__(self) -> str:
+        rows, launch = ", behind rows" * self.behind_rows, ", one launch before" * self.before
+        return f"{self.ahead} blocks ahead{rows}{launch}"
+
+
+WAYS_BETWEEN = [
+    Between(ahead, behind, before)
+    for before, behind, ahead in itertools.product((False, True), (False, True), AHEAD)
+    if ahead or not behind
+]
 
 
 def between(
-    rank: Rank, x: torch.Tensor, routed: tuple[torch.Tensor, torch.Tensor], lookup: Callable, ahead: int, behind_rows: bool
+    rank: Rank, x: torch.Tensor, routed: tuple[torch.Tensor, torch.Tensor], lookup: Callable, way: Between
 ) -> Callable[[], torch.Tensor]:
-    """SGLang's experts with one launch of this package's between both products, as a server has them, and `Rank.call`."""
+    """SGLang's experts with this package's launches around both products, as a server has them, and `Rank.call`."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
-    options = {"ahead": ahead, "behind_rows": behind_rows, "filtered": rank.shape.experts < rank.shape.routed}
+    weights = rank.first[0], rank.second[0]
+    options = {"ahead": way.ahead, "behind_rows": way.behind_rows, "filtered": rank.shape.experts < rank.shape.routed}
+
+    def prepared() -> expert_activation.Prepared:
+        if way.before:
+            return expert_activation.prepare(x, *weights, routed[1])
+        sglangs = fused_moe._prepare_fused_moe_run(x, *weights, routed[1], **expert_activation.FORM)
+        return expert_activation.Prepared(*sglangs)
 
     def run() -> torch.Tensor:
         kept, fused_moe.try_get_optimal_moe_config = fused_moe.try_get_optimal_moe_config, lookup
         try:
-            prepared = fused_moe._prepare_fused_moe_run(x, rank.first[0], rank.second[0], routed[1], **expert_activation.FORM)
+            found = prepared()
         finally:
             fused_moe.try_get_optimal_moe_config = kept
-        given = x, *rank.first, *rank.second, *routed, expert_activation.Prepared(*prepared), torch.empty_like(x)
+        given = x, *rank.first, *rank.second, *routed, found, torch.empty_like(x)
         return expert_activation.experts(*given, factor=1.0, **options)
 
     return run
@@ -377,10 +403,8 @@ def between_cell(name: str, rank: Rank, tokens: int) -> dict:
     x = torch.randn(tokens, rank.shape.hidden, device="cuda").bfloat16()
     routings = [rank.routed(tokens) for _ in range(REPEATS)]
     calls = {way: [rank.call(x, routed, lookup) for routed in routings] for way, lookup in ways.items()}
-    for (way, lookup), ahead, behind in itertools.product(ways.items(), AHEAD, (False, True)):
-        if ahead or not behind:
-            name_of_way = f"{way}, {ahead} blocks ahead{', behind rows' * behind}"
-            calls[name_of_way] = [between(rank, x, routed, lookup, ahead, behind) for routed in routings]
+    for (way, lookup), ours in itertools.product(ways.items(), WAYS_BETWEEN):
+        calls[f"{way}, {ours}"] = [between(rank, x, routed, lookup, ours) for routed in routings]
     us, wrong = timed(calls, calls["sglang"][0]().float())
     return named(name, rank.shape, tokens) | {"between_us": us, "wrong": wrong}
 

@@ -1,12 +1,13 @@
-"""Block-FP8 experts of some tokens by SGLang's Triton runner, with one launch of this package between both products.
+"""Block-FP8 experts of some tokens by SGLang's Triton runner, with one launch of ours before the first product and one between.
 
-It is in place of the whole sequence of launches behind SGLang's choice of tiles and order of rows, a copy of which is 30 lines
-here. Hooks at what that sequence calls between its products would leave it SGLang's, but they are three: with bulk copies the
-sequence quantises, without them or with experts of 128 `invoke_fused_moe_kernel` does, and what the activation writes is
-bfloat16 by then. They would have to hand values on from one to the next, in every forward, LoRA's too.
+The sequence of launches behind SGLang's choice of tiles and order of rows is a copy of 30 lines here. Hooks at what it calls
+between its products would leave it SGLang's, but they are three: with bulk copies the sequence quantises, without them or with
+experts of 128 `invoke_fused_moe_kernel` does, and what the activation writes is bfloat16 by then. They would have to hand
+values on from one to the next, in every forward, LoRA's too.
 
-Both of SGLang's products take values that are FP8 already, with their scales, whether they copy in bulk or not. The switch
-alone asks for it: no server has run it on a GPU.
+Both of SGLang's products take values that are FP8 already, with their scales, whether they copy in bulk or not. So what tells
+rows by expert quantises their input too, of up to ORDERED_TOKENS tokens, and the sequence finds that with the rows' order. The
+switch alone asks for both: no server has run them on a GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import triton.language as tl
 from nsa_backend.adapters.few_experts import MODULE, SERVED, are_plain, room_for_sums
 from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
+from nsa_backend.kernels import expert_order
 from nsa_backend.kernels.expert_activation import activate, problem
 from nsa_backend.kernels.layer_front_weights import GROUP
 
@@ -36,6 +38,8 @@ BLOCKS_AHEAD = {256: 8}
 MOST_TOKENS = max(BLOCKS_AHEAD)
 BEHIND_ROWS = False
 """Whether they are asked for once most rows have their programs."""
+ORDERED_TOKENS = 128
+"""Of a forward, at most, whose rows are told by expert and quantised in one launch; none are where it is 0. A guess."""
 
 OF_SEQUENCE = {name: value for name, value in SERVED.items() if name != "inplace"} | {"hooks": None}
 """Of SGLang's sequence, arguments that are served with these values alone; `hooks` are LoRA's."""
@@ -44,6 +48,10 @@ FORM = {
     "per_channel_quant": False, "block_shape": [GROUP, GROUP],
 }  # fmt: skip
 """What SGLang's functions are told of block-FP8 experts."""
+NAMES = (
+    "config", "down_config", "down_moe_use_tma", "up_moe_use_tma", "sorted_token_ids", "expert_ids", "num_tokens_post_padded",
+)  # fmt: skip
+"""What SGLang's sequence calls the fields of `Prepared`."""
 
 
 class Prepared(NamedTuple):
@@ -57,10 +65,53 @@ class Prepared(NamedTuple):
     expert_ids: torch.Tensor  # int32 [blocks], -1 of another GPU
     padded: torch.Tensor  # int32 [1], rows of all blocks
 
+    @property
+    def given(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """FP8 and scales of hidden states where they are quantised already, as `prepare` leaves them with the order."""
+        return getattr(self.sorted_ids, "quantised", None)
+
 
 def take() -> None:
-    """Have SGLang's Triton runner leave what is between its products to one launch; once a process."""
+    """Have SGLang's Triton runner leave what is before and between its products to one launch each; once a process."""
+    hook(f"{MODULE}._prepare_fused_moe_run", prepared, HookType.AROUND)
     hook(f"{MODULE}._fused_moe_kernel_sequence", sequence, HookType.AROUND)
+
+
+def prepared(
+    original: Callable[..., tuple], hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor,
+    **form: Any,
+) -> tuple:  # fmt: skip
+    """Around SGLang's choice of tiles and its order of rows: what `Prepared` has."""
+    served = FEWEST_TOKENS <= len(hidden_states) <= ORDERED_TOKENS and form == FORM
+    if not served or not is_ordered(hidden_states, w1, topk_ids):
+        return original(hidden_states, w1, w2, topk_ids, **form)
+    return prepare(hidden_states, w1, w2, topk_ids)
+
+
+def is_ordered(x: torch.Tensor, first: torch.Tensor, chosen: torch.Tensor) -> bool:
+    """Whether one launch gives what SGLang's would for these tensors."""
+    types = x.dtype == torch.bfloat16 and first.dtype == torch.float8_e4m3fn and chosen.dtype == torch.int32
+    fits = expert_order.problem(*chosen.shape, x.shape[1]) is None
+    return types and fits and x.is_contiguous() and chosen.is_contiguous()
+
+
+def prepare(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, chosen: torch.Tensor) -> Prepared:
+    """SGLang's tiles for these experts and tokens, rows in blocks by expert, and with them `x` quantised.
+
+    Args:
+        x, first, second, chosen: as `kernels.few_experts` has them.
+    """
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+    found, (found_second, _) = fused_moe.try_get_optimal_moe_config(
+        first.shape, tuple(second.shape), chosen.shape[1], "fp8_w8a8", len(x),
+        block_shape=[GROUP, GROUP], per_channel_quant=False, return_down_config=True,
+    )  # fmt: skip
+    tile, second_tile = dict(found), found_second and dict(found_second)
+    bulk = [bool(one and one.pop("USE_TMA", False) and fused_moe._moe_support_tma()) for one in (second_tile, tile)]
+    values, scales, *order = expert_order.order(x, chosen, tile["BLOCK_SIZE_M"], len(first))
+    order[0].quantised = values, scales
+    return Prepared(tile, second_tile, *bulk, *order)
 
 
 signature_of = functools.cache(inspect.signature)
@@ -79,12 +130,9 @@ def sequence(
     if not serves(of):
         return original(hidden_states, *arguments, **options)
     tell(of["w1"].shape[0], of["w1"].shape[1] // 2)
-    prepared = Prepared(
-        of["config"], of["down_config"], of["down_moe_use_tma"], of["up_moe_use_tma"], of["sorted_token_ids"],
-        of["expert_ids"], of["num_tokens_post_padded"],
-    )  # fmt: skip
+    before = Prepared(*(of[name] for name in NAMES))
     return experts(
-        hidden_states, of["w1"], of["w1_scale"], of["w2"], of["w2_scale"], of["topk_weights"], of["topk_ids"], prepared,
+        hidden_states, of["w1"], of["w1_scale"], of["w2"], of["w2_scale"], of["topk_weights"], of["topk_ids"], before,
         hidden_states if of["inplace"] else room_for_sums(hidden_states), factor=of["routed_scaling_factor"],
         filtered=of["filter_expert"], ahead=blocks_ahead(tokens), behind_rows=BEHIND_ROWS,
     )  # fmt: skip
@@ -117,7 +165,7 @@ def experts(
     ahead: int,
     behind_rows: bool,
 ) -> torch.Tensor:
-    """`out`, with the sums of what block-FP8 experts give, by the launches of SGLang's sequence and one of ours among them.
+    """`out`, with the sums of what block-FP8 experts give, by the launches of SGLang's sequence and ours among them.
 
     Args:
         x: bfloat16 [tokens, hidden]; `out` may be the same tensor, which the last launch writes.
@@ -133,9 +181,9 @@ def experts(
     (tokens, choices), order = chosen.shape, (prepared.sorted_ids, prepared.expert_ids, prepared.padded)
     form = FORM | {"compute_type": tl.bfloat16, "filter_expert": filtered}
     rows = chosen.numel() + (min(chosen.numel(), len(first) + 1) * (block - 1) if bulk else 0)
-    both = x.new_empty(rows, first.shape[1])
+    both, (values, scales) = x.new_empty(rows, first.shape[1]), prepared.given or (x, None)
     fused_moe.invoke_fused_moe_kernel(
-        x, first, None, both, None, first_scales, None, shares, chosen, *order, False, choices, tile,
+        values, first, None, both, scales, first_scales, None, shares, chosen, *order, False, choices, tile,
         c_sorted=bulk, b_use_tma=prepared.first_in_bulk, **form,
     )  # fmt: skip
     values, scales = activate(
@@ -154,6 +202,6 @@ def experts(
 def tell(count: int, width: int) -> None:
     """The log has it once a shape."""
     logger.info(
-        "nsa_backend: experts of %d to %d tokens have one launch between both products, %d experts of %d",
-        FEWEST_TOKENS, MOST_TOKENS, count, width,
+        "nsa_backend: experts of %d to %d tokens have one launch between both products, up to %d one before, %d experts of %d",
+        FEWEST_TOKENS, MOST_TOKENS, ORDERED_TOKENS, count, width,
     )  # fmt: skip

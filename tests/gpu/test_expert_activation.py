@@ -1,7 +1,7 @@
-"""SGLang's Triton experts with one launch between both products give the bits that they give with SGLang's two.
+"""SGLang's Triton experts with one launch before both products and one between give the bits that they give with SGLang's.
 
-Its launch has SGLang's fast exponential and divisions, and what comes before and behind is SGLang's own. A row's sums do not
-depend on where in a block it lies, so the order that atomics give rows of an expert changes nothing.
+The launches have SGLang's fast exponential and divisions, and the products are SGLang's own. A row's sums do not depend on
+where in a block it lies, so the order that atomics give rows of an expert changes nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from nsa_backend.adapters import expert_activation
 from nsa_backend.adapters.few_experts import MODULE
 from nsa_backend.benchmarks.tuning.experts import RANKS, Rank, config, looked_up, lookup_of, shipped
 from nsa_backend.kernels.expert_activation import activate
+from nsa_backend.kernels.expert_order import order, problem
 from nsa_backend.testing.process import start_sglang
 
 pytestmark = pytest.mark.gpu
@@ -41,14 +42,20 @@ def inputs(rank: Rank, tokens: int) -> tuple[torch.Tensor, tuple[torch.Tensor, t
 
 @pytest.fixture
 def ours(monkeypatch):
-    """Returns a function of a call of SGLang's experts to what it gives with our launch, which has run."""
+    """Returns a function of a call of SGLang's experts to what it gives with our launch between products, which has run.
+
+    Where `before` up to ORDERED_TOKENS tokens have the one before them too.
+    """
     module, served = import_module(MODULE), []
-    hooked = partial(expert_activation.sequence, module._fused_moe_kernel_sequence)
+    sequence = partial(expert_activation.sequence, module._fused_moe_kernel_sequence)
+    prepared = partial(expert_activation.prepared, module._prepare_fused_moe_run)
     monkeypatch.setattr(expert_activation, "tell", lambda *shape: served.append(shape))
 
-    def run(call) -> torch.Tensor:
+    def run(call, before: bool) -> torch.Tensor:
         with monkeypatch.context() as patch:
-            patch.setattr(module, "_fused_moe_kernel_sequence", hooked)
+            patch.setattr(module, "_fused_moe_kernel_sequence", sequence)
+            if before:
+                patch.setattr(module, "_prepare_fused_moe_run", prepared)
             served.clear()
             found = call()
             assert served
@@ -66,8 +73,10 @@ def test_experts_have_the_bits_of_sglangs(rank, ours, tokens, tiles):
         pytest.skip("this package has no tiles of so many tokens on this GPU")
     x, routed = inputs(rank, tokens)
     call = rank.call(x, routed, lookup_of(*pair))
-    found = ours(call)  # before SGLang's, whose memory would fake a pass
-    assert torch.equal(found, call())
+    between, both = (ours(call, before) for before in (False, True))  # before SGLang's, whose memory would fake a pass
+    wanted = call()
+    assert torch.equal(between, wanted)
+    assert torch.equal(both, wanted)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -80,17 +89,40 @@ def test_what_is_between_has_the_bits_of_sglangs(tokens):
     chosen = torch.zeros(tokens, 8, dtype=torch.int32, device="cuda")
     both = torch.randn(tokens * 8, 512, device="cuda") * 10 ** torch.empty(tokens * 8, 1, device="cuda").uniform_(-3, 3)
     weight = torch.zeros(1, 256, 256, device="cuda").to(torch.float8_e4m3fn)
-    order = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+    none = torch.zeros(1, dtype=torch.int32, device="cuda")
     both = both.bfloat16()
-    values, scales = activate(both, weight, chosen, *order, block=16, ahead=1)
+    values, scales = activate(both, weight, chosen, none, none, block=16, ahead=1)
     wanted, wanted_scales = sglang_per_token_group_quant_fp8(silu_and_mul(both), 128)
     assert torch.equal(scales, wanted_scales)
     assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
 
 
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_what_is_before_has_the_bits_of_sglangs(rank, tokens):
+    """SGLang's order may have rows of an expert otherwise."""
+    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+    from sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size import moe_align_block_size
+
+    x, (_, chosen) = inputs(rank, tokens)
+    if problem(*chosen.shape, rank.shape.hidden):
+        pytest.skip("SGLang tells so many rows by expert")
+    found = order(x, chosen, 16, rank.shape.experts)
+    sorted_ids, expert_ids, padded = moe_align_block_size(chosen, 16, rank.shape.experts)
+    values, scales = sglang_per_token_group_quant_fp8(x, 128)
+    rows = int(padded)
+    assert torch.equal(found.padded, padded)
+    assert found.sorted_ids.shape == sorted_ids.shape
+    assert torch.equal(found.expert_ids[: rows // 16], expert_ids[: rows // 16])
+    of_expert = expert_ids[: rows // 16].repeat_interleave(16).long() * 10_000
+    ours, sglangs = (torch.sort(of_expert + ids[:rows]).values for ids in (found.sorted_ids, sorted_ids))
+    assert torch.equal(ours, sglangs)
+    assert torch.equal(found.scales, scales)
+    assert torch.equal(found.values.view(torch.uint8), values.view(torch.uint8))
+
+
 @pytest.mark.parametrize("tokens", [8, 64, 256])
-@pytest.mark.parametrize("behind_rows", [False, True])
-def test_replays_of_a_graph_have_them_too(rank, ours, monkeypatch, tokens, behind_rows):
+@pytest.mark.parametrize(("before", "behind_rows"), [(False, False), (False, True), (True, False)])
+def test_replays_of_a_graph_have_them_too(rank, ours, monkeypatch, tokens, before, behind_rows):
     """Many layers in a row, each launch of which may begin before the one ahead has ended."""
     monkeypatch.setattr(expert_activation, "BEHIND_ROWS", behind_rows)
     cells = [inputs(rank, tokens) for _ in range(4)]
@@ -99,10 +131,10 @@ def test_replays_of_a_graph_have_them_too(rank, ours, monkeypatch, tokens, behin
         chosen.copy_(chosen.roll(cell, 0))
     calls = [rank.call(x, routed, lookup_of(PLAIN, BULK)) for x, routed in cells]
     wanted = [call() for call in calls]
-    ours(calls[0])  # compiles
+    ours(calls[0], before)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = [ours(call) for call in calls]
+        found = [ours(call, before) for call in calls]
     for _ in range(10):
         for tensor in found:
             tensor.zero_()

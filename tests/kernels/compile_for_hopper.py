@@ -22,6 +22,7 @@ from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
 from nsa_backend.kernels.expert_activation import activate_kernel
+from nsa_backend.kernels.expert_order import CHUNK, GROUPS, order_kernel
 from nsa_backend.kernels.few_experts import (
     ONE_ALONE,
     SOME_ALONE,
@@ -215,6 +216,12 @@ def few_experts() -> dict[str, dict]:
         between = {"WIDTH": width, "EXPERT": 7168 * width, "SORTED": in_blocks, "COMPILED": True}
         used = resources(activate_kernel, between, more=types) | {"programs": 8}
         found[f"experts of {width}, between products{', in blocks' * in_blocks}, order read ahead"] = used
+    types = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv"}
+    types |= dict.fromkeys(("chosen_ptr", "sorted_ptr", "expert_ptr", "padded_ptr"), "*i32")
+    for experts, block, bins in ((256, 16, 512), (257, 64, 512), (32, 16, 64)):
+        fixed = {"EXPERTS": experts, "BLOCK": block, "BINS": bins, "CHUNK": CHUNK, "GROUPS": GROUPS, "COMPILED": True}
+        used = resources(order_kernel, fixed, more=types) | {"programs": 8}
+        found[f"{experts} experts in blocks of {block}, before products"] = used
     return found
 
 

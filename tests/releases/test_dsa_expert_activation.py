@@ -1,4 +1,4 @@
-"""SGLang's Triton experts with one launch of ours between both products: SGLang's own kernels, interpreted; what is left."""
+"""SGLang's Triton experts with launches of ours before and between products: SGLang's kernels, interpreted; what is left."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def server(monkeypatch):
 def runner(monkeypatch, server):
     """SGLang's module with our hooks and kernels that are interpreted: what tells rows by expert and tiles is for GPUs alone.
 
-    Of `bulk`, whether both products copy in bulk.
+    `bulk` and `alone` are whether both products copy in bulk, and whether the second has no tiles; `sorted` has the tokens of
+    every call that would launch what tells rows by expert.
     """
     round_as_a_gpu_does()
     expert_activation.tell.cache_clear()
@@ -70,14 +71,15 @@ def runner(monkeypatch, server):
     for place in (module, kernels):
         monkeypatch.setattr(place, "is_arch_support_pdl", lambda: False)
     tile = {"BLOCK_SIZE_M": BLOCK, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": GROUP, "GROUP_SIZE_M": 1, "num_warps": 4}
-    found = SimpleNamespace(module=module, bulk=False, alone=False)
+    found = SimpleNamespace(module=module, bulk=False, alone=False, sorted=[])
 
     def lookup(*_: object, **__: object) -> tuple:
         first = tile | {"num_stages": 3, "USE_TMA": found.bulk}
         return first, (None if found.alone else first | {"num_stages": 2}, BLOCK)
 
     monkeypatch.setattr(module, "try_get_optimal_moe_config", lookup)
-    monkeypatch.setattr(module, "moe_align_block_size", in_blocks)
+    monkeypatch.setattr(module, "moe_align_block_size", lambda *given: found.sorted.append(len(given[0])) or in_blocks(*given))
+    monkeypatch.setattr(module, "_prepare_fused_moe_run", partial(expert_activation.prepared, module._prepare_fused_moe_run))
     monkeypatch.setattr(module, "get_exec", lambda: server)
     monkeypatch.setattr(
         module, "_fused_moe_kernel_sequence", partial(expert_activation.sequence, module._fused_moe_kernel_sequence)
@@ -100,7 +102,7 @@ def launched(monkeypatch):
     return seen
 
 
-def arguments(tokens: int = 6, width: int = 256, elsewhere: float = 0.0) -> dict:
+def arguments(tokens: int = 6, width: int = 256, elsewhere: float = 0.0, hidden: int = HIDDEN) -> dict:
     """As SGLang's Triton runner hands them over, for block-FP8 experts, some of them another GPU's."""
     generator = torch.Generator().manual_seed(tokens + width)
 
@@ -113,9 +115,9 @@ def arguments(tokens: int = 6, width: int = 256, elsewhere: float = 0.0) -> dict
     chosen = torch.rand(tokens, EXPERTS, generator=generator).argsort(dim=1)[:, :CHOICES].int().contiguous()
     chosen[torch.rand(chosen.shape, generator=generator) < elsewhere] = -1
     return {
-        "hidden_states": torch.randn(tokens, HIDDEN, generator=generator).bfloat16(),
-        "w1": fp8(EXPERTS, 2 * width, HIDDEN), "w1_scale": scales(EXPERTS, 2 * width // GROUP, HIDDEN // GROUP),
-        "w2": fp8(EXPERTS, HIDDEN, width), "w2_scale": scales(EXPERTS, HIDDEN // GROUP, width // GROUP),
+        "hidden_states": torch.randn(tokens, hidden, generator=generator).bfloat16(),
+        "w1": fp8(EXPERTS, 2 * width, hidden), "w1_scale": scales(EXPERTS, 2 * width // GROUP, hidden // GROUP),
+        "w2": fp8(EXPERTS, hidden, width), "w2_scale": scales(EXPERTS, hidden // GROUP, width // GROUP),
         "topk_weights": torch.rand(tokens, CHOICES, generator=generator), "topk_ids": chosen,
         "use_fp8_w8a8": True, "block_shape": [GROUP, GROUP], "routed_scaling_factor": 2.5, "filter_expert": elsewhere > 0,
     }  # fmt: skip
@@ -140,6 +142,56 @@ def test_experts_are_right(runner, launched, width, bulk, alone, elsewhere):
     assert launched == [8]
     assert found.isfinite().all()
     assert (found - wanted).norm() <= TOO_FAR * wanted.norm()
+
+
+@pytest.mark.parametrize(("bulk", "alone", "elsewhere"), [(False, False, 0.0), (True, False, 0.5), (False, True, 0.5)])
+def test_one_launch_tells_rows_by_expert_and_quantises(runner, launched, bulk, alone, elsewhere):
+    """And the sequence finds what it has left with the order; SGLang's own launches do not run."""
+    given = arguments(elsewhere=elsewhere, hidden=1024)
+    runner.bulk, runner.alone = bulk, alone
+    found = runner.module.fused_experts_impl(**given).float()
+    wanted = of_twin(given)
+    assert (launched, runner.sorted) == ([8], [])
+    assert (found - wanted).norm() <= TOO_FAR * wanted.norm()
+
+
+def test_tiles_and_order_are_those_that_sglang_chooses(runner):
+    given = arguments(33, elsewhere=0.2, hidden=1024)
+    tensors = [given[name] for name in ("hidden_states", "w1", "w2", "topk_ids")]
+    (sglangs,) = runner.module._prepare_fused_moe_run.args
+    for runner.bulk, runner.alone in ((False, False), (True, False), (True, True)):
+        wanted = expert_activation.Prepared(*sglangs(*tensors, **expert_activation.FORM))
+        found = runner.module._prepare_fused_moe_run(*tensors, **expert_activation.FORM)
+        assert found[:4] == wanted[:4]
+        rows = int(wanted.padded)
+        assert torch.equal(found.padded, wanted.padded)
+        assert found.sorted_ids.shape == wanted.sorted_ids.shape
+        assert torch.equal(found.sorted_ids[:rows], wanted.sorted_ids[:rows])
+        assert torch.equal(found.expert_ids[: rows // BLOCK], wanted.expert_ids[: rows // BLOCK])
+        assert (found.given is None, wanted.given) == (False, None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_states": torch.zeros(4, 1024, dtype=torch.bfloat16)},
+        {"hidden_states": torch.zeros(expert_activation.ORDERED_TOKENS + 1, 1024, dtype=torch.bfloat16)},
+        {"hidden_states": torch.zeros(6, 1024, dtype=torch.float16)},
+        {"hidden_states": torch.zeros(6, HIDDEN, dtype=torch.bfloat16)},
+        {"topk_ids": torch.zeros(6, CHOICES, dtype=torch.int64)},
+        {"w1": torch.zeros(EXPERTS, 512, 1024, dtype=torch.bfloat16)},
+        {"use_fp8_w8a8": False},
+        {"block_shape": None},
+    ],
+)
+def test_other_rows_are_told_by_sglangs_launches(change):
+    given = {name: value for name, value in arguments(hidden=1024).items() if name in ("hidden_states", "w1", "w2", "topk_ids")}
+    given |= expert_activation.FORM | change
+    asked = []
+    expert_activation.prepared(lambda *tensors, **form: asked.append((tensors, form)), **given)
+    ((tensors, form),) = asked
+    assert len(tensors) == 4
+    assert set(form) == set(expert_activation.FORM)
 
 
 @pytest.mark.parametrize("factor", [None, 1.0, 2.0])
@@ -260,14 +312,15 @@ def test_the_sum_is_where_sglang_has_it(monkeypatch, left):
 def test_every_argument_of_sglangs_sequence_is_known(runner):
     """One that is new may change what is computed; what its functions give and take is as it was."""
     tensors = {"hidden_states", "w1", "w2", "topk_weights", "topk_ids", "w1_scale", "w2_scale"}
-    order = ["config", "down_config", "down_moe_use_tma", "up_moe_use_tma"]
-    order += ["sorted_token_ids", "expert_ids", "num_tokens_post_padded"]
+    order = expert_activation.NAMES
     of_others = {"routed_scaling_factor", "filter_expert", "gate_up_interleaved", "no_combine_keep_router_weight", "inplace"}
     known = tensors | set(order) | of_others | set(expert_activation.OF_SEQUENCE)
     assert set(signature(runner.module).parameters) == known
-    returned = inspect.getsource(runner.module._prepare_fused_moe_run).rpartition("return (")[2]
-    assert [name.strip() for name in returned.strip(" )\n").split(",") if name.strip()] == order
+    (prepare,) = runner.module._prepare_fused_moe_run.args
+    returned = inspect.getsource(prepare).rpartition("return (")[2]
+    assert tuple(name.strip() for name in returned.strip(" )\n").split(",") if name.strip()) == order
     assert len(order) == len(expert_activation.Prepared._fields)
+    assert set(inspect.signature(prepare).parameters) == {"hidden_states", "w1", "w2", "topk_ids"} | set(expert_activation.FORM)
 
 
 def test_the_log_has_it_once(caplog, left):
@@ -275,7 +328,8 @@ def test_the_log_has_it_once(caplog, left):
         assert not left(arguments())
         assert not left(arguments(33))
     (line,) = (record.getMessage() for record in caplog.records)
-    assert line == "nsa_backend: experts of 5 to 256 tokens have one launch between both products, 9 experts of 256"
+    what = "experts of 5 to 256 tokens have one launch between both products, up to 128 one before"
+    assert line == f"nsa_backend: {what}, 9 experts of 256"
 
 
 @pytest.mark.parametrize(("said", "hooked"), [(None, []), ("0", []), ("1", ["taken"])])
@@ -300,6 +354,11 @@ def test_the_hook_is_where_sglangs_runners_look(monkeypatch):
     hooked = []
     monkeypatch.setattr(expert_activation, "hook", lambda path, around, kind: hooked.append((path, around)))
     expert_activation.take()
-    assert hooked == [(f"{few_experts.MODULE}._fused_moe_kernel_sequence", expert_activation.sequence)]
+    assert hooked == [
+        (f"{few_experts.MODULE}._prepare_fused_moe_run", expert_activation.prepared),
+        (f"{few_experts.MODULE}._fused_moe_kernel_sequence", expert_activation.sequence),
+    ]
     module = import_module(few_experts.MODULE)
-    assert "return _fused_moe_kernel_sequence(" in inspect.getsource(inspect.unwrap(module.fused_experts_impl))
+    source = inspect.getsource(inspect.unwrap(module.fused_experts_impl))
+    assert "= _prepare_fused_moe_run(" in source
+    assert "return _fused_moe_kernel_sequence(" in source
