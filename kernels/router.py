@@ -21,7 +21,7 @@ import triton.language as tl
 
 from nsa_backend.kernels.blocks import power_of_two
 from nsa_backend.kernels.checks import check_tensor, require
-from nsa_backend.kernels.dependent_launch import early, wait_for_kernel_ahead
+from nsa_backend.kernels.dependent_launch import early, let_next_begin, wait_for_kernel_ahead
 
 MOST_ROWS = 16
 """For more SGLang takes another GEMM."""
@@ -169,6 +169,7 @@ def router_kernel(
     SPLITS: tl.constexpr,
     STEP: tl.constexpr,
     DOTS: tl.constexpr,
+    BEFORE_OURS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Program (block of experts, split). All tensors contiguous."""
@@ -182,6 +183,7 @@ def router_kernel(
         at = begin + step * STEP + inside
         weights = weights + (tl.load(weight_ptr + value[:, None] * HIDDEN + at[None, :]),)  # noqa: RUF005, Triton's tuple
     wait_for_kernel_ahead(COMPILED)
+    let_next_begin(BEFORE_OURS, COMPILED)  # behind the wait: what that one lets begin may read what was written ahead of this
     sums = sums_ptr + split * rows * EXPERTS
     if DOTS:
         row = tl.arange(0, DOT_ROWS)
@@ -249,6 +251,8 @@ def route(
     arrived: torch.Tensor,
     choice: Choice,
     tile: Tile | None = None,
+    *,
+    before_ours: bool = False,
 ) -> Routed:
     """Experts that each row of `x` chooses, and their shares; one launch.
 
@@ -259,6 +263,7 @@ def route(
         arrived: from `counter`.
         choice: how many, and of which.
         tile: of the programs.
+        before_ours: whether what is launched next on this stream is a kernel of this package that waits for this one.
 
     Raises:
         ValueError: a tensor has another shape, dtype or layout.
@@ -282,6 +287,7 @@ def route(
             x, weight, bias, sums, logits, shares, chosen, arrived, rows, choice.factor, choice.shared_share,
             EXPERTS=experts, HIDDEN=hidden, ROWS=power_of_two(rows), ROUTED=choice.routed, SHARED=choice.shared,
             GROUPS=choice.groups, KEPT=choice.kept, SLOTS=power_of_two(slots), VALUES=tile.values, SPLITS=tile.splits,
-            STEP=tile.step, DOTS=tile.dots, COMPILED=x.is_cuda, num_warps=tile.warps, **early(x.is_cuda),
+            STEP=tile.step, DOTS=tile.dots, BEFORE_OURS=before_ours, COMPILED=x.is_cuda,
+            num_warps=tile.warps, **early(x.is_cuda),
         )  # fmt: skip
     return Routed(shares, chosen, logits)

@@ -3,8 +3,8 @@
     python benchmarks/tuning/router.py OUT.json [--ranks v3.2-tp8 glm-5-tp8] [--tokens 1 2 4 8 16]
 
 SGLang's is its own layer's gate and `TopK`, which a server calls. Each call has another layer's weights than the one before, so
-that no call finds them in L2, and calls take turns. A tile is timed where it chooses as SGLang does for all these layers, but
-for a row in a hundred whose scores tie within the rounding of sums. OUT.json is written after every cell.
+that no call finds them in L2, and ways take turns. A tile that does not choose as SGLang does for all these layers is said to
+be wrong, though it is timed; a row in a hundred may tie within the rounding of sums. OUT.json is written after every cell.
 """
 
 from __future__ import annotations
@@ -112,8 +112,9 @@ class Layer:
             raise RuntimeError("the adapter leaves this layer to SGLang: what is timed would be served nowhere")
         return choice
 
-    def by_launch(self, x: torch.Tensor, choice: Choice, tile: Tile | None = None) -> Routed:
-        return route(x, self.gate.weight.data, self.gate.e_score_correction_bias.data, self.arrived, choice, tile)
+    def by_launch(self, x: torch.Tensor, choice: Choice, tile: Tile | None = None, *, before_ours: bool = False) -> Routed:
+        bias = self.gate.e_score_correction_bias.data
+        return route(x, self.gate.weight.data, bias, self.arrived, choice, tile, before_ours=before_ours)
 
 
 def apart(found: list[Routed], wanted: list[Routed]) -> str | None:
@@ -141,9 +142,7 @@ def cell(name: str, layers: list[Layer], shape: Shape, tokens: int) -> dict:
     for way, call in ways.items():
         try:
             problem = apart(call(), wanted)
-            if problem is None:
-                graph = captured_graph(call)
-                replays[way] = graph.replay
+            replays[way] = captured_graph(call).replay
         except Exception as error:  # whatever a compiler or a library raises is a finding
             problem = (str(error) or type(error).__name__).splitlines()[0]
         if problem is not None:

@@ -3,6 +3,9 @@
 SGLang's layer asks its gate for logits and its `TopK` for the choice. The gate's logits are here one result of the launch whose
 other results wait, for the layer that runs, until `TopK` asks for what these very logits choose. Where anything else asks, or
 more is to be done with a choice, SGLang's own answers: logits are the same.
+
+Where the experts of as many tokens of this layer were this package's launches before, the first of them is let begin early: it
+waits. A server's first forwards of each size are no captures, so that graphs have it so.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from nsa_backend.adapters import few_experts
 from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.environment import asked
@@ -47,9 +51,16 @@ class Routing:
     routed: kernels.Routed | None = None  # once the gate was asked
 
 
+@dataclasses.dataclass
+class Gate:
+    """What launches of a layer have in common: they come one after the other, those of two layers may not."""
+
+    arrived: torch.Tensor
+    before_ours: set[int] = dataclasses.field(default_factory=set)  # tokens whose experts had `few_experts` when they last ran
+
+
 _ROUTING: ContextVar[Routing | None] = ContextVar("router", default=None)
-_COUNTERS: WeakKeyDictionary[torch.nn.Module, torch.Tensor] = WeakKeyDictionary()
-"""By gate: launches of one layer come one after the other, those of two may not."""
+_GATES: WeakKeyDictionary[torch.nn.Module, Gate] = WeakKeyDictionary()
 
 
 def wanted(device_sm: int) -> bool:
@@ -69,11 +80,18 @@ def layer_of_few(original: Callable[..., Any], layer: Any, hidden_states: torch.
     if torch.compiler.is_compiling():
         return original(layer, hidden_states, *arguments, **options)
     choice = choice_of(layer) if 0 < len(hidden_states) <= kernels.MOST_ROWS else None
-    token = _ROUTING.set(None if choice is None else Routing(layer, choice))
+    routing = None if choice is None else Routing(layer, choice)
+    token = _ROUTING.set(routing)
     try:
-        return original(layer, hidden_states, *arguments, **options)
+        with few_experts.watched() as had:
+            found = original(layer, hidden_states, *arguments, **options)
     finally:
         _ROUTING.reset(token)
+    if routing is not None and routing.routed is not None:
+        followed = any(chosen.data_ptr() == routing.routed.chosen.data_ptr() for chosen in had)
+        sizes = _GATES[layer.gate].before_ours
+        sizes.add(len(hidden_states)) if followed else sizes.discard(len(hidden_states))
+    return found
 
 
 def gate(
@@ -85,14 +103,15 @@ def gate(
     routing = _ROUTING.get()
     if routing is None or module is not routing.layer.gate or not fits(module.weight, hidden_states, routing.choice):
         return original(module, hidden_states, *arguments, **options)
-    arrived = counter_of(module)
-    if arrived is None:
+    state = state_of(module)
+    if state is None:
         return original(module, hidden_states, *arguments, **options)
     tell(routing.choice, len(module.weight))
     with memory_of_choices():
         routing.routed = kernels.route(
-            hidden_states, module.weight.data, module.e_score_correction_bias.data, arrived, routing.choice
-        )
+            hidden_states, module.weight.data, module.e_score_correction_bias.data, state.arrived, routing.choice,
+            before_ours=len(hidden_states) in state.before_ours,
+        )  # fmt: skip
     return routing.routed.logits
 
 
@@ -203,13 +222,13 @@ def fits(weight: torch.Tensor, hidden_states: torch.Tensor, choice: kernels.Choi
     return kernels.problem(*weight.shape, choice, kernels.tile_for(len(hidden_states))) is None
 
 
-def counter_of(module: Any) -> torch.Tensor | None:
-    """The gate's counter; None where there is none yet and a graph is captured, which would set it to zero in every replay."""
-    if module not in _COUNTERS:
+def state_of(module: Any) -> Gate | None:
+    """A gate's; None where it has none yet and a graph is captured, which would set its counter to zero in every replay."""
+    if module not in _GATES:
         if module.weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        _COUNTERS[module] = kernels.counter(module.weight)
-    return _COUNTERS[module]
+        _GATES[module] = Gate(kernels.counter(module.weight))
+    return _GATES[module]
 
 
 def memory_of_choices() -> Any:

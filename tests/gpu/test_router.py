@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from nsa_backend.benchmarks.calls.timing import captured_graph
+from nsa_backend.benchmarks.tuning.experts import RANKS as EXPERTS
+from nsa_backend.benchmarks.tuning.experts import Rank
 from nsa_backend.benchmarks.tuning.router import RANKS, Layer, tiles_for
+from nsa_backend.kernels.few_experts import few_experts
 from nsa_backend.kernels.router import MOST_ROWS, Routed
 from nsa_backend.testing.process import start_sglang
 
@@ -24,9 +27,14 @@ SIZES = {"usual": 2.0**-8, "large": 2.0**-5, "extreme": 0.25, "nothing": 0.0}
 
 
 @pytest.fixture(scope="module", params=RANKS)
-def layer(request):
+def rank(request):
     start_sglang()
-    return Layer(RANKS[request.param])
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def layer(rank):
+    return Layer(RANKS[rank])
 
 
 def drawn(layer: Layer, rows: int, size: float) -> torch.Tensor:
@@ -81,3 +89,23 @@ def test_replays_choose_anew(layer, rows, side_stream):
         for found in kept:
             same(found, wanted)
         assert layer.arrived.item() == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_experts_that_begin_early_have_the_choices(layer, rank, rows, side_stream):
+    """As those that begin once the router has ended, with other choices in every replay."""
+    torch.manual_seed(rows)
+    experts = Rank(EXPERTS[rank])
+    x, choice, kept = drawn(layer, rows, SIZES["usual"]), layer.choice(), []
+
+    def launches(early: bool) -> torch.Tensor:
+        routed = layer.by_launch(x, choice, before_ours=early)
+        return few_experts(x, *experts.first, *experts.second, routed.shares, routed.chosen)
+
+    graph = captured_graph(lambda: kept.__setitem__(slice(None), [launches(early=True), launches(early=True)]))
+    for _ in range(8):
+        x.copy_(drawn(layer, rows, SIZES["usual"]))
+        wanted = launches(early=False)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(found, wanted) for found in kept)

@@ -235,8 +235,9 @@ def routers() -> dict[str, dict]:
         tile = tile_for(rows)
         constants = {"EXPERTS": 256, "HIDDEN": hidden, "ROWS": rows, "ROUTED": 8, "SHARED": shared, "GROUPS": groups}
         constants |= {"KEPT": kept, "SLOTS": 8 << shared, "VALUES": tile.values, "SPLITS": tile.splits, "STEP": tile.step}
-        used = resources(router_kernel, constants | {"DOTS": tile.dots, "COMPILED": True}, more=types, num_warps=tile.warps)
-        name = f"router of 256 experts in {groups} groups, {rows} rows, weights read ahead"
+        constants |= {"DOTS": tile.dots, "COMPILED": True} | before(rows <= 4)  # of more tokens the experts are not ours
+        used = resources(router_kernel, constants, more=types, num_warps=tile.warps)
+        name = f"router of 256 experts, {groups} groups, {rows} rows, weights read ahead{AHEAD * (rows <= 4)}"
         programs = 256 // tile.values * tile.splits
         found[name] = used | {"programs": -(-programs // SMS), "threads": 32 * tile.warps}
     return found

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_backend.adapters import router
+from nsa_backend.adapters import few_experts, router
 from nsa_backend.kernels import router as kernels
 from nsa_backend.releases import ROUTERS, installed
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
@@ -66,9 +66,9 @@ def launches(monkeypatch):
     """Rows of each launch."""
     rows, launched = [], kernels.route
 
-    def route(x: torch.Tensor, *arguments: object) -> kernels.Routed:
+    def route(x: torch.Tensor, *arguments: object, **options: bool) -> kernels.Routed:
         rows.append(len(x))
-        return launched(x, *arguments)
+        return launched(x, *arguments, **options)
 
     monkeypatch.setattr(kernels, "route", route)
     return rows
@@ -254,12 +254,36 @@ def test_what_one_layer_chose_no_other_has(layer, launches):
 def test_a_counter_is_made_where_nothing_is_captured(layer, monkeypatch):
     """One that is there serves captures too."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    counter = router.counter_of(layer.gate)
+    state = router.state_of(layer.gate)
     on_gpu = torch.nn.Module()
     on_gpu.weight = SimpleNamespace(is_cuda=True)
-    assert router.counter_of(on_gpu) is None
-    router._COUNTERS[on_gpu] = counter
-    assert router.counter_of(on_gpu) is counter
+    assert router.state_of(on_gpu) is None
+    router._GATES[on_gpu] = state
+    assert router.state_of(on_gpu) is state
+
+
+@grouped
+def test_experts_that_were_ours_are_let_begin_early(layer, monkeypatch):
+    """Of as many tokens, and where they take these very choices."""
+    early, launched, ours = [], kernels.route, True
+
+    def route(*arguments: object, before_ours: bool) -> kernels.Routed:
+        early.append(before_ours)
+        return launched(*arguments, before_ours=before_ours)
+
+    def forward(layer: SimpleNamespace, x: torch.Tensor) -> None:
+        chosen = layer.topk.forward_cuda(x, layer.gate(x)).topk_ids
+        few_experts._WATCHED.get().append(chosen if ours else chosen.clone())
+
+    monkeypatch.setattr(kernels, "route", route)
+    for tokens in (1, 1, 2, 1):
+        router.layer_of_few(forward, layer, hidden_states(tokens))
+    assert early == [False, True, False, True]
+    ours = False
+    for _ in range(2):
+        router.layer_of_few(forward, layer, hidden_states(1))
+    assert early[4:] == [True, False]
+    assert few_experts._WATCHED.get() is None
 
 
 def test_the_hooks_are_where_sglang_looks(monkeypatch):
