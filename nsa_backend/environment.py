@@ -112,13 +112,6 @@ VARIABLES = (
         tried=False,
     ),
     Variable(
-        "NSA_BACKEND_ROUTER",
-        "0",
-        "1: MoE of up to 16 tokens has its router in one launch without --ep-size, on 0.5.23 and Hopper",
-        "to try it: no GPU has run it",
-        tried=False,
-    ),
-    Variable(
         "NSA_BACKEND_MOE_CONFIGS",
         "1",
         "unset or 1: this package's tiles of experts where SGLang has none for GPU and Triton; 0: SGLang's",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from nsa_backend.adapters import expert_activation, few_experts, router, sglang_types
+from nsa_backend.adapters import expert_activation, few_experts, sglang_types
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.naive_eagle import switched_on_while_checked
 from nsa_backend.adapters.shared import Takeover
@@ -44,8 +44,6 @@ def create_backend(runner: sglang_types.ModelRunner) -> NativeSparseAttnBackend:
     adapter.divide_indexer(device_sm)
     if few_experts.wanted(device_sm):
         few_experts.take()
-    if router.wanted(device_sm):
-        router.take()
     if switched_on(expert_activation.SWITCH):
         expert_activation.take()
     if asked("NSA_BACKEND_MOE_CONFIGS") is not False:

@@ -75,10 +75,6 @@ EXPERT_ACTIVATION = ("0.5.23",)
 """Releases whose Triton experts can have one launch between both products, on Hopper."""
 
 
-ROUTERS = ("0.5.23",)
-"""Releases on which the router of few tokens can be one launch, on Hopper."""
-
-
 CONTEXT_RANKS = ("0.5.23",)
 """Releases whose ranks may divide the KV of a request (--dcp-size)."""
 
@@ -139,12 +135,6 @@ def expert_activation_problem(device_sm: int) -> str | None:
     """Why experts cannot have one launch between both products here, for a user who asks for it, or None; SM likewise."""
     what = "one launch between products of experts is"
     return other_gpu(what, device_sm) or other_release(f"{what} served", EXPERT_ACTIVATION)
-
-
-def router_problem(device_sm: int) -> str | None:
-    """Why routers of few tokens cannot be one launch here, for a user who asks for it, or None; SM likewise."""
-    what = "routers of few tokens in one launch are"
-    return other_gpu(what, device_sm) or other_release(f"{what} served", ROUTERS)
 
 
 def other_gpu(what_is: str, device_sm: int) -> str | None:

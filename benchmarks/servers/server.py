@@ -38,12 +38,6 @@ VARIANTS = {
     "tiles": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_FEW_EXPERTS": "0"},
     "sglang_shared": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_SHARED_EXPERT": "0"},
     "activation": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_EXPERT_ACTIVATION": "1"},
-    "router_activation": {
-        "NSA_BACKEND_AUTO_DECODE": "1",
-        "NSA_BACKEND_EXPERT_ACTIVATION": "1",
-        "NSA_BACKEND_ROUTER": "1",
-    },
-    "router": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_ROUTER": "1"},
     "divided_indexer": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_DIVIDED_INDEXER": "1"},
     "undivided": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_DIVIDED_INDEXER": "0"},
 }

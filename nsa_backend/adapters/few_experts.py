@@ -6,12 +6,11 @@ SGLang has not put among the others is one more choice of every token; of some m
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -57,7 +56,6 @@ class Shared:
 
 
 _SHARED: ContextVar[Shared | None] = ContextVar("shared expert", default=None)
-_WATCHED: ContextVar[list[torch.Tensor] | None] = ContextVar("choices that have the launches", default=None)
 
 
 def wanted(device_sm: int) -> bool:
@@ -73,16 +71,6 @@ def take() -> None:
     if asked(SHARED_SWITCH) is not False:
         hook(f"{LAYER}.forward_normal_dual_stream", captured_layer, HookType.AROUND)
         hook(f"{LAYER}._forward_shared_experts", shared_alone, HookType.AROUND)
-
-
-@contextlib.contextmanager
-def watched() -> Iterator[list[torch.Tensor]]:
-    """Choices, int32 [tokens, choices], that have the launches while this lasts."""
-    token = _WATCHED.set(found := [])
-    try:
-        yield found
-    finally:
-        _WATCHED.reset(token)
 
 
 def apart(
@@ -129,8 +117,6 @@ def experts(
     )  # fmt: skip
     if shared is not None:
         shared.added = True
-    if (seen := _WATCHED.get()) is not None:
-        seen.append(of["topk_ids"])
     return found
 
 

@@ -1,4 +1,4 @@
-"""Compile the kernels of sparse decode, layers' fronts, few experts and routers for Hopper, without a GPU; print JSON of ptxas.
+"""Compile the kernels of sparse decode, a layer's front and few experts for Hopper, without a GPU; print JSON of ptxas.
 
     python tests/kernels/compile_for_hopper.py
 
@@ -39,7 +39,6 @@ from nsa_backend.kernels.layer_front_kernel import (
     rope_quantise_kernel,
     rope_query_kernel,
 )
-from nsa_backend.kernels.router import router_kernel, tile_for
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 from nsa_backend.kernels.split_products import COLUMNS, GATES, TILES, split_products_kernel
@@ -226,23 +225,6 @@ def few_experts() -> dict[str, dict]:
     return found
 
 
-def routers() -> dict[str, dict]:
-    """Routers of few tokens, of both models."""
-    types = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "chosen_ptr": "*i32", "factor": "fp32", "shared_share": "fp32"}
-    types |= dict.fromkeys(("bias_ptr", "logits_ptr", "shares_ptr"), "*fp32")
-    found = {}
-    for (hidden, groups, kept, shared), rows in itertools.product(((7168, 8, 4, 0), (6144, 1, 1, 1)), (1, 2, 4, 8, 16)):
-        tile = tile_for(rows)
-        constants = {"EXPERTS": 256, "HIDDEN": hidden, "ROWS": rows, "ROUTED": 8, "SHARED": shared, "GROUPS": groups}
-        constants |= {"KEPT": kept, "SLOTS": 8 << shared, "VALUES": tile.values, "SPLITS": tile.splits, "STEP": tile.step}
-        constants |= {"DOTS": tile.dots, "COMPILED": True} | before(rows <= 4)  # of more tokens the experts are not ours
-        used = resources(router_kernel, constants, more=types, num_warps=tile.warps)
-        name = f"router of 256 experts, {groups} groups, {rows} rows, weights read ahead{AHEAD * (rows <= 4)}"
-        programs = 256 // tile.values * tile.splits
-        found[name] = used | {"programs": -(-programs // SMS), "threads": 32 * tile.warps}
-    return found
-
-
 def main() -> None:
     found = {}
     caches = {
@@ -260,7 +242,7 @@ def main() -> None:
     for join in dict.fromkeys(Join.of(*shape) for shape in shapes):
         constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True, "LSE": False}
         found[f"join, {join.parts} parts"] = resources(join_kernel, constants, num_warps=join.warps) | {"programs": 1}
-    found |= front(caches) | index_rows() | values() | few_experts() | routers()
+    found |= front(caches) | index_rows() | values() | few_experts()
     sys.stdout.write(json.dumps(found))
 
 

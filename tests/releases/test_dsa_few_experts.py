@@ -99,14 +99,6 @@ def test_experts_of_few_tokens_are_not_sglangs(call):
     assert (found.float() - wanted).norm() < 5e-3 * wanted.norm()
 
 
-def test_who_asks_learns_which_choices_have_them(call):
-    with few_experts.watched() as had:
-        for given in (one := arguments(), arguments(9)):
-            call(given)
-    call(arguments())
-    assert [chosen.data_ptr() for chosen in had] == [one["topk_ids"].data_ptr()]
-
-
 def test_a_layer_of_sglangs_has_them(monkeypatch, signature):
     """From its forward on, with what a server of one rank has set up: none of our conditions is ever met by accident."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE

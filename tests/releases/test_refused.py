@@ -18,7 +18,6 @@ from nsa_backend.releases import (
     EXPERT_ACTIVATION,
     FEW_EXPERTS,
     ROUND_WARM_UP,
-    ROUTERS,
     installed,
     layer_front_problem,
     round_graph_problem,
@@ -178,7 +177,6 @@ def test_a_front_in_two_launches(arguments, monkeypatch):
         ("NSA_BACKEND_DIVIDED_INDEXER", DIVIDED_INDEXERS),
         ("NSA_BACKEND_FEW_EXPERTS", FEW_EXPERTS),
         ("NSA_BACKEND_EXPERT_ACTIVATION", EXPERT_ACTIVATION),
-        ("NSA_BACKEND_ROUTER", ROUTERS),
     ],
 )
 def test_what_was_measured_on_one_release_alone(arguments, monkeypatch, switch, served_on):
@@ -198,7 +196,6 @@ def test_what_was_measured_on_one_release_alone(arguments, monkeypatch, switch, 
     [
         ("NSA_BACKEND_FEW_EXPERTS", "experts of few tokens are"),
         ("NSA_BACKEND_EXPERT_ACTIVATION", "one launch between products of experts is"),
-        ("NSA_BACKEND_ROUTER", "routers of few tokens in one launch are"),
     ],
 )
 def test_launches_of_experts_are_of_hopper(arguments, monkeypatch, switch, what):
