@@ -351,7 +351,7 @@ def few_experts(
         inner = torch.empty(tokens, each, width, dtype=torch.bfloat16, device=x.device)
         launch = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": width, "SHARED": each - choices, "COMPILED": x.is_cuda}
         launch |= {"POWERS": other.scales is Scales.POWERS_OF_TWO} | early(x.is_cuda)
-        ahead = bool(tile.ahead and width == 2 * GROUP and choices and not tile.by_choice)
+        ahead = tile.ahead and width == 2 * GROUP and not tile.by_choice
         gate_up_kernel[(tokens * each, width // tile.values)](
             x, first, first_scales, chosen, inner, other.first, other.first_scales, VALUES=tile.values, STEP=tile.step,
             STAGES=tile.stages, AHEAD=ahead, LANES=tile.by_lane, num_warps=tile.warps, **launch,
@@ -364,12 +364,3 @@ def few_experts(
             warps = tile.sum_warps * (2 if choices >= 16 else 1)
             down_kernel[grid](*given, SUMS=tile.sums, AHEAD=ahead, LANES=tile.by_lane, num_warps=warps, **launch)
     return out
-
-
-def shared_expert(x: torch.Tensor, expert: Expert, tile: Tile | None = None) -> torch.Tensor:
-    """bfloat16 [tokens, hidden]: what one expert gives for every token of `x`; two launches, as `few_experts` has them."""
-    none = len(x), 0
-    weights = (tensor[None] for tensor in expert[:4])
-    return few_experts(
-        x, *weights, x.new_empty(none, dtype=torch.float32), x.new_empty(none, dtype=torch.int32), shared=expert, tile=tile
-    )

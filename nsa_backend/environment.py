@@ -97,13 +97,6 @@ VARIABLES = (
         "0 to compare",
     ),
     Variable(
-        "NSA_BACKEND_SHARED_EXPERT",
-        "1",
-        "unset or 1: DeepSeek-V3.2's shared expert is in those launches, of up to 16 tokens in two of its own; 0: SGLang's",
-        "0 to compare",
-        tried=False,
-    ),
-    Variable(
         "NSA_BACKEND_EXPERT_ACTIVATION",
         "0",
         "1: MoE of 5 to 256 tokens has one launch between both products, which asks for later weights, and of up to 128 one "

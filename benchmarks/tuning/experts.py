@@ -41,7 +41,6 @@ from nsa_backend.kernels.few_experts import (
     Tile,
     few_experts,
     problem,
-    shared_expert,
     tile_for,
 )
 from nsa_backend.testing.process import start_sglang
@@ -185,7 +184,7 @@ CHANGES = [
 BASES = ONE_ALONE, SOME_ALONE, TWO_BESIDE
 WITH_SHARED = [*BASES, SOME_BESIDE, *(replace(SOME_ALONE, **change) for change in ({"sums": 32}, {"warps": 2}, {"sums": 16}))]
 """Tiles of launches that have the shared expert among the others."""
-TWO_LAUNCHES, AMONG = ", shared by two launches", ", shared among them"
+AMONG = ", shared among them"
 FEW_TILES = list(dict.fromkeys([*BASES, SOME_BESIDE, *(replace(tile, **change) for tile in BASES for change in CHANGES)]))
 
 
@@ -199,8 +198,7 @@ def few(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Of both launches by tile and of SGLang's experts by lookup: microseconds a call, and what is wrong.
 
-    Where `shared` each call has the shared expert on another stream, by SGLang's layer or by two launches of this package, or
-    among the others.
+    Where `shared` each call has the shared expert on another stream, by SGLang's layer, or among the others.
     """
     if tokens > MOST_TOKENS or problem(rank.shape.hidden, rank.shape.width):
         return {}, {}
@@ -212,8 +210,7 @@ def few(
         calls[str(tile)] = [lambda tile=tile, routed=routed: few_experts(*given, *routed, tile=tile) for routed in routings]
     if shared:
         beside = Beside(rank, x)
-        apart = {f"{name}{TWO_LAUNCHES}": [beside.having(call, beside.launches) for call in calls[name]] for name in ways}
-        calls = {name: [beside.having(call, beside.run) for call in some] for name, some in calls.items()} | apart
+        calls = {name: [beside.having(call) for call in some] for name, some in calls.items()}
         for tile in WITH_SHARED:
             calls[f"{tile}{AMONG}"] = [
                 lambda tile=tile, routed=routed: few_experts(*given, *routed, shared=beside.expert, tile=tile)
@@ -232,22 +229,19 @@ class Beside:
         self.x, self.activation, self.side = x, SiluAndMul(), SideStream(torch.cuda.Stream())
         self.expert = Expert(*rank.one(2 * shape.width, shape.hidden), *rank.one(shape.hidden, shape.width))
 
-    def having(self, call: Callable[[], torch.Tensor], run: Callable[[], list[torch.Tensor]]) -> Callable[[], torch.Tensor]:
-        """`call`, beside it `run`, and the sum of both."""
+    def having(self, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """`call`, beside it the shared expert, and the sum of both."""
 
         def both() -> torch.Tensor:
             self.side.fork()
             found = call()
             with self.side.running():
-                kept = run()  # until both streams have met
+                kept = self.run()  # until both streams have met
             self.side.join()
             found += kept[-1]
             return found
 
         return both
-
-    def launches(self) -> list[torch.Tensor]:
-        return [shared_expert(self.x, self.expert)]
 
     def run(self) -> list[torch.Tensor]:
         """As a block-FP8 MLP of SGLang's on Hopper: every tensor that it makes here."""

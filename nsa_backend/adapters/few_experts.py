@@ -1,7 +1,7 @@
 """Block-FP8 experts of few tokens by this package's two launches, where SGLang's Triton runner has eight.
 
 Unasked a server has them on Hopper, of experts as wide as a rank's under tensor parallel 4, 8 and 16. A shared expert that
-SGLang has not put among the others is one more choice of every token; of some more tokens it has two such launches of its own.
+SGLang has not put among the others is one more choice of every token.
 """
 
 from __future__ import annotations
@@ -27,15 +27,12 @@ from nsa_backend.releases import few_experts_problem
 logger = logging.getLogger(__name__)
 
 SWITCH = "NSA_BACKEND_FEW_EXPERTS"
-SHARED_SWITCH = "NSA_BACKEND_SHARED_EXPERT"
 MODULE = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
 LAYER = "sglang.srt.models.deepseek_v2.DeepseekV2MoE"
 MOST_TOKENS = {(8, 128): 8, (8, 256): 4, (9, 256): 2, (8, 512): 2}
 """Of a forward, by the experts that each token chooses and their width: with these an H200 was faster than with SGLang's."""
 MOST_ASKED = 2
 """Of a forward, of any other experts where a user asks for the launches."""
-MOST_OF_SHARED = 16
-"""Of a forward whose shared expert has two launches of its own."""
 
 SERVED = {
     "activation": "silu", "is_gated": True, "use_fp8_w8a8": True, "block_shape": [GROUP, GROUP],
@@ -68,9 +65,8 @@ def take() -> None:
     """Have SGLang's Triton runner leave experts of few tokens to them; once a process."""
     hook(f"{MODULE}.fused_experts", apart, HookType.AROUND)
     hook(f"{MODULE}.fused_experts_impl", experts, HookType.AROUND)
-    if asked(SHARED_SWITCH) is not False:
-        hook(f"{LAYER}.forward_normal_dual_stream", captured_layer, HookType.AROUND)
-        hook(f"{LAYER}._forward_shared_experts", shared_alone, HookType.AROUND)
+    hook(f"{LAYER}.forward_normal_dual_stream", captured_layer, HookType.AROUND)
+    hook(f"{LAYER}._forward_shared_experts", shared_apart, HookType.AROUND)
 
 
 def apart(
@@ -139,22 +135,13 @@ def captured_layer(
         _SHARED.reset(token)
 
 
-def shared_alone(
+def shared_apart(
     original: Callable[..., torch.Tensor | None], layer: Any, hidden_states: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor | None:
-    """Around a layer's shared expert: None where the others' launches have added it, by two launches where tokens are few."""
-    if torch.compiler.is_compiling():
-        return original(layer, hidden_states, *arguments, **options)
-    shared = _SHARED.get()
-    if shared is not None and shared.added:
-        return None
-    quantised = options.get("pre_quant_input") is not None
-    expert = shared_expert(layer) if 0 < len(hidden_states) <= MOST_OF_SHARED and not quantised else None
-    return (
-        original(layer, hidden_states, *arguments, **options)
-        if expert is None
-        else kernels.shared_expert(hidden_states, expert)
-    )
+    """Around a layer's shared expert: nothing is left to add where the others' launches have added it."""
+    shared = None if torch.compiler.is_compiling() else _SHARED.get()
+    added = shared is not None and shared.added
+    return None if added else original(layer, hidden_states, *arguments, **options)
 
 
 def shared_expert(layer: Any) -> kernels.Expert | None:

@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import triton
@@ -193,12 +192,11 @@ def few_experts() -> dict[str, dict]:
     """Experts of few tokens, of both models; with sums by lane as many programs again."""
     types, found = {"inner_ptr": "*bf16", "weight_ptr": "*fp8e4nv", "chosen_ptr": "*i32", "shares_ptr": "*fp32"}, {}
     types |= {"x_ptr": "*bf16", "factor": "fp32", "shared_ptr": "*fp8e4nv", "shared_scales_ptr": "*fp32"}
-    shapes = [(7168, 8, 0), (7168, 8, 1), (7168, 0, 1), (6144, 9, 0)]
+    shapes = [(7168, 8, 0), (7168, 8, 1), (6144, 9, 0)]
     for (hidden, choices, shared), (name, tile) in itertools.product(shapes, FEW_TILES.items()):
         fixed = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": 256, "SHARED": shared, "POWERS": shared > 0}
         fixed |= {"COMPILED": True}
         of, lanes = f"experts of {choices} choices{' and a shared one' * shared}, {name}", {"LANES": tile.by_lane}
-        tile = replace(tile, ahead=tile.ahead and choices > 0)
         first = {"VALUES": tile.values, "STEP": tile.step, "STAGES": tile.stages, "AHEAD": tile.ahead}
         used = resources(gate_up_kernel, fixed | lanes | first, more=types, num_warps=tile.warps)
         found[f"{of}{AHEAD}"] = used | {"programs": 8 if tile.by_lane else 4, "threads": 128}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa_backend.kernels.few_experts import MOST_TOKENS, Expert, Tile, few_experts, problem, shared_expert
+from nsa_backend.kernels.few_experts import MOST_TOKENS, Expert, Tile, few_experts, problem
 from nsa_backend.kernels.few_experts_torch import few_experts_torch, in_torch
 from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
@@ -89,16 +89,6 @@ def test_a_shared_expert_is_one_more_choice_of_every_token(device, tile, tokens,
     given["x"] *= 0.7  # whose scales are then no powers of two
     given["chosen"][0, 0] = -1
     check(given, factor=2.5, tile=tile)
-
-
-@pytest.mark.parametrize("tile", [LARGE, replace(LARGE, by_choice=3), replace(LARGE, ahead=True)])
-@pytest.mark.parametrize("scales", list(Scales))
-def test_a_shared_expert_alone(device, tile, scales):
-    given = with_shared(inputs(5, 3, 512, 256, device), scales)
-    none = {name: given[name][:, :0].contiguous() for name in ("chosen", "shares")}
-    found, wanted = shared_expert(given["x"], given["shared"], tile), by_torch(given | none)
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-7, atol=0)
-    assert found.abs().min() > 0
 
 
 @pytest.mark.parametrize("tile", [LARGE, replace(LARGE, by_choice=3)])

@@ -229,13 +229,9 @@ def test_the_hook_is_where_both_of_sglangs_operators_look(monkeypatch):
     ]
     of_layer = [
         (f"{few_experts.LAYER}.forward_normal_dual_stream", few_experts.captured_layer),
-        (f"{few_experts.LAYER}._forward_shared_experts", few_experts.shared_alone),
+        (f"{few_experts.LAYER}._forward_shared_experts", few_experts.shared_apart),
     ]
     assert hooked == of_runner + of_layer
-    hooked.clear()
-    monkeypatch.setenv(few_experts.SHARED_SWITCH, "0")
-    few_experts.take()
-    assert hooked == of_runner
 
 
 @pytest.fixture(params=[None, "ue8m0"])
@@ -273,7 +269,7 @@ def captured(layer: SimpleNamespace, given: dict, signature: inspect.Signature, 
     def forward(layer: SimpleNamespace, hidden_states: torch.Tensor, **_: object) -> tuple:
         rest = {name: value for name, value in given.items() if name != "hidden_states"}
         sums = few_experts.experts(left, hidden_states, **rest)
-        return sums, few_experts.shared_alone(lambda *_, **__: SGLANGS, layer, hidden_states)
+        return sums, few_experts.shared_apart(lambda *_, **__: SGLANGS, layer, hidden_states)
 
     return few_experts.captured_layer(forward, layer, given["hidden_states"], **options)
 
@@ -311,18 +307,12 @@ def test_another_layer_does_not_have_it(call, layer, signature):
     assert near(call(given)[0], of_every_expert(given, None))
     for option in ("return_moe_output", "leave_output_sum"):
         sums, added = captured(layer, given, signature, **{option: True})
+        assert added == SGLANGS
         assert near(sums, of_every_expert(given, None))
-        assert near(sums.float() + added.float(), of_every_expert(given, layer))
 
 
-def test_of_more_tokens_it_has_launches_of_its_own(call, layer, signature):
-    for tokens in (9, few_experts.MOST_OF_SHARED):
-        given = arguments(tokens)
-        sums, added = captured(layer, given, signature)
-        assert sums == SGLANGS
-        none = given | {name: given[name][:, :0].contiguous() for name in ("topk_weights", "topk_ids")}
-        assert near(added, of_every_expert(none, layer))
-    assert captured(layer, arguments(few_experts.MOST_OF_SHARED + 1), signature) == (SGLANGS, SGLANGS)
+def test_with_more_tokens_it_is_sglangs(call, layer, signature):
+    assert captured(layer, arguments(9), signature) == (SGLANGS, SGLANGS)
 
 
 @pytest.mark.parametrize(
