@@ -78,7 +78,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_SHORT_PREFILLS",
         "unset",
-        "unset: prefills of up to 512 new tokens are one graph, on 0.5.23 and Hopper, unless the log says why not; "
+        "unset: prefills of up to 1024 new tokens are one graph, on 0.5.23 and Hopper, unless the log says why not; "
         "1: always, or no start; 0: never",
         "0 for a shorter start",
     ),

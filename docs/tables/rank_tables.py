@@ -8,7 +8,6 @@ from itertools import product
 
 from result_files import PRIMARY, Parts, release, reports, result, spread, table
 
-from nsa_backend.adapters.dsa.layer_front.prefill_rules import MOST_ROWS
 from nsa_backend.attention.auto import least_in_prefill
 from nsa_backend.benchmarks.checkpoints import ranks
 from nsa_backend.benchmarks.reports.parts import ALL_REDUCE, EXCHANGE, REST
@@ -419,10 +418,15 @@ def host_waits() -> str:
     return spread((cells[asked][BUILTIN].median for cells in found if asked in cells), "{:.0f}")
 
 
+WHOLE_BESIDE_PIECES = 512
+"""New tokens of the largest graph of a whole prefill when the run beside pieces was made."""
+
+
 @PARTS.part
 def short_prefills_saved() -> str:
-    """Percent of the same that the default saves of at most MOST_ROWS new tokens, least to most."""
-    return percent(ratio(sides, "default") for cell, sides in beside_pieces().items() if new_tokens(cell) <= MOST_ROWS)
+    """Percent of the same that the default saves where its prefills were whole, least to most."""
+    whole = (sides for cell, sides in beside_pieces().items() if new_tokens(cell) <= WHOLE_BESIDE_PIECES)
+    return percent(ratio(sides, "default") for sides in whole)
 
 
 def worst(ratios: Mapping[Cell, float]) -> tuple[int, Cell] | None:

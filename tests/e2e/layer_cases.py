@@ -72,7 +72,7 @@ LAYER_CASES = [
             "n3 fp8, flashmla_kv": {"decode": "flashmla_kv", "engine": TWO_GPUS | DP_2 | FP8},
         }.items()
     ),
-    # Up to 512 new tokens, some behind a cached prefix, which is long in chats; others are captured in pieces.
+    # Up to 1024 new tokens, some behind a cached prefix, which is long in chats; others are captured in pieces.
     *(
         front(
             f"{of}, short prefills in one graph",
