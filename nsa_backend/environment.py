@@ -92,17 +92,9 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_FEW_EXPERTS",
         "unset",
-        "unset: MoE of up to four tokens (GLM: two; of 16 GPUs eight) is two launches without --ep-size, on 0.5.23 and Hopper; "
-        "1: two tokens of other sizes too, or no start; 0: never",
+        "unset: MoE without --ep-size is two launches up to four tokens (GLM: two; 16 GPUs: eight), on eight GPUs five up to "
+        "128, on 0.5.23 and Hopper; 1: other sizes too, or no start; 0: SGLang's",
         "0 to compare",
-    ),
-    Variable(
-        "NSA_BACKEND_EXPERT_ACTIVATION",
-        "0",
-        "1: MoE of 5 to 256 tokens has one launch between both products, which asks for later weights, and of up to 128 one "
-        "before them, on 0.5.23 and Hopper",
-        "to try it: no GPU has run it",
-        tried=False,
     ),
     Variable(
         "NSA_BACKEND_MOE_CONFIGS",

@@ -9,7 +9,7 @@ from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.option_rules import Rule
 from nsa_backend.attention.implementations import DECODE_VALUES, PREFILL_VALUES
 from nsa_backend.environment import asked, switched_on
-from nsa_backend.releases import ROUND_WARM_UP, expert_activation_problem, few_experts_problem, installed, round_graph_problem
+from nsa_backend.releases import ROUND_WARM_UP, few_experts_problem, installed, round_graph_problem
 
 RULES = (
     Rule("device", "--device", "", ("cuda",), "use an NVIDIA GPU"),
@@ -101,8 +101,6 @@ def refusals(server_args: sglang_types.ServerArgs) -> list[str]:
         found += [f"NSA_BACKEND_DIVIDED_INDEXER=1: {problem}" for problem in adapter.divided_problems(args)]
     if switched_on("NSA_BACKEND_FEW_EXPERTS") and (problem := few_experts_problem(adapter.device_sm(args.device))):
         found.append(f"NSA_BACKEND_FEW_EXPERTS=1: {problem}")
-    if switched_on("NSA_BACKEND_EXPERT_ACTIVATION") and (problem := expert_activation_problem(adapter.device_sm(args.device))):
-        found.append(f"NSA_BACKEND_EXPERT_ACTIVATION=1: {problem}")
     if adapter.is_rocm():
         found.append("nsa_backend does not serve ROCm: use an NVIDIA GPU, or " + adapter.WAY_BACK)
     return [sentence for sentence in found if sentence]

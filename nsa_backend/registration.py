@@ -44,7 +44,6 @@ def create_backend(runner: sglang_types.ModelRunner) -> NativeSparseAttnBackend:
     adapter.divide_indexer(device_sm)
     if few_experts.wanted(device_sm):
         few_experts.take()
-    if switched_on(expert_activation.SWITCH):
         expert_activation.take()
     if asked("NSA_BACKEND_MOE_CONFIGS") is not False:
         adapter.take_moe_configs()

@@ -68,11 +68,7 @@ DIVIDED_INDEXERS = ("0.5.23",)
 
 
 FEW_EXPERTS = ("0.5.23",)
-"""Releases on which block-FP8 experts of few tokens are two launches unasked, on Hopper."""
-
-
-EXPERT_ACTIVATION = ("0.5.23",)
-"""Releases whose Triton experts can have one launch between both products, on Hopper."""
+"""Releases on which block-FP8 experts of few tokens have this package's launches unasked, on Hopper."""
 
 
 CONTEXT_RANKS = ("0.5.23",)
@@ -127,14 +123,8 @@ def divided_indexer_problem() -> str | None:
 
 
 def few_experts_problem(device_sm: int) -> str | None:
-    """Why experts of few tokens cannot be two launches here, for a user who asks for it, or None; SM is 0 without a GPU."""
+    """Why experts of few tokens cannot have them here, for a user who asks for it, or None; SM is 0 without a GPU."""
     return other_gpu("experts of few tokens are", device_sm) or other_release("experts of few tokens are served", FEW_EXPERTS)
-
-
-def expert_activation_problem(device_sm: int) -> str | None:
-    """Why experts cannot have one launch between both products here, for a user who asks for it, or None; SM likewise."""
-    what = "one launch between products of experts is"
-    return other_gpu(what, device_sm) or other_release(f"{what} served", EXPERT_ACTIVATION)
 
 
 def other_gpu(what_is: str, device_sm: int) -> str | None:

@@ -337,41 +337,20 @@ def few_cell(name: str, rank: Rank, tokens: int) -> dict:
     return named(name, shape, tokens) | found
 
 
-AHEAD = (0, 2, 4, 8, 16, 32)
-"""Blocks whose weights of the second product are asked for while what lies between both is computed."""
-
-
-@dataclass(frozen=True)
-class Between:
-    """A way of this package to have what is around SGLang's products."""
-
-    ahead: int
-    behind_rows: bool = False
-    before: bool = False  # whether one launch is before the first product too
-
-    def __str__(self) -> str:
-        rows, launch = ", behind rows" * self.behind_rows, ", one launch before" * self.before
-        return f"{self.ahead} blocks ahead{rows}{launch}"
-
-
-WAYS_BETWEEN = [
-    Between(ahead, behind, before)
-    for before, behind, ahead in itertools.product((False, True), (False, True), AHEAD)
-    if ahead or not behind
-]
+WAYS_BETWEEN = {"both launches": True, "the launch between": False}
+"""This package's launches around SGLang's products: whether the one before the first is among them."""
 
 
 def between(
-    rank: Rank, x: torch.Tensor, routed: tuple[torch.Tensor, torch.Tensor], lookup: Callable, way: Between
+    rank: Rank, x: torch.Tensor, routed: tuple[torch.Tensor, torch.Tensor], lookup: Callable, before: bool
 ) -> Callable[[], torch.Tensor]:
     """SGLang's experts with this package's launches around both products, as a server has them, and `Rank.call`."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
-    weights = rank.first[0], rank.second[0]
-    options = {"ahead": way.ahead, "behind_rows": way.behind_rows, "filtered": rank.shape.experts < rank.shape.routed}
+    weights, filtered = (rank.first[0], rank.second[0]), rank.shape.experts < rank.shape.routed
 
     def prepared() -> expert_activation.Prepared:
-        if way.before:
+        if before:
             return expert_activation.prepare(x, *weights, routed[1])
         sglangs = fused_moe._prepare_fused_moe_run(x, *weights, routed[1], **expert_activation.FORM)
         return expert_activation.Prepared(*sglangs)
@@ -383,13 +362,13 @@ def between(
         finally:
             fused_moe.try_get_optimal_moe_config = kept
         given = x, *rank.first, *rank.second, *routed, found, torch.empty_like(x)
-        return expert_activation.experts(*given, factor=1.0, **options)
+        return expert_activation.experts(*given, factor=1.0, filtered=filtered)
 
     return run
 
 
 def between_cell(name: str, rank: Rank, tokens: int) -> dict:
-    """SGLang's experts on its tiles and on ours, and with one launch between both products that asks for weights ahead."""
+    """SGLang's experts on its tiles and on ours, and with this package's launches around the products."""
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import try_get_optimal_moe_config
 
     tiles = shipped(rank.shape, tokens)
@@ -397,8 +376,8 @@ def between_cell(name: str, rank: Rank, tokens: int) -> dict:
     x = torch.randn(tokens, rank.shape.hidden, device="cuda").bfloat16()
     routings = [rank.routed(tokens) for _ in range(REPEATS)]
     calls = {way: [rank.call(x, routed, lookup) for routed in routings] for way, lookup in ways.items()}
-    for (way, lookup), ours in itertools.product(ways.items(), WAYS_BETWEEN):
-        calls[f"{way}, {ours}"] = [between(rank, x, routed, lookup, ours) for routed in routings]
+    for (way, lookup), (ours, before) in itertools.product(ways.items(), WAYS_BETWEEN.items()):
+        calls[f"{way}, {ours}"] = [between(rank, x, routed, lookup, before) for routed in routings]
     us, wrong = timed(calls, calls["sglang"][0]().float())
     return named(name, rank.shape, tokens) | {"between_us": us, "wrong": wrong}
 
@@ -497,7 +476,9 @@ def main() -> None:
     parser.add_argument("--configs", type=Path, help=f"to write, as {moe_configs.FILE.name}")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--few", action="store_true", help="this package's two launches beside SGLang's experts, no more tiles")
-    kinds.add_argument("--between", action="store_true", help="one launch between both products beside SGLang's, no more tiles")
+    kinds.add_argument(
+        "--between", action="store_true", help="one launch before and one between products beside SGLang's, no tiles"
+    )
     args = parser.parse_args()
     if (args.few or args.between) and args.configs:
         parser.error("--few and --between compare no tiles that --configs could write: leave one out")

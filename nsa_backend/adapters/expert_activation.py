@@ -6,8 +6,7 @@ experts of 128 `invoke_fused_moe_kernel` does, and what the activation writes is
 values on from one to the next, in every forward, LoRA's too.
 
 Both of SGLang's products take values that are FP8 already, with their scales, whether they copy in bulk or not. So what tells
-rows by expert quantises their input too, of up to ORDERED_TOKENS tokens, and the sequence finds that with the rows' order. The
-switch alone asks for both: no server has run them on a GPU.
+rows by expert quantises their input too, and the sequence finds that with the rows' order.
 """
 
 from __future__ import annotations
@@ -21,25 +20,21 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from nsa_backend.adapters.few_experts import MODULE, SERVED, are_plain, room_for_sums
+from nsa_backend.adapters.few_experts import MODULE, SERVED, SWITCH, are_plain, room_for_sums
 from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
+from nsa_backend.environment import switched_on
 from nsa_backend.kernels import expert_order
 from nsa_backend.kernels.expert_activation import activate, problem
 from nsa_backend.kernels.layer_front_weights import GROUP
 
 logger = logging.getLogger(__name__)
 
-SWITCH = "NSA_BACKEND_EXPERT_ACTIVATION"
-FEWEST_TOKENS = 5
-"""Of a forward. Fewer are two launches (`few_experts`), of most experts."""
-BLOCKS_AHEAD = {256: 8}
-"""Of a forward of up to so many tokens: blocks of rows whose weights of the second product are asked for. A guess."""
-MOST_TOKENS = max(BLOCKS_AHEAD)
-BEHIND_ROWS = False
-"""Whether they are asked for once most rows have their programs."""
-ORDERED_TOKENS = 128
-"""Of a forward, at most, whose rows are told by expert and quantised in one launch; none are where it is 0. A guess."""
+TOKENS = range(5, 129)
+"""Of a forward that has both launches. Fewer are two launches in all (`few_experts`), of most experts."""
+TIMED = {(256, 256), (257, 256)}
+"""Experts of a GPU and their width that have them unasked: an H200 was faster with 8 to 128 tokens (`between_products` of
+benchmarks/results/experts_0_5_23_h200.json). Others, those of --ep-size too, have them where a user asks."""
 
 OF_SEQUENCE = {name: value for name, value in SERVED.items() if name != "inplace"} | {"hooks": None}
 """Of SGLang's sequence, arguments that are served with these values alone; `hooks` are LoRA's."""
@@ -82,10 +77,14 @@ def prepared(
     **form: Any,
 ) -> tuple:  # fmt: skip
     """Around SGLang's choice of tiles and its order of rows: what `Prepared` has."""
-    served = FEWEST_TOKENS <= len(hidden_states) <= ORDERED_TOKENS and form == FORM
-    if not served or not is_ordered(hidden_states, w1, topk_ids):
+    if not has_launches(len(hidden_states), w1) or form != FORM or not is_ordered(hidden_states, w1, topk_ids):
         return original(hidden_states, w1, w2, topk_ids, **form)
     return prepare(hidden_states, w1, w2, topk_ids)
+
+
+def has_launches(tokens: int, first: torch.Tensor) -> bool:
+    """Whether so many tokens have them, of experts with these weights of the first product."""
+    return tokens in TOKENS and ((len(first), first.shape[1] // 2) in TIMED or switched_on(SWITCH))
 
 
 def is_ordered(x: torch.Tensor, first: torch.Tensor, chosen: torch.Tensor) -> bool:
@@ -121,32 +120,25 @@ def sequence(
     original: Callable[..., torch.Tensor], hidden_states: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor:
     """Around SGLang's launches of a layer's experts, behind those that sort rows: bfloat16 [tokens, hidden]."""
-    tokens = len(hidden_states)
-    if not FEWEST_TOKENS <= tokens <= MOST_TOKENS:
+    if len(hidden_states) not in TOKENS:
         return original(hidden_states, *arguments, **options)
     given = signature_of(original).bind(hidden_states, *arguments, **options)
     given.apply_defaults()
     of = given.arguments
-    if not serves(of):
+    if not has_launches(len(hidden_states), of["w1"]) or not serves(of):
         return original(hidden_states, *arguments, **options)
     tell(of["w1"].shape[0], of["w1"].shape[1] // 2)
     before = Prepared(*(of[name] for name in NAMES))
     return experts(
         hidden_states, of["w1"], of["w1_scale"], of["w2"], of["w2_scale"], of["topk_weights"], of["topk_ids"], before,
         hidden_states if of["inplace"] else room_for_sums(hidden_states), factor=of["routed_scaling_factor"],
-        filtered=of["filter_expert"], ahead=blocks_ahead(tokens), behind_rows=BEHIND_ROWS,
+        filtered=of["filter_expert"],
     )  # fmt: skip
 
 
 def serves(of: dict[str, Any]) -> bool:
     """Whether `experts` computes what SGLang's sequence would with these arguments; one choice has no sum there."""
-    hidden, width = of["w1"].shape[2], of["w1"].shape[1] // 2
-    return are_plain(of, OF_SEQUENCE) and of["topk_ids"].shape[1] > 1 and problem(hidden, width) is None
-
-
-def blocks_ahead(tokens: int) -> int:
-    """Of a forward of at most MOST_TOKENS."""
-    return BLOCKS_AHEAD[min(most for most in BLOCKS_AHEAD if most >= tokens)]
+    return are_plain(of, OF_SEQUENCE) and of["topk_ids"].shape[1] > 1 and problem(of["w1"].shape[1] // 2) is None
 
 
 def experts(
@@ -162,8 +154,6 @@ def experts(
     *,
     factor: float | None,
     filtered: bool,
-    ahead: int,
-    behind_rows: bool,
 ) -> torch.Tensor:
     """`out`, with the sums of what block-FP8 experts give, by the launches of SGLang's sequence and ours among them.
 
@@ -173,7 +163,6 @@ def experts(
         prepared: for these choices.
         factor: of the sums, 1 where None.
         filtered: whether experts may be another GPU's.
-        ahead, behind_rows: as `kernels.expert_activation.activate` has them.
     """
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
@@ -186,10 +175,7 @@ def experts(
         values, first, None, both, scales, first_scales, None, shares, chosen, *order, False, choices, tile,
         c_sorted=bulk, b_use_tma=prepared.first_in_bulk, **form,
     )  # fmt: skip
-    values, scales = activate(
-        both, second, chosen, prepared.expert_ids, prepared.padded, block, prepared.sorted_ids if bulk else None, ahead,
-        behind_rows,
-    )  # fmt: skip
+    values, scales = activate(both, chosen, prepared.expert_ids, prepared.padded, block, prepared.sorted_ids if bulk else None)
     given = x.new_empty(tokens, choices, x.shape[1])
     fused_moe.invoke_fused_moe_kernel(
         values, second, None, given, scales, second_scales, None, shares, chosen, *order, True, 1, prepared.second_tile or tile,
@@ -202,6 +188,6 @@ def experts(
 def tell(count: int, width: int) -> None:
     """The log has it once a shape."""
     logger.info(
-        "nsa_backend: experts of %d to %d tokens have one launch between both products, up to %d one before, %d experts of %d",
-        FEWEST_TOKENS, MOST_TOKENS, ORDERED_TOKENS, count, width,
+        "nsa_backend: experts of %d to %d tokens have one launch before both products and one between, %d experts of %d",
+        TOKENS.start, TOKENS.stop - 1, count, width,
     )  # fmt: skip

@@ -208,10 +208,10 @@ def few_experts() -> dict[str, dict]:
             used = resources(down_kernel, fixed | lanes | last, more=types, num_warps=tile.sum_warps)
             used |= {"programs": 6 if tile.by_lane else 3, "threads": 128}
         found[f"{of}, sums{', weights read ahead' * tile.ahead}"] = used
-    types = {"both_ptr": "*bf16", "values_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
+    types = {"both_ptr": "*bf16", "values_ptr": "*fp8e4nv"}
     types |= dict.fromkeys(("chosen_ptr", "sorted_ptr", "padded_ptr", "expert_ptr"), "*i32")
     for width, in_blocks in ((128, False), (256, False), (256, True), (2048, True)):
-        between = {"WIDTH": width, "EXPERT": 7168 * width, "SORTED": in_blocks, "COMPILED": True}
+        between = {"WIDTH": width, "SORTED": in_blocks, "COMPILED": True}
         used = resources(activate_kernel, between, more=types) | {"programs": 8}
         found[f"experts of {width}, between products{', in blocks' * in_blocks}, order read ahead"] = used
     types = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv"}

@@ -16,10 +16,10 @@ from nsa_backend import registration
 from nsa_backend.adapters import expert_activation, few_experts
 from nsa_backend.kernels.few_experts_torch import few_experts_torch
 from nsa_backend.kernels.layer_front_weights import GROUP
-from nsa_backend.releases import EXPERT_ACTIVATION, installed
+from nsa_backend.releases import FEW_EXPERTS, installed
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
 
-if installed() not in EXPERT_ACTIVATION:
+if installed() not in FEW_EXPERTS:
     pytest.skip("the runner of this release is another", allow_module_level=True)
 
 HIDDEN, EXPERTS, CHOICES, BLOCK = 256, 9, 3, 16
@@ -90,13 +90,12 @@ def runner(monkeypatch, server):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Of every launch between both products, how many blocks it asks for."""
+    """Of every launch between both products, its rows."""
     seen, activate = [], expert_activation.activate
-    names = list(inspect.signature(activate).parameters)
 
-    def spy(*arguments: object) -> tuple:
-        seen.append(dict(zip(names, arguments, strict=True))["ahead"])
-        return activate(*arguments)
+    def spy(both: torch.Tensor, *arguments: object) -> tuple:
+        seen.append(len(both))
+        return activate(both, *arguments)
 
     monkeypatch.setattr(expert_activation, "activate", spy)
     return seen
@@ -139,7 +138,7 @@ def test_experts_are_right(runner, launched, width, bulk, alone, elsewhere):
     runner.bulk, runner.alone = bulk, alone
     found = runner.module.fused_experts_impl(**given).float()
     wanted = of_twin(given)
-    assert launched == [8]
+    assert len(launched) == 1
     assert found.isfinite().all()
     assert (found - wanted).norm() <= TOO_FAR * wanted.norm()
 
@@ -151,7 +150,7 @@ def test_one_launch_tells_rows_by_expert_and_quantises(runner, launched, bulk, a
     runner.bulk, runner.alone = bulk, alone
     found = runner.module.fused_experts_impl(**given).float()
     wanted = of_twin(given)
-    assert (launched, runner.sorted) == ([8], [])
+    assert (len(launched), runner.sorted) == (1, [])
     assert (found - wanted).norm() <= TOO_FAR * wanted.norm()
 
 
@@ -175,7 +174,7 @@ def test_tiles_and_order_are_those_that_sglang_chooses(runner):
     "change",
     [
         {"hidden_states": torch.zeros(4, 1024, dtype=torch.bfloat16)},
-        {"hidden_states": torch.zeros(expert_activation.ORDERED_TOKENS + 1, 1024, dtype=torch.bfloat16)},
+        {"hidden_states": torch.zeros(expert_activation.TOKENS.stop, 1024, dtype=torch.bfloat16)},
         {"hidden_states": torch.zeros(6, 1024, dtype=torch.float16)},
         {"hidden_states": torch.zeros(6, HIDDEN, dtype=torch.bfloat16)},
         {"topk_ids": torch.zeros(6, CHOICES, dtype=torch.int64)},
@@ -184,7 +183,8 @@ def test_tiles_and_order_are_those_that_sglang_chooses(runner):
         {"block_shape": None},
     ],
 )
-def test_other_rows_are_told_by_sglangs_launches(change):
+def test_other_rows_are_told_by_sglangs_launches(monkeypatch, change):
+    monkeypatch.setenv(few_experts.SWITCH, "1")
     given = {name: value for name, value in arguments(hidden=1024).items() if name in ("hidden_states", "w1", "w2", "topk_ids")}
     given |= expert_activation.FORM | change
     asked = []
@@ -212,15 +212,15 @@ def test_few_tokens_are_two_launches_and_many_are_sglangs(monkeypatch, runner, l
     few = []
     monkeypatch.setattr(few_experts.kernels, "few_experts", lambda x, *_, out, **__: few.append(len(x)) or out)
     monkeypatch.setattr(few_experts.kernels, "problem", lambda hidden, width: None)
-    monkeypatch.setattr(expert_activation, "experts", lambda x, *_, ahead, **__: launched.append(len(x)))
+    monkeypatch.setattr(expert_activation, "experts", lambda x, *_, **__: launched.append(len(x)))
     monkeypatch.setattr(
         runner.module, "_fused_moe_kernel_sequence", partial(expert_activation.sequence, sglangs(runner.module))
     )
-    counts = 1, 2, 3, 4, 5, 8, 33, 256, 257
+    counts = 1, 2, 3, 4, 5, 8, 33, 128, 129
     found = {tokens: runner.module.fused_experts_impl(**arguments(tokens, 128)) for tokens in counts}
     assert few == [1, 2]
-    assert launched == [5, 8, 33, 256]
-    assert [tokens for tokens, of in found.items() if isinstance(of, str)] == [3, 4, 257]
+    assert launched == [5, 8, 33, 128]
+    assert [tokens for tokens, of in found.items() if isinstance(of, str)] == [3, 4, 129]
 
 
 def sglangs(module) -> object:
@@ -328,15 +328,33 @@ def test_the_log_has_it_once(caplog, left):
         assert not left(arguments())
         assert not left(arguments(33))
     (line,) = (record.getMessage() for record in caplog.records)
-    what = "experts of 5 to 256 tokens have one launch between both products, up to 128 one before"
+    what = "experts of 5 to 128 tokens have one launch before both products and one between"
     assert line == f"nsa_backend: {what}, 9 experts of 256"
 
 
-@pytest.mark.parametrize(("said", "hooked"), [(None, []), ("0", []), ("1", ["taken"])])
-def test_a_server_has_it_where_it_is_asked_for(monkeypatch, said, hooked):
-    """Behind the switch alone, and at the function that both of SGLang's runners look up."""
+@pytest.mark.parametrize(
+    ("said", "experts", "width", "served"),
+    [(None, 256, 256, True), (None, 257, 256, True), (None, 256, 512, False), (None, 32, 256, False), ("1", 32, 256, True)],
+)
+def test_who_asks_for_nothing_has_them_of_experts_that_were_timed(monkeypatch, said, experts, width, served):
+    """Both hooks look, each at the weights that it is given."""
+    monkeypatch.setenv(few_experts.SWITCH, said) if said else monkeypatch.delenv(few_experts.SWITCH, raising=False)
+    monkeypatch.setattr(expert_activation, "prepare", lambda *_: "ours")
+    monkeypatch.setattr(expert_activation, "serves", lambda of: True)
+    monkeypatch.setattr(expert_activation, "experts", lambda *_, **__: "ours")
+    x, first = torch.zeros(6, 1024, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.float8_e4m3fn)
+    first = first.expand(experts, 2 * width, 1024)
+    chosen = torch.zeros(6, CHOICES, dtype=torch.int32)
+    found = expert_activation.prepared(lambda *_, **__: SGLANGS, x, first, first, chosen, **expert_activation.FORM)
+    module = import_module(few_experts.MODULE)
+    left = sglangs(module)
+    of = dict.fromkeys(signature(module).parameters) | {"hidden_states": x, "w1": first, "inplace": True}
+    assert [found, expert_activation.sequence(left, **of)] == ["ours" if served else SGLANGS] * 2
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_server_has_them_where_few_experts_are_wanted(monkeypatch, wanted):
     found = []
-    monkeypatch.setenv(expert_activation.SWITCH, said) if said else monkeypatch.delenv(expert_activation.SWITCH, raising=False)
     backend = SimpleNamespace(config=SimpleNamespace(attention=SimpleNamespace(device_sm=90)))
     monkeypatch.setattr(registration, "NativeSparseAttnBackend", lambda runner: backend)
     monkeypatch.setattr(registration, "adapter", SimpleNamespace(**dict.fromkeys(
@@ -344,10 +362,11 @@ def test_a_server_has_it_where_it_is_asked_for(monkeypatch, said, hooked):
         lambda *_: None,
     )))  # fmt: skip
     monkeypatch.setattr(registration, "wants_layer_fronts", lambda: False)
-    monkeypatch.setattr(registration.few_experts, "wanted", lambda device_sm: False)
-    monkeypatch.setattr(registration.expert_activation, "take", lambda: found.append("taken"))
+    monkeypatch.setattr(registration.few_experts, "wanted", lambda device_sm: wanted)
+    for part in ("few_experts", "expert_activation"):
+        monkeypatch.setattr(getattr(registration, part), "take", lambda part=part: found.append(part))
     registration.create_backend(SimpleNamespace(is_draft_worker=True, token_to_kv_pool=None))
-    assert found == hooked
+    assert found == (["few_experts", "expert_activation"] if wanted else [])
 
 
 def test_the_hook_is_where_sglangs_runners_look(monkeypatch):

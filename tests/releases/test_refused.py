@@ -15,7 +15,6 @@ from nsa_backend.adapters.option_rules import OFF
 from nsa_backend.refusals import RULES, refusals
 from nsa_backend.releases import (
     DIVIDED_INDEXERS,
-    EXPERT_ACTIVATION,
     FEW_EXPERTS,
     ROUND_WARM_UP,
     installed,
@@ -173,11 +172,7 @@ def test_a_front_in_two_launches(arguments, monkeypatch):
 
 @pytest.mark.parametrize(
     ("switch", "served_on"),
-    [
-        ("NSA_BACKEND_DIVIDED_INDEXER", DIVIDED_INDEXERS),
-        ("NSA_BACKEND_FEW_EXPERTS", FEW_EXPERTS),
-        ("NSA_BACKEND_EXPERT_ACTIVATION", EXPERT_ACTIVATION),
-    ],
+    [("NSA_BACKEND_DIVIDED_INDEXER", DIVIDED_INDEXERS), ("NSA_BACKEND_FEW_EXPERTS", FEW_EXPERTS)],
 )
 def test_what_was_measured_on_one_release_alone(arguments, monkeypatch, switch, served_on):
     monkeypatch.setenv(switch, "1")
@@ -191,18 +186,12 @@ def test_what_was_measured_on_one_release_alone(arguments, monkeypatch, switch, 
 
 
 @pytest.mark.skipif(installed() not in FEW_EXPERTS, reason="the release is refused before the GPU")
-@pytest.mark.parametrize(
-    ("switch", "what"),
-    [
-        ("NSA_BACKEND_FEW_EXPERTS", "experts of few tokens are"),
-        ("NSA_BACKEND_EXPERT_ACTIVATION", "one launch between products of experts is"),
-    ],
-)
-def test_launches_of_experts_are_of_hopper(arguments, monkeypatch, switch, what):
-    monkeypatch.setenv(switch, "1")
+def test_launches_of_experts_are_of_hopper(arguments, monkeypatch):
+    monkeypatch.setenv("NSA_BACKEND_FEW_EXPERTS", "1")
     monkeypatch.setattr(adapter, "device_sm", lambda device: 100)
     (sentence,) = refusals(arguments())
-    assert sentence == f"{switch}=1: {what} served on Hopper (SM90) and this device is SM100: unset it"
+    what = "experts of few tokens are served on Hopper (SM90)"
+    assert sentence == f"NSA_BACKEND_FEW_EXPERTS=1: {what} and this device is SM100: unset it"
 
 
 def test_the_warm_up_of_rounds_in_one_graph(arguments, monkeypatch):
