@@ -8,7 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from context_tables import lost_by_two_ranks
-from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks, lost_to_vllm
+from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks, lost_to_vllm, percent
 from result_files import Parts, reports, result, spread, table
 
 from nsa_backend.adapters.few_experts import MOST_TOKENS
@@ -259,15 +259,14 @@ def experts_over_bytes() -> str:
 
 
 FEW_OF_RANKS = {
-    "v3.2-tp8": (8, "DeepSeek-V3.2"), "v3.2-tp16": (8, "16 GPUs"), "v3.2-tp4": (8, "4 GPUs"), "v3.2-ep8": (8, "EP 8"),
-    "glm-5-tp8": (9, "GLM-5"),
+    "v3.2-tp8": (8, "DeepSeek-V3.2"), "v3.2-tp16": (8, "16 GPUs"), "v3.2-tp4": (8, "4 GPUs"), "glm-5-tp8": (9, "GLM-5"),
 }  # fmt: skip
-"""Experts that a token chooses, and what pages call them."""
+"""Experts that a token chooses, and what pages call them; those of expert parallel serve who asks."""
 
 
 @PARTS.part
 def few_experts() -> str:
-    """A row a rank: two launches over SGLang's experts by tokens, in brackets where SGLang's serve."""
+    """A row a rank: two launches over SGLang's experts by tokens, in brackets where they do not serve."""
     rows = result("experts_0_5_23", "few_tokens")["rows"]
     counts = sorted({row["tokens"] for row in rows})
 
@@ -280,6 +279,13 @@ def few_experts() -> str:
         [words, *(over(row, choices) for row in rows if row["rank"] == rank)] for rank, (choices, words) in FEW_OF_RANKS.items()
     ]
     return table(["tokens:", *map(str, counts)], found)
+
+
+@PARTS.part
+def between_products() -> str:
+    """What a launch before the products and one between save of a layer's experts with this package's tiles."""
+    times = [row["between_us"] for row in result("experts_0_5_23", "between_products")["rows"]]
+    return percent(us["shipped, both launches"] / us["shipped"] for us in times)
 
 
 VALUES_TOGETHER = "ours with values in one launch, to o_proj"
