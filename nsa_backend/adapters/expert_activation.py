@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from nsa_backend.adapters.few_experts import MODULE, SERVED, SWITCH, are_plain, room_for_sums
+from nsa_backend.adapters.few_experts import MODULE, MOST_OF_LAUNCHES, SERVED, SWITCH, are_plain, room_for_sums
 from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.environment import switched_on
@@ -30,7 +30,7 @@ from nsa_backend.kernels.layer_front_weights import GROUP
 
 logger = logging.getLogger(__name__)
 
-TOKENS = range(5, 129)
+TOKENS = range(5, MOST_OF_LAUNCHES + 1)
 """Of a forward that has both launches. Fewer are two launches in all (`few_experts`), of most experts."""
 TIMED = {(256, 256), (257, 256)}
 """Experts of a GPU and their width that have them unasked: an H200 was faster with 8 to 128 tokens (`between_products` of

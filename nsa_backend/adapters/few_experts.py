@@ -33,6 +33,8 @@ MOST_TOKENS = {(8, 128): 8, (8, 256): 4, (9, 256): 2, (8, 512): 2}
 """Of a forward, by the experts that each token chooses and their width: with these an H200 was faster than with SGLang's."""
 MOST_ASKED = 2
 """Of a forward, of any other experts where a user asks for the launches."""
+MOST_OF_LAUNCHES = 128
+"""Of a forward whose experts may have any launches of this package, `expert_activation`'s too."""
 
 SERVED = {
     "activation": "silu", "is_gated": True, "use_fp8_w8a8": True, "block_shape": [GROUP, GROUP],
@@ -79,12 +81,12 @@ def apart(
     *arguments: Any,
     **options: Any,
 ) -> torch.Tensor:
-    """Around what chooses where sums go: those of few tokens never in the place of `hidden_states`.
+    """Around what chooses where sums go: behind launches of this package never in the place of `hidden_states`.
 
     In captured forwards the shared expert reads that on another stream (`DeepseekV2MoE.forward_normal_dual_stream`), and no
-    event says that it has when sums are written: SGLang's come seven launches later, ours one.
+    event says that it has when sums are written: SGLang's come seven launches later, ours fewer.
     """
-    if moe_runner_config.inplace and len(hidden_states) <= max(MOST_TOKENS.values()):
+    if moe_runner_config.inplace and len(hidden_states) <= MOST_OF_LAUNCHES:
         moe_runner_config = dataclasses.replace(moe_runner_config, inplace=False)
     return original(hidden_states, w1, w2, topk_output, moe_runner_config, *arguments, **options)
 

@@ -366,8 +366,10 @@ def test_who_asks_for_nothing_has_them_where_they_were_timed(monkeypatch, said, 
     assert few_experts.wanted(device_sm) is wanted
 
 
-@pytest.mark.parametrize(("tokens", "inplace", "handed"), [(8, True, False), (9, True, True), (8, False, False)])
-def test_sums_of_few_tokens_have_a_place_of_their_own(tokens, inplace, handed):
+@pytest.mark.parametrize(
+    ("tokens", "inplace", "handed"), [(8, True, False), (128, True, False), (129, True, True), (8, False, False)]
+)
+def test_sums_behind_our_launches_have_a_place_of_their_own(tokens, inplace, handed):
     """SGLang's shared expert reads their input on another stream. A layer's own config stays as it is."""
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
 
