@@ -5,17 +5,31 @@ They are parts of the launches of `layer_front`, for forwards whose latents SGLa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from nsa_backend.kernels.checks import check_tensor, require
 from nsa_backend.kernels.dependent_launch import early, wait_for_kernel_ahead
-from nsa_backend.kernels.layer_front import HEADS, INDEX_PAGE_BYTES
+from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
 from nsa_backend.kernels.layer_front_kernel import INDEX_PAGE_BYTES as PAGE_BYTES_OF_KERNEL
 from nsa_backend.kernels.layer_front_kernel import PAGE, quantise_index_query, write_index_key
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program has of a row. One warp needs no barrier between the steps of a Hadamard rotation."""
+
+    heads: int = 8
+    warps: int = 1
+
+
+FASTEST = Tile()
+"""On an H200, with 1024 to 8192 rows."""
 
 
 @triton.jit(do_not_specialize=["positions_ptr"])
@@ -75,7 +89,7 @@ def index_keys_kernel(
 
 
 def index_queries(
-    query: torch.Tensor, gates: torch.Tensor, weights: FrontWeights, positions: torch.Tensor
+    query: torch.Tensor, gates: torch.Tensor, weights: FrontWeights, positions: torch.Tensor, tile: Tile = FASTEST
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate index queries by RoPE and Hadamard, quantise them, and weigh their gates with the scales; one launch.
 
@@ -84,6 +98,7 @@ def index_queries(
         gates: float32 [rows, index heads], heads dense: what weights_proj gives.
         weights: of the layer, whose `problem()` is None and whose index heads SGLang does not fuse.
         positions: int64 [rows], contiguous.
+        tile: of the programs.
 
     Returns:
         (FP8 [rows, index heads, GROUP], float32 [rows, index heads, 1] that weigh the heads' logits), contiguous.
@@ -93,7 +108,7 @@ def index_queries(
     """
     rows, heads = query.shape[:2]
     _refuse_fused(weights)
-    require(heads % HEADS == 0, "query", query, f"of a multiple of {HEADS} heads", "a program takes so many")
+    require(heads % tile.heads == 0, "query", query, f"of a multiple of {tile.heads} heads", "a program takes so many")
     check_tensor("query", query, torch.bfloat16, (rows, heads, GROUP))
     dense = gates.shape == (rows, heads) and gates.dtype == torch.float32 and gates.stride(1) == 1
     require(dense, "gates", gates, f"float32 [{rows}, {heads}] with dense heads", "the kernel would misread it")
@@ -101,10 +116,11 @@ def index_queries(
     quantised = torch.empty(rows, heads, GROUP, dtype=torch.float8_e4m3fn, device=query.device)
     weighed = torch.empty(rows, heads, 1, dtype=torch.float32, device=query.device)
     if rows:
-        index_queries_kernel[(rows, heads // HEADS)](
+        index_queries_kernel[(rows, heads // tile.heads)](
             query, gates, gates.stride(0), weights.index_cos_sin, positions, quantised, weighed, INDEX_HEADS=heads,
-            ROPE=weights.rope, QUERY_STRIDE=query.stride(0), HEADS=HEADS, GATE_SCALE=heads**-0.5, SOFTMAX_SCALE=GROUP**-0.5,
-            NEOX=weights.index_neox, COMPILED=query.is_cuda, **early(query.is_cuda),
+            ROPE=weights.rope, QUERY_STRIDE=query.stride(0), HEADS=tile.heads, GATE_SCALE=heads**-0.5,
+            SOFTMAX_SCALE=GROUP**-0.5, NEOX=weights.index_neox, COMPILED=query.is_cuda, num_warps=tile.warps,
+            **early(query.is_cuda),
         )  # fmt: skip
     return quantised, weighed
 

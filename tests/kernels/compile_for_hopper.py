@@ -177,7 +177,7 @@ def index_rows() -> dict[str, dict]:
     fixed = {"ROPE": 64, "NEOX": True, "COMPILED": True}
     scales = {"GATE_SCALE": 64**-0.5, "SOFTMAX_SCALE": 128**-0.5}
     queries = {"INDEX_HEADS": 64, "QUERY_STRIDE": 64 * 128, "HEADS": 8} | scales
-    used = resources(index_queries_kernel, fixed | queries, more={"weights_ptr": "*fp32"})
+    used = resources(index_queries_kernel, fixed | queries, more={"weights_ptr": "*fp32"}, num_warps=1)
     types = {"weight_ptr": "*fp32", "bias_ptr": "*fp32", "eps": "fp32", "slots_ptr": "*i64"}
     return {
         "front, index queries": used | {"programs": 8},

@@ -1,0 +1,79 @@
+"""Index queries and keys of prefills of DeepSeek-V3.2: our launches by tile, beside two of the kernels that SGLang has there.
+
+    python benchmarks/tuning/index_rows.py OUT.json [--rows 1024 4096 8192]
+
+SGLang's are the Hadamard rotation and the quantisation of queries; RoPE, gates and the keys' kernels are not timed. Tiles are
+compared bit by bit before they are timed. OUT.json is written after every number of rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+
+import torch
+import triton
+
+from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
+from nsa_backend.kernels.index_rows import FASTEST, Tile, index_queries, store_index_keys
+from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
+from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights
+from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.testing.process import start_sglang
+
+HEADS, ROPE, POSITIONS = 64, 64, 163840
+TILES = [Tile(heads, warps) for heads, warps in itertools.product((8, 16, 32, 64), (1, 2, 4, 8))]
+
+
+def weights() -> FrontWeights:
+    """Of a layer, but for its latents' norms, which are not used."""
+    angles = torch.rand(POSITIONS, ROPE // 2, device="cuda") * 6.28
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    norm, unused = torch.ones(GROUP, device="cuda"), torch.ones(512, device="cuda").bfloat16()
+    return FrontWeights(unused, unused, norm, norm - 1, table, table, 1e-6, 1e-6, 1e-6, False, index_neox=True)
+
+
+def microseconds(call) -> float:
+    return round(triton.testing.do_bench(call, warmup=5, rep=30) * 1000, 1)
+
+
+def measure(rows: int) -> dict:
+    """Microseconds of each way, and which tiles differ from the one that serves."""
+    from sglang.kernels.ops.quantization.act_quant_triton import act_quant
+    from sglang.srt.layers.attention.dsa.dsa_indexer import rotate_activation
+
+    of_layer, positions = weights(), torch.randint(0, POSITIONS, (rows,), device="cuda")
+    query, gates = torch.randn(rows, HEADS, GROUP, device="cuda").bfloat16(), torch.randn(rows, HEADS, device="cuda")
+    key, slots = torch.randn(rows, GROUP, device="cuda").bfloat16(), PAGE_SIZE + torch.randperm(rows, device="cuda")
+    cache = torch.zeros(rows // PAGE_SIZE + 2, INDEX_PAGE_BYTES, dtype=torch.uint8, device="cuda")
+    us = {
+        "keys": microseconds(lambda: store_index_keys(key, of_layer, positions, slots, cache)),
+        "sglang hadamard": microseconds(lambda: rotate_activation(query)),
+        "sglang act_quant": microseconds(lambda: act_quant(query, GROUP, "ue8m0")),
+    }
+    wanted, wrong = index_queries(query, gates, of_layer, positions, FASTEST), []
+    for tile in TILES:
+        call = lambda tile=tile: index_queries(query, gates, of_layer, positions, tile)  # noqa: E731
+        if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(call(), wanted, strict=True)):
+            wrong.append(str(tile))
+        us[str(tile)] = microseconds(call)
+    return {"rows": rows, "us": us, "wrong": wrong}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rows", type=int, nargs="+", default=(1024, 4096, 8192))
+    args = parser.parse_args()
+    start_sglang()
+    found: list[dict] = []
+    for rows in args.rows:
+        found.append(measure(rows))
+        write_report(args.out, {"environment": environment(), "rows": found})
+        print(rows, "rows, wrong:", found[-1]["wrong"], flush=True)
+        print_table(("way", "us"), sorted(found[-1]["us"].items(), key=lambda way: way[1]))
+
+
+if __name__ == "__main__":
+    main()
