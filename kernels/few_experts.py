@@ -40,9 +40,7 @@ class Tile:
     warps: int = 4
     sums: int = 8  # values of a token
     sum_warps: int = 4  # twice as many from sixteen choices on
-    by_choice: int = 0  # stages of the second launch where it takes one choice after the other
     ahead: bool = False  # whether the second launch reads its weights before the first has ended, of two groups of values
-    by_lane: bool = False  # whether threads add up what they load at once, to keep fewer sums and leave room for more programs
 
 
 class Expert(NamedTuple):
@@ -55,10 +53,8 @@ class Expert(NamedTuple):
     scales: Scales = Scales.EXACT  # of both inputs; those of the others' are exact
 
 
-ONE_ALONE = Tile(values=4, step=1024, ahead=True, by_lane=True)
-SOME_ALONE = Tile(by_lane=True)
-TWO_BESIDE = Tile(values=4, step=1024, ahead=True)
-SOME_BESIDE = Tile(values=16, step=256, stages=4, sums=32, by_choice=3)
+ONE = Tile(values=4, step=1024, ahead=True)
+SOME = Tile()
 
 LANE = tl.constexpr(16)
 """FP8 values that a thread loads at once."""
@@ -66,7 +62,10 @@ LANE = tl.constexpr(16)
 
 @triton.jit
 def added_by_lane(products, LANE: tl.constexpr):
-    """float32 [..., step] of two or three dimensions, added up over every LANE values of the last one."""
+    """float32 [..., step] of two or three dimensions, added up over every LANE values of the last one.
+
+    Threads so keep fewer sums, and more programs have room.
+    """
     shape: tl.constexpr = products.shape
     if len(shape) == 3:
         return tl.sum(tl.reshape(products, (shape[0], shape[1], shape[2] // LANE, LANE)), axis=3)
@@ -102,7 +101,6 @@ def gate_up_kernel(
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Program (choice of a token, the shared expert last, and block of values). All tensors contiguous."""
@@ -124,8 +122,7 @@ def gate_up_kernel(
                 weight, scales = shared_ptr, shared_scales_ptr
         gates, gate_scales = weight + rows, scales + block * VALUES // GROUP_OF_KERNEL * of_hidden + group
         x = x_ptr + token * HIDDEN + group[:, None] * GROUP_OF_KERNEL + inside[None, :]
-        kept: tl.constexpr = STEP // LANE if LANES else STEP
-        gate, up = tl.zeros([VALUES, kept], tl.float32), tl.zeros([VALUES, kept], tl.float32)
+        gate, up = tl.zeros([VALUES, STEP // LANE], tl.float32), tl.zeros([VALUES, STEP // LANE], tl.float32)
         for start in tl.range(0, HIDDEN, STEP, num_stages=STAGES):
             values, scale = quantised_for(tl.load(x + start).to(tl.float32), of_token == CHOSEN, POWERS, COMPILED)
             gate_scale = tl.load(gate_scales + start // GROUP_OF_KERNEL)[:, None] * scale
@@ -133,10 +130,8 @@ def gate_up_kernel(
             values = values.to(tl.float32)
             of_gate = tl.load(gates + start).to(tl.float32) * tl.reshape(values * gate_scale, (1, STEP))
             of_up = tl.load(gates + WIDTH * HIDDEN + start).to(tl.float32) * tl.reshape(values * up_scale, (1, STEP))
-            if LANES:
-                of_gate, of_up = added_by_lane(of_gate, LANE), added_by_lane(of_up, LANE)
-            gate += of_gate
-            up += of_up
+            gate += added_by_lane(of_gate, LANE)
+            up += added_by_lane(of_up, LANE)
         opened, passed = rounded(tl.sum(gate, axis=1)), rounded(tl.sum(up, axis=1))
         inner = opened / (1.0 + tl.exp(-opened)) * passed
         tl.store(inner_ptr + row * WIDTH + block * VALUES + tl.arange(0, VALUES), inner.to(tl.bfloat16))
@@ -160,7 +155,6 @@ def down_kernel(
     POWERS: tl.constexpr,
     SUMS: tl.constexpr,
     AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Program (token, block of values). All tensors contiguous. Choices are taken by powers of two, nine as eight and one."""
@@ -172,22 +166,19 @@ def down_kernel(
         if CHOSEN // (16 >> bit) % 2:
             summed += sum_of_some(
                 inner_ptr + token * (CHOSEN + SHARED) * WIDTH, weight_ptr, scales_ptr, shares_ptr + token * CHOSEN,
-                chosen_ptr + token * CHOSEN, block, CHOSEN, 16 >> bit, HIDDEN, WIDTH, SUMS, AHEAD, LANES, COMPILED,
+                chosen_ptr + token * CHOSEN, block, CHOSEN, 16 >> bit, HIDDEN, WIDTH, SUMS, AHEAD, COMPILED,
             )  # fmt: skip
     summed *= factor
     if SHARED:
         inner = inner_ptr + (token * (CHOSEN + SHARED) + CHOSEN) * WIDTH
-        summed = rounded(summed) + sum_of_one(
-            inner, shared_ptr, shared_scales_ptr, 1.0, True, block, WIDTH, POWERS, SUMS, COMPILED
-        )
+        summed = rounded(summed) + sum_of_shared(inner, shared_ptr, shared_scales_ptr, block, WIDTH, POWERS, SUMS, COMPILED)
     tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), summed.to(tl.bfloat16))
 
 
 @triton.jit
 def sum_of_some(
     inner_ptr, weight_ptr, scales_ptr, shares_ptr, chosen_ptr, block, CHOSEN: tl.constexpr, SOME: tl.constexpr,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SUMS: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
-    COMPILED: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SUMS: tl.constexpr, AHEAD: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """float32 [SUMS]: what the SOME choices of a token behind all larger powers of two in CHOSEN give.
 
@@ -203,7 +194,7 @@ def sum_of_some(
     weights = weight_ptr + (expert * (HIDDEN * WIDTH))[:, None, None] + rows
     scales = scales_ptr + expert * (HIDDEN // GROUP_OF_KERNEL * of_width) + block * SUMS // GROUP_OF_KERNEL * of_width
     inner = inner_ptr + (choice * WIDTH)[:, None] + inside[None, :]
-    total = tl.zeros([SOME, SUMS, GROUP_OF_KERNEL // LANE if LANES else GROUP_OF_KERNEL], tl.float32)
+    total = tl.zeros([SOME, SUMS, GROUP_OF_KERNEL // LANE], tl.float32)
     if read_ahead:
         left = tl.load(weights, there[:, None, None], 0.0)
         right = tl.load(weights + GROUP_OF_KERNEL, there[:, None, None], 0.0)
@@ -217,71 +208,33 @@ def sum_of_some(
         else:
             weight = tl.load(weights + group * GROUP_OF_KERNEL, there[:, None, None], 0.0)
         products = weight.to(tl.float32) * (values.to(tl.float32) * scale)[:, None, :]
-        total += added_by_lane(products, LANE) if LANES else products
+        total += added_by_lane(products, LANE)
     share = tl.load(shares_ptr + choice, there, 0.0)
     return tl.sum(rounded(tl.sum(total, axis=2) * share[:, None]), axis=0)
 
 
 @triton.jit
-def sum_of_one(
-    inner_ptr, weight_ptr, scales_ptr, share, there, block, WIDTH: tl.constexpr, POWERS: tl.constexpr, SUMS: tl.constexpr,
+def sum_of_shared(
+    inner_ptr, weight_ptr, scales_ptr, block, WIDTH: tl.constexpr, POWERS: tl.constexpr, SUMS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """float32 [SUMS]: what one expert gives to these values; WIDTH is a power of two."""
+    """float32 [SUMS]: what a token's shared expert gives to these values; WIDTH is a power of two."""
     of_width: tl.constexpr = WIDTH // GROUP_OF_KERNEL
     group, inside, at = tl.arange(0, of_width), tl.arange(0, GROUP_OF_KERNEL), tl.arange(0, WIDTH)
-    x = tl.load(inner_ptr + group[:, None] * GROUP_OF_KERNEL + inside[None, :], there, 0.0)
-    weight = tl.load(weight_ptr + (block * SUMS + tl.arange(0, SUMS))[:, None] * WIDTH + at[None, :], there, 0.0)
-    scales = tl.load(scales_ptr + block * SUMS // GROUP_OF_KERNEL * of_width + group, there, 0.0)
-    values, scale = quantised(x.to(tl.float32), POWERS, COMPILED)
+    x = tl.load(inner_ptr + group[:, None] * GROUP_OF_KERNEL + inside[None, :]).to(tl.float32)
+    weight = tl.load(weight_ptr + (block * SUMS + tl.arange(0, SUMS))[:, None] * WIDTH + at[None, :])
+    scales = tl.load(scales_ptr + block * SUMS // GROUP_OF_KERNEL * of_width + group)
+    values, scale = quantised(x, POWERS, COMPILED)
     values = tl.reshape(values.to(tl.float32) * (scale * scales[:, None]), (1, WIDTH))
-    return rounded(tl.sum(weight.to(tl.float32) * values, axis=1) * share)
+    return rounded(tl.sum(weight.to(tl.float32) * values, axis=1))
 
 
-@triton.jit
-def down_by_choice_kernel(
-    inner_ptr, weight_ptr, scales_ptr, chosen_ptr, shares_ptr, out_ptr, shared_ptr, shared_scales_ptr, factor,
-    CHOSEN: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SHARED: tl.constexpr, POWERS: tl.constexpr,
-    SUMS: tl.constexpr, STAGES: tl.constexpr, COMPILED: tl.constexpr,
-):  # fmt: skip
-    """As `down_kernel`, one choice after the other, the weights of the next ones under way; WIDTH is a power of two."""
-    wait_for_kernel_ahead(COMPILED)
-    token, block = tl.program_id(0), tl.program_id(1)
-    of_scales: tl.constexpr = HIDDEN // GROUP_OF_KERNEL * (WIDTH // GROUP_OF_KERNEL)
-    inner = inner_ptr + token * (CHOSEN + SHARED) * WIDTH
-    summed = tl.zeros([SUMS], tl.float32)
-    for choice in tl.range(0, CHOSEN, num_stages=STAGES):
-        expert = tl.load(chosen_ptr + token * CHOSEN + choice).to(tl.int64)
-        there = expert >= 0
-        share = tl.load(shares_ptr + token * CHOSEN + choice, there, 0.0)
-        summed += sum_of_one(
-            inner + choice * WIDTH, weight_ptr + expert * (HIDDEN * WIDTH), scales_ptr + expert * of_scales, share, there,
-            block, WIDTH, False, SUMS, COMPILED,
-        )  # fmt: skip
-    summed *= factor
-    if SHARED:
-        inner += CHOSEN * WIDTH
-        summed = rounded(summed) + sum_of_one(
-            inner, shared_ptr, shared_scales_ptr, 1.0, True, block, WIDTH, POWERS, SUMS, COMPILED
-        )
-    tl.store(out_ptr + token * HIDDEN + block * SUMS + tl.arange(0, SUMS), summed.to(tl.bfloat16))
+def tile_for(tokens: int) -> Tile:
+    """The fastest one on an H200, or within 2 % of it."""
+    return ONE if tokens == 1 else SOME
 
 
-def tile_for(tokens: int, choices: int, width: int) -> Tile:
-    """The fastest one on an H200; a shared expert counts as a choice.
-
-    Eight of DeepSeek-V3.2 leave its shared expert to SGLang, which has it on another stream meanwhile. By lane a server's
-    tokens of two and four requests, and rounds that verify four rows, take 1 to 4 % longer, by SGLang's of each run,
-    though the launches alone take less (rank_v32_tp8_0_5_23_h200: few_experts, few_experts_by_lane).
-    """
-    if tokens == 1:
-        return ONE_ALONE
-    if (choices, width) != (8, 256):
-        return SOME_ALONE
-    return TWO_BESIDE if tokens == 2 else SOME_BESIDE
-
-
-def problem(hidden: int, width: int, tile: Tile = ONE_ALONE) -> str | None:
+def problem(hidden: int, width: int, tile: Tile = ONE) -> str | None:
     """Why experts of this width on hidden states of that one cannot have the launches, or None."""
     if hidden % tile.step or width < GROUP or width != power_of_two(width):
         served = f"multiples of {tile.step} and powers of two from {GROUP} on are served"
@@ -319,7 +272,8 @@ def few_experts(
         tile: of the programs.
 
     Returns:
-        `out`. Values are quantised with exact scales a group, and rounded to bfloat16 where SGLang's launches hand over.
+        `out`. Values are quantised with exact scales a group, for the shared expert with its own, and rounded to bfloat16 where
+        SGLang's launches hand over.
 
     Raises:
         ValueError: a tensor has another shape, dtype or layout.
@@ -327,10 +281,11 @@ def few_experts(
     (tokens, hidden), (experts, both, _), choices = x.shape, first.shape, chosen.shape[1]
     width = both // 2
     each = choices + (shared is not None)
-    tile = tile or tile_for(tokens, each, width)
+    tile = tile or tile_for(tokens)
     if (why := problem(hidden, width, tile)) is not None:
         raise ValueError(why)
-    require(choices <= MOST_CHOICES, "chosen", chosen, f"of at most {MOST_CHOICES} choices", "the others would be left out")
+    known = 0 < choices <= MOST_CHOICES
+    require(known, "chosen", chosen, f"of one to {MOST_CHOICES} choices", "the others would be left out")
     require(tokens <= MOST_TOKENS, "x", x, f"of at most {MOST_TOKENS} tokens", "tensor cores take less time")
     check_tensor("x", x, torch.bfloat16, (tokens, hidden))
     check_tensor("first", first, torch.float8_e4m3fn, (experts, 2 * width, hidden))
@@ -351,16 +306,12 @@ def few_experts(
         inner = torch.empty(tokens, each, width, dtype=torch.bfloat16, device=x.device)
         launch = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": width, "SHARED": each - choices, "COMPILED": x.is_cuda}
         launch |= {"POWERS": other.scales is Scales.POWERS_OF_TWO} | early(x.is_cuda)
-        ahead = tile.ahead and width == 2 * GROUP and not tile.by_choice
+        ahead = tile.ahead and width == 2 * GROUP
         gate_up_kernel[(tokens * each, width // tile.values)](
             x, first, first_scales, chosen, inner, other.first, other.first_scales, VALUES=tile.values, STEP=tile.step,
-            STAGES=tile.stages, AHEAD=ahead, LANES=tile.by_lane, num_warps=tile.warps, **launch,
+            STAGES=tile.stages, AHEAD=ahead, num_warps=tile.warps, **launch,
         )  # fmt: skip
         given = inner, second, second_scales, chosen, shares, out, other.second, other.second_scales, factor
-        grid = tokens, hidden // tile.sums
-        if tile.by_choice:
-            down_by_choice_kernel[grid](*given, SUMS=tile.sums, STAGES=tile.by_choice, num_warps=tile.sum_warps, **launch)
-        else:
-            warps = tile.sum_warps * (2 if choices >= 16 else 1)
-            down_kernel[grid](*given, SUMS=tile.sums, AHEAD=ahead, LANES=tile.by_lane, num_warps=warps, **launch)
+        warps = tile.sum_warps * (2 if choices >= 16 else 1)
+        down_kernel[(tokens, hidden // tile.sums)](*given, SUMS=tile.sums, AHEAD=ahead, num_warps=warps, **launch)
     return out

@@ -33,10 +33,8 @@ from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, rig
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.kernels.few_experts import (
     MOST_TOKENS,
-    ONE_ALONE,
-    SOME_ALONE,
-    SOME_BESIDE,
-    TWO_BESIDE,
+    ONE,
+    SOME,
     Expert,
     Tile,
     few_experts,
@@ -181,11 +179,11 @@ CHANGES = [
     *({"sum_warps": warps} for warps in (2, 8)),
     *({"ahead": ahead} for ahead in (False, True)),
 ]
-BASES = ONE_ALONE, SOME_ALONE, TWO_BESIDE
-WITH_SHARED = [*BASES, SOME_BESIDE, *(replace(SOME_ALONE, **change) for change in ({"sums": 32}, {"warps": 2}, {"sums": 16}))]
+BASES = ONE, SOME
+WITH_SHARED = [*BASES, *(replace(SOME, **change) for change in ({"sums": 32}, {"warps": 2}, {"sums": 16}))]
 """Tiles of launches that have the shared expert among the others."""
 AMONG = ", shared among them"
-FEW_TILES = list(dict.fromkeys([*BASES, SOME_BESIDE, *(replace(tile, **change) for tile in BASES for change in CHANGES)]))
+FEW_TILES = list(dict.fromkeys([*BASES, *(replace(tile, **change) for tile in BASES for change in CHANGES)]))
 
 
 def few(
@@ -321,7 +319,7 @@ def few_cell(name: str, rank: Rank, tokens: int) -> dict:
     if tiles := shipped(shape, tokens):
         ways["shipped"] = lookup_of(*tiles)
     us, wrong = few(rank, tokens, ways)
-    default = tile_for(tokens, shape.chosen + shape.always, shape.width)
+    default = tile_for(tokens)
     alike_us, wrong_alike = few(rank, tokens, ways, [default], alike=True)
     floor = tokens * (shape.chosen + shape.always) * 3 * shape.width * shape.hidden / BYTES_PER_US
     found = {

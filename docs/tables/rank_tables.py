@@ -271,13 +271,6 @@ def of_two_ranks() -> dict[int, float]:
 
 
 @PARTS.part
-def experts_fused() -> str:
-    """The default's rounds with SGLang's option that puts the shared expert among the others, over those without it."""
-    fused, apart = (spreads(cells_of(result(FIRST_FILE, name), "round_ms")) for name in ("experts_fused", "moe_configs"))
-    return spread(sides["experts_fused"].median / apart[cell]["default"].median for cell, sides in fused.items())
-
-
-@PARTS.part
 def beside_experts_fused() -> str:
     """Percent that the default's rounds save of those of the built-in with that option, least to most."""
     fused = spreads(cells_of(result(FIRST_FILE, "sglang_experts_fused"), "round_ms"))

@@ -327,9 +327,8 @@ def test_all_ranks_as_one_server_are_told_before_ranks_alone(filed):
 def test_experts_of_sglangs_option_stand_beside_the_default_without_it(filed):
     default = [row for side, ms in (("builtin", 12.0), ("default", 9.9)) for row in served(cell(3, 1, 300), side, ms)]
     filed("moe_configs", "new", default)
-    filed("experts_fused", "new", served(cell(3, 1, 300), "experts_fused", 10.4))
     filed("sglang_experts_fused", "new", served(cell(3, 1, 300), "sglang_experts_fused", 11.0))
-    assert (rank_tables.experts_fused(), rank_tables.beside_experts_fused()) == ("1.05", "10 %")
+    assert rank_tables.beside_experts_fused() == "10 %"
     assert row(rank_tables.rank(), "1 x 300") == ["0.826 (10.00)"]
 
 

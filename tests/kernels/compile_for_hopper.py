@@ -22,15 +22,8 @@ from triton.compiler import ASTSource
 
 from nsa_backend.kernels.expert_activation import activate_kernel
 from nsa_backend.kernels.expert_order import CHUNK, GROUPS, order_kernel
-from nsa_backend.kernels.few_experts import (
-    ONE_ALONE,
-    SOME_ALONE,
-    SOME_BESIDE,
-    TWO_BESIDE,
-    down_by_choice_kernel,
-    down_kernel,
-    gate_up_kernel,
-)
+from nsa_backend.kernels.few_experts import ONE as ONE_TOKEN
+from nsa_backend.kernels.few_experts import SOME, down_kernel, gate_up_kernel
 from nsa_backend.kernels.index_rows import index_keys_kernel, index_queries_kernel
 from nsa_backend.kernels.layer_front_kernel import (
     norm_rope_store_kernel,
@@ -185,29 +178,23 @@ def index_rows() -> dict[str, dict]:
     }
 
 
-FEW_TILES = {"one": ONE_ALONE, "some": SOME_ALONE, "two beside": TWO_BESIDE, "some beside": SOME_BESIDE}
+FEW_TILES = {"one": ONE_TOKEN, "some": SOME}
 
 
 def few_experts() -> dict[str, dict]:
-    """Experts of few tokens, of both models; with sums by lane as many programs again."""
+    """Experts of few tokens, of both models, and what is around the products of more."""
     types, found = {"inner_ptr": "*bf16", "weight_ptr": "*fp8e4nv", "chosen_ptr": "*i32", "shares_ptr": "*fp32"}, {}
     types |= {"x_ptr": "*bf16", "factor": "fp32", "shared_ptr": "*fp8e4nv", "shared_scales_ptr": "*fp32"}
     shapes = [(7168, 8, 0), (7168, 8, 1), (6144, 9, 0)]
     for (hidden, choices, shared), (name, tile) in itertools.product(shapes, FEW_TILES.items()):
         fixed = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": 256, "SHARED": shared, "POWERS": shared > 0}
-        fixed |= {"COMPILED": True}
-        of, lanes = f"experts of {choices} choices{' and a shared one' * shared}, {name}", {"LANES": tile.by_lane}
-        first = {"VALUES": tile.values, "STEP": tile.step, "STAGES": tile.stages, "AHEAD": tile.ahead}
-        used = resources(gate_up_kernel, fixed | lanes | first, more=types, num_warps=tile.warps)
-        found[f"{of}{AHEAD}"] = used | {"programs": 8 if tile.by_lane else 4, "threads": 128}
-        if tile.by_choice:
-            last = {"SUMS": tile.sums, "STAGES": tile.by_choice}
-            used = resources(down_by_choice_kernel, fixed | last, more=types, num_warps=tile.sum_warps) | {"programs": 8}
-        else:
-            last = {"SUMS": tile.sums, "AHEAD": tile.ahead}
-            used = resources(down_kernel, fixed | lanes | last, more=types, num_warps=tile.sum_warps)
-            used |= {"programs": 6 if tile.by_lane else 3, "threads": 128}
-        found[f"{of}, sums{', weights read ahead' * tile.ahead}"] = used
+        fixed |= {"AHEAD": tile.ahead, "COMPILED": True}
+        of = f"experts of {choices} choices{' and a shared one' * shared}, {name}"
+        first = {"VALUES": tile.values, "STEP": tile.step, "STAGES": tile.stages}
+        used = resources(gate_up_kernel, fixed | first, more=types, num_warps=tile.warps)
+        found[f"{of}{AHEAD}"] = used | {"programs": 8, "threads": 128}
+        used = resources(down_kernel, fixed | {"SUMS": tile.sums}, more=types, num_warps=tile.sum_warps)
+        found[f"{of}, sums{', weights read ahead' * tile.ahead}"] = used | {"programs": 6, "threads": 128}
     types = {"both_ptr": "*bf16", "values_ptr": "*fp8e4nv"}
     types |= dict.fromkeys(("chosen_ptr", "sorted_ptr", "padded_ptr", "expert_ptr"), "*i32")
     for width, in_blocks in ((128, False), (256, False), (256, True), (2048, True)):
