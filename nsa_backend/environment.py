@@ -14,7 +14,6 @@ class Variable:
     default: str  # what an unset variable is like: 0, 1, or unset where that is neither
     effect: str
     when: str  # to change it
-    tried: bool = True  # whether a server has run with it on a GPU; others share a row in the docs
 
 
 VARIABLES = (

@@ -214,12 +214,10 @@ def by_sglang() -> str:
 
 @PARTS.part
 def environment() -> str:
-    """The variables that the package reads; what no server has run on a GPU is told by its name alone, and by `doctor`."""
+    """The variables that the package reads."""
     from nsa_backend.environment import VARIABLES
 
-    rows = [[f"`{found.name}`", found.effect, found.when] for found in VARIABLES if found.tried]
-    if untried := [f"`{found.name}`" for found in VARIABLES if not found.tried]:
-        rows.append([", ".join(untried), "1: untried on GPUs", "see `doctor --all`"])
+    rows = [[f"`{found.name}`", found.effect, found.when] for found in VARIABLES]
     return table(["0 or 1", "effect", "when to set it"], rows)
 
 
