@@ -110,7 +110,9 @@ def test_a_layer_goes_from_one_attention_to_the_next():
 
 
 def test_a_layer_of_a_prefill_is_told_too():
+    """Whatever attention it begins with."""
     trace = Trace()
+    trace.eager("flash_fwd_splitkv_mla_kernel")
     for _ in range(5):
         trace.graph("norm", "gemm")
         trace.eager("attend")
