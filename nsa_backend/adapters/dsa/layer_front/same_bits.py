@@ -8,7 +8,7 @@ import torch
 
 from nsa_backend.adapters.dsa.layer_front import builtin
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
-from nsa_backend.kernels import layer_front
+from nsa_backend.kernels import index_rows, layer_front
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
 
@@ -76,6 +76,12 @@ def differing_parts(attention: Any, kv_cache: torch.Tensor, scales: Scales | Non
                 gates = torch.cat((torch.zeros_like(key), gates.bfloat16()), dim=1)[:, GROUP:]
             ours = layer_front.rope_quantise(query, gates, q_rope, weights, positions)
             theirs = builtin.rope_quantise(attention, query.clone(), gates, q_rope.clone(), positions)
+            if not weights.index_fused:  # prefills in pieces have these alone
+                alone = torch.zeros_like(caches[0][1])
+                index_rows.store_index_keys(key, weights, positions, slots, alone)
+                pairs["index keys alone"] = (alone, caches[1][1])
+                parts = zip(index_rows.index_queries(query, gates, weights, positions), theirs, strict=False)
+                pairs |= dict(zip(("index query alone", "gates alone"), parts, strict=True))
             pairs |= dict(zip(("index query", "gates", "rotated query"), zip(ours, theirs, strict=True), strict=True))
         found += [f"{name} of {kind} rows" for name, pair in pairs.items() if not same_bits(*pair)]
     return found
