@@ -88,13 +88,14 @@ def of_rounds(events: Iterable[dict], layers: int) -> dict:
         of_round = [e for e in ran if begin <= e["ts"] < end]
         of_host = [e["dur"] for e in launches if called["ts"] <= e["ts"] < next_called["ts"]]
         found.append(_of_round(of_round, begin, end) | {"graph_launch_us": sum(of_host)})
-    forwards = [[op for op in ops(events) if op.launch == mark["args"]["correlation"]] for mark in marks]
+    last = marks[-1]["args"]["correlation"]
+    layer = one_layer([op for op in ops(events) if op.launch == last])
     names = [*PARTS, REST]
     parts = {part: [_median(one["parts"].get(part, (0, 0.0))[i] for one in found) for i in (0, 1)] for part in names}
     told = {
         key: _median(one[key] for one in found) for key in ("kernel_us", "launches", "period_us", "idle_us", "graph_launch_us")
     }
-    more = {"launches_a_layer": round(told["launches"] / layers, 1), "parts": parts, "layer": one_layer(forwards[-1])}
+    more = {"launches_a_layer": round(told["launches"] / layers, 1), "parts": parts, "layer": layer}
     return {"rounds": len(found), **told, **more}
 
 
