@@ -260,9 +260,10 @@ def experts_over_bytes() -> str:
 
 FIRST_OF_EXPERTS = "v3.2-tp8"
 FEW_OF_RANKS = {
-    FIRST_OF_EXPERTS: (8, "DeepSeek-V3.2"), "v3.2-tp16": (8, "16 GPUs"), "v3.2-tp4": (8, "4 GPUs"), "glm-5-tp8": (9, "GLM-5"),
+    FIRST_OF_EXPERTS: (8, "DeepSeek-V3.2"), "v3.2-tp16": (8, "16 GPUs"), "v3.2-tp4": (8, "4 GPUs"), "v3.2-ep8": (8, "EP 8"),
+    "glm-5-tp8": (9, "GLM-5"),
 }  # fmt: skip
-"""Experts that a token chooses, and what pages call them; those of expert parallel serve who asks."""
+"""Experts that a token chooses, and what pages call them."""
 
 
 def as_filed(tile: Tile) -> str:
