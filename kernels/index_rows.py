@@ -14,8 +14,7 @@ import triton.language as tl
 from nsa_backend.kernels.checks import check_tensor, require
 from nsa_backend.kernels.dependent_launch import early, wait_for_kernel_ahead
 from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
-from nsa_backend.kernels.layer_front_kernel import INDEX_PAGE_BYTES as PAGE_BYTES_OF_KERNEL
-from nsa_backend.kernels.layer_front_kernel import PAGE, quantise_index_query, write_index_key
+from nsa_backend.kernels.layer_front_kernel import quantise_index_query, write_index_key
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights
 
@@ -79,12 +78,9 @@ def index_keys_kernel(
     """Program: a row."""
     wait_for_kernel_ahead(COMPILED)
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
-    page, place = slot // PAGE, slot % PAGE
     write_index_key(
         key_ptr + row * GROUP_OF_KERNEL, weight_ptr, bias_ptr, eps, cos_sin_ptr, tl.load(positions_ptr + row),
-        index_ptr + page * PAGE_BYTES_OF_KERNEL + place * GROUP_OF_KERNEL,
-        index_scales_ptr + page * (PAGE_BYTES_OF_KERNEL // 4) + PAGE * GROUP_OF_KERNEL // 4 + place, ROPE, NEOX, False,
+        tl.load(slots_ptr + row), index_ptr, index_scales_ptr, ROPE, NEOX, False,
     )  # fmt: skip
 
 

@@ -72,10 +72,13 @@ def write_kv(
 
 @triton.jit
 def write_index_key(
-    key_ptr, weight_ptr, bias_ptr, eps, cos_sin_ptr, position, out_ptr, scale_ptr,
+    key_ptr, weight_ptr, bias_ptr, eps, cos_sin_ptr, position, slot, index_ptr, index_scales_ptr,
     ROPE: tl.constexpr, NEOX: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """The index key of one row normed, rotated by RoPE and, unless FUSED, Hadamard, quantised and written."""
+    """The index key of one row normed, rotated by RoPE and, unless FUSED, Hadamard, quantised and written to its slot."""
+    page, place = slot // PAGE, slot % PAGE
+    out_ptr = index_ptr + page * INDEX_PAGE_BYTES + place * GROUP
+    scale_ptr = index_scales_ptr + page * (INDEX_PAGE_BYTES // 4) + PAGE * GROUP // 4 + place
     fours = tl.load(key_ptr + tl.arange(0, LANES)[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
     even, odd = tl.split(tl.reshape(fours, (LANES, 2, 2)))
     x0, x2 = tl.split(even)
@@ -195,12 +198,9 @@ def norm_rope_store_kernel(
                 LATENT, ROPE, KV_FP8, NEOX,
             )  # fmt: skip
         elif INDEXED:
-            page, place = slot // PAGE, slot % PAGE
             write_index_key(
-                key_ptr + row * KEY_STRIDE, key_weight_ptr, key_bias_ptr, key_eps, index_cos_sin_ptr, position,
-                index_ptr + page * INDEX_PAGE_BYTES + place * GROUP,
-                index_scales_ptr + page * (INDEX_PAGE_BYTES // 4) + PAGE * GROUP // 4 + place,
-                ROPE, INDEX_NEOX, INDEX_FUSED,
+                key_ptr + row * KEY_STRIDE, key_weight_ptr, key_bias_ptr, key_eps, index_cos_sin_ptr, position, slot, index_ptr,
+                index_scales_ptr, ROPE, INDEX_NEOX, INDEX_FUSED,
             )  # fmt: skip
 
 
