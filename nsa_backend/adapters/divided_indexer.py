@@ -25,7 +25,7 @@ import torch
 from nsa_backend.adapters.core import CapturedForwards
 from nsa_backend.adapters.option_rules import Rule
 from nsa_backend.adapters.sglang_types import ForwardBatch, HookType
-from nsa_backend.adapters.shared import hook
+from nsa_backend.adapters.shared import hook, is_hooked
 from nsa_backend.adapters.startup import attention_tp_size_of
 from nsa_backend.environment import asked
 from nsa_backend.releases import divided_indexer_problem
@@ -34,13 +34,12 @@ logger = logging.getLogger(__name__)
 
 SWITCH = "NSA_BACKEND_DIVIDED_INDEXER"
 INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
+SELECTION = f"{INDEXER}._get_topk_ragged"
 
 LEAST_ROWS = 1024
 """New tokens of a batch: with fewer the host takes as long as the GPU."""
 LEAST_LENGTH = 2048
 """Keys of a row, on average: with fewer the exchange takes as long as the scores."""
-
-_DIVIDES = [False]
 
 NEEDED = (
     Rule("attn_cp_size", "--attn-cp-size", "", (None, 1), "drop --enable-prefill-cp or --attn-cp-size", everywhere=False),
@@ -81,17 +80,16 @@ def wanted(args: Any, device_sm: int) -> bool:
 
 def divides() -> bool:
     """Whether the indexers of this process divide their work."""
-    return _DIVIDES[0]
+    return is_hooked(SELECTION)
 
 
 def divide() -> None:
     """Have the indexers of this process divide their work; once a process."""
-    _DIVIDES[0] = True
     hook(f"{INDEXER}._get_q_k_bf16", _query_and_key, HookType.AROUND)
     hook(f"{INDEXER}._get_logits_head_gate", _gates, HookType.AROUND)
     if asked(SWITCH):
         hook(f"{INDEXER}._fused_q_prepare_and_store", _fused, HookType.AROUND)
-    hook(f"{INDEXER}._get_topk_ragged", _selection, HookType.AROUND)
+    hook(SELECTION, _selection, HookType.AROUND)
 
 
 def ranks() -> Any:

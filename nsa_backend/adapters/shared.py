@@ -26,6 +26,7 @@ __all__ = [
     "device_sm",
     "flashinfer_workspace_bytes",
     "hook",
+    "is_hooked",
     "is_rocm",
     "package_problem",
     "register_under",
@@ -87,6 +88,11 @@ def hook(target: str, function: Callable, kind: sglang_types.HookType) -> None:
     except Exception as error:
         raise RuntimeError(f"nsa_backend could not hook {target}: {error}; to go on without it, {WAY_BACK}") from error
     _HOOKED.add(target)
+
+
+def is_hooked(target: str) -> bool:
+    """Whether `hook` has wrapped `target` in this process."""
+    return target in _HOOKED
 
 
 def register_under(names: tuple[str, ...], create_backend: Callable) -> None:

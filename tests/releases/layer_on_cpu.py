@@ -150,6 +150,14 @@ def in_front(
         return prepare(positions, x, batch, None, None, selection)
 
 
+def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        other = theirs[name]
+        assert value.shape == other.shape, name
+        assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (value, other))), name
+
+
 class BlockFp8(torch.nn.Module):
     """A projection with FP8 weights: its input comes quantised, or it quantises by itself."""
 

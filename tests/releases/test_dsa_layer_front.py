@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from installed_source import signature
-from layer_on_cpu import HIDDEN, ROWS, TOPK, BlockFp8, a_layer, in_front, poisoned_pool
+from layer_on_cpu import HIDDEN, ROWS, TOPK, BlockFp8, a_layer, assert_same_bits, in_front, poisoned_pool
 from sglang.srt.layers.attention import graph_variants
 from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.layers.linear import ReplicatedLinear
@@ -85,14 +85,6 @@ def divide_up_to(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have products of so many rows divided; behind 0 every projection is SGLang's."""
     for name in ("FEW_ROWS", "FEW_ROWS_OF_THREE"):
         monkeypatch.setattr(projections, name, rows)
-
-
-def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        other = theirs[name]
-        assert value.shape == other.shape, name
-        assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (value, other))), name
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)

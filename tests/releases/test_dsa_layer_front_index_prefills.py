@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from layer_on_cpu import HIDDEN, INDEX_HEADS, TOPK, a_layer, poisoned_pool
+from layer_on_cpu import HIDDEN, INDEX_HEADS, TOPK, a_layer, assert_same_bits, poisoned_pool
 from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.layers.attention.dsa import dsa_prefill_cuda_graph as sglangs
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -74,13 +74,6 @@ def selected(layer, monkeypatch, piece, lengths: int = 5000, **changed) -> dict[
     return {"topk": topk_result, "kv": pool.kv, "index keys": pool.index_keys} | scored
 
 
-def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert value.shape == theirs[name].shape, name
-        assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (value, theirs[name]))), name
-
-
 def test_a_prefill_leaves_sglangs_keys_and_is_scored_by_its_queries(layer, monkeypatch):
     with monkeypatch.context() as ours_alone:
         ours_alone.setattr(dsa_indexer.Indexer, "_get_q_k_bf16", lambda *_, **__: pytest.fail("SGLang's kernels ran"))
@@ -97,7 +90,7 @@ def test_a_prefill_leaves_sglangs_keys_and_is_scored_by_its_queries(layer, monke
 def test_ranks_that_divide_queries_make_their_own(layer, monkeypatch, rank):
     """Of every other row; keys are whole on each."""
     theirs = selected(layer, monkeypatch, sglangs.pcg_dsa_indexer_prefill_split)
-    monkeypatch.setattr(divided_indexer, "_DIVIDES", [True])
+    monkeypatch.setattr(divided_indexer, "divides", lambda: True)
     monkeypatch.setattr(divided_indexer, "rows_of_rank", lambda batch: slice(rank, TOKENS, 2))
     ours = selected(layer, monkeypatch, index_prefills.select)
     assert_same_bits(

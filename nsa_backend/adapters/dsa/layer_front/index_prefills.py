@@ -69,16 +69,14 @@ def select(
     layer, _ = _LAYERS[indexer]
     weights, pool = weights_of(layer), _pool()
     metadata = sglangs.get_attn_backend().get_indexer_metadata(layer_id, batch)
-    tokens = batch.extend_num_tokens
-    rows = divided_indexer.rows_of_rank(batch) if divided_indexer.divides() else None
-    key, gates = indexer.wk(x)[0][:tokens], indexer._weights_proj_bf16_in_fp32_out(x)[:tokens]
-    store_index_keys(
-        key, weights, positions[:tokens], batch.out_cache_loc[:tokens], pool.get_index_k_with_scale_buffer(layer_id=layer_id)
-    )
-    own = slice(None, tokens) if rows is None else rows
-    query = indexer.wq_b(q_lora if rows is None else q_lora[rows].contiguous())[0].view(-1, indexer.n_heads, indexer.head_dim)
-    query = query[:tokens]
-    found = index_queries(query, gates if rows is None else gates[rows], weights, positions[own].contiguous())
+    tokens = slice(batch.extend_num_tokens)  # of the graph's rows, those that are no padding
+    divided = divided_indexer.rows_of_rank(batch) if divided_indexer.divides() else None
+    key, gates = indexer.wk(x)[0][tokens], indexer._weights_proj_bf16_in_fp32_out(x)
+    index_cache = pool.get_index_k_with_scale_buffer(layer_id=layer_id)
+    store_index_keys(key, weights, positions[tokens], batch.out_cache_loc[tokens], index_cache)
+    rows = divided or tokens
+    query = indexer.wq_b(q_lora[rows].contiguous())[0].view(-1, indexer.n_heads, indexer.head_dim)
+    found = index_queries(query, gates[rows], weights, positions[rows].contiguous())
     indexer._get_topk_ragged(False, batch, layer_id, *found, metadata, topk_result)
     _tell()
     return None
