@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from nsa_backend.adapters.few_experts import MODULE, MOST_OF_LAUNCHES, SERVED, SWITCH, are_plain, room_for_sums
+from nsa_backend.adapters.few_experts import MODULE, MOST_OF_LAUNCHES, SERVED, SWITCH, are_plain, room_for_sums, sums_are_free
 from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.environment import switched_on
@@ -77,14 +77,16 @@ def prepared(
     **form: Any,
 ) -> tuple:  # fmt: skip
     """Around SGLang's choice of tiles and its order of rows: what `Prepared` has."""
-    if not has_launches(len(hidden_states), w1) or form != FORM or not is_ordered(hidden_states, w1, topk_ids):
+    if form != FORM or not has_launches(hidden_states, w1, topk_ids) or not is_ordered(hidden_states, w1, topk_ids):
         return original(hidden_states, w1, w2, topk_ids, **form)
     return prepare(hidden_states, w1, w2, topk_ids)
 
 
-def has_launches(tokens: int, first: torch.Tensor) -> bool:
-    """Whether so many tokens have them, of experts with these weights of the first product."""
-    return tokens in TOKENS and ((len(first), first.shape[1] // 2) in TIMED or switched_on(SWITCH))
+def has_launches(x: torch.Tensor, first: torch.Tensor, chosen: torch.Tensor) -> bool:
+    """Whether these tokens have both, of experts with these weights of the first product; one choice has no sum in SGLang's."""
+    width = first.shape[1] // 2
+    wanted = len(x) in TOKENS and ((len(first), width) in TIMED or switched_on(SWITCH))
+    return wanted and chosen.shape[1] > 1 and problem(width) is None and sums_are_free()
 
 
 def is_ordered(x: torch.Tensor, first: torch.Tensor, chosen: torch.Tensor) -> bool:
@@ -125,7 +127,7 @@ def sequence(
     given = signature_of(original).bind(hidden_states, *arguments, **options)
     given.apply_defaults()
     of = given.arguments
-    if not has_launches(len(hidden_states), of["w1"]) or not serves(of):
+    if not has_launches(hidden_states, of["w1"], of["topk_ids"]) or not are_plain(of, OF_SEQUENCE):
         return original(hidden_states, *arguments, **options)
     tell(of["w1"].shape[0], of["w1"].shape[1] // 2)
     before = Prepared(*(of[name] for name in NAMES))
@@ -134,11 +136,6 @@ def sequence(
         hidden_states if of["inplace"] else room_for_sums(hidden_states), factor=of["routed_scaling_factor"],
         filtered=of["filter_expert"],
     )  # fmt: skip
-
-
-def serves(of: dict[str, Any]) -> bool:
-    """Whether `experts` computes what SGLang's sequence would with these arguments; one choice has no sum there."""
-    return are_plain(of, OF_SEQUENCE) and of["topk_ids"].shape[1] > 1 and problem(of["w1"].shape[1] // 2) is None
 
 
 def experts(

@@ -174,19 +174,22 @@ def serves(of: dict[str, Any]) -> bool:
 
 
 def are_plain(of: dict[str, Any], served: dict[str, Any]) -> bool:
-    """Whether these are the arguments of block-FP8 experts and no more, by a server that adds them up for itself."""
-    from sglang.srt.runtime_context import get_exec
-
-    if any(of[name] != value for name, value in served.items()):
-        return False
-    execution = get_exec()
-    if execution.moe.enable_fused_moe_sum_all_reduce or execution.deterministic.enable_deterministic_inference:
+    """Whether these are the arguments of block-FP8 experts and no more, by a server whose sums they may be."""
+    if not sums_are_free() or any(of[name] != value for name, value in served.items()):
         return False
     dtypes = {
         torch.bfloat16: ("hidden_states",), torch.float8_e4m3fn: ("w1", "w2"), torch.int32: ("topk_ids",),
         torch.float32: ("w1_scale", "w2_scale", "topk_weights"),
     }  # fmt: skip
     return all(of[name].dtype == dtype and of[name].is_contiguous() for dtype, names in dtypes.items() for name in names)
+
+
+def sums_are_free() -> bool:
+    """Whether a server asks for no order of sums, and adds up what ranks have apart from experts."""
+    from sglang.srt.runtime_context import get_exec
+
+    execution = get_exec()
+    return not (execution.moe.enable_fused_moe_sum_all_reduce or execution.deterministic.enable_deterministic_inference)
 
 
 def room_for_sums(hidden_states: torch.Tensor) -> torch.Tensor:

@@ -178,12 +178,14 @@ def test_tiles_and_order_are_those_that_sglang_chooses(runner):
         {"hidden_states": torch.zeros(6, 1024, dtype=torch.float16)},
         {"hidden_states": torch.zeros(6, HIDDEN, dtype=torch.bfloat16)},
         {"topk_ids": torch.zeros(6, CHOICES, dtype=torch.int64)},
+        {"topk_ids": torch.zeros(6, 1, dtype=torch.int32)},
+        {"w1": torch.zeros(EXPERTS, 2 * 192, 1024).to(torch.float8_e4m3fn)},
         {"w1": torch.zeros(EXPERTS, 512, 1024, dtype=torch.bfloat16)},
         {"use_fp8_w8a8": False},
         {"block_shape": None},
     ],
 )
-def test_other_rows_are_told_by_sglangs_launches(monkeypatch, change):
+def test_other_rows_are_told_by_sglangs_launches(monkeypatch, server, change):
     monkeypatch.setenv(few_experts.SWITCH, "1")
     given = {name: value for name, value in arguments(hidden=1024).items() if name in ("hidden_states", "w1", "w2", "topk_ids")}
     given |= expert_activation.FORM | change
@@ -286,10 +288,15 @@ def test_other_tensors_are_sglangs(left, change):
 @pytest.mark.parametrize(
     "part", [("moe", "enable_fused_moe_sum_all_reduce"), ("deterministic", "enable_deterministic_inference")]
 )
-def test_servers_that_want_sums_otherwise_are_sglangs(left, server, part):
+def test_servers_that_want_sums_otherwise_are_sglangs(left, runner, server, part):
+    """With their rows' order, which would be quantised for nothing."""
+    given = arguments(hidden=1024)
+    tensors = [given[name] for name in ("hidden_states", "w1", "w2", "topk_ids")]
     group, option = part
     setattr(getattr(server, group), option, True)
     assert left(arguments())
+    runner.module._prepare_fused_moe_run(*tensors, **expert_activation.FORM)
+    assert runner.sorted == [6]
 
 
 def test_the_sum_is_where_sglang_has_it(monkeypatch, left):
@@ -336,11 +343,11 @@ def test_the_log_has_it_once(caplog, left):
     ("said", "experts", "width", "served"),
     [(None, 256, 256, True), (None, 257, 256, True), (None, 256, 512, False), (None, 32, 256, False), ("1", 32, 256, True)],
 )
-def test_who_asks_for_nothing_has_them_of_experts_that_were_timed(monkeypatch, said, experts, width, served):
+def test_who_asks_for_nothing_has_them_of_experts_that_were_timed(monkeypatch, server, said, experts, width, served):
     """Both hooks look, each at the weights that it is given."""
     monkeypatch.setenv(few_experts.SWITCH, said) if said else monkeypatch.delenv(few_experts.SWITCH, raising=False)
     monkeypatch.setattr(expert_activation, "prepare", lambda *_: "ours")
-    monkeypatch.setattr(expert_activation, "serves", lambda of: True)
+    monkeypatch.setattr(expert_activation, "are_plain", lambda *_: True)
     monkeypatch.setattr(expert_activation, "experts", lambda *_, **__: "ours")
     x, first = torch.zeros(6, 1024, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.float8_e4m3fn)
     first = first.expand(experts, 2 * width, 1024)
@@ -348,7 +355,7 @@ def test_who_asks_for_nothing_has_them_of_experts_that_were_timed(monkeypatch, s
     found = expert_activation.prepared(lambda *_, **__: SGLANGS, x, first, first, chosen, **expert_activation.FORM)
     module = import_module(few_experts.MODULE)
     left = sglangs(module)
-    of = dict.fromkeys(signature(module).parameters) | {"hidden_states": x, "w1": first, "inplace": True}
+    of = dict.fromkeys(signature(module).parameters) | {"hidden_states": x, "w1": first, "topk_ids": chosen, "inplace": True}
     assert [found, expert_activation.sequence(left, **of)] == ["ours" if served else SGLANGS] * 2
 
 
