@@ -207,7 +207,7 @@ def _selection(
     """Around what scores and selects for queries and gates of the rank's rows: int32 [tokens, topk] of all, -1 in padding."""
     from sglang.srt.runtime_context import get_flags
 
-    rows = rows_of_rank(forward_batch)
+    rows = None if metadata.is_part else rows_of_rank(forward_batch)
     if rows is None or len(q_fp8) >= rows.stop:  # all queries were made here
         return original(indexer, enable_dual_stream, forward_batch, layer_id, q_fp8, weights, metadata, topk_result)
     own = original(indexer, enable_dual_stream, forward_batch, layer_id, q_fp8, weights, metadata.of_rows(rows))

@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
 
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.indexer.topk import TopK, slots_of
-from nsa_backend.metadata.views import NSAMetadata, rows_of
+from nsa_backend.metadata.views import NSAMetadata, Rows, rows_of
+
+
+@dataclass(eq=False)
+class LongRows:
+    """Rows of a prefill that have more tokens than are selected, and the others, which select all of theirs."""
+
+    metadata: IndexerMetadata  # of all rows
+    long: Rows
+    short: Rows
+    count: int  # of long ones
+    selected: torch.Tensor  # int32 [short rows, topk], as `topk_transform` returns them
+    _parts: dict[tuple[int, int], tuple[Rows, IndexerMetadata]] = field(default_factory=dict, init=False)
+
+    def of_rank(self, rank: int, ranks: int) -> tuple[Rows, IndexerMetadata]:
+        """Every `ranks`-th of the long rows, and their metadata; made once a forward."""
+        if (rank, ranks) not in self._parts:
+            whole = isinstance(self.long, slice)
+            rows = slice(self.long.start + rank, self.long.stop, ranks) if whole else self.long[rank::ranks].contiguous()
+            self._parts[rank, ranks] = rows, self.metadata.of_rows(rows)
+        return self._parts[rank, ranks]
+
+    def put(self, own: torch.Tensor, out: torch.Tensor) -> None:
+        """Write selections of the long rows, `own`, and of the short ones to `out`, of all rows; int32 [rows, topk]."""
+        for rows, found in ((self.long, own), (self.short, self.selected)):
+            if not isinstance(rows, slice):
+                out.index_copy_(0, rows, found)
+            elif out[rows].data_ptr() != found.data_ptr():
+                out[rows] = found
 
 
 @dataclass(eq=False)
@@ -19,10 +48,12 @@ class IndexerMetadata(adapter.BaseIndexerMetadata):
     attn_metadata: NSAMetadata
     selector: TopK
     fuse_topk: bool  # whether `topk_transform` returns what attention reads, or token positions
+    is_part: bool = False  # of some rows of a prefill
 
     force_unfused_topk: ClassVar[bool] = False  # of ROCm
     _all_tokens: torch.Tensor | None = field(default=None, init=False)
     _of_rows: dict[tuple[int, int, int], IndexerMetadata] = field(default_factory=dict, init=False)
+    _long_rows: dict[int, LongRows | None] = field(default_factory=dict, init=False)
 
     @property
     def paged_mqa_schedule_metadata(self) -> torch.Tensor | None:
@@ -67,12 +98,35 @@ class IndexerMetadata(adapter.BaseIndexerMetadata):
 
     get_dsa_extend_len_cpu = get_nsa_extend_len_cpu  # its name from SGLang 0.5.13 on
 
-    def of_rows(self, rows: slice) -> IndexerMetadata:
-        """The same of every rows.step-th row of a prefill, whose keys are those of all; made once a forward."""
-        key = rows.start, rows.stop, rows.step
-        if key not in self._of_rows:
-            self._of_rows[key] = IndexerMetadata(rows_of(self.attn_metadata, rows), self.selector, self.fuse_topk)
-        return self._of_rows[key]
+    def of_rows(self, rows: Rows) -> IndexerMetadata:
+        """The same of some rows of a prefill, whose keys are those of all; of a slice made once a forward."""
+        key = (rows.start, rows.stop, rows.step) if isinstance(rows, slice) else None
+        found = self._of_rows.get(key) if key else None
+        if found is None:
+            found = IndexerMetadata(rows_of(self.attn_metadata, rows), self.selector, self.fuse_topk, is_part=True)
+            if key:
+                self._of_rows[key] = found
+        return found
+
+    def long_rows(self, topk: int) -> LongRows | None:
+        """Of a prefill, rows with more than `topk` tokens; None where all rows have, or none. Made once a forward."""
+        if topk not in self._long_rows:
+            self._long_rows[topk] = self._find_long_rows(topk)
+        return self._long_rows[topk]
+
+    def _find_long_rows(self, topk: int) -> LongRows | None:
+        metadata, begin = self.attn_metadata, 0
+        spans: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # by whether they are long
+        for new, length in zip(metadata.nsa_extend_seq_lens_list, metadata.indexer_seq_lens_cpu.tolist(), strict=True):
+            short = min(max(topk - (length - new), 0), new)
+            spans[False].append((begin, begin + short))
+            spans[True].append((begin + short, begin + new))
+            begin += new
+        rows = {is_long: joined(of_kind, metadata.nsa_seqlens_expanded.device) for is_long, of_kind in spans.items()}
+        if None in rows.values():
+            return None
+        count = sum(stop - start for start, stop in spans[True])
+        return LongRows(self, rows[True], rows[False], count, self.of_rows(rows[False]).every_token(topk))
 
     def get_token_to_batch_idx(self) -> torch.Tensor:
         return self.attn_metadata.token_to_batch_idx
@@ -130,3 +184,13 @@ class IndexerMetadata(adapter.BaseIndexerMetadata):
         column = torch.arange(topk, dtype=torch.int32, device=lengths.device)
         positions = torch.where(column < lengths[:, None], column, -1)
         return slots_of(positions, self.attn_metadata) if self.fuse_topk else positions
+
+
+def joined(spans: list[tuple[int, int]], device: torch.device) -> Rows | None:
+    """Rows of spans [start, stop) in order: a slice where they are one, None where there are none."""
+    spans = [span for span in spans if span[0] < span[1]]
+    if not spans:
+        return None
+    if all(before[1] == after[0] for before, after in pairwise(spans)):
+        return slice(spans[0][0], spans[-1][1], 1)
+    return torch.cat([torch.arange(*span) for span in spans]).to(device, non_blocking=True)

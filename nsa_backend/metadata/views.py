@@ -77,7 +77,11 @@ def step_metadata(plan: MetadataPlan, buffers: MetadataBuffers, step: int = 0) -
     )
 
 
-def rows_of(metadata: NSAMetadata, rows: slice) -> NSAMetadata:
+Rows = slice | torch.Tensor
+"""Some rows of a forward: every step-th between two, or int64 [number of rows], in order."""
+
+
+def rows_of(metadata: NSAMetadata, rows: Rows) -> NSAMetadata:
     """What the indexer reads of some rows of a prefill. What attention reads stays that of all."""
     start, end = metadata.indexer_k_start_end
     offset = metadata.topk_indices_offset

@@ -21,6 +21,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from nsa_backend.adapters import divided_indexer
 from nsa_backend.adapters.dsa.entry_points import BackendEntryPoints
+from nsa_backend.adapters.dsa.layer_front import index_prefills
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.registration import create_backend
 from nsa_backend.releases import DIVIDED_INDEXERS, installed
@@ -161,6 +162,38 @@ def test_every_rank_has_the_selection_of_one_that_makes_all(monkeypatch, make_ru
     for mine in found:
         assert torch.equal(mine.sort(dim=1).values, alone.sort(dim=1).values)
         assert (mine >= 0).any(dim=1).all()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["slots", "positions"])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("requests", [*REQUESTS.values(), ([0, 0], [70, 90]), ([64], [5])], ids=[*REQUESTS, "two", "long"])
+def test_rows_that_select_all_of_their_tokens_are_not_scored(monkeypatch, make_runner, group, requests, ranks, fused):
+    """What is selected stays; of a batch in which every row is longer, nothing changes."""
+    prefill = Prefill(monkeypatch, make_runner, *requests, fused=fused, budget=None)
+    alone, several = prefill.selected(), group(ranks)
+    prefill.scored.clear()
+    metadata = prefill.backend.get_indexer_metadata(0, prefill.batch)
+    lengths = [before + 1 + j for before, new in zip(*requests, strict=True) for j in range(new)]
+    long = metadata.long_rows(TOPK)
+    assert (long is None) == (min(lengths) > TOPK)
+    if long is None:
+        return
+
+    def scored(rows):
+        return prefill.q[rows].contiguous(), prefill.gates[rows].contiguous()
+
+    def selected():
+        out = torch.full((prefill.rows + 5, TOPK), -1, dtype=torch.int32)
+        given = prefill.indexer, prefill.batch, 0, long, scored, out
+        with forward_context(ForwardContext(attn_backend=prefill.backend)):
+            index_prefills.select_long(*given, divides=ranks > 1)
+        return out
+
+    for mine in every_rank(several, selected):
+        assert torch.equal(mine[: prefill.rows].sort(dim=1).values, alone.sort(dim=1).values)
+        assert (mine[prefill.rows :] == -1).all()
+    assert sum(prefill.scored) == 2 * sum(length > TOPK for length in lengths)
+    assert metadata.long_rows(TOPK) is long
 
 
 def test_a_static_buffer_keeps_its_padding(monkeypatch, make_runner, group):

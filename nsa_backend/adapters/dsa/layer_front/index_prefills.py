@@ -3,6 +3,8 @@
 A prefill that is captured in pieces leaves its graph for the indexer of every layer. Of DeepSeek-V3.2, SGLang then rotates
 queries by RoPE, by Hadamard, and quantises them in kernels of their own: each reads and writes 67 MB for 4096 tokens. These
 launches write the same bits. GLM-5's indexers, which SGLang has fused, are left to it.
+
+A row of at most index_topk tokens selects all of them. Of such rows only the keys are made: neither queries nor scores.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from nsa_backend.adapters import divided_indexer
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.sglang_types import ForwardBatch, HookType
 from nsa_backend.adapters.shared import hook
+from nsa_backend.indexer.metadata import LongRows
 from nsa_backend.kernels.index_rows import index_queries, store_index_keys
+from nsa_backend.metadata.views import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -71,15 +75,53 @@ def select(
     metadata = sglangs.get_attn_backend().get_indexer_metadata(layer_id, batch)
     tokens = slice(batch.extend_num_tokens)  # of the graph's rows, those that are no padding
     divided = divided_indexer.rows_of_rank(batch) if divided_indexer.divides() else None
+    long = metadata.long_rows(indexer.index_topk)
     key, gates = indexer.wk(x)[0][tokens], indexer._weights_proj_bf16_in_fp32_out(x)
     index_cache = pool.get_index_k_with_scale_buffer(layer_id=layer_id)
     store_index_keys(key, weights, positions[tokens], batch.out_cache_loc[tokens], index_cache)
-    rows = divided or tokens
-    query = indexer.wq_b(q_lora[rows].contiguous())[0].view(-1, indexer.n_heads, indexer.head_dim)
-    found = index_queries(query, gates[rows], weights, positions[rows].contiguous())
-    indexer._get_topk_ragged(False, batch, layer_id, *found, metadata, topk_result)
+
+    def scored(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        query = indexer.wq_b(q_lora[rows].contiguous())[0].view(-1, indexer.n_heads, indexer.head_dim)
+        return index_queries(query, gates[rows], weights, positions[rows].contiguous())
+
+    if long is None:
+        indexer._get_topk_ragged(False, batch, layer_id, *scored(divided or tokens), metadata, topk_result)
+    else:
+        select_long(indexer, batch, layer_id, long, scored, topk_result, divides=divided is not None)
     _tell()
     return None
+
+
+def select_long(
+    indexer: Any,
+    batch: ForwardBatch,
+    layer_id: int,
+    long: LongRows,
+    scored: Callable[[Rows], tuple[torch.Tensor, torch.Tensor]],
+    topk_result: torch.Tensor,
+    *,
+    divides: bool,
+) -> None:
+    """Write the selection where some rows have no more tokens than are selected: only others are scored.
+
+    Args:
+        indexer, batch, layer_id: as SGLang's `_get_topk_ragged` has them.
+        long: of the batch.
+        scored: queries and gates of some rows.
+        topk_result: int32 [rows of the graph, topk].
+        divides: whether ranks divide the rows that are scored.
+    """
+    group = divided_indexer.ranks() if divides else None
+    rank, ranks = (group.rank_in_group, group.world_size) if group else (0, 1)
+    rows, metadata = long.of_rank(rank, ranks)
+    whole = topk_result[long.long] if isinstance(long.long, slice) else topk_result.new_empty(long.count, topk_result.shape[1])
+    mine = whole if ranks == 1 else whole.new_empty(len(range(rank, long.count, ranks)), whole.shape[1])
+    if len(mine):
+        indexer._get_topk_ragged(False, batch, layer_id, *scored(rows), metadata, mine)
+    if ranks > 1:
+        divided_indexer.gather(mine, whole)
+        divided_indexer.tell(ranks)
+    long.put(whole, topk_result)
 
 
 def _serves(indexer: Any, batch: ForwardBatch, topk_result: torch.Tensor) -> bool:
