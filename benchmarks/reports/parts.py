@@ -102,15 +102,19 @@ def of_rounds(events: Iterable[dict], layers: int) -> dict:
 def one_layer(replay: Replay) -> list[list]:
     """[kernel, begin, us, own] of each launch of a layer in the middle of a replay, in microseconds from the first one on.
 
-    A layer is from one launch of attention, the kernel of most launches, to the next; own is how much later a launch ends than
-    all that began before it: what it adds to the time of the replay. Empty where attention has fewer than three launches.
+    A layer is from one launch of attention, the kernel of most launches, to the next, and has as many launches as most layers
+    have: between the last of one forward and the first of another lies more. own is how much later a launch ends than all that
+    began before it: what it adds to the time of the replay. Empty where attention has fewer than three launches.
     """
     of_attention = Counter(op.name for op in replay if part_of(op.name) == "attention")
     name, launches = next(iter(of_attention.most_common(1)), (None, 0))
     if launches < 3:
         return []
     starts = [i for i, op in enumerate(replay) if op.name == name]
-    first, behind = starts[len(starts) // 2 - 1 : len(starts) // 2 + 1]
+    layers = list(pairwise(starts))
+    usual = Counter(behind - first for first, behind in layers).most_common(1)[0][0]
+    alike = [layer for layer in layers if layer[1] - layer[0] == usual]
+    first, behind = alike[len(alike) // 2]
     timed = list(along(replay))[first:behind]
     return [[op.name, round(op.begin - timed[0][0].begin, 2), round(op.us, 2), round(own, 2)] for op, own, _ in timed]
 

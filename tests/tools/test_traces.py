@@ -121,6 +121,20 @@ def test_a_layer_of_a_prefill_is_told_too():
     assert [name for name, *_ in parts.before_rounds(trace.events)["layer"]] == ["attend", "norm", "gemm"]
 
 
+def test_no_layer_is_told_that_ends_in_the_next_forward():
+    """Of two chunks of a prompt, the second begins behind the logits of the first, which is the middle."""
+    trace = Trace()
+    for _ in range(2):
+        trace.graph("embed")
+        for _ in range(3):
+            trace.graph("norm")
+            trace.eager("attend")
+        trace.graph("logits")
+    for _ in range(3):
+        trace.graph("gemm", "attend", "gemm")
+    assert [name for name, *_ in parts.before_rounds(trace.events)["layer"]] == ["attend", "norm"]
+
+
 def test_a_prefill_is_told_by_what_the_gpu_waits_for():
     """Kernels follow each other after 0.5 us here, but for one that the host launches 100 us late."""
     trace = Trace()
