@@ -33,7 +33,7 @@ def refused(body: dict | bytes) -> str | None:
     return None
 
 
-OF_THE_POOL = {"a token beyond the vocabulary", "a negative token", "more than the pool", "a longer answer than the context"}
+OF_THE_POOL = {"more than the pool", "a longer answer than the context"}
 """Held against the model and its pool by SGLang's tokenizer manager, which a server alone has."""
 
 
