@@ -43,14 +43,18 @@ class Tile:
     ahead: bool = False  # whether the second launch reads its weights before the first has ended, of two groups of values
 
 
-class Expert(NamedTuple):
-    """An expert of every token, as wide as the others."""
+class ExpertWeights(NamedTuple):
+    """Of block-FP8 experts of one width; those of one expert alone are without the first dimension."""
 
-    first: torch.Tensor  # float8_e4m3fn [2 * width, hidden], rows of gate before those of up
-    first_scales: torch.Tensor  # float32 [2 * width / GROUP, hidden / GROUP]
-    second: torch.Tensor  # float8_e4m3fn [hidden, width]
-    second_scales: torch.Tensor  # float32 [hidden / GROUP, width / GROUP]
-    scales: Scales = Scales.EXACT  # of both inputs; those of the others' are exact
+    first: torch.Tensor  # float8_e4m3fn [experts, 2 * width, hidden], rows of gate before those of up
+    first_scales: torch.Tensor  # float32 [experts, 2 * width / GROUP, hidden / GROUP]
+    second: torch.Tensor  # float8_e4m3fn [experts, hidden, width]
+    second_scales: torch.Tensor  # float32 [experts, hidden / GROUP, width / GROUP]
+    scales: Scales = Scales.EXACT  # of the inputs of both products
+
+    @property
+    def width(self) -> int:
+        return self.first.shape[-2] // 2
 
 
 ONE = Tile(values=4, step=1024, ahead=True)
@@ -244,15 +248,12 @@ def problem(hidden: int, width: int, tile: Tile = ONE) -> str | None:
 
 def few_experts(
     x: torch.Tensor,
-    first: torch.Tensor,
-    first_scales: torch.Tensor,
-    second: torch.Tensor,
-    second_scales: torch.Tensor,
+    experts: ExpertWeights,
     shares: torch.Tensor,
     chosen: torch.Tensor,
     *,
     factor: float = 1.0,
-    shared: Expert | None = None,
+    shared: ExpertWeights | None = None,
     out: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
@@ -260,14 +261,11 @@ def few_experts(
 
     Args:
         x: bfloat16 [tokens, hidden], at most MOST_TOKENS.
-        first: float8_e4m3fn [experts, 2 * width, hidden], rows of gate before those of up.
-        first_scales: float32 [experts, 2 * width / GROUP, hidden / GROUP].
-        second: float8_e4m3fn [experts, hidden, width].
-        second_scales: float32 [experts, hidden / GROUP, width / GROUP].
+        experts: whose inputs have exact scales.
         shares: float32 [tokens, choices].
         chosen: int32 [tokens, choices], experts; -1 is one of another GPU.
         factor: of every sum.
-        shared: what it gives is added to every sum, rounded before.
+        shared: one expert as wide as the others; what it gives is added to every sum, rounded before.
         out: bfloat16 [tokens, hidden]; a new tensor where None.
         tile: of the programs.
 
@@ -276,42 +274,45 @@ def few_experts(
         SGLang's launches hand over.
 
     Raises:
-        ValueError: a tensor has another shape, dtype or layout.
+        ValueError: a tensor has another shape, dtype or layout, or `experts` other scales.
     """
-    (tokens, hidden), (experts, both, _), choices = x.shape, first.shape, chosen.shape[1]
-    width = both // 2
+    (tokens, hidden), choices, width = x.shape, chosen.shape[1], experts.width
     each = choices + (shared is not None)
     tile = tile or tile_for(tokens)
     if (why := problem(hidden, width, tile)) is not None:
         raise ValueError(why)
+    if experts.scales is not Scales.EXACT:
+        raise ValueError(f"experts have {experts.scales}: their inputs would be quantised with exact scales")
     known = 0 < choices <= MOST_CHOICES
     require(known, "chosen", chosen, f"of one to {MOST_CHOICES} choices", "the others would be left out")
     require(tokens <= MOST_TOKENS, "x", x, f"of at most {MOST_TOKENS} tokens", "tensor cores take less time")
     check_tensor("x", x, torch.bfloat16, (tokens, hidden))
-    check_tensor("first", first, torch.float8_e4m3fn, (experts, 2 * width, hidden))
-    check_tensor("first_scales", first_scales, torch.float32, (experts, 2 * width // GROUP, hidden // GROUP))
-    check_tensor("second", second, torch.float8_e4m3fn, (experts, hidden, width))
-    check_tensor("second_scales", second_scales, torch.float32, (experts, hidden // GROUP, width // GROUP))
+    check_weights("experts", experts, hidden, width, len(experts.first))
     check_tensor("shares", shares, torch.float32, (tokens, choices))
     check_tensor("chosen", chosen, torch.int32, (tokens, choices))
     if shared is not None:
-        check_tensor("shared.first", shared.first, torch.float8_e4m3fn, (2 * width, hidden))
-        check_tensor("shared.first_scales", shared.first_scales, torch.float32, (2 * width // GROUP, hidden // GROUP))
-        check_tensor("shared.second", shared.second, torch.float8_e4m3fn, (hidden, width))
-        check_tensor("shared.second_scales", shared.second_scales, torch.float32, (hidden // GROUP, width // GROUP))
+        check_weights("shared", shared, hidden, width)
     out = torch.empty_like(x) if out is None else out
     check_tensor("out", out, torch.bfloat16, (tokens, hidden))
     if tokens:
-        other = shared or Expert(first, first_scales, second, second_scales)  # not read
+        other = shared or experts  # not read without a shared one
         inner = torch.empty(tokens, each, width, dtype=torch.bfloat16, device=x.device)
         launch = {"CHOSEN": choices, "HIDDEN": hidden, "WIDTH": width, "SHARED": each - choices, "COMPILED": x.is_cuda}
         launch |= {"POWERS": other.scales is Scales.POWERS_OF_TWO} | early(x.is_cuda)
         ahead = tile.ahead and width == 2 * GROUP
         gate_up_kernel[(tokens * each, width // tile.values)](
-            x, first, first_scales, chosen, inner, other.first, other.first_scales, VALUES=tile.values, STEP=tile.step,
-            STAGES=tile.stages, AHEAD=ahead, num_warps=tile.warps, **launch,
+            x, experts.first, experts.first_scales, chosen, inner, other.first, other.first_scales, VALUES=tile.values,
+            STEP=tile.step, STAGES=tile.stages, AHEAD=ahead, num_warps=tile.warps, **launch,
         )  # fmt: skip
-        given = inner, second, second_scales, chosen, shares, out, other.second, other.second_scales, factor
+        given = inner, experts.second, experts.second_scales, chosen, shares, out, other.second, other.second_scales, factor
         warps = tile.sum_warps * (2 if choices >= 16 else 1)
         down_kernel[(tokens, hidden // tile.sums)](*given, SUMS=tile.sums, AHEAD=ahead, num_warps=warps, **launch)
     return out
+
+
+def check_weights(name: str, weights: ExpertWeights, hidden: int, width: int, *count: int) -> None:
+    """Refuse weights of other experts than `count` of this width, or than one alone."""
+    check_tensor(f"{name}.first", weights.first, torch.float8_e4m3fn, (*count, 2 * width, hidden))
+    check_tensor(f"{name}.first_scales", weights.first_scales, torch.float32, (*count, 2 * width // GROUP, hidden // GROUP))
+    check_tensor(f"{name}.second", weights.second, torch.float8_e4m3fn, (*count, hidden, width))
+    check_tensor(f"{name}.second_scales", weights.second_scales, torch.float32, (*count, hidden // GROUP, width // GROUP))

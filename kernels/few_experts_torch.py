@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from nsa_backend.kernels.few_experts import Expert
+from nsa_backend.kernels.few_experts import ExpertWeights
 from nsa_backend.kernels.layer_front_torch import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 
@@ -19,25 +19,22 @@ def in_torch(x: torch.Tensor, scales: Scales) -> tuple[torch.Tensor, torch.Tenso
 
 def few_experts_torch(
     x: torch.Tensor,
-    first: torch.Tensor,
-    first_scales: torch.Tensor,
-    second: torch.Tensor,
-    second_scales: torch.Tensor,
+    experts: ExpertWeights,
     shares: torch.Tensor,
     chosen: torch.Tensor,
     *,
     factor: float = 1.0,
-    shared: Expert | None = None,
+    shared: ExpertWeights | None = None,
     quantise: Quantise = in_torch,
 ) -> torch.Tensor:
     """What `few_experts` computes, by another order of sums; `quantise` gives (FP8, scales of this form) of bfloat16 rows."""
     out = torch.zeros(x.shape, device=x.device)
     inputs = whole(*quantise(x, Scales.EXACT))
-    for token, experts in enumerate(chosen.tolist()):
-        for choice, expert in enumerate(experts):
+    for token, choices in enumerate(chosen.tolist()):
+        for choice, expert in enumerate(choices):
             if expert < 0:
                 continue
-            one = Expert(first[expert], first_scales[expert], second[expert], second_scales[expert])
+            one = ExpertWeights(*(tensor[expert] for tensor in experts[:4]))
             out[token] += (given(inputs[token], one, quantise) * shares[token, choice]).bfloat16()
     summed = (out * factor).bfloat16()
     if shared is None:
@@ -46,7 +43,7 @@ def few_experts_torch(
     return summed + torch.stack(added) if added else summed
 
 
-def given(x: torch.Tensor, expert: Expert, quantise: Quantise) -> torch.Tensor:
+def given(x: torch.Tensor, expert: ExpertWeights, quantise: Quantise) -> torch.Tensor:
     """float32 [hidden]: what an expert gives for float64 `x`."""
     gate, up = (blocks(expert.first, expert.first_scales) @ x).bfloat16().float().chunk(2)
     inner = (gate / (1.0 + torch.exp(-gate)) * up).bfloat16()

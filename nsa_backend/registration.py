@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from nsa_backend.adapters import expert_activation, few_experts, sglang_types
+from nsa_backend.adapters import experts, sglang_types
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.naive_eagle import switched_on_while_checked
 from nsa_backend.adapters.shared import Takeover
@@ -42,9 +42,8 @@ def create_backend(runner: sglang_types.ModelRunner) -> NativeSparseAttnBackend:
     device_sm = backend.config.attention.device_sm
     adapter.score_at_once(device_sm)
     adapter.divide_indexer(device_sm)
-    if few_experts.wanted(device_sm):
-        few_experts.take()
-        expert_activation.take()
+    if experts.wanted(device_sm):
+        experts.take()
     if asked("NSA_BACKEND_MOE_CONFIGS") is not False:
         adapter.take_moe_configs()
     adapter.clear_padding_on_resume(runner.token_to_kv_pool)

@@ -20,27 +20,19 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nsa_backend.adapters import expert_activation, moe_configs
+from nsa_backend.adapters import expert_products, moe_configs
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
-from nsa_backend.kernels.few_experts import (
-    MOST_TOKENS,
-    ONE,
-    SOME,
-    Expert,
-    Tile,
-    few_experts,
-    problem,
-    tile_for,
-)
+from nsa_backend.kernels.few_experts import MOST_TOKENS, ONE, SOME, ExpertWeights, Tile, few_experts, problem, tile_for
 from nsa_backend.testing.process import start_sglang
 
 GROUP = 128
@@ -114,25 +106,44 @@ def name_of(first: Config, second: Config | None = None) -> str:
     return " then ".join(str(tile[:6]) + " bulk" * (len(tile) > 6) for tile in values)
 
 
+def random_weights(experts: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 [experts, rows, columns], and scales of its blocks."""
+    of_bytes = torch.randint(0x20, 0x40, (experts, rows, columns), device="cuda", dtype=torch.uint8)  # 0.06 to 1.9
+    of_bytes = (of_bytes | torch.randint_like(of_bytes, 2) << 7).view(torch.float8_e4m3fn)
+    return of_bytes, torch.rand(experts, rows // GROUP, columns // GROUP, device="cuda") * 1e-3
+
+
+@contextmanager
+def choosing_tiles(lookup: Callable) -> Iterator[None]:
+    """While SGLang's experts have the tiles that `lookup` gives."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+    kept, fused_moe.try_get_optimal_moe_config = fused_moe.try_get_optimal_moe_config, lookup
+    try:
+        yield
+    finally:
+        fused_moe.try_get_optimal_moe_config = kept
+
+
 class Rank:
     """Experts of one layer with random weights."""
 
     def __init__(self, shape: Shape):
         self.shape = shape
-        self.first = self._weights(2 * shape.width, shape.hidden)
-        self.second = self._weights(shape.hidden, shape.width)
+        self.weights = self._weights(shape.experts)
 
-    def _weights(self, rows: int, columns: int, experts: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        size = experts or self.shape.experts, rows, columns
-        of_bytes = torch.randint(0x20, 0x40, size, device="cuda", dtype=torch.uint8)  # 0.06 to 1.9
-        of_bytes = (of_bytes | torch.randint_like(of_bytes, 2) << 7).view(torch.float8_e4m3fn)
-        scales = torch.rand(size[0], rows // GROUP, columns // GROUP, device="cuda") * 1e-3
-        return of_bytes, scales
+    @property
+    def filtered(self) -> bool:
+        """Whether tokens may choose experts of another GPU."""
+        return self.shape.experts < self.shape.routed
 
-    def one(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and scales of one expert more."""
-        weights, scales = self._weights(rows, columns, experts=1)
-        return weights[0], scales[0]
+    def _weights(self, experts: int) -> ExpertWeights:
+        width, hidden = self.shape.width, self.shape.hidden
+        return ExpertWeights(*random_weights(experts, 2 * width, hidden), *random_weights(experts, hidden, width))
+
+    def one(self) -> ExpertWeights:
+        """Of one expert more."""
+        return ExpertWeights(*(tensor[0] for tensor in self._weights(1)[:4]))
 
     def routed(self, tokens: int, skew: float = 0.0, alike: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights, experts) of each token; -1 is an expert of another GPU.
@@ -147,7 +158,7 @@ class Rank:
         if alike:
             odds[:, odds[0].topk(shape.chosen // 2).indices] = 0.0
         weights, chosen = odds.exp().topk(shape.chosen)
-        if shape.experts < shape.routed:
+        if self.filtered:
             chosen[chosen >= shape.experts] = -1
             chosen[0, 0] = 0  # so that this GPU has something to do
         always = torch.arange(shape.routed, shape.routed + shape.always, device="cuda").expand(tokens, -1)
@@ -158,15 +169,12 @@ class Rank:
         from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
         def run() -> torch.Tensor:
-            kept, fused_moe.try_get_optimal_moe_config = fused_moe.try_get_optimal_moe_config, lookup
-            try:
+            with choosing_tiles(lookup):
                 return fused_moe.outplace_fused_experts(
-                    x, self.first[0], self.second[0], *routed, w1_scale=self.first[1], w2_scale=self.second[1],
-                    block_shape=[GROUP, GROUP], use_fp8_w8a8=True, routed_scaling_factor=1.0,
-                    filter_expert=self.shape.experts < self.shape.routed,
+                    x, self.weights.first, self.weights.second, *routed, w1_scale=self.weights.first_scales,
+                    w2_scale=self.weights.second_scales, block_shape=[GROUP, GROUP], use_fp8_w8a8=True,
+                    routed_scaling_factor=1.0, filter_expert=self.filtered,
                 )  # fmt: skip
-            finally:
-                fused_moe.try_get_optimal_moe_config = kept
 
         return run
 
@@ -203,7 +211,7 @@ def few(
     x = torch.randn(tokens, rank.shape.hidden, device="cuda").bfloat16()
     routings = [rank.routed(tokens, alike=alike) for _ in range(REPEATS)]
     calls = {name: [rank.call(x, routed, lookup) for routed in routings] for name, lookup in ways.items()}
-    given = x, *rank.first, *rank.second
+    given = x, rank.weights
     for tile in tiles:
         calls[str(tile)] = [lambda tile=tile, routed=routed: few_experts(*given, *routed, tile=tile) for routed in routings]
     if shared:
@@ -223,9 +231,8 @@ class Beside:
     def __init__(self, rank: Rank, x: torch.Tensor):
         from sglang.srt.layers.activation import SiluAndMul
 
-        shape = rank.shape
         self.x, self.activation, self.side = x, SiluAndMul(), SideStream(torch.cuda.Stream())
-        self.expert = Expert(*rank.one(2 * shape.width, shape.hidden), *rank.one(shape.hidden, shape.width))
+        self.expert = rank.one()
 
     def having(self, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """`call`, beside it the shared expert, and the sum of both."""
@@ -335,32 +342,15 @@ def few_cell(name: str, rank: Rank, tokens: int) -> dict:
     return named(name, shape, tokens) | found
 
 
-WAYS_BETWEEN = {"both launches": True, "the launch between": False}
-"""This package's launches around SGLang's products: whether the one before the first is among them."""
-
-
-def between(
-    rank: Rank, x: torch.Tensor, routed: tuple[torch.Tensor, torch.Tensor], lookup: Callable, before: bool
+def around(
+    rank: Rank, x: torch.Tensor, routed: tuple[torch.Tensor, torch.Tensor], lookup: Callable
 ) -> Callable[[], torch.Tensor]:
-    """SGLang's experts with this package's launches around both products, as a server has them, and `Rank.call`."""
-    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
-
-    weights, filtered = (rank.first[0], rank.second[0]), rank.shape.experts < rank.shape.routed
-
-    def prepared() -> expert_activation.Prepared:
-        if before:
-            return expert_activation.prepare(x, *weights, routed[1])
-        sglangs = fused_moe._prepare_fused_moe_run(x, *weights, routed[1], **expert_activation.FORM)
-        return expert_activation.Prepared(*sglangs)
+    """SGLang's products with this package's launches before and between them, as a server has them, and `Rank.call`."""
 
     def run() -> torch.Tensor:
-        kept, fused_moe.try_get_optimal_moe_config = fused_moe.try_get_optimal_moe_config, lookup
-        try:
-            found = prepared()
-        finally:
-            fused_moe.try_get_optimal_moe_config = kept
-        given = x, *rank.first, *rank.second, *routed, found, torch.empty_like(x)
-        return expert_activation.experts(*given, factor=1.0, filtered=filtered)
+        with choosing_tiles(lookup):
+            out = torch.empty_like(x)
+            return expert_products.run(x, rank.weights, *routed, out, factor=1.0, filtered=rank.filtered)
 
     return run
 
@@ -374,8 +364,8 @@ def between_cell(name: str, rank: Rank, tokens: int) -> dict:
     x = torch.randn(tokens, rank.shape.hidden, device="cuda").bfloat16()
     routings = [rank.routed(tokens) for _ in range(REPEATS)]
     calls = {way: [rank.call(x, routed, lookup) for routed in routings] for way, lookup in ways.items()}
-    for (way, lookup), (ours, before) in itertools.product(ways.items(), WAYS_BETWEEN.items()):
-        calls[f"{way}, {ours}"] = [between(rank, x, routed, lookup, before) for routed in routings]
+    for way, lookup in ways.items():
+        calls[f"{way}, both launches"] = [around(rank, x, routed, lookup) for routed in routings]
     us, wrong = timed(calls, calls["sglang"][0]().float())
     return named(name, rank.shape, tokens) | {"between_us": us, "wrong": wrong}
 

@@ -12,8 +12,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from nsa_backend.adapters import expert_activation
-from nsa_backend.adapters.few_experts import MODULE
+from nsa_backend.adapters import expert_products, experts
 from nsa_backend.benchmarks.tuning.experts import RANKS, Rank, config, looked_up, lookup_of, shipped
 from nsa_backend.kernels.expert_activation import activate
 from nsa_backend.kernels.expert_order import order, problem
@@ -42,20 +41,14 @@ def inputs(rank: Rank, tokens: int) -> tuple[torch.Tensor, tuple[torch.Tensor, t
 
 @pytest.fixture
 def ours(monkeypatch):
-    """Returns a function of a call of SGLang's experts to what it gives with our launch between products, which has run.
+    """Returns a function of a call of SGLang's experts to what it gives with our launches around products, which have run."""
+    module, served = import_module(experts.RUNNER), []
+    hooked = partial(experts.experts, module.fused_experts_impl)
+    monkeypatch.setattr(expert_products, "tell", lambda *shape: served.append(shape))
 
-    Where `before` they have the one before them too.
-    """
-    module, served = import_module(MODULE), []
-    sequence = partial(expert_activation.sequence, module._fused_moe_kernel_sequence)
-    prepared = partial(expert_activation.prepared, module._prepare_fused_moe_run)
-    monkeypatch.setattr(expert_activation, "tell", lambda *shape: served.append(shape))
-
-    def run(call, before: bool) -> torch.Tensor:
+    def run(call) -> torch.Tensor:
         with monkeypatch.context() as patch:
-            patch.setattr(module, "_fused_moe_kernel_sequence", sequence)
-            if before:
-                patch.setattr(module, "_prepare_fused_moe_run", prepared)
+            patch.setattr(module, "fused_experts_impl", hooked)
             served.clear()
             found = call()
             assert served
@@ -73,10 +66,8 @@ def test_experts_have_the_bits_of_sglangs(rank, ours, tokens, tiles):
         pytest.skip("this package has no tiles of so many tokens on this GPU")
     x, routed = inputs(rank, tokens)
     call = rank.call(x, routed, lookup_of(*pair))
-    between, both = (ours(call, before) for before in (False, True))  # before SGLang's, whose memory would fake a pass
-    wanted = call()
-    assert torch.equal(between, wanted)
-    assert torch.equal(both, wanted)
+    found = ours(call)  # before SGLang's, whose memory would fake a pass
+    assert torch.equal(found, call())
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -120,8 +111,7 @@ def test_what_is_before_has_the_bits_of_sglangs(rank, tokens):
 
 
 @pytest.mark.parametrize("tokens", [8, 64, 128])
-@pytest.mark.parametrize("before", [False, True])
-def test_replays_of_a_graph_have_them_too(rank, ours, tokens, before):
+def test_replays_of_a_graph_have_them_too(rank, ours, tokens):
     """Many layers in a row, each launch of which may begin before the one ahead has ended."""
     cells = [inputs(rank, tokens) for _ in range(4)]
     for cell, (shares, chosen) in enumerate(routed for _, routed in cells):
@@ -129,10 +119,10 @@ def test_replays_of_a_graph_have_them_too(rank, ours, tokens, before):
         chosen.copy_(chosen.roll(cell, 0))
     calls = [rank.call(x, routed, lookup_of(PLAIN, BULK)) for x, routed in cells]
     wanted = [call() for call in calls]
-    ours(calls[0], before)  # compiles
+    ours(calls[0])  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = [ours(call, before) for call in calls]
+        found = [ours(call) for call in calls]
     for _ in range(10):
         for tensor in found:
             tensor.zero_()

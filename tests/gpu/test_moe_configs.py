@@ -62,10 +62,11 @@ def by_torch(rank: Rank, x: torch.Tensor, weights: torch.Tensor, chosen: torch.T
     inputs = quantised(x)
     for expert in chosen.unique().tolist():
         tokens, places = (chosen == expert).nonzero(as_tuple=True)
-        both = (inputs[tokens] @ dequantised(rank.first[0][expert], rank.first[1][expert]).T).bfloat16().float()
+        first, first_scales, second, second_scales = (tensor[expert] for tensor in rank.weights[:4])
+        both = (inputs[tokens] @ dequantised(first, first_scales).T).bfloat16().float()
         gate, up = both.chunk(2, dim=1)
         within = quantised((torch.nn.functional.silu(gate) * up).bfloat16())
-        found = within @ dequantised(rank.second[0][expert], rank.second[1][expert]).T
+        found = within @ dequantised(second, second_scales).T
         out.index_add_(0, tokens, found * weights[tokens, places, None])
     return out
 
@@ -121,7 +122,7 @@ def test_tiles_err_as_much_as_sglangs(rank, tokens):
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, MOST_TOKENS])
 def test_two_launches_err_as_much_as_sglangs(rank, tokens):
     def two(x: torch.Tensor, routed: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return few_experts(x, *rank.first, *rank.second, *routed)
+        return few_experts(x, rank.weights, *routed)
 
     count = min((one for one in COUNTS if one >= tokens), default=COUNTS[-1])
     found = errors(rank, tokens, {"sglang": by_tiles(rank, lookup_of(*rank.sglangs[count])), "ours": two})

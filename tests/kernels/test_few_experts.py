@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa_backend.kernels.few_experts import MOST_TOKENS, Expert, Tile, few_experts, problem
+from nsa_backend.kernels.few_experts import MOST_TOKENS, ExpertWeights, Tile, few_experts, problem
 from nsa_backend.kernels.few_experts_torch import few_experts_torch, in_torch
 from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
@@ -19,7 +19,7 @@ LARGE = Tile(values=64, sums=128)
 """Few programs, of which the interpreter runs one after the other."""
 
 
-def inputs(tokens: int, choices: int, hidden: int, width: int, device: str, seed: int = 0) -> dict[str, torch.Tensor]:
+def inputs(tokens: int, choices: int, hidden: int, width: int, device: str, seed: int = 0) -> dict:
     """Small integers, scales that are powers of two, open gates: the first product and silu are exact. No sum cancels."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -33,24 +33,23 @@ def inputs(tokens: int, choices: int, hidden: int, width: int, device: str, seed
     x[:, ::GROUP] = 448.0  # whose scale is 1
     first = whole(EXPERTS, 2 * width, hidden, least=1)
     chosen = torch.rand(tokens, EXPERTS, generator=generator).argsort(dim=1)[:, :choices].int().contiguous()
-    given = {
-        "x": x, "first": first.to(torch.float8_e4m3fn), "first_scales": powers(EXPERTS, 2 * width // GROUP, hidden // GROUP),
-        "second": whole(EXPERTS, hidden, width, least=1).to(torch.float8_e4m3fn),
-        "second_scales": powers(EXPERTS, hidden // GROUP, width // GROUP),
-        "shares": torch.rand(tokens, choices, generator=generator), "chosen": chosen,
-    }  # fmt: skip
-    return {name: tensor.to(device) for name, tensor in given.items()}
+    experts = ExpertWeights(
+        first.to(torch.float8_e4m3fn).to(device), powers(EXPERTS, 2 * width // GROUP, hidden // GROUP).to(device),
+        whole(EXPERTS, hidden, width, least=1).to(torch.float8_e4m3fn).to(device),
+        powers(EXPERTS, hidden // GROUP, width // GROUP).to(device),
+    )  # fmt: skip
+    given = {"x": x, "shares": torch.rand(tokens, choices, generator=generator), "chosen": chosen}
+    return {name: tensor.to(device) for name, tensor in given.items()} | {"experts": experts}
 
 
-def with_shared(given: dict[str, torch.Tensor], scales: Scales = Scales.EXACT) -> dict:
+def with_shared(given: dict, scales: Scales = Scales.EXACT) -> dict:
     """The last expert is every token's, from memory of its own."""
-    names = "first", "first_scales", "second", "second_scales"
-    shared = Expert(*(given[name][-1].clone() for name in names), scales)
-    return (
-        given
-        | {name: given[name][:-1].clone() for name in names}
-        | {"chosen": given["chosen"] % (EXPERTS - 1), "shared": shared}
-    )
+    weights = given["experts"][:4]
+    return given | {
+        "experts": ExpertWeights(*(tensor[:-1].clone() for tensor in weights)),
+        "shared": ExpertWeights(*(tensor[-1].clone() for tensor in weights), scales),
+        "chosen": given["chosen"] % (EXPERTS - 1),
+    }
 
 
 def by_torch(given: dict, factor: float = 1.0) -> torch.Tensor:
@@ -131,10 +130,14 @@ def test_gates_that_are_half_open_and_values_of_any_size(device):
     given = inputs(3, 4, 1024, 256, device)
     generator = torch.Generator().manual_seed(4)
     given["x"] = torch.randn(3, 1024, generator=generator).bfloat16().to(device)
-    for name in ("first", "second"):
-        given[name] = torch.randn(given[name].shape, generator=generator).to(torch.float8_e4m3fn).to(device)
-        scales = f"{name}_scales"
-        given[scales] = (0.02 + 0.1 * torch.rand(given[scales].shape, generator=generator)).to(device)
+    random = []
+    for weight in given["experts"][:4]:
+        if weight.dtype == torch.float32:
+            value = 0.02 + 0.1 * torch.rand(weight.shape, generator=generator)
+        else:
+            value = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+        random.append(value.to(device))
+    given["experts"] = ExpertWeights(*random)
     found, wanted = few_experts(**given, tile=LARGE).float(), by_torch(given).float()
     assert (found - wanted).norm() < 5e-3 * wanted.norm()
 
@@ -156,6 +159,10 @@ def test_what_cannot_be_served_says_so(device):
     shared = with_shared(given)["shared"]
     with pytest.raises(ValueError, match=r"shared\.second must be contiguous torch\.float8_e4m3fn \[1024, 128\]"):
         few_experts(**given, shared=shared._replace(second=shared.second.T))
+    with pytest.raises(ValueError, match=r"experts\.first_scales must be contiguous torch\.float32 \[9, 2, 8\]"):
+        few_experts(**given | {"experts": given["experts"]._replace(first_scales=given["experts"].second_scales)})
+    with pytest.raises(ValueError, match=r"experts have Scales\.POWERS_OF_TWO"):
+        few_experts(**given | {"experts": given["experts"]._replace(scales=Scales.POWERS_OF_TWO)})
     many = given["x"].expand(MOST_TOKENS + 1, -1).contiguous()
     with pytest.raises(ValueError, match="x must be of at most 16 tokens"):
         few_experts(**given | {"x": many})

@@ -1,0 +1,119 @@
+"""Block-FP8 experts of some tokens by SGLang's two products, with one launch of ours before the first and one between.
+
+The sequence of launches behind SGLang's choice of tiles is a copy of 30 lines here. Hooks at what it calls before and between
+its products would leave it SGLang's, but they are four: with bulk copies the sequence quantises, without them or with experts
+of 128 `invoke_fused_moe_kernel` does, and what the activation writes is bfloat16 by then. They would have to hand values on
+from one to the next, in every forward, LoRA's too.
+
+Both of SGLang's products take values that are FP8 already, with their scales, whether they copy in bulk or not. So what tells
+rows by expert quantises their input too.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+
+from nsa_backend.adapters.few_experts import SWITCH
+from nsa_backend.environment import switched_on
+from nsa_backend.kernels import expert_order
+from nsa_backend.kernels.expert_activation import activate, problem
+from nsa_backend.kernels.few_experts import ExpertWeights
+from nsa_backend.kernels.layer_front_weights import GROUP
+
+logger = logging.getLogger(__name__)
+
+TOKENS = range(5, 129)
+"""Of a forward that has both launches. Fewer are two launches in all (`few_experts`), of most experts."""
+TIMED = {(256, 256), (257, 256)}
+"""Experts of a GPU and their width that have them unasked: an H200 was faster with 8 to 128 tokens (`between_products` of
+benchmarks/results/experts_0_5_23_h200.json). Others, those of --ep-size too, have them where a user asks."""
+FORM = {
+    "use_fp8_w8a8": True, "use_int8_w8a8": False, "use_int8_w8a16": False, "use_int4_w4a16": False,
+    "per_channel_quant": False, "block_shape": [GROUP, GROUP],
+}  # fmt: skip
+"""What SGLang's functions are told of block-FP8 experts."""
+
+
+class Tiles(NamedTuple):
+    """What SGLang chooses for both products."""
+
+    first: dict[str, Any]
+    second: dict[str, Any]  # the first one where SGLang has none
+    first_in_bulk: bool
+    second_in_bulk: bool  # also whether rows between both products are in blocks
+
+
+def serves(x: torch.Tensor, weights: ExpertWeights, chosen: torch.Tensor) -> bool:
+    """Whether these tokens have both launches; one choice of a token has no sum in SGLang's."""
+    experts, (tokens, choices) = len(weights.first), chosen.shape
+    wanted = tokens in TOKENS and ((experts, weights.width) in TIMED or switched_on(SWITCH))
+    fits = problem(weights.width) is None and expert_order.problem(tokens, choices, x.shape[1]) is None
+    return wanted and fits and choices > 1
+
+
+def run(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    shares: torch.Tensor,
+    chosen: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    factor: float,
+    filtered: bool,
+) -> torch.Tensor:
+    """`out`, with the sums of what experts give, by the launches of SGLang's sequence and ours among them.
+
+    Args:
+        x, weights, shares, chosen, factor: as `kernels.few_experts` has them, of what `serves` says yes to.
+        out: bfloat16 [tokens, hidden].
+        filtered: whether experts may be another GPU's.
+    """
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+    (tokens, choices), experts = chosen.shape, len(weights.first)
+    tell(experts, weights.width)
+    tiles = tiles_for(weights, tokens, choices)
+    block, in_blocks = tiles.first["BLOCK_SIZE_M"], tiles.second_in_bulk
+    values, scales, *order = expert_order.order(x, chosen, block, experts)
+    sorted_ids, expert_ids, padded = order
+    form = FORM | {"compute_type": tl.bfloat16, "filter_expert": filtered}
+    rows = chosen.numel() + (min(chosen.numel(), experts + 1) * (block - 1) if in_blocks else 0)
+    both = x.new_empty(rows, 2 * weights.width)
+    fused_moe.invoke_fused_moe_kernel(
+        values, weights.first, None, both, scales, weights.first_scales, None, shares, chosen, *order, False, choices,
+        tiles.first, c_sorted=in_blocks, b_use_tma=tiles.first_in_bulk, **form,
+    )  # fmt: skip
+    values, scales = activate(both, chosen, expert_ids, padded, block, sorted_ids if in_blocks else None)
+    given = x.new_empty(tokens, choices, x.shape[1])
+    fused_moe.invoke_fused_moe_kernel(
+        values, weights.second, None, given, scales, weights.second_scales, None, shares, chosen, *order, True, 1,
+        tiles.second, a_use_tma=tiles.second_in_bulk, b_use_tma=tiles.second_in_bulk, router_topk=choices, **form,
+    )  # fmt: skip
+    return fused_moe.moe_combine_topk(given, out, factor)
+
+
+def tiles_for(weights: ExpertWeights, tokens: int, choices: int) -> Tiles:
+    """Those of so many tokens with so many choices each."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+    found, (found_second, _) = fused_moe.try_get_optimal_moe_config(
+        weights.first.shape, tuple(weights.second.shape), choices, "fp8_w8a8", tokens,
+        block_shape=FORM["block_shape"], per_channel_quant=False, return_down_config=True,
+    )  # fmt: skip
+    first, second = dict(found), dict(found_second or {})
+    in_bulk = [bool(tile.pop("USE_TMA", False) and fused_moe._moe_support_tma()) for tile in (first, second)]
+    return Tiles(first, second or first, *in_bulk)
+
+
+@functools.cache
+def tell(count: int, width: int) -> None:
+    """The log has it once a shape."""
+    logger.info(
+        "nsa_backend: experts of %d to %d tokens have one launch before both products and one between, %d experts of %d",
+        TOKENS.start, TOKENS.stop - 1, count, width,
+    )  # fmt: skip

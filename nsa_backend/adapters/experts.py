@@ -1,0 +1,125 @@
+"""Block-FP8 experts of up to 128 tokens by launches of this package, in the place of SGLang's Triton runner's.
+
+A few tokens have two launches in all (`few_experts`); more have SGLang's products, with one launch before them and one between
+(`expert_products`). SGLang's own function, which knows every argument, serves all others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nsa_backend.adapters import expert_products, few_experts
+from nsa_backend.adapters.few_experts import SWITCH
+from nsa_backend.adapters.sglang_types import HookType
+from nsa_backend.adapters.shared import hook
+from nsa_backend.environment import asked
+from nsa_backend.kernels.few_experts import ExpertWeights
+from nsa_backend.releases import few_experts_problem
+
+RUNNER = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
+LAYER = "sglang.srt.models.deepseek_v2.DeepseekV2MoE"
+MOST_TOKENS = expert_products.TOKENS[-1]
+"""Of a forward whose experts may have launches of this package."""
+
+SERVED = expert_products.FORM | {
+    "activation": "silu", "is_gated": True, "apply_router_weight_on_input": False, "no_combine": False, "defer_sum": False,
+    "fuse_swiglu_interleaved": False, "inplace": False, "b1": None, "b2": None, "w1_zp": None, "w2_zp": None, "a1_scale": None,
+    "a2_scale": None, "a1_q": None, "gemm1_alpha": None, "gemm1_limit": None, "swiglu_limit": None,
+}  # fmt: skip
+"""Of SGLang's function, arguments that launches serve with these values alone."""
+DTYPES = {
+    "hidden_states": torch.bfloat16, "topk_weights": torch.float32, "topk_ids": torch.int32, "w1": torch.float8_e4m3fn,
+    "w1_scale": torch.float32, "w2": torch.float8_e4m3fn, "w2_scale": torch.float32,
+}  # fmt: skip
+
+signature_of = functools.cache(inspect.signature)
+
+
+def wanted(device_sm: int) -> bool:
+    """Whether SGLang's Triton runner is to leave experts to launches of this package on this GPU."""
+    said = asked(SWITCH)
+    return device_sm == 90 and few_experts_problem(device_sm) is None if said is None else said
+
+
+def take() -> None:
+    """Have SGLang's Triton runner leave experts to them; once a process."""
+    hook(f"{RUNNER}.fused_experts", apart, HookType.AROUND)
+    hook(f"{RUNNER}.fused_experts_impl", experts, HookType.AROUND)
+    hook(f"{LAYER}.forward_normal_dual_stream", few_experts.captured_layer, HookType.AROUND)
+    hook(f"{LAYER}._forward_shared_experts", few_experts.shared_apart, HookType.AROUND)
+
+
+def apart(
+    original: Callable[..., torch.Tensor],
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_output: Any,
+    moe_runner_config: Any,
+    *arguments: Any,
+    **options: Any,
+) -> torch.Tensor:
+    """Around what chooses where sums go: behind launches of this package never in the place of `hidden_states`.
+
+    In captured forwards the shared expert reads that on another stream (`DeepseekV2MoE.forward_normal_dual_stream`), and no
+    event says that it has when sums are written: SGLang's come seven launches later, ours fewer.
+    """
+    if moe_runner_config.inplace and len(hidden_states) <= MOST_TOKENS:
+        moe_runner_config = dataclasses.replace(moe_runner_config, inplace=False)
+    return original(hidden_states, w1, w2, topk_output, moe_runner_config, *arguments, **options)
+
+
+def experts(
+    original: Callable[..., torch.Tensor], hidden_states: torch.Tensor, *arguments: Any, **options: Any
+) -> torch.Tensor:
+    """Around what computes a layer's experts: bfloat16 [tokens, hidden]."""
+    if len(hidden_states) > MOST_TOKENS:
+        return original(hidden_states, *arguments, **options)
+    given = signature_of(original).bind(hidden_states, *arguments, **options)
+    given.apply_defaults()
+    of = given.arguments
+    if is_served(of):
+        weights = ExpertWeights(of["w1"], of["w1_scale"], of["w2"], of["w2_scale"])
+        routed = of["topk_weights"], of["topk_ids"]
+        factor = 1.0 if of["routed_scaling_factor"] is None else of["routed_scaling_factor"]
+        if few_experts.serves(hidden_states, weights, of["topk_ids"]):
+            return few_experts.run(hidden_states, weights, *routed, room_for_sums(hidden_states), factor=factor)
+        if expert_products.serves(hidden_states, weights, of["topk_ids"]):
+            out, filtered = room_for_sums(hidden_states), of["filter_expert"]
+            return expert_products.run(hidden_states, weights, *routed, out, factor=factor, filtered=filtered)
+    return original(hidden_states, *arguments, **options)
+
+
+def is_served(of: dict[str, Any]) -> bool:
+    """Whether these are the arguments of block-FP8 experts and no more, by a server whose sums they may be.
+
+    Shapes that contradict one another are SGLang's to refuse.
+    """
+    if any(of[name] != value for name, value in SERVED.items()) or not sums_are_free():
+        return False
+    fits = of["topk_weights"].shape == of["topk_ids"].shape and of["w1"].shape[2] == of["hidden_states"].shape[1]
+    return fits and all(of[name].dtype == dtype and of[name].is_contiguous() for name, dtype in DTYPES.items())
+
+
+def sums_are_free() -> bool:
+    """Whether a server asks for no order of sums, and adds up what ranks have apart from experts."""
+    from sglang.srt.runtime_context import get_exec
+
+    execution = get_exec()
+    return not (execution.moe.enable_fused_moe_sum_all_reduce or execution.deterministic.enable_deterministic_inference)
+
+
+def room_for_sums(hidden_states: torch.Tensor) -> torch.Tensor:
+    """A tensor like `hidden_states`, where SGLang's runner has its own: in NCCL's memory with --enable-symm-mem."""
+    from sglang.srt.distributed.device_communicators.pynccl_allocator import use_symmetric_memory
+    from sglang.srt.layers.dp_attention import is_allocation_symmetric
+    from sglang.srt.runtime_context import get_parallel
+
+    with use_symmetric_memory(get_parallel().tp_group, disabled=not is_allocation_symmetric()):
+        return torch.empty_like(hidden_states)
