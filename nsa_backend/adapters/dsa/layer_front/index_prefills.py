@@ -22,9 +22,7 @@ from nsa_backend.adapters import divided_indexer
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.sglang_types import ForwardBatch, HookType
 from nsa_backend.adapters.shared import hook
-from nsa_backend.indexer.metadata import LongRows
 from nsa_backend.kernels.index_rows import index_queries, store_index_keys
-from nsa_backend.metadata.views import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +78,7 @@ def select(
     index_cache = pool.get_index_k_with_scale_buffer(layer_id=layer_id)
     store_index_keys(key, weights, positions[tokens], batch.out_cache_loc[tokens], index_cache)
 
-    def scored(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    def scored(rows: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         query = indexer.wq_b(q_lora[rows].contiguous())[0].view(-1, indexer.n_heads, indexer.head_dim)
         return index_queries(query, gates[rows], weights, positions[rows].contiguous())
 
@@ -96,8 +94,8 @@ def select_long(
     indexer: Any,
     batch: ForwardBatch,
     layer_id: int,
-    long: LongRows,
-    scored: Callable[[Rows], tuple[torch.Tensor, torch.Tensor]],
+    long: Any,
+    scored: Callable[[slice | torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     topk_result: torch.Tensor,
     *,
     divides: bool,
@@ -106,7 +104,7 @@ def select_long(
 
     Args:
         indexer, batch, layer_id: as SGLang's `_get_topk_ragged` has them.
-        long: of the batch.
+        long: the batch's `LongRows` of `nsa_backend.indexer.metadata`.
         scored: queries and gates of some rows.
         topk_result: int32 [rows of the graph, topk].
         divides: whether ranks divide the rows that are scored.
