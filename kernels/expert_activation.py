@@ -42,28 +42,47 @@ def activate_kernel(
     block,  # rows
     WIDTH: tl.constexpr,
     SORTED: tl.constexpr,  # whether rows are in the order of `sorted`, else in that of choices
+    ROWS: tl.constexpr,  # of a program: several only where they are sorted, and as many as divide a block
     COMPILED: tl.constexpr,
 ):
-    """Program: a row. All tensors contiguous.
+    """Program: ROWS rows. All tensors contiguous.
 
     What tells the order of rows was written before the kernel ahead began, which is the first product and waited for it.
     """
-    row = tl.program_id(0)
-    if SORTED:
-        here = tl.load(expert_ptr + row // block) >= 0
-        there = (row < tl.load(padded_ptr)) & (tl.load(sorted_ptr + row) < choices) & here
-    else:
-        there = tl.load(chosen_ptr + row) >= 0
-    if there | (row == 0):  # one row waits in any case: this launch is not to end before the one ahead
+    groups: tl.constexpr = WIDTH // GROUP_OF_KERNEL
+    row = tl.program_id(0) * ROWS
+    if ROWS > 1:
+        of_rows = row + tl.arange(0, ROWS * groups) // groups
+        here = (row < tl.load(padded_ptr)) & (tl.load(expert_ptr + row // block) >= 0)
+        there = (tl.load(sorted_ptr + of_rows) < choices)[:, None] & here
         wait_for_kernel_ahead(COMPILED)
-    if there:
-        groups: tl.constexpr = WIDTH // GROUP_OF_KERNEL
-        at = tl.arange(0, groups)[:, None] * GROUP_OF_KERNEL + tl.arange(0, GROUP_OF_KERNEL)[None, :]
-        from_row, to_row = both_ptr + row.to(tl.int64) * (2 * WIDTH), values_ptr + row.to(tl.int64) * WIDTH
-        gate, up = tl.load(from_row + at).to(tl.float32), tl.load(from_row + WIDTH + at).to(tl.float32)
+        value = tl.arange(0, ROWS * groups)[:, None] % groups * GROUP_OF_KERNEL + tl.arange(0, GROUP_OF_KERNEL)[None, :]
+        from_row = both_ptr + of_rows.to(tl.int64)[:, None] * (2 * WIDTH)
+        gate = tl.load(from_row + value, there, 0.0).to(tl.float32)
+        up = tl.load(from_row + WIDTH + value, there, 0.0).to(tl.float32)
         values, scale = quantised(rounded(opened(gate, COMPILED) * up), False, COMPILED)
-        tl.store(to_row + at, values)
-        tl.store(scales_ptr + row * groups + tl.arange(0, groups)[:, None], scale)
+        tl.store(values_ptr + of_rows.to(tl.int64)[:, None] * WIDTH + value, values, there)
+        tl.store(scales_ptr + row * groups + tl.arange(0, ROWS * groups)[:, None], scale, there)
+    else:
+        if SORTED:
+            here = tl.load(expert_ptr + row // block) >= 0
+            there = (row < tl.load(padded_ptr)) & (tl.load(sorted_ptr + row) < choices) & here
+        else:
+            there = tl.load(chosen_ptr + row) >= 0
+        if there | (row == 0):  # one row waits in any case: this launch is not to end before the one ahead
+            wait_for_kernel_ahead(COMPILED)
+        if there:
+            at = tl.arange(0, groups)[:, None] * GROUP_OF_KERNEL + tl.arange(0, GROUP_OF_KERNEL)[None, :]
+            from_row, to_row = both_ptr + row.to(tl.int64) * (2 * WIDTH), values_ptr + row.to(tl.int64) * WIDTH
+            gate, up = tl.load(from_row + at).to(tl.float32), tl.load(from_row + WIDTH + at).to(tl.float32)
+            values, scale = quantised(rounded(opened(gate, COMPILED) * up), False, COMPILED)
+            tl.store(to_row + at, values)
+            tl.store(scales_ptr + row * groups + tl.arange(0, groups)[:, None], scale)
+
+
+FEW_ROWS = 8192
+"""Up to which a program has one: of more, waiting for a row takes longer than what is done with it."""
+MOST_OF_PROGRAM = 4
 
 
 def problem(width: int) -> str | None:
@@ -114,9 +133,12 @@ def activate(
         require(len(expert_ids) >= least, "expert_ids", expert_ids, f"of at least {least} blocks", "every row is of one")
     values = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=both.device)
     scales = torch.empty(rows, width // GROUP, dtype=torch.float32, device=both.device)
+    several = sorted_ids is not None and rows > FEW_ROWS and not rows % MOST_OF_PROGRAM and not block % MOST_OF_PROGRAM
+    of_program = MOST_OF_PROGRAM if several else 1
     if rows:
-        activate_kernel[(rows,)](
+        activate_kernel[(rows // of_program,)](
             both, values, scales, chosen, padded if sorted_ids is None else sorted_ids, padded, expert_ids, chosen.numel(),
-            block, WIDTH=width, SORTED=sorted_ids is not None, COMPILED=both.is_cuda, num_warps=4, **early(both.is_cuda),
+            block, WIDTH=width, SORTED=sorted_ids is not None, ROWS=of_program, COMPILED=both.is_cuda, num_warps=4,
+            **early(both.is_cuda),
         )  # fmt: skip
     return values, scales

@@ -20,7 +20,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from nsa_backend.kernels.expert_activation import activate_kernel
+from nsa_backend.kernels.choice_sums import choice_sums_kernel
+from nsa_backend.kernels.down_rows import down_rows_kernel
+from nsa_backend.kernels.down_rows import tile_for as tile_of_rows
+from nsa_backend.kernels.expert_activation import MOST_OF_PROGRAM, activate_kernel
 from nsa_backend.kernels.expert_order import CHUNK, GROUPS, order_kernel
 from nsa_backend.kernels.few_experts import ONE as ONE_TOKEN
 from nsa_backend.kernels.few_experts import SOME, down_kernel, gate_up_kernel
@@ -197,16 +200,41 @@ def few_experts() -> dict[str, dict]:
         found[f"{of}, sums{', weights read ahead' * tile.ahead}"] = used | {"programs": 6, "threads": 128}
     types = {"both_ptr": "*bf16", "values_ptr": "*fp8e4nv"}
     types |= dict.fromkeys(("chosen_ptr", "sorted_ptr", "padded_ptr", "expert_ptr"), "*i32")
-    for width, in_blocks in ((128, False), (256, False), (256, True), (2048, True)):
-        between = {"WIDTH": width, "SORTED": in_blocks, "COMPILED": True}
+    for width, in_blocks, rows in (
+        (128, False, 1),
+        (256, False, 1),
+        (256, True, 1),
+        (2048, True, 1),
+        (256, True, MOST_OF_PROGRAM),
+    ):
+        between = {"WIDTH": width, "SORTED": in_blocks, "ROWS": rows, "COMPILED": True}
         used = resources(activate_kernel, between, more=types) | {"programs": 8}
-        found[f"experts of {width}, between products{', in blocks' * in_blocks}, order read ahead"] = used
+        found[f"experts of {width}, between products{', in blocks' * in_blocks}, {rows} a program, order read ahead"] = used
     types = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv"}
     types |= dict.fromkeys(("chosen_ptr", "sorted_ptr", "expert_ptr", "padded_ptr"), "*i32")
     for experts, block, bins in ((256, 16, 512), (257, 64, 512), (32, 16, 64)):
         fixed = {"EXPERTS": experts, "BLOCK": block, "BINS": bins, "CHUNK": CHUNK, "GROUPS": GROUPS, "COMPILED": True}
         used = resources(order_kernel, fixed, more=types) | {"programs": 8}
         found[f"{experts} experts in blocks of {block}, before products"] = used
+    return found
+
+
+def many_experts() -> dict[str, dict]:
+    """The second product of experts of many tokens, and the sums behind it, of both models."""
+    found, types = {}, dict.fromkeys(("sorted_ptr", "expert_ptr", "padded_ptr"), "*i32") | {"shares_ptr": "*fp32"}
+    for hidden, block in itertools.product((7168, 6144), (16, 64, 128)):
+        tile = tile_of_rows(hidden, block)
+        descriptors = {"values": (block, 128), "second": (1, tile.columns, 128)}
+        more = types | {name: f"tensordesc<fp8e4nv[{str(list(size))[1:-1]}]>" for name, size in descriptors.items()}
+        fixed = {"HIDDEN": hidden, "BLOCK": block, "COLUMNS": tile.columns, "STEPS": tile.steps, "STAGES": tile.stages}
+        used = resources(down_rows_kernel, fixed | {"COMPILED": True}, more=more, num_warps=tile.warps)
+        fitting = {"programs": 2 if block <= 64 else 1, "threads": 32 * tile.warps}
+        found[f"experts of rows, {hidden} in blocks of {block}"] = used | fitting
+    types = {"given_ptr": "*bf16", "shared_ptr": "*bf16", "factor": "fp32"}
+    for choices, shared in ((8, True), (9, False)):
+        fixed = {"CHOICES": choices, "HIDDEN": 7168, "COLUMNS": 1024, "SHARED": shared, "COMPILED": True}
+        used = resources(choice_sums_kernel, fixed, more=types)
+        found[f"experts of {choices} choices summed{' with a shared one' * shared}"] = used | {"programs": 8}
     return found
 
 
@@ -227,7 +255,7 @@ def main() -> None:
     for join in dict.fromkeys(Join.of(*shape) for shape in shapes):
         constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True, "LSE": False}
         found[f"join, {join.parts} parts"] = resources(join_kernel, constants, num_warps=join.warps) | {"programs": 1}
-    found |= front(caches) | index_rows() | values() | few_experts()
+    found |= front(caches) | index_rows() | values() | few_experts() | many_experts()
     sys.stdout.write(json.dumps(found))
 
 

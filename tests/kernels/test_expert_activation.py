@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nsa_backend.kernels import expert_activation
 from nsa_backend.kernels.expert_activation import activate
 from nsa_backend.kernels.expert_activation_torch import activate_torch
 
@@ -53,8 +54,10 @@ def near(values: torch.Tensor, scales: torch.Tensor, wanted: torch.Tensor, wante
     return bool(((found - meant).abs() > 2**-6 * meant.abs()).float().mean() <= 0.01) if len(wanted) else True
 
 
+@pytest.mark.parametrize("few", [64, 0], ids=["one a program", "several a program"])
 @pytest.mark.parametrize("width", [128, 256])
-def test_rows_in_blocks_leave_padding_and_other_gpus_experts_as_they_are(device, width):
+def test_rows_in_blocks_leave_padding_and_other_gpus_experts_as_they_are(device, monkeypatch, width, few):
+    monkeypatch.setattr(expert_activation, "FEW_ROWS", few)
     rows, choices = 64, 30
     given = inputs(rows, width, device)
     given["padded"] = torch.tensor([48], dtype=torch.int32, device=device)
