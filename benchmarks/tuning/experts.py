@@ -8,7 +8,7 @@ With few tokens this package's two launches (`kernels/few_experts.py`) are timed
 calls has other experts than the one before, as layers have, so that no call finds its weights in L2. `--few` times these alone,
 and once more where tokens have half of their experts in common, as rows of one request may: `alike_us`, and where SGLang would
 have the shared expert on another stream, with that, or with it among the others: `beside_us`. `--between` times what lies
-between both products, and before the first one.
+between both products, and before the first one; `--many` our second product of a prefill, by tile.
 The fastest is timed beside SGLang's once more where some experts are chosen far more often than others, `skewed_us`: a number
 of tokens at which it does not win both has SGLang's in the file.
 OUT.json is written after every cell, and so is the file of `nsa_backend.adapters.moe_configs` where --configs names one.
@@ -28,10 +28,12 @@ from typing import Any
 
 import torch
 
-from nsa_backend.adapters import expert_products, moe_configs
+from nsa_backend.adapters import expert_products, moe_configs, shared_output
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
+from nsa_backend.kernels import down_rows
+from nsa_backend.kernels.down_rows import Tile as RowsTile
 from nsa_backend.kernels.few_experts import MOST_TOKENS, ONE, SOME, ExpertWeights, Tile, few_experts, problem, tile_for
 from nsa_backend.testing.process import start_sglang
 
@@ -370,6 +372,57 @@ def between_cell(name: str, rank: Rank, tokens: int) -> dict:
     return named(name, rank.shape, tokens) | {"between_us": us, "wrong": wrong}
 
 
+FIRSTS_OF_MANY = [(128, 128, 128, 16, 8, 3), (128, 128, 128, 16, 8, 4)]
+"""Tiles of the first product beside those that are shipped, for blocks of more rows."""
+WALKS = [
+    RowsTile(columns, steps, warps, stages)
+    for columns, steps, warps, stages in (
+        (128, 4, 4, 2), (128, 4, 4, 3), (128, 4, 8, 2), (128, 4, 8, 3), (128, 8, 4, 2), (128, 8, 8, 2), (64, 8, 4, 2),
+        (64, 8, 4, 3), (64, 16, 4, 3),
+    )
+]  # fmt: skip
+"""Of our second product."""
+
+
+@contextmanager
+def walking(tile: RowsTile | None) -> Iterator[None]:
+    """Where our second product has this tile, its own where None, of any number of tokens."""
+    kept = down_rows.tile_for, shared_output.MANY
+    shared_output.MANY = 1
+    if tile:
+        down_rows.tile_for = lambda hidden, block: tile
+    try:
+        yield
+    finally:
+        down_rows.tile_for, shared_output.MANY = kept
+
+
+def walked(call: Callable[[], torch.Tensor], tile: RowsTile | None) -> Callable[[], torch.Tensor]:
+    """`call` with this tile."""
+
+    def run() -> torch.Tensor:
+        with walking(tile):
+            return call()
+
+    return run
+
+
+def many_cell(name: str, rank: Rank, tokens: int) -> dict:
+    """SGLang's experts on its tiles and on ours, and with our second product behind the first of either."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import try_get_optimal_moe_config
+
+    tiles = shipped(rank.shape, tokens)
+    lookups = {"sglang": try_get_optimal_moe_config} | ({"shipped": lookup_of(*tiles)} if tiles else {})
+    x, routed = torch.randn(tokens, rank.shape.hidden, device="cuda").bfloat16(), rank.routed(tokens)
+    calls = {way: [rank.call(x, routed, lookup)] for way, lookup in lookups.items()}
+    firsts = {way: lookup for way, lookup in lookups.items() if way == "shipped" or not tiles}
+    firsts |= {str(first): lookup_of(config(*first)) for first in FIRSTS_OF_MANY}
+    for (way, lookup), tile in itertools.product(firsts.items(), [None, *WALKS]):
+        calls[f"{way}, ours" + (f", {tile}" if tile else "")] = [walked(around(rank, x, routed, lookup), tile)]
+    us, wrong = timed(calls, calls["sglang"][0]().float())
+    return named(name, rank.shape, tokens) | {"many_us": us, "wrong": wrong}
+
+
 def shipped(shape: Shape, tokens: int) -> tuple[Config, Config] | None:
     """Tiles of both products that this package has for this GPU and number of tokens, or None."""
     names = file_names(shape.experts, shape.width)
@@ -441,10 +494,10 @@ def show_few(found: list[dict]) -> None:
         print("with half of their experts in common:", row["alike_us"], flush=True)
 
 
-def show_between(found: list[dict]) -> None:
+def show_ways(found: list[dict]) -> None:
     for row in found:
         print(row["rank"], row["tokens"], "tokens", row["wrong"] or "", flush=True)
-        print_table(("way", "us"), sorted(row["between_us"].items(), key=lambda way: way[1]))
+        print_table(("way", "us"), sorted((row.get("between_us") or row["many_us"]).items(), key=lambda way: way[1]))
 
 
 def show(found: list[dict]) -> None:
@@ -464,13 +517,14 @@ def main() -> None:
     parser.add_argument("--configs", type=Path, help=f"to write, as {moe_configs.FILE.name}")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--few", action="store_true", help="this package's two launches beside SGLang's experts, no more tiles")
-    kinds.add_argument(
-        "--between", action="store_true", help="one launch before and one between products beside SGLang's, no tiles"
-    )
+    help_between = "one launch before and one between products beside SGLang's, no tiles"
+    kinds.add_argument("--between", action="store_true", help=help_between)
+    kinds.add_argument("--many", action="store_true", help="our second product beside SGLang's, by tile")
     args = parser.parse_args()
-    if (args.few or args.between) and args.configs:
-        parser.error("--few and --between compare no tiles that --configs could write: leave one out")
-    of_cell, told = (few_cell, show_few) if args.few else (between_cell, show_between) if args.between else (cell, show)
+    ways = {"few": (few_cell, show_few), "between": (between_cell, show_ways), "many": (many_cell, show_ways)}
+    of_cell, told = next((way for kind, way in ways.items() if getattr(args, kind)), (cell, show))
+    if of_cell is not cell and args.configs:
+        parser.error("--few, --between and --many compare no tiles that --configs could write: leave one out")
     start_sglang()
     import triton
 

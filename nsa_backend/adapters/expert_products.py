@@ -1,4 +1,7 @@
-"""Block-FP8 experts of some tokens by SGLang's two products, with one launch of ours before the first and one between.
+"""Block-FP8 experts by SGLang's products, with launches of ours around them.
+
+Some tokens have one launch before the first product and one between. Many, of a prefill, have SGLang's order, one launch
+between, and the second product and sums by ours, which add what the shared expert gave too.
 
 The sequence of launches behind SGLang's choice of tiles is a copy of 30 lines here. Hooks at what it calls before and between
 its products would leave it SGLang's, but they are four: with bulk copies the sequence quantises, without them or with experts
@@ -18,9 +21,11 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
+from nsa_backend.adapters import shared_output
 from nsa_backend.adapters.few_experts import SWITCH
 from nsa_backend.environment import switched_on
-from nsa_backend.kernels import expert_order
+from nsa_backend.kernels import down_rows, expert_order
+from nsa_backend.kernels.choice_sums import choice_sums
 from nsa_backend.kernels.expert_activation import activate, problem
 from nsa_backend.kernels.few_experts import ExpertWeights
 from nsa_backend.kernels.layer_front_weights import GROUP
@@ -30,7 +35,7 @@ logger = logging.getLogger(__name__)
 TOKENS = range(5, 129)
 """Of a forward that has both launches. Fewer are two launches in all (`few_experts`), of most experts."""
 TIMED = {(256, 256), (257, 256)}
-"""Experts of a GPU and their width that have them unasked: an H200 was faster with 8 to 128 tokens (`between_products` of
+"""Experts of a GPU and their width that have all of these unasked: an H200 was faster (`between_products` and `many_tokens` of
 benchmarks/results/experts_0_5_23_h200.json). Others, those of --ep-size too, have them where a user asks."""
 FORM = {
     "use_fp8_w8a8": True, "use_int8_w8a8": False, "use_int8_w8a16": False, "use_int4_w4a16": False,
@@ -49,11 +54,14 @@ class Tiles(NamedTuple):
 
 
 def serves(x: torch.Tensor, weights: ExpertWeights, chosen: torch.Tensor) -> bool:
-    """Whether these tokens have both launches; one choice of a token has no sum in SGLang's."""
-    experts, (tokens, choices) = len(weights.first), chosen.shape
-    wanted = tokens in TOKENS and ((experts, weights.width) in TIMED or switched_on(SWITCH))
-    fits = problem(weights.width) is None and expert_order.problem(tokens, choices, x.shape[1]) is None
-    return wanted and fits and choices > 1
+    """Whether these tokens have launches of ours; one choice of a token has no sum in SGLang's."""
+    (tokens, choices), hidden = chosen.shape, x.shape[1]
+    wanted = (len(weights.first), weights.width) in TIMED or switched_on(SWITCH)
+    if not wanted or choices == 1 or problem(weights.width) is not None:
+        return False
+    if tokens >= shared_output.MANY:
+        return down_rows.problem(hidden, weights.width) is None
+    return tokens in TOKENS and expert_order.problem(tokens, choices, hidden) is None
 
 
 def run(
@@ -65,24 +73,33 @@ def run(
     *,
     factor: float,
     filtered: bool,
+    quantised: tuple[torch.Tensor, torch.Tensor] | None = None,
+    shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`out`, with the sums of what experts give, by the launches of SGLang's sequence and ours among them.
 
     Args:
         x, weights, shares, chosen, factor: as `kernels.few_experts` has them, of what `serves` says yes to.
-        out: bfloat16 [tokens, hidden].
+        out: bfloat16 [tokens, hidden]; of many tokens it may be `x`.
         filtered: whether experts may be another GPU's.
+        quantised: of many tokens, `x` in FP8 and its scales where SGLang has made them.
+        shared: of many tokens, bfloat16 [tokens, hidden] to be added.
     """
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
-    (tokens, choices), experts = chosen.shape, len(weights.first)
-    tell(experts, weights.width)
+    (tokens, choices), experts, many = chosen.shape, len(weights.first), len(x) >= shared_output.MANY
+    tell(experts, weights.width, many)
     tiles = tiles_for(weights, tokens, choices)
-    block, in_blocks = tiles.first["BLOCK_SIZE_M"], tiles.second_in_bulk
-    values, scales, *order = expert_order.order(x, chosen, block, experts)
+    block, in_blocks = tiles.first["BLOCK_SIZE_M"], many or tiles.second_in_bulk
+    if many:
+        order = fused_moe.moe_align_block_size(chosen, block, experts)
+        values, scales = quantised or (x, None)
+    else:
+        values, scales, *order = expert_order.order(x, chosen, block, experts)
     sorted_ids, expert_ids, padded = order
     form = FORM | {"compute_type": tl.bfloat16, "filter_expert": filtered}
     rows = chosen.numel() + (min(chosen.numel(), experts + 1) * (block - 1) if in_blocks else 0)
+    rows -= rows % block if many else 0  # blocks are whole
     both = x.new_empty(rows, 2 * weights.width)
     fused_moe.invoke_fused_moe_kernel(
         values, weights.first, None, both, scales, weights.first_scales, None, shares, chosen, *order, False, choices,
@@ -90,6 +107,9 @@ def run(
     )  # fmt: skip
     values, scales = activate(both, chosen, expert_ids, padded, block, sorted_ids if in_blocks else None)
     given = x.new_empty(tokens, choices, x.shape[1])
+    if many:
+        down_rows.down_rows(values, scales, weights.second, weights.second_scales, shares, *order, block, given)
+        return choice_sums(given, factor, shared, out)
     fused_moe.invoke_fused_moe_kernel(
         values, weights.second, None, given, scales, weights.second_scales, None, shares, chosen, *order, True, 1,
         tiles.second, a_use_tma=tiles.second_in_bulk, b_use_tma=tiles.second_in_bulk, router_topk=choices, **form,
@@ -111,8 +131,12 @@ def tiles_for(weights: ExpertWeights, tokens: int, choices: int) -> Tiles:
 
 
 @functools.cache
-def tell(count: int, width: int) -> None:
+def tell(count: int, width: int, many: bool) -> None:
     """The log has it once a shape."""
+    if many:
+        least = shared_output.MANY
+        logger.info("nsa_backend: experts of %d tokens or more have our second product, %d experts of %d", least, count, width)
+        return
     logger.info(
         "nsa_backend: experts of %d to %d tokens have one launch before both products and one between, %d experts of %d",
         TOKENS.start, TOKENS.stop - 1, count, width,

@@ -1,7 +1,8 @@
-"""Block-FP8 experts of up to 128 tokens by launches of this package, in the place of SGLang's Triton runner's.
+"""Block-FP8 experts by launches of this package, in the place of SGLang's Triton runner's.
 
-A few tokens have two launches in all (`few_experts`); more have SGLang's products, with one launch before them and one between
-(`expert_products`). SGLang's own function, which knows every argument, serves all others.
+A few tokens have two launches in all (`few_experts`). More, up to 128, have SGLang's products with launches of ours around
+them, and those of a prefill our second product too (`expert_products`). SGLang's own function, which knows every argument,
+serves all others.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nsa_backend.adapters import expert_products, few_experts
+from nsa_backend.adapters import expert_products, few_experts, shared_output
 from nsa_backend.adapters.few_experts import SWITCH
 from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
@@ -24,8 +25,9 @@ from nsa_backend.releases import few_experts_problem
 
 RUNNER = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
 LAYER = "sglang.srt.models.deepseek_v2.DeepseekV2MoE"
+ADDITION = "sglang.srt.models.deepseek_v2.maybe_fuse_routed_scale_and_shared_add"
 MOST_TOKENS = expert_products.TOKENS[-1]
-"""Of a forward whose experts may have launches of this package."""
+"""Of a forward that decodes, whose experts may have launches of this package."""
 
 SERVED = expert_products.FORM | {
     "activation": "silu", "is_gated": True, "apply_router_weight_on_input": False, "no_combine": False, "defer_sum": False,
@@ -33,6 +35,8 @@ SERVED = expert_products.FORM | {
     "a2_scale": None, "a1_q": None, "gemm1_alpha": None, "gemm1_limit": None, "swiglu_limit": None,
 }  # fmt: skip
 """Of SGLang's function, arguments that launches serve with these values alone."""
+ANY_OF_MANY = "inplace", "a1_q", "a1_scale"
+"""The same, of which a prefill's may have others."""
 DTYPES = {
     "hidden_states": torch.bfloat16, "topk_weights": torch.float32, "topk_ids": torch.int32, "w1": torch.float8_e4m3fn,
     "w1_scale": torch.float32, "w2": torch.float8_e4m3fn, "w2_scale": torch.float32,
@@ -53,6 +57,9 @@ def take() -> None:
     hook(f"{RUNNER}.fused_experts_impl", experts, HookType.AROUND)
     hook(f"{LAYER}.forward_normal_dual_stream", few_experts.captured_layer, HookType.AROUND)
     hook(f"{LAYER}._forward_shared_experts", few_experts.shared_apart, HookType.AROUND)
+    hook(f"{LAYER}.forward_normal", shared_output.layer, HookType.AROUND)
+    hook(f"{LAYER}._maybe_quant_moe_input_once", shared_output.quantised_once, HookType.AROUND)
+    hook(ADDITION, shared_output.add, HookType.AROUND)
 
 
 def apart(
@@ -79,7 +86,7 @@ def experts(
     original: Callable[..., torch.Tensor], hidden_states: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor:
     """Around what computes a layer's experts: bfloat16 [tokens, hidden]."""
-    if len(hidden_states) > MOST_TOKENS:
+    if MOST_TOKENS < len(hidden_states) < shared_output.MANY:
         return original(hidden_states, *arguments, **options)
     given = signature_of(original).bind(hidden_states, *arguments, **options)
     given.apply_defaults()
@@ -91,8 +98,10 @@ def experts(
         if few_experts.serves(hidden_states, weights, of["topk_ids"]):
             return few_experts.run(hidden_states, weights, *routed, room_for_sums(hidden_states), factor=factor)
         if expert_products.serves(hidden_states, weights, of["topk_ids"]):
-            out, filtered = room_for_sums(hidden_states), of["filter_expert"]
-            return expert_products.run(hidden_states, weights, *routed, out, factor=factor, filtered=filtered)
+            out = hidden_states if of["inplace"] else room_for_sums(hidden_states)
+            quantised = None if of["a1_q"] is None else (of["a1_q"], of["a1_scale"])
+            more = {"filtered": of["filter_expert"], "quantised": quantised, "shared": shared_output.take(hidden_states)}
+            return expert_products.run(hidden_states, weights, *routed, out, factor=factor, **more)
     return original(hidden_states, *arguments, **options)
 
 
@@ -101,7 +110,10 @@ def is_served(of: dict[str, Any]) -> bool:
 
     Shapes that contradict one another are SGLang's to refuse.
     """
-    if any(of[name] != value for name, value in SERVED.items()) or not sums_are_free():
+    many = len(of["hidden_states"]) >= shared_output.MANY
+    if any(of[name] != value for name, value in SERVED.items() if not (many and name in ANY_OF_MANY)) or not sums_are_free():
+        return False
+    if (of["a1_q"] is None) != (of["a1_scale"] is None):
         return False
     fits = of["topk_weights"].shape == of["topk_ids"].shape and of["w1"].shape[2] == of["hidden_states"].shape[1]
     return fits and all(of[name].dtype == dtype and of[name].is_contiguous() for name, dtype in DTYPES.items())

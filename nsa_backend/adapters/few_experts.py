@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from nsa_backend.adapters import shared_output
 from nsa_backend.adapters.dsa.layer_front.projections import product, scales_of
 from nsa_backend.environment import switched_on
 from nsa_backend.kernels import few_experts as kernels
@@ -91,7 +92,7 @@ def shared_apart(
     """Around a layer's shared expert: nothing is left to add where the others' launches have added it."""
     shared = None if torch.compiler.is_compiling() else _SHARED.get()
     added = shared is not None and shared.added
-    return None if added else original(layer, hidden_states, *arguments, **options)
+    return None if added else shared_output.keep(original(layer, hidden_states, *arguments, **options))
 
 
 def shared_expert(layer: Any) -> ExpertWeights | None:

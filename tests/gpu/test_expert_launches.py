@@ -21,6 +21,7 @@ from nsa_backend.testing.process import start_sglang
 pytestmark = pytest.mark.gpu
 
 TOKENS = (8, 16, 33, 64, 128)
+OF_PREFILLS = (2048, 5001)
 PLAIN, BULK = (config(16, 128, 128, 1, 4, 3, bulk=bulk) for bulk in (False, True))
 OTHER_TILES = {"plain": (PLAIN, PLAIN), "the first in bulk": (BULK, PLAIN), "bulk": (PLAIN, BULK), "alone": (PLAIN, None)}
 
@@ -58,7 +59,7 @@ def ours(monkeypatch):
 
 
 @pytest.mark.parametrize("tiles", ["sglang", "shipped", *OTHER_TILES])
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", [*TOKENS, *OF_PREFILLS])
 def test_experts_have_the_bits_of_sglangs(rank, ours, tokens, tiles):
     of_table = {"sglang": looked_up, "shipped": shipped}
     pair = of_table[tiles](rank.shape, tokens) if tiles in of_table else OTHER_TILES[tiles]

@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nsa_backend.adapters import expert_products
+from nsa_backend.adapters import expert_products, few_experts, shared_output
 from nsa_backend.kernels.few_experts import ExpertWeights
+from nsa_backend.kernels.layer_front_torch import quantise
+from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.releases import FEW_EXPERTS, installed
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
 
 if installed() not in FEW_EXPERTS:
     pytest.skip("the runner of this release is another", allow_module_level=True)
 
-from routed_experts import EXPERTS, arguments, free_server, interpreted_runner, near, served
+from routed_experts import EXPERTS, HIDDEN, arguments, free_server, interpreted_runner, near, served
+
+MANY = 6
+"""Tokens that have our second product here."""
+
+
+def in_blocks(chosen: torch.Tensor, block: int, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What SGLang's `moe_align_block_size` gives, which is CUDA's alone: order, experts of blocks, rows with padding."""
+    flat, order, of_blocks = chosen.flatten(), [], []
+    for expert in range(-1, experts):
+        rows = (flat == expert).nonzero().flatten().tolist()
+        order += rows + [len(flat)] * (-len(rows) % block)
+        of_blocks += [expert] * -(-len(rows) // block)
+    most = len(flat) + (experts + 1) * (block - 1)
+    room, padded = order + [len(flat)] * (most - len(order)), torch.tensor([len(order)], dtype=torch.int32)
+    of_blocks += [-1] * (-(-most // block) - len(of_blocks))
+    return torch.tensor(room, dtype=torch.int32), torch.tensor(of_blocks, dtype=torch.int32), padded
+
+
+@pytest.fixture
+def prefill(monkeypatch, runner):
+    """MANY tokens are those of a prefill."""
+    monkeypatch.setattr(shared_output, "MANY", MANY)
+    monkeypatch.setattr(runner.module, "moe_align_block_size", in_blocks)
+    kernels = import_module(runner.module.invoke_fused_moe_kernel.__module__)
+    for name in ("sglang_per_token_group_quant_fp8", "per_token_group_quant_fp8"):
+        monkeypatch.setattr(kernels, name, lambda x, group: quantise(x.float(), Scales.EXACT))
+    return runner
 
 
 @pytest.fixture
@@ -38,6 +70,102 @@ def test_experts_are_right(runner, width, bulk, alone, elsewhere):
     found = served(given)
     assert found.isfinite().all()
     assert near(found, given)
+
+
+@pytest.mark.parametrize(("bulk", "elsewhere", "once"), [(False, 0.5, False), (True, 0.0, True)])
+def test_experts_of_many_tokens_are_right(prefill, bulk, elsewhere, once):
+    """Where SGLang writes sums in the place of their input they are there."""
+    given, prefill.bulk = arguments(MANY, 256, elsewhere=elsewhere), bulk
+    before = given | {"hidden_states": given["hidden_states"].clone()}
+    if once:
+        values, scales = quantise(before["hidden_states"].float(), Scales.EXACT)
+        given |= {"a1_q": torch.nn.functional.pad(values.view(torch.uint8), (0, 0, 0, 2)).view(values.dtype)}
+        given |= {"a1_scale": torch.nn.functional.pad(scales, (0, 0, 0, 2))}
+    found = served(given)
+    assert near(found, before)
+    assert torch.equal(given["hidden_states"], before["hidden_states"])
+    assert torch.equal(served(given, inplace=True), found)
+    assert torch.equal(given["hidden_states"], found)
+
+
+def test_a_prefill_adds_its_shared_expert_to_their_sums(prefill):
+    """SGLang, which would add it, is given nothing to add; behind the layer nothing is left of it."""
+    given, of_shared = arguments(MANY, 256), torch.randn(MANY, HIDDEN).bfloat16()
+    alone, layer, added = served(given), SimpleNamespace(_shared_expert_tp1=False), []
+
+    def forward(layer: SimpleNamespace, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
+        shared = few_experts.shared_apart(lambda *_: of_shared, layer, hidden_states)
+        sums = served(given)
+        return shared_output.add(lambda *arguments: added.append(arguments) or sums, None, sums, shared, 2.5)
+
+    found = shared_output.layer(forward, layer, given["hidden_states"])
+    assert torch.equal(found, alone + of_shared)
+    assert [arguments[2:] for arguments in added] == [(None, 2.5)]
+    for apart in ({"return_moe_output": True}, {"leave_output_sum": True}, {"tp1": True}):
+        layer._shared_expert_tp1 = apart.pop("tp1", False)
+        assert torch.equal(shared_output.layer(forward, layer, given["hidden_states"], **apart), alone)
+        assert added[-1][2] is of_shared
+    assert shared_output.take(given["hidden_states"]) is None
+
+
+def test_another_tensor_is_never_left_out(prefill):
+    given, of_shared = arguments(MANY, 256), torch.randn(MANY, HIDDEN).bfloat16()
+
+    def forward(layer: SimpleNamespace, hidden_states: torch.Tensor) -> torch.Tensor:
+        few_experts.shared_apart(lambda *_: of_shared, layer, hidden_states)
+        return shared_output.add(lambda *_: None, None, served(given), of_shared.clone(), 2.5)
+
+    with pytest.raises(RuntimeError, match="SGLang adds another tensor to them"):
+        shared_output.layer(forward, SimpleNamespace(_shared_expert_tp1=False), given["hidden_states"])
+
+
+@pytest.mark.parametrize("change", [{"shape": (MANY - 1, HIDDEN)}, {"dtype": torch.float32}])
+def test_what_no_sum_can_have_sglang_adds(prefill, change):
+    of_shared = torch.zeros(change.get("shape", (MANY, HIDDEN)), dtype=change.get("dtype", torch.bfloat16))
+    given = arguments(MANY, 256)
+
+    def forward(layer: SimpleNamespace, hidden_states: torch.Tensor) -> torch.Tensor:
+        few_experts.shared_apart(lambda *_: of_shared, layer, hidden_states)
+        return shared_output.add(lambda experts, routed, shared: shared, None, served(given), of_shared)
+
+    assert shared_output.layer(forward, SimpleNamespace(_shared_expert_tp1=False), given["hidden_states"]) is of_shared
+
+
+@pytest.mark.parametrize(
+    ("said", "tokens", "quantised"), [(None, MANY, True), (None, MANY - 1, False), ("1", 2, True), ("0", MANY, False)]
+)
+def test_many_tokens_are_quantised_once(monkeypatch, prefill, said, tokens, quantised):
+    """As SGLang's own switch has it, and where a user sets that it is the user's."""
+    from sglang.srt.environ import envs
+
+    switch = envs.SGLANG_OPT_MOE_QUANT_ONCE
+    monkeypatch.setenv(switch.name, said) if said else monkeypatch.delenv(switch.name, raising=False)
+    found = shared_output.quantised_once(lambda layer, x: "FP8" if switch.get() else None, None, torch.zeros(tokens, 1))
+    assert found == ("FP8" if quantised else None)
+    assert switch.is_set() == (said is not None)
+
+
+def test_sglangs_layer_of_a_prefill_adds_what_comes_first():
+    """By a function of this name, and asks for one quantisation by another, before either."""
+    from sglang.srt.models import deepseek_v2
+
+    source = inspect.getsource(inspect.unwrap(deepseek_v2.DeepseekV2MoE.forward_normal))
+    once, first, routed, addition = (
+        source.index(words)
+        for words in (
+            "self._maybe_quant_moe_input_once(",
+            "self._forward_shared_experts(",
+            "self.experts(",
+            "maybe_fuse_routed_",
+        )
+    )
+    assert once < first < routed < addition
+    assert source.count("maybe_fuse_routed_scale_and_shared_add(") == 1
+    assert list(inspect.signature(deepseek_v2.maybe_fuse_routed_scale_and_shared_add).parameters)[:3] == [
+        "experts", "routed", "shared",
+    ]  # fmt: skip
+    enabled = inspect.getsource(deepseek_v2.DeepseekV2MoE._compute_moe_quant_once_enabled)
+    assert "if not envs.SGLANG_OPT_MOE_QUANT_ONCE.get():" in enabled
 
 
 @pytest.mark.parametrize("factor", [None, 1.0, 2.0])
@@ -78,7 +206,11 @@ def test_one_choice_and_odd_widths_are_sglangs(monkeypatch):
     """And more choices than a launch orders; all of which a user may ask for."""
     monkeypatch.setenv(expert_products.SWITCH, "1")
     assert serves()
-    assert not any((serves(choices=1), serves(hidden=512), serves(width=192), serves(tokens=128, choices=17)))
+    assert serves(tokens=4096)
+    assert not any(
+        (serves(choices=1), serves(hidden=512), serves(width=192), serves(tokens=128, choices=17), serves(tokens=200))
+    )
+    assert not any((serves(4096, choices=1), serves(4096, hidden=192), serves(4096, width=512)))
 
 
 def test_the_log_has_it_once(caplog, runner):
