@@ -102,15 +102,18 @@ def of_rounds(events: Iterable[dict], layers: int) -> dict:
 def one_layer(replay: Replay) -> list[list]:
     """[kernel, begin, us, own] of each launch of a layer in the middle of a replay, in microseconds from the first one on.
 
-    A layer is from one launch of attention, the kernel of most launches, to the next, and has as many launches as most layers
-    have: between the last of one forward and the first of another lies more. own is how much later a launch ends than all that
-    began before it: what it adds to the time of the replay. Empty where attention has fewer than three launches.
+    A layer is from the first launch of its attention, the kernel of most launches, to the next layer's, and has as many
+    launches as most layers have: between the last of one forward and the first of another lies more. own is how much later a
+    launch ends than all that began before it: what it adds to the time of the replay. Empty where attention has fewer than
+    three launches.
     """
     of_attention = Counter(op.name for op in replay if part_of(op.name) == "attention")
     name, launches = next(iter(of_attention.most_common(1)), (None, 0))
     if launches < 3:
         return []
-    starts = [i for i, op in enumerate(replay) if op.name == name]
+    starts = [i for i, op in enumerate(replay) if op.name == name and (not i or replay[i - 1].name != name)]
+    if len(starts) < 2:
+        return []
     layers = list(pairwise(starts))
     usual = Counter(behind - first for first, behind in layers).most_common(1)[0][0]
     alike = [layer for layer in layers if layer[1] - layer[0] == usual]

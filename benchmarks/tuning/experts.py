@@ -377,8 +377,8 @@ FIRSTS_OF_MANY = [(128, 128, 128, 16, 8, 3), (128, 128, 128, 16, 8, 4)]
 WALKS = [
     RowsTile(columns, steps, warps, stages)
     for columns, steps, warps, stages in (
-        (128, 4, 4, 2), (128, 4, 4, 3), (128, 4, 8, 2), (128, 4, 8, 3), (128, 8, 4, 2), (128, 8, 8, 2), (64, 8, 4, 2),
-        (64, 8, 4, 3), (64, 16, 4, 3),
+        (128, 4, 4, 3), (128, 14, 4, 2), (128, 8, 8, 2), (64, 8, 4, 3), (64, 16, 4, 2), (64, 16, 4, 4), (64, 32, 4, 3),
+        (64, 16, 8, 3), (32, 32, 4, 3), (32, 32, 4, 4),
     )
 ]  # fmt: skip
 """Of our second product."""
@@ -390,7 +390,7 @@ def walking(tile: RowsTile | None) -> Iterator[None]:
     kept = down_rows.tile_for, shared_output.MANY
     shared_output.MANY = 1
     if tile:
-        down_rows.tile_for = lambda hidden, block: tile
+        down_rows.tile_for = lambda hidden: tile
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ from nsa_backend.attention.auto import CANDIDATES, least_together
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
 from nsa_backend.benchmarks.tuning.experts import over_sglangs, wins
+from nsa_backend.kernels.down_rows import tile_for as tile_of_rows
 from nsa_backend.kernels.few_experts import Tile, tile_for
 from nsa_backend.kernels.value_products import few_rows
 
@@ -301,6 +302,13 @@ def between_products() -> str:
     """What a launch before the products and one between save of a layer's experts with this package's tiles."""
     times = [row["between_us"] for row in result("experts_0_5_23", "between_products")["rows"]]
     return percent(us["shipped, both launches"] / us["shipped"] for us in times)
+
+
+@PARTS.part
+def many_tokens() -> str:
+    """What the second product of prefills saves of a layer's experts with this package's tiles."""
+    rows = result("experts_0_5_23", "many_tokens")["rows"]
+    return percent(row["many_us"][f"shipped, ours, {tile_of_rows(row['hidden'])}"] / row["many_us"]["shipped"] for row in rows)
 
 
 VALUES_TOGETHER = "ours with values in one launch, to o_proj"

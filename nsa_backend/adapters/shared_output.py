@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-MANY = 2048
+MANY = 1025
 """Tokens of a forward from which on this is so: no graph that keeps the shared expert on another stream has as many."""
 
 

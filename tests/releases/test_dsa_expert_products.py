@@ -168,6 +168,13 @@ def test_sglangs_layer_of_a_prefill_adds_what_comes_first():
     assert "if not envs.SGLANG_OPT_MOE_QUANT_ONCE.get():" in enabled
 
 
+def test_no_prefill_in_one_graph_has_as_many_tokens():
+    """There the shared expert is on another stream, and reads what sums in place would write."""
+    from nsa_backend.adapters.dsa.layer_front import prefills
+
+    assert shared_output.MANY > prefills.MOST_ROWS
+
+
 @pytest.mark.parametrize("factor", [None, 1.0, 2.0])
 @pytest.mark.parametrize("choices", [2, 3])
 def test_sums_have_sglangs_factor(runner, factor, choices):

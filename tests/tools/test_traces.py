@@ -121,6 +121,18 @@ def test_a_layer_of_a_prefill_is_told_too():
     assert [name for name, *_ in parts.before_rounds(trace.events)["layer"]] == ["attend", "norm", "gemm"]
 
 
+def test_attention_of_a_layer_may_be_several_launches():
+    """As of a prefill with more rows than fit one."""
+    trace = Trace()
+    for _ in range(5):
+        trace.graph("norm", "gemm")
+        trace.eager("attend")
+        trace.eager("attend")
+    for _ in range(3):
+        trace.graph("gemm", "attend", "gemm")
+    assert [name for name, *_ in parts.before_rounds(trace.events)["layer"]] == ["attend", "attend", "norm", "gemm"]
+
+
 def test_no_layer_is_told_that_ends_in_the_next_forward():
     """Of two chunks of a prompt, the second begins behind the logits of the first, which is the middle."""
     trace = Trace()
