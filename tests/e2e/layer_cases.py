@@ -128,7 +128,7 @@ LAYER_CASES = [
         engine=BY_ROWS,
         floor_of_all=0.95,
         environment={},
-        says="experts of 2048 tokens or more have our second product, 256 experts of 256",
+        says="experts of 1025 tokens or more have our second product, 256 experts of 256",
     ),
     # Whose experts of up to four tokens are two launches, in captured decode and rounds, without being asked for.
     *(
@@ -185,6 +185,10 @@ LAYER_CASES = [
         for words, more in {
             "": {},
             ", in pieces": {"engine": TWO_GPUS | PREFILL_SIZES | {"chunked_prefill_size": 2048}},
+            ", in pieces, long rows alone": {
+                "engine": TWO_GPUS | PREFILL_SIZES | {"chunked_prefill_size": 2048},
+                "environment": {"NSA_BACKEND_DIVIDED_INDEXER": "1"},
+            },
             ", glm-5.1": {"model": "glm-5.1", "environment": {"NSA_BACKEND_DIVIDED_INDEXER": "1"}},
             ", default all-reduce": {"engine": SUMMED | PREFILL_SIZES},
         }.items()

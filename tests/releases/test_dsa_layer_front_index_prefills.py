@@ -92,6 +92,9 @@ def test_ranks_that_divide_queries_make_their_own(layer, monkeypatch, rank):
     theirs = selected(layer, monkeypatch, sglangs.pcg_dsa_indexer_prefill_split)
     monkeypatch.setattr(divided_indexer, "divides", lambda: True)
     monkeypatch.setattr(divided_indexer, "rows_of_rank", lambda batch: slice(rank, TOKENS, 2))
+    monkeypatch.delenv(divided_indexer.SWITCH, raising=False)
+    no_gpu_has_run_it = SimpleNamespace(of_layer=0, long_rows=lambda topk: pytest.fail("long rows alone"))
+    monkeypatch.setattr(Backend, "get_indexer_metadata", lambda *_: no_gpu_has_run_it)
     ours = selected(layer, monkeypatch, index_prefills.select)
     assert_same_bits(
         {name: ours[name] for name in ("query", "gates", "index keys")},
