@@ -88,10 +88,26 @@ def test_experts_of_many_tokens_are_right(prefill, bulk, elsewhere, once):
     assert torch.equal(given["hidden_states"], found)
 
 
-def test_a_prefill_adds_its_shared_expert_to_their_sums(prefill):
+@pytest.fixture
+def summed(monkeypatch, prefill):
+    """In place of the launches: zeros, and what is to be added to them."""
+    monkeypatch.setattr(
+        expert_products, "run", lambda *given, shared, **_: torch.zeros_like(given[4]) if shared is None else shared.clone()
+    )
+
+
+def test_sums_have_what_is_to_be_added(prefill):
+    given, of_shared = arguments(MANY, 256), torch.randn(MANY, HIDDEN).bfloat16()
+    alone, weights = served(given), ExpertWeights(*(given[name] for name in ("w1", "w1_scale", "w2", "w2_scale")))
+    of_run = given["hidden_states"], weights, given["topk_weights"], given["topk_ids"], torch.empty_like(alone)
+    found = expert_products.run(*of_run, factor=given["routed_scaling_factor"], filtered=False, shared=of_shared)
+    assert torch.equal(found, alone + of_shared)
+
+
+def test_a_prefill_adds_its_shared_expert_to_their_sums(summed):
     """SGLang, which would add it, is given nothing to add; behind the layer nothing is left of it."""
     given, of_shared = arguments(MANY, 256), torch.randn(MANY, HIDDEN).bfloat16()
-    alone, layer, added = served(given), SimpleNamespace(_shared_expert_tp1=False), []
+    layer, added = SimpleNamespace(_shared_expert_tp1=False), []
 
     def forward(layer: SimpleNamespace, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
         shared = few_experts.shared_apart(lambda *_: of_shared, layer, hidden_states)
@@ -99,16 +115,16 @@ def test_a_prefill_adds_its_shared_expert_to_their_sums(prefill):
         return shared_output.add(lambda *arguments: added.append(arguments) or sums, None, sums, shared, 2.5)
 
     found = shared_output.layer(forward, layer, given["hidden_states"])
-    assert torch.equal(found, alone + of_shared)
+    assert torch.equal(found, of_shared)
     assert [arguments[2:] for arguments in added] == [(None, 2.5)]
     for apart in ({"return_moe_output": True}, {"leave_output_sum": True}, {"tp1": True}):
         layer._shared_expert_tp1 = apart.pop("tp1", False)
-        assert torch.equal(shared_output.layer(forward, layer, given["hidden_states"], **apart), alone)
+        assert not shared_output.layer(forward, layer, given["hidden_states"], **apart).any()
         assert added[-1][2] is of_shared
     assert shared_output.take(given["hidden_states"]) is None
 
 
-def test_another_tensor_is_never_left_out(prefill):
+def test_another_tensor_is_never_left_out(summed):
     given, of_shared = arguments(MANY, 256), torch.randn(MANY, HIDDEN).bfloat16()
 
     def forward(layer: SimpleNamespace, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -120,7 +136,7 @@ def test_another_tensor_is_never_left_out(prefill):
 
 
 @pytest.mark.parametrize("change", [{"shape": (MANY - 1, HIDDEN)}, {"dtype": torch.float32}])
-def test_what_no_sum_can_have_sglang_adds(prefill, change):
+def test_what_no_sum_can_have_sglang_adds(summed, change):
     of_shared = torch.zeros(change.get("shape", (MANY, HIDDEN)), dtype=change.get("dtype", torch.bfloat16))
     given = arguments(MANY, 256)
 
