@@ -56,12 +56,16 @@ class Tiles(NamedTuple):
 def serves(x: torch.Tensor, weights: ExpertWeights, chosen: torch.Tensor) -> bool:
     """Whether these tokens have launches of ours; one choice of a token has no sum in SGLang's."""
     (tokens, choices), hidden = chosen.shape, x.shape[1]
-    wanted = (len(weights.first), weights.width) in TIMED or switched_on(SWITCH)
-    if not wanted or choices == 1 or problem(weights.width) is not None:
+    if not wanted(len(weights.first), weights.width) or choices == 1 or problem(weights.width) is not None:
         return False
     if tokens >= shared_output.MANY:
         return down_rows.problem(hidden, weights.width) is None
     return tokens in TOKENS and expert_order.problem(tokens, choices, hidden) is None
+
+
+def wanted(experts: int, width: int) -> bool:
+    """Whether so many experts of a GPU, of this width, are to have launches of ours."""
+    return (experts, width) in TIMED or switched_on(SWITCH)
 
 
 def run(

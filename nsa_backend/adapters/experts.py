@@ -58,7 +58,7 @@ def take() -> None:
     hook(f"{LAYER}.forward_normal_dual_stream", few_experts.captured_layer, HookType.AROUND)
     hook(f"{LAYER}._forward_shared_experts", few_experts.shared_apart, HookType.AROUND)
     hook(f"{LAYER}.forward_normal", shared_output.layer, HookType.AROUND)
-    hook(f"{LAYER}._maybe_quant_moe_input_once", shared_output.quantised_once, HookType.AROUND)
+    hook(f"{LAYER}._maybe_quant_moe_input_once", quantised_once, HookType.AROUND)
     hook(ADDITION, shared_output.add, HookType.AROUND)
 
 
@@ -103,6 +103,25 @@ def experts(
             more = {"filtered": of["filter_expert"], "quantised": quantised, "shared": shared_output.take(hidden_states)}
             return expert_products.run(hidden_states, weights, *routed, out, factor=factor, **more)
     return original(hidden_states, *arguments, **options)
+
+
+def quantised_once(original: Callable[..., Any], layer: Any, hidden_states: torch.Tensor) -> Any:
+    """Around what quantises hidden states for a layer's shared expert and the others at once, or leaves that to each.
+
+    SGLang's SGLANG_OPT_MOE_QUANT_ONCE, which is off there, is on for prefills that have our second product. Few tokens have
+    launches that quantise.
+    """
+    from sglang.srt.environ import envs
+
+    switch = envs.SGLANG_OPT_MOE_QUANT_ONCE
+    if switch.is_set():
+        return original(layer, hidden_states)
+    first = getattr(layer.experts, "w13_weight", None)
+    many = len(hidden_states) >= shared_output.MANY and first is not None and sums_are_free()
+    if not many or not expert_products.wanted(len(first), first.shape[1] // 2):
+        return None
+    with switch.override(True):
+        return original(layer, hidden_states)
 
 
 def is_served(of: dict[str, Any]) -> bool:

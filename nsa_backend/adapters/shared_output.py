@@ -1,7 +1,6 @@
 """What a layer's shared expert gave before the others began, as in prefills: it is added where the others' sums are made.
 
-SGLang adds it in a launch of its own, which reads and writes all hidden states once more. It quantises them twice too, for the
-shared expert and for the others, unless SGLANG_OPT_MOE_QUANT_ONCE is set; here that is so for many tokens.
+SGLang adds it in a launch of its own, which reads and writes all hidden states once more.
 """
 
 from __future__ import annotations
@@ -74,16 +73,3 @@ def add(
     if shared is not output.given:
         raise RuntimeError("the sums of a layer's experts have its shared expert, and SGLang adds another tensor to them")
     return original(experts, routed, None, *more)
-
-
-def quantised_once(original: Callable[..., Any], layer: Any, hidden_states: torch.Tensor) -> Any:
-    """Around what quantises hidden states for the shared expert and the others at once, or leaves it to each."""
-    from sglang.srt.environ import envs
-
-    switch = envs.SGLANG_OPT_MOE_QUANT_ONCE
-    if switch.is_set():
-        return original(layer, hidden_states)
-    if len(hidden_states) < MANY:
-        return None
-    with switch.override(True):
-        return original(layer, hidden_states)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_backend.adapters import expert_products, few_experts, shared_output
+from nsa_backend.adapters import expert_products, experts, few_experts, shared_output
 from nsa_backend.kernels.few_experts import ExpertWeights
 from nsa_backend.kernels.layer_front_torch import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
@@ -148,15 +148,22 @@ def test_what_no_sum_can_have_sglang_adds(summed, change):
 
 
 @pytest.mark.parametrize(
-    ("said", "tokens", "quantised"), [(None, MANY, True), (None, MANY - 1, False), ("1", 2, True), ("0", MANY, False)]
-)
-def test_many_tokens_are_quantised_once(monkeypatch, prefill, said, tokens, quantised):
-    """As SGLang's own switch has it, and where a user sets that it is the user's."""
+    ("said", "tokens", "experts_of_layer", "ordered", "quantised"),
+    [(None, MANY, (256, 512), False, True), (None, MANY - 1, (256, 512), False, False), (None, MANY, (32, 4096), False, False),
+     (None, MANY, (256, 512), True, False), (None, MANY, None, False, False), ("1", 2, (32, 4096), True, True),
+     ("0", MANY, (256, 512), False, False)],
+)  # fmt: skip
+def test_many_tokens_are_quantised_once(monkeypatch, said, tokens, experts_of_layer, ordered, quantised):
+    """As SGLang's own switch has it, where the products are ours; where a user sets that it is the user's."""
     from sglang.srt.environ import envs
 
-    switch = envs.SGLANG_OPT_MOE_QUANT_ONCE
+    free_server(monkeypatch).deterministic.enable_deterministic_inference = ordered
+    monkeypatch.delenv(experts.SWITCH)
+    monkeypatch.setattr(shared_output, "MANY", MANY)
+    weight = {} if experts_of_layer is None else {"w13_weight": torch.empty(*experts_of_layer, 1)}
+    layer, switch = SimpleNamespace(experts=SimpleNamespace(**weight)), envs.SGLANG_OPT_MOE_QUANT_ONCE
     monkeypatch.setenv(switch.name, said) if said else monkeypatch.delenv(switch.name, raising=False)
-    found = shared_output.quantised_once(lambda layer, x: "FP8" if switch.get() else None, None, torch.zeros(tokens, 1))
+    found = experts.quantised_once(lambda layer, x: "FP8" if switch.get() else None, layer, torch.zeros(tokens, 1))
     assert found == ("FP8" if quantised else None)
     assert switch.is_set() == (said is not None)
 
@@ -165,6 +172,9 @@ def test_sglangs_layer_of_a_prefill_adds_what_comes_first():
     """By a function of this name, and asks for one quantisation by another, before either."""
     from sglang.srt.models import deepseek_v2
 
+    caller = inspect.getsource(deepseek_v2.DeepseekV2MoE.forward)
+    for option in ("return_moe_output", "leave_output_sum"):  # ours are told by name
+        assert caller.count(f"{option}={option},") == 2
     source = inspect.getsource(inspect.unwrap(deepseek_v2.DeepseekV2MoE.forward_normal))
     once, first, routed, addition = (
         source.index(words)

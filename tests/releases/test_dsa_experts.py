@@ -187,7 +187,7 @@ def test_the_hooks_are_where_sglang_looks(monkeypatch):
         (f"{experts.LAYER}.forward_normal_dual_stream", few_experts.captured_layer),
         (f"{experts.LAYER}._forward_shared_experts", few_experts.shared_apart),
         (f"{experts.LAYER}.forward_normal", shared_output.layer),
-        (f"{experts.LAYER}._maybe_quant_moe_input_once", shared_output.quantised_once),
+        (f"{experts.LAYER}._maybe_quant_moe_input_once", experts.quantised_once),
         (experts.ADDITION, shared_output.add),
     ]
     module = import_module(experts.RUNNER)
