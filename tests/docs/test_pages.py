@@ -28,7 +28,7 @@ BUDGETS = {
     "docs/commands.md": 364,
     "docs/reliability.md": 1048,
     "docs/host_defects.md": 770,
-    "docs/how_it_works.md": 1720,
+    "docs/how_it_works.md": 1578,
     "docs/long_contexts.md": 461,
     "docs/vllm.md": 200,
     "docs/CHANGELOG.md": 180,
