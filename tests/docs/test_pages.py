@@ -27,7 +27,7 @@ BUDGETS = {
     "docs/serving.md": 1022,
     "docs/commands.md": 364,
     "docs/reliability.md": 1048,
-    "docs/host_defects.md": 770,
+    "docs/host_defects.md": 701,
     "docs/how_it_works.md": 1578,
     "docs/long_contexts.md": 461,
     "docs/vllm.md": 200,
