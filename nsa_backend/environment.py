@@ -26,7 +26,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_REQUIRED",
         "0",
-        "1: no start unless this backend serves target and drafts",
+        "1: no start unless this backend serves target and drafts, but EAGLE3's dense ones",
         "in production: a failed load is otherwise one log line",
     ),
     Variable(

@@ -70,7 +70,8 @@ def check_options(server_args: sglang_types.ServerArgs, create_backend: Callable
     """
     names = backend_names(server_args)
     if switched_on("NSA_BACKEND_REQUIRED"):
-        check_names(names, create_backend)
+        asked = {part: name for part, name in names.items() if part != "drafts" or not adapter.drafts_are_dense(server_args)}
+        check_names(asked, create_backend)
     if not set(adapter.BACKEND_NAMES).isdisjoint((names["prefill"], names["decode"])):
         check_models(server_args, names)  # first: SGLang fills other defaults in for a model that is not sparse
         refuse_unsupported(server_args)

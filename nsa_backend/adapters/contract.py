@@ -264,6 +264,7 @@ class Adapter(ABC):
     package_problem = staticmethod(shared.package_problem)
     target_model = staticmethod(startup.target_model)
     watch_backends = staticmethod(startup.watch_backends)
+    drafts_are_dense = staticmethod(startup.drafts_are_dense)
 
 
 OFFERED = Adapter.__abstractmethods__ | Adapter.__annotations__.keys()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nsa_backend.adapters.option_rules import nested
 from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import FACTORY, hook
 
@@ -47,6 +48,11 @@ def draft_config(server_args: ServerArgs, args: Any) -> Any | None:
         model_revision=args.speculative_draft_model_revision,
         is_draft_model=True,
     ).hf_config
+
+
+def drafts_are_dense(server_args: Any) -> bool:
+    """Whether a dense model makes the drafts, which no backend of sparse attention serves."""
+    return nested(server_args, "speculative_algorithm") == "EAGLE3"
 
 
 def attention_tp_size_of(args: Any) -> int:
@@ -93,13 +99,14 @@ def watch_runners(check: Check) -> None:
 def _runner_built(check: Check, original: Callable, runner: Any) -> None:
     original(runner)
     part = "draft model" if runner.is_draft_worker else TARGET
-    check(part, runner.attn_backend)
+    if part == TARGET or not drafts_are_dense(nested(runner, "server_args")):
+        check(part, runner.attn_backend)
     _SEEN.add(part)
 
 
 def _draft_built(check: Check, part: str, original: Callable, factory: Any) -> Any:
     """None stands for the draft model's own backend, or for one draft step, which needs none."""
     backend = original(factory)
-    if backend is not None:
+    if backend is not None and not drafts_are_dense(nested(factory, "draft_model_runner.server_args")):
         check(part, backend)
     return backend

@@ -31,7 +31,11 @@ def required(monkeypatch):
     monkeypatch.setenv("NSA_BACKEND_REQUIRED", "1")
 
 
-@pytest.mark.parametrize("options", [(), OWN, SPECULATIVE])
+EAGLE3 = *SPECULATIVE, "--speculative-algorithm", "EAGLE3", "--speculative-draft-attention-backend", "fa3"
+"""Whose drafts a dense model makes."""
+
+
+@pytest.mark.parametrize("options", [(), OWN, SPECULATIVE, EAGLE3])
 def test_a_server_that_ours_serves_starts(resolve, required, options):
     resolve(*options).check_server_args()
 
@@ -99,8 +103,9 @@ def watched(monkeypatch):
     return lambda *runners: scheduler_module.Scheduler(runners)
 
 
-def runner(backend, is_draft_worker=False):
-    return SimpleNamespace(builds=backend, is_draft_worker=is_draft_worker)
+def runner(backend, is_draft_worker=False, algorithm="EAGLE"):
+    args = SimpleNamespace(speculative_algorithm=algorithm)
+    return SimpleNamespace(builds=backend, is_draft_worker=is_draft_worker, server_args=args)
 
 
 def test_what_ours_serves_is_let_pass(watched, make_runner):
@@ -108,6 +113,14 @@ def test_what_ours_serves_is_let_pass(watched, make_runner):
     hybrid = SimpleNamespace(prefill_backend=ours, decode_backend=create_backend(make_runner()))
     watched(runner(ours), runner(ours, is_draft_worker=True))
     watched(runner(hybrid))
+
+
+def test_a_dense_draft_model_has_another_backend(watched, make_runner):
+    """And the target has not."""
+    drafts = runner(Other(), is_draft_worker=True, algorithm="EAGLE3")
+    watched(runner(create_backend(make_runner()), algorithm="EAGLE3"), drafts)
+    with pytest.raises(ValueError, match="serves the target model"):
+        watched(runner(Other(), algorithm="EAGLE3"), drafts)
 
 
 @pytest.mark.parametrize("is_draft_worker", [False, True])
@@ -141,6 +154,8 @@ def test_draft_backends_are_looked_at_as_well(watched, make_runner, monkeypatch,
     monkeypatch.setattr(factory, "draft_attn_backend", "triton")
     with pytest.raises(ValueError, match=f"SimpleNamespace serves the {part}"):
         create()
+    monkeypatch.setattr(startup, "drafts_are_dense", lambda server_args: server_args is factory.draft_model_runner.server_args)
+    assert create() is built or stamped
     one_step = calls.draft_factory(make_runner(num_steps=1), 1)
     assert one_step.create_decode_backend() is None
 
