@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from nsa_backend.adapters import expert_products, moe_configs, shared_output
+from nsa_backend.adapters import expert_products, moe_configs, shared_expert
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
@@ -387,14 +387,14 @@ WALKS = [
 @contextmanager
 def walking(tile: RowsTile | None) -> Iterator[None]:
     """Where our second product has this tile, its own where None, of any number of tokens."""
-    kept = down_rows.tile_for, shared_output.MANY
-    shared_output.MANY = 1
+    kept = down_rows.tile_for, shared_expert.MANY
+    shared_expert.MANY = 1
     if tile:
         down_rows.tile_for = lambda hidden: tile
     try:
         yield
     finally:
-        down_rows.tile_for, shared_output.MANY = kept
+        down_rows.tile_for, shared_expert.MANY = kept
 
 
 def walked(call: Callable[[], torch.Tensor], tile: RowsTile | None) -> Callable[[], torch.Tensor]:

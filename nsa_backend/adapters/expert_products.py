@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from nsa_backend.adapters import shared_output
+from nsa_backend.adapters import shared_expert
 from nsa_backend.adapters.few_experts import SWITCH
 from nsa_backend.environment import switched_on
 from nsa_backend.kernels import down_rows, expert_order
@@ -58,7 +58,7 @@ def serves(x: torch.Tensor, weights: ExpertWeights, chosen: torch.Tensor) -> boo
     (tokens, choices), hidden = chosen.shape, x.shape[1]
     if not wanted(len(weights.first), weights.width) or choices == 1 or problem(weights.width) is not None:
         return False
-    if tokens >= shared_output.MANY:
+    if tokens >= shared_expert.MANY:
         return down_rows.problem(hidden, weights.width) is None
     return tokens in TOKENS and expert_order.problem(tokens, choices, hidden) is None
 
@@ -91,7 +91,7 @@ def run(
     """
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
-    (tokens, choices), experts, many = chosen.shape, len(weights.first), len(x) >= shared_output.MANY
+    (tokens, choices), experts, many = chosen.shape, len(weights.first), len(x) >= shared_expert.MANY
     tell(experts, weights.width, many)
     tiles = tiles_for(weights, tokens, choices)
     block, in_blocks = tiles.first["BLOCK_SIZE_M"], many or tiles.second_in_bulk
@@ -138,7 +138,7 @@ def tiles_for(weights: ExpertWeights, tokens: int, choices: int) -> Tiles:
 def tell(count: int, width: int, many: bool) -> None:
     """The log has it once a shape."""
     if many:
-        least = shared_output.MANY
+        least = shared_expert.MANY
         logger.info("nsa_backend: experts of %d tokens or more have our second product, %d experts of %d", least, count, width)
         return
     logger.info(

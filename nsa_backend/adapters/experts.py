@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nsa_backend.adapters import expert_products, few_experts, shared_output
+from nsa_backend.adapters import expert_products, few_experts, shared_expert
 from nsa_backend.adapters.few_experts import SWITCH
 from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
@@ -55,11 +55,11 @@ def take() -> None:
     """Have SGLang's Triton runner leave experts to them; once a process."""
     hook(f"{RUNNER}.fused_experts", apart, HookType.AROUND)
     hook(f"{RUNNER}.fused_experts_impl", experts, HookType.AROUND)
-    hook(f"{LAYER}.forward_normal_dual_stream", few_experts.captured_layer, HookType.AROUND)
-    hook(f"{LAYER}._forward_shared_experts", few_experts.shared_apart, HookType.AROUND)
-    hook(f"{LAYER}.forward_normal", shared_output.layer, HookType.AROUND)
+    hook(f"{LAYER}.forward_normal_dual_stream", shared_expert.captured_layer, HookType.AROUND)
+    hook(f"{LAYER}._forward_shared_experts", shared_expert.apart, HookType.AROUND)
+    hook(f"{LAYER}.forward_normal", shared_expert.prefill_layer, HookType.AROUND)
     hook(f"{LAYER}._maybe_quant_moe_input_once", quantised_once, HookType.AROUND)
-    hook(ADDITION, shared_output.add, HookType.AROUND)
+    hook(ADDITION, shared_expert.add, HookType.AROUND)
 
 
 def apart(
@@ -86,7 +86,7 @@ def experts(
     original: Callable[..., torch.Tensor], hidden_states: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor:
     """Around what computes a layer's experts: bfloat16 [tokens, hidden]."""
-    if MOST_TOKENS < len(hidden_states) < shared_output.MANY:
+    if MOST_TOKENS < len(hidden_states) < shared_expert.MANY:
         return original(hidden_states, *arguments, **options)
     given = signature_of(original).bind(hidden_states, *arguments, **options)
     given.apply_defaults()
@@ -100,7 +100,7 @@ def experts(
         if expert_products.serves(hidden_states, weights, of["topk_ids"]):
             out = hidden_states if of["inplace"] else room_for_sums(hidden_states)
             quantised = None if of["a1_q"] is None else (of["a1_q"], of["a1_scale"])
-            more = {"filtered": of["filter_expert"], "quantised": quantised, "shared": shared_output.take(hidden_states)}
+            more = {"filtered": of["filter_expert"], "quantised": quantised, "shared": shared_expert.take(hidden_states)}
             return expert_products.run(hidden_states, weights, *routed, out, factor=factor, **more)
     return original(hidden_states, *arguments, **options)
 
@@ -117,7 +117,7 @@ def quantised_once(original: Callable[..., Any], layer: Any, hidden_states: torc
     if switch.is_set():
         return original(layer, hidden_states)
     first = getattr(layer.experts, "w13_weight", None)
-    many = len(hidden_states) >= shared_output.MANY and first is not None and sums_are_free()
+    many = len(hidden_states) >= shared_expert.MANY and first is not None and sums_are_free()
     if not many or not expert_products.wanted(len(first), first.shape[1] // 2):
         return None
     with switch.override(True):
@@ -129,7 +129,7 @@ def is_served(of: dict[str, Any]) -> bool:
 
     Shapes that contradict one another are SGLang's to refuse.
     """
-    many = len(of["hidden_states"]) >= shared_output.MANY
+    many = len(of["hidden_states"]) >= shared_expert.MANY
     if any(of[name] != value for name, value in SERVED.items() if not (many and name in ANY_OF_MANY)) or not sums_are_free():
         return False
     if (of["a1_q"] is None) != (of["a1_scale"] is None):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_backend.adapters import expert_products, experts, few_experts, shared_output
+from nsa_backend.adapters import expert_products, experts, shared_expert
 from nsa_backend.kernels.few_experts import ExpertWeights
 from nsa_backend.kernels.layer_front_torch import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
@@ -42,7 +42,7 @@ def in_blocks(chosen: torch.Tensor, block: int, experts: int) -> tuple[torch.Ten
 @pytest.fixture
 def prefill(monkeypatch, runner):
     """MANY tokens are those of a prefill."""
-    monkeypatch.setattr(shared_output, "MANY", MANY)
+    monkeypatch.setattr(shared_expert, "MANY", MANY)
     monkeypatch.setattr(runner.module, "moe_align_block_size", in_blocks)
     kernels = import_module(runner.module.invoke_fused_moe_kernel.__module__)
     for name in ("sglang_per_token_group_quant_fp8", "per_token_group_quant_fp8"):
@@ -110,29 +110,29 @@ def test_a_prefill_adds_its_shared_expert_to_their_sums(summed):
     layer, added = SimpleNamespace(_shared_expert_tp1=False), []
 
     def forward(layer: SimpleNamespace, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
-        shared = few_experts.shared_apart(lambda *_: of_shared, layer, hidden_states)
+        shared = shared_expert.apart(lambda *_: of_shared, layer, hidden_states)
         sums = served(given)
-        return shared_output.add(lambda *arguments: added.append(arguments) or sums, None, sums, shared, 2.5)
+        return shared_expert.add(lambda *arguments: added.append(arguments) or sums, None, sums, shared, 2.5)
 
-    found = shared_output.layer(forward, layer, given["hidden_states"])
+    found = shared_expert.prefill_layer(forward, layer, given["hidden_states"])
     assert torch.equal(found, of_shared)
     assert [arguments[2:] for arguments in added] == [(None, 2.5)]
     for apart in ({"return_moe_output": True}, {"leave_output_sum": True}, {"tp1": True}):
         layer._shared_expert_tp1 = apart.pop("tp1", False)
-        assert not shared_output.layer(forward, layer, given["hidden_states"], **apart).any()
+        assert not shared_expert.prefill_layer(forward, layer, given["hidden_states"], **apart).any()
         assert added[-1][2] is of_shared
-    assert shared_output.take(given["hidden_states"]) is None
+    assert shared_expert.take(given["hidden_states"]) is None
 
 
 def test_another_tensor_is_never_left_out(summed):
     given, of_shared = arguments(MANY, 256), torch.randn(MANY, HIDDEN).bfloat16()
 
     def forward(layer: SimpleNamespace, hidden_states: torch.Tensor) -> torch.Tensor:
-        few_experts.shared_apart(lambda *_: of_shared, layer, hidden_states)
-        return shared_output.add(lambda *_: None, None, served(given), of_shared.clone(), 2.5)
+        shared_expert.apart(lambda *_: of_shared, layer, hidden_states)
+        return shared_expert.add(lambda *_: None, None, served(given), of_shared.clone(), 2.5)
 
     with pytest.raises(RuntimeError, match="SGLang adds another tensor to them"):
-        shared_output.layer(forward, SimpleNamespace(_shared_expert_tp1=False), given["hidden_states"])
+        shared_expert.prefill_layer(forward, SimpleNamespace(_shared_expert_tp1=False), given["hidden_states"])
 
 
 @pytest.mark.parametrize("change", [{"shape": (MANY - 1, HIDDEN)}, {"dtype": torch.float32}])
@@ -141,10 +141,10 @@ def test_what_no_sum_can_have_sglang_adds(summed, change):
     given = arguments(MANY, 256)
 
     def forward(layer: SimpleNamespace, hidden_states: torch.Tensor) -> torch.Tensor:
-        few_experts.shared_apart(lambda *_: of_shared, layer, hidden_states)
-        return shared_output.add(lambda experts, routed, shared: shared, None, served(given), of_shared)
+        shared_expert.apart(lambda *_: of_shared, layer, hidden_states)
+        return shared_expert.add(lambda experts, routed, shared: shared, None, served(given), of_shared)
 
-    assert shared_output.layer(forward, SimpleNamespace(_shared_expert_tp1=False), given["hidden_states"]) is of_shared
+    assert shared_expert.prefill_layer(forward, SimpleNamespace(_shared_expert_tp1=False), given["hidden_states"]) is of_shared
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_many_tokens_are_quantised_once(monkeypatch, said, tokens, experts_of_la
 
     free_server(monkeypatch).deterministic.enable_deterministic_inference = ordered
     monkeypatch.delenv(experts.SWITCH)
-    monkeypatch.setattr(shared_output, "MANY", MANY)
+    monkeypatch.setattr(shared_expert, "MANY", MANY)
     weight = {} if experts_of_layer is None else {"w13_weight": torch.empty(*experts_of_layer, 1)}
     layer, switch = SimpleNamespace(experts=SimpleNamespace(**weight)), envs.SGLANG_OPT_MOE_QUANT_ONCE
     monkeypatch.setenv(switch.name, said) if said else monkeypatch.delenv(switch.name, raising=False)
@@ -198,7 +198,7 @@ def test_no_prefill_in_one_graph_has_as_many_tokens():
     """There the shared expert is on another stream, and reads what sums in place would write."""
     from nsa_backend.adapters.dsa.layer_front import prefills
 
-    assert shared_output.MANY > prefills.MOST_ROWS
+    assert shared_expert.MANY > prefills.MOST_ROWS
 
 
 @pytest.mark.parametrize("factor", [None, 1.0, 2.0])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nsa_backend import registration
-from nsa_backend.adapters import expert_products, experts, few_experts, shared_output
+from nsa_backend.adapters import expert_products, experts, few_experts, shared_expert
 from nsa_backend.kernels.layer_front_weights import GROUP
 from nsa_backend.releases import FEW_EXPERTS, installed
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
@@ -62,7 +62,7 @@ def test_tokens_choose_launches(monkeypatch, server):
     for way in (few_experts, expert_products):
         monkeypatch.setattr(way, "run", lambda x, *_, way=way, **__: ways.update({len(x): way}))
     monkeypatch.setattr("nsa_backend.kernels.down_rows.problem", lambda hidden, width: None)
-    monkeypatch.setattr(shared_output, "MANY", 140)
+    monkeypatch.setattr(shared_expert, "MANY", 140)
     counts = 1, 2, 3, 4, 5, 8, 33, 128, 129, 140
     left = [tokens for tokens in counts if served(arguments(tokens)) == SGLANGS]
     assert ways == dict.fromkeys((1, 2), few_experts) | dict.fromkeys((5, 8, 33, 128, 140), expert_products)
@@ -184,11 +184,11 @@ def test_the_hooks_are_where_sglang_looks(monkeypatch):
     assert hooked == [
         (f"{experts.RUNNER}.fused_experts", experts.apart),
         (f"{experts.RUNNER}.fused_experts_impl", experts.experts),
-        (f"{experts.LAYER}.forward_normal_dual_stream", few_experts.captured_layer),
-        (f"{experts.LAYER}._forward_shared_experts", few_experts.shared_apart),
-        (f"{experts.LAYER}.forward_normal", shared_output.layer),
+        (f"{experts.LAYER}.forward_normal_dual_stream", shared_expert.captured_layer),
+        (f"{experts.LAYER}._forward_shared_experts", shared_expert.apart),
+        (f"{experts.LAYER}.forward_normal", shared_expert.prefill_layer),
         (f"{experts.LAYER}._maybe_quant_moe_input_once", experts.quantised_once),
-        (experts.ADDITION, shared_output.add),
+        (experts.ADDITION, shared_expert.add),
     ]
     module = import_module(experts.RUNNER)
     for operator in (module.outplace_fused_experts, module.inplace_fused_experts):

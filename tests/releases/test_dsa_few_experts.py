@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_backend.adapters import expert_products, few_experts
+from nsa_backend.adapters import expert_products, few_experts, shared_expert
 from nsa_backend.kernels.few_experts import ExpertWeights
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.releases import FEW_EXPERTS, installed
@@ -77,9 +77,9 @@ def captured(layer: SimpleNamespace, given: dict, **options) -> tuple:
 
     def forward(layer: SimpleNamespace, hidden_states: torch.Tensor, **_: object) -> tuple:
         sums = served(given, hidden_states=hidden_states)
-        return sums, few_experts.shared_apart(lambda *_, **__: SGLANGS, layer, hidden_states)
+        return sums, shared_expert.apart(lambda *_, **__: SGLANGS, layer, hidden_states)
 
-    return few_experts.captured_layer(forward, layer, given["hidden_states"], **options)
+    return shared_expert.captured_layer(forward, layer, given["hidden_states"], **options)
 
 
 def of_layer(layer: SimpleNamespace) -> ExpertWeights:
