@@ -17,28 +17,30 @@ from nsa_backend.metadata.views import NSAMetadata, Rows, rows_of
 class LongRows:
     """Rows of a prefill that have more tokens than are selected, and the others, which select all of theirs."""
 
-    metadata: IndexerMetadata  # of all rows
     long: Rows
     short: Rows
     count: int  # of long ones
+    ranks: int  # that divide them
+    own: Rows  # every ranks-th of them
+    metadata: IndexerMetadata  # of those
     selected: torch.Tensor  # int32 [short rows, topk], as `topk_transform` returns them
-    _parts: dict[tuple[int, int], tuple[Rows, IndexerMetadata]] = field(default_factory=dict, init=False)
 
-    def of_rank(self, rank: int, ranks: int) -> tuple[Rows, IndexerMetadata]:
-        """Every `ranks`-th of the long rows, and their metadata; made once a forward."""
-        if (rank, ranks) not in self._parts:
-            whole = isinstance(self.long, slice)
-            rows = slice(self.long.start + rank, self.long.stop, ranks) if whole else self.long[rank::ranks].contiguous()
-            self._parts[rank, ranks] = rows, self.metadata.of_rows(rows)
-        return self._parts[rank, ranks]
+    @property
+    def own_count(self) -> int:
+        return len(self.metadata.get_seqlens_expanded())
 
-    def put(self, own: torch.Tensor, out: torch.Tensor) -> None:
-        """Write selections of the long rows, `own`, and of the short ones to `out`, of all rows; int32 [rows, topk]."""
-        for rows, found in ((self.long, own), (self.short, self.selected)):
-            if not isinstance(rows, slice):
-                out.index_copy_(0, rows, found)
-            elif out[rows].data_ptr() != found.data_ptr():
-                out[rows] = found
+    def room(self, out: torch.Tensor) -> torch.Tensor:
+        """For selections of the long rows: their part of `out`, int32 [rows, topk], where they lie together."""
+        return out[self.long] if isinstance(self.long, slice) else out.new_empty(self.count, out.shape[1])
+
+    def put(self, of_long: torch.Tensor, out: torch.Tensor) -> None:
+        """Write what `room` gave, and selections of the short rows, to `out`."""
+        if not isinstance(self.long, slice):
+            out.index_copy_(0, self.long, of_long)
+        if isinstance(self.short, slice):
+            out[self.short] = self.selected
+        else:
+            out.index_copy_(0, self.short, self.selected)
 
 
 @dataclass(eq=False)
@@ -53,7 +55,7 @@ class IndexerMetadata(adapter.BaseIndexerMetadata):
     force_unfused_topk: ClassVar[bool] = False  # of ROCm
     _all_tokens: torch.Tensor | None = field(default=None, init=False)
     _of_rows: dict[tuple[int, int, int], IndexerMetadata] = field(default_factory=dict, init=False)
-    _long_rows: dict[int, LongRows | None] = field(default_factory=dict, init=False)
+    _long_rows: dict[tuple[int, int, int], LongRows | None] = field(default_factory=dict, init=False)
 
     @property
     def paged_mqa_schedule_metadata(self) -> torch.Tensor | None:
@@ -98,23 +100,27 @@ class IndexerMetadata(adapter.BaseIndexerMetadata):
 
     get_dsa_extend_len_cpu = get_nsa_extend_len_cpu  # its name from SGLang 0.5.13 on
 
-    def of_rows(self, rows: Rows) -> IndexerMetadata:
-        """The same of some rows of a prefill, whose keys are those of all; of a slice made once a forward."""
-        key = (rows.start, rows.stop, rows.step) if isinstance(rows, slice) else None
-        found = self._of_rows.get(key) if key else None
-        if found is None:
-            found = IndexerMetadata(rows_of(self.attn_metadata, rows), self.selector, self.fuse_topk, is_part=True)
-            if key:
-                self._of_rows[key] = found
-        return found
+    def of_rows(self, rows: slice) -> IndexerMetadata:
+        """The same of every rows.step-th row of a prefill, whose keys are those of all; made once a forward."""
+        key = rows.start, rows.stop, rows.step
+        if key not in self._of_rows:
+            self._of_rows[key] = self._part(rows)
+        return self._of_rows[key]
 
-    def long_rows(self, topk: int) -> LongRows | None:
-        """Of a prefill, rows with more than `topk` tokens; None where all rows have, or none. Made once a forward."""
-        if topk not in self._long_rows:
-            self._long_rows[topk] = self._find_long_rows(topk)
-        return self._long_rows[topk]
+    def _part(self, rows: Rows) -> IndexerMetadata:
+        return IndexerMetadata(rows_of(self.attn_metadata, rows), self.selector, self.fuse_topk, is_part=True)
 
-    def _find_long_rows(self, topk: int) -> LongRows | None:
+    def long_rows(self, topk: int, rank: int = 0, ranks: int = 1) -> LongRows | None:
+        """Of a prefill, rows with more than `topk` tokens, which `ranks` divide; None where all have, or none.
+
+        Made once a forward.
+        """
+        key = topk, rank, ranks
+        if key not in self._long_rows:
+            self._long_rows[key] = self._find_long_rows(*key)
+        return self._long_rows[key]
+
+    def _find_long_rows(self, topk: int, rank: int, ranks: int) -> LongRows | None:
         metadata, begin = self.attn_metadata, 0
         spans: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # by whether they are long
         for new, length in zip(metadata.nsa_extend_seq_lens_list, metadata.indexer_seq_lens_cpu.tolist(), strict=True):
@@ -125,8 +131,10 @@ class IndexerMetadata(adapter.BaseIndexerMetadata):
         rows = {is_long: joined(of_kind, metadata.nsa_seqlens_expanded.device) for is_long, of_kind in spans.items()}
         if None in rows.values():
             return None
-        count = sum(stop - start for start, stop in spans[True])
-        return LongRows(self, rows[True], rows[False], count, self.of_rows(rows[False]).every_token(topk))
+        long, short = rows[True], rows[False]
+        whole, count = isinstance(long, slice), sum(stop - start for start, stop in spans[True])
+        own = slice(long.start + rank, long.stop, ranks) if whole else long[rank::ranks].contiguous()
+        return LongRows(long, short, count, ranks, own, self._part(own), self._part(short).every_token(topk))
 
     def get_token_to_batch_idx(self) -> torch.Tensor:
         return self.attn_metadata.token_to_batch_idx

@@ -184,9 +184,9 @@ def test_rows_that_select_all_of_their_tokens_are_not_scored(monkeypatch, make_r
 
     def selected():
         out = torch.full((prefill.rows + 5, TOPK), -1, dtype=torch.int32)
-        given = prefill.indexer, prefill.batch, 0, long, scored, out
+        of_rank = metadata.long_rows(TOPK, several.rank_in_group, ranks)
         with forward_context(ForwardContext(attn_backend=prefill.backend)):
-            index_prefills.select_long(*given, divides=ranks > 1)
+            index_prefills.select_long(prefill.indexer, prefill.batch, 0, of_rank, scored, out)
         return out
 
     for mine in every_rank(several, selected):

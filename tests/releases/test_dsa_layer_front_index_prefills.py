@@ -25,7 +25,7 @@ class Backend:
         self.token_to_kv_pool = pool
 
     def get_indexer_metadata(self, layer_id, batch):
-        return SimpleNamespace(of_layer=layer_id, long_rows=lambda topk: None)
+        return SimpleNamespace(of_layer=layer_id, long_rows=lambda *_: None)
 
 
 @pytest.fixture
@@ -92,8 +92,9 @@ def test_ranks_that_divide_queries_make_their_own(layer, monkeypatch, rank):
     theirs = selected(layer, monkeypatch, sglangs.pcg_dsa_indexer_prefill_split)
     monkeypatch.setattr(divided_indexer, "divides", lambda: True)
     monkeypatch.setattr(divided_indexer, "rows_of_rank", lambda batch: slice(rank, TOKENS, 2))
+    monkeypatch.setattr(divided_indexer, "ranks", lambda: SimpleNamespace(rank_in_group=rank, world_size=2))
     monkeypatch.delenv(divided_indexer.SWITCH, raising=False)
-    no_gpu_has_run_it = SimpleNamespace(of_layer=0, long_rows=lambda topk: pytest.fail("long rows alone"))
+    no_gpu_has_run_it = SimpleNamespace(of_layer=0, long_rows=lambda *_: pytest.fail("long rows alone"))
     monkeypatch.setattr(Backend, "get_indexer_metadata", lambda *_: no_gpu_has_run_it)
     ours = selected(layer, monkeypatch, index_prefills.select)
     assert_same_bits(

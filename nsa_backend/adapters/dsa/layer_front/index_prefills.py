@@ -74,8 +74,10 @@ def select(
     metadata = sglangs.get_attn_backend().get_indexer_metadata(layer_id, batch)
     tokens = slice(batch.extend_num_tokens)  # of the graph's rows, those that are no padding
     divided = divided_indexer.rows_of_rank(batch) if divided_indexer.divides() else None
-    apart = divided is None or asked(divided_indexer.SWITCH)  # where ranks divide, no GPU has run it yet
-    long = metadata.long_rows(indexer.index_topk) if apart else None
+    group = None if divided is None else divided_indexer.ranks()
+    apart = group is None or asked(divided_indexer.SWITCH)  # where ranks divide, no GPU has run it yet
+    among = (group.rank_in_group, group.world_size) if group else (0, 1)
+    long = metadata.long_rows(indexer.index_topk, *among) if apart else None
     key, gates = indexer.wk(x)[0][tokens], indexer._weights_proj_bf16_in_fp32_out(x)
     index_cache = pool.get_index_k_with_scale_buffer(layer_id=layer_id)
     store_index_keys(key, weights, positions[tokens], batch.out_cache_loc[tokens], index_cache)
@@ -87,7 +89,7 @@ def select(
     if long is None:
         indexer._get_topk_ragged(False, batch, layer_id, *scored(divided or tokens), metadata, topk_result)
     else:
-        select_long(indexer, batch, layer_id, long, scored, topk_result, divides=divided is not None)
+        select_long(indexer, batch, layer_id, long, scored, topk_result)
     _tell()
     return None
 
@@ -99,8 +101,6 @@ def select_long(
     long: Any,
     scored: Callable[[slice | torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     topk_result: torch.Tensor,
-    *,
-    divides: bool,
 ) -> None:
     """Write the selection where some rows have no more tokens than are selected: only others are scored.
 
@@ -109,18 +109,14 @@ def select_long(
         long: the batch's `LongRows` of `nsa_backend.indexer.metadata`.
         scored: queries and gates of some rows.
         topk_result: int32 [rows of the graph, topk].
-        divides: whether ranks divide the rows that are scored.
     """
-    group = divided_indexer.ranks() if divides else None
-    rank, ranks = (group.rank_in_group, group.world_size) if group else (0, 1)
-    rows, metadata = long.of_rank(rank, ranks)
-    whole = topk_result[long.long] if isinstance(long.long, slice) else topk_result.new_empty(long.count, topk_result.shape[1])
-    mine = whole if ranks == 1 else whole.new_empty(len(range(rank, long.count, ranks)), whole.shape[1])
+    whole = long.room(topk_result)
+    mine = whole if long.ranks == 1 else whole.new_empty(long.own_count, whole.shape[1])
     if len(mine):
-        indexer._get_topk_ragged(False, batch, layer_id, *scored(rows), metadata, mine)
-    if ranks > 1:
+        indexer._get_topk_ragged(False, batch, layer_id, *scored(long.own), long.metadata, mine)
+    if long.ranks > 1:
         divided_indexer.gather(mine, whole)
-        divided_indexer.tell(ranks)
+        divided_indexer.tell(long.ranks)
     long.put(whole, topk_result)
 
 
