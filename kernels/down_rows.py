@@ -16,8 +16,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_backend.kernels.blocks import blocks
-from nsa_backend.kernels.checks import check_tensor, require
+from nsa_backend.kernels.checks import check_tensor
 from nsa_backend.kernels.dependent_launch import early, wait_for_kernel_ahead
+from nsa_backend.kernels.expert_order import check_blocks
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_weights import GROUP
 
@@ -139,9 +140,8 @@ def down_rows(
     check_tensor("shares", shares, torch.float32, tuple(shares.shape))
     check_tensor("out", out, torch.bfloat16, (*shares.shape, hidden))
     check_tensor("padded", padded, torch.int32, (1,))
-    for name, tensor, least in (("sorted_ids", sorted_ids, rows), ("expert_ids", expert_ids, blocks(rows, block))):
-        check_tensor(name, tensor, torch.int32, tuple(tensor.shape))
-        require(len(tensor) >= least, name, tensor, f"of at least {least}", "others would be read behind it")
+    check_tensor("expert_ids", expert_ids, torch.int32, (len(expert_ids),))
+    check_blocks(rows, block, sorted_ids, expert_ids)
     if rows:
         down_rows_kernel[(hidden // (tile.columns * tile.steps), blocks(rows, block))](
             TensorDescriptor.from_tensor(values, [block, GROUP]), scales,

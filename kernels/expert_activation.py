@@ -6,9 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa_backend.kernels.blocks import blocks, power_of_two
+from nsa_backend.kernels.blocks import power_of_two
 from nsa_backend.kernels.checks import check_tensor, require
 from nsa_backend.kernels.dependent_launch import early, wait_for_kernel_ahead
+from nsa_backend.kernels.expert_order import check_blocks
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_steps import quantised, rounded
 from nsa_backend.kernels.layer_front_weights import GROUP
@@ -127,10 +128,7 @@ def activate(
     if sorted_ids is None:
         require(chosen.numel() == rows, "chosen", chosen, f"of {rows} choices", "each is a row")
     else:
-        check_tensor("sorted_ids", sorted_ids, torch.int32, (len(sorted_ids),))
-        require(len(sorted_ids) >= rows, "sorted_ids", sorted_ids, f"of at least {rows} rows", "others would be read behind it")
-        least = blocks(rows, block)
-        require(len(expert_ids) >= least, "expert_ids", expert_ids, f"of at least {least} blocks", "every row is of one")
+        check_blocks(rows, block, sorted_ids, expert_ids)
     values = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=both.device)
     scales = torch.empty(rows, width // GROUP, dtype=torch.float32, device=both.device)
     several = sorted_ids is not None and rows > FEW_ROWS and not rows % MOST_OF_PROGRAM and not block % MOST_OF_PROGRAM

@@ -95,6 +95,14 @@ def order_kernel(
         tl.store(scales_ptr + group, scale)
 
 
+def check_blocks(rows: int, block: int, sorted_ids: torch.Tensor, expert_ids: torch.Tensor) -> None:
+    """Refuse an order of rows in blocks, as `Order` has it, that is shorter than so many rows."""
+    check_tensor("sorted_ids", sorted_ids, torch.int32, (len(sorted_ids),))
+    require(len(sorted_ids) >= rows, "sorted_ids", sorted_ids, f"of at least {rows} rows", "others would be read behind it")
+    least = blocks(rows, block)
+    require(len(expert_ids) >= least, "expert_ids", expert_ids, f"of at least {least} blocks", "every row is of one")
+
+
 def most_rows(choices: int, experts: int, block: int) -> int:
     """Rows that SGLang has room for."""
     rows = choices * block if choices < experts + 1 else choices + (experts + 1) * (block - 1)
