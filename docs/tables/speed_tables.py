@@ -12,6 +12,7 @@ from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks, lost_to_v
 from result_files import Parts, reports, result, spread, table
 
 from nsa_backend.adapters.few_experts import MOST_TOKENS
+from nsa_backend.adapters.shared_expert import MANY
 from nsa_backend.attention.auto import CANDIDATES, least_together
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
@@ -306,9 +307,9 @@ def between_products() -> str:
 
 @PARTS.part
 def many_tokens() -> str:
-    """What the second product of prefills saves of a layer's experts with this package's tiles."""
-    rows = result("experts_0_5_23", "many_tokens")["rows"]
-    return percent(row["many_us"][f"shipped, ours, {tile_of_rows(row['hidden'])}"] / row["many_us"]["shipped"] for row in rows)
+    """A layer's experts with the second product of prefills over SGLang's, of every model and number of tokens that have it."""
+    rows = [row for row in result("experts_0_5_23", "many_tokens")["rows"] if row["tokens"] >= MANY]
+    return spread(row["many_us"][f"shipped, ours, {tile_of_rows(row['hidden'])}"] / row["many_us"]["sglang"] for row in rows)
 
 
 VALUES_TOGETHER = "ours with values in one launch, to o_proj"
