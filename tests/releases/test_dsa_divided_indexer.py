@@ -6,6 +6,7 @@ import ast
 import contextlib
 import inspect
 import textwrap
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -164,12 +165,17 @@ def test_every_rank_has_the_selection_of_one_that_makes_all(monkeypatch, make_ru
         assert (mine >= 0).any(dim=1).all()
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["slots", "positions"])
+@pytest.mark.parametrize("selects", ["slots", "positions", "rows of dequantised KV"])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("requests", [*REQUESTS.values(), ([0, 0], [70, 90]), ([64], [5])], ids=[*REQUESTS, "two", "long"])
-def test_rows_that_select_all_of_their_tokens_are_not_scored(monkeypatch, make_runner, group, requests, ranks, fused):
+def test_rows_that_select_all_of_their_tokens_are_not_scored(monkeypatch, make_runner, group, requests, ranks, selects):
     """What is selected stays; of a batch in which every row is longer, nothing changes."""
-    prefill = Prefill(monkeypatch, make_runner, *requests, fused=fused, budget=None)
+    prefill = Prefill(monkeypatch, make_runner, *requests, fused=selects != "positions", budget=None)
+    of_batch = prefill.backend.get_indexer_metadata(0, prefill.batch)
+    if selects == "rows of dequantised KV":  # as a prefill by FlashMLA's sparse kernel has FP8 KV
+        offsets = of_batch.attn_metadata.indexer_k_start_end[0]
+        of_batch.attn_metadata = replace(of_batch.attn_metadata, topk_indices_offset=offsets)
+        monkeypatch.setattr(prefill.backend, "get_indexer_metadata", lambda *_: of_batch)
     alone, several = prefill.selected(), group(ranks)
     prefill.scored.clear()
     metadata = prefill.backend.get_indexer_metadata(0, prefill.batch)
