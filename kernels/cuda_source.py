@@ -19,7 +19,7 @@ def compiled(source: Path, constants: Mapping[str, int]) -> tuple[bytes, str]:
     """(cubin for Hopper, what the compiler said of registers and memory).
 
     Args:
-        source: a file that includes no other.
+        source: a file that includes none but the .cuh files beside it.
         constants: macros that it is compiled with.
 
     Raises:
@@ -31,7 +31,9 @@ def compiled(source: Path, constants: Mapping[str, int]) -> tuple[bytes, str]:
         raise RuntimeError(f"{source.name} is compiled by NVRTC of cuda-python, which does not load: {error}") from error
     options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "--ptxas-options=-v"]
     options += [f"-D{name}={value}" for name, value in constants.items()]
-    failed, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], [])
+    headers = sorted(source.parent.glob("*.cuh"))
+    texts, names = [header.read_bytes() for header in headers], [header.name.encode() for header in headers]
+    failed, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), len(headers), texts, names)
     _expect(failed, f"making a program of {source.name}")
     (failed,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]

@@ -1,5 +1,5 @@
 // Sparse MLA for several rows of one request, for Hopper, on a bfloat16 or FP8 KV cache: compiled at run time by
-// sparse_verify.py.
+// sparse_verify.py. Where groups are many, so that each has one block, a bfloat16 cache has sparse_prefill.cu.
 //
 // A block takes one group of rows, whose heads are the 64 lines of a tensor-core tile, and one part of the different slots that
 // they chose. It makes that part itself: a slot belongs to the part that its hash says, entries of a part meet in a hash table
@@ -17,264 +17,15 @@
 // Compute Sanitizer's racecheck takes some of this for races. Threads store their entries in a cell of the hash table at once, of
 // which any may stay. They set a row's bit in the top byte of a word of which others read the slot alone. And it does not follow
 // barriers in shared memory.
-//
-// With EMULATE a host compiler takes this file: what is PTX here comes from emulation.h then.
 
-#ifdef EMULATE
-#include "emulation.h"
-#else
+#include "rows_together.cuh"
 
-#ifdef __CUDACC_RTC__
-typedef unsigned int uint32_t;
-typedef unsigned long long uint64_t;
-#else
-#include <cstdint>
-#endif
-
-#define SHARED_MEMORY(name) extern __shared__ unsigned char name[]
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// Orders this thread's accesses to shared memory before those of tensor cores that come after the next barrier.
-__device__ __forceinline__ void fence_before_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Sixteen bytes, or zeros where they are not there.
-__device__ __forceinline__ void copy_16(uint32_t to, const void* from, bool there) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// Waits for `threads` of the block; each of a few `number`s is for other ones.
-template <int number, int threads> __device__ __forceinline__ void meet() {
-    asm volatile("bar.sync %0, %1;" ::"n"(number), "n"(threads) : "memory");
-}
-
-__device__ __forceinline__ void start_barrier(uint32_t barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Once what this thread has copied until now has landed.
-__device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-// Until all have arrived for the `turn`th time.
-__device__ __forceinline__ void wait_for_turn(uint32_t barrier, uint32_t turn) {
-    asm volatile(
-        "{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra wait;\n}" ::"r"(barrier),
-        "r"(turn & 1)
-        : "memory");
-}
-
-template <int registers> __device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
-}
-
-template <int registers> __device__ __forceinline__ void leave_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
-}
-
-__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
-    uint32_t x;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ uint2 load_shared_2(uint32_t address) {
-    uint2 x;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ uint4 load_shared_4(uint32_t address) {
-    uint4 x;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-
-__device__ __forceinline__ void store_shared_4(uint32_t address, uint4 x) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-}
-
-__device__ __forceinline__ uint32_t load_shared_half(uint32_t address) {
-    unsigned short x;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ void store_shared_half(uint32_t address, uint32_t x) {
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<unsigned short>(x)) : "memory");
-}
-
-// Without a branch, which would take longer than the store.
-__device__ __forceinline__ void store_shared_half_if(bool stored, uint32_t address, uint32_t x) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.shared.u16 [%0], %1;\n}" ::"r"(address),
-                 "h"(static_cast<unsigned short>(x)), "r"(static_cast<int>(stored))
-                 : "memory");
-}
-
-__device__ __forceinline__ void store_shared_byte_if(bool stored, uint32_t address, uint32_t x) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.shared.u8 [%0], %1;\n}" ::"r"(address), "r"(x),
-                 "r"(static_cast<int>(stored))
-                 : "memory");
-}
-
-// What was there, 16 bits; `x` is stored where that is `expected`.
-__device__ __forceinline__ uint32_t swap_shared_half(uint32_t address, uint32_t expected, uint32_t x) {
-    unsigned short old;
-    asm volatile("atom.shared.cas.b16 %0, [%1], %2, %3;"
-                 : "=h"(old)
-                 : "r"(address), "h"(static_cast<unsigned short>(expected)), "h"(static_cast<unsigned short>(x))
-                 : "memory");
-    return old;
-}
-
-// What this block wrote is there for whoever sees the counter.
-__device__ __forceinline__ uint32_t add_to_counter(uint32_t* counter, uint32_t x) {
-    uint32_t old;
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(x) : "memory");
-    return old;
-}
-
-__device__ __forceinline__ uint32_t load_counter(const uint32_t* counter) {
-    uint32_t x;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(counter) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ uint32_t load_list(const uint32_t* from) {
-    uint32_t x;
-    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-    uint32_t packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
-
-// Two products in bfloat16.
-__device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
-    uint32_t x;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
-    return x;
-}
-
-// Two products in bfloat16, each added to and rounded once.
-__device__ __forceinline__ uint32_t multiply_add_bf16(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t x;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
-    return x;
-}
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ float log2_fast(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xffffffffu, x, lanes); }
-
-// Of the lane that is `lanes` before; of this one where there is none.
-__device__ __forceinline__ uint32_t shuffle_up(uint32_t x, int lanes) { return __shfl_up_sync(0xffffffffu, x, lanes); }
-
-__device__ __forceinline__ uint32_t shuffle_from(uint32_t x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
-
-__device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-
-__device__ __forceinline__ uint32_t warp_ballot(bool x) { return __ballot_sync(0xffffffffu, x); }
-
-__device__ __forceinline__ void sync_warp() { __syncwarp(); }
-
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-
-// d (+)= A [64, 16] . B [32, 16]^T, both K-major.
-__device__ __forceinline__ void score(float (&d)[16], uint64_t a, uint64_t b, bool add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1, 0, 0;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-}
-
-#define OF_8(d, i) \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-
-// d += A [64, 16] . B [16, 256]: A is K-major, and B's columns lie next to each other.
-__device__ __forceinline__ void weigh(float (&d)[128], uint64_t a, uint64_t b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-        "%128, %129, 1, 1, 1, 0, 1;"
-        : OF_8(d, 0), OF_8(d, 8), OF_8(d, 16), OF_8(d, 24), OF_8(d, 32), OF_8(d, 40), OF_8(d, 48), OF_8(d, 56), OF_8(d, 64),
-          OF_8(d, 72), OF_8(d, 80), OF_8(d, 88), OF_8(d, 96), OF_8(d, 104), OF_8(d, 112), OF_8(d, 120)
-        : "l"(a), "l"(b));
-}
-#endif
-
-#define INFINITE __int_as_float(0x7f800000)
-
-constexpr uint32_t RANKS = 1 << RANKS_LOG2;  // that divide slots; RANK is this one, and its rows of the cache its slots over them
-constexpr int LATENT = 512;
-constexpr int LINES = 64;     // of a tile: heads of one row after the other
-constexpr int TOKENS = 64;    // of a step
-constexpr int ATTENDING = 256;  // threads: two warpgroups
-constexpr int GATHERING = 128;
-constexpr int THREADS = ATTENDING + GATHERING;
-constexpr int WARPS = ATTENDING / 32;
-constexpr int PER_THREAD = (TOPK + ATTENDING - 1) / ATTENDING;  // entries of a row
-constexpr int ENTRIES = ROWS * PER_THREAD * ATTENDING;           // of a group, some of them none
 // Registers of each: all that the launch gives 384 threads of 168.
 constexpr int ATTENDING_REGISTERS = 184, GATHERING_REGISTERS = 136;
-static_assert(PER_THREAD <= 32, "a thread has a bit for every entry of a row that it looks at");
-static_assert(ROWS * HEADS <= LINES && ROWS <= 8, "the rows of a group do not fit a tile, or their bits a byte");
 
-// Shared memory. A panel is 64 rows of 64 values, 128 bytes a row, whose 16-byte pieces are swizzled as tensor cores want them.
-constexpr uint32_t PANEL = LINES * 128;
-constexpr uint32_t PANELS = 9 * PANEL;  // 512 values of the latent and 64 of RoPE
-constexpr uint32_t QUERY_AT = 0;
-constexpr uint32_t TOKENS_AT = PANELS;  // two steps
-constexpr uint32_t WEIGHTS_AT = 3 * PANELS;
-constexpr uint32_t BITS_AT = WEIGHTS_AT + PANEL;           // of the tokens of two steps: rows that chose them
-constexpr uint32_t HIGHEST_AT = BITS_AT + 2 * TOKENS * 4;  // of a line, by warpgroup; before, the list's first two steps
-constexpr uint32_t COUNTS_AT = HIGHEST_AT + 2 * LINES * 4;  // slots listed, by warp
-constexpr uint32_t AHEAD_AT = COUNTS_AT + WARPS * 4;        // tokens of the first step, by warp
-constexpr uint32_t FILLED_AT = AHEAD_AT + WARPS * 4;        // barriers of two steps: their tokens are there
-constexpr uint32_t EMPTIED_AT = FILLED_AT + 2 * 8;          // and are weighed
-constexpr uint32_t SHARED_BYTES = EMPTIED_AT + 2 * 8;
+constexpr uint32_t COUNTS_AT = OWN_AT;               // slots listed, by warp
+constexpr uint32_t AHEAD_AT = COUNTS_AT + WARPS * 4;  // tokens of the first step, by warp
+constexpr uint32_t SHARED_BYTES = AHEAD_AT + WARPS * 4;
 // While the list is made, where the second step's tokens and the weights will lie: entries by warp, for each whose slot it lists,
 // and the hash table of entries' numbers. With more than fit there nothing is gathered meanwhile, and all lie where tokens will.
 constexpr bool AHEAD = ENTRIES <= 8192;
@@ -287,62 +38,12 @@ constexpr int KEPT = AHEAD ? TOKENS : 2 * TOKENS;  // words at the list's begin 
 static_assert(TABLE_AT + 2 * CELLS <= BITS_AT, "what lists are made from has no room");
 static_assert(ENTRIES <= 16384 && ENTRIES <= static_cast<int>(CELLS), "more entries than cells");
 
-constexpr uint32_t SLOT = 0xffffff;  // of a word; the rows' bits are above it
-constexpr uint32_t EMPTY = 0xffffffff;
 constexpr uint32_t NONE = 0xffff;  // of an entry's number
-
-struct Attend {
-    const unsigned char* q_nope;  // bfloat16 [rows, HEADS, 512], strides below in bytes
-    const unsigned char* q_rope;  // bfloat16 [rows, HEADS, 64]
-    const unsigned char* kv;      // [slots, 576] in bfloat16, or FP8: 512 values, 4 scales in float32, 64 values in bfloat16
-    const int* slots;             // [rows, slots_stride], -1 where there is none
-    const int* lens;              // [rows], entries of a row to look at
-    uint32_t* lists;              // [groups, parts, ENTRIES], what blocks hand to themselves
-    unsigned char* out;           // bfloat16 [rows * HEADS, 512]
-    unsigned char* of_parts;      // bfloat16 [rows * HEADS, parts, 512], each part by itself; where parts are several
-    float* lse;                   // [rows * HEADS, parts], base 2, -inf where a part has nothing for a line; likewise
-    float* joined_lse;            // [rows * HEADS], of all parts; null where nobody asks
-    uint32_t* met;                // [groups, 2], blocks that have written their part and that have seen all parts; zeros between calls
-    long long q_nope_row, q_nope_head, q_rope_row, q_rope_head, slots_stride, kv_stride;
-    float scale;  // of scores, base 2
-    int parts, all_rows, rows_per_request, groups_per_request;
-};
-
-// Of tiles of 128-byte rows, swizzled: `leading` is from 64 values to the next 64 where a row is not along K.
-__device__ __forceinline__ uint64_t tile_at(uint32_t address, uint32_t leading) {
-    const uint64_t begin = (address & 0x3ffff) >> 4;
-    return begin | (static_cast<uint64_t>(leading >> 4) << 16) | (static_cast<uint64_t>(1024 >> 4) << 32) | (1ull << 62);
-}
+constexpr int BEFORE_LIST = AHEAD ? 1 : 0;  // steps
 
 __device__ __forceinline__ uint32_t part_of(uint32_t slot, uint32_t parts) { return __umulhi(slot * 0x9e3779b1u, parts); }
 
-__device__ __forceinline__ float higher(float a, float b) { return a > b ? a : b; }
-
-// Of the highest score, in base 2, and the sum of all over it.
-__device__ __forceinline__ float lse_of(float best, float sum) { return sum == 0 ? -INFINITE : best + log2_fast(sum); }
-
 __device__ __forceinline__ uint32_t cell_of(uint32_t slot) { return __umulhi(slot * 0x85ebca6bu, CELLS); }
-
-// What a thread looks at of a group: entries of its rows, as rows of this rank's cache; EMPTY where it has none.
-struct Chosen {
-    uint32_t slot[ROWS][PER_THREAD];
-    int end[ROWS];
-};
-
-__device__ __forceinline__ Chosen chosen_of(const Attend& a, int row, int rows) {
-    Chosen chosen;
-#pragma unroll
-    for (int j = 0; j < ROWS; ++j) {
-        chosen.end[j] = j < rows ? a.lens[row + j] : 0;
-#pragma unroll
-        for (int c = 0; c < PER_THREAD; ++c) {
-            const int i = c * ATTENDING + static_cast<int>(threadIdx.x);
-            const uint32_t slot = j < rows && i < TOPK ? a.slots[(row + j) * a.slots_stride + i] : EMPTY;
-            chosen.slot[j][c] = slot % RANKS == RANK ? slot / RANKS : EMPTY;  // -1 over their number is no slot
-        }
-    }
-    return chosen;
-}
 
 // A number of 16 bits for every row, two in a word.
 struct ByRow {
@@ -353,17 +54,6 @@ struct ByRow {
     }
     __device__ __forceinline__ void set(int j, uint32_t x) { words[j / 2] |= x << j % 2 * 16; }  // was 0; likewise
 };
-
-// How many the lanes before this one have.
-__device__ __forceinline__ uint32_t of_lanes_before(uint32_t x, int lane) {
-    uint32_t sum = x;
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-        const uint32_t others = shuffle_up(sum, lanes);
-        sum += lane >= lanes ? others : 0;
-    }
-    return sum - x;
-}
 
 // Writes this warp's entries that belong to the part, row after row; where each row begins, and at ROWS where they end.
 __device__ __forceinline__ ByRow compact(const Chosen& chosen, uint32_t parts, uint32_t part, uint32_t to) {
@@ -402,131 +92,12 @@ __device__ __forceinline__ ByRow compact(const Chosen& chosen, uint32_t parts, u
     return begins;
 }
 
-__device__ __forceinline__ void meet_attending() { meet<1, ATTENDING>(); }
-
-__device__ __forceinline__ void meet_all() { meet<2, THREADS>(); }
-
-constexpr int OF_PASS = GATHERING / 8;  // rows that are gathered at once: eight threads have one
-constexpr int PASSES = TOKENS / OF_PASS;
-constexpr int BEFORE_LIST = AHEAD ? 1 : 0;  // steps
-
-#if FP8
-// Two of four e4m3 values, times a scale. A value's bits, moved to where bfloat16 has them, are 2^-120 of it, denormal ones too.
-__device__ __forceinline__ uint32_t dequantised(uint32_t four, uint32_t selected, uint32_t scale, uint32_t rest) {
-    const uint32_t apart = __byte_perm(four, 0, selected);
-    const uint32_t moved = (apart & 0x80008000) | (apart >> 4 & 0x07f007f0);
-    const uint32_t value = multiply_bf16(moved, 0x7b807b80);
-    return multiply_add_bf16(value, scale, multiply_bf16(value, rest));
+// An entry of the first row, which is one of those that a warp of the list has written; 0 where there is none.
+__device__ __forceinline__ uint32_t word_ahead(uint32_t shared, int token) {
+    const int warp = token % 32 / 4, i = token / 32 * 4 + token % 4;
+    if (i >= static_cast<int>(load_shared(shared + AHEAD_AT + 4 * warp))) return 0;
+    return load_shared(shared + ENTRIES_AT + 4 * (warp * (ENTRIES / WARPS) + i)) | 1u << 24;
 }
-#endif
-
-// A thread that gathers: one 16-byte piece of every 128 bytes of a row of a panel, and of the rows 16, 32 and 48 further. In FP8
-// a piece has the values of two pieces of a panel.
-struct Gathering {
-    const Attend& a;
-    uint32_t shared;
-    int row, piece;
-
-    __device__ __forceinline__ Gathering(const Attend& a, uint32_t shared)
-        : a(a), shared(shared), row((threadIdx.x - ATTENDING) / 8), piece(threadIdx.x % 8) {}
-
-    __device__ __forceinline__ uint32_t row_at(uint32_t begin, int pass) const {
-        return shared + begin + (row + pass * OF_PASS) * 128;
-    }
-    __device__ __forceinline__ uint32_t swizzled() const { return (piece ^ (row & 7)) << 4; }  // of all rows of a thread
-
-    __device__ __forceinline__ void query(int first_row, int lines) const {
-#pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) {
-            const int line = row + pass * OF_PASS, j = line / HEADS, head = line % HEADS;
-            const bool there = line < lines;
-            const unsigned char* nope = a.q_nope + (there ? (first_row + j) * a.q_nope_row + head * a.q_nope_head : 0) + 16 * piece;
-            const unsigned char* rope = a.q_rope + (there ? (first_row + j) * a.q_rope_row + head * a.q_rope_head : 0) + 16 * piece;
-            const uint32_t to = row_at(QUERY_AT, pass) + swizzled();
-#pragma unroll
-            for (int panel = 0; panel < 8; ++panel) copy_16(to + panel * PANEL, nope + panel * 128, there);
-            copy_16(to + 8 * PANEL, rope, there);
-        }
-    }
-
-    // An entry of the first row, which is one of those that a warp of the list has written; 0 where there is none.
-    __device__ __forceinline__ uint32_t word_ahead(int pass) const {
-        const int token = row + pass * OF_PASS, warp = token % 32 / 4, i = token / 32 * 4 + token % 4;
-        if (i >= static_cast<int>(load_shared(shared + AHEAD_AT + 4 * warp))) return 0;
-        return load_shared(shared + ENTRIES_AT + 4 * (warp * (ENTRIES / WARPS) + i)) | 1u << 24;
-    }
-
-    __device__ __forceinline__ void bits(int step, int pass, uint32_t word) const {
-        if (piece == 0) store_shared(shared + BITS_AT + 4 * (step % 2 * TOKENS + row + pass * OF_PASS), word >> 24);
-    }
-
-    // In FP8 each quarter of the latent goes to the row's place in a panel, and the scales to the fifth: all in this row alone.
-    __device__ __forceinline__ void copy(int step, int pass, uint32_t word) const {
-        const unsigned char* from = a.kv + (word & SLOT) * a.kv_stride + 16 * piece;
-        const uint32_t to = row_at(TOKENS_AT, pass) + step % 2 * PANELS;
-#if FP8
-#pragma unroll
-        for (int i = 0; i < 4; ++i) copy_16(to + i * PANEL + 16 * piece, from + i * 128, word != 0);
-        if (piece == 0) copy_16(to + 4 * PANEL, from + LATENT, word != 0);
-        copy_16(to + 8 * PANEL + swizzled(), from + LATENT + 16, word != 0);
-#else
-#pragma unroll
-        for (int panel = 0; panel < 9; ++panel) copy_16(to + panel * PANEL + swizzled(), from + panel * 128, word != 0);
-#endif
-    }
-
-#if FP8
-    // Once they are copied: quarters become panels. The threads of a row are of one warp. One pass after the other, as the code of
-    // all of them would not stay in the instruction cache beside the other warpgroups'.
-    __device__ __forceinline__ void dequantise(int step) const {
-        const uint32_t upper = piece / 4;  // which of its two pieces comes first, so that threads of a row write to all banks
-        const uint32_t first = ((piece % 4 * 2 + upper) ^ (row & 7)) << 4, second = first ^ 16;
-        wait_for_copies();
-        sync_warp();
-#pragma unroll 1
-        for (int pass = 0; pass < PASSES; ++pass) {
-            const uint32_t at = row_at(TOKENS_AT, pass) + step % 2 * PANELS, panel = at + upper * PANEL;
-            uint4 quarters[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) quarters[i] = load_shared_4(at + i * PANEL + 16 * piece);
-            const uint4 of_row = load_shared_4(at + 4 * PANEL);
-            const uint32_t scales[4] = {of_row.x, of_row.y, of_row.z, of_row.w};
-            sync_warp();
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint4 four = quarters[i];
-                const float scale = __uint_as_float(scales[i]);
-                const uint32_t rounded = pack_bf16(scale, scale);
-                const float left = scale - __uint_as_float(rounded << 16);
-                const uint32_t rest = pack_bf16(left, left);
-                const auto eight = [&](uint32_t low, uint32_t high) {
-                    return uint4{
-                        dequantised(low, 0x1404, rounded, rest), dequantised(low, 0x3424, rounded, rest),
-                        dequantised(high, 0x1404, rounded, rest), dequantised(high, 0x3424, rounded, rest)
-                    };
-                };
-                store_shared_4(panel + 2 * i * PANEL + first, eight(upper ? four.z : four.x, upper ? four.w : four.y));
-                store_shared_4(panel + 2 * i * PANEL + second, eight(upper ? four.x : four.z, upper ? four.y : four.w));
-            }
-        }
-        fence_before_products();
-    }
-#endif
-
-    // A step's tokens are there, or will be once its copies have landed; so is the query, before the first. An arrival behind copies
-    // orders nothing but those: rows' bits, which a thread stores, are handed over by one more arrival of its warp.
-    __device__ __forceinline__ void filled(int step) const {
-#if FP8
-        arrive(shared + FILLED_AT + step % 2 * 8);
-#else
-        arrive_after_copies(shared + FILLED_AT + step % 2 * 8);
-        sync_warp();
-        if (threadIdx.x % 32 == 0) arrive(shared + FILLED_AT + step % 2 * 8);
-#endif
-    }
-};
-
-constexpr int FILLING = FP8 ? GATHERING : GATHERING + GATHERING / 32;  // arrivals that fill a step
 
 // Marks a row's slots, which are entries `begin` to `end` of this warp: the entry that the table has for a slot gets the row's bit
 // above the slot. Who finds no other bit there lists the slot. Returns how many list one, less those that the table has.
@@ -663,8 +234,6 @@ __device__ __forceinline__ int make_list(
     return all;
 }
 
-constexpr int PIECES = LATENT / 8;  // of a line, 16 bytes each
-
 __device__ __forceinline__ int steps_of(int listed) { return BEFORE_LIST + (listed + TOKENS - 1) / TOKENS; }
 
 // What the third warpgroup does: the query, and every step's tokens once those of two steps before are weighed.
@@ -674,7 +243,7 @@ __device__ __forceinline__ void gather_part(const Attend& a, uint32_t shared, in
     meet_all();  // entries of the first row are there
     if (AHEAD) {
 #pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) gather.copy(0, pass, gather.word_ahead(pass));
+        for (int pass = 0; pass < PASSES; ++pass) gather.copy(0, pass, word_ahead(shared, gather.row + pass * OF_PASS));
 #if FP8
         gather.dequantise(0);
 #endif
@@ -771,14 +340,14 @@ __device__ __forceinline__ void join(const Attend& a, uint32_t shared, int part,
 
 // What two warpgroups do: the list, and attention to it.
 __device__ __forceinline__ void attend_to_part(const Attend& a, uint32_t shared, int row, int rows, uint32_t* list) {
-    const int thread = threadIdx.x, warp = warp_uniform(thread / 32), lane = thread % 32, half = warp / 4;
+    const OfThread of;
+    const int warp = of.warp, lane = of.lane, half = of.half, upper = of.upper, lower = of.lower, column = of.column;
     const int part = blockIdx.x, lines = rows * HEADS;
+    const long long first_line = static_cast<long long>(row) * HEADS;
     const int listed = make_list(a, shared, warp, rows, part, list, chosen_of(a, row, rows));
     meet_all();  // the list is written, and what it was made from is read
 
-    // What a thread has of a tile of products: lines `upper` and `upper` + 8, columns 8 i + `column` and the next one.
-    const int upper = warp % 4 * 16 + lane / 4, lower = upper + 8, column = lane % 4 * 2;
-    const uint32_t upper_bit = upper < lines ? 1u << (upper / HEADS) : 0, lower_bit = lower < lines ? 1u << (lower / HEADS) : 0;
+    const uint32_t upper_bit = OfThread::bit_of(upper, lines), lower_bit = OfThread::bit_of(lower, lines);
     const uint32_t highest_at = shared + HIGHEST_AT, weights_at = shared + WEIGHTS_AT;
     const uint64_t query_tile = tile_at(shared + QUERY_AT, 16), weights_tile = tile_at(weights_at, 16);
     float upper_best = -INFINITE, lower_best = -INFINITE, upper_sum = 0, lower_sum = 0;
@@ -789,7 +358,7 @@ __device__ __forceinline__ void attend_to_part(const Attend& a, uint32_t shared,
     const int steps = steps_of(listed);
     for (int step = 0; step < steps; ++step) {
         const uint32_t tokens = shared + TOKENS_AT + step % 2 * PANELS;
-        products_wait();  // of the step before, whose tokens may now be written over
+        products_wait<0>();  // of the step before, whose tokens may now be written over
         if (step > 0 && lane == 0) arrive(shared + EMPTIED_AT + (step - 1) % 2 * 8);
         wait_for_turn(shared + FILLED_AT + step % 2 * 8, step / 2);
         fence_before_products();
@@ -804,7 +373,7 @@ __device__ __forceinline__ void attend_to_part(const Attend& a, uint32_t shared,
             score(s, query_tile + (along >> 4), tokens_tile + (along >> 4), k > 0);
         }
         products_commit();
-        products_wait();
+        products_wait<0>();
         float upper_highest = -INFINITE, lower_highest = -INFINITE;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -864,49 +433,9 @@ __device__ __forceinline__ void attend_to_part(const Attend& a, uint32_t shared,
         }
         products_commit();
     }
-    products_wait();
+    products_wait<0>();
 
-#pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2) {
-        upper_sum += shuffle_xor(upper_sum, lanes);
-        lower_sum += shuffle_xor(lower_sum, lanes);
-    }
-    meet_attending();
-    if (column == 0) {
-        store_shared(highest_at + 4 * (half * LINES + upper), __float_as_uint(upper_sum));
-        store_shared(highest_at + 4 * (half * LINES + lower), __float_as_uint(lower_sum));
-    }
-    meet_attending();
-    // In one order, so that both halves divide by the same.
-    const auto sum_of = [&](int line) {
-        const float low = __uint_as_float(load_shared(highest_at + 4 * line));
-        return low + __uint_as_float(load_shared(highest_at + 4 * (LINES + line)));
-    };
-    upper_sum = sum_of(upper);
-    lower_sum = sum_of(lower);
-    const float upper_over = upper_sum == 0 ? 0 : 1 / upper_sum, lower_over = lower_sum == 0 ? 0 : 1 / lower_sum;
-    const long long first_line = static_cast<long long>(row) * HEADS;
-    float* const lse = a.parts > 1 ? a.lse + part : a.joined_lse;
-    if (lse && half == 0 && column == 0) {
-        if (upper < lines) lse[(first_line + upper) * a.parts] = lse_of(upper_best, upper_sum);
-        if (lower < lines) lse[(first_line + lower) * a.parts] = lse_of(lower_best, lower_sum);
-    }
-    // Through shared memory, where tokens lay, so that a line leaves in one piece.
-    const uint32_t lines_at = shared + TOKENS_AT;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-        const uint32_t at = (((half * 32 + i) ^ (upper & 7)) << 4) + column * 2;
-        store_shared(lines_at + upper * 2 * LATENT + at, pack_bf16(out[4 * i] * upper_over, out[4 * i + 1] * upper_over));
-        store_shared(lines_at + lower * 2 * LATENT + at, pack_bf16(out[4 * i + 2] * lower_over, out[4 * i + 3] * lower_over));
-    }
-    meet_attending();
-    unsigned char* const out_at = a.parts == 1 ? a.out + first_line * 2 * LATENT : a.of_parts + (first_line * a.parts + part) * 2 * LATENT;
-#pragma unroll 8
-    for (int i = thread; i < lines * PIECES; i += ATTENDING) {
-        const int line = i / PIECES, along = i % PIECES;
-        const uint4 values = load_shared_4(lines_at + line * 2 * LATENT + ((along ^ (line & 7)) << 4));
-        *reinterpret_cast<uint4*>(out_at + static_cast<long long>(line) * a.parts * 2 * LATENT + along * 16) = values;
-    }
+    write_lines(a, shared, of, part, lines, first_line, out, upper_best, lower_best, upper_sum, lower_sum);
     if (a.parts > 1) join(a, shared, part, lines, first_line);
 }
 

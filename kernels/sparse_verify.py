@@ -1,4 +1,4 @@
-"""Sparse MLA for several rows a request on Hopper: the launcher of sparse_verify.cu."""
+"""Sparse MLA for several rows a request on Hopper: the launcher of sparse_verify.cu and sparse_prefill.cu."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from nsa_backend.kernels.cuda_source import CudaKernel
 from nsa_backend.kernels.local_slots import check_rank
 from nsa_backend.kernels.sparse_decode import check_tensors
 
-SOURCE = Path(__file__).with_name("sparse_verify.cu")
+PARTED, WHOLE = (Path(__file__).with_name(name) for name in ("sparse_verify.cu", "sparse_prefill.cu"))
+"""For groups whose slots several blocks share, and for those that have one block each."""
 LATENT, ROPE = 512, 64
 LINES = 64
 """Of a tile: query heads of one row after the other."""
@@ -36,7 +37,7 @@ MOST_PARTS = 16
 ATTENDING = 256
 """Threads of a block that list and attend; as many as half of them gather."""
 THREADS = 384
-SHARED_BYTES = 231552
+SHARED_BYTES = 231680
 
 
 def rows_of_tile(heads: int) -> int:
@@ -123,7 +124,7 @@ class VerifyMemory:
 
 
 class Arguments(ctypes.Structure):
-    """`Attend` of sparse_verify.cu."""
+    """`Attend` of rows_together.cuh."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q_nope", "q_rope", "kv", "slots", "lens")),
@@ -141,19 +142,28 @@ Launch = Callable[[tuple[int, int], Arguments], None]
 """Runs the kernel for (parts, groups)."""
 
 
+def source_of(parts: int, *, fp8: bool) -> Path:
+    """What computes groups in so many parts: of FP8 values PARTED makes bfloat16 ones, and WHOLE does not."""
+    return WHOLE if parts == 1 and not fp8 else PARTED
+
+
 @functools.cache
-def attend_of(rows: int, heads: int, topk: int, device: int, ranks: int = 1, rank: int = 0, *, fp8: bool = False) -> CudaKernel:
-    """The kernel for groups of `rows` rows on one of `ranks` ranks, compiled at its first call on a device, in about a second.
+def attend_of(
+    source: Path, rows: int, heads: int, topk: int, device: int, ranks: int = 1, rank: int = 0, *, fp8: bool = False
+) -> CudaKernel:
+    """The kernel of `source` for groups of `rows` rows on one of `ranks` ranks, compiled at its first call on a device.
+
+    It takes about a second.
 
     Raises:
         RuntimeError: NVRTC or the driver refuses.
     """
     with torch.cuda.device(device):
-        return CudaKernel(SOURCE, "attend", constants(rows, heads, topk, ranks, rank, fp8=fp8), THREADS, SHARED_BYTES)
+        return CudaKernel(source, "attend", constants(rows, heads, topk, ranks, rank, fp8=fp8), THREADS, SHARED_BYTES)
 
 
 def constants(rows: int, heads: int, topk: int, ranks: int = 1, rank: int = 0, *, fp8: bool = False) -> dict[str, int]:
-    """Macros of the source."""
+    """Macros of a source."""
     divided = {"RANKS_LOG2": ranks.bit_length() - 1, "RANK": rank}
     return {"ROWS": rows, "HEADS": heads, "TOPK": topk, **divided, "FP8": int(fp8)}
 
@@ -161,7 +171,7 @@ def constants(rows: int, heads: int, topk: int, ranks: int = 1, rank: int = 0, *
 def compile_ahead(
     rows: int, heads: int, topk: int, device: torch.device, ranks: int = 1, rank: int = 0, *, fp8: bool = False
 ) -> None:
-    """Compile the kernel for groups of `rows` rows at start, rather than in the first forward.
+    """Compile the kernels for groups of `rows` rows at start, rather than in the first forward.
 
     Args:
         rows: of a group.
@@ -176,7 +186,8 @@ def compile_ahead(
         RuntimeError: NVRTC or the driver refuses.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    attend_of(rows, heads, topk, index, ranks, rank, fp8=fp8)
+    for source in sorted({source_of(parts, fp8=fp8) for parts in (1, 2)}):
+        attend_of(source, rows, heads, topk, index, ranks, rank, fp8=fp8)
 
 
 def sparse_verify(
@@ -254,7 +265,9 @@ def sparse_verify(
     if parts > 1 and parts * count > num_sms:
         raise ValueError(f"{count} groups in {parts} parts wait for each other, and {num_sms} SMs run as many blocks at once")
     q_nope, q_rope = _aligned(q_nope), _aligned(q_rope)
-    launch = launch or attend_of(groups.rows, heads, topk, q_nope.device.index, ranks, rank, fp8=fp8).launch
+    if launch is None:
+        source = source_of(parts, fp8=fp8)
+        launch = attend_of(source, groups.rows, heads, topk, q_nope.device.index, ranks, rank, fp8=fp8).launch
     launch(
         (parts, count),
         Arguments(

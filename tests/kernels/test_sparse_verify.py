@@ -129,7 +129,40 @@ def test_slots_that_meet_in_one_cell_of_the_hash_table(device):
     chosen = torch.nn.functional.pad(chosen, (0, 28), value=-1).int()
     inputs = over_slots(device, chosen, [128] * 4, 30000, 16, torch.bfloat16, generator, 512, 64)
     want = sparse_decode_torch(*(t.cpu() for t in inputs), 0.1)
-    assert_near(verified(inputs, 4, parts=1), want, torch.bfloat16)
+    assert_near(verified(inputs, 4, parts=2), want, torch.bfloat16)
+
+
+def test_slots_further_apart_than_a_map_has_bits(device):
+    """Windows follow the slots: at their edges, far behind the one before, and with rows that have none there."""
+    window, apart = 155648, 400000
+    near = torch.arange(40)
+    chosen = torch.cat([near, near + window - 20, near + apart - 40])
+    generator = torch.Generator().manual_seed(4)
+    slots = torch.stack([chosen[torch.randperm(len(chosen), generator=generator)] for _ in range(8)])
+    slots[2] = torch.where(slots[2] < 40, slots[2], -1)
+    slots = torch.nn.functional.pad(slots, (0, 8), value=-1).int()
+    kv = torch.empty(apart, 1, 576, dtype=torch.bfloat16)  # a page of memory is taken where a slot is chosen
+    kv[chosen] = torch.randn(len(chosen), 1, 576, generator=generator).bfloat16()
+    query = torch.randn(8, 8, 576, generator=generator).bfloat16().to(device)
+    inputs = query[..., :512], query[..., 512:], kv.to(device), slots.to(device), torch.full((8,), 128, dtype=torch.int32).to(device)
+    want = sparse_decode_torch(*(t.cpu() for t in inputs), 0.1)
+    assert_near(verified(inputs, 8, parts=1), want, torch.bfloat16)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("rising", [True, False])
+def test_scores_that_pass_all_before_them_by_far(device, rising, parts):
+    """From one step to the next they grow or fall by more than float32 has powers of two."""
+    generator = torch.Generator().manual_seed(5)
+    slots = torch.arange(512).view(4, 128).int()
+    _, q_rope, kv, slots, lens = over_slots(device, slots, [128] * 4, 512, 16, torch.bfloat16, generator, 512, 64)
+    along = torch.linspace(-400, 400, 512) if rising else torch.linspace(400, -400, 512)
+    kv[:, 0, 0] = along.to(kv)
+    q_nope = torch.zeros(4, 16, 512, dtype=torch.bfloat16, device=device)
+    q_nope[..., 0] = 10
+    inputs = q_nope, torch.zeros_like(q_rope), kv, slots, lens
+    want = sparse_decode_torch(*(t.cpu() for t in inputs), 0.1)
+    assert_near(verified(inputs, 4, parts=parts), want, torch.bfloat16)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -239,23 +272,29 @@ def test_memory_is_for_every_call_up_to_the_largest(max_rows, per_request):
 def test_it_is_compiled_for_the_device_of_this_rank(monkeypatch):
     """SGLang's ranks call theirs cuda, without a number."""
     compiled = []
-    monkeypatch.setattr(verify, "attend_of", lambda *shape, fp8: compiled.append((*shape, fp8)))
+    monkeypatch.setattr(verify, "attend_of", lambda source, *shape, fp8: compiled.append((source, *shape, fp8)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     verify.compile_ahead(4, 16, 2048, torch.device("cuda"))
     verify.compile_ahead(4, 16, 2048, torch.device("cuda:1"), fp8=True)
-    assert compiled == [(4, 16, 2048, 3, 1, 0, False), (4, 16, 2048, 1, 1, 0, True)]
+    shape = 4, 16, 2048
+    assert set(compiled) == {
+        (verify.WHOLE, *shape, 3, 1, 0, False),
+        (verify.PARTED, *shape, 3, 1, 0, False),
+        (verify.PARTED, *shape, 1, 1, 0, True),
+    }
 
 
-def test_the_launch_reserves_what_the_source_takes():
+@pytest.mark.parametrize("source", [verify.PARTED, verify.WHOLE], ids=lambda source: source.stem)
+def test_the_launch_reserves_what_the_source_takes(source):
     """Its own bytes, and what it may leave out so that panels begin at a multiple of 1024."""
-    assert emulator(4, 16, 128, 1, 0).shared_bytes() + 1023 <= verify.SHARED_BYTES <= 232448
+    assert emulator(source, 4, 16, 128, 1, 0).shared_bytes() + 1023 <= verify.SHARED_BYTES <= 232448
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(4, 16), (3, 16), (8, 8), (2, 32)])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_it_compiles_for_hopper_with_all_in_registers(rows, heads, fp8):
+@pytest.mark.parametrize(("parts", "fp8"), [(1, False), (2, False), (2, True)])
+def test_it_compiles_for_hopper_with_all_in_registers(rows, heads, parts, fp8):
     from nsa_backend.kernels.cuda_source import compiled
 
-    _, said = compiled(verify.SOURCE, verify.constants(rows, heads, 2048, fp8=fp8))
+    _, said = compiled(verify.source_of(parts, fp8=fp8), verify.constants(rows, heads, 2048, fp8=fp8))
     assert "0 bytes spill stores, 0 bytes spill loads" in said
     assert "serialized" not in said  # products that the compiler would make wait for each other

@@ -1,4 +1,4 @@
-// kernels/sparse_verify.cu for the host: the groups of a grid one after the other, the blocks of a group together.
+// A source of kernels/ for the host: the groups of a grid one after the other, the blocks of a group together.
 #include SOURCE
 
 extern "C" void run(const Attend* arguments, unsigned width, unsigned height, unsigned seed) {

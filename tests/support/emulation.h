@@ -1,4 +1,4 @@
-// What kernels/sparse_verify.cu needs of a Hopper GPU, for a host compiler: a CUDA thread is a fiber, and every instruction that
+// What kernels/hopper.cuh has of a Hopper GPU, for a host compiler: a CUDA thread is a fiber, and every instruction that
 // the file has in PTX does here what the PTX ISA says of it. Fibers run in a random order, those of some blocks together. A copy
 // lands and a product is computed when it is asked for or when it is waited for, as chance has it, and shared memory begins as NaN.
 
@@ -25,6 +25,7 @@
 #define threadIdx (emulation::now->thread)
 #define blockIdx (emulation::now->block->index)
 
+using std::max;
 using std::min;
 struct uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
@@ -52,7 +53,7 @@ namespace emulation {
 
 constexpr size_t STACK = 64 << 10, SHARED = 232448;
 
-constexpr int MOST_THREADS = 384, NAMED = 4;
+constexpr int MOST_THREADS = 384, NAMED = 5;
 
 struct Meeting {  // of the threads of a warp or of a block
     int arrived = 0;
@@ -70,6 +71,7 @@ struct Fiber {
     dim3 thread;
     bool done;
     std::vector<std::function<void()>> copies, products;
+    std::vector<size_t> committed;  // products that were asked for when each group was committed
 };
 inline std::vector<Fiber> fibers;
 inline Fiber* now;
@@ -109,10 +111,12 @@ inline void later(std::vector<std::function<void()>>& list, std::function<void()
     }
 }
 
-inline void settle(std::vector<std::function<void()>>& list) {
-    for (auto& what : list) what();
-    list.clear();
+inline void settle(std::vector<std::function<void()>>& list, size_t count) {
+    for (size_t i = 0; i < count; ++i) list[i]();
+    list.erase(list.begin(), list.begin() + count);
 }
+
+inline void settle(std::vector<std::function<void()>>& list) { settle(list, list.size()); }
 
 inline void entry() {
     kernel();
@@ -197,6 +201,15 @@ inline uint32_t warp_ballot(bool x) {
     for (int lane = 0; lane < 32; ++lane) found |= static_cast<uint32_t>(all[lane]) << lane;
     return found;
 }
+template <class Join> uint32_t warp_joined(uint32_t x, Join join) {
+    const uint64_t* all = emulation::meet_warp(x);
+    uint32_t joined = static_cast<uint32_t>(all[0]);
+    for (int lane = 1; lane < 32; ++lane) joined = join(joined, static_cast<uint32_t>(all[lane]));
+    return joined;
+}
+inline uint32_t warp_or(uint32_t x) { return warp_joined(x, [](uint32_t a, uint32_t b) { return a | b; }); }
+inline uint32_t warp_least(uint32_t x) { return warp_joined(x, [](uint32_t a, uint32_t b) { return min(a, b); }); }
+inline uint32_t warp_most(uint32_t x) { return warp_joined(x, [](uint32_t a, uint32_t b) { return max(a, b); }); }
 inline int warp_uniform(int x) { return x; }
 inline uint32_t shuffle_from(uint32_t x, int lane) { return emulation::meet_warp(x)[lane]; }
 inline uint32_t shuffle_up(uint32_t x, int lanes) {
@@ -264,6 +277,7 @@ inline uint32_t swap_shared_half(uint32_t address, uint32_t expected, uint32_t x
     if (old == expected) store_shared_half(address, x);
     return old;
 }
+inline void or_shared(uint32_t address, uint32_t bits) { *reinterpret_cast<uint32_t*>(emulation::at(address, 4)) |= bits; }
 inline uint32_t add_to_counter(uint32_t* counter, uint32_t x) {
     const uint32_t old = *counter;
     *counter += x;
@@ -290,13 +304,20 @@ inline uint32_t multiply_add_bf16(uint32_t a, uint32_t b, uint32_t c) {
 inline uint32_t multiply_bf16(uint32_t a, uint32_t b) { return multiply_add_bf16(a, b, 0); }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float log2_fast(float x) { return log2f(x); }
+inline uint32_t made_again(uint32_t x) { return x; }
 inline void products_begin() {}
-inline void products_commit() {}
-inline void products_wait() {  // of a warp together
-    emulation::settle(emulation::now->products);
+inline void products_commit() { emulation::now->committed.push_back(emulation::now->products.size()); }
+template <int left> void products_wait() {  // of a warp together
+    auto& committed = emulation::now->committed;
+    while (committed.size() > left) {
+        const size_t count = committed.front();
+        emulation::settle(emulation::now->products, count);
+        committed.erase(committed.begin());
+        for (size_t& later : committed) later -= count;
+    }
     emulation::meet_warp(0);
 }
-inline void score(float (&d)[16], uint64_t a, uint64_t b, bool add) {
+template <int N> void score(float (&d)[N], uint64_t a, uint64_t b, bool add) {
     emulation::later(emulation::now->products, [&d, a, add, right = emulation::Tile(b)] {
         emulation::multiply(d, a, add, [&](int k, int column) { return right.along_k(column, k); });
     });

@@ -38,7 +38,7 @@ def test_wheel_holds_every_module(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "nsa_backend").rglob("*.py")}
-    sources |= {f"nsa_backend/kernels/{p.name}" for of in ("*.py", "*.cu") for p in (ROOT / "kernels").glob(of)}
+    sources |= {f"nsa_backend/kernels/{p.name}" for of in ("*.py", "*.cu", "*.cuh") for p in (ROOT / "kernels").glob(of)}
     assert sources <= names
     assert not any(name.startswith("kernels/") or name == "nsa_backend/kernels/__init__.py" for name in names)
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
@@ -56,8 +56,8 @@ def test_sdist_builds_and_installs_without_a_checkout(tmp_path):
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), str(sdist))
     code = (
         f"import sys; sys.path.insert(0, {str(target)!r}); import nsa_backend.kernels.join_query as k; "
-        "from nsa_backend.attention.auto import TABLE; from nsa_backend.kernels.sparse_verify import SOURCE; "
-        "import nsa_backend.__main__ as m; print(k.__file__, TABLE, SOURCE, m.__file__)"
+        "from nsa_backend.attention.auto import TABLE; from nsa_backend.kernels.sparse_verify import WHOLE; "
+        "import nsa_backend.__main__ as m; print(k.__file__, TABLE, WHOLE, m.__file__)"
     )
     for path in run(sys.executable, "-W", "ignore", "-c", code, cwd=tmp_path).split()[-4:]:
         assert Path(path).exists()

@@ -1,0 +1,270 @@
+// What Hopper GPUs have in PTX alone, a function each. With EMULATE a host compiler takes emulation.h in its place.
+
+#pragma once
+
+#ifdef EMULATE
+#include "emulation.h"
+#else
+
+#ifdef __CUDACC_RTC__
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+#else
+#include <cstdint>
+#endif
+
+#define SHARED_MEMORY(name) extern __shared__ unsigned char name[]
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Orders this thread's accesses to shared memory before those of tensor cores that come after the next barrier.
+__device__ __forceinline__ void fence_before_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Sixteen bytes, or zeros where they are not there.
+__device__ __forceinline__ void copy_16(uint32_t to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Waits for `threads` of the block; each of a few `number`s is for other ones.
+template <int number, int threads> __device__ __forceinline__ void meet() {
+    asm volatile("bar.sync %0, %1;" ::"n"(number), "n"(threads) : "memory");
+}
+
+__device__ __forceinline__ void start_barrier(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Once what this thread has copied until now has landed.
+__device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Until all have arrived for the `turn`th time.
+__device__ __forceinline__ void wait_for_turn(uint32_t barrier, uint32_t turn) {
+    asm volatile(
+        "{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra wait;\n}" ::"r"(barrier),
+        "r"(turn & 1)
+        : "memory");
+}
+
+template <int registers> __device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+template <int registers> __device__ __forceinline__ void leave_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+    uint32_t x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ uint2 load_shared_2(uint32_t address) {
+    uint2 x;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ uint4 load_shared_4(uint32_t address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_4(uint32_t address, uint4 x) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_shared_half(uint32_t address) {
+    unsigned short x;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void store_shared_half(uint32_t address, uint32_t x) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<unsigned short>(x)) : "memory");
+}
+
+// Without a branch, which would take longer than the store.
+__device__ __forceinline__ void store_shared_half_if(bool stored, uint32_t address, uint32_t x) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.shared.u16 [%0], %1;\n}" ::"r"(address),
+                 "h"(static_cast<unsigned short>(x)), "r"(static_cast<int>(stored))
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_shared_byte_if(bool stored, uint32_t address, uint32_t x) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.shared.u8 [%0], %1;\n}" ::"r"(address), "r"(x),
+                 "r"(static_cast<int>(stored))
+                 : "memory");
+}
+
+// What was there, 16 bits; `x` is stored where that is `expected`.
+__device__ __forceinline__ uint32_t swap_shared_half(uint32_t address, uint32_t expected, uint32_t x) {
+    unsigned short old;
+    asm volatile("atom.shared.cas.b16 %0, [%1], %2, %3;"
+                 : "=h"(old)
+                 : "r"(address), "h"(static_cast<unsigned short>(expected)), "h"(static_cast<unsigned short>(x))
+                 : "memory");
+    return old;
+}
+
+__device__ __forceinline__ void or_shared(uint32_t address, uint32_t bits) {
+    asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
+}
+
+// What this block wrote is there for whoever sees the counter.
+__device__ __forceinline__ uint32_t add_to_counter(uint32_t* counter, uint32_t x) {
+    uint32_t old;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(x) : "memory");
+    return old;
+}
+
+__device__ __forceinline__ uint32_t load_counter(const uint32_t* counter) {
+    uint32_t x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(counter) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ uint32_t load_list(const uint32_t* from) {
+    uint32_t x;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// Two products in bfloat16.
+__device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+    uint32_t x;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+    return x;
+}
+
+// Two products in bfloat16, each added to and rounded once.
+__device__ __forceinline__ uint32_t multiply_add_bf16(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t x;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+    return x;
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xffffffffu, x, lanes); }
+
+// Of the lane that is `lanes` before; of this one where there is none.
+__device__ __forceinline__ uint32_t shuffle_up(uint32_t x, int lanes) { return __shfl_up_sync(0xffffffffu, x, lanes); }
+
+__device__ __forceinline__ uint32_t shuffle_from(uint32_t x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+
+__device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+__device__ __forceinline__ uint32_t warp_ballot(bool x) { return __ballot_sync(0xffffffffu, x); }
+
+__device__ __forceinline__ uint32_t warp_or(uint32_t x) {
+    uint32_t all;
+    asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(all) : "r"(x));
+    return all;
+}
+
+__device__ __forceinline__ uint32_t warp_least(uint32_t x) {
+    uint32_t least;
+    asm volatile("redux.sync.min.u32 %0, %1, 0xffffffff;" : "=r"(least) : "r"(x));
+    return least;
+}
+
+__device__ __forceinline__ uint32_t warp_most(uint32_t x) {
+    uint32_t most;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(most) : "r"(x));
+    return most;
+}
+
+__device__ __forceinline__ void sync_warp() { __syncwarp(); }
+
+// The same, but what is made from it is made where it is needed, rather than kept in registers.
+__device__ __forceinline__ uint32_t made_again(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until at most `left` of those that were committed last are not there yet.
+template <int left> __device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
+}
+
+#define OF_8(d, i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+
+// d (+)= A [64, 16] . B [32, 16]^T, both K-major.
+__device__ __forceinline__ void score(float (&d)[16], uint64_t a, uint64_t b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1, 0, 0;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// d (+)= A [64, 16] . B [64, 16]^T, both K-major.
+__device__ __forceinline__ void score(float (&d)[32], uint64_t a, uint64_t b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n}"
+        : OF_8(d, 0), OF_8(d, 8), OF_8(d, 16), OF_8(d, 24)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// d += A [64, 16] . B [16, 256]: A is K-major, and B's columns lie next to each other.
+__device__ __forceinline__ void weigh(float (&d)[128], uint64_t a, uint64_t b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+        "%128, %129, 1, 1, 1, 0, 1;"
+        : OF_8(d, 0), OF_8(d, 8), OF_8(d, 16), OF_8(d, 24), OF_8(d, 32), OF_8(d, 40), OF_8(d, 48), OF_8(d, 56), OF_8(d, 64),
+          OF_8(d, 72), OF_8(d, 80), OF_8(d, 88), OF_8(d, 96), OF_8(d, 104), OF_8(d, 112), OF_8(d, 120)
+        : "l"(a), "l"(b));
+}
+#endif
