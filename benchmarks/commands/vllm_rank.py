@@ -92,22 +92,21 @@ def tokens_a_step(counted: Sequence[float], tokens: int) -> float:
 
 
 def warm_up(generate: Generate, asked: list[list[int]]) -> None:
-    """Until two generations of each length take as long, or WARM_UPS are over: vLLM compiles for shapes as it meets them."""
-    for tokens in (1, SHORT, TOKENS):
-        fastest = float("inf")
-        for _ in range(WARM_UPS):
-            seconds = generate(asked, tokens)[0]
-            if seconds < 1.1 * fastest and fastest < 1.1 * seconds:
-                break
-            fastest = min(fastest, seconds)
+    """Until two long generations take as long, or WARM_UPS are over: vLLM compiles for shapes as it meets them."""
+    fastest = float("inf")
+    for _ in range(WARM_UPS):
+        seconds = generate(asked, TOKENS)[0]
+        if seconds < 1.1 * fastest and fastest < 1.1 * seconds:
+            break
+        fastest = min(fastest, seconds)
 
 
-def measured(generate: Generate, name: str, steps: int, batch: int, length: int) -> dict:
-    """A row of `rank_serve`, of the side vllm."""
+def measured(generate: Generate, name: str, steps: int, batch: int, length: int, samples: int | None = None) -> dict:
+    """A row of `rank_serve`, of the side vllm, from so many samples, or twice as many as that has."""
     asked = prompts(batch, length)
     warm_up(generate, asked)
     round_ms, first_ms = [], []
-    samples = 2 * samples_of(batch, length)
+    samples = samples or 2 * samples_of(batch, length)
     for _ in range(samples):
         first_ms.append(1e3 * generate(asked, 1)[0])
         short, long = generate(asked, SHORT), generate(asked, TOKENS)
@@ -148,7 +147,7 @@ def run(args: argparse.Namespace, start: Callable[..., Generate] = started) -> l
                 wanted = shapes(name, args)
                 generate = start(path, steps, wanted)
                 for batch, length in wanted:
-                    rows.append(measured(generate, name, steps, batch, length))
+                    rows.append(measured(generate, name, steps, batch, length, args.samples))
                     print(rows[-1], flush=True)
                     write_report(args.out, head | {"rows": rows})
                 del generate  # the engine ends with it, and leaves the GPU to the next
@@ -163,6 +162,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--batch", nargs="+", type=int)
     parser.add_argument("--length", nargs="+", type=int)
     parser.add_argument("--prompt-tokens", type=int, default=8 * 32768, help="most prompt tokens of a batch")
+    parser.add_argument("--samples", type=int, help="of every cell")
     parser.add_argument("--quick", action="store_true")
     return parser.parse_args()
 

@@ -128,7 +128,7 @@ def test_rows_together_on_ranks_that_divide_their_kv(kernels, monkeypatch, fp8, 
     ranks = 2
     monkeypatch.setattr(sparse_verify, "FEWEST_GROUPS", dict.fromkeys(sparse_verify.FEWEST_GROUPS, 2))
     monkeypatch.setattr(
-        kernel, "attend_of", lambda source, rows, heads, topk, device, *rank, fp8: Emulated(rows, heads, topk, 0, *rank, fp8=fp8)
+        kernel, "attend_of", lambda _, rows, heads, topk, device, *rank, fp8: Emulated(rows, heads, topk, 0, *rank, fp8=fp8)
     )
     inputs = exact = given(8, rows_per_request=1 if prefill else 4)
     known, parts = replace(CONFIG, num_draft_tokens=4, prefill=prefill, context_ranks=ranks), []

@@ -144,7 +144,8 @@ def test_slots_further_apart_than_a_map_has_bits(device):
     kv = torch.empty(apart, 1, 576, dtype=torch.bfloat16)  # a page of memory is taken where a slot is chosen
     kv[chosen] = torch.randn(len(chosen), 1, 576, generator=generator).bfloat16()
     query = torch.randn(8, 8, 576, generator=generator).bfloat16().to(device)
-    inputs = query[..., :512], query[..., 512:], kv.to(device), slots.to(device), torch.full((8,), 128, dtype=torch.int32).to(device)
+    lens = torch.full((8,), 128, dtype=torch.int32, device=device)
+    inputs = query[..., :512], query[..., 512:], kv.to(device), slots.to(device), lens
     want = sparse_decode_torch(*(t.cpu() for t in inputs), 0.1)
     assert_near(verified(inputs, 8, parts=1), want, torch.bfloat16)
 
