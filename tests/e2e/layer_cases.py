@@ -185,10 +185,6 @@ LAYER_CASES = [
         for words, more in {
             "": {},
             ", in pieces": {"engine": TWO_GPUS | PREFILL_SIZES | {"chunked_prefill_size": 2048}},
-            ", in pieces, long rows alone": {
-                "engine": TWO_GPUS | PREFILL_SIZES | {"chunked_prefill_size": 2048},
-                "environment": {"NSA_BACKEND_DIVIDED_INDEXER": "1"},
-            },
             ", glm-5.1": {"model": "glm-5.1", "environment": {"NSA_BACKEND_DIVIDED_INDEXER": "1"}},
             ", default all-reduce": {"engine": SUMMED | PREFILL_SIZES},
         }.items()

@@ -22,7 +22,6 @@ from nsa_backend.adapters import divided_indexer
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.sglang_types import ForwardBatch, HookType
 from nsa_backend.adapters.shared import hook
-from nsa_backend.environment import asked
 from nsa_backend.kernels.index_rows import index_queries, store_index_keys
 
 logger = logging.getLogger(__name__)
@@ -75,9 +74,8 @@ def select(
     tokens = slice(batch.extend_num_tokens)  # of the graph's rows, those that are no padding
     divided = divided_indexer.rows_of_rank(batch) if divided_indexer.divides() else None
     group = None if divided is None else divided_indexer.ranks()
-    apart = group is None or asked(divided_indexer.SWITCH)  # where ranks divide, no GPU has run it yet
     among = (group.rank_in_group, group.world_size) if group else (0, 1)
-    long = metadata.long_rows(indexer.index_topk, *among) if apart else None
+    long = metadata.long_rows(indexer.index_topk, *among)
     key, gates = indexer.wk(x)[0][tokens], indexer._weights_proj_bf16_in_fp32_out(x)
     index_cache = pool.get_index_k_with_scale_buffer(layer_id=layer_id)
     store_index_keys(key, weights, positions[tokens], batch.out_cache_loc[tokens], index_cache)
