@@ -155,18 +155,19 @@ class Sharing(NamedTuple):
     overlap: float
 
 
-def over_others(part: str, name: str, together: str, count: str) -> dict[Sharing, float]:
-    """By cell of a report, `name`'s time over that of the fastest implementation that reads every row alone."""
+def over_others(parts: Sequence[str], name: str, together: str, count: str) -> dict[Sharing, float]:
+    """By cell of reports, the last that has it, `name`'s time over that of the fastest that reads every row alone."""
     alone = {other for candidates in CANDIDATES.values() for other in candidates}
     return {
         Sharing(row["kv"], row["heads"], row[together], row[count], row["overlap"]): row["us"][name]
         / min(us for other, us in row["us"].items() if other in alone)
+        for part in parts
         for row in result("attention_0_5_23", part)["rows"]
     }
 
 
-together_ratios = partial(over_others, "rows_together", "sparse_verify", "rows_per_request", "requests")
-prefill_ratios = partial(over_others, "prefill_together", "sparse_prefill", "rows_together", "rows")
+together_ratios = partial(over_others, ["rows_together"], "sparse_verify", "rows_per_request", "requests")
+prefill_ratios = partial(over_others, ["prefill_together", "prefill_in_turns"], "sparse_prefill", "rows_together", "rows")
 
 
 def by_shared(found: dict[Sharing, float], count: str, counts: Sequence[int]) -> str:
