@@ -212,6 +212,44 @@ struct Gathering {
 
 constexpr int FILLING = FP8 ? GATHERING : GATHERING + GATHERING / 32;  // arrivals that fill a step
 
+__device__ __forceinline__ int steps_of(int listed) { return (listed + TOKENS - 1) / TOKENS; }
+
+// Gathers every step's tokens once those of two steps before are weighed; those of `before` steps, none or one, are on their way.
+template <int before>
+__device__ __forceinline__ void gather_list(const Gathering& gather, uint32_t shared, const uint32_t* list, int listed) {
+    // Words of the list are asked for a step early. Those in shared memory are read before others write there.
+    uint32_t words[PASSES], later[PASSES];
+    const auto place_of = [&](int step, int pass) { return (step - before) * TOKENS + gather.row + pass * OF_PASS; };
+    const auto kept = [&](int place) { return place < listed ? load_shared(shared + HIGHEST_AT + 4 * place) : 0u; };
+    const auto word_of = [&](int place) { return place < listed ? load_list(list + place) : 0u; };
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+        words[pass] = kept(place_of(before, pass));
+        later[pass] = before ? 0 : kept(place_of(1, pass));
+    }
+    if (before) {
+        gather.filled(0);
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) later[pass] = word_of(place_of(2, pass));
+    }
+    const int steps = before + steps_of(listed);
+    for (int step = before; step < steps; ++step) {
+        if (step >= 2) wait_for_turn(shared + EMPTIED_AT + step % 2 * 8, step / 2 - 1);
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            gather.bits(step, pass, words[pass]);
+            gather.copy(step, pass, words[pass]);
+            words[pass] = later[pass];
+            later[pass] = word_of(place_of(step + 2, pass));
+        }
+#if FP8
+        gather.dequantise(step);
+#endif
+        gather.filled(step);
+    }
+    wait_for_copies();
+}
+
 constexpr int PIECES = LATENT / 8;  // of a line, 16 bytes each
 
 // Of a thread of the two warpgroups that attend: what it has of a tile of products are lines `upper` and `upper` + 8, columns

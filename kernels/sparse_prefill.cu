@@ -144,39 +144,6 @@ __device__ __forceinline__ int make_list(uint32_t shared, int warp, uint32_t* li
     return listed;
 }
 
-__device__ __forceinline__ int steps_of(int listed) { return (listed + TOKENS - 1) / TOKENS; }
-
-// What the third warpgroup does: the query, and every step's tokens once those of two steps before are weighed.
-__device__ __forceinline__ void gather_part(const Attend& a, uint32_t shared, int row, int rows, const uint32_t* list) {
-    const Gathering gather(a, shared);
-    gather.query(row, rows * HEADS);
-    meet_all();  // the list is there
-    const int listed = load_shared(shared + LISTED_AT);
-    // Words of the list are asked for a step early. Those in shared memory are read before others write there.
-    uint32_t words[PASSES], later[PASSES];
-    const auto place_of = [&](int step, int pass) { return step * TOKENS + gather.row + pass * OF_PASS; };
-    const auto kept = [&](int place) { return place < listed ? load_shared(shared + HIGHEST_AT + 4 * place) : 0u; };
-    const auto word_of = [&](int place) { return place < listed ? load_list(list + place) : 0u; };
-#pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-        words[pass] = kept(place_of(0, pass));
-        later[pass] = kept(place_of(1, pass));
-    }
-    const int steps = steps_of(listed);
-    for (int step = 0; step < steps; ++step) {
-        if (step >= 2) wait_for_turn(shared + EMPTIED_AT + step % 2 * 8, step / 2 - 1);
-#pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) {
-            gather.bits(step, pass, words[pass]);
-            gather.copy(step, pass, words[pass]);
-            words[pass] = later[pass];
-            later[pass] = word_of(place_of(step + 2, pass));
-        }
-        gather.filled(step);
-    }
-    wait_for_copies();
-}
-
 struct Weighted {  // of a step, and a thread's lines
     float upper_highest, lower_highest, upper_more, lower_more;
 };
@@ -384,7 +351,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     }
     if (threadIdx.x >= ATTENDING) {
         leave_registers<GATHERING_REGISTERS>();
-        gather_part(a, shared, row, rows, list);
+        const Gathering gather(a, shared);
+        gather.query(row, rows * HEADS);
+        meet_all();  // the list is there
+        gather_list<0>(gather, shared, list, load_shared(shared + LISTED_AT));
     } else {
         take_registers<ATTENDING_REGISTERS>();
         attend_to_list(a, shared, row, rows, list);

@@ -234,8 +234,6 @@ __device__ __forceinline__ int make_list(
     return all;
 }
 
-__device__ __forceinline__ int steps_of(int listed) { return BEFORE_LIST + (listed + TOKENS - 1) / TOKENS; }
-
 // What the third warpgroup does: the query, and every step's tokens once those of two steps before are weighed.
 __device__ __forceinline__ void gather_part(const Attend& a, uint32_t shared, int row, int rows, const uint32_t* list) {
     const Gathering gather(a, shared);
@@ -252,37 +250,7 @@ __device__ __forceinline__ void gather_part(const Attend& a, uint32_t shared, in
     int listed = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) listed += load_shared(shared + COUNTS_AT + 4 * w) & 0xffff;
-    // Words of the list are asked for a step early. Those in shared memory are read before others write there.
-    uint32_t words[PASSES], later[PASSES];
-    const auto place_of = [&](int step, int pass) { return (step - BEFORE_LIST) * TOKENS + gather.row + pass * OF_PASS; };
-    const auto kept = [&](int place) { return place < listed ? load_shared(shared + HIGHEST_AT + 4 * place) : 0u; };
-    const auto word_of = [&](int place) { return place < listed ? load_list(list + place) : 0u; };
-#pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-        words[pass] = kept(place_of(BEFORE_LIST, pass));
-        later[pass] = AHEAD ? 0 : kept(place_of(1, pass));
-    }
-    if (AHEAD) {
-        gather.filled(0);
-#pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) later[pass] = word_of(place_of(2, pass));
-    }
-    const int steps = steps_of(listed);
-    for (int step = BEFORE_LIST; step < steps; ++step) {
-        if (step >= 2) wait_for_turn(shared + EMPTIED_AT + step % 2 * 8, step / 2 - 1);
-#pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) {
-            gather.bits(step, pass, words[pass]);
-            gather.copy(step, pass, words[pass]);
-            words[pass] = later[pass];
-            later[pass] = word_of(place_of(step + 2, pass));
-        }
-#if FP8
-        gather.dequantise(step);
-#endif
-        gather.filled(step);
-    }
-    wait_for_copies();
+    gather_list<BEFORE_LIST>(gather, shared, list, listed);
 }
 
 // Adds up the parts of this block's share of the lines, once all blocks of the group have written theirs.
@@ -355,7 +323,7 @@ __device__ __forceinline__ void attend_to_part(const Attend& a, uint32_t shared,
 #pragma unroll
     for (int i = 0; i < 128; ++i) out[i] = 0;
 
-    const int steps = steps_of(listed);
+    const int steps = BEFORE_LIST + steps_of(listed);
     for (int step = 0; step < steps; ++step) {
         const uint32_t tokens = shared + TOKENS_AT + step % 2 * PANELS;
         products_wait<0>();  // of the step before, whose tokens may now be written over
