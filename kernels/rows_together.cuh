@@ -62,6 +62,63 @@ __device__ __forceinline__ float higher(float a, float b) { return a > b ? a : b
 // Of the highest score, in base 2, and the sum of all over it.
 __device__ __forceinline__ float lse_of(float best, float sum) { return sum == 0 ? -INFINITE : best + log2_fast(sum); }
 
+// Of what the four threads of a line have.
+__device__ __forceinline__ float highest_of_line(float x) {
+    x = higher(x, shuffle_xor(x, 1));
+    return higher(x, shuffle_xor(x, 2));
+}
+
+__device__ __forceinline__ float sum_of_line(float x) {
+    x += shuffle_xor(x, 1);
+    return x + shuffle_xor(x, 2);
+}
+
+// What is subtracted from scores where `best` weighs 1: a line may have none yet.
+__device__ __forceinline__ float base_of(float best) { return best == -INFINITE ? 0 : best; }
+
+// Of a thread's two lines.
+__device__ __forceinline__ void fade(float (&out)[128], float upper, float lower) {
+#pragma unroll
+    for (int i = 0; i < 128; i += 4) {
+        out[i] *= upper;
+        out[i + 1] *= upper;
+        out[i + 2] *= lower;
+        out[i + 3] *= lower;
+    }
+}
+
+// Asks for the scores of a step's tokens, all or half of them.
+template <int N> __device__ __forceinline__ void ask_scores(float (&s)[N], uint64_t query_tile, uint64_t tokens_tile) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) s[i] = 0;
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < 36; ++k) {
+        const uint32_t along = k / 4 * PANEL + k % 4 * 32;
+        score(s, query_tile + (along >> 4), tokens_tile + (along >> 4), k > 0);
+    }
+    products_commit();
+}
+
+// Asks for what a step's tokens add to half of the latent.
+__device__ __forceinline__ void ask_sums(float (&out)[128], uint64_t weights_tile, uint64_t latent_tile) {
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < TOKENS / 16; ++k) weigh(out, weights_tile + (k * 32 >> 4), latent_tile + (k * 16 * 128 >> 4));
+    products_commit();
+}
+
+// The rows of this block's group.
+struct Group {
+    int row, rows;
+
+    __device__ __forceinline__ explicit Group(const Attend& a) {
+        const int group = blockIdx.y % a.groups_per_request;
+        row = blockIdx.y / a.groups_per_request * a.rows_per_request + group * ROWS;
+        rows = min(ROWS, min(a.rows_per_request - group * ROWS, a.all_rows - row));
+    }
+};
+
 // What a thread looks at of a group: entries of its rows, as rows of this rank's cache; EMPTY where it has none.
 struct Chosen {
     uint32_t slot[ROWS][PER_THREAD];
@@ -271,11 +328,8 @@ __device__ __forceinline__ void write_lines(
 ) {
     const int thread = threadIdx.x, half = of.half, upper = of.upper, lower = of.lower, column = of.column;
     const uint32_t highest_at = shared + HIGHEST_AT;
-#pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2) {
-        upper_sum += shuffle_xor(upper_sum, lanes);
-        lower_sum += shuffle_xor(lower_sum, lanes);
-    }
+    upper_sum = sum_of_line(upper_sum);
+    lower_sum = sum_of_line(lower_sum);
     meet_attending();
     if (column == 0) {
         store_shared(highest_at + 4 * (half * LINES + upper), __float_as_uint(upper_sum));

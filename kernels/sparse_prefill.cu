@@ -172,19 +172,12 @@ __device__ __forceinline__ void attend_to_list(const Attend& a, uint32_t shared,
     // Sums and what was weighed so far become those of other scores that weigh 1.
     const auto raise = [&](float upper_new, float lower_new) {
         if (!warp_ballot(upper_new != upper_best || lower_new != lower_best)) return;
-        const float upper_from = upper_new == -INFINITE ? 0 : upper_new, lower_from = lower_new == -INFINITE ? 0 : lower_new;
-        const float upper_fade = exp2_fast(upper_best - upper_from), lower_fade = exp2_fast(lower_best - lower_from);
+        const float upper_fade = exp2_fast(upper_best - base_of(upper_new)), lower_fade = exp2_fast(lower_best - base_of(lower_new));
         upper_best = upper_new;
         lower_best = lower_new;
         upper_sum *= upper_fade;
         lower_sum *= lower_fade;
-#pragma unroll
-        for (int i = 0; i < 128; i += 4) {
-            out[i] *= upper_fade;
-            out[i + 1] *= upper_fade;
-            out[i + 2] *= lower_fade;
-            out[i + 3] *= lower_fade;
-        }
+        fade(out, upper_fade, lower_fade);
     };
     const auto raise_as_other = [&](int step) {
         const uint32_t highest = highest_at + 4 * (step % 2 * LINES);
@@ -194,12 +187,7 @@ __device__ __forceinline__ void attend_to_list(const Attend& a, uint32_t shared,
     const auto weigh_step = [&](int step) {
         const uint32_t tokens = tokens_of(step);
         const uint64_t weights_tile = tile_at(tokens + WEIGHTS_OF_TOKENS, 16), latent_tile = tile_at(tokens + half * 4 * PANEL, PANEL);
-        products_begin();
-#pragma unroll
-        for (int k = 0; k < TOKENS / 16; ++k) {
-            weigh(out, weights_tile + (k * 32 >> 4), latent_tile + (k * 16 * 128 >> 4));
-        }
-        products_commit();
+        ask_sums(out, weights_tile, latent_tile);
     };
     // Asks for the scores of a step's tokens.
     const auto score_step = [&](int step, float (&s)[32]) {
@@ -207,15 +195,7 @@ __device__ __forceinline__ void attend_to_list(const Attend& a, uint32_t shared,
         wait_for_turn(shared + FILLED_AT + step % 2 * 8, step / 2);
         fence_before_products();
         const uint64_t tokens_tile = tile_at(tokens, 16);
-#pragma unroll
-        for (int i = 0; i < 32; ++i) s[i] = 0;
-        products_begin();
-#pragma unroll
-        for (int k = 0; k < 36; ++k) {
-            const uint32_t along = k / 4 * PANEL + k % 4 * 32;
-            score(s, query_tile + (along >> 4), tokens_tile + (along >> 4), k > 0);
-        }
-        products_commit();
+        ask_scores(s, query_tile, tokens_tile);
     };
     // Of a thread's scores of a step, a bit each: its line is of a row that chose the token.
     const auto chosen_of_step = [&](int step) {
@@ -241,13 +221,8 @@ __device__ __forceinline__ void attend_to_list(const Attend& a, uint32_t shared,
             upper_highest = higher(upper_highest, higher(s[i], s[i + 1]));
             lower_highest = higher(lower_highest, higher(s[i + 2], s[i + 3]));
         }
-#pragma unroll
-        for (int lanes = 1; lanes < 4; lanes *= 2) {
-            upper_highest = higher(upper_highest, shuffle_xor(upper_highest, lanes));
-            lower_highest = higher(lower_highest, shuffle_xor(lower_highest, lanes));
-        }
-        upper_highest = raised(upper_best, upper_highest * a.scale);
-        lower_highest = raised(lower_best, lower_highest * a.scale);
+        upper_highest = raised(upper_best, highest_of_line(upper_highest) * a.scale);
+        lower_highest = raised(lower_best, highest_of_line(lower_highest) * a.scale);
         if (column == 0) {
             store_shared(highest_at + 4 * (step % 2 * LINES + upper), __float_as_uint(upper_highest));
             store_shared(highest_at + 4 * (step % 2 * LINES + lower), __float_as_uint(lower_highest));
@@ -256,7 +231,7 @@ __device__ __forceinline__ void attend_to_list(const Attend& a, uint32_t shared,
             sync_warp();
             if (lane == 0) arrive(shared + RAISED_AT);
         }
-        const float upper_from = upper_highest == -INFINITE ? 0 : upper_highest, lower_from = lower_highest == -INFINITE ? 0 : lower_highest;
+        const float upper_from = base_of(upper_highest), lower_from = base_of(lower_highest);
         float upper_more = 0, lower_more = 0;
         const uint32_t at_row = made_again(upper * 128 + column * 2), swizzle = (upper & 7) << 4;  // those of `lower` too
         meet_half(second);  // all warps have the scores, for which RoPE was read
@@ -308,7 +283,6 @@ __device__ __forceinline__ void attend_to_list(const Attend& a, uint32_t shared,
     } else {
         for (int step = 0; step < steps; step += 2) {
             float s[32];
-            uint32_t chosen;
             wait_for_turn(shared + RAISED_AT, step / 2);
             raise_as_other(step);
             if (step + 1 == steps) {
@@ -317,7 +291,7 @@ __device__ __forceinline__ void attend_to_list(const Attend& a, uint32_t shared,
                 break;
             }
             score_step(step + 1, s);
-            chosen = chosen_of_step(step + 1);
+            const uint32_t chosen = chosen_of_step(step + 1);
             wait_for_turn(shared + WEIGHTED_AT, step / 2);
             weigh_step(step);
             products_wait<1>();
@@ -336,9 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     SHARED_MEMORY(memory);
     wait_for_inputs();
     const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
-    const int group = blockIdx.y % a.groups_per_request;
-    const int row = blockIdx.y / a.groups_per_request * a.rows_per_request + group * ROWS;
-    const int rows = min(ROWS, min(a.rows_per_request - group * ROWS, a.all_rows - row));
+    const auto [row, rows] = Group(a);
     uint32_t* list = a.lists + static_cast<long long>(blockIdx.y) * ENTRIES;
     if (threadIdx.x == 0) {
 #pragma unroll

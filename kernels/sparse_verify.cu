@@ -331,16 +331,8 @@ __device__ __forceinline__ void attend_to_part(const Attend& a, uint32_t shared,
         wait_for_turn(shared + FILLED_AT + step % 2 * 8, step / 2);
         fence_before_products();
         float s[16];
-#pragma unroll
-        for (int i = 0; i < 16; ++i) s[i] = 0;
         const uint64_t tokens_tile = tile_at(tokens + half * 32 * 128, 16), latent_tile = tile_at(tokens + half * 4 * PANEL, PANEL);
-        products_begin();
-#pragma unroll
-        for (int k = 0; k < 36; ++k) {
-            const uint32_t along = k / 4 * PANEL + k % 4 * 32;
-            score(s, query_tile + (along >> 4), tokens_tile + (along >> 4), k > 0);
-        }
-        products_commit();
+        ask_scores(s, query_tile, tokens_tile);
         products_wait<0>();
         float upper_highest = -INFINITE, lower_highest = -INFINITE;
 #pragma unroll
@@ -353,11 +345,8 @@ __device__ __forceinline__ void attend_to_part(const Attend& a, uint32_t shared,
             upper_highest = higher(upper_highest, higher(s[4 * i], s[4 * i + 1]));
             lower_highest = higher(lower_highest, higher(s[4 * i + 2], s[4 * i + 3]));
         }
-#pragma unroll
-        for (int lanes = 1; lanes < 4; lanes *= 2) {
-            upper_highest = higher(upper_highest, shuffle_xor(upper_highest, lanes));
-            lower_highest = higher(lower_highest, shuffle_xor(lower_highest, lanes));
-        }
+        upper_highest = highest_of_line(upper_highest);
+        lower_highest = highest_of_line(lower_highest);
         if (column == 0) {
             store_shared(highest_at + 4 * (half * LINES + upper), __float_as_uint(upper_highest));
             store_shared(highest_at + 4 * (half * LINES + lower), __float_as_uint(lower_highest));
@@ -367,7 +356,7 @@ __device__ __forceinline__ void attend_to_part(const Attend& a, uint32_t shared,
         const float lower_other = __uint_as_float(load_shared(highest_at + 4 * ((1 - half) * LINES + lower)));
         const float upper_new = higher(upper_best, higher(upper_highest, upper_other));
         const float lower_new = higher(lower_best, higher(lower_highest, lower_other));
-        const float upper_from = upper_new == -INFINITE ? 0 : upper_new, lower_from = lower_new == -INFINITE ? 0 : lower_new;
+        const float upper_from = base_of(upper_new), lower_from = base_of(lower_new);
         const float upper_fade = exp2_fast(upper_best - upper_from), lower_fade = exp2_fast(lower_best - lower_from);
         upper_best = upper_new;
         lower_best = lower_new;
@@ -385,21 +374,8 @@ __device__ __forceinline__ void attend_to_part(const Attend& a, uint32_t shared,
         }
         fence_before_products();
         meet_attending();
-        if (warp_ballot(upper_fade != 1 || lower_fade != 1)) {
-#pragma unroll
-            for (int i = 0; i < 128; i += 4) {
-                out[i] *= upper_fade;
-                out[i + 1] *= upper_fade;
-                out[i + 2] *= lower_fade;
-                out[i + 3] *= lower_fade;
-            }
-        }
-        products_begin();
-#pragma unroll
-        for (int k = 0; k < TOKENS / 16; ++k) {
-            weigh(out, weights_tile + (k * 32 >> 4), latent_tile + (k * 16 * 128 >> 4));
-        }
-        products_commit();
+        if (warp_ballot(upper_fade != 1 || lower_fade != 1)) fade(out, upper_fade, lower_fade);
+        ask_sums(out, weights_tile, latent_tile);
     }
     products_wait<0>();
 
@@ -411,9 +387,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     SHARED_MEMORY(memory);
     wait_for_inputs();
     const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
-    const int group = blockIdx.y % a.groups_per_request;
-    const int row = blockIdx.y / a.groups_per_request * a.rows_per_request + group * ROWS;
-    const int rows = min(ROWS, min(a.rows_per_request - group * ROWS, a.all_rows - row));
+    const auto [row, rows] = Group(a);
     uint32_t* list = a.lists + (static_cast<long long>(blockIdx.y) * a.parts + blockIdx.x) * ENTRIES;
     if (threadIdx.x == 0) {
 #pragma unroll
