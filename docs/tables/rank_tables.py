@@ -258,12 +258,6 @@ def divided_indexer() -> str:
     return f"{' / '.join(f'{over:.2f}' for over in found.values())} at {' / '.join(map(str, found))} tokens"
 
 
-@PARTS.part
-def divided_indexer_saved() -> str:
-    """Percent of the same that it saves, least to most."""
-    return percent(of_two_ranks().values())
-
-
 def of_two_ranks() -> dict[int, float]:
     """The default's first token over the built-in's there, by tokens."""
     found = spreads(cells_of(result(FIRST_FILE, "divided_indexer"), "ttft_ms"), "ttft_ms")
@@ -347,8 +341,8 @@ def long_prompts() -> dict[Cell, dict[str, Spread]]:
 
 @PARTS.part
 def long_prompts_saved() -> str:
-    """Percent of these that the default saves, least to most."""
-    return percent(ratio(sides, "default") for sides in long_prompts().values())
+    """Percent of these, and of those of two ranks as one server, that the default saves, least to most."""
+    return percent([*(ratio(sides, "default") for sides in long_prompts().values()), *of_two_ranks().values()])
 
 
 @PARTS.part
@@ -430,6 +424,14 @@ def host_waits() -> str:
     asked = Cell(FIRST_RANK, 3, 1, FEW_TOKENS)
     found = [spreads(cells, "ttft_ms") for cells in runs("ttft_ms")]
     return spread((cells[asked][BUILTIN].median for cells in found if asked in cells), "{:.0f}")
+
+
+@PARTS.part
+def many_of_glm() -> str:
+    """GLM-5.1's longest tokens without drafts over the built-in's, over its runs."""
+    asked = Cell(GLM_RANK, 0, 32, 4096)
+    found = [spreads(cells, "round_ms") for cells in runs("round_ms")]
+    return spread((ratio(cells[asked], "default") for cells in found if asked in cells), "{:.3f}")
 
 
 WHOLE_BESIDE_PIECES = 512
