@@ -33,7 +33,9 @@ from nsa_backend.benchmarks.servers.generation import prompts, spread
 from nsa_backend.benchmarks.servers.rank_server import draw_weights
 
 SHORT = 8  # new tokens of the generation that is subtracted
-WARM_UPS = 6  # at most
+LENGTHS = 1, SHORT, TOKENS
+"""New tokens of the generations that are timed, in their order."""
+WARM_UPS = 6  # turns of these, at most
 SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # the engine's process imports this module, which draws the weights
@@ -92,13 +94,16 @@ def tokens_a_step(counted: Sequence[float], tokens: int) -> float:
 
 
 def warm_up(generate: Generate, asked: list[list[int]]) -> None:
-    """Until two long generations take as long, or WARM_UPS are over: vLLM compiles for shapes as it meets them."""
-    fastest = float("inf")
+    """Until generations of each length take as long as its fastest before, or WARM_UPS turns are over.
+
+    vLLM compiles for shapes as it meets them, and requests of another length share steps otherwise.
+    """
+    fastest = dict.fromkeys(LENGTHS, float("inf"))
     for _ in range(WARM_UPS):
-        seconds = generate(asked, TOKENS)[0]
-        if seconds < 1.1 * fastest and fastest < 1.1 * seconds:
+        took = {tokens: generate(asked, tokens)[0] for tokens in LENGTHS}
+        if all(took[tokens] < 1.1 * fastest[tokens] and fastest[tokens] < 1.1 * took[tokens] for tokens in LENGTHS):
             break
-        fastest = min(fastest, seconds)
+        fastest = {tokens: min(fastest[tokens], took[tokens]) for tokens in LENGTHS}
 
 
 def measured(generate: Generate, name: str, steps: int, batch: int, length: int, samples: int | None = None) -> dict:

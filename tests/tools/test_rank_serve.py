@@ -248,17 +248,24 @@ def test_vllm_is_asked_for_the_same_cells_and_gives_the_same_rows(tmp_path, monk
     assert "1.100" in capsys.readouterr().out
 
 
-def test_vllm_is_warm_once_two_generations_take_as_long():
-    took, asked = iter([9.0, 1.0, 4.0, 1.05, *(2.0**n for n in range(9))]), []
+@pytest.mark.parametrize(
+    ("turns", "warm_after"),
+    [
+        ([(1, 2, 9), (1, 7, 9), (1, 2.1, 9.5)], 3),  # the short one compiled in the second turn
+        ([(1, 2, 9), (1.05, 2.1, 8.5)], 2),
+        ([(2.0**turn,) * 3 for turn in range(9)], vllm_rank.WARM_UPS),
+    ],
+)
+def test_vllm_is_warm_once_every_generation_takes_as_long_as_before(turns, warm_after):
+    """One that compiles in each of two samples alone made a round negative."""
+    took, asked = iter(seconds for turn in turns for seconds in turn), []
 
     def generate(prompts, tokens):
         asked.append(tokens)
         return next(took), tokens, 1.0
 
-    for calls in (4, vllm_rank.WARM_UPS):
-        asked.clear()
-        vllm_rank.warm_up(generate, [[2]])
-        assert asked == [vllm_rank.TOKENS] * calls
+    vllm_rank.warm_up(generate, [[2]])
+    assert asked == [1, vllm_rank.SHORT, vllm_rank.TOKENS] * warm_after
 
 
 def test_a_first_token_takes_no_verify_step():
