@@ -55,6 +55,7 @@ FIRST_FILE = "rank_v32_tp8_0_5_23"
 WHOLE = "DeepSeek-V3.2 on eight H200s"
 """All ranks as one server, in the report `eight_gpus`."""
 VLLM = "vllm"
+"""The side, and how its reports are called."""
 STEADY = 0.15
 """Of a median, the widest range of a cell of vLLM's that is told: it compiles kernels for shapes as it meets them."""
 STEPS = (3, 0)
@@ -289,11 +290,12 @@ def of_drafts(steps: int) -> str:
 
 
 def beside_vllm() -> dict[Cell, dict[str, tuple[float, float]]]:
-    """By cell of vLLM's and quantity that did not wander: medians of the default on the first rank, and of vLLM."""
+    """By cell of vLLM's and quantity: medians of the default on the first rank, and of vLLM's last run that did not wander."""
+    of_vllm = [one for name, one in reports("rank").items() if name.startswith(f"{FIRST_FILE}/{VLLM}")]
     ours = {"round_ms": of_rank(FIRST_RANK, DEFAULTS[FIRST_RANK]), "ttft_ms": first_token(FIRST_RANK)}
     found: dict[Cell, dict[str, tuple[float, float]]] = {}
-    for key, of_default in ours.items():
-        for cell, sides in spreads(cells_of(result(FIRST_FILE, VLLM), key), key).items():
+    for (key, of_default), report in product(ours.items(), of_vllm):
+        for cell, sides in spreads(cells_of(report, key), key).items():
             times, (given, side) = sides[VLLM], of_default.get(cell, ({}, ""))
             if given and times.most - times.least <= STEADY * times.median:
                 found.setdefault(cell, {})[key] = given[side].median, times.median
