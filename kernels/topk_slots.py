@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa_backend.kernels.checks import INDEX_DTYPES, check_device, require
+from nsa_backend.kernels.checks import INDEX_DTYPES, check_device, check_tensor, require
 
 
 # SGLang's indexer cuts a long prefill into chunks that begin at any row: their requests lie at any address.
@@ -36,7 +36,11 @@ def topk_slots_kernel(
 
 
 def topk_slots(
-    topk_indices: torch.Tensor, page_table: torch.Tensor, token_to_batch_idx: torch.Tensor, page_size: int
+    topk_indices: torch.Tensor,
+    page_table: torch.Tensor,
+    token_to_batch_idx: torch.Tensor,
+    page_size: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """KV slot of every selected token.
 
@@ -45,9 +49,10 @@ def topk_slots(
         page_table: int32 [num_requests, width], rows contiguous; page of every `page_size` tokens.
         token_to_batch_idx: int32 or int64 [at least rows], contiguous, request of each row.
         page_size: tokens of a page, a power of two.
+        out: int32 [rows, topk], contiguous; a new tensor where None.
 
     Returns:
-        int32 [rows, topk]; -1 where the position is -1.
+        `out`; -1 where the position is -1.
 
     Raises:
         ValueError: shapes, dtypes, strides or devices do not fit; says what would be read wrong.
@@ -62,7 +67,8 @@ def topk_slots(
     fits = page_table.stride(1) == 1 and page_table.dtype == torch.int32
     require(fits, "page_table", page_table, "int32 with contiguous rows", "slots would be read from the wrong columns")
     topk_indices = topk_indices.contiguous()
-    slots = torch.empty_like(topk_indices, dtype=torch.int32)
+    slots = torch.empty_like(topk_indices, dtype=torch.int32) if out is None else out
+    check_tensor("out", slots, torch.int32, (rows, topk))
     if rows:
         topk_slots_kernel[(rows,)](
             topk_indices, page_table, page_table.stride(0), token_to_batch_idx, slots, topk, PAGE=page_size, BLOCK=1024

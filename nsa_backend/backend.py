@@ -268,7 +268,8 @@ class NativeSparseAttnBackend(adapter.BackendEntryPoints):
         kv_cache = pool.get_key_buffer(layer.layer_id)
         if metadata.topk_indices_offset is not None:
             kv_cache = ragged_kv(kv_cache, metadata, k, k_rope)
-        inputs = sparse_inputs(q, q_rope, layer, kv_cache, slots, metadata, attn_sink=attn_sink, decode=decode)
+        out = adapter.attention_output(forward_batch)
+        inputs = sparse_inputs(q, q_rope, layer, kv_cache, slots, metadata, attn_sink=attn_sink, decode=decode, out=out)
         if self.context_part is None:
             return attention.forward(inputs)
         return attention.forward_part(inputs, self.context_part.at(topk_indices, metadata, layer.layer_id))

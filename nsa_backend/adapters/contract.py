@@ -141,6 +141,10 @@ class Adapter(ABC):
     def rows_of_rank(self, batch: sglang_types.ForwardBatch) -> slice | None:
         """Of all rows of a prefill, those that this rank computes, as `PrefillFields.of_rows` takes them; None for all."""
 
+    def attention_output(self, batch: sglang_types.ForwardBatch) -> torch.Tensor | None:
+        """Where SGLang copies what a layer's attention returns unless that lies there: [rows, heads * v_head_dim], or None."""
+        return None
+
     @abstractmethod
     def kv_pool(self, batch: sglang_types.ForwardBatch, backend: sglang_types.AttentionBackend) -> Any:
         """Where the KV of `batch` is."""

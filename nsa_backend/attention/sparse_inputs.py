@@ -32,6 +32,7 @@ class SparseInputs:
     cache_seqlens: torch.Tensor | None = None  # decode only: int32 [requests], tokens of each request, not clipped
     schedule: FlashMlaTiles | torch.Tensor | None = None  # what `prepare` made for these rows; None where it was for others
     attn_sink: torch.Tensor | None = None  # float32 [heads], where the model has learned the score of a key without a value
+    out: torch.Tensor | None = None  # [rows, heads, v_head_dim], contiguous: where SGLang copies to what is returned elsewhere
 
 
 def sparse_inputs(
@@ -44,10 +45,12 @@ def sparse_inputs(
     *,
     attn_sink: torch.Tensor | None = None,
     decode: bool = False,
+    out: torch.Tensor | None = None,
 ) -> SparseInputs:
     """Views of the query, split into its latent and RoPE parts, beside the metadata of its rows.
 
-    `decode` says that a row is a request, whose length some kernels want as it is.
+    `decode` says that a row is a request, whose length some kernels want as it is. `out` [rows, heads * v_head_dim] is where
+    SGLang wants the result, and nobody's where it has another form.
     """
     heads, latent_dim = layer.tp_q_head_num, layer.v_head_dim
     joined = None
@@ -57,6 +60,9 @@ def sparse_inputs(
     else:
         q_nope, q_rope = q.view(-1, heads, latent_dim), q_rope.view(-1, heads, layer.head_dim - latent_dim)
     rows = q_nope.shape[0]
+    if out is not None:
+        fits = out.shape == (rows, heads * latent_dim) and out.dtype == q_nope.dtype and out.is_contiguous()
+        out = out.view(rows, heads, latent_dim) if fits else None
     lengths, schedule = metadata.nsa_cache_seqlens_int32, metadata.schedule
     # Of a batch that SGLang padded, it may hand over the real rows alone (from 0.5.13 on).
     if rows != lengths.shape[0]:
@@ -76,6 +82,7 @@ def sparse_inputs(
         cache_seqlens=metadata.cache_seqlens_int32 if decode else None,
         schedule=schedule,
         attn_sink=attn_sink,
+        out=out,
     )
 
 

@@ -69,7 +69,8 @@ class SparsePrefill(NothingToPrepare):
 
     def _call(self, inputs: SparseInputs, lse: torch.Tensor | None = None, **part: int) -> torch.Tensor:
         query, lens = inputs.q_nope, SparseDecode.lens(inputs)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        in_place = inputs.out is not None and lse is None
+        out = inputs.out if in_place else torch.empty(query.shape, dtype=query.dtype, device=query.device)
         rows, most = len(out), WAVES * self._num_sms * self._rows
         memory = self._memory_for(min(most, rows)) if rows else None
         for begin in range(0, rows, most):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
@@ -56,6 +58,7 @@ class IndexerMetadata(adapter.BaseIndexerMetadata):
     _all_tokens: torch.Tensor | None = field(default=None, init=False)
     _of_rows: dict[tuple[int, int, int], IndexerMetadata] = field(default_factory=dict, init=False)
     _long_rows: dict[tuple[int, int, int], LongRows | None] = field(default_factory=dict, init=False)
+    _room: torch.Tensor | None = field(default=None, init=False)  # for selections to come
 
     @property
     def paged_mqa_schedule_metadata(self) -> torch.Tensor | None:
@@ -139,6 +142,25 @@ class IndexerMetadata(adapter.BaseIndexerMetadata):
     def get_token_to_batch_idx(self) -> torch.Tensor:
         return self.attn_metadata.token_to_batch_idx
 
+    @contextmanager
+    def writing(self, out: torch.Tensor) -> Iterator[None]:
+        """Selections that are made meanwhile are written to the rows of `out` [rows, topk], where SGLang copies them in turn.
+
+        A copy of what lies there already is none.
+        """
+        self._room = out
+        try:
+            yield
+        finally:
+            self._room = None
+
+    def _next_room(self, rows: int, topk: int) -> torch.Tensor | None:
+        """int32 [rows, topk] of what `writing` was given, behind what was taken before; or None."""
+        if self._room is None:
+            return None
+        room, self._room = self._room[:rows], self._room[rows:]
+        return room if room.shape == (rows, topk) and room.dtype == torch.int32 and room.is_contiguous() else None
+
     def topk_transform(
         self,
         logits: torch.Tensor,
@@ -170,15 +192,16 @@ class IndexerMetadata(adapter.BaseIndexerMetadata):
         lengths = metadata.nsa_seqlens_expanded if ke_offset is None else ke_offset
         if ks is None and metadata.indexer_k_start_end is not None:
             return self._every_token(topk)
+        out = self._next_room(len(logits), topk)
         if not self.fuse_topk:
-            return self.selector.positions(logits, lengths, topk, ks)
+            return self.selector.positions(logits, lengths, topk, ks, out=out)
         if ks is None:
             return self.selector.slots(logits, lengths, topk, metadata)
         offsets = metadata.topk_indices_offset if topk_indices_offset_override is None else topk_indices_offset_override
         if offsets is not None:
-            return self.selector.positions(logits, lengths, topk, ks, offsets)
+            return self.selector.positions(logits, lengths, topk, ks, offsets, out)
         # One table row a token would have to be gathered for a fused kernel.
-        return slots_of(self.selector.positions(logits, lengths, topk, ks), metadata, batch_idx_list)
+        return slots_of(self.selector.positions(logits, lengths, topk, ks), metadata, batch_idx_list, out)
 
     def _every_token(self, topk: int) -> torch.Tensor:
         """The same for every layer, so made once a forward."""

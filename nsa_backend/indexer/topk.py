@@ -33,23 +33,32 @@ class TopK(ABC):
         topk: int,
         row_starts: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Positions relative to the row's start; with `offsets` int32 [rows] added where given, rows of a ragged KV tensor."""
+        """Positions relative to the row's start; with `offsets` int32 [rows] added where given, rows of a ragged KV tensor.
+
+        What is returned may be `out`, int32 [rows, topk] and contiguous.
+        """
 
     def slots(self, logits: torch.Tensor, lengths: torch.Tensor, topk: int, metadata: NSAMetadata) -> torch.Tensor:
         """KV slots of those positions, where every query row has a row of `metadata`'s page table."""
         return slots_of(self.positions(logits, lengths, topk), metadata)
 
 
-def slots_of(positions: torch.Tensor, metadata: NSAMetadata, table_rows: torch.Tensor | None = None) -> torch.Tensor:
+def slots_of(
+    positions: torch.Tensor,
+    metadata: NSAMetadata,
+    table_rows: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """What attention reads for `positions`, int32 [rows, topk]: KV slots, or rows of the ragged KV where there is one.
 
-    `table_rows` [rows] are rows of the page table, those of the whole forward where None.
+    `table_rows` [rows] are rows of the page table, those of the whole forward where None. What is returned may be `out`.
     """
     if metadata.topk_indices_offset is not None:
         return torch.where(positions < 0, -1, positions + metadata.topk_indices_offset[: positions.shape[0], None])
     table_rows = metadata.table_rows if table_rows is None else table_rows
-    return topk_slots(positions, metadata.real_page_table, table_rows, PAGE_SIZE)
+    return topk_slots(positions, metadata.real_page_table, table_rows, PAGE_SIZE, out)
 
 
 def choose_topk(device: torch.device) -> TopK:
@@ -71,7 +80,7 @@ class SglTopK(TopK):
     def prepare(self, lengths):
         """Nothing."""
 
-    def positions(self, logits, lengths, topk, row_starts=None, offsets=None):
+    def positions(self, logits, lengths, topk, row_starts=None, offsets=None, out=None):
         if offsets is None:
             return self._fast_topk(logits, lengths, topk, row_starts=row_starts)
         return self._ragged(score=logits, lengths=lengths, topk_indices_offset=offsets, topk=topk, row_starts=row_starts)
@@ -103,10 +112,10 @@ class PagedTopK(SglTopK):
         if self._windowed is not None:
             self._no_offsets(lengths)
 
-    def positions(self, logits, lengths, topk, row_starts=None, offsets=None):
+    def positions(self, logits, lengths, topk, row_starts=None, offsets=None, out=None):
         if self._windowed is None or row_starts is None:
             return super().positions(logits, lengths, topk, row_starts, offsets)
-        out = logits.new_empty((logits.shape[0], topk), dtype=torch.int32)
+        out = logits.new_empty((logits.shape[0], topk), dtype=torch.int32) if out is None else out
         added = self._no_offsets(lengths) if offsets is None else offsets
         self._windowed(logits, lengths, out_offsets=added, out_indices=out, row_starts=row_starts)
         return out
@@ -129,7 +138,7 @@ class TorchTopK(TopK):
     def prepare(self, lengths):
         """Nothing."""
 
-    def positions(self, logits, lengths, topk, row_starts=None, offsets=None):
+    def positions(self, logits, lengths, topk, row_starts=None, offsets=None, out=None):
         columns = torch.arange(logits.shape[1], device=logits.device)
         starts = torch.zeros_like(lengths) if row_starts is None else row_starts
         valid = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])

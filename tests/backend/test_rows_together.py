@@ -79,6 +79,9 @@ def test_a_prompt_goes_in_pieces_of_whole_tiles(kernels, rows):
     of_drafts.forward(inputs)
     (still,) = sparse_prefill._memories.values()
     assert still is kept
+    room = torch.full((rows, HEADS, 512), float("nan")).bfloat16()
+    assert attention.forward(replace(inputs, out=room)) is room
+    assert_right(room, inputs)
 
 
 def test_a_rank_without_a_row(kernels):

@@ -84,6 +84,27 @@ def test_a_chunk_of_a_prefill_finds_its_requests():
     assert got.tolist() == [[slots[1, 0].item()]]
 
 
+def test_selections_are_written_where_they_are_to_lie():
+    """Chunk after chunk, as SGLang's indexer copies them; behind them, and afterwards, nothing is."""
+    metadata, slots = indexer(True)
+    logits = torch.tensor([[1.0, 3, 2, NAN], [5, 1, NAN, NAN], [1, 2, 3, 4]])
+    starts, lengths = torch.zeros(3, dtype=torch.int32), metadata.get_seqlens_expanded()
+    out = torch.full((4, 2), -7, dtype=torch.int32)
+
+    def chunk(rows: slice) -> torch.Tensor:
+        chosen = {"ke_offset": lengths[rows], "batch_idx_list": metadata.attn_metadata.table_rows[rows]}
+        return metadata.topk_transform(logits[rows], 2, ks=starts[rows], **chosen)
+
+    with metadata.writing(out):
+        first, last = chunk(slice(2)), chunk(slice(2, 3))
+    assert (first.data_ptr(), last.data_ptr()) == (out.data_ptr(), out[2].data_ptr())
+    assert out[:3].tolist() == slots[torch.tensor([[0], [0], [1]]), torch.tensor([[1, 2], [0, 1], [3, 2]])].tolist()
+    assert out[3].tolist() == [-7, -7]
+    with metadata.writing(out.long()):  # of another form
+        assert chunk(slice(2)).tolist() == first.tolist()
+    assert chunk(slice(2)).data_ptr() != out.data_ptr()
+
+
 @pytest.mark.parametrize("chunk", [False, True])
 def test_ragged_topk_counts_from_where_the_request_begins(chunk):
     """The whole forward takes the offsets of the metadata, a chunk those that SGLang cut for it."""
@@ -162,6 +183,11 @@ def test_queries_are_split_the_same_way_joined_or_not():
         assert inputs.nsa_cache_seqlens.tolist() == [4, 5, 6]
         assert inputs.nsa_cu_seqlens_q.tolist() == [0, 1, 2, 3]
         assert inputs.nsa_cu_seqlens_k.tolist() == [0, 4, 9, 15]
+        out = torch.empty(4, 8)
+        given = sparse_inputs(q, q_rope, layer, None, None, metadata, out=out[:3]).out
+        assert (given.shape, given.data_ptr()) == ((3, 2, 4), out.data_ptr())
+        for other in (out, out[:3].bfloat16(), torch.empty(3, 16)[:, ::2], None):
+            assert sparse_inputs(q, q_rope, layer, None, None, metadata, out=other).out is None
 
 
 def test_rows_the_indexer_did_not_see_choose_nothing():

@@ -34,8 +34,10 @@ def test_slots_of_random_rows(device, requests, rows, topk, page, seed):
     slots = (table[..., None] * page + np.arange(page)).reshape(requests, -1)
     want = [[slots[o, p] if p >= 0 else -1 for p in line] for o, line in zip(owner, positions, strict=True)]
     args = [torch.from_numpy(a).to(device) for a in (positions, table, owner)]
-    for transform in (topk_slots, topk_slots_torch):
-        got = transform(*args, page)
+    room = torch.full((rows, topk), POISON, dtype=torch.int32, device=device)
+    in_place = topk_slots(*args, page, room)
+    assert in_place is room
+    for got in (topk_slots(*args, page), in_place, topk_slots_torch(*args, page)):
         assert got.dtype == torch.int32
         np.testing.assert_array_equal(got.cpu().numpy(), np.array(want, dtype=np.int32).reshape(rows, topk))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -20,12 +21,30 @@ from nsa_backend.kernels.plan import PAGE_SIZE
 TOKENS, PADDED = 6, 8
 
 
+class Metadata:
+    """Of rows that all are long; `room` is where their selections are to lie."""
+
+    room = None
+
+    def __init__(self, layer: int):
+        self.of_layer = layer
+
+    def long_rows(self, *asked) -> None:
+        return None
+
+    @contextmanager
+    def writing(self, out):
+        self.room = out
+        yield
+        self.room = None
+
+
 class Backend:
     def __init__(self, pool):
         self.token_to_kv_pool = pool
 
     def get_indexer_metadata(self, layer_id, batch):
-        return SimpleNamespace(of_layer=layer_id, long_rows=lambda *_: None)
+        return Metadata(layer_id)
 
 
 @pytest.fixture
@@ -53,6 +72,7 @@ def selected(layer, monkeypatch, piece, lengths: int = 5000, **changed) -> dict[
     def select(self, dual_stream, batch, layer_id, q, weights, metadata, topk_result):
         scored.update(query=q, gates=weights[: len(q)])
         assert (dual_stream, metadata.of_layer) == (False, layer_id)
+        assert metadata.room is (topk_result if piece is index_prefills.select else None)
         topk_result[: len(q)] = 3
 
     monkeypatch.setattr(dsa_indexer.Indexer, "_get_topk_ragged", select)
@@ -93,8 +113,6 @@ def test_ranks_that_divide_queries_make_their_own(layer, monkeypatch, rank):
     monkeypatch.setattr(divided_indexer, "divides", lambda: True)
     monkeypatch.setattr(divided_indexer, "rows_of_rank", lambda batch: slice(rank, TOKENS, 2))
     monkeypatch.setattr(divided_indexer, "ranks", lambda: SimpleNamespace(rank_in_group=rank, world_size=2))
-    all_long = SimpleNamespace(of_layer=0, long_rows=lambda *_: None)
-    monkeypatch.setattr(Backend, "get_indexer_metadata", lambda *_: all_long)
     ours = selected(layer, monkeypatch, index_prefills.select)
     assert_same_bits(
         {name: ours[name] for name in ("query", "gates", "index keys")},

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.configs.model_config import get_dsa_index_topk, is_deepseek_dsa
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import BaseIndexerMetadata
@@ -180,6 +182,10 @@ class DsaAdapter(Adapter):
         """Requests always extend by D tokens: spec v1 is gone."""
         return False
 
+    def attention_output(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """In a prefill that is captured in pieces, and in one that is padded."""
+        return getattr(batch, "_attn_output", None) if takes_output_back() else None
+
     def kv_pool(self, batch: ForwardBatch, backend: AttentionBackend) -> Any:
         """Where the KV of `batch` is: a batch no longer knows, its backend does."""
         return backend.token_to_kv_pool
@@ -245,3 +251,13 @@ class DsaAdapter(Adapter):
         from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
         return "stamps_children" in inspect.signature(DraftBackendFactory._create_backend).parameters
+
+
+@cache
+def takes_output_back() -> bool:
+    """Whether a batch says where a layer's attention belongs while that runs alone: older releases leave the last one there."""
+    if find_spec("sglang.srt.layers.attention.graph_utils") is None:
+        return False
+    from sglang.srt.layers.attention import graph_utils
+
+    return hasattr(graph_utils, "attention_input_scope")

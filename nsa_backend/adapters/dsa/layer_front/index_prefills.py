@@ -85,11 +85,24 @@ def select(
         return index_queries(query, gates[rows], weights, positions[rows].contiguous())
 
     if long is None:
-        indexer._get_topk_ragged(False, batch, layer_id, *scored(divided or tokens), metadata, topk_result)
+        select_scored(indexer, batch, layer_id, scored(divided or tokens), metadata, topk_result)
     else:
         select_long(indexer, batch, layer_id, long, scored, topk_result)
     _tell()
     return None
+
+
+def select_scored(
+    indexer: Any,
+    batch: ForwardBatch,
+    layer_id: int,
+    scored: tuple[torch.Tensor, torch.Tensor],
+    metadata: Any,
+    topk_result: torch.Tensor,
+) -> None:
+    """SGLang's `_get_topk_ragged` for these queries and gates, without its copies of selections to `topk_result`."""
+    with metadata.writing(topk_result):
+        indexer._get_topk_ragged(False, batch, layer_id, *scored, metadata, topk_result)
 
 
 def select_long(
@@ -111,7 +124,7 @@ def select_long(
     whole = long.room(topk_result)
     mine = whole if long.ranks == 1 else whole.new_empty(long.own_count, whole.shape[1])
     if len(mine):
-        indexer._get_topk_ragged(False, batch, layer_id, *scored(long.own), long.metadata, mine)
+        select_scored(indexer, batch, layer_id, scored(long.own), long.metadata, mine)
     if long.ranks > 1:
         divided_indexer.gather(mine, whole)
         divided_indexer.tell(long.ranks)
