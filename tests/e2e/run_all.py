@@ -206,8 +206,8 @@ def run_engines(run: Run) -> None:
         list(pool.map(job, items[alone:]))
 
 
-def written(model: str, shape: str, logs: Path) -> Path:
-    out = logs / f"checkpoint-{model}-{shape}"
+def written(model: str, shape: str, folder: Path) -> Path:
+    out = folder / f"checkpoint-{model}-{shape}"
     return faithful.write(out, shape=faithful.ALL_SHAPES[shape], model=MODELS[model])
 
 
@@ -255,9 +255,10 @@ def main() -> int:
         return 0
     refuse_taken_ports(ports_of_run([case for case in cases for _ in args.backends], args.port))
     args.logs.mkdir(parents=True, exist_ok=True)
-    checkpoints = {which: written(*which, args.logs) for which in {case.checkpoint for case in cases}}
-    write_dense_drafts(cases, checkpoints)
-    with Machine() as machine:
+    # Gigabytes, which nobody wants who keeps the logs.
+    with tempfile.TemporaryDirectory(prefix="nsa-e2e-") as folder, Machine() as machine:
+        checkpoints = {which: written(*which, Path(folder)) for which in {case.checkpoint for case in cases}}
+        write_dense_drafts(cases, checkpoints)
         run = Run(checkpoints, cases, args, machine)
         run_engines(run)
         report = run.write(run.parted())

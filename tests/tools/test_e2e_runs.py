@@ -90,8 +90,14 @@ def stand_ins(tmp_path, monkeypatch):
         for module in (run_all, ties):
             monkeypatch.setattr(module, "HERE", tmp_path)
         monkeypatch.setattr(run_all, "APART_SECONDS", 0.0)
-        monkeypatch.setattr(run_all.faithful, "write", lambda path, shape, model: path)
+        monkeypatch.setattr(run_all.faithful, "write", put_checkpoint)
         return tmp_path / "calls"
+
+    def put_checkpoint(path: Path, shape, model) -> Path:
+        path.mkdir()
+        (path / "config.json").touch()
+        (tmp_path / "checkpoints").open("a").write(f"{path}\n")
+        return path
 
     return put
 
@@ -110,6 +116,9 @@ class TestRuns:
         assert [row["case"] for row in report["rows"]] == ["n2 fa3", "n3 without CUDA graphs", "n3 chunked prefill"]
         assert [(d["request"], d["position"], d["tie"]) for d in report["differences"]] == [(1, 3, True)] * 3
         assert report["differences"][0]["prompt"] == "3040 tokens"
+        wrote = [Path(line) for line in (tmp_path / "checkpoints").read_text().splitlines()]
+        assert wrote
+        assert not any(path.exists() or path.is_relative_to(tmp_path) for path in wrote)  # gigabytes beside the logs
         asked = [line for line in calls.read_text().splitlines() if line.startswith("asked")]
         assert sorted(asked) == ["asked n2 fa3", "asked n3 chunked prefill"]  # graphs and N are nothing to a prefill
 
