@@ -14,8 +14,8 @@ PLAN is a list of jobs, first come, first served on every GPU:
     environment  variables that it gets besides
 
 What a job prints is in OUT/NAME/log, where dashes stand for spaces of the name, and OUT/status.txt grows by a line as each
-begins and ends. PLAN is read again every second, so jobs can be added while others run. Exits with 0 where every job succeeded,
-else 1; one that was left out has not.
+begins and ends. PLAN is read again every second, so jobs can be added while others run, and those that run can have more
+minutes. Exits with 0 where every job succeeded, else 1; one that was left out has not.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ class Lanes:
 
     def step(self, jobs: list[Job]) -> bool:
         """End what is over, start what can start; whether anything is left to do."""
+        now = {job.name: job for job in jobs}
         for name, (job, process, began) in list(self._running.items()):
-            self._look_at(name, job, process, time.monotonic() - began)
+            self._look_at(name, now.get(name, job).minutes, process, time.monotonic() - began)
         taken: set[int] = {gpu for job, *_ in self._running.values() if not job.beside for gpu in job.gpus}
         for job in jobs:
             if job.name in self.succeeded or job.name in self._running:
@@ -153,13 +154,13 @@ class Lanes:
         self._running[job.name] = job, process, time.monotonic()
         self._say(f"{job.name} begins on {job.gpus}")
 
-    def _look_at(self, name: str, job: Job, process: subprocess.Popen, seconds: float) -> None:
+    def _look_at(self, name: str, minutes: float, process: subprocess.Popen, seconds: float) -> None:
         code = process.poll()
-        if code is None and seconds < 60 * job.minutes:
+        if code is None and seconds < 60 * minutes:
             return
         end_all(process, asked=ENDING)
         del self._running[name]
-        how = f"ended after its {job.minutes:g} minutes" if code is None else f"exit code {code} after {seconds:.0f} s"
+        how = f"ended after its {minutes:g} minutes" if code is None else f"exit code {code} after {seconds:.0f} s"
         self._over(name, code == 0, how)
 
     def _over(self, name: str, succeeded: bool, how: str) -> None:

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -104,12 +105,14 @@ def test_who_comes_first_is_served_first_on_every_gpu(tmp_path):
         one.close()
 
 
-def test_jobs_can_be_added_while_others_run(tmp_path):
+def test_jobs_can_be_added_and_given_other_minutes_while_others_run(tmp_path):
     one = stepped(tmp_path, job("first", [0], "sleep 60"))
     try:
         more = lanes.plan(written(tmp_path, job("first", [0], "sleep 60"), job("second", [1], "sleep 60")))
         assert one.step(more)
         assert one.running == ["first", "second"]
+        one.step([replace(each, minutes=0) if each.name == "second" else each for each in more])
+        assert one.running == ["first"]
         half = tmp_path / "plan.json"
         half.write_text(half.read_text()[:-20])
         assert one.read_again(half, more) == one.read_again(half, more) == more
