@@ -80,6 +80,17 @@ def test_fused_and_unfused_topk_give_the_same_output(make_runner, mode):
     assert torch.equal(fused, unfused)
 
 
+def test_a_prefill_knows_where_sglang_wants_it(make_runner, monkeypatch):
+    forward, given = prepared(make_runner, ForwardMode.EXTEND), []
+    room = torch.zeros(forward.rows, HEADS * LATENT)
+    monkeypatch.setattr(adapter, "attention_output", lambda batch: room if batch is forward.batch else None)
+    keep = SimpleNamespace(forward=lambda inputs: given.append(inputs.out) or inputs.out)
+    monkeypatch.setattr(forward.backend, "prefill_attention", keep)
+    out = attend(forward, torch.full((forward.rows, TOPK), -1, dtype=torch.int32))
+    assert out.data_ptr() == given[0].data_ptr() == room.data_ptr()
+    assert given[0].shape == (forward.rows, HEADS, LATENT)
+
+
 def test_new_tokens_are_written_to_their_slots(make_runner):
     forward = prepared(make_runner, ForwardMode.DECODE)
     before = forward.pool.kv.clone()
