@@ -264,8 +264,23 @@ def test_vllm_is_warm_once_every_generation_takes_as_long_as_before(turns, warm_
         asked.append(tokens)
         return next(took), tokens, 1.0
 
-    vllm_rank.warm_up(generate, [[2]])
+    vllm_rank.Steady(generate, [[2]])
     assert asked == [1, vllm_rank.SHORT, vllm_rank.TOKENS] * warm_after
+
+
+@pytest.mark.parametrize(
+    ("compiles", "round_ms", "repeated"), [((), 11.0, 0), ((7, 9, 10), 11.0, 3), (range(6, 99), pytest.approx(11.0), 24)]
+)
+def test_a_generation_in_which_vllm_compiled_is_asked_for_again(compiles, round_ms, repeated):
+    """Counted from the first warm-up. One that compiles every time is taken as it is, its round with it."""
+    calls = iter(range(99))
+
+    def generate(asked, tokens):
+        return 0.5 + tokens * 0.011 + (5.0 if next(calls) in compiles else 0.0), tokens, 1.0
+
+    row = vllm_rank.measured(generate, "v3.2-tp8", 0, 1, 300, samples=2)
+    assert row["round_ms"]["median"] == round_ms
+    assert row["repeated"] == repeated
 
 
 def test_a_first_token_takes_no_verify_step():
