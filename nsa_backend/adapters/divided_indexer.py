@@ -78,9 +78,9 @@ def wanted(args: Any, device_sm: int) -> bool:
     return not divided_problems(args)
 
 
-def divides() -> bool:
-    """Whether the indexers of this process divide their work."""
-    return is_hooked(SELECTION)
+def divides(*, fused: bool) -> bool:
+    """Whether the indexers of this process divide their work, or those that are GLM-5's."""
+    return is_hooked(SELECTION) and (not fused or bool(asked(SWITCH)))
 
 
 def divide() -> None:
@@ -176,20 +176,40 @@ def _fused(
     if rows is None:
         options = {"num_tokens": num_tokens, "enable_dual_stream": enable_dual_stream}
         return original(indexer, x, q_lora, positions, forward_batch, layer_id, act_quant, **options)
+    gates = store_fused(indexer, x, positions, forward_batch, layer_id, slice(num_tokens), act_quant)
+    return score_fused(indexer, q_lora, gates, positions, rows)
+
+
+def store_fused(
+    indexer: Any,
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    batch: ForwardBatch,
+    layer_id: int,
+    tokens: slice,
+    act_quant: Callable,
+) -> torch.Tensor:
+    """Write the index keys of these tokens of x [rows, hidden], as GLM-5's indexers do; gates of all rows."""
+    key, gates = indexer._fused_k_weights(x)
+    slots = batch.out_cache_loc[tokens]
+    indexer._fused_k_prepare_and_store(key[tokens], positions[tokens], batch, layer_id, act_quant, out_cache_loc=slots)
+    return gates
+
+
+def score_fused(
+    indexer: Any, q_lora: torch.Tensor, gates: torch.Tensor, positions: torch.Tensor, rows: slice | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries of these rows in 8 bits, and their gates, as GLM-5's indexers make them."""
     from sglang.srt.layers.attention.dsa import dsa_indexer
 
-    of_rank = positions[rows].contiguous()  # long before the last launch, which begins early and reads them before it waits
-    real = slice(num_tokens)
-    key, gates = indexer._fused_k_weights(x)
-    slots = forward_batch.out_cache_loc[real]
-    indexer._fused_k_prepare_and_store(key[real], positions[real], forward_batch, layer_id, act_quant, out_cache_loc=slots)
+    of_rows = positions[rows].contiguous()  # long before the last launch, which begins early and reads them before it waits
     query = indexer.wq_b(q_lora[rows].contiguous())[0].view(-1, indexer.n_heads, indexer.head_dim)
     return dsa_indexer.fused_q_indexer_rope_first_quant(
         query.contiguous(),
         gates[rows].contiguous(),
         indexer.softmax_scale * indexer.n_heads**-0.5,
         indexer._indexer_cos_sin_cache,
-        of_rank,
+        of_rows,
     )
 
 

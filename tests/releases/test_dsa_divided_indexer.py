@@ -212,6 +212,14 @@ def test_a_static_buffer_keeps_its_padding(monkeypatch, make_runner, group):
         assert (mine[50:] == -1).all()
 
 
+def test_glms_indexers_divide_their_work_where_a_user_asks(monkeypatch):
+    """Beside DeepSeek-V3.2's, whose hooks are there by default."""
+    for hooked, said, of_either in ((True, None, [True, False]), (True, "1", [True, True]), (False, "1", [False, False])):
+        monkeypatch.setattr(divided_indexer, "is_hooked", lambda _, hooked=hooked: hooked)
+        monkeypatch.setenv(divided_indexer.SWITCH, said) if said else monkeypatch.delenv(divided_indexer.SWITCH, raising=False)
+        assert [divided_indexer.divides(fused=fused) for fused in (False, True)] == of_either
+
+
 @given(rows=st.integers(1, 90), ranks=st.integers(2, 9), width=st.integers(1, 5))
 @tried(80)
 def test_gathered_rows_are_in_the_order_of_all(rows, ranks, width):

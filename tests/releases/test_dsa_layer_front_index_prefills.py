@@ -47,13 +47,13 @@ class Backend:
         return Metadata(layer_id)
 
 
-@pytest.fixture
-def layer(monkeypatch):
+@pytest.fixture(params=[False, True], ids=["deepseek", "glm"])
+def layer(request, monkeypatch):
     """Whose indexer has our launches; SGLang's piece is there as a function, which its operator is on a GPU."""
-    for attention in a_layer(monkeypatch):
+    for attention in a_layer(monkeypatch, fused=request.param):
         monkeypatch.setattr(dsa_indexer, "get_is_capture_mode", lambda: False)
         monkeypatch.setattr(index_prefills, "hook", lambda *arguments: None)
-        index_prefills.take([attention], (Backend,))
+        index_prefills.take([attention], (Backend,), fused=True)
         source = inspect.getsource(sglangs)
         begin = source.index("def pcg_dsa_indexer_prefill_split")
         there: dict = {}
@@ -96,7 +96,8 @@ def selected(layer, monkeypatch, piece, lengths: int = 5000, **changed) -> dict[
 
 def test_a_prefill_leaves_sglangs_keys_and_is_scored_by_its_queries(layer, monkeypatch):
     with monkeypatch.context() as ours_alone:
-        ours_alone.setattr(dsa_indexer.Indexer, "_get_q_k_bf16", lambda *_, **__: pytest.fail("SGLang's kernels ran"))
+        for name in ("_get_q_k_bf16", "_fused_q_prepare_and_store"):
+            ours_alone.setattr(dsa_indexer.Indexer, name, lambda *_, **__: pytest.fail("SGLang's sequence ran"))
         ours = selected(layer, ours_alone, index_prefills.select)
     theirs = selected(layer, monkeypatch, sglangs.pcg_dsa_indexer_prefill_split)
     assert ours["query"].shape == (TOKENS, INDEX_HEADS, 128)
@@ -110,7 +111,8 @@ def test_a_prefill_leaves_sglangs_keys_and_is_scored_by_its_queries(layer, monke
 def test_ranks_that_divide_queries_make_their_own(layer, monkeypatch, rank):
     """Of every other row; keys are whole on each."""
     theirs = selected(layer, monkeypatch, sglangs.pcg_dsa_indexer_prefill_split)
-    monkeypatch.setattr(divided_indexer, "divides", lambda: True)
+    monkeypatch.setattr(divided_indexer, "is_hooked", lambda target: target == divided_indexer.SELECTION)
+    monkeypatch.setenv(divided_indexer.SWITCH, "1")
     monkeypatch.setattr(divided_indexer, "rows_of_rank", lambda batch: slice(rank, TOKENS, 2))
     monkeypatch.setattr(divided_indexer, "ranks", lambda: SimpleNamespace(rank_in_group=rank, world_size=2))
     ours = selected(layer, monkeypatch, index_prefills.select)
@@ -155,10 +157,12 @@ def test_the_piece_outside_of_graphs_is_ours(layer, monkeypatch):
     assert list(parameters) == list(inspect.signature(sglangs.pcg_dsa_indexer_prefill_split).parameters)
     hooked = []
     monkeypatch.setattr(index_prefills, "hook", lambda path, around, kind: hooked.append((path, around)))
-    index_prefills.take([SimpleNamespace(indexer=None)], (Backend,))
+    index_prefills.take([SimpleNamespace(indexer=None)], (Backend,), fused=True)
     assert hooked == []
-    index_prefills.take([layer], (Backend,))
-    assert hooked == [(f"{index_prefills.MODULE}.{index_prefills.NAME}", index_prefills._in_pieces)]
+    index_prefills.take([layer], (Backend,), fused=False)
+    assert bool(hooked) != layer.indexer.use_dsa_indexer_fusion  # GLM-5's where a user asks
+    index_prefills.take([layer], (Backend,), fused=True)
+    assert hooked[-1] == (f"{index_prefills.MODULE}.{index_prefills.NAME}", index_prefills._in_pieces)
     ran = []
     monkeypatch.setattr(index_prefills, "_piece", lambda: lambda **given: ran.append(given))
     index_prefills._in_pieces(None, layer_id=3)

@@ -2,9 +2,10 @@
 
 A prefill that is captured in pieces leaves its graph for the indexer of every layer. Of DeepSeek-V3.2, SGLang then rotates
 queries by RoPE, by Hadamard, and quantises them in kernels of their own: each reads and writes 67 MB for 4096 tokens. These
-launches write the same bits. GLM-5's indexers, which SGLang has fused, are left to it.
+launches write the same bits. GLM-5's indexers have two kernels of SGLang's.
 
-A row of at most index_topk tokens selects all of them. Of such rows only the keys are made: neither queries nor scores.
+A row of at most index_topk tokens selects all of them. Of such rows only the keys are made: neither queries nor scores. Of
+GLM-5's only where a user asks for layers' fronts, as no GPU has run it.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ _LAYERS: WeakKeyDictionary[Any, tuple[Any, tuple[type, ...]]] = WeakKeyDictionar
 """By indexer: its layer, and our attention backends."""
 
 
-def take(layers: Iterable[Any], backends: tuple[type, ...]) -> None:
-    """Have the indexers of these layers, which have our front, make queries and keys of prefills so."""
-    served = [layer for layer in layers if layer.indexer is not None and not layer.indexer.use_dsa_indexer_fusion]
+def take(layers: Iterable[Any], backends: tuple[type, ...], *, fused: bool) -> None:
+    """Have the indexers of these layers, which have our front, make queries and keys of prefills so; GLM-5's where `fused`."""
+    indexed = [layer for layer in layers if layer.indexer is not None]
+    served = [layer for layer in indexed if fused or not layer.indexer.use_dsa_indexer_fusion]
     for layer in served:
         _LAYERS[layer.indexer] = layer, backends
     if served:
@@ -68,28 +70,50 @@ def select(
     if x_s is not None or not _serves(indexer, batch, topk_result):
         given = {"layer_id": layer_id, "x": x, "q_lora": q_lora, "positions": positions, "topk_result": topk_result}
         return sglangs.pcg_dsa_indexer_prefill_split(**given, x_s=x_s, x_bf16=x_bf16)
-    layer, _ = _LAYERS[indexer]
-    weights, pool = weights_of(layer), _pool()
     metadata = sglangs.get_attn_backend().get_indexer_metadata(layer_id, batch)
     tokens = slice(batch.extend_num_tokens)  # of the graph's rows, those that are no padding
-    divided = divided_indexer.rows_of_rank(batch) if divided_indexer.divides() else None
+    fused = indexer.use_dsa_indexer_fusion
+    divided = divided_indexer.rows_of_rank(batch) if divided_indexer.divides(fused=fused) else None
     group = None if divided is None else divided_indexer.ranks()
     among = (group.rank_in_group, group.world_size) if group else (0, 1)
     long = metadata.long_rows(indexer.index_topk, *among)
-    key, gates = indexer.wk(x)[0][tokens], indexer._weights_proj_bf16_in_fp32_out(x)
-    index_cache = pool.get_index_k_with_scale_buffer(layer_id=layer_id)
-    store_index_keys(key, weights, positions[tokens], batch.out_cache_loc[tokens], index_cache)
-
-    def scored(rows: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        query = indexer.wq_b(q_lora[rows].contiguous())[0].view(-1, indexer.n_heads, indexer.head_dim)
-        return index_queries(query, gates[rows], weights, positions[rows].contiguous())
-
+    stores, scores = (store_fused, divided_indexer.score_fused) if fused else (store, score)
+    gates = stores(indexer, x, positions, batch, layer_id, tokens)
+    scored = functools.partial(scores, indexer, q_lora, gates, positions)
     if long is None:
         select_scored(indexer, batch, layer_id, scored(divided or tokens), metadata, topk_result)
     else:
         select_long(indexer, batch, layer_id, long, scored, topk_result)
-    _tell()
+    _tell(fused)
     return None
+
+
+def store(
+    indexer: Any, x: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch, layer_id: int, tokens: slice
+) -> torch.Tensor:
+    """Write the index keys of these tokens of x [rows, hidden]; gates of all rows."""
+    key, gates = indexer.wk(x)[0][tokens], indexer._weights_proj_bf16_in_fp32_out(x)
+    index_cache = _pool().get_index_k_with_scale_buffer(layer_id=layer_id)
+    weights = weights_of(_LAYERS[indexer][0])
+    store_index_keys(key, weights, positions[tokens], batch.out_cache_loc[tokens], index_cache)
+    return gates
+
+
+def score(
+    indexer: Any, q_lora: torch.Tensor, gates: torch.Tensor, positions: torch.Tensor, rows: slice | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries of these rows in 8 bits, and their gates."""
+    query = indexer.wq_b(q_lora[rows].contiguous())[0].view(-1, indexer.n_heads, indexer.head_dim)
+    return index_queries(query, gates[rows], weights_of(_LAYERS[indexer][0]), positions[rows].contiguous())
+
+
+def store_fused(
+    indexer: Any, x: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch, layer_id: int, tokens: slice
+) -> torch.Tensor:
+    """The same as `store`, of GLM-5's indexers."""
+    from sglang.kernels.ops.quantization.act_quant_triton import act_quant
+
+    return divided_indexer.store_fused(indexer, x, positions, batch, layer_id, tokens, act_quant)
 
 
 def select_scored(
@@ -154,6 +178,9 @@ def _pool() -> Any:
 
 
 @functools.cache
-def _tell() -> None:
+def _tell(fused: bool) -> None:
     """The log has it once."""
-    logger.info("nsa_backend: index queries and keys of prefills in pieces are a launch each")
+    if fused:
+        logger.info("nsa_backend: prefills in pieces score those rows alone that have more tokens than are selected")
+    else:
+        logger.info("nsa_backend: index queries and keys of prefills in pieces are a launch each")
