@@ -24,6 +24,7 @@ from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.sglang_types import ForwardBatch, HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.kernels.index_rows import index_queries, store_index_keys
+from nsa_backend.kernels.layer_front_weights import FrontWeights
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +78,13 @@ def select(
     group = None if divided is None else divided_indexer.ranks()
     among = (group.rank_in_group, group.world_size) if group else (0, 1)
     long = metadata.long_rows(indexer.index_topk, *among)
-    stores, scores = (store_fused, divided_indexer.score_fused) if fused else (store, score)
-    gates = stores(indexer, x, positions, batch, layer_id, tokens)
-    scored = functools.partial(scores, indexer, q_lora, gates, positions)
+    if fused:
+        gates = store_fused(indexer, x, positions, batch, layer_id, tokens)
+        scored = functools.partial(divided_indexer.score_fused, indexer, q_lora, gates, positions)
+    else:
+        weights = weights_of(_LAYERS[indexer][0])
+        gates = store(indexer, weights, x, positions, batch, layer_id, tokens)
+        scored = functools.partial(score, indexer, weights, q_lora, gates, positions)
     if long is None:
         select_scored(indexer, batch, layer_id, scored(divided or tokens), metadata, topk_result)
     else:
@@ -89,22 +94,32 @@ def select(
 
 
 def store(
-    indexer: Any, x: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch, layer_id: int, tokens: slice
+    indexer: Any,
+    weights: FrontWeights,
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    batch: ForwardBatch,
+    layer_id: int,
+    tokens: slice,
 ) -> torch.Tensor:
     """Write the index keys of these tokens of x [rows, hidden]; gates of all rows."""
     key, gates = indexer.wk(x)[0][tokens], indexer._weights_proj_bf16_in_fp32_out(x)
     index_cache = _pool().get_index_k_with_scale_buffer(layer_id=layer_id)
-    weights = weights_of(_LAYERS[indexer][0])
     store_index_keys(key, weights, positions[tokens], batch.out_cache_loc[tokens], index_cache)
     return gates
 
 
 def score(
-    indexer: Any, q_lora: torch.Tensor, gates: torch.Tensor, positions: torch.Tensor, rows: slice | torch.Tensor
+    indexer: Any,
+    weights: FrontWeights,
+    q_lora: torch.Tensor,
+    gates: torch.Tensor,
+    positions: torch.Tensor,
+    rows: slice | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries of these rows in 8 bits, and their gates."""
     query = indexer.wq_b(q_lora[rows].contiguous())[0].view(-1, indexer.n_heads, indexer.head_dim)
-    return index_queries(query, gates[rows], weights_of(_LAYERS[indexer][0]), positions[rows].contiguous())
+    return index_queries(query, gates[rows], weights, positions[rows].contiguous())
 
 
 def store_fused(
