@@ -122,6 +122,11 @@ def worth_it(before: Sequence[int], new: Sequence[int]) -> bool:
     return rows >= LEAST_ROWS and keys >= LEAST_LENGTH * rows
 
 
+def query_of(indexer: Any, q_lora: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """[rows, heads, dim], as projected."""
+    return indexer.wq_b(q_lora[rows].contiguous())[0].view(-1, indexer.n_heads, indexer.head_dim)
+
+
 def _query_and_key(
     original: Callable,
     indexer: Any,
@@ -135,7 +140,7 @@ def _query_and_key(
     rows = None if indexer.use_dsa_indexer_fusion else rows_of_rank(forward_batch)
     if rows is None:
         return original(indexer, q_lora, x, positions, enable_dual_stream, forward_batch)
-    query = indexer.wq_b(q_lora[rows].contiguous())[0].view(-1, indexer.n_heads, indexer.head_dim)
+    query = query_of(indexer, q_lora, rows)
     rotated = query[..., : indexer.rope_head_dim]
     no_key = rotated.new_empty(len(query), indexer.rope_head_dim)
     found, _ = indexer.rotary_emb(positions[rows].contiguous(), rotated, no_key)
@@ -203,9 +208,8 @@ def score_fused(
     from sglang.srt.layers.attention.dsa import dsa_indexer
 
     of_rows = positions[rows].contiguous()  # long before the last launch, which begins early and reads them before it waits
-    query = indexer.wq_b(q_lora[rows].contiguous())[0].view(-1, indexer.n_heads, indexer.head_dim)
     return dsa_indexer.fused_q_indexer_rope_first_quant(
-        query.contiguous(),
+        query_of(indexer, q_lora, rows).contiguous(),
         gates[rows].contiguous(),
         indexer.softmax_scale * indexer.n_heads**-0.5,
         indexer._indexer_cos_sin_cache,

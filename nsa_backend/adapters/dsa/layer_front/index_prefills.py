@@ -79,7 +79,9 @@ def select(
     among = (group.rank_in_group, group.world_size) if group else (0, 1)
     long = metadata.long_rows(indexer.index_topk, *among)
     if fused:
-        gates = store_fused(indexer, x, positions, batch, layer_id, tokens)
+        from sglang.kernels.ops.quantization.act_quant_triton import act_quant
+
+        gates = divided_indexer.store_fused(indexer, x, positions, batch, layer_id, tokens, act_quant)
         scored = functools.partial(divided_indexer.score_fused, indexer, q_lora, gates, positions)
     else:
         weights = weights_of(_LAYERS[indexer][0])
@@ -118,17 +120,8 @@ def score(
     rows: slice | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries of these rows in 8 bits, and their gates."""
-    query = indexer.wq_b(q_lora[rows].contiguous())[0].view(-1, indexer.n_heads, indexer.head_dim)
+    query = divided_indexer.query_of(indexer, q_lora, rows)
     return index_queries(query, gates[rows], weights, positions[rows].contiguous())
-
-
-def store_fused(
-    indexer: Any, x: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch, layer_id: int, tokens: slice
-) -> torch.Tensor:
-    """The same as `store`, of GLM-5's indexers."""
-    from sglang.kernels.ops.quantization.act_quant_triton import act_quant
-
-    return divided_indexer.store_fused(indexer, x, positions, batch, layer_id, tokens, act_quant)
 
 
 def select_scored(
