@@ -56,8 +56,8 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_LAYER_FRONT",
         "unset",
-        "unset: kernels of this package before attention where layers allow, on 0.5.23 and Hopper; 1: GLM's long "
-        "prefills too, or no start; 0: SGLang's",
+        "unset: kernels of this package before attention where layers allow, on 0.5.23 and Hopper; 1: always, or no start; "
+        "0: SGLang's",
         "0 to compare",
     ),
     Variable(

@@ -37,7 +37,6 @@ VARIANTS = {
     "pieces": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_SHORT_PREFILLS": "0"},
     "tiles": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_FEW_EXPERTS": "0"},
     "divided_indexer": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_DIVIDED_INDEXER": "1"},
-    "front_auto": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_LAYER_FRONT": "1"},
     "undivided": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_DIVIDED_INDEXER": "0"},
 }
 """Sides that are ours with switches set, or with an option of OPTIONS; `bench --help` has them all."""

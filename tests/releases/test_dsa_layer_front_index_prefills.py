@@ -53,7 +53,7 @@ def layer(request, monkeypatch):
     for attention in a_layer(monkeypatch, fused=request.param):
         monkeypatch.setattr(dsa_indexer, "get_is_capture_mode", lambda: False)
         monkeypatch.setattr(index_prefills, "hook", lambda *arguments: None)
-        index_prefills.take([attention], (Backend,), fused=True)
+        index_prefills.take([attention], (Backend,))
         source = inspect.getsource(sglangs)
         begin = source.index("def pcg_dsa_indexer_prefill_split")
         there: dict = {}
@@ -157,11 +157,9 @@ def test_the_piece_outside_of_graphs_is_ours(layer, monkeypatch):
     assert list(parameters) == list(inspect.signature(sglangs.pcg_dsa_indexer_prefill_split).parameters)
     hooked = []
     monkeypatch.setattr(index_prefills, "hook", lambda path, around, kind: hooked.append((path, around)))
-    index_prefills.take([SimpleNamespace(indexer=None)], (Backend,), fused=True)
+    index_prefills.take([SimpleNamespace(indexer=None)], (Backend,))
     assert hooked == []
-    index_prefills.take([layer], (Backend,), fused=False)
-    assert bool(hooked) != layer.indexer.use_dsa_indexer_fusion  # GLM-5's where a user asks
-    index_prefills.take([layer], (Backend,), fused=True)
+    index_prefills.take([layer], (Backend,))
     assert hooked[-1] == (f"{index_prefills.MODULE}.{index_prefills.NAME}", index_prefills._in_pieces)
     ran = []
     monkeypatch.setattr(index_prefills, "_piece", lambda: lambda **given: ran.append(given))

@@ -4,8 +4,7 @@ A prefill that is captured in pieces leaves its graph for the indexer of every l
 queries by RoPE, by Hadamard, and quantises them in kernels of their own: each reads and writes 67 MB for 4096 tokens. These
 launches write the same bits. GLM-5's indexers have two kernels of SGLang's.
 
-A row of at most index_topk tokens selects all of them. Of such rows only the keys are made: neither queries nor scores. Of
-GLM-5's only where a user asks for layers' fronts, as no GPU has run it.
+A row of at most index_topk tokens selects all of them. Of such rows only the keys are made: neither queries nor scores.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ _LAYERS: WeakKeyDictionary[Any, tuple[Any, tuple[type, ...]]] = WeakKeyDictionar
 """By indexer: its layer, and our attention backends."""
 
 
-def take(layers: Iterable[Any], backends: tuple[type, ...], *, fused: bool) -> None:
-    """Have the indexers of these layers, which have our front, make queries and keys of prefills so; GLM-5's where `fused`."""
-    indexed = [layer for layer in layers if layer.indexer is not None]
-    served = [layer for layer in indexed if fused or not layer.indexer.use_dsa_indexer_fusion]
+def take(layers: Iterable[Any], backends: tuple[type, ...]) -> None:
+    """Have the indexers of these layers, which have our front, make queries and keys of prefills so."""
+    served = [layer for layer in layers if layer.indexer is not None]
     for layer in served:
         _LAYERS[layer.indexer] = layer, backends
     if served:

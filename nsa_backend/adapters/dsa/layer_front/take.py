@@ -79,7 +79,7 @@ def take_layer_fronts(
     every_token = short.EveryToken()
     for layer in served:
         layer.forward_absorb_prepare = LayerFront(layer, backends, every_token)
-    index_prefills.take(served, backends, fused=switched_on(SWITCH))
+    index_prefills.take(served, backends)
     values_problem_of = {layer: values_problem(layer) for layer in served}
     for layer, problem in values_problem_of.items():
         if problem is None:
