@@ -56,6 +56,8 @@ WHOLE = "DeepSeek-V3.2 on eight H200s"
 """All ranks as one server, in the report `eight_gpus`."""
 VLLM = "vllm"
 """The side, and how its reports are called."""
+LONG_PROMPTS = {FIRST_RANK: (FIRST_FILE, "copies_left_out"), GLM_RANK: ("rank_glm51_tp8_0_5_23", "five_drafts")}
+"""Ranks to the file and report of the newest first tokens after long prompts."""
 STEADY = 0.15
 """Of a median, the widest range of a cell of vLLM's that is told: it compiles kernels for shapes as it meets them."""
 STEPS = (3, 0)
@@ -234,11 +236,23 @@ def of_ranks(drafts: bool) -> dict[str, dict[Cell, tuple[dict[str, Spread], str]
 
 @PARTS.part
 def long_requests() -> str:
-    """Of one request of each longer prompt, rounds of three drafts of the default on the first rank."""
+    """By number of requests of longer prompts, rounds of three drafts of the default on the first rank."""
     found = of_rank(FIRST_RANK, DEFAULTS[FIRST_RANK])
-    cells = {cell.length: given for cell, given in found.items() if (cell.steps, cell.batch) == (STEPS[0], 1)}
-    rounds = {length: f"{ratio(*given):.3f}" for length, given in sorted(cells.items()) if length > MANY_TOKENS}
-    return f"{' / '.join(map(str, rounds))} tokens: rounds {' / '.join(rounds.values())}"
+    longer = {
+        cell: f"{ratio(*given):.3f}" for cell, given in found.items() if cell.steps == STEPS[0] and cell.length > MANY_TOKENS
+    }
+    return "; ".join(
+        f"{' / '.join(map(str, told))} tokens {' / '.join(told.values())} of {batch}"
+        for batch, told in by_requests(longer).items()
+    )
+
+
+def by_requests(told: Mapping[Cell, str]) -> dict[int, dict[int, str]]:
+    """What is told of cells by their requests, then tokens, the fewest first."""
+    found: dict[int, dict[int, str]] = {}
+    for cell in sorted(told, key=lambda one: (one.batch, one.length)):
+        found.setdefault(cell.batch, {})[cell.length] = told[cell]
+    return found
 
 
 @PARTS.part
@@ -276,17 +290,23 @@ def beside_experts_fused() -> str:
 @PARTS.part
 def one_draft() -> str:
     """The default's rounds of one draft over the built-in's, on the first rank, least to most."""
-    return of_drafts(1)
+    return of_drafts(FIRST_RANK, 1)
 
 
 @PARTS.part
 def five_drafts() -> str:
     """The same of five."""
-    return of_drafts(5)
+    return of_drafts(FIRST_RANK, 5)
 
 
-def of_drafts(steps: int) -> str:
-    return spread(ratio(*given) for cell, given in of_rank(FIRST_RANK, DEFAULTS[FIRST_RANK]).items() if cell.steps == steps)
+@PARTS.part
+def glm_five_drafts() -> str:
+    """The same of five on GLM-5.1's rank."""
+    return of_drafts(GLM_RANK, 5)
+
+
+def of_drafts(name: str, steps: int) -> str:
+    return spread(ratio(*given) for cell, given in of_rank(name, DEFAULTS[name]).items() if cell.steps == steps)
 
 
 def beside_vllm() -> dict[Cell, dict[str, tuple[float, float]]]:
@@ -329,32 +349,45 @@ def lost_to_vllm() -> list[list[str]]:
 
 @PARTS.part
 def all_sizes() -> str:
-    """What captures of all kinds of rounds took on the first rank, and its start beside the built-in's."""
+    """What captures of all kinds of rounds took on the first rank, with its start beside the built-in's, and on GLM-5.1's."""
     builtin, ours = result(FIRST_FILE, "captures_beside_sglang")["rows"]
     sizes = max(one["sizes"] for one in ours["captures"] if one["what"].startswith("whole rounds"))
     rounds = f"{ours['rounds_s']:.1f} s and {ours['rounds_gib']:.2f} GiB for {sizes} batch sizes"
-    return f"{rounds}, and the start {ours['ready_s']:.0f} s instead of {builtin['ready_s']:.0f}"
+    of_glm = next(row["captures"] for row in result(*LONG_PROMPTS[GLM_RANK])["rows"] if row["side"] != BUILTIN)
+    of_rounds = [one for one in of_glm if one["what"].startswith("whole rounds")]
+    glm = f"{sum(one['seconds'] for one in of_rounds):.1f} s and {sum(one['gib'] for one in of_rounds):.2f} GiB"
+    start = f"and the start {ours['ready_s']:.0f} s instead of {builtin['ready_s']:.0f}"
+    return f"{rounds}, {start}. GLM-5.1's took {glm} for {of_rounds[0]['sizes']}"
 
 
-def long_prompts() -> dict[Cell, dict[str, Spread]]:
-    """The first rank's first tokens after 4096 and 8192, without drafts and with all that prefills have of ours."""
-    return spreads(cells_of(result(FIRST_FILE, "prefills_in_turns"), "ttft_ms"), "ttft_ms")
+def long_prompts(name: str, least: int = MANY_TOKENS) -> dict[Cell, dict[str, Spread]]:
+    """A rank's first tokens after so many tokens or more, with most of what prefills have of ours."""
+    found = spreads(cells_of(result(*LONG_PROMPTS[name]), "ttft_ms"), "ttft_ms")
+    return {cell: sides for cell, sides in found.items() if cell.length >= least}
 
 
 @PARTS.part
 def long_prompts_saved() -> str:
     """Percent of these, and of those of two ranks as one server, that the default saves, least to most."""
-    return percent([*(ratio(sides, "default") for sides in long_prompts().values()), *of_two_ranks().values()])
+    of_one = [ratio(sides, "default") for name in LONG_PROMPTS for sides in long_prompts(name).values()]
+    return percent([*of_one, *of_two_ranks().values()])
 
 
 @PARTS.part
-def first_without_drafts() -> str:
-    """The same by number of requests."""
-    found = long_prompts()
-    ratios: dict[int, list[str]] = {}
-    for cell, sides in sorted(found.items(), key=lambda one: one[0].length):
-        ratios.setdefault(cell.batch, []).append(f"{ratio(sides, 'default'):.2f}")
-    return ", ".join(f"{' / '.join(of_batch)} of {batch}" for batch, of_batch in sorted(ratios.items()))
+def longer_first_tokens() -> str:
+    """The first rank's after prompts that tables leave out, by number of requests."""
+    return first_of_long(FIRST_RANK, MANY_TOKENS + 1)
+
+
+@PARTS.part
+def glm_first_tokens() -> str:
+    """GLM-5.1's by number of requests."""
+    return first_of_long(GLM_RANK, MANY_TOKENS)
+
+
+def first_of_long(name: str, least: int) -> str:
+    told = {cell: f"{ratio(sides, 'default'):.2f}" for cell, sides in long_prompts(name, least).items()}
+    return ", ".join(f"{' / '.join(by_length.values())} of {batch}" for batch, by_length in by_requests(told).items())
 
 
 @PARTS.part

@@ -223,7 +223,10 @@ def test_what_captures_of_all_sizes_took_and_a_crowd_are_told(filed):
     filed("captures_beside_sglang", "new", [builtin, ours])
     crowd = {"checkpoint": "v3.2-tp8-20-layers", "decoded_at_once": 16, "requests": 16, "length": 131072, "retracted": 0}
     filed("crowd", "new", [crowd | {"first_token_s": [7.7, 107.6]}])
-    told = "2.7 s and 0.57 GiB for 20 batch sizes, and the start 174 s instead of 158"
+    of_glm = cell(5, 1, 300) | {"checkpoint": "glm-5.1-tp8"}
+    theirs = of_glm | {"side": "builtin", "captures": captures[:1]}
+    filed("five_drafts", "new", [theirs, of_glm | {"side": "auto", "captures": captures}], topic="rank_glm51_tp8")
+    told = "2.7 s and 0.57 GiB for 20 batch sizes, and the start 174 s instead of 158. GLM-5.1's took 2.0 s and 0.20 GiB for 20"
     assert rank_tables.all_sizes() == told
     told = "16 of 16 requests of 131072 tokens were decoded at once, none retracted; first tokens took 8 to 108 s"
     assert context_tables.crowd() == told
@@ -263,8 +266,11 @@ def test_prompts_that_are_longer_than_tables_have_are_told_in_a_sentence(filed):
     times = {(32768, "default"): 6.9, (32768, "builtin"): 10.0, (131072, "default"): 7.9, (131072, "builtin"): 10.0}
     rows = [row for (length, side), ms in times.items() for row in served(cell(3, 1, length), side, ms)]
     ours = [row | {"side": "sparse_prefill"} for row in rows if row["side"] == "default"]
-    filed("long", "new", [*rows, *ours, *served(cell(3, 8, 32768), "default", 1.0)])
-    assert rank_tables.long_requests() == "32768 / 131072 tokens: rounds 0.693 / 0.792"
+    eight = [row for side, ms in (("default", 1.0), ("builtin", 2.0)) for row in served(cell(3, 8, 8192), side, ms)]
+    filed("copies_left_out", "new", [*rows, *ours, *eight])
+    filed("alone", "new", served(cell(3, 8, 32768), "default", 1.0))
+    assert rank_tables.long_requests() == "32768 / 131072 tokens 0.693 / 0.792 of 1; 8192 tokens 0.524 of 8"
+    assert rank_tables.longer_first_tokens() == "0.69 / 0.79 of 1, 0.52 of 8"
     assert rank_tables.rank().splitlines()[2:] == rank_tables.first_tokens().splitlines()[2:] == []
 
 
