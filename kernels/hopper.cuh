@@ -153,6 +153,13 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     return packed;
 }
 
+// Two values as e4m3, the largest where one is larger.
+__device__ __forceinline__ uint32_t pack_fp8(float low, float high) {
+    unsigned short packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
 // Two products in bfloat16.
 __device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
     uint32_t x;
@@ -177,6 +184,12 @@ __device__ __forceinline__ float log2_fast(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+__device__ __forceinline__ float divide_fast(float a, float b) {
+    float x;
+    asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+    return x;
 }
 
 __device__ __forceinline__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xffffffffu, x, lanes); }
@@ -247,6 +260,19 @@ __device__ __forceinline__ void score(float (&d)[32], uint64_t a, uint64_t b, bo
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n}"
         : OF_8(d, 0), OF_8(d, 8), OF_8(d, 16), OF_8(d, 24)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// d (+)= A [64, 32] . B [128, 32]^T, both K-major, in e4m3.
+__device__ __forceinline__ void multiply_fp8(float (&d)[64], uint64_t a, uint64_t b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1;\n}"
+        : OF_8(d, 0), OF_8(d, 8), OF_8(d, 16), OF_8(d, 24), OF_8(d, 32), OF_8(d, 40), OF_8(d, 48), OF_8(d, 56)
         : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "hopper.cuh"
+#include "tiles.cuh"
 
 #define INFINITE __int_as_float(0x7f800000)
 
@@ -51,22 +51,8 @@ struct Attend {
     int parts, all_rows, rows_per_request, groups_per_request;
 };
 
-// Of tiles of 128-byte rows, swizzled: `leading` is from 64 values to the next 64 where a row is not along K.
-__device__ __forceinline__ uint64_t tile_at(uint32_t address, uint32_t leading) {
-    const uint64_t begin = (address & 0x3ffff) >> 4;
-    return begin | (static_cast<uint64_t>(leading >> 4) << 16) | (static_cast<uint64_t>(1024 >> 4) << 32) | (1ull << 62);
-}
-
-__device__ __forceinline__ float higher(float a, float b) { return a > b ? a : b; }
-
 // Of the highest score, in base 2, and the sum of all over it.
 __device__ __forceinline__ float lse_of(float best, float sum) { return sum == 0 ? -INFINITE : best + log2_fast(sum); }
-
-// Of what the four threads of a line have.
-__device__ __forceinline__ float highest_of_line(float x) {
-    x = higher(x, shuffle_xor(x, 1));
-    return higher(x, shuffle_xor(x, 2));
-}
 
 __device__ __forceinline__ float sum_of_line(float x) {
     x += shuffle_xor(x, 1);

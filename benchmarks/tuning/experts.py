@@ -384,31 +384,43 @@ WALKS = [
 """Of our second product."""
 
 
+BEHIND_OURS = {
+    64: [None, RowsTile(64, 8, 4, 3), RowsTile(64, 16, 4, 4), RowsTile(64, 32, 4, 3)],
+    128: [None, RowsTile(64, 16, 8, 3)],
+}
+"""The same behind our first product, by rows of a program."""
+
+
 @contextmanager
-def walking(tile: RowsTile | None) -> Iterator[None]:
-    """Where our second product has this tile, its own where None, of any number of tokens."""
-    kept = down_rows.tile_for, shared_expert.MANY
-    shared_expert.MANY = 1
+def walking(tile: RowsTile | None, first: tuple[int, int] | None, rows: int) -> Iterator[None]:
+    """Where our second product has this tile, its own where None, of any number of tokens.
+
+    With `first`, experts and their width, it is behind our first product, in programs of so many rows.
+    """
+    kept = down_rows.tile_for, shared_expert.MANY, expert_products.FIRST_TIMED, expert_products.OF_PROGRAM
+    shared_expert.MANY, expert_products.FIRST_TIMED, expert_products.OF_PROGRAM = 1, {first}, rows
     if tile:
         down_rows.tile_for = lambda hidden: tile
     try:
         yield
     finally:
-        down_rows.tile_for, shared_expert.MANY = kept
+        down_rows.tile_for, shared_expert.MANY, expert_products.FIRST_TIMED, expert_products.OF_PROGRAM = kept
 
 
-def walked(call: Callable[[], torch.Tensor], tile: RowsTile | None) -> Callable[[], torch.Tensor]:
-    """`call` with this tile."""
+def walked(
+    call: Callable[[], torch.Tensor], tile: RowsTile | None, first: tuple[int, int] | None = None, rows: int = 64
+) -> Callable[[], torch.Tensor]:
+    """`call` with this tile, and what `walking` has."""
 
     def run() -> torch.Tensor:
-        with walking(tile):
+        with walking(tile, first, rows):
             return call()
 
     return run
 
 
 def many_cell(name: str, rank: Rank, tokens: int) -> dict:
-    """SGLang's experts on its tiles and on ours, and with our second product behind the first of either."""
+    """SGLang's experts on its tiles and on ours, with our second product behind the first of either, and both products ours."""
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import try_get_optimal_moe_config
 
     tiles = shipped(rank.shape, tokens)
@@ -419,6 +431,9 @@ def many_cell(name: str, rank: Rank, tokens: int) -> dict:
     firsts |= {str(first): lookup_of(config(*first)) for first in FIRSTS_OF_MANY}
     for (way, lookup), tile in itertools.product(firsts.items(), [None, *WALKS]):
         calls[f"{way}, ours" + (f", {tile}" if tile else "")] = [walked(around(rank, x, routed, lookup), tile)]
+    both = around(rank, x, routed, try_get_optimal_moe_config), (rank.shape.experts, rank.shape.width)
+    for rows, tile in ((rows, tile) for rows, tiles_behind in BEHIND_OURS.items() for tile in tiles_behind):
+        calls[f"both ours, {rows} rows" + (f", {tile}" if tile else "")] = [walked(both[0], tile, both[1], rows)]
     us, wrong = timed(calls, calls["sglang"][0]().float())
     return named(name, rank.shape, tokens) | {"many_us": us, "wrong": wrong}
 

@@ -1,7 +1,8 @@
 """Block-FP8 experts by SGLang's products, with launches of ours around them.
 
 Some tokens have one launch before the first product and one between. Many, of a prefill, have SGLang's order, one launch
-between, and the second product and sums by ours, which add what the shared expert gave too.
+between, and the second product and sums by ours, which add what the shared expert gave too. Where the first product is ours as
+well, what is between is part of it.
 
 The sequence of launches behind SGLang's choice of tiles is a copy of 30 lines here. Hooks at what it calls before and between
 its products would leave it SGLang's, but they are four: with bulk copies the sequence quantises, without them or with experts
@@ -24,7 +25,7 @@ import triton.language as tl
 from nsa_backend.adapters import shared_expert
 from nsa_backend.adapters.few_experts import SWITCH
 from nsa_backend.environment import switched_on
-from nsa_backend.kernels import down_rows, expert_order
+from nsa_backend.kernels import down_rows, expert_order, gate_up_rows
 from nsa_backend.kernels.choice_sums import choice_sums
 from nsa_backend.kernels.expert_activation import activate, problem
 from nsa_backend.kernels.few_experts import ExpertWeights
@@ -37,6 +38,10 @@ TOKENS = range(5, 129)
 TIMED = {(256, 256), (257, 256)}
 """Experts of a GPU and their width that have all of these unasked: an H200 was faster (`between_products` and `many_tokens` of
 benchmarks/results/experts_0_5_23_h200.json). Others, those of --ep-size too, have them where a user asks."""
+FIRST_TIMED: set[tuple[int, int]] = set()
+"""Of these, those of which a prefill's first product is ours too: none, as no GPU has run it."""
+OF_PROGRAM = 64
+"""Rows of our second product's programs behind our first product, whose blocks have twice as many."""
 FORM = {
     "use_fp8_w8a8": True, "use_int8_w8a8": False, "use_int8_w8a16": False, "use_int4_w4a16": False,
     "per_channel_quant": False, "block_shape": [GROUP, GROUP],
@@ -93,6 +98,8 @@ def run(
 
     (tokens, choices), experts, many = chosen.shape, len(weights.first), len(x) >= shared_expert.MANY
     tell(experts, weights.width, many)
+    if many and (experts, weights.width) in FIRST_TIMED:
+        return both_ours(x, weights, shares, chosen, out, factor=factor, quantised=quantised, shared=shared)
     tiles = tiles_for(weights, tokens, choices)
     block, in_blocks = tiles.first["BLOCK_SIZE_M"], many or tiles.second_in_bulk
     if many:
@@ -119,6 +126,33 @@ def run(
         tiles.second, a_use_tma=tiles.second_in_bulk, b_use_tma=tiles.second_in_bulk, router_topk=choices, **form,
     )  # fmt: skip
     return fused_moe.moe_combine_topk(given, out, factor)
+
+
+def both_ours(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    shares: torch.Tensor,
+    chosen: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    factor: float,
+    quantised: tuple[torch.Tensor, torch.Tensor] | None,
+    shared: torch.Tensor | None,
+) -> torch.Tensor:
+    """`run` of many tokens where both products are ours."""
+    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+    (tokens, choices), block = chosen.shape, gate_up_rows.BLOCK
+    order = fused_moe.moe_align_block_size(chosen, block, len(weights.first))
+    values, scales = quantised or sglang_per_token_group_quant_fp8(x, GROUP)
+    rows = len(order[0]) // block * block
+    first = values[:tokens], scales[:tokens], weights.first, weights.first_scales
+    values, scales = gate_up_rows.gate_up_rows(*first, choices, *order, rows)
+    given = x.new_empty(tokens, choices, x.shape[1])
+    second = weights.second, weights.second_scales, shares
+    down_rows.down_rows(values, scales, *second, *order, OF_PROGRAM, given, block_of_order=block)
+    return choice_sums(given, factor, shared, out)
 
 
 def tiles_for(weights: ExpertWeights, tokens: int, choices: int) -> Tiles:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fp8_rows import NAN
 
 from nsa_backend.kernels.down_rows import WIDTH, Tile, down_rows
 from nsa_backend.kernels.down_rows_torch import down_rows_torch
@@ -13,8 +14,6 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 EXPERTS, HIDDEN, CHOICES = 4, 512, 8
 TILE = Tile(columns=128, steps=2)
-NAN = 0x7F
-"""In FP8."""
 
 
 def inputs(tokens: int, block: int, device: str, others: float = 0.0) -> dict[str, torch.Tensor]:
@@ -50,10 +49,11 @@ def inputs(tokens: int, block: int, device: str, others: float = 0.0) -> dict[st
 
 @pytest.mark.parametrize(("tokens", "block", "others"), [(1, 16, 0.0), (9, 16, 0.4), (12, 64, 0.0), (5, 32, 1.0)])
 @pytest.mark.parametrize("tile", [Tile(columns=64, steps=4), None])
-def test_every_choice_is_written(device, tokens, block, others, tile):
+@pytest.mark.parametrize("of_order", [1, 2])
+def test_every_choice_is_written(device, tokens, block, others, tile, of_order):
     given = inputs(tokens, block, device, others)
     out = torch.empty(tokens, CHOICES, HIDDEN, dtype=torch.bfloat16, device=device)
-    found = down_rows(**given, block=block, out=out, tile=tile)
+    found = down_rows(**given, block=block // of_order, out=out, tile=tile, block_of_order=block)
     wanted = down_rows_torch(**given, block=block)
     assert found is out
     assert not wanted.isnan().any()

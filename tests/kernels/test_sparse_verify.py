@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from emulated import Emulated, emulator
+from emulated import Emulated, attend_emulator
 from hypothesis import given
 from hypothesis import strategies as st
 from joined_parts import joined
@@ -288,7 +288,7 @@ def test_it_is_compiled_for_the_device_of_this_rank(monkeypatch):
 @pytest.mark.parametrize("source", [verify.PARTED, verify.WHOLE], ids=lambda source: source.stem)
 def test_the_launch_reserves_what_the_source_takes(source):
     """Its own bytes, and what it may leave out so that panels begin at a multiple of 1024."""
-    assert emulator(source, 4, 16, 128, 1, 0).shared_bytes() + 1023 <= verify.SHARED_BYTES <= 232448
+    assert attend_emulator(source, 4, 16, 128, 1, 0).shared_bytes() + 1023 <= verify.SHARED_BYTES <= 232448
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(4, 16), (3, 16), (8, 8), (2, 32)])

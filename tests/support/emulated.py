@@ -1,4 +1,4 @@
-"""The kernel in CUDA C++ as this machine runs it: compiled for the host, over emulated blocks."""
+"""Kernels in CUDA C++ as this machine runs them: compiled for the host, over emulated blocks."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from nsa_backend.kernels import gate_up_rows
 from nsa_backend.kernels import sparse_verify as verify
 
 HERE = Path(__file__).parent
 
 
 @cache
-def emulator(source: Path, *shape: int, fp8: bool = False) -> ctypes.CDLL:
-    """Of a source, for groups of so many rows, on one of so many ranks."""
+def emulator(source: Path, arguments: str, kernel: str, **constants: int) -> ctypes.CDLL:
+    """Of a source's kernel, which takes a struct called `arguments`, with these macros."""
     out = Path(tempfile.mkdtemp(prefix="nsa-emulation-")) / "kernel.so"
-    words = [f"-D{name}={value}" for name, value in verify.constants(*shape, fp8=fp8).items()]
-    words += ["-DEMULATE", f'-DSOURCE="{source.resolve()}"']
+    words = [f"-D{name}={value}" for name, value in constants.items()]
+    words += ["-DEMULATE", f'-DSOURCE="{source.resolve()}"', f"-DARGUMENTS={arguments}", f"-DKERNEL={kernel}"]
     subprocess.run(
         ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", *words, "-I", HERE, HERE / "emulation.cpp", "-o", out], check=True
     )
     return ctypes.CDLL(str(out))
+
+
+def attend_emulator(source: Path, *shape: int, fp8: bool = False) -> ctypes.CDLL:
+    """Of a source that attends, for groups of so many rows, on one of so many ranks."""
+    return emulator(source, "Attend", "attend", **verify.constants(*shape, fp8=fp8))
 
 
 class Emulated:
@@ -35,4 +41,18 @@ class Emulated:
     def launch(self, grid: tuple[int, int], arguments: verify.Arguments) -> None:
         self.grids.append(grid)
         source = verify.source_of(grid[0], fp8=self._fp8)
-        emulator(source, *self._shape, fp8=self._fp8).run(ctypes.byref(arguments), *grid, self._seed)
+        attend_emulator(source, *self._shape, fp8=self._fp8).run(ctypes.byref(arguments), *grid, self._seed)
+
+
+def multiply_emulator(hidden: int, width: int) -> ctypes.CDLL:
+    """Of the first product of experts."""
+    return emulator(gate_up_rows.SOURCE, "Multiply", "multiply", **gate_up_rows.constants(hidden, width))
+
+
+def multiplying(hidden: int, width: int, seed: int = 0) -> gate_up_rows.Launch:
+    """In place of a launch of it."""
+
+    def launch(grid: tuple[int, int], arguments: gate_up_rows.Arguments) -> None:
+        multiply_emulator(hidden, width).run(ctypes.byref(arguments), *grid, seed)
+
+    return launch

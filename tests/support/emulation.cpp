@@ -1,9 +1,10 @@
 // A source of kernels/ for the host: the groups of a grid one after the other, the blocks of a group together.
 #include SOURCE
 
-extern "C" void run(const Attend* arguments, unsigned width, unsigned height, unsigned seed) {
+extern "C" void run(const ARGUMENTS* arguments, unsigned width, unsigned height, unsigned seed) {
     emulation::chance.seed(seed);
-    emulation::kernel = [=] { attend(*arguments); };
+    emulation::kernel = [=] { KERNEL(*arguments); };
+    emulation::grid = {width, height, 1};
     for (unsigned y = 0; y < height; ++y) {
         std::vector<dim3> blocks;
         for (unsigned x = 0; x < width; ++x) blocks.push_back({x, y, 0});

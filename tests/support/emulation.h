@@ -24,10 +24,12 @@
 #define SHARED_MEMORY(name) unsigned char* name = emulation::now->block->shared
 #define threadIdx (emulation::now->thread)
 #define blockIdx (emulation::now->block->index)
+#define gridDim (emulation::grid)
 
 using std::max;
 using std::min;
 struct uint2 { uint32_t x, y; };
+struct float2 { float x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct dim3 { unsigned x, y, z; };
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
@@ -75,6 +77,7 @@ struct Fiber {
 };
 inline std::vector<Fiber> fibers;
 inline Fiber* now;
+inline dim3 grid;
 inline ucontext_t scheduler;
 inline std::mt19937 chance;
 inline std::function<void()> kernel;
@@ -162,6 +165,13 @@ inline void run_blocks(const std::vector<dim3>& indices, int threads) {
     }
 }
 
+// Of a byte, without the two that are no numbers.
+inline float of_e4m3(uint8_t x) {
+    const int exponent = x >> 3 & 15, rest = x & 7;
+    const float value = exponent ? ldexpf(8 + rest, exponent - 10) : ldexpf(rest, -9);
+    return (x & 127) == 127 ? NAN : x >> 7 ? -value : value;
+}
+
 inline float bf16_at(uint32_t address) { return bits_as<float>(static_cast<uint32_t>(*reinterpret_cast<uint16_t*>(at(address, 2))) << 16); }
 
 struct Tile {
@@ -169,20 +179,21 @@ struct Tile {
     explicit Tile(uint64_t d) : begin((d & 0x3fff) << 4), leading((d >> 16 & 0x3fff) << 4), stride((d >> 32 & 0x3fff) << 4) {
         if (d >> 62 != 1) fail("no tile of 128-byte rows, swizzled");
     }
-    float swizzled(uint32_t address) const { return bf16_at(address ^ ((address >> 7 & 7) << 4)); }
-    float along_k(int row, int k) const { return swizzled(begin + row / 8 * stride + row % 8 * 128 + 2 * k); }
+    static uint32_t swizzled(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
+    uint32_t of_row(int row) const { return begin + row / 8 * stride + row % 8 * 128; }
+    float along_k(int row, int k) const { return bf16_at(swizzled(of_row(row) + 2 * k)); }
+    float fp8_along_k(int row, int k) const { return of_e4m3(*at(swizzled(of_row(row) + k), 1)); }
     float across_k(int k, int column) const {
-        return swizzled(begin + column / 64 * leading + column % 64 * 2 + k / 8 * stride + k % 8 * 128);
+        return bf16_at(swizzled(begin + column / 64 * leading + column % 64 * 2 + k / 8 * stride + k % 8 * 128));
     }
 };
 
-template <int N, class B> void multiply(float (&d)[N], uint64_t a, bool add, B b) {
+template <int K, int N, class A, class B> void multiply(float (&d)[N], bool add, A a, B b) {
     const int warp = now->thread.x / 32 % 4, lane = now->thread.x % 32;
-    const Tile left(a);
     for (int i = 0; i < N; ++i) {
         const int row = warp * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
         float sum = add ? d[i] : 0;
-        for (int k = 0; k < 16; ++k) sum += left.along_k(row, k) * b(k, column);
+        for (int k = 0; k < K; ++k) sum += a(row, k) * b(k, column);
         d[i] = sum;
     }
 }
@@ -302,6 +313,16 @@ inline uint32_t multiply_add_bf16(uint32_t a, uint32_t b, uint32_t c) {
     return x;
 }
 inline uint32_t multiply_bf16(uint32_t a, uint32_t b) { return multiply_add_bf16(a, b, 0); }
+inline uint32_t fp8_bits(float x) {  // the nearest of all, the even one of two
+    uint32_t nearest = 0;
+    for (uint32_t bits = 1; bits < 127; ++bits) {
+        const float apart = fabsf(fabsf(x) - emulation::of_e4m3(bits)), before = fabsf(fabsf(x) - emulation::of_e4m3(nearest));
+        if (apart < before || (apart == before && bits % 2 == 0)) nearest = bits;
+    }
+    return nearest | (std::signbit(x) ? 128 : 0);
+}
+inline uint32_t pack_fp8(float low, float high) { return fp8_bits(low) | fp8_bits(high) << 8; }
+inline float divide_fast(float a, float b) { return a / b; }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float log2_fast(float x) { return log2f(x); }
 inline uint32_t made_again(uint32_t x) { return x; }
@@ -318,12 +339,20 @@ template <int left> void products_wait() {  // of a warp together
     emulation::meet_warp(0);
 }
 template <int N> void score(float (&d)[N], uint64_t a, uint64_t b, bool add) {
-    emulation::later(emulation::now->products, [&d, a, add, right = emulation::Tile(b)] {
-        emulation::multiply(d, a, add, [&](int k, int column) { return right.along_k(column, k); });
+    emulation::later(emulation::now->products, [&d, add, left = emulation::Tile(a), right = emulation::Tile(b)] {
+        const auto of_left = [&](int row, int k) { return left.along_k(row, k); };
+        emulation::multiply<16>(d, add, of_left, [&](int k, int column) { return right.along_k(column, k); });
     });
 }
 inline void weigh(float (&d)[128], uint64_t a, uint64_t b) {
-    emulation::later(emulation::now->products, [&d, a, right = emulation::Tile(b)] {
-        emulation::multiply(d, a, true, [&](int k, int column) { return right.across_k(k, column); });
+    emulation::later(emulation::now->products, [&d, left = emulation::Tile(a), right = emulation::Tile(b)] {
+        const auto of_left = [&](int row, int k) { return left.along_k(row, k); };
+        emulation::multiply<16>(d, true, of_left, [&](int k, int column) { return right.across_k(k, column); });
+    });
+}
+inline void multiply_fp8(float (&d)[64], uint64_t a, uint64_t b, bool add) {
+    emulation::later(emulation::now->products, [&d, add, left = emulation::Tile(a), right = emulation::Tile(b)] {
+        const auto of_left = [&](int row, int k) { return left.fp8_along_k(row, k); };
+        emulation::multiply<32>(d, add, of_left, [&](int k, int column) { return right.fp8_along_k(column, k); });
     });
 }
