@@ -7,23 +7,15 @@ makes one. Here a tile's sums become FP8 values before they leave registers.
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.checks import check_tensor
-from nsa_backend.kernels.cuda_source import CudaKernel
-from nsa_backend.kernels.expert_order import check_blocks
+from nsa_backend.kernels.expert_tiles import BESIDE_PANELS, PANEL, Kernel, Launch, check_order
 from nsa_backend.kernels.layer_front_weights import GROUP
 
-SOURCE = Path(__file__).with_name("gate_up_rows.cu")
-BLOCK = 128
-"""Rows of a tile, all of one expert."""
-THREADS = 384
-SHARED_BYTES = 4 * 3 * BLOCK * GROUP + 4 * 2 * 8 + 1024
+STAGES = 4
 
 
 class Arguments(ctypes.Structure):
@@ -36,10 +28,6 @@ class Arguments(ctypes.Structure):
     ]
 
 
-Launch = Callable[[tuple[int, int], Arguments], None]
-"""Runs the kernel for (blocks, 1)."""
-
-
 def problem(hidden: int, width: int) -> str | None:
     """Why experts of this width cannot have the launch, or None."""
     if hidden % GROUP or width % GROUP:
@@ -47,20 +35,10 @@ def problem(hidden: int, width: int) -> str | None:
     return None
 
 
-def constants(hidden: int, width: int) -> dict[str, int]:
-    """Macros of the source."""
-    return {"HIDDEN": hidden, "WIDTH": width}
-
-
-@functools.cache
-def kernel_of(hidden: int, width: int, device: int) -> CudaKernel:
-    """The kernel for experts of this width, compiled at its first call on a device.
-
-    Raises:
-        RuntimeError: NVRTC or the driver refuses.
-    """
-    with torch.cuda.device(device):
-        return CudaKernel(SOURCE, "multiply", constants(hidden, width), THREADS, SHARED_BYTES)
+def kernel_for(hidden: int, width: int) -> Kernel:
+    """Of experts of this width; a part of a block's rows has a group of their columns."""
+    shared = STAGES * (3 * PANEL + 2 * 8) + BESIDE_PANELS
+    return Kernel(Path(__file__).with_name("gate_up_rows.cu"), hidden, width, width // GROUP, shared)
 
 
 def gate_up_rows(
@@ -109,17 +87,10 @@ def gate_up_rows(
     check_tensor("x_scales", x_scales, torch.float32, (tokens, hidden // GROUP))
     check_tensor("first", first, torch.float8_e4m3fn, (experts, 2 * width, hidden))
     check_tensor("first_scales", first_scales, torch.float32, (experts, 2 * width // GROUP, hidden // GROUP))
-    check_tensor("padded", padded, torch.int32, (1,))
-    check_tensor("expert_ids", expert_ids, torch.int32, (len(expert_ids),))
-    check_blocks(rows, BLOCK, sorted_ids, expert_ids)
-    if rows % BLOCK:
-        raise ValueError(f"{rows} rows: blocks have {BLOCK} each")
+    check_order(rows, sorted_ids, expert_ids, padded)
     values = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, width // GROUP, dtype=torch.float32, device=x.device)
-    if rows:
-        launch = launch or kernel_of(hidden, width, x.device.index).launch
-        num_sms = num_sms or torch.cuda.get_device_properties(x.device).multi_processor_count
-        tensors = x, x_scales, first, first_scales, sorted_ids, expert_ids, padded, values, scales
-        tiles = blocks(rows, BLOCK) * (width // GROUP)
-        launch((min(num_sms, tiles), 1), Arguments(*(tensor.data_ptr() for tensor in tensors), tokens * of_token, of_token))
+    tensors = x, x_scales, first, first_scales, sorted_ids, expert_ids, padded, values, scales
+    arguments = Arguments(*(tensor.data_ptr() for tensor in tensors), tokens * of_token, of_token)
+    kernel_for(hidden, width).run(rows, x.device, arguments, num_sms, launch)
     return values, scales

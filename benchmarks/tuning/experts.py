@@ -384,15 +384,13 @@ WALKS = [
 """Of our second product."""
 
 
-BEHIND_OURS = {
-    64: [None, RowsTile(64, 8, 4, 3), RowsTile(64, 16, 4, 4), RowsTile(64, 32, 4, 3)],
-    128: [None, RowsTile(64, 16, 8, 3)],
-}
-"""The same behind our first product, by rows of a program."""
+BEHIND_OURS: list[tuple[int | None, RowsTile | None]] = [(None, None), (64, None), (128, None)]
+BEHIND_OURS += [(64, RowsTile(64, 8, 4, 3)), (64, RowsTile(64, 32, 4, 3)), (128, RowsTile(64, 16, 8, 3))]
+"""The same behind our first product: rows of a program, in CUDA C++ if None, and its tile."""
 
 
 @contextmanager
-def walking(tile: RowsTile | None, first: tuple[int, int] | None, rows: int) -> Iterator[None]:
+def walking(tile: RowsTile | None, first: tuple[int, int] | None, rows: int | None) -> Iterator[None]:
     """Where our second product has this tile, its own where None, of any number of tokens.
 
     With `first`, experts and their width, it is behind our first product, in programs of so many rows.
@@ -408,7 +406,10 @@ def walking(tile: RowsTile | None, first: tuple[int, int] | None, rows: int) -> 
 
 
 def walked(
-    call: Callable[[], torch.Tensor], tile: RowsTile | None, first: tuple[int, int] | None = None, rows: int = 64
+    call: Callable[[], torch.Tensor],
+    tile: RowsTile | None,
+    first: tuple[int, int] | None = None,
+    rows: int | None = None,
 ) -> Callable[[], torch.Tensor]:
     """`call` with this tile, and what `walking` has."""
 
@@ -431,9 +432,10 @@ def many_cell(name: str, rank: Rank, tokens: int) -> dict:
     firsts |= {str(first): lookup_of(config(*first)) for first in FIRSTS_OF_MANY}
     for (way, lookup), tile in itertools.product(firsts.items(), [None, *WALKS]):
         calls[f"{way}, ours" + (f", {tile}" if tile else "")] = [walked(around(rank, x, routed, lookup), tile)]
-    both = around(rank, x, routed, try_get_optimal_moe_config), (rank.shape.experts, rank.shape.width)
-    for rows, tile in ((rows, tile) for rows, tiles_behind in BEHIND_OURS.items() for tile in tiles_behind):
-        calls[f"both ours, {rows} rows" + (f", {tile}" if tile else "")] = [walked(both[0], tile, both[1], rows)]
+    both, experts = around(rank, x, routed, try_get_optimal_moe_config), (rank.shape.experts, rank.shape.width)
+    for rows, tile in BEHIND_OURS:
+        way = "both ours" + (f", {rows} rows a program" if rows else "") + (f", {tile}" if tile else "")
+        calls[way] = [walked(both, tile, experts, rows)]
     us, wrong = timed(calls, calls["sglang"][0]().float())
     return named(name, rank.shape, tokens) | {"many_us": us, "wrong": wrong}
 

@@ -4,54 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp8_rows import NAN
+from rows_by_expert import CHOICES, of_second_product
 
-from nsa_backend.kernels.down_rows import WIDTH, Tile, down_rows
+from nsa_backend.kernels.down_rows import Tile, down_rows
 from nsa_backend.kernels.down_rows_torch import down_rows_torch
-from nsa_backend.kernels.layer_front_weights import GROUP
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-EXPERTS, HIDDEN, CHOICES = 4, 512, 8
+HIDDEN = 512
 TILE = Tile(columns=128, steps=2)
-
-
-def inputs(tokens: int, block: int, device: str, others: float = 0.0) -> dict[str, torch.Tensor]:
-    """Rows of random choices in blocks by expert; with `others` so many choices are of another GPU's experts."""
-    generator = torch.Generator().manual_seed(tokens + block)
-    chosen = torch.randint(0, EXPERTS, (tokens * CHOICES,), generator=generator)
-    chosen[torch.rand(len(chosen), generator=generator) < others] = -1
-    order, experts = [], []
-    for expert in range(-1, EXPERTS):
-        rows = (chosen == expert).nonzero().flatten().tolist()
-        rows += [len(chosen)] * (-len(rows) % block)
-        order += rows
-        experts += [expert] * (len(rows) // block)
-    padded = len(order)
-    order += [3] * block  # behind the last block: whatever lies there
-    experts.append(EXPERTS + 7)
-    there = torch.tensor(order) < len(chosen)
-    there[padded:] = False
-    values = torch.randn(len(order), WIDTH, generator=generator).to(torch.float8_e4m3fn)
-    values.view(torch.uint8)[~there] = NAN
-    given = {
-        "values": values,
-        "scales": torch.rand(len(order), WIDTH // GROUP, generator=generator),
-        "second": torch.randn(EXPERTS, HIDDEN, WIDTH, generator=generator).to(torch.float8_e4m3fn),
-        "second_scales": torch.rand(EXPERTS, HIDDEN // GROUP, WIDTH // GROUP, generator=generator),
-        "shares": torch.rand(tokens, CHOICES, generator=generator),
-        "sorted_ids": torch.tensor(order, dtype=torch.int32),
-        "expert_ids": torch.tensor(experts, dtype=torch.int32),
-        "padded": torch.tensor([padded], dtype=torch.int32),
-    }
-    return {name: tensor.to(device) for name, tensor in given.items()}
 
 
 @pytest.mark.parametrize(("tokens", "block", "others"), [(1, 16, 0.0), (9, 16, 0.4), (12, 64, 0.0), (5, 32, 1.0)])
 @pytest.mark.parametrize("tile", [Tile(columns=64, steps=4), None])
 @pytest.mark.parametrize("of_order", [1, 2])
 def test_every_choice_is_written(device, tokens, block, others, tile, of_order):
-    given = inputs(tokens, block, device, others)
+    given = of_second_product(tokens, HIDDEN, block, device, others)
     out = torch.empty(tokens, CHOICES, HIDDEN, dtype=torch.bfloat16, device=device)
     found = down_rows(**given, block=block // of_order, out=out, tile=tile, block_of_order=block)
     wanted = down_rows_torch(**given, block=block)
@@ -62,13 +30,13 @@ def test_every_choice_is_written(device, tokens, block, others, tile, of_order):
 
 
 def test_no_rows_write_nothing(device):
-    given = inputs(2, 16, device) | {"padded": torch.zeros(1, dtype=torch.int32, device=device)}
+    given = of_second_product(2, HIDDEN, 16, device) | {"padded": torch.zeros(1, dtype=torch.int32, device=device)}
     out = torch.empty(2, CHOICES, HIDDEN, dtype=torch.bfloat16, device=device)
     assert down_rows(**given, block=16, out=out, tile=TILE).isnan().all()
 
 
 def test_what_cannot_be_served_says_so(device):
-    given = inputs(2, 16, device)
+    given = of_second_product(2, HIDDEN, 16, device)
     given["out"] = torch.empty(2, CHOICES, HIDDEN, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="experts of 128 on hidden states of 512: 256 on multiples of 128 are served"):
         down_rows(**given | {"values": given["values"][:, :128].contiguous()}, block=16, tile=TILE)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from emulated import multiply_emulator, multiplying
 from fp8_rows import NAN, near
+from rows_by_expert import in_blocks
 
-from nsa_backend.kernels import gate_up_rows as kernel
 from nsa_backend.kernels.cuda_source import compiled
-from nsa_backend.kernels.gate_up_rows import BLOCK, gate_up_rows
+from nsa_backend.kernels.expert_tiles import BLOCK
+from nsa_backend.kernels.gate_up_rows import gate_up_rows, kernel_for
 from nsa_backend.kernels.gate_up_rows_torch import gate_up_rows_torch
 from nsa_backend.kernels.layer_front_weights import GROUP
 
@@ -23,15 +24,7 @@ def inputs(tokens: int, hidden: int, width: int, device: str, others: float = 0.
     generator = torch.Generator().manual_seed(tokens + hidden)
     chosen = torch.randint(0, EXPERTS, (tokens * CHOICES,), generator=generator)
     chosen[torch.rand(len(chosen), generator=generator) < others] = -1
-    order, experts = [], []
-    for expert in range(-1, EXPERTS):
-        rows = (chosen == expert).nonzero().flatten().tolist()
-        rows += [len(chosen) + 5] * (-len(rows) % BLOCK)
-        order += rows
-        experts += [expert] * (len(rows) // BLOCK)
-    padded = len(order)
-    order += [1] * BLOCK  # behind the last block: whatever lies there
-    experts.append(EXPERTS + 7)
+    order, experts, padded = in_blocks(chosen, EXPERTS, BLOCK, len(chosen) + 5)
     x = torch.randn(tokens, hidden, generator=generator).to(torch.float8_e4m3fn)
     unused = [token for token in range(tokens) if (chosen.view(tokens, CHOICES)[token] < 0).all()]
     x.view(torch.uint8)[unused] = NAN
@@ -49,8 +42,8 @@ def inputs(tokens: int, hidden: int, width: int, device: str, others: float = 0.
 
 def multiplied(given: dict, *, sms: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """A call, on a GPU or on so many emulated blocks."""
-    hidden, width = given["x"].shape[1], given["first"].shape[1] // 2
-    launch = None if given["x"].is_cuda else multiplying(hidden, width, seed)
+    kernel = kernel_for(given["x"].shape[1], given["first"].shape[1] // 2)
+    launch = None if given["x"].is_cuda else multiplying(kernel, seed)
     return gate_up_rows(**given, rows=len(given["sorted_ids"]), num_sms=sms, launch=launch)
 
 
@@ -75,12 +68,14 @@ def test_no_rows_write_nothing(device):
 
 
 def test_blocks_have_room_in_shared_memory():
-    assert multiply_emulator(128, 128).shared_bytes() == kernel.SHARED_BYTES <= 232448
+    kernel = kernel_for(128, 128)
+    assert multiply_emulator(kernel).shared_bytes() == kernel.shared_bytes <= 232448
 
 
 @pytest.mark.parametrize("hidden", [7168, 6144])
 def test_it_compiles_for_hopper_with_all_in_registers(hidden):
-    _, said = compiled(kernel.SOURCE, kernel.constants(hidden, 256))
+    kernel = kernel_for(hidden, 256)
+    _, said = compiled(kernel.source, kernel.constants)
     assert "0 bytes spill stores, 0 bytes spill loads" in said
     assert "serialized" not in said
 

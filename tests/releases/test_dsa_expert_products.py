@@ -13,7 +13,7 @@ import torch
 from emulated import multiplying
 
 from nsa_backend.adapters import expert_products, experts, shared_expert
-from nsa_backend.kernels import gate_up_rows
+from nsa_backend.kernels import down_blocks, gate_up_rows
 from nsa_backend.kernels.few_experts import ExpertWeights
 from nsa_backend.kernels.layer_front_torch import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
@@ -75,20 +75,22 @@ def test_experts_are_right(runner, width, bulk, alone, elsewhere):
     assert near(found, given)
 
 
-@pytest.fixture(params=["SGLang's first product", "ours"])
-def first(monkeypatch, request):
-    """Whose first product many tokens have; ours on an emulated GPU."""
-    if request.param == "ours":
+@pytest.fixture(params=["SGLang's first product", "both ours", "both ours, the second in Triton"])
+def products(monkeypatch, request):
+    """Whose products many tokens have; ours on an emulated GPU."""
+    if request.param != "SGLang's first product":
         from sglang.kernels.ops.quantization import fp8_kernel
 
-        launch = multiplying(HIDDEN, 256)
+        for module in (gate_up_rows, down_blocks):
+            launch, name = multiplying(module.kernel_for(HIDDEN, 256)), module.__name__.rpartition(".")[2]
+            monkeypatch.setattr(module, name, partial(getattr(module, name), num_sms=2, launch=launch))
         monkeypatch.setattr(expert_products, "FIRST_TIMED", {(EXPERTS, 256)})
-        monkeypatch.setattr(gate_up_rows, "gate_up_rows", partial(gate_up_rows.gate_up_rows, num_sms=2, launch=launch))
+        monkeypatch.setattr(expert_products, "OF_PROGRAM", 64 if "Triton" in request.param else None)
         monkeypatch.setattr(fp8_kernel, "sglang_per_token_group_quant_fp8", lambda x, group: quantise(x.float(), Scales.EXACT))
 
 
 @pytest.mark.parametrize(("bulk", "elsewhere", "once"), [(False, 0.5, False), (True, 0.0, True)])
-def test_experts_of_many_tokens_are_right(prefill, first, bulk, elsewhere, once):
+def test_experts_of_many_tokens_are_right(prefill, products, bulk, elsewhere, once):
     """Where SGLang writes sums in the place of their input they are there."""
     given, prefill.bulk = arguments(MANY, 256, elsewhere=elsewhere), bulk
     before = given | {"hidden_states": given["hidden_states"].clone()}

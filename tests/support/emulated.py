@@ -8,7 +8,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from nsa_backend.kernels import gate_up_rows
+from nsa_backend.kernels import expert_tiles
 from nsa_backend.kernels import sparse_verify as verify
 
 HERE = Path(__file__).parent
@@ -44,15 +44,15 @@ class Emulated:
         attend_emulator(source, *self._shape, fp8=self._fp8).run(ctypes.byref(arguments), *grid, self._seed)
 
 
-def multiply_emulator(hidden: int, width: int) -> ctypes.CDLL:
-    """Of the first product of experts."""
-    return emulator(gate_up_rows.SOURCE, "Multiply", "multiply", **gate_up_rows.constants(hidden, width))
+def multiply_emulator(kernel: expert_tiles.Kernel) -> ctypes.CDLL:
+    """Of what multiplies rows of experts."""
+    return emulator(kernel.source, "Multiply", "multiply", **kernel.constants)
 
 
-def multiplying(hidden: int, width: int, seed: int = 0) -> gate_up_rows.Launch:
-    """In place of a launch of it."""
+def multiplying(kernel: expert_tiles.Kernel, seed: int = 0) -> expert_tiles.Launch:
+    """In place of its launch."""
 
-    def launch(grid: tuple[int, int], arguments: gate_up_rows.Arguments) -> None:
-        multiply_emulator(hidden, width).run(ctypes.byref(arguments), *grid, seed)
+    def launch(grid: tuple[int, int], arguments: ctypes.Structure) -> None:
+        multiply_emulator(kernel).run(ctypes.byref(arguments), *grid, seed)
 
     return launch

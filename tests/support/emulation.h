@@ -200,8 +200,12 @@ template <int K, int N, class A, class B> void multiply(float (&d)[N], bool add,
 
 }  // namespace emulation
 
+inline void others_go_on() {
+    for (int left = emulation::chance() % 16; left; --left) swapcontext(&emulation::now->context, &emulation::scheduler);
+}
 template <int number, int threads> void meet() {
     emulation::meet(emulation::now->block->named[number], threads, emulation::now->thread.x, 0);
+    others_go_on();
 }
 template <int registers> void take_registers() {}
 template <int registers> void leave_registers() {}
@@ -253,9 +257,6 @@ inline void start_barrier(uint32_t address, int arrivals) {
 inline void arrived(uint32_t address) {
     Barrier& barrier = barrier_at(address);
     if (--barrier.pending == 0) barrier = {barrier.expected, barrier.expected, barrier.phase + 1};
-}
-inline void others_go_on() {
-    for (int left = emulation::chance() % 16; left; --left) swapcontext(&emulation::now->context, &emulation::scheduler);
 }
 inline void arrive(uint32_t address) {
     arrived(address);
