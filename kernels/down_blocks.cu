@@ -170,12 +170,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) start_barrier(shared + ROWS_EMPTIED_AT + tile * 8, WARPS);
     }
-    meet<1, THREADS>();
-    if (threadIdx.x >= MULTIPLYING) {
-        leave_registers<GATHERING_REGISTERS>();
-        gather(a, shared);
-    } else {
-        take_registers<MULTIPLYING_REGISTERS>();
-        multiply_tiles(a, shared);
-    }
+    divide_work([&] { gather(a, shared); }, [&] { multiply_tiles(a, shared); });
 }

@@ -66,3 +66,15 @@ __device__ __forceinline__ void add_scaled(float (&sums)[64], const float (&foun
         sums[i + 3] += found[i + 3] * lower;
     }
 }
+
+// What a block's threads do once barriers are started.
+template <class Gather, class Multiply> __device__ __forceinline__ void divide_work(Gather gather, Multiply multiply) {
+    meet<1, THREADS>();
+    if (threadIdx.x >= MULTIPLYING) {
+        leave_registers<GATHERING_REGISTERS>();
+        gather();
+    } else {
+        take_registers<MULTIPLYING_REGISTERS>();
+        multiply();
+    }
+}

@@ -25,7 +25,7 @@ def multiplied(given: dict[str, torch.Tensor], *, sms: int = 2, seed: int = 0) -
 
 @pytest.mark.parametrize(
     ("tokens", "hidden", "others", "sms", "parts"),
-    [(1, 128, 0.0, 1, 1), (9, 512, 0.4, 3, 4), (100, 1280, 0.0, 2, 2), (5, 384, 1.0, 2, 3)],
+    [(1, 1280, 0.0, 1, 2), (9, 384, 0.4, 3, 3), (100, 1280, 0.0, 2, 2), (5, 384, 1.0, 2, 3)],
 )
 def test_every_choice_is_written(device, tokens, hidden, others, sms, parts):
     given = of_second_product(tokens, hidden, BLOCK, device, others)
@@ -37,12 +37,12 @@ def test_every_choice_is_written(device, tokens, hidden, others, sms, parts):
 
 
 def test_no_rows_write_nothing(device):
-    given = of_second_product(2, 256, BLOCK, device) | {"padded": torch.zeros(1, dtype=torch.int32, device=device)}
+    given = of_second_product(2, 384, BLOCK, device) | {"padded": torch.zeros(1, dtype=torch.int32, device=device)}
     assert multiplied(given).isnan().all()
 
 
 def test_blocks_have_room_in_shared_memory():
-    kernel = kernel_for(256, WIDTH)
+    kernel = kernel_for(384, WIDTH)
     assert multiply_emulator(kernel).shared_bytes() == kernel.shared_bytes <= 232448
 
 

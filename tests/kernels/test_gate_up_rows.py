@@ -49,7 +49,7 @@ def multiplied(given: dict, *, sms: int = 2, seed: int = 0) -> tuple[torch.Tenso
 
 @pytest.mark.parametrize(
     ("tokens", "hidden", "width", "others", "sms"),
-    [(3, 128, 128, 0.0, 1), (230, 768, 128, 0.0, 2), (40, 640, 256, 0.6, 3), (5, 256, 128, 1.0, 2)],
+    [(3, 768, 128, 0.0, 1), (230, 768, 128, 0.0, 2), (40, 640, 256, 0.6, 3), (5, 768, 128, 1.0, 2)],
 )
 def test_rows_are_what_both_projections_give_activated(device, tokens, hidden, width, others, sms):
     given = inputs(tokens, hidden, width, device, others)
@@ -62,13 +62,13 @@ def test_rows_are_what_both_projections_give_activated(device, tokens, hidden, w
 
 
 def test_no_rows_write_nothing(device):
-    given = inputs(2, 256, 128, device) | {"padded": torch.zeros(1, dtype=torch.int32, device=device)}
+    given = inputs(2, 768, 128, device) | {"padded": torch.zeros(1, dtype=torch.int32, device=device)}
     _, scales = multiplied(given)
     assert scales.isnan().all()
 
 
 def test_blocks_have_room_in_shared_memory():
-    kernel = kernel_for(128, 128)
+    kernel = kernel_for(768, 128)
     assert multiply_emulator(kernel).shared_bytes() == kernel.shared_bytes <= 232448
 
 

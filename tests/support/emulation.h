@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -165,12 +166,16 @@ inline void run_blocks(const std::vector<dim3>& indices, int threads) {
     }
 }
 
-// Of a byte, without the two that are no numbers.
-inline float of_e4m3(uint8_t x) {
-    const int exponent = x >> 3 & 15, rest = x & 7;
-    const float value = exponent ? ldexpf(8 + rest, exponent - 10) : ldexpf(rest, -9);
-    return (x & 127) == 127 ? NAN : x >> 7 ? -value : value;
-}
+// Of every byte.
+inline const std::array<float, 256> E4M3 = [] {
+    std::array<float, 256> values;
+    for (int x = 0; x < 256; ++x) {
+        const int exponent = x >> 3 & 15, rest = x & 7;
+        const float value = exponent ? ldexpf(8 + rest, exponent - 10) : ldexpf(rest, -9);
+        values[x] = (x & 127) == 127 ? NAN : x >> 7 ? -value : value;
+    }
+    return values;
+}();
 
 inline float bf16_at(uint32_t address) { return bits_as<float>(static_cast<uint32_t>(*reinterpret_cast<uint16_t*>(at(address, 2))) << 16); }
 
@@ -182,7 +187,7 @@ struct Tile {
     static uint32_t swizzled(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
     uint32_t of_row(int row) const { return begin + row / 8 * stride + row % 8 * 128; }
     float along_k(int row, int k) const { return bf16_at(swizzled(of_row(row) + 2 * k)); }
-    float fp8_along_k(int row, int k) const { return of_e4m3(*at(swizzled(of_row(row) + k), 1)); }
+    float fp8_along_k(int row, int k) const { return E4M3[*at(swizzled(of_row(row) + k), 1)]; }
     float across_k(int k, int column) const {
         return bf16_at(swizzled(begin + column / 64 * leading + column % 64 * 2 + k / 8 * stride + k % 8 * 128));
     }
@@ -317,7 +322,7 @@ inline uint32_t multiply_bf16(uint32_t a, uint32_t b) { return multiply_add_bf16
 inline uint32_t fp8_bits(float x) {  // the nearest of all, the even one of two
     uint32_t nearest = 0;
     for (uint32_t bits = 1; bits < 127; ++bits) {
-        const float apart = fabsf(fabsf(x) - emulation::of_e4m3(bits)), before = fabsf(fabsf(x) - emulation::of_e4m3(nearest));
+        const float apart = fabsf(fabsf(x) - emulation::E4M3[bits]), before = fabsf(fabsf(x) - emulation::E4M3[nearest]);
         if (apart < before || (apart == before && bits % 2 == 0)) nearest = bits;
     }
     return nearest | (std::signbit(x) ? 128 : 0);
