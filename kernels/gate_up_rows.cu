@@ -17,7 +17,7 @@ constexpr uint32_t SHARED_BYTES = EMPTIED_AT + STAGES * 8 + 1024;
 
 struct Multiply {
     const unsigned char* x;      // FP8 [tokens, HIDDEN]
-    const float* x_scales;       // [tokens, STEPS]
+    const float* x_scales;       // [tokens, STEPS], strides below
     const unsigned char* first;  // FP8 [experts, 2 * WIDTH, HIDDEN], gate before up
     const float* first_scales;   // [experts, 2 * PARTS, STEPS]
     const int* sorted;           // [rows], choices, or their number and more where a row is padding, behind its block's others
@@ -26,6 +26,7 @@ struct Multiply {
     unsigned char* values;       // FP8 [rows, WIDTH]
     float* scales;               // [rows, PARTS]
     int choices, of_token;       // of all tokens, and of one
+    int scales_token, scales_step;
 };
 
 __device__ __forceinline__ uint32_t filled(uint32_t shared, uint32_t step) { return shared + FILLED_AT + step % STAGES * 8; }
@@ -122,8 +123,8 @@ __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t share
         }
         const int of_upper = sorted[of.upper], of_lower = sorted[of.upper + 8];
         const bool upper_there = of_upper < a.choices, lower_there = of_lower < a.choices;
-        const float* upper_scales = a.x_scales + (upper_there ? of_upper / a.of_token : 0) * static_cast<long long>(STEPS);
-        const float* lower_scales = a.x_scales + (lower_there ? of_lower / a.of_token : 0) * static_cast<long long>(STEPS);
+        const float* upper_scales = a.x_scales + (upper_there ? of_upper / a.of_token : 0) * static_cast<long long>(a.scales_token);
+        const float* lower_scales = a.x_scales + (lower_there ? of_lower / a.of_token : 0) * static_cast<long long>(a.scales_token);
         const float* gate_scales = a.first_scales + (expert * 2 * PARTS + part) * static_cast<long long>(STEPS);
         const float* up_scales = gate_scales + PARTS * STEPS;
         float gate[64], up[64], found[64];  // one `found` for all products, which would have registers each
@@ -137,7 +138,7 @@ __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t share
             const uint64_t rows = tile_at(at + of.first * 128, 16);
             ask_products(found, rows, tile_at(at + GATE, 16));
             const int next = min(k + 1, STEPS - 1);  // its scales are asked for early
-            const float upper_next = upper_scales[next], lower_next = lower_scales[next];
+            const float upper_next = upper_scales[next * a.scales_step], lower_next = lower_scales[next * a.scales_step];
             const float gate_next = gate_scales[next], up_next = up_scales[next];
             products_wait<0>();
             add_scaled(gate, found, upper_scale * gate_scale, lower_scale * gate_scale);

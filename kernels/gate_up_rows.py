@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels.checks import check_tensor
+from nsa_backend.kernels.checks import check_tensor, require
 from nsa_backend.kernels.expert_tiles import BESIDE_PANELS, PANEL, Kernel, Launch, check_order
 from nsa_backend.kernels.layer_front_weights import GROUP
 
@@ -24,7 +24,7 @@ class Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "x_scales", "first", "first_scales", "sorted", "experts", "padded")),
         *((name, ctypes.c_void_p) for name in ("values", "scales")),
-        *((name, ctypes.c_int) for name in ("choices", "of_token")),
+        *((name, ctypes.c_int) for name in ("choices", "of_token", "scales_token", "scales_step")),
     ]
 
 
@@ -59,7 +59,7 @@ def gate_up_rows(
 
     Args:
         x: float8_e4m3fn [tokens, hidden].
-        x_scales: float32 [tokens, hidden / GROUP].
+        x_scales: float32 [tokens, hidden / GROUP], in any layout: SGLang has those of a token or of a group side by side.
         first: float8_e4m3fn [experts, 2 * width, hidden], gate before up.
         first_scales: float32 [experts, 2 * width / GROUP, hidden / GROUP].
         of_token: choices of a token.
@@ -84,13 +84,14 @@ def gate_up_rows(
     if (why := problem(hidden, width)) is not None:
         raise ValueError(why)
     check_tensor("x", x, torch.float8_e4m3fn, (tokens, hidden))
-    check_tensor("x_scales", x_scales, torch.float32, (tokens, hidden // GROUP))
+    fits = x_scales.shape == (tokens, hidden // GROUP) and x_scales.dtype == torch.float32
+    require(fits, "x_scales", x_scales, f"float32 {[tokens, hidden // GROUP]}", "the kernel would misread it")
     check_tensor("first", first, torch.float8_e4m3fn, (experts, 2 * width, hidden))
     check_tensor("first_scales", first_scales, torch.float32, (experts, 2 * width // GROUP, hidden // GROUP))
     check_order(rows, sorted_ids, expert_ids, padded)
     values = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, width // GROUP, dtype=torch.float32, device=x.device)
     tensors = x, x_scales, first, first_scales, sorted_ids, expert_ids, padded, values, scales
-    arguments = Arguments(*(tensor.data_ptr() for tensor in tensors), tokens * of_token, of_token)
+    arguments = Arguments(*(tensor.data_ptr() for tensor in tensors), tokens * of_token, of_token, *x_scales.stride())
     kernel_for(hidden, width).run(rows, x.device, arguments, num_sms, launch)
     return values, scales

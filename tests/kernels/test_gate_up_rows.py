@@ -53,6 +53,8 @@ def multiplied(given: dict, *, sms: int = 2, seed: int = 0) -> tuple[torch.Tenso
 )
 def test_rows_are_what_both_projections_give_activated(device, tokens, hidden, width, others, sms):
     given = inputs(tokens, hidden, width, device, others)
+    if sms > 1:  # as where SGLang's shared expert has them too
+        given["x_scales"] = given["x_scales"].T.contiguous().T
     values, scales = multiplied(given, sms=sms, seed=tokens)
     rows, wanted, wanted_scales = gate_up_rows_torch(**given, block=BLOCK)
     assert near(values[rows], scales[rows], wanted, wanted_scales)
@@ -84,7 +86,7 @@ def test_what_cannot_be_served_says_so(device):
     given = inputs(2, 256, 128, device)
     with pytest.raises(ValueError, match="experts of 128 on hidden states of 192: multiples of 128 are served"):
         multiplied(given | {"x": given["x"][:, :192].contiguous()})
-    with pytest.raises(ValueError, match=r"x_scales must be contiguous torch.float32 \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"x_scales must be float32 \[2, 2\]"):
         multiplied(given | {"x_scales": given["x_scales"].half()})
     with pytest.raises(ValueError, match="expert_ids must be of at least"):
         multiplied(given | {"expert_ids": given["expert_ids"][:1]})
