@@ -36,11 +36,12 @@ class Kernel:
     width: int
     parts: int  # of a block's rows
     shared_bytes: int
+    apart: int = 0  # nanoseconds by which one warpgroup begins a tile after the other, where the source has that
 
     @property
     def constants(self) -> dict[str, int]:
         """Macros of the source."""
-        return {"HIDDEN": self.hidden, "WIDTH": self.width, "PARTS": self.parts}
+        return {"HIDDEN": self.hidden, "WIDTH": self.width, "PARTS": self.parts, "APART": self.apart}
 
     def run(
         self, rows: int, device: torch.device, arguments: ctypes.Structure, num_sms: int | None, launch: Launch | None

@@ -112,6 +112,10 @@ __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t share
     for (Tiles<PARTS> tile(a.padded); tile.is(); tile.next()) {
         const int expert = a.experts[tile.block()];
         if (expert < 0) continue;
+        if (APART > 0) {  // so that tensor cores work for one warpgroup while the other scales what they gave it
+            meet<2, MULTIPLYING>();
+            if (of.first) pause<APART>();
+        }
         const int part = tile.part();
         const int* sorted = a.sorted + tile.block() * ROWS;
         if (sorted[of.first] >= a.choices) {  // all of this warpgroup's lines are padding

@@ -16,6 +16,8 @@ from nsa_backend.kernels.expert_tiles import BESIDE_PANELS, PANEL, Kernel, Launc
 from nsa_backend.kernels.layer_front_weights import GROUP
 
 STAGES = 4
+APART = 0
+"""Nanoseconds between both warpgroups: of none it is known whether it helps."""
 
 
 class Arguments(ctypes.Structure):
@@ -38,7 +40,7 @@ def problem(hidden: int, width: int) -> str | None:
 def kernel_for(hidden: int, width: int) -> Kernel:
     """Of experts of this width; a part of a block's rows has a group of their columns."""
     shared = STAGES * (3 * PANEL + 2 * 8) + BESIDE_PANELS
-    return Kernel(Path(__file__).with_name("gate_up_rows.cu"), hidden, width, width // GROUP, shared)
+    return Kernel(Path(__file__).with_name("gate_up_rows.cu"), hidden, width, width // GROUP, shared, APART)
 
 
 def gate_up_rows(

@@ -57,6 +57,9 @@ __device__ __forceinline__ void wait_for_turn(uint32_t barrier, uint32_t turn) {
         : "memory");
 }
 
+// For about so many nanoseconds.
+template <int nanoseconds> __device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 %0;" ::"n"(nanoseconds)); }
+
 template <int registers> __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 }

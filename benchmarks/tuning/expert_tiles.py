@@ -12,16 +12,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, write_report
-from nsa_backend.kernels import down_blocks, expert_tiles
+from nsa_backend.kernels import down_blocks, expert_tiles, gate_up_rows
 from nsa_backend.kernels.choice_sums import choice_sums
 from nsa_backend.kernels.down_rows import down_rows
 from nsa_backend.kernels.expert_activation import activate
-from nsa_backend.kernels.gate_up_rows import gate_up_rows
 from nsa_backend.kernels.layer_front_weights import GROUP
 
 RANKS = {"v3.2-tp8": (256, 7168, 8), "glm-5-tp8": (257, 6144, 9)}
@@ -30,6 +30,8 @@ WIDTH = 256
 TOKENS = (1024, 2048, 4096, 8192)
 PARTS = (1, 2, 4)
 """Of a block's columns."""
+APART = (0, 100, 200, 300)
+"""Nanoseconds between both warpgroups of the first product."""
 REPEATS, SAMPLES = 4, 7
 CHECKED = 8
 """Blocks that are compared."""
@@ -62,6 +64,20 @@ def in_blocks(chosen: torch.Tensor, experts: int, block: int) -> tuple[torch.Ten
     return by_row, by_block, (taken.sum() * block).int().view(1)
 
 
+def having(module: ModuleType, name: str, value: int, call: Callable) -> Callable:
+    """`call` where a constant of a launcher is another."""
+
+    def run() -> object:
+        kept = getattr(module, name)
+        setattr(module, name, value)
+        try:
+            return call()
+        finally:
+            setattr(module, name, kept)
+
+    return run
+
+
 def dequantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float32 of FP8 [rows, columns] with scales of its groups or blocks."""
     return values.float() * scales.repeat_interleave(len(values) // len(scales), 0).repeat_interleave(GROUP, 1)
@@ -83,25 +99,18 @@ def cell(name: str, tokens: int) -> dict:
     both = torch.randn(rows, 2 * WIDTH, device="cuda").bfloat16()
 
     def product() -> tuple[torch.Tensor, torch.Tensor]:
-        return gate_up_rows(x, x_scales, *first, choices, *order, rows)
+        return gate_up_rows.gate_up_rows(x, x_scales, *first, choices, *order, rows)
 
     inner = product()
 
-    def in_parts(parts: int) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
-            kept, down_blocks.PARTS = down_blocks.PARTS, parts
-            try:
-                return down_blocks.down_blocks(*inner, *second, shares, *order, given)
-            finally:
-                down_blocks.PARTS = kept
-
-        return run
+    def second_product() -> torch.Tensor:
+        return down_blocks.down_blocks(*inner, *second, shares, *order, given)
 
     def in_triton(block: int) -> Callable[[], torch.Tensor]:
         return lambda: down_rows(*inner, *second, shares, *order, block, given, block_of_order=expert_tiles.BLOCK)
 
-    calls: dict[str, Callable] = {"gate_up_rows": product}
-    calls |= {f"down_blocks, {parts} parts": in_parts(parts) for parts in PARTS}
+    calls: dict[str, Callable] = {f"gate_up_rows, {ns} ns apart": having(gate_up_rows, "APART", ns, product) for ns in APART}
+    calls |= {f"down_blocks, {n} parts": having(down_blocks, "PARTS", n, second_product) for n in PARTS}
     calls |= {f"down_rows, {block} rows a program": in_triton(block) for block in (64, 128)}
     far = wrong_of(x, x_scales, first, second, shares, choices, order, inner)
     calls, wrong = right_ones(calls, lambda call: far(call()), TOO_FAR, "PyTorch's")

@@ -212,6 +212,7 @@ template <int number, int threads> void meet() {
     emulation::meet(emulation::now->block->named[number], threads, emulation::now->thread.x, 0);
     others_go_on();
 }
+template <int nanoseconds> void pause() { others_go_on(); }
 template <int registers> void take_registers() {}
 template <int registers> void leave_registers() {}
 inline void sync_warp() { emulation::meet_warp(0); }
