@@ -170,6 +170,9 @@ def beside_other_ranks(monkeypatch: Any) -> None:
     for module, name, value in patches:
         if hasattr(module, name):  # releases differ in whom they ask
             monkeypatch.setattr(module, name, value)
+    overrides = getattr(getattr(dp_attention, "get_parallel", dict)(), "_overrides", None)
+    if overrides is not None:
+        monkeypatch.setitem(overrides, "attn_dp_rank", 0)  # 0.5.22 reads it
     if hasattr(forward_batch_info, "get_exec"):
         graph = SimpleNamespace(cuda_graph_config=NO_PREFILL_GRAPHS)
         monkeypatch.setattr(forward_batch_info, "get_exec", lambda: SimpleNamespace(graph=graph))

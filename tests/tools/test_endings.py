@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 
 import pytest
 from endings import Exit, cause, facts, first_error, last_lines
@@ -31,11 +32,13 @@ def run(tmp_path, ranks: list[tuple[int, float]], seconds: float = 4.0, limit: f
 
 @pytest.mark.slow
 def test_each_process_is_told_by_its_signal_in_the_order_in_which_they_ended(tmp_path):
+    began = time.monotonic()
     code, exits = run(tmp_path, [(signal.SIGBUS, 2.4), (signal.SIGKILL, 1.5)])
+    took = time.monotonic() - began
     assert code == 7
     assert [one.status for one in exits] == [-signal.SIGKILL, -signal.SIGBUS]
     assert [one.how() for one in exits] == ["SIGKILL", "SIGBUS"]
-    assert exits[0].seconds < exits[1].seconds < 4
+    assert 1.5 <= exits[0].seconds < exits[1].seconds < took  # a busy machine starts them late
     assert all(0 < one.rss_gib < 1 for one in exits)
 
 
