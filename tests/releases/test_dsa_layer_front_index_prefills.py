@@ -160,7 +160,7 @@ def test_the_piece_outside_of_graphs_is_ours(layer, monkeypatch):
     index_prefills.take([SimpleNamespace(indexer=None)], (Backend,))
     assert hooked == []
     index_prefills.take([layer], (Backend,))
-    assert hooked[-1] == (f"{index_prefills.MODULE}.{index_prefills.NAME}", index_prefills._in_pieces)
+    assert hooked == [(f"{index_prefills.MODULE}.{index_prefills.NAME}", index_prefills._in_pieces)]
     ran = []
     monkeypatch.setattr(index_prefills, "_piece", lambda: lambda **given: ran.append(given))
     index_prefills._in_pieces(None, layer_id=3)
