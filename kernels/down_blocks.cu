@@ -14,9 +14,8 @@ constexpr int STAGES = 3;  // steps whose weights are there or on their way
 constexpr uint32_t PANELS = GROUPS * PANEL;
 constexpr uint32_t ROWS_AT = STAGES * PANELS;                 // of two tiles
 constexpr uint32_t WRITTEN_AT = ROWS_AT + 2 * PANELS;         // two times 128 columns of every row, in bfloat16
-constexpr uint32_t FILLED_AT = WRITTEN_AT + 2 * ROWS * 256;   // barriers of steps: their weights are there
-constexpr uint32_t EMPTIED_AT = FILLED_AT + STAGES * 8;       // and are multiplied
-constexpr uint32_t ROWS_EMPTIED_AT = EMPTIED_AT + STAGES * 8;  // and of two tiles: their rows are not needed any more
+constexpr uint32_t STEPS_AT = WRITTEN_AT + 2 * ROWS * 256;
+constexpr uint32_t ROWS_EMPTIED_AT = STEPS_AT + Steps<STAGES>::BYTES;  // barriers of two tiles: their rows are not needed any more
 constexpr uint32_t SHARED_BYTES = ROWS_EMPTIED_AT + 2 * 8 + 1024;
 
 struct Multiply {
@@ -32,10 +31,9 @@ struct Multiply {
     int choices;
 };
 
-__device__ __forceinline__ uint32_t stage_of(uint32_t step) { return step % STAGES; }
-
 __device__ __forceinline__ void gather(const Multiply& a, uint32_t shared) {
     const Piece of;
+    const Steps<STAGES> steps{shared + STEPS_AT};
     uint32_t step = 0, tiles = 0;
     for (Tiles<PARTS> tile(a.padded); tile.is(); tile.next()) {
         const int expert = a.experts[tile.block()];
@@ -54,8 +52,8 @@ __device__ __forceinline__ void gather(const Multiply& a, uint32_t shared) {
         const long long column = static_cast<long long>(expert) * HIDDEN + tile.part() * STEPS * GROUP + of.row;
         const unsigned char* weights = a.second + column * WIDTH + 16 * of.piece;
         for (int k = 0; k < STEPS; ++k, ++step) {
-            if (step >= STAGES) wait_for_turn(shared + EMPTIED_AT + stage_of(step) * 8, step / STAGES - 1);
-            const uint32_t to = shared + stage_of(step) * PANELS + of.place();
+            steps.wait_for_room(step);
+            const uint32_t to = shared + steps.stage(step) * PANELS + of.place();
             const unsigned char* of_step = weights + k * GROUP * WIDTH;
 #pragma unroll
             for (int pass = 0; pass < PASSES; ++pass) {
@@ -64,7 +62,7 @@ __device__ __forceinline__ void gather(const Multiply& a, uint32_t shared) {
                     copy_16(to + g * PANEL + pass * OF_PASS * 128, of_step + pass * OF_PASS * WIDTH + g * GROUP, true);
                 }
             }
-            arrive_after_copies(shared + FILLED_AT + stage_of(step) * 8);  // and, at the first step, after the rows
+            arrive_after_copies(steps.filled(step));  // and, at the first step, after the rows
         }
     }
     wait_for_copies();
@@ -95,9 +93,10 @@ struct Written {
 
 __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t shared) {
     const Lines of;
+    const Steps<STAGES> steps{shared + STEPS_AT};
     uint32_t step = 0, tiles = 0, written = 0;
     const auto release = [&](uint32_t barrier) {
-        if (of.lane == 0) arrive(shared + barrier);
+        if (of.lane == 0) arrive(barrier);
     };
     for (Tiles<PARTS> tile(a.padded); tile.is(); tile.next()) {
         const int expert = a.experts[tile.block()];
@@ -125,9 +124,9 @@ __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t share
             float scale[GROUPS];
 #pragma unroll
             for (int g = 0; g < GROUPS; ++g) scale[g] = weight_scales[k * GROUPS + g];
-            wait_for_turn(shared + FILLED_AT + stage_of(step) * 8, step / STAGES);
+            steps.wait_for(step);
             if (padding) {
-                release(EMPTIED_AT + stage_of(step) * 8);
+                release(steps.emptied(step));
                 continue;
             }
             fence_before_products();
@@ -135,9 +134,9 @@ __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t share
             for (int i = 0; i < 64; ++i) sums[i] = 0;
 #pragma unroll
             for (int g = 0; g < GROUPS; ++g) {
-                ask_products(found, tile_at(rows_at + g * PANEL, 16), tile_at(shared + stage_of(step) * PANELS + g * PANEL, 16));
+                ask_products(found, tile_at(rows_at + g * PANEL, 16), tile_at(shared + steps.stage(step) * PANELS + g * PANEL, 16));
                 products_wait<0>();
-                if (g == GROUPS - 1) release(EMPTIED_AT + stage_of(step) * 8);
+                if (g == GROUPS - 1) release(steps.emptied(step));
                 add_scaled(sums, found, upper_scale[g] * scale[g], lower_scale[g] * scale[g]);
             }
             // Two places take turns: whoever writes to one has met all who read it before.
@@ -152,7 +151,7 @@ __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t share
             of.first ? meet<3, MULTIPLYING / 2>() : meet<2, MULTIPLYING / 2>();
             out.write(k, [&](int row) { return load_shared_4(place + (of.first + row) * 256 + ((out.piece ^ (row & 7)) << 4)); });
         }
-        release(ROWS_EMPTIED_AT + tiles % 2 * 8);
+        release(shared + ROWS_EMPTIED_AT + tiles % 2 * 8);
         ++tiles;
     }
 }
@@ -162,11 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
     wait_for_inputs();
     const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
     if (threadIdx.x == 0) {
-#pragma unroll
-        for (int step = 0; step < STAGES; ++step) {
-            start_barrier(shared + FILLED_AT + step * 8, GATHERING);
-            start_barrier(shared + EMPTIED_AT + step * 8, WARPS);
-        }
+        Steps<STAGES>{shared + STEPS_AT}.start();
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) start_barrier(shared + ROWS_EMPTIED_AT + tile * 8, WARPS);
     }

@@ -28,6 +28,28 @@ template <int parts> struct Tiles {
     __device__ __forceinline__ int part() const { return number % parts; }
 };
 
+// Steps that are there or on their way, `stages` at most, as two barriers of each tell, which lie at `at` in shared memory.
+template <int stages> struct Steps {
+    static constexpr uint32_t BYTES = 2 * stages * 8;
+    uint32_t at;
+
+    __device__ __forceinline__ void start() const {
+#pragma unroll
+        for (int step = 0; step < stages; ++step) {
+            start_barrier(filled(step), GATHERING);
+            start_barrier(emptied(step), WARPS);
+        }
+    }
+    __device__ __forceinline__ static uint32_t stage(uint32_t step) { return step % stages; }
+    __device__ __forceinline__ uint32_t filled(uint32_t step) const { return at + stage(step) * 8; }
+    __device__ __forceinline__ uint32_t emptied(uint32_t step) const { return at + (stages + stage(step)) * 8; }
+    __device__ __forceinline__ void wait_for(uint32_t step) const { wait_for_turn(filled(step), step / stages); }
+    // Until what lay in its stage is multiplied.
+    __device__ __forceinline__ void wait_for_room(uint32_t step) const {
+        if (step >= stages) wait_for_turn(emptied(step), step / stages - 1);
+    }
+};
+
 // Of a thread that gathers: one 16-byte piece of a row of a panel, and of the rows 16 further, and so on.
 constexpr int OF_PASS = GATHERING / 8, PASSES = ROWS / OF_PASS;
 

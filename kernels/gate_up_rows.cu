@@ -11,9 +11,8 @@ static_assert(PARTS == WIDTH / GROUP);
 // Shared memory.
 constexpr int STAGES = 4;  // steps that are there or on their way
 constexpr uint32_t GATE = PANEL, UP = 2 * PANEL, PANELS = 3 * PANEL;  // of a step, behind its rows
-constexpr uint32_t FILLED_AT = STAGES * PANELS;          // barriers of steps: they are there
-constexpr uint32_t EMPTIED_AT = FILLED_AT + STAGES * 8;  // and are multiplied
-constexpr uint32_t SHARED_BYTES = EMPTIED_AT + STAGES * 8 + 1024;
+constexpr uint32_t STEPS_AT = STAGES * PANELS;
+constexpr uint32_t SHARED_BYTES = STEPS_AT + Steps<STAGES>::BYTES + 1024;
 
 struct Multiply {
     const unsigned char* x;      // FP8 [tokens, HIDDEN]
@@ -29,12 +28,9 @@ struct Multiply {
     int scales_token, scales_step;
 };
 
-__device__ __forceinline__ uint32_t filled(uint32_t shared, uint32_t step) { return shared + FILLED_AT + step % STAGES * 8; }
-
-__device__ __forceinline__ uint32_t emptied(uint32_t shared, uint32_t step) { return shared + EMPTIED_AT + step % STAGES * 8; }
-
 __device__ __forceinline__ void gather(const Multiply& a, uint32_t shared) {
     const Piece of;
+    const Steps<STAGES> steps{shared + STEPS_AT};
     uint32_t step = 0;
     for (Tiles<PARTS> tile(a.padded); tile.is(); tile.next()) {
         const int expert = a.experts[tile.block()];
@@ -50,8 +46,8 @@ __device__ __forceinline__ void gather(const Multiply& a, uint32_t shared) {
         const long long weights = static_cast<long long>(expert) * 2 * WIDTH + tile.part() * GROUP + of.row;
         const unsigned char* gate = a.first + weights * HIDDEN + 16 * of.piece;
         for (int k = 0; k < STEPS; ++k, ++step) {
-            if (step >= STAGES) wait_for_turn(emptied(shared, step), step / STAGES - 1);
-            const uint32_t to = shared + step % STAGES * PANELS + of.place();
+            steps.wait_for_room(step);
+            const uint32_t to = shared + steps.stage(step) * PANELS + of.place();
 #pragma unroll
             for (int pass = 0; pass < PASSES; ++pass) {
                 const unsigned char* x = a.x + static_cast<long long>(from[pass]) * 16 + k * GROUP;
@@ -63,7 +59,7 @@ __device__ __forceinline__ void gather(const Multiply& a, uint32_t shared) {
                 copy_16(to + GATE + pass * OF_PASS * 128, of_gate, true);
                 copy_16(to + UP + pass * OF_PASS * 128, of_gate + WIDTH * HIDDEN, true);
             }
-            arrive_after_copies(filled(shared, step));
+            arrive_after_copies(steps.filled(step));
         }
     }
     wait_for_copies();
@@ -105,9 +101,10 @@ __device__ __forceinline__ void write_line(
 
 __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t shared) {
     const Lines of;
+    const Steps<STAGES> steps{shared + STEPS_AT};
     uint32_t step = 0;
     const auto release = [&] {
-        if (of.lane == 0) arrive(emptied(shared, step));
+        if (of.lane == 0) arrive(steps.emptied(step));
     };
     for (Tiles<PARTS> tile(a.padded); tile.is(); tile.next()) {
         const int expert = a.experts[tile.block()];
@@ -120,7 +117,7 @@ __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t share
         const int* sorted = a.sorted + tile.block() * ROWS;
         if (sorted[of.first] >= a.choices) {  // all of this warpgroup's lines are padding
             for (int k = 0; k < STEPS; ++k, ++step) {
-                wait_for_turn(filled(shared, step), step / STAGES);
+                steps.wait_for(step);
                 release();
             }
             continue;
@@ -136,9 +133,9 @@ __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t share
         for (int i = 0; i < 64; ++i) gate[i] = up[i] = found[i] = 0;
         float upper_scale = upper_scales[0], lower_scale = lower_scales[0], gate_scale = gate_scales[0], up_scale = up_scales[0];
         for (int k = 0; k < STEPS; ++k, ++step) {
-            wait_for_turn(filled(shared, step), step / STAGES);
+            steps.wait_for(step);
             fence_before_products();
-            const uint32_t at = shared + step % STAGES * PANELS;
+            const uint32_t at = shared + steps.stage(step) * PANELS;
             const uint64_t rows = tile_at(at + of.first * 128, 16);
             ask_products(found, rows, tile_at(at + GATE, 16));
             const int next = min(k + 1, STEPS - 1);  // its scales are asked for early
@@ -165,12 +162,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(const __grid_c
     SHARED_MEMORY(memory);
     wait_for_inputs();
     const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
-    if (threadIdx.x == 0) {
-#pragma unroll
-        for (int step = 0; step < STAGES; ++step) {
-            start_barrier(filled(shared, step), GATHERING);
-            start_barrier(emptied(shared, step), WARPS);
-        }
-    }
+    if (threadIdx.x == 0) Steps<STAGES>{shared + STEPS_AT}.start();
     divide_work([&] { gather(a, shared); }, [&] { multiply_tiles(a, shared); });
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from unittest.mock import patch
 
 import torch
 
@@ -40,12 +40,11 @@ BYTES_PER_US, OPERATIONS_PER_US = 4.0e6, 1.3e9
 """What an H200 copies, and about what it multiplies in FP8 where sums of 128 products are scaled."""
 
 
-def weights_of(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+def random_weights(experts: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 [experts, rows, columns], and scales of its blocks."""
-    experts, rows, columns = shape
-    values = torch.randint(0x20, 0x40, shape, device="cuda", dtype=torch.uint8)  # 0.06 to 1.9
-    values = (values | torch.randint_like(values, 2) << 7).view(torch.float8_e4m3fn)
-    return values, torch.rand(experts, rows // GROUP, columns // GROUP, device="cuda") * 1e-3
+    of_bytes = torch.randint(0x20, 0x40, (experts, rows, columns), device="cuda", dtype=torch.uint8)  # 0.06 to 1.9
+    of_bytes = (of_bytes | torch.randint_like(of_bytes, 2) << 7).view(torch.float8_e4m3fn)
+    return of_bytes, torch.rand(experts, rows // GROUP, columns // GROUP, device="cuda") * 1e-3
 
 
 def in_blocks(chosen: torch.Tensor, experts: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -64,20 +63,6 @@ def in_blocks(chosen: torch.Tensor, experts: int, block: int) -> tuple[torch.Ten
     return by_row, by_block, (taken.sum() * block).int().view(1)
 
 
-def having(module: ModuleType, name: str, value: int, call: Callable) -> Callable:
-    """`call` where a constant of a launcher is another."""
-
-    def run() -> object:
-        kept = getattr(module, name)
-        setattr(module, name, value)
-        try:
-            return call()
-        finally:
-            setattr(module, name, kept)
-
-    return run
-
-
 def dequantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float32 of FP8 [rows, columns] with scales of its groups or blocks."""
     return values.float() * scales.repeat_interleave(len(values) // len(scales), 0).repeat_interleave(GROUP, 1)
@@ -91,7 +76,7 @@ def cell(name: str, tokens: int) -> dict:
     shares = torch.rand(tokens, choices, device="cuda")
     x = torch.randn(tokens, hidden, device="cuda").to(torch.float8_e4m3fn)
     x_scales = torch.rand(hidden // GROUP, tokens, device="cuda").T  # as SGLang lays them
-    first, second = weights_of(experts, 2 * WIDTH, hidden), weights_of(experts, hidden, WIDTH)
+    first, second = random_weights(experts, 2 * WIDTH, hidden), random_weights(experts, hidden, WIDTH)
     order = in_blocks(chosen, experts, expert_tiles.BLOCK)
     rows = len(order[0])
     given = torch.empty(tokens, choices, hidden, device="cuda", dtype=torch.bfloat16)
@@ -109,8 +94,10 @@ def cell(name: str, tokens: int) -> dict:
     def in_triton(block: int) -> Callable[[], torch.Tensor]:
         return lambda: down_rows(*inner, *second, shares, *order, block, given, block_of_order=expert_tiles.BLOCK)
 
-    calls: dict[str, Callable] = {f"gate_up_rows, {ns} ns apart": having(gate_up_rows, "APART", ns, product) for ns in APART}
-    calls |= {f"down_blocks, {n} parts": having(down_blocks, "PARTS", n, second_product) for n in PARTS}
+    calls: dict[str, Callable] = {
+        f"gate_up_rows, {ns} ns apart": patch.object(gate_up_rows, "APART", ns)(product) for ns in APART
+    }
+    calls |= {f"down_blocks, {n} parts": patch.object(down_blocks, "PARTS", n)(second_product) for n in PARTS}
     calls |= {f"down_rows, {block} rows a program": in_triton(block) for block in (64, 128)}
     far = wrong_of(x, x_scales, first, second, shares, choices, order, inner)
     calls, wrong = right_ones(calls, lambda call: far(call()), TOO_FAR, "PyTorch's")

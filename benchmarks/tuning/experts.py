@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -32,6 +33,7 @@ from nsa_backend.adapters import expert_products, moe_configs, shared_expert
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
+from nsa_backend.benchmarks.tuning.expert_tiles import random_weights
 from nsa_backend.kernels import down_rows
 from nsa_backend.kernels.down_rows import Tile as RowsTile
 from nsa_backend.kernels.few_experts import MOST_TOKENS, ONE, SOME, ExpertWeights, Tile, few_experts, problem, tile_for
@@ -106,13 +108,6 @@ def name_of(first: Config, second: Config | None = None) -> str:
     """As a report has it."""
     values = [tuple(one.values()) for one in (first, second) if one]
     return " then ".join(str(tile[:6]) + " bulk" * (len(tile) > 6) for tile in values)
-
-
-def random_weights(experts: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 [experts, rows, columns], and scales of its blocks."""
-    of_bytes = torch.randint(0x20, 0x40, (experts, rows, columns), device="cuda", dtype=torch.uint8)  # 0.06 to 1.9
-    of_bytes = (of_bytes | torch.randint_like(of_bytes, 2) << 7).view(torch.float8_e4m3fn)
-    return of_bytes, torch.rand(experts, rows // GROUP, columns // GROUP, device="cuda") * 1e-3
 
 
 @contextmanager
@@ -389,35 +384,22 @@ BEHIND_OURS += [(64, RowsTile(64, 8, 4, 3)), (64, RowsTile(64, 32, 4, 3)), (128,
 """The same behind our first product: rows of a program, in CUDA C++ if None, and its tile."""
 
 
-@contextmanager
-def walking(tile: RowsTile | None, first: tuple[int, int] | None, rows: int | None) -> Iterator[None]:
-    """Where our second product has this tile, its own where None, of any number of tokens.
-
-    With `first`, experts and their width, it is behind our first product, in programs of so many rows.
-    """
-    kept = down_rows.tile_for, shared_expert.MANY, expert_products.FIRST_TIMED, expert_products.OF_PROGRAM
-    shared_expert.MANY, expert_products.FIRST_TIMED, expert_products.OF_PROGRAM = 1, {first}, rows
-    if tile:
-        down_rows.tile_for = lambda hidden: tile
-    try:
-        yield
-    finally:
-        down_rows.tile_for, shared_expert.MANY, expert_products.FIRST_TIMED, expert_products.OF_PROGRAM = kept
-
-
 def walked(
     call: Callable[[], torch.Tensor],
     tile: RowsTile | None,
     first: tuple[int, int] | None = None,
     rows: int | None = None,
 ) -> Callable[[], torch.Tensor]:
-    """`call` with this tile, and what `walking` has."""
+    """`call` where our second product has this tile, its own where None, of any number of tokens.
 
-    def run() -> torch.Tensor:
-        with walking(tile, first, rows):
-            return call()
-
-    return run
+    With `first`, experts and their width, it is behind our first product, in programs of so many rows.
+    """
+    changed: list[tuple[Any, str, Any]] = [(shared_expert, "MANY", 1)]
+    changed += [(expert_products, "FIRST_TIMED", {first}), (expert_products, "OF_PROGRAM", rows)]
+    changed += [(down_rows, "tile_for", lambda hidden: tile)] if tile else []
+    for change in changed:
+        call = patch.object(*change)(call)
+    return call
 
 
 def many_cell(name: str, rank: Rank, tokens: int) -> dict:

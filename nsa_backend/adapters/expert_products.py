@@ -99,7 +99,7 @@ def run(
     (tokens, choices), experts, many = chosen.shape, len(weights.first), len(x) >= shared_expert.MANY
     tell(experts, weights.width, many)
     if many and (experts, weights.width) in FIRST_TIMED:
-        return both_ours(x, weights, shares, chosen, out, factor=factor, quantised=quantised, shared=shared)
+        return choice_sums(both_ours(x, weights, shares, chosen, quantised), factor, shared, out)
     tiles = tiles_for(weights, tokens, choices)
     block, in_blocks = tiles.first["BLOCK_SIZE_M"], many or tiles.second_in_bulk
     if many:
@@ -133,13 +133,9 @@ def both_ours(
     weights: ExpertWeights,
     shares: torch.Tensor,
     chosen: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    factor: float,
     quantised: tuple[torch.Tensor, torch.Tensor] | None,
-    shared: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`run` of many tokens where both products are ours."""
+    """bfloat16 [tokens, choices, hidden]: what experts of many tokens give, by two products of ours; arguments are `run`'s."""
     from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
@@ -155,7 +151,7 @@ def both_ours(
         down_blocks.down_blocks(*second, given)
     else:
         down_rows.down_rows(*second, OF_PROGRAM, given, block_of_order=block)
-    return choice_sums(given, factor, shared, out)
+    return given
 
 
 def tiles_for(weights: ExpertWeights, tokens: int, choices: int) -> Tiles:

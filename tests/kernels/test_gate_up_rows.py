@@ -6,7 +6,7 @@ import pytest
 import torch
 from emulated import multiply_emulator, multiplying
 from fp8_rows import NAN, near
-from rows_by_expert import in_blocks
+from rows_by_expert import with_more
 
 from nsa_backend.kernels.cuda_source import compiled
 from nsa_backend.kernels.expert_tiles import BLOCK
@@ -24,7 +24,7 @@ def inputs(tokens: int, hidden: int, width: int, device: str, others: float = 0.
     generator = torch.Generator().manual_seed(tokens + hidden)
     chosen = torch.randint(0, EXPERTS, (tokens * CHOICES,), generator=generator)
     chosen[torch.rand(len(chosen), generator=generator) < others] = -1
-    order, experts, padded = in_blocks(chosen, EXPERTS, BLOCK, len(chosen) + 5)
+    order = with_more(chosen, EXPERTS, BLOCK, len(chosen) + 5)
     x = torch.randn(tokens, hidden, generator=generator).to(torch.float8_e4m3fn)
     unused = [token for token in range(tokens) if (chosen.view(tokens, CHOICES)[token] < 0).all()]
     x.view(torch.uint8)[unused] = NAN
@@ -33,11 +33,8 @@ def inputs(tokens: int, hidden: int, width: int, device: str, others: float = 0.
         "x_scales": torch.rand(tokens, hidden // GROUP, generator=generator),
         "first": torch.randn(EXPERTS, 2 * width, hidden, generator=generator).to(torch.float8_e4m3fn),
         "first_scales": torch.rand(EXPERTS, 2 * width // GROUP, hidden // GROUP, generator=generator) / hidden**0.5,
-        "sorted_ids": torch.tensor(order, dtype=torch.int32),
-        "expert_ids": torch.tensor(experts, dtype=torch.int32),
-        "padded": torch.tensor([padded], dtype=torch.int32),
     }
-    return {name: tensor.to(device) for name, tensor in given.items()} | {"of_token": CHOICES}
+    return {name: tensor.to(device) for name, tensor in (given | order).items()} | {"of_token": CHOICES}
 
 
 def multiplied(given: dict, *, sms: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

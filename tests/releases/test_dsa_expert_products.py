@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from emulated import multiplying
+from rows_by_expert import in_blocks
 
 from nsa_backend.adapters import expert_products, experts, shared_expert
 from nsa_backend.kernels import down_blocks, gate_up_rows
@@ -29,15 +30,11 @@ MANY = 6
 """Tokens that have our second product here."""
 
 
-def in_blocks(chosen: torch.Tensor, block: int, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def ordered(chosen: torch.Tensor, block: int, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What SGLang's `moe_align_block_size` gives, which is CUDA's alone: order, experts of blocks, rows with padding."""
-    flat, order, of_blocks = chosen.flatten(), [], []
-    for expert in range(-1, experts):
-        rows = (flat == expert).nonzero().flatten().tolist()
-        order += rows + [len(flat)] * (-len(rows) % block)
-        of_blocks += [expert] * -(-len(rows) // block)
-    most = len(flat) + (experts + 1) * (block - 1)
-    room, padded = order + [len(flat)] * (most - len(order)), torch.tensor([len(order)], dtype=torch.int32)
+    order, of_blocks = in_blocks(chosen.flatten(), experts, block, chosen.numel())
+    most = chosen.numel() + (experts + 1) * (block - 1)
+    room, padded = order + [chosen.numel()] * (most - len(order)), torch.tensor([len(order)], dtype=torch.int32)
     of_blocks += [-1] * (-(-most // block) - len(of_blocks))
     return torch.tensor(room, dtype=torch.int32), torch.tensor(of_blocks, dtype=torch.int32), padded
 
@@ -46,7 +43,7 @@ def in_blocks(chosen: torch.Tensor, block: int, experts: int) -> tuple[torch.Ten
 def prefill(monkeypatch, runner):
     """MANY tokens are those of a prefill."""
     monkeypatch.setattr(shared_expert, "MANY", MANY)
-    monkeypatch.setattr(runner.module, "moe_align_block_size", in_blocks)
+    monkeypatch.setattr(runner.module, "moe_align_block_size", ordered)
     kernels = import_module(runner.module.invoke_fused_moe_kernel.__module__)
     for name in ("sglang_per_token_group_quant_fp8", "per_token_group_quant_fp8"):
         monkeypatch.setattr(kernels, name, lambda x, group: quantise(x.float(), Scales.EXACT))
