@@ -6,6 +6,7 @@ NVRTC and the driver come through cuda-python, which SGLang requires; no CUDA to
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,37 @@ def compiled(source: Path, constants: Mapping[str, int]) -> tuple[bytes, str]:
     _expect(nvrtc.nvrtcGetCUBIN(program, cubin)[0], f"compiling {source.name}")
     nvrtc.nvrtcDestroyProgram(program)
     return cubin, said
+
+
+class TensorMap(ctypes.Structure):
+    """`TensorMap` of hopper.cuh."""
+
+    _fields_ = [("bytes", ctypes.c_ubyte * 128)]
+
+
+def tensor_map(tensor: torch.Tensor, box_rows: int) -> TensorMap:
+    """What `copy_tile` is told of a contiguous tensor of FP8 [rows, columns]: boxes of so many rows, 128 bytes of each.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    return _encoded(tensor.data_ptr(), *tensor.shape, box_rows)
+
+
+@functools.lru_cache(maxsize=1024)  # weights of as many layers
+def _encoded(address: int, rows: int, columns: int, box_rows: int) -> TensorMap:
+    from cuda.bindings import driver
+
+    failed, encoded = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, address,
+        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)], [driver.cuuint64_t(columns)],
+        [driver.cuuint32_t(128), driver.cuuint32_t(box_rows)], [driver.cuuint32_t(1)] * 2,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+    _expect(failed, "describing a tensor in boxes")
+    return TensorMap.from_buffer_copy(ctypes.string_at(encoded.getPtr(), ctypes.sizeof(TensorMap)))
 
 
 class CudaKernel:

@@ -49,13 +49,12 @@ def down_rows_kernel(
     second_scales_ptr,  # float32 [experts, hidden / GROUP, 2]
     shares_ptr,  # float32 [choices]
     sorted_ptr,  # int32 [rows], choices, or their number and more where a row is padding
-    expert_ptr,  # int32 [blocks / OF_ORDER], each one's expert, -1 where it is another GPU's
+    expert_ptr,  # int32 [blocks], each block's expert, -1 where it is another GPU's
     padded_ptr,  # int32 [1], rows of all blocks
     out_ptr,  # bfloat16 [choices, HIDDEN]
     choices,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,  # rows
-    OF_ORDER: tl.constexpr,  # blocks of one expert that follow each other
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -66,14 +65,11 @@ def down_rows_kernel(
     block, begin = tl.program_id(1), tl.program_id(0) * (STEPS * COLUMNS)
     if block * BLOCK >= tl.load(padded_ptr):
         return
-    if OF_ORDER > 1:  # noqa: SIM102 - the compiler decides
-        if tl.load(sorted_ptr + block * BLOCK) >= choices:  # padding comes behind an expert's rows
-            return
     row = block * BLOCK + tl.arange(0, BLOCK)
     choice = tl.load(sorted_ptr + row)
     there = choice < choices
     out = out_ptr + choice.to(tl.int64)[:, None] * HIDDEN + tl.arange(0, COLUMNS)[None, :]
-    expert = tl.load(expert_ptr + block // OF_ORDER)
+    expert = tl.load(expert_ptr + block)
     if expert < 0:
         nothing = tl.zeros([BLOCK, COLUMNS], tl.bfloat16)
         for step in range(STEPS):
@@ -114,8 +110,6 @@ def down_rows(
     block: int,
     out: torch.Tensor,
     tile: Tile | None = None,
-    *,
-    block_of_order: int | None = None,
 ) -> torch.Tensor:
     """`out`, with what experts give for each choice of a token, times its share; zeros for an expert of another GPU.
 
@@ -126,12 +120,11 @@ def down_rows(
         second_scales: float32 [experts, hidden / GROUP, WIDTH / GROUP].
         shares: float32 [tokens, choices].
         sorted_ids: int32, at least [rows]: the choice of each row, the number of choices in padding.
-        expert_ids: int32 [blocks of the order], the expert of each; -1 is one of another GPU.
+        expert_ids: int32 [blocks], the expert of each block; -1 is one of another GPU.
         padded: int32 [1], rows of all blocks.
-        block: rows of a program, a power of two.
+        block: rows of each, a power of two.
         out: bfloat16 [tokens, choices, hidden].
         tile: of the programs, whose columns divide `hidden`; `tile_for` if None.
-        block_of_order: rows of a block of the order, a multiple of `block`, in which padding comes last; `block` if None.
 
     Raises:
         ValueError: a tensor has another shape, dtype or layout, or `problem` says why the launch cannot have it.
@@ -148,14 +141,12 @@ def down_rows(
     check_tensor("out", out, torch.bfloat16, (*shares.shape, hidden))
     check_tensor("padded", padded, torch.int32, (1,))
     check_tensor("expert_ids", expert_ids, torch.int32, (len(expert_ids),))
-    block_of_order = block_of_order or block
-    check_blocks(rows, block_of_order, sorted_ids, expert_ids)
+    check_blocks(rows, block, sorted_ids, expert_ids)
     if rows:
         down_rows_kernel[(hidden // (tile.columns * tile.steps), blocks(rows, block))](
             TensorDescriptor.from_tensor(values, [block, GROUP]), scales,
             TensorDescriptor.from_tensor(second, [1, tile.columns, GROUP]), second_scales, shares, sorted_ids, expert_ids,
-            padded, out, shares.numel(), HIDDEN=hidden, BLOCK=block, OF_ORDER=block_of_order // block,
-            COLUMNS=tile.columns, STEPS=tile.steps, STAGES=tile.stages, COMPILED=values.is_cuda, num_warps=tile.warps,
-            **early(values.is_cuda),
+            padded, out, shares.numel(), HIDDEN=hidden, BLOCK=block, COLUMNS=tile.columns, STEPS=tile.steps,
+            STAGES=tile.stages, COMPILED=values.is_cuda, num_warps=tile.warps, **early(values.is_cuda),
         )  # fmt: skip
     return out

@@ -29,6 +29,11 @@ __device__ __forceinline__ void copy_16(uint32_t to, const void* from, bool ther
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
+// Four bytes, likewise.
+__device__ __forceinline__ void copy_4(uint32_t to, const void* from, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
+}
+
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Waits for `threads` of the block; each of a few `number`s is for other ones.
@@ -57,8 +62,58 @@ __device__ __forceinline__ void wait_for_turn(uint32_t barrier, uint32_t turn) {
         : "memory");
 }
 
-// For about so many nanoseconds.
-template <int nanoseconds> __device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 %0;" ::"n"(nanoseconds)); }
+// Of two blocks, which run on neighbouring SMs and reach each other's shared memory.
+#define CLUSTER_OF_2 __cluster_dims__(2, 1, 1)
+
+__device__ __forceinline__ int cluster_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return static_cast<int>(rank);
+}
+
+// Waits for all threads of the cluster, which see the barriers that any of them has started.
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile(
+        "fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::
+            : "memory");
+}
+
+// At the barrier that lies there in that block of the cluster. What this thread wrote need not be seen there: that would take a
+// fence of the whole GPU.
+__device__ __forceinline__ void arrive_at(uint32_t barrier, int rank) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+
+// The barrier's turn ends once so many bytes have come, too.
+__device__ __forceinline__ void arrive_before_bytes(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// What the driver encodes of a tensor in boxes, as an argument of a kernel.
+struct alignas(64) TensorMap {
+    unsigned char bytes[128];
+};
+
+// A box of 128 bytes of each row, swizzled, whose first value is at (row, column); its bytes come to the barrier.
+__device__ __forceinline__ void copy_tile(uint32_t to, const TensorMap& from, int column, int row, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(&from), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+}
+
+// The same, to both blocks of the cluster, where the tile and the barrier lie at the same places.
+__device__ __forceinline__ void copy_tile_to_both(uint32_t to, const TensorMap& from, int column, int row, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(&from), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(3))
+        : "memory");
+}
 
 template <int registers> __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
@@ -73,6 +128,8 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
     return x;
 }
+
+__device__ __forceinline__ float load_shared_float(uint32_t address) { return __uint_as_float(load_shared(address)); }
 
 __device__ __forceinline__ uint2 load_shared_2(uint32_t address) {
     uint2 x;

@@ -12,26 +12,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, write_report
-from nsa_backend.kernels import down_blocks, expert_tiles, gate_up_rows
 from nsa_backend.kernels.choice_sums import choice_sums
 from nsa_backend.kernels.down_rows import down_rows
 from nsa_backend.kernels.expert_activation import activate
+from nsa_backend.kernels.gate_up_rows import BLOCK, WIDTH, gate_up_rows
 from nsa_backend.kernels.layer_front_weights import GROUP
 
 RANKS = {"v3.2-tp8": (256, 7168, 8), "glm-5-tp8": (257, 6144, 9)}
 """Experts, hidden and choices of a token; GLM-5's shared expert is the last one, which every token has."""
-WIDTH = 256
 TOKENS = (1024, 2048, 4096, 8192)
-PARTS = (1, 2, 4)
-"""Of a block's columns."""
-APART = (0, 100, 200, 300)
-"""Nanoseconds between both warpgroups of the first product."""
 REPEATS, SAMPLES = 4, 7
 CHECKED = 8
 """Blocks that are compared."""
@@ -77,33 +71,24 @@ def cell(name: str, tokens: int) -> dict:
     x = torch.randn(tokens, hidden, device="cuda").to(torch.float8_e4m3fn)
     x_scales = torch.rand(hidden // GROUP, tokens, device="cuda").T  # as SGLang lays them
     first, second = random_weights(experts, 2 * WIDTH, hidden), random_weights(experts, hidden, WIDTH)
-    order = in_blocks(chosen, experts, expert_tiles.BLOCK)
+    order = in_blocks(chosen, experts, BLOCK)
     rows = len(order[0])
     given = torch.empty(tokens, choices, hidden, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     both = torch.randn(rows, 2 * WIDTH, device="cuda").bfloat16()
 
     def product() -> tuple[torch.Tensor, torch.Tensor]:
-        return gate_up_rows.gate_up_rows(x, x_scales, *first, choices, *order, rows)
+        return gate_up_rows(x, x_scales, *first, choices, *order, rows)
 
     inner = product()
 
     def second_product() -> torch.Tensor:
-        return down_blocks.down_blocks(*inner, *second, shares, *order, given)
+        return down_rows(*inner, *second, shares, *order, BLOCK, given)
 
-    def in_triton(block: int) -> Callable[[], torch.Tensor]:
-        return lambda: down_rows(*inner, *second, shares, *order, block, given, block_of_order=expert_tiles.BLOCK)
-
-    calls: dict[str, Callable] = {
-        f"gate_up_rows, {ns} ns apart": patch.object(gate_up_rows, "APART", ns)(product) for ns in APART
-    }
-    calls |= {f"down_blocks, {n} parts": patch.object(down_blocks, "PARTS", n)(second_product) for n in PARTS}
-    calls |= {f"down_rows, {block} rows a program": in_triton(block) for block in (64, 128)}
+    calls: dict[str, Callable] = {"gate_up_rows": product, "down_rows": second_product}
     far = wrong_of(x, x_scales, first, second, shares, choices, order, inner)
     calls, wrong = right_ones(calls, lambda call: far(call()), TOO_FAR, "PyTorch's")
-    calls["activate, of SGLang's first product"] = lambda: activate(
-        both, chosen.int(), *order[1:], expert_tiles.BLOCK, order[0]
-    )
+    calls["activate, of SGLang's first product"] = lambda: activate(both, chosen.int(), *order[1:], BLOCK, order[0])
     calls["choice_sums"] = lambda: choice_sums(given, 1.0, None, out)
     graphs = {way: captured_graph(lambda call=call: [call() for _ in range(REPEATS)]) for way, call in calls.items()}
     times = interleaved({way: graph.replay for way, graph in graphs.items()}, REPEATS, SAMPLES)
@@ -132,7 +117,7 @@ def wrong_of(
 ) -> Callable:
     """Relative distance of what either product gives from PyTorch's, over the first and the last blocks."""
     by_row, by_block, padded = order
-    count, block = int(padded) // expert_tiles.BLOCK, expert_tiles.BLOCK
+    count, block = int(padded) // BLOCK, BLOCK
     blocks = sorted({*range(min(CHECKED, count)), *range(max(0, count - CHECKED), count)})
 
     def distance(found: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> float:

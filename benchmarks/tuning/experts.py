@@ -379,23 +379,18 @@ WALKS = [
 """Of our second product."""
 
 
-BEHIND_OURS: list[tuple[int | None, RowsTile | None]] = [(None, None), (64, None), (128, None)]
-BEHIND_OURS += [(64, RowsTile(64, 8, 4, 3)), (64, RowsTile(64, 32, 4, 3)), (128, RowsTile(64, 16, 8, 3))]
-"""The same behind our first product: rows of a program, in CUDA C++ if None, and its tile."""
+WALKS_BEHIND_OURS = [RowsTile(64, 8, 4, 3), RowsTile(64, 32, 4, 3), RowsTile(64, 16, 8, 3)]
+"""The same behind our first product."""
 
 
 def walked(
-    call: Callable[[], torch.Tensor],
-    tile: RowsTile | None,
-    first: tuple[int, int] | None = None,
-    rows: int | None = None,
+    call: Callable[[], torch.Tensor], tile: RowsTile | None, first: tuple[int, int] | None = None
 ) -> Callable[[], torch.Tensor]:
     """`call` where our second product has this tile, its own where None, of any number of tokens.
 
-    With `first`, experts and their width, it is behind our first product, in programs of so many rows.
+    With `first`, experts and their width, it is behind our first product.
     """
-    changed: list[tuple[Any, str, Any]] = [(shared_expert, "MANY", 1)]
-    changed += [(expert_products, "FIRST_TIMED", {first}), (expert_products, "OF_PROGRAM", rows)]
+    changed: list[tuple[Any, str, Any]] = [(shared_expert, "MANY", 1), (expert_products, "FIRST_TIMED", {first})]
     changed += [(down_rows, "tile_for", lambda hidden: tile)] if tile else []
     for change in changed:
         call = patch.object(*change)(call)
@@ -415,9 +410,8 @@ def many_cell(name: str, rank: Rank, tokens: int) -> dict:
     for (way, lookup), tile in itertools.product(firsts.items(), [None, *WALKS]):
         calls[f"{way}, ours" + (f", {tile}" if tile else "")] = [walked(around(rank, x, routed, lookup), tile)]
     both, experts = around(rank, x, routed, try_get_optimal_moe_config), (rank.shape.experts, rank.shape.width)
-    for rows, tile in BEHIND_OURS:
-        way = "both ours" + (f", {rows} rows a program" if rows else "") + (f", {tile}" if tile else "")
-        calls[way] = [walked(both, tile, experts, rows)]
+    for tile in (None, *WALKS_BEHIND_OURS):
+        calls["both ours" + (f", {tile}" if tile else "")] = [walked(both, tile, experts)]
     us, wrong = timed(calls, calls["sglang"][0]().float())
     return named(name, rank.shape, tokens) | {"many_us": us, "wrong": wrong}
 

@@ -25,7 +25,7 @@ import triton.language as tl
 from nsa_backend.adapters import shared_expert
 from nsa_backend.adapters.few_experts import SWITCH
 from nsa_backend.environment import switched_on
-from nsa_backend.kernels import down_blocks, down_rows, expert_order, expert_tiles, gate_up_rows
+from nsa_backend.kernels import down_rows, expert_order, gate_up_rows
 from nsa_backend.kernels.choice_sums import choice_sums
 from nsa_backend.kernels.expert_activation import activate, problem
 from nsa_backend.kernels.few_experts import ExpertWeights
@@ -40,8 +40,6 @@ TIMED = {(256, 256), (257, 256)}
 benchmarks/results/experts_0_5_23_h200.json). Others, those of --ep-size too, have them where a user asks."""
 FIRST_TIMED: set[tuple[int, int]] = set()
 """Of these, those of which a prefill's first product is ours too: none, as no GPU has run it."""
-OF_PROGRAM: int | None = None
-"""Behind our first product, rows of a program where the second is `down_rows`; it is `down_blocks` if None."""
 FORM = {
     "use_fp8_w8a8": True, "use_int8_w8a8": False, "use_int8_w8a16": False, "use_int4_w4a16": False,
     "per_channel_quant": False, "block_shape": [GROUP, GROUP],
@@ -139,7 +137,7 @@ def both_ours(
     from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
-    (tokens, choices), block = chosen.shape, expert_tiles.BLOCK
+    (tokens, choices), block = chosen.shape, gate_up_rows.BLOCK
     order = fused_moe.moe_align_block_size(chosen, block, len(weights.first))
     values, scales = quantised or sglang_per_token_group_quant_fp8(x, GROUP)
     rows = len(order[0]) // block * block
@@ -147,11 +145,7 @@ def both_ours(
     values, scales = gate_up_rows.gate_up_rows(*first, choices, *order, rows)
     given = x.new_empty(tokens, choices, x.shape[1])
     second = values, scales, weights.second, weights.second_scales, shares, *order
-    if OF_PROGRAM is None:
-        down_blocks.down_blocks(*second, given)
-    else:
-        down_rows.down_rows(*second, OF_PROGRAM, given, block_of_order=block)
-    return given
+    return down_rows.down_rows(*second, block, given)
 
 
 def tiles_for(weights: ExpertWeights, tokens: int, choices: int) -> Tiles:

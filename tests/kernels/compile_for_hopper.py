@@ -222,15 +222,14 @@ def few_experts() -> dict[str, dict]:
 def many_experts() -> dict[str, dict]:
     """The second product of experts of many tokens, and the sums behind it, of both models."""
     found, types = {}, dict.fromkeys(("sorted_ptr", "expert_ptr", "padded_ptr"), "*i32") | {"shares_ptr": "*fp32"}
-    for hidden, (block, of_order) in itertools.product((7168, 6144), ((16, 1), (64, 1), (128, 1), (64, 2))):
+    for hidden, block in itertools.product((7168, 6144), (16, 64, 128)):
         tile = tile_of_rows(hidden)
         descriptors = {"values": (block, 128), "second": (1, tile.columns, 128)}
         more = types | {name: f"tensordesc<fp8e4nv[{str(list(size))[1:-1]}]>" for name, size in descriptors.items()}
-        fixed = {"HIDDEN": hidden, "BLOCK": block, "OF_ORDER": of_order}
-        fixed |= {"COLUMNS": tile.columns, "STEPS": tile.steps, "STAGES": tile.stages}
+        fixed = {"HIDDEN": hidden, "BLOCK": block, "COLUMNS": tile.columns, "STEPS": tile.steps, "STAGES": tile.stages}
         used = resources(down_rows_kernel, fixed | {"COMPILED": True}, more=more, num_warps=tile.warps)
         fitting = {"programs": 2, "threads": 32 * tile.warps}
-        found[f"experts of rows, {hidden} in blocks of {block}, {of_order} of an order's"] = used | fitting
+        found[f"experts of rows, {hidden} in blocks of {block}"] = used | fitting
     types = {"given_ptr": "*bf16", "shared_ptr": "*bf16", "factor": "fp32"}
     for choices, shared in ((8, True), (9, False)):
         fixed = {"CHOICES": choices, "HIDDEN": 7168, "COLUMNS": 1024, "SHARED": shared, "COMPILED": True}

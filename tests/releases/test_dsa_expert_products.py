@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from emulated import multiplying
+from emulated import boxes, multiplying
 from rows_by_expert import in_blocks
 
 from nsa_backend.adapters import expert_products, experts, shared_expert
-from nsa_backend.kernels import down_blocks, gate_up_rows
+from nsa_backend.kernels import gate_up_rows
 from nsa_backend.kernels.few_experts import ExpertWeights
 from nsa_backend.kernels.layer_front_torch import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
@@ -72,17 +72,15 @@ def test_experts_are_right(runner, width, bulk, alone, elsewhere):
     assert near(found, given)
 
 
-@pytest.fixture(params=["SGLang's first product", "both ours", "both ours, the second in Triton"])
+@pytest.fixture(params=["SGLang's first product", "both ours"])
 def products(monkeypatch, request):
-    """Whose products many tokens have; ours on an emulated GPU."""
-    if request.param != "SGLang's first product":
+    """Whose products many tokens have; our first one on an emulated GPU."""
+    if request.param == "both ours":
         from sglang.kernels.ops.quantization import fp8_kernel
 
-        for module in (gate_up_rows, down_blocks):
-            launch, name = multiplying(module.kernel_for(HIDDEN, 256)), module.__name__.rpartition(".")[2]
-            monkeypatch.setattr(module, name, partial(getattr(module, name), num_sms=2, launch=launch))
+        emulated = partial(gate_up_rows.gate_up_rows, num_sms=2, launch=multiplying(HIDDEN), boxes=boxes)
+        monkeypatch.setattr(gate_up_rows, "gate_up_rows", emulated)
         monkeypatch.setattr(expert_products, "FIRST_TIMED", {(EXPERTS, 256)})
-        monkeypatch.setattr(expert_products, "OF_PROGRAM", 64 if "Triton" in request.param else None)
         monkeypatch.setattr(fp8_kernel, "sglang_per_token_group_quant_fp8", lambda x, group: quantise(x.float(), Scales.EXACT))
 
 

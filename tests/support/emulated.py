@@ -8,8 +8,11 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from nsa_backend.kernels import expert_tiles
+import torch
+
+from nsa_backend.kernels import gate_up_rows
 from nsa_backend.kernels import sparse_verify as verify
+from nsa_backend.kernels.cuda_source import TensorMap
 
 HERE = Path(__file__).parent
 
@@ -44,15 +47,21 @@ class Emulated:
         attend_emulator(source, *self._shape, fp8=self._fp8).run(ctypes.byref(arguments), *grid, self._seed)
 
 
-def multiply_emulator(kernel: expert_tiles.Kernel) -> ctypes.CDLL:
-    """Of what multiplies rows of experts."""
-    return emulator(kernel.source, "Multiply", "multiply", **kernel.constants)
+def multiply_emulator(hidden: int) -> ctypes.CDLL:
+    """Of the first product of experts of many tokens."""
+    return emulator(gate_up_rows.SOURCE, "Multiply", "multiply", **gate_up_rows.constants(hidden))
 
 
-def multiplying(kernel: expert_tiles.Kernel, seed: int = 0) -> expert_tiles.Launch:
+def multiplying(hidden: int, seed: int = 0) -> gate_up_rows.Launch:
     """In place of its launch."""
 
     def launch(grid: tuple[int, int], arguments: ctypes.Structure) -> None:
-        multiply_emulator(kernel).run(ctypes.byref(arguments), *grid, seed)
+        multiply_emulator(hidden).run(ctypes.byref(arguments), *grid, seed)
 
     return launch
+
+
+def boxes(tensor: torch.Tensor, box_rows: int) -> TensorMap:
+    """In place of `cuda_source.tensor_map`."""
+    words = (ctypes.c_int64 * 16)(tensor.data_ptr(), *tensor.shape, box_rows)
+    return TensorMap.from_buffer_copy(words)

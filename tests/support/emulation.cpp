@@ -5,10 +5,11 @@ extern "C" void run(const ARGUMENTS* arguments, unsigned width, unsigned height,
     emulation::chance.seed(seed);
     emulation::kernel = [=] { KERNEL(*arguments); };
     emulation::grid = {width, height, 1};
+    emulation::threads = THREADS;
     for (unsigned y = 0; y < height; ++y) {
         std::vector<dim3> blocks;
         for (unsigned x = 0; x < width; ++x) blocks.push_back({x, y, 0});
-        emulation::run_blocks(blocks, THREADS);
+        emulation::run_blocks(blocks);
     }
 }
 extern "C" unsigned shared_bytes() { return SHARED_BYTES; }

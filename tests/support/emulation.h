@@ -1,6 +1,7 @@
 // What kernels/hopper.cuh has of a Hopper GPU, for a host compiler: a CUDA thread is a fiber, and every instruction that
 // the file has in PTX does here what the PTX ISA says of it. Fibers run in a random order, those of some blocks together. A copy
-// lands and a product is computed when it is asked for or when it is waited for, as chance has it, and shared memory begins as NaN.
+// lands and a product is computed when it is asked for or when it is waited for, as chance has it; a tile lands when chance has it.
+// Shared memory begins as NaN.
 
 #pragma once
 
@@ -22,6 +23,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
+#define CLUSTER_OF_2
 #define SHARED_MEMORY(name) unsigned char* name = emulation::now->block->shared
 #define threadIdx (emulation::now->thread)
 #define blockIdx (emulation::now->block->index)
@@ -58,14 +60,16 @@ constexpr size_t STACK = 64 << 10, SHARED = 232448;
 
 constexpr int MOST_THREADS = 384, NAMED = 5;
 
-struct Meeting {  // of the threads of a warp or of a block
+struct Meeting {  // of the threads of a warp, of a block or of a cluster
     int arrived = 0;
     uint64_t generation = 0, values[2][MOST_THREADS];  // those of a generation stay until the one after the next
 };
 struct Block {
     alignas(1024) unsigned char shared[SHARED];
     dim3 index;
-    Meeting warps[MOST_THREADS / 32], named[NAMED];
+    Meeting warps[MOST_THREADS / 32], named[NAMED], cluster;
+    Block* pair[2];  // where it belongs to a cluster
+    int left;        // threads that have not ended
 };
 struct Fiber {
     Block* block;
@@ -82,16 +86,20 @@ inline dim3 grid;
 inline ucontext_t scheduler;
 inline std::mt19937 chance;
 inline std::function<void()> kernel;
+inline std::vector<std::function<void()>> flying;  // tiles on their way
+inline int threads;
 
 [[noreturn]] inline void fail(const char* what) {
     fprintf(stderr, "emulation: %s\n", what);
     abort();
 }
 
-inline unsigned char* at(uint32_t address, uint32_t bytes) {
+inline unsigned char* at(Block& block, uint32_t address, uint32_t bytes) {
     if (address % bytes || address + bytes > SHARED) fail("an access beside shared memory, or not aligned");
-    return now->block->shared + address;
+    if (!block.left) fail("an access to shared memory of a block that has ended");
+    return block.shared + address;
 }
+inline unsigned char* at(uint32_t address, uint32_t bytes) { return at(*now->block, address, bytes); }
 
 // Everybody's values, once all of `members` are here.
 inline uint64_t* meet(Meeting& meeting, int members, int place, uint64_t value) {
@@ -125,18 +133,20 @@ inline void settle(std::vector<std::function<void()>>& list) { settle(list, list
 inline void entry() {
     kernel();
     now->done = true;
+    --now->block->left;
     if (!now->copies.empty() || !now->products.empty()) fail("a thread ended before what it asked for");
     swapcontext(&now->context, &scheduler);
 }
 
 // All at the same time, as blocks may wait for each other.
-inline void run_blocks(const std::vector<dim3>& indices, int threads) {
+inline void run_blocks(const std::vector<dim3>& indices) {
     std::vector<std::unique_ptr<Block>> blocks;
     fibers.resize(indices.size() * threads);
     for (size_t b = 0; b < indices.size(); ++b) {
         blocks.push_back(std::make_unique<Block>());
         memset(blocks[b]->shared, 0xff, SHARED);
         blocks[b]->index = indices[b];
+        blocks[b]->left = threads;
         for (int t = 0; t < threads; ++t) {
             Fiber& fiber = fibers[b * threads + t];
             fiber.block = blocks[b].get();
@@ -150,11 +160,23 @@ inline void run_blocks(const std::vector<dim3>& indices, int threads) {
             makecontext(&fiber.context, entry, 0);
         }
     }
+    for (size_t b = 0; b < blocks.size(); ++b) {
+        for (size_t rank = 0; rank < 2; ++rank) blocks[b]->pair[rank] = b / 2 * 2 + rank < blocks.size() ? blocks[b / 2 * 2 + rank].get() : nullptr;
+    }
     std::vector<int> order(fibers.size());
     for (size_t t = 0; t < order.size(); ++t) order[t] = t;
     for (int left = 1, rounds = 0; left; ++rounds) {
         if (rounds > 1 << 20) fail("threads wait for each other");
         if (rounds % 8 == 0) std::shuffle(order.begin(), order.end(), chance);
+        for (size_t i = 0; i < flying.size();) {
+            if (chance() % 4) {
+                ++i;
+                continue;
+            }
+            const auto lands = flying[i];
+            flying.erase(flying.begin() + i);
+            lands();
+        }
         left = 0;
         for (int t : order) {
             if (fibers[t].done) continue;
@@ -164,6 +186,7 @@ inline void run_blocks(const std::vector<dim3>& indices, int threads) {
             left += !now->done;
         }
     }
+    if (!flying.empty()) fail("blocks ended before what they asked for");
 }
 
 // Of every byte.
@@ -212,7 +235,6 @@ template <int number, int threads> void meet() {
     emulation::meet(emulation::now->block->named[number], threads, emulation::now->thread.x, 0);
     others_go_on();
 }
-template <int nanoseconds> void pause() { others_go_on(); }
 template <int registers> void take_registers() {}
 template <int registers> void leave_registers() {}
 inline void sync_warp() { emulation::meet_warp(0); }
@@ -243,30 +265,74 @@ inline float shuffle_xor(float x, int lanes) {
 inline uint32_t shared_address(const void* pointer) { return static_cast<const unsigned char*>(pointer) - emulation::now->block->shared; }
 inline void wait_for_inputs() {}
 inline void fence_before_products() {}
-inline void copy_16(uint32_t to, const void* from, bool there) {
+template <int bytes> void copy(uint32_t to, const void* from, bool there) {
     emulation::later(emulation::now->copies, [=] {
-        if (there) memcpy(emulation::at(to, 16), from, 16);
-        else memset(emulation::at(to, 16), 0, 16);
+        if (there) memcpy(emulation::at(to, bytes), from, bytes);
+        else memset(emulation::at(to, bytes), 0, bytes);
     });
 }
+inline void copy_16(uint32_t to, const void* from, bool there) { copy<16>(to, from, there); }
+inline void copy_4(uint32_t to, const void* from, bool there) { copy<4>(to, from, there); }
 inline void wait_for_copies() { emulation::settle(emulation::now->copies); }
 
 struct Barrier {  // as it lies in shared memory
     uint16_t expected, pending;
-    uint32_t phase;
+    int32_t bytes : 24;  // that are still to come
+    uint32_t phase : 8;
 };
-inline Barrier& barrier_at(uint32_t address) { return *reinterpret_cast<Barrier*>(emulation::at(address, 8)); }
+inline Barrier& barrier_at(uint32_t address, emulation::Block& block = *emulation::now->block) {
+    return *reinterpret_cast<Barrier*>(emulation::at(block, address, 8));
+}
 inline void start_barrier(uint32_t address, int arrivals) {
     const uint16_t all = static_cast<uint16_t>(arrivals);
-    barrier_at(address) = {all, all, 0};
+    barrier_at(address) = {all, all, 0, 0};
 }
-inline void arrived(uint32_t address) {
-    Barrier& barrier = barrier_at(address);
-    if (--barrier.pending == 0) barrier = {barrier.expected, barrier.expected, barrier.phase + 1};
+inline void arrived(Barrier& barrier, int arrivals, int bytes) {
+    barrier.pending -= arrivals;
+    barrier.bytes += bytes;
+    if (barrier.pending == 0 && barrier.bytes == 0) barrier = {barrier.expected, barrier.expected, 0, barrier.phase + 1};
 }
+inline void arrived(uint32_t address) { arrived(barrier_at(address), 1, 0); }
 inline void arrive(uint32_t address) {
     arrived(address);
     others_go_on();
+}
+inline int cluster_rank() { return emulation::now->block->index.x % 2; }
+inline void meet_cluster() {
+    emulation::meet(emulation::now->block->pair[0]->cluster, 2 * emulation::threads, 0, 0);
+    others_go_on();
+}
+inline void arrive_at(uint32_t address, int rank) {
+    arrived(barrier_at(address, *emulation::now->block->pair[rank]), 1, 0);
+    others_go_on();
+}
+inline void arrive_before_bytes(uint32_t address, uint32_t bytes) {
+    arrived(barrier_at(address), 1, bytes);
+    others_go_on();
+}
+struct TensorMap {  // as emulated.py has it
+    const unsigned char* from;
+    int64_t rows, columns, box_rows, unused[12];
+};
+inline void copy_tile(uint32_t to, const TensorMap& map, int column, int row, uint32_t barrier, int ranks) {
+    if (to % 1024 || column < 0 || row < 0 || column + 128 > map.columns || row + map.box_rows > map.rows) emulation::fail("no such tile");
+    for (int rank = 0; rank < 2; ++rank) {
+        emulation::Block& block = *emulation::now->block->pair[rank];
+        if (!(ranks >> rank & 1)) continue;
+        emulation::flying.push_back([=, &block] {
+            for (uint32_t at = 0; at < map.box_rows * 128; at += 16) {
+                const unsigned char* from = map.from + (row + at / 128) * map.columns + column + at % 128;
+                memcpy(emulation::at(block, emulation::Tile::swizzled(to + at), 16), from, 16);
+            }
+            arrived(barrier_at(barrier, block), 0, -static_cast<int>(map.box_rows) * 128);
+        });
+    }
+}
+inline void copy_tile(uint32_t to, const TensorMap& map, int column, int row, uint32_t barrier) {
+    copy_tile(to, map, column, row, barrier, 1 << cluster_rank());
+}
+inline void copy_tile_to_both(uint32_t to, const TensorMap& map, int column, int row, uint32_t barrier) {
+    copy_tile(to, map, column, row, barrier, 3);
 }
 inline void arrive_after_copies(uint32_t address) {
     auto& copies = emulation::now->copies;
@@ -278,6 +344,7 @@ inline void wait_for_turn(uint32_t address, uint32_t turn) {
     while (barrier_at(address).phase % 2 == turn % 2) swapcontext(&emulation::now->context, &emulation::scheduler);
 }
 inline uint32_t load_shared(uint32_t address) { return *reinterpret_cast<uint32_t*>(emulation::at(address, 4)); }
+inline float load_shared_float(uint32_t address) { return bits_as<float>(load_shared(address)); }
 inline uint2 load_shared_2(uint32_t address) { return *reinterpret_cast<uint2*>(emulation::at(address, 8)); }
 inline uint4 load_shared_4(uint32_t address) { return *reinterpret_cast<uint4*>(emulation::at(address, 16)); }
 inline void store_shared(uint32_t address, uint32_t x) { *reinterpret_cast<uint32_t*>(emulation::at(address, 4)) = x; }
