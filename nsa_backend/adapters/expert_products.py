@@ -38,8 +38,8 @@ TOKENS = range(5, 129)
 TIMED = {(256, 256), (257, 256)}
 """Experts of a GPU and their width that have all of these unasked: an H200 was faster (`between_products` and `many_tokens` of
 benchmarks/results/experts_0_5_23_h200.json). Others, those of --ep-size too, have them where a user asks."""
-FIRST_TIMED: set[tuple[int, int]] = set()
-"""Of these, those of which a prefill's first product is ours too: none, as no GPU has run it."""
+FIRST_TIMED = TIMED
+"""Those of which a prefill's first product is ours too."""
 FORM = {
     "use_fp8_w8a8": True, "use_int8_w8a8": False, "use_int8_w8a16": False, "use_int4_w4a16": False,
     "per_channel_quant": False, "block_shape": [GROUP, GROUP],
