@@ -57,15 +57,9 @@ struct Tiles {
         for (; number < end; number += gridDim.x / 2) {
             expert = experts[number];
             if (expert < 0) continue;
-            int before = 0;  // blocks of this expert
-            for (int other = number - 1 - lane;; other -= 32, before += 32) {
-                const uint32_t begun = warp_ballot(other < 0 || experts[other] != expert);
-                if (begun) {
-                    before += __ffs(begun) - 1;
-                    break;
-                }
-            }
-            const int second = before & 1;
+            uint32_t begun = 0;  // a bit of every block before it that is not this expert's
+            for (int other = number - 1 - lane; !begun; other -= 32) begun = warp_ballot(other < 0 || experts[other] != expert);
+            const int second = (__ffs(begun) - 1) & 1;
             both = second || (number + 1 < end && experts[number + 1] == expert);
             block = both ? number - second + rank : number;
             part = both ? second : rank;
@@ -148,7 +142,6 @@ __device__ __forceinline__ void gather(const Multiply& a, uint32_t shared) {
             arrive_after_copies(filled);
         }
     }
-    wait_for_copies();
 }
 
 // Asks for the products of 64 rows and 128 rows of weights, 128 bytes each.
@@ -260,5 +253,5 @@ extern "C" __global__ void CLUSTER_OF_2 __launch_bounds__(THREADS, 1) multiply(c
         take_registers<MULTIPLYING_REGISTERS>();
         multiply_tiles(a, shared);
     }
-    meet_cluster();  // the other block may still write to this one
+    meet_cluster();  // until then the other block may write to this one
 }

@@ -379,18 +379,9 @@ WALKS = [
 """Of our second product."""
 
 
-WALKS_BEHIND_OURS = [RowsTile(64, 8, 4, 3), RowsTile(64, 32, 4, 3), RowsTile(64, 16, 8, 3)]
-"""The same behind our first product."""
-
-
-def walked(
-    call: Callable[[], torch.Tensor], tile: RowsTile | None, first: tuple[int, int] | None = None
-) -> Callable[[], torch.Tensor]:
-    """`call` where our second product has this tile, its own where None, of any number of tokens.
-
-    With `first`, experts and their width, it is behind our first product.
-    """
-    changed: list[tuple[Any, str, Any]] = [(shared_expert, "MANY", 1), (expert_products, "FIRST_TIMED", {first})]
+def walked(call: Callable[[], torch.Tensor], tile: RowsTile | None = None, *, both: bool = False) -> Callable[[], torch.Tensor]:
+    """`call` where our second product has this tile, its own where None, of any number of tokens, behind ours or SGLang's."""
+    changed: list[tuple[Any, str, Any]] = [(shared_expert, "MANY", 1), (expert_products, "BOTH", 1 if both else math.inf)]
     changed += [(down_rows, "tile_for", lambda hidden: tile)] if tile else []
     for change in changed:
         call = patch.object(*change)(call)
@@ -409,9 +400,7 @@ def many_cell(name: str, rank: Rank, tokens: int) -> dict:
     firsts |= {str(first): lookup_of(config(*first)) for first in FIRSTS_OF_MANY}
     for (way, lookup), tile in itertools.product(firsts.items(), [None, *WALKS]):
         calls[f"{way}, ours" + (f", {tile}" if tile else "")] = [walked(around(rank, x, routed, lookup), tile)]
-    both, experts = around(rank, x, routed, try_get_optimal_moe_config), (rank.shape.experts, rank.shape.width)
-    for tile in (None, *WALKS_BEHIND_OURS):
-        calls["both ours" + (f", {tile}" if tile else "")] = [walked(both, tile, experts)]
+    calls["both ours"] = [walked(around(rank, x, routed, try_get_optimal_moe_config), both=True)]
     us, wrong = timed(calls, calls["sglang"][0]().float())
     return named(name, rank.shape, tokens) | {"many_us": us, "wrong": wrong}
 

@@ -1,8 +1,8 @@
 """Block-FP8 experts by SGLang's products, with launches of ours around them.
 
 Some tokens have one launch before the first product and one between. Many, of a prefill, have SGLang's order, one launch
-between, and the second product and sums by ours, which add what the shared expert gave too. Where the first product is ours as
-well, what is between is part of it.
+between, and the second product and sums by ours, which add what the shared expert gave too. Of still more the first product is
+ours as well, and what is between is part of it.
 
 The sequence of launches behind SGLang's choice of tiles is a copy of 30 lines here. Hooks at what it calls before and between
 its products would leave it SGLang's, but they are four: with bulk copies the sequence quantises, without them or with experts
@@ -38,8 +38,9 @@ TOKENS = range(5, 129)
 TIMED = {(256, 256), (257, 256)}
 """Experts of a GPU and their width that have all of these unasked: an H200 was faster (`between_products` and `many_tokens` of
 benchmarks/results/experts_0_5_23_h200.json). Others, those of --ep-size too, have them where a user asks."""
-FIRST_TIMED = TIMED
-"""Those of which a prefill's first product is ours too."""
+BOTH = 2048
+"""Tokens of a forward from which on its first product is ours too. Of fewer, blocks of 128 rows have few rows of an expert: an
+H200 was up to 3 % slower with 1536 (`both_products` of the same file)."""
 FORM = {
     "use_fp8_w8a8": True, "use_int8_w8a8": False, "use_int8_w8a16": False, "use_int4_w4a16": False,
     "per_channel_quant": False, "block_shape": [GROUP, GROUP],
@@ -96,7 +97,7 @@ def run(
 
     (tokens, choices), experts, many = chosen.shape, len(weights.first), len(x) >= shared_expert.MANY
     tell(experts, weights.width, many)
-    if many and (experts, weights.width) in FIRST_TIMED:
+    if tokens >= BOTH:
         return choice_sums(both_ours(x, weights, shares, chosen, quantised), factor, shared, out)
     tiles = tiles_for(weights, tokens, choices)
     block, in_blocks = tiles.first["BLOCK_SIZE_M"], many or tiles.second_in_bulk
@@ -165,8 +166,10 @@ def tiles_for(weights: ExpertWeights, tokens: int, choices: int) -> Tiles:
 def tell(count: int, width: int, many: bool) -> None:
     """The log has it once a shape."""
     if many:
-        least = shared_expert.MANY
-        logger.info("nsa_backend: experts of %d tokens or more have our second product, %d experts of %d", least, count, width)
+        logger.info(
+            "nsa_backend: experts of %d tokens or more have our second product, of %d or more both, %d experts of %d",
+            shared_expert.MANY, BOTH, count, width,
+        )  # fmt: skip
         return
     logger.info(
         "nsa_backend: experts of %d to %d tokens have one launch before both products and one between, %d experts of %d",

@@ -119,7 +119,7 @@ LAYER_CASES = [
     # Whose products are divided, as their weights are block FP8, of both forms of scales.
     front("n3 fa3, FP8 weights, front in two launches", 3, MANY, shape="fp8-weights", floor_of_all=0.95),
     glm_front("glm-5.1 n3 fa3, FP8 weights, front in two launches", shape="fp8-weights"),
-    # Whose experts have tiles of this package, in every size that is captured, and in prefills its second product too.
+    # Whose experts have tiles of this package, in every size that is captured, and in prefills its products too.
     front(
         "n3, nothing named, experts of a rank",
         3,
@@ -128,7 +128,7 @@ LAYER_CASES = [
         engine=BY_ROWS,
         floor_of_all=0.95,
         environment={},
-        says="experts of 1025 tokens or more have our second product, 256 experts of 256",
+        says="experts of 1025 tokens or more have our second product, of 2048 or more both, 256 experts of 256",
     ),
     # Whose experts of up to four tokens are two launches, in captured decode and rounds, without being asked for.
     *(

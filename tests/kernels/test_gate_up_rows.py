@@ -67,15 +67,15 @@ def test_rows_are_what_both_projections_give_activated(device, tokens, hidden, o
 
 @pytest.mark.parametrize("before", [30, 31, 33])
 def test_blocks_of_an_expert_of_very_many_go_in_pairs(device, before):
-    """Blocks of padding before them, and one more behind or none."""
-    given, of_one = inputs(4, 128, device), 2
-    padding, none = 4 * CHOICES, [0] * (before + 4 - before % 2)
-    rows = torch.full((len(none) + 1, BLOCK), padding, dtype=torch.int32)
-    rows[before : before + 4, :of_one] = torch.arange(8, dtype=torch.int32).view(4, of_one)
+    """Behind blocks of padding. The last block has no neighbour, but for what lies behind the order."""
+    given, of_expert = inputs(4, 128, device), before + 4 - before % 2
+    rows = torch.full((of_expert + 2, BLOCK), 4 * CHOICES, dtype=torch.int32)
+    rows[before : before + 4, :2] = torch.arange(8, dtype=torch.int32).view(4, 2)
+    rows[-2:, 0] = 3
     given |= {
         "sorted_ids": rows.flatten().to(device),
-        "expert_ids": torch.tensor([*none, 2], dtype=torch.int32, device=device),
-        "padded": torch.tensor([rows.numel()], dtype=torch.int32, device=device),
+        "expert_ids": torch.tensor([0] * of_expert + [2, 2], dtype=torch.int32, device=device),
+        "padded": torch.tensor([(of_expert + 1) * BLOCK], dtype=torch.int32, device=device),
     }
     expect_right(given, multiplied(given, sms=2, seed=before))
 

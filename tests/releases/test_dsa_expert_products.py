@@ -80,7 +80,7 @@ def products(monkeypatch, request):
 
         emulated = partial(gate_up_rows.gate_up_rows, num_sms=2, launch=multiplying(HIDDEN), boxes=boxes)
         monkeypatch.setattr(gate_up_rows, "gate_up_rows", emulated)
-        monkeypatch.setattr(expert_products, "FIRST_TIMED", {(EXPERTS, 256)})
+        monkeypatch.setattr(expert_products, "BOTH", MANY)
         monkeypatch.setattr(fp8_kernel, "sglang_per_token_group_quant_fp8", lambda x, group: quantise(x.float(), Scales.EXACT))
 
 

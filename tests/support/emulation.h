@@ -1,7 +1,7 @@
 // What kernels/hopper.cuh has of a Hopper GPU, for a host compiler: a CUDA thread is a fiber, and every instruction that
 // the file has in PTX does here what the PTX ISA says of it. Fibers run in a random order, those of some blocks together. A copy
 // lands and a product is computed when it is asked for or when it is waited for, as chance has it; a tile lands when chance has it.
-// Shared memory begins as NaN.
+// Blocks rest in turns, so that others go ahead. Shared memory begins as NaN.
 
 #pragma once
 
@@ -165,6 +165,7 @@ inline void run_blocks(const std::vector<dim3>& indices) {
     }
     std::vector<int> order(fibers.size());
     for (size_t t = 0; t < order.size(); ++t) order[t] = t;
+    const Block* resting = nullptr;
     for (int left = 1, rounds = 0; left; ++rounds) {
         if (rounds > 1 << 20) fail("threads wait for each other");
         if (rounds % 8 == 0) std::shuffle(order.begin(), order.end(), chance);
@@ -178,8 +179,12 @@ inline void run_blocks(const std::vector<dim3>& indices) {
             lands();
         }
         left = 0;
+        if (rounds % 32 == 0) resting = chance() % 2 ? blocks[chance() % blocks.size()].get() : nullptr;
         for (int t : order) {
-            if (fibers[t].done) continue;
+            if (fibers[t].done || (fibers[t].block == resting && blocks.size() > 1)) {
+                left += !fibers[t].done;
+                continue;
+            }
             now = &fibers[t];
             if (chance() % 4 == 0) settle(now->copies);
             swapcontext(&scheduler, &now->context);
