@@ -50,14 +50,16 @@ WITH_PREFILL = DEFAULTS | dict.fromkeys((FIRST_RANK, FP8_RANK), ("sparse_prefill
 LOST_BY = {"default": "default", "ours": "fa3, NSA_BACKEND_LAYER_FRONT=0"}
 """Sides whose losses are told."""
 TIMES = {"round_ms": "longer rounds or tokens", "ttft_ms": "first token later"}
-FIRST_FILE = "rank_v32_tp8_0_5_23"
-"""Of the first rank."""
+FIRST_FILE, GLM_FILE = "rank_v32_tp8_0_5_23", "rank_glm51_tp8_0_5_23"
+"""Of the first rank, and of GLM-5.1's."""
 WHOLE = "DeepSeek-V3.2 on eight H200s"
 """All ranks as one server, in the report `eight_gpus`."""
 VLLM = "vllm"
 """The side, and how its reports are called."""
-LONG_PROMPTS = {FIRST_RANK: (FIRST_FILE, "copies_left_out"), GLM_RANK: ("rank_glm51_tp8_0_5_23", "five_drafts")}
-"""Ranks to the file and report of the newest first tokens after long prompts."""
+VLLM_RANKS = {FIRST_RANK: FIRST_FILE, GLM_RANK: GLM_FILE}
+"""Ranks that it ran, to their files."""
+LONG_PROMPTS = {FIRST_RANK: (FIRST_FILE, ("copies_left_out", "both_products")), GLM_RANK: (GLM_FILE, ("five_drafts",))}
+"""Ranks to the file and reports of the newest first tokens after long prompts, a later one in place of an earlier one."""
 STEADY = 0.15
 """Of a median, the widest range of a cell of vLLM's that is told: it compiles kernels for shapes as it meets them."""
 STEPS = (3, 0)
@@ -310,20 +312,32 @@ def of_drafts(name: str, steps: int) -> str:
 
 
 def beside_vllm() -> dict[Cell, dict[str, tuple[float, float]]]:
-    """By cell of vLLM's and quantity: medians of the default on the first rank, and of vLLM's last run that did not wander."""
-    of_vllm = [one for name, one in reports("rank").items() if name.startswith(f"{FIRST_FILE}/{VLLM}")]
-    ours = {"round_ms": of_rank(FIRST_RANK, DEFAULTS[FIRST_RANK]), "ttft_ms": first_token(FIRST_RANK)}
+    """By cell of vLLM's and quantity: medians of the default on its ranks, and of vLLM's last run that did not wander."""
     found: dict[Cell, dict[str, tuple[float, float]]] = {}
-    for (key, of_default), report in product(ours.items(), of_vllm):
-        for cell, sides in spreads(cells_of(report, key), key).items():
-            times, (given, side) = sides[VLLM], of_default.get(cell, ({}, ""))
-            if given and times.most - times.least <= STEADY * times.median:
-                found.setdefault(cell, {})[key] = given[side].median, times.median
+    for name, file in VLLM_RANKS.items():
+        of_vllm = [one for path, one in reports("rank").items() if path.startswith(f"{file}/{VLLM}")]
+        ours = {"round_ms": of_rank(name, DEFAULTS[name]), "ttft_ms": first_token(name)}
+        for (key, of_default), report in product(ours.items(), of_vllm):
+            for cell, sides in spreads(cells_of(report, key), key).items():
+                times, (given, side) = sides[VLLM], of_default.get(cell, ({}, ""))
+                if given and times.most - times.least <= STEADY * times.median:
+                    found.setdefault(cell, {})[key] = given[side].median, times.median
     return dict(sorted(found.items(), key=lambda item: order(item[0])))
 
 
 @PARTS.part
 def vllm() -> str:
+    """DeepSeek-V3.2's rank beside vLLM."""
+    return of_vllm(FIRST_RANK)
+
+
+@PARTS.part
+def vllm_of_glm() -> str:
+    """GLM-5.1's rank beside vLLM."""
+    return of_vllm(GLM_RANK)
+
+
+def of_vllm(name: str) -> str:
     """A row a cell: the default's round or token, and its first token, over vLLM's, in brackets milliseconds of both."""
 
     def told(pair: tuple[float, float] | None, form: str) -> str:
@@ -332,6 +346,7 @@ def vllm() -> str:
     rows = [
         [shape(cell), str(cell.steps or "none"), told(of.get("round_ms"), OF_ROUNDS), told(of.get("ttft_ms"), OF_FIRST_TOKENS)]
         for cell, of in beside_vllm().items()
+        if cell.checkpoint == name
     ]
     return table(["requests x tokens", "drafts", "round or token", "first token"], rows)
 
@@ -341,9 +356,11 @@ def lost_to_vllm() -> list[list[str]]:
     rows = []
     for key, behind in TIMES.items():
         ratios = {cell: of[key][0] / of[key][1] for cell, of in beside_vllm().items() if key in of}
-        told = [f"{with_drafts(cell)} ({one:.3f})" for cell, one in ratios.items() if one >= 1 + NOISE]
-        if told:
-            rows.append([f"a rank of {MODELS[FIRST_RANK]}, [beside vLLM](vllm.md)", behind, "; ".join(told)])
+        for name in VLLM_RANKS:
+            lost = {cell: one for cell, one in ratios.items() if cell.checkpoint == name and one >= 1 + NOISE}
+            if lost:
+                told = "; ".join(f"{with_drafts(cell)} ({one:.3f})" for cell, one in lost.items())
+                rows.append([f"a rank of {MODELS[name]}, [beside vLLM](vllm.md)", behind, told])
     return rows
 
 
@@ -353,7 +370,7 @@ def all_sizes() -> str:
     builtin, ours = result(FIRST_FILE, "captures_beside_sglang")["rows"]
     sizes = max(one["sizes"] for one in ours["captures"] if one["what"].startswith("whole rounds"))
     rounds = f"{ours['rounds_s']:.1f} s and {ours['rounds_gib']:.2f} GiB for {sizes} batch sizes"
-    of_glm = next(row["captures"] for row in result(*LONG_PROMPTS[GLM_RANK])["rows"] if row["side"] != BUILTIN)
+    of_glm = next(row["captures"] for row in result(GLM_FILE, "five_drafts")["rows"] if row["side"] != BUILTIN)
     of_rounds = [one for one in of_glm if one["what"].startswith("whole rounds")]
     glm = f"{sum(one['seconds'] for one in of_rounds):.1f} s and {sum(one['gib'] for one in of_rounds):.2f} GiB"
     start = f"and the start {ours['ready_s']:.0f} s instead of {builtin['ready_s']:.0f}"
@@ -361,9 +378,13 @@ def all_sizes() -> str:
 
 
 def long_prompts(name: str, least: int = MANY_TOKENS) -> dict[Cell, dict[str, Spread]]:
-    """A rank's first tokens after so many tokens or more, with most of what prefills have of ours."""
-    found = spreads(cells_of(result(*LONG_PROMPTS[name]), "ttft_ms"), "ttft_ms")
-    return {cell: sides for cell, sides in found.items() if cell.length >= least}
+    """A rank's first tokens after so many tokens or more, with most of what prefills have of ours, whatever its drafts."""
+    file, names = LONG_PROMPTS[name]
+    found: dict[tuple[int, int], tuple[Cell, dict[str, Spread]]] = {}
+    for one in names:
+        of_report = spreads(cells_of(result(file, one), "ttft_ms"), "ttft_ms")
+        found |= {(cell.batch, cell.length): (cell, sides) for cell, sides in of_report.items()}
+    return {cell: sides for cell, sides in found.values() if cell.length >= least}
 
 
 @PARTS.part
@@ -375,18 +396,18 @@ def long_prompts_saved() -> str:
 
 @PARTS.part
 def longer_first_tokens() -> str:
-    """The first rank's after prompts that tables leave out, by number of requests."""
-    return first_of_long(FIRST_RANK, MANY_TOKENS + 1)
+    """The first rank's by number of requests."""
+    return first_of_long(FIRST_RANK)
 
 
 @PARTS.part
 def glm_first_tokens() -> str:
     """GLM-5.1's by number of requests."""
-    return first_of_long(GLM_RANK, MANY_TOKENS)
+    return first_of_long(GLM_RANK)
 
 
-def first_of_long(name: str, least: int) -> str:
-    told = {cell: f"{ratio(sides, 'default'):.2f}" for cell, sides in long_prompts(name, least).items()}
+def first_of_long(name: str) -> str:
+    told = {cell: f"{ratio(sides, 'default'):.2f}" for cell, sides in long_prompts(name).items()}
     return ", ".join(f"{' / '.join(by_length.values())} of {batch}" for batch, by_length in by_requests(told).items())
 
 

@@ -11,6 +11,7 @@ from context_tables import lost_by_two_ranks
 from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks, lost_to_vllm, percent
 from result_files import Parts, reports, result, spread, table
 
+from nsa_backend.adapters.expert_products import BOTH
 from nsa_backend.adapters.few_experts import MOST_TOKENS
 from nsa_backend.adapters.shared_expert import MANY
 from nsa_backend.attention.auto import CANDIDATES, least_together
@@ -230,7 +231,7 @@ RANKS_OF_EXPERTS = {"v3.2-tp8": "DeepSeek-V3.2", "v3.2-tp16": "DeepSeek-V3.2, 16
 @PARTS.part
 def experts() -> str:
     """Microseconds of a layer's experts with what this package chooses over SGLang's, by tokens; in brackets SGLang's."""
-    tiles = [row for report in reports("experts").values() for row in report["rows"] if "us" in row]
+    tiles = [row for report in reports("experts").values() for row in report["rows"] if "best" in row]
     rows = {(row["rank"], row["tokens"]): row for row in tiles}
 
     def told(row: dict) -> str:
@@ -311,6 +312,13 @@ def many_tokens() -> str:
     """A layer's experts with the second product of prefills over SGLang's, of every model and number of tokens that have it."""
     rows = [row for row in result("experts_0_5_23", "many_tokens")["rows"] if row["tokens"] >= MANY]
     return spread(row["many_us"][f"shipped, ours, {tile_of_rows(row['hidden'])}"] / row["many_us"]["sglang"] for row in rows)
+
+
+@PARTS.part
+def both_products() -> str:
+    """The same with both products."""
+    rows = [row for row in result("experts_0_5_23", "both_products")["rows"] if row["tokens"] >= BOTH]
+    return spread(row["many_us"]["both ours"] / row["many_us"]["sglang"] for row in rows)
 
 
 VALUES_TOGETHER = "ours with values in one launch, to o_proj"

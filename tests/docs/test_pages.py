@@ -21,7 +21,7 @@ BUDGETS = {
     "README.md": 520,
     "docs/support.md": 1005,
     "docs/numbers.md": 1190,
-    "docs/kernels.md": 800,
+    "docs/kernels.md": 805,
     "docs/small_checkpoints.md": 574,
     "docs/contributing.md": 1233,
     "docs/serving.md": 1022,
@@ -30,7 +30,7 @@ BUDGETS = {
     "docs/host_defects.md": 701,
     "docs/how_it_works.md": 1578,
     "docs/long_contexts.md": 461,
-    "docs/vllm.md": 200,
+    "docs/vllm.md": 260,
     "docs/CHANGELOG.md": 180,
 }
 """Words that a page may have."""
@@ -136,7 +136,7 @@ def test_a_result_file_says_where_it_ran():
             kind = path.stem.rpartition("_")[2].upper()
             assert kind in ("H200", "H100"), path.name
             assert f"NVIDIA {kind}" in environment["gpu"], path.name
-            assert environment["packages"]["sglang"], path.name
+            assert environment["packages"]["sglang"] or "Without SGLang" in "".join(part.get("notes", [])), path.name
             assert {"commit", "date"} <= environment.keys(), path.name
 
 
