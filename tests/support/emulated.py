@@ -24,7 +24,21 @@ def emulator(source: Path, arguments: str, kernel: str, **constants: int) -> cty
     words = [f"-D{name}={value}" for name, value in constants.items()]
     words += ["-DEMULATE", f'-DSOURCE="{source.resolve()}"', f"-DARGUMENTS={arguments}", f"-DKERNEL={kernel}"]
     subprocess.run(
-        ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", *words, "-I", HERE, HERE / "emulation.cpp", "-o", out], check=True
+        [
+            "g++",
+            "-O1",
+            "-U_FORTIFY_SOURCE",
+            "-std=c++20",
+            "-shared",
+            "-fPIC",
+            *words,
+            "-I",
+            HERE,
+            HERE / "emulation.cpp",
+            "-o",
+            out,
+        ],
+        check=True,
     )
     return ctypes.CDLL(str(out))
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <csetjmp>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -73,7 +74,9 @@ struct Block {
 };
 struct Fiber {
     Block* block;
-    ucontext_t context;
+    ucontext_t context;  // to begin with
+    jmp_buf place;       // since then: swapcontext would ask the kernel for signals
+    bool begun;
     std::vector<char> stack;
     dim3 thread;
     bool done;
@@ -83,11 +86,16 @@ struct Fiber {
 inline std::vector<Fiber> fibers;
 inline Fiber* now;
 inline dim3 grid;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline std::mt19937 chance;
 inline std::function<void()> kernel;
 inline std::vector<std::function<void()>> flying;  // tiles on their way
 inline int threads;
+
+// Others go on, until it is this fiber's turn.
+inline void pass() {
+    if (_setjmp(now->place) == 0) _longjmp(scheduler, 1);
+}
 
 [[noreturn]] inline void fail(const char* what) {
     fprintf(stderr, "emulation: %s\n", what);
@@ -109,7 +117,7 @@ inline uint64_t* meet(Meeting& meeting, int members, int place, uint64_t value) 
         meeting.arrived = 0;
         ++meeting.generation;
     }
-    while (meeting.generation == mine) swapcontext(&now->context, &scheduler);
+    while (meeting.generation == mine) pass();
     return meeting.values[mine % 2];
 }
 
@@ -135,7 +143,7 @@ inline void entry() {
     now->done = true;
     --now->block->left;
     if (!now->copies.empty() || !now->products.empty()) fail("a thread ended before what it asked for");
-    swapcontext(&now->context, &scheduler);
+    pass();
 }
 
 // All at the same time, as blocks may wait for each other.
@@ -152,7 +160,7 @@ inline void run_blocks(const std::vector<dim3>& indices) {
             fiber.block = blocks[b].get();
             fiber.stack.resize(STACK);
             fiber.thread = {static_cast<unsigned>(t), 0, 0};
-            fiber.done = false;
+            fiber.done = fiber.begun = false;
             getcontext(&fiber.context);
             fiber.context.uc_stack.ss_sp = fiber.stack.data();
             fiber.context.uc_stack.ss_size = STACK;
@@ -187,7 +195,11 @@ inline void run_blocks(const std::vector<dim3>& indices) {
             }
             now = &fibers[t];
             if (chance() % 4 == 0) settle(now->copies);
-            swapcontext(&scheduler, &now->context);
+            if (_setjmp(scheduler) == 0) {
+                if (now->begun) _longjmp(now->place, 1);
+                now->begun = true;
+                setcontext(&now->context);
+            }
             left += !now->done;
         }
     }
@@ -234,7 +246,7 @@ template <int K, int N, class A, class B> void multiply(float (&d)[N], bool add,
 }  // namespace emulation
 
 inline void others_go_on() {
-    for (int left = emulation::chance() % 16; left; --left) swapcontext(&emulation::now->context, &emulation::scheduler);
+    for (int left = emulation::chance() % 16; left; --left) emulation::pass();
 }
 template <int number, int threads> void meet() {
     emulation::meet(emulation::now->block->named[number], threads, emulation::now->thread.x, 0);
@@ -295,7 +307,7 @@ inline void start_barrier(uint32_t address, int arrivals) {
 inline void arrived(Barrier& barrier, int arrivals, int bytes) {
     barrier.pending -= arrivals;
     barrier.bytes += bytes;
-    if (barrier.pending == 0 && barrier.bytes == 0) barrier = {barrier.expected, barrier.expected, 0, barrier.phase + 1};
+    if (barrier.pending == 0 && barrier.bytes == 0) barrier = {barrier.expected, barrier.expected, 0, (barrier.phase + 1) & 255u};
 }
 inline void arrived(uint32_t address) { arrived(barrier_at(address), 1, 0); }
 inline void arrive(uint32_t address) {
@@ -346,7 +358,7 @@ inline void arrive_after_copies(uint32_t address) {
     others_go_on();
 }
 inline void wait_for_turn(uint32_t address, uint32_t turn) {
-    while (barrier_at(address).phase % 2 == turn % 2) swapcontext(&emulation::now->context, &emulation::scheduler);
+    while (barrier_at(address).phase % 2 == turn % 2) emulation::pass();
 }
 inline uint32_t load_shared(uint32_t address) { return *reinterpret_cast<uint32_t*>(emulation::at(address, 4)); }
 inline float load_shared_float(uint32_t address) { return bits_as<float>(load_shared(address)); }
@@ -374,7 +386,7 @@ inline uint32_t add_to_counter(uint32_t* counter, uint32_t x) {
     return old;
 }
 inline uint32_t load_counter(const uint32_t* counter) {
-    swapcontext(&emulation::now->context, &emulation::scheduler);
+    emulation::pass();
     return *counter;
 }
 inline uint32_t load_list(const uint32_t* from) { return *from; }
