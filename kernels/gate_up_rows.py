@@ -7,27 +7,16 @@ makes one. Here a tile's sums become FP8 values before they leave registers, and
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.checks import check_tensor, require
-from nsa_backend.kernels.cuda_source import CudaKernel, TensorMap, tensor_map
-from nsa_backend.kernels.expert_order import check_blocks
+from nsa_backend.kernels.cuda_source import TensorMap, tensor_map
+from nsa_backend.kernels.expert_tiles import BLOCK, BOX_ROWS, WIDTH, Boxes, Kernel, Launch, check_order
 from nsa_backend.kernels.layer_front_weights import GROUP
 
-SOURCE = Path(__file__).with_name("gate_up_rows.cu")
-BLOCK = 128
-"""Rows of a block of the order, all of one expert."""
-WIDTH = 2 * GROUP
-"""Of the experts that are served."""
-THREADS = 384
 STAGES = 4
-BOX_ROWS = 64
-"""Of weights that come at once."""
 
 
 class Arguments(ctypes.Structure):
@@ -42,10 +31,6 @@ class Arguments(ctypes.Structure):
     ]
 
 
-Launch = Callable[[tuple[int, int], ctypes.Structure], None]
-"""Runs a kernel for (blocks, 1)."""
-
-
 def problem(hidden: int, width: int) -> str | None:
     """Why experts of this width cannot have the launch, or None."""
     if hidden % GROUP or width != WIDTH:
@@ -53,21 +38,9 @@ def problem(hidden: int, width: int) -> str | None:
     return None
 
 
-def constants(hidden: int) -> dict[str, int]:
-    """Macros of the source."""
-    return {"HIDDEN": hidden}
-
-
-def shared_bytes() -> int:
-    """Shared memory of a block: of each stage panels of rows, of the gate and of the projection up, scales and two barriers."""
-    return STAGES * (3 * BLOCK * GROUP + (BLOCK + 4) * 4 + 2 * 8) + 1024
-
-
-@functools.cache
-def compiled_on(hidden: int, device: int) -> CudaKernel:
-    """The kernel, compiled at its first call on a device."""
-    with torch.cuda.device(device):
-        return CudaKernel(SOURCE, "multiply", constants(hidden), THREADS, shared_bytes())
+def kernel_for(hidden: int) -> Kernel:
+    """On hidden states of this width: a stage has rows, weights of the gate and of the projection up, and scales of all."""
+    return Kernel(Path(__file__).with_name("gate_up_rows.cu"), hidden, 3 * STAGES, 2 * STAGES, STAGES * (BLOCK + 4) * 4)
 
 
 def gate_up_rows(
@@ -83,7 +56,7 @@ def gate_up_rows(
     *,
     num_sms: int | None = None,
     launch: Launch | None = None,
-    boxes: Callable[[torch.Tensor, int], TensorMap] = tensor_map,
+    boxes: Boxes = tensor_map,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of FP8 and their scales for the second product of experts: what the first one gives, activated and quantised.
 
@@ -100,7 +73,7 @@ def gate_up_rows(
         rows: most of them, a multiple of BLOCK.
         num_sms: blocks at once, an even number; as many as the GPU has SMs if None.
         launch: what runs the kernel; a GPU if None, an emulation in tests.
-        boxes: what describes weights in boxes of so many rows for it.
+        boxes: what describes weights for it.
 
     Returns:
         float8_e4m3fn [rows, WIDTH] and float32 [rows, WIDTH / GROUP], exact scales. Rows of padding and of another GPU's
@@ -118,11 +91,7 @@ def gate_up_rows(
     require(fits, "x_scales", x_scales, f"float32 {[tokens, hidden // GROUP]}", "the kernel would misread it")
     check_tensor("first", first, torch.float8_e4m3fn, (experts, 2 * WIDTH, hidden))
     check_tensor("first_scales", first_scales, torch.float32, (experts, 2 * WIDTH // GROUP, hidden // GROUP))
-    check_tensor("padded", padded, torch.int32, (1,))
-    check_tensor("expert_ids", expert_ids, torch.int32, (len(expert_ids),))
-    check_blocks(rows, BLOCK, sorted_ids, expert_ids)
-    if rows % BLOCK:
-        raise ValueError(f"{rows} rows: blocks have {BLOCK} each")
+    check_order(rows, sorted_ids, expert_ids, padded)
     values = torch.empty(rows, WIDTH, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, WIDTH // GROUP, dtype=torch.float32, device=x.device)
     if rows:
@@ -130,7 +99,5 @@ def gate_up_rows(
         pointers = (tensor.data_ptr() for tensor in tensors)
         weights = boxes(first.view(-1, hidden), BOX_ROWS)
         arguments = Arguments(weights, *pointers, tokens * of_token, of_token, *x_scales.stride())
-        num_sms = num_sms or torch.cuda.get_device_properties(x.device).multi_processor_count
-        launch = launch or compiled_on(hidden, x.device.index).launch
-        launch((2 * min(num_sms // 2, blocks(rows, BLOCK)), 1), arguments)
+        kernel_for(hidden).run(rows, x.device, arguments, num_sms, launch)
     return values, scales

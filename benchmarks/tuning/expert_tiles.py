@@ -18,9 +18,11 @@ import torch
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, write_report
 from nsa_backend.kernels.choice_sums import choice_sums
+from nsa_backend.kernels.down_blocks import down_blocks
 from nsa_backend.kernels.down_rows import down_rows
 from nsa_backend.kernels.expert_activation import activate
-from nsa_backend.kernels.gate_up_rows import BLOCK, WIDTH, gate_up_rows
+from nsa_backend.kernels.expert_tiles import BLOCK, WIDTH
+from nsa_backend.kernels.gate_up_rows import gate_up_rows
 from nsa_backend.kernels.layer_front_weights import GROUP
 
 RANKS = {"v3.2-tp8": (256, 7168, 8), "glm-5-tp8": (257, 6144, 9)}
@@ -82,10 +84,12 @@ def cell(name: str, tokens: int) -> dict:
 
     inner = product()
 
-    def second_product() -> torch.Tensor:
-        return down_rows(*inner, *second, shares, *order, BLOCK, given)
-
-    calls: dict[str, Callable] = {"gate_up_rows": product, "down_rows": second_product}
+    of_second = *inner, *second, shares, *order
+    calls: dict[str, Callable] = {
+        "gate_up_rows": product,
+        "down_rows": lambda: down_rows(*of_second, BLOCK, given),
+        "down_blocks": lambda: down_blocks(*of_second, given),
+    }
     far = wrong_of(x, x_scales, first, second, shares, choices, order, inner)
     calls, wrong = right_ones(calls, lambda call: far(call()), TOO_FAR, "PyTorch's")
     calls["activate, of SGLang's first product"] = lambda: activate(both, chosen.int(), *order[1:], BLOCK, order[0])

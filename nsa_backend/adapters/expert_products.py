@@ -25,7 +25,7 @@ import triton.language as tl
 from nsa_backend.adapters import shared_expert
 from nsa_backend.adapters.few_experts import SWITCH
 from nsa_backend.environment import switched_on
-from nsa_backend.kernels import down_rows, expert_order, gate_up_rows
+from nsa_backend.kernels import down_rows, expert_order, expert_tiles, gate_up_rows
 from nsa_backend.kernels.choice_sums import choice_sums
 from nsa_backend.kernels.expert_activation import activate, problem
 from nsa_backend.kernels.few_experts import ExpertWeights
@@ -138,7 +138,7 @@ def both_ours(
     from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
-    (tokens, choices), block = chosen.shape, gate_up_rows.BLOCK
+    (tokens, choices), block = chosen.shape, expert_tiles.BLOCK
     order = fused_moe.moe_align_block_size(chosen, block, len(weights.first))
     values, scales = quantised or sglang_per_token_group_quant_fp8(x, GROUP)
     rows = len(order[0]) // block * block

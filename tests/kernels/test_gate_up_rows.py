@@ -9,7 +9,8 @@ from fp8_rows import NAN, near
 from rows_by_expert import with_more
 
 from nsa_backend.kernels.cuda_source import compiled, tensor_map
-from nsa_backend.kernels.gate_up_rows import BLOCK, SOURCE, WIDTH, constants, gate_up_rows, shared_bytes
+from nsa_backend.kernels.expert_tiles import BLOCK, WIDTH
+from nsa_backend.kernels.gate_up_rows import gate_up_rows, kernel_for
 from nsa_backend.kernels.gate_up_rows_torch import gate_up_rows_torch
 from nsa_backend.kernels.layer_front_weights import GROUP
 
@@ -39,7 +40,7 @@ def inputs(tokens: int, hidden: int, device: str, others: float = 0.0) -> dict:
 def multiplied(given: dict, *, sms: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """A call, on a GPU or on so many emulated blocks."""
     hidden, emulated = given["x"].shape[1], not given["x"].is_cuda
-    launch, described = (multiplying(hidden, seed), boxes) if emulated else (None, tensor_map)
+    launch, described = (multiplying(kernel_for(hidden), seed), boxes) if emulated else (None, tensor_map)
     return gate_up_rows(**given, rows=len(given["sorted_ids"]), num_sms=sms, launch=launch, boxes=described)
 
 
@@ -87,12 +88,14 @@ def test_no_rows_write_nothing(device):
 
 
 def test_blocks_have_room_in_shared_memory():
-    assert multiply_emulator(640).shared_bytes() == shared_bytes() <= 232448
+    kernel = kernel_for(640)
+    assert multiply_emulator(kernel).shared_bytes() == kernel.shared_bytes <= 232448
 
 
 @pytest.mark.parametrize("hidden", [7168, 6144])
 def test_it_compiles_for_hopper_with_all_in_registers(hidden):
-    _, said = compiled(SOURCE, constants(hidden))
+    kernel = kernel_for(hidden)
+    _, said = compiled(kernel.source, kernel.constants)
     assert "0 bytes spill stores, 0 bytes spill loads" in said
     assert "serialized" not in said
 

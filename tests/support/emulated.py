@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels import gate_up_rows
+from nsa_backend.kernels import expert_tiles
 from nsa_backend.kernels import sparse_verify as verify
 from nsa_backend.kernels.cuda_source import TensorMap
 
@@ -61,16 +61,16 @@ class Emulated:
         attend_emulator(source, *self._shape, fp8=self._fp8).run(ctypes.byref(arguments), *grid, self._seed)
 
 
-def multiply_emulator(hidden: int) -> ctypes.CDLL:
-    """Of the first product of experts of many tokens."""
-    return emulator(gate_up_rows.SOURCE, "Multiply", "multiply", **gate_up_rows.constants(hidden))
+def multiply_emulator(kernel: expert_tiles.Kernel) -> ctypes.CDLL:
+    """Of what multiplies rows of experts."""
+    return emulator(kernel.source, "Multiply", "multiply", **kernel.constants)
 
 
-def multiplying(hidden: int, seed: int = 0) -> gate_up_rows.Launch:
+def multiplying(kernel: expert_tiles.Kernel, seed: int = 0) -> expert_tiles.Launch:
     """In place of its launch."""
 
     def launch(grid: tuple[int, int], arguments: ctypes.Structure) -> None:
-        multiply_emulator(hidden).run(ctypes.byref(arguments), *grid, seed)
+        multiply_emulator(kernel).run(ctypes.byref(arguments), *grid, seed)
 
     return launch
 
