@@ -36,7 +36,7 @@ Boxes = Callable[[torch.Tensor, int], TensorMap]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One source, for hidden states of one width."""
+    """One source, whose kernel has its name, for hidden states of one width."""
 
     source: Path
     hidden: int
@@ -71,7 +71,7 @@ class Kernel:
 def compiled_on(kernel: Kernel, device: int) -> CudaKernel:
     """The kernel, compiled at its first call on a device."""
     with torch.cuda.device(device):
-        return CudaKernel(kernel.source, "multiply", kernel.constants, THREADS, kernel.shared_bytes)
+        return CudaKernel(kernel.source, kernel.source.stem, kernel.constants, THREADS, kernel.shared_bytes)
 
 
 def check_order(rows: int, sorted_ids: torch.Tensor, expert_ids: torch.Tensor, padded: torch.Tensor) -> None:

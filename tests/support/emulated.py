@@ -63,7 +63,7 @@ class Emulated:
 
 def multiply_emulator(kernel: expert_tiles.Kernel) -> ctypes.CDLL:
     """Of what multiplies rows of experts."""
-    return emulator(kernel.source, "Multiply", "multiply", **kernel.constants)
+    return emulator(kernel.source, "Multiply", kernel.source.stem, **kernel.constants)
 
 
 def multiplying(kernel: expert_tiles.Kernel, seed: int = 0) -> expert_tiles.Launch:
