@@ -82,7 +82,8 @@ def test_what_experts_give(device, tokens, choices, hidden, width):
 @pytest.mark.parametrize(("tokens", "choices", "scales"), [(1, 8, Scales.EXACT), (2, 3, Scales.POWERS_OF_TWO)])
 def test_a_shared_expert_is_one_more_choice_of_every_token(device, tile, tokens, choices, scales):
     """What it gives is rounded for itself and has neither share nor factor; its inputs' scales may be of another form."""
-    given = with_shared(inputs(tokens, choices, 1024, 256, device), scales)
+    hidden = 512 if tile is None and tokens > 1 else 1024  # the tile of several tokens is of many programs
+    given = with_shared(inputs(tokens, choices, hidden, 256, device), scales)
     given["x"] *= 0.7  # whose scales are then no powers of two
     given["chosen"][0, 0] = -1
     check(given, factor=2.5, tile=tile)
@@ -106,9 +107,10 @@ def test_the_sum_is_where_it_is_asked_for(device):
     assert torch.equal(out, few_experts(**given, tile=LARGE))
 
 
-@pytest.mark.parametrize(("tokens", "choices"), [(1, 9), (2, 9), (2, 8), (3, 8)])
-def test_tiles_by_tokens_and_choices(device, tokens, choices):
-    check(inputs(tokens, choices, 1024, 256, device))
+@pytest.mark.parametrize(("tokens", "choices", "hidden", "width"), [(1, 9, 1024, 256), (2, 9, 512, 128), (3, 8, 1024, 128)])
+def test_tiles_by_tokens_and_choices(device, tokens, choices, hidden, width):
+    """Each in a shape of few programs; only the first one's tile reads weights of this width ahead."""
+    check(inputs(tokens, choices, hidden, width, device))
 
 
 @pytest.mark.parametrize("tile", [Tile(values=16, step=256, sums=32), Tile(values=4, sums=16), Tile(warps=2)])

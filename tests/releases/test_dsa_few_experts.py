@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa_backend.adapters import expert_products, few_experts, shared_expert
-from nsa_backend.kernels.few_experts import ExpertWeights
+from nsa_backend.kernels.few_experts import ExpertWeights, Tile
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.releases import FEW_EXPERTS, installed
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
@@ -27,6 +27,12 @@ def server(monkeypatch):
     return free_server(monkeypatch)
 
 
+@pytest.fixture
+def large_tiles(monkeypatch):
+    """Few programs, which the interpreter runs one after the other; which tile serves is what tests of the kernels ask."""
+    monkeypatch.setattr(few_experts.kernels, "tile_for", lambda tokens: Tile(values=64, sums=128))
+
+
 def test_experts_of_few_tokens_are_not_sglangs():
     given = arguments(2)
     found = served(given)
@@ -34,6 +40,7 @@ def test_experts_of_few_tokens_are_not_sglangs():
     assert near(found, given)
 
 
+@pytest.mark.usefixtures("large_tiles")
 def test_without_a_factor_the_sum_is_as_it_is():
     once, times = (served(arguments(1), routed_scaling_factor=factor) for factor in (None, 2.0))
     assert torch.equal(2 * once, times)
@@ -90,6 +97,7 @@ def of_layer(layer: SimpleNamespace) -> ExpertWeights:
     return ExpertWeights(*weights, Scales.POWERS_OF_TWO if powers else Scales.EXACT)
 
 
+@pytest.mark.usefixtures("large_tiles")
 def test_a_captured_layers_shared_expert_is_among_the_others(layer):
     """And SGLang, which adds what it gives, has nothing to add."""
     given = arguments(2)
@@ -129,6 +137,7 @@ def test_with_more_tokens_it_is_sglangs(monkeypatch, layer):
         {"shared_experts.down_proj.quant_method": None},
     ],
 )
+@pytest.mark.usefixtures("large_tiles")
 def test_other_shared_experts_are_sglangs(layer, change):
     """Those among SGLang's others, on every rank as a whole, clamped, with LoRA or in another format."""
     ((path, value),) = change.items()

@@ -7,7 +7,6 @@ kernels round so, a GPU alone can show: tests/gpu/test_layer_front_bits.py.
 from __future__ import annotations
 
 import inspect
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -594,7 +593,8 @@ def test_options_that_leave_no_room_are_refused_before_weights_are_loaded(option
 @pytest.mark.parametrize(
     ("broken", "dtype", "scales"),
     [
-        *itertools.product([None], [torch.bfloat16, torch.float8_e4m3fn], [None, Scales.POWERS_OF_TWO]),
+        (None, torch.bfloat16, Scales.POWERS_OF_TWO),
+        (None, torch.float8_e4m3fn, None),
         ("rotate_activation", torch.bfloat16, None),
         ("act_quant", torch.float8_e4m3fn, None),
         ("set_mla_kv_buffer_triton", torch.float8_e4m3fn, Scales.POWERS_OF_TWO),

@@ -34,14 +34,26 @@ def spans_all(case) -> bool:
     return not case.disaggregated or "on the same two GPUs" in case.name
 
 
+@pytest.fixture(scope="module")
+def resolved_before() -> dict[str, ServerArgs]:
+    """By all that they are resolved of; cases that differ in what clients do have this in common."""
+    return {}
+
+
 @pytest.fixture
-def engine(hopper, small_model, tmp_path, monkeypatch):
+def engine(hopper, small_model, tmp_path, monkeypatch, resolved_before):
     """Returns a function of a case that goes as far as sglang.Engine's main process."""
 
     def resolved(case):
         for name, value in case.environment.items():
             monkeypatch.setenv(name, value)
         config = faithful.config(faithful.ALL_SHAPES[case.shape], MODELS[case.model])
+        given = json.dumps([case.environment, config, engine_arguments(case, "target", 30000)], sort_keys=True)
+        if given not in resolved_before:
+            resolved_before[given] = resolve_anew(case, config)
+        return resolved_before[given]
+
+    def resolve_anew(case, config):
         target = tmp_path / "target"
         for folder, fields in ((target, config), (eagle3.beside(target), eagle3.config(config))):
             folder.mkdir(exist_ok=True)
