@@ -72,6 +72,25 @@ def wanted(experts: int, width: int) -> bool:
     return (experts, width) in TIMED or switched_on(SWITCH)
 
 
+def compile_ahead(weights: ExpertWeights) -> None:
+    """Compile a prefill's first product, in CUDA C++, in a server's first forward rather than in its first long prefill.
+
+    Nothing is compiled while a forward is captured; SGLang runs it before that.
+
+    Raises:
+        RuntimeError: NVRTC or the driver refuses.
+    """
+    first = weights.first
+    if first.is_cuda and not torch.cuda.is_current_stream_capturing():
+        _compile(len(first), weights.width, first.shape[-1], first.device.index)
+
+
+@functools.cache
+def _compile(experts: int, width: int, hidden: int, device: int) -> None:
+    if wanted(experts, width) and gate_up_rows.problem(hidden, width) is None:
+        expert_tiles.compiled_on(gate_up_rows.kernel_for(hidden), device)
+
+
 def run(
     x: torch.Tensor,
     weights: ExpertWeights,

@@ -7,6 +7,7 @@ import logging
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from emulated import boxes, multiplying
 from rows_by_expert import in_blocks
 
 from nsa_backend.adapters import expert_products, experts, shared_expert
-from nsa_backend.kernels import gate_up_rows
+from nsa_backend.kernels import expert_tiles, gate_up_rows
 from nsa_backend.kernels.few_experts import ExpertWeights
 from nsa_backend.kernels.layer_front_torch import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
@@ -258,6 +259,50 @@ def test_one_choice_and_odd_widths_are_sglangs(monkeypatch):
         (serves(choices=1), serves(hidden=512), serves(width=192), serves(tokens=128, choices=17), serves(tokens=200))
     )
     assert not any((serves(4096, choices=1), serves(4096, hidden=192), serves(4096, width=512)))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Kernels and devices that were compiled for; nothing is captured."""
+    expert_products._compile.cache_clear()
+    found = []
+    monkeypatch.delenv(expert_products.SWITCH, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        expert_tiles, "compiled_on", lambda kernel, device: found.append((kernel.source.stem, kernel.hidden, device))
+    )
+    yield found
+    expert_products._compile.cache_clear()
+
+
+def of_gpu(experts: int, width: int, hidden: int = 7168) -> ExpertWeights:
+    """Of which nothing but shapes and places is known."""
+    first = mock.MagicMock(is_cuda=True, shape=(experts, 2 * width, hidden), device=torch.device("cuda", 1))
+    first.__len__.return_value = experts
+    return ExpertWeights(first, None, None, None)
+
+
+def test_a_servers_first_forward_compiles_what_long_prefills_have(compiled, monkeypatch):
+    for _ in range(2):
+        expert_products.compile_ahead(of_gpu(256, 256))
+    assert compiled == [("gate_up_rows", 7168, 1)]
+    for others in (of_gpu(32, 256), of_gpu(256, 512), of_gpu(256, 256, 7000)):
+        expert_products.compile_ahead(others)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    expert_products.compile_ahead(of_gpu(257, 256, 6144))
+    assert len(compiled) == 1
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    expert_products.compile_ahead(of_gpu(257, 256, 6144))
+    assert compiled[1:] == [("gate_up_rows", 6144, 1)]
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_any_forward_with_launches_of_ours_is_asked_for_it(runner, monkeypatch, tokens):
+    asked = []
+    monkeypatch.setattr(expert_products, "compile_ahead", asked.append)
+    given = arguments(tokens, elsewhere=1.0)
+    served(given)
+    assert [weights.first.data_ptr() for weights in asked] == [given["w1"].data_ptr()]
 
 
 def test_the_log_has_it_once(caplog, runner):
