@@ -40,7 +40,7 @@ TIMED = {(256, 256), (257, 256)}
 benchmarks/results/experts_0_5_23_h200.json). Others, those of --ep-size too, have them where a user asks."""
 BOTH = 2048
 """Tokens of a forward from which on its first product is ours too. Of fewer, blocks of 128 rows have few rows of an expert: an
-H200 was up to 3 % slower with 1536 (`both_products` of the same file)."""
+H200 was 3 to 7 % slower with 1536 (`both_products` of the same file)."""
 FORM = {
     "use_fp8_w8a8": True, "use_int8_w8a8": False, "use_int8_w8a16": False, "use_int4_w4a16": False,
     "per_channel_quant": False, "block_shape": [GROUP, GROUP],
