@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulated import boxes, multiply_emulator, multiplying
+from emulated import emulating, multiply_emulator
 from rows_by_expert import CHOICES, of_second_product
 
-from nsa_backend.kernels.cuda_source import compiled, tensor_map
+from nsa_backend.kernels.cuda_source import compiled
 from nsa_backend.kernels.down_blocks import down_blocks, kernel_for
 from nsa_backend.kernels.down_rows_torch import down_rows_torch
 from nsa_backend.kernels.expert_tiles import BLOCK
@@ -19,8 +19,7 @@ def multiplied(given: dict[str, torch.Tensor], *, sms: int = 2, seed: int = 0) -
     """A call, on a GPU or on so many emulated blocks."""
     kernel = kernel_for(given["second"].shape[1])
     out = torch.empty(*given["shares"].shape, kernel.hidden, dtype=torch.bfloat16, device=given["values"].device)
-    launch, described = (None, tensor_map) if out.is_cuda else (multiplying(kernel, seed), boxes)
-    return down_blocks(**given, out=out, num_sms=sms, launch=launch, boxes=described)
+    return down_blocks(**given, out=out, num_sms=sms, **({} if out.is_cuda else emulating(kernel, seed)))
 
 
 @pytest.mark.parametrize(

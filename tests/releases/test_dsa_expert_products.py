@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from emulated import boxes, multiplying
+from emulated import emulating
 from rows_by_expert import in_blocks
 
 from nsa_backend.adapters import expert_products, experts, shared_expert
@@ -79,9 +79,7 @@ def products(monkeypatch, request):
     if request.param == "both ours":
         from sglang.kernels.ops.quantization import fp8_kernel
 
-        emulated = partial(
-            gate_up_rows.gate_up_rows, num_sms=2, launch=multiplying(gate_up_rows.kernel_for(HIDDEN)), boxes=boxes
-        )
+        emulated = partial(gate_up_rows.gate_up_rows, num_sms=2, **emulating(gate_up_rows.kernel_for(HIDDEN)))
         monkeypatch.setattr(gate_up_rows, "gate_up_rows", emulated)
         monkeypatch.setattr(expert_products, "BOTH", MANY)
         monkeypatch.setattr(fp8_kernel, "sglang_per_token_group_quant_fp8", lambda x, group: quantise(x.float(), Scales.EXACT))

@@ -15,6 +15,8 @@ from nsa_backend.kernels import sparse_verify as verify
 from nsa_backend.kernels.cuda_source import TensorMap
 
 HERE = Path(__file__).parent
+COMPILER = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
+"""A fortified libc takes it for a mistake that fibers leave their stacks by longjmp."""
 
 
 @cache
@@ -23,23 +25,8 @@ def emulator(source: Path, arguments: str, kernel: str, **constants: int) -> cty
     out = Path(tempfile.mkdtemp(prefix="nsa-emulation-")) / "kernel.so"
     words = [f"-D{name}={value}" for name, value in constants.items()]
     words += ["-DEMULATE", f'-DSOURCE="{source.resolve()}"', f"-DARGUMENTS={arguments}", f"-DKERNEL={kernel}"]
-    subprocess.run(
-        [
-            "g++",
-            "-O1",
-            "-U_FORTIFY_SOURCE",
-            "-std=c++20",
-            "-shared",
-            "-fPIC",
-            *words,
-            "-I",
-            HERE,
-            HERE / "emulation.cpp",
-            "-o",
-            out,
-        ],
-        check=True,
-    )
+    files = "-I", HERE, HERE / "emulation.cpp", "-o", out
+    subprocess.run([*COMPILER, *words, *files], check=True)
     return ctypes.CDLL(str(out))
 
 
@@ -66,13 +53,13 @@ def multiply_emulator(kernel: expert_tiles.Kernel) -> ctypes.CDLL:
     return emulator(kernel.source, "Multiply", kernel.source.stem, **kernel.constants)
 
 
-def multiplying(kernel: expert_tiles.Kernel, seed: int = 0) -> expert_tiles.Launch:
-    """In place of its launch."""
+def emulating(kernel: expert_tiles.Kernel, seed: int = 0) -> dict[str, expert_tiles.Launch | expert_tiles.Boxes]:
+    """What its callers take in place of a GPU, by name."""
 
     def launch(grid: tuple[int, int], arguments: ctypes.Structure) -> None:
         multiply_emulator(kernel).run(ctypes.byref(arguments), *grid, seed)
 
-    return launch
+    return {"launch": launch, "boxes": boxes}
 
 
 def boxes(tensor: torch.Tensor, box_rows: int) -> TensorMap:

@@ -189,10 +189,9 @@ inline void run_blocks(const std::vector<dim3>& indices) {
         left = 0;
         if (rounds % 32 == 0) resting = chance() % 2 ? blocks[chance() % blocks.size()].get() : nullptr;
         for (int t : order) {
-            if (fibers[t].done || (fibers[t].block == resting && blocks.size() > 1)) {
-                left += !fibers[t].done;
-                continue;
-            }
+            if (fibers[t].done) continue;
+            ++left;
+            if (fibers[t].block == resting && blocks.size() > 1) continue;
             now = &fibers[t];
             if (chance() % 4 == 0) settle(now->copies);
             if (_setjmp(scheduler) == 0) {
@@ -200,7 +199,7 @@ inline void run_blocks(const std::vector<dim3>& indices) {
                 now->begun = true;
                 setcontext(&now->context);
             }
-            left += !now->done;
+            left -= now->done;
         }
     }
     if (!flying.empty()) fail("blocks ended before what they asked for");
