@@ -324,8 +324,8 @@ __device__ __forceinline__ void write_lines(
     meet_attending();
     // In one order, so that both halves divide by the same.
     const auto sum_of = [&](int line) {
-        const float low = __uint_as_float(load_shared(highest_at + 4 * line));
-        return low + __uint_as_float(load_shared(highest_at + 4 * (LINES + line)));
+        const float low = load_shared_float(highest_at + 4 * line);
+        return low + load_shared_float(highest_at + 4 * (LINES + line));
     };
     upper_sum = sum_of(upper);
     lower_sum = sum_of(lower);

@@ -181,7 +181,7 @@ __device__ __forceinline__ void attend_to_list(const Attend& a, uint32_t shared,
     };
     const auto raise_as_other = [&](int step) {
         const uint32_t highest = highest_at + 4 * (step % 2 * LINES);
-        raise(__uint_as_float(load_shared(highest + 4 * upper)), __uint_as_float(load_shared(highest + 4 * lower)));
+        raise(load_shared_float(highest + 4 * upper), load_shared_float(highest + 4 * lower));
     };
     // Asks for what a step's tokens add to the half.
     const auto weigh_step = [&](int step) {

@@ -275,10 +275,10 @@ __device__ __forceinline__ void join(const Attend& a, uint32_t shared, int part,
     if (thread < mine * a.parts) {
         const uint32_t of_line = shared + WEIGHTS_AT + 4 * (thread / a.parts * a.parts);
         float best = -INFINITE, total = 0;
-        for (int p = 0; p < a.parts; ++p) best = higher(best, __uint_as_float(load_shared(of_line + 4 * p)));
+        for (int p = 0; p < a.parts; ++p) best = higher(best, load_shared_float(of_line + 4 * p));
         const float from_best = best == -INFINITE ? 0 : best;
-        for (int p = 0; p < a.parts; ++p) total += exp2_fast(__uint_as_float(load_shared(of_line + 4 * p)) - from_best);
-        weight = total == 0 ? 0 : exp2_fast(__uint_as_float(load_shared(shared + WEIGHTS_AT + 4 * thread)) - from_best) / total;
+        for (int p = 0; p < a.parts; ++p) total += exp2_fast(load_shared_float(of_line + 4 * p) - from_best);
+        weight = total == 0 ? 0 : exp2_fast(load_shared_float(shared + WEIGHTS_AT + 4 * thread) - from_best) / total;
         if (a.joined_lse && thread % a.parts == 0) a.joined_lse[first_line + first + thread / a.parts] = lse_of(best, total);
     }
     wait_for_copies();
@@ -290,7 +290,7 @@ __device__ __forceinline__ void join(const Attend& a, uint32_t shared, int part,
         float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll 4
         for (int p = 0; p < a.parts; ++p) {
-            const float of_part = __uint_as_float(load_shared(shared + WEIGHTS_AT + 4 * (line * a.parts + p)));
+            const float of_part = load_shared_float(shared + WEIGHTS_AT + 4 * (line * a.parts + p));
             const uint4 values = load_shared_4(shared + TOKENS_AT + 16 * ((line * a.parts + p) * PIECES + along));
             const uint32_t pairs[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
@@ -352,8 +352,8 @@ __device__ __forceinline__ void attend_to_part(const Attend& a, uint32_t shared,
             store_shared(highest_at + 4 * (half * LINES + lower), __float_as_uint(lower_highest));
         }
         meet_attending();
-        const float upper_other = __uint_as_float(load_shared(highest_at + 4 * ((1 - half) * LINES + upper)));
-        const float lower_other = __uint_as_float(load_shared(highest_at + 4 * ((1 - half) * LINES + lower)));
+        const float upper_other = load_shared_float(highest_at + 4 * ((1 - half) * LINES + upper));
+        const float lower_other = load_shared_float(highest_at + 4 * ((1 - half) * LINES + lower));
         const float upper_new = higher(upper_best, higher(upper_highest, upper_other));
         const float lower_new = higher(lower_best, higher(lower_highest, lower_other));
         const float upper_from = base_of(upper_new), lower_from = base_of(lower_new);
