@@ -56,10 +56,10 @@ WHOLE = "DeepSeek-V3.2 on eight H200s"
 """All ranks as one server, in the report `eight_gpus`."""
 VLLM = "vllm"
 """The side, and how its reports are called."""
-VLLM_RANKS = {FIRST_RANK: FIRST_FILE, GLM_RANK: GLM_FILE}
-"""Ranks that it ran, to their files."""
-LONG_PROMPTS = {FIRST_RANK: (FIRST_FILE, ("copies_left_out", "both_products")), GLM_RANK: (GLM_FILE, ("five_drafts",))}
-"""Ranks to the file and reports of the newest first tokens after long prompts, a later one in place of an earlier one."""
+FILES = {FIRST_RANK: FIRST_FILE, GLM_RANK: GLM_FILE}
+"""Of the ranks that vLLM ran, and of which newer first tokens are told."""
+LONG_PROMPTS = {FIRST_RANK: ("copies_left_out", "both_products"), GLM_RANK: ("five_drafts",)}
+"""Ranks to the reports of the newest first tokens after long prompts, a later one in place of an earlier one."""
 STEADY = 0.15
 """Of a median, the widest range of a cell of vLLM's that is told: it compiles kernels for shapes as it meets them."""
 STEPS = (3, 0)
@@ -311,33 +311,32 @@ def of_drafts(name: str, steps: int) -> str:
     return spread(ratio(*given) for cell, given in of_rank(name, DEFAULTS[name]).items() if cell.steps == steps)
 
 
-def beside_vllm() -> dict[Cell, dict[str, tuple[float, float]]]:
-    """By cell of vLLM's and quantity: medians of the default on its ranks, and of vLLM's last run that did not wander."""
+def beside_vllm(name: str) -> dict[Cell, dict[str, tuple[float, float]]]:
+    """By cell of vLLM's and quantity: medians of the default on this rank, and of vLLM's last run that did not wander."""
+    of_vllm = [one for path, one in reports("rank").items() if path.startswith(f"{FILES[name]}/{VLLM}")]
+    ours = {"round_ms": of_rank(name, DEFAULTS[name]), "ttft_ms": first_token(name)}
     found: dict[Cell, dict[str, tuple[float, float]]] = {}
-    for name, file in VLLM_RANKS.items():
-        of_vllm = [one for path, one in reports("rank").items() if path.startswith(f"{file}/{VLLM}")]
-        ours = {"round_ms": of_rank(name, DEFAULTS[name]), "ttft_ms": first_token(name)}
-        for (key, of_default), report in product(ours.items(), of_vllm):
-            for cell, sides in spreads(cells_of(report, key), key).items():
-                times, (given, side) = sides[VLLM], of_default.get(cell, ({}, ""))
-                if given and times.most - times.least <= STEADY * times.median:
-                    found.setdefault(cell, {})[key] = given[side].median, times.median
+    for (key, of_default), report in product(ours.items(), of_vllm):
+        for cell, sides in spreads(cells_of(report, key), key).items():
+            times, (given, side) = sides[VLLM], of_default.get(cell, ({}, ""))
+            if given and times.most - times.least <= STEADY * times.median:
+                found.setdefault(cell, {})[key] = given[side].median, times.median
     return dict(sorted(found.items(), key=lambda item: order(item[0])))
 
 
 @PARTS.part
 def vllm() -> str:
     """DeepSeek-V3.2's rank beside vLLM."""
-    return of_vllm(FIRST_RANK)
+    return table_of_vllm(FIRST_RANK)
 
 
 @PARTS.part
 def vllm_of_glm() -> str:
     """GLM-5.1's rank beside vLLM."""
-    return of_vllm(GLM_RANK)
+    return table_of_vllm(GLM_RANK)
 
 
-def of_vllm(name: str) -> str:
+def table_of_vllm(name: str) -> str:
     """A row a cell: the default's round or token, and its first token, over vLLM's, in brackets milliseconds of both."""
 
     def told(pair: tuple[float, float] | None, form: str) -> str:
@@ -345,8 +344,7 @@ def of_vllm(name: str) -> str:
 
     rows = [
         [shape(cell), str(cell.steps or "none"), told(of.get("round_ms"), OF_ROUNDS), told(of.get("ttft_ms"), OF_FIRST_TOKENS)]
-        for cell, of in beside_vllm().items()
-        if cell.checkpoint == name
+        for cell, of in beside_vllm(name).items()
     ]
     return table(["requests x tokens", "drafts", "round or token", "first token"], rows)
 
@@ -354,13 +352,11 @@ def of_vllm(name: str) -> str:
 def lost_to_vllm() -> list[list[str]]:
     """A row of the cells in which vLLM is ahead."""
     rows = []
-    for key, behind in TIMES.items():
-        ratios = {cell: of[key][0] / of[key][1] for cell, of in beside_vllm().items() if key in of}
-        for name in VLLM_RANKS:
-            lost = {cell: one for cell, one in ratios.items() if cell.checkpoint == name and one >= 1 + NOISE}
-            if lost:
-                told = "; ".join(f"{with_drafts(cell)} ({one:.3f})" for cell, one in lost.items())
-                rows.append([f"a rank of {MODELS[name]}, [beside vLLM](vllm.md)", behind, told])
+    for (key, behind), name in product(TIMES.items(), FILES):
+        ratios = {cell: of[key][0] / of[key][1] for cell, of in beside_vllm(name).items() if key in of}
+        told = [f"{with_drafts(cell)} ({one:.3f})" for cell, one in ratios.items() if one >= 1 + NOISE]
+        if told:
+            rows.append([f"a rank of {MODELS[name]}, [beside vLLM](vllm.md)", behind, "; ".join(told)])
     return rows
 
 
@@ -379,10 +375,9 @@ def all_sizes() -> str:
 
 def long_prompts(name: str, least: int = MANY_TOKENS) -> dict[Cell, dict[str, Spread]]:
     """A rank's first tokens after so many tokens or more, with most of what prefills have of ours, whatever its drafts."""
-    file, names = LONG_PROMPTS[name]
     found: dict[tuple[int, int], tuple[Cell, dict[str, Spread]]] = {}
-    for one in names:
-        of_report = spreads(cells_of(result(file, one), "ttft_ms"), "ttft_ms")
+    for one in LONG_PROMPTS[name]:
+        of_report = spreads(cells_of(result(FILES[name], one), "ttft_ms"), "ttft_ms")
         found |= {(cell.batch, cell.length): (cell, sides) for cell, sides in of_report.items()}
     return {cell: sides for cell, sides in found.values() if cell.length >= least}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import product
@@ -18,7 +19,6 @@ from nsa_backend.attention.auto import CANDIDATES, least_together
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
 from nsa_backend.benchmarks.tuning.experts import over_sglangs, wins
-from nsa_backend.kernels.down_rows import tile_for as tile_of_rows
 from nsa_backend.kernels.few_experts import Tile, tile_for
 from nsa_backend.kernels.value_products import few_rows
 
@@ -309,16 +309,19 @@ def between_products() -> str:
 
 @PARTS.part
 def many_tokens() -> str:
-    """A layer's experts with the second product of prefills over SGLang's, of every model and number of tokens that have it."""
-    rows = [row for row in result("experts_0_5_23", "many_tokens")["rows"] if row["tokens"] >= MANY]
-    return spread(row["many_us"][f"shipped, ours, {tile_of_rows(row['hidden'])}"] / row["many_us"]["sglang"] for row in rows)
+    """A layer's experts with the second product of prefills over SGLang's, of both models where it is alone."""
+    return of_prefills("sglang, ours", MANY, BOTH)
 
 
 @PARTS.part
 def both_products() -> str:
     """The same with both products."""
-    rows = [row for row in result("experts_0_5_23", "both_products")["rows"] if row["tokens"] >= BOTH]
-    return spread(row["many_us"]["both ours"] / row["many_us"]["sglang"] for row in rows)
+    return of_prefills("both ours", BOTH)
+
+
+def of_prefills(way: str, least: int, below: float = math.inf) -> str:
+    rows = [row for row in result("experts_0_5_23", "both_products")["rows"] if least <= row["tokens"] < below]
+    return spread(row["many_us"][way] / row["many_us"]["sglang"] for row in rows)
 
 
 VALUES_TOGETHER = "ours with values in one launch, to o_proj"
