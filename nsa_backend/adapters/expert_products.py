@@ -25,7 +25,7 @@ import triton.language as tl
 from nsa_backend.adapters import shared_expert
 from nsa_backend.adapters.few_experts import SWITCH
 from nsa_backend.environment import switched_on
-from nsa_backend.kernels import down_rows, expert_order, expert_tiles, gate_up_rows
+from nsa_backend.kernels import down_blocks, down_rows, expert_order, expert_tiles, gate_up_rows
 from nsa_backend.kernels.choice_sums import choice_sums
 from nsa_backend.kernels.expert_activation import activate, problem
 from nsa_backend.kernels.few_experts import ExpertWeights
@@ -73,7 +73,7 @@ def wanted(experts: int, width: int) -> bool:
 
 
 def compile_ahead(weights: ExpertWeights) -> None:
-    """Compile a prefill's first product, in CUDA C++, in a server's first forward rather than in its first long prefill.
+    """Compile a prefill's products, in CUDA C++, in a server's first forward rather than in its first long prefill.
 
     Nothing is compiled while a forward is captured; SGLang runs it before that.
 
@@ -88,7 +88,8 @@ def compile_ahead(weights: ExpertWeights) -> None:
 @functools.cache
 def _compile(experts: int, width: int, hidden: int, device: int) -> None:
     if wanted(experts, width) and gate_up_rows.problem(hidden, width) is None:
-        expert_tiles.compiled_on(gate_up_rows.kernel_for(hidden), device)
+        for product in gate_up_rows, down_blocks:
+            expert_tiles.compiled_on(product.kernel_for(hidden), device)
 
 
 def run(
@@ -165,7 +166,7 @@ def both_ours(
     values, scales = gate_up_rows.gate_up_rows(*first, choices, *order, rows)
     given = x.new_empty(tokens, choices, x.shape[1])
     second = values, scales, weights.second, weights.second_scales, shares, *order
-    return down_rows.down_rows(*second, block, given)
+    return down_blocks.down_blocks(*second, given)
 
 
 def tiles_for(weights: ExpertWeights, tokens: int, choices: int) -> Tiles:
