@@ -94,13 +94,15 @@ BESIDE = {
     "experts": "ep_size",
     "released memory": "enable_memory_saver",
 }
-FREE = {name for name, option in BESIDE.items() if release().beside.get(option) is OneGraph.BY_DEFAULT}
-"""What a release's rounds are one graph beside, and another's are not."""
 TOGETHER = {
     "divided KV with DP attention": (("dcp_size", "attn_dp_size"), "drop --dcp-size"),
     "PD with DP attention and experts": (("ep_size", "disaggregation_mode"), "pass --ep-size 1"),
     "released memory and experts": (("enable_memory_saver", "ep_size"), "drop --enable-memory-saver"),
 }
+BY_DEFAULT = {option for option, when in release().beside.items() if when is OneGraph.BY_DEFAULT}
+FREE = {name for name, option in BESIDE.items() if option in BY_DEFAULT}
+FREE |= {name for name, (pair, _) in TOGETHER.items() if pair not in release().apart and BY_DEFAULT.issuperset(pair)}
+"""What a release's rounds are one graph beside, and another's are not."""
 UNSEEN = {name: advice for name, (pair, advice) in TOGETHER.items() if pair in release().apart}
 """The same once they are asked for."""
 SWITCH_AND_MORE = {
@@ -152,8 +154,7 @@ def test_every_rule_was_tried(changes):
     said = {change.removesuffix(ASK) for of_one in changes.values() for change in of_one}
     left = {rule.attribute for rule in (*NEEDED, *DP_ATTENTION) if rule.advice not in said}
     refused = {"0.5.17": {"attn_dp_size", "dcp_size", "enable_lora", "enable_tp_lm_head_all_to_all"}}
-    free = {option for option, when in release().beside.items() if when is OneGraph.BY_DEFAULT}
-    free -= {first for first, _ in release().apart}
+    free = BY_DEFAULT - {first for first, _ in release().apart}
     assert left == NOT_BESIDE_EAGLE | (refused | {"0.5.23": {"enable_dp_attention"}}).get(installed(), set()) | free
 
 

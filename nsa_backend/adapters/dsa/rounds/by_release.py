@@ -71,12 +71,7 @@ RELEASES = {
             "ep_size": OneGraph.BY_DEFAULT,
             "enable_memory_saver": OneGraph.BY_DEFAULT,
         },
-        apart=(
-            ("dcp_size", "attn_dp_size"),
-            ("ep_size", "dcp_size"),
-            ("ep_size", "disaggregation_mode"),
-            *(("enable_memory_saver", option) for option in ("attn_dp_size", "dcp_size", "disaggregation_mode", "ep_size")),
-        ),
+        apart=(("dcp_size", "attn_dp_size"),),
         counts_in_kv=True,
     ),
 }
