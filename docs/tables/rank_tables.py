@@ -58,7 +58,7 @@ VLLM = "vllm"
 """The side, and how its reports are called."""
 FILES = {FIRST_RANK: FIRST_FILE, GLM_RANK: GLM_FILE}
 """Of the ranks that vLLM ran, and of which newer first tokens are told."""
-LONG_PROMPTS = {FIRST_RANK: ("copies_left_out", "both_products"), GLM_RANK: ("five_drafts",)}
+LONG_PROMPTS = {FIRST_RANK: ("copies_left_out", "second_product"), GLM_RANK: ("five_drafts", "both_products")}
 """Ranks to the reports of the newest first tokens after long prompts, a later one in place of an earlier one."""
 STEADY = 0.15
 """Of a median, the widest range of a cell of vLLM's that is told: it compiles kernels for shapes as it meets them."""
@@ -296,6 +296,12 @@ def one_draft() -> str:
 
 
 @PARTS.part
+def glm_one_draft() -> str:
+    """The same on GLM-5.1's rank."""
+    return of_drafts(GLM_RANK, 1)
+
+
+@PARTS.part
 def five_drafts() -> str:
     """The same of five."""
     return of_drafts(FIRST_RANK, 5)
@@ -312,11 +318,16 @@ def of_drafts(name: str, steps: int) -> str:
 
 
 def beside_vllm(name: str) -> dict[Cell, dict[str, tuple[float, float]]]:
-    """By cell of vLLM's and quantity: medians of the default on this rank, and of vLLM's last run that did not wander."""
+    """By cell of vLLM's and quantity: medians of the default on this rank, and of vLLM's last run that did not wander.
+
+    First tokens of a run whose report says `busy_host` are left out: vLLM's wait for the host.
+    """
     of_vllm = [one for path, one in reports("rank").items() if path.startswith(f"{FILES[name]}/{VLLM}")]
     ours = {"round_ms": of_rank(name, DEFAULTS[name]), "ttft_ms": first_token(name)}
     found: dict[Cell, dict[str, tuple[float, float]]] = {}
     for (key, of_default), report in product(ours.items(), of_vllm):
+        if key == "ttft_ms" and report.get("busy_host"):
+            continue
         for cell, sides in spreads(cells_of(report, key), key).items():
             times, (given, side) = sides[VLLM], of_default.get(cell, ({}, ""))
             if given and times.most - times.least <= STEADY * times.median:
@@ -337,16 +348,18 @@ def vllm_of_glm() -> str:
 
 
 def table_of_vllm(name: str) -> str:
-    """A row a cell: the default's round or token, and its first token, over vLLM's, in brackets milliseconds of both."""
+    """A row a batch: the default's rounds, tokens and first tokens over vLLM's, in brackets milliseconds of both."""
 
     def told(pair: tuple[float, float] | None, form: str) -> str:
         return form.format(pair[0] / pair[1], *pair) if pair else "-"
 
-    rows = [
-        [shape(cell), str(cell.steps or "none"), told(of.get("round_ms"), OF_ROUNDS), told(of.get("ttft_ms"), OF_FIRST_TOKENS)]
-        for cell, of in beside_vllm(name).items()
-    ]
-    return table(["requests x tokens", "drafts", "round or token", "first token"], rows)
+    rows: dict[str, list[str]] = {}
+    for cell, of in beside_vllm(name).items():
+        at = 2 * STEPS.index(cell.steps)
+        row = rows.setdefault(shape(cell), ["-"] * 2 * len(STEPS))
+        row[at : at + 2] = told(of.get("round_ms"), OF_ROUNDS), told(of.get("ttft_ms"), OF_FIRST_TOKENS)
+    columns = ["requests x tokens", "round", "its first token", "token without drafts", "its first token"]
+    return table(columns, [[of, *row] for of, row in rows.items()])
 
 
 def lost_to_vllm() -> list[list[str]]:

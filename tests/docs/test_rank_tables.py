@@ -201,9 +201,9 @@ def test_vllm_is_told_where_it_did_not_wander_and_where_it_wins(filed):
     for name, rows in (("vllm", first), ("vllm_again", again)):
         filed(name, "new", [one | of_vllm for one in rows])
     assert rank_tables.vllm().splitlines()[2:] == [
-        "| 1 x 300 | 3 | - | 1.26 (10 / 8) |",
-        "| 8 x 300 | 3 | 1.262 (10.10 / 8.00) | - |",  # so many rows go by sparse_prefill, whose side did not run
-        "| 8 x 300 | none | 1.275 (5.10 / 4.00) | - |",
+        "| 1 x 300 | - | 1.26 (10 / 8) | - | - |",
+        # So many rows go by sparse_prefill, whose side did not run.
+        "| 8 x 300 | 1.262 (10.10 / 8.00) | - | 1.275 (5.10 / 4.00) | - |",
     ]
     whose = "a rank of DeepSeek-V3.2, [beside vLLM](vllm.md)"
     assert rank_tables.lost_to_vllm() == [
@@ -211,6 +211,19 @@ def test_vllm_is_told_where_it_did_not_wander_and_where_it_wins(filed):
         [whose, "first token later", "1 x 300, 3 drafts (1.262)"],
     ]
     assert rank_tables.one_draft() == rank_tables.five_drafts() == "-"
+
+
+def test_vllms_first_tokens_are_left_out_where_the_host_was_busy(filed, tmp_path):
+    filed("rounds", "new", [row for side in ("auto", "builtin") for row in served(cell(3, 1, 300), side, 10.0)])
+    of_vllm = {key: {"median": 8.0, "min_max": [7.9, 8.1]} for key in rank_tables.TIMES} | {"side": "vllm", "turn": 0}
+    filed("vllm", "new", [cell(3, 1, 300) | of_vllm])
+    assert row(rank_tables.vllm(), "1 x 300")[:2] == ["1.262 (10.10 / 8.00)", "1.26 (10 / 8)"]
+    file = tmp_path / "rank_v32_tp8_0_5_23_h200.json"
+    found = json.loads(file.read_text())
+    found["reports"]["vllm"]["busy_host"] = True
+    file.write_text(json.dumps(found))
+    forget()
+    assert row(rank_tables.vllm(), "1 x 300")[:2] == ["1.262 (10.10 / 8.00)", "-"]
 
 
 def test_what_captures_of_all_sizes_took_and_a_crowd_are_told(filed):
@@ -270,7 +283,7 @@ def test_prompts_that_are_longer_than_tables_have_are_told_in_a_sentence(filed):
     filed("copies_left_out", "new", [*rows, *ours, *eight])
     newer = {(4096, "default"): 5.0, (4096, "builtin"): 10.0, (131072, "default"): 6.0, (131072, "builtin"): 10.0}
     of_newer = [row for (length, side), ms in newer.items() for row in served(cell(0, 1, length), side, ms)]
-    filed("both_products", "new", of_newer)
+    filed("second_product", "new", of_newer)
     filed("alone", "new", served(cell(3, 8, 32768), "default", 1.0))
     assert rank_tables.long_requests() == "32768 / 131072 tokens 0.693 / 0.792 of 1; 8192 tokens 0.524 of 8"
     assert rank_tables.longer_first_tokens() == "0.50 / 0.69 / 0.60 of 1, 0.52 of 8"

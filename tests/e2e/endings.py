@@ -15,6 +15,8 @@ import psutil
 
 POLL_SECONDS, TREE_SECONDS = 0.1, 1.0  # between two looks at the known processes; between two looks for new ones
 LAST_LINES, LINE_LENGTH, MOST_EXITS = 80, 300, 12
+CLOSING = 10.0
+"""Seconds that a case may take to end its own servers; what ended so shortly before it was ended as late is no cause."""
 OF_MAIN, TITLE = "main", "sglang::"
 
 CRASHED = re.compile(r"Subprocess \S+ \(pid=(\d+)\) crashed with exit code (-?\d+)")
@@ -151,9 +153,9 @@ def cause(exits: list[Exit], code: int | None, log: str, machine: dict, seconds:
     # An error of Python is logged before SGLang ends all processes; one that follows a signal is another rank's.
     if raised and (first is None or raised.start() < first.logged):
         return f"an error of Python came first: {_error(log, raised.start())}"
+    if code is None and (first is None or seconds - first.seconds < CLOSING):
+        return f"it was ended after {seconds:.0f} s without a result"
     if first is None:
-        if code is None:
-            return f"it was ended after {seconds:.0f} s without a result"
         if last := list(TRACEBACK.finditer(log)):
             return f"its first process ended with {code}, after {_error(log, last[-1].start())}"
         return f"nothing tells: its first process ended with {code}, no other was seen to end badly, and the log has no error"

@@ -83,6 +83,13 @@ def test_a_signal_is_told_with_what_the_machine_says_about_it(status, found, mor
     assert cause(exits, -9, "", found, 190.0) == f"{FIRST_OF_ALL} {exits[1].how()}{more}"
 
 
+def test_what_a_case_ended_itself_just_before_it_was_ended_as_late_is_no_cause():
+    """One that had answered closes its servers; those that were gone long before say why nothing came."""
+    exits = [gone(-signal.SIGKILL)]
+    assert cause(exits, None, "", {}, 183.0) == "it was ended after 183 s without a result"
+    assert cause(exits, None, "", {}, 300.0).startswith(FIRST_OF_ALL)
+
+
 LOG = """loading
 [2026-11-22 10:41:30 DP0 TP0] Scheduler hit an exception: Traceback (most recent call last):
   File "scheduler.py", line 6362, in run_scheduler_process
