@@ -85,9 +85,14 @@ def compile_ahead(weights: ExpertWeights) -> None:
         _compile(len(first), weights.width, first.shape[-1], first.device.index)
 
 
+def has_both(hidden: int, width: int) -> bool:
+    """Whether long prefills of experts like these have both products of ours, and not the second one alone."""
+    return gate_up_rows.problem(hidden, width) is None and down_blocks.problem(hidden, width) is None
+
+
 @functools.cache
 def _compile(experts: int, width: int, hidden: int, device: int) -> None:
-    if wanted(experts, width) and gate_up_rows.problem(hidden, width) is None:
+    if wanted(experts, width) and has_both(hidden, width):
         for product in gate_up_rows, down_blocks:
             expert_tiles.compiled_on(product.kernel_for(hidden), device)
 
@@ -116,8 +121,9 @@ def run(
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
     (tokens, choices), experts, many = chosen.shape, len(weights.first), len(x) >= shared_expert.MANY
-    tell(experts, weights.width, many)
-    if tokens >= BOTH:
+    both_served = has_both(x.shape[1], weights.width)
+    tell(experts, weights.width, many, both_served)
+    if tokens >= BOTH and both_served:
         return choice_sums(both_ours(x, weights, shares, chosen, quantised), factor, shared, out)
     tiles = tiles_for(weights, tokens, choices)
     block, in_blocks = tiles.first["BLOCK_SIZE_M"], many or tiles.second_in_bulk
@@ -183,12 +189,13 @@ def tiles_for(weights: ExpertWeights, tokens: int, choices: int) -> Tiles:
 
 
 @functools.cache
-def tell(count: int, width: int, many: bool) -> None:
+def tell(count: int, width: int, many: bool, both: bool) -> None:
     """The log has it once a shape."""
     if many:
+        of_both = f", of {BOTH} or more both" if both else ""
         logger.info(
-            "nsa_backend: experts of %d tokens or more have our second product, of %d or more both, %d experts of %d",
-            shared_expert.MANY, BOTH, count, width,
+            "nsa_backend: experts of %d tokens or more have our second product%s, %d experts of %d",
+            shared_expert.MANY, of_both, count, width,
         )  # fmt: skip
         return
     logger.info(

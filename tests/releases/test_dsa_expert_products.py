@@ -15,7 +15,7 @@ from emulated import emulating
 from rows_by_expert import in_blocks
 
 from nsa_backend.adapters import expert_products, experts, shared_expert
-from nsa_backend.kernels import expert_tiles, gate_up_rows
+from nsa_backend.kernels import down_blocks, expert_tiles, gate_up_rows
 from nsa_backend.kernels.few_experts import ExpertWeights
 from nsa_backend.kernels.layer_front_torch import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
@@ -75,12 +75,14 @@ def test_experts_are_right(runner, width, bulk, alone, elsewhere):
 
 @pytest.fixture(params=["SGLang's first product", "both ours"])
 def products(monkeypatch, request):
-    """Whose products many tokens have; our first one on an emulated GPU."""
+    """Whose products many tokens have; both of ours on an emulated GPU."""
     if request.param == "both ours":
         from sglang.kernels.ops.quantization import fp8_kernel
 
-        emulated = partial(gate_up_rows.gate_up_rows, num_sms=2, **emulating(gate_up_rows.kernel_for(HIDDEN)))
-        monkeypatch.setattr(gate_up_rows, "gate_up_rows", emulated)
+        for module in gate_up_rows, down_blocks:
+            name = module.__name__.rpartition(".")[2]
+            launch = partial(getattr(module, name), num_sms=2, **emulating(module.kernel_for(HIDDEN)))
+            monkeypatch.setattr(module, name, launch)
         monkeypatch.setattr(expert_products, "BOTH", MANY)
         monkeypatch.setattr(fp8_kernel, "sglang_per_token_group_quant_fp8", lambda x, group: quantise(x.float(), Scales.EXACT))
 
@@ -283,15 +285,24 @@ def of_gpu(experts: int, width: int, hidden: int = 7168) -> ExpertWeights:
 def test_a_servers_first_forward_compiles_what_long_prefills_have(compiled, monkeypatch):
     for _ in range(2):
         expert_products.compile_ahead(of_gpu(256, 256))
-    assert compiled == [("gate_up_rows", 7168, 1)]
-    for others in (of_gpu(32, 256), of_gpu(256, 512), of_gpu(256, 256, 7000)):
+    assert compiled == [("gate_up_rows", 7168, 1), ("down_blocks", 7168, 1)]
+    for others in (of_gpu(32, 256), of_gpu(256, 512), of_gpu(256, 256, 7000), of_gpu(256, 256, 7040)):
         expert_products.compile_ahead(others)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     expert_products.compile_ahead(of_gpu(257, 256, 6144))
-    assert len(compiled) == 1
+    assert len(compiled) == 2
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     expert_products.compile_ahead(of_gpu(257, 256, 6144))
-    assert compiled[1:] == [("gate_up_rows", 6144, 1)]
+    assert compiled[2:] == [("gate_up_rows", 6144, 1), ("down_blocks", 6144, 1)]
+
+
+def test_who_asks_of_another_hidden_size_has_our_second_product_alone(prefill, monkeypatch):
+    """Of one whose halves are no whole steps of `down_blocks`."""
+    monkeypatch.setattr(expert_products, "BOTH", MANY)
+    monkeypatch.setattr(down_blocks, "HIDDEN", range(2 * HIDDEN, 3 * HIDDEN))
+    monkeypatch.setattr(expert_products, "both_ours", None)
+    given = arguments(MANY, 256)
+    assert near(served(given), given)
 
 
 @pytest.mark.parametrize("tokens", [1, 6])
