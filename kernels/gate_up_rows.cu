@@ -158,7 +158,7 @@ __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t share
     }
 }
 
-extern "C" __global__ void CLUSTER_OF_2 __launch_bounds__(THREADS, 1) gate_up_rows(const __grid_constant__ Multiply a) {
+extern "C" __global__ void CLUSTER_OF(2) __launch_bounds__(THREADS, 1) gate_up_rows(const __grid_constant__ Multiply a) {
     SHARED_MEMORY(memory);
     wait_for_inputs();
     const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;

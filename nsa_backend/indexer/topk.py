@@ -8,9 +8,13 @@ from collections.abc import Callable
 import torch
 
 from nsa_backend.adapters.installed import adapter
+from nsa_backend.environment import switched_on
+from nsa_backend.kernels import topk_select
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.topk_slots import topk_slots
 from nsa_backend.metadata.views import NSAMetadata
+
+SWITCH = "NSA_BACKEND_TOPK_SELECT"
 
 
 class TopK(ABC):
@@ -66,7 +70,9 @@ def choose_topk(device: torch.device) -> TopK:
     if device.type != "cuda":
         return TorchTopK()
     v2 = adapter.topk_v2()
-    return SglTopK() if v2 is None else PagedTopK(*v2)
+    if v2 is None:
+        return SglTopK()
+    return (SelectTopK if switched_on(SWITCH) else PagedTopK)(*v2)
 
 
 class SglTopK(TopK):
@@ -130,6 +136,16 @@ class PagedTopK(SglTopK):
         if self._zeros is None or self._zeros.shape[0] < rows:
             self._zeros = torch.zeros(rows, dtype=torch.int32, device=lengths.device)
         return self._zeros[:rows]
+
+
+class SelectTopK(PagedTopK):
+    """This package's kernel for rows of a page table, as far as it serves them; SGLang's for the rest."""
+
+    def slots(self, logits, lengths, topk, metadata):
+        if topk_select.problem(logits, topk) is not None:
+            return super().slots(logits, lengths, topk, metadata)
+        out = logits.new_empty((logits.shape[0], topk), dtype=torch.int32)
+        return topk_select.topk_select(logits, lengths, metadata.real_page_table, out)
 
 
 class TorchTopK(TopK):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels import expert_tiles
+from nsa_backend.kernels import expert_tiles, topk_select
 from nsa_backend.kernels import sparse_verify as verify
 from nsa_backend.kernels.cuda_source import TensorMap
 
@@ -60,6 +61,20 @@ def emulating(kernel: expert_tiles.Kernel, seed: int = 0) -> dict[str, expert_ti
         multiply_emulator(kernel).run(ctypes.byref(arguments), *grid, seed)
 
     return {"launch": launch, "boxes": boxes}
+
+
+def selecting(blocks: int, seed: int = 0, threads: int = 128) -> Callable[[tuple[int, int], ctypes.Structure], None]:
+    """What launches top-k of rows that have so many blocks, of so many threads each."""
+
+    def launch(grid: tuple[int, int], arguments: ctypes.Structure) -> None:
+        select_emulator(blocks, threads).run(ctypes.byref(arguments), *grid, seed)
+
+    return launch
+
+
+def select_emulator(blocks: int, threads: int = 128) -> ctypes.CDLL:
+    """Of top-k of rows of scores."""
+    return emulator(topk_select.SOURCE, "Select", topk_select.SOURCE.stem, **topk_select.constants(blocks, threads))
 
 
 def boxes(tensor: torch.Tensor, box_rows: int) -> TensorMap:
