@@ -114,12 +114,12 @@ __device__ __forceinline__ void copy_to_block(int rank, uint32_t to, uint32_t fr
         : "memory");
 }
 
-// Sixteen bytes to that block, likewise.
-__device__ __forceinline__ void store_to_block(int rank, uint32_t to, uint4 x, uint32_t barrier) {
+// Eight bytes to that block, likewise.
+__device__ __forceinline__ void store_to_block(int rank, uint32_t to, uint2 x, uint32_t barrier) {
     asm volatile(
         "{\n.reg .b32 there, counted;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 counted, %1, %2;\n"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [counted];\n}" ::"r"(to),
-        "r"(barrier), "r"(rank), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [there], {%3, %4}, [counted];\n}" ::"r"(to),
+        "r"(barrier), "r"(rank), "r"(x.x), "r"(x.y)
         : "memory");
 }
 
@@ -175,6 +175,10 @@ __device__ __forceinline__ uint4 load_shared_4(uint32_t address) {
 
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_2(uint32_t address, uint2 x) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x.x), "r"(x.y) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_4(uint32_t address, uint4 x) {

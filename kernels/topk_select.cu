@@ -1,12 +1,12 @@
 // KV slots of the highest of each row of index scores, for Hopper. topk_select.py compiles it at run time.
 //
 // A cluster of blocks reads a row once and keeps its part in registers, as far as they reach. Counts of scores by their leading
-// bits, in bins of a 32nd of an octave, say which bin the last selected score lies in: what lies above is written at once, and the
+// bits, in bins of a 16th of an octave, say which bin the last selected score lies in: what lies above is written at once, and the
 // few in that bin are told apart by the rest of their bits, then by their positions. So a selection is exact, whatever the scores.
 
 #include "hopper.cuh"
 
-constexpr int BINS = 2048, FINE_BINS = 1024;
+constexpr int BINS = 1024, FINE_BINS = 1024;
 constexpr int WARPS = THREADS / 32;
 constexpr int CHUNK = THREADS * VECTORS;  // groups of four scores that a block's registers hold
 constexpr int PAGE = 64;
@@ -15,11 +15,11 @@ constexpr int OF_THREAD = (LISTED + THREADS - 1) / THREADS;
 static_assert(WARPS <= 32 && FINE_BINS % THREADS == 0, "a lane adds up a warp's counts, a thread those of some bins");
 
 // Magnitudes that bins divide: 32 octaves. Those below share one bin, and those above.
-constexpr uint32_t BIN_BITS = 18, LEAST = (127u - 16) << 23, MOST = LEAST + (1u << 28) - 1;
+constexpr uint32_t BIN_BITS = 19, LEAST = (127u - 16) << 23, MOST = LEAST + (1u << 28) - 1;
 
-// Shared memory: counts of each block of the cluster, those of this one's list, and the list, of a key, a position and a slot each.
+// Shared memory: counts of each block of the cluster, those of this one's list, and the list, a key and a position each.
 constexpr uint32_t COUNTS = BINS * 4, FINE_AT = CLUSTER * COUNTS, LIST_AT = FINE_AT + FINE_BINS * 4;
-constexpr uint32_t SUMS_AT = LIST_AT + LISTED * 16;  // of each warp, of two kinds
+constexpr uint32_t SUMS_AT = LIST_AT + LISTED * 8;  // of each warp, of two kinds
 constexpr uint32_t FOUND_AT = SUMS_AT + 2 * 32 * 4;
 constexpr uint32_t COUNTERS_AT = FOUND_AT + 8 * 4;
 constexpr uint32_t GATHERED_AT = COUNTERS_AT + 4 * 4, FILLED_AT = GATHERED_AT + 8;  // barriers
@@ -236,18 +236,21 @@ struct Blocks {
 };
 
 // Tells `range.count` listed scores apart, and writes those that are wanted from `to` on.
-__device__ __forceinline__ void tell_apart(uint32_t shared, Range range, int* to) {
+__device__ __forceinline__ void tell_apart(uint32_t shared, Range range, const int* pages, int* to) {
     uint32_t key[OF_THREAD], position[OF_THREAD];
+    int page[OF_THREAD];
     bool left[OF_THREAD];
 #pragma unroll
     for (int i = 0; i < OF_THREAD; ++i) {
         const uint32_t place = threadIdx.x + i * THREADS;
         left[i] = place < range.count;
-        key[i] = left[i] ? load_shared(shared + LIST_AT + place * 16) : 0;
-        position[i] = left[i] ? load_shared(shared + LIST_AT + place * 16 + 4) : 0;
+        const uint2 entry = left[i] ? load_shared_2(shared + LIST_AT + place * 8) : uint2{0, 0};
+        key[i] = entry.x;
+        position[i] = entry.y;
+        page[i] = left[i] ? pages[entry.y / PAGE] : 0;
     }
     const auto write = [&](int i) {
-        to[take_shared(shared + COUNTERS_AT + 8, 1)] = load_shared(shared + LIST_AT + (threadIdx.x + i * THREADS) * 16 + 8);
+        to[take_shared(shared + COUNTERS_AT + 8, 1)] = page[i] * PAGE + position[i] % PAGE;
         left[i] = false;
     };
     while (range.count != range.wanted) {
@@ -347,7 +350,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(THREADS, CLUSTE
     const uint32_t kept_from = range.lower_before + (all ? range.lower_count : 0), listed_from = range.lower_count;
     const int lane = threadIdx.x % 32;
     if (several && rank == 0 && !all && threadIdx.x == 0) {
-        arrive_before_bytes(shared + FILLED_AT, (range.count - load_shared(blocks.counts_of(0) + found.bin * 4)) * 16);
+        arrive_before_bytes(shared + FILLED_AT, (range.count - load_shared(blocks.counts_of(0) + found.bin * 4)) * 8);
     }
     for (int chunk = chunks - 1; chunk >= 0; --chunk) {
         if (chunk != chunks - 1) part.load(chunk);
@@ -372,21 +375,20 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(THREADS, CLUSTE
         listed = shuffle_from(listed, 31) + listed_from + (until >> 16) - (counts >> 16);
         part.each(chunk, [&](uint32_t bits, uint32_t position, int page) {
             const uint32_t key = key_of(bits);
-            const int slot = page * PAGE + position % PAGE;
             const bool here = range.has(key, position);
             if (range.is_before(key, position) || (here && all)) {
-                slots[kept++] = slot;
+                slots[kept++] = page * PAGE + position % PAGE;
             } else if (here) {
-                const uint4 entry{key, position, static_cast<uint32_t>(slot), 0};
-                const uint32_t to = shared + LIST_AT + listed++ * 16;
-                rank ? store_to_block(0, to, entry, shared + FILLED_AT) : store_shared_4(to, entry);
+                const uint2 entry{key, position};
+                const uint32_t to = shared + LIST_AT + listed++ * 8;
+                rank ? store_to_block(0, to, entry, shared + FILLED_AT) : store_shared_2(to, entry);
             }
         });
     }
     if (rank == 0 && !all) {
         if (several) wait_for_turn(shared + FILLED_AT, 0);
         meet<1, THREADS>();
-        tell_apart(shared, range, slots + before);
+        tell_apart(shared, range, pages, slots + before);
     }
     if (several) wait_for_cluster();  // until then this block's counts are on their way to others
 }

@@ -66,7 +66,7 @@ def constants(blocks: int, threads: int = THREADS, vectors: int = VECTORS) -> di
 
 def shared_bytes(blocks: int) -> int:
     """Shared memory of one of them."""
-    return 4 * (2048 * blocks + 1024 + 4 * 2048 + 64 + 8 + 4) + 16 + 16
+    return 4 * (1024 * blocks + 1024 + 2 * 2048 + 64 + 8 + 4) + 16 + 16
 
 
 @functools.cache

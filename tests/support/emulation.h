@@ -391,11 +391,11 @@ inline void copy_to_block(int rank, uint32_t to, uint32_t from, uint32_t bytes, 
         arrived(barrier_at(barrier, there), 0, -static_cast<int>(bytes));
     });
 }
-inline void store_to_block(int rank, uint32_t to, uint4 x, uint32_t barrier) {
+inline void store_to_block(int rank, uint32_t to, uint2 x, uint32_t barrier) {
     emulation::Block& there = *emulation::now->block->cluster_of[rank];
     emulation::flying.push_back([=, &there] {
-        *reinterpret_cast<uint4*>(emulation::at(there, to, 16)) = x;
-        arrived(barrier_at(barrier, there), 0, -16);
+        *reinterpret_cast<uint2*>(emulation::at(there, to, 8)) = x;
+        arrived(barrier_at(barrier, there), 0, -8);
     });
 }
 inline void arrive_after_copies(uint32_t address) {
@@ -412,6 +412,7 @@ inline float load_shared_float(uint32_t address) { return bits_as<float>(load_sh
 inline uint2 load_shared_2(uint32_t address) { return *reinterpret_cast<uint2*>(emulation::at(address, 8)); }
 inline uint4 load_shared_4(uint32_t address) { return *reinterpret_cast<uint4*>(emulation::at(address, 16)); }
 inline void store_shared(uint32_t address, uint32_t x) { *reinterpret_cast<uint32_t*>(emulation::at(address, 4)) = x; }
+inline void store_shared_2(uint32_t address, uint2 x) { *reinterpret_cast<uint2*>(emulation::at(address, 8)) = x; }
 inline void store_shared_4(uint32_t address, uint4 x) { *reinterpret_cast<uint4*>(emulation::at(address, 16)) = x; }
 inline uint32_t load_shared_half(uint32_t address) { return *reinterpret_cast<uint16_t*>(emulation::at(address, 2)); }
 inline void store_shared_half(uint32_t address, uint32_t x) { *reinterpret_cast<uint16_t*>(emulation::at(address, 2)) = x; }
