@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -13,6 +14,8 @@ from nsa_backend.kernels import topk_select
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.topk_slots import topk_slots
 from nsa_backend.metadata.views import NSAMetadata
+
+logger = logging.getLogger(__name__)
 
 SWITCH = "NSA_BACKEND_TOPK_SELECT"
 
@@ -72,7 +75,10 @@ def choose_topk(device: torch.device) -> TopK:
     v2 = adapter.topk_v2()
     if v2 is None:
         return SglTopK()
-    return (SelectTopK if switched_on(SWITCH) else PagedTopK)(*v2)
+    if not switched_on(SWITCH):
+        return PagedTopK(*v2)
+    logger.info("nsa_backend: up to %d rows of index scores have our top-k", topk_select.MOST_ROWS)
+    return SelectTopK(*v2)
 
 
 class SglTopK(TopK):

@@ -194,11 +194,12 @@ inline void run_blocks(const std::vector<dim3>& indices) {
     std::vector<int> order(fibers.size());
     for (size_t t = 0; t < order.size(); ++t) order[t] = t;
     const Block* resting = nullptr;
-    for (int left = 1, rounds = 0; left; ++rounds) {
+    for (int left = 1, rounds = 0, rested = 0, held = 0; left; ++rounds) {
         if (rounds > 1 << 20) fail("threads wait for each other");
         if (rounds % 8 == 0) std::shuffle(order.begin(), order.end(), chance);
+        if (rounds == held) held += 1 + chance() % (chance() % 8 ? 8 : 512);  // until then nothing lands
         for (size_t i = 0; i < flying.size();) {
-            if (chance() % 4) {
+            if (rounds + 1 < held || chance() % 4) {
                 ++i;
                 continue;
             }
@@ -207,7 +208,10 @@ inline void run_blocks(const std::vector<dim3>& indices) {
             lands();
         }
         left = 0;
-        if (rounds % 32 == 0) resting = chance() % 2 ? blocks[chance() % blocks.size()].get() : nullptr;
+        if (rounds == rested) {
+            rested += 1 + chance() % (chance() % 8 ? 64 : 512);
+            resting = chance() % 2 ? blocks[chance() % blocks.size()].get() : nullptr;
+        }
         for (int t : order) {
             if (fibers[t].done) continue;
             ++left;
