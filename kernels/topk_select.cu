@@ -1,28 +1,30 @@
 // KV slots of the highest of each row of index scores, for Hopper. topk_select.py compiles it at run time.
 //
 // A cluster of blocks reads a row once and keeps its part in registers, as far as they reach. Counts of scores by their leading
-// bits, in bins of a 16th of an octave, say which bin the last selected score lies in: what lies above is written at once, and the
+// bits, in bins of a 16th of an octave or less, say which bin the last selected score lies in: what lies above is written at once, and the
 // few in that bin are told apart by the rest of their bits, then by their positions. So a selection is exact, whatever the scores.
 
 #include "hopper.cuh"
 
-constexpr int BINS = 1024, FINE_BINS = 1024;
+constexpr int FINE_BINS = 1024;
 constexpr int WARPS = THREADS / 32;
 constexpr int CHUNK = THREADS * VECTORS;  // groups of four scores that a block's registers hold
 constexpr int PAGE = 64;
 constexpr int LISTED = 2048;  // scores of one bin, at most, that one block tells apart
+constexpr int FEW = 128;  // that it compares with each other
 constexpr int OF_THREAD = (LISTED + THREADS - 1) / THREADS;
 static_assert(WARPS <= 32 && FINE_BINS % THREADS == 0, "a lane adds up a warp's counts, a thread those of some bins");
 
 // Magnitudes that bins divide: 32 octaves. Those below share one bin, and those above.
-constexpr uint32_t BIN_BITS = 19, LEAST = (127u - 16) << 23, MOST = LEAST + (1u << 28) - 1;
+static_assert(BINS == 1024 || BINS == 2048, "bins of each sign divide them");
+constexpr uint32_t BIN_BITS = BINS == 1024 ? 19 : 18, LEAST = (127u - 16) << 23, MOST = LEAST + (1u << 28) - 1;
 
 // Shared memory: counts of each block of the cluster, those of this one's list, and the list, a key and a position each.
 constexpr uint32_t COUNTS = BINS * 4, FINE_AT = CLUSTER * COUNTS, LIST_AT = FINE_AT + FINE_BINS * 4;
 constexpr uint32_t SUMS_AT = LIST_AT + LISTED * 8;  // of each warp, of two kinds
 constexpr uint32_t FOUND_AT = SUMS_AT + 2 * 32 * 4;
 constexpr uint32_t COUNTERS_AT = FOUND_AT + 8 * 4;
-constexpr uint32_t GATHERED_AT = COUNTERS_AT + 4 * 4, FILLED_AT = GATHERED_AT + 8;  // barriers
+constexpr uint32_t GATHERED_AT = COUNTERS_AT + 2 * 4, FILLED_AT = GATHERED_AT + 8;  // barriers
 [[maybe_unused]] constexpr uint32_t SHARED_BYTES = FILLED_AT + 8 + 16;
 
 struct Select {
@@ -103,8 +105,12 @@ template <int N> __device__ __forceinline__ Found find(uint32_t shared, const ui
     return {word(0), word(1), word(2), word(3), word(4)};
 }
 
-__device__ __forceinline__ void clear(uint32_t at, int bins) {
-    for (int i = threadIdx.x * 4; i < bins; i += THREADS * 4) store_shared_4(at + i * 4, uint4{0, 0, 0, 0});
+template <int bins> __device__ __forceinline__ void clear(uint32_t at) {
+#pragma unroll
+    for (int begin = 0; begin < bins / 4; begin += THREADS) {
+        const int i = begin + static_cast<int>(threadIdx.x);
+        if (i < bins / 4) store_shared_4(at + i * 16, uint4{0, 0, 0, 0});
+    }
 }
 
 // A row as far as one block reads it, four scores at a time.
@@ -166,10 +172,10 @@ struct Range {
         const uint32_t bits = shift(), begin = found.bin << bits, more = (1u << bits) - 1;
         if (by_position()) {
             first_position += begin;
-            last_position = min(last_position, first_position + more);
+            if (last_position - first_position > more) last_position = first_position + more;
         } else {
             first += begin;
-            last = min(last, first + more);
+            if (last - first > more) last = first + more;
         }
         take(found);
     }
@@ -208,17 +214,18 @@ struct Blocks {
 
     // Finds in bins that all threads have counted in the bin of the `wanted`th.
     template <int bins> __device__ __forceinline__ Found find_in_all(uint32_t wanted) {
-        fence_before_products();
+        const bool several = CLUSTER > 1 && count > 1;
+        if (several) fence_before_products();
         meet<1, THREADS>();
-        if (CLUSTER > 1 && count > 1) {
-            if (threadIdx.x == 0) {
-                const uint32_t gathered = shared + GATHERED_AT;
-                arrive_before_bytes(gathered, (count - 1) * bins * 4);
-                for (int other = 0; other < count; ++other) {
+        if (several) {
+            const uint32_t gathered = shared + GATHERED_AT;
+            if (threadIdx.x == 0) arrive_before_bytes(gathered, (count - 1) * bins * 4);
+            if (threadIdx.x % 32 == 0) {  // a warp for each of the others
+                for (int other = threadIdx.x / 32; other < count; other += WARPS) {
                     if (other != rank) copy_to_block(other, counts_of(rank), counts_of(rank), bins * 4, gathered);
                 }
             }
-            wait_for_turn(shared + GATHERED_AT, turn++);
+            wait_for_turn(gathered, turn++);
         }
         constexpr int N = bins / THREADS;
         uint32_t counts[N], lower[N];
@@ -235,6 +242,31 @@ struct Blocks {
     }
 };
 
+// Writes those that are wanted of FEW listed scores or less from `to` on. A warp ranks some of them, each of which is a lane's.
+__device__ __forceinline__ void rank_few(uint32_t shared, const Range& range, const int* pages, int* to) {
+    static_assert(FEW <= THREADS, "a lane has one at most");
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, place = warp + lane * WARPS;
+    const uint2 own = place < range.count ? load_shared_2(shared + LIST_AT + place * 8) : uint2{0, 0};
+    const int page = place < range.count ? pages[own.y / PAGE] : 0;
+    uint2 others[FEW / 32];
+#pragma unroll
+    for (int j = 0; j < FEW / 32; ++j) {
+        const uint32_t other = lane + 32 * j;
+        others[j] = other < range.count ? load_shared_2(shared + LIST_AT + other * 8) : uint2{0xffffffffu, 0xffffffffu};
+    }
+    uint32_t rank = 0xffffffffu;
+    for (uint32_t n = 0; warp + n * WARPS < range.count; ++n) {
+        const uint32_t key = shuffle_from(own.x, n), position = shuffle_from(own.y, n);
+        uint32_t before = 0;
+#pragma unroll
+        for (int j = 0; j < FEW / 32; ++j) {
+            before += __popc(warp_ballot(others[j].x < key || (others[j].x == key && others[j].y < position)));
+        }
+        if (lane == n) rank = before;
+    }
+    if (rank < range.wanted) to[rank] = page * PAGE + own.y % PAGE;
+}
+
 // Tells `range.count` listed scores apart, and writes those that are wanted from `to` on.
 __device__ __forceinline__ void tell_apart(uint32_t shared, Range range, const int* pages, int* to) {
     uint32_t key[OF_THREAD], position[OF_THREAD];
@@ -250,7 +282,7 @@ __device__ __forceinline__ void tell_apart(uint32_t shared, Range range, const i
         page[i] = left[i] ? pages[entry.y / PAGE] : 0;
     }
     const auto write = [&](int i) {
-        to[take_shared(shared + COUNTERS_AT + 8, 1)] = page[i] * PAGE + position[i] % PAGE;
+        to[take_shared(shared + COUNTERS_AT + 4, 1)] = made_again(page[i]) * PAGE + position[i] % PAGE;  // a page comes late
         left[i] = false;
     };
     while (range.count != range.wanted) {
@@ -262,7 +294,7 @@ __device__ __forceinline__ void tell_apart(uint32_t shared, Range range, const i
         uint32_t counts[FINE_BINS / THREADS] = {}, none[FINE_BINS / THREADS] = {};
         add_words(shared + FINE_AT + threadIdx.x * sizeof counts, counts);
         const Found found = find(shared, counts, none, range.wanted);
-        clear(shared + FINE_AT, FINE_BINS);
+        clear<FINE_BINS>(shared + FINE_AT);
 #pragma unroll
         for (int i = 0; i < OF_THREAD; ++i) {
             if (!left[i]) continue;
@@ -284,7 +316,7 @@ __device__ __forceinline__ void take_all(const Select& a, const int* pages, int 
     for (int i = threadIdx.x; i < a.topk; i += THREADS) slots[i] = i < length ? pages[i / PAGE] * PAGE + i % PAGE : -1;
 }
 
-extern "C" __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(THREADS, CLUSTER > 1 ? 2 : 1) topk_select(const __grid_constant__ Select a) {
+extern "C" __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(THREADS, 2) topk_select(const __grid_constant__ Select a) {
     SHARED_MEMORY(memory);
     const uint32_t shared = (shared_address(memory) + 15) & ~15u;
     const long long row = blockIdx.y;
@@ -292,9 +324,9 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(THREADS, CLUSTE
     const int rank = CLUSTER > 1 ? cluster_rank() : 0;
     Blocks blocks{shared, rank, min(CLUSTER, max(1, (length + a.share - 1) / a.share)), 0};
     if (rank >= blocks.count || (rank && length <= a.topk)) return;
-    clear(blocks.counts_of(rank), BINS);
-    clear(shared + FINE_AT, FINE_BINS);
-    if (threadIdx.x < 3) store_shared(shared + COUNTERS_AT + threadIdx.x * 4, 0);
+    clear<BINS>(blocks.counts_of(rank));
+    clear<FINE_BINS>(shared + FINE_AT);
+    if (threadIdx.x < 2) store_shared(shared + COUNTERS_AT + threadIdx.x * 4, 0);
     const bool several = CLUSTER > 1 && blocks.count > 1 && length > a.topk;
     if (several) {
         if (threadIdx.x == 0) {
@@ -304,16 +336,16 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(THREADS, CLUSTE
         }
         arrive_at_cluster();
     }
-    wait_for_inputs();
-    let_others_begin();
     int* slots = a.slots + row * a.topk;
     const int* pages = a.pages + row * a.table_stride;
-    if (length <= a.topk) return take_all(a, pages, length, slots);
-
     const int fours = (length + 3) / 4, share = (fours + blocks.count - 1) / blocks.count;
     Part part{a.scores + row * a.stride, pages, length, min(rank * share, fours), min((rank + 1) * share, fours)};
     const int chunks = part.chunks();
     meet<1, THREADS>();
+    wait_for_inputs();
+    let_others_begin();
+    if (length <= a.topk) return take_all(a, pages, length, slots);
+
     for (int chunk = 0; chunk < chunks; ++chunk) {
         part.load(chunk);
         part.each(chunk, [&](uint32_t bits, uint32_t, int) { add_shared(blocks.counts_of(rank) + bin_of(bits) * 4, 1); });
@@ -326,11 +358,8 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(THREADS, CLUSTE
     range.take(found);
     // Too many scores are alike: all blocks tell them apart, which reads the row again.
     while (range.count > LISTED && range.count != range.wanted) {
-        if (several) {  // nobody reads this block's counts any more
-            arrive_at_cluster();
-            wait_for_cluster();
-        }
-        clear(blocks.counts_of(rank), FINE_BINS);
+        if (several) meet_cluster();  // nobody reads what others have counted any more
+        clear<FINE_BINS>(blocks.counts_of(rank));
         meet<1, THREADS>();
         for (int chunk = 0; chunk < chunks; ++chunk) {
             part.load(chunk);
@@ -366,13 +395,10 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(THREADS, CLUSTE
             const uint32_t other = shuffle_up(until, lanes);
             if (lane >= lanes) until += other;
         }
-        uint32_t kept = 0, listed = 0;
-        if (lane == 31) {
-            kept = take_shared(shared + COUNTERS_AT, until & 0xffff);
-            listed = take_shared(shared + COUNTERS_AT + 4, until >> 16);
-        }
-        kept = shuffle_from(kept, 31) + kept_from + (until & 0xffff) - (counts & 0xffff);
-        listed = shuffle_from(listed, 31) + listed_from + (until >> 16) - (counts >> 16);
+        uint32_t taken = 0;
+        if (lane == 31) taken = take_shared(shared + COUNTERS_AT, until);
+        taken = shuffle_from(taken, 31) + until - counts;
+        uint32_t kept = kept_from + (taken & 0xffff), listed = listed_from + (taken >> 16);
         part.each(chunk, [&](uint32_t bits, uint32_t position, int page) {
             const uint32_t key = key_of(bits);
             const bool here = range.has(key, position);
@@ -388,7 +414,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(THREADS, CLUSTE
     if (rank == 0 && !all) {
         if (several) wait_for_turn(shared + FILLED_AT, 0);
         meet<1, THREADS>();
-        tell_apart(shared, range, pages, slots + before);
+        range.count <= FEW ? rank_few(shared, range, pages, slots + before) : tell_apart(shared, range, pages, slots + before);
     }
     if (several) wait_for_cluster();  // until then this block's counts are on their way to others
 }

@@ -17,7 +17,7 @@ from nsa_backend.kernels.checks import check_device, check_tensor, require
 from nsa_backend.kernels.cuda_source import CudaKernel
 from nsa_backend.kernels.plan import PAGE_SIZE
 
-THREADS, VECTORS = 1024, 2
+THREADS, VECTORS, BINS = 1024, 2, 1024
 SOURCE = Path(__file__).with_name("topk_select.cu")
 CLUSTERS = (8, 4, 2, 1)
 """Blocks that a row may have."""
@@ -59,14 +59,14 @@ def blocks_of(rows: int, sms: int) -> int:
     return next(blocks for blocks in CLUSTERS if blocks == 1 or rows * blocks <= sms)
 
 
-def constants(blocks: int, threads: int = THREADS, vectors: int = VECTORS) -> dict[str, int]:
+def constants(blocks: int, threads: int = THREADS, vectors: int = VECTORS, bins: int = BINS) -> dict[str, int]:
     """Macros of the source, for so many blocks a row of so many threads, each with four times `vectors` scores in registers."""
-    return {"CLUSTER": blocks, "THREADS": threads, "VECTORS": vectors}
+    return {"CLUSTER": blocks, "THREADS": threads, "VECTORS": vectors, "BINS": bins}
 
 
-def shared_bytes(blocks: int) -> int:
+def shared_bytes(blocks: int, bins: int = BINS) -> int:
     """Shared memory of one of them."""
-    return 4 * (1024 * blocks + 1024 + 2 * 2048 + 64 + 8 + 4) + 16 + 16
+    return 4 * (bins * blocks + 1024 + 2 * 2048 + 64 + 8 + 2) + 16 + 16
 
 
 @functools.cache
@@ -98,11 +98,12 @@ def topk_select(
 
     Args:
         scores: float32 [rows, width], of which a row's first ones count. Rows begin at multiples of four values.
-        lengths: int32 [rows], how many count, at most `width`.
+        lengths: int32 [rows], how many count, at most `width`. The kernel just ahead must not write them: they are read before
+            it ends.
         page_table: int32 [rows, pages], rows contiguous; the page of every PAGE_SIZE tokens of a row.
         out: int32 [rows, topk], contiguous.
         blocks: of a row, one of CLUSTERS; chosen by the number of rows if None.
-        share: scores of a row that deserve a block of their own.
+        share: scores of a row that deserve a block of their own, at least one.
         launch: in place of a GPU.
 
     Raises:
@@ -121,6 +122,8 @@ def topk_select(
     check_tensor("out", out, torch.int32, (rows, topk))
     for name, tensor in (("lengths", lengths), ("page_table", page_table), ("out", out)):
         check_device(name, tensor, "scores", scores.device)
+    if blocks not in (None, *CLUSTERS) or share < 1:
+        raise ValueError(f"{blocks} blocks, one for each {share} scores: a row has one of {CLUSTERS}")
     if rows:
         blocks = blocks or blocks_of(rows, sms_of(scores.device.index))
         arguments = Arguments(

@@ -21,6 +21,7 @@ from nsa_backend.benchmarks.reports.report import environment, write_report
 from nsa_backend.kernels.cuda_source import CudaKernel
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.topk_select import (
+    BINS,
     CLUSTERS,
     SHARE,
     SOURCE,
@@ -36,14 +37,17 @@ TOPK = 2048
 REPEATS, SAMPLES = 20, 9
 OF_THREADS = {THREADS: VECTORS, 512: 4}
 """Threads of a block to the fours of scores that each keeps."""
+OTHERS = ((THREADS, 2048), (512, BINS), (512, 2048))
+"""Threads of a block and bins, other than those that are served."""
 SHARES = (SHARE // 2, SHARE, 2 * SHARE)
 OTHER = "the small kernel"
 SGLANGS = "SGLang's"
 
 
 @cache
-def kernel(blocks: int, threads: int) -> CudaKernel:
-    return CudaKernel(SOURCE, SOURCE.stem, constants(blocks, threads, OF_THREADS[threads]), threads, shared_bytes(blocks))
+def kernel(blocks: int, threads: int, bins: int) -> CudaKernel:
+    macros = constants(blocks, threads, OF_THREADS[threads], bins)
+    return CudaKernel(SOURCE, SOURCE.stem, macros, threads, shared_bytes(blocks, bins))
 
 
 def sglangs(scores: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -73,7 +77,9 @@ def cell(rows: int, length: int) -> dict:
         for share in SHARES if blocks > 1 else SHARES[:1]:
             said = f"{blocks} blocks, share {share}" if blocks > 1 else "1 block"
             calls[said] = partial(call, blocks=blocks, share=share)
-        calls[f"{blocks} blocks of 512 threads"] = partial(call, blocks=blocks, launch=kernel(blocks, 512).launch)
+        for threads, bins in OTHERS:
+            said = f"{blocks} blocks of {threads} threads, {bins} bins"
+            calls[said] = partial(call, blocks=blocks, launch=kernel(blocks, threads, bins).launch)
     calls["ours"] = call
     if find_spec("sglang"):
         calls[SGLANGS] = sglangs(scores, lengths, pages)

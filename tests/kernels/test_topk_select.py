@@ -9,6 +9,7 @@ from emulated import select_emulator, selecting
 from nsa_backend.kernels.cuda_source import compiled
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.topk_select import (
+    BINS,
     CLUSTERS,
     MOST_ROWS,
     SOURCE,
@@ -39,10 +40,12 @@ def rows_of(scores: torch.Tensor, lengths: list[int], device: str) -> dict[str, 
     return {name: tensor.to(device) for name, tensor in given.items()}
 
 
-def check(scores: torch.Tensor, lengths: list[int], topk: int, blocks: int, device: str, seed: int = 0) -> None:
+def check(
+    scores: torch.Tensor, lengths: list[int], topk: int, blocks: int, device: str, seed: int = 0, bins: int = BINS
+) -> None:
     given = rows_of(scores, lengths, device)
     room = torch.full((len(lengths) + 2, topk), -7, dtype=torch.int32, device=device)
-    launch = {} if device == "cuda" else {"launch": selecting(blocks, seed)}
+    launch = {} if device == "cuda" else {"launch": selecting(blocks, bins, seed)}
     found = topk_select(**given, out=room[1:-1], blocks=blocks, share=SHARE, **launch)
     wanted = topk_select_torch(**given, out=torch.empty_like(found))
     assert torch.equal(found.sort(1).values, wanted.sort(1).values)
@@ -51,12 +54,12 @@ def check(scores: torch.Tensor, lengths: list[int], topk: int, blocks: int, devi
         assert bool((found[row, min(length, topk) :] == -1).all())
 
 
-@pytest.mark.parametrize("blocks", CLUSTERS)
+@pytest.mark.parametrize(("blocks", "bins"), [*((blocks, BINS) for blocks in CLUSTERS), (4, 2048)])
 @pytest.mark.parametrize(("lengths", "topk"), [([2500, 64, 65, 1, 0, 1027, 4097], 64), ([5003], 2048), ([3000, 2049], 2048)])
-def test_slots_are_those_of_the_highest_scores(device, blocks, lengths, topk):
+def test_slots_are_those_of_the_highest_scores(device, blocks, bins, lengths, topk):
     """Of rows of no block's, of one's and of several's, whose last four scores are not all theirs."""
     scores = torch.randn(len(lengths), 5056, generator=torch.Generator().manual_seed(topk))
-    check(scores, lengths, topk, blocks, device, seed=blocks)
+    check(scores, lengths, topk, blocks, device, blocks, bins)
 
 
 ALIKE = {
@@ -66,6 +69,8 @@ ALIKE = {
     "near each other": 1 + torch.rand(5056, generator=torch.Generator().manual_seed(2)) * 2**-14,
     "negative ones": -torch.rand(5056, generator=torch.Generator().manual_seed(3)),
     "all bits": torch.randint(-(2**31), 2**31, (5056,), generator=torch.Generator().manual_seed(4)).int().view(torch.float32),
+    "no numbers": torch.full((5056,), -1, dtype=torch.int32).view(torch.float32),
+    "some of them": torch.where(torch.arange(5056) % 5 > 0, -(2**19) + torch.arange(5056) % 3, -1).int().view(torch.float32),
     "infinite ones": torch.tensor([-torch.inf, 1.0, torch.inf, -1.0]).repeat(1264),
 }
 
@@ -74,7 +79,7 @@ ALIKE = {
 @pytest.mark.parametrize(("blocks", "length", "topk"), [(1, 5001, 700), (4, 5001, 2048), (2, 2047, 100)])
 def test_scores_that_are_alike_are_told_apart(device, name, blocks, length, topk):
     """By all of their bits, and where these are the same by position; more than a list has room for are read again."""
-    check(ALIKE[name].nan_to_num(nan=0.5, posinf=torch.inf, neginf=-torch.inf)[None], [length], topk, blocks, device)
+    check(ALIKE[name][None], [length], topk, blocks, device)
 
 
 def test_all_of_a_bin_may_be_wanted(device):
@@ -94,7 +99,7 @@ def test_a_row_has_as_many_blocks_as_have_an_sm_each():
 def test_it_compiles_for_hopper_with_all_in_registers(blocks):
     _, said = compiled(SOURCE, constants(blocks))
     assert "0 bytes spill stores, 0 bytes spill loads" in said
-    assert select_emulator(blocks).shared_bytes() == shared_bytes(blocks) <= 232448
+    assert select_emulator(blocks, BINS).shared_bytes() == shared_bytes(blocks) <= 232448
 
 
 def test_what_cannot_be_served_says_so(device):
@@ -108,6 +113,8 @@ def test_what_cannot_be_served_says_so(device):
     ):
         with pytest.raises(ValueError, match=said):
             topk_select(**given | changed, out=out)
+    with pytest.raises(ValueError, match="3 blocks, one for each 8192 scores: a row has one of"):
+        topk_select(**given, out=out, blocks=3)
     with pytest.raises(ValueError, match="top 2049: 1 to 2048 are served"):
         topk_select(**given, out=torch.empty(2, 2049, dtype=torch.int32, device=device))
     assert problem(torch.empty(MOST_ROWS + 1, 4), 64) == f"{MOST_ROWS + 1} rows: up to {MOST_ROWS} are served"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import tempfile
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -63,18 +62,18 @@ def emulating(kernel: expert_tiles.Kernel, seed: int = 0) -> dict[str, expert_ti
     return {"launch": launch, "boxes": boxes}
 
 
-def selecting(blocks: int, seed: int = 0, threads: int = 128) -> Callable[[tuple[int, int], ctypes.Structure], None]:
-    """What launches top-k of rows that have so many blocks, of so many threads each."""
+def selecting(blocks: int, bins: int, seed: int = 0) -> topk_select.Launch:
+    """What launches top-k of rows that have so many blocks."""
 
     def launch(grid: tuple[int, int], arguments: ctypes.Structure) -> None:
-        select_emulator(blocks, threads).run(ctypes.byref(arguments), *grid, seed)
+        select_emulator(blocks, bins).run(ctypes.byref(arguments), *grid, seed)
 
     return launch
 
 
-def select_emulator(blocks: int, threads: int = 128) -> ctypes.CDLL:
-    """Of top-k of rows of scores."""
-    return emulator(topk_select.SOURCE, "Select", topk_select.SOURCE.stem, **topk_select.constants(blocks, threads))
+def select_emulator(blocks: int, bins: int) -> ctypes.CDLL:
+    """Of top-k of rows of scores, by blocks of 128 threads."""
+    return emulator(topk_select.SOURCE, "Select", topk_select.SOURCE.stem, **topk_select.constants(blocks, 128, bins=bins))
 
 
 def boxes(tensor: torch.Tensor, box_rows: int) -> TensorMap:

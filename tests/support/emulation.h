@@ -340,10 +340,6 @@ inline void arrive(uint32_t address) {
     others_go_on();
 }
 inline int cluster_rank() { return emulation::now->block->index.x % CLUSTER; }
-inline void meet_cluster() {
-    emulation::meet(emulation::now->block->cluster_of[0]->cluster, CLUSTER * emulation::threads, 0, 0);
-    others_go_on();
-}
 inline void arrive_at_cluster() {
     emulation::Meeting& meeting = emulation::now->block->cluster_of[0]->cluster;
     emulation::now->met = meeting.generation;
@@ -356,6 +352,10 @@ inline void wait_for_cluster() {
     others_go_on();
 }
 inline void show_barriers() {}
+inline void meet_cluster() {
+    arrive_at_cluster();
+    wait_for_cluster();
+}
 inline void arrive_at(uint32_t address, int rank) {
     arrived(barrier_at(address, *emulation::now->block->cluster_of[rank]), 1, 0);
     others_go_on();
