@@ -172,7 +172,7 @@ struct Range {
         const uint32_t bits = shift(), begin = found.bin << bits, more = (1u << bits) - 1;
         if (by_position()) {
             first_position += begin;
-            if (last_position - first_position > more) last_position = first_position + more;
+            last_position = first_position + more;  // none lies behind the last one
         } else {
             first += begin;
             if (last - first > more) last = first + more;
