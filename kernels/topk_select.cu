@@ -1,8 +1,9 @@
 // KV slots of the highest of each row of index scores, for Hopper. topk_select.py compiles it at run time.
 //
 // A cluster of blocks reads a row once and keeps its part in registers, as far as they reach. Counts of scores by their leading
-// bits, in bins of a 16th of an octave or less, say which bin the last selected score lies in: what lies above is written at once, and the
-// few in that bin are told apart by the rest of their bits, then by their positions. So a selection is exact, whatever the scores.
+// bits, in bins of a 16th of an octave or less, say which bin the last selected score lies in: what lies above is written at once,
+// and the few in that bin are told apart by the rest of their bits, then by their positions. So a selection is exact, whatever the
+// scores.
 
 #include "hopper.cuh"
 
