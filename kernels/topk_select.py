@@ -76,6 +76,16 @@ def compiled_on(blocks: int, device: int) -> CudaKernel:
         return CudaKernel(SOURCE, SOURCE.stem, constants(blocks), THREADS, shared_bytes(blocks))
 
 
+def compile_ahead(device: torch.device) -> None:
+    """Compile it for every number of blocks: while a forward is captured nothing can be compiled.
+
+    Raises:
+        RuntimeError: NVRTC or the driver refuses.
+    """
+    for blocks in CLUSTERS:
+        compiled_on(blocks, torch.cuda.current_device() if device.index is None else device.index)
+
+
 @functools.cache
 def sms_of(device: int) -> int:
     """Multiprocessors of a device."""

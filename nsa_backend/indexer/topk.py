@@ -77,6 +77,7 @@ def choose_topk(device: torch.device) -> TopK:
         return SglTopK()
     if not switched_on(SWITCH):
         return PagedTopK(*v2)
+    topk_select.compile_ahead(device)
     logger.info("nsa_backend: up to %d rows of index scores have our top-k", topk_select.MOST_ROWS)
     return SelectTopK(*v2)
 

@@ -161,5 +161,9 @@ def test_rows_that_ours_does_not_serve_are_sglangs(kernels):
 def test_release_and_switch_decide_which_kernels_select(kernels, monkeypatch, offered, said, kind):
     monkeypatch.setenv(SWITCH, said)
     monkeypatch.setattr(adapter, "topk_v2", lambda: offered)
+    compiled = []
+    monkeypatch.setattr(topk_select, "compiled_on", lambda blocks, device: compiled.append((blocks, device)))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert type(choose_topk(GPU)) is kind
+    assert compiled == ([(blocks, 3) for blocks in topk_select.CLUSTERS] if kind is SelectTopK else [])
     assert type(choose_topk(torch.device("cpu"))) is TorchTopK
