@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels.checks import check_tensor
 from nsa_backend.kernels.cuda_source import TensorMap, tensor_map
+from nsa_backend.kernels.down_rows import check_product
 from nsa_backend.kernels.expert_tiles import BOX_ROWS, WIDTH, Boxes, Kernel, Launch, check_order
 from nsa_backend.kernels.layer_front_weights import GROUP
 
@@ -75,15 +75,10 @@ def down_blocks(
         ValueError: a tensor has another shape, dtype or layout, or `problem` says why the launch cannot have it.
         RuntimeError: NVRTC or the driver refuses.
     """
-    (rows, width), (experts, hidden) = values.shape, second.shape[:2]
+    (rows, width), hidden = values.shape, second.shape[1]
     if (why := problem(hidden, width)) is not None:
         raise ValueError(why)
-    check_tensor("values", values, torch.float8_e4m3fn, (rows, width))
-    check_tensor("scales", scales, torch.float32, (rows, width // GROUP))
-    check_tensor("second", second, torch.float8_e4m3fn, (experts, hidden, width))
-    check_tensor("second_scales", second_scales, torch.float32, (experts, hidden // GROUP, width // GROUP))
-    check_tensor("shares", shares, torch.float32, tuple(shares.shape))
-    check_tensor("out", out, torch.bfloat16, (*shares.shape, hidden))
+    check_product(values, scales, second, second_scales, shares, out)
     check_order(rows, sorted_ids, expert_ids, padded)
     if rows:
         of_rows, of_weights = boxes(values, BOX_ROWS), boxes(second.view(-1, width), BOX_ROWS)

@@ -98,6 +98,24 @@ def problem(hidden: int, width: int) -> str | None:
     return None
 
 
+def check_product(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    second: torch.Tensor,
+    second_scales: torch.Tensor,
+    shares: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Refuse what a second product would misread; arguments are those of `down_rows`."""
+    (rows, width), (experts, hidden) = values.shape, second.shape[:2]
+    check_tensor("values", values, torch.float8_e4m3fn, (rows, width))
+    check_tensor("scales", scales, torch.float32, (rows, width // GROUP))
+    check_tensor("second", second, torch.float8_e4m3fn, (experts, hidden, width))
+    check_tensor("second_scales", second_scales, torch.float32, (experts, hidden // GROUP, width // GROUP))
+    check_tensor("shares", shares, torch.float32, tuple(shares.shape))
+    check_tensor("out", out, torch.bfloat16, (*shares.shape, hidden))
+
+
 def down_rows(
     values: torch.Tensor,
     scales: torch.Tensor,
@@ -129,16 +147,11 @@ def down_rows(
     Raises:
         ValueError: a tensor has another shape, dtype or layout, or `problem` says why the launch cannot have it.
     """
-    (rows, width), (experts, hidden) = values.shape, second.shape[:2]
+    (rows, width), hidden = values.shape, second.shape[1]
     if (why := problem(hidden, width)) is not None:
         raise ValueError(why)
     tile = tile or tile_for(hidden)
-    check_tensor("values", values, torch.float8_e4m3fn, (rows, width))
-    check_tensor("scales", scales, torch.float32, (rows, width // GROUP))
-    check_tensor("second", second, torch.float8_e4m3fn, (experts, hidden, width))
-    check_tensor("second_scales", second_scales, torch.float32, (experts, hidden // GROUP, width // GROUP))
-    check_tensor("shares", shares, torch.float32, tuple(shares.shape))
-    check_tensor("out", out, torch.bfloat16, (*shares.shape, hidden))
+    check_product(values, scales, second, second_scales, shares, out)
     check_tensor("padded", padded, torch.int32, (1,))
     check_tensor("expert_ids", expert_ids, torch.int32, (len(expert_ids),))
     check_blocks(rows, block, sorted_ids, expert_ids)

@@ -102,15 +102,20 @@ __device__ __forceinline__ void ask_products(float (&found)[64], uint64_t rows, 
     products_commit();
 }
 
-// What a block's threads do once barriers are started.
-template <class Bring, class Multiply> __device__ __forceinline__ void divide_work(Bring bring, Multiply multiply) {
+// What a block's threads do: bring(shared memory), or multiply(it). Barriers of its steps lie at `steps_at` there.
+template <class OfSteps, class Bring, class Multiply>
+__device__ __forceinline__ void divide_work(uint32_t steps_at, Bring bring, Multiply multiply) {
+    SHARED_MEMORY(memory);
+    wait_for_inputs();
+    const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
+    if (threadIdx.x == 0) OfSteps{shared + steps_at}.start();
     meet_cluster();
     if (threadIdx.x >= MULTIPLYING) {
         leave_registers<BRINGING_REGISTERS>();
-        bring();
+        bring(shared);
     } else {
         take_registers<MULTIPLYING_REGISTERS>();
-        multiply();
+        multiply(shared);
     }
     meet_cluster();  // until then the other block may write to this one
 }

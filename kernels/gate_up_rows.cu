@@ -159,9 +159,5 @@ __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t share
 }
 
 extern "C" __global__ void CLUSTER_OF(2) __launch_bounds__(THREADS, 1) gate_up_rows(const __grid_constant__ Multiply a) {
-    SHARED_MEMORY(memory);
-    wait_for_inputs();
-    const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
-    if (threadIdx.x == 0) OfSteps{shared + STEPS_AT}.start();
-    divide_work([&] { gather(a, shared); }, [&] { multiply_tiles(a, shared); });
+    divide_work<OfSteps>(STEPS_AT, [&](uint32_t shared) { gather(a, shared); }, [&](uint32_t shared) { multiply_tiles(a, shared); });
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "tiles.cuh"
+#include "warps.cuh"
 
 #define INFINITE __int_as_float(0x7f800000)
 
@@ -124,17 +125,6 @@ __device__ __forceinline__ Chosen chosen_of(const Attend& a, int row, int rows) 
         }
     }
     return chosen;
-}
-
-// How many the lanes before this one have.
-__device__ __forceinline__ uint32_t of_lanes_before(uint32_t x, int lane) {
-    uint32_t sum = x;
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-        const uint32_t others = shuffle_up(sum, lanes);
-        sum += lane >= lanes ? others : 0;
-    }
-    return sum - x;
 }
 
 __device__ __forceinline__ void meet_attending() { meet<1, ATTENDING>(); }

@@ -5,7 +5,7 @@
 // and the few in that bin are told apart by the rest of their bits, then by their positions. So a selection is exact, whatever the
 // scores.
 
-#include "hopper.cuh"
+#include "warps.cuh"
 
 constexpr int FINE_BINS = 1024;
 constexpr int WARPS = THREADS / 32;
@@ -72,21 +72,15 @@ template <int N> __device__ __forceinline__ Found find(uint32_t shared, const ui
     uint32_t own = 0, own_lower = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i) own += counts[i], own_lower += lower[i];
-    uint32_t until = own, until_lower = own_lower;
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-        const uint32_t other = shuffle_up(until, lanes), other_lower = CLUSTER > 1 ? shuffle_up(until_lower, lanes) : 0;
-        if (lane >= lanes) until += other, until_lower += other_lower;
-    }
+    uint32_t before = of_lanes_before(own, lane), lower_before = CLUSTER > 1 ? of_lanes_before(own_lower, lane) : 0;
     if (lane == 31) {
-        store_shared(shared + SUMS_AT + warp * 4, until);
-        if (CLUSTER > 1) store_shared(shared + SUMS_AT + (32 + warp) * 4, until_lower);
+        store_shared(shared + SUMS_AT + warp * 4, before + own);
+        if (CLUSTER > 1) store_shared(shared + SUMS_AT + (32 + warp) * 4, lower_before + own_lower);
     }
     meet<1, THREADS>();
     const bool earlier = lane < warp;
-    uint32_t before = until - own + warp_sum(earlier ? load_shared(shared + SUMS_AT + lane * 4) : 0);
-    uint32_t lower_before = 0;
-    if (CLUSTER > 1) lower_before = until_lower - own_lower + warp_sum(earlier ? load_shared(shared + SUMS_AT + (32 + lane) * 4) : 0);
+    before += warp_sum(earlier ? load_shared(shared + SUMS_AT + lane * 4) : 0);
+    if (CLUSTER > 1) lower_before += warp_sum(earlier ? load_shared(shared + SUMS_AT + (32 + lane) * 4) : 0);
     if (before < wanted && wanted <= before + own) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
@@ -390,15 +384,10 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(THREADS, 2) top
             if (range.is_before(key, position)) ++counts;
             else if (range.has(key, position)) counts += all ? 1 : 1 << 16;
         });
-        uint32_t until = counts;
-#pragma unroll
-        for (int lanes = 1; lanes < 32; lanes *= 2) {
-            const uint32_t other = shuffle_up(until, lanes);
-            if (lane >= lanes) until += other;
-        }
+        const uint32_t of_others = of_lanes_before(counts, lane);
         uint32_t taken = 0;
-        if (lane == 31) taken = take_shared(shared + COUNTERS_AT, until);
-        taken = shuffle_from(taken, 31) + until - counts;
+        if (lane == 31) taken = take_shared(shared + COUNTERS_AT, of_others + counts);
+        taken = shuffle_from(taken, 31) + of_others;
         uint32_t kept = kept_from + (taken & 0xffff), listed = listed_from + (taken >> 16);
         part.each(chunk, [&](uint32_t bits, uint32_t position, int page) {
             const uint32_t key = key_of(bits);

@@ -16,6 +16,7 @@ import torch
 from nsa_backend.kernels.checks import check_device, check_tensor, require
 from nsa_backend.kernels.cuda_source import CudaKernel
 from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.kernels.topk_slots import topk_slots_torch
 
 THREADS, VECTORS, BINS = 1024, 2, 1024
 SOURCE = Path(__file__).with_name("topk_select.cu")
@@ -86,12 +87,6 @@ def compile_ahead(device: torch.device) -> None:
         compiled_on(blocks, torch.cuda.current_device() if device.index is None else device.index)
 
 
-@functools.cache
-def sms_of(device: int) -> int:
-    """Multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def topk_select(
     scores: torch.Tensor,
     lengths: torch.Tensor,
@@ -135,7 +130,7 @@ def topk_select(
     if blocks not in (None, *CLUSTERS) or share < 1:
         raise ValueError(f"{blocks} blocks, one for each {share} scores: a row has one of {CLUSTERS}")
     if rows:
-        blocks = blocks or blocks_of(rows, sms_of(scores.device.index))
+        blocks = blocks or blocks_of(rows, torch.cuda.get_device_properties(scores.device).multi_processor_count)
         arguments = Arguments(
             *(tensor.data_ptr() for tensor in (scores, lengths, page_table, out)),
             scores.stride(0), page_table.stride(0), topk, share,
@@ -147,10 +142,10 @@ def topk_select(
 def topk_select_torch(scores: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """The torch twin of `topk_select`, whose slots are in the order of their scores."""
     topk = out.shape[1]
-    out.fill_(-1)
+    positions = torch.full_like(out, -1)
     for row, length in enumerate(lengths.tolist()):
         bits = scores[row, :length].view(torch.int32).long()
         keys = torch.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)  # in the order of scores
         best = torch.sort(keys, descending=True, stable=True).indices[:topk]
-        out[row, : len(best)] = page_table[row, best // PAGE_SIZE] * PAGE_SIZE + best.int() % PAGE_SIZE
-    return out
+        positions[row, : len(best)] = best
+    return out.copy_(topk_slots_torch(positions, page_table, torch.arange(len(out), device=out.device), PAGE_SIZE))

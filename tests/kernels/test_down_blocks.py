@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulated import emulating, multiply_emulator
+from emulated import emulating
 from rows_by_expert import CHOICES, of_second_product
 
-from nsa_backend.kernels.cuda_source import compiled
 from nsa_backend.kernels.down_blocks import down_blocks, kernel_for
 from nsa_backend.kernels.down_rows_torch import down_rows_torch
 from nsa_backend.kernels.expert_tiles import BLOCK
@@ -37,19 +36,6 @@ def test_every_choice_is_written(device, tokens, hidden, others, sms):
 def test_no_rows_write_nothing(device):
     given = of_second_product(2, 512, BLOCK, device) | {"padded": torch.zeros(1, dtype=torch.int32, device=device)}
     assert multiplied(given).isnan().all()
-
-
-def test_blocks_have_room_in_shared_memory():
-    kernel = kernel_for(512)
-    assert multiply_emulator(kernel).shared_bytes() == kernel.shared_bytes <= 232448
-
-
-@pytest.mark.parametrize("hidden", [7168, 6144])
-def test_it_compiles_for_hopper_with_all_in_registers(hidden):
-    kernel = kernel_for(hidden)
-    _, said = compiled(kernel.source, kernel.constants)
-    assert "0 bytes spill stores, 0 bytes spill loads" in said
-    assert "serialized" not in said
 
 
 def test_what_cannot_be_served_says_so(device):

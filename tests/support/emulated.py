@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import tempfile
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -55,18 +56,19 @@ def multiply_emulator(kernel: expert_tiles.Kernel) -> ctypes.CDLL:
 
 def emulating(kernel: expert_tiles.Kernel, seed: int = 0) -> dict[str, expert_tiles.Launch | expert_tiles.Boxes]:
     """What its callers take in place of a GPU, by name."""
-
-    def launch(grid: tuple[int, int], arguments: ctypes.Structure) -> None:
-        multiply_emulator(kernel).run(ctypes.byref(arguments), *grid, seed)
-
-    return {"launch": launch, "boxes": boxes}
+    return {"launch": launcher(partial(multiply_emulator, kernel), seed), "boxes": boxes}
 
 
 def selecting(blocks: int, bins: int, seed: int = 0) -> topk_select.Launch:
     """What launches top-k of rows that have so many blocks."""
+    return launcher(partial(select_emulator, blocks, bins), seed)
+
+
+def launcher(compiled: Callable[[], ctypes.CDLL], seed: int) -> expert_tiles.Launch:
+    """Launches what `compiled` gives once it is asked to."""
 
     def launch(grid: tuple[int, int], arguments: ctypes.Structure) -> None:
-        select_emulator(blocks, bins).run(ctypes.byref(arguments), *grid, seed)
+        compiled().run(ctypes.byref(arguments), *grid, seed)
 
     return launch
 
