@@ -28,10 +28,10 @@ from nsa_backend.kernels.topk_select import (
     THREADS,
     VECTORS,
     constants,
-    problem,
     shared_bytes,
     topk_select,
 )
+from nsa_backend.kernels.topk_slots import topk_slots_torch
 
 TOPK = 2048
 REPEATS, SAMPLES = 20, 9
@@ -52,10 +52,11 @@ def kernel(blocks: int, threads: int, bins: int) -> CudaKernel:
 
 def sglangs(scores: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor) -> Callable[[], torch.Tensor]:
     """SGLang's call with a plan that its metadata would have."""
-    from sglang.kernels.ops.attention.dsv4 import topk as module
+    from nsa_backend.adapters.installed import adapter
+    from nsa_backend.testing.calls import calls
 
-    paged = getattr(module, "topk_transform_paged_v2", None) or module.topk_transform_512_v2
-    plan, out = module.plan_topk_v2(lengths), torch.empty(len(scores), TOPK, dtype=torch.int32, device="cuda")
+    paged, _ = adapter.topk_v2()
+    plan, out = calls.topk_plan(lengths), torch.empty(len(scores), TOPK, dtype=torch.int32, device="cuda")
 
     def call() -> torch.Tensor:
         paged(scores, lengths, pages, out, PAGE_SIZE, plan)
@@ -85,7 +86,7 @@ def cell(rows: int, length: int) -> dict:
         calls[SGLANGS] = sglangs(scores, lengths, pages)
     inside = torch.arange(length, device="cuda") < lengths[:, None]
     best = torch.where(inside, scores, -torch.inf).topk(TOPK, 1).indices
-    wanted = (torch.gather(pages, 1, best // PAGE_SIZE) * PAGE_SIZE + best % PAGE_SIZE).sort(1).values
+    wanted = topk_slots_torch(best, pages, torch.arange(rows, device="cuda"), PAGE_SIZE).sort(1).values
 
     def far(one: Callable[[], torch.Tensor]) -> float:
         out.fill_(-7)
@@ -118,8 +119,6 @@ def main() -> None:
     found: list[dict] = []
     for rows in options.rows:
         for length in options.lengths:
-            if (why := problem(torch.empty(rows, -(-length // 4) * 4), TOPK)) is not None:
-                raise SystemExit(why)
             found.append(cell(rows, -(-length // 4) * 4))
             print(rows, "rows of", length, found[-1]["wrong"] or "")
             print("\n".join(f"{us:9.2f} us  {way}" for way, us in found[-1]["us"].items()), flush=True)

@@ -58,6 +58,15 @@ def forget() -> None:
         read.cache_clear()
 
 
+def say(folder: Path, name: str, **facts: object) -> None:
+    """Have the rank's report of this name say them too."""
+    file = folder / "rank_v32_tp8_0_5_23_h200.json"
+    found = json.loads(file.read_text())
+    found["reports"][name] |= facts
+    file.write_text(json.dumps(found))
+    forget()
+
+
 def row(table: str, shape: str) -> list[str]:
     """Cells of a table by shape, or by requests, behind the first."""
     (line,) = [line for line in table.splitlines() if line.startswith(f"| {shape} |")]
@@ -218,11 +227,7 @@ def test_vllms_first_tokens_are_left_out_where_the_host_was_busy(filed, tmp_path
     of_vllm = {key: {"median": 8.0, "min_max": [7.9, 8.1]} for key in rank_tables.TIMES} | {"side": "vllm", "turn": 0}
     filed("vllm", "new", [cell(3, 1, 300) | of_vllm])
     assert row(rank_tables.vllm(), "1 x 300")[:2] == ["1.262 (10.10 / 8.00)", "1.26 (10 / 8)"]
-    file = tmp_path / "rank_v32_tp8_0_5_23_h200.json"
-    found = json.loads(file.read_text())
-    found["reports"]["vllm"]["busy_host"] = True
-    file.write_text(json.dumps(found))
-    forget()
+    say(tmp_path, "vllm", busy_host=True)
     assert row(rank_tables.vllm(), "1 x 300")[:2] == ["1.262 (10.10 / 8.00)", "-"]
 
 
@@ -306,11 +311,7 @@ def test_a_report_says_which_side_its_servers_were(filed, tmp_path):
     filed("alone", "new", rows)
     assert rank_tables.rounds_saved() == "50 %"
     assert row(rank_tables.rank(), "1 x 300") == ["0.502 (10.10)"]
-    file = tmp_path / "rank_v32_tp8_0_5_23_h200.json"
-    found = json.loads(file.read_text())
-    found["reports"]["alone"]["sides_are"] = {"auto": "auto_alone"}
-    file.write_text(json.dumps(found))
-    rank_tables.runs.cache_clear()
+    say(tmp_path, "alone", sides_are={"auto": "auto_alone"})
     assert rank_tables.rounds_saved() == "- %"
     assert "0.502" not in rank_tables.rank()
 
