@@ -5,59 +5,66 @@ They are parts of the launches of `layer_front`, for forwards whose latents SGLa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 
+from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.checks import check_tensor, require
+from nsa_backend.kernels.cuda_source import CudaKernel
 from nsa_backend.kernels.dependent_launch import early, wait_for_kernel_ahead
 from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
-from nsa_backend.kernels.layer_front_kernel import quantise_index_query, write_index_key
+from nsa_backend.kernels.layer_front_kernel import write_index_key
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights
 
+THREADS = 256
+TOGETHER = 8
+"""Index heads of a warp."""
+ROPE = 64
+"""Values of an index head that are turned."""
+SOURCE = Path(__file__).with_name("index_queries.cu")
 
-@dataclass(frozen=True)
-class Tile:
-    """What a program has of a row. One warp needs no barrier between the steps of a Hadamard rotation."""
-
-    heads: int = 8
-    warps: int = 1
-
-
-FASTEST = Tile()
-"""On an H200, with 1024 to 8192 rows."""
+Launch = Callable[[tuple[int, int], ctypes.Structure], None]
+"""Runs the kernel for (blocks, 1)."""
 
 
-@triton.jit(do_not_specialize=["positions_ptr"])
-def index_queries_kernel(
-    query_ptr,  # bfloat16 [rows, INDEX_HEADS, GROUP], QUERY_STRIDE between rows, heads dense
-    gates_ptr,  # float32 [rows, INDEX_HEADS], gates_stride apart: what weights_proj gives
-    gates_stride,
-    cos_sin_ptr,  # float32 [positions, ROPE], cosines first
-    positions_ptr,  # int64 [rows]
-    quantised_ptr,  # FP8 [rows, INDEX_HEADS, GROUP], contiguous
-    weights_ptr,  # float32 [rows, INDEX_HEADS], contiguous: gate * heads**-0.5 * scale * GROUP**-0.5
-    INDEX_HEADS: tl.constexpr,
-    ROPE: tl.constexpr,
-    QUERY_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,  # that a program takes
-    GATE_SCALE: tl.constexpr,
-    SOFTMAX_SCALE: tl.constexpr,
-    NEOX: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
-    """Program (row, block of heads)."""
-    wait_for_kernel_ahead(COMPILED)
-    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
-    place = row * INDEX_HEADS + first
-    quantise_index_query(
-        query_ptr + row * QUERY_STRIDE + first * GROUP_OF_KERNEL, gates_ptr + row * gates_stride + first, cos_sin_ptr,
-        tl.load(positions_ptr + row), quantised_ptr + place * GROUP_OF_KERNEL, weights_ptr + place, HEADS, ROPE, NEOX, False,
-        GATE_SCALE, SOFTMAX_SCALE,
-    )  # fmt: skip
+class Queries(ctypes.Structure):
+    """`Queries` of index_queries.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "gates", "cos_sin", "positions", "quantised", "weights")),
+        ("gates_stride", ctypes.c_longlong),
+        ("rows", ctypes.c_int),
+        ("gate_scale", ctypes.c_float),
+        ("softmax_scale", ctypes.c_float),
+    ]
+
+
+def problem(weights: FrontWeights, heads: int) -> str | None:
+    """Why queries of so many index heads cannot have the launch, or None."""
+    if weights.index_fused:
+        return "SGLang has one kernel for these index queries and one for their keys: leave them to it"
+    if weights.rope != ROPE or heads % TOGETHER:
+        return f"{heads} index heads, {weights.rope} values turned: multiples of {TOGETHER} heads and {ROPE} values are served"
+    return None
+
+
+def constants(heads: int, *, neox: bool) -> dict[str, int]:
+    """Macros of the source."""
+    return {"HEADS": heads, "NEOX": int(neox), "THREADS": THREADS}
+
+
+@functools.cache
+def compiled_on(device: int, heads: int, *, neox: bool) -> CudaKernel:
+    """The kernel of queries, compiled at its first call on a device."""
+    with torch.cuda.device(device):
+        return CudaKernel(SOURCE, SOURCE.stem, constants(heads, neox=neox), THREADS, 0)
 
 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
@@ -85,26 +92,32 @@ def index_keys_kernel(
 
 
 def index_queries(
-    query: torch.Tensor, gates: torch.Tensor, weights: FrontWeights, positions: torch.Tensor, tile: Tile = FASTEST
+    query: torch.Tensor,
+    gates: torch.Tensor,
+    weights: FrontWeights,
+    positions: torch.Tensor,
+    *,
+    launch: Launch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate index queries by RoPE and Hadamard, quantise them, and weigh their gates with the scales; one launch.
 
     Args:
         query: bfloat16 [rows, index heads, GROUP], contiguous: what wq_b gives.
         gates: float32 [rows, index heads], heads dense: what weights_proj gives.
-        weights: of the layer, whose `problem()` is None and whose index heads SGLang does not fuse.
+        weights: of the layer, whose `problem()` is None.
         positions: int64 [rows], contiguous.
-        tile: of the programs.
+        launch: in place of a GPU.
 
     Returns:
         (FP8 [rows, index heads, GROUP], float32 [rows, index heads, 1] that weigh the heads' logits), contiguous.
 
     Raises:
-        ValueError: a tensor has another shape, dtype or layout, or SGLang has kernels of its own for these heads.
+        ValueError: a tensor has another shape, dtype or layout, or `problem` says why these heads cannot have it.
+        RuntimeError: NVRTC or the driver refuses.
     """
     rows, heads = query.shape[:2]
-    _refuse_fused(weights)
-    require(heads % tile.heads == 0, "query", query, f"of a multiple of {tile.heads} heads", "a program takes so many")
+    if (why := problem(weights, heads)) is not None:
+        raise ValueError(why)
     check_tensor("query", query, torch.bfloat16, (rows, heads, GROUP))
     dense = gates.shape == (rows, heads) and gates.dtype == torch.float32 and gates.stride(1) == 1
     require(dense, "gates", gates, f"float32 [{rows}, {heads}] with dense heads", "the kernel would misread it")
@@ -112,12 +125,10 @@ def index_queries(
     quantised = torch.empty(rows, heads, GROUP, dtype=torch.float8_e4m3fn, device=query.device)
     weighed = torch.empty(rows, heads, 1, dtype=torch.float32, device=query.device)
     if rows:
-        index_queries_kernel[(rows, heads // tile.heads)](
-            query, gates, gates.stride(0), weights.index_cos_sin, positions, quantised, weighed, INDEX_HEADS=heads,
-            ROPE=weights.rope, QUERY_STRIDE=query.stride(0), HEADS=tile.heads, GATE_SCALE=heads**-0.5,
-            SOFTMAX_SCALE=GROUP**-0.5, NEOX=weights.index_neox, COMPILED=query.is_cuda, num_warps=tile.warps,
-            **early(query.is_cuda),
-        )  # fmt: skip
+        tensors = query, gates, weights.index_cos_sin, positions, quantised, weighed
+        arguments = Queries(*(tensor.data_ptr() for tensor in tensors), gates.stride(0), rows, heads**-0.5, GROUP**-0.5)
+        launch = launch or compiled_on(query.device.index, heads, neox=weights.index_neox).launch
+        launch((blocks(rows * heads // TOGETHER, THREADS // 32), 1), arguments)
     return quantised, weighed
 
 
@@ -128,16 +139,17 @@ def store_index_keys(
 
     Args:
         key: bfloat16 [rows, GROUP], contiguous: what wk gives.
-        weights: as `index_queries` has them.
+        weights: of the layer, whose `problem()` is None and whose index heads SGLang does not fuse.
         positions: int64 [rows], contiguous.
         slots: int64 [rows], contiguous, each another or 0.
         index_cache: uint8 [pages, INDEX_PAGE_BYTES], contiguous.
 
     Raises:
-        ValueError: as `index_queries` does.
+        ValueError: a tensor has another shape, dtype or layout, or SGLang has kernels of its own for these keys.
     """
     rows = len(key)
-    _refuse_fused(weights)
+    if weights.index_fused:
+        raise ValueError("SGLang has one kernel for these index keys and one for their queries: leave them to it")
     check_tensor("key", key, torch.bfloat16, (rows, GROUP))
     check_tensor("positions", positions, torch.int64, (rows,))
     check_tensor("slots", slots, torch.int64, (rows,))
@@ -148,8 +160,3 @@ def store_index_keys(
             index_cache.view(torch.float8_e4m3fn), index_cache.view(torch.float32), weights.key_eps, ROPE=weights.rope,
             NEOX=weights.index_neox, COMPILED=key.is_cuda, **early(key.is_cuda),
         )  # fmt: skip
-
-
-def _refuse_fused(weights: FrontWeights) -> None:
-    if weights.index_fused:
-        raise ValueError("SGLang has one kernel for these index queries and one for their keys: leave them to it")

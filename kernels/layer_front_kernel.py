@@ -12,6 +12,7 @@ from nsa_backend.kernels.layer_front_steps import (
     LANES,
     add_squares_of_four,
     hadamard,
+    next_power_of_two,
     normed_key,
     quantised,
     reciprocal_rms,
@@ -224,8 +225,9 @@ def quantise_index_query(
     else:
         x = hadamard(tl.where(value < ROPE, rotated(x, other, cos, sin), x), HEADS)
         largest = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
-        scale = tl.exp2(tl.ceil(tl.log2(largest * (1.0 / FP8_MAX))))  # a power of two, as SGLang asks of queries
-        x = x / scale[:, None]
+        # SGLang rounds a logarithm up. No bfloat16 over 448 is so close above a power of two that its logarithm would be less.
+        scale, inverse = next_power_of_two(largest * (1.0 / FP8_MAX))
+        x = x * inverse[:, None]
         gate = gate * GATE_SCALE * scale * SOFTMAX_SCALE
     x = tl.minimum(tl.maximum(x, -FP8_MAX), FP8_MAX)
     tl.store(out_ptr + head[:, None] * GROUP + value, x.to(tl.float8e4nv))

@@ -122,10 +122,7 @@ def scale_of_groups(x, POWERS: tl.constexpr, COMPILED: tl.constexpr):
     largest = tl.maximum(tl.max(tl.abs(x), axis=1, keep_dims=True), 1e-10)
     scale = largest * (1.0 / FP8_MAX)
     if POWERS:
-        bits = scale.to(tl.int32, bitcast=True)
-        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)  # of the next power of two, with its bias of 127
-        scale = (exponent << 23).to(tl.float32, bitcast=True)
-        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        scale, inverse = next_power_of_two(scale)
     elif COMPILED:  # SGLang compiles this quantisation with fast division
         inverse = tl.inline_asm_elementwise(
             "div.approx.ftz.f32 $0, 0f43E00000, $1;", "=f,f", [largest], dtype=tl.float32, is_pure=True, pack=1
@@ -133,3 +130,11 @@ def scale_of_groups(x, POWERS: tl.constexpr, COMPILED: tl.constexpr):
     else:
         inverse = tl.div_rn(FP8_MAX, largest)
     return scale, inverse
+
+
+@triton.jit
+def next_power_of_two(scale):
+    """(it, 1 over it) of float32 `scale`, which is itself if it is one."""
+    bits = scale.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)  # with its bias of 127
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)

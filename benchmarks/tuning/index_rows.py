@@ -1,29 +1,31 @@
-"""Index queries and keys of prefills of DeepSeek-V3.2: our launches by tile, beside two of the kernels that SGLang has there.
+"""Index queries and keys of prefills of DeepSeek-V3.2: our launches, beside two of the kernels that SGLang has there.
 
     python benchmarks/tuning/index_rows.py OUT.json [--rows 1024 4096 8192]
 
-SGLang's are the Hadamard rotation and the quantisation of queries; RoPE, gates and the keys' kernels are not timed. Tiles are
-compared bit by bit before they are timed. OUT.json is written after every number of rows.
+SGLang's are the Hadamard rotation and the quantisation of queries; RoPE, gates and the keys' kernels are not timed. Queries by
+blocks of other sizes are compared bit by bit before they are timed. OUT.json is written after every number of rows.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+from functools import partial
 from pathlib import Path
 
 import torch
 import triton
 
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
-from nsa_backend.kernels.index_rows import FASTEST, Tile, index_queries, store_index_keys
+from nsa_backend.kernels.cuda_source import CudaKernel
+from nsa_backend.kernels.index_rows import SOURCE, THREADS, constants, index_queries, store_index_keys
 from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.testing.process import start_sglang
 
 HEADS, ROPE, POSITIONS = 64, 64, 163840
-TILES = [Tile(heads, warps) for heads, warps in itertools.product((8, 16, 32, 64), (1, 2, 4, 8))]
+OTHERS = (64, 128, 512)
+"""Threads of a block."""
 
 
 def weights() -> FrontWeights:
@@ -38,8 +40,15 @@ def microseconds(call) -> float:
     return round(triton.testing.do_bench(call, warmup=5, rep=30) * 1000, 1)
 
 
+def by_blocks_of(threads: int):
+    """What launches queries by such blocks."""
+    macros = constants(HEADS, neox=True) | {"THREADS": threads}
+    kernel = CudaKernel(SOURCE, SOURCE.stem, macros, threads, 0)
+    return lambda grid, arguments: kernel.launch((grid[0] * THREADS // threads, 1), arguments)
+
+
 def measure(rows: int) -> dict:
-    """Microseconds of each way, and which tiles differ from the one that serves."""
+    """Microseconds of each way, and which blocks give other bits than those that serve."""
     from sglang.kernels.ops.quantization.act_quant_triton import act_quant
     from sglang.srt.layers.attention.dsa.dsa_indexer import rotate_activation
 
@@ -47,17 +56,19 @@ def measure(rows: int) -> dict:
     query, gates = torch.randn(rows, HEADS, GROUP, device="cuda").bfloat16(), torch.randn(rows, HEADS, device="cuda")
     key, slots = torch.randn(rows, GROUP, device="cuda").bfloat16(), PAGE_SIZE + torch.randperm(rows, device="cuda")
     cache = torch.zeros(rows // PAGE_SIZE + 2, INDEX_PAGE_BYTES, dtype=torch.uint8, device="cuda")
+    queries = partial(index_queries, query, gates, of_layer, positions)
     us = {
         "keys": microseconds(lambda: store_index_keys(key, of_layer, positions, slots, cache)),
+        "queries": microseconds(queries),
         "sglang hadamard": microseconds(lambda: rotate_activation(query)),
         "sglang act_quant": microseconds(lambda: act_quant(query, GROUP, "ue8m0")),
     }
-    wanted, wrong = index_queries(query, gates, of_layer, positions, FASTEST), []
-    for tile in TILES:
-        call = lambda tile=tile: index_queries(query, gates, of_layer, positions, tile)  # noqa: E731
+    wanted, wrong = queries(), []
+    for threads in OTHERS:
+        call, said = partial(queries, launch=by_blocks_of(threads)), f"queries, blocks of {threads}"
         if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(call(), wanted, strict=True)):
-            wrong.append(str(tile))
-        us[str(tile)] = microseconds(call)
+            wrong.append(said)
+        us[said] = microseconds(call)
     return {"rows": rows, "us": us, "wrong": wrong}
 
 

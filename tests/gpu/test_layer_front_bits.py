@@ -33,6 +33,28 @@ def test_bits(q_rank, heads, scales, packed, rows, fused):
     assert differing_parts(front_layer(q_rank, heads, fused), kv, scales, rows) == []
 
 
+def test_scales_of_index_queries_whose_largest_value_is_any():
+    """Each bfloat16 is one head's only value: SGLang rounds a logarithm up, and our kernels an exponent."""
+    from nsa_backend.adapters.dsa.layer_front import builtin
+    from nsa_backend.adapters.dsa.layer_front.rule import weights_of
+    from nsa_backend.kernels import index_rows, layer_front
+    from nsa_backend.testing.front_layer import front_layer
+
+    attention = front_layer(1536, 16, False)
+    weights, heads = weights_of(attention), attention.indexer.n_heads
+    every = torch.arange(0x7F80, dtype=torch.int16, device="cuda").view(torch.bfloat16).view(-1, heads)
+    query = torch.zeros(*every.shape, 128, dtype=torch.bfloat16, device="cuda")
+    query[..., -1] = every
+    gates, positions = torch.randn(every.shape, device="cuda"), torch.arange(len(every), device="cuda") % len(weights.cos_sin)
+    q_rope = torch.zeros(len(every), 16, 64, dtype=torch.bfloat16, device="cuda")
+    theirs = builtin.rope_quantise(attention, query.clone(), gates, q_rope.clone(), positions)[:2]
+    alone = index_rows.index_queries(query, gates, weights, positions)
+    in_front = layer_front.rope_quantise(query, gates, q_rope, weights, positions)[:2]
+    for ours in (alone, in_front):
+        for found, wanted in zip(ours, theirs, strict=True):
+            assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+
+
 @pytest.mark.parametrize("scales", list(Scales))
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_an_input_that_was_quantised_once_gives_the_products_of_one_that_a_projection_quantises(scales, rows):

@@ -27,7 +27,7 @@ from nsa_backend.kernels.expert_activation import MOST_OF_PROGRAM, activate_kern
 from nsa_backend.kernels.expert_order import CHUNK, GROUPS, order_kernel
 from nsa_backend.kernels.few_experts import ONE as ONE_TOKEN
 from nsa_backend.kernels.few_experts import SOME, down_kernel, gate_up_kernel
-from nsa_backend.kernels.index_rows import index_keys_kernel, index_queries_kernel
+from nsa_backend.kernels.index_rows import index_keys_kernel
 from nsa_backend.kernels.layer_front_kernel import (
     norm_rope_store_kernel,
     quantise_kernel,
@@ -168,17 +168,11 @@ def values() -> dict[str, dict]:
     return found
 
 
-def index_rows() -> dict[str, dict]:
-    """Index queries and keys alone, of DeepSeek-V3.2."""
-    fixed = {"ROPE": 64, "NEOX": True, "COMPILED": True}
-    scales = {"GATE_SCALE": 64**-0.5, "SOFTMAX_SCALE": 128**-0.5}
-    queries = {"INDEX_HEADS": 64, "QUERY_STRIDE": 64 * 128, "HEADS": 8} | scales
-    used = resources(index_queries_kernel, fixed | queries, more={"weights_ptr": "*fp32"}, num_warps=1)
+def index_keys() -> dict[str, dict]:
+    """Index keys alone, of DeepSeek-V3.2."""
     types = {"weight_ptr": "*fp32", "bias_ptr": "*fp32", "eps": "fp32", "slots_ptr": "*i64"}
-    return {
-        "front, index queries": used | {"programs": 8},
-        "front, index keys": resources(index_keys_kernel, fixed, more=types) | {"programs": 8},
-    }
+    used = resources(index_keys_kernel, {"ROPE": 64, "NEOX": True, "COMPILED": True}, more=types)
+    return {"front, index keys": used | {"programs": 8}}
 
 
 FEW_TILES = {"one": ONE_TOKEN, "some": SOME}
@@ -255,7 +249,7 @@ def main() -> None:
     for join in dict.fromkeys(Join.of(*shape) for shape in shapes):
         constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True, "LSE": False}
         found[f"join, {join.parts} parts"] = resources(join_kernel, constants, num_warps=join.warps) | {"programs": 1}
-    found |= front(caches) | index_rows() | values() | few_experts() | many_experts()
+    found |= front(caches) | index_keys() | values() | few_experts() | many_experts()
     sys.stdout.write(json.dumps(found))
 
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from emulated import turning
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nsa_backend.kernels.index_rows import index_queries, store_index_keys
+from nsa_backend.kernels.cuda_source import compiled
+from nsa_backend.kernels.index_rows import SOURCE, constants, index_queries, store_index_keys
 from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, norm_rope_store, quantise, rope_quantise, rope_query
 from nsa_backend.kernels.layer_front_torch import norm_rope_store_torch, rope_quantise_torch, rope_query_torch
 from nsa_backend.kernels.layer_front_torch import quantise as quantise_torch
@@ -183,7 +185,8 @@ def test_an_indexers_part_alone(rows, step, kind, index_heads, indexer, seed):
     gates, positions = torch.randn(rows * step, index_heads, generator=generator)[::step], torch.randint(POSITIONS, (rows,))
     unturned = torch.zeros(rows, 1, ROPE, dtype=torch.bfloat16)
     twins = rope_quantise_torch(query, gates, unturned, weights, positions)
-    for found, twin in zip(index_queries(query, gates, weights, positions), twins, strict=False):
+    launch = turning(index_heads, neox=weights.index_neox, seed=seed)
+    for found, twin in zip(index_queries(query, gates, weights, positions, launch=launch), twins, strict=False):
         assert found.shape == twin.shape
         assert same_bits(found, twin)
     key, qkv = values(kind, rows, GROUP, generator=generator), torch.zeros(rows, 256 + LATENT + ROPE, dtype=torch.bfloat16)
@@ -194,10 +197,17 @@ def test_an_indexers_part_alone(rows, step, kind, index_heads, indexer, seed):
     assert torch.equal(index, wanted)
 
 
+@pytest.mark.parametrize("neox", [True, False])
+def test_index_queries_compile_for_hopper_with_all_in_registers(neox):
+    cubin, said = compiled(SOURCE, constants(64, neox=neox))
+    assert cubin
+    assert "0 bytes spill stores, 0 bytes spill loads" in said
+
+
 def test_an_indexers_part_that_it_would_misread():
     weights = layer(256, "halves", torch.Generator())
     query, gates, positions = torch.zeros(2, 8, GROUP).bfloat16(), torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="query must be of a multiple of 8 heads"):
+    with pytest.raises(ValueError, match="4 index heads, 64 values turned: multiples of 8 heads and 64 values are served"):
         index_queries(query[:, :4].contiguous(), gates[:, :4], weights, positions)
     with pytest.raises(ValueError, match=r"gates must be float32 \[2, 8\]"):
         index_queries(query, gates.bfloat16(), weights, positions)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from emulated import turning
 from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.layers.layernorm import LayerNorm, RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
@@ -20,6 +22,7 @@ from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 from sglang_models import one_rank
 
 from nsa_backend.benchmarks.calls.whole_front import one_layers_pool
+from nsa_backend.kernels import index_rows
 from nsa_backend.kernels import layer_front_torch as steps
 from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
@@ -32,8 +35,10 @@ CONFIG = SimpleNamespace(
 
 
 def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's CUDA kernels in torch, each with the rounding and the order of the kernel."""
+    """SGLang's CUDA kernels in torch, each with the rounding and the order of the kernel; ours in CUDA C++ is emulated."""
     round_as_a_gpu_does()
+    turned = functools.partial(index_rows.index_queries, launch=turning(INDEX_HEADS, neox=True))
+    monkeypatch.setattr(index_rows, "index_queries", turned)
 
     def turn(embedding, positions, query, key, **_):
         angles = embedding.cos_sin_cache[positions]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels import expert_tiles, topk_select
+from nsa_backend.kernels import expert_tiles, index_rows, topk_select
 from nsa_backend.kernels import sparse_verify as verify
 from nsa_backend.kernels.cuda_source import TensorMap
 
@@ -62,6 +62,12 @@ def emulating(kernel: expert_tiles.Kernel, seed: int = 0) -> dict[str, expert_ti
 def selecting(blocks: int, bins: int, seed: int = 0) -> topk_select.Launch:
     """What launches top-k of rows that have so many blocks."""
     return launcher(partial(select_emulator, blocks, bins), seed)
+
+
+def turning(heads: int, *, neox: bool, seed: int = 0) -> index_rows.Launch:
+    """What launches queries of so many index heads."""
+    of_heads = index_rows.constants(heads, neox=neox)
+    return launcher(partial(emulator, index_rows.SOURCE, "Queries", index_rows.SOURCE.stem, **of_heads), seed)
 
 
 def launcher(compiled: Callable[[], ctypes.CDLL], seed: int) -> expert_tiles.Launch:

@@ -462,7 +462,7 @@ inline uint32_t multiply_add_bf16(uint32_t a, uint32_t b, uint32_t c) {
     }
     return x;
 }
-inline uint32_t multiply_bf16(uint32_t a, uint32_t b) { return multiply_add_bf16(a, b, 0); }
+inline uint32_t multiply_bf16(uint32_t a, uint32_t b) { return multiply_add_bf16(a, b, 0x80008000); }  // and -0, which keeps signs
 inline uint32_t fp8_bits(float x) {  // the nearest of all, the even one of two
     uint32_t nearest = 0;
     for (uint32_t bits = 1; bits < 127; ++bits) {

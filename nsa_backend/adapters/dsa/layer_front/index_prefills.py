@@ -22,7 +22,7 @@ from nsa_backend.adapters import divided_indexer
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.sglang_types import ForwardBatch, HookType
 from nsa_backend.adapters.shared import hook
-from nsa_backend.kernels.index_rows import index_queries, store_index_keys
+from nsa_backend.kernels import index_rows
 from nsa_backend.kernels.layer_front_weights import FrontWeights
 
 logger = logging.getLogger(__name__)
@@ -37,11 +37,17 @@ _LAYERS: WeakKeyDictionary[Any, tuple[Any, tuple[type, ...]]] = WeakKeyDictionar
 
 def take(layers: Iterable[Any], backends: tuple[type, ...]) -> None:
     """Have the indexers of these layers, which have our front, make queries and keys of prefills so."""
-    served = [layer for layer in layers if layer.indexer is not None]
+    served = [layer for layer in layers if layer.indexer is not None and _is_served(layer)]
     for layer in served:
         _LAYERS[layer.indexer] = layer, backends
     if served:
         hook(f"{MODULE}.{NAME}", _in_pieces, HookType.AROUND)
+
+
+def _is_served(layer: Any) -> bool:
+    """Whether its heads have our launches, or SGLang's fused ones."""
+    weights = weights_of(layer)
+    return weights.index_fused or index_rows.problem(weights, layer.indexer.n_heads) is None
 
 
 def _in_pieces(original: Callable, **given: Any) -> None:
@@ -105,7 +111,7 @@ def store(
     """Write the index keys of these tokens of x [rows, hidden]; gates of all rows."""
     key, gates = indexer.wk(x)[0][tokens], indexer._weights_proj_bf16_in_fp32_out(x)
     index_cache = _pool().get_index_k_with_scale_buffer(layer_id=layer_id)
-    store_index_keys(key, weights, positions[tokens], batch.out_cache_loc[tokens], index_cache)
+    index_rows.store_index_keys(key, weights, positions[tokens], batch.out_cache_loc[tokens], index_cache)
     return gates
 
 
@@ -119,7 +125,7 @@ def score(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries of these rows in 8 bits, and their gates."""
     query = divided_indexer.query_of(indexer, q_lora, rows)
-    return index_queries(query, gates[rows], weights, positions[rows].contiguous())
+    return index_rows.index_queries(query, gates[rows], weights, positions[rows].contiguous())
 
 
 def select_scored(

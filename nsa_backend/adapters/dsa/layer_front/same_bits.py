@@ -80,6 +80,7 @@ def differing_parts(attention: Any, kv_cache: torch.Tensor, scales: Scales | Non
                 alone = torch.zeros_like(caches[0][1])
                 index_rows.store_index_keys(key, weights, positions, slots, alone)
                 pairs["index keys alone"] = (alone, caches[1][1])
+            if index_rows.problem(weights, query.shape[1]) is None:
                 parts = zip(index_rows.index_queries(query, gates, weights, positions), theirs, strict=False)
                 pairs |= dict(zip(("index query alone", "gates alone"), parts, strict=True))
             pairs |= dict(zip(("index query", "gates", "rotated query"), zip(ours, theirs, strict=True), strict=True))
