@@ -311,7 +311,7 @@ __device__ __forceinline__ void take_all(const Select& a, const int* pages, int 
     for (int i = threadIdx.x; i < a.topk; i += THREADS) slots[i] = i < length ? pages[i / PAGE] * PAGE + i % PAGE : -1;
 }
 
-extern "C" __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(THREADS, 2) topk_select(const __grid_constant__ Select a) {
+extern "C" __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(THREADS, BLOCKS_OF_SM) topk_select(const __grid_constant__ Select a) {
     SHARED_MEMORY(memory);
     const uint32_t shared = (shared_address(memory) + 15) & ~15u;
     const long long row = blockIdx.y;

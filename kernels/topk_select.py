@@ -18,12 +18,12 @@ from nsa_backend.kernels.cuda_source import CudaKernel
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.topk_slots import topk_slots_torch
 
-THREADS, VECTORS, BINS = 1024, 2, 1024
+THREADS, VECTORS, BINS, BLOCKS_OF_SM = 1024, 2, 1024, 2
 SOURCE = Path(__file__).with_name("topk_select.cu")
 CLUSTERS = (8, 4, 2, 1)
 """Blocks that a row may have."""
-SHARE = THREADS * VECTORS * 4
-"""Scores of a row that deserve a block of their own, whose registers hold as many."""
+SHARE = THREADS * VECTORS * 2
+"""Scores of a row that deserve a block of their own, whose registers hold twice as many."""
 MOST_TOPK = 2048
 MOST_ROWS = 264
 """Of a call: two for each multiprocessor."""
@@ -56,13 +56,15 @@ def problem(scores: torch.Tensor, topk: int) -> str | None:
 
 
 def blocks_of(rows: int, sms: int) -> int:
-    """Of each of so many rows: as many as have an SM each."""
-    return next(blocks for blocks in CLUSTERS if blocks == 1 or rows * blocks <= sms)
+    """Of each of so many rows: as many as run at once. Blocks of a cluster are neighbours, so some SMs are left."""
+    return next(blocks for blocks in CLUSTERS if blocks == 1 or rows * blocks <= sms * 3 // 4)
 
 
-def constants(blocks: int, threads: int = THREADS, vectors: int = VECTORS, bins: int = BINS) -> dict[str, int]:
+def constants(
+    blocks: int, threads: int = THREADS, vectors: int = VECTORS, bins: int = BINS, of_sm: int = BLOCKS_OF_SM
+) -> dict[str, int]:
     """Macros of the source, for so many blocks a row of so many threads, each with four times `vectors` scores in registers."""
-    return {"CLUSTER": blocks, "THREADS": threads, "VECTORS": vectors, "BINS": bins}
+    return {"CLUSTER": blocks, "THREADS": threads, "VECTORS": vectors, "BINS": bins, "BLOCKS_OF_SM": of_sm}
 
 
 def shared_bytes(blocks: int, bins: int = BINS) -> int:

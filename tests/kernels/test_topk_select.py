@@ -91,8 +91,8 @@ def test_all_of_a_bin_may_be_wanted(device):
         check(scores, [5000], min(above + alike, 2048), blocks, device)
 
 
-def test_a_row_has_as_many_blocks_as_have_an_sm_each():
-    assert [blocks_of(rows, 132) for rows in (1, 16, 17, 33, 34, 66, 67, 500)] == [8, 8, 4, 4, 2, 2, 1, 1]
+def test_a_row_has_as_many_blocks_as_run_at_once():
+    assert [blocks_of(rows, 132) for rows in (1, 12, 13, 24, 25, 49, 50, 500)] == [8, 8, 4, 4, 2, 2, 1, 1]
 
 
 @pytest.mark.parametrize("blocks", CLUSTERS)
@@ -113,7 +113,7 @@ def test_what_cannot_be_served_says_so(device):
     ):
         with pytest.raises(ValueError, match=said):
             topk_select(**given | changed, out=out)
-    with pytest.raises(ValueError, match="3 blocks, one for each 8192 scores: a row has one of"):
+    with pytest.raises(ValueError, match="3 blocks, one for each 4096 scores: a row has one of"):
         topk_select(**given, out=out, blocks=3)
     with pytest.raises(ValueError, match="top 2049: 1 to 2048 are served"):
         topk_select(**given, out=torch.empty(2, 2049, dtype=torch.int32, device=device))
