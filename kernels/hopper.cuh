@@ -252,6 +252,15 @@ __device__ __forceinline__ uint32_t load_list(const uint32_t* from) {
     return x;
 }
 
+// Sixteen bytes that nobody reads again and nobody writes meanwhile.
+__device__ __forceinline__ uint4 load_once(const void* from) {
+    uint4 x;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from));
+    return x;
+}
+
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -338,6 +347,37 @@ __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 __device__ __forceinline__ uint32_t made_again(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
+}
+
+// Four values in e4m3 as two pairs in float16, which has them all.
+__device__ __forceinline__ uint2 unpack_fp8(uint32_t four) {
+    uint2 pairs;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(pairs.x), "=r"(pairs.y)
+        : "r"(four));
+    return pairs;
+}
+
+// d += A [16, 16] . B [8, 16]^T in float16, by a warp. Of A a lane has two values of rows lane / 4 and 8 further, from
+// 2 (lane % 4) on and 8 further; of B likewise of row lane / 4; of d, columns 2 (lane % 4) and the next one of A's rows.
+__device__ __forceinline__ void multiply_few_half(
+    float (&d)[4], uint32_t upper, uint32_t lower, uint32_t upper_far, uint32_t lower_far, uint32_t b, uint32_t b_far
+) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(upper), "r"(lower), "r"(upper_far), "r"(lower_far), "r"(b), "r"(b_far));
+}
+
+// The same in bfloat16.
+__device__ __forceinline__ void multiply_few_bf16(
+    float (&d)[4], uint32_t upper, uint32_t lower, uint32_t upper_far, uint32_t lower_far, uint32_t b, uint32_t b_far
+) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(upper), "r"(lower), "r"(upper_far), "r"(lower_far), "r"(b), "r"(b_far));
 }
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -135,6 +135,18 @@ def _blocks(first: int, second: int, gates: int) -> int:
     return (first + second) // COLUMNS + gates // GATES
 
 
+def check_product(name: str, product: Product, inner: int, multiple: int = 1) -> None:
+    """Refuse weights that a kernel would misread, or whose columns are no multiple of `multiple`."""
+    weight, scales = product
+    columns = weight.shape[0]
+    fits = weight.dtype == torch.float8_e4m3fn and weight.is_contiguous() and not columns % multiple
+    form = f"contiguous torch.float8_e4m3fn [a multiple of {multiple}, {inner}]"
+    require(fits and weight.shape[1] == inner, name, weight, form, "the kernel would misread it")
+    of_weight = blocks(columns, GROUP), inner // GROUP
+    fits = scales.dtype == torch.float32 and scales.shape == of_weight and scales.is_contiguous()
+    require(fits, f"scales of {name}", scales, f"contiguous torch.float32 {list(of_weight)}", "the kernel would misread them")
+
+
 def split_products(
     x: torch.Tensor,
     x_scales: torch.Tensor,
@@ -169,16 +181,8 @@ def split_products(
     (rows, inner), padded = x.shape, padded_rows(x.shape[0])
     splits, stages = tile or TILES[padded]
     products = {"first": first} if second is None else {"first": first, "second": second}
-    for name, (weight, scales) in products.items():
-        columns = weight.shape[0]
-        fits = weight.dtype == torch.float8_e4m3fn and weight.is_contiguous() and not columns % COLUMNS
-        form = f"contiguous torch.float8_e4m3fn [a multiple of {COLUMNS}, {inner}]"
-        require(fits and weight.shape[1] == inner, name, weight, form, "the kernel would misread it")
-        of_weight = blocks(columns, GROUP), inner // GROUP
-        fits = scales.dtype == torch.float32 and scales.shape == of_weight and scales.is_contiguous()
-        require(
-            fits, f"scales of {name}", scales, f"contiguous torch.float32 {list(of_weight)}", "the kernel would misread them"
-        )
+    for name, product in products.items():
+        check_product(name, product, inner, COLUMNS)
     fits = x.dtype == torch.float8_e4m3fn and x.is_contiguous() and not inner % GROUP
     require(fits, "x", x, f"contiguous torch.float8_e4m3fn [rows, a multiple of {GROUP}]", "the kernel would misread it")
     fits = x_scales.dtype == torch.float32 and x_scales.shape == (rows, inner // GROUP)

@@ -21,6 +21,7 @@ from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.benchmarks.calls.timing import right_ones
 from nsa_backend.benchmarks.commands.attention import timed
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
+from nsa_backend.kernels import early_products
 from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.kernels.split_products import LEAST_INNER, MOST_ROWS, counters, split_products
@@ -33,6 +34,16 @@ COLD_BYTES, SAMPLES = 300 << 20, 5
 BYTES_PER_US = 4.0e6
 TILES = ((1, 4), (1, 6), (2, 4), (3, 4), (4, 4), (4, 6), (8, 4), (8, 6), (14, 4))
 """Programs a block of columns, and stages."""
+EARLY = (
+    *(early_products.Tile(8, 16, ahead, 2) for ahead in (4, 6, 7)),
+    early_products.Tile(8, 16, 14, 1),
+    *(
+        early_products.Tile(warps, columns, 4, of_sm)
+        for warps, columns, of_sm in ((8, 32, 2), (8, 16, 4), (6, 16, 5), (6, 32, 3))
+    ),
+    *(early_products.Tile(4, 16, ahead, of_sm) for ahead, of_sm in ((6, 5), (3, 6), (8, 4), (4, 6))),
+)
+"""Ways to divide a launch whose weights come early."""
 TOO_FAR = 1e-2
 
 Call = Callable[[int], list[torch.Tensor]]
@@ -79,6 +90,14 @@ def runners(name: str, rows: int, warm: bool = False) -> dict[str, Call]:
         "quantise, cutlass": each(lambda w, s: fp8_utils.cutlass_w8a8_block_fp8_linear_with_fallback(x, w, block, s)),
         "quantise, triton": each(lambda w, s: fp8_utils.triton_w8a8_block_fp8_linear(x, w, block, s)),
     }
+    for tile in EARLY if rows <= early_products.MOST_ROWS else ():
+        if early_products.serves(inner, tile):
+            said = f"early_products {tile.warps} warps, {tile.columns} columns, {tile.ahead} ahead, {tile.of_sm} of an SM"
+            found[said] = lambda i, tile=tile: list(
+                early_products.early_products(values, scales, *drawn[i % copies], tile=tile)
+            )
+    if rows <= early_products.MOST_ROWS:
+        found["early_products"] = lambda i: list(early_products.early_products(values, scales, *drawn[i % copies]))
     if len(widths) == 2:
         found["deepgemm, two streams"] = on_two_streams
         arrived = counters(*(weight for weight, _ in drawn[0]))
@@ -105,6 +124,13 @@ def runners(name: str, rows: int, warm: bool = False) -> dict[str, Call]:
                 x_of_ours = quantise(x, Scales.EXACT, before_ours=True)
                 return list(split_products(*x_of_ours, *drawn[i % copies], counted, gates=(x, gates[i % copies])))[:2]
 
+            def early_gates_within_behind(i: int) -> list[torch.Tensor]:
+                x_of_ours = quantise(x, Scales.EXACT, before_ours=True)
+                with_gates = {"gates": (x, gates[i % copies])}
+                return list(early_products.early_products(*x_of_ours, *drawn[i % copies], **with_gates))[:2]
+
+            if rows <= early_products.MOST_ROWS:
+                found["quantise, early_products with gates"] = early_gates_within_behind
             found |= {
                 "split_products, gates on another stream": gates_beside,
                 "split_products with gates": gates_within,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import turning
+from emulated import multiplying_early, turning
 from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.layers.layernorm import LayerNorm, RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
@@ -22,7 +22,7 @@ from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 from sglang_models import one_rank
 
 from nsa_backend.benchmarks.calls.whole_front import one_layers_pool
-from nsa_backend.kernels import index_rows
+from nsa_backend.kernels import early_products, index_rows
 from nsa_backend.kernels import layer_front_torch as steps
 from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
@@ -39,6 +39,13 @@ def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     round_as_a_gpu_does()
     turned = functools.partial(index_rows.index_queries, launch=turning(INDEX_HEADS, neox=True))
     monkeypatch.setattr(index_rows, "index_queries", turned)
+    multiply = early_products.early_products
+
+    def multiplied(x, *given, gates_dtype=torch.float32, **named):
+        launch = multiplying_early(x.shape[1], early_products.tile_for(x.shape[1]), gates_dtype)
+        return multiply(x, *given, gates_dtype=gates_dtype, **named, launch=launch)
+
+    monkeypatch.setattr(early_products, "early_products", multiplied)
 
     def turn(embedding, positions, query, key, **_):
         angles = embedding.cos_sin_cache[positions]
@@ -172,8 +179,12 @@ class BlockFp8(torch.nn.Module):
         self.weight = torch.nn.Parameter(linear.weight.to(torch.float8_e4m3fn), requires_grad=False)
         rows, columns = self.weight.shape
         self.weight_scale_inv = torch.ones(-(-rows // 128), columns // 128)
+        self.quant_method = SimpleNamespace(apply=lambda linear, x, bias=None: linear.multiplied(x))
 
     def forward(self, x):
+        return self.quant_method.apply(self, x), None
+
+    def multiplied(self, x):
         values, scales = x if isinstance(x, tuple) else steps.quantise(x.float(), self.form)
         x = values.float().unflatten(1, (-1, 128)) * scales[..., None]
-        return (x.flatten(1) @ self.weight.float().T).bfloat16(), None
+        return (x.flatten(1) @ self.weight.float().T).bfloat16()

@@ -305,7 +305,6 @@ def test_ranks_that_have_the_querys_projection_whole_gather_no_query(either_laye
         for path in ("fused_qkv_a_proj_with_mqa", "q_b_proj", "indexer.wq_b", *of_key):
             layer.set_submodule(path, BlockFp8(layer.get_submodule(path), form))
         layer.q_b_proj_qrep = BlockFp8(whole, form)
-        layer.q_b_proj_qrep.quant_method = SimpleNamespace(apply=lambda linear, x: linear(x)[0])
         for module in (front, projections):
             monkeypatch.setattr(module, "scales_of", lambda linear: linear.form)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels import expert_tiles, index_rows, topk_select
+from nsa_backend.kernels import early_products, expert_tiles, index_rows, topk_select
 from nsa_backend.kernels import sparse_verify as verify
 from nsa_backend.kernels.cuda_source import TensorMap
 
@@ -68,6 +68,12 @@ def turning(heads: int, *, neox: bool, seed: int = 0) -> index_rows.Launch:
     """What launches queries of so many index heads."""
     of_heads = index_rows.constants(heads, neox=neox)
     return launcher(partial(emulator, index_rows.SOURCE, "Queries", index_rows.SOURCE.stem, **of_heads), seed)
+
+
+def multiplying_early(inner: int, tile: early_products.Tile, gates_dtype: torch.dtype, seed: int = 0) -> early_products.Launch:
+    """What launches products of few rows of so many values."""
+    macros = early_products.constants(inner, tile, gates_dtype)
+    return launcher(partial(emulator, early_products.SOURCE, "Products", early_products.SOURCE.stem, **macros), seed)
 
 
 def launcher(compiled: Callable[[], ctypes.CDLL], seed: int) -> expert_tiles.Launch:

@@ -472,6 +472,43 @@ inline uint32_t fp8_bits(float x) {  // the nearest of all, the even one of two
     return nearest | (std::signbit(x) ? 128 : 0);
 }
 inline uint32_t pack_fp8(float low, float high) { return fp8_bits(low) | fp8_bits(high) << 8; }
+inline uint4 load_once(const void* from) { return *static_cast<const uint4*>(from); }
+inline float half_value(uint32_t bits) { return static_cast<float>(bits_as<_Float16>(static_cast<uint16_t>(bits))); }
+inline uint2 unpack_fp8(uint32_t four) {
+    uint32_t pairs[2] = {};
+    for (int i = 0; i < 4; ++i) {
+        const auto half = static_cast<_Float16>(emulation::E4M3[four >> 8 * i & 255]);
+        pairs[i / 2] |= static_cast<uint32_t>(bits_as<uint16_t>(half)) << i % 2 * 16;
+    }
+    return {pairs[0], pairs[1]};
+}
+template <class Value>
+void multiply_few(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Value value) {
+    const auto of_all = [](uint32_t near, uint32_t far) {
+        std::array<uint64_t, 32> lanes;
+        std::copy_n(emulation::meet_warp(near | static_cast<uint64_t>(far) << 32), 32, lanes.begin());
+        return lanes;
+    };
+    const auto upper = of_all(a[0], a[2]), lower = of_all(a[1], a[3]), other = of_all(b[0], b[1]);
+    const int lane = emulation::now->thread.x % 32;
+    for (int i = 0; i < 4; ++i) {
+        const auto& lines = i < 2 ? upper : lower;
+        double sum = d[i];
+        for (int piece = 0; piece < 4; ++piece) {
+            for (int shift = 0; shift < 64; shift += 16) {
+                const uint64_t x = lines[lane / 4 * 4 + piece], y = other[(lane % 4 * 2 + i % 2) * 4 + piece];
+                sum += static_cast<double>(value(x >> shift & 0xffff)) * value(y >> shift & 0xffff);
+            }
+        }
+        d[i] = static_cast<float>(sum);
+    }
+}
+inline void multiply_few_half(float (&d)[4], uint32_t a, uint32_t b, uint32_t c, uint32_t e, uint32_t x, uint32_t y) {
+    multiply_few(d, {a, b, c, e}, {x, y}, half_value);
+}
+inline void multiply_few_bf16(float (&d)[4], uint32_t a, uint32_t b, uint32_t c, uint32_t e, uint32_t x, uint32_t y) {
+    multiply_few(d, {a, b, c, e}, {x, y}, [](uint32_t bits) { return bits_as<float>(bits << 16); });
+}
 inline float divide_fast(float a, float b) { return a / b; }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float log2_fast(float x) { return log2f(x); }

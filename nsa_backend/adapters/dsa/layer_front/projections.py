@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nsa_backend.kernels import early_products
 from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.kernels.split_products import (
@@ -16,6 +17,7 @@ from nsa_backend.kernels.split_products import (
     GATES,
     LEAST_INNER,
     TILES_OF_QUERIES,
+    Product,
     counters,
     padded_rows,
     split_products,
@@ -63,9 +65,25 @@ def scales_of(linear: LinearBase) -> Scales | None:
     return Scales.POWERS_OF_TWO if powers else Scales.EXACT
 
 
-def product(linear: LinearBase) -> tuple[torch.Tensor, torch.Tensor]:
+def product(linear: LinearBase) -> Product:
     """Block-FP8 weights as `split_products` takes them."""
     return linear.weight, linear.weight_scale_inv
+
+
+def come_early(weights: list[torch.Tensor], gates: torch.Tensor | None = None) -> bool:
+    """Whether products of few rows with these weights have the launch whose weights come early, which is compiled here."""
+    inner = weights[0].shape[1]
+    of_gates = 0 if gates is None else len(gates)
+    if early_products.problem(inner, *map(len, weights), gates=of_gates) is not None:
+        return False
+    if weights[0].is_cuda:
+        early_products.compile_ahead(weights[0].device, inner, gates_dtype_of(len(weights)) if of_gates else torch.float32)
+    return True
+
+
+def gates_dtype_of(weights: int) -> torch.dtype:
+    """Of the gates beside so many products: float32, and bfloat16 where SGLang joins them with the index key."""
+    return torch.float32 if weights == 2 else torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -81,6 +99,7 @@ class FirstProducts:
     scales: Scales
     arrived: torch.Tensor
     most_rows: int
+    early: bool  # whether weights of few rows come early
 
     @classmethod
     def of(cls, attention: Any) -> FirstProducts | None:
@@ -94,7 +113,8 @@ class FirstProducts:
         if scales is None or qkv_a.weight.shape[1] < LEAST_INNER or gates.weight.shape[0] % GATES:
             return None
         arrived = counters(qkv_a.weight, None if wk is None else wk.weight, gates.weight)
-        return cls(qkv_a, wk, gates, scales, arrived, FEW_ROWS if wk is None else FEW_ROWS_OF_THREE)
+        early = come_early([linear.weight for linear in (qkv_a, wk) if linear is not None], gates.weight)
+        return cls(qkv_a, wk, gates, scales, arrived, FEW_ROWS if wk is None else FEW_ROWS_OF_THREE, early)
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """bfloat16 [rows, columns] of qkv_a and wk, and the gates as SGLang has them: float32, bfloat16 where it joins both.
@@ -103,11 +123,12 @@ class FirstProducts:
         """
         # Of more rows, products that are there early take time from what is ahead.
         x = quantise(hidden, self.scales, before_ours=len(hidden) <= FEW_ROWS)
-        wk = None if self.wk is None else product(self.wk)
-        found = split_products(
-            *x, product(self.qkv_a), wk, self.arrived, gates=(hidden, self.gates.weight),
-            gates_dtype=torch.float32 if wk else torch.bfloat16, before_ours=True,
-        )  # fmt: skip
+        qkv_a, wk = product(self.qkv_a), None if self.wk is None else product(self.wk)
+        with_gates: dict[str, Any] = {"gates": (hidden, self.gates.weight), "gates_dtype": gates_dtype_of(1 + (wk is not None))}
+        if self.early and len(hidden) <= early_products.MOST_ROWS:
+            found = early_products.early_products(*x, qkv_a, wk, **with_gates, before_ours=True)
+        else:
+            found = split_products(*x, qkv_a, wk, self.arrived, **with_gates, before_ours=True)
         if wk is not None:
             return found
         qkv, joined = found
@@ -121,6 +142,7 @@ class QueryProducts:
     wq_b: LinearBase
     arrived: torch.Tensor  # for as many heads of q_b as a call may have
     most_rows: int
+    early: bool  # whether weights of few rows come early
 
     @classmethod
     def of(cls, attention: Any) -> QueryProducts | None:
@@ -131,12 +153,34 @@ class QueryProducts:
         if scales_of(q_b) is None or scales_of(wq_b) is None:
             return None
         of_all_ranks = q_b.weight.new_empty(attention.dcp_size * len(q_b.weight), 0)
-        return cls(wq_b, counters(of_all_ranks, wq_b.weight), FEW_ROWS)
+        return cls(wq_b, counters(of_all_ranks, wq_b.weight), FEW_ROWS, come_early([q_b.weight, wq_b.weight]))
 
     def __call__(self, x: tuple[torch.Tensor, torch.Tensor], q_b: LinearBase) -> tuple[torch.Tensor, ...]:
         """bfloat16 [rows, columns] of `q_b` and wq_b; `x` is FP8 and its scales.
 
         What is launched next is a kernel of this package.
         """
+        if self.early and len(x[0]) <= early_products.MOST_ROWS:
+            return early_products.early_products(*x, product(q_b), product(self.wq_b), before_ours=True)
         tile = TILES_OF_QUERIES[padded_rows(len(x[0]))]
         return split_products(*x, product(q_b), product(self.wq_b), self.arrived, tile, before_ours=True)
+
+
+class OutputProduct:
+    """o_proj's of few rows that `value_products` has quantised, whose weights come early; its ranks sum up as before."""
+
+    def __init__(self, o_proj: LinearBase):
+        """Stand in for the `apply` of its method."""
+        self.own = o_proj.quant_method.apply
+        self.early = come_early([o_proj.weight])
+        o_proj.quant_method.apply = self
+
+    def serves(self, rows: int) -> bool:
+        """Whether it is the launch behind the values of so many rows."""
+        return self.early and 0 < rows <= early_products.MOST_ROWS
+
+    def __call__(self, layer: LinearBase, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """bfloat16 [rows, columns]."""
+        if not isinstance(x, tuple) or bias is not None or not self.serves(len(x[0])):
+            return self.own(layer, x, bias)
+        return early_products.early_products(*x, product(layer))[0]

@@ -1,0 +1,187 @@
+"""Products of up to eight rows in one launch, whose weights come while the kernel ahead runs, in CUDA C++: early_products.cu.
+
+`split_products` computes the same of more rows, in Triton. There a program asks for a few of its weights at a time, once its
+rows are there. Here all of a launch's blocks run at once, and registers hold half of the weights or more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nsa_backend.kernels.checks import require
+from nsa_backend.kernels.cuda_source import CudaKernel
+from nsa_backend.kernels.layer_front_weights import GROUP
+from nsa_backend.kernels.split_products import Product, check_product
+
+SOURCE = Path(__file__).with_name("early_products.cu")
+MOST_ROWS = 8
+GATES = 8
+"""Columns of a product of bfloat16 weights that a block has."""
+CHUNKS_OF_GROUP = 2
+"""A chunk is 64 bytes of a row or a weight."""
+
+Launch = Callable[[tuple[int, int], ctypes.Structure], None]
+"""Runs the kernel for (blocks, 1)."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a launch is divided."""
+
+    warps: int  # of a block, that divide the inner dimension
+    columns: int  # of a block
+    ahead: int  # chunks of a warp's part that its registers hold at once
+    of_sm: int  # blocks of a multiprocessor that are to fit
+
+    def shared_bytes(self, inner: int) -> int:
+        """Shared memory of a block."""
+        groups = inner // GROUP
+        return MOST_ROWS * (inner + 64 + groups * 4) + groups * 4 + self.warps * self.columns * MOST_ROWS * 4 + 16
+
+
+def serves(inner: int, tile: Tile) -> bool:
+    """Whether products whose rows have so many values can be divided so."""
+    groups = inner // GROUP
+    return not inner % GROUP and not groups % tile.warps and CHUNKS_OF_GROUP * groups // tile.warps >= tile.ahead
+
+
+def tile_for(inner: int) -> Tile | None:
+    """Of products whose rows have so many values; None where no division of them is served."""
+    groups = inner // GROUP
+    warps = next((warps for warps in (8, 4) if groups % warps == 0), None)
+    if warps is None or inner % GROUP or groups // warps > 8:
+        return None
+    chunks = CHUNKS_OF_GROUP * groups // warps
+    if chunks <= 4:
+        return Tile(warps, 32, chunks, 2)
+    return Tile(warps, 16, chunks, 5) if warps == 4 and chunks == 6 else Tile(warps, 16, min(6, chunks), 2)
+
+
+class Weight(ctypes.Structure):
+    """`Weight` of early_products.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("values", "scales", "out")),
+        *((name, ctypes.c_int) for name in ("columns", "blocks")),
+    ]
+
+
+class Arguments(ctypes.Structure):
+    """`Products` of early_products.cu."""
+
+    _fields_ = [
+        *((name, Weight) for name in ("first", "second")),
+        *((name, ctypes.c_void_p) for name in ("gates", "gates_out", "x", "x_scales", "hidden")),
+        *((name, ctypes.c_longlong) for name in ("row_stride", "group_stride")),
+        *((name, ctypes.c_int) for name in ("gates_columns", "rows", "before_ours", "unused")),
+    ]
+
+
+def constants(inner: int, tile: Tile, gates_dtype: torch.dtype = torch.float32) -> dict[str, int]:
+    """Macros of the source."""
+    return {
+        "INNER": inner, "WARPS": tile.warps, "COLUMNS": tile.columns, "AHEAD": tile.ahead, "BLOCKS_OF_SM": tile.of_sm,
+        "GATES_BF16": int(gates_dtype == torch.bfloat16),
+    }  # fmt: skip
+
+
+@functools.cache
+def compiled_on(device: int, inner: int, tile: Tile, gates_dtype: torch.dtype) -> CudaKernel:
+    """The kernel for rows of so many values, compiled at its first call on a device."""
+    with torch.cuda.device(device):
+        macros = constants(inner, tile, gates_dtype)
+        return CudaKernel(SOURCE, SOURCE.stem, macros, tile.warps * 32, tile.shared_bytes(inner))
+
+
+def compile_ahead(device: torch.device, inner: int, gates_dtype: torch.dtype = torch.float32) -> None:
+    """Compile it for rows of so many values: while a forward is captured nothing can be compiled.
+
+    Raises:
+        RuntimeError: NVRTC or the driver refuses.
+    """
+    compiled_on(torch.cuda.current_device() if device.index is None else device.index, inner, tile_for(inner), gates_dtype)
+
+
+def problem(inner: int, *columns: int, gates: int = 0) -> str | None:
+    """Why products of rows of `inner` values with FP8 weights of so many columns, and of gates, are not served, or None."""
+    tile = tile_for(inner)
+    if tile is None:
+        return f"rows of {inner} values: 8 or 4 warps do not divide their groups of {GROUP}"
+    if any(width % tile.columns for width in columns) or gates % GATES:
+        return f"weights of {columns} columns, {gates} gates: multiples of {tile.columns} and of {GATES} are served"
+    return None
+
+
+def early_products(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    first: Product,
+    second: Product | None = None,
+    gates: tuple[torch.Tensor, torch.Tensor] | None = None,
+    gates_dtype: torch.dtype = torch.float32,
+    *,
+    before_ours: bool = False,
+    tile: Tile | None = None,
+    launch: Launch | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """x times one or two weights, and other rows times the gates' weight; one launch.
+
+    Weights are read before the kernel ahead has ended, which must not write them.
+
+    Args:
+        x: float8_e4m3fn [rows, inner], contiguous, 1 to MOST_ROWS rows.
+        x_scales: float32 [rows, inner / GROUP] of any strides.
+        first, second: weights, contiguous, scales contiguous; no second if None.
+        gates: bfloat16 [rows, inner], and its weight, bfloat16 [columns, inner], both contiguous; None for none.
+        gates_dtype: of their product, float32 or bfloat16.
+        before_ours: whether what is launched next on this stream is a kernel of this package that waits for this one.
+        tile: how the launch is divided; that of `tile_for` if None.
+        launch: in place of a GPU.
+
+    Returns:
+        bfloat16 [rows, columns] of the first and, if there is one, the second; `gates_dtype` [rows, columns] of the gates where
+        they are given. All are contiguous.
+
+    Raises:
+        ValueError: a tensor has another shape, dtype or layout, or `problem` says why the launch cannot have it.
+        RuntimeError: NVRTC or the driver refuses.
+    """
+    rows, inner = x.shape
+    products = {"first": first} if second is None else {"first": first, "second": second}
+    widths = [weight.shape[0] for weight, _ in products.values()]
+    of_gates = 0 if gates is None else len(gates[1])
+    if (why := problem(inner, *widths, gates=of_gates)) is not None:
+        raise ValueError(why)
+    for name, of_product in products.items():
+        check_product(name, of_product, inner, tile_for(inner).columns)
+    fits = x.dtype == torch.float8_e4m3fn and x.is_contiguous() and 0 < rows <= MOST_ROWS
+    require(fits, "x", x, f"contiguous torch.float8_e4m3fn [1 to {MOST_ROWS}, {inner}]", "the kernel would misread it")
+    fits = x_scales.dtype == torch.float32 and x_scales.shape == (rows, inner // GROUP)
+    require(fits, "x_scales", x_scales, f"torch.float32 {[rows, inner // GROUP]}", "the kernel would misread them")
+    for name, tensor, count in (
+        () if gates is None else (("hidden", gates[0], rows), ("weight of the gates", gates[1], of_gates))
+    ):
+        fits = tensor.dtype == torch.bfloat16 and tensor.is_contiguous() and tensor.shape == (count, inner)
+        require(fits, name, tensor, f"contiguous torch.bfloat16 {[count, inner]}", "the kernel would misread it")
+    tile = tile or tile_for(inner)
+    outs = [torch.empty(rows, width, dtype=torch.bfloat16, device=x.device) for width in widths]
+    weights = [
+        Weight(weight.data_ptr(), scales.data_ptr(), out.data_ptr(), len(weight), len(weight) // tile.columns)
+        for (weight, scales), out in zip(products.values(), outs, strict=True)
+    ]
+    if gates is not None:
+        outs.append(torch.empty(rows, of_gates, dtype=gates_dtype, device=x.device))
+    hidden, of_hidden = gates or (x, x)
+    arguments = Arguments(
+        weights[0], weights[1] if second is not None else Weight(), of_hidden.data_ptr(), outs[-1].data_ptr(), x.data_ptr(),
+        x_scales.data_ptr(), hidden.data_ptr(), *x_scales.stride(), of_gates, rows, before_ours,
+    )  # fmt: skip
+    launch = launch or compiled_on(x.device.index, inner, tile, gates_dtype).launch
+    launch((sum(weight.blocks for weight in weights) + of_gates // GATES, 1), arguments)
+    return tuple(outs)
