@@ -90,7 +90,7 @@ __device__ __forceinline__ void multiply_fp8_rows(const Products& a, const Weigh
         }
     };
 #pragma unroll
-    for (int chunk = 0; chunk < AHEAD; ++chunk) load(chunk);
+    for (int chunk = 0; chunk < BEFORE; ++chunk) load(chunk);
     for (int group = threadIdx.x; group < GROUPS; group += THREADS) {
         copy_4(shared + WEIGHT_SCALES_AT + group * 4, weight.scales + column / GROUP * GROUPS + group, true);
     }
@@ -102,11 +102,11 @@ __device__ __forceinline__ void multiply_fp8_rows(const Products& a, const Weigh
         copy_16(shared + row * PITCH + piece * 16, a.x + row * static_cast<long long>(INNER) + piece * 16, true);
     }
 #pragma unroll 1
-    for (int i = threadIdx.x; i < ROWS * GROUPS; i += THREADS) {
-        const int row = i / GROUPS, group = i % GROUPS;
-        const bool there = row < a.rows;
-        copy_4(shared + SCALES_AT + i * 4, a.x_scales + (there ? row * a.row_stride + group * a.group_stride : 0), there);
+    for (int i = threadIdx.x; i < a.rows * GROUPS; i += THREADS) {
+        copy_4(shared + SCALES_AT + i * 4, a.x_scales + i / GROUPS * a.row_stride + i % GROUPS * a.group_stride, true);
     }
+#pragma unroll
+    for (int chunk = BEFORE; chunk < AHEAD; ++chunk) load(chunk);
     wait_for_copies();
     meet<1, THREADS>();
 

@@ -23,8 +23,10 @@ SOURCE = Path(__file__).with_name("early_products.cu")
 MOST_ROWS = 8
 GATES = 8
 """Columns of a product of bfloat16 weights that a block has."""
-CHUNKS_OF_GROUP = 2
-"""A chunk is 64 bytes of a row or a weight."""
+CHUNK = 64
+"""Values of a row or a weight that four lanes have."""
+MOST_CHUNKS = 16
+"""Of a warp's part."""
 
 Launch = Callable[[tuple[int, int], ctypes.Structure], None]
 """Runs the kernel for (blocks, 1)."""
@@ -37,7 +39,8 @@ class Tile:
     warps: int  # of a block, that divide the inner dimension
     columns: int  # of a block
     ahead: int  # chunks of a warp's part that its registers hold at once
-    of_sm: int  # blocks of a multiprocessor that are to fit
+    before: int  # of those, asked for before the rows are there
+    of_sm: int = 2  # blocks of a multiprocessor that are to fit
 
     def shared_bytes(self, inner: int) -> int:
         """Shared memory of a block."""
@@ -45,22 +48,21 @@ class Tile:
         return MOST_ROWS * (inner + 64 + groups * 4) + groups * 4 + self.warps * self.columns * MOST_ROWS * 4 + 16
 
 
-def serves(inner: int, tile: Tile) -> bool:
-    """Whether products whose rows have so many values can be divided so."""
-    groups = inner // GROUP
-    return not inner % GROUP and not groups % tile.warps and CHUNKS_OF_GROUP * groups // tile.warps >= tile.ahead
+def chunks_of(inner: int, warps: int) -> int:
+    """Of a warp's part of rows of so many values; 0 where so many warps cannot divide them."""
+    chunks, left = divmod(inner, CHUNK * warps)
+    return 0 if left or chunks % 2 or chunks > MOST_CHUNKS else chunks
 
 
 def tile_for(inner: int) -> Tile | None:
-    """Of products whose rows have so many values; None where no division of them is served."""
-    groups = inner // GROUP
-    warps = next((warps for warps in (8, 4) if groups % warps == 0), None)
-    if warps is None or inner % GROUP or groups // warps > 8:
-        return None
-    chunks = CHUNKS_OF_GROUP * groups // warps
-    if chunks <= 4:
-        return Tile(warps, 32, chunks, 2)
-    return Tile(warps, 16, chunks, 5) if warps == 4 and chunks == 6 else Tile(warps, 16, min(6, chunks), 2)
+    """Of products whose rows have so many values; None where no division of them is served.
+
+    Those of 7168, 1536 and 2048 values are the fastest measured, of 1 and of 8 rows (benchmarks/tuning/projections.py).
+    """
+    for warps, ahead in ((8, 4), (4, 6)):
+        if chunks := chunks_of(inner, warps):
+            return Tile(warps, 32, min(ahead, chunks), min(4, chunks))
+    return None
 
 
 class Weight(ctypes.Structure):
@@ -86,8 +88,8 @@ class Arguments(ctypes.Structure):
 def constants(inner: int, tile: Tile, gates_dtype: torch.dtype = torch.float32) -> dict[str, int]:
     """Macros of the source."""
     return {
-        "INNER": inner, "WARPS": tile.warps, "COLUMNS": tile.columns, "AHEAD": tile.ahead, "BLOCKS_OF_SM": tile.of_sm,
-        "GATES_BF16": int(gates_dtype == torch.bfloat16),
+        "INNER": inner, "WARPS": tile.warps, "COLUMNS": tile.columns, "AHEAD": tile.ahead, "BEFORE": tile.before,
+        "BLOCKS_OF_SM": tile.of_sm, "GATES_BF16": int(gates_dtype == torch.bfloat16),
     }  # fmt: skip
 
 
@@ -112,7 +114,7 @@ def problem(inner: int, *columns: int, gates: int = 0) -> str | None:
     """Why products of rows of `inner` values with FP8 weights of so many columns, and of gates, are not served, or None."""
     tile = tile_for(inner)
     if tile is None:
-        return f"rows of {inner} values: 8 or 4 warps do not divide their groups of {GROUP}"
+        return f"rows of {inner} values: 8 or 4 warps do not divide them, by whole groups of {GROUP}"
     if any(width % tile.columns for width in columns) or gates % GATES:
         return f"weights of {columns} columns, {gates} gates: multiples of {tile.columns} and of {GATES} are served"
     return None

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from nsa_backend.kernels.blocks import blocks, power_of_two
 from nsa_backend.kernels.checks import require
-from nsa_backend.kernels.dependent_launch import early, let_next_begin, wait_for_kernel_ahead
+from nsa_backend.kernels.dependent_launch import early, wait_for_kernel_ahead
 from nsa_backend.kernels.layer_front import empty_input
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_steps import quantised, rounded
@@ -49,11 +49,9 @@ def value_products_kernel(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     POWERS: tl.constexpr,
-    BEFORE_OURS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Program (group of values of a head, block of rows, split of the latent)."""
-    let_next_begin(BEFORE_OURS, COMPILED)
     wait_for_kernel_ahead(COMPILED)
     groups: tl.constexpr = WIDTH // GROUP_OF_KERNEL
     group, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -106,7 +104,7 @@ def _most_programs(heads: int, width: int) -> int:
 
 
 def value_products(
-    attended: torch.Tensor, weight: torch.Tensor, scales: Scales, arrived: torch.Tensor, *, before_ours: bool = False
+    attended: torch.Tensor, weight: torch.Tensor, scales: Scales, arrived: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every head's latent times its weight, rounded to bfloat16, and quantised as SGLang does for o_proj; one launch.
 
@@ -116,7 +114,6 @@ def value_products(
         weight: bfloat16 [heads, latent, a multiple of GROUP] of any strides: SGLang's w_vc.
         scales: of the result.
         arrived: from `value_counters`.
-        before_ours: whether what is launched next on this stream is a kernel of this package that waits for this one.
 
     Returns:
         (FP8 [rows, heads * width], its scales), as `empty_input` describes.
@@ -143,7 +140,6 @@ def value_products(
         value_products_kernel[(groups, blocks(rows, tile), splits)](
             attended, weight, out, out_scales, sums, arrived, rows, *out_scales.stride(), *attended.stride()[:2],
             *weight.stride(), HEADS=heads, LATENT=latent, WIDTH=width, ROWS=tile, SPLITS=splits,
-            POWERS=scales is Scales.POWERS_OF_TWO, BEFORE_OURS=before_ours, COMPILED=out.is_cuda, num_warps=4,
-            **early(out.is_cuda),
+            POWERS=scales is Scales.POWERS_OF_TWO, COMPILED=out.is_cuda, num_warps=4, **early(out.is_cuda),
         )  # fmt: skip
     return out, out_scales

@@ -34,16 +34,12 @@ COLD_BYTES, SAMPLES = 300 << 20, 5
 BYTES_PER_US = 4.0e6
 TILES = ((1, 4), (1, 6), (2, 4), (3, 4), (4, 4), (4, 6), (8, 4), (8, 6), (14, 4))
 """Programs a block of columns, and stages."""
-EARLY = (
-    *(early_products.Tile(8, 16, ahead, 2) for ahead in (4, 6, 7)),
-    early_products.Tile(8, 16, 14, 1),
-    *(
-        early_products.Tile(warps, columns, 4, of_sm)
-        for warps, columns, of_sm in ((8, 32, 2), (8, 16, 4), (6, 16, 5), (6, 32, 3))
-    ),
-    *(early_products.Tile(4, 16, ahead, of_sm) for ahead, of_sm in ((6, 5), (3, 6), (8, 4), (4, 6))),
+EARLY = tuple(
+    early_products.Tile(*tile, before)
+    for tile in ((8, 16, 7), (8, 16, 4), (8, 32, 4), (4, 32, 6), (4, 32, 4), (6, 32, 4))
+    for before in (0, 1, 2, 4)
 )
-"""Ways to divide a launch whose weights come early."""
+"""Ways to divide a launch whose weights come early: warps, columns, and chunks that are held and that come before rows."""
 TOO_FAR = 1e-2
 
 Call = Callable[[int], list[torch.Tensor]]
@@ -91,8 +87,8 @@ def runners(name: str, rows: int, warm: bool = False) -> dict[str, Call]:
         "quantise, triton": each(lambda w, s: fp8_utils.triton_w8a8_block_fp8_linear(x, w, block, s)),
     }
     for tile in EARLY if rows <= early_products.MOST_ROWS else ():
-        if early_products.serves(inner, tile):
-            said = f"early_products {tile.warps} warps, {tile.columns} columns, {tile.ahead} ahead, {tile.of_sm} of an SM"
+        if early_products.chunks_of(inner, tile.warps) >= tile.ahead:
+            said = f"early_products {tile.warps} {tile.columns} {tile.ahead} {tile.before}"
             found[said] = lambda i, tile=tile: list(
                 early_products.early_products(values, scales, *drawn[i % copies], tile=tile)
             )

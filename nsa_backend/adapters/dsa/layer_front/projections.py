@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -166,21 +167,13 @@ class QueryProducts:
         return split_products(*x, product(q_b), product(self.wq_b), self.arrived, tile, before_ours=True)
 
 
-class OutputProduct:
-    """o_proj's of few rows that `value_products` has quantised, whose weights come early; its ranks sum up as before."""
+def take_output(o_proj: LinearBase) -> None:
+    """Have the launch whose weights come early for few rows that `value_products` has quantised; ranks sum as before."""
+    if come_early([o_proj.weight]):
+        o_proj.quant_method.apply = partial(_early_or, o_proj.quant_method.apply)
 
-    def __init__(self, o_proj: LinearBase):
-        """Stand in for the `apply` of its method."""
-        self.own = o_proj.quant_method.apply
-        self.early = come_early([o_proj.weight])
-        o_proj.quant_method.apply = self
 
-    def serves(self, rows: int) -> bool:
-        """Whether it is the launch behind the values of so many rows."""
-        return self.early and 0 < rows <= early_products.MOST_ROWS
-
-    def __call__(self, layer: LinearBase, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """bfloat16 [rows, columns]."""
-        if not isinstance(x, tuple) or bias is not None or not self.serves(len(x[0])):
-            return self.own(layer, x, bias)
-        return early_products.early_products(*x, product(layer))[0]
+def _early_or(own: Callable[..., torch.Tensor], linear: LinearBase, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if bias is None and isinstance(x, tuple) and len(x) == 2 and 0 < len(x[0]) <= early_products.MOST_ROWS:
+        return early_products.early_products(*x, product(linear))[0]
+    return own(linear, x, bias)
