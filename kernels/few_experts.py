@@ -281,19 +281,8 @@ def few_experts(
     tile = tile or tile_for(tokens)
     if (why := problem(hidden, width, tile)) is not None:
         raise ValueError(why)
-    if experts.scales is not Scales.EXACT:
-        raise ValueError(f"experts have {experts.scales}: their inputs would be quantised with exact scales")
-    known = 0 < choices <= MOST_CHOICES
-    require(known, "chosen", chosen, f"of one to {MOST_CHOICES} choices", "the others would be left out")
-    require(tokens <= MOST_TOKENS, "x", x, f"of at most {MOST_TOKENS} tokens", "tensor cores take less time")
-    check_tensor("x", x, torch.bfloat16, (tokens, hidden))
-    check_weights("experts", experts, hidden, width, len(experts.first))
-    check_tensor("shares", shares, torch.float32, (tokens, choices))
-    check_tensor("chosen", chosen, torch.int32, (tokens, choices))
-    if shared is not None:
-        check_weights("shared", shared, hidden, width)
     out = torch.empty_like(x) if out is None else out
-    check_tensor("out", out, torch.bfloat16, (tokens, hidden))
+    check_experts(x, experts, shares, chosen, shared, out)
     if tokens:
         other = shared or experts  # not read without a shared one
         inner = torch.empty(tokens, each, width, dtype=torch.bfloat16, device=x.device)
@@ -308,6 +297,30 @@ def few_experts(
         warps = tile.sum_warps * (2 if choices >= 16 else 1)
         down_kernel[(tokens, hidden // tile.sums)](*given, SUMS=tile.sums, AHEAD=ahead, num_warps=warps, **launch)
     return out
+
+
+def check_experts(
+    x: torch.Tensor,
+    experts: ExpertWeights,
+    shares: torch.Tensor,
+    chosen: torch.Tensor,
+    shared: ExpertWeights | None,
+    out: torch.Tensor,
+) -> None:
+    """Refuse what the launches would misread, as `few_experts` has them."""
+    (tokens, hidden), choices, width = x.shape, chosen.shape[1], experts.width
+    if experts.scales is not Scales.EXACT:
+        raise ValueError(f"experts have {experts.scales}: their inputs would be quantised with exact scales")
+    known = 0 < choices <= MOST_CHOICES
+    require(known, "chosen", chosen, f"of one to {MOST_CHOICES} choices", "the others would be left out")
+    require(tokens <= MOST_TOKENS, "x", x, f"of at most {MOST_TOKENS} tokens", "tensor cores take less time")
+    check_tensor("x", x, torch.bfloat16, (tokens, hidden))
+    check_weights("experts", experts, hidden, width, len(experts.first))
+    check_tensor("shares", shares, torch.float32, (tokens, choices))
+    check_tensor("chosen", chosen, torch.int32, (tokens, choices))
+    if shared is not None:
+        check_weights("shared", shared, hidden, width)
+    check_tensor("out", out, torch.bfloat16, (tokens, hidden))
 
 
 def check_weights(name: str, weights: ExpertWeights, hidden: int, width: int, *count: int) -> None:

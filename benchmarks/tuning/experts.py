@@ -34,7 +34,7 @@ from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.benchmarks.tuning.expert_tiles import random_weights
-from nsa_backend.kernels import down_rows
+from nsa_backend.kernels import down_rows, early_experts
 from nsa_backend.kernels.down_rows import Tile as RowsTile
 from nsa_backend.kernels.few_experts import MOST_TOKENS, ONE, SOME, ExpertWeights, Tile, few_experts, problem, tile_for
 from nsa_backend.testing.process import start_sglang
@@ -187,6 +187,7 @@ CHANGES = [
 BASES = ONE, SOME
 WITH_SHARED = [*BASES, *(replace(SOME, **change) for change in ({"sums": 32}, {"warps": 2}, {"sums": 16}))]
 """Tiles of launches that have the shared expert among the others."""
+EARLY = "by tensor cores"
 AMONG = ", shared among them"
 FEW_TILES = list(dict.fromkeys([*BASES, *(replace(tile, **change) for tile in BASES for change in CHANGES)]))
 
@@ -211,6 +212,9 @@ def few(
     given = x, rank.weights
     for tile in tiles:
         calls[str(tile)] = [lambda tile=tile, routed=routed: few_experts(*given, *routed, tile=tile) for routed in routings]
+    served = early_experts.problem(rank.shape.hidden, rank.shape.width, routings[0][1].shape[1], int(shared)) is None
+    if served and not shared:
+        calls[EARLY] = [lambda routed=routed: early_experts.early_experts(*given, *routed) for routed in routings]
     if shared:
         beside = Beside(rank, x)
         calls = {name: [beside.having(call) for call in some] for name, some in calls.items()}
@@ -218,6 +222,10 @@ def few(
             calls[f"{tile}{AMONG}"] = [
                 lambda tile=tile, routed=routed: few_experts(*given, *routed, shared=beside.expert, tile=tile)
                 for routed in routings
+            ]
+        if served:
+            calls[f"{EARLY}{AMONG}"] = [
+                lambda routed=routed: early_experts.early_experts(*given, *routed, shared=beside.expert) for routed in routings
             ]
     return timed(calls, calls["sglang"][0]().float())
 

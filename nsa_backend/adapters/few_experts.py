@@ -13,6 +13,7 @@ import torch
 
 from nsa_backend.adapters import shared_expert
 from nsa_backend.environment import switched_on
+from nsa_backend.kernels import early_experts
 from nsa_backend.kernels import few_experts as kernels
 from nsa_backend.kernels.few_experts import ExpertWeights
 
@@ -45,7 +46,10 @@ def run(
     if one is not None and one.first.shape != weights.first.shape[1:]:
         one = None
     tell(most_tokens(chosen.shape[1], weights.width), len(weights.first), weights.width, one is not None)
-    found = kernels.few_experts(x, weights, shares, chosen, factor=factor, shared=one, out=out)
+    shape = x.shape[1], weights.width, chosen.shape[1], int(one is not None)
+    by_tensor_cores = x.is_cuda and early_experts.problem(*shape) is None
+    launches = early_experts.early_experts if by_tensor_cores else kernels.few_experts
+    found = launches(x, weights, shares, chosen, factor=factor, shared=one, out=out)
     if one is not None:
         shared.added = True
     return found

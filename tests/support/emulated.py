@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels import early_products, expert_tiles, index_rows, topk_select
+from nsa_backend.kernels import early_experts, early_products, expert_tiles, index_rows, topk_select
 from nsa_backend.kernels import sparse_verify as verify
 from nsa_backend.kernels.cuda_source import TensorMap
 
@@ -74,6 +74,16 @@ def multiplying_early(inner: int, tile: early_products.Tile, gates_dtype: torch.
     """What launches products of few rows of so many values."""
     macros = early_products.constants(inner, tile, gates_dtype)
     return launcher(partial(emulator, early_products.SOURCE, "Products", early_products.SOURCE.stem, **macros), seed)
+
+
+def with_experts(hidden: int, choices: int, shared: int, *, powers: bool, seed: int = 0) -> early_experts.Launch:
+    """What runs both launches of experts of few tokens."""
+
+    def launch(which: str, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
+        macros = early_experts.constants(which, hidden, choices, shared, powers=powers)
+        emulator(early_experts.SOURCE, "Experts", which, **macros).run(ctypes.byref(arguments), *grid, seed)
+
+    return launch
 
 
 def launcher(compiled: Callable[[], ctypes.CDLL], seed: int) -> expert_tiles.Launch:

@@ -473,7 +473,11 @@ inline uint32_t fp8_bits(float x) {  // the nearest of all, the even one of two
 }
 inline uint32_t pack_fp8(float low, float high) { return fp8_bits(low) | fp8_bits(high) << 8; }
 inline uint4 load_once(const void* from) { return *static_cast<const uint4*>(from); }
-inline float half_value(uint32_t bits) { return static_cast<float>(bits_as<_Float16>(static_cast<uint16_t>(bits))); }
+inline const std::array<float, 1 << 16> HALVES = [] {
+    std::array<float, 1 << 16> values;
+    for (int x = 0; x < 1 << 16; ++x) values[x] = static_cast<float>(bits_as<_Float16>(static_cast<uint16_t>(x)));
+    return values;
+}();
 inline uint2 unpack_fp8(uint32_t four) {
     uint32_t pairs[2] = {};
     for (int i = 0; i < 4; ++i) {
@@ -484,27 +488,31 @@ inline uint2 unpack_fp8(uint32_t four) {
 }
 template <class Value>
 void multiply_few(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Value value) {
-    const auto of_all = [](uint32_t near, uint32_t far) {
-        std::array<uint64_t, 32> lanes;
-        std::copy_n(emulation::meet_warp(near | static_cast<uint64_t>(far) << 32), 32, lanes.begin());
-        return lanes;
+    struct {
+        float upper[4], lower[4], other[4];
+    } own;
+    const auto unpack = [&](float (&to)[4], uint32_t near, uint32_t far) {
+        to[0] = value(near & 0xffff), to[1] = value(near >> 16), to[2] = value(far & 0xffff), to[3] = value(far >> 16);
     };
-    const auto upper = of_all(a[0], a[2]), lower = of_all(a[1], a[3]), other = of_all(b[0], b[1]);
+    unpack(own.upper, a[0], a[2]);
+    unpack(own.lower, a[1], a[3]);
+    unpack(own.other, b[0], b[1]);
+    const uint64_t* all = emulation::meet_warp(reinterpret_cast<uint64_t>(&own));
     const int lane = emulation::now->thread.x % 32;
     for (int i = 0; i < 4; ++i) {
-        const auto& lines = i < 2 ? upper : lower;
         double sum = d[i];
         for (int piece = 0; piece < 4; ++piece) {
-            for (int shift = 0; shift < 64; shift += 16) {
-                const uint64_t x = lines[lane / 4 * 4 + piece], y = other[(lane % 4 * 2 + i % 2) * 4 + piece];
-                sum += static_cast<double>(value(x >> shift & 0xffff)) * value(y >> shift & 0xffff);
-            }
+            const auto* lines = reinterpret_cast<const decltype(own)*>(all[lane / 4 * 4 + piece]);
+            const auto* columns = reinterpret_cast<const decltype(own)*>(all[(lane % 4 * 2 + i % 2) * 4 + piece]);
+            const float* line = i < 2 ? lines->upper : lines->lower;
+            for (int k = 0; k < 4; ++k) sum += static_cast<double>(line[k]) * columns->other[k];
         }
         d[i] = static_cast<float>(sum);
     }
+    emulation::meet_warp(0);  // until then others read what this thread has here
 }
 inline void multiply_few_half(float (&d)[4], uint32_t a, uint32_t b, uint32_t c, uint32_t e, uint32_t x, uint32_t y) {
-    multiply_few(d, {a, b, c, e}, {x, y}, half_value);
+    multiply_few(d, {a, b, c, e}, {x, y}, [](uint32_t bits) { return HALVES[bits]; });
 }
 inline void multiply_few_bf16(float (&d)[4], uint32_t a, uint32_t b, uint32_t c, uint32_t e, uint32_t x, uint32_t y) {
     multiply_few(d, {a, b, c, e}, {x, y}, [](uint32_t bits) { return bits_as<float>(bits << 16); });

@@ -1,0 +1,237 @@
+// Experts of few tokens in two launches, for Hopper: block FP8, from hidden states to the sum of what a token's experts give.
+// early_experts.py compiles it at run time, once for each launch.
+//
+// A row of either product is one choice of a token. Its weights go through registers, most of a warp's at once, and meet one row of
+// values, which every block quantises for itself. Products of FP8 values are exact in float16, which tensor cores have for so few
+// rows; sums of 128 are scaled and added in float32. The second launch asks for its weights while the first one runs.
+
+#include "hopper.cuh"
+
+constexpr int GROUP = 128;  // values that share a scale
+constexpr int GROUPS = HIDDEN / GROUP, GROUPS_OF_WIDTH = WIDTH / GROUP;
+constexpr int EACH = CHOSEN + WITH_SHARED;  // rows of a token, the shared expert last
+constexpr int CHUNK = 64;              // bytes of a weight that four lanes have, 16 each
+constexpr int OF_GROUP = GROUP / CHUNK;
+
+// The first launch: a block has eight values of gate and those of up that belong to them.
+constexpr int VALUES = 8, WARPS = 8, OF_WARP = GROUPS / WARPS, CHUNKS = OF_WARP * OF_GROUP, AHEAD = CHUNKS < 4 ? CHUNKS : 4;
+static_assert(GROUPS % WARPS == 0, "a warp has whole groups");
+constexpr uint32_t SUMS_AT = HIDDEN * 2;  // behind values in float16
+// The second one: a block has some values of a token's sum, a warp those of one choice.
+constexpr int COLUMNS = 32, TILES = COLUMNS / 16, CHUNKS_OF_WIDTH = GROUPS_OF_WIDTH * OF_GROUP;
+constexpr uint32_t GIVEN_AT = EACH * WIDTH * 2;
+[[maybe_unused]] constexpr uint32_t SHARED_BYTES =
+    16 + (SUMS_AT + WARPS * 2 * VALUES * 4 > GIVEN_AT + EACH * COLUMNS * 4 ? SUMS_AT + WARPS * 2 * VALUES * 4 : GIVEN_AT + EACH * COLUMNS * 4);
+
+struct Weights {
+    const unsigned char* first;   // e4m3 [experts, 2 * WIDTH, HIDDEN], gate above up
+    const float* first_scales;    // [experts, 2 * WIDTH / GROUP, HIDDEN / GROUP]
+    const unsigned char* second;  // e4m3 [experts, HIDDEN, WIDTH]
+    const float* second_scales;   // [experts, HIDDEN / GROUP, WIDTH / GROUP]
+};
+
+struct Experts {
+    Weights chosen_ones, shared_one;
+    const unsigned short* x;  // bfloat16 [tokens, HIDDEN]
+    const int* chosen;        // [tokens, CHOSEN], -1 where there is none
+    const float* shares;      // [tokens, CHOSEN]
+    unsigned short* inner;    // bfloat16 [tokens, EACH, WIDTH]: silu(gate) * up; nothing where there is none
+    unsigned short* out;      // bfloat16 [tokens, HIDDEN]
+    float factor;             // of the sum without the shared expert
+    int unused;
+};
+
+struct Place {
+    int warp, lane, row, piece;  // a lane has 16 bytes, its `piece`, of `row` in every chunk
+
+    __device__ __forceinline__ Place() : warp(warp_uniform(threadIdx.x / 32)), lane(threadIdx.x % 32), row(lane / 4), piece(lane % 4) {}
+};
+
+__device__ __forceinline__ float rounded(float x) { return __uint_as_float(pack_bf16(x, 0) << 16); }
+
+// Four values of a group, those of this lane, as e4m3 in float16, at `at`; the group's scale.
+__device__ __forceinline__ float quantise_group(uint2 values, bool powers, uint32_t at) {
+    const float x[4] = {
+        __uint_as_float(values.x << 16), __uint_as_float(values.x & 0xffff0000), __uint_as_float(values.y << 16), __uint_as_float(values.y & 0xffff0000)
+    };
+    float largest = 1e-10f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fabsf(x[i]));
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, shuffle_xor(largest, lanes));
+    float scale = largest * (1 / 448.0f), inverse = divide_fast(448, largest);
+    if (powers) {  // the next one of two
+        const uint32_t bits = __float_as_uint(scale), exponent = (bits >> 23) + ((bits & 0x7fffff) != 0);
+        scale = __uint_as_float(exponent << 23);
+        inverse = __uint_as_float((254 - exponent) << 23);
+    }
+    store_shared_2(at, unpack_fp8(pack_fp8(x[0] * inverse, x[1] * inverse) | pack_fp8(x[2] * inverse, x[3] * inverse) << 16));
+    return scale;
+}
+
+// Of the one row that there is, values of a chunk in float16, of which a lane has 16; the other lanes' rows are zeros.
+struct Row {
+    uint4 low, high;
+
+    __device__ __forceinline__ Row(const Place& of, uint32_t at) : low{0, 0, 0, 0}, high{0, 0, 0, 0} {
+        if (of.row) return;
+        low = load_shared_4(at + of.piece * 32);
+        high = load_shared_4(at + of.piece * 32 + 16);
+    }
+};
+
+// Of 16 values of two columns each and of the row.
+__device__ __forceinline__ void add_products(float (&sums)[4], const uint4& upper, const uint4& lower, const Row& x) {
+    const auto add = [&](uint32_t up, uint32_t low, uint32_t near, uint32_t far) {
+        const uint2 u = unpack_fp8(up), l = unpack_fp8(low);
+        multiply_few_half(sums, u.x, l.x, u.y, l.y, near, far);
+    };
+    add(upper.x, lower.x, x.low.x, x.low.y);
+    add(upper.y, lower.y, x.low.z, x.low.w);
+    add(upper.z, lower.z, x.high.x, x.high.y);
+    add(upper.w, lower.w, x.high.z, x.high.w);
+}
+
+__device__ __forceinline__ uint2 load_2(const unsigned short* from) { return *reinterpret_cast<const uint2*>(from); }
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) gate_up(const __grid_constant__ Experts a) {
+    SHARED_MEMORY(memory);
+    const uint32_t shared = (shared_address(memory) + 15) & ~15u;
+    wait_for_inputs();
+    let_others_begin();  // which then find the choices written
+    const Place of;
+    const int token = blockIdx.y / EACH, of_token = blockIdx.y % EACH, begin = of.warp * OF_WARP, value = blockIdx.x * VALUES;
+    const bool is_shared = WITH_SHARED && of_token == CHOSEN;
+    const long long expert = is_shared ? 0 : a.chosen[token * CHOSEN + of_token];
+    if (expert < 0) return;
+    uint2 rows[OF_WARP];
+#pragma unroll
+    for (int group = 0; group < OF_WARP; ++group) rows[group] = load_2(a.x + token * HIDDEN + (begin + group) * GROUP + of.lane * 4);
+    const Weights& weights = is_shared ? a.shared_one : a.chosen_ones;
+    const unsigned char* gates = weights.first + (expert * 2 * WIDTH + value + of.row) * HIDDEN + begin * GROUP + of.piece * 16;
+    const float* scales = weights.first_scales + (expert * 2 * GROUPS_OF_WIDTH + value / GROUP) * GROUPS + begin + min(of.lane, OF_WARP - 1);
+    const uint32_t gate_scales = __float_as_uint(*scales), up_scales = __float_as_uint(scales[GROUPS_OF_WIDTH * GROUPS]);  // of a group each
+    uint4 upper[AHEAD], lower[AHEAD];
+    const auto load = [&](int chunk) {
+        upper[chunk % AHEAD] = load_once(gates + chunk * CHUNK);
+        lower[chunk % AHEAD] = load_once(gates + WIDTH * HIDDEN + chunk * CHUNK);
+    };
+#pragma unroll
+    for (int chunk = 0; chunk < AHEAD; ++chunk) load(chunk);
+    float of_rows[OF_WARP];
+#pragma unroll
+    for (int group = 0; group < OF_WARP; ++group) {
+        of_rows[group] = quantise_group(rows[group], POWERS && is_shared, shared + (begin + group) * GROUP * 2 + of.lane * 8);
+    }
+    sync_warp();
+    float gate = 0, up = 0;
+#pragma unroll
+    for (int group = 0; group < OF_WARP; ++group) {
+        float found[4] = {};
+#pragma unroll
+        for (int part = 0; part < OF_GROUP; ++part) {
+            const int chunk = group * OF_GROUP + part;
+            const Row x(of, shared + (begin * GROUP + chunk * CHUNK) * 2);
+            add_products(found, upper[chunk % AHEAD], lower[chunk % AHEAD], x);
+            if (chunk + AHEAD < CHUNKS) load(chunk + AHEAD);
+        }
+        gate += found[0] * (of_rows[group] * __uint_as_float(shuffle_from(gate_scales, group)));
+        up += found[2] * (of_rows[group] * __uint_as_float(shuffle_from(up_scales, group)));
+    }
+    if (of.piece == 0) {
+        const uint32_t at = shared + SUMS_AT + (of.warp * 2 * VALUES + of.row) * 4;
+        store_shared(at, __float_as_uint(gate));
+        store_shared(at + VALUES * 4, __float_as_uint(up));
+    }
+    meet<1, THREADS>();
+    if (threadIdx.x >= VALUES) return;
+    gate = up = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) {
+        const uint32_t at = shared + SUMS_AT + (warp * 2 * VALUES + threadIdx.x) * 4;
+        gate += load_shared_float(at);
+        up += load_shared_float(at + VALUES * 4);
+    }
+    gate = rounded(gate);
+    const float opened = divide_fast(gate, 1 + exp2_fast(gate * -1.4426950408889634f));
+    a.inner[blockIdx.y * static_cast<long long>(WIDTH) + value + threadIdx.x] = static_cast<unsigned short>(pack_bf16(opened * rounded(up), 0));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) down(const __grid_constant__ Experts a) {
+    SHARED_MEMORY(memory);
+    const uint32_t shared = (shared_address(memory) + 15) & ~15u;
+    const Place of;  // whose warp is one choice
+    const int token = blockIdx.y, column = blockIdx.x * COLUMNS;
+    const bool is_shared = WITH_SHARED && of.warp == CHOSEN;
+    const long long expert = is_shared ? 0 : a.chosen[token * CHOSEN + of.warp];
+    const bool there = expert >= 0;
+    const Weights& weights = is_shared ? a.shared_one : a.chosen_ones;
+    uint4 values[CHUNKS_OF_WIDTH][TILES][2];
+    float of_weights[GROUPS_OF_WIDTH], share = 1;
+    if (there) {
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS_OF_WIDTH; ++chunk) {
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const long long row = expert * HIDDEN + column + tile * 16 + half * 8 + of.row;
+                    values[chunk][tile][half] = load_once(weights.second + row * WIDTH + chunk * CHUNK + of.piece * 16);
+                }
+            }
+        }
+#pragma unroll
+        for (int group = 0; group < GROUPS_OF_WIDTH; ++group) {
+            of_weights[group] = weights.second_scales[(expert * GROUPS + column / GROUP) * GROUPS_OF_WIDTH + group];
+        }
+        if (!is_shared) share = a.shares[token * CHOSEN + of.warp];
+    }
+    wait_for_inputs();
+    float sums[TILES][4] = {};
+    if (there) {
+        const unsigned short* inner = a.inner + (token * EACH + of.warp) * static_cast<long long>(WIDTH) + of.lane * 4;
+        const uint32_t rows = shared + of.warp * WIDTH * 2;
+        uint2 own[GROUPS_OF_WIDTH];
+#pragma unroll
+        for (int group = 0; group < GROUPS_OF_WIDTH; ++group) own[group] = load_2(inner + group * GROUP);
+        float of_rows[GROUPS_OF_WIDTH];
+#pragma unroll
+        for (int group = 0; group < GROUPS_OF_WIDTH; ++group) {
+            of_rows[group] = quantise_group(own[group], POWERS && is_shared, rows + group * GROUP * 2 + of.lane * 8);
+        }
+        sync_warp();
+#pragma unroll
+        for (int group = 0; group < GROUPS_OF_WIDTH; ++group) {
+            float found[TILES][4] = {};
+#pragma unroll
+            for (int part = 0; part < OF_GROUP; ++part) {
+                const int chunk = group * OF_GROUP + part;
+                const Row x(of, rows + chunk * CHUNK * 2);
+#pragma unroll
+                for (int tile = 0; tile < TILES; ++tile) add_products(found[tile], values[chunk][tile][0], values[chunk][tile][1], x);
+            }
+            const float scale = of_rows[group] * of_weights[group];
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                sums[tile][0] += found[tile][0] * scale;
+                sums[tile][2] += found[tile][2] * scale;
+            }
+        }
+    }
+    if (of.piece == 0) {
+        const uint32_t at = shared + GIVEN_AT + (of.warp * COLUMNS + of.row) * 4;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            store_shared(at + tile * 16 * 4, __float_as_uint(rounded(sums[tile][0] * share)));
+            store_shared(at + (tile * 16 + 8) * 4, __float_as_uint(rounded(sums[tile][2] * share)));
+        }
+    }
+    meet<1, THREADS>();
+    if (threadIdx.x >= COLUMNS) return;
+    float sum = 0;
+#pragma unroll
+    for (int choice = 0; choice < CHOSEN; ++choice) sum += load_shared_float(shared + GIVEN_AT + (choice * COLUMNS + threadIdx.x) * 4);
+    sum *= a.factor;
+    if (WITH_SHARED) sum = rounded(sum) + load_shared_float(shared + GIVEN_AT + (CHOSEN * COLUMNS + threadIdx.x) * 4);
+    a.out[token * static_cast<long long>(HIDDEN) + column + threadIdx.x] = static_cast<unsigned short>(pack_bf16(sum, 0));
+}
