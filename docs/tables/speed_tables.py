@@ -223,6 +223,24 @@ def index_scores() -> str:
     return table(["requests; tokens:", *map(str, lengths)], rows)
 
 
+def own_topk() -> list[float]:
+    """By cell, the fastest launch of a top-k of ours, which is gone, over SGLang's."""
+    rows = result("topk_0_5_23", "by_blocks_of_a_row")["rows"]
+    return [min(us for way, us in row["us"].items() if way != SGLANGS) / row["us"][SGLANGS] for row in rows]
+
+
+@PARTS.part
+def own_topk_ahead() -> str:
+    """Where it was the faster one."""
+    return spread(ratio for ratio in own_topk() if ratio < 1)
+
+
+@PARTS.part
+def own_topk_behind() -> str:
+    """Elsewhere."""
+    return spread(ratio for ratio in own_topk() if ratio >= 1)
+
+
 EXPERT_TOKENS = (8, 32, 128, 512, 8192)
 RANKS_OF_EXPERTS = {"v3.2-tp8": "DeepSeek-V3.2", "v3.2-tp16": "DeepSeek-V3.2, 16 GPUs"}
 """Those of expert parallel (`v3.2-ep8`) serve nobody yet: no server of eight GPUs ran with them."""
