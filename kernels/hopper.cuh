@@ -65,8 +65,8 @@ __device__ __forceinline__ void wait_for_turn(uint32_t barrier, uint32_t turn) {
         : "memory");
 }
 
-// Of so many blocks, which run on neighbouring SMs and reach each other's shared memory.
-#define CLUSTER_OF(blocks) __cluster_dims__(blocks, 1, 1)
+// Of two blocks, which run on neighbouring SMs and reach each other's shared memory.
+#define CLUSTER_OF_2 __cluster_dims__(2, 1, 1)
 
 __device__ __forceinline__ int cluster_rank() {
     uint32_t rank;
@@ -81,15 +81,6 @@ __device__ __forceinline__ void meet_cluster() {
             : "memory");
 }
 
-// The same in two steps, for threads that have not ended. What others wrote need not be seen: that would take a fence of the
-// whole GPU.
-__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
-
-__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
-
-// Blocks of the cluster see the barriers that this thread has started, once they have met.
-__device__ __forceinline__ void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
 // At the barrier that lies there in that block of the cluster. What this thread wrote need not be seen there: that would take a
 // fence of the whole GPU.
 __device__ __forceinline__ void arrive_at(uint32_t barrier, int rank) {
@@ -103,24 +94,6 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier, int rank) {
 // The barrier's turn ends once so many bytes have come, too.
 __device__ __forceinline__ void arrive_before_bytes(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-// Shared memory of this block to the same or another place of that one, whose barrier the bytes come to. Who wrote it fences first.
-__device__ __forceinline__ void copy_to_block(int rank, uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
-    asm volatile(
-        "{\n.reg .b32 there, counted;\nmapa.shared::cluster.u32 there, %0, %4;\nmapa.shared::cluster.u32 counted, %3, %4;\n"
-        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [%1], %2, [counted];\n}" ::"r"(to),
-        "r"(from), "r"(bytes), "r"(barrier), "r"(rank)
-        : "memory");
-}
-
-// Eight bytes to that block, likewise.
-__device__ __forceinline__ void store_to_block(int rank, uint32_t to, uint2 x, uint32_t barrier) {
-    asm volatile(
-        "{\n.reg .b32 there, counted;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 counted, %1, %2;\n"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [there], {%3, %4}, [counted];\n}" ::"r"(to),
-        "r"(barrier), "r"(rank), "r"(x.x), "r"(x.y)
-        : "memory");
 }
 
 // What the driver encodes of a tensor in boxes, as an argument of a kernel.
@@ -220,17 +193,6 @@ __device__ __forceinline__ uint32_t swap_shared_half(uint32_t address, uint32_t 
 
 __device__ __forceinline__ void or_shared(uint32_t address, uint32_t bits) {
     asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
-}
-
-__device__ __forceinline__ void add_shared(uint32_t address, uint32_t x) {
-    asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-
-// What was there before.
-__device__ __forceinline__ uint32_t take_shared(uint32_t address, uint32_t x) {
-    uint32_t old;
-    asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(old) : "r"(address), "r"(x) : "memory");
-    return old;
 }
 
 // What this block wrote is there for whoever sees the counter.
@@ -333,12 +295,6 @@ __device__ __forceinline__ uint32_t warp_most(uint32_t x) {
     uint32_t most;
     asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(most) : "r"(x));
     return most;
-}
-
-__device__ __forceinline__ uint32_t warp_sum(uint32_t x) {
-    uint32_t sum;
-    asm volatile("redux.sync.add.u32 %0, %1, 0xffffffff;" : "=r"(sum) : "r"(x));
-    return sum;
 }
 
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }

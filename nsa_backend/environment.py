@@ -68,12 +68,6 @@ VARIABLES = (
         "0 to compare; 1 for one long request, or on 0.5.17",
     ),
     Variable(
-        "NSA_BACKEND_TOPK_SELECT",
-        "0",
-        "1: this package's top-k, never run on a GPU, on 0.5.23 and Hopper, or no start",
-        "1 to try it",
-    ),
-    Variable(
         "NSA_BACKEND_SHORT_GRAPHS",
         "unset",
         "unset: up to 64 requests, all within 2048 tokens, skip index scores and top-k in decode or rounds of one graph, on "
@@ -97,8 +91,8 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_FEW_EXPERTS",
         "unset",
-        "unset: MoE without --ep-size has fewer launches, and our products in long prefills, on 0.5.23 and Hopper; 1: other "
-        "sizes too, or no start; 0: SGLang's",
+        "unset: MoE without --ep-size is two launches up to four tokens (GLM: two; 16 GPUs: eight), on eight GPUs five up to "
+        "128 and our products in long prefills, on 0.5.23 and Hopper; 1: other sizes too, or no start; 0: SGLang's",
         "0 to compare",
     ),
     Variable(

@@ -9,7 +9,7 @@ from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.option_rules import Rule
 from nsa_backend.attention.implementations import DECODE_VALUES, PREFILL_VALUES
 from nsa_backend.environment import asked, switched_on
-from nsa_backend.releases import ROUND_WARM_UP, few_experts_problem, installed, round_graph_problem, topk_select_problem
+from nsa_backend.releases import ROUND_WARM_UP, few_experts_problem, installed, round_graph_problem
 
 RULES = (
     Rule("device", "--device", "", ("cuda",), "use an NVIDIA GPU"),
@@ -99,8 +99,6 @@ def refusals(server_args: sglang_types.ServerArgs) -> list[str]:
         found += [f"NSA_BACKEND_SHORT_PREFILLS=1: {problem}" for problem in adapter.prefill_problems(args)]
     if switched_on("NSA_BACKEND_DIVIDED_INDEXER"):
         found += [f"NSA_BACKEND_DIVIDED_INDEXER=1: {problem}" for problem in adapter.divided_problems(args)]
-    if switched_on("NSA_BACKEND_TOPK_SELECT"):
-        found += [f"NSA_BACKEND_TOPK_SELECT=1: {problem}" for problem in topk_select_problems(args)]
     if switched_on("NSA_BACKEND_FEW_EXPERTS") and (problem := few_experts_problem(adapter.device_sm(args.device))):
         found.append(f"NSA_BACKEND_FEW_EXPERTS=1: {problem}")
     if adapter.is_rocm():
@@ -124,15 +122,6 @@ def paired_logits_problems(args: Any) -> list[str]:
     if (device_sm := adapter.device_sm(args.device)) not in (0, 90):
         found.append(f"NSA_BACKEND_PAIRED_LOGITS=1 is for Hopper (SM90) and this device is SM{device_sm}: unset it")
     return found
-
-
-def topk_select_problems(args: Any) -> list[str]:
-    """Why rows of scores cannot have this package's top-k, where that is asked for."""
-    if (problem := topk_select_problem(adapter.device_sm(args.device))) is not None:
-        return [problem]
-    if adapter.topk_v2() is None:
-        return ["it is in place of SGLang's top-k v2, which SGLANG_OPT_USE_TOPK_V2=0 turns off: unset one"]
-    return []
 
 
 def asks_for_warm_up(args: Any) -> bool:

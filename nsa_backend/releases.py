@@ -67,10 +67,6 @@ DIVIDED_INDEXERS = ("0.5.23",)
 """Releases on which ranks of tensor parallel can divide the indexer's work of long prefills."""
 
 
-TOPK_SELECT = ("0.5.23",)
-"""Releases whose rows of scores this package's top-k takes where a user asks for it."""
-
-
 FEW_EXPERTS = ("0.5.23",)
 """Releases on which block-FP8 experts of few tokens have this package's launches unasked, on Hopper."""
 
@@ -129,11 +125,6 @@ def divided_indexer_problem() -> str | None:
 def few_experts_problem(device_sm: int) -> str | None:
     """Why experts of few tokens cannot have them here, for a user who asks for it, or None; SM is 0 without a GPU."""
     return other_gpu("experts of few tokens are", device_sm) or other_release("experts of few tokens are served", FEW_EXPERTS)
-
-
-def topk_select_problem(device_sm: int) -> str | None:
-    """Why rows of scores cannot have this package's top-k, for a user who asks for it, or None; SM is 0 without a GPU."""
-    return other_gpu("its top-k is", device_sm) or other_release("its top-k is served", TOPK_SELECT)
 
 
 def other_gpu(what_is: str, device_sm: int) -> str | None:

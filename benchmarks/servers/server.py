@@ -37,7 +37,6 @@ VARIANTS = {
     "pieces": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_SHORT_PREFILLS": "0"},
     "tiles": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_FEW_EXPERTS": "0"},
     "divided_indexer": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_DIVIDED_INDEXER": "1"},
-    "topk_select": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_TOPK_SELECT": "1"},
     "undivided": {"NSA_BACKEND_AUTO_DECODE": "1", "NSA_BACKEND_DIVIDED_INDEXER": "0"},
 }
 """Sides that are ours with switches set, or with an option of OPTIONS; `bench --help` has them all."""

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.environment import switched_on
-from nsa_backend.kernels import topk_select
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.topk_slots import topk_slots
 from nsa_backend.metadata.views import NSAMetadata
-
-logger = logging.getLogger(__name__)
-
-SWITCH = "NSA_BACKEND_TOPK_SELECT"
 
 
 class TopK(ABC):
@@ -73,13 +66,7 @@ def choose_topk(device: torch.device) -> TopK:
     if device.type != "cuda":
         return TorchTopK()
     v2 = adapter.topk_v2()
-    if v2 is None:
-        return SglTopK()
-    if not switched_on(SWITCH):
-        return PagedTopK(*v2)
-    topk_select.compile_ahead(device)
-    logger.info("nsa_backend: up to %d rows of index scores have our top-k", topk_select.MOST_ROWS)
-    return SelectTopK(*v2)
+    return SglTopK() if v2 is None else PagedTopK(*v2)
 
 
 class SglTopK(TopK):
@@ -143,16 +130,6 @@ class PagedTopK(SglTopK):
         if self._zeros is None or self._zeros.shape[0] < rows:
             self._zeros = torch.zeros(rows, dtype=torch.int32, device=lengths.device)
         return self._zeros[:rows]
-
-
-class SelectTopK(PagedTopK):
-    """This package's kernel for rows of a page table, as far as it serves them; SGLang's for the rest."""
-
-    def slots(self, logits, lengths, topk, metadata):
-        if topk_select.problem(logits, topk) is not None:
-            return super().slots(logits, lengths, topk, metadata)
-        out = logits.new_empty((logits.shape[0], topk), dtype=torch.int32)
-        return topk_select.topk_select(logits, lengths, metadata.real_page_table, out)
 
 
 class TorchTopK(TopK):

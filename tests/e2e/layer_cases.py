@@ -22,14 +22,6 @@ together = partial(
     Case, steps=3, environment=PAIRED, builtin_environment={}, decode="sparse_verify", floors=FLOORS, releases=">=0.5.17"
 )
 
-selected = partial(
-    Case,
-    environment={"NSA_BACKEND_TOPK_SELECT": "1"},
-    builtin_environment={},
-    says="rows of index scores have our top-k",
-    releases="==0.5.23",
-)
-
 alone = partial(Case, steps=3, decode="sparse_verify", floors=FLOORS, releases=">=0.5.17")
 
 LAYER_CASES = [
@@ -120,11 +112,6 @@ LAYER_CASES = [
             },
         }.items()
     ),
-    # Rows of one block of threads, and of several.
-    selected("n0 fa3, our top-k", 0, (*STANDARD, "2x32000")),
-    selected("n3 fa3, our top-k", 3, (*MANY, ACROSS, "2x32000"), floor_of_all=0.95),
-    selected("n3 fp8, flashmla_kv, our top-k", 3, (*STANDARD, "2x32000"), decode="flashmla_kv", engine=FP8, floor_of_all=0.95),
-    selected("glm-5.2 n5 fa3, our top-k", 5, (*STANDARD, "2x32000"), model="glm-5.2", floor_of_all=0.95),
     *(front(f"n{n} fa3, front in two launches", n, MANY, floor_of_all=0.95) for n in (1, 3, 5)),
     front("n3 fp8, flashmla_kv, front in two launches", 3, MANY, decode="flashmla_kv", engine=FP8, floor_of_all=0.95),
     glm_front("glm-5.1 n3 fa3, front in two launches"),

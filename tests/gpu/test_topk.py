@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.indexer.topk import SWITCH, choose_topk
+from nsa_backend.indexer.topk import choose_topk
 from nsa_backend.kernels import plan as plans
 from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.metadata import metadata_kernel, write_metadata
 from nsa_backend.metadata.views import step_metadata
-from nsa_backend.releases import TOPK_SELECT, installed
 from nsa_backend.testing.process import start_sglang
 
 pytestmark = pytest.mark.gpu
@@ -18,14 +17,9 @@ pytestmark = pytest.mark.gpu
 TOPK, PAGE = 2048, 64
 
 
-@pytest.fixture(scope="module", params=["SGLang's", "ours"])
-def selector(request):
-    """Ours where the release has its place for it."""
-    if request.param == "ours" and (installed() not in TOPK_SELECT or adapter.topk_v2() is None):
-        pytest.skip("ours is in place of SGLang's top-k v2")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SWITCH, "1" if request.param == "ours" else "0")
-        return choose_topk(torch.device("cuda"))
+@pytest.fixture(scope="module")
+def selector():
+    return choose_topk(torch.device("cuda"))
 
 
 def launched(lens: torch.Tensor, longest: int, tables: torch.Tensor | None = None):

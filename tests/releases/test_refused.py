@@ -17,7 +17,6 @@ from nsa_backend.releases import (
     DIVIDED_INDEXERS,
     FEW_EXPERTS,
     ROUND_WARM_UP,
-    TOPK_SELECT,
     installed,
     layer_front_problem,
     round_graph_problem,
@@ -173,11 +172,7 @@ def test_a_front_in_two_launches(arguments, monkeypatch):
 
 @pytest.mark.parametrize(
     ("switch", "served_on"),
-    [
-        ("NSA_BACKEND_DIVIDED_INDEXER", DIVIDED_INDEXERS),
-        ("NSA_BACKEND_FEW_EXPERTS", FEW_EXPERTS),
-        ("NSA_BACKEND_TOPK_SELECT", TOPK_SELECT),
-    ],
+    [("NSA_BACKEND_DIVIDED_INDEXER", DIVIDED_INDEXERS), ("NSA_BACKEND_FEW_EXPERTS", FEW_EXPERTS)],
 )
 def test_what_was_measured_on_one_release_alone(arguments, monkeypatch, switch, served_on):
     monkeypatch.setenv(switch, "1")
@@ -191,20 +186,12 @@ def test_what_was_measured_on_one_release_alone(arguments, monkeypatch, switch, 
 
 
 @pytest.mark.skipif(installed() not in FEW_EXPERTS, reason="the release is refused before the GPU")
-@pytest.mark.parametrize(("switch", "what"), [("FEW_EXPERTS", "experts of few tokens are"), ("TOPK_SELECT", "its top-k is")])
-def test_launches_in_place_of_sglangs_are_of_hopper(arguments, monkeypatch, switch, what):
-    monkeypatch.setenv(f"NSA_BACKEND_{switch}", "1")
+def test_launches_of_experts_are_of_hopper(arguments, monkeypatch):
+    monkeypatch.setenv("NSA_BACKEND_FEW_EXPERTS", "1")
     monkeypatch.setattr(adapter, "device_sm", lambda device: 100)
     (sentence,) = refusals(arguments())
-    assert sentence == f"NSA_BACKEND_{switch}=1: {what} served on Hopper (SM90) and this device is SM100: unset it"
-
-
-@pytest.mark.skipif(installed() not in TOPK_SELECT, reason="the release is refused before its kernel")
-def test_our_top_k_is_in_place_of_sglangs_newer_one(arguments, monkeypatch):
-    monkeypatch.setenv("NSA_BACKEND_TOPK_SELECT", "1")
-    monkeypatch.setattr(adapter, "topk_v2", lambda: None)
-    (sentence,) = refusals(arguments())
-    assert sentence.endswith("which SGLANG_OPT_USE_TOPK_V2=0 turns off: unset one")
+    what = "experts of few tokens are served on Hopper (SM90)"
+    assert sentence == f"NSA_BACKEND_FEW_EXPERTS=1: {what} and this device is SM100: unset it"
 
 
 def test_the_warm_up_of_rounds_in_one_graph(arguments, monkeypatch):

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from nsa_backend.adapters.installed import adapter
-from nsa_backend.indexer.topk import SWITCH, PagedTopK, SelectTopK, SglTopK, TorchTopK, choose_topk
-from nsa_backend.kernels import topk_select
+from nsa_backend.indexer.topk import PagedTopK, SglTopK, TorchTopK, choose_topk
 
 TOPK, PAGE = 5, 64
 GPU = torch.device("cuda")
@@ -53,10 +52,6 @@ class Kernels:
         page = torch.gather(table, 1, best.clamp(min=0).long() // PAGE)
         out.copy_(torch.where(best < 0, -1, page * PAGE + best % PAGE))
 
-    def ours(self, scores, lengths, table, out):
-        self.called.append("ours")
-        return topk_select.topk_select_torch(scores, lengths, table, out)
-
     def windowed(self, logits, lengths, *, out_offsets, out_indices, row_starts):
         self.called.append("windowed")
         assert out_indices.dtype == torch.int32
@@ -68,7 +63,6 @@ class Kernels:
 def kernels(monkeypatch):
     found = Kernels()
     names = ("fast_topk_v2", "fast_topk_transform_fused", "fast_topk_transform_ragged_fused")
-    monkeypatch.setattr(topk_select, "topk_select", found.ours)
     monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(**{name: getattr(found, name) for name in names}))
     return found
 
@@ -76,8 +70,7 @@ def kernels(monkeypatch):
 def selector(kernels: Kernels, kind: str):
     if kind == "sgl":
         return SglTopK()
-    own = SelectTopK if kind == "of ours" else PagedTopK
-    return own(kernels.paged, None if kind == "paged" else kernels.windowed)
+    return PagedTopK(kernels.paged, kernels.windowed if kind == "paged and windowed" else None)
 
 
 def rows(seed: int = 0, requests: int = 2):
@@ -110,7 +103,6 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
         ("sgl", "positions", "positions", "ragged", "fused"),
         ("paged", "positions", "positions", "ragged", "paged"),
         ("paged and windowed", "positions", "windowed", "windowed", "paged"),
-        ("of ours", "positions", "windowed", "windowed", "ours"),
     ],
 )
 @pytest.mark.parametrize("requests", [1, 4])
@@ -146,24 +138,8 @@ def test_without_a_table_of_tokens_positions_are_turned_through_pages(kernels):
     assert kernels.called == ["positions"]
 
 
-def test_rows_that_ours_does_not_serve_are_sglangs(kernels):
-    logits, lengths, _, metadata = rows()
-    wider = torch.nn.functional.pad(logits, (0, 1))
-    for scores in (wider, wider[:, :-1]):
-        kernels.called.clear()
-        selector(kernels, "of ours").slots(scores, lengths, TOPK, metadata)
-        assert kernels.called == ["paged"]
-
-
-@pytest.mark.parametrize(
-    ("offered", "said", "kind"), [(None, "0", SglTopK), ((1, None), "0", PagedTopK), ((1, None), "1", SelectTopK)]
-)
-def test_release_and_switch_decide_which_kernels_select(kernels, monkeypatch, offered, said, kind):
-    monkeypatch.setenv(SWITCH, said)
+@pytest.mark.parametrize(("offered", "kind"), [(None, SglTopK), ((1, None), PagedTopK)])
+def test_the_release_decides_which_kernels_select(kernels, monkeypatch, offered, kind):
     monkeypatch.setattr(adapter, "topk_v2", lambda: offered)
-    compiled = []
-    monkeypatch.setattr(topk_select, "compiled_on", lambda blocks, device: compiled.append((blocks, device)))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert type(choose_topk(GPU)) is kind
-    assert compiled == ([(blocks, 3) for blocks in topk_select.CLUSTERS] if kind is SelectTopK else [])
     assert type(choose_topk(torch.device("cpu"))) is TorchTopK

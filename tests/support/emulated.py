@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels import early_experts, early_products, expert_tiles, index_rows, topk_select
+from nsa_backend.kernels import early_experts, early_products, expert_tiles, index_rows
 from nsa_backend.kernels import sparse_verify as verify
 from nsa_backend.kernels.cuda_source import TensorMap
 
@@ -59,11 +59,6 @@ def emulating(kernel: expert_tiles.Kernel, seed: int = 0) -> dict[str, expert_ti
     return {"launch": launcher(partial(multiply_emulator, kernel), seed), "boxes": boxes}
 
 
-def selecting(blocks: int, bins: int, seed: int = 0) -> topk_select.Launch:
-    """What launches top-k of rows that have so many blocks."""
-    return launcher(partial(select_emulator, blocks, bins), seed)
-
-
 def turning(heads: int, *, neox: bool, seed: int = 0) -> index_rows.Launch:
     """What launches queries of so many index heads."""
     of_heads = index_rows.constants(heads, neox=neox)
@@ -93,11 +88,6 @@ def launcher(compiled: Callable[[], ctypes.CDLL], seed: int) -> expert_tiles.Lau
         compiled().run(ctypes.byref(arguments), *grid, seed)
 
     return launch
-
-
-def select_emulator(blocks: int, bins: int) -> ctypes.CDLL:
-    """Of top-k of rows of scores, by blocks of 128 threads."""
-    return emulator(topk_select.SOURCE, "Select", topk_select.SOURCE.stem, **topk_select.constants(blocks, 128, bins=bins))
 
 
 def boxes(tensor: torch.Tensor, box_rows: int) -> TensorMap:

@@ -24,10 +24,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define CLUSTER_OF(blocks)
-#ifndef CLUSTER
-#define CLUSTER 2
-#endif
+#define CLUSTER_OF_2
 #define SHARED_MEMORY(name) unsigned char* name = emulation::now->block->shared
 #define threadIdx (emulation::now->thread)
 #define blockIdx (emulation::now->block->index)
@@ -39,7 +36,6 @@ struct uint2 { uint32_t x, y; };
 struct float2 { float x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct dim3 { unsigned x, y, z; };
-inline int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(x); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selected) {
@@ -73,7 +69,7 @@ struct Block {
     alignas(1024) unsigned char shared[SHARED];
     dim3 index;
     Meeting warps[MOST_THREADS / 32], named[NAMED], cluster;
-    Block* cluster_of[CLUSTER];  // which it belongs to, if to any
+    Block* pair[2];  // where it belongs to a cluster
     int left;        // threads that have not ended
 };
 struct Fiber {
@@ -84,7 +80,6 @@ struct Fiber {
     std::vector<char> stack;
     dim3 thread;
     bool done;
-    uint64_t met;  // generation of the cluster's meeting at which this fiber arrived
     std::vector<std::function<void()>> copies, products;
     std::vector<size_t> committed;  // products that were asked for when each group was committed
 };
@@ -143,23 +138,10 @@ inline void settle(std::vector<std::function<void()>>& list, size_t count) {
 
 inline void settle(std::vector<std::function<void()>>& list) { settle(list, list.size()); }
 
-// Goes on where all threads of the cluster that have not ended are at its meeting.
-inline void meet_of_those_left(Block& block) {
-    if (!block.cluster_of[0]) return;
-    Meeting& meeting = block.cluster_of[0]->cluster;
-    int left = 0;
-    for (const Block* other : block.cluster_of) left += other ? other->left : 0;
-    if (left && meeting.arrived == left) {
-        meeting.arrived = 0;
-        ++meeting.generation;
-    }
-}
-
 inline void entry() {
     kernel();
     now->done = true;
     --now->block->left;
-    meet_of_those_left(*now->block);
     if (!now->copies.empty() || !now->products.empty()) fail("a thread ended before what it asked for");
     pass();
 }
@@ -187,9 +169,7 @@ inline void run_blocks(const std::vector<dim3>& indices) {
         }
     }
     for (size_t b = 0; b < blocks.size(); ++b) {
-        for (size_t rank = 0, first = b / CLUSTER * CLUSTER; rank < CLUSTER; ++rank) {
-            blocks[b]->cluster_of[rank] = first + rank < blocks.size() ? blocks[first + rank].get() : nullptr;
-        }
+        for (size_t rank = 0; rank < 2; ++rank) blocks[b]->pair[rank] = b / 2 * 2 + rank < blocks.size() ? blocks[b / 2 * 2 + rank].get() : nullptr;
     }
     std::vector<int> order(fibers.size());
     for (size_t t = 0; t < order.size(); ++t) order[t] = t;
@@ -293,7 +273,6 @@ template <class Join> uint32_t warp_joined(uint32_t x, Join join) {
 inline uint32_t warp_or(uint32_t x) { return warp_joined(x, [](uint32_t a, uint32_t b) { return a | b; }); }
 inline uint32_t warp_least(uint32_t x) { return warp_joined(x, [](uint32_t a, uint32_t b) { return min(a, b); }); }
 inline uint32_t warp_most(uint32_t x) { return warp_joined(x, [](uint32_t a, uint32_t b) { return max(a, b); }); }
-inline uint32_t warp_sum(uint32_t x) { return warp_joined(x, [](uint32_t a, uint32_t b) { return a + b; }); }
 inline int warp_uniform(int x) { return x; }
 inline uint32_t shuffle_from(uint32_t x, int lane) { return emulation::meet_warp(x)[lane]; }
 inline uint32_t shuffle_up(uint32_t x, int lanes) {
@@ -339,25 +318,13 @@ inline void arrive(uint32_t address) {
     arrived(address);
     others_go_on();
 }
-inline int cluster_rank() { return emulation::now->block->index.x % CLUSTER; }
-inline void arrive_at_cluster() {
-    emulation::Meeting& meeting = emulation::now->block->cluster_of[0]->cluster;
-    emulation::now->met = meeting.generation;
-    ++meeting.arrived;
-    emulation::meet_of_those_left(*emulation::now->block);
-    others_go_on();
-}
-inline void wait_for_cluster() {
-    while (emulation::now->block->cluster_of[0]->cluster.generation == emulation::now->met) emulation::pass();
-    others_go_on();
-}
-inline void show_barriers() {}
+inline int cluster_rank() { return emulation::now->block->index.x % 2; }
 inline void meet_cluster() {
-    arrive_at_cluster();
-    wait_for_cluster();
+    emulation::meet(emulation::now->block->pair[0]->cluster, 2 * emulation::threads, 0, 0);
+    others_go_on();
 }
 inline void arrive_at(uint32_t address, int rank) {
-    arrived(barrier_at(address, *emulation::now->block->cluster_of[rank]), 1, 0);
+    arrived(barrier_at(address, *emulation::now->block->pair[rank]), 1, 0);
     others_go_on();
 }
 inline void arrive_before_bytes(uint32_t address, uint32_t bytes) {
@@ -370,8 +337,8 @@ struct TensorMap {  // as emulated.py has it
 };
 inline void copy_tile(uint32_t to, const TensorMap& map, int column, int row, uint32_t barrier, int ranks) {
     if (to % 1024 || column < 0 || row < 0 || column + 128 > map.columns || row + map.box_rows > map.rows) emulation::fail("no such tile");
-    for (int rank = 0; rank < CLUSTER; ++rank) {
-        emulation::Block& block = *emulation::now->block->cluster_of[rank];
+    for (int rank = 0; rank < 2; ++rank) {
+        emulation::Block& block = *emulation::now->block->pair[rank];
         if (!(ranks >> rank & 1)) continue;
         emulation::flying.push_back([=, &block] {
             for (uint32_t at = 0; at < map.box_rows * 128; at += 16) {
@@ -387,20 +354,6 @@ inline void copy_tile(uint32_t to, const TensorMap& map, int column, int row, ui
 }
 inline void copy_tile_to_both(uint32_t to, const TensorMap& map, int column, int row, uint32_t barrier) {
     copy_tile(to, map, column, row, barrier, 3);
-}
-inline void copy_to_block(int rank, uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
-    emulation::Block &there = *emulation::now->block->cluster_of[rank], &here = *emulation::now->block;
-    emulation::flying.push_back([=, &there, &here] {
-        for (uint32_t at = 0; at < bytes; at += 16) memcpy(emulation::at(there, to + at, 16), emulation::at(here, from + at, 16), 16);
-        arrived(barrier_at(barrier, there), 0, -static_cast<int>(bytes));
-    });
-}
-inline void store_to_block(int rank, uint32_t to, uint2 x, uint32_t barrier) {
-    emulation::Block& there = *emulation::now->block->cluster_of[rank];
-    emulation::flying.push_back([=, &there] {
-        *reinterpret_cast<uint2*>(emulation::at(there, to, 8)) = x;
-        arrived(barrier_at(barrier, there), 0, -8);
-    });
 }
 inline void arrive_after_copies(uint32_t address) {
     auto& copies = emulation::now->copies;
@@ -432,13 +385,6 @@ inline uint32_t swap_shared_half(uint32_t address, uint32_t expected, uint32_t x
     return old;
 }
 inline void or_shared(uint32_t address, uint32_t bits) { *reinterpret_cast<uint32_t*>(emulation::at(address, 4)) |= bits; }
-inline uint32_t take_shared(uint32_t address, uint32_t x) {
-    uint32_t& there = *reinterpret_cast<uint32_t*>(emulation::at(address, 4));
-    const uint32_t old = there;
-    there += x;
-    return old;
-}
-inline void add_shared(uint32_t address, uint32_t x) { take_shared(address, x); }
 inline uint32_t add_to_counter(uint32_t* counter, uint32_t x) {
     const uint32_t old = *counter;
     *counter += x;
