@@ -224,8 +224,8 @@ def index_scores() -> str:
 
 
 def own_topk() -> list[float]:
-    """By cell, the fastest launch of a top-k of ours, which is gone, over SGLang's."""
-    rows = result("topk_0_5_23", "by_blocks_of_a_row")["rows"]
+    """By cell, the fastest launch of a top-k of ours, which is gone, over SGLang's: of rows as wide as a graph's."""
+    rows = result("topk_0_5_23", "by_blocks_of_a_row_of_graphs")["rows"]
     return [min(us for way, us in row["us"].items() if way != SGLANGS) / row["us"][SGLANGS] for row in rows]
 
 
@@ -239,6 +239,13 @@ def own_topk_ahead() -> str:
 def own_topk_behind() -> str:
     """Elsewhere."""
     return spread(ratio for ratio in own_topk() if ratio >= 1)
+
+
+@PARTS.part
+def early_experts() -> str:
+    """Few tokens' experts that tensor cores multiply over those of the launches in the table."""
+    times = [row["us"] for row in result("experts_0_5_23", "early_experts")["rows"]]
+    return spread(us["early_experts"] / us["few_experts"] for us in times)
 
 
 EXPERT_TOKENS = (8, 32, 128, 512, 8192)

@@ -288,7 +288,8 @@ def test_prompts_that_are_longer_than_tables_have_are_told_in_a_sentence(filed):
     filed("copies_left_out", "new", [*rows, *ours, *eight])
     newer = {(4096, "default"): 5.0, (4096, "builtin"): 10.0, (131072, "default"): 6.0, (131072, "builtin"): 10.0}
     of_newer = [row for (length, side), ms in newer.items() for row in served(cell(0, 1, length), side, ms)]
-    filed("second_product", "new", of_newer)
+    filed("second_product", "new", [row for row in of_newer if row["length"] == 4096])
+    filed("weights_come_early", "new", [row for row in of_newer if row["length"] != 4096])
     filed("alone", "new", served(cell(3, 8, 32768), "default", 1.0))
     assert rank_tables.long_requests() == "32768 / 131072 tokens 0.693 / 0.792 of 1; 8192 tokens 0.524 of 8"
     assert rank_tables.longer_first_tokens() == "0.50 / 0.69 / 0.60 of 1, 0.52 of 8"
