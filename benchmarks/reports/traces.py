@@ -53,7 +53,7 @@ def read_events(folder: Path) -> list[dict]:
     """The events of the one trace in `folder`, or of several the first rank's: SGLang writes a trace a rank.
 
     Raises:
-        RuntimeError: there is no such trace, or several.
+        RuntimeError: there is no such trace, or several, or it ends early.
     """
     found = list(folder.glob("*.trace.json.gz"))
     if len(found) > 1:
@@ -61,7 +61,12 @@ def read_events(folder: Path) -> list[dict]:
     if len(found) != 1:
         raise RuntimeError(f"SGLang's profiler left {len(found)} traces of a first rank in {folder} where one was asked for")
     with gzip.open(found[0]) as stream:
-        return json.load(stream)["traceEvents"]
+        try:
+            return json.load(stream)["traceEvents"]
+        except (json.JSONDecodeError, EOFError) as error:
+            raise RuntimeError(
+                f"SGLang's profiler left a trace that ends early ({found[0]}): look whether a disk is full"
+            ) from error
 
 
 def host_calls(events: Iterable[dict]) -> list[dict]:

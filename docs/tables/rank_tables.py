@@ -58,7 +58,10 @@ VLLM = "vllm"
 """The side, and how its reports are called."""
 FILES = {FIRST_RANK: FIRST_FILE, GLM_RANK: GLM_FILE}
 """Of the ranks that vLLM ran, and of which newer first tokens are told."""
-LONG_PROMPTS = {FIRST_RANK: ("copies_left_out", "second_product", "weights_come_early"), GLM_RANK: ("five_drafts", "both_products")}
+LONG_PROMPTS = {
+    FIRST_RANK: ("copies_left_out", "second_product", "weights_come_early"),
+    GLM_RANK: ("five_drafts", "both_products"),
+}
 """Ranks to the reports of the newest first tokens after long prompts, a later one in place of an earlier one."""
 STEADY = 0.15
 """Of a median, the widest range of a cell of vLLM's that is told: it compiles kernels for shapes as it meets them."""

@@ -168,6 +168,13 @@ def test_a_prefill_is_told_by_what_the_gpu_waits_for():
         parts.before_rounds([e for e in trace.events if e["ts"] >= first_round])
 
 
+def test_a_trace_that_ends_early_says_so(tmp_path):
+    with gzip.open(tmp_path / "1764000000.5-TP-0.trace.json.gz", "wt") as stream:
+        stream.write('{"traceEvents": [{"name": "attend",')
+    with pytest.raises(RuntimeError, match="ends early .*look whether a disk is full"):
+        traces.read_events(tmp_path)
+
+
 def test_of_several_ranks_the_first_one_s_trace_is_read(tmp_path):
     """SGLang 0.5.23 names a trace by its time and rank; ranks of expert parallel are named behind."""
     with pytest.raises(RuntimeError, match="left 0 traces of a first rank"):
