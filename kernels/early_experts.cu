@@ -2,16 +2,13 @@
 // early_experts.py compiles it at run time, once for each launch.
 //
 // A row of either product is one choice of a token. Its weights go through registers, most of a warp's at once, and meet one row of
-// values, which every block quantises for itself. Products of FP8 values are exact in float16, which tensor cores have for so few
-// rows; sums of 128 are scaled and added in float32. The second launch asks for its weights while the first one runs.
+// values, which every block quantises for itself. Sums of 128 products are scaled and added in float32. The second launch asks for
+// its weights while the first one runs.
 
-#include "hopper.cuh"
+#include "few_rows.cuh"
 
-constexpr int GROUP = 128;  // values that share a scale
 constexpr int GROUPS = HIDDEN / GROUP, GROUPS_OF_WIDTH = WIDTH / GROUP;
 constexpr int EACH = CHOSEN + WITH_SHARED;  // rows of a token, the shared expert last
-constexpr int CHUNK = 64;              // bytes of a weight that four lanes have, 16 each
-constexpr int OF_GROUP = GROUP / CHUNK;
 
 // The first launch: a block has eight values of gate and those of up that belong to them.
 constexpr int VALUES = 8, WARPS = 8, OF_WARP = GROUPS / WARPS, CHUNKS = OF_WARP * OF_GROUP, AHEAD = CHUNKS < 4 ? CHUNKS : 4;
@@ -39,12 +36,6 @@ struct Experts {
     unsigned short* out;      // bfloat16 [tokens, HIDDEN]
     float factor;             // of the sum without the shared expert
     int unused;
-};
-
-struct Place {
-    int warp, lane, row, piece;  // a lane has 16 bytes, its `piece`, of `row` in every chunk
-
-    __device__ __forceinline__ Place() : warp(warp_uniform(threadIdx.x / 32)), lane(threadIdx.x % 32), row(lane / 4), piece(lane % 4) {}
 };
 
 __device__ __forceinline__ float rounded(float x) { return __uint_as_float(pack_bf16(x, 0) << 16); }
@@ -82,14 +73,10 @@ struct Row {
 
 // Of 16 values of two columns each and of the row.
 __device__ __forceinline__ void add_products(float (&sums)[4], const uint4& upper, const uint4& lower, const Row& x) {
-    const auto add = [&](uint32_t up, uint32_t low, uint32_t near, uint32_t far) {
-        const uint2 u = unpack_fp8(up), l = unpack_fp8(low);
-        multiply_few_half(sums, u.x, l.x, u.y, l.y, near, far);
-    };
-    add(upper.x, lower.x, x.low.x, x.low.y);
-    add(upper.y, lower.y, x.low.z, x.low.w);
-    add(upper.z, lower.z, x.high.x, x.high.y);
-    add(upper.w, lower.w, x.high.z, x.high.w);
+    add_products(sums, upper.x, lower.x, uint2{x.low.x, x.low.y});
+    add_products(sums, upper.y, lower.y, uint2{x.low.z, x.low.w});
+    add_products(sums, upper.z, lower.z, uint2{x.high.x, x.high.y});
+    add_products(sums, upper.w, lower.w, uint2{x.high.z, x.high.w});
 }
 
 __device__ __forceinline__ uint2 load_2(const unsigned short* from) { return *reinterpret_cast<const uint2*>(from); }

@@ -5,14 +5,12 @@
 // added in float32, those of warps in their order, so that a sum depends on nothing but its inputs.
 // Two products are of block-FP8 weights; a third is of bfloat16 weights and of rows before they were quantised.
 
-#include "hopper.cuh"
+#include "few_rows.cuh"
 
-constexpr int GROUP = 128;  // values that share a scale
 constexpr int GROUPS = INNER / GROUP, OF_WARP = GROUPS / WARPS;
 static_assert(GROUPS % WARPS == 0, "a warp has whole groups");
 constexpr int ROWS = 8;     // of a tile of tensor cores, which has 16 columns
-constexpr int CHUNK = 64;   // bytes of a row or a weight that four lanes have, 16 each
-constexpr int CHUNKS = OF_WARP * GROUP / CHUNK, OF_GROUP = GROUP / CHUNK;
+constexpr int CHUNKS = OF_WARP * OF_GROUP;
 constexpr int TILES = COLUMNS / 16;
 constexpr int THREADS = WARPS * 32;
 
@@ -42,12 +40,6 @@ struct Products {
     int unused;
 };
 
-struct Place {
-    int warp, lane, row, piece;  // a lane has 16 bytes, its `piece`, of `row` in every chunk
-
-    __device__ __forceinline__ Place() : warp(warp_uniform(threadIdx.x / 32)), lane(threadIdx.x % 32), row(lane / 4), piece(lane % 4) {}
-};
-
 // Adds to the sums of a tile: columns `row` and 8 further, rows 2 * `piece` and the next one.
 __device__ __forceinline__ void write_sums(uint32_t shared, const Place& of, int tile, const float (&sums)[4]) {
     const uint32_t at = shared + SUMS_AT + (of.warp * TILES + tile) * OF_TILE + (of.row * ROWS + 2 * of.piece) * 4;
@@ -67,12 +59,6 @@ template <int columns, class F> __device__ __forceinline__ void each_sum(uint32_
         for (int warp = 0; warp < WARPS; ++warp) sum += load_shared_float(at + warp * TILES * OF_TILE);
         f(row, column, sum);
     }
-}
-
-// Of four values of two columns and of a row. Tensor cores have no FP8 for so few rows, and products in float16 are exact.
-__device__ __forceinline__ void add_products(float (&sums)[4], uint32_t upper, uint32_t lower, uint32_t x) {
-    const uint2 u = unpack_fp8(upper), l = unpack_fp8(lower), of_x = unpack_fp8(x);
-    multiply_few_half(sums, u.x, l.x, u.y, l.y, of_x.x, of_x.y);
 }
 
 __device__ __forceinline__ void multiply_fp8_rows(const Products& a, const Weight weight, int block, uint32_t shared) {
@@ -122,10 +108,10 @@ __device__ __forceinline__ void multiply_fp8_rows(const Products& a, const Weigh
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
                 const uint4 upper = values[chunk % AHEAD][tile][0], lower = values[chunk % AHEAD][tile][1];
-                add_products(found[tile], upper.x, lower.x, x.x);
-                add_products(found[tile], upper.y, lower.y, x.y);
-                add_products(found[tile], upper.z, lower.z, x.z);
-                add_products(found[tile], upper.w, lower.w, x.w);
+                add_products(found[tile], upper.x, lower.x, unpack_fp8(x.x));
+                add_products(found[tile], upper.y, lower.y, unpack_fp8(x.y));
+                add_products(found[tile], upper.z, lower.z, unpack_fp8(x.z));
+                add_products(found[tile], upper.w, lower.w, unpack_fp8(x.w));
             }
             if (chunk + AHEAD < CHUNKS) load(chunk + AHEAD);
         }

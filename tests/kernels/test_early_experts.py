@@ -7,11 +7,10 @@ import re
 import pytest
 import torch
 from emulated import with_experts
-from test_few_experts import by_torch, inputs, with_shared
+from test_few_experts import by_torch, inputs, of_any_size, with_shared
 
 from nsa_backend.kernels.cuda_source import compiled
 from nsa_backend.kernels.early_experts import DOWN, GATE_UP, SOURCE, WIDTH, constants, early_experts, problem
-from nsa_backend.kernels.few_experts import ExpertWeights
 from nsa_backend.kernels.layer_front_weights import Scales
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -62,17 +61,7 @@ def test_choices_of_other_gpus_give_nothing(device):
 
 def test_gates_that_are_half_open_and_values_of_any_size(device):
     """Random floats: silu in its steep part, scales of any value."""
-    given = inputs(3, 4, HIDDEN, WIDTH, device)
-    generator = torch.Generator().manual_seed(4)
-    given["x"] = torch.randn(3, HIDDEN, generator=generator).bfloat16().to(device)
-    random = []
-    for weight in given["experts"][:4]:
-        if weight.dtype == torch.float32:
-            value = 0.02 + 0.1 * torch.rand(weight.shape, generator=generator)
-        else:
-            value = torch.randn(weight.shape, generator=generator).to(weight.dtype)
-        random.append(value.to(device))
-    given["experts"] = ExpertWeights(*random)
+    given = of_any_size(inputs(3, 4, HIDDEN, WIDTH, device))
     found, wanted = run(given).float(), by_torch(given).float()
     assert (found - wanted).norm() < 5e-3 * wanted.norm()
     assert torch.equal(found, run(given).float())

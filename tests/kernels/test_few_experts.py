@@ -52,6 +52,19 @@ def with_shared(given: dict, scales: Scales = Scales.EXACT) -> dict:
     }
 
 
+def of_any_size(given: dict) -> dict:
+    """With random floats in place of whole numbers."""
+    generator, experts = torch.Generator().manual_seed(4), []
+    x = torch.randn(given["x"].shape, generator=generator).bfloat16().to(given["x"].device)
+    for weight in given["experts"][:4]:
+        if weight.dtype == torch.float32:
+            value = 0.02 + 0.1 * torch.rand(weight.shape, generator=generator)
+        else:
+            value = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+        experts.append(value.to(weight.device))
+    return given | {"x": x, "experts": ExpertWeights(*experts)}
+
+
 def by_torch(given: dict, factor: float = 1.0) -> torch.Tensor:
     """The twin's; on a GPU quantised as SGLang does there, by a division that is not exact."""
 
@@ -129,17 +142,7 @@ def test_weights_that_are_read_ahead_are_the_same(device, width):
 
 def test_gates_that_are_half_open_and_values_of_any_size(device):
     """Random floats: silu in its steep part, scales of any value."""
-    given = inputs(3, 4, 1024, 256, device)
-    generator = torch.Generator().manual_seed(4)
-    given["x"] = torch.randn(3, 1024, generator=generator).bfloat16().to(device)
-    random = []
-    for weight in given["experts"][:4]:
-        if weight.dtype == torch.float32:
-            value = 0.02 + 0.1 * torch.rand(weight.shape, generator=generator)
-        else:
-            value = torch.randn(weight.shape, generator=generator).to(weight.dtype)
-        random.append(value.to(device))
-    given["experts"] = ExpertWeights(*random)
+    given = of_any_size(inputs(3, 4, 1024, 256, device))
     found, wanted = few_experts(**given, tile=LARGE).float(), by_torch(given).float()
     assert (found - wanted).norm() < 5e-3 * wanted.norm()
 
