@@ -1,7 +1,7 @@
 // Experts of few tokens in two launches, for Hopper: block FP8, from hidden states to the sum of what a token's experts give.
 // early_experts.py compiles it at run time, once for each launch.
 //
-// A row of either product is one choice of a token. Its weights go through registers, most of a warp's at once, and meet one row of
+// A row of either product is one choice of a token. Its weights go through registers, some chunks at once, and meet one row of
 // values, which every block quantises for itself. Sums of 128 products are scaled and added in float32. The second launch asks for
 // its weights while the first one runs.
 

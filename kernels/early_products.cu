@@ -1,8 +1,8 @@
 // Products of up to eight rows, whose weights come before their rows do, for Hopper. early_products.py compiles it at run time.
 //
-// A block has COLUMNS columns of one weight, and each of its warps a part of the inner dimension, most of which its registers
-// hold at once: they are asked for while the kernel ahead runs. Rows go through shared memory. Sums of 128 products are scaled and
-// added in float32, those of warps in their order, so that a sum depends on nothing but its inputs.
+// A block has COLUMNS columns of one weight, and each of its warps a part of the inner dimension, of which its registers hold
+// AHEAD chunks at once: the first are asked for while the kernel ahead runs. Rows go through shared memory. Sums of 128 products
+// are scaled and added in float32, those of warps in their order, so that a sum depends on nothing but its inputs.
 // Two products are of block-FP8 weights; a third is of bfloat16 weights and of rows before they were quantised.
 
 #include "few_rows.cuh"
@@ -40,7 +40,7 @@ struct Products {
     int unused;
 };
 
-// Adds to the sums of a tile: columns `row` and 8 further, rows 2 * `piece` and the next one.
+// Shows other warps this one's sums of a tile: columns `row` and 8 further, rows 2 * `piece` and the next one.
 __device__ __forceinline__ void write_sums(uint32_t shared, const Place& of, int tile, const float (&sums)[4]) {
     const uint32_t at = shared + SUMS_AT + (of.warp * TILES + tile) * OF_TILE + (of.row * ROWS + 2 * of.piece) * 4;
     store_shared_2(at, {__float_as_uint(sums[0]), __float_as_uint(sums[1])});

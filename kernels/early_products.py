@@ -1,7 +1,7 @@
 """Products of up to eight rows in one launch, whose weights come while the kernel ahead runs, in CUDA C++: early_products.cu.
 
-`split_products` computes the same of more rows, in Triton. There a program asks for a few of its weights at a time, once its
-rows are there. Here all of a launch's blocks run at once, and registers hold half of the weights or more.
+`split_products` computes the same of more rows, in Triton. There a program asks for its weights once its rows are there, and
+several programs add up a sum. Here a block has a sum alone, all blocks run at once, and their first weights come early.
 """
 
 from __future__ import annotations
