@@ -15,6 +15,10 @@ FIRST_START = 4
 507 s where others took 46 to 131 (`seconds_to_ready` in benchmarks/results/rank_v32_tp8_0_5_23_h200.json)."""
 
 
+class LostCellError(RuntimeError):
+    """One cell has nothing to show, and what it was to be measured on still stands."""
+
+
 @dataclass
 class Prepared:
     """What cells need before they measure, as servers that run: the key of what stands now, and the seconds of all so far."""
@@ -47,7 +51,8 @@ def run_cells(cells: list[Cell], seconds: float, keep: Callable[[dict[str, Any]]
         keep: called with the report after every cell, so that a run that is cut leaves what it has.
 
     Returns:
-        Rows by section, `seconds`, and under `not_measured` the names of cells that found no time.
+        Rows by section, `seconds`, and under `not_measured` the names of cells that found no time; where a cell raised
+        LostCellError, its name and why under `lost`.
     """
     report: dict[str, Any] = {cell.section: [] for cell in cells} | {"not_measured": [], "seconds": 0.0}
     began, took, preparing = time.monotonic(), list[tuple[str, float]](), list[float]()
@@ -66,7 +71,10 @@ def run_cells(cells: list[Cell], seconds: float, keep: Callable[[dict[str, Any]]
                 continue
             progress.update(task, description=cell.name)
             before = prepared.seconds
-            report[cell.section] += cell.measure()
+            try:
+                report[cell.section] += cell.measure()
+            except LostCellError as error:
+                report.setdefault("lost", []).append(f"{cell.name}: {error}")
             whole = time.monotonic() - started
             of_preparing = prepared.seconds - before
             preparing += [of_preparing] if of_preparing else []

@@ -17,6 +17,8 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
+from nsa_backend.benchmarks.reports.cells import LostCellError
+
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 WRAPPERS = re.compile(r"(device_kernel|elementwise_kernel\w*|reduce_kernel|enable_sm\w+|gpu_kernel_impl\w*|kernel_wrapper\w*)$")
 """Kernels whose first template argument that is a name says what they do."""
@@ -53,7 +55,8 @@ def read_events(folder: Path) -> list[dict]:
     """The events of the one trace in `folder`, or of several the first rank's: SGLang writes a trace a rank.
 
     Raises:
-        RuntimeError: there is no such trace, or several, or it ends early.
+        RuntimeError: there is no such trace, or several.
+        LostCellError: it ends early.
     """
     found = list(folder.glob("*.trace.json.gz"))
     if len(found) > 1:
@@ -64,7 +67,7 @@ def read_events(folder: Path) -> list[dict]:
         try:
             return json.load(stream)["traceEvents"]
         except (json.JSONDecodeError, EOFError) as error:
-            raise RuntimeError(
+            raise LostCellError(
                 f"SGLang's profiler left a trace that ends early ({found[0]}): look whether a disk is full"
             ) from error
 

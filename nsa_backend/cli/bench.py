@@ -8,7 +8,7 @@
   capture    servers alone on the GPU: time until they answer, time and memory of each capture, of rounds in one graph too
   memory     device memory of captured metadata
 
-Exits with 0 where everything was measured, 1 where the time bound left something out (the report names it), 2 on bad arguments,
+Exits with 0 where everything was measured, 1 where something was left out (the report says what), 2 on bad arguments,
 143 after a SIGTERM, which ends the servers too.
 """
 
@@ -177,7 +177,9 @@ def run(args: argparse.Namespace) -> int:
         bench.show(report)
     for name in report["not_measured"]:
         print(f"not measured within {args.minutes:g} minutes: {name}", file=sys.stderr)  # noqa: T201
-    return 1 if report["not_measured"] else 0
+    for lost in report.get("lost", []):
+        print(f"lost: {lost}", file=sys.stderr)  # noqa: T201
+    return 1 if report["not_measured"] or report.get("lost") else 0
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,6 +44,18 @@ def timed_cells(clock: Clock, *seconds: float) -> list[cells.Cell]:
         return [{"cell": index}]
 
     return [cells.Cell(f"cell {i}", lambda i=i, s=s: measure(i, s), "rows" if i else "first") for i, s in enumerate(seconds)]
+
+
+def lose() -> list[dict]:
+    raise cells.LostCellError("a trace ends early")
+
+
+def test_a_lost_cell_costs_no_other_one(clock):
+    first, second, third = timed_cells(clock, 10, 10, 10)
+    report = cells.run_cells([first, replace(second, measure=lose), third], 60, lambda r: None)
+    assert [row["cell"] for row in report["first"] + report["rows"]] == [0, 2]
+    assert report["lost"] == ["cell 1: a trace ends early"]
+    assert report["not_measured"] == []
 
 
 @pytest.mark.parametrize(
@@ -153,6 +166,15 @@ def test_exit_code_file_and_json(monkeypatch, capsys, tmp_path, clock, minutes, 
     assert report["not_measured"] == ["cell 1"] * code
     assert ("not measured within 0.2 minutes: cell 1" in printed.err) == bool(code)
     assert asked[0].steps == [3, 5]
+
+
+def test_a_lost_cell_is_told_and_the_exit_code_says_so(monkeypatch, capsys, clock):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    made = SimpleNamespace(cells=lambda *_: [replace(timed_cells(clock, 10)[0], measure=lose)], show=lambda report: None)
+    monkeypatch.setattr(bench, "import_module", lambda name: made)
+    assert command.main(["bench", "draft"]) == 1
+    assert "lost: cell 0: a trace ends early" in capsys.readouterr().err
 
 
 def test_a_sigterm_closes_what_the_cells_opened_and_keeps_what_was_measured(monkeypatch, tmp_path, clock):

@@ -10,6 +10,7 @@ from stand_in_bench import Trace
 
 from nsa_backend.benchmarks.commands import profile
 from nsa_backend.benchmarks.reports import parts, traces
+from nsa_backend.benchmarks.reports.cells import LostCellError
 
 MERGES = ("_correct_attn_cp_out_kernel", "_dcp_pack_a2a_send_kernel", "_dcp_lse_combine_kernel")
 """How SGLang 0.5.23 prepares and joins the parts of decode context parallel."""
@@ -171,7 +172,7 @@ def test_a_prefill_is_told_by_what_the_gpu_waits_for():
 def test_a_trace_that_ends_early_says_so(tmp_path):
     with gzip.open(tmp_path / "1764000000.5-TP-0.trace.json.gz", "wt") as stream:
         stream.write('{"traceEvents": [{"name": "attend",')
-    with pytest.raises(RuntimeError, match="look whether a disk is full"):
+    with pytest.raises(LostCellError, match="look whether a disk is full"):
         traces.read_events(tmp_path)
 
 
