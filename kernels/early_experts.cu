@@ -5,6 +5,7 @@
 // values, which every block quantises for itself. Sums of 128 products are scaled and added in float32. The second launch asks for
 // its weights while the first one runs.
 
+#include "activations.cuh"
 #include "few_rows.cuh"
 
 constexpr int GROUPS = HIDDEN / GROUP, GROUPS_OF_WIDTH = WIDTH / GROUP;
@@ -38,26 +39,20 @@ struct Experts {
     int unused;
 };
 
-__device__ __forceinline__ float rounded(float x) { return __uint_as_float(pack_bf16(x, 0) << 16); }
-
 // Four values of a group, those of this lane, as e4m3 in float16, at `at`; the group's scale.
 __device__ __forceinline__ float quantise_group(uint2 values, bool powers, uint32_t at) {
-    const float x[4] = {
-        __uint_as_float(values.x << 16), __uint_as_float(values.x & 0xffff0000), __uint_as_float(values.y << 16), __uint_as_float(values.y & 0xffff0000)
-    };
-    float largest = 1e-10f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fabsf(x[i]));
+    const float2 near = unpack_bf16(values.x), far = unpack_bf16(values.y);
+    float largest = fmaxf(fmaxf(fmaxf(fmaxf(1e-10f, fabsf(near.x)), fabsf(near.y)), fabsf(far.x)), fabsf(far.y));
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, shuffle_xor(largest, lanes));
-    float scale = largest * (1 / 448.0f), inverse = divide_fast(448, largest);
-    if (powers) {  // the next one of two
-        const uint32_t bits = __float_as_uint(scale), exponent = (bits >> 23) + ((bits & 0x7fffff) != 0);
-        scale = __uint_as_float(exponent << 23);
-        inverse = __uint_as_float((254 - exponent) << 23);
+    Scale scale = exact_scale(largest);
+    if (powers) {
+        const uint32_t exponent = exponent_above(scale.scale);
+        scale = {__uint_as_float(exponent << 23), __uint_as_float((254 - exponent) << 23)};
     }
-    store_shared_2(at, unpack_fp8(pack_fp8(x[0] * inverse, x[1] * inverse) | pack_fp8(x[2] * inverse, x[3] * inverse) << 16));
-    return scale;
+    const uint32_t low = pack_fp8(near.x * scale.inverse, near.y * scale.inverse);
+    store_shared_2(at, unpack_fp8(low | pack_fp8(far.x * scale.inverse, far.y * scale.inverse) << 16));
+    return scale.scale;
 }
 
 // Of the one row that there is, values of a chunk in float16, of which a lane has 16; the other lanes' rows are zeros.
@@ -139,9 +134,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) gate_up(cons
         gate += load_shared_float(at);
         up += load_shared_float(at + VALUES * 4);
     }
-    gate = rounded(gate);
-    const float opened = divide_fast(gate, 1 + exp2_fast(gate * -1.4426950408889634f));
-    a.inner[blockIdx.y * static_cast<long long>(WIDTH) + value + threadIdx.x] = static_cast<unsigned short>(pack_bf16(opened * rounded(up), 0));
+    const float2 both = rounded(gate, up);
+    a.inner[blockIdx.y * static_cast<long long>(WIDTH) + value + threadIdx.x] = static_cast<unsigned short>(pack_bf16(opened(both.x) * both.y, 0));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) down(const __grid_constant__ Experts a) {
@@ -209,8 +203,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) down(const _
         const uint32_t at = shared + GIVEN_AT + (of.warp * COLUMNS + of.row) * 4;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            store_shared(at + tile * 16 * 4, __float_as_uint(rounded(sums[tile][0] * share)));
-            store_shared(at + (tile * 16 + 8) * 4, __float_as_uint(rounded(sums[tile][2] * share)));
+            const float2 given = rounded(sums[tile][0] * share, sums[tile][2] * share);
+            store_shared(at + tile * 16 * 4, __float_as_uint(given.x));
+            store_shared(at + (tile * 16 + 8) * 4, __float_as_uint(given.y));
         }
     }
     meet<1, THREADS>();
@@ -219,6 +214,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) down(const _
 #pragma unroll
     for (int choice = 0; choice < CHOSEN; ++choice) sum += load_shared_float(shared + GIVEN_AT + (choice * COLUMNS + threadIdx.x) * 4);
     sum *= a.factor;
-    if (WITH_SHARED) sum = rounded(sum) + load_shared_float(shared + GIVEN_AT + (CHOSEN * COLUMNS + threadIdx.x) * 4);
+    if (WITH_SHARED) sum = rounded(sum, 0).x + load_shared_float(shared + GIVEN_AT + (CHOSEN * COLUMNS + threadIdx.x) * 4);
     a.out[token * static_cast<long long>(HIDDEN) + column + threadIdx.x] = static_cast<unsigned short>(pack_bf16(sum, 0));
 }

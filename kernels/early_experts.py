@@ -69,16 +69,6 @@ def compiled_on(device: int, which: str, hidden: int, choices: int, shared: int,
         return CudaKernel(SOURCE, which, macros, macros["THREADS"], shared_bytes(which, hidden, choices + shared))
 
 
-def compile_ahead(device: int, hidden: int, choices: int, shared: ExpertWeights | None) -> None:
-    """Compile both launches: while a forward is captured nothing can be compiled.
-
-    Raises:
-        RuntimeError: NVRTC or the driver refuses.
-    """
-    for which in (GATE_UP, DOWN):
-        compiled_on(device, which, hidden, choices, int(shared is not None), powers=_powers(shared))
-
-
 def problem(hidden: int, width: int, choices: int, shared: int) -> str | None:
     """Why experts of this width on hidden states of that one cannot have the launches, or None."""
     if hidden % (WARPS * GROUP) or width != WIDTH:
@@ -123,19 +113,16 @@ def early_experts(
     if tokens:
         inner = torch.empty(tokens, choices + of_shared, WIDTH, dtype=torch.bfloat16, device=x.device)
         other = shared or experts  # not read without a shared one
+        powers = shared is not None and shared.scales is Scales.POWERS_OF_TWO
         arguments = Arguments(
             *(Weights(*(tensor.data_ptr() for tensor in weights[:4])) for weights in (experts, other)),
             *(tensor.data_ptr() for tensor in (x, chosen, shares, inner, out)), factor,
         )  # fmt: skip
 
         def on_gpu(which: str, grid: tuple[int, int], arguments: Arguments) -> None:
-            compiled_on(x.device.index, which, hidden, choices, of_shared, powers=_powers(shared)).launch(grid, arguments)
+            compiled_on(x.device.index, which, hidden, choices, of_shared, powers=powers).launch(grid, arguments)
 
         launch = launch or on_gpu
         launch(GATE_UP, (WIDTH // VALUES, tokens * (choices + of_shared)), arguments)
         launch(DOWN, (hidden // COLUMNS, tokens), arguments)
     return out
-
-
-def _powers(shared: ExpertWeights | None) -> bool:
-    return shared is not None and shared.scales is Scales.POWERS_OF_TWO

@@ -45,7 +45,7 @@ class Tile:
     def shared_bytes(self, inner: int) -> int:
         """Shared memory of a block."""
         groups = inner // GROUP
-        return MOST_ROWS * (inner + 64 + groups * 4) + groups * 4 + self.warps * self.columns * MOST_ROWS * 4 + 16
+        return MOST_ROWS * (inner + CHUNK + groups * 4) + groups * 4 + self.warps * self.columns * MOST_ROWS * 4 + 16
 
 
 def chunks_of(inner: int, warps: int) -> int:
@@ -160,8 +160,9 @@ def early_products(
     of_gates = 0 if gates is None else len(gates[1])
     if (why := problem(inner, *widths, gates=of_gates)) is not None:
         raise ValueError(why)
+    tile = tile or tile_for(inner)
     for name, of_product in products.items():
-        check_product(name, of_product, inner, tile_for(inner).columns)
+        check_product(name, of_product, inner, tile.columns)
     fits = x.dtype == torch.float8_e4m3fn and x.is_contiguous() and 0 < rows <= MOST_ROWS
     require(fits, "x", x, f"contiguous torch.float8_e4m3fn [1 to {MOST_ROWS}, {inner}]", "the kernel would misread it")
     fits = x_scales.dtype == torch.float32 and x_scales.shape == (rows, inner // GROUP)
@@ -171,7 +172,6 @@ def early_products(
     ):
         fits = tensor.dtype == torch.bfloat16 and tensor.is_contiguous() and tensor.shape == (count, inner)
         require(fits, name, tensor, f"contiguous torch.bfloat16 {[count, inner]}", "the kernel would misread it")
-    tile = tile or tile_for(inner)
     outs = [torch.empty(rows, width, dtype=torch.bfloat16, device=x.device) for width in widths]
     weights = [
         Weight(weight.data_ptr(), scales.data_ptr(), out.data_ptr(), len(weight), len(weight) // tile.columns)

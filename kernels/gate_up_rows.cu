@@ -4,6 +4,7 @@
 // Columns of a tile are 128 of the gate with those of the projection up that belong to them. Its rows are hidden states by token,
 // which a third warpgroup gathers.
 
+#include "activations.cuh"
 #include "expert_tiles.cuh"
 
 constexpr int STEPS = HIDDEN / GROUP;
@@ -83,16 +84,6 @@ __device__ __forceinline__ void add_scaled(float (&sums)[64], const float (&foun
     }
 }
 
-// Through bfloat16, as what SGLang's first product hands over.
-__device__ __forceinline__ float2 rounded(float a, float b) {
-    const uint32_t packed = pack_bf16(a, b);
-    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000)};
-}
-
-__device__ __forceinline__ float opened(float gate) {
-    return divide_fast(gate, 1 + exp2_fast(gate * __uint_as_float(0xbfb8aa3b)));  // times -log2(e)
-}
-
 // One line's activation: two of every four values, from `at` on. Quantised, with its scale.
 template <int at>
 __device__ __forceinline__ void write_line(
@@ -108,12 +99,12 @@ __device__ __forceinline__ void write_line(
     }
     largest = highest_of_line(largest);
     if (!there) return;
-    const float inverse = divide_fast(448, largest);
-    if (column == 0) a.scales[row * 2 + part] = largest * (1 / 448.0f);
+    const Scale scale = exact_scale(largest);
+    if (column == 0) a.scales[row * 2 + part] = scale.scale;
     unsigned char* to = a.values + row * WIDTH + part * GROUP + column;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-        *reinterpret_cast<unsigned short*>(to + 8 * i) = pack_fp8(inner[i].x * inverse, inner[i].y * inverse);
+        *reinterpret_cast<unsigned short*>(to + 8 * i) = pack_fp8(inner[i].x * scale.inverse, inner[i].y * scale.inverse);
     }
 }
 

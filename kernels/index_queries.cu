@@ -4,7 +4,7 @@
 // Hadamard rotation, which go from neighbours to halves, two alone are between lanes, and RoPE is none. Values are rounded where
 // SGLang's own sequence of kernels rounds them, and every product that its compiled code fuses with a sum is written as fmaf.
 
-#include "hopper.cuh"
+#include "activations.cuh"
 
 constexpr int GROUP = 128, ROPE = 64;
 constexpr int LANES = 4, EIGHTS = GROUP / 8 / LANES;  // of a head, and of eight values that each has
@@ -26,11 +26,9 @@ struct Queries {
 };
 
 __device__ __forceinline__ void unpack(uint32_t pair, float& low, float& high) {
-    low = __uint_as_float(pair << 16);
-    high = __uint_as_float(pair & 0xffff0000u);
+    const float2 both = unpack_bf16(pair);
+    low = both.x, high = both.y;
 }
-
-__device__ __forceinline__ void round_both(float& a, float& b) { unpack(pack_bf16(a, b), a, b); }
 
 __device__ __forceinline__ void load_4(const float* from, float* to) {
     const uint4 four = *reinterpret_cast<const uint4*>(from);
@@ -43,7 +41,7 @@ __device__ __forceinline__ void rotate(float& x, float& other, float cos, float 
     const float first = fmaf(cos, x, -sin * other);
     other = fmaf(cos, other, sin * x);
     x = first;
-    round_both(x, other);
+    unpack(pack_bf16(x, other), x, other);
 }
 
 // The sum and the difference of values `apart` from each other, in their places.
@@ -120,9 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) index_queries(const __grid
     largest = fmaxf(fmaxf(largest, shuffle_xor(largest, 2)), 1e-4f);
     // The next power of two. SGLang rounds a logarithm up: no bfloat16 over 448 is so close above a power of two that its
     // logarithm would be less.
-    const uint32_t bits = __float_as_uint(largest * (1.0f / 448.0f));
-    const uint32_t exponent = (bits >> 23) + ((bits & 0x7fffff) != 0);  // with its bias of 127
-    const uint32_t inverse = (254 - exponent) << 7;                    // as bfloat16
+    const uint32_t exponent = exponent_above(exact_scale(largest).scale), inverse = (254 - exponent) << 7;  // as bfloat16
 #pragma unroll
     for (int i = 0; i < EIGHTS; ++i) {
         uint32_t fours[2];

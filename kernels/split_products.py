@@ -135,7 +135,7 @@ def _blocks(first: int, second: int, gates: int) -> int:
     return (first + second) // COLUMNS + gates // GATES
 
 
-def check_product(name: str, product: Product, inner: int, multiple: int = 1) -> None:
+def check_product(name: str, product: Product, inner: int, multiple: int) -> None:
     """Refuse weights that a kernel would misread, or whose columns are no multiple of `multiple`."""
     weight, scales = product
     columns = weight.shape[0]

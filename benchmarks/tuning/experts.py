@@ -212,9 +212,7 @@ def few(
     given = x, rank.weights
     for tile in tiles:
         calls[str(tile)] = [lambda tile=tile, routed=routed: few_experts(*given, *routed, tile=tile) for routed in routings]
-    served = early_experts.problem(rank.shape.hidden, rank.shape.width, routings[0][1].shape[1], int(shared)) is None
-    if served and not shared:
-        calls[EARLY] = [lambda routed=routed: early_experts.early_experts(*given, *routed) for routed in routings]
+    early, among = EARLY, None
     if shared:
         beside = Beside(rank, x)
         calls = {name: [beside.having(call) for call in some] for name, some in calls.items()}
@@ -223,10 +221,9 @@ def few(
                 lambda tile=tile, routed=routed: few_experts(*given, *routed, shared=beside.expert, tile=tile)
                 for routed in routings
             ]
-        if served:
-            calls[f"{EARLY}{AMONG}"] = [
-                lambda routed=routed: early_experts.early_experts(*given, *routed, shared=beside.expert) for routed in routings
-            ]
+        early, among = f"{EARLY}{AMONG}", beside.expert
+    if early_experts.problem(rank.shape.hidden, rank.shape.width, routings[0][1].shape[1], int(shared)) is None:
+        calls[early] = [lambda routed=routed: early_experts.early_experts(*given, *routed, shared=among) for routed in routings]
     return timed(calls, calls["sglang"][0]().float())
 
 

@@ -86,14 +86,13 @@ def runners(name: str, rows: int, warm: bool = False) -> dict[str, Call]:
         "quantise, cutlass": each(lambda w, s: fp8_utils.cutlass_w8a8_block_fp8_linear_with_fallback(x, w, block, s)),
         "quantise, triton": each(lambda w, s: fp8_utils.triton_w8a8_block_fp8_linear(x, w, block, s)),
     }
-    for tile in EARLY if rows <= early_products.MOST_ROWS else ():
-        if early_products.chunks_of(inner, tile.warps) >= tile.ahead:
-            said = f"early_products {tile.warps} {tile.columns} {tile.ahead} {tile.before}"
+    if rows <= early_products.MOST_ROWS:
+        tiles = [tile for tile in EARLY if early_products.chunks_of(inner, tile.warps) >= tile.ahead]
+        named = {f"early_products {tile.warps} {tile.columns} {tile.ahead} {tile.before}": tile for tile in tiles}
+        for said, tile in ({"early_products": None} | named).items():
             found[said] = lambda i, tile=tile: list(
                 early_products.early_products(values, scales, *drawn[i % copies], tile=tile)
             )
-    if rows <= early_products.MOST_ROWS:
-        found["early_products"] = lambda i: list(early_products.early_products(values, scales, *drawn[i % copies]))
     if len(widths) == 2:
         found["deepgemm, two streams"] = on_two_streams
         arrived = counters(*(weight for weight, _ in drawn[0]))
@@ -116,21 +115,19 @@ def runners(name: str, rows: int, warm: bool = False) -> dict[str, Call]:
             def gates_within(i: int) -> list[torch.Tensor]:
                 return list(split_products(values, scales, *drawn[i % copies], counted, gates=(x, gates[i % copies])))[:2]
 
-            def gates_within_behind(i: int) -> list[torch.Tensor]:
-                x_of_ours = quantise(x, Scales.EXACT, before_ours=True)
-                return list(split_products(*x_of_ours, *drawn[i % copies], counted, gates=(x, gates[i % copies])))[:2]
+            def gates_within_behind(multiply: Callable, *counted: torch.Tensor) -> Call:
+                def call(i: int) -> list[torch.Tensor]:
+                    x_of_ours = quantise(x, Scales.EXACT, before_ours=True)
+                    return list(multiply(*x_of_ours, *drawn[i % copies], *counted, gates=(x, gates[i % copies])))[:2]
 
-            def early_gates_within_behind(i: int) -> list[torch.Tensor]:
-                x_of_ours = quantise(x, Scales.EXACT, before_ours=True)
-                with_gates = {"gates": (x, gates[i % copies])}
-                return list(early_products.early_products(*x_of_ours, *drawn[i % copies], **with_gates))[:2]
+                return call
 
             if rows <= early_products.MOST_ROWS:
-                found["quantise, early_products with gates"] = early_gates_within_behind
+                found["quantise, early_products with gates"] = gates_within_behind(early_products.early_products)
             found |= {
                 "split_products, gates on another stream": gates_beside,
                 "split_products with gates": gates_within,
-                "quantise, split_products with gates": gates_within_behind,
+                "quantise, split_products with gates": gates_within_behind(split_products, counted),
             }
     return found
 

@@ -30,6 +30,7 @@ from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
 from nsa_backend.adapters.dsa.layer_front.values import LayerValues
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks.calls.whole_front import Backend
+from nsa_backend.kernels import early_products
 from nsa_backend.kernels import layer_front_torch as steps
 from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
@@ -437,6 +438,15 @@ def test_values_in_one_launch_are_sglangs_and_the_selection_goes_on(layer_of_val
         assert theirs[1] is ours[1]
         ours, theirs = ours[0], theirs[0]
     assert (ours - theirs).float().norm() < 0.01 * theirs.float().norm()
+
+
+def test_o_proj_of_more_rows_or_of_bfloat16_is_sglangs(layer_of_values, monkeypatch):
+    o_proj, x = layer_of_values.o_proj, torch.randn(early_products.MOST_ROWS + 1, 512).bfloat16()
+    wanted = o_proj(x)[0]
+    LayerValues(layer_of_values)
+    monkeypatch.setattr(early_products, "early_products", lambda *_, **__: pytest.fail("ours ran"))
+    for given in (x, steps.quantise(x.float(), o_proj.form)):
+        assert torch.equal(o_proj(given)[0], wanted)
 
 
 def test_values_of_calls_that_our_front_has_not_served_are_sglangs(layer_of_values, monkeypatch):

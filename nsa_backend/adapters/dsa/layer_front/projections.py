@@ -71,20 +71,17 @@ def product(linear: LinearBase) -> Product:
     return linear.weight, linear.weight_scale_inv
 
 
-def come_early(weights: list[torch.Tensor], gates: torch.Tensor | None = None) -> bool:
+def come_early(
+    weights: list[torch.Tensor], gates: torch.Tensor | None = None, gates_dtype: torch.dtype = torch.float32
+) -> bool:
     """Whether products of few rows with these weights have the launch whose weights come early, which is compiled here."""
     inner = weights[0].shape[1]
     of_gates = 0 if gates is None else len(gates)
     if early_products.problem(inner, *map(len, weights), gates=of_gates) is not None:
         return False
     if weights[0].is_cuda:
-        early_products.compile_ahead(weights[0].device, inner, gates_dtype_of(len(weights)) if of_gates else torch.float32)
+        early_products.compile_ahead(weights[0].device, inner, gates_dtype)
     return True
-
-
-def gates_dtype_of(weights: int) -> torch.dtype:
-    """Of the gates beside so many products: float32, and bfloat16 where SGLang joins them with the index key."""
-    return torch.float32 if weights == 2 else torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -98,6 +95,7 @@ class FirstProducts:
     wk: LinearBase | None  # None where `gates` has the index key's columns first
     gates: LinearBase
     scales: Scales
+    gates_dtype: torch.dtype
     arrived: torch.Tensor
     most_rows: int
     early: bool  # whether weights of few rows come early
@@ -114,8 +112,10 @@ class FirstProducts:
         if scales is None or qkv_a.weight.shape[1] < LEAST_INNER or gates.weight.shape[0] % GATES:
             return None
         arrived = counters(qkv_a.weight, None if wk is None else wk.weight, gates.weight)
-        early = come_early([linear.weight for linear in (qkv_a, wk) if linear is not None], gates.weight)
-        return cls(qkv_a, wk, gates, scales, arrived, FEW_ROWS if wk is None else FEW_ROWS_OF_THREE, early)
+        gates_dtype = torch.bfloat16 if joined else torch.float32
+        early = come_early([linear.weight for linear in (qkv_a, wk) if linear is not None], gates.weight, gates_dtype)
+        most_rows = FEW_ROWS if wk is None else FEW_ROWS_OF_THREE
+        return cls(qkv_a, wk, gates, scales, gates_dtype, arrived, most_rows, early)
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """bfloat16 [rows, columns] of qkv_a and wk, and the gates as SGLang has them: float32, bfloat16 where it joins both.
@@ -125,7 +125,7 @@ class FirstProducts:
         # Of more rows, products that are there early take time from what is ahead.
         x = quantise(hidden, self.scales, before_ours=len(hidden) <= FEW_ROWS)
         qkv_a, wk = product(self.qkv_a), None if self.wk is None else product(self.wk)
-        with_gates: dict[str, Any] = {"gates": (hidden, self.gates.weight), "gates_dtype": gates_dtype_of(1 + (wk is not None))}
+        with_gates: dict[str, Any] = {"gates": (hidden, self.gates.weight), "gates_dtype": self.gates_dtype}
         if self.early and len(hidden) <= early_products.MOST_ROWS:
             found = early_products.early_products(*x, qkv_a, wk, **with_gates, before_ours=True)
         else:
