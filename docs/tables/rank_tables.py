@@ -31,15 +31,16 @@ MANY_TOKENS = 4096
 LEFT_TO_A_SENTENCE = (2, 4, 64)
 """Requests of which tables of all ranks do not tell."""
 DP_RANK, GLM_RANK, GLM_52_RANK = "v3.2-dp8", "glm-5.1-tp8", "glm-5.2-tp8"
+FP8_GLM_RANK = title_of(GLM_RANK, ONE_RANK, "fp8_e4m3")
 MODELS = {
     FIRST_RANK: "DeepSeek-V3.2", FP8_RANK: "DeepSeek-V3.2, FP8 KV", DP_RANK: "DeepSeek-V3.2, DP attention",
-    GLM_RANK: "GLM-5.1", GLM_52_RANK: "GLM-5.2",
+    GLM_RANK: "GLM-5.1", FP8_GLM_RANK: "GLM-5.1, FP8 KV", GLM_52_RANK: "GLM-5.2",
 }  # fmt: skip
 """What pages call them."""
-IN_README = (FIRST_RANK, FP8_RANK, GLM_RANK, GLM_52_RANK)
+IN_README = (FIRST_RANK, FP8_RANK, GLM_RANK, FP8_GLM_RANK, GLM_52_RANK)
 DEFAULTS = {
     FIRST_RANK: ("auto", "default"), FP8_RANK: ("auto", "default"), DP_RANK: ("default",), GLM_RANK: ("auto_alone", "default"),
-    GLM_52_RANK: ("default",),
+    FP8_GLM_RANK: ("default",), GLM_52_RANK: ("default",),
 }  # fmt: skip
 """Rank and KV cache to the sides that an H200's default was, a later one in place of an earlier one.
 
@@ -50,17 +51,17 @@ WITH_PREFILL = DEFAULTS | dict.fromkeys((FIRST_RANK, FP8_RANK), ("sparse_prefill
 LOST_BY = {"default": "default", "ours": "fa3, NSA_BACKEND_LAYER_FRONT=0"}
 """Sides whose losses are told."""
 TIMES = {"round_ms": "longer rounds or tokens", "ttft_ms": "first token later"}
-FIRST_FILE, GLM_FILE = "rank_v32_tp8_0_5_23", "rank_glm51_tp8_0_5_23"
-"""Of the first rank, and of GLM-5.1's."""
+FIRST_FILE, GLM_FILE, GLM_52_FILE = "rank_v32_tp8_0_5_23", "rank_glm51_tp8_0_5_23", "rank_glm52_tp8_0_5_23"
+"""Of the first rank, and of GLM-5.1's and GLM-5.2's."""
 WHOLE = "DeepSeek-V3.2 on eight H200s"
 """All ranks as one server, in the report `eight_gpus`."""
 VLLM = "vllm"
 """The side, and how its reports are called."""
-FILES = {FIRST_RANK: FIRST_FILE, GLM_RANK: GLM_FILE}
-"""Of the ranks that vLLM ran, and of which newer first tokens are told."""
+FILES = {FIRST_RANK: FIRST_FILE, GLM_RANK: GLM_FILE, GLM_52_RANK: GLM_52_FILE}
+"""Of the ranks that vLLM ran."""
 LONG_PROMPTS = {
-    FIRST_RANK: ("copies_left_out", "second_product", "weights_come_early"),
-    GLM_RANK: ("five_drafts", "both_products"),
+    FIRST_RANK: ("copies_left_out", "second_product", "weights_come_early", "tokens_to_32768"),
+    GLM_RANK: ("five_drafts", "both_products", "weights_come_early"),
 }
 """Ranks to the reports of the newest first tokens after long prompts, a later one in place of an earlier one."""
 STEADY = 0.15
@@ -350,8 +351,17 @@ def vllm_of_glm() -> str:
     return table_of_vllm(GLM_RANK)
 
 
+@PARTS.part
+def vllm_of_glm_52() -> str:
+    """GLM-5.2's rank beside vLLM."""
+    return table_of_vllm(GLM_52_RANK)
+
+
 def table_of_vllm(name: str) -> str:
-    """A row a batch: the default's rounds, tokens and first tokens over vLLM's, in brackets milliseconds of both."""
+    """A row a batch: the default's rounds, tokens and first tokens over vLLM's, in brackets milliseconds of both.
+
+    What no batch has is no column.
+    """
 
     def told(pair: tuple[float, float] | None, form: str) -> str:
         return form.format(pair[0] / pair[1], *pair) if pair else "-"
@@ -362,7 +372,8 @@ def table_of_vllm(name: str) -> str:
         row = rows.setdefault(shape(cell), ["-"] * 2 * len(STEPS))
         row[at : at + 2] = told(of.get("round_ms"), OF_ROUNDS), told(of.get("ttft_ms"), OF_FIRST_TOKENS)
     columns = ["requests x tokens", "round", "its first token", "token without drafts", "its first token"]
-    return table(columns, [[of, *row] for of, row in rows.items()])
+    kept = [0, *(1 + at for at in range(2 * len(STEPS)) if any(row[at] != "-" for row in rows.values()))]
+    return table([columns[at] for at in kept], [[[of, *row][at] for at in kept] for of, row in rows.items()])
 
 
 def lost_to_vllm() -> list[list[str]]:

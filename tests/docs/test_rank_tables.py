@@ -101,6 +101,16 @@ def test_an_fp8_cache_is_a_rank_of_its_own(filed):
     assert row(rank_tables.rank(), "8 x 300") == ["0.851 (8.60)", "0.642 (12.90)"]
 
 
+def test_glms_fp8_cache_is_a_column_and_a_row_too_and_what_ours_ran_alone_is_none(filed):
+    shape = cell(3, 8, 300) | {"checkpoint": "glm-5.1-tp8", "kv": "fp8_e4m3"}
+    filed("fp8_kv", "new", [row for side, ms in {"builtin": 10.0, "default": 8.0}.items() for row in served(shape, side, ms)])
+    filed("ours_alone", "new", served(shape | {"checkpoint": "v3.2-dp8"}, "default", 1.0) + served(shape, "default", 1.0))
+    assert rank_tables.rank().splitlines()[0] == "| requests x tokens | GLM-5.1, FP8 KV |"
+    assert row(rank_tables.rank(), "8 x 300") == ["0.802 (8.10)"]
+    filed("eight_gpus", "new", [])
+    assert "| a rank of GLM-5.1, FP8 KV | - | 20 % | - | - |" in rank_tables.rank_rounds().splitlines()
+
+
 def test_a_later_default_takes_the_place_of_an_earlier_one(filed, tmp_path):
     """In rounds and, with its prefill by rows, in first tokens; where it was not measured the earlier one stays."""
     fp8 = [cell(3, batch, 300) | {"kv": "fp8_e4m3"} for batch in (8, 32)]
@@ -210,10 +220,11 @@ def test_vllm_is_told_where_it_did_not_wander_and_where_it_wins(filed):
     for name, rows in (("vllm", first), ("vllm_again", again)):
         filed(name, "new", [one | of_vllm for one in rows])
     assert rank_tables.vllm().splitlines()[2:] == [
-        "| 1 x 300 | - | 1.26 (10 / 8) | - | - |",
+        "| 1 x 300 | - | 1.26 (10 / 8) | - |",
         # So many rows go by sparse_prefill, whose side did not run.
-        "| 8 x 300 | 1.262 (10.10 / 8.00) | - | 1.275 (5.10 / 4.00) | - |",
+        "| 8 x 300 | 1.262 (10.10 / 8.00) | - | 1.275 (5.10 / 4.00) |",
     ]
+    assert rank_tables.vllm().splitlines()[0] == "| requests x tokens | round | its first token | token without drafts |"
     whose = "a rank of DeepSeek-V3.2, [beside vLLM](vllm.md)"
     assert rank_tables.lost_to_vllm() == [
         [whose, "longer rounds or tokens", "8 x 300, 3 drafts (1.262); 8 x 300 (1.275)"],
@@ -226,9 +237,10 @@ def test_vllms_first_tokens_are_left_out_where_the_host_was_busy(filed, tmp_path
     filed("rounds", "new", [row for side in ("auto", "builtin") for row in served(cell(3, 1, 300), side, 10.0)])
     of_vllm = {key: {"median": 8.0, "min_max": [7.9, 8.1]} for key in rank_tables.TIMES} | {"side": "vllm", "turn": 0}
     filed("vllm", "new", [cell(3, 1, 300) | of_vllm])
-    assert row(rank_tables.vllm(), "1 x 300")[:2] == ["1.262 (10.10 / 8.00)", "1.26 (10 / 8)"]
+    assert row(rank_tables.vllm(), "1 x 300") == ["1.262 (10.10 / 8.00)", "1.26 (10 / 8)"]
     say(tmp_path, "vllm", busy_host=True)
-    assert row(rank_tables.vllm(), "1 x 300")[:2] == ["1.262 (10.10 / 8.00)", "-"]
+    assert rank_tables.vllm().splitlines()[0] == "| requests x tokens | round |"
+    assert row(rank_tables.vllm(), "1 x 300") == ["1.262 (10.10 / 8.00)"]
 
 
 def test_what_captures_of_all_sizes_took_and_a_crowd_are_told(filed):
@@ -289,7 +301,8 @@ def test_prompts_that_are_longer_than_tables_have_are_told_in_a_sentence(filed):
     newer = {(4096, "default"): 5.0, (4096, "builtin"): 10.0, (131072, "default"): 6.0, (131072, "builtin"): 10.0}
     of_newer = [row for (length, side), ms in newer.items() for row in served(cell(0, 1, length), side, ms)]
     filed("second_product", "new", [row for row in of_newer if row["length"] == 4096])
-    filed("weights_come_early", "new", [row for row in of_newer if row["length"] != 4096])
+    filed("weights_come_early", "new", [])
+    filed("tokens_to_32768", "new", [row for row in of_newer if row["length"] != 4096])
     filed("alone", "new", served(cell(3, 8, 32768), "default", 1.0))
     assert rank_tables.long_requests() == "32768 / 131072 tokens 0.693 / 0.792 of 1; 8192 tokens 0.524 of 8"
     assert rank_tables.longer_first_tokens() == "0.50 / 0.69 / 0.60 of 1, 0.52 of 8"
