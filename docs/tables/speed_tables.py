@@ -241,13 +241,6 @@ def own_topk_behind() -> str:
     return spread(ratio for ratio in own_topk() if ratio >= 1)
 
 
-@PARTS.part
-def early_experts() -> str:
-    """Few tokens' experts that tensor cores multiply over those of the launches in the table."""
-    times = [row["us"] for row in result("experts_0_5_23", "early_experts")["rows"]]
-    return spread(us["early_experts"] / us["few_experts"] for us in times)
-
-
 EXPERT_TOKENS = (8, 32, 128, 512, 8192)
 RANKS_OF_EXPERTS = {"v3.2-tp8": "DeepSeek-V3.2", "v3.2-tp16": "DeepSeek-V3.2, 16 GPUs"}
 """Those of expert parallel (`v3.2-ep8`) serve nobody yet: no server of eight GPUs ran with them."""
@@ -287,9 +280,8 @@ def experts_over_bytes() -> str:
     return str(min(tokens for tokens in bound if all(of for more, of in bound.items() if more >= tokens)))
 
 
-FIRST_OF_EXPERTS = "v3.2-tp8"
 FEW_OF_RANKS = {
-    FIRST_OF_EXPERTS: (8, "DeepSeek-V3.2"), "v3.2-tp16": (8, "16 GPUs"), "v3.2-tp4": (8, "4 GPUs"), "v3.2-ep8": (8, "EP 8"),
+    "v3.2-tp8": (8, "DeepSeek-V3.2"), "v3.2-tp16": (8, "16 GPUs"), "v3.2-tp4": (8, "4 GPUs"), "v3.2-ep8": (8, "EP 8"),
     "glm-5-tp8": (9, "GLM-5"),
 }  # fmt: skip
 """Experts that a token chooses, and what pages call them."""
@@ -300,6 +292,10 @@ def as_filed(tile: Tile) -> str:
     return str(tile).replace(", ahead=", ", by_choice=0, ahead=").replace(")", ", by_lane=True)")
 
 
+BY_TENSOR_CORES = "by tensor cores"
+"""The way in which ranks of the report `few_by_tensor_cores` have few experts."""
+
+
 @PARTS.part
 def few_experts() -> str:
     """A row a rank: two launches over SGLang's experts by tokens, in brackets where they do not serve.
@@ -308,14 +304,16 @@ def few_experts() -> str:
     """
     rows = result("experts_0_5_23", "few_tokens")["rows"]
     counts = sorted({row["tokens"] for row in rows})
-    together = {row["tokens"]: row["beside_us"] for row in result("experts_0_5_23", "shared_expert")["rows"]}
+    newer = {(row["rank"], row["tokens"]): row for row in result("experts_0_5_23", "few_by_tensor_cores")["rows"]}
 
     def over(row: dict, choices: int) -> str:
-        tokens, way = row["tokens"], as_filed(tile_for(row["tokens"]))
-        if row["rank"] == FIRST_OF_EXPERTS:
-            us, way = together[tokens], f"{way}, shared among them"
+        tokens, of = row["tokens"], newer.get((row["rank"], row["tokens"]))
+        if of is None:
+            us, way = row["few_us"], as_filed(tile_for(tokens))
+        elif "beside_us" in of:
+            us, way = of["beside_us"], f"{BY_TENSOR_CORES}, shared among them"
         else:
-            us = row["few_us"]
+            us, way = of["few_us"], BY_TENSOR_CORES
         ratio = f"{us[way] / us['sglang']:.2f}"
         return ratio if tokens <= MOST_TOKENS.get((choices, row["width"]), 0) else f"({ratio})"
 

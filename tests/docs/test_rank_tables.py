@@ -373,6 +373,29 @@ def test_experts_of_sglangs_option_stand_beside_the_default_without_it(filed):
     assert row(rank_tables.rank(), "1 x 300") == ["0.826 (10.00)"]
 
 
+def test_experts_of_few_tokens_are_by_tensor_cores_where_a_run_has_them(filed):
+    """DeepSeek-V3.2's with its shared expert. In brackets is what does not serve, whatever it gains."""
+
+    def older(rank: str, tokens: int, width: int) -> dict:
+        us = {"sglang": 10.0, speed_tables.as_filed(speed_tables.tile_for(tokens)): 9.0}
+        return {"rank": rank, "tokens": tokens, "width": width, "few_us": us}
+
+    widths = {"v3.2-tp8": 256, "v3.2-tp16": 128, "v3.2-tp4": 512, "v3.2-ep8": 2048, "glm-5-tp8": 256}
+    filed("few_tokens", "old", [older(rank, n, width) for rank, width in widths.items() for n in (1, 8)], topic="experts")
+    times = {"few_us": {"sglang": 10.0, "by tensor cores": 5.0}}
+    beside = {"beside_us": {"sglang": 10.0, "by tensor cores, shared among them": 4.0}}
+    newer = [{"rank": rank, "tokens": n} | times for rank in ("v3.2-tp8", "glm-5-tp8") for n in (1, 8)]
+    rows = [one | (beside if one["rank"] == "v3.2-tp8" else {}) for one in newer]
+    filed("few_by_tensor_cores", "new", rows, topic="experts")
+    assert speed_tables.few_experts().splitlines()[2:] == [
+        "| DeepSeek-V3.2 | 0.40 | (0.40) |",
+        "| 16 GPUs | 0.90 | 0.90 |",
+        "| 4 GPUs | 0.90 | (0.90) |",
+        "| EP 8 | (0.90) | (0.90) |",
+        "| GLM-5 | 0.50 | (0.50) |",
+    ]
+
+
 def test_experts_are_told_by_rank_and_from_where_on_the_bytes_bound_them(filed):
     def measured(tokens: int, us: float) -> dict:
         times = {"sglang": 100.0, "way": us}
