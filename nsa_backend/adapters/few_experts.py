@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 import torch
 
 from nsa_backend.adapters import shared_expert
 from nsa_backend.environment import switched_on
-from nsa_backend.kernels import early_experts
+from nsa_backend.kernels import early_experts, experts_once
 from nsa_backend.kernels import few_experts as kernels
 from nsa_backend.kernels.few_experts import ExpertWeights
 
@@ -23,18 +24,31 @@ SWITCH = "NSA_BACKEND_FEW_EXPERTS"
 MOST_TOKENS = {(8, 128): 8, (8, 256): 4, (9, 256): 4, (8, 512): 2}
 """Of a forward, by the experts that each token chooses and their width: with these an H200 was faster than with SGLang's."""
 MOST_ASKED = 2
-"""Of a forward, of any other experts where a user asks for the launches."""
+"""Of a forward, of any other experts where a user asks for the launches; those that `experts_once` has, up to its eight."""
 
 
 def serves(x: torch.Tensor, weights: ExpertWeights, chosen: torch.Tensor) -> bool:
     """Whether these tokens have the launches."""
-    few = len(x) <= most_tokens(chosen.shape[1], weights.width)
+    few = len(x) <= most_tokens(x.shape[1], chosen.shape[1], weights.width)
     return few and kernels.problem(hidden=x.shape[1], width=weights.width) is None
 
 
-def most_tokens(choices: int, width: int) -> int:
-    """Of a forward that has the launches, by the experts that a token chooses and their width; 0 where none has."""
-    return MOST_TOKENS.get((choices, width), MOST_ASKED if switched_on(SWITCH) else 0)
+def most_tokens(hidden: int, choices: int, width: int) -> int:
+    """Of a forward that has the launches, by hidden states, a token's choices and experts' width; 0 where none has."""
+    unasked = MOST_TOKENS.get((choices, width), 0)
+    if not switched_on(SWITCH):
+        return unasked
+    once = experts_once.problem(hidden, width, choices, 1) is None
+    return max(unasked, experts_once.MOST_TOKENS if once else MOST_ASKED)
+
+
+def launches_of(x: torch.Tensor, width: int, choices: int, shared: bool) -> Callable[..., torch.Tensor]:
+    """Which launches compute them. Those of `experts_once` have not been timed: they are to be asked for."""
+    if not x.is_cuda or early_experts.problem(x.shape[1], width, choices, int(shared)) is not None:
+        return kernels.few_experts
+    asked = switched_on(SWITCH) and len(x) > 1
+    once = asked and experts_once.problem(x.shape[1], width, choices, int(shared), len(x)) is None
+    return experts_once.experts_once if once else early_experts.early_experts
 
 
 def run(
@@ -45,11 +59,9 @@ def run(
     one = None if shared is None else shared.weights
     if one is not None and one.first.shape != weights.first.shape[1:]:
         one = None
-    tell(most_tokens(chosen.shape[1], weights.width), len(weights.first), weights.width, one is not None)
-    shape = x.shape[1], weights.width, chosen.shape[1], int(one is not None)
-    by_tensor_cores = x.is_cuda and early_experts.problem(*shape) is None
-    launches = early_experts.early_experts if by_tensor_cores else kernels.few_experts
-    found = launches(x, weights, shares, chosen, factor=factor, shared=one, out=out)
+    choices, width = chosen.shape[1], weights.width
+    tell(most_tokens(x.shape[1], choices, width), len(weights.first), width, one is not None)
+    found = launches_of(x, width, choices, one is not None)(x, weights, shares, chosen, factor=factor, shared=one, out=out)
     if one is not None:
         shared.added = True
     return found

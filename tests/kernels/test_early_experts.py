@@ -9,8 +9,9 @@ import torch
 from emulated import with_experts
 from test_few_experts import by_torch, inputs, of_any_size, with_shared
 
+from nsa_backend.kernels import early_experts as kernels
 from nsa_backend.kernels.cuda_source import compiled
-from nsa_backend.kernels.early_experts import DOWN, GATE_UP, SOURCE, WIDTH, constants, early_experts, problem
+from nsa_backend.kernels.early_experts import DOWN, GATE_UP, SOURCE, WIDTH, by_powers, constants, early_experts, problem
 from nsa_backend.kernels.layer_front_weights import Scales
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -21,9 +22,8 @@ HIDDEN = 1024
 def run(given: dict, **options) -> torch.Tensor:
     shared = given.get("shared")
     if not given["x"].is_cuda:
-        powers = shared is not None and shared.scales is Scales.POWERS_OF_TWO
         form = given["x"].shape[1], given["chosen"].shape[1], int(shared is not None)
-        options["launch"] = with_experts(*form, powers=powers, seed=len(given["x"]))
+        options["launch"] = with_experts(kernels, *form, powers=by_powers(shared), seed=len(given["x"]))
     return early_experts(**given, **options)
 
 

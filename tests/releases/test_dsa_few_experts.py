@@ -48,14 +48,30 @@ def test_without_a_factor_the_sum_is_as_it_is():
 
 @pytest.mark.parametrize(
     ("choices", "width", "said", "most"),
-    [(8, 256, None, 4), (9, 256, None, 2), (8, 128, None, 8), (8, 512, None, 2), (9, 128, None, 0), (8, 1024, None, 0),
-     (9, 128, "1", 2), (6, 1024, "1", 2), (8, 256, "1", 4)],
+    [(8, 256, None, 4), (9, 256, None, 4), (8, 128, None, 8), (8, 512, None, 2), (9, 128, None, 0), (8, 1024, None, 0),
+     (9, 128, "1", 2), (6, 1024, "1", 2), (8, 256, "1", 8), (9, 256, "1", 8), (12, 256, "1", 2)],
 )  # fmt: skip
 def test_a_width_or_a_number_of_choices_that_was_not_timed_is_to_be_asked_for(monkeypatch, choices, width, said, most):
     monkeypatch.setenv(few_experts.SWITCH, said) if said else monkeypatch.delenv(few_experts.SWITCH)
     weights = ExpertWeights(torch.empty(1, 2 * width, HIDDEN), None, None, None)
     few = [n for n in range(1, 18) if few_experts.serves(torch.empty(n, HIDDEN), weights, torch.empty(n, choices))]
     assert few == list(range(1, most + 1))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "choices", "width", "said", "whose"),
+    [(1, 8, 256, None, "early_experts"), (4, 9, 256, None, "early_experts"), (1, 8, 256, "1", "early_experts"),
+     (2, 8, 256, "1", "experts_once"), (8, 9, 256, "1", "experts_once"), (2, 12, 256, "1", "early_experts"),
+     (8, 8, 128, None, "few_experts")],
+)  # fmt: skip
+def test_on_a_gpu_tensor_cores_multiply_experts_of_256(monkeypatch, tokens, choices, width, said, whose):
+    """And tokens read the same weights once where a user asks for that; with the shared one twelve choices are too many."""
+    monkeypatch.setenv(few_experts.SWITCH, said) if said else monkeypatch.delenv(few_experts.SWITCH)
+
+    class OnGpu(list):
+        is_cuda, shape = True, (tokens, 7168)
+
+    assert few_experts.launches_of(OnGpu(range(tokens)), width, choices, shared=True).__name__ == whose
 
 
 @pytest.fixture(params=[None, "ue8m0"])

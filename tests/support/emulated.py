@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -71,12 +72,14 @@ def multiplying_early(inner: int, tile: early_products.Tile, gates_dtype: torch.
     return launcher(partial(emulator, early_products.SOURCE, "Products", early_products.SOURCE.stem, **macros), seed)
 
 
-def with_experts(hidden: int, choices: int, shared: int, *, powers: bool, seed: int = 0) -> early_experts.Launch:
-    """What runs both launches of experts of few tokens."""
+def with_experts(
+    kernels: ModuleType, hidden: int, choices: int, shared: int, *, powers: bool, seed: int = 0
+) -> early_experts.Launch:
+    """What runs both launches of `early_experts` or of `experts_once`."""
 
     def launch(which: str, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
-        macros = early_experts.constants(which, hidden, choices, shared, powers=powers)
-        emulator(early_experts.SOURCE, "Experts", which, **macros).run(ctypes.byref(arguments), *grid, seed)
+        macros = kernels.constants(which, hidden, choices, shared, powers=powers)
+        emulator(kernels.SOURCE, "Experts", which, **macros).run(ctypes.byref(arguments), *grid, seed)
 
     return launch
 

@@ -1,0 +1,308 @@
+// Experts of up to eight tokens in two launches, for Hopper, as early_experts.cu has them, and in sums of the same order: but the
+// weights of an expert are read once for all tokens that chose it. experts_once.py compiles it at run time, once for each launch.
+//
+// Of tensor cores' products a token is a column. Weights go through registers, some chunks at once. Values of a token are quantised
+// by each block for itself and lie in e4m3, so that those of eight tokens leave room for other blocks.
+
+#include "few_experts.cuh"
+
+constexpr int TOKENS = 8;      // columns
+constexpr int NONE = 255;      // in place of a choice
+constexpr int VALUES = 8;      // of gate that a block has, and those of up that belong to them
+constexpr int COLUMNS = 16;    // of every token's sum that a block of the second launch has
+constexpr int OF_LANE = (CHOSEN + 3) / 4;  // choices of a token that one of its four lanes has
+constexpr int MOST_PAIRS = TOKENS * CHOSEN;
+
+// In the first launch a warp has some groups of hidden states; rows of them are 64 bytes further than banks repeat.
+constexpr int WARPS = 8, OF_WARP = GROUPS / WARPS, CHUNKS = OF_WARP * OF_GROUP, AHEAD = CHUNKS < 4 ? CHUNKS : 4;
+static_assert(GROUPS % WARPS == 0 && OF_WARP <= 16, "a warp has whole groups, and a lane one scale");
+constexpr uint32_t ROW = OF_WARP * GROUP + 64;
+constexpr uint32_t SCALES_AT = WARPS * TOKENS * ROW, WEIGHTS_AT = SCALES_AT + GROUPS * TOKENS * 4;
+constexpr uint32_t SUMS_AT = WEIGHTS_AT + GROUPS * 2 * 4;  // behind scales of gate and of up
+constexpr uint32_t GATE_UP_BYTES = SUMS_AT + WARPS * TOKENS * 2 * VALUES * 4;
+
+// In the second one a warp has some of the experts, one after the other.
+constexpr int CHUNKS_OF_WIDTH = GROUPS_OF_WIDTH * OF_GROUP, SLOTS = TOKENS * EACH;
+constexpr uint32_t INNER_ROW = WIDTH + 64;
+constexpr uint32_t INNER_SCALES_AT = SLOTS * INNER_ROW, GIVEN_AT = INNER_SCALES_AT + SLOTS * GROUPS_OF_WIDTH * 4;
+constexpr uint32_t EXPERTS_AT = GIVEN_AT + SLOTS * COLUMNS * 4, SHARES_AT = EXPERTS_AT + MOST_PAIRS * 4;
+constexpr uint32_t FIRSTS_AT = SHARES_AT + MOST_PAIRS * 4, LIST_AT = FIRSTS_AT + MOST_PAIRS * 4, LEADERS_AT = LIST_AT + MOST_PAIRS * 4;
+constexpr uint32_t DOWN_BYTES = LEADERS_AT + (MOST_PAIRS + 31) / 32 * 4;
+[[maybe_unused]] constexpr uint32_t SHARED_BYTES = 16 + (GATE_UP_BYTES > DOWN_BYTES ? GATE_UP_BYTES : DOWN_BYTES);
+
+// Four lanes have the choices of one token, that of their row.
+struct Choices {
+    int experts[OF_LANE];
+
+    __device__ __forceinline__ Choices(const Experts& a, const Place& of) {
+#pragma unroll
+        for (int part = 0; part < OF_LANE; ++part) {
+            const int choice = part * 4 + of.piece;
+            experts[part] = of.row < a.tokens && choice < CHOSEN ? a.chosen[of.row * CHOSEN + choice] : -1;
+        }
+    }
+
+    // Which choice of the lane's token an expert is, the first one that is, or NONE.
+    __device__ __forceinline__ uint32_t of_expert(const Place& of, int expert) const {
+        uint32_t choice = NONE;
+#pragma unroll
+        for (int part = OF_LANE - 1; part >= 0; --part) {
+            if (experts[part] == expert) choice = part * 4 + of.piece;
+        }
+        choice = min(choice, shuffle_from(choice, of.lane ^ 1));
+        return min(choice, shuffle_from(choice, of.lane ^ 2));
+    }
+};
+
+// Of 16 values of two columns each, and of a token's in e4m3.
+__device__ __forceinline__ void add_products(float (&sums)[4], const uint4& upper, const uint4& lower, const uint4& token) {
+    add_products(sums, upper.x, lower.x, unpack_fp8(token.x));
+    add_products(sums, upper.y, lower.y, unpack_fp8(token.y));
+    add_products(sums, upper.z, lower.z, unpack_fp8(token.z));
+    add_products(sums, upper.w, lower.w, unpack_fp8(token.w));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) gate_up(const __grid_constant__ Experts a) {
+    SHARED_MEMORY(memory);
+    const uint32_t shared = (shared_address(memory) + 15) & ~15u;
+    wait_for_inputs();
+    let_others_begin();  // which then find the choices written
+    const Place of;
+    const bool is_shared = WITH_SHARED && blockIdx.y == 0;  // of all tokens, so it begins first
+    const int pair = static_cast<int>(blockIdx.y) - WITH_SHARED, begin = of.warp * OF_WARP, value = blockIdx.x * VALUES;
+    const Choices choices(a, of);
+    const long long expert = is_shared ? 0 : a.chosen[pair];
+    if (expert < 0) return;
+    const uint32_t everybodys = of.row < a.tokens ? CHOSEN : NONE;
+    const uint32_t choice = is_shared ? everybodys : choices.of_expert(of, static_cast<int>(expert));
+    const uint32_t there = warp_ballot(choice != NONE) & 0x11111111;  // a bit of every token's four
+    if (!is_shared) {
+        const int first = __ffs(there) - 1;
+        if (first / 4 * CHOSEN + static_cast<int>(shuffle_from(choice, first)) != pair) return;  // another block has this expert
+    }
+    const Weights& weights = is_shared ? a.shared_one : a.chosen_ones;
+    const unsigned char* gates = weights.first + (expert * 2 * WIDTH + value + of.row) * HIDDEN + begin * GROUP + of.piece * 16;
+    const uint32_t weights_at = shared + WEIGHTS_AT + begin * 8;
+    if (of.lane < OF_WARP * 2) {
+        const long long block = expert * 2 * GROUPS_OF_WIDTH + of.lane % 2 * GROUPS_OF_WIDTH + value / GROUP;
+        copy_4(weights_at + of.lane * 4, weights.first_scales + block * GROUPS + begin + of.lane / 2, true);
+    }
+    uint4 upper[AHEAD], lower[AHEAD];
+    const auto load = [&](int chunk) {
+        upper[chunk % AHEAD] = load_once(gates + chunk * CHUNK);
+        lower[chunk % AHEAD] = load_once(gates + WIDTH * HIDDEN + chunk * CHUNK);
+    };
+#pragma unroll
+    for (int chunk = 0; chunk < AHEAD; ++chunk) load(chunk);
+    const uint32_t tokens_at = shared + of.warp * TOKENS * ROW, scales_at = shared + SCALES_AT + begin * TOKENS * 4;
+    for (uint32_t left = there; left; left &= left - 1) {
+        const int token = (__ffs(left) - 1) / 4;
+        uint2 rows[OF_WARP];
+#pragma unroll
+        for (int group = 0; group < OF_WARP; ++group) rows[group] = load_2(a.x + token * HIDDEN + (begin + group) * GROUP + of.lane * 4);
+#pragma unroll
+        for (int group = 0; group < OF_WARP; ++group) {
+            const Quantised found = quantised_group(rows[group], POWERS && is_shared);
+            store_shared(tokens_at + token * ROW + group * GROUP + of.lane * 4, found.values);
+            if (of.lane == 0) store_shared(scales_at + (group * TOKENS + token) * 4, __float_as_uint(found.scale));
+        }
+    }
+    wait_for_copies();
+    sync_warp();
+    float gate[2] = {}, up[2] = {};
+    const bool is_there = choice != NONE;
+#pragma unroll
+    for (int group = 0; group < OF_WARP; ++group) {
+        float found[4] = {};
+#pragma unroll
+        for (int part = 0; part < OF_GROUP; ++part) {
+            const int chunk = group * OF_GROUP + part;
+            uint4 token{0, 0, 0, 0};
+            if (is_there) token = load_shared_4(tokens_at + of.row * ROW + chunk * CHUNK + of.piece * 16);
+            add_products(found, upper[chunk % AHEAD], lower[chunk % AHEAD], token);
+            if (chunk + AHEAD < CHUNKS) load(chunk + AHEAD);
+        }
+        const uint2 of_tokens = load_shared_2(scales_at + (group * TOKENS + 2 * of.piece) * 4);
+        const uint2 of_weights = load_shared_2(weights_at + group * 8);
+        const float near = __uint_as_float(of_tokens.x), far = __uint_as_float(of_tokens.y);
+        gate[0] += found[0] * (near * __uint_as_float(of_weights.x));
+        gate[1] += found[1] * (far * __uint_as_float(of_weights.x));
+        up[0] += found[2] * (near * __uint_as_float(of_weights.y));
+        up[1] += found[3] * (far * __uint_as_float(of_weights.y));
+    }
+#pragma unroll
+    for (int next = 0; next < 2; ++next) {
+        const uint32_t at = shared + SUMS_AT + ((of.warp * TOKENS + 2 * of.piece + next) * 2 * VALUES + of.row) * 4;
+        store_shared(at, __float_as_uint(gate[next]));
+        store_shared(at + VALUES * 4, __float_as_uint(up[next]));
+    }
+    const int token = threadIdx.x / VALUES % TOKENS, of_token = threadIdx.x % VALUES;
+    const uint32_t its_choice = shuffle_from(choice, token * 4);
+    meet<1, THREADS>();
+    if (threadIdx.x >= TOKENS * VALUES || its_choice == NONE) return;
+    float gates_sum = 0, ups_sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) {
+        const uint32_t at = shared + SUMS_AT + ((warp * TOKENS + token) * 2 * VALUES + of_token) * 4;
+        gates_sum += load_shared_float(at);
+        ups_sum += load_shared_float(at + VALUES * 4);
+    }
+    const float2 both = rounded(gates_sum, ups_sum);
+    const long long slot = token * EACH + static_cast<int>(its_choice);
+    a.inner[slot * WIDTH + value + of_token] = static_cast<unsigned short>(pack_bf16(opened(both.x) * both.y, 0));
+}
+
+// Where the weights of one expert of the second launch begin that a lane has, and scales of this block's columns.
+struct Item {
+    const unsigned char* values;
+    const float* scales;
+    int expert;  // -1 for the shared one
+
+    __device__ __forceinline__ Item(const Experts& a, const Place& of, uint32_t list, int item) {
+        const bool is_shared = WITH_SHARED && item == 0;
+        expert = is_shared ? -1 : static_cast<int>(load_shared(list + (item - WITH_SHARED) * 4));
+        const Weights& weights = is_shared ? a.shared_one : a.chosen_ones;
+        const long long at = is_shared ? 0 : expert;
+        const int column = blockIdx.x * COLUMNS;
+        values = weights.second + (at * HIDDEN + column + of.row) * WIDTH + of.piece * 16;
+        scales = weights.second_scales + (at * GROUPS + column / GROUP) * GROUPS_OF_WIDTH;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) down(const __grid_constant__ Experts a) {
+    constexpr int SUM_WARPS = THREADS / 32;
+    static_assert(THREADS >= MOST_PAIRS && THREADS >= TOKENS * COLUMNS, "a thread has one choice, and one value of a sum");
+    SHARED_MEMORY(memory);
+    const uint32_t shared = (shared_address(memory) + 15) & ~15u;
+    const Place of;
+    const Choices choices(a, of);
+    const int pairs = a.tokens * CHOSEN, own = threadIdx.x;
+    int expert = -1;
+    if (own < pairs) {
+        expert = a.chosen[own];
+        store_shared(shared + EXPERTS_AT + own * 4, expert);
+        store_shared(shared + SHARES_AT + own * 4, __float_as_uint(a.shares[own]));
+    }
+    meet<1, THREADS>();
+    int first = own, first_of_token = own;  // choices of the same expert
+    for (int other = own < pairs ? own - 1 : -1; other >= 0; --other) {
+        if (static_cast<int>(load_shared(shared + EXPERTS_AT + other * 4)) != expert) continue;
+        first = other;
+        if (other / CHOSEN == own / CHOSEN) first_of_token = other;
+    }
+    const bool leads = expert >= 0 && first == own;
+    const uint32_t leaders = warp_ballot(leads);
+    if (own < pairs) store_shared(shared + FIRSTS_AT + own * 4, expert >= 0 ? first_of_token % CHOSEN : NONE);
+    if (of.lane == 0 && own < pairs) store_shared(shared + LEADERS_AT + of.warp * 4, leaders);
+    meet<1, THREADS>();
+    int items = WITH_SHARED, before = 0;
+    for (int warp = 0; warp * 32 < pairs; ++warp) {
+        const int count = __popc(load_shared(shared + LEADERS_AT + warp * 4));
+        items += count;
+        before += warp < of.warp ? count : 0;
+    }
+    if (leads) store_shared(shared + LIST_AT + (before + __popc(leaders & ((1u << of.lane) - 1))) * 4, expert);
+    meet<1, THREADS>();
+
+    uint4 values[CHUNKS_OF_WIDTH][2];
+    float of_weights[GROUPS_OF_WIDTH];
+    const auto load = [&](const Item& item, int chunk) {
+        values[chunk][0] = load_once(item.values + chunk * CHUNK);
+        values[chunk][1] = load_once(item.values + 8 * WIDTH + chunk * CHUNK);
+    };
+    const auto load_scales = [&](const Item& item) {
+#pragma unroll
+        for (int group = 0; group < GROUPS_OF_WIDTH; ++group) of_weights[group] = item.scales[group];
+    };
+    int now = -1;
+    if (of.warp < items) {
+        const Item item(a, of, shared + LIST_AT, of.warp);
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS_OF_WIDTH; ++chunk) load(item, chunk);
+        load_scales(item);
+        now = item.expert;
+    }
+    wait_for_inputs();
+    const auto is_read = [&](int slot) {  // whether the first launch wrote it
+        const int choice = slot % EACH;
+        return slot < a.tokens * EACH && (choice == CHOSEN || static_cast<int>(load_shared(shared + FIRSTS_AT + (slot / EACH * CHOSEN + choice) * 4)) == choice);
+    };
+    constexpr int AT_ONCE = 4;
+    for (int begin = of.warp; begin < a.tokens * EACH; begin += AT_ONCE * SUM_WARPS) {
+        uint2 rows[AT_ONCE][GROUPS_OF_WIDTH];
+#pragma unroll
+        for (int turn = 0; turn < AT_ONCE; ++turn) {
+            const int slot = begin + turn * SUM_WARPS;
+            if (!is_read(slot)) continue;
+#pragma unroll
+            for (int group = 0; group < GROUPS_OF_WIDTH; ++group) rows[turn][group] = load_2(a.inner + slot * WIDTH + group * GROUP + of.lane * 4);
+        }
+#pragma unroll
+        for (int turn = 0; turn < AT_ONCE; ++turn) {
+            const int slot = begin + turn * SUM_WARPS;
+            if (!is_read(slot)) continue;
+#pragma unroll
+            for (int group = 0; group < GROUPS_OF_WIDTH; ++group) {
+                const Quantised found = quantised_group(rows[turn][group], POWERS && slot % EACH == CHOSEN);
+                store_shared(shared + slot * INNER_ROW + group * GROUP + of.lane * 4, found.values);
+                if (of.lane == 0) store_shared(shared + INNER_SCALES_AT + (slot * GROUPS_OF_WIDTH + group) * 4, __float_as_uint(found.scale));
+            }
+        }
+    }
+    meet<1, THREADS>();
+    for (int turn = of.warp; turn < items; turn += SUM_WARPS) {
+        const uint32_t everybodys = of.row < a.tokens ? CHOSEN : NONE;
+        const uint32_t choice = WITH_SHARED && now < 0 ? everybodys : choices.of_expert(of, now);
+        const bool is_there = choice != NONE, more = turn + SUM_WARPS < items;
+        const int slot = of.row * EACH + static_cast<int>(choice);
+        const Item next(a, of, shared + LIST_AT, more ? turn + SUM_WARPS : turn);
+        now = next.expert;
+        float sums[4] = {}, weight_scales[GROUPS_OF_WIDTH];
+#pragma unroll
+        for (int group = 0; group < GROUPS_OF_WIDTH; ++group) weight_scales[group] = of_weights[group];
+        if (more) load_scales(next);
+#pragma unroll
+        for (int group = 0; group < GROUPS_OF_WIDTH; ++group) {
+            float found[4] = {};
+            uint32_t of_token = 0;
+            if (is_there) of_token = load_shared(shared + INNER_SCALES_AT + (slot * GROUPS_OF_WIDTH + group) * 4);
+#pragma unroll
+            for (int part = 0; part < OF_GROUP; ++part) {
+                const int chunk = group * OF_GROUP + part;
+                uint4 token{0, 0, 0, 0};
+                if (is_there) token = load_shared_4(shared + slot * INNER_ROW + chunk * CHUNK + of.piece * 16);
+                add_products(found, values[chunk][0], values[chunk][1], token);
+                if (more) load(next, chunk);
+            }
+            const float near = __uint_as_float(shuffle_from(of_token, of.piece * 8)) * weight_scales[group];
+            const float far = __uint_as_float(shuffle_from(of_token, of.piece * 8 + 4)) * weight_scales[group];
+            sums[0] += found[0] * near;
+            sums[1] += found[1] * far;
+            sums[2] += found[2] * near;
+            sums[3] += found[3] * far;
+        }
+#pragma unroll
+        for (int column = 0; column < 2; ++column) {
+            const int token = 2 * of.piece + column;
+            const uint32_t its_choice = shuffle_from(choice, token * 4);
+            if (its_choice == NONE) continue;
+            const uint32_t at = shared + GIVEN_AT + ((token * EACH + its_choice) * COLUMNS + of.row) * 4;
+            store_shared(at, __float_as_uint(sums[column]));
+            store_shared(at + 8 * 4, __float_as_uint(sums[2 + column]));
+        }
+    }
+    meet<1, THREADS>();
+    const int token = threadIdx.x / COLUMNS, column = threadIdx.x % COLUMNS;
+    if (token >= a.tokens) return;
+    const uint32_t given = shared + GIVEN_AT + (token * EACH * COLUMNS + column) * 4;
+    float sum = 0;
+#pragma unroll
+    for (int choice = 0; choice < CHOSEN; ++choice) {
+        const uint32_t at = (token * CHOSEN + choice) * 4, its_first = load_shared(shared + FIRSTS_AT + at);
+        if (its_first == NONE) continue;
+        sum += rounded(load_shared_float(given + its_first * COLUMNS * 4) * load_shared_float(shared + SHARES_AT + at), 0).x;
+    }
+    sum *= a.factor;
+    if (WITH_SHARED) sum = rounded(sum, 0).x + rounded(load_shared_float(given + CHOSEN * COLUMNS * 4), 0).x;
+    a.out[token * static_cast<long long>(HIDDEN) + blockIdx.x * COLUMNS + column] = static_cast<unsigned short>(pack_bf16(sum, 0));
+}

@@ -1,0 +1,137 @@
+"""Experts whose weights are read once for all tokens that chose them are bit by bit those of `early_experts`."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from emulated import emulator, with_experts
+from test_few_experts import EXPERTS, by_torch, inputs, of_any_size, with_shared
+
+from nsa_backend.kernels import early_experts, experts_once
+from nsa_backend.kernels.cuda_source import compiled
+from nsa_backend.kernels.early_experts import DOWN, GATE_UP, WIDTH, by_powers
+from nsa_backend.kernels.layer_front_weights import Scales
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+HIDDEN = 1024
+
+
+def run(kernels, given: dict, **options) -> torch.Tensor:
+    call = getattr(kernels, kernels.__name__.rpartition(".")[2])
+    if not given["x"].is_cuda:
+        form = given["x"].shape[1], given["chosen"].shape[1], int(given.get("shared") is not None)
+        options["launch"] = with_experts(kernels, *form, powers=by_powers(given.get("shared")), seed=len(given["x"]))
+    return call(**given, **options)
+
+
+def check(given: dict, **options) -> torch.Tensor:
+    """Bit by bit, but for the last one of a value whose sums of float32 round otherwise."""
+    found, wanted = run(experts_once, given, **options), by_torch(given, options.get("factor", 1.0))
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-7, atol=0)
+    assert (found != wanted).sum() <= 0.01 * found.numel()
+    return found
+
+
+def given_once(tokens: int, device: str) -> dict:
+    """Some experts are of several tokens; four lanes have five choices."""
+    return inputs(tokens, 5, HIDDEN, WIDTH, device, seed=tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 0])
+def test_what_experts_give(device, tokens):
+    check(given_once(tokens, device), factor=2.5)
+
+
+def test_sums_are_those_of_tokens_that_read_weights_for_themselves(device):
+    """Random floats: silu in its steep part, scales of any value."""
+    given = of_any_size(given_once(3, device))
+    assert torch.equal(run(experts_once, given), run(early_experts, given))
+
+
+@pytest.mark.parametrize("scales", Scales)
+def test_a_shared_expert_is_read_for_every_token(device, scales):
+    given = with_shared(given_once(3, device), scales)
+    given["x"] *= 0.7  # whose scales are then no powers of two
+    given["chosen"][0, 0] = -1
+    check(given, factor=2.5)
+
+
+def test_one_expert_may_be_of_all_tokens_twice_of_one_or_of_another_gpu(device):
+    """Rows that only fill a graph may choose an expert twice. Nothing of other GPUs' is read, so it may be anything."""
+    given = given_once(8, device)
+    given["chosen"][:, 3] = 3
+    given["chosen"][0] = -1
+    given["chosen"][1, 1] = given["chosen"][2, 0] = -1
+    given["chosen"][4] = torch.tensor([4, 2, 4, 4, 2], device=device)
+    given["shares"][given["chosen"] < 0] = float("nan")
+    assert check(given)[0].eq(0).all()
+    given["chosen"][:] = -1
+    given["shares"][:] = float("nan")
+    assert run(experts_once, given).eq(0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("hidden", "choices", "shared"), [(7168, 8, True), (7168, 8, False), (6144, 9, False)])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8])
+def test_a_layers_experts(hidden, choices, shared, tokens):
+    given = inputs(tokens, choices, hidden, WIDTH, "cuda", seed=tokens)
+    given = with_shared(given, Scales.POWERS_OF_TWO) if shared else given
+    assert torch.equal(check(given, factor=2.5), run(early_experts, given, factor=2.5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_any_choices(seed):
+    """Of so few experts that most are shared, some of them on other GPUs."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, choices = (int(torch.randint(1, 9, (), generator=generator)) for _ in range(2))
+    given = of_any_size(inputs(tokens, choices, HIDDEN, WIDTH, "cuda", seed=seed))
+    given["chosen"] = torch.randint(-2, EXPERTS, (tokens, choices), generator=generator).clamp_min(-1).int().cuda()
+    assert torch.equal(run(experts_once, given), run(early_experts, given))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("hidden", "choices", "shared"), [(7168, 8, True), (6144, 9, False)])
+def test_a_graph_gives_the_same_every_time(hidden, choices, shared):
+    """Launches begin before those ahead of them end, and many blocks meet: no replay differs."""
+    given = of_any_size(inputs(8, choices, hidden, WIDTH, "cuda"))
+    given = with_shared(given, Scales.POWERS_OF_TWO) if shared else given
+    wanted, out = run(early_experts, given), torch.empty_like(given["x"])
+    run(experts_once, given, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(experts_once, given, out=out)
+    for _ in range(100):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize(("hidden", "choices", "shared"), [(7168, 8, 1), (6144, 9, 0)])
+def test_blocks_of_the_source_have_the_shared_memory_that_they_are_given(hidden, choices, shared):
+    macros = experts_once.constants(GATE_UP, hidden, choices, shared, powers=False)
+    given = [experts_once.shared_bytes(which, hidden, choices, shared) for which in (GATE_UP, DOWN)]
+    assert emulator(experts_once.SOURCE, "Experts", GATE_UP, **macros).shared_bytes() == max(given)
+    assert all(count * macros["BLOCKS_OF_SM"] <= 232448 for count in given)
+
+
+@pytest.mark.parametrize("which", [GATE_UP, DOWN])
+@pytest.mark.parametrize(("hidden", "choices", "shared"), [(7168, 8, 1), (6144, 9, 0)])
+def test_it_compiles_for_hopper_with_nearly_all_in_registers(which, hidden, choices, shared):
+    _, said = compiled(experts_once.SOURCE, experts_once.constants(which, hidden, choices, shared, powers=bool(shared)))
+    of_this = said[said.index(f"entry function '{which}'") :].split("Compiling")[0]
+    spilled = [int(count) for count in re.findall(r"(\d+) bytes spill", of_this)]
+    assert len(spilled) == 2
+    assert max(spilled) <= 12
+
+
+def test_what_cannot_be_served_says_so():
+    assert experts_once.problem(7168, 256, 8, 1, 8) is None
+    assert "9 tokens" in experts_once.problem(7168, 256, 8, 1, 9)
+    assert "13 experts of a token" in experts_once.problem(7168, 256, 12, 1)
+    assert "experts of 128" in experts_once.problem(7168, 128, 8, 1)
+    with pytest.raises(ValueError, match="9 tokens: up to 8"):
+        experts_once.experts_once(**inputs(9, 2, HIDDEN, WIDTH, "cpu"))
