@@ -24,7 +24,7 @@ SWITCH = "NSA_BACKEND_FEW_EXPERTS"
 MOST_TOKENS = {(8, 128): 8, (8, 256): 4, (9, 256): 4, (8, 512): 2}
 """Of a forward, by the experts that each token chooses and their width: with these an H200 was faster than with SGLang's."""
 MOST_ASKED = 2
-"""Of a forward, of any other experts where a user asks for the launches; those that `experts_once` has, up to its eight."""
+"""Of a forward, of any other experts where a user asks for the launches; those that `experts_once` has, up to its 16."""
 
 
 def serves(x: torch.Tensor, weights: ExpertWeights, chosen: torch.Tensor) -> bool:

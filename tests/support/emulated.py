@@ -72,13 +72,11 @@ def multiplying_early(inner: int, tile: early_products.Tile, gates_dtype: torch.
     return launcher(partial(emulator, early_products.SOURCE, "Products", early_products.SOURCE.stem, **macros), seed)
 
 
-def with_experts(
-    kernels: ModuleType, hidden: int, choices: int, shared: int, *, powers: bool, seed: int = 0
-) -> early_experts.Launch:
-    """What runs both launches of `early_experts` or of `experts_once`."""
+def with_experts(kernels: ModuleType, *form: int, powers: bool, seed: int = 0) -> early_experts.Launch:
+    """What runs both launches of `early_experts` or of `experts_once` of a form, which their `constants` take."""
 
     def launch(which: str, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
-        macros = kernels.constants(which, hidden, choices, shared, powers=powers)
+        macros = kernels.constants(which, *form, powers=powers)
         emulator(kernels.SOURCE, "Experts", which, **macros).run(ctypes.byref(arguments), *grid, seed)
 
     return launch
