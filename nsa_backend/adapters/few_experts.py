@@ -23,31 +23,31 @@ logger = logging.getLogger(__name__)
 SWITCH = "NSA_BACKEND_FEW_EXPERTS"
 MOST_TOKENS = {(8, 128): 8, (8, 256): 4, (9, 256): 4, (8, 512): 2}
 """Of a forward, by the experts that each token chooses and their width: with these an H200 was faster than with SGLang's."""
+MOST_ONCE = {(8, 256): 16, (9, 256): 16}
+"""Where a user asks for the launches: of forwards of two tokens or more `experts_once` has. They have not been timed."""
 MOST_ASKED = 2
-"""Of a forward, of any other experts where a user asks for the launches; those that `experts_once` has, up to its 16."""
+"""Of a forward, of any other experts where a user asks for the launches."""
 
 
 def serves(x: torch.Tensor, weights: ExpertWeights, chosen: torch.Tensor) -> bool:
     """Whether these tokens have the launches."""
-    few = len(x) <= most_tokens(x.shape[1], chosen.shape[1], weights.width)
+    few = len(x) <= most_tokens(chosen.shape[1], weights.width)
     return few and kernels.problem(hidden=x.shape[1], width=weights.width) is None
 
 
-def most_tokens(hidden: int, choices: int, width: int) -> int:
-    """Of a forward that has the launches, by hidden states, a token's choices and experts' width; 0 where none has."""
+def most_tokens(choices: int, width: int) -> int:
+    """Of a forward that has the launches, by the experts that a token chooses and their width; 0 where none has."""
     unasked = MOST_TOKENS.get((choices, width), 0)
-    if not switched_on(SWITCH):
-        return unasked
-    once = experts_once.problem(hidden, width, choices, 1) is None
-    return max(unasked, experts_once.MOST_TOKENS if once else MOST_ASKED)
+    return max(unasked, MOST_ONCE.get((choices, width), MOST_ASKED)) if switched_on(SWITCH) else unasked
 
 
 def launches_of(x: torch.Tensor, width: int, choices: int, shared: bool) -> Callable[..., torch.Tensor]:
-    """Which launches compute them. Those of `experts_once` have not been timed: they are to be asked for."""
-    if not x.is_cuda or early_experts.problem(x.shape[1], width, choices, int(shared)) is not None:
+    """Which launches compute them."""
+    form = x.shape[1], width, choices, int(shared)
+    if not x.is_cuda or early_experts.problem(*form) is not None:
         return kernels.few_experts
-    asked = switched_on(SWITCH) and len(x) > 1
-    once = asked and experts_once.problem(x.shape[1], width, choices, int(shared), len(x)) is None
+    asked = switched_on(SWITCH) and len(x) in range(2, MOST_ONCE.get((choices, width), 0) + 1)
+    once = asked and experts_once.problem(*form, len(x)) is None
     return experts_once.experts_once if once else early_experts.early_experts
 
 
@@ -60,7 +60,7 @@ def run(
     if one is not None and one.first.shape != weights.first.shape[1:]:
         one = None
     choices, width = chosen.shape[1], weights.width
-    tell(most_tokens(x.shape[1], choices, width), len(weights.first), width, one is not None)
+    tell(most_tokens(choices, width), len(weights.first), width, one is not None)
     found = launches_of(x, width, choices, one is not None)(x, weights, shares, chosen, factor=factor, shared=one, out=out)
     if one is not None:
         shared.added = True
