@@ -1,11 +1,12 @@
 """Block-FP8 projections of few rows: what SGLang's block-FP8 layers can call, beside the time that the bytes take.
 
-    python benchmarks/tuning/projections.py OUT.json [--rows 1 4 8 16 32 64 128]
+    python benchmarks/tuning/projections.py OUT.json [--rows 1 4 8 16 32 64 128] [--served]
 
 Inputs are quantised beforehand where a runner takes them so, and the others quantise by themselves. Two projections of one
 input are one launch of `split_products`, and two launches on two streams of DeepGEMM. Weights take turns, so that none is in
 the L2 cache, or with `--warm` are the same, which L2 has: the difference is what memory costs. Every runner is compared with
-DeepGEMM before it is timed. OUT.json is written after every cell.
+DeepGEMM before it is timed. With `--served` launches of ours are divided as a server has them alone. OUT.json is written after
+every cell.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.kernels.split_products import LEAST_INNER, MOST_ROWS, counters, split_products
 from nsa_backend.testing.process import start_sglang
 
-SHAPES = {"qkv_a, wk": (7168, 2112, 128), "q_b, wq_b": (1536, 3072, 8192), "q_b": (1536, 3072), "o_proj": (2048, 7168)}
-"""Columns in, then out of each, of a rank of DeepSeek-V3.2 under tensor parallel 8."""
+SHAPES = {
+    "qkv_a, wk": (7168, 2112, 128), "q_b, wq_b": (1536, 3072, 8192), "q_b": (1536, 3072), "o_proj": (2048, 7168),
+    "qkv_a, wk of GLM-5": (6144, 2624, 128), "q_b, wq_b of GLM-5": (2048, 2048, 4096), "o_proj of GLM-5": (2048, 6144),
+    "q_b, wq_b under DP attention": (1536, 24576, 8192), "q_b under DP attention": (1536, 24576),
+}  # fmt: skip
+"""Columns in, then out of each, of a rank of DeepSeek-V3.2 under tensor parallel 8 unless said."""
 INDEX_HEADS = 64
 COLD_BYTES, SAMPLES = 300 << 20, 5
 BYTES_PER_US = 4.0e6
@@ -45,8 +50,8 @@ TOO_FAR = 1e-2
 Call = Callable[[int], list[torch.Tensor]]
 
 
-def runners(name: str, rows: int, warm: bool = False) -> dict[str, Call]:
-    """What gives the products with the i-th weights, by name."""
+def runners(name: str, rows: int, warm: bool = False, served: bool = False) -> dict[str, Call]:
+    """What gives the products with the i-th weights, by name; of ours, as they are `served`, or in every way."""
     from flashinfer.gemm import fp8_blockscale_gemm_sm90
     from sglang.srt.layers.quantization import fp8_utils
 
@@ -88,6 +93,7 @@ def runners(name: str, rows: int, warm: bool = False) -> dict[str, Call]:
     }
     if rows <= early_products.MOST_ROWS:
         tiles = [tile for tile in EARLY if early_products.chunks_of(inner, tile.warps) >= tile.ahead]
+        tiles = [] if served else tiles
         named = {f"early_products {tile.warps} {tile.columns} {tile.ahead} {tile.before}": tile for tile in tiles}
         for said, tile in ({"early_products": None} | named).items():
             found[said] = lambda i, tile=tile: list(
@@ -96,7 +102,9 @@ def runners(name: str, rows: int, warm: bool = False) -> dict[str, Call]:
     if len(widths) == 2:
         found["deepgemm, two streams"] = on_two_streams
         arrived = counters(*(weight for weight, _ in drawn[0]))
-        for tile in TILES if rows <= MOST_ROWS else ():
+        if rows <= MOST_ROWS:
+            found["split_products"] = lambda i: list(split_products(values, scales, *drawn[i % copies], arrived))
+        for tile in TILES if rows <= MOST_ROWS and not served else ():
             found["split_products {} {}".format(*tile)] = lambda i, tile=tile: list(
                 split_products(values, scales, *drawn[i % copies], arrived, tile)
             )
@@ -132,10 +140,10 @@ def runners(name: str, rows: int, warm: bool = False) -> dict[str, Call]:
     return found
 
 
-def cell(name: str, rows: int, warm: bool) -> dict:
+def cell(name: str, rows: int, warm: bool, served: bool) -> dict:
     """Microseconds of every runner that is right; what is wrong is named."""
     inner, *widths = SHAPES[name]
-    every = runners(name, rows, warm)
+    every = runners(name, rows, warm, served)
     wanted = [out.float() for out in every["deepgemm"](0)]
 
     def distance(call: Call) -> float:
@@ -173,12 +181,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--projections", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--warm", action="store_true", help="the same weights at every call, which L2 has")
+    parser.add_argument("--served", action="store_true", help="of launches of ours the division alone that a server has")
     args = parser.parse_args()
     start_sglang()
     found: list[dict] = []
     for rows in args.rows:
         for name in args.projections:
-            found.append(cell(name, rows, args.warm))
+            found.append(cell(name, rows, args.warm, args.served))
             write_report(args.out, {"environment": environment(), "rows": found})
             show(found[-1:])
     show(found)
