@@ -26,6 +26,7 @@ from nsa_backend.releases import few_experts_problem
 RUNNER = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
 LAYER = "sglang.srt.models.deepseek_v2.DeepseekV2MoE"
 ADDITION = "sglang.srt.models.deepseek_v2.maybe_fuse_routed_scale_and_shared_add"
+CHOICES = "sglang.srt.layers.moe.topk._post_process_topk_ids"
 MOST_TOKENS = expert_products.TOKENS[-1]
 """Of a forward that decodes, whose experts may have launches of this package."""
 
@@ -60,6 +61,7 @@ def take() -> None:
     hook(f"{LAYER}.forward_normal", shared_expert.prefill_layer, HookType.AROUND)
     hook(f"{LAYER}._maybe_quant_moe_input_once", quantised_once, HookType.AROUND)
     hook(ADDITION, shared_expert.add, HookType.AROUND)
+    hook(CHOICES, choices_where_they_are, HookType.AROUND)
 
 
 def apart(
@@ -123,6 +125,31 @@ def quantised_once(original: Callable[..., Any], layer: Any, hidden_states: torc
         return None
     with switch.override(True):
         return original(layer, hidden_states)
+
+
+def choices_where_they_are(
+    original: Callable[..., tuple],
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_config: Any,
+    *arguments: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Around what maps chosen experts to those of ranks, of layers whose shared expert is one more choice of every token.
+
+    With nothing to map SGLang copies all choices once more: to where they are already. Returns choices, their shares, and
+    choices without the shared expert.
+    """
+    from sglang.srt.layers.moe import topk
+
+    shared = topk_config.num_shared_topk_slots
+    among_others = shared > 0 and topk_ids.shape[-1] == topk_config.top_k and not topk.has_per_rank_fused_shared_slots(shared)
+    mapped = [options.get(name) is not None for name in ("expert_location_dispatch_info", "num_token_non_padded")]
+    scaled = topk_config.fused_shared_experts_scaling_factor is not None
+    if not among_others or any(mapped) or scaled or arguments or torch.compiler.is_compiling():
+        return original(topk_ids, topk_weights, topk_config, *arguments, **options)
+    topk.capture_routed_experts_if_allowed(topk_config, options["layer_id"], topk_ids)
+    return topk_ids, topk_weights, topk_ids[:, :-shared]
 
 
 def is_served(of: dict[str, Any]) -> bool:

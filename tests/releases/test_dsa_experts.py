@@ -189,10 +189,39 @@ def test_the_hooks_are_where_sglang_looks(monkeypatch):
         (f"{experts.LAYER}.forward_normal", shared_expert.prefill_layer),
         (f"{experts.LAYER}._maybe_quant_moe_input_once", experts.quantised_once),
         (experts.ADDITION, shared_expert.add),
+        (experts.CHOICES, experts.choices_where_they_are),
     ]
     module = import_module(experts.RUNNER)
     for operator in (module.outplace_fused_experts, module.inplace_fused_experts):
         assert " fused_experts_impl(\n" in inspect.getsource(operator)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "copied"),
+    [({}, {}, False), ({}, {"num_token_non_padded": torch.tensor(2)}, True),
+     ({"fused_shared_experts_scaling_factor": 0.5}, {}, True), ({"top_k": 10}, {}, None), ({"shared": 0}, {}, False)],
+)  # fmt: skip
+def test_choices_with_a_shared_expert_are_left_where_they_are(fields, options, copied):
+    """With nothing to map, and no rows to mask, they are what SGLang copies; where it does more it is asked."""
+    from sglang.srt.configs.shared_experts import SharedExpertsConfig
+    from sglang.srt.layers.moe import topk
+
+    shared = SharedExpertsConfig(num_fused_shared_experts=fields.get("shared", 1))
+    config = topk.TopKConfig(**{"top_k": 9, "shared_experts": shared} | {k: v for k, v in fields.items() if k != "shared"})
+    chosen, shares = torch.randint(0, 256, (3, 9), dtype=torch.int32), torch.rand(3, 9)
+    given = {"topk_config": config, "router_logits": torch.zeros(3, 256), "layer_id": 5} | options
+    wanted = topk._post_process_topk_ids(chosen.clone(), shares.clone(), **given)
+    asked, ids = [], chosen.clone()
+
+    def original(*arguments: object, **more: object) -> tuple:
+        asked.append(True)
+        return topk._post_process_topk_ids(*arguments, **more)
+
+    found = experts.choices_where_they_are(original, topk_ids=ids, topk_weights=shares.clone(), **given)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert bool(asked) is bool(fields or options)
+    if copied is not None:
+        assert (found[0].data_ptr() != ids.data_ptr()) is copied
 
 
 @pytest.mark.parametrize(
