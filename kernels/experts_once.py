@@ -21,7 +21,7 @@ from nsa_backend.kernels.layer_front_weights import GROUP
 SOURCE = Path(__file__).with_name("experts_once.cu")
 MOST_TOKENS, TILE = 16, 8
 """Of a call, and those that a warp multiplies at once: launches are compiled for either number."""
-MOST_EACH = 12
+MOST_EACH = 10
 """Choices of a token, its shared expert among them."""
 COLUMNS = 16
 """Values of a token's sum that a block of the second launch has."""
