@@ -201,11 +201,12 @@ def test_the_hooks_are_where_sglang_looks(monkeypatch):
     [({}, {}, False), ({}, {"num_token_non_padded": torch.tensor(2)}, True),
      ({"fused_shared_experts_scaling_factor": 0.5}, {}, True), ({"top_k": 10}, {}, None), ({"shared": 0}, {}, False)],
 )  # fmt: skip
-def test_choices_with_a_shared_expert_are_left_where_they_are(fields, options, copied):
-    """With nothing to map, and no rows to mask, they are what SGLang copies; where it does more it is asked."""
+def test_choices_with_a_shared_expert_are_left_where_they_are(monkeypatch, fields, options, copied):
+    """With nothing to map, and no rows to mask, they are what SGLang copies on a GPU; where it does more it is asked."""
     from sglang.srt.configs.shared_experts import SharedExpertsConfig
     from sglang.srt.layers.moe import topk
 
+    monkeypatch.setattr(topk, "_is_cuda", True)
     shared = SharedExpertsConfig(num_fused_shared_experts=fields.get("shared", 1))
     config = topk.TopKConfig(**{"top_k": 9, "shared_experts": shared} | {k: v for k, v in fields.items() if k != "shared"})
     chosen, shares = torch.randint(0, 256, (3, 9), dtype=torch.int32), torch.rand(3, 9)
