@@ -360,6 +360,41 @@ def test_few_rows_take_all_products_from_two_launches(either_layer, monkeypatch)
     assert torch.equal(found[0]["topk"], found[1]["topk"])
 
 
+@pytest.mark.parametrize("most", [ROWS, ROWS - 1])
+def test_few_rows_that_choose_nothing_have_weights_that_come_early(either_layer, monkeypatch, most):
+    """Both products are SGLang's, and of more rows by SGLang. Weights that have been replaced are those that are there."""
+    layer, slots, launched = either_layer, torch.tensor([70, 200, 65, 131, 255]), []
+    layer.indexer, layer.skip_topk = None, True
+    for name in ("fused_qkv_a_proj_with_mqa", "q_b_proj"):
+        setattr(layer, name, BlockFp8(getattr(layer, name), Scales.EXACT))
+    for module in (front, projections):
+        monkeypatch.setattr(module, "scales_of", lambda linear: getattr(linear, "form", None))
+    monkeypatch.setattr(projections, "come_early", lambda weights: True)
+    monkeypatch.setattr(front, "MOST_ROWS", most)
+
+    def multiply(x: torch.Tensor, scales: torch.Tensor, first: tuple, *, before_ours: bool) -> tuple[torch.Tensor]:
+        linear = next(one for one in (layer.fused_qkv_a_proj_with_mqa, layer.q_b_proj) if one.weight is first[0])
+        launched.append(("early_products", before_ours))
+        return (linear.multiplied((x, scales)),)
+
+    monkeypatch.setattr(early_products, "early_products", multiply)
+    for name in ("quantise", "norm_rope_store"):
+        recorded(launched, front, name, monkeypatch)
+    selection = torch.zeros(ROWS, TOPK, dtype=torch.int32)
+    ours, theirs = (prepared(layer, monkeypatch, ForwardMode.DECODE, on, slots, selection=selection) for on in (True, False))
+    assert_same_bits(ours, theirs)
+    few = [("quantise", True), ("early_products", True), ("norm_rope_store", True), ("early_products", True)]
+    assert launched == (few if most == ROWS else [("quantise", False), ("norm_rope_store", False)])
+
+
+def test_a_projection_by_itself_has_no_more_columns_than_were_timed(monkeypatch):
+    """Under DP attention the query of all heads has twice as many."""
+    monkeypatch.setattr(projections, "scales_of", lambda linear: linear.form)
+    for columns, form, served in ((11264, Scales.EXACT, True), (24576, Scales.EXACT, False), (3072, None, False)):
+        linear = SimpleNamespace(weight=torch.empty(columns, 1536), form=form)
+        assert (projections.EarlyProduct.of(linear) is not None) is served
+
+
 def recorded(launched: list, module: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `module.name` note its calls, and what it is told of the launch behind it."""
     call = getattr(module, name)

@@ -9,12 +9,13 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend.adapters.dsa.layer_front import prefills
-from nsa_backend.adapters.dsa.layer_front.projections import FirstProducts, QueryProducts, scales_of
+from nsa_backend.adapters.dsa.layer_front.projections import EarlyProduct, FirstProducts, QueryProducts, scales_of
 from nsa_backend.adapters.dsa.layer_front.query_heads import QueryHeads
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.dsa.layer_front.short import EveryToken, is_short
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
+from nsa_backend.kernels.early_products import MOST_ROWS
 from nsa_backend.kernels.layer_front import norm_rope_store, quantise, rope_quantise, rope_query
 from nsa_backend.kernels.layer_front_weights import FrontWeights
 
@@ -39,6 +40,7 @@ class LayerFront:
         self.backends = backends
         self.every_token = every_token or EveryToken()
         self.first_products, self.query_products = FirstProducts.of(attention), QueryProducts.of(attention)
+        self.latent, self.query = EarlyProduct.of(attention.fused_qkv_a_proj_with_mqa), EarlyProduct.of(attention.q_b_proj)
         # Of the KV of requests, where ranks divide it; an MTP layer has all.
         self.part = {"ranks": attention.dcp_size, "rank": get_parallel().attn_dcp_rank} if attention.dcp_size > 1 else {}
 
@@ -103,6 +105,8 @@ class LayerFront:
         if indexed and products is not None and 0 < len(hidden_states) <= products.most_rows:
             return products(hidden_states)
         x_scales = scales_of(attention.fused_qkv_a_proj_with_mqa)
+        if not indexed and self.latent is not None and 0 < len(hidden_states) <= MOST_ROWS:
+            return self.latent(quantise(hidden_states, x_scales, before_ours=True)), None, None
         x = hidden_states if x_scales is None else quantise(hidden_states, x_scales)
         if indexed:
             side.fork()
@@ -170,8 +174,9 @@ class LayerFront:
 
         attention, weights, side = self.attention, weights_of(self.attention), SideStream(self.attention.alt_stream)
         heads = QueryHeads.of(attention, batch)
-        q, scales, _ = self._stored(positions, hidden_states, batch, weights, side, indexed, before_ours=False)
-        q_nope, q_rope = heads.parts(heads.projected(q, scales))
+        early = self.query is not None and not heads.of_all_ranks and 0 < len(hidden_states) <= MOST_ROWS
+        q, scales, _ = self._stored(positions, hidden_states, batch, weights, side, indexed, before_ours=early)
+        q_nope, q_rope = heads.parts(self.query((q, scales)) if early else heads.projected(q, scales))
         side.fork()
         q_rope = rope_query(q_rope, weights, positions)
         with side.running():

@@ -167,6 +167,30 @@ class QueryProducts:
         return split_products(*x, product(q_b), product(self.wq_b), self.arrived, tile, before_ours=True)
 
 
+MOST_ALONE = 11264
+"""Columns of a projection by itself: as many as were timed of two together."""
+
+
+@dataclass(frozen=True)
+class EarlyProduct:
+    """One projection of few rows by the launch whose weights come early; its weights as they are at every call."""
+
+    linear: LinearBase
+
+    @classmethod
+    def of(cls, linear: LinearBase) -> EarlyProduct | None:
+        """Of block-FP8 weights that were timed, or None."""
+        served = scales_of(linear) is not None and len(linear.weight) <= MOST_ALONE
+        return cls(linear) if served and come_early([linear.weight]) else None
+
+    def __call__(self, x: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """bfloat16 [rows, columns]; `x` is FP8 and its scales, of 1 to early_products.MOST_ROWS rows.
+
+        What is launched next on the stream is a kernel of this package.
+        """
+        return early_products.early_products(*x, product(self.linear), before_ours=True)[0]
+
+
 def take_output(o_proj: LinearBase) -> None:
     """Have the launch whose weights come early for few rows that `value_products` has quantised; ranks sum as before."""
     if come_early([o_proj.weight]):
