@@ -30,7 +30,8 @@ from nsa_backend.testing.process import start_sglang
 
 SHAPES = {
     "qkv_a, wk": (7168, 2112, 128), "q_b, wq_b": (1536, 3072, 8192), "q_b": (1536, 3072), "o_proj": (2048, 7168),
-    "qkv_a, wk of GLM-5": (6144, 2624, 128), "q_b, wq_b of GLM-5": (2048, 2048, 4096), "o_proj of GLM-5": (2048, 6144),
+    "qkv_a of GLM-5": (6144, 2624), "q_b, wq_b of GLM-5": (2048, 2048, 4096), "q_b of GLM-5": (2048, 2048),
+    "o_proj of GLM-5": (2048, 6144),
     "q_b, wq_b under DP attention": (1536, 24576, 8192), "q_b under DP attention": (1536, 24576),
 }  # fmt: skip
 """Columns in, then out of each, of a rank of DeepSeek-V3.2 under tensor parallel 8 unless said."""

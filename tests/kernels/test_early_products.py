@@ -27,7 +27,8 @@ NAN = 0x7F
 OF_LAYERS = {
     "DeepSeek-V3.2, first": (7168, (2112, 128), 64), "DeepSeek-V3.2, queries": (1536, (3072, 8192), 0),
     "DeepSeek-V3.2, o_proj": (2048, (7168,), 0),
-    "GLM-5, first": (6144, (2624,), 160), "GLM-5, queries": (2048, (2048, 4096), 0),
+    "DeepSeek-V3.2, query": (1536, (3072,), 0), "GLM-5, first": (6144, (2624,), 160), "GLM-5, queries": (2048, (2048, 4096), 0),
+    "GLM-5.2, first of a shared layer": (6144, (2624,), 0), "GLM-5.2, its query": (2048, (2048,), 0),
 }  # fmt: skip
 
 
