@@ -107,11 +107,7 @@ __device__ __forceinline__ void multiply_fp8_rows(const Products& a, const Weigh
             if (of.row < a.rows) x = load_shared_4(shared + of.row * PITCH + begin * GROUP + chunk * CHUNK + of.piece * 16);
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
-                const uint4 upper = values[chunk % AHEAD][tile][0], lower = values[chunk % AHEAD][tile][1];
-                add_products(found[tile], upper.x, lower.x, unpack_fp8(x.x));
-                add_products(found[tile], upper.y, lower.y, unpack_fp8(x.y));
-                add_products(found[tile], upper.z, lower.z, unpack_fp8(x.z));
-                add_products(found[tile], upper.w, lower.w, unpack_fp8(x.w));
+                add_products(found[tile], values[chunk % AHEAD][tile][0], values[chunk % AHEAD][tile][1], x);
             }
             if (chunk + AHEAD < CHUNKS) load(chunk + AHEAD);
         }

@@ -99,15 +99,11 @@ struct Column {
             rows = warp_ballot(from >= 0 && of.piece == 0);
         }
     }
-};
 
-// Of 16 values of two columns each, and of a token's in e4m3.
-__device__ __forceinline__ void add_products(float (&sums)[4], const uint4& upper, const uint4& lower, const uint4& token) {
-    add_products(sums, upper.x, lower.x, unpack_fp8(token.x));
-    add_products(sums, upper.y, lower.y, unpack_fp8(token.y));
-    add_products(sums, upper.z, lower.z, unpack_fp8(token.z));
-    add_products(sums, upper.w, lower.w, unpack_fp8(token.w));
-}
+    __device__ __forceinline__ int token_of(int row) const {
+        return TOKENS == TILE ? row : static_cast<int>(shuffle_from(token, row * 4));
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) gate_up(const __grid_constant__ Experts a) {
     SHARED_MEMORY(memory);
@@ -143,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) gate_up(cons
 #pragma unroll
         for (int chunk = 0; chunk < AHEAD; ++chunk) load(chunk);
         for (uint32_t left = column.rows; left; left &= left - 1) {
-            const int row = (__ffs(left) - 1) / 4, token = TOKENS == TILE ? row : static_cast<int>(shuffle_from(column.token, row * 4));
+            const int row = (__ffs(left) - 1) / 4, token = column.token_of(row);
             uint2 values[OF_WARP];
 #pragma unroll
             for (int group = 0; group < OF_WARP; ++group) values[group] = load_2(a.x + token * HIDDEN + (begin + group) * GROUP + of.lane * 4);
@@ -186,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) gate_up(cons
         }
         const int row = threadIdx.x / VALUES % TILE, of_row = threadIdx.x % VALUES;
         const uint32_t its_choice = shuffle_from(column.choice, row * 4);
-        const int token = TOKENS == TILE ? row : static_cast<int>(shuffle_from(column.token, row * 4));
+        const int token = column.token_of(row);
         meet<1, THREADS>();
         if (threadIdx.x >= TILE * VALUES || its_choice == NONE) continue;
         float gates_sum = 0, ups_sum = 0;
@@ -280,17 +276,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) down(const _
     constexpr int AT_ONCE = 4;
     for (int begin = of.warp; begin < a.tokens * EACH; begin += AT_ONCE * SUM_WARPS) {
         uint2 rows[AT_ONCE][GROUPS_OF_WIDTH];
+        bool there[AT_ONCE];
 #pragma unroll
         for (int turn = 0; turn < AT_ONCE; ++turn) {
             const int slot = begin + turn * SUM_WARPS;
-            if (!is_read(slot)) continue;
+            there[turn] = is_read(slot);
+            if (!there[turn]) continue;
 #pragma unroll
             for (int group = 0; group < GROUPS_OF_WIDTH; ++group) rows[turn][group] = load_2(a.inner + slot * WIDTH + group * GROUP + of.lane * 4);
         }
 #pragma unroll
         for (int turn = 0; turn < AT_ONCE; ++turn) {
             const int slot = begin + turn * SUM_WARPS;
-            if (!is_read(slot)) continue;
+            if (!there[turn]) continue;
 #pragma unroll
             for (int group = 0; group < GROUPS_OF_WIDTH; ++group) {
                 const Quantised found = quantised_group(rows[turn][group], POWERS && slot % EACH == CHOSEN);

@@ -1,4 +1,4 @@
-// How tensor cores multiply few rows: early_products.cu and early_experts.cu.
+// How tensor cores multiply few rows: early_products.cu, early_experts.cu and experts_once.cu.
 //
 // They have no FP8 for so few; products of FP8 values are exact in float16. Of 16 columns a warp has a chunk of each at a time.
 
@@ -21,4 +21,12 @@ struct Place {
 __device__ __forceinline__ void add_products(float (&sums)[4], uint32_t upper, uint32_t lower, uint2 row) {
     const uint2 u = unpack_fp8(upper), l = unpack_fp8(lower);
     multiply_few_half(sums, u.x, l.x, u.y, l.y, row.x, row.y);
+}
+
+// Of 16 values of two columns each, and of a row's in e4m3.
+__device__ __forceinline__ void add_products(float (&sums)[4], const uint4& upper, const uint4& lower, const uint4& row) {
+    add_products(sums, upper.x, lower.x, unpack_fp8(row.x));
+    add_products(sums, upper.y, lower.y, unpack_fp8(row.y));
+    add_products(sums, upper.z, lower.z, unpack_fp8(row.z));
+    add_products(sums, upper.w, lower.w, unpack_fp8(row.w));
 }

@@ -93,8 +93,8 @@ def runners(name: str, rows: int, warm: bool = False, served: bool = False) -> d
         "quantise, triton": each(lambda w, s: fp8_utils.triton_w8a8_block_fp8_linear(x, w, block, s)),
     }
     if rows <= early_products.MOST_ROWS:
-        tiles = [tile for tile in EARLY if early_products.chunks_of(inner, tile.warps) >= tile.ahead]
-        tiles = [] if served else tiles
+        others = () if served else EARLY
+        tiles = [tile for tile in others if early_products.chunks_of(inner, tile.warps) >= tile.ahead]
         named = {f"early_products {tile.warps} {tile.columns} {tile.ahead} {tile.before}": tile for tile in tiles}
         for said, tile in ({"early_products": None} | named).items():
             found[said] = lambda i, tile=tile: list(

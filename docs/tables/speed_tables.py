@@ -18,7 +18,7 @@ from nsa_backend.adapters.shared_expert import MANY
 from nsa_backend.attention.auto import CANDIDATES, least_together
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
-from nsa_backend.benchmarks.tuning.experts import over_sglangs, wins
+from nsa_backend.benchmarks.tuning.experts import AMONG, EARLY, over_sglangs, wins
 from nsa_backend.kernels.few_experts import Tile, tile_for
 from nsa_backend.kernels.value_products import few_rows
 
@@ -292,10 +292,6 @@ def as_filed(tile: Tile) -> str:
     return str(tile).replace(", ahead=", ", by_choice=0, ahead=").replace(")", ", by_lane=True)")
 
 
-BY_TENSOR_CORES = "by tensor cores"
-"""The way in which ranks of the report `few_by_tensor_cores` have few experts."""
-
-
 @PARTS.part
 def few_experts() -> str:
     """A row a rank: two launches over SGLang's experts by tokens, in brackets where they do not serve.
@@ -311,9 +307,9 @@ def few_experts() -> str:
         if of is None:
             us, way = row["few_us"], as_filed(tile_for(tokens))
         elif "beside_us" in of:
-            us, way = of["beside_us"], f"{BY_TENSOR_CORES}, shared among them"
+            us, way = of["beside_us"], f"{EARLY}{AMONG}"
         else:
-            us, way = of["few_us"], BY_TENSOR_CORES
+            us, way = of["few_us"], EARLY
         ratio = f"{us[way] / us['sglang']:.2f}"
         return ratio if tokens <= MOST_TOKENS.get((choices, row["width"]), 0) else f"({ratio})"
 

@@ -43,11 +43,9 @@ def most_tokens(choices: int, width: int) -> int:
 
 def launches_of(x: torch.Tensor, width: int, choices: int, shared: bool) -> Callable[..., torch.Tensor]:
     """Which launches compute them."""
-    form = x.shape[1], width, choices, int(shared)
-    if not x.is_cuda or early_experts.problem(*form) is not None:
+    if not x.is_cuda or early_experts.problem(x.shape[1], width, choices, int(shared)) is not None:
         return kernels.few_experts
-    asked = switched_on(SWITCH) and len(x) in range(2, MOST_ONCE.get((choices, width), 0) + 1)
-    once = asked and experts_once.problem(*form, len(x)) is None
+    once = switched_on(SWITCH) and 1 < len(x) <= MOST_ONCE.get((choices, width), 0)
     return experts_once.experts_once if once else early_experts.early_experts
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
 from emulated import with_experts
 from test_few_experts import by_torch, inputs, of_any_size, with_shared
+from test_few_experts import check as of_few
 
 from nsa_backend.kernels import early_experts as kernels
 from nsa_backend.kernels.cuda_source import compiled
-from nsa_backend.kernels.early_experts import DOWN, GATE_UP, SOURCE, WIDTH, by_powers, constants, early_experts, problem
+from nsa_backend.kernels.early_experts import DOWN, GATE_UP, SOURCE, WIDTH, constants, early_experts, problem
+from nsa_backend.kernels.few_experts import ExpertWeights
 from nsa_backend.kernels.layer_front_weights import Scales
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -19,19 +22,12 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 HIDDEN = 1024
 
 
-def run(given: dict, **options) -> torch.Tensor:
-    shared = given.get("shared")
-    if not given["x"].is_cuda:
-        form = given["x"].shape[1], given["chosen"].shape[1], int(shared is not None)
-        options["launch"] = with_experts(kernels, *form, powers=by_powers(shared), seed=len(given["x"]))
-    return early_experts(**given, **options)
+def run(x: torch.Tensor, experts: ExpertWeights, shares: torch.Tensor, chosen: torch.Tensor, **options) -> torch.Tensor:
+    launch = None if x.is_cuda else with_experts(kernels, x, chosen, options.get("shared"))
+    return early_experts(x, experts, shares, chosen, launch=launch, **options)
 
 
-def check(given: dict, **options) -> None:
-    """Bit by bit, but for the last one of a value whose sums of float32 round otherwise."""
-    found, wanted = run(given, **options), by_torch(given, options.get("factor", 1.0))
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-7, atol=0)
-    assert (found != wanted).sum() <= 0.01 * found.numel()
+check = partial(of_few, call=run)
 
 
 @pytest.mark.parametrize(("tokens", "choices"), [(1, 8), (3, 2), (0, 2)])
@@ -56,15 +52,15 @@ def test_choices_of_other_gpus_give_nothing(device):
     given["chosen"][1, 1] = given["chosen"][2, 0] = -1
     given["shares"][given["chosen"] < 0] = float("nan")
     check(given)
-    assert run(given)[0].eq(0).all()
+    assert run(**given)[0].eq(0).all()
 
 
 def test_gates_that_are_half_open_and_values_of_any_size(device):
     """Random floats: silu in its steep part, scales of any value."""
     given = of_any_size(inputs(3, 4, HIDDEN, WIDTH, device))
-    found, wanted = run(given).float(), by_torch(given).float()
+    found, wanted = run(**given).float(), by_torch(given).float()
     assert (found - wanted).norm() < 5e-3 * wanted.norm()
-    assert torch.equal(found, run(given).float())
+    assert torch.equal(found, run(**given).float())
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -75,11 +76,12 @@ def by_torch(given: dict, factor: float = 1.0) -> torch.Tensor:
     return few_experts_torch(**given, factor=factor, quantise=on_gpu if given["x"].is_cuda else in_torch)
 
 
-def check(given: dict, **options) -> None:
+def check(given: dict, call: Callable[..., torch.Tensor] = few_experts, **options) -> torch.Tensor:
     """Bit by bit, but for the last one of a value whose sums of float32 round otherwise."""
-    found, wanted = few_experts(**given, **options), by_torch(given, options.get("factor", 1.0))
+    found, wanted = call(**given, **options), by_torch(given, options.get("factor", 1.0))
     torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-7, atol=0)
     assert (found != wanted).sum() <= 0.01 * found.numel()
+    return found
 
 
 @pytest.mark.parametrize(

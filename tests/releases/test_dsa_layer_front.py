@@ -362,7 +362,7 @@ def test_few_rows_take_all_products_from_two_launches(either_layer, monkeypatch)
 
 @pytest.mark.parametrize("most", [ROWS, ROWS - 1])
 def test_few_rows_that_choose_nothing_have_weights_that_come_early(either_layer, monkeypatch, most):
-    """Both products are SGLang's, and of more rows by SGLang. Weights that have been replaced are those that are there."""
+    """Both products are equal to SGLang's, which multiplies more rows itself."""
     layer, slots, launched = either_layer, torch.tensor([70, 200, 65, 131, 255]), []
     layer.indexer, layer.skip_topk = None, True
     for name in ("fused_qkv_a_proj_with_mqa", "q_b_proj"):
@@ -370,7 +370,7 @@ def test_few_rows_that_choose_nothing_have_weights_that_come_early(either_layer,
     for module in (front, projections):
         monkeypatch.setattr(module, "scales_of", lambda linear: getattr(linear, "form", None))
     monkeypatch.setattr(projections, "come_early", lambda weights: True)
-    monkeypatch.setattr(front, "MOST_ROWS", most)
+    monkeypatch.setattr(early_products, "MOST_ROWS", most)
 
     def multiply(x: torch.Tensor, scales: torch.Tensor, first: tuple, *, before_ours: bool) -> tuple[torch.Tensor]:
         linear = next(one for one in (layer.fused_qkv_a_proj_with_mqa, layer.q_b_proj) if one.weight is first[0])

@@ -9,13 +9,12 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend.adapters.dsa.layer_front import prefills
-from nsa_backend.adapters.dsa.layer_front.projections import EarlyProduct, FirstProducts, QueryProducts, scales_of
+from nsa_backend.adapters.dsa.layer_front.projections import EarlyProduct, FirstProducts, QueryProducts, has, scales_of
 from nsa_backend.adapters.dsa.layer_front.query_heads import QueryHeads
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.dsa.layer_front.short import EveryToken, is_short
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
-from nsa_backend.kernels.early_products import MOST_ROWS
 from nsa_backend.kernels.layer_front import norm_rope_store, quantise, rope_quantise, rope_query
 from nsa_backend.kernels.layer_front_weights import FrontWeights
 
@@ -102,10 +101,10 @@ class LayerFront:
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """qkv_a's product, and where the layer selects the index key and the gates."""
         attention, indexer, products = self.attention, self.attention.indexer, self.first_products
-        if indexed and products is not None and 0 < len(hidden_states) <= products.most_rows:
+        if indexed and has(products, len(hidden_states)):
             return products(hidden_states)
         x_scales = scales_of(attention.fused_qkv_a_proj_with_mqa)
-        if not indexed and self.latent is not None and 0 < len(hidden_states) <= MOST_ROWS:
+        if not indexed and has(self.latent, len(hidden_states)):
             return self.latent(quantise(hidden_states, x_scales, before_ours=True)), None, None
         x = hidden_states if x_scales is None else quantise(hidden_states, x_scales)
         if indexed:
@@ -174,7 +173,7 @@ class LayerFront:
 
         attention, weights, side = self.attention, weights_of(self.attention), SideStream(self.attention.alt_stream)
         heads = QueryHeads.of(attention, batch)
-        early = self.query is not None and not heads.of_all_ranks and 0 < len(hidden_states) <= MOST_ROWS
+        early = has(self.query, len(hidden_states)) and not heads.of_all_ranks
         q, scales, _ = self._stored(positions, hidden_states, batch, weights, side, indexed, before_ours=early)
         q_nope, q_rope = heads.parts(self.query((q, scales)) if early else heads.projected(q, scales))
         side.fork()
@@ -197,7 +196,7 @@ class LayerFront:
 
         attention, indexer = self.attention, self.attention.indexer
         weights, side, heads = weights_of(attention), SideStream(attention.alt_stream), QueryHeads.of(attention, batch)
-        divided = self.query_products is not None and 0 < len(hidden_states) <= self.query_products.most_rows
+        divided = has(self.query_products, len(hidden_states))
         q, scales, gates = self._stored(positions, hidden_states, batch, weights, side, indexed=True, before_ours=divided)
         normed = q if scales is None else (q, scales)
 

@@ -176,19 +176,25 @@ class EarlyProduct:
     """One projection of few rows by the launch whose weights come early; its weights as they are at every call."""
 
     linear: LinearBase
+    most_rows: int
 
     @classmethod
     def of(cls, linear: LinearBase) -> EarlyProduct | None:
         """Of block-FP8 weights that were timed, or None."""
         served = scales_of(linear) is not None and len(linear.weight) <= MOST_ALONE
-        return cls(linear) if served and come_early([linear.weight]) else None
+        return cls(linear, early_products.MOST_ROWS) if served and come_early([linear.weight]) else None
 
     def __call__(self, x: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """bfloat16 [rows, columns]; `x` is FP8 and its scales, of 1 to early_products.MOST_ROWS rows.
+        """bfloat16 [rows, columns]; `x` is FP8 and its scales, of 1 to `most_rows` rows.
 
         What is launched next on the stream is a kernel of this package.
         """
         return early_products.early_products(*x, product(self.linear), before_ours=True)[0]
+
+
+def has(products: FirstProducts | QueryProducts | EarlyProduct | None, rows: int) -> bool:
+    """Whether so many rows have the launch of a layer's products, which may have none."""
+    return products is not None and 0 < rows <= products.most_rows
 
 
 def take_output(o_proj: LinearBase) -> None:
