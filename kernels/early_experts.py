@@ -31,19 +31,19 @@ Launch = Callable[[str, tuple[int, int], ctypes.Structure], None]
 
 
 class Weights(ctypes.Structure):
-    """`Weights` of few_experts.cuh."""
+    """`Weights` of early_experts.cu."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("first", "first_scales", "second", "second_scales")]
 
 
 class Arguments(ctypes.Structure):
-    """`Experts` of few_experts.cuh."""
+    """`Experts` of early_experts.cu."""
 
     _fields_ = [
         *((name, Weights) for name in ("chosen_ones", "shared_one")),
         *((name, ctypes.c_void_p) for name in ("x", "chosen", "shares", "inner", "out")),
         ("factor", ctypes.c_float),
-        ("tokens", ctypes.c_int),
+        ("unused", ctypes.c_int),
     ]
 
 
@@ -108,45 +108,27 @@ def early_experts(
     of_shared = int(shared is not None)
     if (why := problem(hidden, experts.width, choices, of_shared)) is not None:
         raise ValueError(why)
+    out = torch.empty_like(x) if out is None else out
+    check_experts(x, experts, shares, chosen, shared, out)
+    if not tokens:
+        return out
+    inner = torch.empty(tokens, choices + of_shared, WIDTH, dtype=torch.bfloat16, device=x.device)
+    other = shared or experts  # not read without a shared one
+    arguments = Arguments(
+        *(Weights(*(tensor.data_ptr() for tensor in weights[:4])) for weights in (experts, other)),
+        *(tensor.data_ptr() for tensor in (x, chosen, shares, inner, out)), factor,
+    )  # fmt: skip
     powers = by_powers(shared)
 
     def on_gpu(which: str, grid: tuple[int, int], arguments: Arguments) -> None:
         compiled_on(x.device.index, which, hidden, choices, of_shared, powers=powers).launch(grid, arguments)
 
-    grids = (WIDTH // VALUES, tokens * (choices + of_shared)), (hidden // COLUMNS, tokens)
-    return launched(launch or on_gpu, grids, x, experts, shares, chosen, factor, shared, out)
+    launch = launch or on_gpu
+    launch(GATE_UP, (WIDTH // VALUES, tokens * (choices + of_shared)), arguments)
+    launch(DOWN, (hidden // COLUMNS, tokens), arguments)
+    return out
 
 
 def by_powers(shared: ExpertWeights | None) -> bool:
     """Whether a shared expert's inputs have scales that are powers of two."""
     return shared is not None and shared.scales is Scales.POWERS_OF_TWO
-
-
-def launched(
-    launch: Launch,
-    grids: tuple[tuple[int, int], tuple[int, int]],
-    x: torch.Tensor,
-    experts: ExpertWeights,
-    shares: torch.Tensor,
-    chosen: torch.Tensor,
-    factor: float,
-    shared: ExpertWeights | None,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    """The sum that both launches give, each for its grid.
-
-    Raises:
-        ValueError: as `few_experts` does.
-    """
-    out = torch.empty_like(x) if out is None else out
-    check_experts(x, experts, shares, chosen, shared, out)
-    if len(x):
-        inner = torch.empty(len(x), chosen.shape[1] + (shared is not None), WIDTH, dtype=torch.bfloat16, device=x.device)
-        other = shared or experts  # not read without a shared one
-        arguments = Arguments(
-            *(Weights(*(tensor.data_ptr() for tensor in weights[:4])) for weights in (experts, other)),
-            *(tensor.data_ptr() for tensor in (x, chosen, shares, inner, out)), factor, len(x),
-        )  # fmt: skip
-        for which, grid in zip((GATE_UP, DOWN), grids, strict=True):
-            launch(which, grid, arguments)
-    return out

@@ -92,7 +92,7 @@ VARIABLES = (
         "NSA_BACKEND_FEW_EXPERTS",
         "unset",
         "unset: MoE without --ep-size is two launches up to four tokens (16 GPUs: eight), on eight GPUs five up to 128 "
-        "and our products in long prefills, on 0.5.23 and Hopper; 1: other sizes, 16 tokens too, or no start; 0: SGLang's",
+        "and our products in long prefills, on 0.5.23 and Hopper; 1: other sizes too, or no start; 0: SGLang's",
         "0 to compare",
     ),
     Variable(

@@ -34,7 +34,7 @@ from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.benchmarks.tuning.expert_tiles import random_weights
-from nsa_backend.kernels import down_rows, early_experts, experts_once
+from nsa_backend.kernels import down_rows, early_experts
 from nsa_backend.kernels.down_rows import Tile as RowsTile
 from nsa_backend.kernels.few_experts import MOST_TOKENS, ONE, SOME, ExpertWeights, Tile, few_experts, problem, tile_for
 from nsa_backend.testing.process import start_sglang
@@ -188,7 +188,6 @@ BASES = ONE, SOME
 WITH_SHARED = [*BASES, *(replace(SOME, **change) for change in ({"sums": 32}, {"warps": 2}, {"sums": 16}))]
 """Tiles of launches that have the shared expert among the others."""
 EARLY = "by tensor cores"
-ONCE = "by tensor cores, weights once"
 AMONG = ", shared among them"
 FEW_TILES = list(dict.fromkeys([*BASES, *(replace(tile, **change) for tile in BASES for change in CHANGES)]))
 
@@ -224,13 +223,10 @@ def few(
             ]
         among = beside.expert
     form = rank.shape.hidden, rank.shape.width, routings[0][1].shape[1], int(shared)
-    for name, call, why in (
-        (EARLY, early_experts.early_experts, early_experts.problem(*form)),
-        (ONCE, experts_once.experts_once, experts_once.problem(*form, tokens)),
-    ):
-        if why is None:
-            name += AMONG if shared else ""
-            calls[name] = [lambda call=call, routed=routed: call(*given, *routed, shared=among) for routed in routings]
+    if early_experts.problem(*form) is None:
+        calls[EARLY + AMONG * shared] = [
+            lambda routed=routed: early_experts.early_experts(*given, *routed, shared=among) for routed in routings
+        ]
     return timed(calls, calls["sglang"][0]().float())
 
 

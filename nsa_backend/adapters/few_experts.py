@@ -14,7 +14,7 @@ import torch
 
 from nsa_backend.adapters import shared_expert
 from nsa_backend.environment import switched_on
-from nsa_backend.kernels import early_experts, experts_once
+from nsa_backend.kernels import early_experts
 from nsa_backend.kernels import few_experts as kernels
 from nsa_backend.kernels.few_experts import ExpertWeights
 
@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 SWITCH = "NSA_BACKEND_FEW_EXPERTS"
 MOST_TOKENS = {(8, 128): 8, (8, 256): 4, (9, 256): 4, (8, 512): 2}
 """Of a forward, by the experts that each token chooses and their width: with these an H200 was faster than with SGLang's."""
-MOST_ONCE = {(8, 256): 16, (9, 256): 16}
-"""Where a user asks for the launches: of forwards of two tokens or more `experts_once` has. They have not been timed."""
 MOST_ASKED = 2
 """Of a forward, of any other experts where a user asks for the launches."""
 
@@ -38,15 +36,14 @@ def serves(x: torch.Tensor, weights: ExpertWeights, chosen: torch.Tensor) -> boo
 def most_tokens(choices: int, width: int) -> int:
     """Of a forward that has the launches, by the experts that a token chooses and their width; 0 where none has."""
     unasked = MOST_TOKENS.get((choices, width), 0)
-    return max(unasked, MOST_ONCE.get((choices, width), MOST_ASKED)) if switched_on(SWITCH) else unasked
+    return max(unasked, MOST_ASKED) if switched_on(SWITCH) else unasked
 
 
 def launches_of(x: torch.Tensor, width: int, choices: int, shared: bool) -> Callable[..., torch.Tensor]:
     """Which launches compute them."""
     if not x.is_cuda or early_experts.problem(x.shape[1], width, choices, int(shared)) is not None:
         return kernels.few_experts
-    once = switched_on(SWITCH) and 1 < len(x) <= MOST_ONCE.get((choices, width), 0)
-    return experts_once.experts_once if once else early_experts.early_experts
+    return early_experts.early_experts
 
 
 def run(

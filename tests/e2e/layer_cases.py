@@ -130,23 +130,19 @@ LAYER_CASES = [
         environment={},
         says="experts of 1025 tokens or more have our second product, of 2048 or more both, 256 experts of 256",
     ),
-    # Whose experts of up to four tokens are two launches, in captured decode and rounds, without being asked for, or up to 16.
+    # Whose experts of up to four tokens are two launches, in captured decode and rounds, unasked.
     *(
         front(
-            f"n{n}, nothing named, {which}",
+            f"n{n}, nothing named, experts of few tokens",
             n,
             ("1x300", "8x300", "short"),
             shape="experts-of-a-rank",
             engine=BY_ROWS,
-            environment=environment,
-            says=f"experts of up to {most} tokens are two launches, 256 experts of 256 and the shared one",
+            environment={},
+            says="experts of up to 4 tokens are two launches, 256 experts of 256 and the shared one",
             **floors,
         )
         for n, floors in ((0, {}), (3, {"floor_of_all": 0.95}))
-        for which, most, environment in (
-            ("experts of few tokens", 4, {}),
-            ("experts read once", 16, {"NSA_BACKEND_FEW_EXPERTS": "1"}),
-        )
     ),
     front("glm-5.2 n5 fa3, front in two launches", 5, STANDARD, model="glm-5.2", floor_of_all=0.95),
     front("n3 fa3, front in two launches, 61 layers", 3, STANDARD, shape="deep", floor_of_all=0.95),

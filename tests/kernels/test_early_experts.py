@@ -11,7 +11,6 @@ from emulated import with_experts
 from test_few_experts import by_torch, inputs, of_any_size, with_shared
 from test_few_experts import check as of_few
 
-from nsa_backend.kernels import early_experts as kernels
 from nsa_backend.kernels.cuda_source import compiled
 from nsa_backend.kernels.early_experts import DOWN, GATE_UP, SOURCE, WIDTH, constants, early_experts, problem
 from nsa_backend.kernels.few_experts import ExpertWeights
@@ -23,7 +22,7 @@ HIDDEN = 1024
 
 
 def run(x: torch.Tensor, experts: ExpertWeights, shares: torch.Tensor, chosen: torch.Tensor, **options) -> torch.Tensor:
-    launch = None if x.is_cuda else with_experts(kernels, x, chosen, options.get("shared"))
+    launch = None if x.is_cuda else with_experts(x, chosen, options.get("shared"))
     return early_experts(x, experts, shares, chosen, launch=launch, **options)
 
 

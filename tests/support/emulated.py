@@ -8,11 +8,10 @@ import tempfile
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
-from nsa_backend.kernels import early_experts, early_products, expert_tiles, experts_once, index_rows
+from nsa_backend.kernels import early_experts, early_products, expert_tiles, index_rows
 from nsa_backend.kernels import sparse_verify as verify
 from nsa_backend.kernels.cuda_source import TensorMap
 from nsa_backend.kernels.few_experts import ExpertWeights
@@ -75,16 +74,13 @@ def multiplying_early(inner: int, tile: early_products.Tile, gates_dtype: torch.
     return launcher(partial(emulator, early_products.SOURCE, "Products", early_products.SOURCE.stem, **macros, **APART), seed)
 
 
-def with_experts(
-    kernels: ModuleType, x: torch.Tensor, chosen: torch.Tensor, shared: ExpertWeights | None
-) -> early_experts.Launch:
-    """What runs both launches of `early_experts` or of `experts_once` for such inputs."""
-    form = [x.shape[1], chosen.shape[1], int(shared is not None)]
-    form += [experts_once.compiled_for(len(x))] if kernels is experts_once else []
+def with_experts(x: torch.Tensor, chosen: torch.Tensor, shared: ExpertWeights | None) -> early_experts.Launch:
+    """What runs both launches of `early_experts` for such inputs."""
+    form = x.shape[1], chosen.shape[1], int(shared is not None)
 
     def launch(which: str, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
-        macros = kernels.constants(which, *form, powers=early_experts.by_powers(shared))
-        emulator(kernels.SOURCE, "Experts", which, **macros, **APART).run(ctypes.byref(arguments), *grid, len(x))
+        macros = early_experts.constants(which, *form, powers=early_experts.by_powers(shared))
+        emulator(early_experts.SOURCE, "Experts", which, **macros, **APART).run(ctypes.byref(arguments), *grid, len(x))
 
     return launch
 
