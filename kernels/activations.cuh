@@ -11,9 +11,12 @@ __device__ __forceinline__ float2 unpack_bf16(uint32_t pair) {
 // Through bfloat16 and back.
 __device__ __forceinline__ float2 rounded(float a, float b) { return unpack_bf16(pack_bf16(a, b)); }
 
-__device__ __forceinline__ float opened(float gate) {
-    return divide_fast(gate, 1 + exp2_fast(gate * __uint_as_float(0xbfb8aa3b)));  // times -log2(e)
+// Over 1 + exp(-gate).
+__device__ __forceinline__ float opened(float of, float gate) {
+    return divide_fast(of, 1 + exp2_fast(gate * __uint_as_float(0xbfb8aa3b)));  // times -log2(e)
 }
+
+__device__ __forceinline__ float opened(float gate) { return opened(gate, gate); }
 
 // Of values in e4m3, and what they are multiplied by.
 struct Scale {

@@ -1,4 +1,4 @@
-// How tensor cores multiply few rows: early_products.cu and early_experts.cu.
+// How tensor cores multiply few rows: early_products.cu, early_experts.cu and router.cu.
 //
 // They have no FP8 for so few; products of FP8 values are exact in float16. Of 16 columns a warp has a chunk of each at a time.
 

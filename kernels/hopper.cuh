@@ -223,6 +223,13 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
     return x;
 }
 
+// Sixteen bytes that other blocks of this launch have written.
+__device__ __forceinline__ uint4 load_written(const void* from) {
+    uint4 x;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));

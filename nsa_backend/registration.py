@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from nsa_backend.adapters import experts, sglang_types
+from nsa_backend.adapters import experts, routers, sglang_types
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.adapters.naive_eagle import switched_on_while_checked
 from nsa_backend.adapters.shared import Takeover
@@ -44,6 +44,7 @@ def create_backend(runner: sglang_types.ModelRunner) -> NativeSparseAttnBackend:
     adapter.divide_indexer(device_sm)
     if experts.wanted(device_sm):
         experts.take()
+        routers.take(runner.model)
     if asked("NSA_BACKEND_MOE_CONFIGS") is not False:
         adapter.take_moe_configs()
     adapter.clear_padding_on_resume(runner.token_to_kv_pool)

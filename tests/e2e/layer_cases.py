@@ -130,7 +130,7 @@ LAYER_CASES = [
         environment={},
         says="experts of 1025 tokens or more have our second product, of 2048 or more both, 256 experts of 256",
     ),
-    # Whose experts of up to four tokens are two launches, in captured decode and rounds, unasked.
+    # Whose experts of up to four tokens are two launches, and routers one, in captured decode and rounds, unasked.
     *(
         front(
             f"n{n}, nothing named, experts of few tokens",

@@ -19,11 +19,15 @@ def device(request) -> str:
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """What launchers allocate has NaN in it, and where kernels are interpreted they round as on a GPU."""
+    """What launchers allocate has NaN in it, or -1, and where kernels are interpreted they round as on a GPU."""
     round_as_a_gpu_does()
+
+    def filled(made: torch.Tensor) -> torch.Tensor:
+        return made.fill_(float("nan") if made.is_floating_point() else -1)
+
     for name in ("empty", "empty_like"):
         made = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *given, made=made, **form: made(*given, **form).fill_(float("nan")))
+        monkeypatch.setattr(torch, name, lambda *given, made=made, **form: filled(made(*given, **form)))
 
 
 @pytest.fixture

@@ -265,5 +265,6 @@ def test_a_server_has_them_where_they_are_wanted(monkeypatch, wanted):
     monkeypatch.setattr(registration, "wants_layer_fronts", lambda: False)
     monkeypatch.setattr(experts, "wanted", lambda device_sm: wanted)
     monkeypatch.setattr(experts, "take", lambda: found.append(experts))
-    registration.create_backend(SimpleNamespace(is_draft_worker=True, token_to_kv_pool=None))
-    assert found == ([experts] if wanted else [])
+    monkeypatch.setattr(registration.routers, "take", found.append)
+    registration.create_backend(SimpleNamespace(is_draft_worker=True, token_to_kv_pool=None, model="model"))
+    assert found == ([experts, "model"] if wanted else [])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels import early_experts, early_products, expert_tiles, index_rows
+from nsa_backend.kernels import early_experts, early_products, expert_tiles, index_rows, router
 from nsa_backend.kernels import sparse_verify as verify
 from nsa_backend.kernels.cuda_source import TensorMap
 from nsa_backend.kernels.few_experts import ExpertWeights
@@ -72,6 +72,12 @@ def multiplying_early(inner: int, tile: early_products.Tile, gates_dtype: torch.
     """What launches products of few rows of so many values."""
     macros = early_products.constants(inner, tile, gates_dtype)
     return launcher(partial(emulator, early_products.SOURCE, "Products", early_products.SOURCE.stem, **macros, **APART), seed)
+
+
+def routing(hidden: int, choice: router.Choice, rows: int, seed: int = 0) -> router.Launch:
+    """What launches the router of so many rows."""
+    macros = router.constants(hidden, choice, rows) | {"BLOCKS_AT_ONCE": router.MOST_ROWS}  # as many as wait for the others
+    return launcher(partial(emulator, router.SOURCE, "Router", router.SOURCE.stem, **macros), seed)
 
 
 def with_experts(x: torch.Tensor, chosen: torch.Tensor, shared: ExpertWeights | None) -> early_experts.Launch:

@@ -394,6 +394,7 @@ inline uint32_t load_counter(const uint32_t* counter) {
     emulation::pass();
     return *counter;
 }
+inline uint4 load_written(const void* from) { return *static_cast<const uint4*>(from); }
 inline uint32_t load_list(const uint32_t* from) { return *from; }
 inline uint32_t bf16_bits(float x) {
     const uint32_t bits = bits_as<uint32_t>(x);

@@ -1,0 +1,170 @@
+"""A layer's router of up to 32 tokens in one launch: the logits of its experts, and which ones each token chooses; router.cu.
+
+SGLang has a product, with many rows a launch that adds up its parts, and one that chooses. Here weights come while the kernel
+ahead runs, and whoever adds up a token's logits chooses for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from nsa_backend.kernels.blocks import power_of_two
+from nsa_backend.kernels.checks import require
+from nsa_backend.kernels.cuda_source import CudaKernel
+
+SOURCE = Path(__file__).with_name("router.cu")
+EXPERTS = 256
+"""That a layer has on all GPUs, without a shared one."""
+MOST_ROWS = 32
+PARTS, WARPS, COLUMNS = 8, 4, 16
+"""Of the hidden dimension a block has one of so many parts, its warps divide that, and its columns are experts."""
+INNER = 32
+"""Values of a row that a warp multiplies at once."""
+MOST_CHUNKS = 8
+"""Of them, that registers of a warp hold."""
+MOST_CHOSEN = 8
+
+Launch = Callable[[tuple[int, int], ctypes.Structure], None]
+"""Runs the kernel for (blocks, 1)."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a token chooses its experts."""
+
+    chosen: int = 8
+    groups: int = 1  # of the experts; the two largest scores of a group say which are kept
+    kept: int = 1
+    shared: bool = False  # whether every token has one expert more, numbered behind the others
+
+
+class Routed(NamedTuple):
+    """What tokens chose."""
+
+    logits: torch.Tensor  # float32 [rows, EXPERTS]
+    shares: torch.Tensor  # float32 [rows, choices], those of a shared expert last
+    chosen: torch.Tensor  # int32 [rows, choices], the largest score first
+
+
+class Arguments(ctypes.Structure):
+    """`Router` of router.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("hidden", "weight", "bias", "sums", "logits", "shares", "chosen", "arrived")),
+        *((name, ctypes.c_float) for name in ("factor", "of_shared")),
+        *((name, ctypes.c_int) for name in ("rows", "unused")),
+    ]
+
+
+def constants(hidden: int, choice: Choice, rows: int) -> dict[str, int]:
+    """Macros of the source for up to so many rows, of which it is compiled for 8, 16 and 32."""
+    return {
+        "HIDDEN": hidden, "EXPERTS": EXPERTS, "PARTS": PARTS, "ROW_TILES": tiles_of(rows), "EXPERT_GROUPS": choice.groups,
+        "GROUPS_KEPT": choice.kept, "CHOSEN": choice.chosen, "WITH_SHARED": int(choice.shared),
+    }  # fmt: skip
+
+
+def tiles_of(rows: int) -> int:
+    """Tiles of eight rows that a launch of so many is compiled for."""
+    return power_of_two(-(-rows // 8))
+
+
+@functools.cache
+def compiled_on(device: int, hidden: int, choice: Choice, tiles: int) -> CudaKernel:
+    """The kernel, compiled at its first call on a device."""
+    with torch.cuda.device(device):
+        shared_bytes = 16 + WARPS * tiles * COLUMNS * 8 * 4
+        return CudaKernel(SOURCE, SOURCE.stem, constants(hidden, choice, 8 * tiles), WARPS * 32, shared_bytes)
+
+
+def compile_ahead(device: torch.device, hidden: int, choice: Choice) -> None:
+    """Compile it for every number of rows: while a forward is captured nothing can be compiled.
+
+    Raises:
+        RuntimeError: NVRTC or the driver refuses.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for rows in range(8, MOST_ROWS + 1, 8):
+        compiled_on(index, hidden, choice, tiles_of(rows))
+
+
+def problem(experts: int, hidden: int, choice: Choice) -> str | None:
+    """Why a router of so many experts on hidden states of that width is not served, or None."""
+    chunks, left = divmod(hidden, PARTS * WARPS * INNER)
+    if experts != EXPERTS:
+        return f"{experts} experts: {EXPERTS} are served"
+    if left or not 0 < chunks <= MOST_CHUNKS:
+        return (
+            f"hidden states of {hidden} values: multiples of {PARTS * WARPS * INNER} up to {MOST_CHUNKS} times that are served"
+        )
+    if choice.groups not in (1, 2, 4, 8, 16, 32) or not 0 < choice.kept <= choice.groups:
+        return f"{choice.kept} of {choice.groups} groups of experts: 1, 2, 4, 8, 16 or 32 groups are served"
+    if not 0 < choice.chosen <= min(MOST_CHOSEN, EXPERTS // choice.groups * choice.kept):
+        return f"{choice.chosen} experts a token: up to {MOST_CHOSEN} are served"
+    return None
+
+
+def counter(device: torch.device) -> torch.Tensor:
+    """What `route` counts the blocks of its launches with: int32 [1], for one layer's launches, which follow one another."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def route(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    choice: Choice,
+    arrived: torch.Tensor,
+    *,
+    factor: float = 1.0,
+    of_shared: float = 1.0,
+    launch: Launch | None = None,
+) -> Routed:
+    """The experts that tokens choose, by the sigmoid of their logits and a bias that no share has; one launch.
+
+    Groups, ties and shares are those of SGLang's `biased_grouped_topk`: of equal scores the first expert, of equal groups the
+    first one; a score that is no number comes last. Weights are read before the kernel ahead has ended, which must not write
+    them. The kernel behind this one may begin early, as behind SGLang's.
+
+    Args:
+        hidden: bfloat16 [rows, hidden], contiguous, 1 to MOST_ROWS rows.
+        weight: bfloat16 [EXPERTS, hidden], contiguous.
+        bias: float32 [EXPERTS], contiguous.
+        choice: of each token.
+        arrived: what `counter` gives.
+        factor: times the shares, which add up to it.
+        of_shared: a shared expert's share.
+        launch: in place of a GPU.
+
+    Raises:
+        ValueError: a tensor has another shape, dtype or layout, or `problem` says why the launch cannot have it.
+        RuntimeError: NVRTC or the driver refuses.
+    """
+    rows, width = hidden.shape
+    if (why := problem(len(weight), width, choice)) is not None:
+        raise ValueError(why)
+    for name, tensor, dtype, fits, shape in (
+        ("hidden", hidden, torch.bfloat16, 0 < rows <= MOST_ROWS, f"[1 to {MOST_ROWS}, {width}]"),
+        ("weight", weight, torch.bfloat16, weight.shape == (EXPERTS, width), f"[{EXPERTS}, {width}]"),
+        ("bias", bias, torch.float32, bias.shape == (EXPERTS,), f"[{EXPERTS}]"),
+        ("arrived", arrived, torch.int32, arrived.shape == (1,), "[1]"),
+    ):
+        fits = fits and tensor.dtype == dtype and tensor.is_contiguous()
+        require(fits, name, tensor, f"contiguous {dtype} {shape}", "the kernel would misread it")
+    each = choice.chosen + choice.shared
+    sums = torch.empty(PARTS, rows, EXPERTS, dtype=torch.float32, device=hidden.device)
+    logits = torch.empty(rows, EXPERTS, dtype=torch.float32, device=hidden.device)
+    shares = torch.empty(rows, each, dtype=torch.float32, device=hidden.device)
+    chosen = torch.empty(rows, each, dtype=torch.int32, device=hidden.device)
+    tensors = hidden, weight, bias, sums, logits, shares, chosen, arrived
+    arguments = Arguments(*(tensor.data_ptr() for tensor in tensors), factor, of_shared, rows)
+    launch = launch or compiled_on(hidden.device.index, width, choice, tiles_of(rows)).launch
+    launch((EXPERTS // COLUMNS * PARTS, 1), arguments)
+    return Routed(logits, shares, chosen)

@@ -1,0 +1,135 @@
+"""Which experts tokens choose, against torch: on an emulated GPU and on a real one, on poisoned memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from emulated import routing
+
+from nsa_backend.kernels.cuda_source import compiled
+from nsa_backend.kernels.router import EXPERTS, MOST_ROWS, SOURCE, Choice, constants, counter, problem, route
+from nsa_backend.kernels.router_torch import choose_torch, route_torch
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+HIDDEN = 1024
+MODELS = {"DeepSeek-V3.2": (7168, Choice(8, groups=8, kept=4)), "GLM-5": (6144, Choice(8, shared=True))}
+CHOICES = {
+    "groups": Choice(8, groups=8, kept=4),
+    "no groups, shared": Choice(8, shared=True),
+    "few": Choice(3, groups=32, kept=2),
+}
+
+
+def inputs(rows: int, hidden: int, device: str, whole: bool = False) -> dict:
+    """Random ones, with poison behind the rows; of whole numbers where sums are to be exact."""
+
+    def values(*shape: int) -> torch.Tensor:
+        drawn = torch.randint(-3, 4, shape, device=device) if whole else torch.randn(*shape, device=device)
+        return drawn.bfloat16()
+
+    x = torch.full((MOST_ROWS + 8, hidden), torch.nan, dtype=torch.bfloat16, device=device)[:rows]
+    x.copy_(values(rows, hidden))
+    weight = values(EXPERTS, hidden) * (2.0**-5 if whole else hidden**-0.5)
+    return {"hidden": x, "weight": weight, "bias": torch.randn(EXPERTS, device=device) / 8}
+
+
+def check(given: dict, choice: Choice, launches: int = 2, **options) -> None:
+    """Choices of `route` are those of its logits, which are torch's but for rounding, in every one of some launches."""
+    arrived = counter(given["hidden"].device)
+    wanted, size = route_torch(**given, choice=choice), given["hidden"].double().abs() @ given["weight"].double().abs().T
+    for _ in range(launches):
+        found = route(**given, choice=choice, arrived=arrived, factor=2.5, of_shared=0.4, **options)
+        assert ((found.logits.double() - wanted.logits.double()).abs() <= 2**-18 * size).all()
+        shares, chosen = choose_torch(found.logits, given["bias"], choice, factor=2.5, of_shared=0.4)
+        assert torch.equal(found.chosen, chosen)
+        assert torch.allclose(found.shares, shares, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 32])
+@pytest.mark.parametrize("which", CHOICES)
+def test_choices(rows, which):
+    torch.manual_seed(rows)
+    choice = CHOICES[which]
+    check(inputs(rows, HIDDEN, "cpu"), choice, launch=routing(HIDDEN, choice, rows, seed=rows))
+
+
+def test_of_equal_scores_the_first_is_chosen():
+    """And of equal groups the first are kept: logits of whole numbers have few values, and no bias tells them apart."""
+    torch.manual_seed(0)
+    for choice in (Choice(8, groups=8, kept=4), Choice(8)):
+        given = inputs(4, HIDDEN, "cpu", whole=True) | {"bias": torch.zeros(EXPERTS)}
+        given["hidden"][0] = 0
+        check(given, choice, launches=1, launch=routing(HIDDEN, choice, 4))
+
+
+def test_a_score_that_is_no_number_is_chosen_last():
+    torch.manual_seed(1)
+    given, choice = inputs(2, HIDDEN, "cpu"), Choice(8, groups=8, kept=4)
+    given["bias"][::2] = torch.nan
+    arrived = counter(given["hidden"].device)
+    found = route(**given, choice=choice, arrived=arrived, launch=routing(HIDDEN, choice, 2))
+    assert (found.chosen % 2 == 1).all()
+    given["hidden"][1] = torch.nan
+    found = route(**given, choice=choice, arrived=arrived, launch=routing(HIDDEN, choice, 2))
+    assert ((found.chosen >= 0) & (found.chosen < EXPERTS)).all()
+    assert all(len(set(row)) == choice.chosen for row in found.chosen.tolist())
+
+
+def test_counts_of_launches_overflow():
+    """After 33 million launches the number of blocks is past what 32 bits hold."""
+    torch.manual_seed(2)
+    given, choice = inputs(3, HIDDEN, "cpu"), Choice(8)
+    arrived = torch.tensor([-EXPERTS // 16 * 8], dtype=torch.int32)
+    found = [route(**given, choice=choice, arrived=arrived, launch=routing(HIDDEN, choice, 3)) for _ in range(2)]
+    assert torch.equal(found[0].chosen, found[1].chosen)
+    assert arrived.item() == EXPERTS // 16 * 8
+
+
+@pytest.mark.parametrize(
+    ("experts", "hidden", "choice", "why"),
+    [
+        (384, 7168, Choice(), "384 experts"),
+        (256, 7000, Choice(), "hidden states of 7000"),
+        (256, 16384, Choice(), "hidden states of 16384"),
+        (256, 7168, Choice(groups=3), "1 of 3 groups"),
+        (256, 7168, Choice(groups=8, kept=9), "9 of 8 groups"),
+        (256, 7168, Choice(9), "9 experts a token"),
+    ],
+)
+def test_what_it_refuses(experts, hidden, choice, why):
+    assert problem(experts, hidden, choice).startswith(why)
+
+
+def test_it_refuses_tensors_that_it_would_misread():
+    given, choice = inputs(2, HIDDEN, "cpu"), Choice()
+    for name, wrong in (
+        ("hidden", given["hidden"].float()),
+        ("hidden", torch.zeros(33, HIDDEN, dtype=torch.bfloat16)),
+        ("weight", given["weight"].T.contiguous().T),
+        ("bias", given["bias"].bfloat16()),
+        ("arrived", torch.zeros(2, dtype=torch.int32)),
+    ):
+        with pytest.raises(ValueError, match=name):
+            route(**({"arrived": counter(torch.device("cpu")), "choice": choice} | given | {name: wrong}))
+
+
+@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize("rows", [8, 16, 32])
+def test_it_compiles_for_hopper_with_all_in_registers(which, rows):
+    hidden, choice = MODELS[which]
+    _, said = compiled(SOURCE, constants(hidden, choice, rows))
+    assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 9, 16, 17, 24, 32])
+def test_choices_of_a_layer(which, rows):
+    torch.manual_seed(rows)
+    hidden, choice = MODELS[which]
+    check(inputs(rows, hidden, "cuda"), choice, launches=50)
+    check(inputs(rows, hidden, "cuda"), replace(choice, shared=not choice.shared), launches=3)
