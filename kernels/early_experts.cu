@@ -179,6 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) down(const _
         if (!is_shared) share = a.shares[token * CHOSEN + of.warp];
     }
     wait_for_inputs();
+    let_others_begin();  // a norm or a sum of ranks, which waits before it reads
     float sums[TILES][4] = {};
     if (there) {
         const unsigned short* inner = a.inner + (token * EACH + of.warp) * static_cast<long long>(WIDTH) + of.lane * 4;

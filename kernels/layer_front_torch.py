@@ -187,3 +187,12 @@ def value_products_torch(attended: torch.Tensor, weight: torch.Tensor, scales: S
     """The torch twin of `value_products`, summed in double precision."""
     values = torch.einsum("rhl,hlv->rhv", attended.double(), weight.double()).bfloat16()
     return quantise(values.float().flatten(1), scales)
+
+
+def add_norm_torch(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm, sum) of `add_norm`, bfloat16, with squares in double precision."""
+    total = x.float() + residual.float()
+    mean = total.double().square().mean(dim=1, keepdim=True).float()
+    return (total * torch.rsqrt(mean + eps) * weight.float()).bfloat16(), total.bfloat16()

@@ -23,7 +23,7 @@ from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend import registration
-from nsa_backend.adapters.dsa.layer_front import builtin, front, options, projections, rule, short, take, values
+from nsa_backend.adapters.dsa.layer_front import builtin, front, kept_input, options, projections, rule, short, take, values
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
@@ -340,7 +340,8 @@ def test_few_rows_take_all_products_from_two_launches(either_layer, monkeypatch)
     monkeypatch.setattr(projections, "LEAST_INNER", HIDDEN)
     launched = []
     for module, name in (
-        *((projections, name) for name in ("quantise", "split_products")),
+        (kept_input, "quantise"),
+        (projections, "split_products"),
         *((front, name) for name in ("norm_rope_store", "rope_quantise")),
         *((kind, "forward") for kind in (BlockFp8, ReplicatedLinear)),
     ):
@@ -353,7 +354,7 @@ def test_few_rows_take_all_products_from_two_launches(either_layer, monkeypatch)
         launched.clear()
     ours = [("quantise", True), ("split_products", True), ("norm_rope_store", True), ("split_products", True)]
     assert launches[0] == [*ours, ("rope_quantise", False)]
-    assert {name for name, _ in launches[1]} == {"forward", "norm_rope_store", "rope_quantise"}
+    assert {name for name, _ in launches[1]} == {"quantise", "forward", "norm_rope_store", "rope_quantise"}
     assert not any(before_ours for _, before_ours in launches[1])
     for one, other in zip(*(given["kv"][slots].float() for given in found), strict=True):
         assert (one - other).norm() < 0.01 * other.norm()
@@ -378,8 +379,8 @@ def test_few_rows_that_choose_nothing_have_weights_that_come_early(either_layer,
         return (linear.multiplied((x, scales)),)
 
     monkeypatch.setattr(early_products, "early_products", multiply)
-    for name in ("quantise", "norm_rope_store"):
-        recorded(launched, front, name, monkeypatch)
+    for module, name in ((kept_input, "quantise"), (front, "norm_rope_store")):
+        recorded(launched, module, name, monkeypatch)
     selection = torch.zeros(ROWS, TOPK, dtype=torch.int32)
     ours, theirs = (prepared(layer, monkeypatch, ForwardMode.DECODE, on, slots, selection=selection) for on in (True, False))
     assert_same_bits(ours, theirs)

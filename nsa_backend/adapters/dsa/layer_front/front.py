@@ -9,13 +9,14 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend.adapters.dsa.layer_front import prefills
+from nsa_backend.adapters.dsa.layer_front.kept_input import quantised_input
 from nsa_backend.adapters.dsa.layer_front.projections import EarlyProduct, FirstProducts, QueryProducts, has, scales_of
 from nsa_backend.adapters.dsa.layer_front.query_heads import QueryHeads
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.dsa.layer_front.short import EveryToken, is_short
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
-from nsa_backend.kernels.layer_front import norm_rope_store, quantise, rope_quantise, rope_query
+from nsa_backend.kernels.layer_front import norm_rope_store, rope_quantise, rope_query
 from nsa_backend.kernels.layer_front_weights import FrontWeights
 
 
@@ -64,6 +65,10 @@ class LayerFront:
         q_rope, q_nope_out, topk_indices = found
         return q_rope, None, q_nope_out, None, forward_batch, zero_allocator, positions, topk_indices, None, None
 
+    def begins_with_ours(self, rows: int) -> bool:
+        """Whether the first launch of so many rows, behind their quantisation, is of this package."""
+        return has(self.first_products, rows) or has(self.latent, rows)
+
     def _serves(self, positions: torch.Tensor, hidden_states: Any, batch: ForwardBatch) -> bool:
         """Whether a forward is one of those that are served."""
         from sglang.srt.layers.attention.dsa.dsa_indexer import get_is_capture_mode
@@ -105,8 +110,8 @@ class LayerFront:
             return products(hidden_states)
         x_scales = scales_of(attention.fused_qkv_a_proj_with_mqa)
         if not indexed and has(self.latent, len(hidden_states)):
-            return self.latent(quantise(hidden_states, x_scales, before_ours=True)), None, None
-        x = hidden_states if x_scales is None else quantise(hidden_states, x_scales)
+            return self.latent(quantised_input(hidden_states, x_scales, before_ours=True)), None, None
+        x = hidden_states if x_scales is None else quantised_input(hidden_states, x_scales)
         if indexed:
             side.fork()
         if x_scales is None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nsa_backend.adapters.dsa.layer_front.kept_input import quantised_input
 from nsa_backend.kernels import early_products
-from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.kernels.split_products import (
     FEW_ROWS,
@@ -123,7 +123,7 @@ class FirstProducts:
         What is launched next on the stream is a kernel of this package.
         """
         # Of more rows, products that are there early take time from what is ahead.
-        x = quantise(hidden, self.scales, before_ours=len(hidden) <= FEW_ROWS)
+        x = quantised_input(hidden, self.scales, before_ours=len(hidden) <= FEW_ROWS)
         qkv_a, wk = product(self.qkv_a), None if self.wk is None else product(self.wk)
         with_gates: dict[str, Any] = {"gates": (hidden, self.gates.weight), "gates_dtype": self.gates_dtype}
         if self.early and len(hidden) <= early_products.MOST_ROWS:
@@ -205,5 +205,6 @@ def take_output(o_proj: LinearBase) -> None:
 
 def _early_or(own: Callable[..., torch.Tensor], linear: LinearBase, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
     if bias is None and isinstance(x, tuple) and len(x) == 2 and 0 < len(x[0]) <= early_products.MOST_ROWS:
-        return early_products.early_products(*x, product(linear))[0]
+        # A norm or a sum of ranks is next, and waits before it reads anything, as SGLang's and FlashInfer's all do.
+        return early_products.early_products(*x, product(linear), before_ours=True)[0]
     return own(linear, x, bias)

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from typing import Any
 
-from nsa_backend.adapters.dsa.layer_front import index_prefills, prefill_rules, prefills, short
+from nsa_backend.adapters.dsa.layer_front import index_prefills, norms, prefill_rules, prefills, short
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.options import server_problems
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
@@ -79,6 +79,7 @@ def take_layer_fronts(
     every_token = short.EveryToken()
     for layer in served:
         layer.forward_absorb_prepare = LayerFront(layer, backends, every_token)
+    norms.take(model)
     index_prefills.take(served, backends)
     values_problem_of = {layer: values_problem(layer) for layer in served}
     for layer, problem in values_problem_of.items():

@@ -1,0 +1,115 @@
+"""The norms of a layer whose front is ours: one launch each, the first with the layer's input in FP8.
+
+SGLang norms and quantises in two launches. Where ranks sum between two halves of a layer, SGLang may norm in the same launch
+as that; no norm is called then, and the front quantises as before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nsa_backend.adapters.dsa.layer_front.front import LayerFront
+from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT
+from nsa_backend.adapters.dsa.layer_front.projections import scales_of
+from nsa_backend.adapters.routers import LayerRouter
+from nsa_backend.kernels import router
+from nsa_backend.kernels.add_norm import add_norm
+from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+
+logger = logging.getLogger(__name__)
+
+MOST_ROWS = 32
+"""Of a forward whose norms have the launch."""
+
+
+class LayerNorm:
+    """One norm of a layer, in the place of an RMSNorm's `forward`."""
+
+    def __init__(self, norm: Any, scales: Scales | None, next_is_ours: Callable[[int], bool]):
+        """Of a norm that `problem` finds nothing against.
+
+        Args:
+            norm: the layer's.
+            scales: of the layer's input in FP8, which the norm quantises; None behind attention, and with other weights.
+            next_is_ours: whether so many rows have a launch of ours behind this one.
+        """
+        self.norm, self.own = norm, norm.forward
+        self.scales, self.next_is_ours = scales, next_is_ours
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, post_residual_addition: Any = None, **options: Any
+    ) -> Any:
+        """(norm, sum), in the place of `x` and `residual`; what SGLang's returns of anything that is not served."""
+        KEPT.forget()
+        if not self._serves(x, residual) or post_residual_addition is not None or options:
+            return self.own(x, residual, post_residual_addition, **options)
+        weight, eps = self.norm.weight.data, self.norm.variance_epsilon
+        found = add_norm(x, residual, weight, eps, self.scales, before_ours=self.next_is_ours(len(x)))
+        if found is not None:
+            KEPT.keep(x, self.scales, found)
+        return x, residual
+
+    def _serves(self, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
+        """Whether it is the norm of few rows of a forward that is captured, as those are that have our front."""
+        from sglang.srt.layers.attention.dsa.dsa_indexer import get_is_capture_mode
+
+        if residual is None or x.dim() != 2 or not 0 < len(x) <= MOST_ROWS or not get_is_capture_mode():
+            return False
+        return (
+            not torch.compiler.is_compiling()
+            and residual.shape == x.shape
+            and all(t.dtype == torch.bfloat16 and t.is_contiguous() for t in (x, residual))
+        )
+
+
+def take(model: Any) -> int:
+    """Have both norms of every layer of `model` whose front is ours.
+
+    Returns:
+        How many norms have the launch.
+    """
+    taken = 0  # of norms
+    for layer in model.modules():
+        front = getattr(getattr(layer, "self_attn", None), "forward_absorb_prepare", None)
+        if not isinstance(front, LayerFront):
+            continue
+        for name, scales, next_is_ours in (
+            ("input_layernorm", scales_of(front.attention.fused_qkv_a_proj_with_mqa), front.begins_with_ours),
+            ("post_attention_layernorm", None, lambda rows, layer=layer: routes(layer, rows)),
+        ):
+            norm = getattr(layer, name, None)
+            if problem(norm) is None:
+                norm.forward = LayerNorm(norm, scales, next_is_ours)
+                taken += 1
+    if taken:
+        logger.info(
+            "nsa_backend: %d norms of up to %d rows are launches of this package in captured forwards", taken, MOST_ROWS
+        )
+    return taken
+
+
+def routes(layer: Any, rows: int) -> bool:
+    """Whether experts of so many rows have our router, which comes first behind the norm."""
+    gate = getattr(layer.mlp, "gate", None)
+    return rows <= router.MOST_ROWS and isinstance(getattr(gate, "forward", None), LayerRouter)
+
+
+def problem(norm: Any) -> str | None:
+    """Why a norm is SGLang's, or None."""
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.runtime_context import get_exec
+
+    if type(norm) is not RMSNorm or "forward" in vars(norm):
+        return f"it is {type(norm).__name__}, or another extension's"
+    if norm.weight.dtype != torch.bfloat16 or norm.weight.shape[0] % GROUP:
+        return f"it has weights of {norm.weight.dtype} {list(norm.weight.shape)}"
+    other = norm.variance_size_override is not None or norm.cast_x_before_out_mul or norm._quant_linear is not None
+    if other or norm.fp32_residual or norm.override_orig_dtype is not None:
+        return "it norms in another way"
+    if get_exec().deterministic.enable_deterministic_inference:
+        return "sums have an order that a user asked for"
+    return None
