@@ -63,11 +63,12 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def constants(hidden: int, choice: Choice, rows: int) -> dict[str, int]:
+def constants(hidden: int, choice: Choice, rows: int, *, by_flags: bool = False) -> dict[str, int]:
     """Macros of the source for up to so many rows, of which it is compiled for 8, 16 and 32."""
     return {
         "HIDDEN": hidden, "EXPERTS": EXPERTS, "PARTS": PARTS, "ROW_TILES": tiles_of(rows), "EXPERT_GROUPS": choice.groups,
         "GROUPS_KEPT": choice.kept, "CHOSEN": choice.chosen, "WITH_SHARED": int(choice.shared),
+        "BY_FLAGS": int(by_flags),
     }  # fmt: skip
 
 
@@ -76,12 +77,17 @@ def tiles_of(rows: int) -> int:
     return power_of_two(-(-rows // 8))
 
 
+def shared_bytes(tiles: int, *, by_flags: bool) -> int:
+    """Shared memory of a block: SHARED_BYTES of the source."""
+    return 16 + WARPS * tiles * COLUMNS * 8 * 4 + (WARPS * EXPERTS * 4 + 4 if by_flags else 0)
+
+
 @functools.cache
-def compiled_on(device: int, hidden: int, choice: Choice, tiles: int) -> CudaKernel:
+def compiled_on(device: int, hidden: int, choice: Choice, tiles: int, *, by_flags: bool = False) -> CudaKernel:
     """The kernel, compiled at its first call on a device."""
     with torch.cuda.device(device):
-        shared_bytes = 16 + WARPS * tiles * COLUMNS * 8 * 4
-        return CudaKernel(SOURCE, SOURCE.stem, constants(hidden, choice, 8 * tiles), WARPS * 32, shared_bytes)
+        macros, of_block = constants(hidden, choice, 8 * tiles, by_flags=by_flags), shared_bytes(tiles, by_flags=by_flags)
+        return CudaKernel(SOURCE, SOURCE.stem, macros, WARPS * 32, of_block)
 
 
 def compile_ahead(device: torch.device, hidden: int, choice: Choice) -> None:
@@ -116,6 +122,11 @@ def counter(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
+def flagged_sums(device: torch.device) -> torch.Tensor:
+    """Where `route` has sums with flags: int64 [PARTS, MOST_ROWS, EXPERTS], for launches that follow one another."""
+    return torch.zeros(PARTS, MOST_ROWS, EXPERTS, dtype=torch.int64, device=device)
+
+
 def route(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -125,6 +136,7 @@ def route(
     *,
     factor: float = 1.0,
     of_shared: float = 1.0,
+    flagged: torch.Tensor | None = None,
     launch: Launch | None = None,
 ) -> Routed:
     """The experts that tokens choose, by the sigmoid of their logits and a bias that no share has; one launch.
@@ -141,6 +153,7 @@ def route(
         arrived: what `counter` gives.
         factor: times the shares, which add up to it.
         of_shared: a shared expert's share.
+        flagged: what `flagged_sums` gives, for the same launches as `arrived`: then each sum says itself that it is there.
         launch: in place of a GPU.
 
     Raises:
@@ -155,16 +168,21 @@ def route(
         ("weight", weight, torch.bfloat16, weight.shape == (EXPERTS, width), f"[{EXPERTS}, {width}]"),
         ("bias", bias, torch.float32, bias.shape == (EXPERTS,), f"[{EXPERTS}]"),
         ("arrived", arrived, torch.int32, arrived.shape == (1,), "[1]"),
+        *(
+            ()
+            if flagged is None
+            else [("flagged", flagged, torch.int64, flagged.shape == (PARTS, MOST_ROWS, EXPERTS), "as flagged_sums gives it")]
+        ),
     ):
         fits = fits and tensor.dtype == dtype and tensor.is_contiguous()
         require(fits, name, tensor, f"contiguous {dtype} {shape}", "the kernel would misread it")
     each = choice.chosen + choice.shared
-    sums = torch.empty(PARTS, rows, EXPERTS, dtype=torch.float32, device=hidden.device)
+    sums = torch.empty(PARTS, rows, EXPERTS, dtype=torch.float32, device=hidden.device) if flagged is None else flagged
     logits = torch.empty(rows, EXPERTS, dtype=torch.float32, device=hidden.device)
     shares = torch.empty(rows, each, dtype=torch.float32, device=hidden.device)
     chosen = torch.empty(rows, each, dtype=torch.int32, device=hidden.device)
     tensors = hidden, weight, bias, sums, logits, shares, chosen, arrived
     arguments = Arguments(*(tensor.data_ptr() for tensor in tensors), factor, of_shared, rows)
-    launch = launch or compiled_on(hidden.device.index, width, choice, tiles_of(rows)).launch
+    launch = launch or compiled_on(hidden.device.index, width, choice, tiles_of(rows), by_flags=flagged is not None).launch
     launch((EXPERTS // COLUMNS * PARTS, 1), arguments)
     return Routed(logits, shares, chosen)

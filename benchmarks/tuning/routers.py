@@ -23,7 +23,7 @@ from nsa_backend.benchmarks.reports.report import environment, print_table, writ
 from nsa_backend.kernels.add_norm import add_norm
 from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
-from nsa_backend.kernels.router import EXPERTS, Choice, counter, route
+from nsa_backend.kernels.router import EXPERTS, Choice, counter, flagged_sums, route
 from nsa_backend.testing.process import start_sglang
 
 MODELS = {"DeepSeek-V3.2": (7168, Choice(8, groups=8, kept=4)), "GLM-5": (6144, Choice(8, shared=True))}
@@ -53,15 +53,17 @@ class Layers:
             gate.weight.data.normal_(std=self.hidden**-0.5)
             gate.e_score_correction_bias.data = torch.randn(EXPERTS, device="cuda") / 8
             self.gates.append(gate)
-        self.arrived = counter(torch.device("cuda"))
+        self.arrived = [counter(torch.device("cuda")) for _ in range(2)]
+        self.flagged = flagged_sums(torch.device("cuda"))
 
     def gate(self, i: int) -> Any:
         return self.gates[i % len(self.gates)]
 
-    def ours(self, x: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def ours(self, x: torch.Tensor, i: int, by_flags: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(shares, chosen)."""
-        gate = self.gate(i)
-        return route(x, gate.weight.data, gate.e_score_correction_bias.data, self.choice, self.arrived)[1:]
+        gate, flagged = self.gate(i), self.flagged if by_flags else None
+        given = x, gate.weight.data, gate.e_score_correction_bias.data, self.choice, self.arrived[by_flags]
+        return route(*given, flagged=flagged)[1:]
 
     def sglangs(self, x: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         from sglang.srt.layers.moe.topk import biased_grouped_topk
@@ -90,11 +92,13 @@ def runners(layers: Layers) -> dict[str, dict[str, Call]]:
         "router": {
             "SGLang's": lambda i: layers.sglangs(layers.x, i),
             "router": lambda i: layers.ours(layers.x, i),
+            "router by flags": lambda i: layers.ours(layers.x, i, by_flags=True),
         },
         "norm, router": {
             "SGLang's": lambda i: layers.sglangs(normed(False)[0], i),
             "router": lambda i: layers.ours(normed(False)[0], i),
             "add_norm, router": lambda i: layers.ours(normed(True, before_ours=True)[0], i),
+            "add_norm, router by flags": lambda i: layers.ours(normed(True, before_ours=True)[0], i, by_flags=True),
         },
         "norm, quantise": {
             "SGLang's": lambda i: quantise(normed(False)[0], Scales.EXACT),

@@ -10,7 +10,17 @@ import torch
 from emulated import routing
 
 from nsa_backend.kernels.cuda_source import compiled
-from nsa_backend.kernels.router import EXPERTS, MOST_ROWS, SOURCE, Choice, constants, counter, problem, route
+from nsa_backend.kernels.router import (
+    EXPERTS,
+    MOST_ROWS,
+    SOURCE,
+    Choice,
+    constants,
+    counter,
+    flagged_sums,
+    problem,
+    route,
+)
 from nsa_backend.kernels.router_torch import choose_torch, route_torch
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -37,9 +47,11 @@ def inputs(rows: int, hidden: int, device: str, whole: bool = False) -> dict:
     return {"hidden": x, "weight": weight, "bias": torch.randn(EXPERTS, device=device) / 8}
 
 
-def check(given: dict, choice: Choice, launches: int = 2, **options) -> None:
+def check(given: dict, choice: Choice, by_flags: bool, launches: int = 2, **options) -> None:
     """Choices of `route` are those of its logits, which are torch's but for rounding, in every one of some launches."""
     arrived = counter(given["hidden"].device)
+    if by_flags:
+        options["flagged"] = flagged_sums(arrived.device)
     wanted, size = route_torch(**given, choice=choice), given["hidden"].double().abs() @ given["weight"].double().abs().T
     for _ in range(launches):
         found = route(**given, choice=choice, arrived=arrived, factor=2.5, of_shared=0.4, **options)
@@ -49,12 +61,16 @@ def check(given: dict, choice: Choice, launches: int = 2, **options) -> None:
         assert torch.allclose(found.shares, shares, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 32])
-@pytest.mark.parametrize("which", CHOICES)
-def test_choices(rows, which):
+@pytest.mark.parametrize(
+    ("rows", "which", "by_flags"),
+    [(1, "groups", False), (9, "groups", False), (32, "groups", True), (1, "no groups, shared", True), (7, "few", True),
+     (32, "no groups, shared", False), (8, "few", False)],
+)  # fmt: skip
+def test_choices(rows, which, by_flags):
     torch.manual_seed(rows)
     choice = CHOICES[which]
-    check(inputs(rows, HIDDEN, "cpu"), choice, launch=routing(HIDDEN, choice, rows, seed=rows))
+    launch = routing(HIDDEN, choice, rows, seed=rows, by_flags=by_flags)
+    check(inputs(rows, HIDDEN, "cpu"), choice, by_flags, launch=launch)
 
 
 def test_of_equal_scores_the_first_is_chosen():
@@ -63,7 +79,7 @@ def test_of_equal_scores_the_first_is_chosen():
     for choice in (Choice(8, groups=8, kept=4), Choice(8)):
         given = inputs(4, HIDDEN, "cpu", whole=True) | {"bias": torch.zeros(EXPERTS)}
         given["hidden"][0] = 0
-        check(given, choice, launches=1, launch=routing(HIDDEN, choice, 4))
+        check(given, choice, False, launches=1, launch=routing(HIDDEN, choice, 4))
 
 
 def test_a_score_that_is_no_number_is_chosen_last():
@@ -79,14 +95,31 @@ def test_a_score_that_is_no_number_is_chosen_last():
     assert all(len(set(row)) == choice.chosen for row in found.chosen.tolist())
 
 
-def test_counts_of_launches_overflow():
-    """After 33 million launches the number of blocks is past what 32 bits hold."""
+@pytest.mark.parametrize(("by_flags", "blocks"), [(False, EXPERTS // 16 * 8), (True, 1)])
+def test_counts_of_launches_overflow(by_flags, blocks):
+    """After 33 million launches their blocks are more than 32 bits hold, and launches themselves some years later."""
     torch.manual_seed(2)
     given, choice = inputs(3, HIDDEN, "cpu"), Choice(8)
-    arrived = torch.tensor([-EXPERTS // 16 * 8], dtype=torch.int32)
-    found = [route(**given, choice=choice, arrived=arrived, launch=routing(HIDDEN, choice, 3)) for _ in range(2)]
+    arrived = torch.tensor([-blocks], dtype=torch.int32)
+    options = {"arrived": arrived, "flagged": flagged_sums(arrived.device) if by_flags else None, "choice": choice}
+    launch = routing(HIDDEN, choice, 3, by_flags=by_flags)
+    if by_flags:
+        options["flagged"].fill_(-1)  # of the launch before
+    found = [route(**given, **options, launch=launch) for _ in range(2)]
     assert torch.equal(found[0].chosen, found[1].chosen)
-    assert arrived.item() == EXPERTS // 16 * 8
+    assert arrived.item() == blocks
+
+
+def test_launches_of_other_rows_leave_flags_that_nobody_takes_for_theirs():
+    torch.manual_seed(3)
+    choice, arrived = Choice(8, groups=8, kept=4), counter(torch.device("cpu"))
+    flagged = flagged_sums(arrived.device)
+    for rows in (9, 2, 9, 16):
+        given = inputs(rows, HIDDEN, "cpu")
+        launch = routing(HIDDEN, choice, rows, seed=rows, by_flags=True)
+        found = route(**given, choice=choice, arrived=arrived, flagged=flagged, launch=launch)
+        assert torch.equal(found.chosen, route_torch(**given, choice=choice).chosen)
+    assert arrived.item() == 4
 
 
 @pytest.mark.parametrize(
@@ -112,6 +145,7 @@ def test_it_refuses_tensors_that_it_would_misread():
         ("weight", given["weight"].T.contiguous().T),
         ("bias", given["bias"].bfloat16()),
         ("arrived", torch.zeros(2, dtype=torch.int32)),
+        ("flagged", torch.zeros(8, 8, EXPERTS, dtype=torch.int64)),
     ):
         with pytest.raises(ValueError, match=name):
             route(**({"arrived": counter(torch.device("cpu")), "choice": choice} | given | {name: wrong}))
@@ -119,17 +153,19 @@ def test_it_refuses_tensors_that_it_would_misread():
 
 @pytest.mark.parametrize("which", MODELS)
 @pytest.mark.parametrize("rows", [8, 16, 32])
-def test_it_compiles_for_hopper_with_all_in_registers(which, rows):
+@pytest.mark.parametrize("by_flags", [False, True])
+def test_it_compiles_for_hopper_with_all_in_registers(which, rows, by_flags):
     hidden, choice = MODELS[which]
-    _, said = compiled(SOURCE, constants(hidden, choice, rows))
+    _, said = compiled(SOURCE, constants(hidden, choice, rows, by_flags=by_flags))
     assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("which", MODELS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 9, 16, 17, 24, 32])
-def test_choices_of_a_layer(which, rows):
+@pytest.mark.parametrize("by_flags", [False, True])
+def test_choices_of_a_layer(which, rows, by_flags):
     torch.manual_seed(rows)
     hidden, choice = MODELS[which]
-    check(inputs(rows, hidden, "cuda"), choice, launches=50)
-    check(inputs(rows, hidden, "cuda"), replace(choice, shared=not choice.shared), launches=3)
+    check(inputs(rows, hidden, "cuda"), choice, by_flags, launches=50)
+    check(inputs(rows, hidden, "cuda"), replace(choice, shared=not choice.shared), by_flags, launches=3)

@@ -74,9 +74,10 @@ def multiplying_early(inner: int, tile: early_products.Tile, gates_dtype: torch.
     return launcher(partial(emulator, early_products.SOURCE, "Products", early_products.SOURCE.stem, **macros, **APART), seed)
 
 
-def routing(hidden: int, choice: router.Choice, rows: int, seed: int = 0) -> router.Launch:
+def routing(hidden: int, choice: router.Choice, rows: int, seed: int = 0, *, by_flags: bool = False) -> router.Launch:
     """What launches the router of so many rows."""
-    macros = router.constants(hidden, choice, rows) | {"BLOCKS_AT_ONCE": router.MOST_ROWS}  # as many as wait for the others
+    macros = router.constants(hidden, choice, rows, by_flags=by_flags)
+    macros |= {"BLOCKS_AT_ONCE": router.MOST_ROWS}  # as many as wait for the others
     return launcher(partial(emulator, router.SOURCE, "Router", router.SOURCE.stem, **macros), seed)
 
 
