@@ -12,94 +12,118 @@ class Variable:
 
     name: str
     default: str  # what an unset variable is like: 0, 1, or unset where that is neither
-    effect: str
-    when: str  # to change it
+    unset: str  # what each does; 1 is a demand: where it cannot be had there is no start
+    one: str
+    zero: str
+    when: str  # to set it
 
 
 VARIABLES = (
     Variable(
         "NSA_BACKEND_DISABLE",
-        "0",
-        "1: SGLang's own backend serves; no start with NAIVE_EAGLE, sparse_... or NSA_BACKEND_REQUIRED=1",
-        "to compare, or to go back",
+        default="0",
+        unset="this package serves",
+        one="SGLang's own backend serves; no start with NAIVE_EAGLE, sparse_... or NSA_BACKEND_REQUIRED=1",
+        zero="as unset",
+        when="to compare, or to go back",
     ),
     Variable(
         "NSA_BACKEND_REQUIRED",
-        "0",
-        "1: no start unless this backend serves target and drafts, but EAGLE3's dense ones",
-        "in production: a failed load is otherwise one log line",
+        default="0",
+        unset="a failed load is one log line, and SGLang's backend serves",
+        one="no start unless this package serves target and drafts, but EAGLE3's dense ones",
+        zero="as unset",
+        when="1 in production",
     ),
     Variable(
         "NSA_BACKEND_ROUND_GRAPH",
-        "unset",
-        "unset: a round is one CUDA graph where options allow; 1: beside more options, or no start; 0: three graphs",
-        "0 to save memory; 1 to learn what forbids it",
+        default="unset",
+        unset="a round is one CUDA graph where options allow",
+        one="beside more options",
+        zero="three graphs",
+        when="0 to save memory; 1 to learn what forbids it",
     ),
     Variable(
         "NSA_BACKEND_SAMPLED_ROUNDS",
-        "unset",
-        "1: rounds of requests with a temperature are one graph too; 0: three; unset: one on 0.5.23 without DP attention",
-        "1 on 0.5.17 or with DP attention",
+        default="unset",
+        unset="rounds of requests with a temperature are one graph too, on 0.5.23 without DP attention",
+        one="always",
+        zero="three graphs",
+        when="1 on 0.5.17 or with DP attention",
     ),
     Variable(
         "NSA_BACKEND_CHECK",
-        "0",
-        "1: checks request slots, lengths and pages of every batch; slow",
-        "after an illegal memory access",
+        default="0",
+        unset="no check",
+        one="checks request slots, lengths and pages of every batch; slow",
+        zero="as unset",
+        when="1 after an illegal memory access",
     ),
     Variable(
         "NSA_BACKEND_AUTO_DECODE",
-        "unset",
-        "unset: on an H200 with 0.5.23 the kernel measured fastest, unless options name one; 1: always, or no start; 0: never",
-        "0 to compare; 1 on an H200 with another release",
+        default="unset",
+        unset="the kernel measured fastest, on an H200 with 0.5.23, unless options name one",
+        one="always",
+        zero="never",
+        when="0 to compare; 1 on an H200 with another release",
     ),
     Variable(
         "NSA_BACKEND_LAYER_FRONT",
-        "unset",
-        "unset: kernels of this package before attention where layers allow, on 0.5.23 and Hopper; 1: always, or no start; "
-        "0: SGLang's",
-        "0 to compare",
+        default="unset",
+        unset="norms, RoPE, quantisation and KV writes before attention are this package's kernels, on 0.5.23 and Hopper",
+        one="always",
+        zero="SGLang's",
+        when="0 to compare",
     ),
     Variable(
         "NSA_BACKEND_PAIRED_LOGITS",
-        "unset",
-        "unset: from two requests on, an even number of verified tokens is scored in pairs, on 0.5.23 and Hopper; "
-        "1: from one, or no start; 0: singly",
-        "0 to compare; 1 for one long request, or on 0.5.17",
+        default="unset",
+        unset="from two requests on, an even number of verified tokens is scored in pairs, on 0.5.23 and Hopper",
+        one="from one request",
+        zero="singly",
+        when="0 to compare; 1 for one long request, or on 0.5.17",
     ),
     Variable(
         "NSA_BACKEND_SHORT_GRAPHS",
-        "unset",
-        "unset: up to 64 requests, all within 2048 tokens, skip index scores and top-k in decode or rounds of one graph, on "
-        "0.5.23 and Hopper; 1: any number, --dcp-size and DP attention with --ep-size too, or no start; 0: never",
-        "0 for a shorter start",
+        default="unset",
+        unset="up to 64 requests, all within 2048 tokens, skip index scores and top-k in decode or rounds of one graph, on "
+        "0.5.23 and Hopper",
+        one="any number; with --dcp-size, and DP attention with --ep-size, too",
+        zero="never",
+        when="0 for a shorter start",
     ),
     Variable(
         "NSA_BACKEND_SHORT_PREFILLS",
-        "unset",
-        "unset: prefills of up to 1024 new tokens are one graph, on 0.5.23 and Hopper, unless the log says why not; "
-        "1: always, or no start; 0: never",
-        "0 for a shorter start",
+        default="unset",
+        unset="prefills of up to 1024 new tokens are one graph, on 0.5.23 and Hopper, unless the log says why not",
+        one="always",
+        zero="never",
+        when="0 for a shorter start",
     ),
     Variable(
         "NSA_BACKEND_DIVIDED_INDEXER",
-        "unset",
-        "unset: ranks of tensor parallel divide index scores of DeepSeek-V3.2's long prefills, on 0.5.23 and Hopper; "
-        "1: GLM's and DP attention's too, or no start; 0: never",
-        "0 to compare",
+        default="unset",
+        unset="ranks of tensor parallel divide index scores of DeepSeek-V3.2's long prefills, on 0.5.23 and Hopper",
+        one="GLM's and DP attention's too",
+        zero="never",
+        when="0 to compare",
     ),
     Variable(
         "NSA_BACKEND_FEW_EXPERTS",
-        "unset",
-        "unset: MoE without --ep-size is two launches up to four tokens (16 GPUs: eight), on eight GPUs five up to 128 "
-        "and our products in long prefills, on 0.5.23 and Hopper; 1: other sizes too, or no start; 0: SGLang's",
-        "0 to compare",
+        default="unset",
+        unset="on 0.5.23 and Hopper routers of up to 32 tokens are one launch and, without --ep-size, MoE of up to four tokens "
+        "two (16 GPUs: eight tokens, four GPUs: two); on eight GPUs of up to 128 five, and long prefills have our products",
+        one="other sizes too",
+        zero="SGLang's",
+        when="0 to compare",
     ),
     Variable(
         "NSA_BACKEND_MOE_CONFIGS",
-        "1",
-        "unset or 1: this package's tiles of experts where SGLang has none for GPU and Triton; 0: SGLang's",
-        "0 to compare",
+        default="1",
+        unset="as 1",
+        one="this package's MoE tiles (SGLang: fused MoE configs) where SGLang has none for GPU and Triton",
+        zero="SGLang's",
+        when="0 to compare",
     ),
 )
 SWITCHES = {variable.name: variable for variable in VARIABLES}

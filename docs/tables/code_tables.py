@@ -217,8 +217,8 @@ def environment() -> str:
     """The variables that the package reads."""
     from nsa_backend.environment import VARIABLES
 
-    rows = [[f"`{found.name}`", found.effect, found.when] for found in VARIABLES]
-    return table(["0 or 1", "effect", "when to set it"], rows)
+    rows = [[f"`{one.name}`", one.unset, one.one, one.zero, one.when] for one in VARIABLES]
+    return table(["variable", "unset", "1", "0", "when to set it"], rows)
 
 
 @PARTS.part

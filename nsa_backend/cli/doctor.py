@@ -202,9 +202,9 @@ def show_all(report: dict[str, Any]) -> None:
         if facts["for"]:
             packages.add_row(name, facts["for"])
     console.print(packages)
-    variables = Table(Column("environment variable", no_wrap=True), "value", "default", "effect", "change it")
+    variables = Table(Column("environment variable", no_wrap=True), "value", "unset", "1", "0", "when to set it")
     for name, facts in report["environment"].items():
-        variables.add_row(name, facts["value"] or "unset", facts["default"], facts["effect"], facts["when"])
+        variables.add_row(name, facts["value"] or "unset", *(facts[state] for state in ("unset", "one", "zero", "when")))
     console.print(variables)
     stops = Table("a start is stopped when", "by", Column("asked by", overflow="fold"))
     for check in report["start_checks"]:
