@@ -15,6 +15,7 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 from sglang_models import CLASSES, forward, one_rank
 
 from nsa_backend.adapters.dsa.layer_front import kept_input, norms
+from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT, quantised_input
 from nsa_backend.adapters.routers import LayerRouter
 from nsa_backend.benchmarks.checkpoints import faithful
@@ -140,6 +141,16 @@ def test_which_norms_are_sglangs(norm, why):
 def test_norms_of_a_server_that_asks_for_an_order_of_sums_are_sglangs(captured):
     captured.deterministic.enable_deterministic_inference = True
     assert "an order" in norms.problem(norm_of())
+
+
+@pytest.mark.parametrize(("indexer", "most", "early"), [("indexer", 128, True), ("indexer", 8, False), (None, 128, False)])
+def test_products_of_a_layer_begin_early_behind_the_first_norm(indexer, most, early):
+    """Those that its input goes to first: of a layer that selects nothing one product alone."""
+    front = LayerFront.__new__(LayerFront)
+    front.attention = SimpleNamespace(indexer=indexer)
+    front.first_products, front.latent = SimpleNamespace(most_rows=most), SimpleNamespace(most_rows=8)
+    assert front.begins_with_ours(9) is early
+    assert front.begins_with_ours(8)
 
 
 def test_routers_begin_early_behind_the_second_norm():

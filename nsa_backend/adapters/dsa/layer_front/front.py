@@ -67,7 +67,7 @@ class LayerFront:
 
     def begins_with_ours(self, rows: int) -> bool:
         """Whether the first launch of so many rows, behind their quantisation, is of this package."""
-        return has(self.first_products, rows) or has(self.latent, rows)
+        return has(self.latent if self.attention.indexer is None else self.first_products, rows)
 
     def _serves(self, positions: torch.Tensor, hidden_states: Any, batch: ForwardBatch) -> bool:
         """Whether a forward is one of those that are served."""
