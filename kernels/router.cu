@@ -9,7 +9,7 @@
 #include "activations.cuh"
 #include "few_rows.cuh"
 
-constexpr int COLUMNS = 16, WARPS = 4, THREADS = WARPS * 32;
+constexpr int COLUMNS = 16, THREADS = WARPS * 32;
 constexpr int BLOCKS = EXPERTS / COLUMNS * PARTS;
 constexpr int BYTES = HIDDEN * 2, OF_PART = BYTES / PARTS, CHUNKS = OF_PART / CHUNK / WARPS;
 static_assert(HIDDEN % (PARTS * WARPS * CHUNK / 2) == 0, "a warp has whole chunks");
@@ -89,8 +89,8 @@ __device__ __forceinline__ void add_up(const Router& a, int row, int lane, float
 
 // The same by all warps of a block, each of which waits for some of the parts; the first warp has the logits.
 __device__ __forceinline__ void add_up_flagged(const Router& a, int row, const Place& of, uint32_t launch, uint32_t shared, float (&logits)[OF_LANE]) {
-    constexpr int OF_WARP = PARTS / WARPS;
-    static_assert(PARTS % WARPS == 0, "a warp has whole parts");
+    constexpr int OF_WARP = PARTS < WARPS ? 1 : PARTS / WARPS;
+    static_assert(!BY_FLAGS || PARTS % WARPS == 0, "a warp has whole parts");
     const uint64_t* from = static_cast<const uint64_t*>(a.sums) + (static_cast<long long>(of.warp) * OF_WARP * MOST_ROWS + row) * EXPERTS + of.lane * OF_LANE;
     uint2 found[OF_WARP][OF_LANE];
     for (bool all = false; !all;) {

@@ -23,8 +23,8 @@ SOURCE = Path(__file__).with_name("router.cu")
 EXPERTS = 256
 """That a layer has on all GPUs, without a shared one."""
 MOST_ROWS = 32
-PARTS, WARPS, COLUMNS = 8, 4, 16
-"""Of the hidden dimension a block has one of so many parts, its warps divide that, and its columns are experts."""
+COLUMNS = 16
+"""Experts of a block."""
 INNER = 32
 """Values of a row that a warp multiplies at once."""
 MOST_CHUNKS = 8
@@ -45,6 +45,27 @@ class Choice:
     shared: bool = False  # whether every token has one expert more, numbered behind the others
 
 
+@dataclass(frozen=True)
+class Division:
+    """How a launch is divided."""
+
+    parts: int = 8  # of the hidden dimension, of which a block has one
+    warps: int = 4  # that divide a block's part
+    by_flags: bool = False  # whether each sum says itself that it is there, rather than a counter of blocks
+
+    def chunks(self, hidden: int) -> int:
+        """Of a warp's part of a row; 0 where this cannot divide rows of so many values."""
+        chunks, left = divmod(hidden, self.parts * self.warps * INNER)
+        return 0 if left or chunks > MOST_CHUNKS else chunks
+
+    def shared_bytes(self, tiles: int) -> int:
+        """Shared memory of a block: SHARED_BYTES of the source."""
+        return 16 + self.warps * tiles * COLUMNS * 8 * 4 + (self.warps * EXPERTS * 4 + 4 if self.by_flags else 0)
+
+
+SERVED = Division()
+
+
 class Routed(NamedTuple):
     """What tokens chose."""
 
@@ -63,12 +84,12 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def constants(hidden: int, choice: Choice, rows: int, *, by_flags: bool = False) -> dict[str, int]:
+def constants(hidden: int, choice: Choice, rows: int, division: Division = SERVED) -> dict[str, int]:
     """Macros of the source for up to so many rows, of which it is compiled for 8, 16 and 32."""
     return {
-        "HIDDEN": hidden, "EXPERTS": EXPERTS, "PARTS": PARTS, "ROW_TILES": tiles_of(rows), "EXPERT_GROUPS": choice.groups,
-        "GROUPS_KEPT": choice.kept, "CHOSEN": choice.chosen, "WITH_SHARED": int(choice.shared),
-        "BY_FLAGS": int(by_flags),
+        "HIDDEN": hidden, "EXPERTS": EXPERTS, "PARTS": division.parts, "WARPS": division.warps, "ROW_TILES": tiles_of(rows),
+        "EXPERT_GROUPS": choice.groups, "GROUPS_KEPT": choice.kept, "CHOSEN": choice.chosen,
+        "WITH_SHARED": int(choice.shared), "BY_FLAGS": int(division.by_flags),
     }  # fmt: skip
 
 
@@ -77,17 +98,12 @@ def tiles_of(rows: int) -> int:
     return power_of_two(-(-rows // 8))
 
 
-def shared_bytes(tiles: int, *, by_flags: bool) -> int:
-    """Shared memory of a block: SHARED_BYTES of the source."""
-    return 16 + WARPS * tiles * COLUMNS * 8 * 4 + (WARPS * EXPERTS * 4 + 4 if by_flags else 0)
-
-
 @functools.cache
-def compiled_on(device: int, hidden: int, choice: Choice, tiles: int, *, by_flags: bool = False) -> CudaKernel:
+def compiled_on(device: int, hidden: int, choice: Choice, tiles: int, division: Division = SERVED) -> CudaKernel:
     """The kernel, compiled at its first call on a device."""
     with torch.cuda.device(device):
-        macros, of_block = constants(hidden, choice, 8 * tiles, by_flags=by_flags), shared_bytes(tiles, by_flags=by_flags)
-        return CudaKernel(SOURCE, SOURCE.stem, macros, WARPS * 32, of_block)
+        macros = constants(hidden, choice, 8 * tiles, division)
+        return CudaKernel(SOURCE, SOURCE.stem, macros, division.warps * 32, division.shared_bytes(tiles))
 
 
 def compile_ahead(device: torch.device, hidden: int, choice: Choice) -> None:
@@ -103,13 +119,11 @@ def compile_ahead(device: torch.device, hidden: int, choice: Choice) -> None:
 
 def problem(experts: int, hidden: int, choice: Choice) -> str | None:
     """Why a router of so many experts on hidden states of that width is not served, or None."""
-    chunks, left = divmod(hidden, PARTS * WARPS * INNER)
     if experts != EXPERTS:
         return f"{experts} experts: {EXPERTS} are served"
-    if left or not 0 < chunks <= MOST_CHUNKS:
-        return (
-            f"hidden states of {hidden} values: multiples of {PARTS * WARPS * INNER} up to {MOST_CHUNKS} times that are served"
-        )
+    if not SERVED.chunks(hidden):
+        step = SERVED.parts * SERVED.warps * INNER
+        return f"hidden states of {hidden} values: multiples of {step} up to {MOST_CHUNKS} times that are served"
     if choice.groups not in (1, 2, 4, 8, 16, 32) or not 0 < choice.kept <= choice.groups:
         return f"{choice.kept} of {choice.groups} groups of experts: 1, 2, 4, 8, 16 or 32 groups are served"
     if not 0 < choice.chosen <= min(MOST_CHOSEN, EXPERTS // choice.groups * choice.kept):
@@ -122,9 +136,9 @@ def counter(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def flagged_sums(device: torch.device) -> torch.Tensor:
-    """Where `route` has sums with flags: int64 [PARTS, MOST_ROWS, EXPERTS], for launches that follow one another."""
-    return torch.zeros(PARTS, MOST_ROWS, EXPERTS, dtype=torch.int64, device=device)
+def flagged_sums(device: torch.device, division: Division) -> torch.Tensor:
+    """Where `route` has sums with flags: int64 [parts, MOST_ROWS, EXPERTS], for launches that follow one another."""
+    return torch.zeros(division.parts, MOST_ROWS, EXPERTS, dtype=torch.int64, device=device)
 
 
 def route(
@@ -136,6 +150,7 @@ def route(
     *,
     factor: float = 1.0,
     of_shared: float = 1.0,
+    division: Division = SERVED,
     flagged: torch.Tensor | None = None,
     launch: Launch | None = None,
 ) -> Routed:
@@ -153,7 +168,8 @@ def route(
         arrived: what `counter` gives.
         factor: times the shares, which add up to it.
         of_shared: a shared expert's share.
-        flagged: what `flagged_sums` gives, for the same launches as `arrived`: then each sum says itself that it is there.
+        division: of the launch.
+        flagged: what `flagged_sums` gives, for the same launches as `arrived`; where the division is by flags.
         launch: in place of a GPU.
 
     Raises:
@@ -169,20 +185,20 @@ def route(
         ("bias", bias, torch.float32, bias.shape == (EXPERTS,), f"[{EXPERTS}]"),
         ("arrived", arrived, torch.int32, arrived.shape == (1,), "[1]"),
         *(
-            ()
-            if flagged is None
-            else [("flagged", flagged, torch.int64, flagged.shape == (PARTS, MOST_ROWS, EXPERTS), "as flagged_sums gives it")]
+            [("flagged", flagged, torch.int64, flagged.shape == (division.parts, MOST_ROWS, EXPERTS), "as flagged_sums has it")]
+            if division.by_flags
+            else []
         ),
     ):
         fits = fits and tensor.dtype == dtype and tensor.is_contiguous()
         require(fits, name, tensor, f"contiguous {dtype} {shape}", "the kernel would misread it")
     each = choice.chosen + choice.shared
-    sums = torch.empty(PARTS, rows, EXPERTS, dtype=torch.float32, device=hidden.device) if flagged is None else flagged
+    sums = flagged if division.by_flags else torch.empty(division.parts, rows, EXPERTS, device=hidden.device)
     logits = torch.empty(rows, EXPERTS, dtype=torch.float32, device=hidden.device)
     shares = torch.empty(rows, each, dtype=torch.float32, device=hidden.device)
     chosen = torch.empty(rows, each, dtype=torch.int32, device=hidden.device)
     tensors = hidden, weight, bias, sums, logits, shares, chosen, arrived
     arguments = Arguments(*(tensor.data_ptr() for tensor in tensors), factor, of_shared, rows)
-    launch = launch or compiled_on(hidden.device.index, width, choice, tiles_of(rows), by_flags=flagged is not None).launch
-    launch((EXPERTS // COLUMNS * PARTS, 1), arguments)
+    launch = launch or compiled_on(hidden.device.index, width, choice, tiles_of(rows), division).launch
+    launch((EXPERTS // COLUMNS * division.parts, 1), arguments)
     return Routed(logits, shares, chosen)

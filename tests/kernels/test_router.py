@@ -15,6 +15,7 @@ from nsa_backend.kernels.router import (
     MOST_ROWS,
     SOURCE,
     Choice,
+    Division,
     constants,
     counter,
     flagged_sums,
@@ -47,11 +48,13 @@ def inputs(rows: int, hidden: int, device: str, whole: bool = False) -> dict:
     return {"hidden": x, "weight": weight, "bias": torch.randn(EXPERTS, device=device) / 8}
 
 
-def check(given: dict, choice: Choice, by_flags: bool, launches: int = 2, **options) -> None:
+BY_COUNTER, BY_FLAGS = Division(), Division(by_flags=True)
+
+
+def check(given: dict, choice: Choice, division: Division, launches: int = 2, **options) -> None:
     """Choices of `route` are those of its logits, which are torch's but for rounding, in every one of some launches."""
     arrived = counter(given["hidden"].device)
-    if by_flags:
-        options["flagged"] = flagged_sums(arrived.device)
+    options |= {"division": division, "flagged": flagged_sums(arrived.device, division) if division.by_flags else None}
     wanted, size = route_torch(**given, choice=choice), given["hidden"].double().abs() @ given["weight"].double().abs().T
     for _ in range(launches):
         found = route(**given, choice=choice, arrived=arrived, factor=2.5, of_shared=0.4, **options)
@@ -62,15 +65,16 @@ def check(given: dict, choice: Choice, by_flags: bool, launches: int = 2, **opti
 
 
 @pytest.mark.parametrize(
-    ("rows", "which", "by_flags"),
-    [(1, "groups", False), (9, "groups", False), (32, "groups", True), (1, "no groups, shared", True), (7, "few", True),
-     (32, "no groups, shared", False), (8, "few", False)],
+    ("rows", "which", "division"),
+    [(1, "groups", BY_COUNTER), (9, "groups", BY_COUNTER), (32, "groups", BY_FLAGS), (1, "no groups, shared", BY_FLAGS),
+     (7, "few", BY_FLAGS), (32, "no groups, shared", BY_COUNTER), (8, "few", Division(4, 8)),
+     (3, "groups", Division(4, 2, by_flags=True))],
 )  # fmt: skip
-def test_choices(rows, which, by_flags):
+def test_choices(rows, which, division):
     torch.manual_seed(rows)
     choice = CHOICES[which]
-    launch = routing(HIDDEN, choice, rows, seed=rows, by_flags=by_flags)
-    check(inputs(rows, HIDDEN, "cpu"), choice, by_flags, launch=launch)
+    launch = routing(HIDDEN, choice, rows, seed=rows, division=division)
+    check(inputs(rows, HIDDEN, "cpu"), choice, division, launch=launch)
 
 
 def test_of_equal_scores_the_first_is_chosen():
@@ -79,7 +83,7 @@ def test_of_equal_scores_the_first_is_chosen():
     for choice in (Choice(8, groups=8, kept=4), Choice(8)):
         given = inputs(4, HIDDEN, "cpu", whole=True) | {"bias": torch.zeros(EXPERTS)}
         given["hidden"][0] = 0
-        check(given, choice, False, launches=1, launch=routing(HIDDEN, choice, 4))
+        check(given, choice, BY_COUNTER, launches=1, launch=routing(HIDDEN, choice, 4))
 
 
 def test_a_score_that_is_no_number_is_chosen_last():
@@ -95,16 +99,15 @@ def test_a_score_that_is_no_number_is_chosen_last():
     assert all(len(set(row)) == choice.chosen for row in found.chosen.tolist())
 
 
-@pytest.mark.parametrize(("by_flags", "blocks"), [(False, EXPERTS // 16 * 8), (True, 1)])
-def test_counts_of_launches_overflow(by_flags, blocks):
+@pytest.mark.parametrize(("division", "blocks"), [(BY_COUNTER, EXPERTS // 16 * 8), (BY_FLAGS, 1)])
+def test_counts_of_launches_overflow(division, blocks):
     """After 33 million launches their blocks are more than 32 bits hold, and launches themselves some years later."""
     torch.manual_seed(2)
     given, choice = inputs(3, HIDDEN, "cpu"), Choice(8)
     arrived = torch.tensor([-blocks], dtype=torch.int32)
-    options = {"arrived": arrived, "flagged": flagged_sums(arrived.device) if by_flags else None, "choice": choice}
-    launch = routing(HIDDEN, choice, 3, by_flags=by_flags)
-    if by_flags:
-        options["flagged"].fill_(-1)  # of the launch before
+    flagged = flagged_sums(arrived.device, division).fill_(-1)  # of the launch before
+    options = {"arrived": arrived, "flagged": flagged, "choice": choice, "division": division}
+    launch = routing(HIDDEN, choice, 3, division=division)
     found = [route(**given, **options, launch=launch) for _ in range(2)]
     assert torch.equal(found[0].chosen, found[1].chosen)
     assert arrived.item() == blocks
@@ -113,11 +116,11 @@ def test_counts_of_launches_overflow(by_flags, blocks):
 def test_launches_of_other_rows_leave_flags_that_nobody_takes_for_theirs():
     torch.manual_seed(3)
     choice, arrived = Choice(8, groups=8, kept=4), counter(torch.device("cpu"))
-    flagged = flagged_sums(arrived.device)
+    flagged = flagged_sums(arrived.device, BY_FLAGS)
     for rows in (9, 2, 9, 16):
         given = inputs(rows, HIDDEN, "cpu")
-        launch = routing(HIDDEN, choice, rows, seed=rows, by_flags=True)
-        found = route(**given, choice=choice, arrived=arrived, flagged=flagged, launch=launch)
+        launch = routing(HIDDEN, choice, rows, seed=rows, division=BY_FLAGS)
+        found = route(**given, choice=choice, arrived=arrived, division=BY_FLAGS, flagged=flagged, launch=launch)
         assert torch.equal(found.chosen, route_torch(**given, choice=choice).chosen)
     assert arrived.item() == 4
 
@@ -148,24 +151,25 @@ def test_it_refuses_tensors_that_it_would_misread():
         ("flagged", torch.zeros(8, 8, EXPERTS, dtype=torch.int64)),
     ):
         with pytest.raises(ValueError, match=name):
-            route(**({"arrived": counter(torch.device("cpu")), "choice": choice} | given | {name: wrong}))
+            flags = {"division": BY_FLAGS, "flagged": flagged_sums(torch.device("cpu"), BY_FLAGS)}
+            route(**({"arrived": counter(torch.device("cpu")), "choice": choice} | flags | given | {name: wrong}))
 
 
 @pytest.mark.parametrize("which", MODELS)
 @pytest.mark.parametrize("rows", [8, 16, 32])
-@pytest.mark.parametrize("by_flags", [False, True])
-def test_it_compiles_for_hopper_with_all_in_registers(which, rows, by_flags):
+@pytest.mark.parametrize("division", [BY_COUNTER, BY_FLAGS])
+def test_it_compiles_for_hopper_with_all_in_registers(which, rows, division):
     hidden, choice = MODELS[which]
-    _, said = compiled(SOURCE, constants(hidden, choice, rows, by_flags=by_flags))
+    _, said = compiled(SOURCE, constants(hidden, choice, rows, division))
     assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("which", MODELS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 9, 16, 17, 24, 32])
-@pytest.mark.parametrize("by_flags", [False, True])
-def test_choices_of_a_layer(which, rows, by_flags):
+@pytest.mark.parametrize("division", [BY_COUNTER, BY_FLAGS])
+def test_choices_of_a_layer(which, rows, division):
     torch.manual_seed(rows)
     hidden, choice = MODELS[which]
-    check(inputs(rows, hidden, "cuda"), choice, by_flags, launches=50)
-    check(inputs(rows, hidden, "cuda"), replace(choice, shared=not choice.shared), by_flags, launches=3)
+    check(inputs(rows, hidden, "cuda"), choice, division, launches=50)
+    check(inputs(rows, hidden, "cuda"), replace(choice, shared=not choice.shared), division, launches=3)

@@ -74,9 +74,11 @@ def multiplying_early(inner: int, tile: early_products.Tile, gates_dtype: torch.
     return launcher(partial(emulator, early_products.SOURCE, "Products", early_products.SOURCE.stem, **macros, **APART), seed)
 
 
-def routing(hidden: int, choice: router.Choice, rows: int, seed: int = 0, *, by_flags: bool = False) -> router.Launch:
+def routing(
+    hidden: int, choice: router.Choice, rows: int, seed: int = 0, division: router.Division = router.SERVED
+) -> router.Launch:
     """What launches the router of so many rows."""
-    macros = router.constants(hidden, choice, rows, by_flags=by_flags)
+    macros = router.constants(hidden, choice, rows, division)
     macros |= {"BLOCKS_AT_ONCE": router.MOST_ROWS}  # as many as wait for the others
     return launcher(partial(emulator, router.SOURCE, "Router", router.SOURCE.stem, **macros), seed)
 
