@@ -113,7 +113,7 @@ def run(
 
     Args:
         x, weights, shares, chosen, factor: as `kernels.few_experts` has them, of what `serves` says yes to.
-        out: bfloat16 [tokens, hidden]; of many tokens it may be `x`.
+        out: bfloat16 [tokens, hidden]; of many tokens it may be `x`. Of others what adds a shared expert may fill it later.
         filtered: whether experts may be another GPU's.
         quantised: of many tokens, `x` in FP8 and its scales where SGLang has made them.
         shared: of many tokens, bfloat16 [tokens, hidden] to be added.
@@ -150,7 +150,7 @@ def run(
         values, weights.second, None, given, scales, weights.second_scales, None, shares, chosen, *order, True, 1,
         tiles.second, a_use_tma=tiles.second_in_bulk, b_use_tma=tiles.second_in_bulk, router_topk=choices, **form,
     )  # fmt: skip
-    return fused_moe.moe_combine_topk(given, out, factor)
+    return out if shared_expert.leave_sums(given, factor, out) else fused_moe.moe_combine_topk(given, out, factor)
 
 
 def both_ours(

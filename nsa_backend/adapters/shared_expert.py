@@ -1,8 +1,9 @@
 """The shared expert of a layer, where SGLang has it apart from the others: their launches add what it gives.
 
 A layer that is captured has the others first, with the shared one on another stream. The launches of few tokens then have its
-weights among theirs. In prefills it comes first, and sums of many tokens add what it gave: SGLang has a launch of its own for
-that, which reads and writes all hidden states once more.
+weights among theirs, and those of more leave their sums to whoever adds both, once the streams have met. In prefills it comes
+first, and sums of many tokens add what it gave. SGLang has a launch of its own for that, which reads and writes all hidden
+states once more.
 """
 
 from __future__ import annotations
@@ -16,10 +17,23 @@ import torch
 
 from nsa_backend.adapters.dsa.layer_front.projections import product, scales_of
 from nsa_backend.kernels import few_experts as kernels
+from nsa_backend.kernels.choice_sums import choice_sums
 from nsa_backend.kernels.few_experts import ExpertWeights
 
 MANY = 1025
 """Tokens of a forward from which on it comes first: no graph that has it on another stream has as many."""
+
+
+GO_ON = "set NSA_BACKEND_FEW_EXPERTS=0, and tell us"
+
+
+@dataclasses.dataclass
+class Unsummed:
+    """What experts of some tokens gave, until it is added up."""
+
+    of_choices: torch.Tensor  # bfloat16 [tokens, choices, hidden]
+    factor: float
+    out: torch.Tensor  # bfloat16 [tokens, hidden], nothing yet
 
 
 @dataclasses.dataclass
@@ -27,8 +41,10 @@ class SharedExpert:
     """Of the layer that runs."""
 
     weights: ExpertWeights | None = None  # where the others come first and may have them among theirs
+    follows: bool = False  # whether the others come first, and what adds both comes last
     given: torch.Tensor | None = None  # once it has run
     added: bool = False  # by the others' launches
+    unsummed: Unsummed | None = None  # of the others, where both are to be one launch
 
 
 _RUNNING: ContextVar[SharedExpert | None] = ContextVar("shared expert", default=None)
@@ -45,8 +61,13 @@ def captured_layer(
     """Around a layer that is captured, whose experts come first."""
     if torch.compiler.is_compiling():
         return original(layer, hidden_states, *arguments, **options)
-    shared = SharedExpert(None if asks_for_both(options) else weights_of(layer))
-    return _while_running(shared, original, layer, hidden_states, *arguments, **options)
+    of_both = asks_for_both(options)
+    follows = not of_both and layer.shared_experts is not None and not layer._shared_expert_tp1 and len(hidden_states) > 0
+    shared = SharedExpert(None if of_both else weights_of(layer), follows)
+    found = _while_running(shared, original, layer, hidden_states, *arguments, **options)
+    if shared.unsummed is not None:
+        raise RuntimeError(f"the sums of a layer's experts wait for its shared expert, and SGLang adds nothing: {GO_ON}")
+    return found
 
 
 def prefill_layer(
@@ -97,15 +118,30 @@ def take(hidden_states: torch.Tensor) -> torch.Tensor | None:
     return given
 
 
+def leave_sums(of_choices: torch.Tensor, factor: float, out: torch.Tensor) -> bool:
+    """Whether what experts gave, bfloat16 [tokens, choices, hidden], is added up with what the shared one gives, into `out`."""
+    shared = running()
+    if shared is None or not shared.follows:
+        return False
+    shared.unsummed = Unsummed(of_choices, factor, out)
+    return True
+
+
 def add(
     original: Callable[..., torch.Tensor], experts: Any, routed: torch.Tensor, given: torch.Tensor | None, *more: Any
 ) -> torch.Tensor:
     """Around what adds both.
 
     Raises:
-        RuntimeError: something else is to be added than what the sums have.
+        RuntimeError: something else is to be added than what the sums have or are to have.
     """
     shared = running()
+    if shared is not None and shared.unsummed is not None:
+        left, shared.unsummed = shared.unsummed, None
+        same = routed.data_ptr() == left.out.data_ptr() and routed.shape == left.out.shape  # SGLang's is a view
+        if given is None or given is not shared.given or not same:
+            raise RuntimeError(f"the sums of a layer's experts wait for its shared expert, and SGLang adds others: {GO_ON}")
+        return choice_sums(left.of_choices, left.factor, given, routed)
     if shared is None or not shared.added:
         return original(experts, routed, given, *more)
     if given is not shared.given:

@@ -139,6 +139,57 @@ def test_a_prefill_adds_its_shared_expert_to_their_sums(summed):
     assert shared_expert.take(given["hidden_states"]) is None
 
 
+def layer_of_graph(**options: object) -> SimpleNamespace:
+    """What a captured layer is asked; its shared expert is no block FP8."""
+    bare = SimpleNamespace(swiglu_limit=1.0)
+    return SimpleNamespace(**{"shared_experts": bare, "_shared_expert_tp1": False, "num_fused_shared_experts": 0} | options)
+
+
+def captured(given: dict, of_shared: torch.Tensor, add=lambda sums, shared: (sums, shared), **options) -> torch.Tensor:
+    """As SGLang's captured layer runs them: the experts, then the shared one, and what adds both."""
+
+    def forward(layer: SimpleNamespace, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
+        sums = served(given)[..., :].contiguous()
+        shared = shared_expert.apart(lambda *_: of_shared, layer, hidden_states)
+        return shared_expert.add(lambda experts, routed, shared, *_: routed + shared, None, *add(sums, shared), 2.5)
+
+    return shared_expert.captured_layer(forward, layer_of_graph(**options), given["hidden_states"])
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_a_captured_layers_sums_are_added_up_with_its_shared_expert(monkeypatch, runner, bulk):
+    """In one launch, to the bit of SGLang's two; the layer's own sum is not asked for."""
+    runner.bulk = bulk
+    given, of_shared = arguments(6, 256), torch.randn(6, HIDDEN).bfloat16()
+    alone = served(given)
+    monkeypatch.setattr(runner.module, "moe_combine_topk", lambda *_: pytest.fail("SGLang's sum"))
+    found = captured(given, of_shared)
+    assert torch.equal(found, alone + of_shared)
+    assert torch.equal(captured(given, of_shared), found)
+
+
+@pytest.mark.parametrize("options", [{"_shared_expert_tp1": True}, {"shared_experts": None}])
+def test_a_layer_that_adds_in_another_way_has_its_sums_at_once(runner, options):
+    given, of_shared = arguments(6, 256), torch.randn(6, HIDDEN).bfloat16()
+    assert torch.equal(captured(given, of_shared, **options), served(given) + of_shared)
+
+
+@pytest.mark.parametrize(
+    "add",
+    [lambda sums, shared: (sums, shared.clone()), lambda sums, shared: (sums.clone(), shared), lambda sums, _: (sums, None)],
+)
+def test_sums_that_wait_are_never_left_out(runner, add):
+    given, of_shared = arguments(6, 256), torch.randn(6, HIDDEN).bfloat16()
+    with pytest.raises(RuntimeError, match="SGLang adds others: set NSA_BACKEND_FEW_EXPERTS=0"):
+        captured(given, of_shared, add)
+
+
+def test_sums_that_nobody_adds_end_the_capture(runner):
+    given = arguments(6, 256)
+    with pytest.raises(RuntimeError, match="SGLang adds nothing"):
+        shared_expert.captured_layer(lambda *_: served(given), layer_of_graph(), given["hidden_states"])
+
+
 def test_another_tensor_is_never_left_out(summed):
     given, of_shared = arguments(MANY, 256), torch.randn(MANY, HIDDEN).bfloat16()
 
@@ -207,6 +258,21 @@ def test_sglangs_layer_of_a_prefill_adds_what_comes_first():
     ]  # fmt: skip
     enabled = inspect.getsource(deepseek_v2.DeepseekV2MoE._compute_moe_quant_once_enabled)
     assert "if not envs.SGLANG_OPT_MOE_QUANT_ONCE.get():" in enabled
+
+
+def test_sglangs_captured_layer_adds_both_last():
+    """Once its streams have met, and nowhere else; whoever wants both apart leaves before that."""
+    from sglang.srt.models import deepseek_v2
+
+    source = inspect.getsource(inspect.unwrap(deepseek_v2.DeepseekV2MoE.forward_normal_dual_stream))
+    words = (
+        "self.experts(hidden_states, topk_output)", "self._forward_shared_experts(",
+        "current_stream.wait_stream(self.alt_stream)", "if return_moe_output or leave_output_sum:",
+        "maybe_fuse_routed_scale_and_shared_add(", "if self.reduce_results:",
+    )  # fmt: skip
+    places = [source.index(some) for some in words]
+    assert places == sorted(places)
+    assert all(source.count(some) == 1 for some in words)
 
 
 def test_no_prefill_in_one_graph_has_as_many_tokens():
