@@ -12,9 +12,10 @@ from engines import run_to_its_end
 GIB = 2**30
 RANK = "import os, signal, sys, time; time.sleep(float(sys.argv[2])); os.kill(os.getpid(), int(sys.argv[1]))"
 ENGINE = """
-import subprocess, sys, time
-for words in {ranks}:
-    subprocess.Popen([sys.executable, "-c", {rank!r}, *map(str, words)])
+import os, subprocess, sys, time
+ranks = [subprocess.Popen([sys.executable, "-c", {rank!r}, *map(str, words)]) for words in {ranks}]
+for rank in ranks:
+    os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
 time.sleep({seconds})
 sys.exit(7)
 """
@@ -22,8 +23,11 @@ TITLED = ["bash", "-c", 'exec -a sglang::scheduler_TP1 "$@"', ""]
 """In front of a command: its process has a title of SGLang's."""
 
 
-def run(tmp_path, ranks: list[tuple[int, float]], seconds: float = 4.0, limit: float = 30.0) -> tuple[int | None, list[Exit]]:
-    """(exit code, ends) of an engine whose ranks get a signal after so many seconds; it reaps none, and ends with 7 itself."""
+def run(tmp_path, ranks: list[tuple[int, float]], seconds: float = 1.5, limit: float = 60.0) -> tuple[int | None, list[Exit]]:
+    """(exit code, ends) of an engine whose ranks get a signal after so many seconds each.
+
+    It reaps none, and ends with 7 so many seconds behind the last.
+    """
     exits: list[Exit] = []
     ranks = [(int(number), after) for number, after in ranks]
     command = [sys.executable, "-c", ENGINE.format(ranks=ranks, rank=RANK, seconds=seconds)]
@@ -33,7 +37,7 @@ def run(tmp_path, ranks: list[tuple[int, float]], seconds: float = 4.0, limit: f
 @pytest.mark.slow
 def test_each_process_is_told_by_its_signal_in_the_order_in_which_they_ended(tmp_path):
     began = time.monotonic()
-    code, exits = run(tmp_path, [(signal.SIGBUS, 2.4), (signal.SIGKILL, 1.5)])
+    code, exits = run(tmp_path, [(signal.SIGBUS, 5.0), (signal.SIGKILL, 1.5)])
     took = time.monotonic() - began
     assert code == 7
     assert [one.status for one in exits] == [-signal.SIGKILL, -signal.SIGBUS]
