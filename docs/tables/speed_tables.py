@@ -327,13 +327,6 @@ def between_products() -> str:
 
 
 @PARTS.part
-def routers() -> str:
-    """Least and most microseconds of a router of ours, of both models and all numbers of tokens."""
-    times = [row["us"]["router"] for row in result("experts_0_5_23", "routers_and_norms")["rows"]]
-    return f"{min(times):.1f} to {max(times):.1f}"
-
-
-@PARTS.part
 def many_tokens() -> str:
     """A layer's experts with the second product of prefills over SGLang's, of both models where it is alone."""
     return of_prefills("sglang, ours", MANY, BOTH)
