@@ -168,6 +168,16 @@ __device__ __forceinline__ void choose(const Router& a, int row, int lane, const
     a.chosen[row * EACH + lane] = expert;
 }
 
+// For a row, if it is one, by all warps of a block.
+__device__ __forceinline__ void choose_flagged(const Router& a, int row, const Place& of, uint32_t launch, uint32_t shared) {
+    if (row < 0) return;
+    float logits[OF_LANE] = {};
+    add_up_flagged(a, row, of, launch, shared, logits);
+    if (of.warp) return;
+    choose(a, row, of.lane, logits);
+    if (row == 0 && of.lane == 0) *a.arrived = launch;  // which every block had seen before its sums were there
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) router(const __grid_constant__ Router a) {
     SHARED_MEMORY(memory);
     const uint32_t shared = (shared_address(memory) + 15) & ~15u;
@@ -211,28 +221,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) router(const __grid_con
         float sum = 0;
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) sum += load_shared_float(shared + warp * ROW_TILES * OF_TILE + i * 4);
-        const int row = i / COLUMNS, expert = column + i % COLUMNS;
-        if (BY_FLAGS) store_flagged(static_cast<uint64_t*>(a.sums) + (part * MOST_ROWS + row) * EXPERTS + expert, __float_as_uint(sum), launch);
-        else static_cast<float*>(a.sums)[(static_cast<long long>(part) * a.rows + row) * EXPERTS + expert] = sum;
+        if (BY_FLAGS) store_flagged(static_cast<uint64_t*>(a.sums) + (part * MOST_ROWS + i / COLUMNS) * EXPERTS + column + i % COLUMNS, __float_as_uint(sum), launch);
+        else static_cast<float*>(a.sums)[(static_cast<long long>(part) * a.rows + i / COLUMNS) * EXPERTS + column + i % COLUMNS] = sum;
     }
-    const int row = block - (BLOCKS - a.rows);
-    float logits[OF_LANE] = {};
-    if (BY_FLAGS) {
-        if (row < 0) return;
-        add_up_flagged(a, row, of, launch, shared + PARTS_AT, logits);
-        if (of.warp) return;
-        choose(a, row, of.lane, logits);
-        if (row == 0 && of.lane == 0) *a.arrived = launch;  // which every block had seen before its sums were there
-        return;
-    }
+    if (BY_FLAGS) return choose_flagged(a, block - (BLOCKS - a.rows), of, launch, shared + PARTS_AT);
     meet<1, THREADS>();
     if (of.warp) return;
     uint32_t before = of.lane ? 0 : add_to_counter(a.arrived, 1);
+    const int row = block - (BLOCKS - a.rows);
     if (row < 0) return;
     before = shuffle_from(before, 0);
     const uint32_t all = before / BLOCKS * BLOCKS + BLOCKS;
     while (static_cast<int>(load_counter(a.arrived) - all) < 0) {}
     sync_warp();
+    float logits[OF_LANE] = {};
     add_up(a, row, of.lane, logits);
     choose(a, row, of.lane, logits);
 }
