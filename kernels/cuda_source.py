@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,10 @@ def _encoded(address: int, rows: int, columns: int, box_rows: int) -> TensorMap:
     )  # fmt: skip
     _expect(failed, "describing a tensor in boxes")
     return TensorMap.from_buffer_copy(ctypes.string_at(encoded.getPtr(), ctypes.sizeof(TensorMap)))
+
+
+Launch = Callable[[tuple[int, int], ctypes.Structure], None]
+"""What a kernel's caller takes in place of `CudaKernel.launch`: runs it for (blocks, 1)."""
 
 
 class CudaKernel:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from nsa_backend.kernels.checks import require
-from nsa_backend.kernels.cuda_source import CudaKernel
+from nsa_backend.kernels.cuda_source import CudaKernel, Launch
 from nsa_backend.kernels.layer_front_weights import GROUP
 from nsa_backend.kernels.split_products import Product, check_product
 
@@ -27,9 +26,6 @@ CHUNK = 64
 """Values of a row or a weight that four lanes have."""
 MOST_CHUNKS = 16
 """Of a warp's part."""
-
-Launch = Callable[[tuple[int, int], ctypes.Structure], None]
-"""Runs the kernel for (blocks, 1)."""
 
 
 @dataclass(frozen=True)

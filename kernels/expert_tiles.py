@@ -12,7 +12,7 @@ import torch
 
 from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.checks import check_tensor
-from nsa_backend.kernels.cuda_source import CudaKernel, TensorMap
+from nsa_backend.kernels.cuda_source import CudaKernel, Launch, TensorMap
 from nsa_backend.kernels.expert_order import check_blocks
 from nsa_backend.kernels.layer_front_weights import GROUP
 
@@ -28,8 +28,6 @@ BOX_ROWS = 64
 ALIGNMENT = 1024
 """Bytes of shared memory that it may take."""
 
-Launch = Callable[[tuple[int, int], ctypes.Structure], None]
-"""Runs a kernel for (blocks, 1)."""
 Boxes = Callable[[torch.Tensor, int], TensorMap]
 """Describes FP8 [rows, columns] in boxes of so many rows, as `cuda_source.tensor_map` does for a GPU."""
 

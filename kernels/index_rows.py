@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ import triton.language as tl
 
 from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.checks import check_tensor, require
-from nsa_backend.kernels.cuda_source import CudaKernel
+from nsa_backend.kernels.cuda_source import CudaKernel, Launch
 from nsa_backend.kernels.dependent_launch import early, wait_for_kernel_ahead
 from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
 from nsa_backend.kernels.layer_front_kernel import write_index_key
@@ -29,9 +28,6 @@ TOGETHER = 8
 ROPE = 64
 """Values of an index head that are turned."""
 SOURCE = Path(__file__).with_name("index_queries.cu")
-
-Launch = Callable[[tuple[int, int], ctypes.Structure], None]
-"""Runs the kernel for (blocks, 1)."""
 
 
 class Queries(ctypes.Structure):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +16,7 @@ import torch
 
 from nsa_backend.kernels.blocks import power_of_two
 from nsa_backend.kernels.checks import require
-from nsa_backend.kernels.cuda_source import CudaKernel
+from nsa_backend.kernels.cuda_source import CudaKernel, Launch
 
 SOURCE = Path(__file__).with_name("router.cu")
 EXPERTS = 256
@@ -30,9 +29,6 @@ INNER = 32
 MOST_CHUNKS = 8
 """Of them, that registers of a warp hold."""
 MOST_CHOSEN = 8
-
-Launch = Callable[[tuple[int, int], ctypes.Structure], None]
-"""Runs the kernel for (blocks, 1)."""
 
 
 @dataclass(frozen=True)

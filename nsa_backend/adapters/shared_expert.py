@@ -22,8 +22,6 @@ from nsa_backend.kernels.few_experts import ExpertWeights
 
 MANY = 1025
 """Tokens of a forward from which on it comes first: no graph that has it on another stream has as many."""
-
-
 GO_ON = "set NSA_BACKEND_FEW_EXPERTS=0, and tell us"
 
 
@@ -61,9 +59,9 @@ def captured_layer(
     """Around a layer that is captured, whose experts come first."""
     if torch.compiler.is_compiling():
         return original(layer, hidden_states, *arguments, **options)
-    of_both = asks_for_both(options)
-    follows = not of_both and layer.shared_experts is not None and not layer._shared_expert_tp1 and len(hidden_states) > 0
-    shared = SharedExpert(None if of_both else weights_of(layer), follows)
+    both_apart = asks_for_both(options)
+    follows = not both_apart and layer.shared_experts is not None and not layer._shared_expert_tp1 and len(hidden_states) > 0
+    shared = SharedExpert(None if both_apart else weights_of(layer), follows)
     found = _while_running(shared, original, layer, hidden_states, *arguments, **options)
     if shared.unsummed is not None:
         raise RuntimeError(f"the sums of a layer's experts wait for its shared expert, and SGLang adds nothing: {GO_ON}")

@@ -161,6 +161,42 @@ def test_routers_begin_early_behind_the_second_norm():
     assert not norms.routes(SimpleNamespace(mlp=SimpleNamespace()), 1)  # a dense layer
 
 
+class Decoder(torch.nn.Module):
+    """A layer with both norms; its front is ours or SGLang's."""
+
+    def __init__(self, ours: bool, second: type = RMSNorm):
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = norm_of(), norm_of(kind=second)
+        self.self_attn = torch.nn.Module()
+        front = LayerFront.__new__(LayerFront)
+        front.attention = SimpleNamespace(fused_qkv_a_proj_with_mqa="qkv_a", indexer=None)
+        front.latent = SimpleNamespace(most_rows=8)
+        self.self_attn.forward_absorb_prepare = front if ours else (lambda: None)
+        self.mlp = torch.nn.Module()
+
+
+def test_both_norms_of_layers_with_our_front_are_ours(monkeypatch, caplog):
+    """The first has its input in FP8, and each knows what is behind it; a norm of another kind stays SGLang's."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(norms, "scales_of", {"qkv_a": Scales.POWERS_OF_TWO}.__getitem__)
+    model = torch.nn.ModuleList([Decoder(True), Decoder(False), Decoder(True, GemmaRMSNorm)])
+    assert norms.take(model) == 3
+    taken = [[isinstance(norm.forward, norms.LayerNorm) for norm in norms_of(layer)] for layer in model]
+    assert taken == [[True, True], [False, False], [True, False]]
+    first, second = (norm.forward for norm in norms_of(model[0]))
+    assert (first.scales, second.scales) == (Scales.POWERS_OF_TWO, None)
+    assert [first.next_is_ours(count) for count in (8, 9)] == [True, False]
+    assert not second.next_is_ours(1)
+    model[0].mlp.gate = SimpleNamespace(forward=LayerRouter.__new__(LayerRouter))
+    assert second.next_is_ours(1)
+    assert "3 norms of up to 32 rows are launches of this package" in caplog.text
+    assert norms.take(model) == 0
+
+
+def norms_of(layer: Decoder) -> tuple[RMSNorm, RMSNorm]:
+    return layer.input_layernorm, layer.post_attention_layernorm
+
+
 def test_a_layers_front_has_the_very_tensor_that_its_norm_gave(tmp_path, monkeypatch):
     """Through SGLang's own layers: else every layer would quantise twice."""
     monkeypatch.undo()  # the whole model asks a server of its own

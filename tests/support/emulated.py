@@ -13,7 +13,7 @@ import torch
 
 from nsa_backend.kernels import early_experts, early_products, expert_tiles, index_rows, router
 from nsa_backend.kernels import sparse_verify as verify
-from nsa_backend.kernels.cuda_source import TensorMap
+from nsa_backend.kernels.cuda_source import Launch, TensorMap
 from nsa_backend.kernels.few_experts import ExpertWeights
 
 HERE = Path(__file__).parent
@@ -57,26 +57,24 @@ def multiply_emulator(kernel: expert_tiles.Kernel) -> ctypes.CDLL:
     return emulator(kernel.source, "Multiply", kernel.source.stem, **kernel.constants)
 
 
-def emulating(kernel: expert_tiles.Kernel, seed: int = 0) -> dict[str, expert_tiles.Launch | expert_tiles.Boxes]:
+def emulating(kernel: expert_tiles.Kernel, seed: int = 0) -> dict[str, Launch | expert_tiles.Boxes]:
     """What its callers take in place of a GPU, by name."""
     return {"launch": launcher(partial(multiply_emulator, kernel), seed), "boxes": boxes}
 
 
-def turning(heads: int, *, neox: bool, seed: int = 0) -> index_rows.Launch:
+def turning(heads: int, *, neox: bool, seed: int = 0) -> Launch:
     """What launches queries of so many index heads."""
     of_heads = index_rows.constants(heads, neox=neox)
     return launcher(partial(emulator, index_rows.SOURCE, "Queries", index_rows.SOURCE.stem, **of_heads, **APART), seed)
 
 
-def multiplying_early(inner: int, tile: early_products.Tile, gates_dtype: torch.dtype, seed: int = 0) -> early_products.Launch:
+def multiplying_early(inner: int, tile: early_products.Tile, gates_dtype: torch.dtype, seed: int = 0) -> Launch:
     """What launches products of few rows of so many values."""
     macros = early_products.constants(inner, tile, gates_dtype)
     return launcher(partial(emulator, early_products.SOURCE, "Products", early_products.SOURCE.stem, **macros, **APART), seed)
 
 
-def routing(
-    hidden: int, choice: router.Choice, rows: int, seed: int = 0, division: router.Division = router.SERVED
-) -> router.Launch:
+def routing(hidden: int, choice: router.Choice, rows: int, seed: int = 0, division: router.Division = router.SERVED) -> Launch:
     """What launches the router of so many rows."""
     macros = router.constants(hidden, choice, rows, division)
     macros |= {"BLOCKS_AT_ONCE": router.MOST_ROWS}  # as many as wait for the others
@@ -94,7 +92,7 @@ def with_experts(x: torch.Tensor, chosen: torch.Tensor, shared: ExpertWeights | 
     return launch
 
 
-def launcher(compiled: Callable[[], ctypes.CDLL], seed: int) -> expert_tiles.Launch:
+def launcher(compiled: Callable[[], ctypes.CDLL], seed: int) -> Launch:
     """Launches what `compiled` gives once it is asked to."""
 
     def launch(grid: tuple[int, int], arguments: ctypes.Structure) -> None:
