@@ -223,18 +223,6 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
     return x;
 }
 
-// Both as one: whoever sees the flag there sees `x`.
-__device__ __forceinline__ void store_flagged(uint64_t* to, uint32_t x, uint32_t flag) {
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(static_cast<uint64_t>(flag) << 32 | x) : "memory");
-}
-
-// (x, flag)
-__device__ __forceinline__ uint2 load_flagged(const uint64_t* from) {
-    uint64_t both;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(both) : "l"(from) : "memory");
-    return {static_cast<uint32_t>(both), static_cast<uint32_t>(both >> 32)};
-}
-
 // Sixteen bytes that other blocks of this launch have written.
 __device__ __forceinline__ uint4 load_written(const void* from) {
     uint4 x;

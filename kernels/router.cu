@@ -3,8 +3,7 @@
 //
 // A block has 16 experts and a part of the hidden dimension; all weights are in registers before the rows are there. Sums of parts
 // meet in memory, and the last blocks of the grid, one for each row, wait for all others, add up and choose: by then every block
-// runs or has ended, so that none waits for one that has no place. A counter says that all sums are there, or with BY_FLAGS each
-// sum does, by the number of the launch beside it: then nobody waits for its own stores, and sums have a place that outlives launches.
+// runs or has ended, so that none waits for one that has no place.
 
 #include "activations.cuh"
 #include "few_rows.cuh"
@@ -16,19 +15,17 @@ static_assert(HIDDEN % (PARTS * WARPS * CHUNK / 2) == 0, "a warp has whole chunk
 static_assert(EXPERTS == 256 && (BLOCKS & (BLOCKS - 1)) == 0, "a lane has eight experts, and counts of launches may overflow");
 constexpr int OF_LANE = EXPERTS / 32, LANES_OF_GROUP = 32 / EXPERT_GROUPS, EACH = CHOSEN + WITH_SHARED;
 constexpr uint32_t OF_TILE = COLUMNS * 8 * 4;  // sums of eight rows
-constexpr int MOST_ROWS = 32;
-constexpr uint32_t PARTS_AT = WARPS * ROW_TILES * OF_TILE, LAUNCH_AT = PARTS_AT + WARPS * EXPERTS * 4;  // with flags
-[[maybe_unused]] constexpr uint32_t SHARED_BYTES = 16 + (BY_FLAGS ? LAUNCH_AT + 4 : PARTS_AT);
+[[maybe_unused]] constexpr uint32_t SHARED_BYTES = 16 + WARPS * ROW_TILES * OF_TILE;
 
 struct Router {
     const unsigned char* hidden;  // bfloat16 [rows, HIDDEN]
     const unsigned char* weight;  // bfloat16 [EXPERTS, HIDDEN]
     const float* bias;            // [EXPERTS]
-    void* sums;                   // float32 [PARTS, rows, EXPERTS]; with flags [PARTS, MOST_ROWS, EXPERTS] and a number each
+    float* sums;                  // [PARTS, rows, EXPERTS]
     float* logits;                // [rows, EXPERTS]
     float* shares;                // [rows, EACH]
     int* chosen;                  // [rows, EACH]
-    uint32_t* arrived;            // blocks of all launches so far; with flags launches that have ended
+    uint32_t* arrived;            // blocks of all launches so far
     float factor, of_shared;
     int rows, unused;
 };
@@ -71,7 +68,7 @@ __device__ __forceinline__ void add_up(const Router& a, int row, int lane, float
     uint4 parts[PARTS][2];
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
-        const float* from = static_cast<const float*>(a.sums) + (static_cast<long long>(part) * a.rows + row) * EXPERTS + lane * OF_LANE;
+        const float* from = a.sums + (static_cast<long long>(part) * a.rows + row) * EXPERTS + lane * OF_LANE;
         parts[part][0] = load_written(from);
         parts[part][1] = load_written(from + 4);
     }
@@ -84,41 +81,6 @@ __device__ __forceinline__ void add_up(const Router& a, int row, int lane, float
             logits[half * 4 + 2] += __uint_as_float(parts[part][half].z);
             logits[half * 4 + 3] += __uint_as_float(parts[part][half].w);
         }
-    }
-}
-
-// The same by all warps of a block, each of which waits for some of the parts; the first warp has the logits.
-__device__ __forceinline__ void add_up_flagged(const Router& a, int row, const Place& of, uint32_t launch, uint32_t shared, float (&logits)[OF_LANE]) {
-    constexpr int OF_WARP = PARTS < WARPS ? 1 : PARTS / WARPS;
-    static_assert(!BY_FLAGS || PARTS % WARPS == 0, "a warp has whole parts");
-    const uint64_t* from = static_cast<const uint64_t*>(a.sums) + (static_cast<long long>(of.warp) * OF_WARP * MOST_ROWS + row) * EXPERTS + of.lane * OF_LANE;
-    uint2 found[OF_WARP][OF_LANE];
-    for (bool all = false; !all;) {
-        all = true;
-#pragma unroll
-        for (int part = 0; part < OF_WARP; ++part) {
-#pragma unroll
-            for (int i = 0; i < OF_LANE; ++i) found[part][i] = load_flagged(from + part * MOST_ROWS * EXPERTS + i);
-        }
-#pragma unroll
-        for (int part = 0; part < OF_WARP; ++part) {
-#pragma unroll
-            for (int i = 0; i < OF_LANE; ++i) all = all && found[part][i].y == launch;
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < OF_LANE; ++i) {
-        float sum = 0;
-#pragma unroll
-        for (int part = 0; part < OF_WARP; ++part) sum += __uint_as_float(found[part][i].x);
-        store_shared(shared + (of.warp * EXPERTS + i * 32 + of.lane) * 4, __float_as_uint(sum));
-    }
-    meet<1, THREADS>();
-    if (of.warp) return;
-#pragma unroll
-    for (int i = 0; i < OF_LANE; ++i) {
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) logits[i] += load_shared_float(shared + (warp * EXPERTS + i * 32 + of.lane) * 4);
     }
 }
 
@@ -168,16 +130,6 @@ __device__ __forceinline__ void choose(const Router& a, int row, int lane, const
     a.chosen[row * EACH + lane] = expert;
 }
 
-// For a row, if it is one, by all warps of a block.
-__device__ __forceinline__ void choose_flagged(const Router& a, int row, const Place& of, uint32_t launch, uint32_t shared) {
-    if (row < 0) return;
-    float logits[OF_LANE] = {};
-    add_up_flagged(a, row, of, launch, shared, logits);
-    if (of.warp) return;
-    choose(a, row, of.lane, logits);
-    if (row == 0 && of.lane == 0) *a.arrived = launch;  // which every block had seen before its sums were there
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) router(const __grid_constant__ Router a) {
     SHARED_MEMORY(memory);
     const uint32_t shared = (shared_address(memory) + 15) & ~15u;
@@ -193,7 +145,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) router(const __grid_con
     }
     wait_for_inputs();
     let_others_begin();  // as SGLang's does, so that whoever comes next waits for what is written here
-    if (BY_FLAGS && threadIdx.x == 0) store_shared(shared + LAUNCH_AT, load_list(a.arrived) + 1);
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; ++tile) {
         const int row = tile * 8 + of.row;
@@ -216,15 +167,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) router(const __grid_con
         store_shared(at + (COLUMNS + 8) * 4, __float_as_uint(sums[3]));
     }
     meet<1, THREADS>();
-    const uint32_t launch = BY_FLAGS ? load_shared(shared + LAUNCH_AT) : 0;
     for (int i = threadIdx.x; i < a.rows * COLUMNS; i += THREADS) {
         float sum = 0;
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) sum += load_shared_float(shared + warp * ROW_TILES * OF_TILE + i * 4);
-        if (BY_FLAGS) store_flagged(static_cast<uint64_t*>(a.sums) + (part * MOST_ROWS + i / COLUMNS) * EXPERTS + column + i % COLUMNS, __float_as_uint(sum), launch);
-        else static_cast<float*>(a.sums)[(static_cast<long long>(part) * a.rows + i / COLUMNS) * EXPERTS + column + i % COLUMNS] = sum;
+        a.sums[(static_cast<long long>(part) * a.rows + i / COLUMNS) * EXPERTS + column + i % COLUMNS] = sum;
     }
-    if (BY_FLAGS) return choose_flagged(a, block - (BLOCKS - a.rows), of, launch, shared + PARTS_AT);
     meet<1, THREADS>();
     if (of.warp) return;
     uint32_t before = of.lane ? 0 : add_to_counter(a.arrived, 1);

@@ -47,7 +47,6 @@ class Division:
 
     parts: int = 8  # of the hidden dimension, of which a block has one
     warps: int = 4  # that divide a block's part
-    by_flags: bool = False  # whether each sum says itself that it is there, rather than a counter of blocks
 
     def chunks(self, hidden: int) -> int:
         """Of a warp's part of a row; 0 where this cannot divide rows of so many values."""
@@ -56,7 +55,7 @@ class Division:
 
     def shared_bytes(self, tiles: int) -> int:
         """Shared memory of a block: SHARED_BYTES of the source."""
-        return 16 + self.warps * tiles * COLUMNS * 8 * 4 + (self.warps * EXPERTS * 4 + 4 if self.by_flags else 0)
+        return 16 + self.warps * tiles * COLUMNS * 8 * 4
 
 
 SERVED = Division()
@@ -84,8 +83,7 @@ def constants(hidden: int, choice: Choice, rows: int, division: Division = SERVE
     """Macros of the source for up to so many rows, of which it is compiled for 8, 16 and 32."""
     return {
         "HIDDEN": hidden, "EXPERTS": EXPERTS, "PARTS": division.parts, "WARPS": division.warps, "ROW_TILES": tiles_of(rows),
-        "EXPERT_GROUPS": choice.groups, "GROUPS_KEPT": choice.kept, "CHOSEN": choice.chosen,
-        "WITH_SHARED": int(choice.shared), "BY_FLAGS": int(division.by_flags),
+        "EXPERT_GROUPS": choice.groups, "GROUPS_KEPT": choice.kept, "CHOSEN": choice.chosen, "WITH_SHARED": int(choice.shared),
     }  # fmt: skip
 
 
@@ -132,11 +130,6 @@ def counter(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def flagged_sums(device: torch.device, division: Division) -> torch.Tensor:
-    """Where `route` has sums with flags: int64 [parts, MOST_ROWS, EXPERTS], for launches that follow one another."""
-    return torch.zeros(division.parts, MOST_ROWS, EXPERTS, dtype=torch.int64, device=device)
-
-
 def route(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -147,7 +140,6 @@ def route(
     factor: float = 1.0,
     of_shared: float = 1.0,
     division: Division = SERVED,
-    flagged: torch.Tensor | None = None,
     launch: Launch | None = None,
 ) -> Routed:
     """The experts that tokens choose, by the sigmoid of their logits and a bias that no share has; one launch.
@@ -165,7 +157,6 @@ def route(
         factor: times the shares, which add up to it.
         of_shared: a shared expert's share.
         division: of the launch.
-        flagged: what `flagged_sums` gives, for the same launches as `arrived`; where the division is by flags.
         launch: in place of a GPU.
 
     Raises:
@@ -180,16 +171,11 @@ def route(
         ("weight", weight, torch.bfloat16, weight.shape == (EXPERTS, width), f"[{EXPERTS}, {width}]"),
         ("bias", bias, torch.float32, bias.shape == (EXPERTS,), f"[{EXPERTS}]"),
         ("arrived", arrived, torch.int32, arrived.shape == (1,), "[1]"),
-        *(
-            [("flagged", flagged, torch.int64, flagged.shape == (division.parts, MOST_ROWS, EXPERTS), "as flagged_sums has it")]
-            if division.by_flags
-            else []
-        ),
     ):
         fits = fits and tensor.dtype == dtype and tensor.is_contiguous()
         require(fits, name, tensor, f"contiguous {dtype} {shape}", "the kernel would misread it")
     each = choice.chosen + choice.shared
-    sums = flagged if division.by_flags else torch.empty(division.parts, rows, EXPERTS, device=hidden.device)
+    sums = torch.empty(division.parts, rows, EXPERTS, device=hidden.device)
     logits = torch.empty(rows, EXPERTS, dtype=torch.float32, device=hidden.device)
     shares = torch.empty(rows, each, dtype=torch.float32, device=hidden.device)
     chosen = torch.empty(rows, each, dtype=torch.int32, device=hidden.device)

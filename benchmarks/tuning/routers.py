@@ -23,13 +23,11 @@ from nsa_backend.benchmarks.reports.report import environment, print_table, writ
 from nsa_backend.kernels.add_norm import add_norm
 from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
-from nsa_backend.kernels.router import EXPERTS, SERVED, Choice, Division, counter, flagged_sums, route
+from nsa_backend.kernels.router import EXPERTS, SERVED, Choice, Division, counter, route
 from nsa_backend.testing.process import start_sglang
 
 MODELS = {"DeepSeek-V3.2": (7168, Choice(8, groups=8, kept=4)), "GLM-5": (6144, Choice(8, shared=True))}
-BY_FLAGS = Division(by_flags=True)
-BY_COUNTER = SERVED, *(Division(parts, warps) for parts, warps in ((4, 8), (8, 8), (16, 2), (16, 4)))
-DIVISIONS = *BY_COUNTER, BY_FLAGS, Division(16, 2, by_flags=True)
+DIVISIONS = SERVED, *(Division(parts, warps) for parts, warps in ((4, 8), (8, 8), (16, 2), (16, 4)))
 COLD_BYTES, SAMPLES, REPEATS, EPS = 300 << 20, 5, 64, 1e-6
 TOO_FAR = 1e-2
 
@@ -56,18 +54,16 @@ class Layers:
             gate.weight.data.normal_(std=self.hidden**-0.5)
             gate.e_score_correction_bias.data = torch.randn(EXPERTS, device="cuda") / 8
             self.gates.append(gate)
-        self.sums = {
-            division: (counter(torch.device("cuda")), flagged_sums(torch.device("cuda"), division)) for division in DIVISIONS
-        }
+        self.arrived = {division: counter(torch.device("cuda")) for division in DIVISIONS}
 
     def gate(self, i: int) -> Any:
         return self.gates[i % len(self.gates)]
 
     def ours(self, x: torch.Tensor, i: int, division: Division = SERVED) -> tuple[torch.Tensor, torch.Tensor]:
         """(shares, chosen)."""
-        gate, (arrived, flagged) = self.gate(i), self.sums[division]
-        given = x, gate.weight.data, gate.e_score_correction_bias.data, self.choice, arrived
-        return route(*given, division=division, flagged=flagged)[1:]
+        gate = self.gate(i)
+        given = x, gate.weight.data, gate.e_score_correction_bias.data, self.choice, self.arrived[division]
+        return route(*given, division=division)[1:]
 
     def sglangs(self, x: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         from sglang.srt.layers.moe.topk import biased_grouped_topk
@@ -105,7 +101,6 @@ def runners(layers: Layers) -> dict[str, dict[str, Call]]:
             "SGLang's": lambda i: layers.sglangs(normed(False)[0], i),
             "router": lambda i: layers.ours(normed(False)[0], i),
             "add_norm, router": lambda i: layers.ours(normed(True, before_ours=True)[0], i),
-            "add_norm, router by flags": lambda i: layers.ours(normed(True, before_ours=True)[0], i, BY_FLAGS),
         },
         "norm, quantise": {
             "SGLang's": lambda i: quantise(normed(False)[0], Scales.EXACT),

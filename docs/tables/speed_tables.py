@@ -20,6 +20,7 @@ from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
 from nsa_backend.benchmarks.tuning.experts import AMONG, EARLY, over_sglangs, wins
 from nsa_backend.kernels.few_experts import Tile, tile_for
+from nsa_backend.kernels.router import SERVED
 from nsa_backend.kernels.value_products import few_rows
 
 PARTS = Parts()
@@ -324,6 +325,23 @@ def between_products() -> str:
     """What a launch before the products and one between save of a layer's experts with this package's tiles."""
     times = [row["between_us"] for row in result("experts_0_5_23", "between_products")["rows"]]
     return percent(us["shipped, both launches"] / us["shipped"] for us in times)
+
+
+def of_routers(what: str, way: str) -> str:
+    rows = result("experts_0_5_23", "routers_beside_sglang")["rows"]
+    return spread(row["us"][way] / row["us"]["SGLang's"] for row in rows if row["what"] == what)
+
+
+@PARTS.part
+def routers() -> str:
+    """Of both models and all numbers of rows: the launch of a router over SGLang's product and choice."""
+    return of_routers("router", str(SERVED).replace(")", ", by_flags=False)"))
+
+
+@PARTS.part
+def routers_behind_norms() -> str:
+    """The same with the norm before it, and a copy of its rows."""
+    return of_routers("norm, router", "add_norm, router")
 
 
 @PARTS.part

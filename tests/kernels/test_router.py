@@ -11,14 +11,15 @@ from emulated import routing
 
 from nsa_backend.kernels.cuda_source import compiled
 from nsa_backend.kernels.router import (
+    COLUMNS,
     EXPERTS,
     MOST_ROWS,
+    SERVED,
     SOURCE,
     Choice,
     Division,
     constants,
     counter,
-    flagged_sums,
     problem,
     route,
 )
@@ -48,16 +49,12 @@ def inputs(rows: int, hidden: int, device: str, whole: bool = False) -> dict:
     return {"hidden": x, "weight": weight, "bias": torch.randn(EXPERTS, device=device) / 8}
 
 
-BY_COUNTER, BY_FLAGS = Division(), Division(by_flags=True)
-
-
 def check(given: dict, choice: Choice, division: Division, launches: int = 2, **options) -> None:
     """Choices of `route` are those of its logits, which are torch's but for rounding, in every one of some launches."""
     arrived = counter(given["hidden"].device)
-    options |= {"division": division, "flagged": flagged_sums(arrived.device, division) if division.by_flags else None}
     wanted, size = route_torch(**given, choice=choice), given["hidden"].double().abs() @ given["weight"].double().abs().T
     for _ in range(launches):
-        found = route(**given, choice=choice, arrived=arrived, factor=2.5, of_shared=0.4, **options)
+        found = route(**given, choice=choice, arrived=arrived, division=division, factor=2.5, of_shared=0.4, **options)
         assert ((found.logits.double() - wanted.logits.double()).abs() <= 2**-18 * size).all()
         shares, chosen = choose_torch(found.logits, given["bias"], choice, factor=2.5, of_shared=0.4)
         assert torch.equal(found.chosen, chosen)
@@ -66,10 +63,8 @@ def check(given: dict, choice: Choice, division: Division, launches: int = 2, **
 
 @pytest.mark.parametrize(
     ("rows", "which", "division"),
-    [(1, "groups", BY_COUNTER), (9, "groups", BY_COUNTER), (32, "groups", BY_FLAGS), (1, "no groups, shared", BY_FLAGS),
-     (7, "few", BY_FLAGS), (32, "no groups, shared", BY_COUNTER), (8, "few", Division(4, 8)),
-     (3, "groups", Division(4, 2, by_flags=True))],
-)  # fmt: skip
+    [(1, "groups", SERVED), (9, "groups", SERVED), (32, "no groups, shared", SERVED), (8, "few", Division(4, 8))],
+)
 def test_choices(rows, which, division):
     torch.manual_seed(rows)
     choice = CHOICES[which]
@@ -83,7 +78,7 @@ def test_of_equal_scores_the_first_is_chosen():
     for choice in (Choice(8, groups=8, kept=4), Choice(8)):
         given = inputs(4, HIDDEN, "cpu", whole=True) | {"bias": torch.zeros(EXPERTS)}
         given["hidden"][0] = 0
-        check(given, choice, BY_COUNTER, launches=1, launch=routing(HIDDEN, choice, 4))
+        check(given, choice, SERVED, launches=1, launch=routing(HIDDEN, choice, 4))
 
 
 def test_a_score_that_is_no_number_is_chosen_last():
@@ -99,30 +94,14 @@ def test_a_score_that_is_no_number_is_chosen_last():
     assert all(len(set(row)) == choice.chosen for row in found.chosen.tolist())
 
 
-@pytest.mark.parametrize(("division", "blocks"), [(BY_COUNTER, EXPERTS // 16 * 8), (BY_FLAGS, 1)])
-def test_counts_of_launches_overflow(division, blocks):
-    """After 33 million launches their blocks are more than 32 bits hold, and launches themselves some years later."""
+def test_counts_of_blocks_overflow():
+    """After 33 million launches they are more than 32 bits hold."""
     torch.manual_seed(2)
-    given, choice = inputs(3, HIDDEN, "cpu"), Choice(8)
-    arrived = torch.tensor([-blocks], dtype=torch.int32)
-    flagged = flagged_sums(arrived.device, division).fill_(-1)  # of the launch before
-    options = {"arrived": arrived, "flagged": flagged, "choice": choice, "division": division}
-    launch = routing(HIDDEN, choice, 3, division=division)
-    found = [route(**given, **options, launch=launch) for _ in range(2)]
+    given, choice, blocks = inputs(3, HIDDEN, "cpu"), Choice(8), EXPERTS // COLUMNS * SERVED.parts
+    arrived, launch = torch.tensor([-blocks], dtype=torch.int32), routing(HIDDEN, choice, 3)
+    found = [route(**given, arrived=arrived, choice=choice, launch=launch) for _ in range(2)]
     assert torch.equal(found[0].chosen, found[1].chosen)
     assert arrived.item() == blocks
-
-
-def test_launches_of_other_rows_leave_flags_that_nobody_takes_for_theirs():
-    torch.manual_seed(3)
-    choice, arrived = Choice(8, groups=8, kept=4), counter(torch.device("cpu"))
-    flagged = flagged_sums(arrived.device, BY_FLAGS)
-    for rows in (9, 2, 9, 16):
-        given = inputs(rows, HIDDEN, "cpu")
-        launch = routing(HIDDEN, choice, rows, seed=rows, division=BY_FLAGS)
-        found = route(**given, choice=choice, arrived=arrived, division=BY_FLAGS, flagged=flagged, launch=launch)
-        assert torch.equal(found.chosen, route_torch(**given, choice=choice).chosen)
-    assert arrived.item() == 4
 
 
 @pytest.mark.parametrize(
@@ -148,28 +127,24 @@ def test_it_refuses_tensors_that_it_would_misread():
         ("weight", given["weight"].T.contiguous().T),
         ("bias", given["bias"].bfloat16()),
         ("arrived", torch.zeros(2, dtype=torch.int32)),
-        ("flagged", torch.zeros(8, 8, EXPERTS, dtype=torch.int64)),
     ):
         with pytest.raises(ValueError, match=name):
-            flags = {"division": BY_FLAGS, "flagged": flagged_sums(torch.device("cpu"), BY_FLAGS)}
-            route(**({"arrived": counter(torch.device("cpu")), "choice": choice} | flags | given | {name: wrong}))
+            route(**({"arrived": counter(torch.device("cpu")), "choice": choice} | given | {name: wrong}))
 
 
 @pytest.mark.parametrize("which", MODELS)
 @pytest.mark.parametrize("rows", [8, 16, 32])
-@pytest.mark.parametrize("division", [BY_COUNTER, BY_FLAGS])
-def test_it_compiles_for_hopper_with_all_in_registers(which, rows, division):
+def test_it_compiles_for_hopper_with_all_in_registers(which, rows):
     hidden, choice = MODELS[which]
-    _, said = compiled(SOURCE, constants(hidden, choice, rows, division))
+    _, said = compiled(SOURCE, constants(hidden, choice, rows))
     assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("which", MODELS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 9, 16, 17, 24, 32])
-@pytest.mark.parametrize("division", [BY_COUNTER, BY_FLAGS])
-def test_choices_of_a_layer(which, rows, division):
+def test_choices_of_a_layer(which, rows):
     torch.manual_seed(rows)
     hidden, choice = MODELS[which]
-    check(inputs(rows, hidden, "cuda"), choice, division, launches=50)
-    check(inputs(rows, hidden, "cuda"), replace(choice, shared=not choice.shared), division, launches=3)
+    check(inputs(rows, hidden, "cuda"), choice, SERVED, launches=50)
+    check(inputs(rows, hidden, "cuda"), replace(choice, shared=not choice.shared), SERVED, launches=3)

@@ -394,11 +394,6 @@ inline uint32_t load_counter(const uint32_t* counter) {
     emulation::pass();
     return *counter;
 }
-inline void store_flagged(uint64_t* to, uint32_t x, uint32_t flag) { *to = static_cast<uint64_t>(flag) << 32 | x; }
-inline uint2 load_flagged(const uint64_t* from) {
-    if (emulation::chance() % 8 == 0) emulation::pass();
-    return {static_cast<uint32_t>(*from), static_cast<uint32_t>(*from >> 32)};
-}
 inline uint4 load_written(const void* from) { return *static_cast<const uint4*>(from); }
 inline uint32_t load_list(const uint32_t* from) { return *from; }
 inline uint32_t bf16_bits(float x) {
