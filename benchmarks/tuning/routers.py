@@ -1,6 +1,6 @@
 """What stands between two halves of a layer: norms, quantisation and routers of few rows, beside SGLang's launches.
 
-    python benchmarks/tuning/routers.py OUT.json [--rows 1 2 4 8 16 32]
+    python benchmarks/tuning/routers.py OUT.json [--rows 1 2 4 8 16 32 64 128]
 
 Weights of routers take turns, so that none is in the L2 cache. Routers are also timed behind a norm, which is ours or
 SGLang's, since ours has its weights by the time that the norm is there. Every way is compared with SGLang's before it is timed.
@@ -23,11 +23,11 @@ from nsa_backend.benchmarks.reports.report import environment, print_table, writ
 from nsa_backend.kernels.add_norm import add_norm
 from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
-from nsa_backend.kernels.router import EXPERTS, SERVED, Choice, Division, counter, route
+from nsa_backend.kernels.router import EXPERTS, FEW, MANY, Choice, Division, counter, division_for, route
 from nsa_backend.testing.process import start_sglang
 
 MODELS = {"DeepSeek-V3.2": (7168, Choice(8, groups=8, kept=4)), "GLM-5": (6144, Choice(8, shared=True))}
-DIVISIONS = SERVED, *(Division(parts, warps) for parts, warps in ((4, 8), (8, 8), (16, 2), (16, 4)))
+DIVISIONS = FEW, MANY, Division(8, 4, 2), Division(16, 4), Division(4, 8)
 COLD_BYTES, SAMPLES, REPEATS, EPS = 300 << 20, 5, 64, 1e-6
 TOO_FAR = 1e-2
 
@@ -59,9 +59,9 @@ class Layers:
     def gate(self, i: int) -> Any:
         return self.gates[i % len(self.gates)]
 
-    def ours(self, x: torch.Tensor, i: int, division: Division = SERVED) -> tuple[torch.Tensor, torch.Tensor]:
+    def ours(self, x: torch.Tensor, i: int, division: Division | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(shares, chosen)."""
-        gate = self.gate(i)
+        gate, division = self.gate(i), division or division_for(self.rows)
         given = x, gate.weight.data, gate.e_score_correction_bias.data, self.choice, self.arrived[division]
         return route(*given, division=division)[1:]
 
@@ -134,7 +134,7 @@ def cell(model: str, what: str, rows: int, calls: dict[str, Call]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     args = parser.parse_args()
     start_sglang()
     found: list[dict] = []

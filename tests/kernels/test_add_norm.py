@@ -34,6 +34,19 @@ def inputs(rows: int, width: int, kind: str, device: str) -> tuple[torch.Tensor,
 @pytest.mark.parametrize("scales", [None, *Scales])
 @pytest.mark.parametrize("kind", KINDS)
 def test_norms(rows, width, scales, kind, device):
+    check(rows, width, scales, kind, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [32, 100, 128])
+@pytest.mark.parametrize("width", [7168, 6144])
+@pytest.mark.parametrize("scales", [None, *Scales])
+def test_norms_of_a_multiprocessor_each(rows, width, scales):
+    check(rows, width, scales, "usual", "cuda")
+
+
+def check(rows: int, width: int, scales: Scales | None, kind: str, device: str) -> None:
+    """Sums and norms are the twin's, but for the order of what is added up, and FP8 is what `quantise` gives."""
     x, residual, weight = inputs(rows, width, kind, device)
     wanted, total = add_norm_torch(x, residual, weight, EPS)
     found = add_norm(x, residual, weight, EPS, scales, before_ours=rows == 3)

@@ -16,14 +16,13 @@ from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.routers import LayerRouter
-from nsa_backend.kernels import router
 from nsa_backend.kernels.add_norm import add_norm
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 32
-"""Of a forward whose norms have the launch."""
+MOST_ROWS = 128
+"""Of a forward whose norms have the launch: a row has a program, and a multiprocessor of Hopper has one of them."""
 
 
 class LayerNorm:
@@ -94,8 +93,8 @@ def take(model: Any) -> int:
 
 def routes(layer: Any, rows: int) -> bool:
     """Whether experts of so many rows have our router, which comes first behind the norm."""
-    gate = getattr(layer.mlp, "gate", None)
-    return rows <= router.MOST_ROWS and isinstance(getattr(gate, "forward", None), LayerRouter)
+    routes_it = getattr(getattr(layer.mlp, "gate", None), "forward", None)
+    return isinstance(routes_it, LayerRouter) and rows <= routes_it.most_rows
 
 
 def problem(norm: Any) -> str | None:
