@@ -1,6 +1,6 @@
-"""What stands between two halves of a layer: norms, quantisation and routers of few rows, beside SGLang's launches.
+"""What stands between two halves of a layer: norms with quantisation, and routers of few rows, beside SGLang's launches.
 
-    python benchmarks/tuning/routers.py OUT.json [--rows 1 2 4 8 16 32 64 128]
+    python benchmarks/tuning/routers.py OUT.json [--rows 1 2 4 8 16 32 64 128 2048 8192]
 
 Weights of routers take turns, so that none is in the L2 cache. Routers are also timed behind a norm, which is ours or
 SGLang's, since ours has its weights by the time that the norm is there. Every way is compared with SGLang's before it is timed.
@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from nsa_backend.adapters.dsa.layer_front.builtin import quantised
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.kernels.add_norm import add_norm
-from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
-from nsa_backend.kernels.router import EXPERTS, FEW, MANY, Choice, Division, counter, division_for, route
+from nsa_backend.kernels.router import EXPERTS, FEW, MANY, MOST_ROWS, Choice, Division, counter, division_for, route
 from nsa_backend.testing.process import start_sglang
 
 MODELS = {"DeepSeek-V3.2": (7168, Choice(8, groups=8, kept=4)), "GLM-5": (6144, Choice(8, shared=True))}
@@ -88,7 +88,15 @@ def runners(layers: Layers) -> dict[str, dict[str, Call]]:
             fused_add_rmsnorm(x, residual, layers.norm, EPS)
         return x, found
 
-    return {
+    norms = {
+        "norm, quantise": {
+            "SGLang's": lambda i: quantised(normed(False)[0], Scales.EXACT),
+            "add_norm": lambda i: normed(True, scales=Scales.EXACT)[1],
+        },
+    }
+    if layers.rows > MOST_ROWS:
+        return norms
+    return norms | {
         "router": {
             "SGLang's": lambda i: layers.sglangs(layers.x, i),
         }
@@ -101,10 +109,6 @@ def runners(layers: Layers) -> dict[str, dict[str, Call]]:
             "SGLang's": lambda i: layers.sglangs(normed(False)[0], i),
             "router": lambda i: layers.ours(normed(False)[0], i),
             "add_norm, router": lambda i: layers.ours(normed(True, before_ours=True)[0], i),
-        },
-        "norm, quantise": {
-            "SGLang's": lambda i: quantise(normed(False)[0], Scales.EXACT),
-            "add_norm": lambda i: normed(True, scales=Scales.EXACT)[1],
         },
     }
 
@@ -134,7 +138,7 @@ def cell(model: str, what: str, rows: int, calls: dict[str, Call]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 2048, 8192])
     args = parser.parse_args()
     start_sglang()
     found: list[dict] = []

@@ -16,15 +16,18 @@ from typing import Any
 import torch
 
 from nsa_backend.adapters import expert_products, few_experts, shared_expert
+from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT
 from nsa_backend.adapters.few_experts import SWITCH
 from nsa_backend.adapters.sglang_types import HookType
-from nsa_backend.adapters.shared import hook
+from nsa_backend.adapters.shared import hook, is_hooked
 from nsa_backend.environment import asked
 from nsa_backend.kernels.few_experts import ExpertWeights
+from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.releases import few_experts_problem
 
 RUNNER = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
 LAYER = "sglang.srt.models.deepseek_v2.DeepseekV2MoE"
+QUANTISES = f"{LAYER}._maybe_quant_moe_input_once"
 ADDITION = "sglang.srt.models.deepseek_v2.maybe_fuse_routed_scale_and_shared_add"
 CHOICES = "sglang.srt.layers.moe.topk._post_process_topk_ids"
 MOST_TOKENS = expert_products.TOKENS[-1]
@@ -59,7 +62,7 @@ def take() -> None:
     hook(f"{LAYER}.forward_normal_dual_stream", shared_expert.captured_layer, HookType.AROUND)
     hook(f"{LAYER}._forward_shared_experts", shared_expert.apart, HookType.AROUND)
     hook(f"{LAYER}.forward_normal", shared_expert.prefill_layer, HookType.AROUND)
-    hook(f"{LAYER}._maybe_quant_moe_input_once", quantised_once, HookType.AROUND)
+    hook(QUANTISES, quantised_once, HookType.AROUND)
     hook(ADDITION, shared_expert.add, HookType.AROUND)
     hook(CHOICES, choices_where_they_are, HookType.AROUND)
 
@@ -102,7 +105,8 @@ def experts(
             return few_experts.run(hidden_states, weights, *routed, room_for_sums(hidden_states), factor=factor)
         if expert_products.serves(hidden_states, weights, of["topk_ids"]):
             out = hidden_states if of["inplace"] else room_for_sums(hidden_states)
-            quantised = None if of["a1_q"] is None else (of["a1_q"], of["a1_scale"])
+            of_norm = KEPT.take(hidden_states, Scales.EXACT) if len(hidden_states) >= shared_expert.MANY else None
+            quantised = of_norm if of["a1_q"] is None else (of["a1_q"], of["a1_scale"])
             more = {"filtered": of["filter_expert"], "quantised": quantised, "shared": shared_expert.take(hidden_states)}
             return expert_products.run(hidden_states, weights, *routed, out, factor=factor, **more)
     return original(hidden_states, *arguments, **options)
@@ -112,19 +116,48 @@ def quantised_once(original: Callable[..., Any], layer: Any, hidden_states: torc
     """Around what quantises hidden states for a layer's shared expert and the others at once, or leaves that to each.
 
     SGLang's SGLANG_OPT_MOE_QUANT_ONCE, which is off there, is on for prefills that have our second product. Few tokens have
-    launches that quantise.
+    launches that quantise. Where the norm has quantised, nobody does it again.
     """
     from sglang.srt.environ import envs
 
     switch = envs.SGLANG_OPT_MOE_QUANT_ONCE
     if switch.is_set():
         return original(layer, hidden_states)
-    first = getattr(layer.experts, "w13_weight", None)
-    many = len(hidden_states) >= shared_expert.MANY and first is not None and sums_are_free()
-    if not many or not expert_products.wanted(len(first), first.shape[1] // 2):
+    if not quantise_together(layer, len(hidden_states)):
         return None
     with switch.override(True):
+        if KEPT.of(hidden_states, Scales.EXACT) is not None and layer._moe_quant_once_enabled():
+            return KEPT.take(hidden_states, Scales.EXACT)
         return original(layer, hidden_states)
+
+
+def quantise_together(layer: Any, tokens: int) -> bool:
+    """Whether the shared expert and the others of a DeepseekV2MoE have so many hidden states in FP8 from one launch."""
+    first = getattr(layer.experts, "w13_weight", None)
+    many = tokens >= shared_expert.MANY and first is not None and sums_are_free()
+    return many and expert_products.wanted(len(first), first.shape[1] // 2)
+
+
+def take_quantised(layer: Any, tokens: int) -> bool:
+    """Whether a layer's experts take so many hidden states in FP8 from the norm, in the form of SGLang's own quantisation.
+
+    Where the shared expert is one of the others `experts` does, else both of them.
+    """
+    from sglang.srt.environ import envs
+    from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
+
+    switch = envs.SGLANG_OPT_MOE_QUANT_ONCE
+    if (
+        not is_hooked(QUANTISES)
+        or not isinstance(layer, DeepseekV2MoE)
+        or switch.is_set()
+        or not quantise_together(layer, tokens)
+    ):
+        return False
+    if layer.num_fused_shared_experts:
+        return True
+    with switch.override(True):
+        return layer._moe_quant_once_enabled()
 
 
 def choices_where_they_are(

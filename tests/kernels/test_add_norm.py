@@ -38,10 +38,10 @@ def test_norms(rows, width, scales, kind, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [32, 100, 128])
+@pytest.mark.parametrize("rows", [32, 100, 128, 4100])
 @pytest.mark.parametrize("width", [7168, 6144])
 @pytest.mark.parametrize("scales", [None, *Scales])
-def test_norms_of_a_multiprocessor_each(rows, width, scales):
+def test_norms_of_more_rows(rows, width, scales):
     check(rows, width, scales, "usual", "cuda")
 
 

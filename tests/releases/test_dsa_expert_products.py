@@ -15,6 +15,7 @@ from emulated import emulating
 from rows_by_expert import in_blocks
 
 from nsa_backend.adapters import expert_products, experts, shared_expert
+from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT
 from nsa_backend.kernels import down_blocks, expert_tiles, gate_up_rows
 from nsa_backend.kernels.few_experts import ExpertWeights
 from nsa_backend.kernels.layer_front_torch import quantise
@@ -101,6 +102,17 @@ def test_experts_of_many_tokens_are_right(prefill, products, bulk, elsewhere, on
     assert torch.equal(given["hidden_states"], before["hidden_states"])
     assert torch.equal(served(given, inplace=True), found)
     assert torch.equal(given["hidden_states"], found)
+
+
+def test_experts_multiply_what_the_norm_has_quantised(prefill):
+    given = arguments(MANY, 256)
+    x = given["hidden_states"].float()
+    other = quantise(-x, Scales.EXACT)  # tells whose are multiplied
+    wanted = served(given | {"hidden_states": -given["hidden_states"]})
+    KEPT.keep(given["hidden_states"], Scales.EXACT, other)
+    assert torch.equal(served(given | {"hidden_states": given["hidden_states"].view_as(x)}), wanted)
+    assert KEPT.quantised is None
+    assert near(served(given), given)
 
 
 @pytest.fixture
@@ -232,6 +244,41 @@ def test_many_tokens_are_quantised_once(monkeypatch, said, tokens, experts_of_la
     found = experts.quantised_once(lambda layer, x: "FP8" if switch.get() else None, layer, torch.zeros(tokens, 1))
     assert found == ("FP8" if quantised else None)
     assert switch.is_set() == (said is not None)
+
+
+@pytest.mark.parametrize(
+    ("what", "taken"),
+    [("usual", True), ("not eligible", False), ("a user's switch", False), ("shared among them", False),
+     ("other rows", False), ("few", False)],
+)  # fmt: skip
+def test_experts_take_what_the_norm_has_quantised(monkeypatch, what, taken):
+    """In the form and under the rules of SGLang's own quantisation, which then does not run."""
+    from sglang.srt.environ import envs
+    from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
+
+    free_server(monkeypatch)
+    monkeypatch.delenv(experts.SWITCH)
+    monkeypatch.setattr(shared_expert, "MANY", MANY)
+    monkeypatch.setattr(experts, "is_hooked", lambda target: target == experts.QUANTISES)
+    switch, kept = envs.SGLANG_OPT_MOE_QUANT_ONCE, ("values", "scales")
+    monkeypatch.setenv(switch.name, "1") if what == "a user's switch" else monkeypatch.delenv(switch.name, raising=False)
+    layer = DeepseekV2MoE.__new__(DeepseekV2MoE)
+    vars(layer).update(
+        experts=SimpleNamespace(w13_weight=torch.empty(256, 512, 1)), _moe_quant_once=None, layer_id=0,
+        _compute_moe_quant_once_enabled=lambda: (switch.get() and what not in ("not eligible", "shared among them"), ""),
+        num_fused_shared_experts=int(what == "shared among them"),
+    )  # fmt: skip
+    x = torch.zeros(MANY - 1 if what == "few" else MANY, 1)
+    KEPT.keep(x, Scales.EXACT, kept)
+    asked = x.clone() if what == "other rows" else x
+    assert experts.take_quantised(layer, len(x)) is (taken or what in ("other rows", "shared among them"))
+    found = experts.quantised_once(lambda *_: "SGLang's", layer, asked)
+    assert found == (kept if taken else None if what == "few" else "SGLang's")
+    assert KEPT.quantised == (None if taken else kept)
+    KEPT.forget()
+    assert not experts.take_quantised(SimpleNamespace(), len(x))  # a dense layer
+    monkeypatch.setattr(experts, "is_hooked", lambda target: False)
+    assert not experts.take_quantised(layer, len(x))
 
 
 def test_sglangs_layer_of_a_prefill_adds_what_comes_first():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from nsa_backend.adapters import divided_indexer
 from nsa_backend.adapters.dsa.layer_front import index_prefills
+from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT
+from nsa_backend.kernels.layer_front import quantise
+from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
 
 TOKENS, PADDED = 6, 8
@@ -72,7 +76,7 @@ def selected(layer, monkeypatch, piece, lengths: int = 5000, **changed) -> dict[
     def select(self, dual_stream, batch, layer_id, q, weights, metadata, topk_result):
         scored.update(query=q, gates=weights[: len(q)])
         assert (dual_stream, metadata.of_layer) == (False, layer_id)
-        assert metadata.room is (topk_result if piece is index_prefills.select else None)
+        assert metadata.room is (None if piece is sglangs.pcg_dsa_indexer_prefill_split else topk_result)
         topk_result[: len(q)] = 3
 
     monkeypatch.setattr(dsa_indexer.Indexer, "_get_topk_ragged", select)
@@ -154,14 +158,49 @@ def test_the_piece_outside_of_graphs_is_ours(layer, monkeypatch):
     assert f"{index_prefills.NAME}\n" in source
     assert f"{index_prefills.NAME} = eager_on_graph(True)(pcg_dsa_indexer_prefill_split)" in inspect.getsource(sglangs)
     parameters = inspect.signature(index_prefills.select).parameters
-    assert list(parameters) == list(inspect.signature(sglangs.pcg_dsa_indexer_prefill_split).parameters)
+    assert list(parameters)[:-2] == list(inspect.signature(sglangs.pcg_dsa_indexer_prefill_split).parameters)
     hooked = []
     monkeypatch.setattr(index_prefills, "hook", lambda path, around, kind: hooked.append((path, around)))
     index_prefills.take([SimpleNamespace(indexer=None)], (Backend,))
     assert hooked == []
     index_prefills.take([layer], (Backend,))
     assert hooked == [(f"{index_prefills.MODULE}.{index_prefills.NAME}", index_prefills._in_pieces)]
+
+
+@pytest.mark.parametrize("rows", [PADDED, PADDED - 1])
+def test_the_piece_is_given_what_the_norm_has_quantised(layer, monkeypatch, rows):
+    """Where index keys are a product in FP8; as tensors of their own, since the capture holds no others weakly."""
     ran = []
+    monkeypatch.setattr(index_prefills, "scales_of", lambda linear: Scales.EXACT)
     monkeypatch.setattr(index_prefills, "_piece", lambda: lambda **given: ran.append(given))
-    index_prefills._in_pieces(None, layer_id=3)
-    assert ran == [{"layer_id": 3}]
+    context = SimpleNamespace(dsa_indexers={3: layer.indexer})
+    monkeypatch.setattr(sglangs, "get_tc_piecewise_forward_context", lambda: context)
+    x = torch.randn(rows, HIDDEN).bfloat16()
+    values, of_values = quantise(x, Scales.EXACT)
+    KEPT.keep(x, Scales.EXACT, (values, of_values))
+    for _ in range(2):
+        index_prefills._in_pieces(None, layer_id=3, x=x)
+    assert [given["x"] is x for given in ran] == [True, True]
+    taken = rows == PADDED and not layer.indexer.use_dsa_indexer_fusion
+    assert [set(given) - {"layer_id", "x"} for given in ran] == [{"values", "scales"} if taken else set(), set()]
+    KEPT.forget()
+    if taken:
+        assert ran[0]["values"] is values
+        assert torch.equal(ran[0]["scales"].T, of_values)
+        assert ran[0]["scales"].is_contiguous()
+
+
+def test_index_keys_are_of_what_the_norm_has_quantised(layer, monkeypatch):
+    """Gates are not: their product is of bfloat16."""
+    asked = []
+    if not layer.indexer.use_dsa_indexer_fusion:
+        own = layer.indexer.wk.forward
+        monkeypatch.setattr(
+            layer.indexer.wk, "forward", lambda x: asked.append(x) or own(torch.zeros(PADDED, HIDDEN).bfloat16())
+        )
+    scales = torch.arange(2 * PADDED).view(2, PADDED).float()
+    selected(layer, monkeypatch, partial(index_prefills.select, values="values", scales=scales))
+    for values, of_values in asked:
+        assert values == "values"
+        assert torch.equal(of_values, scales.T)
+    assert len(asked) == (not layer.indexer.use_dsa_indexer_fusion)

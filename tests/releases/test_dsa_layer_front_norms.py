@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
-from sglang.srt.models.deepseek_v2 import DeepseekV2DecoderLayer
+from sglang.srt.models.deepseek_v2 import DeepseekV2DecoderLayer, DeepseekV2MoE
 from sglang.srt.utils.hf_transformers_utils import get_config
 from sglang_models import CLASSES, forward, one_rank
 
-from nsa_backend.adapters.dsa.layer_front import kept_input, norms
+from nsa_backend.adapters.dsa.layer_front import kept_input, norms, projections
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT, quantised_input
 from nsa_backend.adapters.routers import LayerRouter
@@ -113,6 +113,47 @@ def test_other_calls_are_sglangs(monkeypatch, given):
     assert KEPT.quantised is None
 
 
+def test_many_rows_are_quantised_where_they_are_multiplied(monkeypatch):
+    """In any forward, for qkv_a and wk, or for experts; where nobody asks, or rows are no fours, norms are SGLang's."""
+    monkeypatch.setattr(dsa_indexer, "get_is_capture_mode", lambda: False)
+    asked, given = [], rows(norms.MOST_ROWS + 4)
+    norm, own = norm_of(), []
+    norm.forward = lambda *arguments: own.append(arguments)
+    for of_many, served in ((lambda rows: Scales.EXACT, True), (lambda rows: asked.append(rows), False), (None, True)):
+        norm.forward = norms.LayerNorm(norm, Scales.POWERS_OF_TWO, lambda rows: pytest.fail("it began early"), of_many)
+        KEPT.forget()
+        norm(*given)
+        norm.forward = norm.forward.own
+        assert (KEPT.x is given[0], len(own)) == (served, not served)
+        own.clear()
+    assert KEPT.scales is Scales.POWERS_OF_TWO
+    assert asked == [norms.MOST_ROWS + 4]
+    norm.forward = norms.LayerNorm(norm, Scales.EXACT, lambda rows: True)
+    norm(*rows(norms.MOST_ROWS + 3))
+    assert len(own) == 1
+    assert KEPT.quantised is None
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_projection_takes_what_the_norm_has_quantised_of_its_input(once):
+    given = []
+    linear = SimpleNamespace(
+        quant_method=SimpleNamespace(apply=lambda *arguments, **options: given.append((arguments, options)))
+    )
+    projections.take_input(linear, Scales.EXACT, once=once)
+    x, quantised = rows(3)[0], ("values", "scales")
+    KEPT.keep(x, Scales.EXACT, quantised)
+    apply = linear.quant_method.apply
+    apply(linear, x, None)
+    apply(linear, x, bias=None)
+    apply(linear, quantised)
+    assert given == [
+        ((linear, quantised, None), {}),
+        ((linear, x if once else quantised), {"bias": None}),
+        ((linear, quantised), {}),
+    ]
+
+
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_kernel_of_ours_behind_it_begins_early(monkeypatch, ours):
     said = []
@@ -185,18 +226,24 @@ class Decoder(torch.nn.Module):
 def test_both_norms_of_layers_with_our_front_are_ours(monkeypatch, caplog):
     """The first has its input in FP8, and each knows what is behind it; a norm of another kind stays SGLang's."""
     caplog.set_level("INFO")
+    told = []
     monkeypatch.setattr(norms, "scales_of", {"qkv_a": Scales.POWERS_OF_TWO}.__getitem__)
+    monkeypatch.setattr(norms, "take_input", lambda *arguments, once: told.append((*arguments, once)))
+    monkeypatch.setattr(norms.experts, "take_quantised", lambda mlp, rows: mlp is model[0].mlp and rows == 2048)
     model = torch.nn.ModuleList([Decoder(True), Decoder(False), Decoder(True, GemmaRMSNorm)])
     assert norms.take(model) == 3
+    assert told == [("qkv_a", Scales.POWERS_OF_TWO, True)] * 2
     taken = [[isinstance(norm.forward, norms.LayerNorm) for norm in norms_of(layer)] for layer in model]
     assert taken == [[True, True], [False, False], [True, False]]
     first, second = (norm.forward for norm in norms_of(model[0]))
     assert (first.scales, second.scales) == (Scales.POWERS_OF_TWO, None)
     assert [first.next_is_ours(count) for count in (8, 9)] == [True, False]
+    assert [first.scales_of_many(count) for count in (129, 2048)] == [Scales.POWERS_OF_TWO] * 2
+    assert [second.scales_of_many(count) for count in (129, 2048)] == [None, Scales.EXACT]
     assert not second.next_is_ours(1)
     model[0].mlp.gate = SimpleNamespace(forward=router_of(1))
     assert second.next_is_ours(1)
-    assert "3 norms of up to 128 rows are launches of this package" in caplog.text
+    assert "3 norms are launches of this package: up to 128 rows in captured forwards" in caplog.text
     assert norms.take(model) == 0
 
 
@@ -204,7 +251,7 @@ def norms_of(layer: Decoder) -> tuple[RMSNorm, RMSNorm]:
     return layer.input_layernorm, layer.post_attention_layernorm
 
 
-def test_a_layers_front_has_the_very_tensor_that_its_norm_gave(tmp_path, monkeypatch):
+def test_a_layers_front_and_experts_have_the_very_tensors_that_norms_gave(tmp_path, monkeypatch):
     """Through SGLang's own layers: else every layer would quantise twice."""
     monkeypatch.undo()  # the whole model asks a server of its own
     with one_rank(monkeypatch):
@@ -212,16 +259,24 @@ def test_a_layers_front_has_the_very_tensor_that_its_norm_gave(tmp_path, monkeyp
         config = get_config(str(folder), trust_remote_code=False)
         model = CLASSES[config.architectures[0]][0](config)
         model.load_weights(iter(load_file(str(folder / "model.safetensors")).items()))
-        given, asked = [], []
+        given, asked, of_experts, asked_by_experts, multiplied = [], [], [], [], []
         for layer in (module for module in model.modules() if isinstance(module, DeepseekV2DecoderLayer)):
             norm, prepare = layer.input_layernorm.forward, layer.self_attn.forward_absorb_prepare
             layer.input_layernorm.forward = lambda *arguments, norm=norm: noted(given, norm(*arguments))
             layer.self_attn.forward_absorb_prepare = lambda positions, *rest, prepare=prepare: prepare(
                 positions, noted(asked, rest[0]), *rest[1:]
             )
+            method = layer.self_attn.fused_qkv_a_proj_with_mqa.quant_method
+            method.apply = lambda linear, x, *rest, apply=method.apply: apply(linear, noted(multiplied, x), *rest)
+            if isinstance(layer.mlp, DeepseekV2MoE):
+                norm = layer.post_attention_layernorm.forward
+                layer.post_attention_layernorm.forward = lambda *rest, norm=norm: noted(of_experts, norm(*rest))
+                layer.mlp._maybe_quant_moe_input_once = asked_by_experts.append
         forward(model, torch.randint(2, 64, (5,)), monkeypatch, AttnForwardMethod.MLA)
     assert len(asked) == len(given) == config.num_hidden_layers
-    assert all(one is other for one, other in zip(asked, given, strict=True))
+    assert all(one is other is third for one, other, third in zip(asked, given, multiplied, strict=True))
+    assert asked_by_experts
+    assert all(one is other for one, other in zip(asked_by_experts, of_experts, strict=True))
 
 
 def noted(found: list, what: object) -> object:

@@ -19,6 +19,8 @@ import torch
 from sglang.srt.layers.attention.dsa import dsa_prefill_cuda_graph as sglangs
 
 from nsa_backend.adapters import divided_indexer
+from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT
+from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.sglang_types import ForwardBatch, HookType
 from nsa_backend.adapters.shared import hook
@@ -30,6 +32,9 @@ logger = logging.getLogger(__name__)
 MODULE = "sglang.srt.layers.attention.dsa.dsa_indexer"
 NAME = "bcg_dsa_indexer_prefill_split"
 """What an indexer calls in a prefill that is captured in pieces."""
+
+ALIGNED = 4
+"""Rows that scales of a group are beside each other in multiples of: `kernels.layer_front.empty_input`."""
 
 _LAYERS: WeakKeyDictionary[Any, tuple[Any, tuple[type, ...]]] = WeakKeyDictionary()
 """By indexer: its layer, and our attention backends."""
@@ -51,7 +56,15 @@ def _is_served(layer: Any) -> bool:
 
 
 def _in_pieces(original: Callable, **given: Any) -> None:
-    """Around SGLang's piece outside of graphs. It is no other piece: what runs in it is decided in every replay."""
+    """Around SGLang's piece outside of graphs. It is no other piece: what runs in it is decided in every replay.
+
+    What the norm has quantised, in a graph, stays where it is until the piece has run: it is what the norm's replay writes.
+    """
+    indexer, x = sglangs.get_tc_piecewise_forward_context().dsa_indexers[given["layer_id"]], given["x"]
+    if indexer in _LAYERS and not indexer.use_dsa_indexer_fusion:
+        kept = KEPT.take(x, scales_of(_LAYERS[indexer][0].fused_qkv_a_proj_with_mqa))  # wk's too, as in the front
+        if kept is not None and not len(x) % ALIGNED:
+            given |= {"values": kept[0], "scales": kept[1].T}
     _piece()(**given)
 
 
@@ -68,8 +81,13 @@ def select(
     topk_result: torch.Tensor,
     x_s: torch.Tensor | None = None,
     x_bf16: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> None:
-    """Write the selection of a prefill's rows to `topk_result`, and their index keys; SGLang's own where ours is not served."""
+    """Write the selection of a prefill's rows to `topk_result`, and their index keys; SGLang's own where ours is not served.
+
+    Beside SGLang's arguments: `values` and `scales`, float32 [groups, rows], are `x` in FP8 where the norm has quantised it.
+    """
     context = sglangs.get_tc_piecewise_forward_context()
     batch, indexer = context.forward_batch, context.dsa_indexers[layer_id]
     if x_s is not None or not _serves(indexer, batch, topk_result):
@@ -89,7 +107,8 @@ def select(
         scored = functools.partial(divided_indexer.score_fused, indexer, q_lora, gates, positions)
     else:
         weights = weights_of(_LAYERS[indexer][0])
-        gates = store(indexer, weights, x, positions, batch, layer_id, tokens)
+        quantised = None if values is None else (values, scales.T)
+        gates = store(indexer, weights, x, positions, batch, layer_id, tokens, quantised)
         scored = functools.partial(score, indexer, weights, q_lora, gates, positions)
     if long is None:
         select_scored(indexer, batch, layer_id, scored(divided or tokens), metadata, topk_result)
@@ -107,9 +126,10 @@ def store(
     batch: ForwardBatch,
     layer_id: int,
     tokens: slice,
+    quantised: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Write the index keys of these tokens of x [rows, hidden]; gates of all rows."""
-    key, gates = indexer.wk(x)[0][tokens], indexer._weights_proj_bf16_in_fp32_out(x)
+    """Write the index keys of these tokens of x [rows, hidden], which may be there in FP8 too; gates of all rows."""
+    key, gates = indexer.wk(quantised or x)[0][tokens], indexer._weights_proj_bf16_in_fp32_out(x)
     index_cache = _pool().get_index_k_with_scale_buffer(layer_id=layer_id)
     index_rows.store_index_keys(key, weights, positions[tokens], batch.out_cache_loc[tokens], index_cache)
     return gates

@@ -1,4 +1,4 @@
-"""A layer's input in FP8, as the norm before it has quantised it, until the layer's front asks for it."""
+"""What a norm has quantised, until whoever multiplies it asks for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nsa_backend.kernels.layer_front_weights import Scales
 class KeptInput:
     """Of the last norm."""
 
-    x: torch.Tensor | None = None  # the norm
+    x: torch.Tensor | None = None  # the norm, whose memory nobody else has meanwhile
     scales: Scales | None = None
     quantised: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -26,11 +26,21 @@ class KeptInput:
         """Before the next norm, which may write where the last one is."""
         self.x = self.scales = self.quantised = None
 
-    def take(self, x: torch.Tensor, scales: Scales) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What is kept of this very tensor in that form, once."""
-        found = self.quantised if self.x is x and self.scales is scales else None
+    def of(self, x: torch.Tensor, scales: Scales | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What is kept of these very rows in that form."""
+        same = self.x is x or (isinstance(x, torch.Tensor) and self.x is not None and _is_at(x) == _is_at(self.x))
+        return self.quantised if same and self.scales is scales else None
+
+    def take(self, x: torch.Tensor, scales: Scales | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The same once: then it is forgotten."""
+        found = self.of(x, scales)
         self.forget()
         return found
+
+
+def _is_at(x: torch.Tensor) -> tuple:
+    """What tensors of the same rows have in common: operators may be given another object."""
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
 KEPT = KeptInput()

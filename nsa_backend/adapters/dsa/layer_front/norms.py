@@ -1,7 +1,8 @@
-"""The norms of a layer whose front is ours: one launch each, the first with the layer's input in FP8.
+"""The norms of a layer whose front is ours, and what multiplies them in FP8: one launch each.
 
-SGLang norms and quantises in two launches. Where ranks sum between two halves of a layer, SGLang may norm in the same launch
-as that; no norm is called then, and the front quantises as before.
+SGLang norms and quantises in two launches, and in prefills for each product anew: qkv_a and wk read hidden states once more,
+and so do experts. Where ranks sum between two halves of a layer, SGLang may norm in the same launch as that; no norm is called
+then, and everyone quantises as before.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 
 import torch
 
+from nsa_backend.adapters import experts
 from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT
-from nsa_backend.adapters.dsa.layer_front.projections import scales_of
+from nsa_backend.adapters.dsa.layer_front.projections import scales_of, take_input
 from nsa_backend.adapters.routers import LayerRouter
 from nsa_backend.kernels.add_norm import add_norm
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
@@ -22,47 +24,65 @@ from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 logger = logging.getLogger(__name__)
 
 MOST_ROWS = 128
-"""Of a forward whose norms have the launch: a row has a program, and a multiprocessor of Hopper has one of them."""
+"""Of a captured forward that decodes or verifies: a row has a program, and a multiprocessor of Hopper has one of them."""
+ALIGNED = 4
+"""Of more rows their number is a multiple of this: those who multiply experts' input want it so."""
 
 
 class LayerNorm:
     """One norm of a layer, in the place of an RMSNorm's `forward`."""
 
-    def __init__(self, norm: Any, scales: Scales | None, next_is_ours: Callable[[int], bool]):
+    def __init__(
+        self,
+        norm: Any,
+        scales: Scales | None,
+        next_is_ours: Callable[[int], bool],
+        scales_of_many: Callable[[int], Scales | None] | None = None,
+    ):
         """Of a norm that `problem` finds nothing against.
 
         Args:
             norm: the layer's.
             scales: of the layer's input in FP8, which the norm quantises; None behind attention, and with other weights.
             next_is_ours: whether so many rows have a launch of ours behind this one.
+            scales_of_many: those in which so many rows, more than MOST_ROWS, are multiplied; None where nobody takes them.
         """
         self.norm, self.own = norm, norm.forward
-        self.scales, self.next_is_ours = scales, next_is_ours
+        self.scales, self.next_is_ours, self.scales_of_many = scales, next_is_ours, scales_of_many or (lambda rows: scales)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, post_residual_addition: Any = None, **options: Any
     ) -> Any:
         """(norm, sum), in the place of `x` and `residual`; what SGLang's returns of anything that is not served."""
         KEPT.forget()
-        if not self._serves(x, residual) or post_residual_addition is not None or options:
+        if residual is None or post_residual_addition is not None or options or not _fits(x, residual):
             return self.own(x, residual, post_residual_addition, **options)
+        rows = len(x)
+        scales = self.scales if rows <= MOST_ROWS else self._of_many(rows)
+        if scales is None and rows > MOST_ROWS:  # a launch that quantises nothing saves nothing there
+            return self.own(x, residual, post_residual_addition)
         weight, eps = self.norm.weight.data, self.norm.variance_epsilon
-        found = add_norm(x, residual, weight, eps, self.scales, before_ours=self.next_is_ours(len(x)))
+        before_ours = rows <= MOST_ROWS and self.next_is_ours(rows)
+        found = add_norm(x, residual, weight, eps, scales, before_ours=before_ours)
         if found is not None:
-            KEPT.keep(x, self.scales, found)
+            KEPT.keep(x, scales, found)
         return x, residual
 
-    def _serves(self, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
-        """Whether it is the norm of few rows of a forward that is captured, as those are that have our front."""
-        from sglang.srt.layers.attention.dsa.dsa_indexer import get_is_capture_mode
+    def _of_many(self, rows: int) -> Scales | None:
+        return None if rows % ALIGNED else self.scales_of_many(rows)
 
-        if residual is None or x.dim() != 2 or not 0 < len(x) <= MOST_ROWS or not get_is_capture_mode():
-            return False
-        return (
-            not torch.compiler.is_compiling()
-            and residual.shape == x.shape
-            and all(t.dtype == torch.bfloat16 and t.is_contiguous() for t in (x, residual))
-        )
+
+def _fits(x: torch.Tensor, residual: torch.Tensor) -> bool:
+    """Whether these are rows of a norm that is served: few of a forward that is captured, or many."""
+    from sglang.srt.layers.attention.dsa.dsa_indexer import get_is_capture_mode
+
+    if x.dim() != 2 or not (len(x) > MOST_ROWS or (len(x) > 0 and get_is_capture_mode())):
+        return False
+    return (
+        not torch.compiler.is_compiling()
+        and residual.shape == x.shape
+        and all(t.dtype == torch.bfloat16 and t.is_contiguous() for t in (x, residual))
+    )
 
 
 def take(model: Any) -> int:
@@ -76,19 +96,31 @@ def take(model: Any) -> int:
         front = getattr(getattr(layer, "self_attn", None), "forward_absorb_prepare", None)
         if not isinstance(front, LayerFront):
             continue
-        for name, scales, next_is_ours in (
-            ("input_layernorm", scales_of(front.attention.fused_qkv_a_proj_with_mqa), front.begins_with_ours),
-            ("post_attention_layernorm", None, lambda rows, layer=layer: routes(layer, rows)),
-        ):
+        qkv_a, indexer = front.attention.fused_qkv_a_proj_with_mqa, front.attention.indexer
+        for name, scales, next_is_ours, of_many in (
+            ("input_layernorm", scales_of(qkv_a), front.begins_with_ours, None),
+            (
+                "post_attention_layernorm", None,
+                lambda rows, layer=layer: routes(layer, rows), lambda rows, layer=layer: of_experts(layer, rows),
+            ),
+        ):  # fmt: skip
             norm = getattr(layer, name, None)
             if problem(norm) is None:
-                norm.forward = LayerNorm(norm, scales, next_is_ours)
+                norm.forward = LayerNorm(norm, scales, next_is_ours, of_many)
                 taken += 1
+                if scales is not None:
+                    take_input(qkv_a, scales, once=indexer is None or indexer.use_dsa_indexer_fusion)
     if taken:
         logger.info(
-            "nsa_backend: %d norms of up to %d rows are launches of this package in captured forwards", taken, MOST_ROWS
-        )
+            "nsa_backend: %d norms are launches of this package: up to %d rows in captured forwards, more before FP8 products",
+            taken, MOST_ROWS,
+        )  # fmt: skip
     return taken
+
+
+def of_experts(layer: Any, rows: int) -> Scales | None:
+    """Of so many rows whose experts take what the norm quantises; else None."""
+    return Scales.EXACT if experts.take_quantised(layer.mlp, rows) else None
 
 
 def routes(layer: Any, rows: int) -> bool:

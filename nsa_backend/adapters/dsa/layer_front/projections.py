@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nsa_backend.adapters.dsa.layer_front.kept_input import quantised_input
+from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT, quantised_input
 from nsa_backend.kernels import early_products
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 from nsa_backend.kernels.split_products import (
@@ -195,6 +195,18 @@ class EarlyProduct:
 def has(products: FirstProducts | QueryProducts | EarlyProduct | None, rows: int) -> bool:
     """Whether so many rows have the launch of a layer's products, which may have none."""
     return products is not None and 0 < rows <= products.most_rows
+
+
+def take_input(linear: LinearBase, scales: Scales, *, once: bool) -> None:
+    """Have a projection take what the norm has quantised of its input; `once`, nobody else takes it after."""
+    kept = KEPT.take if once else KEPT.of
+    linear.quant_method.apply = partial(_kept_or, linear.quant_method.apply, lambda x: kept(x, scales))
+
+
+def _kept_or(
+    own: Callable[..., torch.Tensor], kept: Callable, linear: LinearBase, x: Any, *arguments: Any, **options: Any
+) -> torch.Tensor:
+    return own(linear, kept(x) or x, *arguments, **options)
 
 
 def take_output(o_proj: LinearBase) -> None:
