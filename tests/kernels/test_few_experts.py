@@ -122,7 +122,10 @@ def test_the_sum_is_where_it_is_asked_for(device):
     assert torch.equal(out, few_experts(**given, tile=LARGE))
 
 
-@pytest.mark.parametrize(("tokens", "choices", "hidden", "width"), [(1, 9, 1024, 256), (2, 9, 512, 128), (3, 8, 1024, 128)])
+@pytest.mark.parametrize(
+    ("tokens", "choices", "hidden", "width"),
+    [(1, 9, 1024, 256), (2, 9, 512, 128), pytest.param(3, 8, 1024, 128, marks=pytest.mark.slow)],
+)
 def test_tiles_by_tokens_and_choices(device, tokens, choices, hidden, width):
     """Each in a shape of few programs; only the first one's tile reads weights of this width ahead."""
     check(inputs(tokens, choices, hidden, width, device))

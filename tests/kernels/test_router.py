@@ -65,7 +65,7 @@ def check(given: dict, choice: Choice, division: Division, launches: int = 2, **
 @pytest.mark.parametrize(
     ("rows", "which", "division"),
     [(1, "groups", FEW), (9, "groups", FEW), (32, "no groups, shared", FEW), (8, "few", Division(4, 8)),
-     (33, "groups", MANY), (64, "no groups, shared", FEW), (128, "few", MANY)],
+     (33, "groups", MANY), pytest.param(128, "few", MANY, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_choices(rows, which, division):
     torch.manual_seed(rows)
@@ -139,6 +139,7 @@ def test_a_block_is_given_the_shared_memory_that_the_source_lays_out():
     assert source.shared_bytes() == MANY.shared_bytes(MOST_ROWS // 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", MODELS)
 @pytest.mark.parametrize("rows", [8, 16, 32, 64, 128])
 def test_it_compiles_for_hopper_with_all_in_registers(which, rows):

@@ -291,6 +291,7 @@ def test_the_launch_reserves_what_the_source_takes(source):
     assert attend_emulator(source, 4, 16, 128, 1, 0).shared_bytes() + 1023 <= verify.SHARED_BYTES <= 232448
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "heads"), [(4, 16), (3, 16), (8, 8), (2, 32)])
 @pytest.mark.parametrize(("parts", "fp8"), [(1, False), (2, False), (2, True)])
 def test_it_compiles_for_hopper_with_all_in_registers(rows, heads, parts, fp8):
