@@ -50,6 +50,8 @@ WITH_PREFILL = DEFAULTS | dict.fromkeys((FIRST_RANK, FP8_RANK), ("sparse_prefill
 """The same to the sides whose prefill is sparse_prefill's, as the default's is since."""
 LOST_BY = {"default": "default", "ours": "fa3, NSA_BACKEND_LAYER_FRONT=0"}
 """Sides whose losses are told."""
+CALLED = {"logits": "index scores"}
+"""Parts that pages call otherwise than result files."""
 TIMES = {"round_ms": "longer rounds or tokens", "ttft_ms": "first token later"}
 FIRST_FILE, GLM_FILE, GLM_52_FILE = "rank_v32_tp8_0_5_23", "rank_glm51_tp8_0_5_23", "rank_glm52_tp8_0_5_23"
 """Of the first rank, and of GLM-5.1's and GLM-5.2's."""
@@ -621,7 +623,7 @@ def rank_kernels() -> str:
     of_one_rank = [part for part in (*KERNEL_PARTS, REST) if part not in (ALL_REDUCE, EXCHANGE)]
     told = {part: [found[cell]["parts"][part][1] for cell in cells] for part in of_one_rank}
     told["from one round to the next"] = [found[cell]["period_us"] for cell in cells]
-    rows = [[words, *(f"{us:.0f}" for us in values)] for words, values in told.items() if any(values)]
+    rows = [[CALLED.get(part, part), *(f"{us:.0f}" for us in values)] for part, values in told.items() if any(values)]
     return table(["us", *map(shape, cells)], rows)
 
 
