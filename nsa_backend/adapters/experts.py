@@ -141,9 +141,11 @@ def quantise_together(layer: Any, tokens: int) -> bool:
 def take_quantised(layer: Any, tokens: int) -> bool:
     """Whether a layer's experts take so many hidden states in FP8 from the norm, in the form of SGLang's own quantisation.
 
-    Where the shared expert is one of the others `experts` does, else both of them.
+    Where the shared expert is one of the others `experts` does, else both of them. Under DP attention experts have what ranks
+    gathered, which no norm wrote.
     """
     from sglang.srt.environ import envs
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
     from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
 
     switch = envs.SGLANG_OPT_MOE_QUANT_ONCE
@@ -151,6 +153,7 @@ def take_quantised(layer: Any, tokens: int) -> bool:
         not is_hooked(QUANTISES)
         or not isinstance(layer, DeepseekV2MoE)
         or switch.is_set()
+        or is_dp_attention_enabled()
         or not quantise_together(layer, tokens)
     ):
         return False

@@ -257,6 +257,7 @@ def test_experts_take_what_the_norm_has_quantised(monkeypatch, what, taken):
     from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
 
     free_server(monkeypatch)
+    monkeypatch.setattr("sglang.srt.layers.dp_attention.is_dp_attention_enabled", lambda: False)
     monkeypatch.delenv(experts.SWITCH)
     monkeypatch.setattr(shared_expert, "MANY", MANY)
     monkeypatch.setattr(experts, "is_hooked", lambda target: target == experts.QUANTISES)
@@ -277,6 +278,9 @@ def test_experts_take_what_the_norm_has_quantised(monkeypatch, what, taken):
     assert KEPT.quantised == (None if taken else kept)
     KEPT.forget()
     assert not experts.take_quantised(SimpleNamespace(), len(x))  # a dense layer
+    monkeypatch.setattr("sglang.srt.layers.dp_attention.is_dp_attention_enabled", lambda: True)
+    assert not experts.take_quantised(layer, len(x))
+    monkeypatch.setattr("sglang.srt.layers.dp_attention.is_dp_attention_enabled", lambda: False)
     monkeypatch.setattr(experts, "is_hooked", lambda target: False)
     assert not experts.take_quantised(layer, len(x))
 
