@@ -29,6 +29,8 @@ GROUPS = 8
 """Groups a program takes of a row that it quantises."""
 INDEX_PAGE_BYTES = PAGE_SIZE * (GROUP + 4)
 """Of a page of index keys: FP8 values, then float32 scales."""
+ALIGNED = 4
+"""Rows of a projection's input: of a multiple of so many, scales leave no room between groups."""
 
 
 def empty_input(rows: int, width: int, scales: Scales | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -41,7 +43,7 @@ def empty_input(rows: int, width: int, scales: Scales | None, device: torch.devi
     """
     if scales is None:
         return torch.empty(rows, width, dtype=torch.bfloat16, device=device), None
-    of_groups = torch.empty(width // GROUP, blocks(rows, 4) * 4, dtype=torch.float32, device=device)
+    of_groups = torch.empty(width // GROUP, blocks(rows, ALIGNED) * ALIGNED, dtype=torch.float32, device=device)
     return torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device), of_groups.T[:rows]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nsa_backend.adapters.few_experts import SWITCH
 from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.environment import switched_on
@@ -25,8 +26,6 @@ from nsa_backend.kernels.router import Choice, Routed
 logger = logging.getLogger(__name__)
 
 CHOOSES = "sglang.srt.layers.moe.topk.biased_grouped_topk"
-
-SWITCH = "NSA_BACKEND_FEW_EXPERTS"
 
 DEVICES = ("cuda",)
 """Where weights are that the launch reads."""

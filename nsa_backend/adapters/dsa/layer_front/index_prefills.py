@@ -25,6 +25,7 @@ from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.sglang_types import ForwardBatch, HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.kernels import index_rows
+from nsa_backend.kernels.layer_front import ALIGNED
 from nsa_backend.kernels.layer_front_weights import FrontWeights
 
 logger = logging.getLogger(__name__)
@@ -32,9 +33,6 @@ logger = logging.getLogger(__name__)
 MODULE = "sglang.srt.layers.attention.dsa.dsa_indexer"
 NAME = "bcg_dsa_indexer_prefill_split"
 """What an indexer calls in a prefill that is captured in pieces."""
-
-ALIGNED = 4
-"""Rows that scales of a group are beside each other in multiples of: `kernels.layer_front.empty_input`."""
 
 _LAYERS: WeakKeyDictionary[Any, tuple[Any, tuple[type, ...]]] = WeakKeyDictionary()
 """By indexer: its layer, and our attention backends."""

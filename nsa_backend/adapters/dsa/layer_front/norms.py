@@ -19,14 +19,13 @@ from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of, take_input
 from nsa_backend.adapters.routers import LayerRouter
 from nsa_backend.kernels.add_norm import add_norm
+from nsa_backend.kernels.layer_front import ALIGNED
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 
 logger = logging.getLogger(__name__)
 
 MOST_ROWS = 128
 """Of a captured forward that decodes or verifies: a row has a program, and a multiprocessor of Hopper has one of them."""
-ALIGNED = 4
-"""Of more rows their number is a multiple of this: those who multiply experts' input want it so."""
 
 
 class LayerNorm:
@@ -57,18 +56,18 @@ class LayerNorm:
         KEPT.forget()
         if residual is None or post_residual_addition is not None or options or not _fits(x, residual):
             return self.own(x, residual, post_residual_addition, **options)
-        rows = len(x)
-        scales = self.scales if rows <= MOST_ROWS else self._of_many(rows)
-        if scales is None and rows > MOST_ROWS:  # a launch that quantises nothing saves nothing there
+        rows, few = len(x), len(x) <= MOST_ROWS
+        scales = self.scales if few else self._of_many(rows)
+        if scales is None and not few:  # a launch that quantises nothing saves nothing there
             return self.own(x, residual, post_residual_addition)
         weight, eps = self.norm.weight.data, self.norm.variance_epsilon
-        before_ours = rows <= MOST_ROWS and self.next_is_ours(rows)
-        found = add_norm(x, residual, weight, eps, scales, before_ours=before_ours)
+        found = add_norm(x, residual, weight, eps, scales, before_ours=few and self.next_is_ours(rows))
         if found is not None:
             KEPT.keep(x, scales, found)
         return x, residual
 
     def _of_many(self, rows: int) -> Scales | None:
+        """Those who multiply experts' input want rows in multiples of ALIGNED, as SGLang pads them."""
         return None if rows % ALIGNED else self.scales_of_many(rows)
 
 
