@@ -1,22 +1,21 @@
 // The router of a layer's experts for Hopper: products of few rows, and which experts each row chooses, in one launch. router.py
 // compiles it at run time.
 //
-// A block has 16 or 32 experts and a part of the hidden dimension, and all weights in registers before the rows are there. Sums of parts
+// A block has 16 experts and a part of the hidden dimension; all weights are in registers before the rows are there. Sums of parts
 // meet in memory, and the last blocks of the grid, one for each row, wait for all others, add up and choose: by then every block
 // runs or has ended, so that none waits for one that has no place.
 
 #include "activations.cuh"
 #include "few_rows.cuh"
 
-constexpr int COLUMNS = 16 * COLUMN_TILES, THREADS = WARPS * COLUMN_TILES * 32;  // WARPS divide a tile's part
+constexpr int COLUMNS = 16, THREADS = WARPS * 32;
 constexpr int BLOCKS = EXPERTS / COLUMNS * PARTS;
 constexpr int BYTES = HIDDEN * 2, OF_PART = BYTES / PARTS, CHUNKS = OF_PART / CHUNK / WARPS;
 static_assert(HIDDEN % (PARTS * WARPS * CHUNK / 2) == 0, "a warp has whole chunks");
 static_assert(EXPERTS == 256 && (BLOCKS & (BLOCKS - 1)) == 0, "a lane has eight experts, and counts of launches may overflow");
 constexpr int OF_LANE = EXPERTS / 32, LANES_OF_GROUP = 32 / EXPERT_GROUPS, EACH = CHOSEN + WITH_SHARED;
 constexpr int PITCH = COLUMNS + 4;  // of a row's sums, so that lanes that have two rows each write to 32 banks
-constexpr uint32_t OF_TILE = PITCH * 8 * 4;
-constexpr int AT_ONCE = ROW_TILES < 4 ? ROW_TILES : 4;  // tiles of rows whose loads are on their way together
+constexpr uint32_t OF_TILE = PITCH * 8 * 4;  // sums of eight rows
 static_assert(ROW_TILES * 8 <= BLOCKS, "a block chooses for one row");
 [[maybe_unused]] constexpr uint32_t SHARED_BYTES = 16 + WARPS * ROW_TILES * OF_TILE;
 
@@ -138,41 +137,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) router(const __grid_con
     const uint32_t shared = (shared_address(memory) + 15) & ~15u;
     const Place of;
     const int block = blockIdx.x, part = block % PARTS, column = block / PARTS * COLUMNS;
-    const int of_part = of.warp % WARPS, column_tile = of.warp / WARPS;
-    const long long begin = part * OF_PART + of_part * (CHUNKS * CHUNK) + of.piece * 16;  // bytes
+    const long long begin = part * OF_PART + of.warp * (CHUNKS * CHUNK) + of.piece * 16;  // bytes
     uint4 upper[CHUNKS], lower[CHUNKS];
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        const unsigned char* from = a.weight + static_cast<long long>(column + column_tile * 16 + of.row) * BYTES + begin + chunk * CHUNK;
+        const unsigned char* from = a.weight + static_cast<long long>(column + of.row) * BYTES + begin + chunk * CHUNK;
         upper[chunk] = load_once(from);
         lower[chunk] = load_once(from + 8 * BYTES);
     }
     wait_for_inputs();
     let_others_begin();  // as SGLang's does, so that whoever comes next waits for what is written here
-#pragma unroll 1
-    for (int first = 0; first < ROW_TILES; first += AT_ONCE) {
-        if (first && first * 8 >= a.rows) break;
 #pragma unroll
-        for (int next = 0; next < AT_ONCE; ++next) {
-            const int tile = first + next, row = tile * 8 + of.row;
-            uint4 x[CHUNKS];
+    for (int tile = 0; tile < ROW_TILES; ++tile) {
+        const int row = tile * 8 + of.row;
+        uint4 x[CHUNKS];
 #pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-                x[chunk] = {0, 0, 0, 0};
-                if (row < a.rows) x[chunk] = *reinterpret_cast<const uint4*>(a.hidden + row * static_cast<long long>(BYTES) + begin + chunk * CHUNK);
-            }
-            float sums[4] = {};
-#pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-                multiply_few_bf16(sums, upper[chunk].x, lower[chunk].x, upper[chunk].y, lower[chunk].y, x[chunk].x, x[chunk].y);
-                multiply_few_bf16(sums, upper[chunk].z, lower[chunk].z, upper[chunk].w, lower[chunk].w, x[chunk].z, x[chunk].w);
-            }
-            const uint32_t at = shared + (of_part * ROW_TILES + tile) * OF_TILE + (2 * of.piece * PITCH + column_tile * 16 + of.row) * 4;
-            store_shared(at, __float_as_uint(sums[0]));
-            store_shared(at + PITCH * 4, __float_as_uint(sums[1]));
-            store_shared(at + 8 * 4, __float_as_uint(sums[2]));
-            store_shared(at + (PITCH + 8) * 4, __float_as_uint(sums[3]));
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            x[chunk] = {0, 0, 0, 0};
+            if (row < a.rows) x[chunk] = *reinterpret_cast<const uint4*>(a.hidden + row * static_cast<long long>(BYTES) + begin + chunk * CHUNK);
         }
+        float sums[4] = {};
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            multiply_few_bf16(sums, upper[chunk].x, lower[chunk].x, upper[chunk].y, lower[chunk].y, x[chunk].x, x[chunk].y);
+            multiply_few_bf16(sums, upper[chunk].z, lower[chunk].z, upper[chunk].w, lower[chunk].w, x[chunk].z, x[chunk].w);
+        }
+        const uint32_t at = shared + (of.warp * ROW_TILES + tile) * OF_TILE + (2 * of.piece * PITCH + of.row) * 4;
+        store_shared(at, __float_as_uint(sums[0]));
+        store_shared(at + PITCH * 4, __float_as_uint(sums[1]));
+        store_shared(at + 8 * 4, __float_as_uint(sums[2]));
+        store_shared(at + (PITCH + 8) * 4, __float_as_uint(sums[3]));
     }
     meet<1, THREADS>();
     for (int i = threadIdx.x; i < a.rows * COLUMNS; i += THREADS) {

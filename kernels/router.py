@@ -1,4 +1,4 @@
-"""A layer's router of up to 128 tokens in one launch: the logits of its experts, and which ones each token chooses; router.cu.
+"""A layer's router of up to 32 tokens in one launch: the logits of its experts, and which ones each token chooses; router.cu.
 
 SGLang has a product, with many rows a launch that adds up its parts, and one that chooses. Here weights come while the kernel
 ahead runs, and whoever adds up a token's logits chooses for it.
@@ -21,11 +21,10 @@ from nsa_backend.kernels.cuda_source import CudaKernel, Launch
 SOURCE = Path(__file__).with_name("router.cu")
 EXPERTS = 256
 """That a layer has on all GPUs, without a shared one."""
-MOST_ROWS = 128
-MEASURED_ROWS = 32
-"""Up to which it is known to be faster than SGLang's launches (`experts`: `routers_beside_sglang`)."""
+MOST_ROWS = 32
+"""With up to 128, in blocks of 32 experts, an H200 gained nothing behind a norm and in servers."""
 COLUMNS = 16
-"""Experts of a tile."""
+"""Experts of a block."""
 INNER = 32
 """Values of a row that a warp multiplies at once."""
 MOST_CHUNKS = 8
@@ -48,8 +47,7 @@ class Division:
     """How a launch is divided."""
 
     parts: int = 8  # of the hidden dimension, of which a block has one
-    warps: int = 4  # that divide a tile's part
-    tiles: int = 1  # of a block
+    warps: int = 4  # that divide a block's part
 
     def chunks(self, hidden: int) -> int:
         """Of a warp's part of a row; 0 where this cannot divide rows of so many values."""
@@ -59,25 +57,14 @@ class Division:
     @property
     def blocks(self) -> int:
         """Of a launch."""
-        return EXPERTS // (COLUMNS * self.tiles) * self.parts
+        return EXPERTS // COLUMNS * self.parts
 
-    @property
-    def threads(self) -> int:
-        """Of a block."""
-        return self.warps * self.tiles * 32
-
-    def shared_bytes(self, row_tiles: int) -> int:
+    def shared_bytes(self, tiles: int) -> int:
         """Shared memory of a block: SHARED_BYTES of the source."""
-        return 16 + self.warps * row_tiles * 8 * (self.tiles * COLUMNS + 4) * 4
+        return 16 + self.warps * tiles * 8 * (COLUMNS + 4) * 4
 
 
-FEW, MANY = Division(), Division(parts=16, warps=2, tiles=2)
-"""Of up to 32 rows and of more: blocks of more experts read rows less often."""
-
-
-def division_for(rows: int) -> Division:
-    """That serves so many rows."""
-    return FEW if rows <= 32 else MANY
+SERVED = Division()
 
 
 class Routed(NamedTuple):
@@ -98,13 +85,11 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def constants(hidden: int, choice: Choice, rows: int, division: Division | None = None) -> dict[str, int]:
-    """Macros of the source for up to so many rows, of which it is compiled for powers of two from 8 on."""
-    division = division or division_for(rows)
+def constants(hidden: int, choice: Choice, rows: int, division: Division = SERVED) -> dict[str, int]:
+    """Macros of the source for up to so many rows, of which it is compiled for 8, 16 and 32."""
     return {
-        "HIDDEN": hidden, "EXPERTS": EXPERTS, "PARTS": division.parts, "WARPS": division.warps, "COLUMN_TILES": division.tiles,
-        "ROW_TILES": tiles_of(rows), "EXPERT_GROUPS": choice.groups, "GROUPS_KEPT": choice.kept, "CHOSEN": choice.chosen,
-        "WITH_SHARED": int(choice.shared),
+        "HIDDEN": hidden, "EXPERTS": EXPERTS, "PARTS": division.parts, "WARPS": division.warps, "ROW_TILES": tiles_of(rows),
+        "EXPERT_GROUPS": choice.groups, "GROUPS_KEPT": choice.kept, "CHOSEN": choice.chosen, "WITH_SHARED": int(choice.shared),
     }  # fmt: skip
 
 
@@ -118,26 +103,26 @@ def compiled_on(device: int, hidden: int, choice: Choice, tiles: int, division: 
     """The kernel, compiled at its first call on a device."""
     with torch.cuda.device(device):
         macros = constants(hidden, choice, 8 * tiles, division)
-        return CudaKernel(SOURCE, SOURCE.stem, macros, division.threads, division.shared_bytes(tiles))
+        return CudaKernel(SOURCE, SOURCE.stem, macros, division.warps * 32, division.shared_bytes(tiles))
 
 
-def compile_ahead(device: torch.device, hidden: int, choice: Choice, most_rows: int) -> None:
-    """Compile it for every number of rows up to this one: while a forward is captured nothing can be compiled.
+def compile_ahead(device: torch.device, hidden: int, choice: Choice) -> None:
+    """Compile it for every number of rows: while a forward is captured nothing can be compiled.
 
     Raises:
         RuntimeError: NVRTC or the driver refuses.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    for tiles in {tiles_of(rows) for rows in range(8, most_rows + 1, 8)}:
-        compiled_on(index, hidden, choice, tiles, division_for(8 * tiles))
+    for rows in range(8, MOST_ROWS + 1, 8):
+        compiled_on(index, hidden, choice, tiles_of(rows), SERVED)
 
 
 def problem(experts: int, hidden: int, choice: Choice) -> str | None:
     """Why a router of so many experts on hidden states of that width is not served, or None."""
     if experts != EXPERTS:
         return f"{experts} experts: {EXPERTS} are served"
-    if not all(division.chunks(hidden) for division in (FEW, MANY)):
-        step = FEW.parts * FEW.warps * INNER
+    if not SERVED.chunks(hidden):
+        step = SERVED.parts * SERVED.warps * INNER
         return f"hidden states of {hidden} values: multiples of {step} up to {MOST_CHUNKS} times that are served"
     if choice.groups not in (1, 2, 4, 8, 16, 32) or not 0 < choice.kept <= choice.groups:
         return f"{choice.kept} of {choice.groups} groups of experts: 1, 2, 4, 8, 16 or 32 groups are served"
@@ -160,7 +145,7 @@ def route(
     *,
     factor: float = 1.0,
     of_shared: float = 1.0,
-    division: Division | None = None,
+    division: Division = SERVED,
     launch: Launch | None = None,
 ) -> Routed:
     """The experts that tokens choose, by the sigmoid of their logits and a bias that no share has; one launch.
@@ -177,7 +162,7 @@ def route(
         arrived: what `counter` gives.
         factor: times the shares, which add up to it.
         of_shared: a shared expert's share.
-        division: of the launch; that which serves so many rows unless told.
+        division: of the launch.
         launch: in place of a GPU.
 
     Raises:
@@ -195,7 +180,7 @@ def route(
     ):
         fits = fits and tensor.dtype == dtype and tensor.is_contiguous()
         require(fits, name, tensor, f"contiguous {dtype} {shape}", "the kernel would misread it")
-    division, each = division or division_for(rows), choice.chosen + choice.shared
+    each = choice.chosen + choice.shared
     sums = torch.empty(division.parts, rows, EXPERTS, device=hidden.device)
     logits = torch.empty(rows, EXPERTS, dtype=torch.float32, device=hidden.device)
     shares = torch.empty(rows, each, dtype=torch.float32, device=hidden.device)

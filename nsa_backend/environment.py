@@ -113,7 +113,7 @@ VARIABLES = (
         default="unset",
         unset="on 0.5.23 and Hopper routers of up to 32 tokens are one launch and, without --ep-size, MoE of up to four tokens "
         "two (16 GPUs: eight tokens, four GPUs: two); on eight GPUs of up to 128 five, and long prefills have our products",
-        one="other sizes too",
+        one="MoE of other sizes too",
         zero="SGLang's",
         when="0 to compare",
     ),

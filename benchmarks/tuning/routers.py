@@ -23,11 +23,11 @@ from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, rig
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.kernels.add_norm import add_norm
 from nsa_backend.kernels.layer_front_weights import Scales
-from nsa_backend.kernels.router import EXPERTS, FEW, MANY, MOST_ROWS, Choice, Division, counter, division_for, route
+from nsa_backend.kernels.router import EXPERTS, MOST_ROWS, SERVED, Choice, Division, counter, route
 from nsa_backend.testing.process import start_sglang
 
 MODELS = {"DeepSeek-V3.2": (7168, Choice(8, groups=8, kept=4)), "GLM-5": (6144, Choice(8, shared=True))}
-DIVISIONS = FEW, MANY, Division(8, 4, 2), Division(16, 4), Division(4, 8)
+DIVISIONS = SERVED, Division(16, 4), Division(4, 8)
 COLD_BYTES, SAMPLES, REPEATS, EPS = 300 << 20, 5, 64, 1e-6
 TOO_FAR = 1e-2
 
@@ -59,9 +59,9 @@ class Layers:
     def gate(self, i: int) -> Any:
         return self.gates[i % len(self.gates)]
 
-    def ours(self, x: torch.Tensor, i: int, division: Division | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def ours(self, x: torch.Tensor, i: int, division: Division = SERVED) -> tuple[torch.Tensor, torch.Tensor]:
         """(shares, chosen)."""
-        gate, division = self.gate(i), division or division_for(self.rows)
+        gate = self.gate(i)
         given = x, gate.weight.data, gate.e_score_correction_bias.data, self.choice, self.arrived[division]
         return route(*given, division=division)[1:]
 

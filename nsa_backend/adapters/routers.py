@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 
-from nsa_backend.adapters.few_experts import SWITCH
 from nsa_backend.adapters.sglang_types import HookType
 from nsa_backend.adapters.shared import hook
-from nsa_backend.environment import switched_on
 from nsa_backend.kernels import router as kernels
 from nsa_backend.kernels.router import Choice, Routed
 
@@ -47,9 +45,9 @@ KEPT = Kept()
 class LayerRouter:
     """Of one layer, in the place of its gate's `forward`."""
 
-    def __init__(self, layer: Any, most_rows: int = kernels.MEASURED_ROWS):
-        """Of a DeepseekV2MoE that `problem` finds nothing against, for up to so many tokens."""
-        self.gate, config, self.most_rows = layer.gate, layer.topk.topk_config, most_rows
+    def __init__(self, layer: Any):
+        """Of a DeepseekV2MoE that `problem` finds nothing against."""
+        self.gate, config = layer.gate, layer.topk.topk_config
         self.own: Callable[..., torch.Tensor] = self.gate.forward
         self.choice, scaled = choice_of(config), bool(config.apply_routed_scaling_factor_on_output)
         factor = config.routed_scaling_factor or 1.0
@@ -64,7 +62,7 @@ class LayerRouter:
 
     def __call__(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         """float32 [tokens, experts]: logits."""
-        fits = 0 < len(hidden_states) <= self.most_rows and hidden_states.dtype == torch.bfloat16
+        fits = 0 < len(hidden_states) <= kernels.MOST_ROWS and hidden_states.dtype == torch.bfloat16
         if not fits or torch.compiler.is_compiling() or not hidden_states.is_contiguous():
             return self.own(hidden_states, *arguments, **options)
         weights = self.gate.weight, self.gate.e_score_correction_bias
@@ -77,11 +75,6 @@ def choice_of(config: Any) -> Choice:
     """How tokens choose by a TopKConfig."""
     shared = config.num_shared_topk_slots
     return Choice(config.top_k - shared, config.num_expert_group or 1, config.topk_group or 1, shared > 0)
-
-
-def most_rows() -> int:
-    """Tokens up to which a router is one launch."""
-    return kernels.MOST_ROWS if switched_on(SWITCH) else kernels.MEASURED_ROWS
 
 
 def take(model: Any) -> int:
@@ -99,19 +92,19 @@ def take(model: Any) -> int:
     taken = sum(isinstance(layer.gate.forward, LayerRouter) for layer in layers)
     if taken or not layers:  # the backends of a draft model come one after another
         return taken
-    problems, most = [problem(layer) for layer in layers], most_rows()
+    problems = [problem(layer) for layer in layers]
     served = [layer for layer, why in zip(layers, problems, strict=True) if why is None]
     for layer in served:
         weight = layer.gate.weight
         if weight.is_cuda:
-            kernels.compile_ahead(weight.device, weight.shape[1], choice_of(layer.topk.topk_config), most)
-        layer.gate.forward = LayerRouter(layer, most)
+            kernels.compile_ahead(weight.device, weight.shape[1], choice_of(layer.topk.topk_config))
+        layer.gate.forward = LayerRouter(layer)
     if served:
         hook(CHOOSES, chosen, HookType.AROUND)
     reasons = "; ".join(f"{why} ({count})" for why, count in Counter(problems).items() if why is not None)
     logger.info(
         "nsa_backend: the router of %d of %d layers is one launch of up to %d tokens%s",
-        len(served), len(layers), most, f"; SGLang's own serves the others: {reasons}" if reasons else "",
+        len(served), len(layers), kernels.MOST_ROWS, f"; SGLang's own serves the others: {reasons}" if reasons else "",
     )  # fmt: skip
     return len(served)
 

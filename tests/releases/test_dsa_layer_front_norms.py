@@ -194,15 +194,8 @@ def test_products_of_a_layer_begin_early_behind_the_first_norm(indexer, most, ea
     assert front.begins_with_ours(8)
 
 
-def router_of(rows: int) -> LayerRouter:
-    """Up to so many."""
-    router = LayerRouter.__new__(LayerRouter)
-    router.most_rows = rows
-    return router
-
-
 def test_routers_begin_early_behind_the_second_norm():
-    ours = router_of(32)
+    ours = LayerRouter.__new__(LayerRouter)
     for forward_of_gate, count, early in ((ours, 32, True), (ours, 33, False), (lambda x: x, 1, False)):
         layer = SimpleNamespace(mlp=SimpleNamespace(gate=SimpleNamespace(forward=forward_of_gate)))
         assert norms.routes(layer, count) is early
@@ -241,7 +234,7 @@ def test_both_norms_of_layers_with_our_front_are_ours(monkeypatch, caplog):
     assert [first.scales_of_many(count) for count in (129, 2048)] == [Scales.POWERS_OF_TWO] * 2
     assert [second.scales_of_many(count) for count in (129, 2048)] == [None, Scales.EXACT]
     assert not second.next_is_ours(1)
-    model[0].mlp.gate = SimpleNamespace(forward=router_of(1))
+    model[0].mlp.gate = SimpleNamespace(forward=LayerRouter.__new__(LayerRouter))
     assert second.next_is_ours(1)
     assert "3 norms are launches of this package: up to 128 rows in captured forwards" in caplog.text
     assert norms.take(model) == 0

@@ -13,7 +13,6 @@ import torch
 
 from nsa_backend.kernels import early_experts, early_products, expert_tiles, index_rows, router
 from nsa_backend.kernels import sparse_verify as verify
-from nsa_backend.kernels.blocks import power_of_two
 from nsa_backend.kernels.cuda_source import Launch, TensorMap
 from nsa_backend.kernels.few_experts import ExpertWeights
 
@@ -75,10 +74,10 @@ def multiplying_early(inner: int, tile: early_products.Tile, gates_dtype: torch.
     return launcher(partial(emulator, early_products.SOURCE, "Products", early_products.SOURCE.stem, **macros, **APART), seed)
 
 
-def routing(hidden: int, choice: router.Choice, rows: int, seed: int = 0, division: router.Division | None = None) -> Launch:
+def routing(hidden: int, choice: router.Choice, rows: int, seed: int = 0, division: router.Division = router.SERVED) -> Launch:
     """What launches the router of so many rows."""
     macros = router.constants(hidden, choice, rows, division)
-    macros |= {"BLOCKS_AT_ONCE": max(32, power_of_two(rows))}  # at least as many as wait for the others
+    macros |= {"BLOCKS_AT_ONCE": router.MOST_ROWS}  # at least as many as wait for the others
     return launcher(partial(emulator, router.SOURCE, "Router", router.SOURCE.stem, **macros), seed)
 
 

@@ -18,6 +18,7 @@ from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of, take_input
 from nsa_backend.adapters.routers import LayerRouter
+from nsa_backend.kernels import router
 from nsa_backend.kernels.add_norm import add_norm
 from nsa_backend.kernels.layer_front import ALIGNED
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
@@ -124,8 +125,8 @@ def of_experts(layer: Any, rows: int) -> Scales | None:
 
 def routes(layer: Any, rows: int) -> bool:
     """Whether experts of so many rows have our router, which comes first behind the norm."""
-    routes_it = getattr(getattr(layer.mlp, "gate", None), "forward", None)
-    return isinstance(routes_it, LayerRouter) and rows <= routes_it.most_rows
+    gate = getattr(layer.mlp, "gate", None)
+    return rows <= router.MOST_ROWS and isinstance(getattr(gate, "forward", None), LayerRouter)
 
 
 def problem(norm: Any) -> str | None:
