@@ -146,6 +146,6 @@ __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t share
     }
 }
 
-extern "C" __global__ void CLUSTER_OF_2 __launch_bounds__(THREADS, 1) down_blocks(const __grid_constant__ Multiply a) {
+extern "C" __global__ void CLUSTER_OF(2) __launch_bounds__(THREADS, 1) down_blocks(const __grid_constant__ Multiply a) {
     divide_work<OfSteps>(STEPS_AT, [&](uint32_t shared) { bring(a, shared); }, [&](uint32_t shared) { multiply_tiles(a, shared); });
 }

@@ -1,7 +1,7 @@
 """Products of up to eight rows in one launch, whose weights come while the kernel ahead runs, in CUDA C++: early_products.cu.
 
-`split_products` computes the same of more rows, in Triton. There a program asks for its weights once its rows are there, and
-several programs add up a sum. Here a block has a sum alone, all blocks run at once, and their first weights come early.
+`tile_products` computes the same of more rows, which tensor cores read from shared memory. Here a block has a sum alone, its
+weights stay in registers, and all blocks run at once.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels.checks import require
+from nsa_backend.kernels.block_fp8 import Product, check
 from nsa_backend.kernels.cuda_source import CudaKernel, Launch
 from nsa_backend.kernels.layer_front_weights import GROUP
-from nsa_backend.kernels.split_products import Product, check_product
 
 SOURCE = Path(__file__).with_name("early_products.cu")
 MOST_ROWS = 8
@@ -157,17 +156,7 @@ def early_products(
     if (why := problem(inner, *widths, gates=of_gates)) is not None:
         raise ValueError(why)
     tile = tile or tile_for(inner)
-    for name, of_product in products.items():
-        check_product(name, of_product, inner, tile.columns)
-    fits = x.dtype == torch.float8_e4m3fn and x.is_contiguous() and 0 < rows <= MOST_ROWS
-    require(fits, "x", x, f"contiguous torch.float8_e4m3fn [1 to {MOST_ROWS}, {inner}]", "the kernel would misread it")
-    fits = x_scales.dtype == torch.float32 and x_scales.shape == (rows, inner // GROUP)
-    require(fits, "x_scales", x_scales, f"torch.float32 {[rows, inner // GROUP]}", "the kernel would misread them")
-    for name, tensor, count in (
-        () if gates is None else (("hidden", gates[0], rows), ("weight of the gates", gates[1], of_gates))
-    ):
-        fits = tensor.dtype == torch.bfloat16 and tensor.is_contiguous() and tensor.shape == (count, inner)
-        require(fits, name, tensor, f"contiguous torch.bfloat16 {[count, inner]}", "the kernel would misread it")
+    check(x, x_scales, products, gates, MOST_ROWS, tile.columns)
     outs = [torch.empty(rows, width, dtype=torch.bfloat16, device=x.device) for width in widths]
     weights = [
         Weight(weight.data_ptr(), scales.data_ptr(), out.data_ptr(), len(weight), len(weight) // tile.columns)

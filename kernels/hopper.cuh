@@ -65,8 +65,8 @@ __device__ __forceinline__ void wait_for_turn(uint32_t barrier, uint32_t turn) {
         : "memory");
 }
 
-// Of two blocks, which run on neighbouring SMs and reach each other's shared memory.
-#define CLUSTER_OF_2 __cluster_dims__(2, 1, 1)
+// Of blocks that run on neighbouring SMs and reach each other's shared memory.
+#define CLUSTER_OF(blocks) __cluster_dims__(blocks, 1, 1)
 
 __device__ __forceinline__ int cluster_rank() {
     uint32_t rank;
@@ -89,6 +89,17 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier, int rank) {
         "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
         "r"(rank)
         : "memory");
+}
+
+// What a block of the cluster has at that address.
+__device__ __forceinline__ uint2 load_shared_2_of(uint32_t address, int rank) {
+    uint2 x;
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %2, %3;\nld.shared::cluster.v2.u32 {%0, %1}, [there];\n}"
+        : "=r"(x.x), "=r"(x.y)
+        : "r"(address), "r"(rank)
+        : "memory");
+    return x;
 }
 
 // The barrier's turn ends once so many bytes have come, too.
@@ -355,6 +366,16 @@ template <int left> __device__ __forceinline__ void products_wait() {
 #define OF_8(d, i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 
+// d (+)= A [64, 16] . B [16, 16]^T, both K-major.
+__device__ __forceinline__ void score(float (&d)[8], uint64_t a, uint64_t b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1, 0, 0;\n}"
+        : OF_8(d, 0)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
 // d (+)= A [64, 16] . B [32, 16]^T, both K-major.
 __device__ __forceinline__ void score(float (&d)[16], uint64_t a, uint64_t b, bool add) {
     asm volatile(
@@ -373,6 +394,50 @@ __device__ __forceinline__ void score(float (&d)[32], uint64_t a, uint64_t b, bo
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n}"
+        : OF_8(d, 0), OF_8(d, 8), OF_8(d, 16), OF_8(d, 24)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// d (+)= A [64, 16] . B [128, 16]^T, both K-major.
+__device__ __forceinline__ void score(float (&d)[64], uint64_t a, uint64_t b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1, 0, 0;\n}"
+        : OF_8(d, 0), OF_8(d, 8), OF_8(d, 16), OF_8(d, 24), OF_8(d, 32), OF_8(d, 40), OF_8(d, 48), OF_8(d, 56)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// d (+)= A [64, 32] . B [16, 32]^T, both K-major, in e4m3.
+__device__ __forceinline__ void multiply_fp8(float (&d)[8], uint64_t a, uint64_t b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1;\n}"
+        : OF_8(d, 0)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// d (+)= A [64, 32] . B [32, 32]^T, both K-major, in e4m3.
+__device__ __forceinline__ void multiply_fp8(float (&d)[16], uint64_t a, uint64_t b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1;\n}"
+        : OF_8(d, 0), OF_8(d, 8)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// d (+)= A [64, 32] . B [64, 32]^T, both K-major, in e4m3.
+__device__ __forceinline__ void multiply_fp8(float (&d)[32], uint64_t a, uint64_t b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1;\n}"
         : OF_8(d, 0), OF_8(d, 8), OF_8(d, 16), OF_8(d, 24)
         : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }

@@ -177,7 +177,7 @@ def rope_query_torch(q_rope: torch.Tensor, weights: FrontWeights, positions: tor
 
 
 def product_torch(x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor) -> torch.Tensor:
-    """bfloat16 [rows, columns]: one of `split_products`, summed in double precision."""
+    """bfloat16 [rows, columns]: one of `tile_products`, summed in double precision."""
     of_rows = x_scales.double().repeat_interleave(GROUP, 1)
     of_columns = weight_scales.double().repeat_interleave(GROUP, 0)[: len(weight)].repeat_interleave(GROUP, 1)
     return ((x.double() * of_rows) @ (weight.double() * of_columns).T).bfloat16()

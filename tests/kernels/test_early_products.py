@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from block_products import OF_LAYERS, check, inputs
 from emulated import multiplying_early
 
 from nsa_backend.kernels.cuda_source import compiled
@@ -18,69 +19,8 @@ from nsa_backend.kernels.early_products import (
     problem,
     tile_for,
 )
-from nsa_backend.kernels.layer_front_torch import product_torch
-from nsa_backend.kernels.layer_front_weights import GROUP
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-
-NAN = 0x7F
-OF_LAYERS = {
-    "DeepSeek-V3.2, first": (7168, (2112, 128), 64), "DeepSeek-V3.2, queries": (1536, (3072, 8192), 0),
-    "DeepSeek-V3.2, o_proj": (2048, (7168,), 0),
-    "DeepSeek-V3.2, query": (1536, (3072,), 0), "GLM-5, first": (6144, (2624,), 160), "GLM-5, queries": (2048, (2048, 4096), 0),
-    "GLM-5.2, first of a shared layer": (6144, (2624,), 0), "GLM-5.2, its query": (2048, (2048,), 0),
-}  # fmt: skip
-
-
-def whole(*shape: int, least: int, most: int, device: str) -> torch.Tensor:
-    return torch.randint(least, most + 1, shape, device=device)
-
-
-def inputs(rows: int, inner: int, widths: tuple[int, ...], gates: int, far_apart: bool, exact: bool, device: str) -> dict:
-    """What the launch is given, with poison behind the rows; where `exact`, whole values and scales that are powers of two."""
-
-    def values(count: int) -> torch.Tensor:
-        drawn = whole(count, inner, least=-3, most=3, device=device) if exact else torch.randn(count, inner, device=device)
-        return drawn.to(torch.float8_e4m3fn)
-
-    def scales(*shape: int) -> torch.Tensor:
-        return 2.0 ** whole(*shape, least=-2, most=2, device=device) if exact else torch.rand(*shape, device=device)
-
-    x = torch.full((MOST_ROWS + 8, inner), NAN, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)[:rows]
-    x.copy_(values(rows))
-    of_x = torch.full((inner // GROUP, MOST_ROWS + 8), torch.nan, device=device).T[:rows]
-    of_x.copy_(scales(rows, inner // GROUP))
-    weights = [(values(width), scales(-(-width // GROUP), inner // GROUP)) for width in widths]
-    given = {"x": x, "x_scales": of_x if far_apart else of_x.contiguous(), "first": weights[0]}
-    if len(weights) > 1:
-        given["second"] = weights[1]
-    if gates:
-        hidden = torch.full((MOST_ROWS + 8, inner), torch.nan, dtype=torch.bfloat16, device=device)[:rows]
-        hidden.copy_(values(rows))
-        given["gates"] = hidden, values(gates).bfloat16()
-    return given
-
-
-def check(given: dict, exact: bool, **options) -> None:
-    found = early_products(**given, **options)
-    products = [given[name] for name in ("first", "second") if name in given]
-    for one, (weight, scales) in zip(found, products, strict=False):
-        wanted = product_torch(given["x"], given["x_scales"], weight, scales)
-        assert one.shape == wanted.shape
-        if exact:
-            assert torch.equal(one, wanted)
-        else:
-            size = product_torch(given["x"].float().abs(), given["x_scales"], weight.float().abs(), scales).float()
-            assert ((one.float() - wanted.float()).abs() <= 2**-7 * wanted.float().abs() + 2**-16 * size).all()
-    if "gates" in given:
-        hidden, weight = (tensor.double() for tensor in given["gates"])
-        size = hidden.abs() @ weight.abs().T
-        off = (found[-1].double() - hidden @ weight.T).abs()
-        rounding = 2**-7 * (hidden @ weight.T).abs() if found[-1].dtype == torch.bfloat16 else 0
-        assert (off <= (0 if exact and found[-1].dtype == torch.float32 else 2**-16 * size) + rounding).all()
-    again = early_products(**given, **options)
-    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
-
 
 TILES = {"served": None, "in turns": Tile(4, 32, 2, 1), "late": Tile(4, 16, 4, 0)}
 
@@ -96,7 +36,7 @@ def test_products(rows, widths, gates, exact, tile):
     given = inputs(rows, 1024, widths, gates, rows % 2 == 1, exact, "cpu")
     dtype = torch.bfloat16 if rows == 5 else torch.float32
     cut = TILES[tile] or tile_for(1024)
-    check(given, exact, tile=cut, gates_dtype=dtype, launch=multiplying_early(1024, cut, dtype, seed=rows))
+    check(early_products, given, exact, tile=cut, gates_dtype=dtype, launch=multiplying_early(1024, cut, dtype, seed=rows))
 
 
 @pytest.mark.gpu
@@ -107,7 +47,7 @@ def test_products_of_a_layer(rows, exact, which):
     torch.manual_seed(rows)
     inner, widths, gates = OF_LAYERS[which]
     dtype = torch.bfloat16 if gates == 160 else torch.float32
-    check(inputs(rows, inner, widths, gates, rows % 2 == 1, exact, "cuda"), exact, gates_dtype=dtype)
+    check(early_products, inputs(rows, inner, widths, gates, rows % 2 == 1, exact, "cuda"), exact, gates_dtype=dtype)
 
 
 @pytest.mark.parametrize("inner", [7168, 6144, 2048, 1536, 5120])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels import early_experts, early_products, expert_tiles, index_rows, router
+from nsa_backend.kernels import early_experts, early_products, expert_tiles, index_rows, router, tile_products
 from nsa_backend.kernels import sparse_verify as verify
 from nsa_backend.kernels.cuda_source import Launch, TensorMap
 from nsa_backend.kernels.few_experts import ExpertWeights
@@ -72,6 +72,16 @@ def multiplying_early(inner: int, tile: early_products.Tile, gates_dtype: torch.
     """What launches products of few rows of so many values."""
     macros = early_products.constants(inner, tile, gates_dtype)
     return launcher(partial(emulator, early_products.SOURCE, "Products", early_products.SOURCE.stem, **macros, **APART), seed)
+
+
+def multiplying_tiles(
+    inner: int, tile: tile_products.Tile, gates_dtype: torch.dtype, seed: int = 0
+) -> dict[str, Launch | tile_products.Boxes]:
+    """What `tile_products` of rows of so many values takes in place of a GPU, by name."""
+    macros = tile_products.constants(inner, tile, gates_dtype)
+    macros |= {"CLUSTER": tile.parts, "BLOCKS_AT_ONCE": tile.parts}
+    compiled = partial(emulator, tile_products.SOURCE, "Products", tile_products.SOURCE.stem, **macros)
+    return {"launch": launcher(compiled, seed), "boxes": boxes}
 
 
 def routing(hidden: int, choice: router.Choice, rows: int, seed: int = 0, division: router.Division = router.SERVED) -> Launch:

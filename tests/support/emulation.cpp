@@ -10,6 +10,9 @@ extern "C" void run(const ARGUMENTS* arguments, unsigned width, unsigned height,
     emulation::kernel = [=] { KERNEL(*arguments); };
     emulation::grid = {width, height, 1};
     emulation::threads = THREADS;
+#ifdef CLUSTER
+    emulation::cluster = CLUSTER;
+#endif
     for (unsigned y = 0; y < height; ++y) {
         for (unsigned begin = 0; begin < width; begin += BLOCKS_AT_ONCE) {
             std::vector<dim3> blocks;

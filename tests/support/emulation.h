@@ -24,7 +24,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define CLUSTER_OF_2
+#define CLUSTER_OF(blocks)
 #define SHARED_MEMORY(name) unsigned char* name = emulation::now->block->shared
 #define threadIdx (emulation::now->thread)
 #define blockIdx (emulation::now->block->index)
@@ -59,7 +59,7 @@ namespace emulation {
 
 constexpr size_t STACK = 64 << 10, SHARED = 232448;
 
-constexpr int MOST_THREADS = 384, NAMED = 5;
+constexpr int MOST_THREADS = 544, NAMED = 5;
 
 struct Meeting {  // of the threads of a warp, of a block or of a cluster
     int arrived = 0;
@@ -69,7 +69,7 @@ struct Block {
     alignas(1024) unsigned char shared[SHARED];
     dim3 index;
     Meeting warps[MOST_THREADS / 32], named[NAMED], cluster;
-    Block* pair[2];  // where it belongs to a cluster
+    std::vector<Block*> beside;  // blocks of its cluster, by rank
     int left;        // threads that have not ended
 };
 struct Fiber {
@@ -91,6 +91,7 @@ inline std::mt19937 chance;
 inline std::function<void()> kernel;
 inline std::vector<std::function<void()>> flying;  // tiles on their way
 inline int threads;
+inline unsigned cluster = 2;  // blocks of one
 
 // Others go on, until it is this fiber's turn.
 inline void pass() {
@@ -169,7 +170,7 @@ inline void run_blocks(const std::vector<dim3>& indices) {
         }
     }
     for (size_t b = 0; b < blocks.size(); ++b) {
-        for (size_t rank = 0; rank < 2; ++rank) blocks[b]->pair[rank] = b / 2 * 2 + rank < blocks.size() ? blocks[b / 2 * 2 + rank].get() : nullptr;
+        for (size_t of = b / cluster * cluster; of < std::min(blocks.size(), (b / cluster + 1) * cluster); ++of) blocks[b]->beside.push_back(blocks[of].get());
     }
     std::vector<int> order(fibers.size());
     for (size_t t = 0; t < order.size(); ++t) order[t] = t;
@@ -318,14 +319,17 @@ inline void arrive(uint32_t address) {
     arrived(address);
     others_go_on();
 }
-inline int cluster_rank() { return emulation::now->block->index.x % 2; }
+inline int cluster_rank() { return emulation::now->block->index.x % emulation::cluster; }
 inline void meet_cluster() {
-    emulation::meet(emulation::now->block->pair[0]->cluster, 2 * emulation::threads, 0, 0);
+    emulation::meet(emulation::now->block->beside[0]->cluster, emulation::cluster * emulation::threads, 0, 0);
     others_go_on();
 }
 inline void arrive_at(uint32_t address, int rank) {
-    arrived(barrier_at(address, *emulation::now->block->pair[rank]), 1, 0);
+    arrived(barrier_at(address, *emulation::now->block->beside[rank]), 1, 0);
     others_go_on();
+}
+inline uint2 load_shared_2_of(uint32_t address, int rank) {
+    return *reinterpret_cast<uint2*>(emulation::at(*emulation::now->block->beside[rank], address, 8));
 }
 inline void arrive_before_bytes(uint32_t address, uint32_t bytes) {
     arrived(barrier_at(address), 1, bytes);
@@ -336,14 +340,16 @@ struct TensorMap {  // as emulated.py has it
     int64_t rows, columns, box_rows, unused[12];
 };
 inline void copy_tile(uint32_t to, const TensorMap& map, int column, int row, uint32_t barrier, int ranks) {
-    if (to % 1024 || column < 0 || row < 0 || column + 128 > map.columns || row + map.box_rows > map.rows) emulation::fail("no such tile");
-    for (int rank = 0; rank < 2; ++rank) {
-        emulation::Block& block = *emulation::now->block->pair[rank];
+    if (to % 1024 || column < 0 || row < 0 || column + 128 > map.columns) emulation::fail("no such tile");
+    for (unsigned rank = 0; rank < emulation::cluster; ++rank) {
         if (!(ranks >> rank & 1)) continue;
+        emulation::Block& block = *emulation::now->block->beside[rank];
         emulation::flying.push_back([=, &block] {
             for (uint32_t at = 0; at < map.box_rows * 128; at += 16) {
-                const unsigned char* from = map.from + (row + at / 128) * map.columns + column + at % 128;
-                memcpy(emulation::at(block, emulation::Tile::swizzled(to + at), 16), from, 16);
+                unsigned char* place = emulation::at(block, emulation::Tile::swizzled(to + at), 16);
+                const int64_t of = row + at / 128;
+                if (of < map.rows) memcpy(place, map.from + of * map.columns + column + at % 128, 16);
+                else memset(place, 0, 16);  // as behind the end of a tensor
             }
             arrived(barrier_at(barrier, block), 0, -static_cast<int>(map.box_rows) * 128);
         });
@@ -492,7 +498,7 @@ inline void weigh(float (&d)[128], uint64_t a, uint64_t b) {
         emulation::multiply<16>(d, true, of_left, [&](int k, int column) { return right.across_k(k, column); });
     });
 }
-inline void multiply_fp8(float (&d)[64], uint64_t a, uint64_t b, bool add) {
+template <int N> void multiply_fp8(float (&d)[N], uint64_t a, uint64_t b, bool add) {
     emulation::later(emulation::now->products, [&d, add, left = emulation::Tile(a), right = emulation::Tile(b)] {
         const auto of_left = [&](int row, int k) { return left.fp8_along_k(row, k); };
         emulation::multiply<32>(d, add, of_left, [&](int k, int column) { return right.fp8_along_k(column, k); });

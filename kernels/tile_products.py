@@ -1,0 +1,201 @@
+"""Products of 9 to 128 rows in one launch, whose weights come while the kernel ahead runs, in CUDA C++: tile_products.cu.
+
+`early_products` has fewer rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nsa_backend.kernels.block_fp8 import Product, check
+from nsa_backend.kernels.blocks import blocks
+from nsa_backend.kernels.cuda_source import CudaKernel, Launch, TensorMap, tensor_map
+from nsa_backend.kernels.layer_front_weights import GROUP
+
+SOURCE = Path(__file__).with_name("tile_products.cu")
+COLUMNS = 64
+"""Of a warpgroup."""
+GATES = 32
+"""Columns of a product of bfloat16 weights that a block has."""
+ROWS = 16, 32, 64, 128
+"""Of a tile."""
+MOST_ROWS = max(ROWS)
+LEAST_DIVIDED = 4096
+"""Values of a row from which on a cluster divides them: fewer fill all multiprocessors as they are."""
+MOST_STEPS = 32
+"""Groups of a part of the inner dimension."""
+ALIGNMENT = 1024
+"""Bytes of shared memory that it may take."""
+
+Boxes = Callable[[torch.Tensor, int], TensorMap]
+"""Describes bytes [rows, columns] in boxes of so many rows, as `cuda_source.tensor_map` does for a GPU."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a launch is divided."""
+
+    rows: int  # of a block; those that are not there are zeros
+    parts: int  # of the inner dimension, each of a block of a cluster
+    wide: int  # times COLUMNS that a block has
+    takers: int  # warpgroups that take turns at the steps of a part
+    stages: int  # steps of a part that are there or on their way, a multiple of warpgroups
+
+    @property
+    def columns(self) -> int:
+        """Of a block."""
+        return self.wide * COLUMNS
+
+    @property
+    def threads(self) -> int:
+        """Of a block: warpgroups, and a warp that brings what they multiply."""
+        return self.wide * self.takers * 128 + 32
+
+    def shared_bytes(self, inner: int) -> int:
+        """Shared memory of a block."""
+        steps = inner // GROUP // self.parts
+        return self.stages * (self.columns + self.rows) * GROUP + steps * self.rows * 4 + 2 * self.stages * 8 + ALIGNMENT
+
+    def divides(self, inner: int) -> bool:
+        """Whether rows of so many values have parts of whole steps, not too many, and warpgroups as many steps each."""
+        steps, left = divmod(inner, GROUP * self.parts)
+        return not left and 0 < steps <= MOST_STEPS and not steps % self.takers and not 2 * steps % (self.wide * self.takers)
+
+
+def tile_for(inner: int, rows: int) -> Tile | None:
+    """Of products of so many rows of so many values; None where no division of them is served."""
+    of_tile = next((most for most in ROWS if rows <= most), None)
+    if of_tile is None:
+        return None
+    if inner >= LEAST_DIVIDED:
+        tile = Tile(of_tile, 4, 2, 1, 8 if of_tile <= 32 else 4)
+    else:
+        tile = Tile(of_tile, 1, 2, *((2, 8) if of_tile <= 32 else (1, 4)))
+    return tile if tile.divides(inner) else None
+
+
+class Weight(ctypes.Structure):
+    """`Weight` of tile_products.cu."""
+
+    _fields_ = [("scales", ctypes.c_void_p), ("out", ctypes.c_void_p), ("columns", ctypes.c_int), ("blocks", ctypes.c_int)]
+
+
+class Arguments(ctypes.Structure):
+    """`Products` of tile_products.cu, whose size is a multiple of 64."""
+
+    _fields_ = [
+        *((name, TensorMap) for name in ("first", "second", "gates", "x", "hidden")),
+        *((name, Weight) for name in ("of_first", "of_second", "of_gates")),
+        ("x_scales", ctypes.c_void_p),
+        *((name, ctypes.c_longlong) for name in ("row_stride", "group_stride")),
+        *((name, ctypes.c_int) for name in ("rows", "before_ours")),
+        ("unused", ctypes.c_int * 6),
+    ]
+
+
+def constants(inner: int, tile: Tile, gates_dtype: torch.dtype = torch.float32) -> dict[str, int]:
+    """Macros of the source."""
+    return {
+        "INNER": inner, "ROWS": tile.rows, "PARTS": tile.parts, "WIDE": tile.wide, "TAKERS": tile.takers,
+        "STAGES": tile.stages, "GATES_BF16": int(gates_dtype == torch.bfloat16),
+    }  # fmt: skip
+
+
+@functools.cache
+def compiled_on(device: int, inner: int, tile: Tile, gates_dtype: torch.dtype) -> CudaKernel:
+    """The kernel for rows of so many values, compiled at its first call on a device."""
+    with torch.cuda.device(device):
+        macros = constants(inner, tile, gates_dtype)
+        return CudaKernel(SOURCE, SOURCE.stem, macros, tile.threads, tile.shared_bytes(inner))
+
+
+def compile_ahead(device: torch.device, inner: int, gates_dtype: torch.dtype = torch.float32) -> None:
+    """Compile it for rows of so many values: while a forward is captured nothing can be compiled.
+
+    Raises:
+        RuntimeError: NVRTC or the driver refuses.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for rows in ROWS:
+        compiled_on(index, inner, tile_for(inner, rows), gates_dtype)
+
+
+def problem(inner: int, *columns: int, gates: int = 0) -> str | None:
+    """Why products of rows of `inner` values with FP8 weights of so many columns, and of gates, are not served, or None."""
+    if any(tile_for(inner, rows) is None for rows in ROWS):
+        return f"rows of {inner} values: even numbers of {GROUP} up to {LEAST_DIVIDED} are served, or multiples of {4 * GROUP}"
+    if any(width % COLUMNS for width in columns) or gates % GATES:
+        return f"weights of {columns} columns, {gates} gates: multiples of {COLUMNS} and of {GATES} are served"
+    return None
+
+
+def tile_products(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    first: Product,
+    second: Product | None = None,
+    gates: tuple[torch.Tensor, torch.Tensor] | None = None,
+    gates_dtype: torch.dtype = torch.float32,
+    *,
+    before_ours: bool = False,
+    tile: Tile | None = None,
+    launch: Launch | None = None,
+    boxes: Boxes = tensor_map,
+) -> tuple[torch.Tensor, ...]:
+    """x times one or two weights, and other rows times the gates' weight; one launch.
+
+    Weights are read before the kernel ahead has ended, which must not write them.
+
+    Args:
+        x: float8_e4m3fn [rows, inner], contiguous, 1 to MOST_ROWS rows.
+        x_scales: float32 [rows, inner / GROUP] of any strides.
+        first, second: weights, contiguous, scales contiguous; no second if None.
+        gates: bfloat16 [rows, inner], and its weight, bfloat16 [columns, inner], both contiguous; None for none.
+        gates_dtype: of their product, float32 or bfloat16.
+        before_ours: whether what is launched next on this stream is a kernel of this package that waits for this one.
+        tile: how the launch is divided; that of `tile_for` if None.
+        launch, boxes: in place of a GPU.
+
+    Returns:
+        bfloat16 [rows, columns] of the first and, if there is one, the second; `gates_dtype` [rows, columns] of the gates where
+        they are given. All are contiguous.
+
+    Raises:
+        ValueError: a tensor has another shape, dtype or layout, or `problem` says why the launch cannot have it.
+        RuntimeError: NVRTC or the driver refuses.
+    """
+    rows, inner = x.shape
+    products = {"first": first} if second is None else {"first": first, "second": second}
+    widths = [weight.shape[0] for weight, _ in products.values()]
+    of_gates = 0 if gates is None else len(gates[1])
+    if (why := problem(inner, *widths, gates=of_gates)) is not None:
+        raise ValueError(why)
+    check(x, x_scales, products, gates, MOST_ROWS, COLUMNS)
+    tile = tile or tile_for(inner, rows)
+    outs = [torch.empty(rows, width, dtype=torch.bfloat16, device=x.device) for width in widths]
+    weights = [
+        Weight(scales.data_ptr(), out.data_ptr(), out.shape[1], blocks(out.shape[1], tile.columns))
+        for (_, scales), out in zip(products.values(), outs, strict=True)
+    ]
+    maps = [boxes(weight, tile.columns) for weight, _ in products.values()]
+    if gates is None:
+        others = Weight(), TensorMap(), TensorMap()
+    else:
+        outs.append(torch.empty(rows, of_gates, dtype=gates_dtype, device=x.device))
+        hidden, of_hidden = (
+            boxes(tensor.view(torch.uint8), box) for tensor, box in zip(gates, (tile.rows, GATES), strict=True)
+        )
+        others = Weight(0, outs[-1].data_ptr(), of_gates, of_gates // GATES), of_hidden, hidden
+    arguments = Arguments(
+        maps[0], maps[-1], others[1], boxes(x, tile.rows), others[2], weights[0],
+        weights[1] if second is not None else Weight(), others[0], x_scales.data_ptr(), *x_scales.stride(), rows, before_ours,
+    )  # fmt: skip
+    launch = launch or compiled_on(x.device.index, inner, tile, gates_dtype).launch
+    launch(((sum(weight.blocks for weight in weights) + others[0].blocks) * tile.parts, 1), arguments)
+    return tuple(outs)

@@ -1,0 +1,95 @@
+"""Products of tiles of rows against torch's: exactly where no sum is rounded, else nearly, on poisoned memory."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from block_products import OF_LAYERS, check, inputs
+from emulated import multiplying_tiles
+
+from nsa_backend.kernels.cuda_source import compiled
+from nsa_backend.kernels.tile_products import (
+    MOST_ROWS,
+    ROWS,
+    SOURCE,
+    Tile,
+    constants,
+    problem,
+    tile_for,
+    tile_products,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+NEAR = 2**-11
+"""Tensor cores add up FP8 products with some 14 bits."""
+TILES = {"whole rows": (1, 1, 1, 9), "in turns": (1, 2, 2, 4), "two parts": (2, 1, 2, 4), "four parts": (4, 2, 1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "widths", "gates"), [(3, (192, 128), 64), (16, (128, 64), 0), (29, (64,), 160), (64, (64, 64), 32)]
+)
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("tile", TILES)
+def test_products(rows, widths, gates, exact, tile):
+    """Of 1024 values a row: eight steps, two of them a block's where there are four parts."""
+    torch.manual_seed(rows)
+    given = inputs(rows, 1024, widths, gates, rows % 2 == 1, exact, "cpu")
+    dtype = torch.bfloat16 if rows == 29 else torch.float32
+    cut = Tile(next(most for most in ROWS if rows <= most), *TILES[tile])
+    check(tile_products, given, exact, tile=cut, gates_dtype=dtype, **multiplying_tiles(1024, cut, dtype, seed=rows))
+
+
+def test_most_rows():
+    given = inputs(MOST_ROWS - 1, 1024, (128,), 32, True, True, "cpu")
+    cut = Tile(MOST_ROWS, 2, 2, 1, 4)
+    check(tile_products, given, True, tile=cut, **multiplying_tiles(1024, cut, torch.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 31, 32, 33, 64, 65, 96, 127, 128])
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("which", OF_LAYERS)
+def test_products_of_a_layer(rows, exact, which):
+    torch.manual_seed(rows)
+    inner, widths, gates = OF_LAYERS[which]
+    dtype = torch.bfloat16 if gates == 160 else torch.float32
+    check(tile_products, inputs(rows, inner, widths, gates, rows % 2 == 1, exact, "cuda"), exact, NEAR, gates_dtype=dtype)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("inner", [7168, 6144, 2048, 1536])
+def test_it_compiles_for_hopper_with_all_in_registers(inner, rows):
+    _, said = compiled(SOURCE, constants(inner, tile_for(inner, rows)))
+    spilled = [int(count) for count in re.findall(r"(\d+) bytes spill", said)]
+    assert spilled == [0, 0]
+    assert "serialized" not in said  # products that the compiler would make wait for each other
+
+
+def test_what_no_division_serves():
+    assert "rows of 6784 values" in problem(6784, 64)
+    assert "rows of 1664 values" in problem(1664, 64)
+    assert "weights of (64, 72) columns" in problem(2048, 64, 72)
+    assert "12 gates" in problem(2048, 64, gates=12)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("x must be", {"x": lambda x: x.float()}),
+        (r"\[1 to 128, 1024\]", {"x": lambda x: x[:1].expand(129, -1).contiguous()}),
+        ("x_scales must be", {"x_scales": lambda s: s[:, 1:]}),
+        ("first must be", {"first": lambda w: (w[0].float(), w[1])}),
+        ("scales of second must be", {"second": lambda w: (w[0], w[1].double())}),
+        ("hidden must be", {"gates": lambda g: (g[0].float(), g[1])}),
+        ("weight of the gates must be", {"gates": lambda g: (g[0], g[1].float())}),
+    ],
+)
+def test_refuses_what_it_would_misread(name, change):
+    given = inputs(2, 1024, (128, 64), 64, True, True, "cpu")
+    for key, changed in change.items():
+        given[key] = changed(given[key])
+    with pytest.raises(ValueError, match=name):
+        tile_products(**given)
