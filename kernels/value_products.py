@@ -17,7 +17,6 @@ from nsa_backend.kernels.layer_front import empty_input
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_steps import quantised, rounded
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
-from nsa_backend.kernels.split_products import is_last_to_arrive, sum_of_parts
 
 MOST_ROWS = 128
 LEAST_TILE, MOST_TILE = 16, 64
@@ -25,6 +24,23 @@ LEAST_TILE, MOST_TILE = 16, 64
 PROGRAMS = 264
 """Two a multiprocessor of Hopper: fewer, and sums are divided."""
 DIVIDED = 4
+
+
+@triton.jit
+def is_last_to_arrive(part, sums, arrived, split, split_size, SPLITS: tl.constexpr):
+    """Store this program's part of a sum; whether all SPLITS parts are there. `sums`: where the first part goes."""
+    tl.store(sums + split * split_size, part)
+    tl.debug_barrier()  # every warp has stored its part
+    return tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS - 1
+
+
+@triton.jit
+def sum_of_parts(part, sums, split_size, SPLITS: tl.constexpr):
+    """All parts of a sum in their order; `part` is any of them."""
+    total = tl.zeros_like(part)
+    for other in tl.static_range(SPLITS):
+        total += tl.load(sums + other * split_size, cache_modifier=".cg")
+    return total
 
 
 @triton.jit(do_not_specialize=["rows", "scales_row_stride", "scales_group_stride"])

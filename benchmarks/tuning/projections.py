@@ -3,7 +3,7 @@
     python benchmarks/tuning/projections.py OUT.json [--rows 1 4 8 16 32 64 128] [--served]
 
 Inputs are quantised beforehand where a runner takes them so, and the others quantise by themselves. Two projections of one
-input are one launch of `split_products`, and two launches on two streams of DeepGEMM. Weights take turns, so that none is in
+input are one launch of ours, and two launches on two streams of DeepGEMM. Weights take turns, so that none is in
 the L2 cache, or with `--warm` are the same, which L2 has: the difference is what memory costs. Every runner is compared with
 DeepGEMM before it is timed. With `--served` launches of ours are divided as a server has them alone. OUT.json is written after
 every cell.
@@ -22,10 +22,9 @@ from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.benchmarks.calls.timing import right_ones
 from nsa_backend.benchmarks.commands.attention import timed
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
-from nsa_backend.kernels import early_products
+from nsa_backend.kernels import early_products, tile_products
 from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
-from nsa_backend.kernels.split_products import LEAST_INNER, MOST_ROWS, counters, split_products
 from nsa_backend.testing.process import start_sglang
 
 SHAPES = {
@@ -36,10 +35,20 @@ SHAPES = {
 }  # fmt: skip
 """Columns in, then out of each, of a rank of DeepSeek-V3.2 under tensor parallel 8 unless said."""
 INDEX_HEADS = 64
+LEAST_INNER = 4096
+"""Values of a row that index heads' gates have too."""
 COLD_BYTES, SAMPLES = 300 << 20, 5
 BYTES_PER_US = 4.0e6
-TILES = ((1, 4), (1, 6), (2, 4), (3, 4), (4, 4), (4, 6), (8, 4), (8, 6), (14, 4))
-"""Programs a block of columns, and stages."""
+MOST_SHARED, MOST_SUMS = 227 << 10, 288 * 128
+"""Bytes of shared memory; of threads and rows, so that registers suffice."""
+TILES = tuple(
+    (parts, wide, takers, stages)
+    for parts in (1, 2, 4, 7, 8)
+    for wide, takers in ((1, 1), (1, 2), (2, 1), (2, 2))
+    for stages in (4, 6, 8)
+    if not stages % (wide * takers)
+)
+"""Ways to divide a launch of tiles: parts of the inner dimension, 64 columns of a block, warpgroups that take turns, stages."""
 EARLY = tuple(
     early_products.Tile(*tile, before)
     for tile in ((8, 16, 7), (8, 16, 4), (8, 32, 4), (4, 32, 6), (4, 32, 4), (6, 32, 4))
@@ -100,45 +109,47 @@ def runners(name: str, rows: int, warm: bool = False, served: bool = False) -> d
             found[said] = lambda i, tile=tile: list(
                 early_products.early_products(values, scales, *drawn[i % copies], tile=tile)
             )
+    of_rows = next(most for most in tile_products.ROWS if rows <= most)
+    tiles = [tile for cut in (() if served else TILES) if fits(tile := tile_products.Tile(of_rows, *cut), inner)]
+    named = {f"tile_products {tile.parts} {tile.wide} {tile.takers} {tile.stages}": tile for tile in tiles}
+    for said, tile in ({"tile_products": None} | named).items():
+        found[said] = lambda i, tile=tile: list(tile_products.tile_products(values, scales, *drawn[i % copies], tile=tile))
     if len(widths) == 2:
         found["deepgemm, two streams"] = on_two_streams
-        arrived = counters(*(weight for weight, _ in drawn[0]))
-        if rows <= MOST_ROWS:
-            found["split_products"] = lambda i: list(split_products(values, scales, *drawn[i % copies], arrived))
-        for tile in TILES if rows <= MOST_ROWS and not served else ():
-            found["split_products {} {}".format(*tile)] = lambda i, tile=tile: list(
-                split_products(values, scales, *drawn[i % copies], arrived, tile)
-            )
-        if rows <= MOST_ROWS and inner >= LEAST_INNER:
-            gates = [torch.randn(INDEX_HEADS, inner, device="cuda").bfloat16() for _ in range(copies)]
-            counted = counters(*(weight for weight, _ in drawn[0]), gates[0])
+    if inner >= LEAST_INNER:
+        gates = [torch.randn(INDEX_HEADS, inner, device="cuda").bfloat16() for _ in range(copies)]
 
-            def gates_beside(i: int) -> list[torch.Tensor]:
-                side.fork()
-                outs = split_products(values, scales, *drawn[i % copies], arrived)
-                with side.running():
-                    torch.mm(x, gates[i % copies].t(), out_dtype=torch.float32)
-                side.join()
-                return list(outs)
+        def deepgemm_and_gates(i: int) -> list[torch.Tensor]:
+            side.fork()
+            outs = [deepgemm(values, w, block, s, input_scale=scales) for w, s in drawn[i % copies]]
+            with side.running():
+                torch.mm(x, gates[i % copies].t(), out_dtype=torch.float32)
+            side.join()
+            return outs
 
-            def gates_within(i: int) -> list[torch.Tensor]:
-                return list(split_products(values, scales, *drawn[i % copies], counted, gates=(x, gates[i % copies])))[:2]
+        def with_gates(multiply: Callable) -> Call:
+            def call(i: int) -> list[torch.Tensor]:
+                x_of_ours = quantise(x, Scales.EXACT, before_ours=True)
+                return list(multiply(*x_of_ours, *drawn[i % copies], gates=(x, gates[i % copies])))[: len(widths)]
 
-            def gates_within_behind(multiply: Callable, *counted: torch.Tensor) -> Call:
-                def call(i: int) -> list[torch.Tensor]:
-                    x_of_ours = quantise(x, Scales.EXACT, before_ours=True)
-                    return list(multiply(*x_of_ours, *drawn[i % copies], *counted, gates=(x, gates[i % copies])))[:2]
+            return call
 
-                return call
-
-            if rows <= early_products.MOST_ROWS:
-                found["quantise, early_products with gates"] = gates_within_behind(early_products.early_products)
-            found |= {
-                "split_products, gates on another stream": gates_beside,
-                "split_products with gates": gates_within,
-                "quantise, split_products with gates": gates_within_behind(split_products, counted),
-            }
+        found["deepgemm, gates on another stream"] = deepgemm_and_gates
+        found["quantise, tile_products with gates"] = with_gates(tile_products.tile_products)
+        if rows <= early_products.MOST_ROWS:
+            found["quantise, early_products with gates"] = with_gates(early_products.early_products)
     return found
+
+
+def fits(tile: tile_products.Tile, inner: int) -> bool:
+    """Whether a launch can be divided so."""
+    sums = tile.wide * tile.takers * tile.rows * (tile_products.COLUMNS + 4) * 4
+    return (
+        tile.divides(inner)
+        and tile.shared_bytes(inner) <= MOST_SHARED
+        and sums <= tile.stages * (tile.columns + tile.rows) * GROUP
+        and tile.threads * tile.rows <= MOST_SUMS
+    )
 
 
 def cell(name: str, rows: int, warm: bool, served: bool) -> dict:

@@ -7,7 +7,7 @@ import torch
 
 from nsa_backend.benchmarks.calls import whole_front
 from nsa_backend.benchmarks.calls.timing import captured_graph
-from nsa_backend.kernels import layer_front, split_products
+from nsa_backend.kernels import layer_front, value_products
 from nsa_backend.releases import layer_front_problem
 
 pytestmark = [
@@ -26,7 +26,7 @@ def test_replays_give_what_one_launch_after_another_gives(make_runner, monkeypat
         calls = sides["ours"]
         replay, found = captured(calls)
         with monkeypatch.context() as apart:
-            for module in (layer_front, split_products):
+            for module in (layer_front, value_products):
                 apart.setattr(module, "early", lambda on_gpu: {})
             replay_apart, wanted = captured(calls)
         replay_apart()

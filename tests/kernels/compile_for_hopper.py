@@ -36,7 +36,6 @@ from nsa_backend.kernels.layer_front_kernel import (
 )
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
-from nsa_backend.kernels.split_products import COLUMNS, GATES, TILES, split_products_kernel
 from nsa_backend.kernels.value_products import DIVIDED, value_products_kernel
 
 OF_TYPE = {
@@ -135,11 +134,6 @@ def front_of(model: str, caches: dict[str, dict]) -> dict[str, dict]:
     if not indexed:
         constants = {"ROPE": 64, "NEOX": False, "HEADS": 8, "ROW_STRIDE": 2048, "HEAD_STRIDE": 256, "COMPILED": True}
         return found | {"rope_query": resources(rope_query_kernel, constants) | {"programs": 8}}
-    for rows, (splits, stages) in TILES.items():
-        constants = products | {"FIRST": q_rank + 576, "ROWS": rows, "SPLITS": splits, "STAGES": stages}
-        constants |= {"COLUMNS": COLUMNS, "GATES": GATES, "GROUP": 128, "COMPILED": True}
-        used = resources(split_products_kernel, constants | before(True), more={"gates_out_ptr": of_gates})
-        found[f"split_products, {rows} rows{AHEAD}"] = used | {"programs": 3 if rows < 128 else 2}
     for powers in (False, True):
         constants = {"WIDTH": products["INNER"], "GROUPS": 8, "POWERS": powers, "COMPILED": True} | before(True)
         used = resources(quantise_kernel, constants, more={"x_ptr": "*bf16", "out_ptr": "*fp8e4nv"})

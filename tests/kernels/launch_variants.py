@@ -34,7 +34,6 @@ from nsa_backend.kernels.prefill import write_prefill
 from nsa_backend.kernels.round_tensors import RoundInputs, SamplingParameters, fill_round_inputs, store_round_results
 from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
 from nsa_backend.kernels.sparse_decode_plan import Split, Tile
-from nsa_backend.kernels.split_products import FEW_ROWS, MOST_ROWS, counters, split_products
 from nsa_backend.kernels.topk_slots import topk_slots
 
 D, STEPS, SMS, TOPK = 4, 4, 132, 2048
@@ -132,22 +131,16 @@ def layer_front(rows: int, offset: int) -> None:
     for cache in CACHES:
         for scales in (None, *Scales):
             for of_model in (weights, fused):
-                norm_rope_store(qkv, key, of_model, positions, slots, cache, pages, scales, before_ours=rows <= FEW_ROWS)
+                norm_rope_store(qkv, key, of_model, positions, slots, cache, pages, scales, before_ours=rows <= 32)
             norm_rope_store(qkv, None, shared, positions, slots, cache, None, scales)
     index_query = torch.zeros(rows, INDEX_HEADS, 128, dtype=torch.bfloat16)
     rope_quantise(index_query, torch.zeros(rows, INDEX_HEADS), query(rows, HEADS)[1], weights, positions)
     rope_query(query(rows, HEADS)[1], shared, positions)
     joined = torch.zeros(rows, 128 + INDEX_HEADS, dtype=torch.bfloat16)
     rope_quantise(index_query, joined[:, 128:], query(rows, HEADS)[1], fused, positions)
-    if 0 < rows <= MOST_ROWS:
-        fp8 = lambda *shape: torch.zeros(shape, dtype=torch.float8_e4m3fn)  # noqa: E731
-        products = [(fp8(columns, 1024), torch.ones(-(-columns // 128), 8)) for columns in (Q_RANK + 576, 128)]
-        gates = torch.ones(rows, 1024, dtype=torch.bfloat16), torch.ones(64, 1024, dtype=torch.bfloat16)
+    if rows:
         for form in Scales:
-            scales = quantise(gates[0], form, before_ours=True)[1]
-            split_products(fp8(rows, 1024), scales, *products, counters(*(p[0] for p in products), gates[1]), gates=gates)
-            counted = counters(products[0][0], None, gates[1])
-            split_products(fp8(rows, 1024), scales, products[0], None, counted, gates=gates, gates_dtype=torch.bfloat16)
+            quantise(torch.ones(rows, 1024, dtype=torch.bfloat16), form, before_ours=True)
 
 
 def round_of(requests: int, size: int, offset: int) -> None:

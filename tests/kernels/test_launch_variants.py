@@ -19,7 +19,6 @@ KERNELS = {
     "norm_rope_store_kernel": 30,  # three forms of the query's scales, of either cache, of either indexer twice and without
     "rope_quantise_kernel": 2,  # either indexer
     "rope_query_kernel": 1,
-    "split_products_kernel": 8,  # up to 16 rows, 32, 64 and 128, of either indexer
 }
 
 

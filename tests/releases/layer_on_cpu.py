@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import multiplying_early, turning
+from emulated import multiplying_early, multiplying_tiles, turning
 from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.layers.layernorm import LayerNorm, RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
@@ -22,7 +22,7 @@ from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 from sglang_models import one_rank
 
 from nsa_backend.benchmarks.calls.whole_front import one_layers_pool
-from nsa_backend.kernels import early_products, index_rows
+from nsa_backend.kernels import early_products, index_rows, tile_products
 from nsa_backend.kernels import layer_front_torch as steps
 from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
@@ -45,7 +45,14 @@ def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         launch = multiplying_early(x.shape[1], early_products.tile_for(x.shape[1]), gates_dtype)
         return multiply(x, *given, gates_dtype=gates_dtype, **named, launch=launch)
 
+    of_tiles = tile_products.tile_products
+
+    def multiplied_in_tiles(x, *given, gates_dtype=torch.float32, **named):
+        tile = tile_products.tile_for(x.shape[1], len(x))
+        return of_tiles(x, *given, gates_dtype=gates_dtype, **named, **multiplying_tiles(x.shape[1], tile, gates_dtype))
+
     monkeypatch.setattr(early_products, "early_products", multiplied)
+    monkeypatch.setattr(tile_products, "tile_products", multiplied_in_tiles)
 
     def turn(embedding, positions, query, key, **_):
         angles = embedding.cos_sin_cache[positions]

@@ -30,8 +30,8 @@ from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
 from nsa_backend.adapters.dsa.layer_front.values import LayerValues
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks.calls.whole_front import Backend
-from nsa_backend.kernels import early_products
 from nsa_backend.kernels import layer_front_torch as steps
+from nsa_backend.kernels import tile_products
 from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.releases import LAYER_FRONTS, installed, layer_front_problem
@@ -341,7 +341,7 @@ def test_few_rows_take_all_products_from_two_launches(either_layer, monkeypatch)
     launched = []
     for module, name in (
         (kept_input, "quantise"),
-        (projections, "split_products"),
+        (tile_products, "tile_products"),
         *((front, name) for name in ("norm_rope_store", "rope_quantise")),
         *((kind, "forward") for kind in (BlockFp8, ReplicatedLinear)),
     ):
@@ -352,7 +352,7 @@ def test_few_rows_take_all_products_from_two_launches(either_layer, monkeypatch)
         found.append(prepared(layer, monkeypatch, ForwardMode.DECODE, True, slots))
         launches.append(list(launched))
         launched.clear()
-    ours = [("quantise", True), ("split_products", True), ("norm_rope_store", True), ("split_products", True)]
+    ours = [("quantise", True), ("tile_products", True), ("norm_rope_store", True), ("tile_products", True)]
     assert launches[0] == [*ours, ("rope_quantise", False)]
     assert {name for name, _ in launches[1]} == {"quantise", "forward", "norm_rope_store", "rope_quantise"}
     assert not any(before_ours for _, before_ours in launches[1])
@@ -371,20 +371,20 @@ def test_few_rows_that_choose_nothing_have_weights_that_come_early(either_layer,
     for module in (front, projections):
         monkeypatch.setattr(module, "scales_of", lambda linear: getattr(linear, "form", None))
     monkeypatch.setattr(projections, "come_early", lambda weights: True)
-    monkeypatch.setattr(early_products, "MOST_ROWS", most)
+    monkeypatch.setattr(projections, "FEW_ROWS_ALONE", most)
 
-    def multiply(x: torch.Tensor, scales: torch.Tensor, first: tuple, *, before_ours: bool) -> tuple[torch.Tensor]:
+    def multiply(x: tuple[torch.Tensor, torch.Tensor], first: tuple) -> tuple[torch.Tensor]:
         linear = next(one for one in (layer.fused_qkv_a_proj_with_mqa, layer.q_b_proj) if one.weight is first[0])
-        launched.append(("early_products", before_ours))
-        return (linear.multiplied((x, scales)),)
+        launched.append(("multiply", True))
+        return (linear.multiplied(x),)
 
-    monkeypatch.setattr(early_products, "early_products", multiply)
+    monkeypatch.setattr(projections, "multiply", multiply)
     for module, name in ((kept_input, "quantise"), (front, "norm_rope_store")):
         recorded(launched, module, name, monkeypatch)
     selection = torch.zeros(ROWS, TOPK, dtype=torch.int32)
     ours, theirs = (prepared(layer, monkeypatch, ForwardMode.DECODE, on, slots, selection=selection) for on in (True, False))
     assert_same_bits(ours, theirs)
-    few = [("quantise", True), ("early_products", True), ("norm_rope_store", True), ("early_products", True)]
+    few = [("quantise", True), ("multiply", True), ("norm_rope_store", True), ("multiply", True)]
     assert launched == (few if most == ROWS else [("quantise", False), ("norm_rope_store", False)])
 
 
@@ -477,10 +477,10 @@ def test_values_in_one_launch_are_sglangs_and_the_selection_goes_on(layer_of_val
 
 
 def test_o_proj_of_more_rows_or_of_bfloat16_is_sglangs(layer_of_values, monkeypatch):
-    o_proj, x = layer_of_values.o_proj, torch.randn(early_products.MOST_ROWS + 1, 512).bfloat16()
+    o_proj, x = layer_of_values.o_proj, torch.randn(projections.FEW_ROWS_ALONE + 1, 512).bfloat16()
     wanted = o_proj(x)[0]
     LayerValues(layer_of_values)
-    monkeypatch.setattr(early_products, "early_products", lambda *_, **__: pytest.fail("ours ran"))
+    monkeypatch.setattr(projections, "multiply", lambda *_: pytest.fail("ours ran"))
     for given in (x, steps.quantise(x.float(), o_proj.form)):
         assert torch.equal(o_proj(given)[0], wanted)
 

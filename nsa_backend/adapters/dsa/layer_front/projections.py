@@ -10,22 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT, quantised_input
-from nsa_backend.kernels import early_products
+from nsa_backend.kernels import early_products, tile_products
+from nsa_backend.kernels.block_fp8 import Product
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
-from nsa_backend.kernels.split_products import (
-    FEW_ROWS,
-    FEW_ROWS_OF_THREE,
-    GATES,
-    LEAST_INNER,
-    TILES_OF_QUERIES,
-    Product,
-    counters,
-    padded_rows,
-    split_products,
-)
 
 if TYPE_CHECKING:
     from sglang.srt.layers.linear import LinearBase
+
+FEW_ROWS, FEW_ROWS_OF_THREE, FEW_ROWS_ALONE = 32, 128, 8
+"""Up to which one launch of ours pays in place of two, of three, and of DeepGEMM's (benchmarks/tuning/projections.py)."""
+LEAST_INNER = 4096
+"""Values of a row from which on the first products of a layer are ours: narrower ones were not timed."""
 
 
 def scales_of(linear: LinearBase) -> Scales | None:
@@ -67,21 +62,34 @@ def scales_of(linear: LinearBase) -> Scales | None:
 
 
 def product(linear: LinearBase) -> Product:
-    """Block-FP8 weights as `split_products` takes them."""
+    """Block-FP8 weights as `multiply` takes them."""
     return linear.weight, linear.weight_scale_inv
 
 
 def come_early(
     weights: list[torch.Tensor], gates: torch.Tensor | None = None, gates_dtype: torch.dtype = torch.float32
 ) -> bool:
-    """Whether products of few rows with these weights have the launch whose weights come early, which is compiled here."""
-    inner = weights[0].shape[1]
-    of_gates = 0 if gates is None else len(gates)
-    if early_products.problem(inner, *map(len, weights), gates=of_gates) is not None:
+    """Whether products with these weights have launches whose weights come early, which are compiled here."""
+    inner, columns, of_gates = weights[0].shape[1], [len(weight) for weight in weights], 0 if gates is None else len(gates)
+    if tile_products.problem(inner, *columns, gates=of_gates) is not None:
         return False
     if weights[0].is_cuda:
-        early_products.compile_ahead(weights[0].device, inner, gates_dtype)
+        tile_products.compile_ahead(weights[0].device, inner, gates_dtype)
+        if early_products.problem(inner, *columns, gates=of_gates) is None:
+            early_products.compile_ahead(weights[0].device, inner, gates_dtype)
     return True
+
+
+def multiply(x: tuple[torch.Tensor, torch.Tensor], *products: Product | None, **of_gates: Any) -> tuple[torch.Tensor, ...]:
+    """Rows in FP8 with their scales times weights that `come_early`; `of_gates` as both launches take it.
+
+    What is launched next on the stream is a kernel of this package.
+    """
+    (rows, inner), weights = x[0].shape, [one for one in products if one is not None]
+    columns, gates = [len(weight) for weight, _ in weights], len(of_gates["gates"][1]) if of_gates else 0
+    if rows <= early_products.MOST_ROWS and early_products.problem(inner, *columns, gates=gates) is None:
+        return early_products.early_products(*x, *weights, **of_gates, before_ours=True)
+    return tile_products.tile_products(*x, *weights, **of_gates, before_ours=True)
 
 
 @dataclass(frozen=True)
@@ -96,9 +104,7 @@ class FirstProducts:
     gates: LinearBase
     scales: Scales
     gates_dtype: torch.dtype
-    arrived: torch.Tensor
     most_rows: int
-    early: bool  # whether weights of few rows come early
 
     @classmethod
     def of(cls, attention: Any) -> FirstProducts | None:
@@ -108,14 +114,13 @@ class FirstProducts:
             return None
         joined = indexer.use_dsa_indexer_fusion
         wk, gates = (None, indexer.wk_weights_proj) if joined else (indexer.wk, indexer.weights_proj)
-        scales = scales_of(qkv_a)
-        if scales is None or qkv_a.weight.shape[1] < LEAST_INNER or gates.weight.shape[0] % GATES:
+        scales, gates_dtype = scales_of(qkv_a), torch.bfloat16 if joined else torch.float32
+        if scales is None or qkv_a.weight.shape[1] < LEAST_INNER:
             return None
-        arrived = counters(qkv_a.weight, None if wk is None else wk.weight, gates.weight)
-        gates_dtype = torch.bfloat16 if joined else torch.float32
-        early = come_early([linear.weight for linear in (qkv_a, wk) if linear is not None], gates.weight, gates_dtype)
-        most_rows = FEW_ROWS if wk is None else FEW_ROWS_OF_THREE
-        return cls(qkv_a, wk, gates, scales, gates_dtype, arrived, most_rows, early)
+        weights = [linear.weight for linear in (qkv_a, wk) if linear is not None]
+        if not come_early(weights, gates.weight, gates_dtype):
+            return None
+        return cls(qkv_a, wk, gates, scales, gates_dtype, FEW_ROWS if joined else FEW_ROWS_OF_THREE)
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """bfloat16 [rows, columns] of qkv_a and wk, and the gates as SGLang has them: float32, bfloat16 where it joins both.
@@ -124,13 +129,9 @@ class FirstProducts:
         """
         # Of more rows, products that are there early take time from what is ahead.
         x = quantised_input(hidden, self.scales, before_ours=len(hidden) <= FEW_ROWS)
-        qkv_a, wk = product(self.qkv_a), None if self.wk is None else product(self.wk)
-        with_gates: dict[str, Any] = {"gates": (hidden, self.gates.weight), "gates_dtype": self.gates_dtype}
-        if self.early and len(hidden) <= early_products.MOST_ROWS:
-            found = early_products.early_products(*x, qkv_a, wk, **with_gates, before_ours=True)
-        else:
-            found = split_products(*x, qkv_a, wk, self.arrived, **with_gates, before_ours=True)
-        if wk is not None:
+        with_gates = {"gates": (hidden, self.gates.weight), "gates_dtype": self.gates_dtype}
+        found = multiply(x, product(self.qkv_a), None if self.wk is None else product(self.wk), **with_gates)
+        if self.wk is not None:
             return found
         qkv, joined = found
         return qkv, joined[:, :GROUP], joined[:, GROUP:]
@@ -141,9 +142,7 @@ class QueryProducts:
     """q_b and wq_b of one layer in one launch, for few rows; their weights as they are at every call."""
 
     wq_b: LinearBase
-    arrived: torch.Tensor  # for as many heads of q_b as a call may have
     most_rows: int
-    early: bool  # whether weights of few rows come early
 
     @classmethod
     def of(cls, attention: Any) -> QueryProducts | None:
@@ -151,20 +150,16 @@ class QueryProducts:
         if attention.indexer is None:
             return None
         q_b, wq_b = attention.q_b_proj, attention.indexer.wq_b
-        if scales_of(q_b) is None or scales_of(wq_b) is None:
+        if scales_of(q_b) is None or scales_of(wq_b) is None or not come_early([q_b.weight, wq_b.weight]):
             return None
-        of_all_ranks = q_b.weight.new_empty(attention.dcp_size * len(q_b.weight), 0)
-        return cls(wq_b, counters(of_all_ranks, wq_b.weight), FEW_ROWS, come_early([q_b.weight, wq_b.weight]))
+        return cls(wq_b, FEW_ROWS)
 
     def __call__(self, x: tuple[torch.Tensor, torch.Tensor], q_b: LinearBase) -> tuple[torch.Tensor, ...]:
         """bfloat16 [rows, columns] of `q_b` and wq_b; `x` is FP8 and its scales.
 
         What is launched next is a kernel of this package.
         """
-        if self.early and len(x[0]) <= early_products.MOST_ROWS:
-            return early_products.early_products(*x, product(q_b), product(self.wq_b), before_ours=True)
-        tile = TILES_OF_QUERIES[padded_rows(len(x[0]))]
-        return split_products(*x, product(q_b), product(self.wq_b), self.arrived, tile, before_ours=True)
+        return multiply(x, product(q_b), product(self.wq_b))
 
 
 MOST_ALONE = 11264
@@ -173,7 +168,7 @@ MOST_ALONE = 11264
 
 @dataclass(frozen=True)
 class EarlyProduct:
-    """One projection of few rows by the launch whose weights come early; its weights as they are at every call."""
+    """One projection of few rows by a launch whose weights come early; its weights as they are at every call."""
 
     linear: LinearBase
     most_rows: int
@@ -182,14 +177,14 @@ class EarlyProduct:
     def of(cls, linear: LinearBase) -> EarlyProduct | None:
         """Of block-FP8 weights that were timed, or None."""
         served = scales_of(linear) is not None and len(linear.weight) <= MOST_ALONE
-        return cls(linear, early_products.MOST_ROWS) if served and come_early([linear.weight]) else None
+        return cls(linear, FEW_ROWS_ALONE) if served and come_early([linear.weight]) else None
 
     def __call__(self, x: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """bfloat16 [rows, columns]; `x` is FP8 and its scales, of 1 to `most_rows` rows.
 
         What is launched next on the stream is a kernel of this package.
         """
-        return early_products.early_products(*x, product(self.linear), before_ours=True)[0]
+        return multiply(x, product(self.linear))[0]
 
 
 def has(products: FirstProducts | QueryProducts | EarlyProduct | None, rows: int) -> bool:
@@ -210,13 +205,13 @@ def _kept_or(
 
 
 def take_output(o_proj: LinearBase) -> None:
-    """Have the launch whose weights come early for few rows that `value_products` has quantised; ranks sum as before."""
+    """Have a launch whose weights come early for few rows that `value_products` has quantised; ranks sum as before."""
     if come_early([o_proj.weight]):
         o_proj.quant_method.apply = partial(_early_or, o_proj.quant_method.apply)
 
 
 def _early_or(own: Callable[..., torch.Tensor], linear: LinearBase, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if bias is None and isinstance(x, tuple) and len(x) == 2 and 0 < len(x[0]) <= early_products.MOST_ROWS:
+    if bias is None and isinstance(x, tuple) and len(x) == 2 and 0 < len(x[0]) <= FEW_ROWS_ALONE:
         # A norm or a sum of ranks is next, and waits before it reads anything, as SGLang's and FlashInfer's all do.
-        return early_products.early_products(*x, product(linear), before_ours=True)[0]
+        return multiply(x, product(linear))[0]
     return own(linear, x, bias)
