@@ -23,7 +23,6 @@ static_assert(STAGES % WARPGROUPS == 0, "a stage is one warpgroup's, or it would
 // Shared memory: what is multiplied, STAGES steps of it at once; scales of rows; and barriers. Sums come where steps were.
 constexpr uint32_t WEIGHTS = COLUMNS * 128, ROWS_AT = WIDE * WEIGHTS, STAGE = ROWS_AT + ROWS * 128;
 constexpr uint32_t SCALES_AT = STAGES * STAGE, STEPS_AT = SCALES_AT + STEPS * ROWS * 4;
-constexpr int TURNS = ROWS > 32 ? 2 : 1, OF_TURN = ROWS / 2 / TURNS;  // of what a thread has of a step's products
 constexpr int PITCH = COLUMNS + 4;  // of a row's sums, so that lanes that have two rows each write to 32 banks
 constexpr uint32_t OF_WARPGROUP = ROWS * PITCH * 4;
 static_assert(WARPGROUPS * OF_WARPGROUP <= STAGES * STAGE, "sums have room");
@@ -69,16 +68,15 @@ template <int count> struct Steps {
     __device__ __forceinline__ uint32_t filled(uint32_t step) const { return shared + STEPS_AT + step % STAGES * 8; }
     __device__ __forceinline__ uint32_t emptied(uint32_t step) const { return filled(step) + STAGES * 8; }
 
-    __device__ __forceinline__ void wait_for(uint32_t step) const { wait_for_turn(filled(step), step / STAGES); }
-    // Asks for products of the `step`th: of columns and of rows that lie there in a stage.
-    template <class Multiply> __device__ __forceinline__ void ask(uint32_t step, uint32_t columns, uint32_t rows, Multiply product) const {
-        const uint64_t of_columns = tile_at(at(step) + columns, 16), of_rows = tile_at(at(step) + rows, 16);
+    // Products of the `step`th, for a warpgroup whose columns lie at `columns` of a stage.
+    template <class Multiply> __device__ __forceinline__ void multiply(uint32_t step, uint32_t columns, Multiply product) const {
+        const uint64_t of_columns = tile_at(at(step) + columns, 16), of_rows = tile_at(at(step) + ROWS_AT, 16);
+        wait_for_turn(filled(step), step / STAGES);
         products_begin();
 #pragma unroll
         for (int i = 0; i < 4; ++i) product(of_columns + 2 * i, of_rows + 2 * i, i);
         products_commit();
-    }
-    __device__ __forceinline__ void leave(uint32_t step) const {
+        products_wait<0>();
         if (threadIdx.x % 32 == 0) arrive(emptied(step));
     }
 
@@ -124,49 +122,28 @@ __device__ __forceinline__ void multiply_fp8_steps(
     }
     wait_for_copies();
     meet<1, MULTIPLYING>();
-    // While tensor cores multiply some of the rows, products of others are scaled.
-    float found[TURNS][OF_TURN];
-    const auto ask = [&](uint32_t step, int turn) {
-        const uint32_t rows = ROWS_AT + turn * (ROWS / TURNS * 128);
-        of.ask(step, own * WEIGHTS, rows, [&](uint64_t a, uint64_t b, int i) { multiply_fp8(found[turn], a, b, i > 0); });
-    };
-    const auto add = [&](uint32_t step, int turn) {
+#pragma unroll 1
+    for (uint32_t i = 0, step = lines.warpgroup / WIDE; i < STEPS / TAKERS; ++i, step += TAKERS) {
+        float found[ROWS / 2];
+        of.multiply(step, own * WEIGHTS, [&](uint64_t columns, uint64_t rows, int k) { multiply_fp8(found, columns, rows, k > 0); });
         const float of_weight = __uint_as_float(shuffle_from(of_weights, of.number(step)));
         const uint32_t scales_at = of.shared + SCALES_AT + (of.number(step) * ROWS + lines.row) * 4;
 #pragma unroll
-        for (int i = 0; i < OF_TURN / 4; ++i) {
-            const uint2 scales = load_shared_2(scales_at + (turn * (OF_TURN / 4) + i) * 32);
+        for (int row = 0; row < ROWS / 8; ++row) {
+            const uint2 scales = load_shared_2(scales_at + row * 32);
             const float even = __uint_as_float(scales.x) * of_weight, odd = __uint_as_float(scales.y) * of_weight;
-            float* sum = sums + turn * OF_TURN + 4 * i;
-            sum[0] += found[turn][4 * i] * even;
-            sum[1] += found[turn][4 * i + 1] * odd;
-            sum[2] += found[turn][4 * i + 2] * even;
-            sum[3] += found[turn][4 * i + 3] * odd;
+            sums[4 * row] += found[4 * row] * even;
+            sums[4 * row + 1] += found[4 * row + 1] * odd;
+            sums[4 * row + 2] += found[4 * row + 2] * even;
+            sums[4 * row + 3] += found[4 * row + 3] * odd;
         }
-    };
-    uint32_t step = lines.warpgroup / WIDE;
-#pragma unroll 1
-    for (int i = 0; i < STEPS / TAKERS; ++i, step += TAKERS) {
-        of.wait_for(step);
-#pragma unroll
-        for (int turn = 0; turn < TURNS; ++turn) ask(step, turn);
-        if (TURNS > 1) {
-            products_wait<1>();
-            add(step, 0);
-        }
-        products_wait<0>();
-        of.leave(step);
-        add(step, TURNS - 1);
     }
 }
 
 __device__ __forceinline__ void multiply_gates_steps(const Steps<2 * STEPS>& of, float (&sums)[ROWS / 2]) {
 #pragma unroll 1
     for (uint32_t i = 0, step = Lines().warpgroup; i < 2 * STEPS / WARPGROUPS; ++i, step += WARPGROUPS) {
-        of.wait_for(step);
-        of.ask(step, 0, ROWS_AT, [&](uint64_t columns, uint64_t rows, int) { score(sums, columns, rows, true); });
-        products_wait<0>();
-        of.leave(step);
+        of.multiply(step, 0, [&](uint64_t columns, uint64_t rows, int) { score(sums, columns, rows, true); });
     }
 }
 

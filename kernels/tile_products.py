@@ -76,7 +76,7 @@ def tile_for(inner: int, rows: int) -> Tile | None:
     if inner >= LEAST_DIVIDED:
         tile = Tile(of_tile, 4, 2, 1, 8 if of_tile <= 32 else 4)
     else:
-        tile = Tile(of_tile, 1, 2, *((2, 8) if of_tile <= 32 else (1, 4)))
+        tile = Tile(of_tile, 1, 1, 2, 8 if of_tile <= 32 else 4) if of_tile <= 64 else Tile(of_tile, 1, 2, 1, 4)
     return tile if tile.divides(inner) else None
 
 
