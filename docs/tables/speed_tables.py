@@ -20,7 +20,7 @@ from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
 from nsa_backend.benchmarks.tuning.experts import AMONG, EARLY, over_sglangs, wins
 from nsa_backend.kernels.few_experts import Tile, tile_for
-from nsa_backend.kernels.router import SERVED
+from nsa_backend.kernels.router import MOST_ROWS, SERVED
 from nsa_backend.kernels.value_products import few_rows
 
 PARTS = Parts()
@@ -328,14 +328,14 @@ def between_products() -> str:
 
 
 def of_routers(what: str, way: str) -> str:
-    rows = result("experts_0_5_23", "routers_beside_sglang")["rows"]
-    return spread(row["us"][way] / row["us"]["SGLang's"] for row in rows if row["what"] == what)
+    rows = result("experts_0_5_23", "routers_to_128_rows")["rows"]
+    return spread(row["us"][way] / row["us"]["SGLang's"] for row in rows if row["what"] == what and row["rows"] <= MOST_ROWS)
 
 
 @PARTS.part
 def routers() -> str:
     """Of both models and all numbers of rows: the launch of a router over SGLang's product and choice."""
-    return of_routers("router", str(SERVED).replace(")", ", by_flags=False)"))
+    return of_routers("router", str(SERVED).replace(")", ", tiles=1)"))
 
 
 @PARTS.part
