@@ -186,12 +186,13 @@ def test_norms_of_a_server_that_asks_for_an_order_of_sums_are_sglangs(captured):
 
 @pytest.mark.parametrize(("indexer", "most", "early"), [("indexer", 128, True), ("indexer", 8, False), (None, 128, False)])
 def test_products_of_a_layer_begin_early_behind_the_first_norm(indexer, most, early):
-    """Those that its input goes to first: of a layer that selects nothing one product alone."""
+    """Those that its input goes to first: of a layer that selects nothing one product alone. Of more rows none."""
     front = LayerFront.__new__(LayerFront)
     front.attention = SimpleNamespace(indexer=indexer)
     front.first_products, front.latent = SimpleNamespace(most_rows=most), SimpleNamespace(most_rows=8)
     assert front.begins_with_ours(9) is early
     assert front.begins_with_ours(8)
+    assert not front.begins_with_ours(33)
 
 
 def test_routers_begin_early_behind_the_second_norm():

@@ -10,7 +10,14 @@ from sglang.srt.runtime_context import get_parallel
 
 from nsa_backend.adapters.dsa.layer_front import prefills
 from nsa_backend.adapters.dsa.layer_front.kept_input import quantised_input
-from nsa_backend.adapters.dsa.layer_front.projections import EarlyProduct, FirstProducts, QueryProducts, has, scales_of
+from nsa_backend.adapters.dsa.layer_front.projections import (
+    MOST_ROWS_EARLY,
+    EarlyProduct,
+    FirstProducts,
+    QueryProducts,
+    has,
+    scales_of,
+)
 from nsa_backend.adapters.dsa.layer_front.query_heads import QueryHeads
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.dsa.layer_front.short import EveryToken, is_short
@@ -66,8 +73,8 @@ class LayerFront:
         return q_rope, None, q_nope_out, None, forward_batch, zero_allocator, positions, topk_indices, None, None
 
     def begins_with_ours(self, rows: int) -> bool:
-        """Whether the first launch of so many rows, behind their quantisation, is of this package."""
-        return has(self.latent if self.attention.indexer is None else self.first_products, rows)
+        """Whether the first launch of so many rows, behind their norm, is of this package and better there early."""
+        return rows <= MOST_ROWS_EARLY and has(self.latent if self.attention.indexer is None else self.first_products, rows)
 
     def _serves(self, positions: torch.Tensor, hidden_states: Any, batch: ForwardBatch) -> bool:
         """Whether a forward is one of those that are served."""

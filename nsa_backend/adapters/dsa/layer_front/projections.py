@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 FEW_ROWS, FEW_ROWS_OF_THREE, FEW_ROWS_ALONE = 32, 128, 8
 """Up to which one launch of ours pays in place of two, of three, and of DeepGEMM's (benchmarks/tuning/projections.py)."""
+MOST_ROWS_EARLY = 32
+"""Of more, products that are there early seem to take time from the launch ahead (rank_v32_tp8, 32 x 4096)."""
 LEAST_INNER = 4096
 """Values of a row from which on the first products of a layer are ours: narrower ones were not timed."""
 
@@ -127,8 +129,7 @@ class FirstProducts:
 
         What is launched next on the stream is a kernel of this package.
         """
-        # Of more rows, products that are there early take time from what is ahead.
-        x = quantised_input(hidden, self.scales, before_ours=len(hidden) <= FEW_ROWS)
+        x = quantised_input(hidden, self.scales, before_ours=len(hidden) <= MOST_ROWS_EARLY)
         with_gates = {"gates": (hidden, self.gates.weight), "gates_dtype": self.gates_dtype}
         found = multiply(x, product(self.qkv_a), None if self.wk is None else product(self.wk), **with_gates)
         if self.wk is not None:
