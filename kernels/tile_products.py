@@ -115,15 +115,15 @@ def compiled_on(device: int, inner: int, tile: Tile, gates_dtype: torch.dtype) -
         return CudaKernel(SOURCE, SOURCE.stem, macros, tile.threads, tile.shared_bytes(inner))
 
 
-def compile_ahead(device: torch.device, inner: int, gates_dtype: torch.dtype = torch.float32) -> None:
-    """Compile it for rows of so many values: while a forward is captured nothing can be compiled.
+def compile_ahead(device: torch.device, inner: int, rows: range, gates_dtype: torch.dtype = torch.float32) -> None:
+    """Compile it for so many rows of so many values: while a forward is captured nothing can be compiled.
 
     Raises:
         RuntimeError: NVRTC or the driver refuses.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    for rows in ROWS:
-        compiled_on(index, inner, tile_for(inner, rows), gates_dtype)
+    for tile in {tile_for(inner, count) for count in rows}:
+        compiled_on(index, inner, tile, gates_dtype)
 
 
 def problem(inner: int, *columns: int, gates: int = 0) -> str | None:

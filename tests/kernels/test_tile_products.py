@@ -28,24 +28,23 @@ NEAR = 2**-11
 TILES = {"whole rows": (1, 1, 1, 9), "in turns": (1, 2, 2, 4), "two parts": (2, 1, 2, 4), "four parts": (4, 2, 1, 2)}
 
 
-@pytest.mark.parametrize(
-    ("rows", "widths", "gates"), [(3, (192, 128), 64), (16, (128, 64), 0), (29, (64,), 160), (64, (64, 64), 32)]
-)
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("rows", "widths", "gates", "exact"), [(3, (192, 128), 64, False), (29, (64,), 160, True)])
 @pytest.mark.parametrize("tile", TILES)
 def test_products(rows, widths, gates, exact, tile):
     """Of 1024 values a row: eight steps, two of them a block's where there are four parts."""
+    multiply_in(rows, widths, gates, exact, Tile(next(most for most in ROWS if rows <= most), *TILES[tile]))
+
+
+@pytest.mark.parametrize(("rows", "cut"), [(64, Tile(64, 2, 1, 2, 4)), (MOST_ROWS - 1, Tile(MOST_ROWS, 2, 2, 1, 4))])
+def test_products_of_more_rows(rows, cut):
+    multiply_in(rows, (64, 64), 32, True, cut)
+
+
+def multiply_in(rows: int, widths: tuple[int, ...], gates: int, exact: bool, cut: Tile) -> None:
     torch.manual_seed(rows)
     given = inputs(rows, 1024, widths, gates, rows % 2 == 1, exact, "cpu")
     dtype = torch.bfloat16 if rows == 29 else torch.float32
-    cut = Tile(next(most for most in ROWS if rows <= most), *TILES[tile])
     check(tile_products, given, exact, tile=cut, gates_dtype=dtype, **multiplying_tiles(1024, cut, dtype, seed=rows))
-
-
-def test_most_rows():
-    given = inputs(MOST_ROWS - 1, 1024, (128,), 32, True, True, "cpu")
-    cut = Tile(MOST_ROWS, 2, 2, 1, 4)
-    check(tile_products, given, True, tile=cut, **multiplying_tiles(1024, cut, torch.float32))
 
 
 @pytest.mark.gpu
@@ -59,6 +58,7 @@ def test_products_of_a_layer(rows, exact, which):
     check(tile_products, inputs(rows, inner, widths, gates, rows % 2 == 1, exact, "cuda"), exact, NEAR, gates_dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("inner", [7168, 6144, 2048, 1536])
 def test_it_compiles_for_hopper_with_all_in_registers(inner, rows):

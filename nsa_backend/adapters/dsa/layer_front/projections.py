@@ -69,16 +69,19 @@ def product(linear: LinearBase) -> Product:
 
 
 def come_early(
-    weights: list[torch.Tensor], gates: torch.Tensor | None = None, gates_dtype: torch.dtype = torch.float32
+    weights: list[torch.Tensor],
+    most_rows: int,
+    gates: torch.Tensor | None = None,
+    gates_dtype: torch.dtype = torch.float32,
 ) -> bool:
-    """Whether products with these weights have launches whose weights come early, which are compiled here."""
+    """Whether products with these weights have launches whose weights come early, compiled here for up to `most_rows`."""
     inner, columns, of_gates = weights[0].shape[1], [len(weight) for weight in weights], 0 if gates is None else len(gates)
-    if tile_products.problem(inner, *columns, gates=of_gates) is not None:
+    if any(launch.problem(inner, *columns, gates=of_gates) is not None for launch in (early_products, tile_products)):
         return False
     if weights[0].is_cuda:
-        tile_products.compile_ahead(weights[0].device, inner, gates_dtype)
-        if early_products.problem(inner, *columns, gates=of_gates) is None:
-            early_products.compile_ahead(weights[0].device, inner, gates_dtype)
+        early_products.compile_ahead(weights[0].device, inner, gates_dtype)
+        more = range(early_products.MOST_ROWS + 1, most_rows + 1)
+        tile_products.compile_ahead(weights[0].device, inner, more, gates_dtype)
     return True
 
 
@@ -87,11 +90,9 @@ def multiply(x: tuple[torch.Tensor, torch.Tensor], *products: Product | None, **
 
     What is launched next on the stream is a kernel of this package.
     """
-    (rows, inner), weights = x[0].shape, [one for one in products if one is not None]
-    columns, gates = [len(weight) for weight, _ in weights], len(of_gates["gates"][1]) if of_gates else 0
-    if rows <= early_products.MOST_ROWS and early_products.problem(inner, *columns, gates=gates) is None:
-        return early_products.early_products(*x, *weights, **of_gates, before_ours=True)
-    return tile_products.tile_products(*x, *weights, **of_gates, before_ours=True)
+    few = len(x[0]) <= early_products.MOST_ROWS
+    launch = early_products.early_products if few else tile_products.tile_products
+    return launch(*x, *(one for one in products if one is not None), **of_gates, before_ours=True)
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,10 @@ class FirstProducts:
         if scales is None or qkv_a.weight.shape[1] < LEAST_INNER:
             return None
         weights = [linear.weight for linear in (qkv_a, wk) if linear is not None]
-        if not come_early(weights, gates.weight, gates_dtype):
+        most_rows = FEW_ROWS if joined else FEW_ROWS_OF_THREE
+        if not come_early(weights, most_rows, gates.weight, gates_dtype):
             return None
-        return cls(qkv_a, wk, gates, scales, gates_dtype, FEW_ROWS if joined else FEW_ROWS_OF_THREE)
+        return cls(qkv_a, wk, gates, scales, gates_dtype, most_rows)
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """bfloat16 [rows, columns] of qkv_a and wk, and the gates as SGLang has them: float32, bfloat16 where it joins both.
@@ -151,7 +153,7 @@ class QueryProducts:
         if attention.indexer is None:
             return None
         q_b, wq_b = attention.q_b_proj, attention.indexer.wq_b
-        if scales_of(q_b) is None or scales_of(wq_b) is None or not come_early([q_b.weight, wq_b.weight]):
+        if scales_of(q_b) is None or scales_of(wq_b) is None or not come_early([q_b.weight, wq_b.weight], FEW_ROWS):
             return None
         return cls(wq_b, FEW_ROWS)
 
@@ -178,7 +180,7 @@ class EarlyProduct:
     def of(cls, linear: LinearBase) -> EarlyProduct | None:
         """Of block-FP8 weights that were timed, or None."""
         served = scales_of(linear) is not None and len(linear.weight) <= MOST_ALONE
-        return cls(linear, FEW_ROWS_ALONE) if served and come_early([linear.weight]) else None
+        return cls(linear, FEW_ROWS_ALONE) if served and come_early([linear.weight], FEW_ROWS_ALONE) else None
 
     def __call__(self, x: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """bfloat16 [rows, columns]; `x` is FP8 and its scales, of 1 to `most_rows` rows.
@@ -207,7 +209,7 @@ def _kept_or(
 
 def take_output(o_proj: LinearBase) -> None:
     """Have a launch whose weights come early for few rows that `value_products` has quantised; ranks sum as before."""
-    if come_early([o_proj.weight]):
+    if come_early([o_proj.weight], FEW_ROWS_ALONE):
         o_proj.quant_method.apply = partial(_early_or, o_proj.quant_method.apply)
 
 
