@@ -68,7 +68,7 @@ def read_events(folder: Path) -> list[dict]:
             return json.load(stream)["traceEvents"]
         except (json.JSONDecodeError, EOFError) as error:
             raise LostCellError(
-                f"SGLang's profiler left a trace that ends early ({found[0]}): look whether a disk is full"
+                f"SGLang's profiler left a trace that ends early ({found[0]}: {error}): look whether a disk is full"
             ) from error
 
 

@@ -3,10 +3,10 @@
     python benchmarks/tuning/projections.py OUT.json [--rows 1 4 8 16 32 64 128] [--served]
 
 Inputs are quantised beforehand where a runner takes them so, and the others quantise by themselves. Two projections of one
-input are one launch of ours, and two launches on two streams of DeepGEMM. Weights take turns, so that none is in
-the L2 cache, or with `--warm` are the same, which L2 has: the difference is what memory costs. Every runner is compared with
-DeepGEMM before it is timed. With `--served` launches of ours are divided as a server has them alone. OUT.json is written after
-every cell.
+input are one launch of ours, and two launches on two streams of DeepGEMM. Weights take turns, so that none is in the L2 cache,
+or with `--warm` are the same, which L2 has: the difference is what memory costs. Every runner is compared with DeepGEMM before
+it is timed. With `--served` launches of ours are divided as a server has them alone, and beside them is DeepGEMM alone.
+OUT.json is written after every cell.
 """
 
 from __future__ import annotations
@@ -97,10 +97,13 @@ def runners(name: str, rows: int, warm: bool = False, served: bool = False) -> d
     found = {
         "deepgemm": each(lambda w, s: deepgemm(values, w, block, s, input_scale=scales)),
         "quantise, deepgemm": each(lambda w, s: deepgemm(x, w, block, s)),
-        "quantise, flashinfer": each(lambda w, s: fp8_blockscale_gemm_sm90(x, w, None, s)),
-        "quantise, cutlass": each(lambda w, s: fp8_utils.cutlass_w8a8_block_fp8_linear_with_fallback(x, w, block, s)),
-        "quantise, triton": each(lambda w, s: fp8_utils.triton_w8a8_block_fp8_linear(x, w, block, s)),
     }
+    if not served:  # which FlashInfer may compile for minutes, or which are slower by far
+        found |= {
+            "quantise, flashinfer": each(lambda w, s: fp8_blockscale_gemm_sm90(x, w, None, s)),
+            "quantise, cutlass": each(lambda w, s: fp8_utils.cutlass_w8a8_block_fp8_linear_with_fallback(x, w, block, s)),
+            "quantise, triton": each(lambda w, s: fp8_utils.triton_w8a8_block_fp8_linear(x, w, block, s)),
+        }
     if rows <= early_products.MOST_ROWS:
         others = () if served else EARLY
         tiles = [tile for tile in others if early_products.chunks_of(inner, tile.warps) >= tile.ahead]

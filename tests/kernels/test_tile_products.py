@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from block_products import OF_LAYERS, check, inputs
+from block_products import MISREAD, OF_LAYERS, check, inputs, misread
 from emulated import multiplying_tiles
 
 from nsa_backend.kernels.cuda_source import compiled
@@ -75,21 +75,13 @@ def test_what_no_division_serves():
     assert "12 gates" in problem(2048, 64, gates=12)
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("x must be", {"x": lambda x: x.float()}),
-        (r"\[1 to 128, 1024\]", {"x": lambda x: x[:1].expand(129, -1).contiguous()}),
-        ("x_scales must be", {"x_scales": lambda s: s[:, 1:]}),
-        ("first must be", {"first": lambda w: (w[0].float(), w[1])}),
-        ("scales of second must be", {"second": lambda w: (w[0], w[1].double())}),
-        ("hidden must be", {"gates": lambda g: (g[0].float(), g[1])}),
-        ("weight of the gates must be", {"gates": lambda g: (g[0], g[1].float())}),
-    ],
-)
-def test_refuses_what_it_would_misread(name, change):
-    given = inputs(2, 1024, (128, 64), 64, True, True, "cpu")
-    for key, changed in change.items():
-        given[key] = changed(given[key])
-    with pytest.raises(ValueError, match=name):
+@pytest.mark.parametrize("said", MISREAD)
+def test_refuses_what_it_would_misread(said):
+    with pytest.raises(ValueError, match=said):
+        tile_products(**misread(said))
+
+
+def test_refuses_more_rows():
+    given = inputs(MOST_ROWS + 1, 1024, (128, 64), 64, True, True, "cpu")
+    with pytest.raises(ValueError, match=r"\[1 to 128, 1024\]"):
         tile_products(**given)

@@ -67,3 +67,20 @@ def check(multiply: Callable[..., tuple[torch.Tensor, ...]], given: dict, exact:
         assert (off <= (0 if exact and found[-1].dtype == torch.float32 else 2**-16 * size) + rounding).all()
     again = multiply(**given, **options)
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+MISREAD = {
+    "x must be": {"x": lambda x: x.float()},
+    "x_scales must be": {"x_scales": lambda s: s[:, 1:]},
+    "first must be": {"first": lambda w: (w[0].float(), w[1])},
+    "scales of second must be": {"second": lambda w: (w[0], w[1].double())},
+    "hidden must be": {"gates": lambda g: (g[0].float(), g[1])},
+    "weight of the gates must be": {"gates": lambda g: (g[0], g[1].float())},
+}
+"""What is refused, by what the launch says of it, and how that comes to be."""
+
+
+def misread(said: str) -> dict:
+    """What a launch is given that has one tensor in another form."""
+    given = inputs(2, 1024, (128, 64), 64, True, True, "cpu")
+    return given | {key: changed(given[key]) for key, changed in MISREAD[said].items()}

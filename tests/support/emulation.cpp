@@ -4,15 +4,16 @@
 #ifndef BLOCKS_AT_ONCE
 #define BLOCKS_AT_ONCE width
 #endif
+#ifndef CLUSTER
+#define CLUSTER 2
+#endif
 
 extern "C" void run(const ARGUMENTS* arguments, unsigned width, unsigned height, unsigned seed) {
     emulation::chance.seed(seed);
     emulation::kernel = [=] { KERNEL(*arguments); };
     emulation::grid = {width, height, 1};
     emulation::threads = THREADS;
-#ifdef CLUSTER
-    emulation::cluster = CLUSTER;
-#endif
+    emulation::cluster = CLUSTER;  // which emulators that a process has loaded before may have set
     for (unsigned y = 0; y < height; ++y) {
         for (unsigned begin = 0; begin < width; begin += BLOCKS_AT_ONCE) {
             std::vector<dim3> blocks;

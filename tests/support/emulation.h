@@ -91,7 +91,7 @@ inline std::mt19937 chance;
 inline std::function<void()> kernel;
 inline std::vector<std::function<void()>> flying;  // tiles on their way
 inline int threads;
-inline unsigned cluster = 2;  // blocks of one
+inline unsigned cluster;  // blocks of one
 
 // Others go on, until it is this fiber's turn.
 inline void pass() {
