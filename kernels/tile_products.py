@@ -69,7 +69,10 @@ class Tile:
 
 
 def tile_for(inner: int, rows: int) -> Tile | None:
-    """Of products of so many rows of so many values; None where no division of them is served."""
+    """Of products of so many rows of so many values; None where no division of them is served.
+
+    Of 7168 and 1536 values about the fastest measured (`tile_products_by_division` of attention_0_5_23_h200.json).
+    """
     of_tile = next((most for most in ROWS if rows <= most), None)
     if of_tile is None:
         return None

@@ -34,6 +34,7 @@ def test_what_experts_give(device, tokens, choices):
     check(inputs(tokens, choices, HIDDEN, WIDTH, device), factor=2.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scales", Scales)
 @pytest.mark.parametrize(("tokens", "choices"), [(1, 5), (2, 2)])
 def test_a_shared_expert_is_one_more_choice_of_every_token(device, tokens, choices, scales):

@@ -93,6 +93,7 @@ def test_what_experts_give(device, tokens, choices, hidden, width):
     check(given, factor=2.5, tile=LARGE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [LARGE, replace(LARGE, ahead=True), None])
 @pytest.mark.parametrize(("tokens", "choices", "scales"), [(1, 8, Scales.EXACT), (2, 3, Scales.POWERS_OF_TWO)])
 def test_a_shared_expert_is_one_more_choice_of_every_token(device, tile, tokens, choices, scales):

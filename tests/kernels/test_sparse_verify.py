@@ -166,6 +166,7 @@ def test_scores_that_pass_all_before_them_by_far(device, rising, parts):
     assert_near(verified(inputs, 4, parts=parts), want, torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(("ranks", "fp8"), [(2, False), (2, True), pytest.param(8, False, marks=pytest.mark.slow)])
 def test_parts_of_ranks_joined_are_attention_over_all_slots(device, ranks, fp8, parts):
