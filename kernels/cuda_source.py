@@ -55,7 +55,7 @@ class TensorMap(ctypes.Structure):
 
 
 def tensor_map(tensor: torch.Tensor, box_rows: int) -> TensorMap:
-    """What `copy_tile` is told of a contiguous tensor of FP8 [rows, columns]: boxes of so many rows, 128 bytes of each.
+    """What `copy_tile` is told of a contiguous tensor of bytes or FP8 [rows, columns]: boxes of so many rows, 128 bytes each.
 
     Raises:
         RuntimeError: the driver refuses.
@@ -78,6 +78,11 @@ def _encoded(address: int, rows: int, columns: int, box_rows: int) -> TensorMap:
     _expect(failed, "describing a tensor in boxes")
     return TensorMap.from_buffer_copy(ctypes.string_at(encoded.getPtr(), ctypes.sizeof(TensorMap)))
 
+
+Boxes = Callable[[torch.Tensor, int], TensorMap]
+"""What a caller takes in place of `tensor_map`."""
+ALIGNMENT = 1024
+"""Bytes of a block's shared memory that it may take to have tiles where tensor cores want them."""
 
 Launch = Callable[[tuple[int, int], ctypes.Structure], None]
 """What a kernel's caller takes in place of `CudaKernel.launch`: runs it for (blocks, 1)."""

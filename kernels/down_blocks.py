@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels.cuda_source import Launch, TensorMap, tensor_map
+from nsa_backend.kernels.cuda_source import Boxes, Launch, TensorMap, tensor_map
 from nsa_backend.kernels.down_rows import check_product
-from nsa_backend.kernels.expert_tiles import BOX_ROWS, WIDTH, Boxes, Kernel, check_order
+from nsa_backend.kernels.expert_tiles import BOX_ROWS, WIDTH, Kernel, check_order
 from nsa_backend.kernels.layer_front_weights import GROUP
 
 STAGES = 3

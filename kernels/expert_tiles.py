@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 
 from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.checks import check_tensor
-from nsa_backend.kernels.cuda_source import CudaKernel, Launch, TensorMap
+from nsa_backend.kernels.cuda_source import ALIGNMENT, CudaKernel, Launch
 from nsa_backend.kernels.expert_order import check_blocks
 from nsa_backend.kernels.layer_front_weights import GROUP
 
@@ -25,11 +24,6 @@ PANEL = BLOCK * GROUP
 THREADS = 384
 BOX_ROWS = 64
 """Of a tensor, that come at once."""
-ALIGNMENT = 1024
-"""Bytes of shared memory that it may take."""
-
-Boxes = Callable[[torch.Tensor, int], TensorMap]
-"""Describes FP8 [rows, columns] in boxes of so many rows, as `cuda_source.tensor_map` does for a GPU."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from nsa_backend.kernels.checks import check_tensor, require
-from nsa_backend.kernels.cuda_source import Launch, TensorMap, tensor_map
-from nsa_backend.kernels.expert_tiles import BLOCK, BOX_ROWS, WIDTH, Boxes, Kernel, check_order
+from nsa_backend.kernels.cuda_source import Boxes, Launch, TensorMap, tensor_map
+from nsa_backend.kernels.expert_tiles import BLOCK, BOX_ROWS, WIDTH, Kernel, check_order
 from nsa_backend.kernels.layer_front_weights import GROUP
 
 STAGES = 4

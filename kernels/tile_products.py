@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 
 from nsa_backend.kernels.block_fp8 import Product, check
 from nsa_backend.kernels.blocks import blocks
-from nsa_backend.kernels.cuda_source import CudaKernel, Launch, TensorMap, tensor_map
+from nsa_backend.kernels.cuda_source import ALIGNMENT, Boxes, CudaKernel, Launch, TensorMap, tensor_map
 from nsa_backend.kernels.layer_front_weights import GROUP
 
 SOURCE = Path(__file__).with_name("tile_products.cu")
@@ -30,11 +29,6 @@ LEAST_DIVIDED = 4096
 """Values of a row from which on a cluster divides them: fewer fill all multiprocessors as they are."""
 MOST_STEPS = 32
 """Groups of a part of the inner dimension."""
-ALIGNMENT = 1024
-"""Bytes of shared memory that it may take."""
-
-Boxes = Callable[[torch.Tensor, int], TensorMap]
-"""Describes bytes [rows, columns] in boxes of so many rows, as `cuda_source.tensor_map` does for a GPU."""
 
 
 @dataclass(frozen=True)

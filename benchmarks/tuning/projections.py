@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from nsa_backend.adapters.dsa.layer_front.builtin import quantised
+from nsa_backend.adapters.dsa.layer_front.projections import LEAST_INNER
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.benchmarks.calls.timing import right_ones
 from nsa_backend.benchmarks.commands.attention import timed
@@ -35,8 +36,6 @@ SHAPES = {
 }  # fmt: skip
 """Columns in, then out of each, of a rank of DeepSeek-V3.2 under tensor parallel 8 unless said."""
 INDEX_HEADS = 64
-LEAST_INNER = 4096
-"""Values of a row that index heads' gates have too."""
 COLD_BYTES, SAMPLES = 300 << 20, 5
 BYTES_PER_US = 4.0e6
 MOST_SHARED, MOST_SUMS = 227 << 10, 288 * 128

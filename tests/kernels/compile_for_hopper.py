@@ -40,11 +40,10 @@ from nsa_backend.kernels.value_products import DIVIDED, value_products_kernel
 
 OF_TYPE = {
     "*bf16": "q_nope_ptr q_rope_ptr k_rope_ptr out_ptr qkv_ptr key_ptr q_weight_ptr latent_weight_ptr query_ptr q_rope_out_ptr "
-    "first_out_ptr second_out_ptr hidden_ptr gates_weight_ptr attended_ptr weight_ptr",
-    "*fp8e4nv": "q_ptr index_ptr quantised_ptr x_ptr first_ptr second_ptr",
-    "*fp32": "partial_ptr lse_ptr joined_ptr scales_ptr x_scales_ptr first_scales_ptr second_scales_ptr sums_ptr "
-    "key_weight_ptr key_bias_ptr cos_sin_ptr index_cos_sin_ptr q_scales_ptr latent_scales_ptr index_scales_ptr "
-    "gates_ptr weights_ptr gates_out_ptr",
+    "attended_ptr weight_ptr",
+    "*fp8e4nv": "q_ptr index_ptr quantised_ptr x_ptr",
+    "*fp32": "partial_ptr lse_ptr joined_ptr scales_ptr second_scales_ptr sums_ptr key_weight_ptr key_bias_ptr cos_sin_ptr "
+    "index_cos_sin_ptr q_scales_ptr latent_scales_ptr index_scales_ptr gates_ptr weights_ptr",
     "*i32": "slots_ptr lens_ptr union_ptr counts_ptr marks_ptr arrived_ptr",
     "*i64": "positions_ptr",
     "*u8": "rows_ptr",
@@ -95,11 +94,11 @@ def ahead_of_the_wait(ptx: str) -> list[str]:
 
 
 MODELS = {
-    "DeepSeek-V3.2": ({"INDEX_NEOX": True, "INDEX_FUSED": False}, 1536, 64, {"INNER": 7168, "SECOND": 128, "THIRD": 64}),
-    "GLM-5.1": ({"INDEX_NEOX": False, "INDEX_FUSED": True}, 2048, 32, {"INNER": 6144, "SECOND": 0, "THIRD": 160}),
-    "GLM-5.2, shared": ({"INDEX_NEOX": False, "INDEX_FUSED": False}, 2048, 0, {"INNER": 6144, "SECOND": 0, "THIRD": 0}),
+    "DeepSeek-V3.2": ({"INDEX_NEOX": True, "INDEX_FUSED": False}, 1536, 64, 7168),
+    "GLM-5.1": ({"INDEX_NEOX": False, "INDEX_FUSED": True}, 2048, 32, 6144),
+    "GLM-5.2, shared": ({"INDEX_NEOX": False, "INDEX_FUSED": False}, 2048, 0, 6144),
 }
-"""The indexer, the query's latent, index heads, and the products of the first launch, on a rank of tensor parallel 8."""
+"""The indexer, the query's latent, index heads, and the hidden dimension, on a rank of tensor parallel 8."""
 
 
 AHEAD = ", before one of ours"
@@ -116,7 +115,7 @@ def front(caches: dict[str, dict]) -> dict[str, dict]:
 
 
 def front_of(model: str, caches: dict[str, dict]) -> dict[str, dict]:
-    indexer, q_rank, index_heads, products = MODELS[model]
+    indexer, q_rank, index_heads, hidden = MODELS[model]
     fixed, found = indexer | {"ROPE": 64, "NEOX": False}, {}
     fused, indexed = indexer["INDEX_FUSED"], index_heads > 0
     for latent, cache in caches.items():
@@ -135,7 +134,7 @@ def front_of(model: str, caches: dict[str, dict]) -> dict[str, dict]:
         constants = {"ROPE": 64, "NEOX": False, "HEADS": 8, "ROW_STRIDE": 2048, "HEAD_STRIDE": 256, "COMPILED": True}
         return found | {"rope_query": resources(rope_query_kernel, constants) | {"programs": 8}}
     for powers in (False, True):
-        constants = {"WIDTH": products["INNER"], "GROUPS": 8, "POWERS": powers, "COMPILED": True} | before(True)
+        constants = {"WIDTH": hidden, "GROUPS": 8, "POWERS": powers, "COMPILED": True} | before(True)
         used = resources(quantise_kernel, constants, more={"x_ptr": "*bf16", "out_ptr": "*fp8e4nv"})
         found[f"quantise, powers {powers}{AHEAD}"] = used | {"programs": 8}
     constants = {

@@ -13,7 +13,7 @@ import torch
 
 from nsa_backend.kernels import early_experts, early_products, expert_tiles, index_rows, router, tile_products
 from nsa_backend.kernels import sparse_verify as verify
-from nsa_backend.kernels.cuda_source import Launch, TensorMap
+from nsa_backend.kernels.cuda_source import Boxes, Launch, TensorMap
 from nsa_backend.kernels.few_experts import ExpertWeights
 
 HERE = Path(__file__).parent
@@ -57,7 +57,7 @@ def multiply_emulator(kernel: expert_tiles.Kernel) -> ctypes.CDLL:
     return emulator(kernel.source, "Multiply", kernel.source.stem, **kernel.constants)
 
 
-def emulating(kernel: expert_tiles.Kernel, seed: int = 0) -> dict[str, Launch | expert_tiles.Boxes]:
+def emulating(kernel: expert_tiles.Kernel, seed: int = 0) -> dict[str, Launch | Boxes]:
     """What its callers take in place of a GPU, by name."""
     return {"launch": launcher(partial(multiply_emulator, kernel), seed), "boxes": boxes}
 
@@ -76,12 +76,12 @@ def multiplying_early(inner: int, tile: early_products.Tile, gates_dtype: torch.
 
 def multiplying_tiles(
     inner: int, tile: tile_products.Tile, gates_dtype: torch.dtype, seed: int = 0
-) -> dict[str, Launch | tile_products.Boxes]:
+) -> dict[str, Launch | Boxes]:
     """What `tile_products` of rows of so many values takes in place of a GPU, by name."""
     macros = tile_products.constants(inner, tile, gates_dtype)
     macros |= {"CLUSTER": tile.parts, "BLOCKS_AT_ONCE": tile.parts}
     compiled = partial(emulator, tile_products.SOURCE, "Products", tile_products.SOURCE.stem, **macros)
-    return {"launch": launcher(compiled, seed), "boxes": boxes}
+    return {"launch": launcher(compiled, seed), "boxes": partial(boxes, may_end=True)}
 
 
 def routing(hidden: int, choice: router.Choice, rows: int, seed: int = 0, division: router.Division = router.SERVED) -> Launch:
@@ -111,7 +111,7 @@ def launcher(compiled: Callable[[], ctypes.CDLL], seed: int) -> Launch:
     return launch
 
 
-def boxes(tensor: torch.Tensor, box_rows: int) -> TensorMap:
-    """In place of `cuda_source.tensor_map`."""
-    words = (ctypes.c_int64 * 16)(tensor.data_ptr(), *tensor.shape, box_rows)
+def boxes(tensor: torch.Tensor, box_rows: int, *, may_end: bool = False) -> TensorMap:
+    """In place of `cuda_source.tensor_map`; whether a box may end behind the tensor, where a GPU reads zeros."""
+    words = (ctypes.c_int64 * 16)(tensor.data_ptr(), *tensor.shape, box_rows, may_end)
     return TensorMap.from_buffer_copy(words)

@@ -70,7 +70,7 @@ struct Block {
     dim3 index;
     Meeting warps[MOST_THREADS / 32], named[NAMED], cluster;
     std::vector<Block*> beside;  // blocks of its cluster, by rank
-    int left;        // threads that have not ended
+    int left;                    // threads that have not ended
 };
 struct Fiber {
     Block* block;
@@ -337,10 +337,11 @@ inline void arrive_before_bytes(uint32_t address, uint32_t bytes) {
 }
 struct TensorMap {  // as emulated.py has it
     const unsigned char* from;
-    int64_t rows, columns, box_rows, unused[12];
+    int64_t rows, columns, box_rows, may_end, unused[11];  // whether a box may reach behind the last row
 };
 inline void copy_tile(uint32_t to, const TensorMap& map, int column, int row, uint32_t barrier, int ranks) {
-    if (to % 1024 || column < 0 || row < 0 || column + 128 > map.columns) emulation::fail("no such tile");
+    const int64_t most = map.may_end ? 1 : map.box_rows;  // rows that are there
+    if (to % 1024 || column < 0 || row < 0 || column + 128 > map.columns || row + most > map.rows) emulation::fail("no such tile");
     for (unsigned rank = 0; rank < emulation::cluster; ++rank) {
         if (!(ranks >> rank & 1)) continue;
         emulation::Block& block = *emulation::now->block->beside[rank];
