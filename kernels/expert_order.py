@@ -18,7 +18,6 @@ from nsa_backend.kernels.dependent_launch import early, wait_for_kernel_ahead
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_steps import quantised
 from nsa_backend.kernels.layer_front_weights import GROUP
-from nsa_backend.kernels.weights_ahead import MOST_AHEAD, ahead_of, ask_for
 
 CHUNK = 512
 """Choices that a program reads at once."""
@@ -27,9 +26,6 @@ MOST_CHOICES = 2048
 GROUPS = 8
 """That a program quantises."""
 FEWEST_BINS = 64
-WARPS = 4
-MOST_OF_CHOICES = 16
-"""Tokens up to which experts that the first one chose are asked for, which have a place at once; of more the first experts."""
 
 
 class Order(NamedTuple):
@@ -58,32 +54,17 @@ def order_kernel(
     sorted_ptr,  # int32 [most rows]
     expert_ptr,  # int32 [most blocks]
     padded_ptr,  # int32 [1]
-    ahead_ptr,  # FP8 [EXPERTS, columns, hidden], weights of which AHEAD bytes are asked for
-    ahead_bytes,  # of an expert
     choices,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,  # rows
     BINS: tl.constexpr,  # at least EXPERTS + 2
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    OF_CHOICES: tl.constexpr,  # how many of the first choices' experts are asked for; none of them where the first experts are
     COMPILED: tl.constexpr,
 ):
     """Program: the choices of other GPUs' experts, those of an expert, or GROUPS groups of x. All tensors contiguous."""
-    program = tl.program_id(0)
-    if AHEAD > 0 and OF_CHOICES == 0 and program < EXPERTS:
-        ask_for(ahead_ptr, AHEAD, program, EXPERTS, LANES, COMPILED)
     wait_for_kernel_ahead(COMPILED)
-    if OF_CHOICES > 0:
-        each: tl.constexpr = EXPERTS // OF_CHOICES
-        if program < OF_CHOICES * each:
-            expert = tl.load(chosen_ptr + program % OF_CHOICES)
-            if expert >= 0:
-                ask_for(
-                    ahead_ptr + expert.to(tl.int64) * ahead_bytes, ahead_bytes, program // OF_CHOICES, each, LANES, COMPILED
-                )
+    program = tl.program_id(0)
     if program <= EXPERTS:
         bins, counts = tl.arange(0, BINS), tl.zeros([BINS], tl.int32)
         for start in range(0, choices, CHUNK):
@@ -136,14 +117,7 @@ def problem(tokens: int, choices: int, hidden: int) -> str | None:
     return None
 
 
-def order(
-    x: torch.Tensor,
-    chosen: torch.Tensor,
-    block: int,
-    experts: int,
-    ahead: torch.Tensor | None = None,
-    most_ahead: int = MOST_AHEAD,
-) -> Order:
+def order(x: torch.Tensor, chosen: torch.Tensor, block: int, experts: int) -> Order:
     """Rows of all choices in blocks by expert, and what experts multiply; one launch.
 
     Args:
@@ -151,9 +125,6 @@ def order(
         chosen: int32 [tokens, choices], below `experts`; -1 is one of another GPU.
         block: rows of each, a power of two.
         experts: of this GPU.
-        ahead: float8_e4m3fn [experts, columns, hidden], contiguous: weights of the product behind this launch, which asks for
-            some of them.
-        most_ahead: bytes of these.
 
     Returns:
         Exact scales; an expert's rows are in the order of choices.
@@ -178,16 +149,8 @@ def order(
         room(torch.float8_e4m3fn, tokens, hidden), room(torch.float32, tokens, hidden // GROUP), room(torch.int32, rows),
         room(torch.int32, blocks(rows, block)), room(torch.int32, 1),
     )  # fmt: skip
-    asked, of_expert, of_choices = 0, 0, 0
-    if ahead is not None:
-        check_tensor("ahead", ahead, torch.float8_e4m3fn, (experts, ahead.shape[1], hidden))
-        asked, of_expert = ahead_of(ahead, x, most_ahead).size, ahead.shape[1] * hidden
-        if tokens <= MOST_OF_CHOICES:
-            of_choices = min(blocks(asked, of_expert), chosen.shape[1], experts)
     order_kernel[(experts + 1 + tokens * hidden // (GROUPS * GROUP),)](
-        x, chosen, *found, x if ahead is None else ahead, of_expert, choices, EXPERTS=experts, BLOCK=block,
-        BINS=max(FEWEST_BINS, power_of_two(experts + 2)), CHUNK=CHUNK,
-        GROUPS=GROUPS, LANES=WARPS * 32, AHEAD=asked, OF_CHOICES=of_choices, COMPILED=x.is_cuda, num_warps=WARPS,
-        **early(x.is_cuda),
+        x, chosen, *found, choices, EXPERTS=experts, BLOCK=block, BINS=max(FEWEST_BINS, power_of_two(experts + 2)), CHUNK=CHUNK,
+        GROUPS=GROUPS, COMPILED=x.is_cuda, num_warps=4, **early(x.is_cuda),
     )  # fmt: skip
     return found

@@ -22,14 +22,11 @@ from nsa_backend.kernels.layer_front_kernel import (
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
 from nsa_backend.kernels.local_slots import check_rank
 from nsa_backend.kernels.plan import PAGE_SIZE
-from nsa_backend.kernels.weights_ahead import MOST_AHEAD, ahead_of
 
 HEADS = 8
 """Heads a program takes of a query."""
 GROUPS = 8
 """Groups a program takes of a row that it quantises."""
-LANES = 128
-"""Threads of a program, as Triton has them unless told."""
 INDEX_PAGE_BYTES = PAGE_SIZE * (GROUP + 4)
 """Of a page of index keys: FP8 values, then float32 scales."""
 ALIGNED = 4
@@ -88,7 +85,6 @@ def norm_rope_store(
     ranks: int = 1,
     rank: int = 0,
     before_ours: bool = False,
-    ahead: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Norm the query's latent, write each row's KV and index key; one launch.
 
@@ -104,7 +100,6 @@ def norm_rope_store(
         q_scales: of the query's latent, for projections with FP8 weights; None for bfloat16.
         ranks: that divide slots among them, as `local_slots` says; this one is `rank`, and has KV of its own slots alone.
         before_ours: as `quantise` has it.
-        ahead: up to two weights of what comes next, contiguous, which are asked for: `MOST_AHEAD` bytes.
 
     Returns:
         What `empty_input` describes, filled.
@@ -135,10 +130,7 @@ def norm_rope_store(
     latents, latent_scales, k_rope = parts_of_cache(kv_cache, latent)
     indexed = key is not None
     unread = weights.cos_sin  # stands where nothing is read or written
-    first, second = (*ahead, None, None)[:2]
-    first, first_bytes = ahead_of(first, unread, MOST_AHEAD)
-    second, second_bytes = ahead_of(second, unread, MOST_AHEAD - first_bytes)
-    norm_rope_store_kernel[(rows, 4 if ahead else 3 if indexed else 2)](
+    norm_rope_store_kernel[(rows, 3 if indexed else 2)](
         qkv,
         key if indexed else unread,
         weights.q_norm,
@@ -158,8 +150,6 @@ def norm_rope_store(
         k_rope,
         index_cache.view(torch.float8_e4m3fn) if indexed else unread,
         index_cache.view(torch.float32) if indexed else unread,
-        first,
-        second,
         weights.q_eps,
         weights.latent_eps,
         weights.key_eps,
@@ -182,9 +172,6 @@ def norm_rope_store(
         COMPILED=qkv.is_cuda,
         RANKS=ranks,
         RANK=rank,
-        FIRST_BYTES=first_bytes,
-        SECOND_BYTES=second_bytes,
-        LANES=LANES,
         BEFORE_OURS=before_ours,
         **early(qkv.is_cuda),
     )

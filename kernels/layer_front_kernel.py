@@ -23,7 +23,6 @@ from nsa_backend.kernels.layer_front_steps import (
     sum_of_far_lanes,
     sum_of_lanes,
 )
-from nsa_backend.kernels.weights_ahead import ask_for
 
 PAGE: tl.constexpr = tl.constexpr(64)
 INDEX_PAGE_BYTES: tl.constexpr = tl.constexpr(8448)
@@ -150,8 +149,6 @@ def norm_rope_store_kernel(
     k_rope_ptr,  # bfloat16 [slots, ROPE], K_ROPE_STRIDE apart
     index_ptr,  # FP8 [pages, INDEX_PAGE_BYTES]: keys of a page, then their scales
     index_scales_ptr,  # the same as float32
-    first_ptr,  # weights of which FIRST_BYTES are asked for, for the kernel behind this one
-    second_ptr,  # others, of which SECOND_BYTES are
     q_eps,
     latent_eps,
     key_eps,
@@ -174,15 +171,9 @@ def norm_rope_store_kernel(
     COMPILED: tl.constexpr,
     RANKS: tl.constexpr,  # that divide slots among them, as `local_slots` says; index keys are every rank's
     RANK: tl.constexpr,
-    FIRST_BYTES: tl.constexpr,
-    SECOND_BYTES: tl.constexpr,
-    LANES: tl.constexpr,
     BEFORE_OURS: tl.constexpr,
 ):
-    """Program (row, 0) norms the query's latent, (row, 1) writes the row's KV, (row, 2) its index key.
-
-    Where weights are asked for, programs (any, 3) do.
-    """
+    """Program (row, 0) norms the query's latent, (row, 1) writes the row's KV, (row, 2) its index key."""
     let_next_begin(BEFORE_OURS, COMPILED)
     wait_for_kernel_ahead(COMPILED)
     row, role = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -192,9 +183,6 @@ def norm_rope_store_kernel(
             qkv, q_weight_ptr, q_eps, q_ptr + row * Q_RANK, q_scales_ptr + row * q_scales_row_stride, q_scales_group_stride,
             Q_RANK, Q_GROUPS, Q_FP8, Q_POWERS, COMPILED,
         )  # fmt: skip
-    elif role == 3:
-        ask_for(first_ptr, FIRST_BYTES, tl.program_id(0), tl.num_programs(0), LANES, COMPILED)
-        ask_for(second_ptr, SECOND_BYTES, tl.program_id(0), tl.num_programs(0), LANES, COMPILED)
     else:
         slot = tl.load(slots_ptr + row * slots_stride)
         position = tl.load(positions_ptr + row)

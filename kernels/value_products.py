@@ -17,7 +17,6 @@ from nsa_backend.kernels.layer_front import empty_input
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_steps import quantised, rounded
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
-from nsa_backend.kernels.weights_ahead import MOST_AHEAD, ahead_of, ask_for
 
 MOST_ROWS = 128
 LEAST_TILE, MOST_TILE = 16, 64
@@ -25,7 +24,6 @@ LEAST_TILE, MOST_TILE = 16, 64
 PROGRAMS = 264
 """Two a multiprocessor of Hopper: fewer, and sums are divided."""
 DIVIDED = 4
-WARPS = 4
 
 
 @triton.jit
@@ -53,7 +51,6 @@ def value_products_kernel(
     scales_ptr,  # float32 [rows, heads * WIDTH / GROUP], strides below
     sums_ptr,  # float32 [SPLITS, programs of a split, GROUP, ROWS]
     arrived_ptr,  # int32 [programs of a split]: zeros before, and left so
-    ahead_ptr,  # weights of which AHEAD bytes are asked for
     rows,
     scales_row_stride,
     scales_group_stride,
@@ -68,17 +65,12 @@ def value_products_kernel(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     POWERS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Program (group of values of a head, block of rows, split of the latent)."""
     wait_for_kernel_ahead(COMPILED)
     groups: tl.constexpr = WIDTH // GROUP_OF_KERNEL
     group, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if AHEAD > 0:
-        of_groups, programs = tl.num_programs(0), tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-        ask_for(ahead_ptr, AHEAD, group + of_groups * (block + tl.num_programs(1) * split), programs, LANES, COMPILED)
     head = group // groups
     row = block * ROWS + tl.arange(0, ROWS)
     there = row < rows
@@ -128,7 +120,7 @@ def _most_programs(heads: int, width: int) -> int:
 
 
 def value_products(
-    attended: torch.Tensor, weight: torch.Tensor, scales: Scales, arrived: torch.Tensor, ahead: torch.Tensor | None = None
+    attended: torch.Tensor, weight: torch.Tensor, scales: Scales, arrived: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every head's latent times its weight, rounded to bfloat16, and quantised as SGLang does for o_proj; one launch.
 
@@ -138,7 +130,6 @@ def value_products(
         weight: bfloat16 [heads, latent, a multiple of GROUP] of any strides: SGLang's w_vc.
         scales: of the result.
         arrived: from `value_counters`.
-        ahead: weights of what comes next, contiguous, which are asked for: `MOST_AHEAD` bytes; none if None.
 
     Returns:
         (FP8 [rows, heads * width], its scales), as `empty_input` describes.
@@ -162,11 +153,9 @@ def value_products(
         programs = groups * blocks(rows, tile)
         splits = DIVIDED if programs * DIVIDED <= PROGRAMS else 1
         sums = torch.empty(programs * splits * GROUP * tile if splits > 1 else 0, dtype=torch.float32, device=out.device)
-        asked = ahead_of(ahead, out, MOST_AHEAD)
         value_products_kernel[(groups, blocks(rows, tile), splits)](
-            attended, weight, out, out_scales, sums, arrived, asked.weight, rows, *out_scales.stride(), *attended.stride()[:2],
+            attended, weight, out, out_scales, sums, arrived, rows, *out_scales.stride(), *attended.stride()[:2],
             *weight.stride(), HEADS=heads, LATENT=latent, WIDTH=width, ROWS=tile, SPLITS=splits,
-            POWERS=scales is Scales.POWERS_OF_TWO, AHEAD=asked.size, LANES=32 * WARPS, COMPILED=out.is_cuda, num_warps=WARPS,
-            **early(out.is_cuda),
+            POWERS=scales is Scales.POWERS_OF_TWO, COMPILED=out.is_cuda, num_warps=4, **early(out.is_cuda),
         )  # fmt: skip
     return out, out_scales

@@ -131,7 +131,7 @@ def run(
         order = fused_moe.moe_align_block_size(chosen, block, experts)
         values, scales = quantised or (x, None)
     else:
-        values, scales, *order = expert_order.order(x, chosen, block, experts, weights.first)
+        values, scales, *order = expert_order.order(x, chosen, block, experts)
     sorted_ids, expert_ids, padded = order
     form = FORM | {"compute_type": tl.bfloat16, "filter_expert": filtered}
     rows = chosen.numel() + (min(chosen.numel(), experts + 1) * (block - 1) if in_blocks else 0)

@@ -37,7 +37,6 @@ from nsa_backend.kernels.layer_front_kernel import (
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 from nsa_backend.kernels.value_products import DIVIDED, value_products_kernel
-from nsa_backend.kernels.weights_ahead import MOST_AHEAD
 
 OF_TYPE = {
     "*bf16": "q_nope_ptr q_rope_ptr k_rope_ptr out_ptr qkv_ptr key_ptr q_weight_ptr latent_weight_ptr query_ptr q_rope_out_ptr "
@@ -47,7 +46,7 @@ OF_TYPE = {
     "index_cos_sin_ptr q_scales_ptr latent_scales_ptr index_scales_ptr gates_ptr weights_ptr",
     "*i32": "slots_ptr lens_ptr union_ptr counts_ptr marks_ptr arrived_ptr",
     "*i64": "positions_ptr",
-    "*u8": "rows_ptr first_ptr second_ptr ahead_ptr",
+    "*u8": "rows_ptr",
     "fp32": "scale cap q_eps latent_eps key_eps",
 }
 TYPES = {name: of_type for of_type, names in OF_TYPE.items() for name in names.split()}
@@ -91,13 +90,7 @@ def resources(
 
 def ahead_of_the_wait(ptx: str) -> list[str]:
     """What is read or written in global memory while the kernel ahead may run; asking for lines is not reading."""
-    return sorted(
-        set(
-            re.findall(
-                r"(?:ld|st|atom|red)\.[a-z_.]*global|cp\.async(?!\.bulk\.prefetch)", ptx.partition("griddepcontrol.wait")[0]
-            )
-        )
-    )
+    return sorted(set(re.findall(r"(?:ld|st|atom|red)\.[a-z_.]*global|cp\.async", ptx.partition("griddepcontrol.wait")[0])))
 
 
 MODELS = {
@@ -114,11 +107,6 @@ AHEAD = ", before one of ours"
 def before(ours: bool) -> dict[str, bool]:
     """Whether the kernel behind is one of ours."""
     return {"BEFORE_OURS": ours}
-
-
-def asked(first: int = 0, second: int = 0) -> dict[str, int]:
-    """Bytes of weights that a launch asks for on behalf of the kernel behind it."""
-    return {"FIRST_BYTES": first, "SECOND_BYTES": second, "LANES": 128}
 
 
 def front(caches: dict[str, dict]) -> dict[str, dict]:
@@ -139,8 +127,7 @@ def front_of(model: str, caches: dict[str, dict]) -> dict[str, dict]:
             types = {"q_ptr": "*fp8e4nv" if fp8 else "*bf16", "slots_ptr": "*i64"}
             query = {"Q_FP8": fp8, "Q_POWERS": powers}
             for ours in (True, False) if indexed else (False,):
-                constants |= before(ours) | (asked() if ours or not fp8 else asked(q_rank * 3072, q_rank * 8192))
-                used = resources(norm_rope_store_kernel, fixed | strides | constants | query, latent, types)
+                used = resources(norm_rope_store_kernel, fixed | strides | constants | query | before(ours), latent, types)
                 found[f"norm_rope_store, {latent[1:]}, {query}{AHEAD * ours}"] = used | {"programs": 8}
     of_gates = "*bf16" if fused else "*fp32"
     if not indexed:
@@ -169,7 +156,6 @@ def values() -> dict[str, dict]:
         constants = {"HEADS": heads, "LATENT": 512, "WIDTH": width, "ROWS": rows, "SPLITS": splits, "POWERS": True}
         constants |= {"ROW_STRIDE": heads * 512, "HEAD_STRIDE": 512, "WEIGHT_HEAD_STRIDE": width * 512}
         constants |= {"WEIGHT_LATENT_STRIDE": 1, "WEIGHT_VALUE_STRIDE": 512, "COMPILED": True}
-        constants |= {"AHEAD": 7168 * 2048 if rows == 16 else 0, "LANES": 128}
         used = resources(value_products_kernel, constants, more={"out_ptr": "*fp8e4nv"})
         found[f"front, values of {heads} heads, {rows} rows, {splits} splits"] = used | {"programs": 1}
     return found
@@ -213,9 +199,8 @@ def few_experts() -> dict[str, dict]:
         found[f"experts of {width}, between products{', in blocks' * in_blocks}, {rows} a program, order read ahead"] = used
     types = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv"}
     types |= dict.fromkeys(("chosen_ptr", "sorted_ptr", "expert_ptr", "padded_ptr"), "*i32")
-    for experts, block, bins, of_choices in ((256, 16, 512, 0), (257, 64, 512, 6), (32, 16, 64, 1)):
+    for experts, block, bins in ((256, 16, 512), (257, 64, 512), (32, 16, 64)):
         fixed = {"EXPERTS": experts, "BLOCK": block, "BINS": bins, "CHUNK": CHUNK, "GROUPS": GROUPS, "COMPILED": True}
-        fixed |= {"AHEAD": MOST_AHEAD, "OF_CHOICES": of_choices, "LANES": 128}
         used = resources(order_kernel, fixed, more=types) | {"programs": 8}
         found[f"{experts} experts in blocks of {block}, before products"] = used
     return found

@@ -56,8 +56,7 @@ def test_rows_are_in_blocks_and_quantised(device, name, block):
     experts = {"nine of 257": 257, "few experts": 5, "most": 32, "other GPUs'": 32}.get(name, 256)
     x = torch.randn(len(chosen), HIDDEN, generator=generator).bfloat16()
     x[0] = 0.0
-    ahead = torch.zeros(experts, 2, HIDDEN, dtype=torch.float8_e4m3fn, device=device) if block == 64 else None
-    found = order(x.to(device), chosen.to(device), block, experts, ahead)
+    found = order(x.to(device), chosen.to(device), block, experts)
     wanted = order_torch(x.to(device), chosen.to(device), block, experts)
     assert torch.equal(found.padded, wanted.padded)
     for rows, of_twin in ((found.sorted_ids, wanted.sorted_ids), (found.expert_ids, wanted.expert_ids)):
@@ -80,7 +79,5 @@ def test_what_cannot_be_served_says_so(device):
         order(x, chosen, 48, 256)
     with pytest.raises(ValueError, match=r"chosen must be contiguous torch\.int32"):
         order(x, chosen.long(), 16, 256)
-    with pytest.raises(ValueError, match=r"ahead must be contiguous torch\.float8_e4m3fn"):
-        order(x, chosen, 16, 256, torch.zeros(255, 2, HIDDEN, device=device).to(torch.float8_e4m3fn))
     with pytest.raises(ValueError, match="chosen must be of a choice or more"):
         order(x[:0], chosen[:0], 16, 256)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.runtime_context import get_parallel
@@ -25,12 +25,6 @@ from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
 from nsa_backend.kernels.layer_front import norm_rope_store, rope_quantise, rope_query
 from nsa_backend.kernels.layer_front_weights import FrontWeights
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.linear import LinearBase
-
-MOST_ROWS_AHEAD = 128
-"""Up to which weights of SGLang's products are asked for by the launch ahead of them."""
 
 
 class LayerFront:
@@ -149,11 +143,11 @@ class LayerFront:
         weights: FrontWeights,
         side: SideStream,
         indexed: bool,
-        next_products: tuple[LinearBase, ...] = (),
+        before_ours: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """(the query's latent, its scales, gates), with KV and where the layer selects index keys written.
 
-        `next_products`: SGLang's, which are launched next on the stream; none where that is a kernel of this package.
+        `before_ours`: whether what is launched next on the stream is a kernel of this package.
         """
         from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
@@ -163,9 +157,7 @@ class LayerFront:
             index_cache = pool.get_index_k_with_scale_buffer(layer_id=layer_id)
         q_scales = scales_of(self.attention.q_b_proj)  # wq_b's too
         written = (positions, batch.out_cache_loc, pool.get_key_buffer(layer_id), index_cache, q_scales)
-        few = len(hidden_states) <= MOST_ROWS_AHEAD
-        ahead = tuple(linear.weight for linear in next_products) if few and q_scales is not None else ()
-        q, scales = norm_rope_store(qkv, key, weights, *written, **self.part, before_ours=not next_products, ahead=ahead)
+        q, scales = norm_rope_store(qkv, key, weights, *written, **self.part, before_ours=before_ours)
         return q, scales, gates
 
     def _with_selection(
@@ -194,7 +186,7 @@ class LayerFront:
         attention, weights, side = self.attention, weights_of(self.attention), SideStream(self.attention.alt_stream)
         heads = QueryHeads.of(attention, batch)
         early = has(self.query, len(hidden_states)) and not heads.of_all_ranks
-        q, scales, _ = self._stored(positions, hidden_states, batch, weights, side, indexed, () if early else (heads.q_b,))
+        q, scales, _ = self._stored(positions, hidden_states, batch, weights, side, indexed, before_ours=early)
         q_nope, q_rope = heads.parts(self.query((q, scales)) if early else heads.projected(q, scales))
         side.fork()
         q_rope = rope_query(q_rope, weights, positions)
@@ -217,8 +209,7 @@ class LayerFront:
         attention, indexer = self.attention, self.attention.indexer
         weights, side, heads = weights_of(attention), SideStream(attention.alt_stream), QueryHeads.of(attention, batch)
         divided = has(self.query_products, len(hidden_states))
-        apart = () if divided else (heads.q_b, indexer.wq_b)
-        q, scales, gates = self._stored(positions, hidden_states, batch, weights, side, True, apart)
+        q, scales, gates = self._stored(positions, hidden_states, batch, weights, side, indexed=True, before_ours=divided)
         normed = q if scales is None else (q, scales)
 
         if divided:

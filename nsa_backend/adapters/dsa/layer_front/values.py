@@ -42,7 +42,7 @@ class LayerValues:
         self.own: Callable = attention.forward_absorb_core
         self.most_rows = few_rows(attention.v_head_dim)
         self.scales, self.arrived = scales_of(attention.o_proj), value_counters(attention.w_vc)
-        self.early_rows = take_output(attention.o_proj)
+        take_output(attention.o_proj)
 
     def __call__(
         self,
@@ -66,8 +66,7 @@ class LayerValues:
         selection = {} if topk_indices is None else {"topk_indices": topk_indices}
         attended = attention.attn_mqa(q_nope_out, None, None, forward_batch, q_rope=q_pe, k_rope=None, **selection)
         attended = attended.view(-1, attention.num_local_heads, attention.kv_lora_rank)
-        ahead = None if len(attended) <= self.early_rows else attention.o_proj.weight
-        output, _ = attention.o_proj(value_products(attended, attention.w_vc, self.scales, self.arrived, ahead))
+        output, _ = attention.o_proj(value_products(attended, attention.w_vc, self.scales, self.arrived))
         if attention.next_skip_topk is None:
             return output
         return output, topk_indices if attention.next_skip_topk else None
