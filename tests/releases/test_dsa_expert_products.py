@@ -172,7 +172,7 @@ def captured(given: dict, of_shared: torch.Tensor, add=lambda sums, shared: (sum
 def test_a_captured_layers_sums_are_added_up_with_its_shared_expert(monkeypatch, runner, bulk):
     """In one launch, to the bit of SGLang's two; the layer's own sum is not asked for."""
     runner.bulk = bulk
-    given, of_shared = arguments(6, 256), torch.randn(6, HIDDEN).bfloat16()
+    given, of_shared = arguments(6), torch.randn(6, HIDDEN).bfloat16()
     alone = served(given)
     monkeypatch.setattr(runner.module, "moe_combine_topk", lambda *_: pytest.fail("SGLang's sum"))
     found = captured(given, of_shared)
@@ -182,7 +182,7 @@ def test_a_captured_layers_sums_are_added_up_with_its_shared_expert(monkeypatch,
 
 @pytest.mark.parametrize("options", [{"_shared_expert_tp1": True}, {"shared_experts": None}])
 def test_a_layer_that_adds_in_another_way_has_its_sums_at_once(runner, options):
-    given, of_shared = arguments(6, 256), torch.randn(6, HIDDEN).bfloat16()
+    given, of_shared = arguments(6), torch.randn(6, HIDDEN).bfloat16()
     assert torch.equal(captured(given, of_shared, **options), served(given) + of_shared)
 
 
@@ -191,13 +191,13 @@ def test_a_layer_that_adds_in_another_way_has_its_sums_at_once(runner, options):
     [lambda sums, shared: (sums, shared.clone()), lambda sums, shared: (sums.clone(), shared), lambda sums, _: (sums, None)],
 )
 def test_sums_that_wait_are_never_left_out(runner, add):
-    given, of_shared = arguments(6, 256), torch.randn(6, HIDDEN).bfloat16()
+    given, of_shared = arguments(6), torch.randn(6, HIDDEN).bfloat16()
     with pytest.raises(RuntimeError, match="SGLang adds others: set NSA_BACKEND_FEW_EXPERTS=0"):
         captured(given, of_shared, add)
 
 
 def test_sums_that_nobody_adds_end_the_capture(runner):
-    given = arguments(6, 256)
+    given = arguments(6)
     with pytest.raises(RuntimeError, match="SGLang adds nothing"):
         shared_expert.captured_layer(lambda *_: served(given), layer_of_graph(), given["hidden_states"])
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import hashlib
+import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -17,6 +21,8 @@ from nsa_backend.kernels.cuda_source import Boxes, Launch, TensorMap
 from nsa_backend.kernels.few_experts import ExpertWeights
 
 HERE = Path(__file__).parent
+BUILT = HERE.parents[1] / "build" / "emulators"
+"""What was compiled, by what it was compiled from: nothing is twice, in this run of the tests or in another."""
 COMPILER = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
 """A fortified libc takes it for a mistake that fibers leave their stacks by longjmp."""
 APART = {"BLOCKS_AT_ONCE": 2}
@@ -26,12 +32,55 @@ APART = {"BLOCKS_AT_ONCE": 2}
 @cache
 def emulator(source: Path, arguments: str, kernel: str, **constants: int) -> ctypes.CDLL:
     """Of a source's kernel, which takes a struct called `arguments`, with these macros."""
-    out = Path(tempfile.mkdtemp(prefix="nsa-emulation-")) / "kernel.so"
     words = [f"-D{name}={value}" for name, value in constants.items()]
-    words += ["-DEMULATE", f'-DSOURCE="{source.resolve()}"', f"-DARGUMENTS={arguments}", f"-DKERNEL={kernel}"]
-    files = "-I", HERE, HERE / "emulation.cpp", "-o", out
-    subprocess.run([*COMPILER, *words, *files], check=True)
-    return ctypes.CDLL(str(out))
+    words += [f'-DSOURCE="{source.resolve()}"', f"-DARGUMENTS={arguments}", f"-DKERNEL={kernel}"]
+    header = header_read_once()
+    return ctypes.CDLL(
+        str(built(f"{source.stem}.so", ["-include", header, *words, "-I", header.parent, HERE / "emulation.cpp"]))
+    )
+
+
+@cache
+def header_read_once() -> Path:
+    """emulation.h, beside it what the compiler has of it once it is read, which takes half of an emulator's compilation."""
+    name = "emulation.h"
+    with alone():
+        read = built(f"{name}.gch", ["-x", "c++-header", HERE / name])
+        header = read.with_name(name)
+        if not header.exists():
+            shutil.copy2(HERE / name, header)
+    return header
+
+
+def built(name: str, words: Sequence[str | Path]) -> Path:
+    """A file that the compiler makes of these words and the sources, unless it is there."""
+    words = [*COMPILER, "-DEMULATE", *map(str, words)]
+    path = BUILT / hashlib.sha256("\n".join([of_sources(), *words]).encode()).hexdigest()[:32] / name
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as own:
+            made = Path(own) / name
+            subprocess.run([*words, "-o", made], check=True)
+            made.replace(path)
+    return path
+
+
+@cache
+def of_sources() -> str:
+    """What all emulators are compiled from, and by which compiler."""
+    version = subprocess.run([COMPILER[0], "--version"], check=True, capture_output=True).stdout
+    folders, kinds = (HERE, router.SOURCE.parent), (".cu", ".cuh", ".cpp", ".h")
+    files = sorted(file for folder in folders for file in folder.iterdir() if file.suffix in kinds)
+    return hashlib.sha256(version + b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """While no other process is."""
+    BUILT.mkdir(parents=True, exist_ok=True)
+    with (BUILT / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def attend_emulator(source: Path, *shape: int, fp8: bool = False) -> ctypes.CDLL:

@@ -3,7 +3,8 @@
 // lands and a product is computed when it is asked for or when it is waited for, as chance has it; a tile lands when chance has it.
 // Blocks rest in turns, so that others go ahead. Shared memory begins as NaN.
 
-#pragma once
+#ifndef NSA_EMULATION_H
+#define NSA_EMULATION_H
 
 #include <algorithm>
 #include <array>
@@ -505,3 +506,5 @@ template <int N> void multiply_fp8(float (&d)[N], uint64_t a, uint64_t b, bool a
         emulation::multiply<32>(d, add, of_left, [&](int k, int column) { return right.fp8_along_k(column, k); });
     });
 }
+
+#endif
