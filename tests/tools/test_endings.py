@@ -54,7 +54,7 @@ def test_compilers_beneath_a_rank_are_nobodys_end(tmp_path, title, told):
     rank = f"import subprocess, time; subprocess.Popen({started}); time.sleep(60)"
     engine = f"import subprocess; subprocess.run({[sys.executable, '-c', rank]})"
     exits: list[Exit] = []
-    assert run_to_its_end([sys.executable, "-c", engine], tmp_path / "log", dict(os.environ), 10.0, exits) is None
+    assert run_to_its_end([sys.executable, "-c", engine], tmp_path / "log", dict(os.environ), 20.0, exits) is None
     assert [(one.name, one.how()) for one in exits] == told
     assert "without a result" in (tmp_path / "log").read_text()
 
