@@ -172,7 +172,7 @@ def captured(given: dict, of_shared: torch.Tensor, add=lambda sums, shared: (sum
 def test_a_captured_layers_sums_are_added_up_with_its_shared_expert(monkeypatch, runner, bulk):
     """In one launch, to the bit of SGLang's two; the layer's own sum is not asked for."""
     runner.bulk = bulk
-    given, of_shared = arguments(6), torch.randn(6, HIDDEN).bfloat16()
+    given, of_shared = arguments(6, 256), torch.randn(6, HIDDEN).bfloat16()
     alone = served(given)
     monkeypatch.setattr(runner.module, "moe_combine_topk", lambda *_: pytest.fail("SGLang's sum"))
     found = captured(given, of_shared)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
-import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -32,55 +29,47 @@ APART = {"BLOCKS_AT_ONCE": 2}
 @cache
 def emulator(source: Path, arguments: str, kernel: str, **constants: int) -> ctypes.CDLL:
     """Of a source's kernel, which takes a struct called `arguments`, with these macros."""
-    words = [f"-D{name}={value}" for name, value in constants.items()]
-    words += [f'-DSOURCE="{source.resolve()}"', f"-DARGUMENTS={arguments}", f"-DKERNEL={kernel}"]
-    header = header_read_once()
-    return ctypes.CDLL(
-        str(built(f"{source.stem}.so", ["-include", header, *words, "-I", header.parent, HERE / "emulation.cpp"]))
-    )
+    macros = constants | {"SOURCE": f'"{source.resolve()}"', "ARGUMENTS": arguments, "KERNEL": kernel}
+    # Not as options: a header that was read without a macro that its words may mean is read anew.
+    text = "".join(f"#define {name} {value}\n" for name, value in macros.items()) + '#include "emulation.cpp"\n'
+    words = ["-include", str(header_read_once().with_suffix("")), "-I", str(HERE), "-x", "c++", "-"]
+    return ctypes.CDLL(str(built(f"{source.stem}.so", words, sources(), text)))
 
 
 @cache
 def header_read_once() -> Path:
-    """emulation.h, beside it what the compiler has of it once it is read, which takes half of an emulator's compilation."""
-    name = "emulation.h"
-    with alone():
-        read = built(f"{name}.gch", ["-x", "c++-header", HERE / name])
-        header = read.with_name(name)
-        if not header.exists():
-            shutil.copy2(HERE / name, header)
-    return header
+    """What the compiler has of emulation.h once it is read, which takes half of an emulator's compilation: emulation.h.gch."""
+    header = HERE / "emulation.h"
+    return built(f"{header.name}.gch", ["-x", "c++-header", str(header)], [header])
 
 
-def built(name: str, words: Sequence[str | Path]) -> Path:
-    """A file that the compiler makes of these words and the sources, unless it is there."""
-    words = [*COMPILER, "-DEMULATE", *map(str, words)]
-    path = BUILT / hashlib.sha256("\n".join([of_sources(), *words]).encode()).hexdigest()[:32] / name
+@cache
+def sources() -> list[Path]:
+    """What any emulator may include."""
+    kinds = ".cu", ".cuh", ".cpp", ".h"
+    return sorted(file for folder in (HERE, router.SOURCE.parent) for file in folder.iterdir() if file.suffix in kinds)
+
+
+def built(name: str, words: Sequence[str], sources: Sequence[Path], text: str = "") -> Path:
+    """A file that the compiler, which is given `text`, makes of these words and of the sources, unless it is there."""
+    words = [*COMPILER, "-DEMULATE", *words]
+    made_of = hashlib.sha256("\n".join([version(), *words, text]).encode())
+    for source in sources:
+        made_of.update(source.read_bytes())
+    path = BUILT / made_of.hexdigest()[:32] / name
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as own:
             made = Path(own) / name
-            subprocess.run([*words, "-o", made], check=True)
+            subprocess.run([*words, "-o", made], input=text, text=True, check=True)
             made.replace(path)
     return path
 
 
 @cache
-def of_sources() -> str:
-    """What all emulators are compiled from, and by which compiler."""
-    version = subprocess.run([COMPILER[0], "--version"], check=True, capture_output=True).stdout
-    folders, kinds = (HERE, router.SOURCE.parent), (".cu", ".cuh", ".cpp", ".h")
-    files = sorted(file for folder in folders for file in folder.iterdir() if file.suffix in kinds)
-    return hashlib.sha256(version + b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """While no other process is."""
-    BUILT.mkdir(parents=True, exist_ok=True)
-    with (BUILT / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def version() -> str:
+    """The compiler's."""
+    return subprocess.run([COMPILER[0], "--version"], check=True, capture_output=True, text=True).stdout
 
 
 def attend_emulator(source: Path, *shape: int, fp8: bool = False) -> ctypes.CDLL:
