@@ -36,6 +36,7 @@ class Order(NamedTuple):
     sorted_ids: torch.Tensor  # int32 [most rows], choices by expert; their number in padding, anything behind the last block
     expert_ids: torch.Tensor  # int32 [most blocks], -1 of another GPU, whose blocks come first; anything behind the last one
     padded: torch.Tensor  # int32 [1], rows of all blocks
+    counters: torch.Tensor  # int32 [1 + most blocks], zeros: one of all blocks, and one of each, anything behind the last one
 
 
 @triton.jit
@@ -54,6 +55,7 @@ def order_kernel(
     sorted_ptr,  # int32 [most rows]
     expert_ptr,  # int32 [most blocks]
     padded_ptr,  # int32 [1]
+    counters_ptr,  # int32 [1 + most blocks]
     choices,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,  # rows
@@ -74,6 +76,7 @@ def order_kernel(
         first = tl.sum(tl.where(bins < program, taken, 0), axis=0)
         count = tl.sum(tl.where(bins == program, counts, 0), axis=0)
         if program == 0:
+            tl.store(counters_ptr, 0)
             tl.store(padded_ptr, tl.sum(tl.where(bins <= EXPERTS, taken, 0), axis=0) * BLOCK)
         if count > 0:
             row, last = first * BLOCK, (count + BLOCK - 1) // BLOCK
@@ -87,6 +90,7 @@ def order_kernel(
             tl.store(sorted_ptr + row + behind, tl.zeros([BLOCK], tl.int32) + choices, behind < last * BLOCK)
             for one in range(0, last):
                 tl.store(expert_ptr + first + one, program - 1)
+                tl.store(counters_ptr + 1 + first + one, 0)
     else:
         group = (program - EXPERTS - 1) * GROUPS + tl.arange(0, GROUPS)[:, None]
         at = group * GROUP_OF_KERNEL + tl.arange(0, GROUP_OF_KERNEL)[None, :]
@@ -147,7 +151,7 @@ def order(x: torch.Tensor, chosen: torch.Tensor, block: int, experts: int) -> Or
 
     found = Order(
         room(torch.float8_e4m3fn, tokens, hidden), room(torch.float32, tokens, hidden // GROUP), room(torch.int32, rows),
-        room(torch.int32, blocks(rows, block)), room(torch.int32, 1),
+        room(torch.int32, blocks(rows, block)), room(torch.int32, 1), room(torch.int32, 1 + blocks(rows, block)),
     )  # fmt: skip
     order_kernel[(experts + 1 + tokens * hidden // (GROUPS * GROUP),)](
         x, chosen, *found, choices, EXPERTS=experts, BLOCK=block, BINS=max(FEWEST_BINS, power_of_two(experts + 2)), CHUNK=CHUNK,

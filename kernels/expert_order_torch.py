@@ -22,4 +22,5 @@ def order_torch(x: torch.Tensor, chosen: torch.Tensor, block: int, experts: int)
         rows[start : start + len(mine)] = mine
     of_blocks = torch.arange(-1, experts, dtype=torch.int32, device=x.device).repeat_interleave(blocks)
     padded = torch.tensor([len(rows)], dtype=torch.int32, device=x.device)
-    return Order(*quantise(x.float(), Scales.EXACT), rows, of_blocks, padded)
+    counters = torch.zeros(1 + len(of_blocks), dtype=torch.int32, device=x.device)
+    return Order(*quantise(x.float(), Scales.EXACT), rows, of_blocks, padded, counters)

@@ -8,7 +8,8 @@ With few tokens this package's two launches (`kernels/few_experts.py`) are timed
 calls has other experts than the one before, as layers have, so that no call finds its weights in L2. `--few` times these alone,
 and once more where tokens have half of their experts in common, as rows of one request may: `alike_us`, and where SGLang would
 have the shared expert on another stream, with that, or with it among the others: `beside_us`. `--between` times what lies
-between both products, and before the first one; `--many` our second product of a prefill, by tile.
+between both products, and before the first one, and both products in one launch; `--many` our second product of a prefill, by
+tile.
 The fastest is timed beside SGLang's once more where some experts are chosen far more often than others, `skewed_us`: a number
 of tokens at which it does not win both has SGLang's in the file.
 OUT.json is written after every cell, and so is the file of `nsa_backend.adapters.moe_configs` where --configs names one.
@@ -34,7 +35,7 @@ from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.benchmarks.tuning.expert_tiles import random_weights
-from nsa_backend.kernels import down_rows, early_experts
+from nsa_backend.kernels import down_rows, early_experts, whole_experts
 from nsa_backend.kernels.down_rows import Tile as RowsTile
 from nsa_backend.kernels.few_experts import MOST_TOKENS, ONE, SOME, ExpertWeights, Tile, few_experts, problem, tile_for
 from nsa_backend.testing.process import start_sglang
@@ -189,6 +190,8 @@ WITH_SHARED = [*BASES, *(replace(SOME, **change) for change in ({"sums": 32}, {"
 """Tiles of launches that have the shared expert among the others."""
 EARLY = "by tensor cores"
 AMONG = ", shared among them"
+WHOLE = "one launch"
+"""Of `--between`: both products, as a server has them of experts of width 256."""
 FEW_TILES = list(dict.fromkeys([*BASES, *(replace(tile, **change) for tile in BASES for change in CHANGES)]))
 
 
@@ -347,10 +350,10 @@ def few_cell(name: str, rank: Rank, tokens: int) -> dict:
     return named(name, shape, tokens) | found
 
 
-def around(
+def as_served(
     rank: Rank, x: torch.Tensor, routed: tuple[torch.Tensor, torch.Tensor], lookup: Callable
 ) -> Callable[[], torch.Tensor]:
-    """SGLang's products with this package's launches before and between them, as a server has them, and `Rank.call`."""
+    """This package's launches as a server has them, and `Rank.call`; `lookup` is for products that are SGLang's."""
 
     def run() -> torch.Tensor:
         with choosing_tiles(lookup):
@@ -360,8 +363,13 @@ def around(
     return run
 
 
+def around(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """`call` with launches around SGLang's products, where a server may have both in one launch."""
+    return patch.object(whole_experts, "problem", lambda *_: "SGLang's products are timed")(call)
+
+
 def between_cell(name: str, rank: Rank, tokens: int) -> dict:
-    """SGLang's experts on its tiles and on ours, and with this package's launches around the products."""
+    """SGLang's experts on its tiles and on ours, with this package's launches around the products, and with both in one."""
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import try_get_optimal_moe_config
 
     tiles = shipped(rank.shape, tokens)
@@ -370,7 +378,9 @@ def between_cell(name: str, rank: Rank, tokens: int) -> dict:
     routings = [rank.routed(tokens) for _ in range(REPEATS)]
     calls = {way: [rank.call(x, routed, lookup) for routed in routings] for way, lookup in ways.items()}
     for way, lookup in ways.items():
-        calls[f"{way}, both launches"] = [around(rank, x, routed, lookup) for routed in routings]
+        calls[f"{way}, both launches"] = [around(as_served(rank, x, routed, lookup)) for routed in routings]
+    if expert_products.has_one_launch(rank.shape.hidden, rank.shape.width):
+        calls[WHOLE] = [as_served(rank, x, routed, try_get_optimal_moe_config) for routed in routings]
     us, wrong = timed(calls, calls["sglang"][0]().float())
     return named(name, rank.shape, tokens) | {"between_us": us, "wrong": wrong}
 
@@ -407,8 +417,8 @@ def many_cell(name: str, rank: Rank, tokens: int) -> dict:
     firsts = {way: lookup for way, lookup in lookups.items() if way == "shipped" or not tiles}
     firsts |= {str(first): lookup_of(config(*first)) for first in FIRSTS_OF_MANY}
     for (way, lookup), tile in itertools.product(firsts.items(), [None, *WALKS]):
-        calls[f"{way}, ours" + (f", {tile}" if tile else "")] = [walked(around(rank, x, routed, lookup), tile)]
-    calls["both ours"] = [walked(around(rank, x, routed, try_get_optimal_moe_config), both=True)]
+        calls[f"{way}, ours" + (f", {tile}" if tile else "")] = [walked(as_served(rank, x, routed, lookup), tile)]
+    calls["both ours"] = [walked(as_served(rank, x, routed, try_get_optimal_moe_config), both=True)]
     us, wrong = timed(calls, calls["sglang"][0]().float())
     return named(name, rank.shape, tokens) | {"many_us": us, "wrong": wrong}
 
@@ -507,7 +517,7 @@ def main() -> None:
     parser.add_argument("--configs", type=Path, help=f"to write, as {moe_configs.FILE.name}")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--few", action="store_true", help="this package's two launches beside SGLang's experts, no more tiles")
-    help_between = "one launch before and one between products beside SGLang's, no tiles"
+    help_between = "launches around SGLang's products, and both products in one, beside SGLang's, no tiles"
     kinds.add_argument("--between", action="store_true", help=help_between)
     kinds.add_argument("--many", action="store_true", help="our second product beside SGLang's, by tile")
     args = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Block-FP8 experts by SGLang's products, with launches of ours around them.
+"""Block-FP8 experts by SGLang's products with launches of ours around them, or by products of ours.
 
-Some tokens have one launch before the first product and one between. Many, of a prefill, have SGLang's order, one launch
-between, and the second product and sums by ours, which add what the shared expert gave too. Of still more the first product is
-ours as well, and what is between is part of it.
+Some tokens have one launch before the first product and one between. Of experts of width 256 both products, with what is
+between, are one launch. Many, of a prefill, have SGLang's order, one launch between, and the second product and sums by ours,
+which add what the shared expert gave too. Of still more the first product is ours as well, and what is between is part of it.
 
 The sequence of launches behind SGLang's choice of tiles is a copy of 30 lines here. Hooks at what it calls before and between
 its products would leave it SGLang's, but they are four: with bulk copies the sequence quantises, without them or with experts
@@ -25,7 +25,7 @@ import triton.language as tl
 from nsa_backend.adapters import shared_expert
 from nsa_backend.adapters.few_experts import SWITCH
 from nsa_backend.environment import switched_on
-from nsa_backend.kernels import down_blocks, down_rows, expert_order, expert_tiles, gate_up_rows
+from nsa_backend.kernels import down_blocks, down_rows, expert_order, expert_tiles, gate_up_rows, whole_experts
 from nsa_backend.kernels.choice_sums import choice_sums
 from nsa_backend.kernels.expert_activation import activate, problem
 from nsa_backend.kernels.few_experts import ExpertWeights
@@ -34,7 +34,7 @@ from nsa_backend.kernels.layer_front_weights import GROUP
 logger = logging.getLogger(__name__)
 
 TOKENS = range(5, 129)
-"""Of a forward that has both launches. Fewer are two launches in all (`few_experts`), of most experts."""
+"""Of a forward whose rows a launch of ours tells by expert. Fewer are two launches in all (`few_experts`), of most experts."""
 TIMED = {(256, 256), (257, 256)}
 """Experts of a GPU and their width that have all of these unasked: an H200 was faster (`between_products` and `many_tokens` of
 benchmarks/results/experts_0_5_23_h200.json). Others, those of --ep-size too, have them where a user asks."""
@@ -73,7 +73,7 @@ def wanted(experts: int, width: int) -> bool:
 
 
 def compile_ahead(weights: ExpertWeights) -> None:
-    """Compile a prefill's products, in CUDA C++, in a server's first forward rather than in its first long prefill.
+    """Compile products in CUDA C++ in a server's first forward, rather than in the first one that has them.
 
     Nothing is compiled while a forward is captured; SGLang runs it before that.
 
@@ -82,7 +82,7 @@ def compile_ahead(weights: ExpertWeights) -> None:
     """
     first = weights.first
     if first.is_cuda and not torch.cuda.is_current_stream_capturing():
-        _compile(len(first), weights.width, first.shape[-1], first.device.index)
+        _compile(len(first), weights.width, first.shape[-1], first.device)
 
 
 def has_both(hidden: int, width: int) -> bool:
@@ -90,11 +90,20 @@ def has_both(hidden: int, width: int) -> bool:
     return gate_up_rows.problem(hidden, width) is None and down_blocks.problem(hidden, width) is None
 
 
+def has_one_launch(hidden: int, width: int) -> bool:
+    """Whether some tokens of experts like these have both products in one launch."""
+    return whole_experts.problem(hidden, width) is None
+
+
 @functools.cache
-def _compile(experts: int, width: int, hidden: int, device: int) -> None:
-    if wanted(experts, width) and has_both(hidden, width):
+def _compile(experts: int, width: int, hidden: int, device: torch.device) -> None:
+    if not wanted(experts, width):
+        return
+    if has_one_launch(hidden, width):
+        whole_experts.compile_ahead(device, hidden)
+    if has_both(hidden, width):
         for product in gate_up_rows, down_blocks:
-            expert_tiles.compiled_on(product.kernel_for(hidden), device)
+            expert_tiles.compiled_on(product.kernel_for(hidden), device.index)
 
 
 def run(
@@ -109,7 +118,7 @@ def run(
     quantised: tuple[torch.Tensor, torch.Tensor] | None = None,
     shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`out`, with the sums of what experts give, by the launches of SGLang's sequence and ours among them.
+    """`out`, with the sums of what experts give, by launches of ours and, for some, SGLang's products among them.
 
     Args:
         x, weights, shares, chosen, factor: as `kernels.few_experts` has them, of what `serves` says yes to.
@@ -121,9 +130,11 @@ def run(
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
     (tokens, choices), experts, many = chosen.shape, len(weights.first), len(x) >= shared_expert.MANY
-    both_served = has_both(x.shape[1], weights.width)
-    tell(experts, weights.width, many, both_served)
-    if tokens >= BOTH and both_served:
+    ours = (has_both if many else has_one_launch)(x.shape[1], weights.width)
+    tell(experts, weights.width, many, ours)
+    if ours and not many:
+        return sums(in_one_launch(x, weights, shares, chosen), factor, out)
+    if ours and tokens >= BOTH:
         return choice_sums(both_ours(x, weights, shares, chosen, quantised), factor, shared, out)
     tiles = tiles_for(weights, tokens, choices)
     block, in_blocks = tiles.first["BLOCK_SIZE_M"], many or tiles.second_in_bulk
@@ -131,7 +142,8 @@ def run(
         order = fused_moe.moe_align_block_size(chosen, block, experts)
         values, scales = quantised or (x, None)
     else:
-        values, scales, *order = expert_order.order(x, chosen, block, experts)
+        found = expert_order.order(x, chosen, block, experts)
+        values, scales, order = found.values, found.scales, (found.sorted_ids, found.expert_ids, found.padded)
     sorted_ids, expert_ids, padded = order
     form = FORM | {"compute_type": tl.bfloat16, "filter_expert": filtered}
     rows = chosen.numel() + (min(chosen.numel(), experts + 1) * (block - 1) if in_blocks else 0)
@@ -150,7 +162,20 @@ def run(
         values, weights.second, None, given, scales, weights.second_scales, None, shares, chosen, *order, True, 1,
         tiles.second, a_use_tma=tiles.second_in_bulk, b_use_tma=tiles.second_in_bulk, router_topk=choices, **form,
     )  # fmt: skip
+    return sums(given, factor, out)
+
+
+def sums(given: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
+    """`out`, with the sums of what experts of some tokens gave, unless what adds the shared expert is to fill it."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
     return out if shared_expert.leave_sums(given, factor, out) else fused_moe.moe_combine_topk(given, out, factor)
+
+
+def in_one_launch(x: torch.Tensor, weights: ExpertWeights, shares: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """bfloat16 [tokens, choices, hidden]: what experts of some tokens give, by one launch of ours; arguments are `run`'s."""
+    order = expert_order.order(x, chosen, whole_experts.BLOCK, len(weights.first))
+    return whole_experts.whole_experts(order, weights, shares, x.new_empty(*chosen.shape, x.shape[1]))
 
 
 def both_ours(
@@ -190,7 +215,7 @@ def tiles_for(weights: ExpertWeights, tokens: int, choices: int) -> Tiles:
 
 @functools.cache
 def tell(count: int, width: int, many: bool, both: bool) -> None:
-    """The log has it once a shape."""
+    """The log has it once a shape; `both` is whether both products are ours, of many tokens only of the most."""
     if many:
         of_both = f", of {BOTH} or more both" if both else ""
         logger.info(
@@ -198,7 +223,7 @@ def tell(count: int, width: int, many: bool, both: bool) -> None:
             shared_expert.MANY, of_both, count, width,
         )  # fmt: skip
         return
+    what = "both products in one launch" if both else "one launch before both products and one between"
     logger.info(
-        "nsa_backend: experts of %d to %d tokens have one launch before both products and one between, %d experts of %d",
-        TOKENS.start, TOKENS.stop - 1, count, width,
-    )  # fmt: skip
+        "nsa_backend: experts of %d to %d tokens have %s, %d experts of %d", TOKENS.start, TOKENS.stop - 1, what, count, width
+    )

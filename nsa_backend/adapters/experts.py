@@ -1,8 +1,8 @@
 """Block-FP8 experts by launches of this package, in the place of SGLang's Triton runner's.
 
 A few tokens have two launches in all (`few_experts`). More, up to 128, have SGLang's products with launches of ours around
-them, and those of a prefill our second product too (`expert_products`). SGLang's own function, which knows every argument,
-serves all others.
+them, or both in one launch of ours, and those of a prefill our second product or both (`expert_products`). SGLang's own
+function, which knows every argument, serves all others.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def few_experts() -> dict[str, dict]:
         used = resources(activate_kernel, between, more=types) | {"programs": 8}
         found[f"experts of {width}, between products{', in blocks' * in_blocks}, {rows} a program, order read ahead"] = used
     types = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv"}
-    types |= dict.fromkeys(("chosen_ptr", "sorted_ptr", "expert_ptr", "padded_ptr"), "*i32")
+    types |= dict.fromkeys(("chosen_ptr", "sorted_ptr", "expert_ptr", "padded_ptr", "counters_ptr"), "*i32")
     for experts, block, bins in ((256, 16, 512), (257, 64, 512), (32, 16, 64)):
         fixed = {"EXPERTS": experts, "BLOCK": block, "BINS": bins, "CHUNK": CHUNK, "GROUPS": GROUPS, "COMPILED": True}
         used = resources(order_kernel, fixed, more=types) | {"programs": 8}

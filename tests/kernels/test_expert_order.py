@@ -59,7 +59,8 @@ def test_rows_are_in_blocks_and_quantised(device, name, block):
     found = order(x.to(device), chosen.to(device), block, experts)
     wanted = order_torch(x.to(device), chosen.to(device), block, experts)
     assert torch.equal(found.padded, wanted.padded)
-    for rows, of_twin in ((found.sorted_ids, wanted.sorted_ids), (found.expert_ids, wanted.expert_ids)):
+    for name in ("sorted_ids", "expert_ids", "counters"):
+        rows, of_twin = getattr(found, name), getattr(wanted, name)
         assert torch.equal(rows[: len(of_twin)], of_twin)
         assert rows[len(of_twin) :].eq(POISON).all()
     assert len(found.sorted_ids) == most_rows(chosen.numel(), experts, block)

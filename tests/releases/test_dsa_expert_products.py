@@ -1,4 +1,4 @@
-"""SGLang's products of experts with launches of ours before and between them: SGLang's kernels, interpreted."""
+"""SGLang's products of experts with launches of ours around them, SGLang's kernels interpreted, and both in one launch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-from emulated import emulating
+from emulated import emulating, whole_experts_emulated
 from rows_by_expert import in_blocks
 
 from nsa_backend.adapters import expert_products, experts, shared_expert
 from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT
-from nsa_backend.kernels import down_blocks, expert_tiles, gate_up_rows
+from nsa_backend.kernels import down_blocks, expert_tiles, gate_up_rows, whole_experts
 from nsa_backend.kernels.few_experts import ExpertWeights
 from nsa_backend.kernels.layer_front_torch import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
@@ -60,6 +60,21 @@ def runner(monkeypatch):
     return interpreted_runner(monkeypatch)
 
 
+@pytest.fixture
+def one_launch(monkeypatch, runner):
+    """Both products of some tokens on an emulated GPU; SGLang's are never asked for."""
+    launch = partial(whole_experts.whole_experts, num_sms=3, **whole_experts_emulated(HIDDEN))
+    monkeypatch.setattr(whole_experts, "whole_experts", launch)
+    monkeypatch.setattr(runner.module, "invoke_fused_moe_kernel", lambda *_, **__: pytest.fail("SGLang's product"))
+
+
+@pytest.fixture
+def sglangs_products(monkeypatch):
+    """Some tokens have no products in one launch, of whatever experts."""
+    monkeypatch.setattr(whole_experts, "problem", lambda hidden, width: "SGLang's are wanted")
+
+
+@pytest.mark.usefixtures("sglangs_products")
 @pytest.mark.parametrize(
     ("width", "bulk", "alone", "elsewhere"),
     [(256, False, False, 0.0), (256, True, False, 0.0), (256, False, True, 0.5), (256, True, False, 0.5),
@@ -72,6 +87,22 @@ def test_experts_are_right(runner, width, bulk, alone, elsewhere):
     found = served(given)
     assert found.isfinite().all()
     assert near(found, given)
+
+
+@pytest.mark.usefixtures("one_launch")
+@pytest.mark.parametrize(("tokens", "elsewhere"), [(5, 0.0), (6, 0.5), (6, 1.0), (40, 0.0)])
+def test_experts_with_both_products_in_one_launch_are_right(tokens, elsewhere):
+    """With a row or more of an expert, more than a block of it, and all experts of other GPUs."""
+    given = arguments(tokens, 256, elsewhere=elsewhere)
+    found = served(given)
+    assert found.isfinite().all()
+    assert near(found, given)
+
+
+@pytest.mark.usefixtures("one_launch")
+def test_other_widths_have_sglangs_products():
+    with pytest.raises(pytest.fail.Exception, match="SGLang's product"):
+        served(arguments(6, 128))
 
 
 @pytest.fixture(params=["SGLang's first product", "both ours"])
@@ -168,9 +199,10 @@ def captured(given: dict, of_shared: torch.Tensor, add=lambda sums, shared: (sum
     return shared_expert.captured_layer(forward, layer_of_graph(**options), given["hidden_states"])
 
 
-@pytest.mark.parametrize("bulk", [False, True])
-def test_a_captured_layers_sums_are_added_up_with_its_shared_expert(monkeypatch, runner, bulk):
+@pytest.mark.parametrize(("products", "bulk"), [("sglangs_products", False), ("sglangs_products", True), ("one_launch", False)])
+def test_a_captured_layers_sums_are_added_up_with_its_shared_expert(monkeypatch, request, runner, products, bulk):
     """In one launch, to the bit of SGLang's two; the layer's own sum is not asked for."""
+    request.getfixturevalue(products)
     runner.bulk = bulk
     given, of_shared = arguments(6, 256), torch.randn(6, HIDDEN).bfloat16()
     alone = served(given)
@@ -388,6 +420,9 @@ def compiled(monkeypatch):
     monkeypatch.setattr(
         expert_tiles, "compiled_on", lambda kernel, device: found.append((kernel.source.stem, kernel.hidden, device))
     )
+    monkeypatch.setattr(
+        whole_experts, "compile_ahead", lambda device, hidden: found.append(("whole_experts", hidden, device.index))
+    )
     yield found
     expert_products._compile.cache_clear()
 
@@ -399,18 +434,19 @@ def of_gpu(experts: int, width: int, hidden: int = 7168) -> ExpertWeights:
     return ExpertWeights(first, None, None, None)
 
 
-def test_a_servers_first_forward_compiles_what_long_prefills_have(compiled, monkeypatch):
+def test_a_servers_first_forward_compiles_what_later_ones_have(compiled, monkeypatch):
+    kernels = "whole_experts", "gate_up_rows", "down_blocks"
     for _ in range(2):
         expert_products.compile_ahead(of_gpu(256, 256))
-    assert compiled == [("gate_up_rows", 7168, 1), ("down_blocks", 7168, 1)]
+    assert compiled == [(kernel, 7168, 1) for kernel in kernels]
     for others in (of_gpu(32, 256), of_gpu(256, 512), of_gpu(256, 256, 7000), of_gpu(256, 256, 7040)):
         expert_products.compile_ahead(others)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     expert_products.compile_ahead(of_gpu(257, 256, 6144))
-    assert len(compiled) == 2
+    assert len(compiled) == len(kernels)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     expert_products.compile_ahead(of_gpu(257, 256, 6144))
-    assert compiled[2:] == [("gate_up_rows", 6144, 1), ("down_blocks", 6144, 1)]
+    assert compiled[len(kernels) :] == [(kernel, 6144, 1) for kernel in kernels]
 
 
 def test_who_asks_of_another_hidden_size_has_our_second_product_alone(prefill, monkeypatch):
@@ -431,10 +467,14 @@ def test_any_forward_with_launches_of_ours_is_asked_for_it(runner, monkeypatch, 
     assert [weights.first.data_ptr() for weights in asked] == [given["w1"].data_ptr()]
 
 
-def test_the_log_has_it_once(caplog, runner):
+@pytest.mark.parametrize(
+    ("width", "what"), [(128, "one launch before both products and one between"), (256, "both products in one launch")]
+)
+def test_the_log_has_it_once(caplog, request, runner, width, what):
+    if width == 256:
+        request.getfixturevalue("one_launch")
     with caplog.at_level(logging.INFO, expert_products.__name__):
         for tokens in (5, 6):
-            served(arguments(tokens, choices=2, elsewhere=1.0))
+            served(arguments(tokens, width, choices=2, elsewhere=1.0))
     (line,) = (record.getMessage() for record in caplog.records)
-    what = "experts of 5 to 128 tokens have one launch before both products and one between"
-    assert line == f"nsa_backend: {what}, {EXPERTS} experts of 128"
+    assert line == f"nsa_backend: experts of 5 to 128 tokens have {what}, {EXPERTS} experts of {width}"

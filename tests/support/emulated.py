@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels import early_experts, early_products, expert_tiles, index_rows, router, tile_products
+from nsa_backend.kernels import early_experts, early_products, expert_tiles, index_rows, router, tile_products, whole_experts
 from nsa_backend.kernels import sparse_verify as verify
 from nsa_backend.kernels.cuda_source import Boxes, Launch, TensorMap
 from nsa_backend.kernels.few_experts import ExpertWeights
@@ -98,6 +98,17 @@ def multiply_emulator(kernel: expert_tiles.Kernel) -> ctypes.CDLL:
 def emulating(kernel: expert_tiles.Kernel, seed: int = 0) -> dict[str, Launch | Boxes]:
     """What its callers take in place of a GPU, by name."""
     return {"launch": launcher(partial(multiply_emulator, kernel), seed), "boxes": boxes}
+
+
+def emulator_of_whole_experts(hidden: int) -> ctypes.CDLL:
+    """On hidden states of this width."""
+    macros = whole_experts.constants(hidden) | {"CLUSTER": 1}
+    return emulator(whole_experts.SOURCE, "Experts", whole_experts.SOURCE.stem, **macros)
+
+
+def whole_experts_emulated(hidden: int, seed: int = 0) -> dict[str, Launch | Boxes]:
+    """What `whole_experts` takes in place of a GPU, by name."""
+    return {"launch": launcher(partial(emulator_of_whole_experts, hidden), seed), "boxes": boxes}
 
 
 def turning(heads: int, *, neox: bool, seed: int = 0) -> Launch:
