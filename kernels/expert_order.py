@@ -36,7 +36,7 @@ class Order(NamedTuple):
     sorted_ids: torch.Tensor  # int32 [most rows], choices by expert; their number in padding, anything behind the last block
     expert_ids: torch.Tensor  # int32 [most blocks], -1 of another GPU, whose blocks come first; anything behind the last one
     padded: torch.Tensor  # int32 [1], rows of all blocks
-    counters: torch.Tensor  # int32 [1 + most blocks], zeros: one of all blocks, and one of each, anything behind the last one
+    counters: torch.Tensor  # int32 [1 + most blocks * counters], zeros: one of all, those of each; anything behind the last
 
 
 @triton.jit
@@ -55,10 +55,11 @@ def order_kernel(
     sorted_ptr,  # int32 [most rows]
     expert_ptr,  # int32 [most blocks]
     padded_ptr,  # int32 [1]
-    counters_ptr,  # int32 [1 + most blocks]
+    counters_ptr,  # int32 [1 + most blocks * COUNTERS]
     choices,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,  # rows
+    COUNTERS: tl.constexpr,  # of a block
     BINS: tl.constexpr,  # at least EXPERTS + 2
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -90,7 +91,8 @@ def order_kernel(
             tl.store(sorted_ptr + row + behind, tl.zeros([BLOCK], tl.int32) + choices, behind < last * BLOCK)
             for one in range(0, last):
                 tl.store(expert_ptr + first + one, program - 1)
-                tl.store(counters_ptr + 1 + first + one, 0)
+                of_block = counters_ptr + 1 + (first + one) * COUNTERS
+                tl.store(of_block + tl.arange(0, COUNTERS), tl.zeros([COUNTERS], tl.int32))
     else:
         group = (program - EXPERTS - 1) * GROUPS + tl.arange(0, GROUPS)[:, None]
         at = group * GROUP_OF_KERNEL + tl.arange(0, GROUP_OF_KERNEL)[None, :]
@@ -121,7 +123,7 @@ def problem(tokens: int, choices: int, hidden: int) -> str | None:
     return None
 
 
-def order(x: torch.Tensor, chosen: torch.Tensor, block: int, experts: int) -> Order:
+def order(x: torch.Tensor, chosen: torch.Tensor, block: int, experts: int, counters: int = 1) -> Order:
     """Rows of all choices in blocks by expert, and what experts multiply; one launch.
 
     Args:
@@ -129,6 +131,7 @@ def order(x: torch.Tensor, chosen: torch.Tensor, block: int, experts: int) -> Or
         chosen: int32 [tokens, choices], below `experts`; -1 is one of another GPU.
         block: rows of each, a power of two.
         experts: of this GPU.
+        counters: of each block, a power of two.
 
     Returns:
         Exact scales; an expert's rows are in the order of choices.
@@ -142,8 +145,8 @@ def order(x: torch.Tensor, chosen: torch.Tensor, block: int, experts: int) -> Or
     check_tensor("x", x, torch.bfloat16, (tokens, hidden))
     check_tensor("chosen", chosen, torch.int32, (tokens, chosen.shape[1]))
     require(choices > 0, "chosen", chosen, "of a choice or more", "no launch would tell that there are no rows")
-    if block != power_of_two(block):
-        raise ValueError(f"blocks of {block} rows: powers of two are served")
+    if block != power_of_two(block) or counters != power_of_two(counters):
+        raise ValueError(f"blocks of {block} rows with {counters} counters: powers of two are served")
     rows = most_rows(choices, experts, block)
 
     def room(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -151,10 +154,12 @@ def order(x: torch.Tensor, chosen: torch.Tensor, block: int, experts: int) -> Or
 
     found = Order(
         room(torch.float8_e4m3fn, tokens, hidden), room(torch.float32, tokens, hidden // GROUP), room(torch.int32, rows),
-        room(torch.int32, blocks(rows, block)), room(torch.int32, 1), room(torch.int32, 1 + blocks(rows, block)),
+        room(torch.int32, blocks(rows, block)), room(torch.int32, 1),
+        room(torch.int32, 1 + blocks(rows, block) * counters),
     )  # fmt: skip
     order_kernel[(experts + 1 + tokens * hidden // (GROUPS * GROUP),)](
-        x, chosen, *found, choices, EXPERTS=experts, BLOCK=block, BINS=max(FEWEST_BINS, power_of_two(experts + 2)), CHUNK=CHUNK,
-        GROUPS=GROUPS, COMPILED=x.is_cuda, num_warps=4, **early(x.is_cuda),
+        x, chosen, *found, choices, EXPERTS=experts, BLOCK=block, COUNTERS=counters,
+        BINS=max(FEWEST_BINS, power_of_two(experts + 2)), CHUNK=CHUNK, GROUPS=GROUPS, COMPILED=x.is_cuda, num_warps=4,
+        **early(x.is_cuda),
     )  # fmt: skip
     return found

@@ -9,7 +9,7 @@ from nsa_backend.kernels.layer_front_torch import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
 
 
-def order_torch(x: torch.Tensor, chosen: torch.Tensor, block: int, experts: int) -> Order:
+def order_torch(x: torch.Tensor, chosen: torch.Tensor, block: int, experts: int, counters: int = 1) -> Order:
     """What `order` gives, without room behind the last block."""
     flat = chosen.flatten()
     counts = torch.stack([(flat == expert).sum() for expert in range(-1, experts)])
@@ -22,5 +22,5 @@ def order_torch(x: torch.Tensor, chosen: torch.Tensor, block: int, experts: int)
         rows[start : start + len(mine)] = mine
     of_blocks = torch.arange(-1, experts, dtype=torch.int32, device=x.device).repeat_interleave(blocks)
     padded = torch.tensor([len(rows)], dtype=torch.int32, device=x.device)
-    counters = torch.zeros(1 + len(of_blocks), dtype=torch.int32, device=x.device)
-    return Order(*quantise(x.float(), Scales.EXACT), rows, of_blocks, padded, counters)
+    zeros = torch.zeros(1 + len(of_blocks) * counters, dtype=torch.int32, device=x.device)
+    return Order(*quantise(x.float(), Scales.EXACT), rows, of_blocks, padded, zeros)

@@ -1,74 +1,74 @@
-// Both products of experts of a few tokens each, and what lies between them, for Hopper: block FP8 in, bfloat16 out.
+// Both products of experts of some tokens each, and what lies between them, for Hopper: block FP8 in, bfloat16 out.
 // whole_experts.py compiles it at run time.
 //
 // Reading weights takes as long as everything, so no block may wait while others read. A tile is an expert and up to ROWS of its
-// rows. Its work is in pieces: quarters of the first product, 64 columns of the gate with those of up that belong to them, and
-// CHUNKS of the second one's columns. Blocks take piece after piece, first products before second ones. What a second product
-// needs was taken long before, and nobody who has a first product waits for anybody. One thread brings weights, step after step
-// through one piece and into the next; a warp brings rows, and waits for activations.
+// rows. Its work is in pieces: of the first product, 64 columns of the gate with those of up that belong to them, and then columns of
+// the second one. Blocks take piece after piece, all first products before second ones. What a second product needs was taken long
+// before, and nobody who has a first product waits for anybody. One thread brings weights, step after step through one piece and into
+// the next; a warp brings rows, and waits for activations.
 
 #include "activations.cuh"
 #include "tiles.cuh"
 
-constexpr int GROUP = 128;        // values that share a scale: 128 bytes
-constexpr int WIDTH = 2 * GROUP;  // of an expert
-constexpr int COLUMNS = 64;       // of a warpgroup's products
-constexpr int STEPS = HIDDEN / GROUP;
-constexpr int QUARTERS = WIDTH / COLUMNS, CHUNKS = 8;
-// Of a piece: two GROUPs of 64 columns, twice, or 128 columns of two GROUPs.
-constexpr int FIRST_STEPS = STEPS / 2, SECOND_STEPS = STEPS / CHUNKS;
+constexpr int GROUP = 128;   // values that share a scale: 128 bytes
+constexpr int COLUMNS = 64;  // of a warpgroup's products
+constexpr int STEPS = HIDDEN / GROUP, GROUPS = WIDTH / GROUP;
+constexpr int FIRSTS = WIDTH / COLUMNS, SECONDS = STEPS / EACH;  // pieces of a tile; EACH GROUPs of columns are one of the second product
+// A step is two GROUPs of both parts of a first product, or of 128 columns of a second one.
+constexpr int FIRST_STEPS = STEPS / 2, SECOND_STEPS = GROUPS / 2;
 constexpr int WARPS = 8, MULTIPLYING = WARPS * 32, THREADS = MULTIPLYING + 64;
-static_assert(HIDDEN % (CHUNKS * GROUP) == 0, "pieces have whole steps");
-static_assert(ROWS == 16, "a lane that gathers has two rows' scales, and 16 bytes of rows 4 apart");
+static_assert(STEPS % 2 == 0 && GROUPS % 2 == 0 && STEPS % EACH == 0, "pieces have whole steps");
+static_assert(ROWS == 16 || ROWS == 32 || ROWS == 64, "tensor cores take so many, and a lane what it gathers of each");
 
-// Shared memory: steps that are there or on their way, STAGES at once, of each four panels of weights and, of the first product,
-// rows of two GROUPs, with their scales; activations of two pieces, as they come and as they are multiplied; sums of a warpgroup
-// for the other; what every warp writes.
+// Shared memory: steps that are there or on their way, STAGES at once, of each four panels of weights and two GROUPs of rows, with
+// scales; sums of a warpgroup for the other; what every warp writes.
 constexpr uint32_t PANEL = COLUMNS * 128, OF_ROWS = ROWS * 128;
 constexpr uint32_t ROWS_AT = 4 * PANEL, STAGE = ROWS_AT + 2 * OF_ROWS;
-constexpr uint32_t INNER_AT = STAGES * STAGE, INNER = 2 * OF_ROWS;
-constexpr uint32_t GIVEN_AT = INNER_AT + 2 * INNER, GIVEN_CHOICES = ROWS * WIDTH * 2, GIVEN_SHARES = GIVEN_CHOICES + ROWS * 4;
-constexpr uint32_t GIVEN = GIVEN_SHARES + ROWS * 4;
-constexpr uint32_t SUMS_AT = GIVEN_AT + 2 * GIVEN;
+// Of a step: scales of rows and of weights; of a piece of a second product's first one, choices of rows and their shares too.
+constexpr uint32_t OF_WEIGHTS = 2 * ROWS * 4, CHOICES = OF_WEIGHTS + 4 * 4, SHARES = CHOICES + ROWS * 4, SCALES = SHARES + ROWS * 4;
+constexpr uint32_t SUMS_AT = STAGES * STAGE;
 constexpr uint32_t PITCH = 48, WRITTEN = ROWS * PITCH;  // of 16 columns in bfloat16
 constexpr uint32_t WRITTEN_AT = SUMS_AT + ROWS * 128 * 4;
-constexpr uint32_t OF_WEIGHTS = 2 * ROWS * 4, SCALES = OF_WEIGHTS + 4 * 4;  // of a step
 constexpr uint32_t SCALES_AT = WRITTEN_AT + WARPS * WRITTEN;
-constexpr uint32_t INNER_SCALES_AT = SCALES_AT + STAGES * SCALES;  // of two pieces
-constexpr int AHEAD = 4;                                           // pieces that are known at once
-constexpr uint32_t PIECES_AT = INNER_SCALES_AT + 2 * 2 * ROWS * 4;
-constexpr uint32_t BARRIERS_AT = PIECES_AT + AHEAD * 8;
-[[maybe_unused]] constexpr uint32_t SHARED_BYTES = BARRIERS_AT + 2 * (STAGES + 2 + AHEAD) * 8 + 1024;
+constexpr int AHEAD = 4;  // pieces that are known at once
+constexpr uint32_t PIECES_AT = SCALES_AT + STAGES * SCALES, COUNTED_AT = PIECES_AT + AHEAD * 8;
+constexpr uint32_t BARRIERS_AT = COUNTED_AT + 8;
+[[maybe_unused]] constexpr uint32_t SHARED_BYTES = BARRIERS_AT + 2 * (STAGES + AHEAD) * 8 + 1024;
 
 struct Experts {
     TensorMap first;             // e4m3 [experts * 2 * WIDTH, HIDDEN] in boxes of COLUMNS rows, gate before up
     TensorMap second;            // e4m3 [experts * HIDDEN, WIDTH], likewise
     const unsigned char* x;      // e4m3 [tokens, HIDDEN]
     const float* x_scales;       // [tokens, STEPS]
-    const float* first_scales;   // [experts, 4, STEPS]
-    const float* second_scales;  // [experts, STEPS, 2]
+    const float* first_scales;   // [experts, 2 * GROUPS, STEPS]
+    const float* second_scales;  // [experts, STEPS, GROUPS]
     const float* shares;         // [choices]
     const int* sorted;           // [rows], choices, or their number and more where a row is padding
     const int* experts;          // [tiles]; -1 where it is another GPU's
     const int* padded;           // [1], rows of all tiles
-    uint32_t* taken;             // [1 + tiles], zeros: pieces that are taken, and quarters of a tile that are there
-    unsigned short* inner;       // bfloat16 [rows, WIDTH]
+    uint32_t* counters;          // [1 + tiles * GROUPS], zeros: pieces that are taken, and of each GROUP of a tile how far it is
+    unsigned short* activated;   // bfloat16 [rows, WIDTH]
+    unsigned char* inner;        // e4m3 [rows, WIDTH]
+    float* inner_scales;         // [rows, GROUPS]
     unsigned char* out;          // bfloat16 [choices, HIDDEN]
     int choices, of_token;       // of all tokens, and of one
-    int unused[8];
+    int unused[4];
 };
 
-// The `number`th of all tiles' quarters, and behind these of their chunks.
+// How far a GROUP of a tile's activations is: both of its pieces count, and who quantises.
+constexpr uint32_t THERE = 3;
+
+// The `number`th of all tiles' pieces of first products, and behind these of second ones.
 struct Piece {
-    int number, expert, quarters;
+    int number, expert, firsts;
 
-    __device__ __forceinline__ bool second() const { return number >= quarters; }
-    __device__ __forceinline__ bool is() const { return number < quarters / QUARTERS * (QUARTERS + CHUNKS); }
-    __device__ __forceinline__ int tile() const { return second() ? (number - quarters) / CHUNKS : number / QUARTERS; }
-    __device__ __forceinline__ int part() const { return second() ? (number - quarters) % CHUNKS : number % QUARTERS; }
+    __device__ __forceinline__ bool second() const { return number >= firsts; }
+    __device__ __forceinline__ bool is() const { return number < firsts / FIRSTS * (FIRSTS + SECONDS); }
+    __device__ __forceinline__ int tile() const { return second() ? (number - firsts) / SECONDS : number / FIRSTS; }
+    __device__ __forceinline__ int part() const { return second() ? (number - firsts) % SECONDS : number % FIRSTS; }
 };
 
-// A place in shared memory that is filled and emptied in turns, the one of `at` and what barriers tell of it.
+// Places in shared memory that are filled and emptied in turns, as barriers tell.
 template <int count> struct Turns {
     uint32_t barriers;
 
@@ -90,53 +90,48 @@ template <int count> struct Turns {
 struct Places {
     uint32_t shared;
     Turns<STAGES> steps;
-    Turns<2> given;
     Turns<AHEAD> pieces;
 
     __device__ __forceinline__ explicit Places(uint32_t shared)
-        : shared(shared), steps{shared + BARRIERS_AT}, given{steps.barriers + 2 * STAGES * 8}, pieces{given.barriers + 2 * 2 * 8} {}
+        : shared(shared), steps{shared + BARRIERS_AT}, pieces{steps.barriers + 2 * STAGES * 8} {}
     __device__ __forceinline__ void start() const {
         steps.start(1 + 32, WARPS);
-        given.start(32, WARPS);
         pieces.start(1, WARPS + 1);
     }
     __device__ __forceinline__ uint32_t step(uint32_t turn) const { return shared + turn % STAGES * STAGE; }
     __device__ __forceinline__ uint32_t scales(uint32_t turn) const { return shared + SCALES_AT + turn % STAGES * SCALES; }
-    __device__ __forceinline__ uint32_t given_at(uint32_t turn) const { return shared + GIVEN_AT + turn % 2 * GIVEN; }
-    __device__ __forceinline__ uint32_t inner(uint32_t turn) const { return shared + INNER_AT + turn % 2 * INNER; }
-    __device__ __forceinline__ uint32_t inner_scales(uint32_t turn) const { return shared + INNER_SCALES_AT + turn % 2 * 2 * ROWS * 4; }
     __device__ __forceinline__ uint32_t piece(uint32_t turn) const { return shared + PIECES_AT + turn % AHEAD * 8; }
 
     // The next piece, for a warp.
-    __device__ __forceinline__ Piece next(uint32_t& turn, int quarters) const {
+    __device__ __forceinline__ Piece next(uint32_t& turn, int firsts) const {
         pieces.wait(turn);
         const uint2 found = load_shared_2(piece(turn));
         sync_warp();
         if (threadIdx.x % 32 == 0) arrive(pieces.emptied(turn));
         ++turn;
-        return {static_cast<int>(found.x), static_cast<int>(found.y), quarters};
+        return {static_cast<int>(found.x), static_cast<int>(found.y), firsts};
     }
 };
 
-__device__ __forceinline__ int quarters_of(const Experts& a) { return a.padded[0] / ROWS * QUARTERS; }
+__device__ __forceinline__ int firsts_of(const Experts& a) { return a.padded[0] / ROWS * FIRSTS; }
 
 // What one thread does, which takes pieces too, each while the one before comes.
 __device__ __forceinline__ void bring_weights(const Experts& a, const Places& of) {
-    const int quarters = quarters_of(a);
+    const int firsts = firsts_of(a);
     const auto take = [&] {
-        Piece piece{static_cast<int>(add_to_counter(a.taken, 1)), 0, quarters};
+        Piece piece{static_cast<int>(add_to_counter(a.counters, 1)), 0, firsts};
         if (piece.is()) piece.expert = a.experts[piece.tile()];
         return piece;
     };
     uint32_t step = 0, turn = 0;
-    const auto bring = [&](const TensorMap& weights, int column, int row, int right, int down) {
+    const auto bring = [&](const TensorMap& weights, int column, int row, int other_row, int third_column, int third_row) {
         of.steps.wait_for_room(step);
         const uint32_t at = of.step(step), filled = of.steps.filled(step);
         arrive_before_bytes(filled, 4 * PANEL);
         copy_tile(at, weights, column, row, filled);
-        copy_tile(at + PANEL, weights, column, row + down, filled);
-        copy_tile(at + 2 * PANEL, weights, column + right, row, filled);
-        copy_tile(at + 3 * PANEL, weights, column + right, row + down, filled);
+        copy_tile(at + PANEL, weights, column, other_row, filled);
+        copy_tile(at + 2 * PANEL, weights, third_column, third_row, filled);
+        copy_tile(at + 3 * PANEL, weights, third_column, third_row + other_row - row, filled);
         ++step;
     };
     for (Piece piece = take();; ++turn) {
@@ -147,87 +142,117 @@ __device__ __forceinline__ void bring_weights(const Experts& a, const Places& of
         const Piece next = take();
         if (piece.expert < 0) {
         } else if (piece.second()) {
-            const int row = piece.expert * HIDDEN + piece.part() * SECOND_STEPS * GROUP;
-            for (int k = 0; k < SECOND_STEPS; ++k) bring(a.second, 0, row + k * GROUP, GROUP, COLUMNS);
+            int row = piece.expert * HIDDEN + piece.part() * EACH * GROUP;
+            for (int i = 0; i < EACH; ++i, row += GROUP) {
+                for (int k = 0; k < WIDTH; k += 2 * GROUP) bring(a.second, k, row, row + COLUMNS, k + GROUP, row);
+            }
         } else {
             const int row = piece.expert * 2 * WIDTH + piece.part() * COLUMNS;
-            for (int k = 0; k < FIRST_STEPS; ++k) bring(a.first, k * 2 * GROUP, row, GROUP, WIDTH);
+            for (int k = 0; k < HIDDEN; k += 2 * GROUP) bring(a.first, k, row, row + WIDTH, k + GROUP, row);
         }
         piece = next;
     }
 }
 
-// What one warp does: rows of first products, activations of second ones, and scales.
+// What one warp does: rows, and scales. A lane has 16 bytes of every fourth row, in both GROUPs of a step; and the scale of every row
+// that comes 32 behind another, counting those of the second GROUP behind those of the first.
 struct Gathering {
+    static constexpr int COPIES = ROWS / 4, SCALED = 2 * ROWS / 32, OWN = (ROWS + 31) / 32;
     const Experts& a;
     const Places& of;
-    int lane;
-    uint32_t step, chunks;
+    int lane, row, byte;
+    uint32_t step;
+    const unsigned char* from[COPIES];
+    const float* scale[SCALED];
+    uint32_t there, scaled;  // bits: whether there is one
 
-    __device__ __forceinline__ void rows(const Piece& piece) {
-        const int row = lane / 8, byte = lane % 8 * 16, *sorted = a.sorted + piece.tile() * ROWS;
-        const unsigned char* from[ROWS / 4];
-        uint32_t there = 0;
+    __device__ __forceinline__ Gathering(const Experts& a, const Places& of)
+        : a(a), of(of), lane(threadIdx.x % 32), row(lane / 8), byte(lane % 8 * 16), step(0) {}
+
+    // Of rows that lie at `values`, `width` bytes each with as many scales as GROUPs. `number(row)` is a row's, or less than 0.
+    template <int width, class Number>
+    __device__ __forceinline__ void begin(const unsigned char* values, const float* scales, Number number) {
+        there = scaled = 0;
 #pragma unroll
-        for (int i = 0; i < ROWS / 4; ++i) {
-            const int choice = sorted[row + 4 * i];
-            const bool is = choice < a.choices;
-            there |= static_cast<uint32_t>(is) << i;
-            from[i] = a.x + (is ? choice / a.of_token : 0) * static_cast<long long>(HIDDEN) + byte;
+        for (int i = 0; i < COPIES; ++i) {
+            const int found = number(row + 4 * i);
+            there |= static_cast<uint32_t>(found >= 0) << i;
+            from[i] = values + max(found, 0) * static_cast<long long>(width) + byte;
         }
-        // A lane has the scale of a row in one of both GROUPs, and four have one of weights: the gate's in both, and up's.
-        const int choice = sorted[lane % ROWS];
-        const bool is = choice < a.choices;
-        const float* scale = a.x_scales + (is ? choice / a.of_token : 0) * STEPS + lane / ROWS;
-        const float* of_weights = a.first_scales + (piece.expert * 4 + piece.part() / 2 + lane / 2 % 2 * 2) * static_cast<long long>(STEPS) + lane % 2;
-        for (int k = 0; k < FIRST_STEPS; ++k, ++step) {
-            of.steps.wait_for_room(step);
-            const uint32_t to = of.step(step) + ROWS_AT + row * 128, scales = of.scales(step);
 #pragma unroll
-            for (int i = 0; i < ROWS / 4; ++i) {
-                const uint32_t place = to + i * 4 * 128 + (byte ^ ((row + 4 * i & 7) << 4));
-#pragma unroll
-                for (int group = 0; group < 2; ++group) {
-                    copy_16(place + group * OF_ROWS, from[i] + (2 * k + group) * GROUP, there >> i & 1);
-                }
-            }
-            copy_4(scales + lane * 4, scale + 2 * k, is);
-            if (lane < 4) copy_4(scales + OF_WEIGHTS + lane * 4, of_weights + 2 * k, true);
-            arrive_after_copies(of.steps.filled(step));
+        for (int i = 0; i < SCALED; ++i) {
+            const int at = lane + 32 * i, found = number(at % ROWS);
+            scaled |= static_cast<uint32_t>(found >= 0) << i;
+            scale[i] = scales + max(found, 0) * static_cast<long long>(width / GROUP) + at / ROWS;
         }
     }
-    __device__ __forceinline__ void activations(const Piece& piece) {
-        const int tile = piece.tile();
-        const int choice = a.sorted[tile * ROWS + lane % ROWS];
-        of.given.wait_for_room(chunks);
-        const uint32_t to = of.given_at(chunks);
-        while (load_counter(a.taken + 1 + tile) < QUARTERS) {
-        }
-        const unsigned char* from = reinterpret_cast<const unsigned char*>(a.inner + tile * static_cast<long long>(ROWS * WIDTH));
+    // The two GROUPs from `group` on, and `count` scales of weights.
+    __device__ __forceinline__ void bring(int group, const float* of_weights, int count) {
+        const uint32_t to = of.step(step) + ROWS_AT + row * 128, scales = of.scales(step);
 #pragma unroll
-        for (int i = lane * 16; i < ROWS * WIDTH * 2; i += 32 * 16) copy_16(to + i, from + i, true);
-        if (lane < ROWS) {
-            copy_4(to + GIVEN_CHOICES + lane * 4, a.sorted + tile * ROWS + lane, true);
-            copy_4(to + GIVEN_SHARES + lane * 4, a.shares + (choice < a.choices ? choice : 0), true);
+        for (int i = 0; i < COPIES; ++i) {
+            const uint32_t place = to + i * 4 * 128 + (byte ^ ((row + 4 * i & 7) << 4));
+            copy_16(place, from[i] + group * GROUP, there >> i & 1);
+            copy_16(place + OF_ROWS, from[i] + (group + 1) * GROUP, there >> i & 1);
         }
-        arrive_after_copies(of.given.filled(chunks++));
-        const float* scale = a.second_scales + (piece.expert * STEPS + piece.part() * SECOND_STEPS) * 2ll + lane;
-        for (int k = 0; k < SECOND_STEPS; ++k, ++step) {
+#pragma unroll
+        for (int i = 0; i < SCALED; ++i) copy_4(scales + (lane + 32 * i) * 4, scale[i] + group, scaled >> i & 1);
+        if (lane < count) copy_4(scales + OF_WEIGHTS + lane * 4, of_weights + group, true);
+        arrive_after_copies(of.steps.filled(step++));
+    }
+
+    // Weights' scales are of the gate in both GROUPs, and of up.
+    __device__ __forceinline__ void first(const Piece& piece) {
+        const int* sorted = a.sorted + piece.tile() * ROWS;
+        begin<HIDDEN>(a.x, a.x_scales, [&](int row) {
+            const int choice = sorted[row];
+            return choice < a.choices ? choice / a.of_token : -1;
+        });
+        const int gate = piece.expert * 2 * GROUPS + piece.part() / 2;
+        const float* of_weights = a.first_scales + (gate + lane / 2 % 2 * GROUPS) * static_cast<long long>(STEPS) + lane % 2;
+        for (int k = 0; k < STEPS; k += 2) {
             of.steps.wait_for_room(step);
-            if (lane < 2) copy_4(of.scales(step) + OF_WEIGHTS + lane * 4, scale + 2 * k, true);
-            arrive_after_copies(of.steps.filled(step));
+            bring(k, of_weights, 4);
+        }
+    }
+    __device__ __forceinline__ void second(const Piece& piece) {
+        const int first_row = piece.tile() * ROWS;
+        int choice[OWN];
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) choice[i] = a.sorted[first_row + (lane + 32 * i) % ROWS];
+        for (int group = lane; group < GROUPS; group += 32) {
+            while (load_counter(a.counters + 1 + piece.tile() * GROUPS + group) < THERE) {
+            }
+        }
+        sync_warp();
+        begin<WIDTH>(a.inner, a.inner_scales, [&](int row) { return first_row + row; });
+        const float* of_weights = a.second_scales + (piece.expert * STEPS + piece.part() * EACH) * static_cast<long long>(GROUPS) + lane;
+        for (int i = 0; i < EACH; ++i, of_weights += GROUPS) {
+            for (int k = 0; k < GROUPS; k += 2) {
+                of.steps.wait_for_room(step);
+                if (i == 0 && k == 0) {
+                    const uint32_t to = of.scales(step) + lane * 4;
+#pragma unroll
+                    for (int j = 0; j < OWN; ++j) {
+                        if (lane + 32 * j >= ROWS) break;
+                        copy_4(to + CHOICES + j * 128, a.sorted + first_row + lane + 32 * j, true);
+                        copy_4(to + SHARES + j * 128, a.shares + (choice[j] < a.choices ? choice[j] : 0), choice[j] < a.choices);
+                    }
+                }
+                bring(k, of_weights, 2);
+            }
         }
     }
 };
 
 __device__ __forceinline__ void gather(const Experts& a, const Places& of) {
-    const int quarters = quarters_of(a);
-    Gathering gathering{a, of, static_cast<int>(threadIdx.x % 32), 0, 0};
+    const int firsts = firsts_of(a);
+    Gathering gathering(a, of);
     uint32_t turn = 0;
-    for (Piece piece = of.next(turn, quarters); piece.is(); piece = of.next(turn, quarters)) {
+    for (Piece piece = of.next(turn, firsts); piece.is(); piece = of.next(turn, firsts)) {
         if (piece.expert < 0) continue;
-        if (piece.second()) gathering.activations(piece);
-        else gathering.rows(piece);
+        if (piece.second()) gathering.second(piece);
+        else gathering.first(piece);
     }
     wait_for_copies();
 }
@@ -241,10 +266,13 @@ __device__ __forceinline__ void ask_products(Sums& found, uint32_t columns, uint
     for (int i = 0; i < GROUP / 32; ++i) multiply_fp8(found, of_columns + 2 * i, of_rows + 2 * i, i > 0);
 }
 
-__device__ __forceinline__ void add_scaled(Sums& sums, const Sums& found, const float (&of_rows)[4], float of_weights) {
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; ++i) sums[i] += found[i] * (of_rows[i / 4 * 2 + i % 2] * of_weights);
-}
+struct Columns {
+    uint32_t at;
+    float scale;
+};
+struct Factors {  // rows, and where their scales lie
+    uint32_t at, scales;
+};
 
 // Of a thread that multiplies: its sums are of columns `upper` and 8 further of 64, rows 8 i + `row` and the next one, the first
 // column's before the second one's.
@@ -252,20 +280,49 @@ struct Multiplying {
     const Experts& a;
     const Places& of;
     int warp, group, lane, upper, row;  // `group`: its warpgroup
-    uint32_t step, chunks;
+    uint32_t step;
 
     __device__ __forceinline__ Multiplying(const Experts& a, const Places& of)
         : a(a), of(of), warp(warp_uniform(threadIdx.x / 32)), group(warp / 4), lane(threadIdx.x % 32), upper(warp % 4 * 16 + lane / 4),
-          row(lane % 4 * 2), step(0), chunks(0) {}
+          row(lane % 4 * 2), step(0) {}
 
-    __device__ __forceinline__ void release() {
-        products_wait<0>();
+    __device__ __forceinline__ void release() const {
+        sync_warp();
         if (lane == 0) arrive(of.steps.emptied(step));
     }
-    // This thread's four rows' values, which lie there.
-    __device__ __forceinline__ void load_rows(float (&to)[4], uint32_t at) const {
-        const uint2 low = load_shared_2(at + row * 4), high = load_shared_2(at + (row + 8) * 4);
-        to[0] = __uint_as_float(low.x), to[1] = __uint_as_float(low.y), to[2] = __uint_as_float(high.x), to[3] = __uint_as_float(high.y);
+    // Where rows' values lie, as `add_scaled` takes them.
+    __device__ __forceinline__ void add_scaled(Sums& sums, const Sums& found, uint32_t of_rows, float of_weights) const {
+#pragma unroll
+        for (int i = 0; i < ROWS / 8; ++i) {
+            const uint2 two = load_shared_2(of_rows + (8 * i + row) * 4);
+            const float even = __uint_as_float(two.x) * of_weights, odd = __uint_as_float(two.y) * of_weights;
+            sums[4 * i] += found[4 * i] * even;
+            sums[4 * i + 1] += found[4 * i + 1] * odd;
+            sums[4 * i + 2] += found[4 * i + 2] * even;
+            sums[4 * i + 3] += found[4 * i + 3] * odd;
+        }
+    }
+
+    // Two products of 64 columns and rows, 128 bytes each, one behind the other where there are no registers for both.
+    __device__ __forceinline__ void add_products(
+        Sums& sums, Columns columns, Factors rows, Sums& other_sums, Columns other_columns, Factors other_rows
+    ) const {
+        Sums found, others;
+        products_begin();
+        ask_products(found, columns.at, rows.at);
+        if (ROWS <= 32) ask_products(others, other_columns.at, other_rows.at);
+        products_commit();
+        products_wait<0>();
+        add_scaled(sums, found, rows.scales, columns.scale);
+        if (ROWS <= 32) {
+            add_scaled(other_sums, others, other_rows.scales, other_columns.scale);
+        } else {
+            products_begin();
+            ask_products(found, other_columns.at, other_rows.at);
+            products_commit();
+            products_wait<0>();
+            add_scaled(other_sums, found, other_rows.scales, other_columns.scale);
+        }
     }
 
     // Warpgroups have a GROUP of every step each; the first adds up, and writes.
@@ -274,21 +331,12 @@ struct Multiplying {
 #pragma unroll
         for (int i = 0; i < ROWS / 2; ++i) gate[i] = up[i] = 0;
         for (int k = 0; k < FIRST_STEPS; ++k, ++step) {
-            Sums of_gate, of_up;
             of.steps.wait(step);
             fence_before_products();
-            const uint32_t at = of.step(step) + group * 2 * PANEL, rows = of.step(step) + ROWS_AT + group * OF_ROWS;
-            products_begin();
-            ask_products(of_gate, at, rows);
-            ask_products(of_up, at + PANEL, rows);
-            products_commit();
-            float of_rows[4];
-            load_rows(of_rows, of.scales(step) + group * ROWS * 4);
-            const uint32_t of_weights = of.scales(step) + OF_WEIGHTS + group * 4;
-            const float gate_scale = load_shared_float(of_weights), up_scale = load_shared_float(of_weights + 8);
+            const uint32_t at = of.step(step) + group * 2 * PANEL, scales = of.scales(step), of_weights = scales + OF_WEIGHTS + group * 4;
+            const Factors both{of.step(step) + ROWS_AT + group * OF_ROWS, scales + group * ROWS * 4};
+            add_products(gate, {at, load_shared_float(of_weights)}, both, up, {at + PANEL, load_shared_float(of_weights + 8)}, both);
             release();
-            add_scaled(gate, of_gate, of_rows, gate_scale);
-            add_scaled(up, of_up, of_rows, up_scale);
         }
         const uint32_t sums = of.shared + SUMS_AT + threadIdx.x % 128 * 4;
         if (group == 1) {
@@ -308,109 +356,127 @@ struct Multiplying {
         }
         meet<1, MULTIPLYING>();  // until then they lie there
         if (group == 1) return;
-        unsigned short* to = a.inner + piece.tile() * static_cast<long long>(ROWS * WIDTH) + piece.part() * COLUMNS + upper;
+        const int first_row = piece.tile() * ROWS, of_group = piece.part() / 2;
+        unsigned short* to = a.activated + (first_row + row) * static_cast<long long>(WIDTH) + piece.part() * COLUMNS + upper;
 #pragma unroll
         for (int i = 0; i < ROWS / 2; i += 2) {
             const float2 g = rounded(gate[i], gate[i + 1]), u = rounded(up[i], up[i + 1]);
             const uint32_t both = pack_bf16(opened(g.x) * u.x, opened(g.y) * u.y);
-            unsigned short* place = to + (i / 4 * 8 + row) * WIDTH + i / 2 % 2 * 8;
+            unsigned short* place = to + i / 4 * 8 * WIDTH + i / 2 % 2 * 8;
             place[0] = static_cast<unsigned short>(both);
             place[WIDTH] = static_cast<unsigned short>(both >> 16);
         }
+        uint32_t* counter = a.counters + 1 + piece.tile() * GROUPS + of_group;
+        if (count(counter) == 0) return;
+        quantise(first_row, of_group);
+        count(counter);
+    }
+
+    // What came before, once this warpgroup has written.
+    __device__ __forceinline__ uint32_t count(uint32_t* counter) const {
         meet<2, MULTIPLYING / 2>();
-        if (threadIdx.x == 0) add_to_counter(a.taken + 1 + piece.tile(), 1);
+        if (threadIdx.x == 0) store_shared(of.shared + COUNTED_AT, add_to_counter(counter, 1));
+        meet<2, MULTIPLYING / 2>();
+        return load_shared(of.shared + COUNTED_AT);
     }
 
-    // A thread has 16 of a row's activations, which are 16 bytes when they are quantised.
-    __device__ __forceinline__ void quantise() const {
-        const int of_row = threadIdx.x / 16, at = threadIdx.x % 16;
-        uint32_t given[8];
+    // A GROUP of a tile's activations, by the block that has the later half of it. A thread has 16 of a row at a time.
+    __device__ __forceinline__ void quantise(int first_row, int of_group) const {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint4 four = load_shared_4(of.given_at(chunks) + of_row * WIDTH * 2 + at * 32 + i * 16);
-            given[4 * i] = four.x, given[4 * i + 1] = four.y, given[4 * i + 2] = four.z, given[4 * i + 3] = four.w;
+        for (int i = threadIdx.x; i < ROWS * 8; i += MULTIPLYING / 2) {
+            const long long at = (first_row + i / 8) * static_cast<long long>(GROUPS) + of_group;
+            const unsigned short* from = a.activated + at * GROUP + i % 8 * 16;
+            const uint4 near = load_written(from), far = load_written(from + 8);
+            const uint32_t given[8] = {near.x, near.y, near.z, near.w, far.x, far.y, far.z, far.w};
+            float largest = 1e-10f;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const float2 two = unpack_bf16(given[j]);
+                largest = higher(largest, higher(fabsf(two.x), fabsf(two.y)));
+            }
+#pragma unroll
+            for (int lanes = 1; lanes < 8; lanes *= 2) largest = higher(largest, shuffle_xor(largest, lanes));
+            const Scale scale = exact_scale(largest);
+            uint32_t found[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float2 low = unpack_bf16(given[2 * j]), high = unpack_bf16(given[2 * j + 1]);
+                found[j] = pack_fp8(low.x * scale.inverse, low.y * scale.inverse) | pack_fp8(high.x * scale.inverse, high.y * scale.inverse) << 16;
+            }
+            *reinterpret_cast<uint4*>(a.inner + at * GROUP + i % 8 * 16) = {found[0], found[1], found[2], found[3]};
+            if (i % 8 == 0) a.inner_scales[at] = scale.scale;
         }
-        float largest = 1e-10f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float2 two = unpack_bf16(given[i]);
-            largest = higher(largest, higher(fabsf(two.x), fabsf(two.y)));
-        }
-#pragma unroll
-        for (int lanes = 1; lanes < 8; lanes *= 2) largest = higher(largest, shuffle_xor(largest, lanes));
-        const Scale scale = exact_scale(largest);
-        uint32_t found[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 low = unpack_bf16(given[2 * i]), high = unpack_bf16(given[2 * i + 1]);
-            found[i] = pack_fp8(low.x * scale.inverse, low.y * scale.inverse) | pack_fp8(high.x * scale.inverse, high.y * scale.inverse) << 16;
-        }
-        const uint32_t to = of.inner(chunks) + at / 8 * OF_ROWS + of_row * 128 + ((at % 8 ^ (of_row & 7)) << 4);
-        store_shared_4(to, {found[0], found[1], found[2], found[3]});
-        if (at % 8 == 0) store_shared(of.inner_scales(chunks) + (at / 8 * ROWS + of_row) * 4, __float_as_uint(scale.scale));
     }
 
-    // What a choice gets of this warp's 16 columns: a lane has eight of them, of one row. Null where the row is padding.
+    // Where a choice has a piece's columns: of this warp's 16 a lane has eight, of every 16th row. Null where the row is padding.
     __device__ __forceinline__ unsigned char* out_of(int choice, const Piece& piece) const {
-        const int column = piece.part() * SECOND_STEPS * GROUP + warp * 16 + lane % 2 * 8;
+        const int column = piece.part() * EACH * GROUP + warp * 16 + lane % 2 * 8;
         return choice < a.choices ? a.out + (choice * static_cast<long long>(HIDDEN) + column) * 2 : nullptr;
     }
 
     // Warpgroups have half of the columns of every step each.
     __device__ __forceinline__ void second(const Piece& piece) {
-        float shares[4], low_scales[4], high_scales[4];
-        const uint32_t given = of.given_at(chunks);
-        of.given.wait(chunks);
-        unsigned char* out = out_of(static_cast<int>(load_shared(given + GIVEN_CHOICES + lane / 2 * 4)), piece);
-        load_rows(shares, given + GIVEN_SHARES);
-        quantise();
-        fence_before_products();
-        sync_warp();
-        if (lane == 0) arrive(of.given.emptied(chunks));
-        meet<1, MULTIPLYING>();
-        load_rows(low_scales, of.inner_scales(chunks));
-        load_rows(high_scales, of.inner_scales(chunks) + ROWS * 4);
-        const uint32_t written = of.shared + WRITTEN_AT + warp * WRITTEN, inner = of.inner(chunks++);
-        for (int k = 0; k < SECOND_STEPS; ++k, ++step) {
-            Sums low, high, sums;
-            of.steps.wait(step);
-            const uint32_t at = of.step(step) + group * PANEL;
-            products_begin();
-            ask_products(low, at, inner);
-            ask_products(high, at + 2 * PANEL, inner + OF_ROWS);
-            products_commit();
-            const uint2 of_weights = load_shared_2(of.scales(step) + OF_WEIGHTS);
-            release();
+        unsigned char* out[ROWS / 16];
+        float shares[ROWS / 4];
+        const uint32_t written = of.shared + WRITTEN_AT + warp * WRITTEN;
+        for (int i = 0; i < EACH; ++i) {
+            Sums sums;
 #pragma unroll
-            for (int i = 0; i < ROWS / 2; ++i) sums[i] = 0;
-            add_scaled(sums, low, low_scales, __uint_as_float(of_weights.x));
-            add_scaled(sums, high, high_scales, __uint_as_float(of_weights.y));
+            for (int j = 0; j < ROWS / 2; ++j) sums[j] = 0;
+            for (int k = 0; k < SECOND_STEPS; ++k, ++step) {
+                of.steps.wait(step);
+                fence_before_products();
+                const uint32_t at = of.step(step) + group * PANEL, rows = of.step(step) + ROWS_AT, scales = of.scales(step);
+                if (i == 0 && k == 0) {
+#pragma unroll
+                    for (int j = 0; j < ROWS / 16; ++j) {
+                        out[j] = out_of(static_cast<int>(load_shared(scales + CHOICES + (16 * j + lane / 2) * 4)), piece);
+                    }
+#pragma unroll
+                    for (int j = 0; j < ROWS / 8; ++j) {
+                        const uint2 two = load_shared_2(scales + SHARES + (8 * j + row) * 4);
+                        shares[2 * j] = __uint_as_float(two.x), shares[2 * j + 1] = __uint_as_float(two.y);
+                    }
+                }
+                const uint2 of_weights = load_shared_2(scales + OF_WEIGHTS);
+                add_products(
+                    sums, {at, __uint_as_float(of_weights.x)}, {rows, scales}, sums, {at + 2 * PANEL, __uint_as_float(of_weights.y)},
+                    {rows + OF_ROWS, scales + ROWS * 4}
+                );
+                release();
+            }
             const uint32_t to = written + row * PITCH + lane / 4 * 2;
 #pragma unroll
-            for (int i = 0; i < ROWS / 2; i += 2) {
-                const uint32_t both = pack_bf16(sums[i] * shares[i / 4 * 2], sums[i + 1] * shares[i / 4 * 2 + 1]);
-                const uint32_t place = to + i / 4 * 8 * PITCH + i / 2 % 2 * 16;
+            for (int j = 0; j < ROWS / 2; j += 2) {
+                const uint32_t both = pack_bf16(sums[j] * shares[j / 4 * 2], sums[j + 1] * shares[j / 4 * 2 + 1]);
+                const uint32_t place = to + j / 4 * 8 * PITCH + j / 2 % 2 * 16;
                 store_shared_half(place, both & 0xffff);
                 store_shared_half(place + PITCH, both >> 16);
             }
             sync_warp();
-            const uint4 found = load_shared_4(written + lane / 2 * PITCH + lane % 2 * 16);
-            if (out) *reinterpret_cast<uint4*>(out + k * GROUP * 2) = found;
+#pragma unroll
+            for (int j = 0; j < ROWS / 16; ++j) {
+                const uint4 found = load_shared_4(written + (16 * j + lane / 2) * PITCH + lane % 2 * 16);
+                if (out[j]) *reinterpret_cast<uint4*>(out[j] + i * GROUP * 2) = found;
+            }
             sync_warp();
         }
     }
 
     __device__ __forceinline__ void write_zeros(const Piece& piece) const {
-        unsigned char* out = out_of(a.sorted[piece.tile() * ROWS + lane / 2], piece);
-        for (int k = 0; out && k < SECOND_STEPS; ++k) *reinterpret_cast<uint4*>(out + k * GROUP * 2) = {0, 0, 0, 0};
+#pragma unroll
+        for (int j = 0; j < ROWS / 16; ++j) {
+            unsigned char* out = out_of(a.sorted[piece.tile() * ROWS + 16 * j + lane / 2], piece);
+            for (int i = 0; out && i < EACH; ++i) *reinterpret_cast<uint4*>(out + i * GROUP * 2) = {0, 0, 0, 0};
+        }
     }
 };
 
 __device__ __forceinline__ void multiply(const Experts& a, const Places& of) {
-    const int quarters = quarters_of(a);
+    const int firsts = firsts_of(a);
     Multiplying multiplying(a, of);
     uint32_t turn = 0;
-    for (Piece piece = of.next(turn, quarters); piece.is(); piece = of.next(turn, quarters)) {
+    for (Piece piece = of.next(turn, firsts); piece.is(); piece = of.next(turn, firsts)) {
         if (!piece.second()) {
             if (piece.expert >= 0) multiplying.first(piece);
         } else if (piece.expert >= 0) {

@@ -9,31 +9,68 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from nsa_backend.kernels import expert_order
 from nsa_backend.kernels.checks import check_tensor
 from nsa_backend.kernels.cuda_source import ALIGNMENT, Boxes, CudaKernel, Launch, TensorMap, tensor_map
-from nsa_backend.kernels.expert_order import Order, check_blocks
 from nsa_backend.kernels.few_experts import ExpertWeights
 from nsa_backend.kernels.layer_front_weights import GROUP
 
 SOURCE = Path(__file__).with_name("whole_experts.cu")
-WIDTH = 2 * GROUP
+ROWS = 16, 32, 64
+"""Of a tile, all of one expert."""
+MOST_WIDTH = 16 * GROUP
 """Of the experts that are served."""
-HIDDEN = 8 * GROUP
-"""Of hidden states a multiple."""
-BLOCK = 16
-"""Rows of a tile, all of one expert."""
 BOX_ROWS = 64
 """Of weights, that come at once."""
-STAGES = 4
-"""Steps of 256 rows of weights, GROUP bytes each, that are there or on their way."""
+STEPS_OF_PIECE = 8
+"""Of a second product, at most."""
+MEAN = 0.75
+"""Of a tile's rows, how many an expert may have on average: with more, too many have a second tile."""
 WARPS = 8
 THREADS = WARPS * 32 + 64
-PIECES = 4 + 8
-"""Of a tile, that blocks take: of its first product and of its second."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a source is compiled for."""
+
+    hidden: int
+    width: int
+    rows: int
+
+    @property
+    def stages(self) -> int:
+        """Steps that are there or on their way: of 256 rows of weights, GROUP bytes each."""
+        return 4 if self.rows < 64 else 3
+
+    @property
+    def each(self) -> int:
+        """GROUPs of columns of a second product that are one piece."""
+        steps, of_columns = self.hidden // GROUP, self.width // GROUP // 2
+        return max(
+            each for each in range(1, steps + 1) if not steps % each and (each * of_columns <= STEPS_OF_PIECE or each == 1)
+        )
+
+    @property
+    def pieces(self) -> int:
+        """Of a tile."""
+        return self.width // BOX_ROWS + self.hidden // GROUP // self.each
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Macros of the source."""
+        return {"HIDDEN": self.hidden, "WIDTH": self.width, "ROWS": self.rows, "EACH": self.each, "STAGES": self.stages}
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: steps, with their scales; sums of a warpgroup; what warps write; pieces and barriers."""
+        steps = self.stages * ((2 * GROUP + 2 * self.rows) * GROUP + 4 * self.rows * 4 + 4 * 4)
+        return steps + self.rows * (128 * 4 + WARPS * 48) + 4 * 8 + 8 + 2 * (self.stages + 4) * 8 + ALIGNMENT
 
 
 class Arguments(ctypes.Structure):
@@ -42,68 +79,68 @@ class Arguments(ctypes.Structure):
     _fields_ = [
         *((name, TensorMap) for name in ("first", "second")),
         *((name, ctypes.c_void_p) for name in ("x", "x_scales", "first_scales", "second_scales", "shares")),
-        *((name, ctypes.c_void_p) for name in ("sorted", "experts", "padded", "taken", "inner", "out")),
+        *((name, ctypes.c_void_p) for name in ("sorted", "experts", "padded", "counters")),
+        *((name, ctypes.c_void_p) for name in ("activated", "inner", "inner_scales", "out")),
         *((name, ctypes.c_int) for name in ("choices", "of_token")),
-        ("unused", ctypes.c_int * 8),
+        ("unused", ctypes.c_int * 4),
     ]
 
 
-def constants(hidden: int, stages: int = STAGES) -> dict[str, int]:
-    """Macros of the source."""
-    return {"HIDDEN": hidden, "ROWS": BLOCK, "STAGES": stages}
-
-
-def shared_bytes(stages: int = STAGES) -> int:
-    """Shared memory of a block: steps, with their scales; activations of two pieces; sums of a warpgroup; what warps write."""
-    steps = stages * ((WIDTH + 2 * BLOCK) * GROUP + (2 * BLOCK + 4) * 4)
-    activations = 2 * (BLOCK * WIDTH * 3 + 2 * BLOCK * 4 + 2 * BLOCK * 4)
-    of_warps = BLOCK * 128 * 4 + WARPS * BLOCK * 48
-    return steps + activations + of_warps + 4 * 8 + 2 * (stages + 2 + 4) * 8 + ALIGNMENT
-
-
 @functools.cache
-def compiled_on(device: int, hidden: int, stages: int = STAGES) -> CudaKernel:
-    """The kernel for hidden states of this width, compiled at its first call on a device."""
+def compiled_on(device: int, form: Form) -> CudaKernel:
+    """The kernel, compiled at its first call on a device."""
     with torch.cuda.device(device):
-        return CudaKernel(SOURCE, SOURCE.stem, constants(hidden, stages), THREADS, shared_bytes(stages))
+        return CudaKernel(SOURCE, SOURCE.stem, form.constants, THREADS, form.shared_bytes)
 
 
-def compile_ahead(device: torch.device, hidden: int) -> None:
-    """Compile it for hidden states of this width: while a forward is captured nothing can be compiled.
+def compile_ahead(device: torch.device, hidden: int, width: int) -> None:
+    """Compile it for experts like these: while a forward is captured nothing can be compiled.
 
     Raises:
         RuntimeError: NVRTC or the driver refuses.
     """
-    compiled_on(torch.cuda.current_device() if device.index is None else device.index, hidden)
+    for rows in ROWS:
+        compiled_on(torch.cuda.current_device() if device.index is None else device.index, Form(hidden, width, rows))
 
 
 def problem(hidden: int, width: int) -> str | None:
     """Why experts of this width cannot have the launch, or None."""
-    if hidden % HIDDEN or width != WIDTH:
-        return f"experts of {width} on hidden states of {hidden}: {WIDTH} on multiples of {HIDDEN} are served"
+    if hidden % (2 * GROUP) or width not in (2 * GROUP, 4 * GROUP, 8 * GROUP, MOST_WIDTH):
+        served = f"{2 * GROUP} to {MOST_WIDTH} in powers of two on multiples of {2 * GROUP} are served"
+        return f"experts of {width} on hidden states of {hidden}: {served}"
     return None
 
 
+def rows_for(choices: int, experts: int) -> int:
+    """Of a tile, where tokens have so many choices of so many experts in all."""
+    return next((rows for rows in ROWS if choices <= experts * rows * MEAN), max(ROWS))
+
+
+def ordered(x: torch.Tensor, chosen: torch.Tensor, experts: int, width: int, rows: int) -> expert_order.Order:
+    """What `whole_experts` takes: `expert_order.order` in blocks of `rows`, with counters for experts of this width."""
+    return expert_order.order(x, chosen, rows, experts, counters=width // GROUP)
+
+
 def whole_experts(
-    order: Order,
+    order: expert_order.Order,
+    rows: int,
     weights: ExpertWeights,
     shares: torch.Tensor,
     out: torch.Tensor,
     *,
     num_sms: int | None = None,
-    stages: int = STAGES,
     launch: Launch | None = None,
     boxes: Boxes = tensor_map,
 ) -> torch.Tensor:
     """`out`, with what experts give for each choice of a token, times its share; zeros for an expert of another GPU.
 
     Args:
-        order: of hidden states and choices in blocks of BLOCK. Its counters are zeros, which only one launch finds.
-        weights: of experts of WIDTH.
+        order: of hidden states and choices, by `ordered`. Its counters are zeros, which only one launch finds.
+        rows: of its blocks.
+        weights: of experts that `problem` says nothing of.
         shares: float32 [tokens, choices].
         out: bfloat16 [tokens, choices, hidden].
         num_sms: blocks at once; as many as the GPU has SMs if None.
-        stages: see STAGES.
         launch, boxes: in place of a GPU.
 
     Raises:
@@ -111,33 +148,37 @@ def whole_experts(
         RuntimeError: NVRTC or the driver refuses.
     """
     (tokens, hidden), (experts, both), each = order.values.shape, weights.first.shape[:2], shares.shape[1]
-    if (why := problem(hidden, both // 2)) is not None:
+    width, groups, tiles = both // 2, hidden // GROUP, len(order.expert_ids)
+    if (why := problem(hidden, width)) is not None:
         raise ValueError(why)
-    groups, rows = hidden // GROUP, len(order.sorted_ids)
+    of_width = width // GROUP
     for name, tensor, dtype, shape in (
         ("values", order.values, torch.float8_e4m3fn, (tokens, hidden)),
         ("scales", order.scales, torch.float32, (tokens, groups)),
         ("padded", order.padded, torch.int32, (1,)),
-        ("expert_ids", order.expert_ids, torch.int32, (len(order.expert_ids),)),
-        ("counters", order.counters, torch.int32, (1 + len(order.expert_ids),)),
-        ("first", weights.first, torch.float8_e4m3fn, (experts, 2 * WIDTH, hidden)),
-        ("first_scales", weights.first_scales, torch.float32, (experts, 2 * WIDTH // GROUP, groups)),
-        ("second", weights.second, torch.float8_e4m3fn, (experts, hidden, WIDTH)),
-        ("second_scales", weights.second_scales, torch.float32, (experts, groups, WIDTH // GROUP)),
+        ("expert_ids", order.expert_ids, torch.int32, (tiles,)),
+        ("counters", order.counters, torch.int32, (1 + tiles * of_width,)),
+        ("first", weights.first, torch.float8_e4m3fn, (experts, both, hidden)),
+        ("first_scales", weights.first_scales, torch.float32, (experts, 2 * of_width, groups)),
+        ("second", weights.second, torch.float8_e4m3fn, (experts, hidden, width)),
+        ("second_scales", weights.second_scales, torch.float32, (experts, groups, of_width)),
         ("shares", shares, torch.float32, (tokens, each)),
         ("out", out, torch.bfloat16, (tokens, each, hidden)),
     ):
         check_tensor(name, tensor, dtype, shape)
-    check_blocks(shares.numel(), BLOCK, order.sorted_ids, order.expert_ids)
+    form = Form(hidden, width, rows)
+    expert_order.check_blocks(shares.numel(), form.rows, order.sorted_ids, order.expert_ids)
     if tokens:
         num_sms = num_sms or torch.cuda.get_device_properties(out.device).multi_processor_count
-        inner = torch.empty(rows, WIDTH, dtype=torch.bfloat16, device=out.device)
+        activated = torch.empty(tiles * rows, width, dtype=torch.bfloat16, device=out.device)
+        inner = torch.empty(tiles * rows, width, dtype=torch.float8_e4m3fn, device=out.device)
+        inner_scales = torch.empty(tiles * rows, of_width, dtype=torch.float32, device=out.device)
         tensors = (
             order.values, order.scales, weights.first_scales, weights.second_scales, shares, order.sorted_ids,
-            order.expert_ids, order.padded, order.counters, inner, out,
+            order.expert_ids, order.padded, order.counters, activated, inner, inner_scales, out,
         )  # fmt: skip
-        of_weights = boxes(weights.first.view(-1, hidden), BOX_ROWS), boxes(weights.second.view(-1, WIDTH), BOX_ROWS)
+        of_weights = boxes(weights.first.view(-1, hidden), BOX_ROWS), boxes(weights.second.view(-1, width), BOX_ROWS)
         arguments = Arguments(*of_weights, *(tensor.data_ptr() for tensor in tensors), shares.numel(), each)
-        launch = launch or compiled_on(out.device.index, hidden, stages).launch
-        launch((min(num_sms, PIECES * len(order.expert_ids)), 1), arguments)
+        launch = launch or compiled_on(out.device.index, form).launch
+        launch((min(num_sms, form.pieces * tiles), 1), arguments)
     return out

@@ -11,12 +11,12 @@ from nsa_backend.kernels.gate_up_rows_torch import gate_up_rows_torch
 from nsa_backend.kernels.layer_front_weights import GROUP
 
 
-def whole_experts_torch(order: Order, weights: ExpertWeights, shares: torch.Tensor, block: int) -> torch.Tensor:
+def whole_experts_torch(order: Order, rows: int, weights: ExpertWeights, shares: torch.Tensor) -> torch.Tensor:
     """What `whole_experts` writes: bfloat16 [tokens, choices, hidden], NaN where no row is of a choice."""
     blocks = order.sorted_ids, order.expert_ids, order.padded
     first, second = (weights.first, weights.first_scales), (weights.second, weights.second_scales)
-    rows, values, scales = gate_up_rows_torch(order.values, order.scales, *first, shares.shape[1], *blocks, block)
+    there, values, scales = gate_up_rows_torch(order.values, order.scales, *first, shares.shape[1], *blocks, rows)
     inner = values.new_empty(int(order.padded), weights.width)
     inner_scales = scales.new_empty(int(order.padded), weights.width // GROUP)
-    inner.view(torch.uint8)[rows], inner_scales[rows] = values.view(torch.uint8), scales
-    return down_rows_torch(inner, inner_scales, *second, shares, *blocks, block)
+    inner.view(torch.uint8)[there], inner_scales[there] = values.view(torch.uint8), scales
+    return down_rows_torch(inner, inner_scales, *second, shares, *blocks, rows)

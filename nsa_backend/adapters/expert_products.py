@@ -1,8 +1,8 @@
 """Block-FP8 experts by SGLang's products with launches of ours around them, or by products of ours.
 
-Some tokens have one launch before the first product and one between. Of experts of width 256 both products, with what is
-between, are one launch. Many, of a prefill, have SGLang's order, one launch between, and the second product and sums by ours,
-which add what the shared expert gave too. Of still more the first product is ours as well, and what is between is part of it.
+Some tokens have one launch before the first product and one between, or one for both products and what is between. Many, of a
+prefill, have SGLang's order, one launch between, and the second product and sums by ours, which add what the shared expert gave
+too. Of still more the first product is ours as well, and what is between is part of it.
 
 The sequence of launches behind SGLang's choice of tiles is a copy of 30 lines here. Hooks at what it calls before and between
 its products would leave it SGLang's, but they are four: with bulk copies the sequence quantises, without them or with experts
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 TOKENS = range(5, 129)
 """Of a forward whose rows a launch of ours tells by expert. Fewer are two launches in all (`few_experts`), of most experts."""
+FEWEST = 8
+"""Of these, tokens from which on both products are one launch, of experts that it serves."""
 TIMED = {(256, 256), (257, 256)}
 """Experts of a GPU and their width that have all of these unasked: an H200 was faster (`between_products` and `many_tokens` of
 benchmarks/results/experts_0_5_23_h200.json). Others, those of --ep-size too, have them where a user asks."""
@@ -100,7 +102,7 @@ def _compile(experts: int, width: int, hidden: int, device: torch.device) -> Non
     if not wanted(experts, width):
         return
     if has_one_launch(hidden, width):
-        whole_experts.compile_ahead(device, hidden)
+        whole_experts.compile_ahead(device, hidden, width)
     if has_both(hidden, width):
         for product in gate_up_rows, down_blocks:
             expert_tiles.compiled_on(product.kernel_for(hidden), device.index)
@@ -130,11 +132,17 @@ def run(
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
     (tokens, choices), experts, many = chosen.shape, len(weights.first), len(x) >= shared_expert.MANY
-    ours = (has_both if many else has_one_launch)(x.shape[1], weights.width)
-    tell(experts, weights.width, many, ours)
-    if ours and not many:
+    one_launch = not many and has_one_launch(x.shape[1], weights.width)
+    both_served = many and has_both(x.shape[1], weights.width)
+    if one_launch and tokens >= FEWEST:
+        tell(experts, weights.width, range(FEWEST, TOKENS.stop), "both products in one launch")
         return sums(in_one_launch(x, weights, shares, chosen), factor, out)
-    if ours and tokens >= BOTH:
+    if many:
+        tell_of_many(experts, weights.width, both_served)
+    else:
+        of_these = range(TOKENS.start, FEWEST) if one_launch else TOKENS
+        tell(experts, weights.width, of_these, "one launch before both products and one between")
+    if both_served and tokens >= BOTH:
         return choice_sums(both_ours(x, weights, shares, chosen, quantised), factor, shared, out)
     tiles = tiles_for(weights, tokens, choices)
     block, in_blocks = tiles.first["BLOCK_SIZE_M"], many or tiles.second_in_bulk
@@ -174,8 +182,10 @@ def sums(given: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
 
 def in_one_launch(x: torch.Tensor, weights: ExpertWeights, shares: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """bfloat16 [tokens, choices, hidden]: what experts of some tokens give, by one launch of ours; arguments are `run`'s."""
-    order = expert_order.order(x, chosen, whole_experts.BLOCK, len(weights.first))
-    return whole_experts.whole_experts(order, weights, shares, x.new_empty(*chosen.shape, x.shape[1]))
+    experts = len(weights.first)
+    rows = whole_experts.rows_for(chosen.numel(), experts)
+    order = whole_experts.ordered(x, chosen, experts, weights.width, rows)
+    return whole_experts.whole_experts(order, rows, weights, shares, x.new_empty(*chosen.shape, x.shape[1]))
 
 
 def both_ours(
@@ -214,16 +224,17 @@ def tiles_for(weights: ExpertWeights, tokens: int, choices: int) -> Tiles:
 
 
 @functools.cache
-def tell(count: int, width: int, many: bool, both: bool) -> None:
-    """The log has it once a shape; `both` is whether both products are ours, of many tokens only of the most."""
-    if many:
-        of_both = f", of {BOTH} or more both" if both else ""
-        logger.info(
-            "nsa_backend: experts of %d tokens or more have our second product%s, %d experts of %d",
-            shared_expert.MANY, of_both, count, width,
-        )  # fmt: skip
-        return
-    what = "both products in one launch" if both else "one launch before both products and one between"
+def tell(count: int, width: int, tokens: range, what: str) -> None:
+    """The log has it once a shape."""
+    given = tokens.start, tokens.stop - 1, what, count, width
+    logger.info("nsa_backend: experts of %d to %d tokens have %s, %d experts of %d", *given)
+
+
+@functools.cache
+def tell_of_many(count: int, width: int, both: bool) -> None:
+    """Likewise; whether the most have both products of ours."""
+    of_both = f", of {BOTH} or more both" if both else ""
     logger.info(
-        "nsa_backend: experts of %d to %d tokens have %s, %d experts of %d", TOKENS.start, TOKENS.stop - 1, what, count, width
-    )
+        "nsa_backend: experts of %d tokens or more have our second product%s, %d experts of %d",
+        shared_expert.MANY, of_both, count, width,
+    )  # fmt: skip

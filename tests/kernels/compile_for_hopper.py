@@ -200,7 +200,8 @@ def few_experts() -> dict[str, dict]:
     types = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv"}
     types |= dict.fromkeys(("chosen_ptr", "sorted_ptr", "expert_ptr", "padded_ptr", "counters_ptr"), "*i32")
     for experts, block, bins in ((256, 16, 512), (257, 64, 512), (32, 16, 64)):
-        fixed = {"EXPERTS": experts, "BLOCK": block, "BINS": bins, "CHUNK": CHUNK, "GROUPS": GROUPS, "COMPILED": True}
+        fixed = {"EXPERTS": experts, "BLOCK": block, "COUNTERS": 2, "BINS": bins, "CHUNK": CHUNK, "GROUPS": GROUPS}
+        fixed |= {"COMPILED": True}
         used = resources(order_kernel, fixed, more=types) | {"programs": 8}
         found[f"{experts} experts in blocks of {block}, before products"] = used
     return found

@@ -17,6 +17,7 @@ from rows_by_expert import in_blocks
 from nsa_backend.adapters import expert_products, experts, shared_expert
 from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT
 from nsa_backend.kernels import down_blocks, expert_tiles, gate_up_rows, whole_experts
+from nsa_backend.kernels.expert_order import Order
 from nsa_backend.kernels.few_experts import ExpertWeights
 from nsa_backend.kernels.layer_front_torch import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
@@ -63,7 +64,12 @@ def runner(monkeypatch):
 @pytest.fixture
 def one_launch(monkeypatch, runner):
     """Both products of some tokens on an emulated GPU; SGLang's are never asked for."""
-    launch = partial(whole_experts.whole_experts, num_sms=3, **whole_experts_emulated(HIDDEN))
+    served = whole_experts.whole_experts
+
+    def launch(order: Order, rows: int, weights: ExpertWeights, *more: torch.Tensor) -> torch.Tensor:
+        form = whole_experts.Form(HIDDEN, weights.width, rows)
+        return served(order, rows, weights, *more, num_sms=3, **whole_experts_emulated(form))
+
     monkeypatch.setattr(whole_experts, "whole_experts", launch)
     monkeypatch.setattr(runner.module, "invoke_fused_moe_kernel", lambda *_, **__: pytest.fail("SGLang's product"))
 
@@ -90,7 +96,7 @@ def test_experts_are_right(runner, width, bulk, alone, elsewhere):
 
 
 @pytest.mark.usefixtures("one_launch")
-@pytest.mark.parametrize(("tokens", "elsewhere"), [(5, 0.0), (6, 0.5), (6, 1.0), (40, 0.0)])
+@pytest.mark.parametrize(("tokens", "elsewhere"), [(8, 0.0), (9, 0.5), (9, 1.0), (40, 0.0)])
 def test_experts_with_both_products_in_one_launch_are_right(tokens, elsewhere):
     """With a row or more of an expert, more than a block of it, and all experts of other GPUs."""
     given = arguments(tokens, 256, elsewhere=elsewhere)
@@ -100,9 +106,10 @@ def test_experts_with_both_products_in_one_launch_are_right(tokens, elsewhere):
 
 
 @pytest.mark.usefixtures("one_launch")
-def test_other_widths_have_sglangs_products():
+@pytest.mark.parametrize(("tokens", "width"), [(9, 128), (7, 256)])
+def test_other_widths_and_fewer_tokens_have_sglangs_products(tokens, width):
     with pytest.raises(pytest.fail.Exception, match="SGLang's product"):
-        served(arguments(6, 128))
+        served(arguments(tokens, width))
 
 
 @pytest.fixture(params=["SGLang's first product", "both ours"])
@@ -204,7 +211,7 @@ def test_a_captured_layers_sums_are_added_up_with_its_shared_expert(monkeypatch,
     """In one launch, to the bit of SGLang's two; the layer's own sum is not asked for."""
     request.getfixturevalue(products)
     runner.bulk = bulk
-    given, of_shared = arguments(6, 256), torch.randn(6, HIDDEN).bfloat16()
+    given, of_shared = arguments(8, 256), torch.randn(8, HIDDEN).bfloat16()
     alone = served(given)
     monkeypatch.setattr(runner.module, "moe_combine_topk", lambda *_: pytest.fail("SGLang's sum"))
     found = captured(given, of_shared)
@@ -421,7 +428,7 @@ def compiled(monkeypatch):
         expert_tiles, "compiled_on", lambda kernel, device: found.append((kernel.source.stem, kernel.hidden, device))
     )
     monkeypatch.setattr(
-        whole_experts, "compile_ahead", lambda device, hidden: found.append(("whole_experts", hidden, device.index))
+        whole_experts, "compile_ahead", lambda device, hidden, width: found.append(("whole_experts", hidden, device.index))
     )
     yield found
     expert_products._compile.cache_clear()
@@ -468,13 +475,18 @@ def test_any_forward_with_launches_of_ours_is_asked_for_it(runner, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("width", "what"), [(128, "one launch before both products and one between"), (256, "both products in one launch")]
+    ("width", "tokens", "said"),
+    [
+        (128, (5, 9), "5 to 128 tokens have one launch before both products and one between"),
+        (256, (5, 7), "5 to 7 tokens have one launch before both products and one between"),
+        (256, (8, 9), "8 to 128 tokens have both products in one launch"),
+    ],
 )
-def test_the_log_has_it_once(caplog, request, runner, width, what):
-    if width == 256:
+def test_the_log_has_it_once(caplog, request, runner, width, tokens, said):
+    if tokens[0] >= expert_products.FEWEST:
         request.getfixturevalue("one_launch")
     with caplog.at_level(logging.INFO, expert_products.__name__):
-        for tokens in (5, 6):
-            served(arguments(tokens, width, choices=2, elsewhere=1.0))
+        for count in tokens:
+            served(arguments(count, width, choices=2, elsewhere=1.0))
     (line,) = (record.getMessage() for record in caplog.records)
-    assert line == f"nsa_backend: experts of 5 to 128 tokens have {what}, {EXPERTS} experts of {width}"
+    assert line == f"nsa_backend: experts of {said}, {EXPERTS} experts of {width}"

@@ -100,15 +100,15 @@ def emulating(kernel: expert_tiles.Kernel, seed: int = 0) -> dict[str, Launch | 
     return {"launch": launcher(partial(multiply_emulator, kernel), seed), "boxes": boxes}
 
 
-def emulator_of_whole_experts(hidden: int) -> ctypes.CDLL:
-    """On hidden states of this width."""
-    macros = whole_experts.constants(hidden) | {"CLUSTER": 1}
+def emulator_of_whole_experts(form: whole_experts.Form) -> ctypes.CDLL:
+    """Of both products of experts."""
+    macros = form.constants | {"CLUSTER": 1}
     return emulator(whole_experts.SOURCE, "Experts", whole_experts.SOURCE.stem, **macros)
 
 
-def whole_experts_emulated(hidden: int, seed: int = 0) -> dict[str, Launch | Boxes]:
+def whole_experts_emulated(form: whole_experts.Form, seed: int = 0) -> dict[str, Launch | Boxes]:
     """What `whole_experts` takes in place of a GPU, by name."""
-    return {"launch": launcher(partial(emulator_of_whole_experts, hidden), seed), "boxes": boxes}
+    return {"launch": launcher(partial(emulator_of_whole_experts, form), seed), "boxes": boxes}
 
 
 def turning(heads: int, *, neox: bool, seed: int = 0) -> Launch:
