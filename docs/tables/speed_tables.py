@@ -9,7 +9,7 @@ from itertools import product
 from typing import NamedTuple
 
 from context_tables import lost_by_two_ranks
-from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks, lost_to_vllm, percent
+from rank_tables import GPU, NOISE, lost_beside_pieces, lost_by_ranks, lost_to_vllm
 from result_files import Parts, reports, result, spread, table
 
 from nsa_backend.adapters.expert_products import BOTH
@@ -18,7 +18,7 @@ from nsa_backend.adapters.shared_expert import MANY
 from nsa_backend.attention.auto import CANDIDATES, least_together
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
-from nsa_backend.benchmarks.tuning.experts import AMONG, EARLY, over_sglangs, wins
+from nsa_backend.benchmarks.tuning.experts import AMONG, EARLY, WHOLE, over_sglangs, wins
 from nsa_backend.kernels.few_experts import Tile, tile_for
 from nsa_backend.kernels.router import MOST_ROWS, SERVED
 from nsa_backend.kernels.value_products import few_rows
@@ -243,42 +243,52 @@ def own_topk_behind() -> str:
 
 
 EXPERT_TOKENS = (8, 32, 128, 512, 8192)
-RANKS_OF_EXPERTS = {"v3.2-tp8": "DeepSeek-V3.2", "v3.2-tp16": "DeepSeek-V3.2, 16 GPUs"}
+RANKS_OF_EXPERTS = {"v3.2-tp8": "DeepSeek-V3.2", "glm-5-tp8": "GLM-5"}
 """Those of expert parallel (`v3.2-ep8`) serve nobody yet: no server of eight GPUs ran with them."""
+
+
+def in_one_launch() -> dict[tuple[str, int], dict[str, float]]:
+    """By rank and tokens, microseconds of a layer's experts by way."""
+    return {(row["rank"], row["tokens"]): row["between_us"] for row in result("experts_0_5_23", "one_launch")["rows"]}
 
 
 @PARTS.part
 def experts() -> str:
-    """Microseconds of a layer's experts with what this package chooses over SGLang's, by tokens; in brackets SGLang's."""
+    """Microseconds of a layer's experts as this package has them over SGLang's, by tokens; in brackets SGLang's."""
     tiles = [row for report in reports("experts").values() for row in report["rows"] if "best" in row]
-    rows = {(row["rank"], row["tokens"]): row for row in tiles}
+    rows, newer = {(row["rank"], row["tokens"]): row for row in tiles}, in_one_launch()
 
-    def told(row: dict) -> str:
+    def told(rank: str, tokens: int) -> str:
+        if us := newer.get((rank, tokens)):
+            return f"{us[WHOLE] / us['sglang']:.2f} ({us['sglang']:.0f})"
+        row = rows[rank, tokens]
         over = f"{over_sglangs(row):.2f}" if wins(row) else SGLANGS
         return f"{over} ({row['us']['sglang']:.0f})"
 
-    of_models = [
-        [model, *(told(rows[rank, tokens]) for tokens in EXPERT_TOKENS)]
-        for rank, model in RANKS_OF_EXPERTS.items()
-        if (rank, EXPERT_TOKENS[0]) in rows
-    ]
+    of_models = [[model, *(told(rank, tokens) for tokens in EXPERT_TOKENS)] for rank, model in RANKS_OF_EXPERTS.items()]
     return table(["tokens:", *map(str, EXPERT_TOKENS)], of_models)
 
 
 @PARTS.part
-def experts_of_glm() -> str:
-    """At how many numbers of tokens GLM-5's have this package's tiles, and what these save at most."""
-    rows = result("experts_0_5_23", "glm_5_tp8")["rows"]
-    least = min(over_sglangs(row) for row in rows if wins(row))
-    return f"{sum(map(wins, rows))} of {len(rows)} numbers of tokens, by at most {100 * (1 - least):.0f} %"
+def one_launch() -> str:
+    """Of 8 to 128 tokens, experts whose products are one launch over those of SGLang's products and launches of ours around."""
+    return spread(us[WHOLE] / us["shipped, both launches"] for us in in_one_launch().values())
 
 
 @PARTS.part
-def experts_over_bytes() -> str:
-    """From how many tokens on, up to 256, these take at most 10 % longer than reading the weights at 4 TB/s."""
-    rows = [row for row in result("experts_0_5_23", "v32_tp8")["rows"] if row["tokens"] <= 256]
-    bound = {row["tokens"]: row["us"][row["best"]["name"]] <= 1.1 * row["floor_us"] for row in rows}
-    return str(min(tokens for tokens in bound if all(of for more, of in bound.items() if more >= tokens)))
+def experts_bandwidth() -> str:
+    """TB/s of weights while a layer's experts have 16 to 128 tokens, with the order and sums: DeepSeek-V3.2's."""
+    rows = result("experts_0_5_23", "one_launch_by_rows")["rows"]
+    of_rank = [row for row in rows if row["rank"] == "v3.2" and 16 <= row["tokens"] <= 128]
+    return spread((4 * row["bytes_us_4.0"] / row["rows 16"] for row in of_rank), "{:.1f}")
+
+
+@PARTS.part
+def read_alone() -> str:
+    """TB/s of what only reads weights, in one piece and in the tiles that products take."""
+    rows = result("experts_0_5_23", "weights_read")["rows"]
+    one, tiles = (max(row["tb_s"] for row in rows if row["what"] == what) for what in ("in a row", "tiles"))
+    return f"{one:.1f} in a row, {tiles:.1f} in tiles"
 
 
 FEW_OF_RANKS = {
@@ -318,13 +328,6 @@ def few_experts() -> str:
         [words, *(over(row, choices) for row in rows if row["rank"] == rank)] for rank, (choices, words) in FEW_OF_RANKS.items()
     ]
     return table(["tokens:", *map(str, counts)], found)
-
-
-@PARTS.part
-def between_products() -> str:
-    """What a launch before the products and one between save of a layer's experts with this package's tiles."""
-    times = [row["between_us"] for row in result("experts_0_5_23", "between_products")["rows"]]
-    return percent(us["shipped, both launches"] / us["shipped"] for us in times)
 
 
 def of_routers(what: str, way: str) -> str:

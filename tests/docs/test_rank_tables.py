@@ -396,16 +396,35 @@ def test_experts_of_few_tokens_are_by_tensor_cores_where_a_run_has_them(filed):
     ]
 
 
-def test_experts_are_told_by_rank_and_from_where_on_the_bytes_bound_them(filed):
-    def measured(tokens: int, us: float) -> dict:
-        times = {"sglang": 100.0, "way": us}
-        best = {"best": {"name": "way"}, "skewed_us": {"best": us, "sglang": 95.0}}
-        return {"rank": "v3.2-tp8", "tokens": tokens, "us": times, "floor_us": 70.0} | best
+def test_experts_are_told_by_rank(filed):
+    """By the one launch where it was timed, else by tiles that win."""
 
-    slow = {8: 97.0, 32: 90.0}  # of which the first loses with skewed choices
-    rows = [measured(tokens, slow.get(tokens, 75.0)) for tokens in speed_tables.EXPERT_TOKENS]
-    filed("v32_tp8", "new", rows, topic="experts")
-    assert row(speed_tables.experts(), "DeepSeek-V3.2") == ["SGLang's (100)", "0.90 (100)", *["0.75 (100)"] * 3]
-    assert speed_tables.experts_over_bytes() == "128"
-    filed("glm_5_tp8", "new", [row | {"rank": "glm-5-tp8"} for row in rows[:2]], topic="experts")
-    assert speed_tables.experts_of_glm() == "1 of 2 numbers of tokens, by at most 10 %"
+    def measured(rank: str, tokens: int, us: float) -> dict:
+        best = {"best": {"name": "way"}, "skewed_us": {"best": us, "sglang": 95.0}}
+        return {"rank": rank, "tokens": tokens, "us": {"sglang": 100.0, "way": us}} | best
+
+    slow = {512: 97.0, 8192: 90.0}  # of which the first loses with skewed choices
+    for rank, name in (("v3.2-tp8", "v32_tp8"), ("glm-5-tp8", "glm_5_tp8")):
+        rows = [measured(rank, tokens, slow.get(tokens, 75.0)) for tokens in speed_tables.EXPERT_TOKENS]
+        filed(name, "new", rows, topic="experts")
+    times = {"sglang": 80.0, "shipped, both launches": 50.0, "one launch": 40.0}
+    filed(
+        "one_launch",
+        "new",
+        [{"rank": "v3.2-tp8", "tokens": tokens, "between_us": times} for tokens in (8, 32)],
+        topic="experts",
+    )
+    told = row(speed_tables.experts(), "DeepSeek-V3.2")
+    assert told == ["0.50 (80)", "0.50 (80)", "0.75 (100)", "SGLang's (100)", "0.90 (100)"]
+    assert row(speed_tables.experts(), "GLM-5")[:2] == ["0.75 (100)"] * 2
+    assert speed_tables.one_launch() == "0.80"
+
+
+def test_experts_are_beside_what_only_reads_their_weights(filed):
+    rows = [
+        {"rank": "v3.2", "tokens": tokens, "bytes_us_4.0": 100.0, "rows 16": us} for tokens, us in ((8, 200.0), (16, 100.0))
+    ]
+    filed("one_launch_by_rows", "new", rows, topic="experts")
+    filed("weights_read", "new", [{"what": "in a row", "tb_s": 4.51}, {"what": "tiles", "tb_s": 4.36}], topic="experts")
+    assert speed_tables.experts_bandwidth() == "4.0"
+    assert speed_tables.read_alone() == "4.5 in a row, 4.4 in tiles"
