@@ -1,9 +1,9 @@
 """One rank of a released model as a checkpoint: all its layers and its MTP layer, in the sizes that one GPU of eight serves.
 
 `v3.2-tp8`, `glm-5.1-tp8` and `glm-5.2-tp8` are ranks of tensor parallel 8: heads, intermediate sizes and vocabulary are divided
-by eight, while latent projections, router and indexer are whole on every rank. `v3.2-dp8` is a rank of DP attention with
-experts divided by eight: all 128 heads, 32 experts of the full size, and the dense layers whole. A token chooses 8 of these 32,
-so that a batch gives the experts of the rank as many rows as eight such batches give them in a deployment.
+by eight, while latent projections, router and indexer are whole on every rank. `v3.2-dp8` and `glm-5.1-dp8` are ranks of DP
+attention with experts divided by eight: all heads, 32 experts of the full size, and the dense layers whole. A token chooses 8
+of these 32, so that a batch gives the experts of the rank as many rows as eight such batches give them in a deployment.
 
 What a rank lacks is what ranks do together: no all-reduce, no exchange between experts. Its weights are random (`rank_server`).
 Several ranks of tensor parallel 8 are one checkpoint too, for a server of as many GPUs: the divided sizes times their number,
@@ -107,6 +107,7 @@ RANKS = {
     "v3.2-tp8": Rank(_V32, _OF_TENSOR_PARALLEL),
     "v3.2-dp8": Rank(_V32, _OF_EXPERT_PARALLEL, (8, 64, 128)),
     "glm-5.1-tp8": Rank(_GLM_51, _OF_TENSOR_PARALLEL),
+    "glm-5.1-dp8": Rank(_GLM_51, _OF_EXPERT_PARALLEL, (8, 64)),
     "glm-5.2-tp8": Rank(_GLM_52, _OF_TENSOR_PARALLEL),
 }
 """By the name that `--checkpoint` takes; `named` takes one with fewer layers too."""

@@ -379,7 +379,7 @@ def between_cell(name: str, rank: Rank, tokens: int) -> dict:
     calls = {way: [rank.call(x, routed, lookup) for routed in routings] for way, lookup in ways.items()}
     for way, lookup in ways.items():
         calls[f"{way}, both launches"] = [around(as_served(rank, x, routed, lookup)) for routed in routings]
-    if expert_products.has_one_launch(rank.shape.hidden, rank.shape.width):
+    if expert_products.has_one_launch(tokens, rank.shape.hidden, rank.shape.width):
         calls[WHOLE] = [as_served(rank, x, routed, try_get_optimal_moe_config) for routed in routings]
     us, wrong = timed(calls, calls["sglang"][0]().float())
     return named(name, rank.shape, tokens) | {"between_us": us, "wrong": wrong}

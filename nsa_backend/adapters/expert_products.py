@@ -35,8 +35,10 @@ logger = logging.getLogger(__name__)
 
 TOKENS = range(5, 129)
 """Of a forward whose rows a launch of ours tells by expert. Fewer are two launches in all (`few_experts`), of most experts."""
-FEWEST = 8
-"""Of these, tokens from which on both products are one launch, of experts that it serves."""
+ONE_LAUNCH = range(8, 129)
+"""Of one whose experts have both products in one launch, if that serves them."""
+MOST_ASKED = 256
+"""The most of these where a user asks: no server was measured with more than 128."""
 TIMED = {(256, 256), (257, 256)}
 """Experts of a GPU and their width that have all of these unasked: an H200 was faster (`between_products` and `many_tokens` of
 benchmarks/results/experts_0_5_23_h200.json). Others, those of --ep-size too, have them where a user asks."""
@@ -66,7 +68,9 @@ def serves(x: torch.Tensor, weights: ExpertWeights, chosen: torch.Tensor) -> boo
         return False
     if tokens >= shared_expert.MANY:
         return down_rows.problem(hidden, weights.width) is None
-    return tokens in TOKENS and expert_order.problem(tokens, choices, hidden) is None
+    if expert_order.problem(tokens, choices, hidden) is not None:
+        return False
+    return tokens in TOKENS or has_one_launch(tokens, hidden, weights.width)
 
 
 def wanted(experts: int, width: int) -> bool:
@@ -92,16 +96,21 @@ def has_both(hidden: int, width: int) -> bool:
     return gate_up_rows.problem(hidden, width) is None and down_blocks.problem(hidden, width) is None
 
 
-def has_one_launch(hidden: int, width: int) -> bool:
-    """Whether some tokens of experts like these have both products in one launch."""
-    return whole_experts.problem(hidden, width) is None
+def in_one_launch_of() -> range:
+    """Tokens of a forward that may have both products in one launch."""
+    return range(ONE_LAUNCH.start, MOST_ASKED + 1) if switched_on(SWITCH) else ONE_LAUNCH
+
+
+def has_one_launch(tokens: int, hidden: int, width: int) -> bool:
+    """Whether so many tokens of experts like these have both products in one launch."""
+    return tokens in in_one_launch_of() and whole_experts.problem(hidden, width) is None
 
 
 @functools.cache
 def _compile(experts: int, width: int, hidden: int, device: torch.device) -> None:
     if not wanted(experts, width):
         return
-    if has_one_launch(hidden, width):
+    if whole_experts.problem(hidden, width) is None:
         whole_experts.compile_ahead(device, hidden, width)
     if has_both(hidden, width):
         for product in gate_up_rows, down_blocks:
@@ -132,16 +141,16 @@ def run(
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
     (tokens, choices), experts, many = chosen.shape, len(weights.first), len(x) >= shared_expert.MANY
-    one_launch = not many and has_one_launch(x.shape[1], weights.width)
-    both_served = many and has_both(x.shape[1], weights.width)
-    if one_launch and tokens >= FEWEST:
-        tell(experts, weights.width, range(FEWEST, TOKENS.stop), "both products in one launch")
+    if not many and has_one_launch(tokens, x.shape[1], weights.width):
+        tell(experts, weights.width, in_one_launch_of(), "both products in one launch")
         return sums(in_one_launch(x, weights, shares, chosen), factor, out)
+    both_served = many and has_both(x.shape[1], weights.width)
     if many:
         tell_of_many(experts, weights.width, both_served)
     else:
-        of_these = range(TOKENS.start, FEWEST) if one_launch else TOKENS
-        tell(experts, weights.width, of_these, "one launch before both products and one between")
+        fewer = has_one_launch(ONE_LAUNCH.start, x.shape[1], weights.width)
+        these = range(TOKENS.start, ONE_LAUNCH.start) if fewer else TOKENS
+        tell(experts, weights.width, these, "one launch before both products and one between")
     if both_served and tokens >= BOTH:
         return choice_sums(both_ours(x, weights, shares, chosen, quantised), factor, shared, out)
     tiles = tiles_for(weights, tokens, choices)

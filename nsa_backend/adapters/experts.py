@@ -30,7 +30,7 @@ LAYER = "sglang.srt.models.deepseek_v2.DeepseekV2MoE"
 QUANTISES = f"{LAYER}._maybe_quant_moe_input_once"
 ADDITION = "sglang.srt.models.deepseek_v2.maybe_fuse_routed_scale_and_shared_add"
 CHOICES = "sglang.srt.layers.moe.topk._post_process_topk_ids"
-MOST_TOKENS = expert_products.TOKENS[-1]
+MOST_TOKENS = expert_products.MOST_ASKED
 """Of a forward that decodes, whose experts may have launches of this package."""
 
 SERVED = expert_products.FORM | {

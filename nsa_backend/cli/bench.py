@@ -77,7 +77,7 @@ OPTIONS = {
     "--heads": "query heads on this GPU",
     "--section": "sections of the report: decode, wrapper, by_rows, layer_front, whole_front",
     "--checkpoint": "faithful, wide, deep (61 small layers), or a folder that fits twice on the GPU; in serve, profile and "
-    "capture also v3.2-tp8, v3.2-dp8, glm-5.1-tp8, glm-5.2-tp8: one rank of a released model, all layers or 36 "
+    "capture also v3.2-tp8, v3.2-dp8, glm-5.1-tp8, glm-5.1-dp8, glm-5.2-tp8: one rank of a released model, all layers or 36 "
     "(v3.2-tp8-36-layers), random weights",
     "--prompt-tokens": "most prompt tokens of a batch: a million take half a minute a sample",
     "--parallel": "GPUs of a server: tp4, dp4 (DP attention), dp2-tp2 (DP attention 2 of two GPUs each), tp4-ep (experts "

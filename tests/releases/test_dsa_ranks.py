@@ -139,9 +139,10 @@ def test_each_of_several_ranks_has_what_one_has(name, count, tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_ranks_of_dp_attention_divide_experts_alone(count, tmp_path):
-    rank = ranks.RANKS["v3.2-dp8"]
-    found = ModelConfig(str(ranks.write(tmp_path, "v3.2-dp8", count)))
+@pytest.mark.parametrize("name", ["v3.2-dp8", "glm-5.1-dp8"])
+def test_ranks_of_dp_attention_divide_experts_alone(name, count, tmp_path):
+    rank = ranks.RANKS[name]
+    found = ModelConfig(str(ranks.write(tmp_path, name, count)))
     assert found.num_attention_heads == rank.released["num_attention_heads"]
     assert found.hf_config.n_routed_experts // count == rank.config["n_routed_experts"]
     if count == ranks.RANKS_OF_A_MODEL:
