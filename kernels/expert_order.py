@@ -21,7 +21,7 @@ from nsa_backend.kernels.layer_front_weights import GROUP
 
 CHUNK = 512
 """Choices that a program reads at once."""
-MOST_CHOICES = 2048
+MOST_CHOICES = 9 * 1024
 """Of all tokens: beyond, every expert's program reads too many."""
 GROUPS = 8
 """That a program quantises."""

@@ -37,7 +37,7 @@ TOKENS = range(5, 129)
 """Of a forward whose rows a launch of ours tells by expert. Fewer are two launches in all (`few_experts`), of most experts."""
 ONE_LAUNCH = range(8, 129)
 """Of one whose experts have both products in one launch, if that serves them."""
-MOST_ASKED = 256
+MOST_ASKED = shared_expert.MANY - 1
 """The most of these where a user asks: no server was measured with more than 128."""
 TIMED = {(256, 256), (257, 256)}
 """Experts of a GPU and their width that have all of these unasked: an H200 was faster (`between_products` and `many_tokens` of

@@ -31,7 +31,7 @@ QUANTISES = f"{LAYER}._maybe_quant_moe_input_once"
 ADDITION = "sglang.srt.models.deepseek_v2.maybe_fuse_routed_scale_and_shared_add"
 CHOICES = "sglang.srt.layers.moe.topk._post_process_topk_ids"
 MOST_TOKENS = expert_products.MOST_ASKED
-"""Of a forward that decodes, whose experts may have launches of this package."""
+"""Of a forward whose shared expert may run beside launches of this package."""
 
 SERVED = expert_products.FORM | {
     "activation": "silu", "is_gated": True, "apply_router_weight_on_input": False, "no_combine": False, "defer_sum": False,
@@ -91,8 +91,6 @@ def experts(
     original: Callable[..., torch.Tensor], hidden_states: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor:
     """Around what computes a layer's experts: bfloat16 [tokens, hidden]."""
-    if MOST_TOKENS < len(hidden_states) < shared_expert.MANY:
-        return original(hidden_states, *arguments, **options)
     given = signature_of(original).bind(hidden_states, *arguments, **options)
     given.apply_defaults()
     of = given.arguments

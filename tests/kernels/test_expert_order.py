@@ -74,7 +74,7 @@ def test_rows_are_in_blocks_and_quantised(device, name, block):
 
 def test_what_cannot_be_served_says_so(device):
     x, chosen = torch.zeros(16, HIDDEN, device=device).bfloat16(), torch.zeros(16, 8, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="128 choices on hidden states of 960: at most 2048 and multiples of 1024 are served"):
+    with pytest.raises(ValueError, match="128 choices on hidden states of 960: at most 9216 and multiples of 1024 are served"):
         order(x[:, :960].contiguous(), chosen, 16, 256)
     with pytest.raises(ValueError, match="blocks of 48 rows with 1 counters"):
         order(x, chosen, 48, 256)

@@ -410,11 +410,9 @@ def test_one_choice_and_odd_widths_are_sglangs(monkeypatch):
     """And more choices than a launch orders; all of which a user may ask for."""
     monkeypatch.setenv(expert_products.SWITCH, "1")
     assert serves()
-    assert serves(tokens=256)
+    assert serves(tokens=1024)
     assert serves(tokens=4096)
-    assert not any(
-        (serves(choices=1), serves(hidden=512), serves(width=192), serves(tokens=128, choices=17), serves(tokens=257))
-    )
+    assert not any((serves(choices=1), serves(hidden=512), serves(width=192), serves(tokens=1024, choices=10)))
     assert not any((serves(4096, choices=1), serves(4096, hidden=192), serves(4096, width=512)))
 
 
@@ -486,7 +484,7 @@ def test_any_forward_with_launches_of_ours_is_asked_for_it(runner, monkeypatch, 
     [
         (128, (5, 9), "5 to 128 tokens have one launch before both products and one between"),
         (256, (5, 7), "5 to 7 tokens have one launch before both products and one between"),
-        (256, (8, 9), "8 to 256 tokens have both products in one launch"),
+        (256, (8, 9), "8 to 1024 tokens have both products in one launch"),
     ],
 )
 def test_the_log_has_it_once(caplog, request, runner, width, tokens, said):

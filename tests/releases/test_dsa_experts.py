@@ -226,7 +226,7 @@ def test_choices_with_a_shared_expert_are_left_where_they_are(monkeypatch, field
 
 
 @pytest.mark.parametrize(
-    ("tokens", "inplace", "handed"), [(8, True, False), (256, True, False), (257, True, True), (8, False, False)]
+    ("tokens", "inplace", "handed"), [(8, True, False), (1024, True, False), (1025, True, True), (8, False, False)]
 )
 def test_sums_behind_our_launches_have_a_place_of_their_own(tokens, inplace, handed):
     """SGLang's shared expert reads their input on another stream. A layer's own config stays as it is."""
