@@ -60,6 +60,7 @@ def order_kernel(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,  # rows
     COUNTERS: tl.constexpr,  # of a block
+    OTHERS: tl.constexpr,  # whether choices of other GPUs' experts have rows
     BINS: tl.constexpr,  # at least EXPERTS + 2
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -73,6 +74,8 @@ def order_kernel(
         for start in range(0, choices, CHUNK):
             _, bin_of = bins_of(chosen_ptr, start, choices, BINS, CHUNK)
             counts += tl.histogram(bin_of, BINS)
+        if not OTHERS:
+            counts = tl.where(bins == 0, 0, counts)
         taken = (counts + BLOCK - 1) // BLOCK
         first = tl.sum(tl.where(bins < program, taken, 0), axis=0)
         count = tl.sum(tl.where(bins == program, counts, 0), axis=0)
@@ -123,7 +126,7 @@ def problem(tokens: int, choices: int, hidden: int) -> str | None:
     return None
 
 
-def order(x: torch.Tensor, chosen: torch.Tensor, block: int, experts: int, counters: int = 1) -> Order:
+def order(x: torch.Tensor, chosen: torch.Tensor, block: int, experts: int, counters: int = 1, *, others: bool = True) -> Order:
     """Rows of all choices in blocks by expert, and what experts multiply; one launch.
 
     Args:
@@ -132,6 +135,7 @@ def order(x: torch.Tensor, chosen: torch.Tensor, block: int, experts: int, count
         block: rows of each, a power of two.
         experts: of this GPU.
         counters: of each block, a power of two.
+        others: whether choices of another GPU's experts have rows.
 
     Returns:
         Exact scales; an expert's rows are in the order of choices.
@@ -158,7 +162,7 @@ def order(x: torch.Tensor, chosen: torch.Tensor, block: int, experts: int, count
         room(torch.int32, 1 + blocks(rows, block) * counters),
     )  # fmt: skip
     order_kernel[(experts + 1 + tokens * hidden // (GROUPS * GROUP),)](
-        x, chosen, *found, choices, EXPERTS=experts, BLOCK=block, COUNTERS=counters,
+        x, chosen, *found, choices, EXPERTS=experts, BLOCK=block, COUNTERS=counters, OTHERS=others,
         BINS=max(FEWEST_BINS, power_of_two(experts + 2)), CHUNK=CHUNK, GROUPS=GROUPS, COMPILED=x.is_cuda, num_warps=4,
         **early(x.is_cuda),
     )  # fmt: skip

@@ -116,9 +116,11 @@ def rows_for(choices: int, experts: int) -> int:
     return next((rows for rows in ROWS if choices <= experts * rows * MEAN), max(ROWS))
 
 
-def ordered(x: torch.Tensor, chosen: torch.Tensor, experts: int, width: int, rows: int) -> expert_order.Order:
+def ordered(
+    x: torch.Tensor, chosen: torch.Tensor, experts: int, width: int, rows: int, *, others: bool = True
+) -> expert_order.Order:
     """What `whole_experts` takes: `expert_order.order` in blocks of `rows`, with counters for experts of this width."""
-    return expert_order.order(x, chosen, rows, experts, counters=width // GROUP)
+    return expert_order.order(x, chosen, rows, experts, width // GROUP, others=others)
 
 
 def whole_experts(
@@ -132,7 +134,7 @@ def whole_experts(
     launch: Launch | None = None,
     boxes: Boxes = tensor_map,
 ) -> torch.Tensor:
-    """`out`, with what experts give for each choice of a token, times its share; zeros for an expert of another GPU.
+    """`out`, with what experts give for each choice that has a row, times its share; zeros for another GPU's expert.
 
     Args:
         order: of hidden states and choices, by `ordered`. Its counters are zeros, which only one launch finds.

@@ -143,7 +143,8 @@ def run(
     (tokens, choices), experts, many = chosen.shape, len(weights.first), len(x) >= shared_expert.MANY
     if not many and has_one_launch(tokens, x.shape[1], weights.width):
         tell(experts, weights.width, in_one_launch_of(), "both products in one launch")
-        return sums(in_one_launch(x, weights, shares, chosen), factor, out)
+        given = in_one_launch(x, weights, shares, chosen, filtered=filtered)
+        return sums(given, factor, out, chosen if filtered else None)
     both_served = many and has_both(x.shape[1], weights.width)
     if many:
         tell_of_many(experts, weights.width, both_served)
@@ -182,18 +183,28 @@ def run(
     return sums(given, factor, out)
 
 
-def sums(given: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
-    """`out`, with the sums of what experts of some tokens gave, unless what adds the shared expert is to fill it."""
+def sums(given: torch.Tensor, factor: float, out: torch.Tensor, chosen: torch.Tensor | None = None) -> torch.Tensor:
+    """`out`, with the sums of what experts of some tokens gave, unless what adds the shared expert is to fill it.
+
+    `chosen` says which choices gave nothing, as `choice_sums` takes it.
+    """
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
-    return out if shared_expert.leave_sums(given, factor, out) else fused_moe.moe_combine_topk(given, out, factor)
+    if shared_expert.leave_sums(given, factor, out, chosen):
+        return out
+    return fused_moe.moe_combine_topk(given, out, factor) if chosen is None else choice_sums(given, factor, None, out, chosen)
 
 
-def in_one_launch(x: torch.Tensor, weights: ExpertWeights, shares: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """bfloat16 [tokens, choices, hidden]: what experts of some tokens give, by one launch of ours; arguments are `run`'s."""
+def in_one_launch(
+    x: torch.Tensor, weights: ExpertWeights, shares: torch.Tensor, chosen: torch.Tensor, *, filtered: bool
+) -> torch.Tensor:
+    """bfloat16 [tokens, choices, hidden]: what experts of some tokens give, by one launch of ours; arguments are `run`'s.
+
+    Where some may be another GPU's theirs is nothing, and not written.
+    """
     experts = len(weights.first)
     rows = whole_experts.rows_for(chosen.numel(), experts)
-    order = whole_experts.ordered(x, chosen, experts, weights.width, rows)
+    order = whole_experts.ordered(x, chosen, experts, weights.width, rows, others=not filtered)
     return whole_experts.whole_experts(order, rows, weights, shares, x.new_empty(*chosen.shape, x.shape[1]))
 
 

@@ -32,6 +32,7 @@ class Unsummed:
     of_choices: torch.Tensor  # bfloat16 [tokens, choices, hidden]
     factor: float
     out: torch.Tensor  # bfloat16 [tokens, hidden], nothing yet
+    chosen: torch.Tensor | None  # int32 [tokens, choices] where those below 0 gave nothing
 
 
 @dataclasses.dataclass
@@ -116,12 +117,15 @@ def take(hidden_states: torch.Tensor) -> torch.Tensor | None:
     return given
 
 
-def leave_sums(of_choices: torch.Tensor, factor: float, out: torch.Tensor) -> bool:
-    """Whether what experts gave, bfloat16 [tokens, choices, hidden], is added up with what the shared one gives, into `out`."""
+def leave_sums(of_choices: torch.Tensor, factor: float, out: torch.Tensor, chosen: torch.Tensor | None) -> bool:
+    """Whether what experts gave, bfloat16 [tokens, choices, hidden], is added up with what the shared one gives, into `out`.
+
+    `chosen` says which choices gave nothing, as `choice_sums` takes it.
+    """
     shared = running()
     if shared is None or not shared.follows:
         return False
-    shared.unsummed = Unsummed(of_choices, factor, out)
+    shared.unsummed = Unsummed(of_choices, factor, out, chosen)
     return True
 
 
@@ -139,7 +143,7 @@ def add(
         same = routed.data_ptr() == left.out.data_ptr() and routed.shape == left.out.shape  # SGLang's is a view
         if given is None or given is not shared.given or not same:
             raise RuntimeError(f"the sums of a layer's experts wait for its shared expert, and SGLang adds others: {GO_ON}")
-        return choice_sums(left.of_choices, left.factor, given, routed)
+        return choice_sums(left.of_choices, left.factor, given, routed, left.chosen)
     if shared is None or not shared.added:
         return original(experts, routed, given, *more)
     if given is not shared.given:

@@ -200,8 +200,8 @@ def few_experts() -> dict[str, dict]:
     types = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv"}
     types |= dict.fromkeys(("chosen_ptr", "sorted_ptr", "expert_ptr", "padded_ptr", "counters_ptr"), "*i32")
     for experts, block, bins in ((256, 16, 512), (257, 64, 512), (32, 16, 64)):
-        fixed = {"EXPERTS": experts, "BLOCK": block, "COUNTERS": 2, "BINS": bins, "CHUNK": CHUNK, "GROUPS": GROUPS}
-        fixed |= {"COMPILED": True}
+        fixed = {"EXPERTS": experts, "BLOCK": block, "COUNTERS": 2, "OTHERS": experts > 32, "BINS": bins}
+        fixed |= {"CHUNK": CHUNK, "GROUPS": GROUPS, "COMPILED": True}
         used = resources(order_kernel, fixed, more=types) | {"programs": 8}
         found[f"{experts} experts in blocks of {block}, before products"] = used
     return found
@@ -218,9 +218,9 @@ def many_experts() -> dict[str, dict]:
         used = resources(down_rows_kernel, fixed | {"COMPILED": True}, more=more, num_warps=tile.warps)
         fitting = {"programs": 2, "threads": 32 * tile.warps}
         found[f"experts of rows, {hidden} in blocks of {block}"] = used | fitting
-    types = {"given_ptr": "*bf16", "shared_ptr": "*bf16", "factor": "fp32"}
+    types = {"given_ptr": "*bf16", "shared_ptr": "*bf16", "chosen_ptr": "*i32", "factor": "fp32"}
     for choices, shared in ((8, True), (9, False)):
-        fixed = {"CHOICES": choices, "HIDDEN": 7168, "COLUMNS": 1024, "SHARED": shared, "COMPILED": True}
+        fixed = {"CHOICES": choices, "HIDDEN": 7168, "COLUMNS": 1024, "SHARED": shared, "CHOSEN": shared, "COMPILED": True}
         used = resources(choice_sums_kernel, fixed, more=types)
         found[f"experts of {choices} choices summed{' with a shared one' * shared}"] = used | {"programs": 8}
     return found

@@ -56,8 +56,9 @@ def test_rows_are_in_blocks_and_quantised(device, name, block):
     experts = {"nine of 257": 257, "few experts": 5, "most": 32, "other GPUs'": 32}.get(name, 256)
     x = torch.randn(len(chosen), HIDDEN, generator=generator).bfloat16()
     x[0] = 0.0
-    found = order(x.to(device), chosen.to(device), block, experts, counters=block // 8)
-    wanted = order_torch(x.to(device), chosen.to(device), block, experts, counters=block // 8)
+    more = {"counters": block // 8, "others": block == 16}
+    found = order(x.to(device), chosen.to(device), block, experts, **more)
+    wanted = order_torch(x.to(device), chosen.to(device), block, experts, **more)
     assert torch.equal(found.padded, wanted.padded)
     for name in ("sorted_ids", "expert_ids", "counters"):
         rows, of_twin = getattr(found, name), getattr(wanted, name)

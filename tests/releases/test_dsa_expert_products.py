@@ -206,12 +206,15 @@ def captured(given: dict, of_shared: torch.Tensor, add=lambda sums, shared: (sum
     return shared_expert.captured_layer(forward, layer_of_graph(**options), given["hidden_states"])
 
 
-@pytest.mark.parametrize(("products", "bulk"), [("sglangs_products", False), ("sglangs_products", True), ("one_launch", False)])
-def test_a_captured_layers_sums_are_added_up_with_its_shared_expert(monkeypatch, request, runner, products, bulk):
+@pytest.mark.parametrize(
+    ("products", "bulk", "elsewhere"),
+    [("sglangs_products", False, 0.0), ("sglangs_products", True, 0.0), ("one_launch", False, 0.0), ("one_launch", False, 0.5)],
+)
+def test_a_captured_layers_sums_are_added_up_with_its_shared_expert(monkeypatch, request, runner, products, bulk, elsewhere):
     """In one launch, to the bit of SGLang's two; the layer's own sum is not asked for."""
     request.getfixturevalue(products)
     runner.bulk = bulk
-    given, of_shared = arguments(8, 256), torch.randn(8, HIDDEN).bfloat16()
+    given, of_shared = arguments(8, 256, elsewhere=elsewhere), torch.randn(8, HIDDEN).bfloat16()
     alone = served(given)
     monkeypatch.setattr(runner.module, "moe_combine_topk", lambda *_: pytest.fail("SGLang's sum"))
     found = captured(given, of_shared)
