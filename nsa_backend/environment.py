@@ -111,9 +111,9 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_FEW_EXPERTS",
         default="unset",
-        unset="on 0.5.23 and Hopper routers of up to 32 tokens are one launch and, without --ep-size, MoE of up to four tokens "
-        "two (16 GPUs: eight tokens, four GPUs: two); on eight GPUs of up to 128 five, and long prefills have our products",
-        one="MoE of other sizes too",
+        unset="on 0.5.23 and Hopper routers of up to 32 tokens are one launch; without --ep-size MoE of up to four is two "
+        "(16 GPUs: eight tokens, four GPUs: two); on eight GPUs of 8 to 128 three, and long prefills have our products",
+        one="other sizes, up to 1024 tokens",
         zero="SGLang's",
         when="0 to compare",
     ),
