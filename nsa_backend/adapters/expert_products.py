@@ -101,6 +101,11 @@ def in_one_launch_of() -> range:
     return range(ONE_LAUNCH.start, MOST_ASKED + 1) if switched_on(SWITCH) else ONE_LAUNCH
 
 
+def most_tokens() -> int:
+    """Of a forward with launches of ours that is no long prefill."""
+    return in_one_launch_of()[-1]
+
+
 def has_one_launch(tokens: int, hidden: int, width: int) -> bool:
     """Whether so many tokens of experts like these have both products in one launch."""
     return tokens in in_one_launch_of() and whole_experts.problem(hidden, width) is None

@@ -30,8 +30,6 @@ LAYER = "sglang.srt.models.deepseek_v2.DeepseekV2MoE"
 QUANTISES = f"{LAYER}._maybe_quant_moe_input_once"
 ADDITION = "sglang.srt.models.deepseek_v2.maybe_fuse_routed_scale_and_shared_add"
 CHOICES = "sglang.srt.layers.moe.topk._post_process_topk_ids"
-MOST_TOKENS = expert_products.MOST_ASKED
-"""Of a forward whose shared expert may run beside launches of this package."""
 
 SERVED = expert_products.FORM | {
     "activation": "silu", "is_gated": True, "apply_router_weight_on_input": False, "no_combine": False, "defer_sum": False,
@@ -82,7 +80,7 @@ def apart(
     In captured forwards the shared expert reads that on another stream (`DeepseekV2MoE.forward_normal_dual_stream`), and no
     event says that it has when sums are written: SGLang's come seven launches later, ours fewer.
     """
-    if moe_runner_config.inplace and len(hidden_states) <= MOST_TOKENS:
+    if moe_runner_config.inplace and len(hidden_states) <= expert_products.most_tokens():
         moe_runner_config = dataclasses.replace(moe_runner_config, inplace=False)
     return original(hidden_states, w1, w2, topk_output, moe_runner_config, *arguments, **options)
 
@@ -91,6 +89,8 @@ def experts(
     original: Callable[..., torch.Tensor], hidden_states: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor:
     """Around what computes a layer's experts: bfloat16 [tokens, hidden]."""
+    if expert_products.most_tokens() < len(hidden_states) < shared_expert.MANY:
+        return original(hidden_states, *arguments, **options)
     given = signature_of(original).bind(hidden_states, *arguments, **options)
     given.apply_defaults()
     of = given.arguments
