@@ -51,10 +51,11 @@ def run_cells(cells: list[Cell], seconds: float, keep: Callable[[dict[str, Any]]
         keep: called with the report after every cell, so that a run that is cut leaves what it has.
 
     Returns:
-        Rows by section, `seconds`, and under `not_measured` the names of cells that found no time; where a cell raised
-        LostCellError, its name and why under `lost`.
+        Rows by section, `seconds`, and under `not_measured` the names of cells that found no time, or not yet; where a cell
+        raised LostCellError, its name and why under `lost`.
     """
-    report: dict[str, Any] = {cell.section: [] for cell in cells} | {"not_measured": [], "seconds": 0.0}
+    left = [cell.name for cell in cells]
+    report: dict[str, Any] = {cell.section: [] for cell in cells} | {"not_measured": left, "seconds": 0.0}
     began, took, preparing = time.monotonic(), list[tuple[str, float]](), list[float]()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not cells) as progress:
@@ -66,7 +67,6 @@ def run_cells(cells: list[Cell], seconds: float, keep: Callable[[dict[str, Any]]
             again = max(preparing[1:] or (one / FIRST_START for one in preparing), default=0.0)
             expected = max(alike, default=0.0) + (again if prepared.key != cell.key else 0.0)
             if took and started - began + expected > seconds:
-                report["not_measured"].append(cell.name)
                 progress.advance(task)
                 continue
             progress.update(task, description=cell.name)
@@ -75,6 +75,7 @@ def run_cells(cells: list[Cell], seconds: float, keep: Callable[[dict[str, Any]]
                 report[cell.section] += cell.measure()
             except LostCellError as error:
                 report.setdefault("lost", []).append(f"{cell.name}: {error}")
+            left.remove(cell.name)
             whole = time.monotonic() - started
             of_preparing = prepared.seconds - before
             preparing += [of_preparing] if of_preparing else []

@@ -69,6 +69,7 @@ def test_a_cell_starts_only_where_the_longest_so_far_would_end_in_time(clock, bo
     assert report["not_measured"] == [f"cell {i}" for i in range(3) if i not in measured]
     assert len(kept) == len(measured)
     assert kept[-1]["rows"] == report["rows"]
+    assert kept[0]["not_measured"] == ["cell 1", "cell 2"]  # if it is cut now
 
 
 def test_a_first_cell_that_compiles_does_not_stop_the_short_ones_after_it(clock):
