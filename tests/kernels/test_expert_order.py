@@ -38,7 +38,7 @@ def random_ones(tokens: int, choices: int, experts: int, elsewhere: float, gener
 CHOICES = {
     "random": lambda generator: random_ones(128, 8, 256, 0.0, generator),
     "nine of 257": lambda generator: random_ones(64, 9, 257, 0.0, generator),
-    "most": lambda generator: random_ones(expert_order.MOST_CHOICES // 8, 8, 32, 0.0, generator),
+    "most": lambda generator: random_ones(expert_order.MOST_CHOICES // 32, 32, 32, 0.0, generator),
     "few experts": lambda generator: random_ones(33, 3, 5, 0.3, generator),
     "other GPUs'": lambda generator: random_ones(40, 8, 32, 0.9, generator),
     "none here": lambda generator: torch.full((24, 8), -1, dtype=torch.int32),
