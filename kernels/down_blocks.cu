@@ -35,7 +35,7 @@ struct Multiply {
 // What one thread does, whose warp looks for tiles with it.
 __device__ __forceinline__ void bring(const Multiply& a, uint32_t shared) {
     if (threadIdx.x >= MULTIPLYING + 32) return;
-    const OfSteps steps{shared + STEPS_AT};
+    const OfSteps steps{{shared + STEPS_AT}};
     uint32_t step = 0, tiles = 0;
     for (Tiles tile(a.experts, a.padded); tile.is(); tile.next(), ++tiles) {
         if (threadIdx.x != MULTIPLYING) continue;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void bring(const Multiply& a, uint32_t shared) {
         const int column = tile.expert * HIDDEN + tile.part * STEPS * GROUP;
         for (int k = 0; k < STEPS; ++k, ++step) {
             steps.wait_for_room(step);
-            const uint32_t to = shared + steps.stage(step) * PANELS, filled = steps.filled(step);
+            const uint32_t to = shared + steps.place(step) * PANELS, filled = steps.filled(step);
             arrive_before_bytes(filled, k ? PANELS : 2 * PANELS);
 #pragma unroll
             for (int g = 0; g < 2; ++g) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void write_zeros(const Multiply& a, int first) {
 
 __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t shared) {
     const Lines of;
-    const OfSteps steps{shared + STEPS_AT};
+    const OfSteps steps{{shared + STEPS_AT}};
     uint32_t step = 0, tiles = 0, written = 0;
     write_zeros(a, of.first);
     for (Tiles tile(a.experts, a.padded); tile.is(); tile.next(), ++tiles) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t share
 #pragma unroll
         for (int i = 0; i < 64; ++i) low[i] = high[i] = 0;
         for (int k = 0; k < STEPS; ++k, ++step) {
-            const uint32_t at = shared + steps.stage(step) * PANELS, emptied = steps.emptied(step);
+            const uint32_t at = shared + steps.place(step) * PANELS, emptied = steps.emptied(step);
             steps.wait_for(step);
             if (!padding) {
                 ask_products(low, tile_at(rows_at, 16), tile_at(at, 16));

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "tiles.cuh"
+#include "turns.cuh"
 
 constexpr int GROUP = 128;  // values that share a scale: 128 bytes
 constexpr int ROWS = 128;
@@ -51,26 +52,9 @@ struct Tiles {
     __device__ __forceinline__ void next() { number += gridDim.x / 2; }
 };
 
-// Steps that are there or on their way, `stages` at most, as two barriers of each tell, which lie at `at` in shared memory.
-template <int stages, int filling> struct Steps {
-    static constexpr uint32_t BYTES = 2 * stages * 8;
-    uint32_t at;
-
-    __device__ __forceinline__ void start() const {
-#pragma unroll
-        for (int step = 0; step < stages; ++step) {
-            start_barrier(filled(step), filling);
-            start_barrier(emptied(step), 2 * WARPS);
-        }
-    }
-    __device__ __forceinline__ static uint32_t stage(uint32_t step) { return step % stages; }
-    __device__ __forceinline__ uint32_t filled(uint32_t step) const { return at + stage(step) * 8; }
-    __device__ __forceinline__ uint32_t emptied(uint32_t step) const { return at + (stages + stage(step)) * 8; }
-    __device__ __forceinline__ void wait_for(uint32_t step) const { wait_for_turn(filled(step), step / stages); }
-    // Until both blocks have multiplied what lay in its stage.
-    __device__ __forceinline__ void wait_for_room(uint32_t step) const {
-        if (step >= stages) wait_for_turn(emptied(step), step / stages - 1);
-    }
+// Steps that are there or on their way, `stages` at most; both blocks of a cluster empty their places.
+template <int stages, int filling> struct Steps : Turns<stages> {
+    __device__ __forceinline__ void start() const { Turns<stages>::start(filling, 2 * WARPS); }
 };
 
 // Of a thread that multiplies: what it has of a tile's products are lines `upper` and 8 further, columns 8 i + `column` and the
@@ -108,7 +92,7 @@ __device__ __forceinline__ void divide_work(uint32_t steps_at, Bring bring, Mult
     SHARED_MEMORY(memory);
     wait_for_inputs();
     const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
-    if (threadIdx.x == 0) OfSteps{shared + steps_at}.start();
+    if (threadIdx.x == 0) OfSteps{{shared + steps_at}}.start();
     meet_cluster();
     if (threadIdx.x >= MULTIPLYING) {
         leave_registers<BRINGING_REGISTERS>();

@@ -37,7 +37,7 @@ constexpr int OF_PASS = BRINGING / 8, PASSES = ROWS / OF_PASS;
 __device__ __forceinline__ void gather(const Multiply& a, uint32_t shared) {
     const int number = threadIdx.x - MULTIPLYING, row = number / 8, piece = number % 8;
     const uint32_t place = row * 128 + ((piece ^ (row & 7)) << 4);
-    const OfSteps steps{shared + STEPS_AT};
+    const OfSteps steps{{shared + STEPS_AT}};
     uint32_t step = 0;
     for (Tiles tile(a.experts, a.padded); tile.is(); tile.next()) {
         uint32_t from[PASSES], there = 0;  // of hidden states, in pieces; whether there is one, a bit each
@@ -54,8 +54,8 @@ __device__ __forceinline__ void gather(const Multiply& a, uint32_t shared) {
         const float* of_weights = a.first_scales + (gate + number % 2 * 2) * static_cast<long long>(STEPS);
         for (int k = 0; k < STEPS; ++k, ++step) {
             steps.wait_for_room(step);
-            const uint32_t to = shared + steps.stage(step) * PANELS, filled = steps.filled(step);
-            const uint32_t scales = shared + SCALES_AT + steps.stage(step) * SCALES;
+            const uint32_t to = shared + steps.place(step) * PANELS, filled = steps.filled(step);
+            const uint32_t scales = shared + SCALES_AT + steps.place(step) * SCALES;
             if (number == 0) {
                 arrive_before_bytes(filled, 2 * PANEL);
                 bring_weights(to + GATE, a.first, k * GROUP, gate * GROUP, filled, tile);
@@ -110,7 +110,7 @@ __device__ __forceinline__ void write_line(
 
 __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t shared) {
     const Lines of;
-    const OfSteps steps{shared + STEPS_AT};
+    const OfSteps steps{{shared + STEPS_AT}};
     uint32_t step = 0;
     const auto release = [&] {
         if (of.lane < 2) arrive_at(steps.emptied(step), of.lane);
@@ -131,7 +131,7 @@ __device__ __forceinline__ void multiply_tiles(const Multiply& a, uint32_t share
         for (int k = 0; k < STEPS; ++k, ++step) {
             steps.wait_for(step);
             fence_before_products();
-            const uint32_t at = shared + steps.stage(step) * PANELS, scales = shared + SCALES_AT + steps.stage(step) * SCALES;
+            const uint32_t at = shared + steps.place(step) * PANELS, scales = shared + SCALES_AT + steps.place(step) * SCALES;
             const uint64_t rows = tile_at(at + of.first * 128, 16);
             ask_products(found, rows, tile_at(at + GATE, 16));
             const float upper_scale = load_shared_float(scales + of.upper * 4), lower_scale = load_shared_float(scales + of.upper * 4 + 32);

@@ -9,6 +9,7 @@
 
 #include "activations.cuh"
 #include "tiles.cuh"
+#include "turns.cuh"
 
 constexpr int GROUP = 128;   // values that share a scale: 128 bytes
 constexpr int COLUMNS = 64;  // of a warpgroup's products
@@ -68,43 +69,24 @@ struct Piece {
     __device__ __forceinline__ int part() const { return second() ? (number - firsts) % SECONDS : number % FIRSTS; }
 };
 
-// Places in shared memory that are filled and emptied in turns, as barriers tell.
-template <int count> struct Turns {
-    uint32_t barriers;
-
-    __device__ __forceinline__ void start(int filling, int emptying) const {
-#pragma unroll
-        for (uint32_t i = 0; i < count; ++i) {
-            start_barrier(filled(i), filling);
-            start_barrier(emptied(i), emptying);
-        }
-    }
-    __device__ __forceinline__ uint32_t filled(uint32_t turn) const { return barriers + turn % count * 8; }
-    __device__ __forceinline__ uint32_t emptied(uint32_t turn) const { return filled(turn) + count * 8; }
-    __device__ __forceinline__ void wait(uint32_t turn) const { wait_for_turn(filled(turn), turn / count); }
-    __device__ __forceinline__ void wait_for_room(uint32_t turn) const {
-        if (turn >= count) wait_for_turn(emptied(turn), turn / count - 1);
-    }
-};
-
 struct Places {
     uint32_t shared;
     Turns<STAGES> steps;
     Turns<AHEAD> pieces;
 
     __device__ __forceinline__ explicit Places(uint32_t shared)
-        : shared(shared), steps{shared + BARRIERS_AT}, pieces{steps.barriers + 2 * STAGES * 8} {}
+        : shared(shared), steps{shared + BARRIERS_AT}, pieces{steps.at + steps.BYTES} {}
     __device__ __forceinline__ void start() const {
         steps.start(1 + 32, WARPS);
         pieces.start(1, WARPS + 1);
     }
-    __device__ __forceinline__ uint32_t step(uint32_t turn) const { return shared + turn % STAGES * STAGE; }
-    __device__ __forceinline__ uint32_t scales(uint32_t turn) const { return shared + SCALES_AT + turn % STAGES * SCALES; }
-    __device__ __forceinline__ uint32_t piece(uint32_t turn) const { return shared + PIECES_AT + turn % AHEAD * 8; }
+    __device__ __forceinline__ uint32_t step(uint32_t turn) const { return shared + steps.place(turn) * STAGE; }
+    __device__ __forceinline__ uint32_t scales(uint32_t turn) const { return shared + SCALES_AT + steps.place(turn) * SCALES; }
+    __device__ __forceinline__ uint32_t piece(uint32_t turn) const { return shared + PIECES_AT + pieces.place(turn) * 8; }
 
     // The next piece, for a warp.
     __device__ __forceinline__ Piece next(uint32_t& turn, int firsts) const {
-        pieces.wait(turn);
+        pieces.wait_for(turn);
         const uint2 found = load_shared_2(piece(turn));
         sync_warp();
         if (threadIdx.x % 32 == 0) arrive(pieces.emptied(turn));
@@ -331,7 +313,7 @@ struct Multiplying {
 #pragma unroll
         for (int i = 0; i < ROWS / 2; ++i) gate[i] = up[i] = 0;
         for (int k = 0; k < FIRST_STEPS; ++k, ++step) {
-            of.steps.wait(step);
+            of.steps.wait_for(step);
             fence_before_products();
             const uint32_t at = of.step(step) + group * 2 * PANEL, scales = of.scales(step), of_weights = scales + OF_WEIGHTS + group * 4;
             const Factors both{of.step(step) + ROWS_AT + group * OF_ROWS, scales + group * ROWS * 4};
@@ -424,7 +406,7 @@ struct Multiplying {
 #pragma unroll
             for (int j = 0; j < ROWS / 2; ++j) sums[j] = 0;
             for (int k = 0; k < SECOND_STEPS; ++k, ++step) {
-                of.steps.wait(step);
+                of.steps.wait_for(step);
                 fence_before_products();
                 const uint32_t at = of.step(step) + group * PANEL, rows = of.step(step) + ROWS_AT, scales = of.scales(step);
                 if (i == 0 && k == 0) {

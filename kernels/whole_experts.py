@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 from nsa_backend.kernels import expert_order
 from nsa_backend.kernels.checks import check_tensor
 from nsa_backend.kernels.cuda_source import ALIGNMENT, Boxes, CudaKernel, Launch, TensorMap, tensor_map
-from nsa_backend.kernels.few_experts import ExpertWeights
+from nsa_backend.kernels.few_experts import ExpertWeights, check_weights
 from nsa_backend.kernels.layer_front_weights import GROUP
 
 SOURCE = Path(__file__).with_name("whole_experts.cu")
@@ -57,11 +58,6 @@ class Form:
         )
 
     @property
-    def pieces(self) -> int:
-        """Of a tile."""
-        return self.width // BOX_ROWS + self.hidden // GROUP // self.each
-
-    @property
     def constants(self) -> dict[str, int]:
         """Macros of the source."""
         return {"HIDDEN": self.hidden, "WIDTH": self.width, "ROWS": self.rows, "EACH": self.each, "STAGES": self.stages}
@@ -93,14 +89,14 @@ def compiled_on(device: int, form: Form) -> CudaKernel:
         return CudaKernel(SOURCE, SOURCE.stem, form.constants, THREADS, form.shared_bytes)
 
 
-def compile_ahead(device: torch.device, hidden: int, width: int) -> None:
-    """Compile it for experts like these: while a forward is captured nothing can be compiled.
+def compile_ahead(device: torch.device, hidden: int, width: int, rows: Iterable[int]) -> None:
+    """Compile it for experts like these and tiles of so many rows: while a forward is captured nothing can be compiled.
 
     Raises:
         RuntimeError: NVRTC or the driver refuses.
     """
-    for rows in ROWS:
-        compiled_on(torch.cuda.current_device() if device.index is None else device.index, Form(hidden, width, rows))
+    for count in rows:
+        compiled_on(torch.cuda.current_device() if device.index is None else device.index, Form(hidden, width, count))
 
 
 def problem(hidden: int, width: int) -> str | None:
@@ -149,27 +145,23 @@ def whole_experts(
         ValueError: a tensor has another shape, dtype or layout, or `problem` says why the launch cannot have it.
         RuntimeError: NVRTC or the driver refuses.
     """
-    (tokens, hidden), (experts, both), each = order.values.shape, weights.first.shape[:2], shares.shape[1]
-    width, groups, tiles = both // 2, hidden // GROUP, len(order.expert_ids)
+    (tokens, hidden), experts, each = order.values.shape, len(weights.first), shares.shape[1]
+    width, tiles = weights.width, len(order.expert_ids)
     if (why := problem(hidden, width)) is not None:
         raise ValueError(why)
     of_width = width // GROUP
     for name, tensor, dtype, shape in (
         ("values", order.values, torch.float8_e4m3fn, (tokens, hidden)),
-        ("scales", order.scales, torch.float32, (tokens, groups)),
+        ("scales", order.scales, torch.float32, (tokens, hidden // GROUP)),
         ("padded", order.padded, torch.int32, (1,)),
         ("expert_ids", order.expert_ids, torch.int32, (tiles,)),
         ("counters", order.counters, torch.int32, (1 + tiles * of_width,)),
-        ("first", weights.first, torch.float8_e4m3fn, (experts, both, hidden)),
-        ("first_scales", weights.first_scales, torch.float32, (experts, 2 * of_width, groups)),
-        ("second", weights.second, torch.float8_e4m3fn, (experts, hidden, width)),
-        ("second_scales", weights.second_scales, torch.float32, (experts, groups, of_width)),
         ("shares", shares, torch.float32, (tokens, each)),
         ("out", out, torch.bfloat16, (tokens, each, hidden)),
     ):
         check_tensor(name, tensor, dtype, shape)
-    form = Form(hidden, width, rows)
-    expert_order.check_blocks(shares.numel(), form.rows, order.sorted_ids, order.expert_ids)
+    check_weights("weights", weights, hidden, width, experts)
+    expert_order.check_blocks(shares.numel(), rows, order.sorted_ids, order.expert_ids)
     if tokens:
         num_sms = num_sms or torch.cuda.get_device_properties(out.device).multi_processor_count
         activated = torch.empty(tiles * rows, width, dtype=torch.bfloat16, device=out.device)
@@ -181,6 +173,6 @@ def whole_experts(
         )  # fmt: skip
         of_weights = boxes(weights.first.view(-1, hidden), BOX_ROWS), boxes(weights.second.view(-1, width), BOX_ROWS)
         arguments = Arguments(*of_weights, *(tensor.data_ptr() for tensor in tensors), shares.numel(), each)
-        launch = launch or compiled_on(out.device.index, form).launch
-        launch((min(num_sms, form.pieces * tiles), 1), arguments)
+        launch = launch or compiled_on(out.device.index, Form(hidden, width, rows)).launch
+        launch((num_sms, 1), arguments)
     return out

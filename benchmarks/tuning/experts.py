@@ -191,7 +191,7 @@ WITH_SHARED = [*BASES, *(replace(SOME, **change) for change in ({"sums": 32}, {"
 EARLY = "by tensor cores"
 AMONG = ", shared among them"
 WHOLE = "one launch"
-"""Of `--between`: both products, as a server has them of experts of width 256."""
+"""Of `--between`: both products, as a server has them."""
 FEW_TILES = list(dict.fromkeys([*BASES, *(replace(tile, **change) for tile in BASES for change in CHANGES)]))
 
 

@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 TOKENS = range(5, 129)
 """Of a forward whose rows a launch of ours tells by expert. Fewer are two launches in all (`few_experts`), of most experts."""
 ONE_LAUNCH = range(8, 129)
-"""Of one whose experts have both products in one launch, if that serves them."""
+"""Of one whose experts have both products in one launch, if that serves them: an H200 was faster (`one_launch` of
+benchmarks/results/experts_0_5_23_h200.json)."""
 MOST_ASKED = shared_expert.MANY - 1
 """The most of these where a user asks: no server was measured with more than 128."""
 TIMED = {(256, 256), (257, 256)}
@@ -78,8 +79,9 @@ def wanted(experts: int, width: int) -> bool:
     return (experts, width) in TIMED or switched_on(SWITCH)
 
 
-def compile_ahead(weights: ExpertWeights) -> None:
-    """Compile products in CUDA C++ in a server's first forward, rather than in the first one that has them.
+def compile_ahead(weights: ExpertWeights, choices: int) -> None:
+    """Compile products in CUDA C++ in a server's first forward, rather than in the first one that has them, whose tokens
+    have so many choices each.
 
     Nothing is compiled while a forward is captured; SGLang runs it before that.
 
@@ -88,7 +90,7 @@ def compile_ahead(weights: ExpertWeights) -> None:
     """
     first = weights.first
     if first.is_cuda and not torch.cuda.is_current_stream_capturing():
-        _compile(len(first), weights.width, first.shape[-1], first.device)
+        _compile(len(first), weights.width, first.shape[-1], first.device, choices)
 
 
 def has_both(hidden: int, width: int) -> bool:
@@ -96,27 +98,28 @@ def has_both(hidden: int, width: int) -> bool:
     return gate_up_rows.problem(hidden, width) is None and down_blocks.problem(hidden, width) is None
 
 
-def in_one_launch_of() -> range:
+def tokens_of_one_launch() -> range:
     """Tokens of a forward that may have both products in one launch."""
     return range(ONE_LAUNCH.start, MOST_ASKED + 1) if switched_on(SWITCH) else ONE_LAUNCH
 
 
 def most_tokens() -> int:
     """Of a forward with launches of ours that is no long prefill."""
-    return in_one_launch_of()[-1]
+    return tokens_of_one_launch()[-1]
 
 
 def has_one_launch(tokens: int, hidden: int, width: int) -> bool:
     """Whether so many tokens of experts like these have both products in one launch."""
-    return tokens in in_one_launch_of() and whole_experts.problem(hidden, width) is None
+    return tokens in tokens_of_one_launch() and whole_experts.problem(hidden, width) is None
 
 
 @functools.cache
-def _compile(experts: int, width: int, hidden: int, device: torch.device) -> None:
+def _compile(experts: int, width: int, hidden: int, device: torch.device, choices: int) -> None:
     if not wanted(experts, width):
         return
     if whole_experts.problem(hidden, width) is None:
-        whole_experts.compile_ahead(device, hidden, width)
+        rows = {whole_experts.rows_for(tokens * choices, experts) for tokens in tokens_of_one_launch()}
+        whole_experts.compile_ahead(device, hidden, width, rows)
     if has_both(hidden, width):
         for product in gate_up_rows, down_blocks:
             expert_tiles.compiled_on(product.kernel_for(hidden), device.index)
@@ -147,7 +150,7 @@ def run(
 
     (tokens, choices), experts, many = chosen.shape, len(weights.first), len(x) >= shared_expert.MANY
     if not many and has_one_launch(tokens, x.shape[1], weights.width):
-        tell(experts, weights.width, in_one_launch_of(), "both products in one launch")
+        tell(experts, weights.width, tokens_of_one_launch(), "both products in one launch")
         given = in_one_launch(x, weights, shares, chosen, filtered=filtered)
         return sums(given, factor, out, chosen if filtered else None)
     both_served = many and has_both(x.shape[1], weights.width)

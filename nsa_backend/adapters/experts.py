@@ -96,7 +96,7 @@ def experts(
     of = given.arguments
     if is_served(of):
         weights = ExpertWeights(of["w1"], of["w1_scale"], of["w2"], of["w2_scale"])
-        expert_products.compile_ahead(weights)
+        expert_products.compile_ahead(weights, of["topk_ids"].shape[1])
         routed = of["topk_weights"], of["topk_ids"]
         factor = 1.0 if of["routed_scaling_factor"] is None else of["routed_scaling_factor"]
         if few_experts.serves(hidden_states, weights, of["topk_ids"]):

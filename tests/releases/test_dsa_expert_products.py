@@ -436,8 +436,9 @@ def compiled(monkeypatch):
         expert_tiles, "compiled_on", lambda kernel, device: found.append((kernel.source.stem, kernel.hidden, device))
     )
     monkeypatch.setattr(
-        whole_experts, "compile_ahead", lambda device, hidden, width: found.append(("whole_experts", hidden, device.index))
-    )
+        whole_experts, "compile_ahead",
+        lambda device, hidden, width, rows: found.extend(("whole_experts", hidden, device.index) for _ in rows),
+    )  # fmt: skip
     yield found
     expert_products._compile.cache_clear()
 
@@ -452,15 +453,15 @@ def of_gpu(experts: int, width: int, hidden: int = 7168) -> ExpertWeights:
 def test_a_servers_first_forward_compiles_what_later_ones_have(compiled, monkeypatch):
     kernels = "whole_experts", "gate_up_rows", "down_blocks"
     for _ in range(2):
-        expert_products.compile_ahead(of_gpu(256, 256))
+        expert_products.compile_ahead(of_gpu(256, 256), 8)
     assert compiled == [(kernel, 7168, 1) for kernel in kernels]
     for others in (of_gpu(32, 256), of_gpu(256, 512), of_gpu(256, 256, 7000), of_gpu(256, 256, 7040)):
-        expert_products.compile_ahead(others)
+        expert_products.compile_ahead(others, 8)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    expert_products.compile_ahead(of_gpu(257, 256, 6144))
+    expert_products.compile_ahead(of_gpu(257, 256, 6144), 8)
     assert len(compiled) == len(kernels)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    expert_products.compile_ahead(of_gpu(257, 256, 6144))
+    expert_products.compile_ahead(of_gpu(257, 256, 6144), 8)
     assert compiled[len(kernels) :] == [(kernel, 6144, 1) for kernel in kernels]
 
 
@@ -476,7 +477,7 @@ def test_who_asks_of_another_hidden_size_has_our_second_product_alone(prefill, m
 @pytest.mark.parametrize("tokens", [1, 6])
 def test_any_forward_with_launches_of_ours_is_asked_for_it(runner, monkeypatch, tokens):
     asked = []
-    monkeypatch.setattr(expert_products, "compile_ahead", asked.append)
+    monkeypatch.setattr(expert_products, "compile_ahead", lambda weights, choices: asked.append(weights))
     given = arguments(tokens, elsewhere=1.0)
     served(given)
     assert [weights.first.data_ptr() for weights in asked] == [given["w1"].data_ptr()]
