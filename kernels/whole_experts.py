@@ -1,4 +1,4 @@
-"""Both products of experts of up to 128 tokens in one launch, in CUDA C++: of whole_experts.cu.
+"""Both products of experts of some tokens in one launch, in CUDA C++: of whole_experts.cu.
 
 SGLang has a launch for each product, in Triton, and two between them. Reading weights is what takes long, and where a launch
 ends memory rests until the next one's weights come. Here they come without a break. `gate_up_rows` and `down_blocks` have the
@@ -105,6 +105,11 @@ def problem(hidden: int, width: int) -> str | None:
         served = f"{2 * GROUP} to {MOST_WIDTH} in powers of two on multiples of {2 * GROUP} are served"
         return f"experts of {width} on hidden states of {hidden}: {served}"
     return None
+
+
+def most_choices(experts: int) -> int:
+    """Of so many experts in all: with more, too many have a second tile of the most rows, and read their weights again."""
+    return int(experts * max(ROWS) * MEAN)
 
 
 def rows_for(choices: int, experts: int) -> int:

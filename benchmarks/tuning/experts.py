@@ -54,6 +54,11 @@ class Shape:
     chosen: int = 8
 
     @property
+    def gpus(self) -> int:
+        """That divide the experts that tokens choose."""
+        return max(1, self.routed // self.experts)
+
+    @property
     def always(self) -> int:
         """Shared experts that SGLang has put among the others."""
         return max(0, self.experts - self.routed)
@@ -133,7 +138,7 @@ class Rank:
     @property
     def filtered(self) -> bool:
         """Whether tokens may choose experts of another GPU."""
-        return self.shape.experts < self.shape.routed
+        return self.shape.gpus > 1
 
     def _weights(self, experts: int) -> ExpertWeights:
         width, hidden = self.shape.width, self.shape.hidden
@@ -358,7 +363,7 @@ def as_served(
     def run() -> torch.Tensor:
         with choosing_tiles(lookup):
             out = torch.empty_like(x)
-            return expert_products.run(x, rank.weights, *routed, out, factor=1.0, filtered=rank.filtered)
+            return expert_products.run(x, rank.weights, *routed, out, factor=1.0, filtered=rank.filtered, gpus=rank.shape.gpus)
 
     return run
 
@@ -379,7 +384,7 @@ def between_cell(name: str, rank: Rank, tokens: int) -> dict:
     calls = {way: [rank.call(x, routed, lookup) for routed in routings] for way, lookup in ways.items()}
     for way, lookup in ways.items():
         calls[f"{way}, both launches"] = [around(as_served(rank, x, routed, lookup)) for routed in routings]
-    if expert_products.has_one_launch(tokens, rank.shape.hidden, rank.shape.width):
+    if expert_products.has_one_launch(x, rank.weights, routings[0][1].shape[1], rank.shape.gpus):
         calls[WHOLE] = [as_served(rank, x, routed, try_get_optimal_moe_config) for routed in routings]
     us, wrong = timed(calls, calls["sglang"][0]().float())
     return named(name, rank.shape, tokens) | {"between_us": us, "wrong": wrong}

@@ -35,11 +35,9 @@ logger = logging.getLogger(__name__)
 
 TOKENS = range(5, 129)
 """Of a forward whose rows a launch of ours tells by expert. Fewer are two launches in all (`few_experts`), of most experts."""
-ONE_LAUNCH = range(8, 129)
-"""Of one whose experts have both products in one launch, if that serves them: an H200 was faster (`one_launch` of
+ONE_LAUNCH = range(8, shared_expert.MANY)
+"""Of one whose experts have both products in one launch, if that serves them: an H200 was faster (`one_launch_to_1024` of
 benchmarks/results/experts_0_5_23_h200.json)."""
-MOST_ASKED = shared_expert.MANY - 1
-"""The most of these where a user asks: no server was measured with more than 128."""
 TIMED = {(256, 256), (257, 256)}
 """Experts of a GPU and their width that have all of these unasked: an H200 was faster (`between_products` and `many_tokens` of
 benchmarks/results/experts_0_5_23_h200.json). Others, those of --ep-size too, have them where a user asks."""
@@ -62,8 +60,8 @@ class Tiles(NamedTuple):
     second_in_bulk: bool  # also whether rows between both products are in blocks
 
 
-def serves(x: torch.Tensor, weights: ExpertWeights, chosen: torch.Tensor) -> bool:
-    """Whether these tokens have launches of ours; one choice of a token has no sum in SGLang's."""
+def serves(x: torch.Tensor, weights: ExpertWeights, chosen: torch.Tensor, gpus: int = 1) -> bool:
+    """Whether these tokens have launches of ours; one choice of a token has no sum in SGLang's. Arguments are `run`'s."""
     (tokens, choices), hidden = chosen.shape, x.shape[1]
     if not wanted(len(weights.first), weights.width) or choices == 1 or problem(weights.width) is not None:
         return False
@@ -71,7 +69,7 @@ def serves(x: torch.Tensor, weights: ExpertWeights, chosen: torch.Tensor) -> boo
         return down_rows.problem(hidden, weights.width) is None
     if expert_order.problem(tokens, choices, hidden) is not None:
         return False
-    return tokens in TOKENS or has_one_launch(tokens, hidden, weights.width)
+    return tokens in TOKENS or has_one_launch(x, weights, choices, gpus)
 
 
 def wanted(experts: int, width: int) -> bool:
@@ -79,9 +77,9 @@ def wanted(experts: int, width: int) -> bool:
     return (experts, width) in TIMED or switched_on(SWITCH)
 
 
-def compile_ahead(weights: ExpertWeights, choices: int) -> None:
+def compile_ahead(weights: ExpertWeights, choices: int, gpus: int = 1) -> None:
     """Compile products in CUDA C++ in a server's first forward, rather than in the first one that has them, whose tokens
-    have so many choices each.
+    have so many choices each of the experts of so many GPUs.
 
     Nothing is compiled while a forward is captured; SGLang runs it before that.
 
@@ -90,7 +88,7 @@ def compile_ahead(weights: ExpertWeights, choices: int) -> None:
     """
     first = weights.first
     if first.is_cuda and not torch.cuda.is_current_stream_capturing():
-        _compile(len(first), weights.width, first.shape[-1], first.device, choices)
+        _compile(len(first), weights.width, first.shape[-1], first.device, choices, gpus)
 
 
 def has_both(hidden: int, width: int) -> bool:
@@ -98,27 +96,25 @@ def has_both(hidden: int, width: int) -> bool:
     return gate_up_rows.problem(hidden, width) is None and down_blocks.problem(hidden, width) is None
 
 
-def tokens_of_one_launch() -> range:
-    """Tokens of a forward that may have both products in one launch."""
-    return range(ONE_LAUNCH.start, MOST_ASKED + 1) if switched_on(SWITCH) else ONE_LAUNCH
+def tokens_of_one_launch(experts: int, choices: int, gpus: int = 1) -> range:
+    """Of a forward that may have both products in one launch, as `run` has its tokens; none of more rows than tiles have."""
+    return range(ONE_LAUNCH.start, min(ONE_LAUNCH.stop, whole_experts.most_choices(experts) * gpus // choices + 1))
 
 
-def most_tokens() -> int:
-    """Of a forward with launches of ours that is no long prefill."""
-    return tokens_of_one_launch()[-1]
-
-
-def has_one_launch(tokens: int, hidden: int, width: int) -> bool:
-    """Whether so many tokens of experts like these have both products in one launch."""
-    return tokens in tokens_of_one_launch() and whole_experts.problem(hidden, width) is None
+def has_one_launch(x: torch.Tensor, weights: ExpertWeights, choices: int, gpus: int = 1) -> bool:
+    """Whether these tokens, with so many choices each, have both products in one launch."""
+    tokens, hidden = x.shape
+    of_launch = tokens_of_one_launch(len(weights.first), choices, gpus)
+    return tokens in of_launch and whole_experts.problem(hidden, weights.width) is None
 
 
 @functools.cache
-def _compile(experts: int, width: int, hidden: int, device: torch.device, choices: int) -> None:
+def _compile(experts: int, width: int, hidden: int, device: torch.device, choices: int, gpus: int) -> None:
     if not wanted(experts, width):
         return
     if whole_experts.problem(hidden, width) is None:
-        rows = {whole_experts.rows_for(tokens * choices, experts) for tokens in tokens_of_one_launch()}
+        of_launch = tokens_of_one_launch(experts, choices, gpus)
+        rows = {whole_experts.rows_for(tokens * choices // gpus, experts) for tokens in of_launch}
         whole_experts.compile_ahead(device, hidden, width, rows)
     if has_both(hidden, width):
         for product in gate_up_rows, down_blocks:
@@ -134,6 +130,7 @@ def run(
     *,
     factor: float,
     filtered: bool,
+    gpus: int = 1,
     quantised: tuple[torch.Tensor, torch.Tensor] | None = None,
     shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -143,22 +140,23 @@ def run(
         x, weights, shares, chosen, factor: as `kernels.few_experts` has them, of what `serves` says yes to.
         out: bfloat16 [tokens, hidden]; of many tokens it may be `x`. Of others what adds a shared expert may fill it later.
         filtered: whether experts may be another GPU's.
+        gpus: whose experts tokens choose, each of which has as many.
         quantised: of many tokens, `x` in FP8 and its scales where SGLang has made them.
         shared: of many tokens, bfloat16 [tokens, hidden] to be added.
     """
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
     (tokens, choices), experts, many = chosen.shape, len(weights.first), len(x) >= shared_expert.MANY
-    if not many and has_one_launch(tokens, x.shape[1], weights.width):
-        tell(experts, weights.width, tokens_of_one_launch(), "both products in one launch")
-        given = in_one_launch(x, weights, shares, chosen, filtered=filtered)
+    if not many and has_one_launch(x, weights, choices, gpus):
+        tell(experts, weights.width, tokens_of_one_launch(experts, choices, gpus), "both products in one launch")
+        given = in_one_launch(x, weights, shares, chosen, filtered=filtered, gpus=gpus)
         return sums(given, factor, out, chosen if filtered else None)
     both_served = many and has_both(x.shape[1], weights.width)
     if many:
         tell_of_many(experts, weights.width, both_served)
     else:
-        fewer = has_one_launch(ONE_LAUNCH.start, x.shape[1], weights.width)
-        these = range(TOKENS.start, ONE_LAUNCH.start) if fewer else TOKENS
+        of_launch = whole_experts.problem(x.shape[1], weights.width) is None and tokens < ONE_LAUNCH.start
+        these = range(TOKENS.start, ONE_LAUNCH.start) if of_launch else TOKENS
         tell(experts, weights.width, these, "one launch before both products and one between")
     if both_served and tokens >= BOTH:
         return choice_sums(both_ours(x, weights, shares, chosen, quantised), factor, shared, out)
@@ -204,14 +202,14 @@ def sums(given: torch.Tensor, factor: float, out: torch.Tensor, chosen: torch.Te
 
 
 def in_one_launch(
-    x: torch.Tensor, weights: ExpertWeights, shares: torch.Tensor, chosen: torch.Tensor, *, filtered: bool
+    x: torch.Tensor, weights: ExpertWeights, shares: torch.Tensor, chosen: torch.Tensor, *, filtered: bool, gpus: int
 ) -> torch.Tensor:
     """bfloat16 [tokens, choices, hidden]: what experts of some tokens give, by one launch of ours; arguments are `run`'s.
 
     Where some may be another GPU's theirs is nothing, and not written.
     """
     experts = len(weights.first)
-    rows = whole_experts.rows_for(chosen.numel(), experts)
+    rows = whole_experts.rows_for(chosen.numel() // gpus, experts)
     order = whole_experts.ordered(x, chosen, experts, weights.width, rows, others=not filtered)
     return whole_experts.whole_experts(order, rows, weights, shares, x.new_empty(*chosen.shape, x.shape[1]))
 

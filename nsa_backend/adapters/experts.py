@@ -1,8 +1,8 @@
 """Block-FP8 experts by launches of this package, in the place of SGLang's Triton runner's.
 
-A few tokens have two launches in all (`few_experts`). More, up to 128, have SGLang's products with launches of ours around
-them, or both in one launch of ours, and those of a prefill our second product or both (`expert_products`). SGLang's own
-function, which knows every argument, serves all others.
+A few tokens have two launches in all (`few_experts`). More have both products in one launch of ours, or SGLang's products with
+launches of ours around them, and those of a long prefill our second product or both (`expert_products`). SGLang's own function,
+which knows every argument, serves all others.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def apart(
     In captured forwards the shared expert reads that on another stream (`DeepseekV2MoE.forward_normal_dual_stream`), and no
     event says that it has when sums are written: SGLang's come seven launches later, ours fewer.
     """
-    if moe_runner_config.inplace and len(hidden_states) <= expert_products.most_tokens():
+    if moe_runner_config.inplace and len(hidden_states) < shared_expert.MANY:
         moe_runner_config = dataclasses.replace(moe_runner_config, inplace=False)
     return original(hidden_states, w1, w2, topk_output, moe_runner_config, *arguments, **options)
 
@@ -89,24 +89,24 @@ def experts(
     original: Callable[..., torch.Tensor], hidden_states: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor:
     """Around what computes a layer's experts: bfloat16 [tokens, hidden]."""
-    if expert_products.most_tokens() < len(hidden_states) < shared_expert.MANY:
-        return original(hidden_states, *arguments, **options)
     given = signature_of(original).bind(hidden_states, *arguments, **options)
     given.apply_defaults()
     of = given.arguments
     if is_served(of):
         weights = ExpertWeights(of["w1"], of["w1_scale"], of["w2"], of["w2_scale"])
-        expert_products.compile_ahead(weights, of["topk_ids"].shape[1])
+        gpus = expert_gpus() if of["filter_expert"] else 1
+        expert_products.compile_ahead(weights, of["topk_ids"].shape[1], gpus)
         routed = of["topk_weights"], of["topk_ids"]
         factor = 1.0 if of["routed_scaling_factor"] is None else of["routed_scaling_factor"]
         if few_experts.serves(hidden_states, weights, of["topk_ids"]):
             return few_experts.run(hidden_states, weights, *routed, room_for_sums(hidden_states), factor=factor)
-        if expert_products.serves(hidden_states, weights, of["topk_ids"]):
+        if expert_products.serves(hidden_states, weights, of["topk_ids"], gpus):
             out = hidden_states if of["inplace"] else room_for_sums(hidden_states)
             of_norm = KEPT.take(hidden_states, Scales.EXACT) if len(hidden_states) >= shared_expert.MANY else None
             quantised = of_norm if of["a1_q"] is None else (of["a1_q"], of["a1_scale"])
-            more = {"filtered": of["filter_expert"], "quantised": quantised, "shared": shared_expert.take(hidden_states)}
-            return expert_products.run(hidden_states, weights, *routed, out, factor=factor, **more)
+            more = {"quantised": quantised, "shared": shared_expert.take(hidden_states)}
+            divided = {"filtered": of["filter_expert"], "gpus": gpus}
+            return expert_products.run(hidden_states, weights, *routed, out, factor=factor, **divided, **more)
     return original(hidden_states, *arguments, **options)
 
 
@@ -198,6 +198,13 @@ def is_served(of: dict[str, Any]) -> bool:
         return False
     fits = of["topk_weights"].shape == of["topk_ids"].shape and of["w1"].shape[2] == of["hidden_states"].shape[1]
     return fits and all(of[name].dtype == dtype and of[name].is_contiguous() for name, dtype in DTYPES.items())
+
+
+def expert_gpus() -> int:
+    """Among how many GPUs experts are divided, each with as many."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().moe_ep_size
 
 
 def sums_are_free() -> bool:

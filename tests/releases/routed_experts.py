@@ -72,6 +72,7 @@ def free_server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         deterministic=SimpleNamespace(enable_deterministic_inference=False),
     )
     monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: server)
+    monkeypatch.setattr(experts, "expert_gpus", lambda: 1)
     monkeypatch.setenv(experts.SWITCH, "1")
     return server
 

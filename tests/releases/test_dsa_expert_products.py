@@ -63,15 +63,17 @@ def runner(monkeypatch):
 
 @pytest.fixture
 def one_launch(monkeypatch, runner):
-    """Both products of some tokens on an emulated GPU; SGLang's are never asked for."""
-    served = whole_experts.whole_experts
+    """Both products of some tokens on an emulated GPU, and rows of the tiles of each launch; SGLang's are never asked for."""
+    served, tiles = whole_experts.whole_experts, []
 
     def launch(order: Order, rows: int, weights: ExpertWeights, *more: torch.Tensor) -> torch.Tensor:
+        tiles.append(rows)
         form = whole_experts.Form(HIDDEN, weights.width, rows)
         return served(order, rows, weights, *more, num_sms=3, **whole_experts_emulated(form))
 
     monkeypatch.setattr(whole_experts, "whole_experts", launch)
     monkeypatch.setattr(runner.module, "invoke_fused_moe_kernel", lambda *_, **__: pytest.fail("SGLang's product"))
+    return tiles
 
 
 @pytest.fixture
@@ -103,6 +105,15 @@ def test_experts_with_both_products_in_one_launch_are_right(tokens, elsewhere):
     found = served(given)
     assert found.isfinite().all()
     assert near(found, given)
+
+
+def test_tiles_of_one_launch_have_rows_for_what_this_gpu_has_of_all_choices(monkeypatch, one_launch):
+    """One that has all experts, and one of four of which each has a fourth of the tokens' choices."""
+    for gpus in (1, 4):
+        monkeypatch.setattr(experts, "expert_gpus", lambda gpus=gpus: gpus)
+        given = arguments(32, 256, elsewhere=1 - 1 / gpus)
+        assert near(served(given), given)
+    assert one_launch == [32, 16]
 
 
 @pytest.mark.usefixtures("one_launch")
@@ -403,26 +414,31 @@ def test_who_asks_for_nothing_has_them_of_experts_that_were_timed(monkeypatch, s
     assert serves(experts=experts, width=width) is served
 
 
-def serves(tokens: int = 6, choices: int = 8, hidden: int = 1024, experts: int = EXPERTS, width: int = 256) -> bool:
+def serves(
+    tokens: int = 6, choices: int = 8, hidden: int = 1024, experts: int = EXPERTS, width: int = 256, gpus: int = 1
+) -> bool:
     first = torch.empty(1, dtype=torch.float8_e4m3fn).expand(experts, 2 * width, hidden)
     x, chosen = torch.empty(tokens, hidden), torch.empty(tokens, choices)
-    return expert_products.serves(x, ExpertWeights(first, None, None, None), chosen)
+    return expert_products.serves(x, ExpertWeights(first, None, None, None), chosen, gpus)
 
 
 def test_one_choice_and_odd_widths_are_sglangs(monkeypatch):
     """And more choices than a launch orders; all of which a user may ask for."""
     monkeypatch.setenv(expert_products.SWITCH, "1")
     assert serves()
-    assert serves(tokens=1024)
     assert serves(tokens=4096)
-    assert not any((serves(choices=1), serves(hidden=512), serves(width=192), serves(tokens=1024, choices=10)))
+    of_more = [serves(tokens=1024, choices=choices, experts=256) for choices in (9, 10)]
+    assert of_more == [True, False]
+    assert not any((serves(choices=1), serves(hidden=512), serves(width=192)))
     assert not any((serves(4096, choices=1), serves(4096, hidden=192), serves(4096, width=512)))
 
 
-def test_more_tokens_than_a_server_was_measured_with_are_sglangs(monkeypatch):
-    monkeypatch.delenv(expert_products.SWITCH, raising=False)
-    assert serves(tokens=128, experts=256)
-    assert not serves(tokens=129, experts=256)
+def test_experts_of_more_rows_than_a_tile_has_are_sglangs(monkeypatch):
+    """On average: of tokens that choose experts of several GPUs, each has a part."""
+    monkeypatch.setenv(expert_products.SWITCH, "1")
+    assert [serves(tokens, experts=32) for tokens in (128, 192, 193)] == [True, True, False]
+    assert serves(1024, experts=32, gpus=8)
+    assert not serves(1024, experts=32, gpus=4)
 
 
 @pytest.fixture
@@ -451,7 +467,7 @@ def of_gpu(experts: int, width: int, hidden: int = 7168) -> ExpertWeights:
 
 
 def test_a_servers_first_forward_compiles_what_later_ones_have(compiled, monkeypatch):
-    kernels = "whole_experts", "gate_up_rows", "down_blocks"
+    kernels = *["whole_experts"] * len(whole_experts.ROWS), "gate_up_rows", "down_blocks"
     for _ in range(2):
         expert_products.compile_ahead(of_gpu(256, 256), 8)
     assert compiled == [(kernel, 7168, 1) for kernel in kernels]
@@ -477,7 +493,7 @@ def test_who_asks_of_another_hidden_size_has_our_second_product_alone(prefill, m
 @pytest.mark.parametrize("tokens", [1, 6])
 def test_any_forward_with_launches_of_ours_is_asked_for_it(runner, monkeypatch, tokens):
     asked = []
-    monkeypatch.setattr(expert_products, "compile_ahead", lambda weights, choices: asked.append(weights))
+    monkeypatch.setattr(expert_products, "compile_ahead", lambda weights, *_: asked.append(weights))
     given = arguments(tokens, elsewhere=1.0)
     served(given)
     assert [weights.first.data_ptr() for weights in asked] == [given["w1"].data_ptr()]
@@ -488,7 +504,7 @@ def test_any_forward_with_launches_of_ours_is_asked_for_it(runner, monkeypatch, 
     [
         (128, (5, 9), "5 to 128 tokens have one launch before both products and one between"),
         (256, (5, 7), "5 to 7 tokens have one launch before both products and one between"),
-        (256, (8, 9), "8 to 1024 tokens have both products in one launch"),
+        (256, (8, 9), "8 to 144 tokens have both products in one launch"),
     ],
 )
 def test_the_log_has_it_once(caplog, request, runner, width, tokens, said):
