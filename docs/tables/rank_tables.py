@@ -295,6 +295,18 @@ def beside_experts_fused() -> str:
     return percent(apart[cell][0]["default"].median / sides["sglang_experts_fused"].median for cell, sides in fused.items())
 
 
+ROWS_OF_TILES = 32
+"""Requests of the rank of DP attention up to which NSA_BACKEND_FEW_EXPERTS=1 has experts in one launch: more have more rows an
+expert than tiles have."""
+
+
+@PARTS.part
+def experts_under_dp_attention() -> str:
+    """Rounds with experts in one launch over the built-in's, least to most."""
+    cells = spreads(newest("round_ms", "more experts"))
+    return spread(ratio(sides, "more experts") for cell, sides in cells.items() if cell.batch <= ROWS_OF_TILES)
+
+
 @PARTS.part
 def one_draft() -> str:
     """The default's rounds of one draft over the built-in's, on the first rank, least to most."""

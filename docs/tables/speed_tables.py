@@ -249,7 +249,7 @@ RANKS_OF_EXPERTS = {"v3.2-tp8": "DeepSeek-V3.2", "glm-5-tp8": "GLM-5"}
 
 def in_one_launch() -> dict[tuple[str, int], dict[str, float]]:
     """By rank and tokens, microseconds of a layer's experts by way."""
-    return {(row["rank"], row["tokens"]): row["between_us"] for row in result("experts_0_5_23", "one_launch")["rows"]}
+    return {(row["rank"], row["tokens"]): row["between_us"] for row in result("experts_0_5_23", "one_launch_to_1024")["rows"]}
 
 
 @PARTS.part
@@ -271,8 +271,15 @@ def experts() -> str:
 
 @PARTS.part
 def one_launch() -> str:
-    """Of 8 to 128 tokens, experts whose products are one launch over those of SGLang's products and launches of ours around."""
-    return spread(us[WHOLE] / us["shipped, both launches"] for us in in_one_launch().values())
+    """Of 8 to 1024 tokens, experts of one launch over SGLang's products with launches of ours around."""
+    around = "shipped, both launches"
+    return spread(us[WHOLE] / us[around] for us in in_one_launch().values() if around in us)
+
+
+@PARTS.part
+def experts_divided() -> str:
+    """The same over SGLang's experts, of one of eight GPUs that divide them."""
+    return spread(us[WHOLE] / us["sglang"] for (rank, _), us in in_one_launch().items() if rank == "v3.2-ep8")
 
 
 @PARTS.part

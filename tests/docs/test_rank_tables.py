@@ -277,6 +277,13 @@ def test_a_side_is_told_by_the_newest_run_that_has_it_beside_that_run_s_built_in
     assert rank_tables.rounds_saved() == "15 %"
 
 
+def test_experts_in_one_launch_under_dp_attention_are_told_where_tiles_have_their_rows(filed):
+    ms = {(8, "more experts"): 8.0, (8, "builtin"): 10.0, (64, "more experts"): 9.9, (64, "builtin"): 10.0}
+    rows = [one | {"checkpoint": "v3.2-dp8"} for (n, side), each in ms.items() for one in served(cell(3, n, 300), side, each)]
+    filed("more_experts", "new", rows, topic="rank_v32_dp8")
+    assert rank_tables.experts_under_dp_attention() == "0.80"
+
+
 def test_without_drafts_tokens_are_told_apart(filed):
     none = {"builtin": 10.0, "default": 6.0}
     filed("tokens", "new", [row for side, ms in none.items() for row in served(cell(0, 1, 300), side, ms)])
@@ -409,15 +416,19 @@ def test_experts_are_told_by_rank(filed):
         filed(name, "new", rows, topic="experts")
     times = {"sglang": 80.0, "shipped, both launches": 50.0, "one launch": 40.0}
     filed(
-        "one_launch",
+        "one_launch_to_1024",
         "new",
-        [{"rank": "v3.2-tp8", "tokens": tokens, "between_us": times} for tokens in (8, 32)],
+        [
+            *({"rank": "v3.2-tp8", "tokens": tokens, "between_us": times} for tokens in (8, 32)),
+            {"rank": "v3.2-ep8", "tokens": 8, "between_us": {"sglang": 100.0, "one launch": 70.0}},
+        ],
         topic="experts",
     )
     told = row(speed_tables.experts(), "DeepSeek-V3.2")
     assert told == ["0.50 (80)", "0.50 (80)", "0.75 (100)", "SGLang's (100)", "0.90 (100)"]
     assert row(speed_tables.experts(), "GLM-5")[:2] == ["0.75 (100)"] * 2
     assert speed_tables.one_launch() == "0.80"
+    assert speed_tables.experts_divided() == "0.70"
 
 
 def test_experts_are_beside_what_only_reads_their_weights(filed):
