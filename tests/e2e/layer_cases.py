@@ -144,6 +144,24 @@ LAYER_CASES = [
         )
         for n, floors in ((0, {}), (3, {"floor_of_all": 0.95}))
     ),
+    # Divided among GPUs, whose launch has no rows for another one's.
+    *(
+        front(
+            f"two GPUs, {of}, experts of a rank",
+            3,
+            workloads,
+            gpus=2,
+            shape="experts-of-a-rank",
+            engine=BY_ROWS | TWO_GPUS | {"ep_size": 2} | options,
+            floor_of_all=0.95,
+            environment={"NSA_BACKEND_FEW_EXPERTS": "1"},
+            says="experts of 8 to 1024 tokens have both products in one launch, 128 experts of 256",
+        )
+        for of, workloads, options in (
+            ("expert parallel", MANY, {}),
+            ("DP attention, expert parallel", ("8x300", "unequal ranks"), DP_2),
+        )
+    ),
     front("glm-5.2 n5 fa3, front in two launches", 5, STANDARD, model="glm-5.2", floor_of_all=0.95),
     front("n3 fa3, front in two launches, 61 layers", 3, STANDARD, shape="deep", floor_of_all=0.95),
     front("weights updated, front in two launches", 3, STANDARD, action="weights were updated", floors=FLOORS),
