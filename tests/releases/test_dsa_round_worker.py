@@ -18,6 +18,7 @@ from round_stand_in import POOL, SIZES, D, decode_batch, finished_prefill
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from nsa_backend.adapters.dsa import draft
+from nsa_backend.adapters.dsa.rounds import samplers
 from nsa_backend.adapters.dsa.rounds import worker as round_worker
 from nsa_backend.adapters.dsa.rounds.by_release import release
 
@@ -175,6 +176,7 @@ def test_the_scheduler_gets_no_event_of_a_capture():
 
 def test_sglang_builds_this_worker_for_eagle_alone(monkeypatch):
     monkeypatch.setattr(round_worker, "with_rounds", lambda worker_class, backends: ("with rounds", worker_class))
+    monkeypatch.setattr(samplers, "compile_meanwhile", lambda: None)
     chosen = partial(draft._round_worker, (), lambda args: args == "can", lambda algorithm, args: "SGLang's")
     assert chosen(SpeculativeAlgorithm.EAGLE, "can") == ("with rounds", "SGLang's")
     assert chosen(SpeculativeAlgorithm.EAGLE, "cannot") == "SGLang's"

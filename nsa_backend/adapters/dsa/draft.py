@@ -50,6 +50,8 @@ def _round_worker(
     worker_class = original(algorithm, server_args)
     if not algorithm.is_eagle() or not has_rounds(server_args):
         return worker_class
+    from nsa_backend.adapters.dsa.rounds.samplers import compile_meanwhile
     from nsa_backend.adapters.dsa.rounds.worker import with_rounds
 
+    compile_meanwhile()
     return with_rounds(worker_class, backends)

@@ -89,8 +89,8 @@ class Capture:
         wanted, sizes, outcome, graphs, why = sizes, self._fitting(sizes, kind, may_take), Outcome.TOO_MUCH, None, ""
         if sizes and kind == Kind(sampled=True):
             logger.info(
-                "nsa_backend: capturing whole speculative rounds of %s: where FlashInfer has never sampled it compiles that "
-                "first, in a minute or two",
+                "nsa_backend: capturing whole speculative rounds of %s: where FlashInfer has never sampled they wait until it "
+                "has compiled that",
                 kind,
             )
         while sizes and outcome is Outcome.TOO_MUCH:
