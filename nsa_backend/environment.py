@@ -111,11 +111,10 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_FEW_EXPERTS",
         default="unset",
-        unset="on 0.5.23 and Hopper routers of up to 32 tokens are one launch; without --ep-size MoE of up to four is two "
-        "(16 GPUs: eight tokens, four GPUs: two); on eight GPUs of 8 to 1024 three, and long prefills have our products",
-        one="other sizes",
+        unset="routers, and MoE without --ep-size, are this package's kernels where an H200 was faster, on 0.5.23 and Hopper",
+        one="MoE of other sizes and with --ep-size too",
         zero="SGLang's",
-        when="1 with --ep-size 8, 0 to compare",
+        when="1 with --ep-size 8; 0 to compare",
     ),
     Variable(
         "NSA_BACKEND_MOE_CONFIGS",
