@@ -36,7 +36,7 @@ def compile_meanwhile() -> threading.Thread | None:
 
 def _compile(kernels: Any) -> None:
     try:
-        kernels.build(need_lock=True)
+        kernels.build(verbose=False, need_lock=True)
     except Exception as error:
         logger.warning(
             "nsa_backend: FlashInfer's sampling kernels do not compile, %s: %s; sampled rounds will try again",
