@@ -205,14 +205,8 @@ def eight_gpus() -> str:
 
 
 @PARTS.part
-def eight_saved() -> str:
-    """Percent of a round that ours saves there, least to most."""
-    return percent(ratio(sides, "default") for sides in of_eight("round_ms").values())
-
-
-@PARTS.part
 def eight_first_saved() -> str:
-    """The same of the time to the first token, where sides are not alike."""
+    """Percent of the time to the first token that ours saves there, least to most, where sides are not alike."""
     return percent(ratio(sides, "default") for sides in of_eight("ttft_ms").values() if not alike(sides, "default"))
 
 
@@ -300,11 +294,28 @@ ROWS_OF_TILES = 32
 expert than tiles have."""
 
 
+def under_dp_attention() -> list[float]:
+    """Rounds with experts in one launch over the built-in's."""
+    cells = spreads(newest("round_ms", "more experts"))
+    return [ratio(sides, "more experts") for cell, sides in cells.items() if cell.batch <= ROWS_OF_TILES]
+
+
 @PARTS.part
 def experts_under_dp_attention() -> str:
-    """Rounds with experts in one launch over the built-in's, least to most."""
-    cells = spreads(newest("round_ms", "more experts"))
-    return spread(ratio(sides, "more experts") for cell, sides in cells.items() if cell.batch <= ROWS_OF_TILES)
+    """The same, least to most."""
+    return spread(under_dp_attention())
+
+
+@PARTS.part
+def dp_experts_saved() -> str:
+    """Percent of a round that they save."""
+    return percent(under_dp_attention())
+
+
+@PARTS.part
+def dp_saved() -> str:
+    """Percent of a round that a default server of that rank saves."""
+    return percent(over_builtin(DP_RANK, ("default",)))
 
 
 @PARTS.part

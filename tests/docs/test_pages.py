@@ -154,7 +154,7 @@ def test_the_changelog_ends_at_the_version_of_the_package():
 
 def test_a_part_that_was_edited_by_hand_is_found():
     text = README.read_text()
-    edited = re.sub(r"(?<=<!-- eight_saved -->).*?(?=<!--)", "99 %", text)
+    edited = re.sub(r"(?<=<!-- eight_first_saved -->).*?(?=<!--)", "99 %", text)
     assert edited != text
     assert make_docs.filled(edited) == text
 
