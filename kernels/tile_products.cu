@@ -10,6 +10,7 @@
 // columns, whose steps all warpgroups share, as their values take twice the bytes.
 
 #include "tiles.cuh"
+#include "turns.cuh"
 
 constexpr int GROUP = 128;               // values that share a scale: 128 bytes
 constexpr int COLUMNS = 64, GATES = 32;  // of a warpgroup
@@ -26,7 +27,7 @@ constexpr uint32_t SCALES_AT = STAGES * STAGE, STEPS_AT = SCALES_AT + STEPS * RO
 constexpr int PITCH = COLUMNS + 4;  // of a row's sums, so that lanes that have two rows each write to 32 banks
 constexpr uint32_t OF_WARPGROUP = ROWS * PITCH * 4;
 static_assert(WARPGROUPS * OF_WARPGROUP <= STAGES * STAGE, "sums have room");
-[[maybe_unused]] constexpr uint32_t SHARED_BYTES = STEPS_AT + 2 * STAGES * 8 + 1024;
+[[maybe_unused]] constexpr uint32_t SHARED_BYTES = STEPS_AT + Turns<STAGES>::BYTES + 1024;
 
 struct Weight {
     const float* scales;  // [columns / GROUP, GROUPS]; of the third product null
@@ -52,47 +53,42 @@ template <int count> struct Steps {
     uint32_t shared;
     int begin, first;
 
-    __device__ __forceinline__ void start(int takers) const {
-#pragma unroll
-        for (uint32_t step = 0; step < STAGES; ++step) {
-            start_barrier(filled(step), 1);
-            start_barrier(emptied(step), MULTIPLYING / 32 / takers);
-        }
-    }
+    __device__ __forceinline__ Turns<STAGES> turns() const { return {shared + STEPS_AT}; }
+    __device__ __forceinline__ void start(int takers) const { turns().start(1, MULTIPLYING / 32 / takers); }
     // Which step of the part is the `step`th.
     __device__ __forceinline__ int number(uint32_t step) const {
         const int number = first + static_cast<int>(step);
         return number < count ? number : number - count;
     }
-    __device__ __forceinline__ uint32_t at(uint32_t step) const { return shared + step % STAGES * STAGE; }
-    __device__ __forceinline__ uint32_t filled(uint32_t step) const { return shared + STEPS_AT + step % STAGES * 8; }
-    __device__ __forceinline__ uint32_t emptied(uint32_t step) const { return filled(step) + STAGES * 8; }
+    __device__ __forceinline__ uint32_t at(uint32_t step) const { return shared + turns().place(step) * STAGE; }
 
     // Products of the `step`th, for a warpgroup whose columns lie at `columns` of a stage.
     template <class Multiply> __device__ __forceinline__ void multiply(uint32_t step, uint32_t columns, Multiply product) const {
         const uint64_t of_columns = tile_at(at(step) + columns, 16), of_rows = tile_at(at(step) + ROWS_AT, 16);
-        wait_for_turn(filled(step), step / STAGES);
+        turns().wait_for(step);
         products_begin();
 #pragma unroll
         for (int i = 0; i < 4; ++i) product(of_columns + 2 * i, of_rows + 2 * i, i);
         products_commit();
         products_wait<0>();
-        if (threadIdx.x % 32 == 0) arrive(emptied(step));
+        if (threadIdx.x % 32 == 0) arrive(turns().emptied(step));
     }
 
     // What one thread does: weights from `column` on, `box` columns, and rows.
     template <int box> __device__ __forceinline__ void bring(const TensorMap& weights, int column, const TensorMap& rows) const {
         const auto bring_weights = [&](uint32_t step) {
-            arrive_before_bytes(filled(step), (box + ROWS) * 128);
-            copy_tile(at(step), weights, begin + number(step) * 128, column, filled(step));
+            arrive_before_bytes(turns().filled(step), (box + ROWS) * 128);
+            copy_tile(at(step), weights, begin + number(step) * 128, column, turns().filled(step));
         };
-        const auto bring_rows = [&](uint32_t step) { copy_tile(at(step) + ROWS_AT, rows, begin + number(step) * 128, 0, filled(step)); };
+        const auto bring_rows = [&](uint32_t step) {
+            copy_tile(at(step) + ROWS_AT, rows, begin + number(step) * 128, 0, turns().filled(step));
+        };
         constexpr uint32_t early = count < STAGES ? count : STAGES;
         for (uint32_t step = 0; step < early; ++step) bring_weights(step);
         wait_for_inputs();
         for (uint32_t step = 0; step < early; ++step) bring_rows(step);
         for (uint32_t step = early; step < count; ++step) {
-            wait_for_turn(emptied(step), step / STAGES - 1);
+            turns().wait_for_room(step);
             bring_weights(step);
             bring_rows(step);
         }
