@@ -127,6 +127,19 @@ class CudaKernel:
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         _expect(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0)[0], "launching")
 
+    def variable(self, name: str) -> bytes:
+        """What a variable of the source has in the GPU's memory, once all launches have ended.
+
+        Raises:
+            RuntimeError: there is none, or the driver refuses.
+        """
+        torch.cuda.synchronize()
+        failed, address, size = self._driver.cuModuleGetGlobal(self._module, name.encode())
+        _expect(failed, f"finding {name}")
+        found = ctypes.create_string_buffer(size)
+        _expect(self._driver.cuMemcpyDtoH(ctypes.addressof(found), address, size)[0], f"reading {name}")
+        return found.raw
+
 
 def _expect(status: Any, what: str) -> None:
     if int(status):

@@ -473,3 +473,18 @@ __device__ __forceinline__ void weigh(float (&d)[128], uint64_t a, uint64_t b) {
         : "l"(a), "l"(b));
 }
 #endif
+
+#ifdef STAMPS
+// Of each block, when its first thread came by each of its marks: cycles of its multiprocessor, and nanoseconds. What
+// benchmarks/tuning/phases.py compiles has them, and no server does.
+extern "C" __device__ uint64_t stamps[160][STAMPS][2];
+#endif
+
+template <int mark> __device__ __forceinline__ void stamp() {
+#ifdef STAMPS
+    if (threadIdx.x != 0) return;
+    uint64_t* const to = stamps[blockIdx.y * gridDim.x + blockIdx.x][mark];
+    asm volatile("mov.u64 %0, %%clock64;" : "=l"(to[0])::"memory");
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(to[1])::"memory");
+#endif
+}

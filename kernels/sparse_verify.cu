@@ -152,6 +152,7 @@ __device__ __forceinline__ int make_list(
     const uint32_t entries = shared + ENTRIES_AT + 4 * warps_first, listers = shared + LISTERS_AT + 2 * warps_first;
     for (uint32_t i = 8 * thread; i < CELLS; i += 8 * ATTENDING) store_shared_4(table + 2 * i, {EMPTY, EMPTY, EMPTY, EMPTY});
     const ByRow begins = compact(chosen, a.parts, part, entries);
+    stamp<1>();  // its entries are apart
     const int ahead = AHEAD ? min(begins[1], AHEAD_OF_WARP) : 0, end = begins[ROWS];
     if (AHEAD && lane == 0) store_shared(shared + AHEAD_AT + 4 * warp, ahead);
     meet_all();
@@ -265,6 +266,7 @@ __device__ __forceinline__ void join(const Attend& a, uint32_t shared, int part,
         if (add_to_counter(met + 1, 1) == static_cast<uint32_t>(a.parts) - 1) met[0] = met[1] = 0;  // for the next call
     }
     meet_attending();
+    stamp<6>();  // all parts are written
     const int first = lines * part / a.parts, mine = lines * (part + 1) / a.parts - first;
     const unsigned char* from = a.of_parts + (first_line + first) * a.parts * 2 * LATENT;
     const float* lse = a.lse + (first_line + first) * a.parts;
@@ -314,6 +316,7 @@ __device__ __forceinline__ void attend_to_part(const Attend& a, uint32_t shared,
     const long long first_line = static_cast<long long>(row) * HEADS;
     const int listed = make_list(a, shared, warp, rows, part, list, chosen_of(a, row, rows));
     meet_all();  // the list is written, and what it was made from is read
+    stamp<2>();
 
     const uint32_t upper_bit = OfThread::bit_of(upper, lines), lower_bit = OfThread::bit_of(lower, lines);
     const uint32_t highest_at = shared + HIGHEST_AT, weights_at = shared + WEIGHTS_AT;
@@ -329,6 +332,7 @@ __device__ __forceinline__ void attend_to_part(const Attend& a, uint32_t shared,
         products_wait<0>();  // of the step before, whose tokens may now be written over
         if (step > 0 && lane == 0) arrive(shared + EMPTIED_AT + (step - 1) % 2 * 8);
         wait_for_turn(shared + FILLED_AT + step % 2 * 8, step / 2);
+        if (step == 0) stamp<3>();  // the first tokens are there
         fence_before_products();
         float s[16];
         const uint64_t tokens_tile = tile_at(tokens + half * 32 * 128, 16), latent_tile = tile_at(tokens + half * 4 * PANEL, PANEL);
@@ -378,14 +382,18 @@ __device__ __forceinline__ void attend_to_part(const Attend& a, uint32_t shared,
         ask_sums(out, weights_tile, latent_tile);
     }
     products_wait<0>();
+    stamp<4>();  // all are weighed
 
     write_lines(a, shared, of, part, lines, first_line, out, upper_best, lower_best, upper_sum, lower_sum);
+    stamp<5>();
     if (a.parts > 1) join(a, shared, part, lines, first_line);
+    stamp<7>();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Attend a) {
     SHARED_MEMORY(memory);
     wait_for_inputs();
+    stamp<0>();
     const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
     const auto [row, rows] = Group(a);
     uint32_t* list = a.lists + (static_cast<long long>(blockIdx.y) * a.parts + blockIdx.x) * ENTRIES;

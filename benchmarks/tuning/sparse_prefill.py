@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from nsa_backend.benchmarks.calls.attention_case import HEAD_BLOCK, SLOTS, of_flashmla, pools
+from nsa_backend.benchmarks.calls.overlapping import overlapping
 from nsa_backend.benchmarks.calls.timing import interleaved
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
-from nsa_backend.benchmarks.tuning.sparse_verify import TOO_FAR, overlapping
+from nsa_backend.benchmarks.tuning.sparse_verify import TOO_FAR
 from nsa_backend.kernels.sparse_verify import VerifyMemory, rows_of_tile, sparse_verify
 from nsa_backend.testing.process import start_sglang
 from nsa_backend.testing.shape import LATENT, QK_DIM, SCALE, TOPK

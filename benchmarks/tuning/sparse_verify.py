@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from nsa_backend.benchmarks.calls.attention_case import MAX_ROWS, SLOTS, Case
+from nsa_backend.benchmarks.calls.overlapping import overlapping
 from nsa_backend.benchmarks.commands.attention import timed
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.kernels.sparse_verify import Groups, VerifyMemory, parts_of, sparse_verify
@@ -29,17 +30,6 @@ OVERLAPS = (0.35, 0.5, 0.75, 0.95, 1.0, 0.0)
 SAMPLES = 5
 TOO_FAR = {"bf16": 5e-3, "fp8": 1e-2}
 """Relative distance of two that are right: on an FP8 cache each rounds dequantised values, FlashMLA their scales too."""
-
-
-def overlapping(requests: int, rows: int, topk: int, overlap: float, slots: int, generator: torch.Generator) -> torch.Tensor:
-    """int32 [requests * rows, topk] of `slots`, each row of a request in an order of its own."""
-    fresh = topk - round(overlap * topk)
-    device = generator.device
-    count = topk + (rows - 1) * fresh  # all different: an implementation counts a slot twice that a row names twice
-    drawn = torch.stack([torch.randperm(slots, generator=generator, device=device)[:count] for _ in range(requests)]).int()
-    found = torch.stack([drawn[:, j * fresh : j * fresh + topk] for j in range(rows)], dim=1).flatten(0, 1)
-    order = torch.rand(found.shape, generator=generator, device=device).argsort(dim=1)
-    return found.gather(1, order)
 
 
 class SharingCase(Case):

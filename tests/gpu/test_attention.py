@@ -12,8 +12,8 @@ from nsa_backend.attention.flashmla_kv import FlashMlaKv
 from nsa_backend.attention.implementations import build_attention
 from nsa_backend.attention.sparse_inputs import SparseInputs
 from nsa_backend.attention.torch_reference import TorchSparseAttention
+from nsa_backend.benchmarks.calls.overlapping import overlapping
 from nsa_backend.benchmarks.calls.timing import captured_graph
-from nsa_backend.benchmarks.tuning.sparse_verify import overlapping
 from nsa_backend.config import AttentionConfig
 from nsa_backend.testing.calls import calls
 from nsa_backend.testing.shape import LATENT, ROPE, TOPK

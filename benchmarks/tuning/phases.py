@@ -1,0 +1,115 @@
+"""Where a launch of sparse_verify spends its time: when blocks come by the marks that its source has.
+
+    python benchmarks/tuning/phases.py OUT.json [--kv bf16 fp8] [--heads 16] [--requests 8 16 32] [--overlap 0.9 0.5]
+
+A phase ends at its mark. Microseconds are those of a block's own clock, medians over blocks and calls; `slowest` is the median
+over calls of the slowest block. Calls come alone, with slots that L2 has not seen, and have the bits of what is served. Needs
+no SGLang. OUT.json is written after every cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nsa_backend.benchmarks.calls.overlapping import overlapping
+from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
+from nsa_backend.kernels.cuda_source import CudaKernel
+from nsa_backend.kernels.sparse_verify import PARTED, SHARED_BYTES, THREADS, Groups, VerifyMemory, constants, sparse_verify
+
+PHASES = ("entries apart", "list made", "first tokens there", "all weighed", "part written", "all parts written", "joined")
+"""What ends at the marks of sparse_verify.cu behind the first one."""
+MARKS = len(PHASES) + 1
+SLOTS, TOPK, LATENT, ROPE, SCALE = 1 << 20, 2048, 512, 64, 576**-0.5
+FP8_BYTES = 656
+CALLS = 12
+
+
+def durations(stamps: np.ndarray) -> tuple[np.ndarray, float]:
+    """(microseconds of each phase by block, those from the first block's begin to the last one's end).
+
+    Args:
+        stamps: uint64 [blocks, marks, 2], cycles of a block's multiprocessor and nanoseconds of the GPU.
+    """
+    cycles, ns = stamps.astype(np.int64).transpose(2, 0, 1)
+    cycles_per_us = (cycles[:, -1] - cycles[:, 0]).sum() / (ns[:, -1] - ns[:, 0]).sum() * 1e3
+    return np.diff(cycles, axis=1) / cycles_per_us, float(ns[:, -1].max() - ns[:, 0].min()) / 1e3
+
+
+def cache_of(kv: str) -> torch.Tensor:
+    """A KV cache of a million tokens, as `sparse_verify` takes it."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    if kv == "bf16":
+        return torch.randn(SLOTS, 1, LATENT + ROPE, generator=generator, device="cuda", dtype=torch.bfloat16)
+    values = torch.randn(SLOTS, 1, LATENT, generator=generator, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.rand(SLOTS, 1, 4, generator=generator, device="cuda").view(torch.uint8)
+    rope = torch.randn(SLOTS, 1, ROPE, generator=generator, device="cuda").bfloat16().view(torch.uint8)
+    found = torch.cat([values, scales, rope], dim=-1).view(torch.float8_e4m3fn)
+    assert found.shape[-1] == FP8_BYTES
+    return found
+
+
+def cell(cache: torch.Tensor, heads: int, rows_per_request: int, requests: int, overlap: float) -> dict:
+    """Phases of one shape."""
+    fp8, sms = cache.dtype == torch.float8_e4m3fn, torch.cuda.get_device_properties("cuda").multi_processor_count
+    rows = requests * rows_per_request
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    query = torch.randn(rows, heads, LATENT + ROPE, generator=generator, device="cuda").bfloat16()
+    lens = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
+    memory = VerifyMemory.allocate(rows, rows_per_request, heads, TOPK, sms, "cuda")
+    macros = constants(Groups.of(rows_per_request, heads).rows, heads, TOPK, fp8=fp8)
+    marked = CudaKernel(PARTED, "attend", macros | {"STAMPS": MARKS}, THREADS, SHARED_BYTES)
+    phases, whole, different = [], [], 0
+    for _ in range(CALLS):
+        chosen = overlapping(requests, rows_per_request, TOPK, overlap, SLOTS, generator)
+        grids: list[tuple[int, int]] = []
+
+        def launch(grid, arguments, grids=grids):
+            grids.append(grid)
+            marked.launch(grid, arguments)
+
+        given = query[..., :LATENT], query[..., LATENT:], cache, chosen, lens, SCALE, rows_per_request, memory
+        torch.cuda.synchronize()
+        found = sparse_verify(*given, num_sms=sms, launch=launch)
+        blocks = grids[0][0] * grids[0][1]
+        stamps = np.frombuffer(marked.variable("stamps"), dtype=np.uint64).reshape(-1, MARKS, 2)[:blocks]
+        assert torch.equal(found, sparse_verify(*given, num_sms=sms))
+        of_blocks, us = durations(stamps)
+        phases.append(of_blocks)
+        whole.append(us)
+        different = chosen.view(requests, -1)[0].unique().numel()
+    of_calls = np.stack(phases[1:])  # the first one warms up
+    return {
+        "kv": "fp8" if fp8 else "bf16", "heads": heads, "rows_per_request": rows_per_request, "requests": requests,
+        "overlap": overlap, "different": different, "parts": grids[0][0], "whole_us": round(float(np.median(whole[1:])), 2),
+        "us": {name: round(float(x), 2) for name, x in zip(PHASES, np.median(of_calls, axis=(0, 1)), strict=True)},
+        "slowest": {name: round(float(x), 2) for name, x in zip(PHASES, np.median(of_calls.max(axis=1), axis=0), strict=True)},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--kv", nargs="+", choices=("bf16", "fp8"), default=["bf16"])
+    parser.add_argument("--heads", type=int, nargs="+", default=[16])
+    parser.add_argument("--rows", type=int, nargs="+", default=[4], help="of a request")
+    parser.add_argument("--requests", type=int, nargs="+", default=[8, 16, 32])
+    parser.add_argument("--overlap", type=float, nargs="+", default=[0.9, 0.5])
+    args = parser.parse_args()
+    found: list[dict] = []
+    for kv in args.kv:
+        cache = cache_of(kv)
+        for shape in itertools.product(args.heads, args.rows, args.requests, args.overlap):
+            found.append(cell(cache, *shape))
+            write_report(args.out, {"environment": environment(), "rows": found})
+            row = found[-1]
+            print(*(f"{name} {row[name]}" for name in ("kv", "heads", "requests", "overlap", "parts", "whole_us")), sep=", ")
+            print_table(("phase", "us", "slowest block"), [(name, row["us"][name], row["slowest"][name]) for name in PHASES])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""Where the time of a launch goes, from when its blocks came by the marks of its source."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from nsa_backend.benchmarks.tuning import phases
+from nsa_backend.kernels.sparse_verify import PARTED
+
+
+def test_phases_are_between_marks_by_each_blocks_own_clock():
+    """Blocks' multiprocessors count from other numbers, two cycles a nanosecond here."""
+    ns = np.array([[0, 1000, 4000], [500, 2500, 4500]])
+    stamps = np.stack([2 * ns + [[7], [90_000]], ns + 10**18], axis=-1).astype(np.uint64)
+    us, whole = phases.durations(stamps)
+    assert us.tolist() == [[1.0, 3.0], [2.0, 2.0]]
+    assert whole == 4.5
+
+
+def test_every_phase_has_its_mark():
+    assert sorted(map(int, re.findall(r"stamp<(\d+)>\(\)", PARTED.read_text()))) == list(range(phases.MARKS))
