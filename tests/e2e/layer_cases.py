@@ -119,11 +119,11 @@ LAYER_CASES = [
     # Whose products are divided, as their weights are block FP8, of both forms of scales.
     front("n3 fa3, FP8 weights, front in two launches", 3, MANY, shape="fp8-weights", floor_of_all=0.95),
     glm_front("glm-5.1 n3 fa3, FP8 weights, front in two launches", shape="fp8-weights"),
-    # Whose experts have tiles of this package, in every size that is captured, and in prefills its products too.
+    # Whose experts are one launch in every captured size, beyond, and in short prefills, and in long ones products of ours.
     front(
         "n3, nothing named, experts of a rank",
         3,
-        MANY,
+        ("1x300", *MANY, "64x300"),
         shape="experts-of-a-rank",
         engine=BY_ROWS,
         floor_of_all=0.95,

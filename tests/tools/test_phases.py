@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 import numpy as np
+import pytest
 
 from nsa_backend.benchmarks.tuning import phases
-from nsa_backend.kernels.sparse_verify import PARTED
+from nsa_backend.kernels.cuda_source import compiled
+from nsa_backend.kernels.sparse_verify import PARTED, constants
 
 
 def test_phases_are_between_marks_by_each_blocks_own_clock():
@@ -21,3 +23,9 @@ def test_phases_are_between_marks_by_each_blocks_own_clock():
 
 def test_every_phase_has_its_mark():
     assert sorted(map(int, re.findall(r"stamp<(\d+)>\(\)", PARTED.read_text()))) == list(range(phases.MARKS))
+
+
+@pytest.mark.slow
+def test_a_source_with_marks_compiles_for_hopper_with_all_in_registers():
+    _, said = compiled(PARTED, constants(4, 16, 2048) | {"STAMPS": phases.MARKS})
+    assert "0 bytes spill stores, 0 bytes spill loads" in said
