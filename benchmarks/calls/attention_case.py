@@ -68,12 +68,15 @@ def of_flashmla(kv: str, query: torch.Tensor, cache: torch.Tensor) -> Callable[[
 
 
 class Case:
-    """Queries of `heads` heads over one of the pools. Call i of a variant takes the i-th lot of top-k rows."""
+    """Queries of `heads` heads over one of the pools. Call i of a variant takes the i-th lot of top-k rows.
 
-    def __init__(self, kv: str, heads: int):
+    A row attends to as many tokens as its `context` has, and to TOPK at most.
+    """
+
+    def __init__(self, kv: str, heads: int, context: int = CONTEXT):
         from sglang.srt.layers.radix_attention import RadixAttention
 
-        self.kv, self.heads, self.names = kv, heads, NAMES[kv]
+        self.kv, self.heads, self.context, self.names = kv, heads, context, NAMES[kv]
         self.cache, self.values = pools(kv)
         self.bytes_per_token = self.cache.shape[-1] * self.cache.element_size()
         generator = torch.Generator(device="cuda").manual_seed(heads)
@@ -131,7 +134,7 @@ class Case:
 
     def _backend(self, side: str, backend_class: type, name: str):
         if (side, name) not in self._backends:
-            runner = make_gpu_runner(num_steps=3, context=CONTEXT, max_requests=MAX_ROWS, heads=self.heads)
+            runner = make_gpu_runner(num_steps=3, context=max(CONTEXT, self.context), max_requests=MAX_ROWS, heads=self.heads)
             dtype = KV_DTYPES[self.kv]
             runner.kv_cache_dtype = runner.token_to_kv_pool.dtype = dtype
             pool = runner.token_to_kv_pool
@@ -144,7 +147,7 @@ class Case:
         return self._backends[side, name]
 
     def _capture(self, backend, rows: int) -> Captured:
-        lengths = torch.full((rows,), CONTEXT, device="cuda")
+        lengths = torch.full((rows,), self.context, device="cuda")
         slots = torch.zeros(rows, dtype=torch.int64, device="cuda")
         batch = static_batch(lengths, slots, 1)
         return Captured(backend, batch, MODES["decode"], rows)
