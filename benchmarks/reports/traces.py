@@ -19,6 +19,8 @@ from pathlib import Path
 
 from nsa_backend.benchmarks.reports.cells import LostCellError
 
+TAIL = 80
+"""Characters of a trace that ends early which are told: what the profiler came to."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 WRAPPERS = re.compile(r"(device_kernel|elementwise_kernel\w*|reduce_kernel|enable_sm\w+|gpu_kernel_impl\w*|kernel_wrapper\w*)$")
 """Kernels whose first template argument that is a name says what they do."""
@@ -63,13 +65,14 @@ def read_events(folder: Path) -> list[dict]:
         found = [path for path in found if FIRST_RANK.search(path.name)]
     if len(found) != 1:
         raise RuntimeError(f"SGLang's profiler left {len(found)} traces of a first rank in {folder} where one was asked for")
-    with gzip.open(found[0]) as stream:
-        try:
-            return json.load(stream)["traceEvents"]
-        except (json.JSONDecodeError, EOFError) as error:
-            raise LostCellError(
-                f"SGLang's profiler left a trace that ends early ({found[0]}: {error}): look whether a disk is full"
-            ) from error
+    text = ""
+    try:
+        with gzip.open(found[0], "rt") as stream:
+            text = stream.read()
+        return json.loads(text)["traceEvents"]
+    except (json.JSONDecodeError, EOFError) as error:
+        where = f"{found[0]}: {error}, behind {text[-TAIL:]!r}"
+        raise LostCellError(f"SGLang's profiler left a trace that ends early ({where}): look whether a disk is full") from error
 
 
 def host_calls(events: Iterable[dict]) -> list[dict]:
