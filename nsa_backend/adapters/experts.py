@@ -86,10 +86,15 @@ def apart(
 
 
 def experts(
-    original: Callable[..., torch.Tensor], hidden_states: torch.Tensor, *arguments: Any, **options: Any
+    original: Callable[..., torch.Tensor], hidden_states: torch.Tensor, w1: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor:
-    """Around what computes a layer's experts: bfloat16 [tokens, hidden]."""
-    given = signature_of(original).bind(hidden_states, *arguments, **options)
+    """Around what computes a layer's experts: bfloat16 [tokens, hidden].
+
+    Arguments are looked at where some launch may serve them: a forward asks in every layer.
+    """
+    if len(hidden_states) > few_experts.MOST and not expert_products.wanted(len(w1), w1.shape[1] // 2):
+        return original(hidden_states, w1, *arguments, **options)
+    given = signature_of(original).bind(hidden_states, w1, *arguments, **options)
     given.apply_defaults()
     of = given.arguments
     if is_served(of):
@@ -107,7 +112,7 @@ def experts(
             more = {"quantised": quantised, "shared": shared_expert.take(hidden_states)}
             divided = {"filtered": of["filter_expert"], "gpus": gpus}
             return expert_products.run(hidden_states, weights, *routed, out, factor=factor, **divided, **more)
-    return original(hidden_states, *arguments, **options)
+    return original(hidden_states, w1, *arguments, **options)
 
 
 def quantised_once(original: Callable[..., Any], layer: Any, hidden_states: torch.Tensor) -> Any:

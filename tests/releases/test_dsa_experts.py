@@ -69,6 +69,16 @@ def test_tokens_choose_launches(monkeypatch, server):
     assert left == [3, 4, 129]
 
 
+def test_experts_that_nothing_serves_are_left_at_once(monkeypatch, server):
+    """A forward asks in every layer."""
+    monkeypatch.delenv(experts.SWITCH)
+    monkeypatch.setattr(expert_products, "TIMED", set())
+    asked = []
+    monkeypatch.setattr(experts, "is_served", lambda of: asked.append(len(of["hidden_states"])))
+    assert {served(arguments(tokens)) for tokens in (few_experts.MOST, few_experts.MOST + 1, 140)} == {SGLANGS}
+    assert asked == [few_experts.MOST]
+
+
 @pytest.mark.parametrize("tokens", [FEW, SOME])
 def test_a_layer_of_sglangs_has_them(monkeypatch, tokens):
     """From its forward on, with what a server of one rank has set up: none of our conditions is ever met by accident."""
