@@ -84,6 +84,18 @@ def test_the_log_says_why_they_do_not_compile(kernels, caplog):
     assert said == f"nsa_backend: {what}; sampled rounds will try again"
 
 
+def test_a_start_goes_on_where_flashinfer_refuses(monkeypatch, caplog):
+    def refuse() -> None:
+        raise RuntimeError("FlashInfer requires GPUs with sm75 or higher.")
+
+    monkeypatch.setenv(SAMPLED_SWITCH, "1")
+    monkeypatch.setattr(sampling, "gen_sampling_module", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert worker(monkeypatch) == "with rounds"
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "do not compile, RuntimeError: FlashInfer requires GPUs" in said
+
+
 def test_flashinfers_own_are_asked_for_the_same():
     kernels = getattr(core, "JitSpecNvcc", core.JitSpec)
     assert isinstance(kernels.is_aot, property)

@@ -20,13 +20,18 @@ def compile_meanwhile() -> threading.Thread | None:
     """Begin to compile them, where sampled rounds may be one graph and FlashInfer did not come with them; the thread that does.
 
     It runs compilers alone: what loads kernels, or asks for a GPU, could disturb a capture. A lock of FlashInfer's has other
-    ranks, and the first call, wait for it.
+    ranks, and the first call, wait for it. Where FlashInfer refuses, the log says so and the start goes on: what a capture then
+    meets is told there.
     """
     if not release().sampled.served(SAMPLED_SWITCH):
         return None
-    from flashinfer.jit.sampling import gen_sampling_module
+    try:
+        from flashinfer.jit.sampling import gen_sampling_module
 
-    kernels = gen_sampling_module()
+        kernels = gen_sampling_module()
+    except Exception as error:
+        _tell(error)
+        return None
     if kernels.is_aot:
         return None
     thread = threading.Thread(target=_compile, args=(kernels,), name="nsa_backend: FlashInfer's sampling", daemon=True)
@@ -38,8 +43,12 @@ def _compile(kernels: Any) -> None:
     try:
         kernels.build(verbose=False, need_lock=True)
     except Exception as error:
-        logger.warning(
-            "nsa_backend: FlashInfer's sampling kernels do not compile, %s: %s; sampled rounds will try again",
-            type(error).__name__,
-            (str(error).splitlines() or [""])[0],
-        )
+        _tell(error)
+
+
+def _tell(error: Exception) -> None:
+    logger.warning(
+        "nsa_backend: FlashInfer's sampling kernels do not compile, %s: %s; sampled rounds will try again",
+        type(error).__name__,
+        (str(error).splitlines() or [""])[0],
+    )
