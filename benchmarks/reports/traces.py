@@ -67,7 +67,7 @@ def read_events(folder: Path) -> list[dict]:
         raise RuntimeError(f"SGLang's profiler left {len(found)} traces of a first rank in {folder} where one was asked for")
     text = ""
     try:
-        with gzip.open(found[0], "rt") as stream:
+        with gzip.open(found[0], "rt", encoding="utf-8") as stream:
             text = stream.read()
         return json.loads(text)["traceEvents"]
     except (json.JSONDecodeError, EOFError) as error:

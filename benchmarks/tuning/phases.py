@@ -19,14 +19,22 @@ import torch
 from nsa_backend.benchmarks.calls.overlapping import overlapping
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.kernels.cuda_source import CudaKernel
-from nsa_backend.kernels.sparse_verify import PARTED, SHARED_BYTES, THREADS, Groups, VerifyMemory, constants, sparse_verify
+from nsa_backend.kernels.sparse_verify import (
+    PARTED,
+    SHARED_BYTES,
+    THREADS,
+    Groups,
+    VerifyMemory,
+    constants,
+    parts_of,
+    sparse_verify,
+)
+from nsa_backend.testing.shape import LATENT, ROPE, SCALE, TOPK
 
 PHASES = ("entries apart", "list made", "first tokens there", "all weighed", "part written", "all parts written", "joined")
 """What ends at the marks of sparse_verify.cu behind the first one."""
 MARKS = len(PHASES) + 1
-SLOTS, TOPK, LATENT, ROPE, SCALE = 1 << 20, 2048, 512, 64, 576**-0.5
-FP8_BYTES = 656
-CALLS = 12
+SLOTS, CALLS = 1 << 20, 12
 
 
 def durations(stamps: np.ndarray) -> tuple[np.ndarray, float]:
@@ -48,35 +56,34 @@ def cache_of(kv: str) -> torch.Tensor:
     values = torch.randn(SLOTS, 1, LATENT, generator=generator, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
     scales = torch.rand(SLOTS, 1, 4, generator=generator, device="cuda").view(torch.uint8)
     rope = torch.randn(SLOTS, 1, ROPE, generator=generator, device="cuda").bfloat16().view(torch.uint8)
-    found = torch.cat([values, scales, rope], dim=-1).view(torch.float8_e4m3fn)
-    assert found.shape[-1] == FP8_BYTES
-    return found
+    return torch.cat([values, scales, rope], dim=-1).view(torch.float8_e4m3fn)
 
 
 def cell(cache: torch.Tensor, heads: int, rows_per_request: int, requests: int, overlap: float) -> dict:
-    """Phases of one shape."""
+    """Phases of one shape.
+
+    Raises:
+        SystemExit: each tile of so many requests has one block, which has no marks.
+    """
     fp8, sms = cache.dtype == torch.float8_e4m3fn, torch.cuda.get_device_properties("cuda").multi_processor_count
-    rows = requests * rows_per_request
+    rows, groups = requests * rows_per_request, Groups.of(rows_per_request, heads)
+    tiles = requests * groups.of_request
+    parts = parts_of(tiles, sms)
+    if parts == 1:
+        raise SystemExit(f"{requests} requests have a block for each of {tiles} tiles: give at most {sms // 2} tiles")
     generator = torch.Generator(device="cuda").manual_seed(1)
     query = torch.randn(rows, heads, LATENT + ROPE, generator=generator, device="cuda").bfloat16()
     lens = torch.full((rows,), TOPK, dtype=torch.int32, device="cuda")
     memory = VerifyMemory.allocate(rows, rows_per_request, heads, TOPK, sms, "cuda")
-    macros = constants(Groups.of(rows_per_request, heads).rows, heads, TOPK, fp8=fp8)
+    macros = constants(groups.rows, heads, TOPK, fp8=fp8)
     marked = CudaKernel(PARTED, "attend", macros | {"STAMPS": MARKS}, THREADS, SHARED_BYTES)
     phases, whole, different = [], [], 0
     for _ in range(CALLS):
         chosen = overlapping(requests, rows_per_request, TOPK, overlap, SLOTS, generator)
-        grids: list[tuple[int, int]] = []
-
-        def launch(grid, arguments, grids=grids):
-            grids.append(grid)
-            marked.launch(grid, arguments)
-
         given = query[..., :LATENT], query[..., LATENT:], cache, chosen, lens, SCALE, rows_per_request, memory
         torch.cuda.synchronize()
-        found = sparse_verify(*given, num_sms=sms, launch=launch)
-        blocks = grids[0][0] * grids[0][1]
-        stamps = np.frombuffer(marked.variable("stamps"), dtype=np.uint64).reshape(-1, MARKS, 2)[:blocks]
+        found = sparse_verify(*given, num_sms=sms, launch=marked.launch)
+        stamps = np.frombuffer(marked.variable("stamps"), dtype=np.uint64).reshape(-1, MARKS, 2)[: tiles * parts]
         assert torch.equal(found, sparse_verify(*given, num_sms=sms))
         of_blocks, us = durations(stamps)
         phases.append(of_blocks)
@@ -85,7 +92,7 @@ def cell(cache: torch.Tensor, heads: int, rows_per_request: int, requests: int, 
     of_calls = np.stack(phases[1:])  # the first one warms up
     return {
         "kv": "fp8" if fp8 else "bf16", "heads": heads, "rows_per_request": rows_per_request, "requests": requests,
-        "overlap": overlap, "different": different, "parts": grids[0][0], "whole_us": round(float(np.median(whole[1:])), 2),
+        "overlap": overlap, "different": different, "parts": parts, "whole_us": round(float(np.median(whole[1:])), 2),
         "us": {name: round(float(x), 2) for name, x in zip(PHASES, np.median(of_calls, axis=(0, 1)), strict=True)},
         "slowest": {name: round(float(x), 2) for name, x in zip(PHASES, np.median(of_calls.max(axis=1), axis=0), strict=True)},
     }  # fmt: skip
