@@ -289,7 +289,7 @@ def beside_experts_fused() -> str:
     return percent(apart[cell][0]["default"].median / sides["sglang_experts_fused"].median for cell, sides in fused.items())
 
 
-ROWS_OF_TILES = 32
+MOST_IN_ONE_LAUNCH = 32
 """Requests of the rank of DP attention up to which NSA_BACKEND_FEW_EXPERTS=1 has experts in one launch: more have more rows an
 expert than tiles have."""
 
@@ -297,7 +297,7 @@ expert than tiles have."""
 def under_dp_attention() -> list[float]:
     """Rounds with experts in one launch over the built-in's."""
     cells = spreads(newest("round_ms", "more experts"))
-    return [ratio(sides, "more experts") for cell, sides in cells.items() if cell.batch <= ROWS_OF_TILES]
+    return [ratio(sides, "more experts") for cell, sides in cells.items() if cell.batch <= MOST_IN_ONE_LAUNCH]
 
 
 @PARTS.part
