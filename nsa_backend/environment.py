@@ -111,10 +111,10 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_FEW_EXPERTS",
         default="unset",
-        unset="routers, and MoE without --ep-size, are this package's kernels where an H200 was faster, on 0.5.23 and Hopper",
-        one="MoE of other sizes and with --ep-size too",
+        unset="routers and MoE are this package's kernels where an H200 was faster, on 0.5.23 and Hopper",
+        one="MoE of other sizes too",
         zero="SGLang's",
-        when="1 with --ep-size 8; 0 to compare",
+        when="1 with GLM and --ep-size; 0 to compare",
     ),
     Variable(
         "NSA_BACKEND_MOE_CONFIGS",

@@ -290,8 +290,7 @@ def beside_experts_fused() -> str:
 
 
 MOST_IN_ONE_LAUNCH = 32
-"""Requests of the rank of DP attention up to which NSA_BACKEND_FEW_EXPERTS=1 has experts in one launch: more have more rows an
-expert than tiles have."""
+"""Requests of the rank of DP attention up to which experts are one launch: more have more rows an expert than tiles have."""
 
 
 def under_dp_attention() -> list[float]:
@@ -307,15 +306,14 @@ def experts_under_dp_attention() -> str:
 
 
 @PARTS.part
-def dp_experts_saved() -> str:
-    """Percent of a round that they save."""
-    return percent(under_dp_attention())
-
-
-@PARTS.part
 def dp_saved() -> str:
-    """Percent of a round that a default server of that rank saves."""
-    return percent(over_builtin(DP_RANK, ("default",)))
+    """Percent of a round that a server of that rank saves, with experts in one launch where it has them now."""
+    others = [
+        ratio(*found)
+        for cell, found in of_rank(DP_RANK, ("default",)).items()
+        if cell.steps and cell.batch > MOST_IN_ONE_LAUNCH
+    ]
+    return percent([*under_dp_attention(), *others])
 
 
 @PARTS.part

@@ -40,7 +40,10 @@ ONE_LAUNCH = range(8, shared_expert.MANY)
 benchmarks/results/experts_0_5_23_h200.json)."""
 TIMED = {(256, 256), (257, 256)}
 """Experts of a GPU and their width that have all of these unasked: an H200 was faster (`between_products` and `many_tokens` of
-benchmarks/results/experts_0_5_23_h200.json). Others, those of --ep-size too, have them where a user asks."""
+benchmarks/results/experts_0_5_23_h200.json). Others have them where a user asks."""
+TIMED_IN_ONE_LAUNCH = {(32, 2048, 7168)}
+"""Experts of a GPU, their width and hidden states that have both products in one launch unasked, and else SGLang's: with
+--ep-size 8 DeepSeek-V3.2's, of which an H200 was faster (`one_launch_to_1024` of the same file)."""
 BOTH = 2048
 """Tokens of a forward from which on its first product is ours too. Of fewer, blocks of 128 rows have few rows of an expert: an
 H200 was 3 to 7 % slower with 1536 (`both_products` of the same file)."""
@@ -62,18 +65,23 @@ class Tiles(NamedTuple):
 
 def serves(x: torch.Tensor, weights: ExpertWeights, chosen: torch.Tensor, gpus: int = 1) -> bool:
     """Whether these tokens have launches of ours; one choice of a token has no sum in SGLang's. Arguments are `run`'s."""
-    (tokens, choices), hidden = chosen.shape, x.shape[1]
-    if not wanted(len(weights.first), weights.width) or choices == 1 or problem(weights.width) is not None:
+    (tokens, choices), hidden, experts = chosen.shape, x.shape[1], len(weights.first)
+    if not may_serve(tokens, hidden, experts, weights.width) or choices == 1 or problem(weights.width) is not None:
         return False
     if tokens >= shared_expert.MANY:
         return down_rows.problem(hidden, weights.width) is None
     if expert_order.problem(tokens, choices, hidden) is not None:
         return False
-    return tokens in TOKENS or has_one_launch(x, weights, choices, gpus)
+    return (tokens in TOKENS and wanted(experts, weights.width)) or has_one_launch(x, weights, choices, gpus)
+
+
+def may_serve(tokens: int, hidden: int, experts: int, width: int) -> bool:
+    """Whether so many tokens of so many experts of a GPU are to have launches of ours, where these serve them."""
+    return wanted(experts, width) or (tokens in ONE_LAUNCH and (experts, width, hidden) in TIMED_IN_ONE_LAUNCH)
 
 
 def wanted(experts: int, width: int) -> bool:
-    """Whether so many experts of a GPU, of this width, are to have launches of ours."""
+    """Whether so many experts of a GPU, of this width, are to have launches of ours of any number of tokens."""
     return (experts, width) in TIMED or switched_on(SWITCH)
 
 
@@ -110,13 +118,11 @@ def has_one_launch(x: torch.Tensor, weights: ExpertWeights, choices: int, gpus: 
 
 @functools.cache
 def _compile(experts: int, width: int, hidden: int, device: torch.device, choices: int, gpus: int) -> None:
-    if not wanted(experts, width):
-        return
-    if whole_experts.problem(hidden, width) is None:
+    if may_serve(ONE_LAUNCH.start, hidden, experts, width) and whole_experts.problem(hidden, width) is None:
         of_launch = tokens_of_one_launch(experts, choices, gpus)
         rows = {whole_experts.rows_for(tokens * choices // gpus, experts) for tokens in of_launch}
         whole_experts.compile_ahead(device, hidden, width, rows)
-    if has_both(hidden, width):
+    if wanted(experts, width) and has_both(hidden, width):
         for product in gate_up_rows, down_blocks:
             expert_tiles.compiled_on(product.kernel_for(hidden), device.index)
 

@@ -92,7 +92,8 @@ def experts(
 
     Arguments are looked at where some launch may serve them: a forward asks in every layer.
     """
-    if len(hidden_states) > few_experts.MOST and not expert_products.wanted(len(w1), w1.shape[1] // 2):
+    tokens, hidden = hidden_states.shape
+    if tokens > few_experts.MOST and not expert_products.may_serve(tokens, hidden, len(w1), w1.shape[1] // 2):
         return original(hidden_states, w1, *arguments, **options)
     given = signature_of(original).bind(hidden_states, w1, *arguments, **options)
     given.apply_defaults()
@@ -107,7 +108,7 @@ def experts(
             return few_experts.run(hidden_states, weights, *routed, room_for_sums(hidden_states), factor=factor)
         if expert_products.serves(hidden_states, weights, of["topk_ids"], gpus):
             out = hidden_states if of["inplace"] else room_for_sums(hidden_states)
-            of_norm = KEPT.take(hidden_states, Scales.EXACT) if len(hidden_states) >= shared_expert.MANY else None
+            of_norm = KEPT.take(hidden_states, Scales.EXACT) if tokens >= shared_expert.MANY else None
             quantised = of_norm if of["a1_q"] is None else (of["a1_q"], of["a1_scale"])
             more = {"quantised": quantised, "shared": shared_expert.take(hidden_states)}
             divided = {"filtered": of["filter_expert"], "gpus": gpus}

@@ -414,6 +414,16 @@ def test_who_asks_for_nothing_has_them_of_experts_that_were_timed(monkeypatch, s
     assert serves(experts=experts, width=width) is served
 
 
+@pytest.mark.parametrize(("said", "others"), [(None, False), ("1", True)])
+def test_experts_that_eight_gpus_divide_have_one_launch_unasked_and_nothing_else(monkeypatch, said, others):
+    monkeypatch.setenv(expert_products.SWITCH, said) if said else monkeypatch.delenv(expert_products.SWITCH, raising=False)
+    divided = {"experts": 32, "width": 2048, "gpus": 8}
+    assert [serves(tokens, hidden=7168, **divided) for tokens in (8, 1024)] == [True, True]
+    assert [serves(tokens, hidden=7168, **divided) for tokens in (5, 7)] == [others, others]
+    assert not serves(4096, hidden=7168, **divided)
+    assert serves(8, hidden=6144, **divided) is others
+
+
 def serves(
     tokens: int = 6, choices: int = 8, hidden: int = 1024, experts: int = EXPERTS, width: int = 256, gpus: int = 1
 ) -> bool:
@@ -473,6 +483,10 @@ def test_a_servers_first_forward_compiles_what_later_ones_have(compiled, monkeyp
     assert compiled == [(kernel, 7168, 1) for kernel in kernels]
     for others in (of_gpu(32, 256), of_gpu(256, 512), of_gpu(256, 256, 7000), of_gpu(256, 256, 7040)):
         expert_products.compile_ahead(others, 8)
+    assert len(compiled) == len(kernels)
+    expert_products.compile_ahead(of_gpu(32, 2048), 8, 8)
+    assert compiled[len(kernels) :] == [(kernel, 7168, 1) for kernel in kernels[: len(whole_experts.ROWS)]]
+    del compiled[len(kernels) :]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     expert_products.compile_ahead(of_gpu(257, 256, 6144), 8)
     assert len(compiled) == len(kernels)
