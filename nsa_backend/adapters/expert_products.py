@@ -161,8 +161,10 @@ def run(
     if many:
         tell_of_many(experts, weights.width, both_served)
     else:
-        of_launch = whole_experts.problem(x.shape[1], weights.width) is None and tokens < ONE_LAUNCH.start
-        these = range(TOKENS.start, ONE_LAUNCH.start) if of_launch else TOKENS
+        these = TOKENS
+        if whole_experts.problem(x.shape[1], weights.width) is None:
+            others = tokens_of_one_launch(experts, choices, gpus)
+            these = range(TOKENS.start, others.start) if tokens < others.start else range(others.stop, TOKENS.stop)
         tell(experts, weights.width, these, "one launch before both products and one between")
     if both_served and tokens >= BOTH:
         return choice_sums(both_ours(x, weights, shares, chosen, quantised), factor, shared, out)

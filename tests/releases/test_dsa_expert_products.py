@@ -514,18 +514,19 @@ def test_any_forward_with_launches_of_ours_is_asked_for_it(runner, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("width", "tokens", "said"),
+    ("width", "tokens", "choices", "said"),
     [
-        (128, (5, 9), "5 to 128 tokens have one launch before both products and one between"),
-        (256, (5, 7), "5 to 7 tokens have one launch before both products and one between"),
-        (256, (8, 9), "8 to 144 tokens have both products in one launch"),
+        (128, (5, 9), 2, "5 to 128 tokens have one launch before both products and one between"),
+        (256, (5, 7), 2, "5 to 7 tokens have one launch before both products and one between"),
+        (256, (8, 9), 2, "8 to 144 tokens have both products in one launch"),
+        (256, (73, 74), 4, "73 to 128 tokens have one launch before both products and one between"),
     ],
 )
-def test_the_log_has_it_once(caplog, request, runner, width, tokens, said):
-    if tokens[0] in expert_products.ONE_LAUNCH:
+def test_the_log_has_it_once(caplog, request, runner, width, tokens, choices, said):
+    if said.endswith("both products in one launch"):
         request.getfixturevalue("one_launch")
     with caplog.at_level(logging.INFO, expert_products.__name__):
         for count in tokens:
-            served(arguments(count, width, choices=2, elsewhere=1.0))
+            served(arguments(count, width, choices=choices, elsewhere=1.0))
     (line,) = (record.getMessage() for record in caplog.records)
     assert line == f"nsa_backend: experts of {said}, {EXPERTS} experts of {width}"
