@@ -1,4 +1,4 @@
-"""CUDA C++ of ours: compiled once a process by NVRTC, loaded and launched by the driver.
+"""CUDA C++ of ours: compiled by NVRTC, kept for later processes, loaded and launched by the driver.
 
 NVRTC and the driver come through cuda-python, which SGLang requires; no CUDA toolkit is needed.
 """
@@ -7,13 +7,91 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import logging
+import os
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+logger = logging.getLogger(__name__)
+
 ARCHITECTURE = "sm_90a"
+DIGEST = hashlib.sha256
+"""Of what a cubin is made from, which is its file's name, and of the cubin, which its file begins with."""
+
+
+def kept(source: Path, constants: Mapping[str, int]) -> bytes:
+    """`compiled`'s cubin: what an earlier process kept of the same source, compiler and macros, or it is kept now.
+
+    Where it cannot be kept a warning says why.
+
+    Raises:
+        RuntimeError: NVRTC is missing, or refuses the source.
+    """
+    path = _folder() / f"{_made_from(source, constants)}.cubin"
+    try:
+        found = path.read_bytes()
+        digest, cubin = found[: DIGEST().digest_size], found[DIGEST().digest_size :]
+        if DIGEST(cubin).digest() == digest:
+            return cubin
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _cannot(str(error))
+    cubin, _ = compiled(source, constants)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as own:  # other ranks write the same file
+            made = Path(own) / path.name
+            made.write_bytes(DIGEST(cubin).digest() + cubin)
+            made.replace(path)
+    except OSError as error:
+        _cannot(str(error))
+    return cubin
+
+
+def _folder() -> Path:
+    """Among SGLang's caches."""
+    return Path(os.environ.get("SGLANG_CACHE_DIR") or "~/.cache/sglang").expanduser() / "nsa_backend"
+
+
+@functools.cache
+def _cannot(why: str) -> None:
+    """The log has it once."""
+    logger.warning(
+        "nsa_backend: kernels in CUDA C++ are compiled at every start, as they cannot be kept (%s): "
+        "set SGLANG_CACHE_DIR to a folder with room that this user may write to",
+        why,
+    )
+
+
+def _made_from(source: Path, constants: Mapping[str, int]) -> str:
+    """Names what a cubin is made from and by."""
+    given = DIGEST(repr((_nvrtc(source).nvrtcVersion()[1:], _options(constants))).encode())
+    for file in (source, *_headers(source)):
+        given.update(repr((file.name, file.read_bytes())).encode())
+    return given.hexdigest()
+
+
+def _options(constants: Mapping[str, int]) -> list[str]:
+    fixed = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "--ptxas-options=-v"]
+    return fixed + [f"-D{name}={value}" for name, value in constants.items()]
+
+
+def _headers(source: Path) -> list[Path]:
+    return sorted(source.parent.glob("*.cuh"))
+
+
+def _nvrtc(source: Path) -> Any:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise RuntimeError(f"{source.name} is compiled by NVRTC of cuda-python, which does not load: {error}") from error
+    return nvrtc
 
 
 def compiled(source: Path, constants: Mapping[str, int]) -> tuple[bytes, str]:
@@ -26,13 +104,7 @@ def compiled(source: Path, constants: Mapping[str, int]) -> tuple[bytes, str]:
     Raises:
         RuntimeError: NVRTC is missing, or refuses the source.
     """
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise RuntimeError(f"{source.name} is compiled by NVRTC of cuda-python, which does not load: {error}") from error
-    options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "--ptxas-options=-v"]
-    options += [f"-D{name}={value}" for name, value in constants.items()]
-    headers = sorted(source.parent.glob("*.cuh"))
+    nvrtc, options, headers = _nvrtc(source), _options(constants), _headers(source)
     texts, names = [header.read_bytes() for header in headers], [header.name.encode() for header in headers]
     failed, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), len(headers), texts, names)
     _expect(failed, f"making a program of {source.name}")
@@ -100,7 +172,7 @@ class CudaKernel:
         from cuda.bindings import driver
 
         self._driver, self._threads, self._shared_bytes = driver, threads, shared_bytes
-        cubin, _ = compiled(source, constants)
+        cubin = kept(source, constants)
         torch.cuda.current_stream().synchronize()  # makes the context
         failed, self._module = driver.cuModuleLoadData(cubin)
         _expect(failed, f"loading {source.name}")
