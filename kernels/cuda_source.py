@@ -41,7 +41,7 @@ def kept(source: Path, constants: Mapping[str, int]) -> bytes:
     except FileNotFoundError:
         pass
     except OSError as error:
-        _cannot(str(error))
+        _cannot_keep(path.parent, error)
     cubin, _ = compiled(source, constants)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def kept(source: Path, constants: Mapping[str, int]) -> bytes:
             made.write_bytes(DIGEST(cubin).digest() + cubin)
             made.replace(path)
     except OSError as error:
-        _cannot(str(error))
+        _cannot_keep(path.parent, error)
     return cubin
 
 
@@ -59,14 +59,18 @@ def _folder() -> Path:
     return Path(os.environ.get("SGLANG_CACHE_DIR") or "~/.cache/sglang").expanduser() / "nsa_backend"
 
 
-@functools.cache
-def _cannot(why: str) -> None:
-    """The log has it once."""
-    logger.warning(
-        "nsa_backend: kernels in CUDA C++ are compiled at every start, as they cannot be kept (%s): "
-        "set SGLANG_CACHE_DIR to a folder with room that this user may write to",
-        why,
-    )
+_told: set[Path] = set()
+"""Folders that nothing could be kept in, as the log says once."""
+
+
+def _cannot_keep(folder: Path, error: OSError) -> None:
+    if folder not in _told:
+        _told.add(folder)
+        logger.warning(
+            "nsa_backend: kernels in CUDA C++ are compiled at every start, as %s cannot keep them (%s): "
+            "set SGLANG_CACHE_DIR to a folder with room that this user may write to",
+            folder, error.strerror,
+        )  # fmt: skip
 
 
 def _made_from(source: Path, constants: Mapping[str, int]) -> str:
