@@ -66,18 +66,19 @@ class Tiles(NamedTuple):
 def serves(x: torch.Tensor, weights: ExpertWeights, chosen: torch.Tensor, gpus: int = 1) -> bool:
     """Whether these tokens have launches of ours; one choice of a token has no sum in SGLang's. Arguments are `run`'s."""
     (tokens, choices), hidden, experts = chosen.shape, x.shape[1], len(weights.first)
-    if not may_serve(tokens, hidden, experts, weights.width) or choices == 1 or problem(weights.width) is not None:
+    if not may_serve(hidden, experts, weights.width) or choices == 1 or problem(weights.width) is not None:
         return False
+    of_any_tokens = wanted(experts, weights.width)
     if tokens >= shared_expert.MANY:
-        return down_rows.problem(hidden, weights.width) is None
+        return of_any_tokens and down_rows.problem(hidden, weights.width) is None
     if expert_order.problem(tokens, choices, hidden) is not None:
         return False
-    return (tokens in TOKENS and wanted(experts, weights.width)) or has_one_launch(x, weights, choices, gpus)
+    return (of_any_tokens and tokens in TOKENS) or has_one_launch(x, weights, choices, gpus)
 
 
-def may_serve(tokens: int, hidden: int, experts: int, width: int) -> bool:
-    """Whether so many tokens of so many experts of a GPU are to have launches of ours, where these serve them."""
-    return wanted(experts, width) or (tokens in ONE_LAUNCH and (experts, width, hidden) in TIMED_IN_ONE_LAUNCH)
+def may_serve(hidden: int, experts: int, width: int) -> bool:
+    """Whether some tokens of so many experts of a GPU are to have launches of ours, where these serve them."""
+    return wanted(experts, width) or (experts, width, hidden) in TIMED_IN_ONE_LAUNCH
 
 
 def wanted(experts: int, width: int) -> bool:
@@ -118,7 +119,7 @@ def has_one_launch(x: torch.Tensor, weights: ExpertWeights, choices: int, gpus: 
 
 @functools.cache
 def _compile(experts: int, width: int, hidden: int, device: torch.device, choices: int, gpus: int) -> None:
-    if may_serve(ONE_LAUNCH.start, hidden, experts, width) and whole_experts.problem(hidden, width) is None:
+    if may_serve(hidden, experts, width) and whole_experts.problem(hidden, width) is None:
         of_launch = tokens_of_one_launch(experts, choices, gpus)
         rows = {whole_experts.rows_for(tokens * choices // gpus, experts) for tokens in of_launch}
         whole_experts.compile_ahead(device, hidden, width, rows)

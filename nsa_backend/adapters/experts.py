@@ -93,7 +93,7 @@ def experts(
     Arguments are looked at where some launch may serve them: a forward asks in every layer.
     """
     tokens, hidden = hidden_states.shape
-    if tokens > few_experts.MOST and not expert_products.may_serve(tokens, hidden, len(w1), w1.shape[1] // 2):
+    if tokens > few_experts.MOST and not expert_products.may_serve(hidden, len(w1), w1.shape[1] // 2):
         return original(hidden_states, w1, *arguments, **options)
     given = signature_of(original).bind(hidden_states, w1, *arguments, **options)
     given.apply_defaults()

@@ -79,6 +79,20 @@ def test_experts_that_nothing_serves_are_left_at_once(monkeypatch, server):
     assert asked == [few_experts.MOST]
 
 
+def test_a_long_prefill_compiles_what_fewer_tokens_will_have(monkeypatch, server):
+    """Where it comes first and has no launch itself: a forward that is captured compiles nothing."""
+    monkeypatch.delenv(experts.SWITCH)
+    given = arguments(140)
+    monkeypatch.setattr(expert_products, "TIMED", set())
+    monkeypatch.setattr(expert_products, "TIMED_IN_ONE_LAUNCH", {(EXPERTS, WIDTH, HIDDEN)})
+    monkeypatch.setattr(shared_expert, "MANY", 140)
+    monkeypatch.setattr(expert_products, "ONE_LAUNCH", range(8, 140))
+    compiled = []
+    monkeypatch.setattr(expert_products, "compile_ahead", lambda weights, *_: compiled.append(len(weights.first)))
+    assert served(given) == SGLANGS
+    assert compiled == [EXPERTS]
+
+
 @pytest.mark.parametrize("tokens", [FEW, SOME])
 def test_a_layer_of_sglangs_has_them(monkeypatch, tokens):
     """From its forward on, with what a server of one rank has set up: none of our conditions is ever met by accident."""
