@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[4], help="of a request")
     parser.add_argument("--requests", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--overlap", type=float, nargs="+", default=[0.9, 0.5])
-    parser.add_argument("--context", type=int, default=1 << 20, help="tokens of a request")
+    parser.add_argument("--context", type=int, default=SLOTS, help="tokens of a request")
     args = parser.parse_args()
     found: list[dict] = []
     for kv in args.kv:

@@ -146,9 +146,13 @@ def of_rank(name: str, sides: Iterable[str], key: str = "round_ms") -> dict[Cell
     return {cell: found for cell, found in of_sides(sides, key).items() if cell.name == name}
 
 
-def over_builtin(name: str, sides: Iterable[str], drafts: bool = True) -> list[float]:
-    """Rounds, or tokens without drafts, of the last of `sides` that has them over the built-in's in that run."""
-    return [ratio(*found) for cell, found in of_rank(name, sides).items() if drafts == bool(cell.steps)]
+def over_builtin(name: str, sides: Iterable[str], drafts: bool = True, more_than: int = 0) -> list[float]:
+    """Rounds, or tokens without drafts, of the last of `sides` that has them over the built-in's in that run.
+
+    Cells are those of more than so many requests.
+    """
+    found = of_rank(name, sides)
+    return [ratio(*given) for cell, given in found.items() if drafts == bool(cell.steps) and cell.batch > more_than]
 
 
 def first_token(name: str) -> dict[Cell, tuple[dict[str, Spread], str]]:
@@ -308,11 +312,7 @@ def experts_under_dp_attention() -> str:
 @PARTS.part
 def dp_saved() -> str:
     """Percent of a round that a server of that rank saves, with experts in one launch where it has them now."""
-    others = [
-        ratio(*found)
-        for cell, found in of_rank(DP_RANK, ("default",)).items()
-        if cell.steps and cell.batch > MOST_IN_ONE_LAUNCH
-    ]
+    others = over_builtin(DP_RANK, ("default",), more_than=MOST_IN_ONE_LAUNCH)
     return percent([*under_dp_attention(), *others])
 
 

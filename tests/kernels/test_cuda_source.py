@@ -71,7 +71,7 @@ def test_where_nothing_can_be_kept_the_log_says_so_once(source, compiles, caplog
     caches = source.parent / "caches"
     if at == "the folder":
         caches.write_text("no folder")
-    else:  # as a disk that is full ends it
+    else:  # a folder has its name
         whole = cuda_source.kept(source, MACROS)
         (file,) = files(source)
         file.unlink()
