@@ -81,6 +81,13 @@ __device__ __forceinline__ void meet_cluster() {
             : "memory");
 }
 
+// The same in two, for what threads do between.
+__device__ __forceinline__ void arrive_in_cluster() {
+    asm volatile("fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.release;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
 // At the barrier that lies there in that block of the cluster. What this thread wrote need not be seen there: that would take a
 // fence of the whole GPU.
 __device__ __forceinline__ void arrive_at(uint32_t barrier, int rank) {
@@ -100,6 +107,15 @@ __device__ __forceinline__ uint2 load_shared_2_of(uint32_t address, int rank) {
         : "r"(address), "r"(rank)
         : "memory");
     return x;
+}
+
+// Shared memory of this block to where it says in that block of the cluster; the bytes come to the barrier that lies there.
+__device__ __forceinline__ void copy_shared_to(int rank, uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
+    asm volatile(
+        "{\n.reg .b32 there, arrival;\nmapa.shared::cluster.u32 there, %0, %4;\nmapa.shared::cluster.u32 arrival, %3, %4;\n"
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [%1], %2, [arrival];\n}" ::"r"(to),
+        "r"(from), "r"(bytes), "r"(barrier), "r"(rank)
+        : "memory");
 }
 
 // The barrier's turn ends once so many bytes have come, too.
@@ -439,6 +455,17 @@ __device__ __forceinline__ void multiply_fp8(float (&d)[32], uint64_t a, uint64_
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1;\n}"
         : OF_8(d, 0), OF_8(d, 8), OF_8(d, 16), OF_8(d, 24)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// d (+)= A [64, 32] . B [96, 32]^T, both K-major, in e4m3.
+__device__ __forceinline__ void multiply_fp8(float (&d)[48], uint64_t a, uint64_t b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, %48, %49, p, 1, 1;\n}"
+        : OF_8(d, 0), OF_8(d, 8), OF_8(d, 16), OF_8(d, 24), OF_8(d, 32), OF_8(d, 40)
         : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 

@@ -1,14 +1,17 @@
-"""Products of 9 to 128 rows in one launch, whose weights come while the kernel ahead runs, in CUDA C++: tile_products.cu.
+"""Products of 9 to 128 rows in one launch, whose weights come while the kernel ahead runs, in CUDA C++.
 
-`early_products` has fewer rows.
+`early_products` has fewer rows. Up to 32 are tile_products.cu's, where tensor cores take 64 columns of weights at once; of more
+row_products.cu has them take 64 rows.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -17,23 +20,30 @@ from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.cuda_source import ALIGNMENT, Boxes, CudaKernel, Launch, TensorMap, tensor_map
 from nsa_backend.kernels.layer_front_weights import GROUP
 
-SOURCE = Path(__file__).with_name("tile_products.cu")
 COLUMNS = 64
-"""Of a warpgroup."""
-GATES = 32
-"""Columns of a product of bfloat16 weights that a block has."""
+"""Of a warpgroup; weights have a multiple."""
+LINES = 64
+"""Rows of a warpgroup of row_products.cu, and columns of its blocks of bfloat16 weights."""
 ROWS = 16, 32, 64, 128
 """Of a tile."""
 MOST_ROWS = max(ROWS)
+LEAST_LINES = 64
+"""Rows of a tile from which on it is row_products.cu's."""
 LEAST_DIVIDED = 4096
 """Values of a row from which on a cluster divides them: fewer fill all multiprocessors as they are."""
 MOST_STEPS = 32
-"""Groups of a part of the inner dimension."""
+"""Groups of a part of the inner dimension, for tile_products.cu."""
+AT_ONCE = {1: 132, 4: 120}
+"""Blocks of row_products.cu that run at once on H100 and H200, by how many are a cluster (`rows_together_clusters`)."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a launch is divided."""
+    """How a launch of tile_products.cu is divided."""
+
+    source: ClassVar[Path] = Path(__file__).with_name("tile_products.cu")
+    gates: ClassVar[int] = 32
+    """Columns of a product of bfloat16 weights that a block has."""
 
     rows: int  # of a block; those that are not there are zeros
     parts: int  # of the inner dimension, each of a block of a cluster
@@ -47,9 +57,19 @@ class Tile:
         return self.wide * COLUMNS
 
     @property
+    def gates_rows(self) -> int:
+        """Rows of a block of bfloat16 weights."""
+        return self.rows
+
+    @property
     def threads(self) -> int:
         """Of a block: warpgroups, and a warp that brings what they multiply."""
         return self.wide * self.takers * 128 + 32
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """Of the source."""
+        return {"ROWS": self.rows, "PARTS": self.parts, "WIDE": self.wide, "TAKERS": self.takers, "STAGES": self.stages}
 
     def shared_bytes(self, inner: int) -> int:
         """Shared memory of a block."""
@@ -62,29 +82,72 @@ class Tile:
         return not left and 0 < steps <= MOST_STEPS and not steps % self.takers and not 2 * steps % (self.wide * self.takers)
 
 
-def tile_for(inner: int, rows: int) -> Tile | None:
-    """Of products of so many rows of so many values; None where no division of them is served.
+@dataclass(frozen=True)
+class RowTile:
+    """How a launch of row_products.cu is divided."""
 
-    Of 7168 and 1536 values about the fastest measured (`tile_products_by_division` of attention_0_5_23_h200.json).
+    source: ClassVar[Path] = Path(__file__).with_name("row_products.cu")
+    gates: ClassVar[int] = LINES
+    gates_rows: ClassVar[int] = LINES
+    threads: ClassVar[int] = 256 + 32
+
+    rows: int  # 64, at whose steps two warpgroups take turns, or 128, of which each has half
+    parts: int  # of the inner dimension, each of a block of a cluster
+    columns: int  # of a block
+    stages: int  # steps of a part that are there or on their way, an even number
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """Of the source."""
+        return {"ROWS": self.rows, "PARTS": self.parts, "COLUMNS": self.columns, "STAGES": self.stages}
+
+    def shared_bytes(self, inner: int) -> int:
+        """Shared memory of a block, whatever rows have."""
+        stage = max(self.columns + self.rows, self.gates + LINES) * GROUP
+        return self.stages * stage + 2 * LINES * (max(self.columns, self.gates) + 8) * 4 + 2 * self.stages * 8 + 8 + ALIGNMENT
+
+    def divides(self, inner: int) -> bool:
+        """Whether rows of so many values have parts of whole steps, and warpgroups as many each."""
+        steps, left = divmod(inner, GROUP * self.parts)
+        return not left and steps > 0 and not steps % (2 * LINES // self.rows)
+
+
+def tile_for(inner: int, rows: int, widths: Sequence[int], gates: int = 0) -> Tile | RowTile | None:
+    """Of products of so many rows of `inner` values with weights of so many columns; None where no division is served.
+
+    Of 7168 and 1536 values about the fastest measured (`tile_products_by_division` and `row_products` of
+    attention_0_5_23_h200.json).
     """
     of_tile = next((most for most in ROWS if rows <= most), None)
     if of_tile is None:
         return None
-    if inner >= LEAST_DIVIDED:
-        tile = Tile(of_tile, 4, 2, 1, 8 if of_tile <= 32 else 4)
-    else:
-        tile = Tile(of_tile, 1, 1, 2, 8 if of_tile <= 32 else 4) if of_tile <= 64 else Tile(of_tile, 1, 2, 1, 4)
+    parts = 4 if inner >= LEAST_DIVIDED else 1
+    if of_tile < LEAST_LINES:
+        tile = Tile(of_tile, parts, 2, 1, 8) if parts > 1 else Tile(of_tile, 1, 1, 2, 8)
+        return tile if tile.divides(inner) else None
+    tiles = [RowTile(of_tile, parts, columns, 4 if of_tile == MOST_ROWS else 6) for columns in (64, 96, 128)]
+    tile = next((tile for tile in tiles if blocks_of(tile, widths, gates) <= AT_ONCE[parts]), tiles[-1])
     return tile if tile.divides(inner) else None
 
 
+def blocks_of(tile: Tile | RowTile, widths: Sequence[int], gates: int) -> int:
+    """Of a launch, those of a cluster each."""
+    return tile.parts * (sum(blocks(width, tile.columns) for width in widths) + blocks_of_gates(tile, gates))
+
+
+def blocks_of_gates(tile: Tile | RowTile, gates: int) -> int:
+    """Of so many columns of bfloat16 weights."""
+    return blocks(gates, tile.gates) * (tile.rows // tile.gates_rows)
+
+
 class Weight(ctypes.Structure):
-    """`Weight` of tile_products.cu."""
+    """`Weight` of product_steps.cuh."""
 
     _fields_ = [("scales", ctypes.c_void_p), ("out", ctypes.c_void_p), ("columns", ctypes.c_int), ("blocks", ctypes.c_int)]
 
 
 class Arguments(ctypes.Structure):
-    """`Products` of tile_products.cu, whose size is a multiple of 64."""
+    """`Products` of product_steps.cuh, whose size is a multiple of 64."""
 
     _fields_ = [
         *((name, TensorMap) for name in ("first", "second", "gates", "x", "hidden")),
@@ -96,39 +159,43 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def constants(inner: int, tile: Tile, gates_dtype: torch.dtype = torch.float32) -> dict[str, int]:
-    """Macros of the source."""
-    return {
-        "INNER": inner, "ROWS": tile.rows, "PARTS": tile.parts, "WIDE": tile.wide, "TAKERS": tile.takers,
-        "STAGES": tile.stages, "GATES_BF16": int(gates_dtype == torch.bfloat16),
-    }  # fmt: skip
+def constants(inner: int, tile: Tile | RowTile, gates_dtype: torch.dtype = torch.float32) -> dict[str, int]:
+    """Macros of the tile's source."""
+    return {"INNER": inner, "GATES_BF16": int(gates_dtype == torch.bfloat16), **tile.macros}
 
 
 @functools.cache
-def compiled_on(device: int, inner: int, tile: Tile, gates_dtype: torch.dtype) -> CudaKernel:
+def compiled_on(device: int, inner: int, tile: Tile | RowTile, gates_dtype: torch.dtype) -> CudaKernel:
     """The kernel for rows of so many values, compiled at its first call on a device."""
     with torch.cuda.device(device):
         macros = constants(inner, tile, gates_dtype)
-        return CudaKernel(SOURCE, SOURCE.stem, macros, tile.threads, tile.shared_bytes(inner))
+        return CudaKernel(tile.source, tile.source.stem, macros, tile.threads, tile.shared_bytes(inner))
 
 
-def compile_ahead(device: torch.device, inner: int, rows: range, gates_dtype: torch.dtype = torch.float32) -> None:
-    """Compile it for so many rows of so many values: while a forward is captured nothing can be compiled.
+def compile_ahead(
+    device: torch.device,
+    inner: int,
+    rows: range,
+    widths: Sequence[int],
+    gates: int = 0,
+    gates_dtype: torch.dtype = torch.float32,
+) -> None:
+    """Compile it for so many rows, as `tile_for` takes the rest: while a forward is captured nothing can be compiled.
 
     Raises:
         RuntimeError: NVRTC or the driver refuses.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    for tile in {tile_for(inner, count) for count in rows}:
+    for tile in {tile_for(inner, count, widths, gates) for count in rows}:
         compiled_on(index, inner, tile, gates_dtype)
 
 
 def problem(inner: int, *columns: int, gates: int = 0) -> str | None:
     """Why products of rows of `inner` values with FP8 weights of so many columns, and of gates, are not served, or None."""
-    if any(tile_for(inner, rows) is None for rows in ROWS):
-        return f"rows of {inner} values: even numbers of {GROUP} up to {LEAST_DIVIDED} are served, or multiples of {4 * GROUP}"
-    if any(width % COLUMNS for width in columns) or gates % GATES:
-        return f"weights of {columns} columns, {gates} gates: multiples of {COLUMNS} and of {GATES} are served"
+    if any(tile_for(inner, rows, columns, gates) is None for rows in ROWS):
+        return f"rows of {inner} values: even numbers of {GROUP} up to {LEAST_DIVIDED} are served, or multiples of {8 * GROUP}"
+    if any(width % COLUMNS for width in columns) or gates % Tile.gates:
+        return f"weights of {columns} columns, {gates} gates: multiples of {COLUMNS} and of {Tile.gates} are served"
     return None
 
 
@@ -141,7 +208,7 @@ def tile_products(
     gates_dtype: torch.dtype = torch.float32,
     *,
     before_ours: bool = False,
-    tile: Tile | None = None,
+    tile: Tile | RowTile | None = None,
     launch: Launch | None = None,
     boxes: Boxes = tensor_map,
 ) -> tuple[torch.Tensor, ...]:
@@ -174,7 +241,7 @@ def tile_products(
     if (why := problem(inner, *widths, gates=of_gates)) is not None:
         raise ValueError(why)
     check(x, x_scales, products, gates, MOST_ROWS, COLUMNS)
-    tile = tile or tile_for(inner, rows)
+    tile = tile or tile_for(inner, rows, widths, of_gates)
     outs = [torch.empty(rows, width, dtype=torch.bfloat16, device=x.device) for width in widths]
     weights = [
         Weight(scales.data_ptr(), out.data_ptr(), out.shape[1], blocks(out.shape[1], tile.columns))
@@ -186,13 +253,13 @@ def tile_products(
     else:
         outs.append(torch.empty(rows, of_gates, dtype=gates_dtype, device=x.device))
         hidden, of_hidden = (
-            boxes(tensor.view(torch.uint8), box) for tensor, box in zip(gates, (tile.rows, GATES), strict=True)
+            boxes(tensor.view(torch.uint8), box) for tensor, box in zip(gates, (tile.gates_rows, tile.gates), strict=True)
         )
-        others = Weight(0, outs[-1].data_ptr(), of_gates, of_gates // GATES), of_hidden, hidden
+        others = Weight(0, outs[-1].data_ptr(), of_gates, blocks_of_gates(tile, of_gates)), of_hidden, hidden
     arguments = Arguments(
         maps[0], maps[-1], others[1], boxes(x, tile.rows), others[2], weights[0],
         weights[1] if second is not None else Weight(), others[0], x_scales.data_ptr(), *x_scales.stride(), rows, before_ours,
     )  # fmt: skip
     launch = launch or compiled_on(x.device.index, inner, tile, gates_dtype).launch
-    launch(((sum(weight.blocks for weight in weights) + others[0].blocks) * tile.parts, 1), arguments)
+    launch((blocks_of(tile, widths, of_gates), 1), arguments)
     return tuple(outs)

@@ -48,6 +48,8 @@ TILES = tuple(
     if not stages % (wide * takers)
 )
 """Ways to divide a launch of tiles: parts of the inner dimension, 64 columns of a block, warpgroups that take turns, stages."""
+ROW_TILES = tuple((parts, columns, stages) for parts in (1, 2, 4) for columns in (64, 96, 128) for stages in (4, 6, 8))
+"""Of more rows: parts, columns of a block, stages."""
 EARLY = tuple(
     early_products.Tile(*tile, before)
     for tile in ((8, 16, 7), (8, 16, 4), (8, 32, 4), (4, 32, 6), (4, 32, 4), (6, 32, 4))
@@ -112,8 +114,10 @@ def runners(name: str, rows: int, warm: bool = False, served: bool = False) -> d
                 early_products.early_products(values, scales, *drawn[i % copies], tile=tile)
             )
     of_rows = next(most for most in tile_products.ROWS if rows <= most)
-    tiles = [tile for cut in (() if served else TILES) if fits(tile := tile_products.Tile(of_rows, *cut), inner)]
-    named = {f"tile_products {tile.parts} {tile.wide} {tile.takers} {tile.stages}": tile for tile in tiles}
+    few = of_rows < tile_products.LEAST_LINES
+    kind, cuts = (tile_products.Tile, TILES) if few else (tile_products.RowTile, ROW_TILES)
+    tiles = {cut: tile for cut in (() if served else cuts) if fits(tile := kind(of_rows, *cut), inner)}
+    named = {" ".join(map(str, ("tile_products", *cut))): tile for cut, tile in tiles.items()}
     for said, tile in ({"tile_products": None} | named).items():
         found[said] = lambda i, tile=tile: list(tile_products.tile_products(values, scales, *drawn[i % copies], tile=tile))
     if len(widths) == 2:
@@ -143,15 +147,15 @@ def runners(name: str, rows: int, warm: bool = False, served: bool = False) -> d
     return found
 
 
-def fits(tile: tile_products.Tile, inner: int) -> bool:
+def fits(tile: tile_products.Tile | tile_products.RowTile, inner: int) -> bool:
     """Whether a launch can be divided so."""
+    if not tile.divides(inner) or tile.shared_bytes(inner) > MOST_SHARED:
+        return False
+    steps = tile.stages * (tile.columns + tile.rows) * GROUP
+    if isinstance(tile, tile_products.RowTile):
+        return tile.parts == 1 or 2 * tile_products.LINES * (tile.columns + 8) * 4 <= steps
     sums = tile.wide * tile.takers * tile.rows * (tile_products.COLUMNS + 4) * 4
-    return (
-        tile.divides(inner)
-        and tile.shared_bytes(inner) <= MOST_SHARED
-        and sums <= tile.stages * (tile.columns + tile.rows) * GROUP
-        and tile.threads * tile.rows <= MOST_SUMS
-    )
+    return sums <= steps and tile.threads * tile.rows <= MOST_SUMS
 
 
 def cell(name: str, rows: int, warm: bool, served: bool) -> dict:

@@ -11,10 +11,13 @@ from emulated import multiplying_tiles
 
 from nsa_backend.kernels.cuda_source import compiled
 from nsa_backend.kernels.tile_products import (
+    AT_ONCE,
+    LEAST_LINES,
     MOST_ROWS,
     ROWS,
-    SOURCE,
+    RowTile,
     Tile,
+    blocks_of,
     constants,
     problem,
     tile_for,
@@ -35,15 +38,23 @@ def test_products(rows, widths, gates, exact, tile):
     multiply_in(rows, widths, gates, exact, Tile(next(most for most in ROWS if rows <= most), *TILES[tile]))
 
 
-@pytest.mark.parametrize(("rows", "cut"), [(64, Tile(64, 2, 1, 2, 4)), (MOST_ROWS - 1, Tile(MOST_ROWS, 2, 2, 1, 4))])
-def test_products_of_more_rows(rows, cut):
-    multiply_in(rows, (64, 64), 32, True, cut)
+@pytest.mark.parametrize(
+    ("rows", "widths", "gates", "exact", "cut"),
+    [
+        (33, (192, 128), 64, False, RowTile(64, 4, 96, 4)), (61, (320,), 160, True, RowTile(64, 2, 64, 4)),
+        (128, (192, 64), 64, True, RowTile(MOST_ROWS, 1, 128, 4)), (127, (448, 128), 96, False, RowTile(MOST_ROWS, 2, 96, 2)),
+        (70, (256,), 0, True, RowTile(MOST_ROWS, 4, 64, 4)), (97, (320, 64), 64, True, RowTile(MOST_ROWS, 4, 96, 2)),
+    ],
+)  # fmt: skip
+def test_products_of_more_rows(rows, widths, gates, exact, cut):
+    """Columns of a block that share a scale, or have two; steps that have room at once, or come in turns."""
+    multiply_in(rows, widths, gates, exact, cut)
 
 
-def multiply_in(rows: int, widths: tuple[int, ...], gates: int, exact: bool, cut: Tile) -> None:
+def multiply_in(rows: int, widths: tuple[int, ...], gates: int, exact: bool, cut: Tile | RowTile) -> None:
     torch.manual_seed(rows)
     given = inputs(rows, 1024, widths, gates, rows % 2 == 1, exact, "cpu")
-    dtype = torch.bfloat16 if rows == 29 else torch.float32
+    dtype = torch.bfloat16 if rows in (29, 61) else torch.float32
     check(tile_products, given, exact, tile=cut, gates_dtype=dtype, **multiplying_tiles(1024, cut, dtype, seed=rows))
 
 
@@ -60,12 +71,29 @@ def test_products_of_a_layer(rows, exact, which):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("inner", [7168, 6144, 2048, 1536])
-def test_it_compiles_for_hopper_with_all_in_registers(inner, rows):
-    _, said = compiled(SOURCE, constants(inner, tile_for(inner, rows)))
+@pytest.mark.parametrize("which", OF_LAYERS)
+def test_it_compiles_for_hopper_with_all_in_registers(which, rows):
+    inner, widths, gates = OF_LAYERS[which]
+    tile = tile_for(inner, rows, widths, gates)
+    _, said = compiled(tile.source, constants(inner, tile))
     spilled = [int(count) for count in re.findall(r"(\d+) bytes spill", said)]
     assert spilled == [0, 0]
     assert "serialized" not in said  # products that the compiler would make wait for each other
+
+
+@pytest.mark.parametrize("rows", [33, 64, 65, MOST_ROWS])
+@pytest.mark.parametrize("which", OF_LAYERS)
+def test_blocks_of_many_rows_run_at_once(which, rows):
+    """And a block has no more columns than that takes."""
+    inner, widths, gates = OF_LAYERS[which]
+    tile = tile_for(inner, rows, widths, gates)
+    assert blocks_of(tile, widths, gates) <= AT_ONCE[tile.parts]
+    narrower = RowTile(tile.rows, tile.parts, tile.columns - 32, tile.stages)
+    assert tile.columns == LEAST_LINES or blocks_of(narrower, widths, gates) > AT_ONCE[tile.parts]
+
+
+def test_products_that_no_block_is_too_narrow_for_have_the_widest():
+    assert tile_for(1536, MOST_ROWS, (24576, 8192)).columns == 128
 
 
 def test_what_no_division_serves():

@@ -47,9 +47,11 @@ def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     of_tiles = tile_products.tile_products
 
-    def multiplied_in_tiles(x, *given, gates_dtype=torch.float32, **named):
-        tile = tile_products.tile_for(x.shape[1], len(x))
-        return of_tiles(x, *given, gates_dtype=gates_dtype, **named, **multiplying_tiles(x.shape[1], tile, gates_dtype))
+    def multiplied_in_tiles(x, x_scales, *products, gates_dtype=torch.float32, **named):
+        tile = tile_products.tile_for(x.shape[1], len(x), [len(weight) for weight, _ in products])
+        return of_tiles(
+            x, x_scales, *products, gates_dtype=gates_dtype, **named, **multiplying_tiles(x.shape[1], tile, gates_dtype)
+        )
 
     monkeypatch.setattr(early_products, "early_products", multiplied)
     monkeypatch.setattr(tile_products, "tile_products", multiplied_in_tiles)

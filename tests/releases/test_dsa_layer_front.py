@@ -83,7 +83,7 @@ MODES = [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 
 def divide_up_to(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have products of so many rows divided; behind 0 every projection is SGLang's."""
-    for name in ("FEW_ROWS", "FEW_ROWS_OF_THREE"):
+    for name in ("FEW_ROWS", "MORE_ROWS"):
         monkeypatch.setattr(projections, name, rows)
     if rows:  # in tiles, as rows of these layers are too short for registers
         monkeypatch.setattr(early_products, "MOST_ROWS", 0)

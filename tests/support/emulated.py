@@ -124,12 +124,12 @@ def multiplying_early(inner: int, tile: early_products.Tile, gates_dtype: torch.
 
 
 def multiplying_tiles(
-    inner: int, tile: tile_products.Tile, gates_dtype: torch.dtype, seed: int = 0
+    inner: int, tile: tile_products.Tile | tile_products.RowTile, gates_dtype: torch.dtype, seed: int = 0
 ) -> dict[str, Launch | Boxes]:
     """What `tile_products` of rows of so many values takes in place of a GPU, by name."""
     macros = tile_products.constants(inner, tile, gates_dtype)
     macros |= {"CLUSTER": tile.parts, "BLOCKS_AT_ONCE": tile.parts}
-    compiled = partial(emulator, tile_products.SOURCE, "Products", tile_products.SOURCE.stem, **macros)
+    compiled = partial(emulator, tile.source, "Products", tile.source.stem, **macros)
     return {"launch": launcher(compiled, seed), "boxes": partial(boxes, may_end=True)}
 
 

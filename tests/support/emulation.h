@@ -81,6 +81,7 @@ struct Fiber {
     std::vector<char> stack;
     dim3 thread;
     bool done;
+    uint64_t in_cluster;  // the meeting of the cluster that it has come to last
     std::vector<std::function<void()>> copies, products;
     std::vector<size_t> committed;  // products that were asked for when each group was committed
 };
@@ -111,16 +112,23 @@ inline unsigned char* at(Block& block, uint32_t address, uint32_t bytes) {
 }
 inline unsigned char* at(uint32_t address, uint32_t bytes) { return at(*now->block, address, bytes); }
 
-// Everybody's values, once all of `members` are here.
-inline uint64_t* meet(Meeting& meeting, int members, int place, uint64_t value) {
+// Which generation of them it is one of, once all of `members` are here.
+inline uint64_t come(Meeting& meeting, int members, int place, uint64_t value) {
     const uint64_t mine = meeting.generation;
     meeting.values[mine % 2][place] = value;
     if (++meeting.arrived == members) {
         meeting.arrived = 0;
         ++meeting.generation;
     }
+    return mine;
+}
+// Everybody's values, then.
+inline uint64_t* wait_for_all(Meeting& meeting, uint64_t mine) {
     while (meeting.generation == mine) pass();
     return meeting.values[mine % 2];
+}
+inline uint64_t* meet(Meeting& meeting, int members, int place, uint64_t value) {
+    return wait_for_all(meeting, come(meeting, members, place, value));
 }
 
 inline uint64_t* meet_warp(uint64_t value) { return meet(now->block->warps[now->thread.x / 32], 32, now->thread.x % 32, value); }
@@ -321,9 +329,17 @@ inline void arrive(uint32_t address) {
     others_go_on();
 }
 inline int cluster_rank() { return emulation::now->block->index.x % emulation::cluster; }
-inline void meet_cluster() {
-    emulation::meet(emulation::now->block->beside[0]->cluster, emulation::cluster * emulation::threads, 0, 0);
+inline void arrive_in_cluster() {
+    emulation::now->in_cluster = emulation::come(emulation::now->block->beside[0]->cluster, emulation::cluster * emulation::threads, 0, 0);
     others_go_on();
+}
+inline void wait_for_cluster() {
+    emulation::wait_for_all(emulation::now->block->beside[0]->cluster, emulation::now->in_cluster);
+    others_go_on();
+}
+inline void meet_cluster() {
+    arrive_in_cluster();
+    wait_for_cluster();
 }
 inline void arrive_at(uint32_t address, int rank) {
     arrived(barrier_at(address, *emulation::now->block->beside[rank]), 1, 0);
@@ -331,6 +347,13 @@ inline void arrive_at(uint32_t address, int rank) {
 }
 inline uint2 load_shared_2_of(uint32_t address, int rank) {
     return *reinterpret_cast<uint2*>(emulation::at(*emulation::now->block->beside[rank], address, 8));
+}
+inline void copy_shared_to(int rank, uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
+    emulation::Block &block = *emulation::now->block, &there = *block.beside[rank];
+    emulation::flying.push_back([=, &block, &there] {
+        for (uint32_t at = 0; at < bytes; at += 16) memcpy(emulation::at(there, to + at, 16), emulation::at(block, from + at, 16), 16);
+        arrived(barrier_at(barrier, there), 0, -static_cast<int>(bytes));
+    });
 }
 inline void arrive_before_bytes(uint32_t address, uint32_t bytes) {
     arrived(barrier_at(address), 1, bytes);

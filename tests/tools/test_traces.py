@@ -42,7 +42,7 @@ MORE = {
     "local_slots_kernel": "exchange",
     "partial_lse_kernel": "exchange",
     **dict.fromkeys(("gate_up_kernel", "down_kernel", "activate_kernel", "order_kernel", "gate_up_rows", "down_blocks"), "MoE"),
-    **dict.fromkeys(("early_products", "tile_products", "value_products_kernel"), "projections"),
+    **dict.fromkeys(("early_products", "tile_products", "row_products", "value_products_kernel"), "projections"),
     "quantise_kernel": "quantisation",
     "rope_quantise_kernel": "RoPE, norms, writes",
     "transform_index_page_table_decode_kernel": "rest",

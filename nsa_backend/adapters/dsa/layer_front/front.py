@@ -209,7 +209,8 @@ class LayerFront:
         attention, indexer = self.attention, self.attention.indexer
         weights, side, heads = weights_of(attention), SideStream(attention.alt_stream), QueryHeads.of(attention, batch)
         divided = has(self.query_products, len(hidden_states))
-        q, scales, gates = self._stored(positions, hidden_states, batch, weights, side, indexed=True, before_ours=divided)
+        early = divided and len(hidden_states) <= MOST_ROWS_EARLY
+        q, scales, gates = self._stored(positions, hidden_states, batch, weights, side, indexed=True, before_ours=early)
         normed = q if scales is None else (q, scales)
 
         if divided:

@@ -17,10 +17,13 @@ from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 if TYPE_CHECKING:
     from sglang.srt.layers.linear import LinearBase
 
-FEW_ROWS, FEW_ROWS_OF_THREE, FEW_ROWS_ALONE = 32, 128, 8
-"""Up to which one launch of ours pays in place of two, of three, and of DeepGEMM's (benchmarks/tuning/projections.py)."""
+FEW_ROWS, MORE_ROWS, FEW_ROWS_ALONE = 32, 128, 8
+"""Up to which a launch of ours pays (benchmarks/tuning/projections.py): in place of two, of three or of two that `MOST_TIMED`
+have, and of DeepGEMM's."""
 MOST_ROWS_EARLY = 32
 """Of more, products that are there early seem to take time from the launch ahead (rank_v32_tp8, 32 x 4096)."""
+MOST_TIMED = 11264
+"""Columns of two projections together, and so of one by itself, of which more than a few rows were timed."""
 LEAST_INNER = 4096
 """Values of a row from which on the first products of a layer are ours: narrower ones were not timed."""
 
@@ -81,7 +84,7 @@ def come_early(
     if weights[0].is_cuda:
         early_products.compile_ahead(weights[0].device, inner, gates_dtype)
         more = range(early_products.MOST_ROWS + 1, most_rows + 1)
-        tile_products.compile_ahead(weights[0].device, inner, more, gates_dtype)
+        tile_products.compile_ahead(weights[0].device, inner, more, columns, of_gates, gates_dtype)
     return True
 
 
@@ -121,7 +124,7 @@ class FirstProducts:
         if scales is None or qkv_a.weight.shape[1] < LEAST_INNER:
             return None
         weights = [linear.weight for linear in (qkv_a, wk) if linear is not None]
-        most_rows = FEW_ROWS if joined else FEW_ROWS_OF_THREE
+        most_rows = FEW_ROWS if joined else MORE_ROWS
         if not come_early(weights, most_rows, gates.weight, gates_dtype):
             return None
         return cls(qkv_a, wk, gates, scales, gates_dtype, most_rows)
@@ -153,9 +156,11 @@ class QueryProducts:
         if attention.indexer is None:
             return None
         q_b, wq_b = attention.q_b_proj, attention.indexer.wq_b
-        if scales_of(q_b) is None or scales_of(wq_b) is None or not come_early([q_b.weight, wq_b.weight], FEW_ROWS):
+        weights = [q_b.weight, wq_b.weight]
+        most_rows = MORE_ROWS if sum(map(len, weights)) <= MOST_TIMED else FEW_ROWS
+        if scales_of(q_b) is None or scales_of(wq_b) is None or not come_early(weights, most_rows):
             return None
-        return cls(wq_b, FEW_ROWS)
+        return cls(wq_b, most_rows)
 
     def __call__(self, x: tuple[torch.Tensor, torch.Tensor], q_b: LinearBase) -> tuple[torch.Tensor, ...]:
         """bfloat16 [rows, columns] of `q_b` and wq_b; `x` is FP8 and its scales.
@@ -163,10 +168,6 @@ class QueryProducts:
         What is launched next is a kernel of this package.
         """
         return multiply(x, product(q_b), product(self.wq_b))
-
-
-MOST_ALONE = 11264
-"""Columns of a projection by itself: as many as were timed of two together."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class EarlyProduct:
     @classmethod
     def of(cls, linear: LinearBase) -> EarlyProduct | None:
         """Of block-FP8 weights that were timed, or None."""
-        served = scales_of(linear) is not None and len(linear.weight) <= MOST_ALONE
+        served = scales_of(linear) is not None and len(linear.weight) <= MOST_TIMED
         return cls(linear, FEW_ROWS_ALONE) if served and come_early([linear.weight], FEW_ROWS_ALONE) else None
 
     def __call__(self, x: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
