@@ -63,7 +63,7 @@ template <int count, int columns, int rows, int stages, uint32_t stage, uint32_t
     __device__ __forceinline__ void bring_inputs(const TensorMap& map, int column, const TensorMap& of_rows, int row) const {
         wait_for_inputs();
         for (uint32_t step = 0; step < EARLY; ++step) bring_inputs(step, of_rows, row);
-#pragma unroll 1
+#pragma unroll  // 32 rows behind their quantisation took 9.9 us instead of 9.4 without
         for (uint32_t step = EARLY; step < count; ++step) {
             turns().wait_for_room(step);
             bring_weights(step, map, column);
