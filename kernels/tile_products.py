@@ -131,12 +131,12 @@ def tile_for(inner: int, rows: int, widths: Sequence[int], gates: int = 0) -> Ti
 
 
 def blocks_of(tile: Tile | RowTile, widths: Sequence[int], gates: int) -> int:
-    """Of a launch, those of a cluster each."""
+    """Of a launch: `parts` for each of its divisions of columns."""
     return tile.parts * (sum(blocks(width, tile.columns) for width in widths) + blocks_of_gates(tile, gates))
 
 
 def blocks_of_gates(tile: Tile | RowTile, gates: int) -> int:
-    """Of so many columns of bfloat16 weights."""
+    """Divisions of so many columns of bfloat16 weights, and of their rows."""
     return blocks(gates, tile.gates) * (tile.rows // tile.gates_rows)
 
 
