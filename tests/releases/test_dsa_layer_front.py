@@ -350,18 +350,32 @@ def test_few_rows_take_all_products_from_two_launches(either_layer, monkeypatch)
     ):
         recorded(launched, module, name, monkeypatch)
     slots, found, launches = torch.tensor([70, 200, 65, 131, 255]), [], []
-    for most in (ROWS, ROWS - 1):
+    for most, early in ((ROWS, ROWS), (ROWS, ROWS - 1), (ROWS - 1, ROWS)):
         divide_up_to(most, monkeypatch)
+        for module in (front, projections):
+            monkeypatch.setattr(module, "MOST_ROWS_EARLY", early)
         found.append(prepared(layer, monkeypatch, ForwardMode.DECODE, True, slots))
         launches.append(list(launched))
         launched.clear()
     ours = [("quantise", True), ("tile_products", True), ("norm_rope_store", True), ("tile_products", True)]
     assert launches[0] == [*ours, ("rope_quantise", False)]
-    assert {name for name, _ in launches[1]} == {"quantise", "forward", "norm_rope_store", "rope_quantise"}
-    assert not any(before_ours for _, before_ours in launches[1])
-    for one, other in zip(*(given["kv"][slots].float() for given in found), strict=True):
+    assert launches[1] == [(name, name == "tile_products") for name, _ in launches[0]]  # more rows let nothing begin early
+    assert {name for name, _ in launches[2]} == {"quantise", "forward", "norm_rope_store", "rope_quantise"}
+    assert not any(before_ours for _, before_ours in launches[2])
+    for one, other in zip(*(given["kv"][slots].float() for given in found[1:]), strict=True):
         assert (one - other).norm() < 0.01 * other.norm()
-    assert torch.equal(found[0]["topk"], found[1]["topk"])
+    assert torch.equal(found[0]["topk"], found[2]["topk"])
+    assert_same_bits(found[0], found[1])
+
+
+@pytest.mark.parametrize(("columns", "most"), [((3072, 8192), 128), ((2048, 4096), 128), ((24576, 8192), 32)])
+def test_both_queries_have_one_launch_of_as_many_rows_as_were_timed(monkeypatch, columns, most):
+    """Under DP attention, where a rank has the query of all heads, of fewer."""
+    q_b, wq_b = (SimpleNamespace(weight=torch.empty(width, 1536)) for width in columns)
+    monkeypatch.setattr(projections, "scales_of", lambda linear: Scales.EXACT)
+    products = projections.QueryProducts.of(SimpleNamespace(indexer=SimpleNamespace(wq_b=wq_b), q_b_proj=q_b))
+    assert projections.has(products, most)
+    assert not projections.has(products, most + 1)
 
 
 @pytest.mark.parametrize("most", [ROWS, ROWS - 1])
