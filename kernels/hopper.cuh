@@ -74,19 +74,17 @@ __device__ __forceinline__ int cluster_rank() {
     return static_cast<int>(rank);
 }
 
-// Waits for all threads of the cluster, which see the barriers that any of them has started.
-__device__ __forceinline__ void meet_cluster() {
-    asm volatile(
-        "fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::
-            : "memory");
-}
-
-// The same in two, for what threads do between.
+// All threads of the cluster meet, and see the barriers that any of them has started; in two, for what threads do between.
 __device__ __forceinline__ void arrive_in_cluster() {
     asm volatile("fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.release;" ::: "memory");
 }
 
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+__device__ __forceinline__ void meet_cluster() {
+    arrive_in_cluster();
+    wait_for_cluster();
+}
 
 // At the barrier that lies there in that block of the cluster. What this thread wrote need not be seen there: that would take a
 // fence of the whole GPU.
@@ -463,7 +461,8 @@ __device__ __forceinline__ void multiply_fp8(float (&d)[48], uint64_t a, uint64_
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, %48, %49, p, 1, 1;\n}"
         : OF_8(d, 0), OF_8(d, 8), OF_8(d, 16), OF_8(d, 24), OF_8(d, 32), OF_8(d, 40)
         : "l"(a), "l"(b), "r"(static_cast<int>(add)));

@@ -21,10 +21,10 @@ static_assert(STAGES % 2 == 0, "a stage is the same warpgroups', or they would n
 
 // Shared memory: what is multiplied, STAGES steps of it at once; sums, in a cluster those that others have of rows that this block
 // adds up, whose own come where steps were; barriers.
-constexpr int WIDEST = COLUMNS > GATES ? COLUMNS : GATES, MOST = COLUMNS + ROWS > GATES + LINES ? COLUMNS + ROWS : GATES + LINES;
-constexpr uint32_t STAGE = MOST * 128;
+constexpr uint32_t STAGE = (COLUMNS + ROWS) * 128;
+static_assert(COLUMNS >= GATES, "the third product's steps and sums have room");
 constexpr int APART = 8;  // values between rows of sums, so that lanes that have a row each write to other banks
-constexpr uint32_t SUMS_AT = STAGES * STAGE, SUMS = 2 * LINES * (WIDEST + APART) * 4;
+constexpr uint32_t SUMS_AT = STAGES * STAGE, SUMS = 2 * LINES * (COLUMNS + APART) * 4;
 constexpr uint32_t STEPS_AT = SUMS_AT + SUMS, RECEIVED_AT = STEPS_AT + Turns<STAGES>::BYTES;
 static_assert(PARTS == 1 || SUMS <= STAGES * STAGE, "own sums have room");
 [[maybe_unused]] constexpr uint32_t SHARED_BYTES = RECEIVED_AT + 8 + 1024;

@@ -23,12 +23,10 @@ from nsa_backend.kernels.layer_front_weights import GROUP
 COLUMNS = 64
 """Of a warpgroup; weights have a multiple."""
 LINES = 64
-"""Rows of a warpgroup of row_products.cu, and columns of its blocks of bfloat16 weights."""
+"""Rows of a warpgroup of row_products.cu, whose tiles have as many or more, and columns of its blocks of bfloat16 weights."""
 ROWS = 16, 32, 64, 128
 """Of a tile."""
 MOST_ROWS = max(ROWS)
-LEAST_LINES = 64
-"""Rows of a tile from which on it is row_products.cu's."""
 LEAST_DIVIDED = 4096
 """Values of a row from which on a cluster divides them: fewer fill all multiprocessors as they are."""
 MOST_STEPS = 32
@@ -93,7 +91,7 @@ class RowTile:
 
     rows: int  # 64, at whose steps two warpgroups take turns, or 128, of which each has half
     parts: int  # of the inner dimension, each of a block of a cluster
-    columns: int  # of a block
+    columns: int  # of a block, as many as its bfloat16 weights have or more
     stages: int  # steps of a part that are there or on their way, an even number
 
     @property
@@ -101,10 +99,14 @@ class RowTile:
         """Of the source."""
         return {"ROWS": self.rows, "PARTS": self.parts, "COLUMNS": self.columns, "STAGES": self.stages}
 
+    @property
+    def sums_bytes(self) -> int:
+        """Of shared memory, those that sums take."""
+        return 2 * LINES * (self.columns + 8) * 4
+
     def shared_bytes(self, inner: int) -> int:
         """Shared memory of a block, whatever rows have."""
-        stage = max(self.columns + self.rows, self.gates + LINES) * GROUP
-        return self.stages * stage + 2 * LINES * (max(self.columns, self.gates) + 8) * 4 + 2 * self.stages * 8 + 8 + ALIGNMENT
+        return self.stages * (self.columns + self.rows) * GROUP + self.sums_bytes + 2 * self.stages * 8 + 8 + ALIGNMENT
 
     def divides(self, inner: int) -> bool:
         """Whether rows of so many values have parts of whole steps, and warpgroups as many each."""
@@ -122,7 +124,7 @@ def tile_for(inner: int, rows: int, widths: Sequence[int], gates: int = 0) -> Ti
     if of_tile is None:
         return None
     parts = 4 if inner >= LEAST_DIVIDED else 1
-    if of_tile < LEAST_LINES:
+    if of_tile < LINES:
         tile = Tile(of_tile, parts, 2, 1, 8) if parts > 1 else Tile(of_tile, 1, 1, 2, 8)
         return tile if tile.divides(inner) else None
     tiles = [RowTile(of_tile, parts, columns, 4 if of_tile == MOST_ROWS else 6) for columns in (64, 96, 128)]

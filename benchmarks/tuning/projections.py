@@ -114,7 +114,7 @@ def runners(name: str, rows: int, warm: bool = False, served: bool = False) -> d
                 early_products.early_products(values, scales, *drawn[i % copies], tile=tile)
             )
     of_rows = next(most for most in tile_products.ROWS if rows <= most)
-    few = of_rows < tile_products.LEAST_LINES
+    few = of_rows < tile_products.LINES
     kind, cuts = (tile_products.Tile, TILES) if few else (tile_products.RowTile, ROW_TILES)
     tiles = {cut: tile for cut in (() if served else cuts) if fits(tile := kind(of_rows, *cut), inner)}
     named = {" ".join(map(str, ("tile_products", *cut))): tile for cut, tile in tiles.items()}
@@ -153,7 +153,7 @@ def fits(tile: tile_products.Tile | tile_products.RowTile, inner: int) -> bool:
         return False
     steps = tile.stages * (tile.columns + tile.rows) * GROUP
     if isinstance(tile, tile_products.RowTile):
-        return tile.parts == 1 or 2 * tile_products.LINES * (tile.columns + 8) * 4 <= steps
+        return tile.parts == 1 or tile.sums_bytes <= steps
     sums = tile.wide * tile.takers * tile.rows * (tile_products.COLUMNS + 4) * 4
     return sums <= steps and tile.threads * tile.rows <= MOST_SUMS
 

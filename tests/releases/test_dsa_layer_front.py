@@ -352,8 +352,7 @@ def test_few_rows_take_all_products_from_two_launches(either_layer, monkeypatch)
     slots, found, launches = torch.tensor([70, 200, 65, 131, 255]), [], []
     for most, early in ((ROWS, ROWS), (ROWS, ROWS - 1), (ROWS - 1, ROWS)):
         divide_up_to(most, monkeypatch)
-        for module in (front, projections):
-            monkeypatch.setattr(module, "MOST_ROWS_EARLY", early)
+        monkeypatch.setattr(projections, "MOST_ROWS_EARLY", early)
         found.append(prepared(layer, monkeypatch, ForwardMode.DECODE, True, slots))
         launches.append(list(launched))
         launched.clear()

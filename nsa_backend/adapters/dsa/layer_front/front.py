@@ -11,11 +11,11 @@ from sglang.srt.runtime_context import get_parallel
 from nsa_backend.adapters.dsa.layer_front import prefills
 from nsa_backend.adapters.dsa.layer_front.kept_input import quantised_input
 from nsa_backend.adapters.dsa.layer_front.projections import (
-    MOST_ROWS_EARLY,
     EarlyProduct,
     FirstProducts,
     QueryProducts,
     has,
+    has_early,
     scales_of,
 )
 from nsa_backend.adapters.dsa.layer_front.query_heads import QueryHeads
@@ -74,7 +74,7 @@ class LayerFront:
 
     def begins_with_ours(self, rows: int) -> bool:
         """Whether the first launch of so many rows, behind their norm, is of this package and better there early."""
-        return rows <= MOST_ROWS_EARLY and has(self.latent if self.attention.indexer is None else self.first_products, rows)
+        return has_early(self.latent if self.attention.indexer is None else self.first_products, rows)
 
     def _serves(self, positions: torch.Tensor, hidden_states: Any, batch: ForwardBatch) -> bool:
         """Whether a forward is one of those that are served."""
@@ -209,7 +209,7 @@ class LayerFront:
         attention, indexer = self.attention, self.attention.indexer
         weights, side, heads = weights_of(attention), SideStream(attention.alt_stream), QueryHeads.of(attention, batch)
         divided = has(self.query_products, len(hidden_states))
-        early = divided and len(hidden_states) <= MOST_ROWS_EARLY
+        early = has_early(self.query_products, len(hidden_states))
         q, scales, gates = self._stored(positions, hidden_states, batch, weights, side, indexed=True, before_ours=early)
         normed = q if scales is None else (q, scales)
 

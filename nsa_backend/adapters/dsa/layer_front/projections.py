@@ -196,6 +196,11 @@ def has(products: FirstProducts | QueryProducts | EarlyProduct | None, rows: int
     return products is not None and 0 < rows <= products.most_rows
 
 
+def has_early(products: FirstProducts | QueryProducts | EarlyProduct | None, rows: int) -> bool:
+    """Whether they have it, and it is better there while the launch ahead runs."""
+    return rows <= MOST_ROWS_EARLY and has(products, rows)
+
+
 def take_input(linear: LinearBase, scales: Scales, *, once: bool) -> None:
     """Have a projection take what the norm has quantised of its input; `once`, nobody else takes it after."""
     kept = KEPT.take if once else KEPT.of
