@@ -63,10 +63,12 @@ def test_a_pair_of_servers_gets_every_request_and_every_abort(serve_quickly, mon
     servers = []
 
     def load(run: soak_side.Soak) -> None:
+        deadline = time.monotonic() + 60
+        while not any(len(sample["by_server"]) == len(run.servers) for sample in run.samples) and time.monotonic() < deadline:
+            time.sleep(0.05)  # stand-ins are there at once, before anybody has sampled both
         run.load = (time.monotonic(), time.monotonic())
         servers.extend(server.pid for server in run.servers)
         run.traffic.start(run.templates, run.references)
-        deadline = time.monotonic() + 60
         while {record.kind for record in run.traffic.records} < set(soak_traffic.SHARES) and time.monotonic() < deadline:
             time.sleep(0.05)
         run.traffic.drain(deadline)
