@@ -124,10 +124,9 @@ class FirstProducts:
         if scales is None or qkv_a.weight.shape[1] < LEAST_INNER:
             return None
         weights = [linear.weight for linear in (qkv_a, wk) if linear is not None]
-        most_rows = FEW_ROWS if joined else MORE_ROWS
-        if not come_early(weights, most_rows, gates.weight, gates_dtype):
+        if not come_early(weights, MORE_ROWS, gates.weight, gates_dtype):
             return None
-        return cls(qkv_a, wk, gates, scales, gates_dtype, most_rows)
+        return cls(qkv_a, wk, gates, scales, gates_dtype, MORE_ROWS)
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """bfloat16 [rows, columns] of qkv_a and wk, and the gates as SGLang has them: float32, bfloat16 where it joins both.
