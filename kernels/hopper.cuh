@@ -300,6 +300,19 @@ __device__ __forceinline__ float divide_fast(float a, float b) {
     return x;
 }
 
+// As Triton divides unless told otherwise.
+__device__ __forceinline__ float divide_full(float a, float b) {
+    float x;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+    return x;
+}
+
+__device__ __forceinline__ float rsqrt_fast(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 __device__ __forceinline__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xffffffffu, x, lanes); }
 
 // Of the lane that is `lanes` before; of this one where there is none.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend.kernels.layer_front import empty_input, parts_of_cache
+from nsa_backend.kernels.layer_front import empty_input
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
 
@@ -153,6 +153,14 @@ def norm_rope_store_torch(
     values[pages, places] = fp8(x * (1.0 / scale)[:, None]).view(torch.uint8)
     index_cache.view(torch.float32)[pages, PAGE_SIZE * GROUP // 4 + places] = scale
     return q, scales
+
+
+def parts_of_cache(kv_cache: torch.Tensor, latent: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of every slot's latent, scales and rotated part, each of its own dtype; no scales in bfloat16."""
+    if kv_cache.dtype == torch.bfloat16:
+        return kv_cache, kv_cache, kv_cache[..., latent:]
+    packed, after_scales = kv_cache.view(torch.float8_e4m3fn), latent + latent // GROUP * 4
+    return packed, packed[..., latent:after_scales].view(torch.float32), packed[..., after_scales:].view(torch.bfloat16)
 
 
 def rope_quantise_torch(

@@ -9,6 +9,8 @@ import torch
 
 GROUP = 128
 """Values of the query's latent, of the KV cache and of index keys that share a scale."""
+ROPE = 64
+"""Values of a head that are turned."""
 SUMMED_TOGETHER = 256
 """Values of a row that 32 lanes take at once; norms of other widths are summed in another order than SGLang's."""
 WIDEST = 3072
@@ -50,11 +52,8 @@ class FrontWeights:
         for name, norm in (("q_a_layernorm", self.q_norm), ("kv_a_layernorm", self.latent_norm)):
             if norm.dtype != torch.bfloat16 or norm.shape[0] % SUMMED_TOGETHER or norm.shape[0] > WIDEST:
                 return f"{name} has {norm.dtype} [{norm.shape[0]}]; widths are multiples of {SUMMED_TOGETHER} up to {WIDEST}"
-        if self.latent_norm.shape[0] // GROUP & (self.latent_norm.shape[0] // GROUP - 1):
-            return f"kv_a_layernorm has {self.latent_norm.shape[0]} values, whose groups of {GROUP} are no power of two"
-        rope = self.rope
-        if rope & (rope - 1) or rope > GROUP:
-            return f"RoPE turns {rope} values of a head"
+        if self.rope != ROPE:
+            return f"RoPE turns {self.rope} values of a head: {ROPE} are served"
         return _table_problem(self.cos_sin) or (None if self.key_norm is None else self._index_problem())
 
     def _index_problem(self) -> str | None:

@@ -15,9 +15,11 @@ from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
-from nsa_backend.kernels import layer_front
+from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+from nsa_backend.kernels.norm_rope_store import norm_rope_store
 from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.kernels.rope_quantise import rope_quantise
 from nsa_backend.kernels.value_products import value_counters, value_products
 from nsa_backend.releases import layer_front_problem
 
@@ -83,7 +85,7 @@ def front_calls(model: str, kv: str, rows: int) -> dict[str, Callable[[], object
     weights, index_heads = weights_of(layer), layer.indexer.n_heads
     width, dtype = (LATENT + ROPE, torch.bfloat16) if kv == "bf16" else (656, torch.float8_e4m3fn)
     kv_cache = torch.zeros(pages * PAGE_SIZE, 1, width, device="cuda").to(dtype)
-    index_cache = torch.zeros(pages, layer_front.INDEX_PAGE_BYTES, dtype=torch.uint8, device="cuda")
+    index_cache = torch.zeros(pages, INDEX_PAGE_BYTES, dtype=torch.uint8, device="cuda")
     positions = torch.randint(POSITIONS, (rows,), device="cuda")
     slots = PAGE_SIZE + torch.arange(rows, device="cuda")
 
@@ -103,9 +105,9 @@ def front_calls(model: str, kv: str, rows: int) -> dict[str, Callable[[], object
 
     with torch.no_grad():
         return {
-            "norm_rope_store": lambda: layer_front.norm_rope_store(qkv, key, weights, *written),
+            "norm_rope_store": lambda: norm_rope_store(qkv, key, weights, *written),
             "SGLang's norms, RoPE and writes": lambda: builtin.norm_rope_store(layer, qkv, key, *written),
-            "rope_quantise": lambda: layer_front.rope_quantise(query, gates, q_rope, weights, positions),
+            "rope_quantise": lambda: rope_quantise(query, gates, q_rope, weights, positions),
             "SGLang's queries and gates": lambda: builtin.rope_quantise(layer, query, gates, q_rope, positions),
             "value_products": lambda: value_products(attended, w_vc, Scales.EXACT, arrived),
             "SGLang's values": sglangs_values,

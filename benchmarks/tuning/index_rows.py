@@ -17,14 +17,15 @@ import triton
 
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.kernels.cuda_source import CudaKernel
-from nsa_backend.kernels.index_rows import SOURCE, THREADS, constants, index_queries, store_index_keys
 from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights
+from nsa_backend.kernels.norm_rope_store import store_index_keys
 from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.kernels.rope_quantise import SOURCE, THREADS, constants, index_queries
 from nsa_backend.testing.process import start_sglang
 
 HEADS, ROPE, POSITIONS = 64, 64, 163840
-OTHERS = (64, 128, 512)
+OTHERS = (64, 256, 512)
 """Threads of a block."""
 
 
@@ -40,9 +41,9 @@ def microseconds(call) -> float:
     return round(triton.testing.do_bench(call, warmup=5, rep=30) * 1000, 1)
 
 
-def by_blocks_of(threads: int):
+def by_blocks_of(threads: int, of_layer: FrontWeights):
     """What launches queries by such blocks."""
-    macros = constants(HEADS, neox=True) | {"THREADS": threads}
+    macros = constants(HEADS, of_layer) | {"THREADS": threads}
     kernel = CudaKernel(SOURCE, SOURCE.stem, macros, threads, 0)
     return lambda grid, arguments: kernel.launch((grid[0] * THREADS // threads, 1), arguments)
 
@@ -65,7 +66,7 @@ def measure(rows: int) -> dict:
     }
     wanted, wrong = queries(), []
     for threads in OTHERS:
-        call, said = partial(queries, launch=by_blocks_of(threads)), f"queries, blocks of {threads}"
+        call, said = partial(queries, launch=by_blocks_of(threads, of_layer)), f"queries, blocks of {threads}"
         if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(call(), wanted, strict=True)):
             wrong.append(said)
         us[said] = microseconds(call)

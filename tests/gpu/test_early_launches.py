@@ -27,7 +27,7 @@ def test_replays_give_what_one_launch_after_another_gives(make_runner, monkeypat
         calls = sides["ours"]
         replay, found = captured(calls)
         with monkeypatch.context() as apart:
-            apart.setattr(layer_front, "early", lambda on_gpu: {})
+            apart.setattr(layer_front, "early", lambda on_gpu: {})  # of the launch that quantises
             apart.setattr(CudaKernel, "launch", behind_another(CudaKernel.launch))
             replay_apart, wanted = captured(calls)
         replay_apart()

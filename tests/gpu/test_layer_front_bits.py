@@ -37,7 +37,7 @@ def test_scales_of_index_queries_whose_largest_value_is_any():
     """Each bfloat16 is one head's only value: SGLang rounds a logarithm up, and our kernels an exponent."""
     from nsa_backend.adapters.dsa.layer_front import builtin
     from nsa_backend.adapters.dsa.layer_front.rule import weights_of
-    from nsa_backend.kernels import index_rows, layer_front
+    from nsa_backend.kernels.rope_quantise import index_queries, rope_quantise
     from nsa_backend.testing.front_layer import front_layer
 
     attention = front_layer(1536, 16, False)
@@ -48,8 +48,8 @@ def test_scales_of_index_queries_whose_largest_value_is_any():
     gates, positions = torch.randn(every.shape, device="cuda"), torch.arange(len(every), device="cuda") % len(weights.cos_sin)
     q_rope = torch.zeros(len(every), 16, 64, dtype=torch.bfloat16, device="cuda")
     theirs = builtin.rope_quantise(attention, query.clone(), gates, q_rope.clone(), positions)[:2]
-    alone = index_rows.index_queries(query, gates, weights, positions)
-    in_front = layer_front.rope_quantise(query, gates, q_rope, weights, positions)[:2]
+    alone = index_queries(query, gates, weights, positions)
+    in_front = rope_quantise(query, gates, q_rope, weights, positions)[:2]
     for ours in (alone, in_front):
         for found, wanted in zip(ours, theirs, strict=True):
             assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))

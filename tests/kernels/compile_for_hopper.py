@@ -27,13 +27,7 @@ from nsa_backend.kernels.expert_activation import MOST_OF_PROGRAM, activate_kern
 from nsa_backend.kernels.expert_order import CHUNK, GROUPS, order_kernel
 from nsa_backend.kernels.few_experts import ONE as ONE_TOKEN
 from nsa_backend.kernels.few_experts import SOME, down_kernel, gate_up_kernel
-from nsa_backend.kernels.index_rows import index_keys_kernel
-from nsa_backend.kernels.layer_front_kernel import (
-    norm_rope_store_kernel,
-    quantise_kernel,
-    rope_quantise_kernel,
-    rope_query_kernel,
-)
+from nsa_backend.kernels.layer_front import quantise_kernel
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 from nsa_backend.kernels.value_products import DIVIDED, value_products_kernel
@@ -93,14 +87,6 @@ def ahead_of_the_wait(ptx: str) -> list[str]:
     return sorted(set(re.findall(r"(?:ld|st|atom|red)\.[a-z_.]*global|cp\.async", ptx.partition("griddepcontrol.wait")[0])))
 
 
-MODELS = {
-    "DeepSeek-V3.2": ({"INDEX_NEOX": True, "INDEX_FUSED": False}, 1536, 64, 7168),
-    "GLM-5.1": ({"INDEX_NEOX": False, "INDEX_FUSED": True}, 2048, 32, 6144),
-    "GLM-5.2, shared": ({"INDEX_NEOX": False, "INDEX_FUSED": False}, 2048, 0, 6144),
-}
-"""The indexer, the query's latent, index heads, and the hidden dimension, on a rank of tensor parallel 8."""
-
-
 AHEAD = ", before one of ours"
 
 
@@ -109,44 +95,14 @@ def before(ours: bool) -> dict[str, bool]:
     return {"BEFORE_OURS": ours}
 
 
-def front(caches: dict[str, dict]) -> dict[str, dict]:
-    """The kernels in front of a layer."""
-    return {f"front, {model}, {kernel}": used for model in MODELS for kernel, used in front_of(model, caches).items()}
-
-
-def front_of(model: str, caches: dict[str, dict]) -> dict[str, dict]:
-    indexer, q_rank, index_heads, hidden = MODELS[model]
-    fixed, found = indexer | {"ROPE": 64, "NEOX": False}, {}
-    fused, indexed = indexer["INDEX_FUSED"], index_heads > 0
-    for latent, cache in caches.items():
-        strides = {"LATENT_STRIDE": cache["LATENT_STRIDE"], "SCALES_STRIDE": cache["SCALES_STRIDE"]}
-        strides |= {"K_ROPE_STRIDE": cache["ROPE_STRIDE"], "QKV_STRIDE": q_rank + 576, "KEY_STRIDE": 160 if fused else 128}
-        constants = {"Q_RANK": q_rank, "LATENT": 512, "Q_GROUPS": 16, "KV_FP8": cache["FP8"], "COMPILED": True} | ONE
-        constants["INDEXED"] = indexed
-        for fp8, powers in ((False, False), (True, False), (True, True)):
-            types = {"q_ptr": "*fp8e4nv" if fp8 else "*bf16", "slots_ptr": "*i64"}
-            query = {"Q_FP8": fp8, "Q_POWERS": powers}
-            for ours in (True, False) if indexed else (False,):
-                used = resources(norm_rope_store_kernel, fixed | strides | constants | query | before(ours), latent, types)
-                found[f"norm_rope_store, {latent[1:]}, {query}{AHEAD * ours}"] = used | {"programs": 8}
-    of_gates = "*bf16" if fused else "*fp32"
-    if not indexed:
-        constants = {"ROPE": 64, "NEOX": False, "HEADS": 8, "ROW_STRIDE": 2048, "HEAD_STRIDE": 256, "COMPILED": True}
-        return found | {"rope_query": resources(rope_query_kernel, constants) | {"programs": 8}}
-    for powers in (False, True):
+def front() -> dict[str, dict]:
+    """What quantises the inputs of a layer's first products, of both models."""
+    found = {}
+    for hidden, powers in itertools.product((7168, 6144), (False, True)):
         constants = {"WIDTH": hidden, "GROUPS": 8, "POWERS": powers, "COMPILED": True} | before(True)
         used = resources(quantise_kernel, constants, more={"x_ptr": "*bf16", "out_ptr": "*fp8e4nv"})
-        found[f"quantise, powers {powers}{AHEAD}"] = used | {"programs": 8}
-    constants = {
-        "INDEX_HEADS": index_heads,
-        "HEADS": 8,
-        "QUERY_STRIDE": index_heads * 128,
-        "GATES_STRIDE": 160 if fused else 64,
-    }
-    constants |= {"GATE_SCALE": index_heads**-0.5, "SOFTMAX_SCALE": 128**-0.5}
-    constants |= {"Q_ROPE_ROW_STRIDE": 3072, "Q_ROPE_HEAD_STRIDE": 192, "COMPILED": True}
-    used = resources(rope_quantise_kernel, fixed | constants, more={"gates_ptr": of_gates})
-    return found | {"rope_quantise": used | {"programs": 8}}
+        found[f"front, quantise {hidden}, powers {powers}{AHEAD}"] = used | {"programs": 8}
+    return found
 
 
 def values() -> dict[str, dict]:
@@ -159,13 +115,6 @@ def values() -> dict[str, dict]:
         used = resources(value_products_kernel, constants, more={"out_ptr": "*fp8e4nv"})
         found[f"front, values of {heads} heads, {rows} rows, {splits} splits"] = used | {"programs": 1}
     return found
-
-
-def index_keys() -> dict[str, dict]:
-    """Index keys alone, of DeepSeek-V3.2."""
-    types = {"weight_ptr": "*fp32", "bias_ptr": "*fp32", "eps": "fp32", "slots_ptr": "*i64"}
-    used = resources(index_keys_kernel, {"ROPE": 64, "NEOX": True, "COMPILED": True}, more=types)
-    return {"front, index keys": used | {"programs": 8}}
 
 
 FEW_TILES = {"one": ONE_TOKEN, "some": SOME}
@@ -243,7 +192,7 @@ def main() -> None:
     for join in dict.fromkeys(Join.of(*shape) for shape in shapes):
         constants = {"LATENT": 512, "BLOCK_S": join.parts, "BLOCK_D": join.latent, "COMPILED": True, "LSE": False}
         found[f"join, {join.parts} parts"] = resources(join_kernel, constants, num_warps=join.warps) | {"programs": 1}
-    found |= front(caches) | index_keys() | values() | few_experts() | many_experts()
+    found |= front() | values() | few_experts() | many_experts()
     sys.stdout.write(json.dumps(found))
 
 

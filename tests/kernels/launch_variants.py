@@ -24,8 +24,8 @@ from nsa_backend.kernels import plan as plans
 from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.join_query import join_query
-from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, norm_rope_store, quantise, rope_quantise, rope_query
-from nsa_backend.kernels.layer_front_weights import FrontWeights, Scales
+from nsa_backend.kernels.layer_front import quantise
+from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.kernels.local_slots import local_slots
 from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.partial_lse import partial_lse
@@ -41,7 +41,7 @@ POOL = torch.zeros(64, 5000, dtype=torch.int32)
 CACHES = (torch.zeros(64, 1, 576, dtype=torch.bfloat16), torch.zeros(64, 1, 656, dtype=torch.uint8).view(torch.float8_e4m3fn))
 RANKS = 2
 """That divide the KV of a request, in the calls that say so."""
-HEADS, INDEX_HEADS, Q_RANK = 16, 64, 1536
+HEADS = 16
 MOST_REQUESTS = 128
 """Of a captured batch."""
 CAPTURED_ROWS = (*range(1, 65), MOST_REQUESTS, MOST_REQUESTS * D)
@@ -119,25 +119,8 @@ def divided(rows: int, offset: int) -> None:
         partial_lse(padded[:, :HEADS], torch.zeros(rows, 64)[:, :HEADS], counts, natural=natural)
 
 
-def layer_front(rows: int, offset: int) -> None:
-    """Both launches in front of a layer, in every form of scales; draft steps have slots in columns."""
-    norms = [torch.ones(width, dtype=torch.bfloat16) for width in (Q_RANK, 512)] + [torch.ones(128) for _ in range(2)]
-    weights = FrontWeights(*norms, torch.ones(64, 64), torch.ones(64, 64), 1e-6, 1e-6, 1e-6, neox=False, index_neox=True)
-    fused = replace(weights, index_neox=False, index_fused=True)
-    shared = replace(weights, key_norm=None, key_bias=None, index_cos_sin=None, index_neox=False)
-    qkv, key = torch.zeros(rows, Q_RANK + 576, dtype=torch.bfloat16), torch.zeros(rows, 128, dtype=torch.bfloat16)
-    positions, slots = behind(offset, rows), behind(offset, rows * STEPS)[:: STEPS if offset else 1][:rows]
-    pages = torch.zeros(1, INDEX_PAGE_BYTES, dtype=torch.uint8)
-    for cache in CACHES:
-        for scales in (None, *Scales):
-            for of_model in (weights, fused):
-                norm_rope_store(qkv, key, of_model, positions, slots, cache, pages, scales, before_ours=rows <= 32)
-            norm_rope_store(qkv, None, shared, positions, slots, cache, None, scales)
-    index_query = torch.zeros(rows, INDEX_HEADS, 128, dtype=torch.bfloat16)
-    rope_quantise(index_query, torch.zeros(rows, INDEX_HEADS), query(rows, HEADS)[1], weights, positions)
-    rope_query(query(rows, HEADS)[1], shared, positions)
-    joined = torch.zeros(rows, 128 + INDEX_HEADS, dtype=torch.bfloat16)
-    rope_quantise(index_query, joined[:, 128:], query(rows, HEADS)[1], fused, positions)
+def inputs_of_projections(rows: int) -> None:
+    """In every form of scales."""
     if rows:
         for form in Scales:
             quantise(torch.ones(rows, 1024, dtype=torch.bfloat16), form, before_ours=True)
@@ -162,7 +145,7 @@ def start() -> None:
     for size in (1, 2, 4, 8, 16, 32, 64, MOST_REQUESTS):
         metadata(size, 0, 5000)
         round_of(size, size, 0)
-        layer_front(size, 0)
+        inputs_of_projections(size)
     for rows in CAPTURED_ROWS:
         decode(rows, 0)
         divided(rows, 0)
@@ -175,7 +158,7 @@ def serve() -> None:
         metadata(requests, offset, 17 + 100 * requests)
         prefill(max(requests, 1), offset, max(requests, 1), 16 * offset, offset)
         round_of(min(requests, 64), 64, offset)
-        layer_front(requests, offset)
+        inputs_of_projections(requests)
     for rows in (1, 2, 3, 5, 16, 17, 63, 64, 141):
         for step in range(STEPS - 1):
             decode(rows, step * rows)

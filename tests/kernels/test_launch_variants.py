@@ -16,9 +16,6 @@ KERNELS = {
     "local_slots_kernel": 1,
     "partial_lse_kernel": 2,  # in base 2 and in base e, whatever the strides
     "quantise_kernel": 2,
-    "norm_rope_store_kernel": 30,  # three forms of the query's scales, of either cache, of either indexer twice and without
-    "rope_quantise_kernel": 2,  # either indexer
-    "rope_query_kernel": 1,
 }
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
-from emulated import turning
+from emulated import storing, turning
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from nsa_backend.kernels import norm_rope_store as norms
+from nsa_backend.kernels import rope_quantise as queries
 from nsa_backend.kernels.cuda_source import compiled
-from nsa_backend.kernels.index_rows import SOURCE, constants, index_queries, store_index_keys
-from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, norm_rope_store, quantise, rope_quantise, rope_query
-from nsa_backend.kernels.layer_front_torch import norm_rope_store_torch, rope_quantise_torch, rope_query_torch
+from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, quantise
+from nsa_backend.kernels.layer_front_torch import norm_rope_store_torch, rope_quantise_torch
 from nsa_backend.kernels.layer_front_torch import quantise as quantise_torch
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
@@ -45,13 +48,13 @@ def values(kind: str, *shape: int, generator: torch.Generator) -> torch.Tensor:
 INDEXERS = {"halves": (True, False), "neighbours": (False, False), "neighbours, fused by SGLang": (False, True)}
 
 
-def layer(q_rank: int, indexer: str, generator: torch.Generator) -> FrontWeights:
+def layer(q_rank: int, indexer: str, generator: torch.Generator, *, neox: bool = False) -> FrontWeights:
     angles = torch.rand(2, POSITIONS, ROPE // 2, generator=generator) * 6.28
     tables = torch.cat((angles.cos(), angles.sin()), dim=-1)
     norms = [1 + 0.1 * torch.randn(width, generator=generator) for width in (q_rank, LATENT, GROUP, GROUP)]
     return FrontWeights(
         norms[0].bfloat16(), norms[1].bfloat16(), norms[2], norms[3] - 1, tables[0].contiguous(), tables[1].contiguous(),
-        1e-6, 1e-6, 1e-6, False, *INDEXERS[indexer],
+        1e-6, 1e-6, 1e-6, neox, *INDEXERS[indexer],
     )  # fmt: skip
 
 
@@ -78,16 +81,17 @@ KINDS = st.sampled_from(["normal", "zeros", "large", "outliers", "denormal"])
     indexer=st.sampled_from([None, *INDEXERS]),
     stride=st.sampled_from([1, 3]),
     part=st.sampled_from([(1, 0), (2, 1), (8, 0)]),
+    neox=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-@example(5, 2, "zeros", 1536, Scales.EXACT, True, "halves", 1, (1, 0), 0)
-@example(5, 1, "denormal", 2048, Scales.POWERS_OF_TWO, True, "halves", 3, (2, 0), 1)
-@example(6, 0, "normal", 2048, Scales.EXACT, False, "neighbours, fused by SGLang", 1, (1, 0), 2)
+@example(5, 2, "zeros", 1536, Scales.EXACT, True, "halves", 1, (1, 0), False, 0)
+@example(5, 1, "denormal", 2048, Scales.POWERS_OF_TWO, True, "halves", 3, (2, 0), False, 1)
+@example(6, 0, "normal", 2048, Scales.EXACT, False, "neighbours, fused by SGLang", 1, (1, 0), False, 2)
 @settings(deadline=None, max_examples=25)
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # a group of zeros, as on a GPU
-def test_norms_and_writes(rows, padding, kind, q_rank, q_scales, fp8_cache, indexer, stride, part, seed):
+def test_norms_and_writes(rows, padding, kind, q_rank, q_scales, fp8_cache, indexer, stride, part, neox, seed):
     generator = torch.Generator().manual_seed(seed)
-    weights = layer(q_rank, indexer or "halves", generator)
+    weights = layer(q_rank, indexer or "halves", generator, neox=neox)
     if indexer is None:
         weights = replace(weights, key_norm=None, key_bias=None, index_cos_sin=None)
     assert weights.problem() is None
@@ -101,7 +105,8 @@ def test_norms_and_writes(rows, padding, kind, q_rank, q_scales, fp8_cache, inde
     positions = torch.randint(POSITIONS, (rows,), generator=generator)
     positions[real:] = 0
     found = []
-    for write in (norm_rope_store, norm_rope_store_torch):
+    ours = partial(norms.norm_rope_store, launch=storing(weights, q_scales, *part, seed, kv_fp8=fp8_cache))
+    for write in (ours, norm_rope_store_torch):
         kv, index = caches(fp8_cache)
         keys, pages = (key, index) if indexer else (None, None)
         written = write(qkv, keys, weights, positions, slots, kv, pages, q_scales, ranks=part[0], rank=part[1])
@@ -148,24 +153,28 @@ def test_inputs_of_projections(rows, groups, kind, scales, seed):
     index_heads=st.sampled_from([8, 32, 64]),
     kind=KINDS,
     indexer=st.sampled_from(list(INDEXERS)),
+    neox=st.booleans(),
+    few=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-@example(3, 8, 32, "normal", "neighbours, fused by SGLang", 0)
+@example(3, 8, 32, "normal", "neighbours, fused by SGLang", False, True, 0)
 @settings(deadline=None, max_examples=20)
-def test_queries_and_gates(rows, heads, index_heads, kind, indexer, seed):
+def test_queries_and_gates(rows, heads, index_heads, kind, indexer, neox, few, seed):
     generator = torch.Generator().manual_seed(seed)
-    weights = layer(256, indexer, generator)
+    weights = layer(256, indexer, generator, neox=neox)
     query = values(kind, rows, index_heads, GROUP, generator=generator)
     gates = torch.randn(rows, GROUP + index_heads, generator=generator)[:, GROUP:]
     gates = gates.bfloat16() if weights.index_fused else gates
     q_rope = values(kind, rows, heads, 128 + ROPE, generator=generator)[..., 128:]
     positions = torch.randint(POSITIONS, (rows,), generator=generator)
-    ours = rope_quantise(query, gates, q_rope, weights, positions)
+    with patch.object(queries, "FEW_ROWS", rows - (not few)):
+        given = {"launch": turning(index_heads, weights, rows, seed)}
+        ours = queries.rope_quantise(query, gates, q_rope, weights, positions, **given)
+        alone = queries.rope_query(q_rope, weights, positions, launch=turning(0, weights, rows, seed))
     for found, twins in zip(ours, rope_quantise_torch(query, gates, q_rope, weights, positions), strict=True):
         assert found.shape == twins.shape
         assert same_bits(found, twins)
-    assert same_bits(rope_query(q_rope, weights, positions), ours[2])
-    assert same_bits(rope_query_torch(q_rope, weights, positions), ours[2])
+    assert same_bits(alone, ours[2])
 
 
 @given(
@@ -174,10 +183,11 @@ def test_queries_and_gates(rows, heads, index_heads, kind, indexer, seed):
     kind=KINDS,
     index_heads=st.sampled_from([8, 64]),
     indexer=st.sampled_from(["halves", "neighbours"]),
+    few=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(deadline=None, max_examples=20)
-def test_an_indexers_part_alone(rows, step, kind, index_heads, indexer, seed):
+def test_an_indexers_part_alone(rows, step, kind, index_heads, indexer, few, seed):
     """Of every row, or of every other one's query: the bits of the launches that have the latents too."""
     generator = torch.Generator().manual_seed(seed)
     weights = layer(256, indexer, generator)
@@ -185,21 +195,36 @@ def test_an_indexers_part_alone(rows, step, kind, index_heads, indexer, seed):
     gates, positions = torch.randn(rows * step, index_heads, generator=generator)[::step], torch.randint(POSITIONS, (rows,))
     unturned = torch.zeros(rows, 1, ROPE, dtype=torch.bfloat16)
     twins = rope_quantise_torch(query, gates, unturned, weights, positions)
-    launch = turning(index_heads, neox=weights.index_neox, seed=seed)
-    for found, twin in zip(index_queries(query, gates, weights, positions, launch=launch), twins, strict=False):
+    with patch.object(queries, "FEW_ROWS", rows - (not few)):
+        launch = turning(index_heads, weights, rows, seed)
+        ours = queries.index_queries(query, gates, weights, positions, launch=launch)
+    for found, twin in zip(ours, twins, strict=False):
         assert found.shape == twin.shape
         assert same_bits(found, twin)
     key, qkv = values(kind, rows, GROUP, generator=generator), torch.zeros(rows, 256 + LATENT + ROPE, dtype=torch.bfloat16)
     slots = PAGE_SIZE + torch.randperm((PAGES - 1) * PAGE_SIZE, generator=generator)[:rows]
     (kv, wanted), (_, index) = caches(False), caches(False)
     norm_rope_store_torch(qkv, key, weights, positions, slots, kv, wanted, None)
-    store_index_keys(key, weights, positions, slots, index)
+    norms.store_index_keys(key, weights, positions, slots, index, launch=storing(weights, None, seed=seed, kv_fp8=False))
     assert torch.equal(index, wanted)
 
 
-@pytest.mark.parametrize("neox", [True, False])
-def test_index_queries_compile_for_hopper_with_all_in_registers(neox):
-    cubin, said = compiled(SOURCE, constants(64, neox=neox))
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("q_scales", [None, *Scales])
+@pytest.mark.parametrize(("q_rank", "indexer"), [(1536, "halves"), (2048, "neighbours, fused by SGLang")])
+def test_norms_and_writes_compile_for_hopper_with_all_in_registers(q_rank, indexer, q_scales, fp8):
+    macros = norms.constants(layer(q_rank, indexer, torch.Generator()), q_scales, kv_fp8=fp8)
+    cubin, said = compiled(norms.SOURCE, macros)
+    assert cubin
+    assert "0 bytes spill stores, 0 bytes spill loads" in said
+
+
+@pytest.mark.parametrize("indexer", INDEXERS)
+@pytest.mark.parametrize("rows", [1, 1024])
+def test_queries_compile_for_hopper_with_all_in_registers(rows, indexer):
+    cubin, said = compiled(
+        queries.SOURCE, queries.constants(64, layer(256, indexer, torch.Generator()), queries.lanes_of(rows))
+    )
     assert cubin
     assert "0 bytes spill stores, 0 bytes spill loads" in said
 
@@ -207,14 +232,12 @@ def test_index_queries_compile_for_hopper_with_all_in_registers(neox):
 def test_an_indexers_part_that_it_would_misread():
     weights = layer(256, "halves", torch.Generator())
     query, gates, positions = torch.zeros(2, 8, GROUP).bfloat16(), torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="4 index heads, 64 values turned: multiples of 8 heads and 64 values are served"):
-        index_queries(query[:, :4].contiguous(), gates[:, :4], weights, positions)
-    with pytest.raises(ValueError, match=r"gates must be float32 \[2, 8\]"):
-        index_queries(query, gates.bfloat16(), weights, positions)
-    with pytest.raises(ValueError, match="leave them to it"):
-        index_queries(query, gates, replace(weights, index_fused=True), positions)
-    with pytest.raises(ValueError, match=r"slots must be contiguous torch\.int64"):
-        store_index_keys(query[:, 0].contiguous(), weights, positions, positions.int(), caches(False)[1])
+    with pytest.raises(ValueError, match="query must be of a multiple of 8 heads"):
+        queries.index_queries(query[:, :4].contiguous(), gates[:, :4], weights, positions)
+    with pytest.raises(ValueError, match=r"gates must be torch\.float32 \[2, 8\]"):
+        queries.index_queries(query, gates.bfloat16(), weights, positions)
+    with pytest.raises(ValueError, match=r"slots must be torch\.int64"):
+        norms.store_index_keys(query[:, 0].contiguous(), weights, positions, positions.int(), caches(False)[1])
 
 
 @pytest.mark.parametrize("name", ["qkv", "key", "positions", "slots", "kv_cache", "index_cache"])
@@ -232,21 +255,21 @@ def test_refuses_what_it_would_misread(name, change):
         "q_scales": Scales.EXACT,
     }
     arguments[name] = change(arguments[name])
-    with pytest.raises(ValueError, match=f"{name} is .*does not fit"):
-        norm_rope_store(**arguments)
+    with pytest.raises(ValueError, match=f"{name} must be "):
+        norms.norm_rope_store(**arguments)
 
 
 @pytest.mark.parametrize("change", [lambda x: x.double(), lambda x: x[..., :-1], lambda x: x[..., :-1].contiguous()])
 def test_refuses_an_input_that_it_would_misread(change):
-    with pytest.raises(ValueError, match=r"x is .*does not fit"):
+    with pytest.raises(ValueError, match="x must be "):
         quantise(change(torch.zeros(2, 2 * GROUP, dtype=torch.bfloat16)), Scales.EXACT)
 
 
 @pytest.mark.parametrize("change", [lambda x: x.double(), lambda x: x[..., :-1]])
 def test_refuses_a_query_that_it_would_misread(change):
     q_rope, positions = torch.zeros(2, 8, ROPE, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"q_rope is .*does not fit"):
-        rope_query(change(q_rope), layer(256, "halves", torch.Generator()), positions)
+    with pytest.raises(ValueError, match="q_rope must be "):
+        queries.rope_query(change(q_rope), layer(256, "halves", torch.Generator()), positions)
 
 
 def test_gates_come_as_sglang_has_them():
@@ -255,8 +278,8 @@ def test_gates_come_as_sglang_has_them():
     for indexer, (_, fused) in INDEXERS.items():
         gates, weights = torch.zeros(1, 8), layer(256, indexer, torch.Generator())
         positions = torch.zeros(1, dtype=torch.int64)
-        with pytest.raises(ValueError, match=r"gates is .*does not fit"):
-            rope_quantise(query, gates if fused else gates.bfloat16(), q_rope, weights, positions)
+        with pytest.raises(ValueError, match=r"gates must be torch\.\w+ \[1, 8\]"):
+            queries.rope_quantise(query, gates if fused else gates.bfloat16(), q_rope, weights, positions)
 
 
 def test_sglangs_fused_indexer_rotates_neighbours_alone():

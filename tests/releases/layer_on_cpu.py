@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from emulated import multiplying_early, multiplying_tiles, turning
+from emulated import compiled_here, multiplying_early, multiplying_tiles
 from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.layers.layernorm import LayerNorm, RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
@@ -22,7 +21,7 @@ from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 from sglang_models import one_rank
 
 from nsa_backend.benchmarks.calls.whole_front import one_layers_pool
-from nsa_backend.kernels import early_products, index_rows, tile_products
+from nsa_backend.kernels import early_products, tile_products
 from nsa_backend.kernels import layer_front_torch as steps
 from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
@@ -37,8 +36,7 @@ CONFIG = SimpleNamespace(
 def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's CUDA kernels in torch, each with the rounding and the order of the kernel; ours in CUDA C++ is emulated."""
     round_as_a_gpu_does()
-    turned = functools.partial(index_rows.index_queries, launch=turning(INDEX_HEADS, neox=True))
-    monkeypatch.setattr(index_rows, "index_queries", turned)
+    compiled_here(monkeypatch)
     multiply = early_products.early_products
 
     def multiplied(x, *given, gates_dtype=torch.float32, **named):

@@ -9,13 +9,25 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 
-from nsa_backend.kernels import early_experts, early_products, expert_tiles, index_rows, router, tile_products, whole_experts
+from nsa_backend.kernels import (
+    early_experts,
+    early_products,
+    expert_tiles,
+    norm_rope_store,
+    rope_quantise,
+    router,
+    tile_products,
+    whole_experts,
+)
 from nsa_backend.kernels import sparse_verify as verify
 from nsa_backend.kernels.cuda_source import Boxes, Launch, TensorMap
 from nsa_backend.kernels.few_experts import ExpertWeights
+from nsa_backend.kernels.layer_front_weights import FrontWeights, Scales
 
 HERE = Path(__file__).parent
 BUILT = HERE.parents[1] / "build" / "emulators"
@@ -111,10 +123,33 @@ def whole_experts_emulated(form: whole_experts.Form, seed: int = 0) -> dict[str,
     return {"launch": launcher(partial(emulator_of_whole_experts, form), seed), "boxes": boxes}
 
 
-def turning(heads: int, *, neox: bool, seed: int = 0) -> Launch:
-    """What launches queries of so many index heads."""
-    of_heads = index_rows.constants(heads, neox=neox)
-    return launcher(partial(emulator, index_rows.SOURCE, "Queries", index_rows.SOURCE.stem, **of_heads, **APART), seed)
+def storing(
+    weights: FrontWeights, q_scales: Scales | None, ranks: int = 1, rank: int = 0, seed: int = 0, *, kv_fp8: bool
+) -> Launch:
+    """What launches norms and writes behind a layer's first products."""
+    macros = norm_rope_store.constants(weights, q_scales, kv_fp8=kv_fp8, ranks=ranks, rank=rank) | APART
+    source = norm_rope_store.SOURCE
+    return launcher(partial(emulator, source, "Store", source.stem, **macros), seed)
+
+
+def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the launches in front of a layer emulated wherever they are called from."""
+
+    def compiled_by(source: Path, arguments: str) -> Callable[..., SimpleNamespace]:
+        def compiled_on(device: int | None, **macros: int) -> SimpleNamespace:
+            return SimpleNamespace(launch=launcher(partial(emulator, source, arguments, source.stem, **macros, **APART), 0))
+
+        return compiled_on
+
+    for module, arguments in ((norm_rope_store, "Store"), (rope_quantise, "Queries")):
+        monkeypatch.setattr(module, "compiled_on", compiled_by(module.SOURCE, arguments))
+
+
+def turning(index_heads: int, weights: FrontWeights, rows: int, seed: int = 0) -> Launch:
+    """What launches so many rows of queries of so many index heads."""
+    source = rope_quantise.SOURCE
+    macros = rope_quantise.constants(index_heads, weights, rope_quantise.lanes_of(rows)) | APART
+    return launcher(partial(emulator, source, "Queries", source.stem, **macros), seed)
 
 
 def multiplying_early(inner: int, tile: early_products.Tile, gates_dtype: torch.dtype, seed: int = 0) -> Launch:

@@ -496,6 +496,8 @@ inline void multiply_few_bf16(float (&d)[4], uint32_t a, uint32_t b, uint32_t c,
     multiply_few(d, {a, b, c, e}, {x, y}, [](uint32_t bits) { return bits_as<float>(bits << 16); });
 }
 inline float divide_fast(float a, float b) { return a / b; }
+inline float divide_full(float a, float b) { return a / b; }
+inline float rsqrt_fast(float x) { return 1 / sqrtf(x); }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float log2_fast(float x) { return log2f(x); }
 inline uint32_t made_again(uint32_t x) { return x; }

@@ -23,8 +23,11 @@ from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.dsa.layer_front.short import EveryToken, is_short
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
-from nsa_backend.kernels.layer_front import norm_rope_store, rope_quantise, rope_query
 from nsa_backend.kernels.layer_front_weights import FrontWeights
+from nsa_backend.kernels.norm_rope_store import compile_ahead as compile_norms
+from nsa_backend.kernels.norm_rope_store import norm_rope_store
+from nsa_backend.kernels.rope_quantise import compile_ahead as compile_queries
+from nsa_backend.kernels.rope_quantise import rope_quantise, rope_query
 
 
 class LayerFront:
@@ -50,6 +53,19 @@ class LayerFront:
         self.latent, self.query = EarlyProduct.of(attention.fused_qkv_a_proj_with_mqa), EarlyProduct.of(attention.q_b_proj)
         # Of the KV of requests, where ranks divide it; an MTP layer has all.
         self.part = {"ranks": attention.dcp_size, "rank": get_parallel().attn_dcp_rank} if attention.dcp_size > 1 else {}
+
+    def compile_ahead(self, kv_dtype: torch.dtype) -> None:
+        """Compile what this layer launches: while a forward is captured nothing can be compiled.
+
+        Raises:
+            RuntimeError: NVRTC or the driver refuses.
+        """
+        attention, weights = self.attention, weights_of(self.attention)
+        device, q_scales = attention.w_kc.device, scales_of(attention.q_b_proj)
+        compile_norms(device, weights, q_scales, kv_fp8=kv_dtype != torch.bfloat16, **self.part)
+        compile_queries(device, 0, weights)
+        if attention.indexer is not None:
+            compile_queries(device, attention.indexer.n_heads, weights)
 
     def __call__(
         self,

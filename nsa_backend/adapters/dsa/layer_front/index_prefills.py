@@ -24,7 +24,7 @@ from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.sglang_types import ForwardBatch, HookType
 from nsa_backend.adapters.shared import hook
-from nsa_backend.kernels import index_rows
+from nsa_backend.kernels import norm_rope_store, rope_quantise
 from nsa_backend.kernels.layer_front import ALIGNED
 from nsa_backend.kernels.layer_front_weights import FrontWeights
 
@@ -40,17 +40,11 @@ _LAYERS: WeakKeyDictionary[Any, tuple[Any, tuple[type, ...]]] = WeakKeyDictionar
 
 def take(layers: Iterable[Any], backends: tuple[type, ...]) -> None:
     """Have the indexers of these layers, which have our front, make queries and keys of prefills so."""
-    served = [layer for layer in layers if layer.indexer is not None and _is_served(layer)]
+    served = [layer for layer in layers if layer.indexer is not None]
     for layer in served:
         _LAYERS[layer.indexer] = layer, backends
     if served:
         hook(f"{MODULE}.{NAME}", _in_pieces, HookType.AROUND)
-
-
-def _is_served(layer: Any) -> bool:
-    """Whether its heads have our launches, or SGLang's fused ones."""
-    weights = weights_of(layer)
-    return weights.index_fused or index_rows.problem(weights, layer.indexer.n_heads) is None
 
 
 def _in_pieces(original: Callable, **given: Any) -> None:
@@ -129,7 +123,7 @@ def store(
     """Write the index keys of these tokens of x [rows, hidden], which may be there in FP8 too; gates of all rows."""
     key, gates = indexer.wk(quantised or x)[0][tokens], indexer._weights_proj_bf16_in_fp32_out(x)
     index_cache = _pool().get_index_k_with_scale_buffer(layer_id=layer_id)
-    index_rows.store_index_keys(key, weights, positions[tokens], batch.out_cache_loc[tokens], index_cache)
+    norm_rope_store.store_index_keys(key, weights, positions[tokens], batch.out_cache_loc[tokens], index_cache)
     return gates
 
 
@@ -143,7 +137,7 @@ def score(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries of these rows in 8 bits, and their gates."""
     query = divided_indexer.query_of(indexer, q_lora, rows)
-    return index_rows.index_queries(query, gates[rows], weights, positions[rows].contiguous())
+    return rope_quantise.index_queries(query, gates[rows], weights, positions[rows].contiguous())
 
 
 def select_scored(

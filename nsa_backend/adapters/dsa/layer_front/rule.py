@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
-from nsa_backend.kernels.layer_front import HEADS
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights
+from nsa_backend.kernels.rope_quantise import TOGETHER
 
 
 def device_problem() -> str | None:
@@ -76,7 +76,7 @@ def indexer_problem(indexer: Any) -> str | None:
         return None
     if type(indexer) is not Indexer:
         return f"its indexer is {type(indexer).__name__}"
-    if indexer.head_dim != GROUP or indexer.n_heads % HEADS:
+    if indexer.head_dim != GROUP or indexer.n_heads % TOGETHER:
         return "its index heads are not 128 wide"
     if type(indexer.k_norm) is not LayerNorm:
         return "its norms are of another kind"

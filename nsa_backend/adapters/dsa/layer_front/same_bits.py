@@ -8,11 +8,14 @@ import torch
 
 from nsa_backend.adapters.dsa.layer_front import builtin
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
-from nsa_backend.kernels import index_rows, layer_front
+from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+from nsa_backend.kernels.norm_rope_store import norm_rope_store, store_index_keys
 from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.kernels.rope_quantise import FEW_ROWS, index_queries, rope_quantise, rope_query
 
-ROWS = 48
+ROWS = 48, FEW_ROWS + 8
+"""Of the batches that are looked at, few and more."""
 KINDS = ("normal", "zeros", "large", "outliers", "small")
 
 
@@ -31,7 +34,7 @@ def rows_of(kind: str, *shape: int, device: str | torch.device) -> torch.Tensor:
 
 
 @torch.no_grad()
-def differing_parts(attention: Any, kv_cache: torch.Tensor, scales: Scales | None, rows: int = ROWS) -> list[str]:
+def differing_parts(attention: Any, kv_cache: torch.Tensor, scales: Scales | None, rows: int) -> list[str]:
     """Which results of the launches have other bits than SGLang's, for each kind of rows; a layer on a GPU.
 
     Args:
@@ -52,36 +55,35 @@ def differing_parts(attention: Any, kv_cache: torch.Tensor, scales: Scales | Non
         caches = [
             (
                 torch.zeros(pages * PAGE_SIZE, 1, kv_cache.shape[2], dtype=kv_cache.dtype, device=device),
-                torch.zeros(pages, layer_front.INDEX_PAGE_BYTES, dtype=torch.uint8, device=device),
+                torch.zeros(pages, INDEX_PAGE_BYTES, dtype=torch.uint8, device=device),
             )
             for _ in range(2)
         ]
-        q = layer_front.norm_rope_store(qkv, key, weights, positions, slots, *caches[0], scales)
+        q = norm_rope_store(qkv, key, weights, positions, slots, *caches[0], scales)
         own_key = None if key is None else key.clone()
         theirs = builtin.norm_rope_store(attention, qkv.clone(), own_key, positions, slots, *caches[1], scales)
         pairs = {"query": (q[0], theirs[0]), "KV": (caches[0][0], caches[1][0]), "index keys": (caches[0][1], caches[1][1])}
         if scales is not None:
             x = rows_of(kind, rows, weights.q_norm.shape[0], device=device)
-            inputs = zip(layer_front.quantise(x, scales), builtin.quantised(x, scales), strict=True)
+            inputs = zip(quantise(x, scales), builtin.quantised(x, scales), strict=True)
             pairs |= dict(zip(("input", "scales of the input"), inputs, strict=True))
             pairs["scales of the query"] = q[1], theirs[1]
         q_rope = rows_of(kind, rows, attention.num_local_heads, weights.rope, device=device)
         if indexer is None:
-            ours = layer_front.rope_query(q_rope, weights, positions)
+            ours = rope_query(q_rope, weights, positions)
             pairs["rotated query"] = (ours, builtin.rope_query(attention, q_rope.clone(), positions))
         else:
             query = rows_of(kind, rows, indexer.n_heads, GROUP, device=device)
             gates = torch.randn(rows, indexer.n_heads, device=device)
             if weights.index_fused:  # as columns of a product that has the index key's before them
                 gates = torch.cat((torch.zeros_like(key), gates.bfloat16()), dim=1)[:, GROUP:]
-            ours = layer_front.rope_quantise(query, gates, q_rope, weights, positions)
+            ours = rope_quantise(query, gates, q_rope, weights, positions)
             theirs = builtin.rope_quantise(attention, query.clone(), gates, q_rope.clone(), positions)
             if not weights.index_fused:  # prefills in pieces have these alone
                 alone = torch.zeros_like(caches[0][1])
-                index_rows.store_index_keys(key, weights, positions, slots, alone)
+                store_index_keys(key, weights, positions, slots, alone)
                 pairs["index keys alone"] = (alone, caches[1][1])
-            if index_rows.problem(weights, query.shape[1]) is None:
-                parts = zip(index_rows.index_queries(query, gates, weights, positions), theirs, strict=False)
+                parts = zip(index_queries(query, gates, weights, positions), theirs, strict=False)
                 pairs |= dict(zip(("index query alone", "gates alone"), parts, strict=True))
             pairs |= dict(zip(("index query", "gates", "rotated query"), zip(ours, theirs, strict=True), strict=True))
         found += [f"{name} of {kind} rows" for name, pair in pairs.items() if not same_bits(*pair)]

@@ -11,7 +11,7 @@ from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.options import server_problems
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of
 from nsa_backend.adapters.dsa.layer_front.rule import device_problem, layer_problem
-from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
+from nsa_backend.adapters.dsa.layer_front.same_bits import ROWS, differing_parts
 from nsa_backend.adapters.dsa.layer_front.values import LayerValues, values_problem
 from nsa_backend.adapters.dsa.rounds.ranks import least_of_ranks
 from nsa_backend.environment import switched_on
@@ -59,7 +59,8 @@ def take_layer_fronts(
     problems, served = Counter(problem_of.values()), [layer for layer in layers if problem_of[layer] is None]
     for layer in {layer.indexer is None: layer for layer in reversed(served)}.values():  # the first of either kind
         if layer.w_kc.is_cuda:
-            different = differing_parts(layer, kv_pool.get_key_buffer(layer.layer_id), scales_of(layer.q_b_proj))
+            looked_at = layer, kv_pool.get_key_buffer(layer.layer_id), scales_of(layer.q_b_proj)
+            different = [part for rows in ROWS for part in differing_parts(*looked_at, rows)]
             if different:
                 problems = Counter({f"this GPU writes other bits than SGLang's kernels ({different[0]})": len(layers)})
                 served = []
@@ -79,6 +80,8 @@ def take_layer_fronts(
     every_token = short.EveryToken()
     for layer in served:
         layer.forward_absorb_prepare = LayerFront(layer, backends, every_token)
+        if layer.w_kc.is_cuda:
+            layer.forward_absorb_prepare.compile_ahead(kv_pool.get_key_buffer(layer.layer_id).dtype)
     norms.take(model)
     index_prefills.take(served, backends)
     values_problem_of = {layer: values_problem(layer) for layer in served}
