@@ -6,56 +6,60 @@ kernel behind this one is ours, it begins with this one, and asks for its weight
 
 from __future__ import annotations
 
-import torch
-import triton
-import triton.language as tl
+import ctypes
+import functools
+from pathlib import Path
 
-from nsa_backend.kernels.blocks import power_of_two
+import torch
+
 from nsa_backend.kernels.checks import check_tensor
-from nsa_backend.kernels.dependent_launch import early, let_next_begin, wait_for_kernel_ahead
+from nsa_backend.kernels.cuda_source import CudaKernel, Launch
 from nsa_backend.kernels.layer_front import empty_input
-from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
-from nsa_backend.kernels.layer_front_steps import quantised
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 
-WARPS = 16
+SOURCE = Path(__file__).with_name("add_norm.cu")
+WIDEST = 8192
+"""Values of a row: a thread of a block has eight."""
 
 
-@triton.jit(do_not_specialize=["row_stride", "group_stride"])
-def add_norm_kernel(
-    x_ptr,  # bfloat16 [rows, WIDTH], contiguous; becomes the norm
-    residual_ptr,  # bfloat16 [rows, WIDTH], contiguous; becomes the sum
-    weight_ptr,  # bfloat16 [WIDTH]
-    values_ptr,  # FP8 [rows, WIDTH], contiguous; written where QUANTISED
-    scales_ptr,  # float32 [rows, WIDTH / GROUP], strides below; likewise
-    row_stride,
-    group_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,  # a power of two
-    QUANTISED: tl.constexpr,
-    POWERS: tl.constexpr,
-    BEFORE_OURS: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
-    """A program has a row."""
-    let_next_begin(BEFORE_OURS, COMPILED)
-    group = tl.arange(0, GROUPS)[:, None]
-    dim, real = group * GROUP_OF_KERNEL + tl.arange(0, GROUP_OF_KERNEL)[None, :], group < WIDTH // GROUP_OF_KERNEL
-    weight = tl.load(weight_ptr + dim, mask=real, other=0.0).to(tl.float32)
-    wait_for_kernel_ahead(COMPILED)
-    at = tl.program_id(0).to(tl.int64) * WIDTH + dim
-    x = tl.load(x_ptr + at, mask=real, other=0.0).to(tl.float32)
-    x += tl.load(residual_ptr + at, mask=real, other=0.0).to(tl.float32)
-    tl.store(residual_ptr + at, x.to(tl.bfloat16), mask=real)
-    of_row = tl.sum(tl.sum(x * x, axis=1), axis=0)
-    normed = (x * tl.rsqrt(of_row / WIDTH + eps) * weight).to(tl.bfloat16)
-    tl.store(x_ptr + at, normed, mask=real)
-    if QUANTISED:
-        values, scale = quantised(normed.to(tl.float32), POWERS, COMPILED)
-        tl.store(values_ptr + at, values, mask=real)
-        row = tl.program_id(0).to(tl.int64)
-        tl.store(scales_ptr + row * row_stride + group * group_stride, scale, mask=real)
+class AddNorm(ctypes.Structure):
+    """`AddNorm` of add_norm.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "residual", "weight", "values", "scales")),
+        *((name, ctypes.c_longlong) for name in ("row_stride", "group_stride")),
+        ("eps", ctypes.c_float),
+        ("before_ours", ctypes.c_int),
+    ]
+
+
+def problem(width: int) -> str | None:
+    """Why rows of so many values cannot have the launch, or None."""
+    if width % GROUP or not 0 < width <= WIDEST:
+        return f"rows of {width} values: groups of {GROUP} up to {WIDEST} are served"
+    return None
+
+
+def constants(width: int, scales: Scales | None) -> dict[str, int]:
+    """Macros of the source."""
+    return {"WIDTH": width, "QUANTISED": int(scales is not None), "POWERS": int(scales is Scales.POWERS_OF_TWO)}
+
+
+def compile_ahead(device: torch.device, width: int, scales: Scales | None) -> None:
+    """Compile it: while a forward is captured nothing can be compiled.
+
+    Raises:
+        RuntimeError: NVRTC or the driver refuses.
+    """
+    compiled_on(torch.cuda.current_device() if device.index is None else device.index, **constants(width, scales))
+
+
+@functools.cache
+def compiled_on(device: int, **macros: int) -> CudaKernel:
+    """The kernel, compiled at its first call on a device."""
+    threads = -(-macros["WIDTH"] // 256) * 32
+    with torch.cuda.device(device):
+        return CudaKernel(SOURCE, SOURCE.stem, macros, threads, threads // 32 * 4)
 
 
 def add_norm(
@@ -66,36 +70,38 @@ def add_norm(
     scales: Scales | None = None,
     *,
     before_ours: bool = False,
+    launch: Launch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Add `x` to `residual`, and have the sum's norm in the place of `x`; one launch.
 
     Squares of the sum before it is rounded are what is added up, as in FlashInfer's `fused_add_rmsnorm`, in another order.
+    The weight is read before the kernel ahead has ended, which must not write it.
 
     Args:
-        x: bfloat16 [rows, a multiple of GROUP], contiguous; overwritten.
+        x: bfloat16 [rows, width], contiguous; overwritten.
         residual: like `x`; overwritten.
         weight: bfloat16 [width], contiguous.
         eps: added to the mean square.
         scales: of the norm in FP8; None where nobody asks for it.
         before_ours: whether what is launched next on this stream is a kernel of this package that waits for this one.
+        launch: in place of a GPU.
 
     Returns:
         The norm as `layer_front.quantise` gives it, and None without `scales`.
 
     Raises:
-        ValueError: a tensor has another shape, dtype or layout.
+        ValueError: a tensor has another shape, dtype or layout, or `problem` says why the launch cannot have it.
+        RuntimeError: NVRTC or the driver refuses.
     """
     rows, width = x.shape
     for name, tensor, shape in (("x", x, (rows, width)), ("residual", residual, (rows, width)), ("weight", weight, (width,))):
         check_tensor(name, tensor, torch.bfloat16, shape)
-    if width % GROUP:
-        raise ValueError(f"rows of {width} values are not groups of {GROUP}")
+    if (why := problem(width)) is not None:
+        raise ValueError(why)
     found = empty_input(rows, width, scales, x.device) if scales is not None else None
     if rows:
-        values, of_groups = found or (x, x)
-        add_norm_kernel[(rows,)](
-            x, residual, weight, values, of_groups, *(of_groups.stride() if found else (0, 0)), eps, WIDTH=width,
-            GROUPS=power_of_two(width // GROUP), QUANTISED=found is not None, POWERS=scales is Scales.POWERS_OF_TWO,
-            BEFORE_OURS=before_ours, COMPILED=x.is_cuda, num_warps=WARPS, **early(x.is_cuda),
-        )  # fmt: skip
+        written = (0, 0, 0, 0) if found is None else (*(part.data_ptr() for part in found), *found[1].stride())
+        arguments = AddNorm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), *written, eps, before_ours)
+        launch = launch or compiled_on(x.device.index, **constants(width, scales)).launch
+        launch((rows, 1), arguments)
     return found

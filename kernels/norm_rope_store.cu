@@ -5,11 +5,10 @@
 // order (FlashInfer's norms for Hopper, 0.6.15 and 0.7.2: a lane takes its own values from left to right, then lanes meet), and
 // every product that its compiled code fuses with a sum is written as fmaf.
 
-#include "activations.cuh"
+#include "eights.cuh"
 
-constexpr int GROUP = 128, ROPE = 64, PAGE = 64, INDEX_PAGE_BYTES = PAGE * (GROUP + 4);
-constexpr int EIGHTS = 8, OF_WARP = 32 * EIGHTS;  // values that a lane, and a warp, takes of a row at once
-constexpr int LANES_OF_GROUP = GROUP / EIGHTS;
+constexpr int ROPE = 64, PAGE = 64, INDEX_PAGE_BYTES = PAGE * (GROUP + 4);
+constexpr int OF_WARP = 32 * EIGHTS;  // values that a warp takes of a row at once
 constexpr float LARGEST = 448;  // of e4m3
 static_assert(Q_RANK % OF_WARP == 0 && LATENT % OF_WARP == 0, "lanes have as many values each");
 constexpr uint32_t SHARED_BYTES = 0;
@@ -34,29 +33,10 @@ struct Store {
     int first, before_ours;  // `first`: of the parts of a row that this launch has
 };
 
-struct Eight {
-    float x[EIGHTS];
-
-    __device__ __forceinline__ explicit Eight(uint4 packed) {
-        const uint32_t pairs[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 both = unpack_bf16(pairs[i]);
-            x[2 * i] = both.x, x[2 * i + 1] = both.y;
-        }
-    }
-};
-
 // Of all lanes: neighbours first, or those that are far apart.
 template <bool far> __device__ __forceinline__ float sum_of_lanes(float x) {
 #pragma unroll
     for (int i = 0; i < 5; ++i) x += shuffle_xor(x, far ? 16 >> i : 1 << i);
-    return x;
-}
-
-template <int lanes> __device__ __forceinline__ float largest_of(float x) {
-#pragma unroll
-    for (int apart = 1; apart < lanes; apart *= 2) x = fmaxf(x, shuffle_xor(x, apart));
     return x;
 }
 
@@ -90,17 +70,6 @@ template <int width> struct Row {
     }
 };
 
-__device__ __forceinline__ float largest_of_group(const Eight& eight) {
-    float largest = 0;
-#pragma unroll
-    for (int j = 0; j < EIGHTS; ++j) largest = fmaxf(largest, fabsf(eight.x[j]));
-    return largest_of<LANES_OF_GROUP>(largest);
-}
-
-__device__ __forceinline__ uint2 pack_fp8(const float (&x)[EIGHTS]) {
-    return {pack_fp8(x[0], x[1]) | pack_fp8(x[2], x[3]) << 16, pack_fp8(x[4], x[5]) | pack_fp8(x[6], x[7]) << 16};
-}
-
 __device__ __forceinline__ float clamped(float x) { return fminf(fmaxf(x, -LARGEST), LARGEST); }  // what is no number is -LARGEST
 
 __device__ __forceinline__ void norm_query(const Store& of, long long row, int lane, const Row<Q_RANK>& weight) {
@@ -111,14 +80,9 @@ __device__ __forceinline__ void norm_query(const Store& of, long long row, int l
         const uint4 normed = raw.normed(weight, rstd, i);
 #if Q_FP8
         Eight x(normed);
-        Scale scale = exact_scale(fmaxf(largest_of_group(x), 1e-10f));
-#if Q_POWERS
-        const uint32_t exponent = exponent_above(scale.scale);
-        scale = {__uint_as_float(exponent << 23), __uint_as_float((254 - exponent) << 23)};
-#endif
-#pragma unroll
-        for (int j = 0; j < EIGHTS; ++j) x.x[j] *= scale.inverse;
-        reinterpret_cast<uint2*>(of.q + row * Q_RANK)[i * 32 + lane] = pack_fp8(x.x);
+        const Scale scale = scale_of<Q_POWERS>(largest_of_group(x));
+        x *= scale.inverse;
+        reinterpret_cast<uint2*>(of.q + row * Q_RANK)[i * 32 + lane] = x.in_fp8();
         const int group = i * (OF_WARP / GROUP) + lane / LANES_OF_GROUP;
         if (lane % LANES_OF_GROUP == 0) of.q_scales[row * of.q_scales_row + group * of.q_scales_group] = scale.scale;
 #else
@@ -173,7 +137,7 @@ __device__ __forceinline__ void write_kv(const Store& of, long long row, int lan
 #pragma unroll
         for (int j = 0; j < EIGHTS; ++j) x.x[j] = clamped(x.x[j] * inverse);
         if (!real) continue;
-        reinterpret_cast<uint2*>(kv)[i * 32 + lane] = pack_fp8(x.x);
+        reinterpret_cast<uint2*>(kv)[i * 32 + lane] = x.in_fp8();
         const int group = i * (OF_WARP / GROUP) + lane / LANES_OF_GROUP;
         if (lane % LANES_OF_GROUP == 0) reinterpret_cast<float*>(kv + LATENT)[group] = scale;
 #else

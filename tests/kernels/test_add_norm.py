@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulated import norming
 
-from nsa_backend.kernels.add_norm import add_norm
+from nsa_backend.kernels.add_norm import SOURCE, add_norm, constants
+from nsa_backend.kernels.cuda_source import compiled
 from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_torch import add_norm_torch
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
@@ -49,7 +51,8 @@ def check(rows: int, width: int, scales: Scales | None, kind: str, device: str) 
     """Sums and norms are the twin's, but for the order of what is added up, and FP8 is what `quantise` gives."""
     x, residual, weight = inputs(rows, width, kind, device)
     wanted, total = add_norm_torch(x, residual, weight, EPS)
-    found = add_norm(x, residual, weight, EPS, scales, before_ours=rows == 3)
+    launch = norming(width, scales) if device == "cpu" else None
+    found = add_norm(x, residual, weight, EPS, scales, before_ours=rows == 3, launch=launch)
     assert torch.equal(residual, total)
     apart = (x.float() - wanted.float()).abs()
     assert (apart <= 2**-7 * wanted.float().abs()).all()
@@ -71,7 +74,15 @@ def test_it_refuses_tensors_that_it_would_misread(device):
     x, residual, weight = inputs(2, 1024, "usual", device)
     for wrong in (
         (x.float(), residual, weight), (x, residual[:1], weight), (x, residual, weight[:512]), (x.T, residual.T, weight[:2]),
-        (x[:, :1000].contiguous(), residual[:, :1000].contiguous(), weight[:1000]),
+        (x[:, :1000].contiguous(), residual[:, :1000].contiguous(), weight[:1000]), inputs(2, 8320, "usual", device),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"must be contiguous|groups of 128"):
+        with pytest.raises(ValueError, match=r"must be contiguous|groups of 128 up to 8192"):
             add_norm(*wrong, EPS)
+
+
+@pytest.mark.parametrize("width", [7168, 6144])
+@pytest.mark.parametrize("scales", [None, *Scales])
+def test_it_compiles_for_hopper_with_all_in_registers(width, scales):
+    cubin, said = compiled(SOURCE, constants(width, scales))
+    assert cubin
+    assert "0 bytes spill stores, 0 bytes spill loads" in said

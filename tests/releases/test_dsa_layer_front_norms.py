@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from emulated import compiled_here
 from safetensors.torch import load_file
 from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -32,6 +33,7 @@ SHAPE = faithful.Shape(hidden=256, heads=8, experts=2, experts_per_token=1, expe
 def captured(monkeypatch):
     """Of a server that captures and asks for no order of sums; nothing is kept of another test."""
     round_as_a_gpu_does()
+    compiled_here(monkeypatch)
     server = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False))
     monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: server)
     monkeypatch.setattr(dsa_indexer, "get_is_capture_mode", lambda: True)
@@ -167,7 +169,7 @@ def test_a_kernel_of_ours_behind_it_begins_early(monkeypatch, ours):
     [
         (norm_of(), None),
         (norm_of(kind=GemmaRMSNorm), "it is GemmaRMSNorm"),
-        (norm_of(192), "weights of torch.bfloat16 [192]"),
+        (norm_of(192), "rows of 192 values: groups of 128 up to 8192 are served"),
         (norm_of(cast_x_before_out_mul=True), "it norms in another way"),
         (norm_of(var_hidden_size=128), "it norms in another way"),
         (taken(norm_of()), "another extension's"),

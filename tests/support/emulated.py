@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from nsa_backend.kernels import (
+    add_norm,
     early_experts,
     early_products,
     expert_tiles,
@@ -123,6 +124,12 @@ def whole_experts_emulated(form: whole_experts.Form, seed: int = 0) -> dict[str,
     return {"launch": launcher(partial(emulator_of_whole_experts, form), seed), "boxes": boxes}
 
 
+def norming(width: int, scales: Scales | None, seed: int = 0) -> Launch:
+    """What launches sums and norms of rows of so many values."""
+    macros = add_norm.constants(width, scales) | APART
+    return launcher(partial(emulator, add_norm.SOURCE, "AddNorm", add_norm.SOURCE.stem, **macros), seed)
+
+
 def storing(
     weights: FrontWeights, q_scales: Scales | None, ranks: int = 1, rank: int = 0, seed: int = 0, *, kv_fp8: bool
 ) -> Launch:
@@ -133,7 +140,7 @@ def storing(
 
 
 def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the launches in front of a layer emulated wherever they are called from."""
+    """Have the launches in front of a layer and between its halves emulated wherever they are called from."""
 
     def compiled_by(source: Path, arguments: str) -> Callable[..., SimpleNamespace]:
         def compiled_on(device: int | None, **macros: int) -> SimpleNamespace:
@@ -141,7 +148,7 @@ def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return compiled_on
 
-    for module, arguments in ((norm_rope_store, "Store"), (rope_quantise, "Queries")):
+    for module, arguments in ((add_norm, "AddNorm"), (norm_rope_store, "Store"), (rope_quantise, "Queries")):
         monkeypatch.setattr(module, "compiled_on", compiled_by(module.SOURCE, arguments))
 
 

@@ -60,7 +60,7 @@ namespace emulation {
 
 constexpr size_t STACK = 64 << 10, SHARED = 232448;
 
-constexpr int MOST_THREADS = 544, NAMED = 5;
+constexpr int MOST_THREADS = 1024, NAMED = 5;
 
 struct Meeting {  // of the threads of a warp, of a block or of a cluster
     int arrived = 0;

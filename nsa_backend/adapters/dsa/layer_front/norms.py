@@ -18,15 +18,16 @@ from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of, take_input
 from nsa_backend.adapters.routers import LayerRouter
+from nsa_backend.kernels import add_norm as kernels
 from nsa_backend.kernels import router
 from nsa_backend.kernels.add_norm import add_norm
 from nsa_backend.kernels.layer_front import ALIGNED
-from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+from nsa_backend.kernels.layer_front_weights import Scales
 
 logger = logging.getLogger(__name__)
 
 MOST_ROWS = 128
-"""Of a captured forward that decodes or verifies: a row has a program, and a multiprocessor of Hopper has one of them."""
+"""Of a captured forward that decodes or verifies: a row has a block, and a multiprocessor of Hopper has one of them."""
 
 
 class LayerNorm:
@@ -107,6 +108,9 @@ def take(model: Any) -> int:
             norm = getattr(layer, name, None)
             if problem(norm) is None:
                 norm.forward = LayerNorm(norm, scales, next_is_ours, of_many)
+                if norm.weight.is_cuda:
+                    for one in {None, scales, *Scales}:
+                        kernels.compile_ahead(norm.weight.device, len(norm.weight), one)
                 taken += 1
                 if scales is not None:
                     take_input(qkv_a, scales, once=indexer is None or indexer.use_dsa_indexer_fusion)
@@ -136,8 +140,10 @@ def problem(norm: Any) -> str | None:
 
     if type(norm) is not RMSNorm or "forward" in vars(norm):
         return f"it is {type(norm).__name__}, or another extension's"
-    if norm.weight.dtype != torch.bfloat16 or norm.weight.shape[0] % GROUP:
-        return f"it has weights of {norm.weight.dtype} {list(norm.weight.shape)}"
+    if norm.weight.dtype != torch.bfloat16:
+        return f"it has weights of {norm.weight.dtype}"
+    if (why := kernels.problem(*norm.weight.shape)) is not None:
+        return why
     other = norm.variance_size_override is not None or norm.cast_x_before_out_mul or norm._quant_linear is not None
     if other or norm.fp32_residual or norm.override_orig_dtype is not None:
         return "it norms in another way"
