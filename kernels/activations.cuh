@@ -4,6 +4,8 @@
 
 #include "hopper.cuh"
 
+constexpr int GROUP = 128;  // values that share a scale
+
 __device__ __forceinline__ float2 unpack_bf16(uint32_t pair) {
     return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
 }

@@ -12,14 +12,17 @@ from pathlib import Path
 
 import torch
 
+from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.checks import check_tensor
 from nsa_backend.kernels.cuda_source import CudaKernel, Launch
 from nsa_backend.kernels.layer_front import empty_input
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 
 SOURCE = Path(__file__).with_name("add_norm.cu")
+EACH = 2
+"""Of eight values that a thread has."""
 WIDEST = 8192
-"""Values of a row: a thread of a block has eight."""
+"""Values of a row."""
 
 
 class AddNorm(ctypes.Structure):
@@ -42,7 +45,13 @@ def problem(width: int) -> str | None:
 
 def constants(width: int, scales: Scales | None) -> dict[str, int]:
     """Macros of the source."""
-    return {"WIDTH": width, "QUANTISED": int(scales is not None), "POWERS": int(scales is Scales.POWERS_OF_TWO)}
+    flags = {"QUANTISED": int(scales is not None), "POWERS": int(scales is Scales.POWERS_OF_TWO)}
+    return {"WIDTH": width, "EACH": EACH} | flags
+
+
+def threads_of(width: int, each: int) -> int:
+    """Of a block."""
+    return blocks(width, 256 * each) * 32
 
 
 def compile_ahead(device: torch.device, width: int, scales: Scales | None) -> None:
@@ -57,7 +66,7 @@ def compile_ahead(device: torch.device, width: int, scales: Scales | None) -> No
 @functools.cache
 def compiled_on(device: int, **macros: int) -> CudaKernel:
     """The kernel, compiled at its first call on a device."""
-    threads = -(-macros["WIDTH"] // 256) * 32
+    threads = threads_of(macros["WIDTH"], macros["EACH"])
     with torch.cuda.device(device):
         return CudaKernel(SOURCE, SOURCE.stem, macros, threads, threads // 32 * 4)
 

@@ -145,7 +145,7 @@ __device__ __forceinline__ void multiply_gates(const Products& a, int block, uin
     for (int part = 0; part < 4; ++part) {
         if (part % 2 == 0) {
 #pragma unroll
-            for (int i = 0; i < TOGETHER; ++i) values[i] = load_once(weight + (part / 2 * TOGETHER + i) * CHUNK);
+            for (int i = 0; i < TOGETHER; ++i) values[i] = load_early(weight + (part / 2 * TOGETHER + i) * CHUNK);
         }
         if (part == 0) wait_for_inputs();
         uint4 rows[ROWS_TOGETHER];

@@ -5,7 +5,7 @@
 #include "activations.cuh"
 
 constexpr int EIGHTS = 8;
-constexpr int GROUP = 128, LANES_OF_GROUP = GROUP / EIGHTS;
+constexpr int LANES_OF_GROUP = GROUP / EIGHTS;
 
 struct Eight {
     float x[EIGHTS];

@@ -9,10 +9,10 @@
 
 #pragma once
 
+#include "activations.cuh"
 #include "tiles.cuh"
 #include "turns.cuh"
 
-constexpr int GROUP = 128;  // values that share a scale: 128 bytes
 constexpr int ROWS = 128;
 constexpr int WIDTH = 2 * GROUP;  // of an expert
 constexpr int MULTIPLYING = 256, BRINGING = 128, THREADS = MULTIPLYING + BRINGING;

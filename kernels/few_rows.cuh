@@ -4,9 +4,8 @@
 
 #pragma once
 
-#include "hopper.cuh"
+#include "activations.cuh"
 
-constexpr int GROUP = 128;  // values that share a scale
 constexpr int CHUNK = 64;   // bytes of a row or a weight that four lanes have, 16 each
 constexpr int OF_GROUP = GROUP / CHUNK;
 

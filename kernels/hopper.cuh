@@ -107,6 +107,14 @@ __device__ __forceinline__ uint2 load_shared_2_of(uint32_t address, int rank) {
     return x;
 }
 
+// At that address of a block of the cluster, which is there.
+__device__ __forceinline__ void store_shared_of(uint32_t address, uint32_t x, int rank) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %2;\nst.shared::cluster.u32 [there], %1;\n}" ::"r"(address),
+        "r"(x), "r"(rank)
+        : "memory");
+}
+
 // Shared memory of this block to where it says in that block of the cluster; the bytes come to the barrier that lies there.
 __device__ __forceinline__ void copy_shared_to(int rank, uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
     asm volatile(
@@ -236,6 +244,17 @@ __device__ __forceinline__ uint32_t load_counter(const uint32_t* counter) {
 __device__ __forceinline__ uint32_t load_list(const uint32_t* from) {
     uint32_t x;
     asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+
+// Sixteen bytes that nobody reads again, and that are asked for here: of others below the compiler may put the instruction behind a
+// wait, and it does where that saves registers.
+__device__ __forceinline__ uint4 load_early(const void* from) {
+    uint4 x;
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from)
+                 : "memory");
     return x;
 }
 

@@ -2,10 +2,9 @@
 
 #pragma once
 
+#include "activations.cuh"
 #include "tiles.cuh"
 #include "turns.cuh"
-
-constexpr int GROUP = 128;  // values that share a scale: 128 bytes
 
 struct Weight {
     const float* scales;  // [columns / GROUP, values of a row / GROUP]; of the third product null

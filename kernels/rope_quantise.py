@@ -27,15 +27,24 @@ TOGETHER = 32 // LANES
 MISREAD = "the kernel would misread it"
 
 
+class Turned(ctypes.Structure):
+    """`Turned` of rope.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("from_", "cos_sin", "positions", "out")),
+        *((name, ctypes.c_longlong) for name in ("row_bytes", "head_bytes")),
+        *((name, ctypes.c_int) for name in ("heads", "unused")),
+    ]
+
+
 class Queries(ctypes.Structure):
     """`Queries` of rope_quantise.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "gates", "q_rope", "cos_sin", "index_cos_sin", "positions")),
-        *((name, ctypes.c_void_p) for name in ("quantised", "weights", "q_rope_out")),
-        *((name, ctypes.c_longlong) for name in ("query_row", "gates_row", "q_rope_row", "q_rope_head")),
-        ("heads", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("query", "gates", "index_cos_sin", "quantised", "weights")),
+        *((name, ctypes.c_longlong) for name in ("query_row", "gates_row")),
         *((name, ctypes.c_float) for name in ("gate_scale", "softmax_scale")),
+        ("mla", Turned),
     ]
 
 
@@ -139,20 +148,27 @@ def _turned(
 ) -> torch.Tensor:
     """bfloat16 [rows, heads, ROPE] of MLA's query rotated; the launch does what `arguments` has of the indexer's too."""
     rows, heads = q_rope.shape[:2]
-    _check("q_rope", q_rope, (rows, heads, ROPE))
-    check_tensor("positions", positions, torch.int64, (rows,))
-    out = torch.empty(rows, heads, ROPE, dtype=torch.bfloat16, device=q_rope.device)
+    out, arguments.mla = turned(q_rope, weights, positions)
     lanes = lanes_of(rows)
     warps = index_heads * lanes // 32 + blocks(heads * min(lanes, ROPE // 8), 32)
     if rows and warps:
-        arguments.q_rope, arguments.cos_sin, arguments.positions = (
-            tensor.data_ptr() for tensor in (q_rope, weights.cos_sin, positions)
-        )
-        arguments.q_rope_out, arguments.heads = out.data_ptr(), heads
-        arguments.q_rope_row, arguments.q_rope_head = (2 * stride for stride in q_rope.stride()[:2])
         launch = launch or compiled_on(q_rope.device.index, **constants(index_heads, weights, lanes)).launch
         launch((rows, blocks(warps, THREADS // 32)), arguments)
     return out
+
+
+def turned(q_rope: torch.Tensor, weights: FrontWeights, positions: torch.Tensor) -> tuple[torch.Tensor, Turned]:
+    """Room for MLA's query rotated, and what a launch is told to write there.
+
+    Raises:
+        ValueError: a tensor has another shape, dtype or layout.
+    """
+    rows, heads = q_rope.shape[:2]
+    _check("q_rope", q_rope, (rows, heads, ROPE))
+    check_tensor("positions", positions, torch.int64, (rows,))
+    out = torch.empty(rows, heads, ROPE, dtype=torch.bfloat16, device=q_rope.device)
+    pointers = (tensor.data_ptr() for tensor in (q_rope, weights.cos_sin, positions, out))
+    return out, Turned(*pointers, *(2 * stride for stride in q_rope.stride()[:2]), heads)
 
 
 def _check(name: str, tensor: torch.Tensor, shape: tuple[int, int, int]) -> None:

@@ -142,8 +142,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) router(const __grid_con
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
         const unsigned char* from = a.weight + static_cast<long long>(column + of.row) * BYTES + begin + chunk * CHUNK;
-        upper[chunk] = load_once(from);
-        lower[chunk] = load_once(from + 8 * BYTES);
+        upper[chunk] = load_early(from);
+        lower[chunk] = load_early(from + 8 * BYTES);
     }
     wait_for_inputs();
     let_others_begin();  // as SGLang's does, so that whoever comes next waits for what is written here

@@ -11,7 +11,6 @@
 #include "tiles.cuh"
 #include "turns.cuh"
 
-constexpr int GROUP = 128;   // values that share a scale: 128 bytes
 constexpr int COLUMNS = 64;  // of a warpgroup's products
 constexpr int STEPS = HIDDEN / GROUP, GROUPS = WIDTH / GROUP;
 constexpr int FIRSTS = WIDTH / COLUMNS, SECONDS = STEPS / EACH;  // pieces of a tile; EACH GROUPs of columns are one of the second product

@@ -30,7 +30,7 @@ from nsa_backend.adapters.dsa.layer_front.same_bits import differing_parts
 from nsa_backend.adapters.dsa.layer_front.values import LayerValues
 from nsa_backend.adapters.installed import adapter
 from nsa_backend.benchmarks.calls.whole_front import Backend
-from nsa_backend.kernels import early_products, tile_products
+from nsa_backend.kernels import early_products, head_products, tile_products
 from nsa_backend.kernels import layer_front_torch as steps
 from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
@@ -150,6 +150,23 @@ class Short:
     def every_token(self, topk):
         assert topk == TOPK
         return self.made
+
+
+@pytest.mark.parametrize("most", [ROWS, ROWS - 1])
+def test_queries_of_few_rows_that_choose_nothing_are_made_ready_in_one_launch(layer, monkeypatch, most):
+    """Of more rows, as everywhere, products are SGLang's beside a launch that turns."""
+    layer.w_kc = layer.w_kc.transpose(1, 2).contiguous().transpose(1, 2)  # as SGLang has it once weights are loaded
+    monkeypatch.setitem(head_products.FEW_QUERIES, 128, most)
+    layer.indexer, layer.skip_topk = None, True
+    launched = []
+    for name in ("head_queries", "rope_query"):
+        recorded(launched, front, name, monkeypatch)
+    slots, selection = torch.tensor([70, 200, 65, 131, 255]), torch.zeros(ROWS, TOPK, dtype=torch.int32)
+    ours, theirs = (prepared(layer, monkeypatch, ForwardMode.DECODE, on, slots, selection=selection) for on in (True, False))
+    assert [name for name, _ in launched] == (["head_queries"] if most == ROWS else ["rope_query"])
+    one, other = ours.pop("q_nope").float(), theirs.pop("q_nope").float()
+    assert (one - other).norm() < 0.01 * other.norm()
+    assert_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize("mode", MODES[:2], ids=lambda mode: mode.name)
@@ -490,6 +507,19 @@ def test_values_in_one_launch_are_sglangs_and_the_selection_goes_on(layer_of_val
         assert theirs[1] is ours[1]
         ours, theirs = ours[0], theirs[0]
     assert (ours - theirs).float().norm() < 0.01 * theirs.float().norm()
+
+
+@pytest.mark.parametrize(("of_heads", "early"), [(ROWS, ROWS), (ROWS, ROWS - 1), (ROWS - 1, ROWS)])
+def test_values_of_few_rows_have_their_weights_early_and_let_o_proj_begin(layer_of_values, monkeypatch, of_heads, early):
+    """What lets o_proj begin is followed by our own product, which waits; of more rows nothing comes early."""
+    layer_of_values.next_skip_topk = None
+    core, launched = LayerValues(layer_of_values), []
+    core.most_of_heads, core.most_early = of_heads, early
+    for name in ("head_values", "value_products"):
+        recorded(launched, values, name, monkeypatch)
+    ours, theirs = (behind_attention(one, ROWS, None) for one in (core, layer_of_values.forward_absorb_core))
+    assert (ours - theirs).float().norm() < 0.01 * theirs.float().norm()
+    assert launched == [("head_values", early == ROWS) if of_heads == ROWS else ("value_products", False)]
 
 
 def test_o_proj_of_more_rows_or_of_bfloat16_is_sglangs(layer_of_values, monkeypatch):

@@ -19,6 +19,7 @@ from nsa_backend.kernels import (
     early_experts,
     early_products,
     expert_tiles,
+    head_products,
     norm_rope_store,
     rope_quantise,
     router,
@@ -124,6 +125,19 @@ def whole_experts_emulated(form: whole_experts.Form, seed: int = 0) -> dict[str,
     return {"launch": launcher(partial(emulator_of_whole_experts, form), seed), "boxes": boxes}
 
 
+def readying_queries(inner: int, rows: int, seed: int = 0, *, neox: bool) -> Launch:
+    """What launches MLA's queries of so many rows, whose heads have so many values that are not turned."""
+    macros, source = head_products.query_constants(inner, rows, neox=neox) | APART, head_products.QUERIES
+    return launcher(partial(emulator, source, "Queries", source.stem, **macros), seed)
+
+
+def making_values(width: int, rows: int, scales: Scales, seed: int = 0) -> Launch:
+    """What launches values of so many rows, of heads that have so many."""
+    clusters = {"CLUSTER": 8, "BLOCKS_AT_ONCE": 8}
+    macros, source = head_products.value_constants(width, rows, scales) | clusters, head_products.VALUES
+    return launcher(partial(emulator, source, "Values", source.stem, **macros), seed)
+
+
 def norming(width: int, scales: Scales | None, seed: int = 0) -> Launch:
     """What launches sums and norms of rows of so many values."""
     macros = add_norm.constants(width, scales) | APART
@@ -148,6 +162,13 @@ def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return compiled_on
 
+    def of_heads(device: int | None, source: Path, shared_bytes: int, **macros: int) -> SimpleNamespace:
+        apart = {"CLUSTER": 8, "BLOCKS_AT_ONCE": 8} if source == head_products.VALUES else APART
+        arguments = "Values" if source == head_products.VALUES else "Queries"
+        compiled = partial(emulator, source, arguments, source.stem, **macros, **apart)
+        return SimpleNamespace(launch=launcher(compiled, 0))
+
+    monkeypatch.setattr(head_products, "compiled_on", of_heads)
     for module, arguments in ((add_norm, "AddNorm"), (norm_rope_store, "Store"), (rope_quantise, "Queries")):
         monkeypatch.setattr(module, "compiled_on", compiled_by(module.SOURCE, arguments))
 

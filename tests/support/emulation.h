@@ -345,6 +345,9 @@ inline void arrive_at(uint32_t address, int rank) {
     arrived(barrier_at(address, *emulation::now->block->beside[rank]), 1, 0);
     others_go_on();
 }
+inline void store_shared_of(uint32_t address, uint32_t x, int rank) {
+    *reinterpret_cast<uint32_t*>(emulation::at(*emulation::now->block->beside[rank], address, 4)) = x;
+}
 inline uint2 load_shared_2_of(uint32_t address, int rank) {
     return *reinterpret_cast<uint2*>(emulation::at(*emulation::now->block->beside[rank], address, 8));
 }
@@ -450,6 +453,7 @@ inline uint32_t fp8_bits(float x) {  // the nearest of all, the even one of two
     return nearest | (std::signbit(x) ? 128 : 0);
 }
 inline uint32_t pack_fp8(float low, float high) { return fp8_bits(low) | fp8_bits(high) << 8; }
+inline uint4 load_early(const void* from) { return *static_cast<const uint4*>(from); }
 inline uint4 load_once(const void* from) { return *static_cast<const uint4*>(from); }
 inline const std::array<float, 1 << 16> HALVES = [] {
     std::array<float, 1 << 16> values;

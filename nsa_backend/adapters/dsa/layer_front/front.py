@@ -23,6 +23,7 @@ from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.dsa.layer_front.short import EveryToken, is_short
 from nsa_backend.adapters.dsa.layer_front.streams import SideStream
 from nsa_backend.adapters.sglang_types import ForwardBatch, ForwardMode
+from nsa_backend.kernels.head_products import compile_queries_ahead, head_queries, served_queries
 from nsa_backend.kernels.layer_front_weights import FrontWeights
 from nsa_backend.kernels.norm_rope_store import compile_ahead as compile_norms
 from nsa_backend.kernels.norm_rope_store import norm_rope_store
@@ -50,6 +51,7 @@ class LayerFront:
         self.backends = backends
         self.every_token = every_token or EveryToken()
         self.first_products, self.query_products = FirstProducts.of(attention), QueryProducts.of(attention)
+        self.most_ready = served_queries(attention.w_kc) if attention.dcp_size == 1 else 0
         self.latent, self.query = EarlyProduct.of(attention.fused_qkv_a_proj_with_mqa), EarlyProduct.of(attention.q_b_proj)
         # Of the KV of requests, where ranks divide it; an MTP layer has all.
         self.part = {"ranks": attention.dcp_size, "rank": get_parallel().attn_dcp_rank} if attention.dcp_size > 1 else {}
@@ -66,6 +68,8 @@ class LayerFront:
         compile_queries(device, 0, weights)
         if attention.indexer is not None:
             compile_queries(device, attention.indexer.n_heads, weights)
+        if self.most_ready:
+            compile_queries_ahead(attention.w_kc, neox=weights.neox)
 
     def __call__(
         self,
@@ -204,6 +208,9 @@ class LayerFront:
         early = has(self.query, len(hidden_states)) and not heads.of_all_ranks
         q, scales, _ = self._stored(positions, hidden_states, batch, weights, side, indexed, before_ours=early)
         q_nope, q_rope = heads.parts(self.query((q, scales)) if early else heads.projected(q, scales))
+        if 0 < len(q_nope) <= self.most_ready:
+            q_nope_out, q_rope = head_queries(q_nope, q_rope, attention.w_kc, weights, positions)
+            return q_rope, q_nope_out, dsa_indexer.maybe_capture_indexer_topk(attention.layer_id, selection)
         side.fork()
         q_rope = rope_query(q_rope, weights, positions)
         with side.running():

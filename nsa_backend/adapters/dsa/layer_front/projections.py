@@ -212,10 +212,16 @@ def _kept_or(
     return own(linear, kept(x) or x, *arguments, **options)
 
 
-def take_output(o_proj: LinearBase) -> None:
-    """Have a launch whose weights come early for few rows that `value_products` has quantised; ranks sum as before."""
-    if come_early([o_proj.weight], FEW_ROWS_ALONE):
-        o_proj.quant_method.apply = partial(_early_or, o_proj.quant_method.apply)
+def take_output(o_proj: LinearBase) -> int:
+    """Have a launch whose weights come early for few rows that are quantised already; ranks sum as before.
+
+    Returns:
+        Rows up to which it has.
+    """
+    if not come_early([o_proj.weight], FEW_ROWS_ALONE):
+        return 0
+    o_proj.quant_method.apply = partial(_early_or, o_proj.quant_method.apply)
+    return FEW_ROWS_ALONE
 
 
 def _early_or(own: Callable[..., torch.Tensor], linear: LinearBase, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:

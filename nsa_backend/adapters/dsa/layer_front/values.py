@@ -9,6 +9,7 @@ import torch
 
 from nsa_backend.adapters.dsa.layer_front.projections import scales_of, take_output
 from nsa_backend.adapters.sglang_types import ForwardBatch
+from nsa_backend.kernels.head_products import compile_values_ahead, head_values, served_values
 from nsa_backend.kernels.layer_front_weights import GROUP
 from nsa_backend.kernels.value_products import DIVIDED, few_rows, value_counters, value_products
 
@@ -42,7 +43,9 @@ class LayerValues:
         self.own: Callable = attention.forward_absorb_core
         self.most_rows = few_rows(attention.v_head_dim)
         self.scales, self.arrived = scales_of(attention.o_proj), value_counters(attention.w_vc)
-        take_output(attention.o_proj)
+        self.most_of_heads, self.most_early = served_values(attention.w_vc), take_output(attention.o_proj)
+        if self.most_of_heads and attention.w_vc.is_cuda:
+            compile_values_ahead(attention.w_vc, self.scales)
 
     def __call__(
         self,
@@ -66,7 +69,14 @@ class LayerValues:
         selection = {} if topk_indices is None else {"topk_indices": topk_indices}
         attended = attention.attn_mqa(q_nope_out, None, None, forward_batch, q_rope=q_pe, k_rope=None, **selection)
         attended = attended.view(-1, attention.num_local_heads, attention.kv_lora_rank)
-        output, _ = attention.o_proj(value_products(attended, attention.w_vc, self.scales, self.arrived))
+        output, _ = attention.o_proj(self._values(attended))
         if attention.next_skip_topk is None:
             return output
         return output, topk_indices if attention.next_skip_topk else None
+
+    def _values(self, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """o_proj's input of these rows, in FP8 with its scales."""
+        rows, weight = len(attended), self.attention.w_vc
+        if rows <= self.most_of_heads:
+            return head_values(attended, weight, self.scales, before_ours=rows <= self.most_early)
+        return value_products(attended, weight, self.scales, self.arrived)
