@@ -28,7 +28,7 @@ FEW_TOKENS = 300
 """Of a prompt in tables of all ranks. Rounds of fewer take as long, and first tokens have a table of their own."""
 MANY_TOKENS = 4096
 """The same at most: longer prompts are told in a sentence."""
-LEFT_TO_A_SENTENCE = (2, 4, 64)
+LEFT_TO_A_SENTENCE = (2, 4, 16, 64)
 """Requests of which tables of all ranks do not tell."""
 DP_RANK, GLM_RANK, GLM_52_RANK = "v3.2-dp8", "glm-5.1-tp8", "glm-5.2-tp8"
 FP8_GLM_RANK = title_of(GLM_RANK, ONE_RANK, "fp8_e4m3")

@@ -20,6 +20,7 @@ from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
 from nsa_backend.benchmarks.tuning.experts import AMONG, EARLY, WHOLE, over_sglangs, wins
 from nsa_backend.kernels.few_experts import Tile, tile_for
+from nsa_backend.kernels.head_products import FEW_QUERIES, FEW_VALUES
 from nsa_backend.kernels.router import MOST_ROWS, SERVED
 from nsa_backend.kernels.value_products import few_rows
 
@@ -270,15 +271,8 @@ def experts() -> str:
 
 
 @PARTS.part
-def one_launch() -> str:
-    """Of 8 to 1024 tokens, experts of one launch over SGLang's products with launches of ours around."""
-    around = "shipped, both launches"
-    return spread(us[WHOLE] / us[around] for us in in_one_launch().values() if around in us)
-
-
-@PARTS.part
 def experts_divided() -> str:
-    """The same over SGLang's experts, of one of eight GPUs that divide them."""
+    """Experts of one launch over SGLang's, of one of eight GPUs that divide them."""
     return spread(us[WHOLE] / us["sglang"] for (rank, _), us in in_one_launch().items() if rank == "v3.2-ep8")
 
 
@@ -414,6 +408,36 @@ def whole_layers() -> str:
         for model, name in FRONTS.items()
     }
     return ", ".join(f"{ratio} on {name}" for name, ratio in ratios.items())
+
+
+def over_before(report: str, kernel: str, *, new: str, old: str, most: int) -> list[float]:
+    """Of a kernel with what is beside it, over the launch before, in all cells that have both."""
+    rows = result("attention_0_5_23", report)["rows"]
+    found = [row["us"] for row in rows if row["kernel"] == kernel and row["rows"] <= most]
+    return [us[new] / us[old] for us in found if new in us]
+
+
+@PARTS.part
+def newest_front() -> str:
+    """Of both launches in front of a layer, of values and of MLA's query, as they are served with those beside them."""
+    fewest = min(FEW_QUERIES.values())
+    return spread(
+        over
+        for report, kernel, new, old, most in (
+            ("front_in_cuda", "norm_rope_store", "product, cuda", "product, old", 128),
+            ("front_in_cuda", "rope_quantise", "product, cuda 16 128", "product, old", 128),
+            ("heads_of_few_rows", "values", "ahead, cuda early, o_proj", "ahead, old, o_proj", FEW_VALUES),
+            ("heads_of_few_rows", "values", "ahead, cuda", "ahead, old", FEW_VALUES),
+            ("heads_of_few_rows", "queries", "product, cuda, ahead", "product, both, ahead", fewest),
+        )
+        for over in over_before(report, kernel, new=new, old=old, most=most)
+    )
+
+
+@PARTS.part
+def early_routers() -> str:
+    """Of norm and router, with weights that come early over weights that came late."""
+    return spread(over_before("heads_of_few_rows", "router", new="norm, new", old="norm, old", most=MOST_ROWS))
 
 
 def metadata_shapes() -> list[dict]:

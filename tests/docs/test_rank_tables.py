@@ -417,7 +417,7 @@ def test_experts_are_told_by_rank(filed):
     for rank, name in (("v3.2-tp8", "v32_tp8"), ("glm-5-tp8", "glm_5_tp8")):
         rows = [measured(rank, tokens, slow.get(tokens, 75.0)) for tokens in speed_tables.EXPERT_TOKENS]
         filed(name, "new", rows, topic="experts")
-    times = {"sglang": 80.0, "shipped, both launches": 50.0, "one launch": 40.0}
+    times = {"sglang": 80.0, "one launch": 40.0}
     filed(
         "one_launch_to_1024",
         "new",
@@ -430,8 +430,27 @@ def test_experts_are_told_by_rank(filed):
     told = row(speed_tables.experts(), "DeepSeek-V3.2")
     assert told == ["0.50 (80)", "0.50 (80)", "0.75 (100)", "SGLang's (100)", "0.90 (100)"]
     assert row(speed_tables.experts(), "GLM-5")[:2] == ["0.75 (100)"] * 2
-    assert speed_tables.one_launch() == "0.80"
     assert speed_tables.experts_divided() == "0.70"
+
+
+def test_newer_launches_are_told_over_those_before_up_to_the_rows_that_they_serve(filed):
+    def measured(kernel: str, rows: int, new: str, us: float, old: str = "product, old") -> dict:
+        return {"kernel": kernel, "model": "v32", "rows": rows, "us": {new: us, old: 10.0}}
+
+    filed("front_in_cuda", "new", [measured("rope_quantise", 128, "product, cuda 16 128", 8.0)], topic="attention")
+    filed(
+        "heads_of_few_rows",
+        "new",
+        [
+            measured("values", 16, "ahead, cuda", 9.0, "ahead, old"),
+            measured("values", 32, "ahead, cuda", 11.0, "ahead, old"),
+            measured("router", 32, "norm, new", 7.0, "norm, old"),
+            measured("router", 128, "norm, new", 12.0, "norm, old"),
+        ],
+        topic="attention",
+    )
+    assert speed_tables.newest_front() == "0.80 to 0.90"
+    assert speed_tables.early_routers() == "0.70"
 
 
 def test_experts_are_beside_what_only_reads_their_weights(filed):
