@@ -7,14 +7,14 @@ kernel behind this one is ours, it begins with this one, and asks for its weight
 from __future__ import annotations
 
 import ctypes
-import functools
 from pathlib import Path
 
 import torch
 
+from nsa_backend.kernels import cuda_source
 from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.checks import check_tensor
-from nsa_backend.kernels.cuda_source import CudaKernel, Launch
+from nsa_backend.kernels.cuda_source import Launch
 from nsa_backend.kernels.layer_front import empty_input
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
 
@@ -49,9 +49,10 @@ def constants(width: int, scales: Scales | None) -> dict[str, int]:
     return {"WIDTH": width, "EACH": EACH} | flags
 
 
-def threads_of(width: int, each: int) -> int:
-    """Of a block."""
-    return blocks(width, 256 * each) * 32
+def block_of(width: int) -> tuple[int, int]:
+    """(threads, bytes of shared memory) of a block."""
+    warps = blocks(width, 256 * EACH)
+    return 32 * warps, 4 * warps
 
 
 def compile_ahead(device: torch.device, width: int, scales: Scales | None) -> None:
@@ -60,15 +61,7 @@ def compile_ahead(device: torch.device, width: int, scales: Scales | None) -> No
     Raises:
         RuntimeError: NVRTC or the driver refuses.
     """
-    compiled_on(torch.cuda.current_device() if device.index is None else device.index, **constants(width, scales))
-
-
-@functools.cache
-def compiled_on(device: int, **macros: int) -> CudaKernel:
-    """The kernel, compiled at its first call on a device."""
-    threads = threads_of(macros["WIDTH"], macros["EACH"])
-    with torch.cuda.device(device):
-        return CudaKernel(SOURCE, SOURCE.stem, macros, threads, threads // 32 * 4)
+    cuda_source.kernel_on(cuda_source.index_of(device), SOURCE, *block_of(width), **constants(width, scales))
 
 
 def add_norm(
@@ -111,6 +104,7 @@ def add_norm(
     if rows:
         written = (0, 0, 0, 0) if found is None else (*(part.data_ptr() for part in found), *found[1].stride())
         arguments = AddNorm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), *written, eps, before_ours)
-        launch = launch or compiled_on(x.device.index, **constants(width, scales)).launch
+        macros = constants(width, scales)
+        launch = launch or cuda_source.kernel_on(x.device.index, SOURCE, *block_of(width), **macros).launch
         launch((rows, 1), arguments)
     return found

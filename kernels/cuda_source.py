@@ -217,6 +217,22 @@ class CudaKernel:
         return found.raw
 
 
+@functools.cache
+def kernel_on(device: int, source: Path, threads: int, shared_bytes: int = 0, **macros: int) -> CudaKernel:
+    """The function of a source that is called as the file is, compiled at its first call on a device.
+
+    Raises:
+        RuntimeError: NVRTC or the driver refuses.
+    """
+    with torch.cuda.device(device):
+        return CudaKernel(source, source.stem, macros, threads, shared_bytes)
+
+
+def index_of(device: torch.device) -> int:
+    """Of a GPU, the current one where it says none."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def _expect(status: Any, what: str) -> None:
     if int(status):
         raise RuntimeError(f"{what}: {getattr(status, 'name', status)}")

@@ -7,14 +7,14 @@ attention gives becomes o_proj's input in another, head_values.cu, where SGLang 
 from __future__ import annotations
 
 import ctypes
-import functools
 from pathlib import Path
 
 import torch
 
+from nsa_backend.kernels import cuda_source
 from nsa_backend.kernels.blocks import blocks, power_of_two
 from nsa_backend.kernels.checks import require
-from nsa_backend.kernels.cuda_source import CudaKernel, Launch
+from nsa_backend.kernels.cuda_source import Launch
 from nsa_backend.kernels.layer_front import empty_input
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
 from nsa_backend.kernels.rope_quantise import Turned, turned
@@ -119,20 +119,15 @@ def compile_queries_ahead(weight: torch.Tensor, *, neox: bool) -> None:
         RuntimeError: NVRTC or the driver refuses.
     """
     for rows in range(TILE, served_queries(weight) + 1, TILE):
-        compiled_on(weight.device.index, QUERIES, 0, **query_constants(weight.shape[1], rows, neox=neox))
+        macros = query_constants(weight.shape[1], rows, neox=neox)
+        cuda_source.kernel_on(cuda_source.index_of(weight.device), QUERIES, THREADS, **macros)
 
 
 def compile_values_ahead(weight: torch.Tensor, scales: Scales) -> None:
     """The same of values."""
     for rows in range(TILE, served_values(weight) + 1, TILE):
-        compiled_on(weight.device.index, VALUES, value_shared_bytes(rows), **value_constants(weight.shape[2], rows, scales))
-
-
-@functools.cache
-def compiled_on(device: int, source: Path, shared_bytes: int, **macros: int) -> CudaKernel:
-    """A kernel, compiled at its first call on a device."""
-    with torch.cuda.device(device):
-        return CudaKernel(source, source.stem, macros, THREADS, shared_bytes)
+        macros = value_constants(weight.shape[2], rows, scales)
+        cuda_source.kernel_on(cuda_source.index_of(weight.device), VALUES, THREADS, value_shared_bytes(rows), **macros)
 
 
 def head_queries(
@@ -174,7 +169,8 @@ def head_queries(
     pointers = (tensor.data_ptr() for tensor in (q_nope, weight, out))
     arguments = Queries(*pointers, *(2 * stride for stride in strides), rows, turning, mla)
     if launch is None:
-        launch = compiled_on(q_nope.device.index, QUERIES, 0, **query_constants(inner, rows, neox=weights.neox)).launch
+        macros = query_constants(inner, rows, neox=weights.neox)
+        launch = cuda_source.kernel_on(q_nope.device.index, QUERIES, THREADS, **macros).launch
     launch((turning + heads * LATENT // (THREADS // 32 * OF_WARP), 1), arguments)
     return out, q_rope_out
 
@@ -210,7 +206,7 @@ def head_values(
     arguments = Values(*pointers, *(2 * stride for stride in strides), heads * width, *out_scales.stride(), rows, before_ours)
     if launch is None:
         macros = value_constants(width, rows, scales)
-        launch = compiled_on(attended.device.index, VALUES, value_shared_bytes(rows), **macros).launch
+        launch = cuda_source.kernel_on(attended.device.index, VALUES, THREADS, value_shared_bytes(rows), **macros).launch
     launch((heads * width // OF_WARP, 1), arguments)
     return out, out_scales
 

@@ -6,13 +6,13 @@ It norms and quantises the query's latent, and writes KV and index keys. A prefi
 from __future__ import annotations
 
 import ctypes
-import functools
 from pathlib import Path
 
 import torch
 
+from nsa_backend.kernels import cuda_source
 from nsa_backend.kernels.checks import check_tensor, require
-from nsa_backend.kernels.cuda_source import CudaKernel, Launch
+from nsa_backend.kernels.cuda_source import Launch
 from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, empty_input
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
 from nsa_backend.kernels.local_slots import check_rank
@@ -67,15 +67,8 @@ def compile_ahead(
     Raises:
         RuntimeError: NVRTC or the driver refuses.
     """
-    index = torch.cuda.current_device() if device.index is None else device.index
-    compiled_on(index, **constants(weights, q_scales, kv_fp8=kv_fp8, ranks=ranks, rank=rank))
-
-
-@functools.cache
-def compiled_on(device: int, **macros: int) -> CudaKernel:
-    """The kernel, compiled at its first call on a device."""
-    with torch.cuda.device(device):
-        return CudaKernel(SOURCE, SOURCE.stem, macros, THREADS, 0)
+    macros = constants(weights, q_scales, kv_fp8=kv_fp8, ranks=ranks, rank=rank)
+    cuda_source.kernel_on(cuda_source.index_of(device), SOURCE, THREADS, **macros)
 
 
 def norm_rope_store(
@@ -135,7 +128,7 @@ def norm_rope_store(
     arguments.before_ours = before_ours
     if rows:
         macros = constants(weights, q_scales, kv_fp8=kv_fp8, ranks=ranks, rank=rank)
-        launch = launch or compiled_on(qkv.device.index, **macros).launch
+        launch = launch or cuda_source.kernel_on(qkv.device.index, SOURCE, THREADS, **macros).launch
         launch((rows, INDEX_KEY + (key is not None)), arguments)
     return q, scales
 
@@ -153,7 +146,8 @@ def store_index_keys(
     arguments = _arguments(key, weights, positions, slots, index_cache, len(key))
     arguments.first = INDEX_KEY
     if len(key):
-        launch = launch or compiled_on(key.device.index, **constants(weights, None, kv_fp8=False)).launch
+        macros = constants(weights, None, kv_fp8=False)
+        launch = launch or cuda_source.kernel_on(key.device.index, SOURCE, THREADS, **macros).launch
         launch((len(key), 1), arguments)
 
 

@@ -7,14 +7,14 @@ attends to what another has selected MLA's.
 from __future__ import annotations
 
 import ctypes
-import functools
 from pathlib import Path
 
 import torch
 
+from nsa_backend.kernels import cuda_source
 from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.checks import check_tensor, require
-from nsa_backend.kernels.cuda_source import CudaKernel, Launch
+from nsa_backend.kernels.cuda_source import Launch
 from nsa_backend.kernels.layer_front_weights import GROUP, ROPE, FrontWeights
 
 SOURCE = Path(__file__).with_name("rope_quantise.cu")
@@ -65,16 +65,8 @@ def compile_ahead(device: torch.device, index_heads: int, weights: FrontWeights)
     Raises:
         RuntimeError: NVRTC or the driver refuses.
     """
-    index = torch.cuda.current_device() if device.index is None else device.index
     for lanes in (LANES_OF_FEW, LANES):
-        compiled_on(index, **constants(index_heads, weights, lanes))
-
-
-@functools.cache
-def compiled_on(device: int, **macros: int) -> CudaKernel:
-    """The kernel, compiled at its first call on a device."""
-    with torch.cuda.device(device):
-        return CudaKernel(SOURCE, SOURCE.stem, macros, THREADS, 0)
+        cuda_source.kernel_on(cuda_source.index_of(device), SOURCE, THREADS, **constants(index_heads, weights, lanes))
 
 
 def rope_quantise(
@@ -152,7 +144,8 @@ def _turned(
     lanes = lanes_of(rows)
     warps = index_heads * lanes // 32 + blocks(heads * min(lanes, ROPE // 8), 32)
     if rows and warps:
-        launch = launch or compiled_on(q_rope.device.index, **constants(index_heads, weights, lanes)).launch
+        macros = constants(index_heads, weights, lanes)
+        launch = launch or cuda_source.kernel_on(q_rope.device.index, SOURCE, THREADS, **macros).launch
         launch((rows, blocks(warps, THREADS // 32)), arguments)
     return out
 

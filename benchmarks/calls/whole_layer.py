@@ -65,7 +65,7 @@ def whole_layer(model: str, side_stream: torch.cuda.Stream | None, device: str =
                 parameter.data = drawn.to(parameter.dtype)
         if type(getattr(module, "quant_method", None)) is Fp8LinearMethod:
             module.quant_method.process_weights_after_loading(module)
-    layer.w_kc = torch.randn(shape["heads"], shape["nope"], LATENT, device=device).bfloat16()
+    layer.w_kc = torch.randn(shape["heads"], LATENT, shape["nope"], device=device).bfloat16().transpose(1, 2)
     layer.current_attention_backend = "dsa"
     if not shape["index_heads"]:
         layer.indexer, layer.skip_topk = None, True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulated import making_values, readying_queries
+from emulated import making_values, readying_queries, values_emulator
 
 from nsa_backend.kernels import head_products
 from nsa_backend.kernels.cuda_source import compiled
@@ -12,34 +12,36 @@ from nsa_backend.kernels.head_products import LATENT, head_queries, head_values
 from nsa_backend.kernels.layer_front_torch import quantise, rope_query_torch
 from nsa_backend.kernels.layer_front_weights import FrontWeights, Scales
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 POSITIONS, ROPE = 64, 64
 SHAPES = [(16, 128, 128), (8, 192, 256), (3, 128, 128)]
 """Heads of a rank of DeepSeek-V3.2, of GLM-5, and some: values of a head's query that are not turned, and of its result."""
 
 
-def front_weights(neox: bool) -> FrontWeights:
-    angles = torch.rand(POSITIONS, ROPE // 2) * 6.28
-    norm = torch.ones(256).bfloat16()
+def front_weights(neox: bool, device: str = "cpu") -> FrontWeights:
+    angles = torch.rand(POSITIONS, ROPE // 2, device=device) * 6.28
+    norm = torch.ones(256, device=device).bfloat16()
     return FrontWeights(norm, norm, None, None, torch.cat((angles.cos(), angles.sin()), dim=-1), None, 1e-6, 1e-6, 0.0, neox)
 
 
-def padded(*shape: int, rows: int) -> torch.Tensor:
+def padded(rows: int, *shape: int, device: str) -> torch.Tensor:
     """bfloat16 of so many rows, with poison behind them."""
-    x = torch.full((shape[0] + 8, *shape[1:]), torch.nan).bfloat16()
-    x[:rows] = torch.randn(rows, *shape[1:]).bfloat16()
+    x = torch.full((rows + 8, *shape), torch.nan, device=device).bfloat16()
+    x[:rows] = torch.randn(rows, *shape, device=device).bfloat16()
     return x[:rows]
 
 
 @pytest.mark.parametrize(("heads", "inner", "width"), SHAPES)
 @pytest.mark.parametrize("rows", [1, 4, 9, 32])
 @pytest.mark.parametrize("neox", [False, True])
-def test_queries(rows, heads, inner, width, neox):
+def test_queries(rows, heads, inner, width, neox, device):
     torch.manual_seed(rows + heads)
-    weight = torch.randn(heads, LATENT, inner).bfloat16().transpose(1, 2)
-    query = padded(rows, heads, inner + ROPE, rows=rows)
-    q_nope, q_rope, positions = query[..., :inner], query[..., inner:], torch.randint(POSITIONS, (rows,))
-    launch = readying_queries(inner, rows, neox=neox)
-    weights = front_weights(neox)
+    weight = torch.randn(heads, LATENT, inner, device=device).bfloat16().transpose(1, 2)
+    query = padded(rows, heads, inner + ROPE, device=device)
+    q_nope, q_rope = query[..., :inner], query[..., inner:]
+    weights, positions = front_weights(neox, device), torch.randint(POSITIONS, (rows,), device=device)
+    launch = readying_queries(inner, rows, neox=neox) if device == "cpu" else None
     found, turned = head_queries(q_nope, q_rope, weight, weights, positions, launch=launch)
     wanted = torch.einsum("rhi,hil->rhl", q_nope.double(), weight.double())
     assert (found.double() - wanted).abs().max() <= 2**-7 * wanted.abs().max()
@@ -50,18 +52,25 @@ def test_queries(rows, heads, inner, width, neox):
 @pytest.mark.parametrize(("heads", "inner", "width"), SHAPES)
 @pytest.mark.parametrize("rows", [1, 4, 9, 32])
 @pytest.mark.parametrize("scales", list(Scales))
-def test_values(rows, heads, inner, width, scales):
+def test_values(rows, heads, inner, width, scales, device):
     """The quantisation of sums that are exact, as integers are: to the bit."""
     torch.manual_seed(rows + heads)
-    weight = torch.randint(-3, 4, (heads, width, LATENT)).bfloat16().transpose(1, 2)
-    attended = padded(rows, heads, LATENT, rows=rows)
+    weight = torch.randint(-3, 4, (heads, width, LATENT), device=device).bfloat16().transpose(1, 2)
+    attended = padded(rows, heads, LATENT, device=device)
     attended.copy_(torch.randint(-3, 4, attended.shape))
     attended[0, 0] = 0  # a group of zeros
-    found = head_values(attended, weight, scales, before_ours=rows == 4, launch=making_values(width, rows, scales))
+    launch = making_values(width, rows, scales) if device == "cpu" else None
+    found = head_values(attended, weight, scales, before_ours=rows == 4, launch=launch)
     exact = torch.einsum("rhl,hlv->rhv", attended.double(), weight.double()).bfloat16()
     for ours, wanted in zip(found, quantise(exact.float().flatten(1), scales), strict=True):
         assert torch.equal(ours.float(), wanted.float())
     assert found[1].stride(0) == 1 or rows < 2
+
+
+@pytest.mark.parametrize("rows", [1, 9, 32])
+def test_a_block_has_the_shared_memory_that_it_reads(rows):
+    emulated = values_emulator(128, rows, Scales.EXACT)
+    assert emulated.shared_bytes() == head_products.value_shared_bytes(rows)
 
 
 @pytest.mark.parametrize("rows", [8, 16, 32])

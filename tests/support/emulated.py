@@ -16,6 +16,7 @@ import torch
 
 from nsa_backend.kernels import (
     add_norm,
+    cuda_source,
     early_experts,
     early_products,
     expert_tiles,
@@ -133,9 +134,13 @@ def readying_queries(inner: int, rows: int, seed: int = 0, *, neox: bool) -> Lau
 
 def making_values(width: int, rows: int, scales: Scales, seed: int = 0) -> Launch:
     """What launches values of so many rows, of heads that have so many."""
-    clusters = {"CLUSTER": 8, "BLOCKS_AT_ONCE": 8}
-    macros, source = head_products.value_constants(width, rows, scales) | clusters, head_products.VALUES
-    return launcher(partial(emulator, source, "Values", source.stem, **macros), seed)
+    return launcher(partial(values_emulator, width, rows, scales), seed)
+
+
+def values_emulator(width: int, rows: int, scales: Scales) -> ctypes.CDLL:
+    """Of these values."""
+    macros, source = head_products.value_constants(width, rows, scales), head_products.VALUES
+    return emulator(source, "Values", source.stem, **macros, CLUSTER=8, BLOCKS_AT_ONCE=8)
 
 
 def norming(width: int, scales: Scales | None, seed: int = 0) -> Launch:
@@ -153,24 +158,21 @@ def storing(
     return launcher(partial(emulator, source, "Store", source.stem, **macros), seed)
 
 
+TAKEN = {
+    add_norm.SOURCE: "AddNorm", norm_rope_store.SOURCE: "Store", rope_quantise.SOURCE: "Queries",
+    head_products.QUERIES: "Queries", head_products.VALUES: "Values",
+}  # fmt: skip
+"""Sources of launches around a layer's products to the struct that they take."""
+
+
 def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the launches in front of a layer and between its halves emulated wherever they are called from."""
+    """Have the launches around a layer's products emulated wherever they are called from."""
 
-    def compiled_by(source: Path, arguments: str) -> Callable[..., SimpleNamespace]:
-        def compiled_on(device: int | None, **macros: int) -> SimpleNamespace:
-            return SimpleNamespace(launch=launcher(partial(emulator, source, arguments, source.stem, **macros, **APART), 0))
+    def kernel_on(device: int | None, source: Path, threads: int, shared_bytes: int = 0, **macros: int) -> SimpleNamespace:
+        together = {"CLUSTER": 8, "BLOCKS_AT_ONCE": 8} if source == head_products.VALUES else APART
+        return SimpleNamespace(launch=launcher(partial(emulator, source, TAKEN[source], source.stem, **macros, **together), 0))
 
-        return compiled_on
-
-    def of_heads(device: int | None, source: Path, shared_bytes: int, **macros: int) -> SimpleNamespace:
-        apart = {"CLUSTER": 8, "BLOCKS_AT_ONCE": 8} if source == head_products.VALUES else APART
-        arguments = "Values" if source == head_products.VALUES else "Queries"
-        compiled = partial(emulator, source, arguments, source.stem, **macros, **apart)
-        return SimpleNamespace(launch=launcher(compiled, 0))
-
-    monkeypatch.setattr(head_products, "compiled_on", of_heads)
-    for module, arguments in ((add_norm, "AddNorm"), (norm_rope_store, "Store"), (rope_quantise, "Queries")):
-        monkeypatch.setattr(module, "compiled_on", compiled_by(module.SOURCE, arguments))
+    monkeypatch.setattr(cuda_source, "kernel_on", kernel_on)
 
 
 def turning(index_heads: int, weights: FrontWeights, rows: int, seed: int = 0) -> Launch:
