@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PRIMARY := 0.5.23
 HOSTS ?= 0.5.12.post1 0.5.17 $(PRIMARY)
 
-SANITIZED := tests/kernels -k "new_page or context_limit or one_long or empty or refuses or joined or random_rows or equal_bits or fp8_cache or (choices_of_a_layer and 1-)"
+SANITIZED := tests/kernels -k "new_page or context_limit or one_long or empty or refuses or joined or random_rows or equal_bits or fp8_cache or (choices_of_a_layer and 1-) or ((norms or queries or values) and 9-) or norms_of_more_rows"
 
 .PHONY: setup demo test test-all test-hosts test-gpu sanitize lint bench docs
 

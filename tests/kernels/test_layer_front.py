@@ -285,3 +285,40 @@ def test_gates_come_as_sglang_has_them():
 def test_sglangs_fused_indexer_rotates_neighbours_alone():
     weights = replace(layer(256, "halves", torch.Generator()), index_fused=True)
     assert "rotate halves" in weights.problem()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 33, 130])
+@pytest.mark.parametrize("indexer", INDEXERS)
+@pytest.mark.parametrize("fp8_cache", [False, True])
+def test_random_rows_on_a_gpu_are_the_twins_but_for_roundings(rows, indexer, fp8_cache):
+    """Bits are compared with SGLang's own kernels' in tests/gpu; here checkers of memory can look on."""
+    generator = torch.Generator().manual_seed(rows)
+    weights = layer(1536, indexer, generator)
+    on_gpu = replace(
+        weights, **{name: value.cuda() for name, value in vars(weights).items() if isinstance(value, torch.Tensor)}
+    )
+    given = [
+        torch.randn(rows, 1536 + LATENT + ROPE, generator=generator).bfloat16(),
+        torch.randn(rows, GROUP, generator=generator).bfloat16(),
+        torch.randn(rows, 64, GROUP, generator=generator).bfloat16(),
+        torch.randn(rows, 16, 128 + ROPE, generator=generator).bfloat16(),
+    ]
+    gates = torch.randn(rows, 64, generator=generator)
+    gates = gates.bfloat16() if weights.index_fused else gates
+    positions = torch.randint(POSITIONS, (rows,), generator=generator)
+    slots = PAGE_SIZE + torch.randperm((PAGES - 1) * PAGE_SIZE, generator=generator)[:rows]
+    found = []
+    for device, of_layer, write, turn in (
+        ("cpu", weights, norm_rope_store_torch, rope_quantise_torch),
+        ("cuda", on_gpu, norms.norm_rope_store, queries.rope_quantise),
+    ):
+        qkv, key, query, heads, gate, at, to = (x.to(device) for x in (*given, gates, positions, slots))
+        kv, index = (cache.to(device) for cache in caches(fp8_cache))
+        q, scales = write(qkv, key, of_layer, at, to, kv, index, Scales.EXACT)
+        turned = turn(query, gate, heads[..., 128:], of_layer, at)
+        kv = kv.view(torch.float8_e4m3fn)[..., :LATENT] if fp8_cache else kv
+        keys = index[:, : PAGE_SIZE * GROUP].view(torch.float8_e4m3fn)
+        found.append([x.float().cpu().nan_to_num() for x in (q, scales, kv, keys, *turned)])
+    for twin, ours in zip(*found, strict=True):
+        assert (ours - twin).norm() <= 0.01 * twin.norm()
