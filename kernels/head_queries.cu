@@ -18,7 +18,7 @@ struct Queries {
     Turned mla;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) head_queries(const __grid_constant__ Queries a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) head_queries(const __grid_constant__ Queries a) {
     const Place of;
     const int block = static_cast<int>(blockIdx.x) - a.turning;
     if (block < 0) {
@@ -32,10 +32,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) head_queries(const __grid_
         a.weight + head * a.weight_head_bytes + column * a.weight_column_bytes, a.weight_column_bytes, of
     );
     wait_for_inputs();
+    const HeadRows<NOPE * 2> rows(a.nope + head * a.head_bytes, a.row_bytes, a.rows, of);
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; ++tile) {
         float sums[4];
-        weight.multiply(a.nope + tile * 8 * a.row_bytes + head * a.head_bytes, a.row_bytes, a.rows - tile * 8, of, sums);
+        weight.multiply(rows.of_tile[tile], sums);
         // A lane and the one of the next column: each has both columns of one row.
         const bool odd = of.row & 1;
         const float upper = shuffle_xor(odd ? sums[0] : sums[1], 4), lower = shuffle_xor(odd ? sums[2] : sums[3], 4);

@@ -22,7 +22,7 @@ struct Values {
     int before_ours;                // whether the next kernel waits for this one
 };
 
-extern "C" __global__ void CLUSTER_OF(BLOCKS) __launch_bounds__(THREADS) head_values(const __grid_constant__ Values a) {
+extern "C" __global__ void CLUSTER_OF(BLOCKS) __launch_bounds__(THREADS, 1) head_values(const __grid_constant__ Values a) {
     SHARED_MEMORY(memory);
     const uint32_t shared = (shared_address(memory) + 15) & ~15u;
     if (a.before_ours) let_others_begin();
@@ -35,12 +35,11 @@ extern "C" __global__ void CLUSTER_OF(BLOCKS) __launch_bounds__(THREADS) head_va
         a.weight_column_bytes, of
     );
     wait_for_inputs();
+    const HeadRows<OF_WARP> rows(a.attended + head * a.head_bytes + of.warp * OF_WARP, a.row_bytes, a.rows, of);
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; ++tile) {
         float sums[4];
-        weight.multiply(
-            a.attended + tile * 8 * a.row_bytes + head * a.head_bytes + of.warp * OF_WARP, a.row_bytes, a.rows - tile * 8, of, sums
-        );
+        weight.multiply(rows.of_tile[tile], sums);
         const uint32_t at = shared + of.warp * OF_SUMS + ((tile * 8 + 2 * of.piece) * PITCH + of.row) * 4;
         store_shared(at, __float_as_uint(sums[0]));
         store_shared(at + PITCH * 4, __float_as_uint(sums[1]));
