@@ -51,6 +51,7 @@ class LayerFront:
         self.backends = backends
         self.every_token = every_token or EveryToken()
         self.first_products, self.query_products = FirstProducts.of(attention), QueryProducts.of(attention)
+        # Rows up to which MLA's query is made ready in one launch, where it is what attention waits for.
         self.most_ready = served_queries(attention.w_kc) if attention.dcp_size == 1 else 0
         self.latent, self.query = EarlyProduct.of(attention.fused_qkv_a_proj_with_mqa), EarlyProduct.of(attention.q_b_proj)
         # Of the KV of requests, where ranks divide it; an MTP layer has all.

@@ -1,4 +1,7 @@
-"""What is behind a layer's attention: values of all heads and their quantisation in one launch, where SGLang has two."""
+"""What is behind a layer's attention: values of all heads and their quantisation in one launch, where SGLang has two.
+
+Of few rows its weights come early, and so do o_proj's behind it.
+"""
 
 from __future__ import annotations
 
