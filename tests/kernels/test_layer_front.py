@@ -70,26 +70,33 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 KINDS = st.sampled_from(["normal", "zeros", "large", "outliers", "denormal"])
 
+FORMS = [
+    (1536, Scales.EXACT, False, "halves", (1, 0), False), (1536, Scales.POWERS_OF_TWO, True, "halves", (2, 1), False),
+    (2048, Scales.EXACT, False, "neighbours, fused by SGLang", (1, 0), False), (2048, Scales.EXACT, True, None, (1, 0), False),
+    (256, None, True, "neighbours", (8, 0), True), (256, Scales.EXACT, False, "neighbours, fused by SGLang", (2, 1), True),
+    (1536, None, False, None, (8, 0), True), (2048, Scales.POWERS_OF_TWO, True, "halves", (1, 0), True),
+]  # fmt: skip
+"""Of the launch that norms and writes, each of which is compiled: the query's latent and its scales, whether KV has 8 bits, the
+indexer, which of how many ranks, and whether RoPE turns halves."""
+TURNING = [(64, "halves", False), (32, "neighbours, fused by SGLang", False), (8, "neighbours", True), (8, "halves", True)]
+"""Of the one that turns: index heads, the indexer, and whether MLA's RoPE turns halves."""
+
 
 @given(
     rows=st.integers(0, 6),
     padding=st.integers(0, 3),
     kind=KINDS,
-    q_rank=st.sampled_from([1536, 2048, 256]),
-    q_scales=st.sampled_from([None, *Scales]),
-    fp8_cache=st.booleans(),
-    indexer=st.sampled_from([None, *INDEXERS]),
+    form=st.sampled_from(FORMS),
     stride=st.sampled_from([1, 3]),
-    part=st.sampled_from([(1, 0), (2, 1), (8, 0)]),
-    neox=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-@example(5, 2, "zeros", 1536, Scales.EXACT, True, "halves", 1, (1, 0), False, 0)
-@example(5, 1, "denormal", 2048, Scales.POWERS_OF_TWO, True, "halves", 3, (2, 0), False, 1)
-@example(6, 0, "normal", 2048, Scales.EXACT, False, "neighbours, fused by SGLang", 1, (1, 0), False, 2)
-@settings(deadline=None, max_examples=25)
+@example(5, 2, "zeros", FORMS[1], 1, 0)
+@example(5, 1, "denormal", FORMS[1], 3, 1)
+@example(6, 0, "normal", FORMS[2], 1, 2)
+@settings(deadline=None, max_examples=40)
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # a group of zeros, as on a GPU
-def test_norms_and_writes(rows, padding, kind, q_rank, q_scales, fp8_cache, indexer, stride, part, neox, seed):
+def test_norms_and_writes(rows, padding, kind, form, stride, seed):
+    q_rank, q_scales, fp8_cache, indexer, part, neox = form
     generator = torch.Generator().manual_seed(seed)
     weights = layer(q_rank, indexer or "halves", generator, neox=neox)
     if indexer is None:
@@ -150,16 +157,15 @@ def test_inputs_of_projections(rows, groups, kind, scales, seed):
 @given(
     rows=st.integers(0, 3),
     heads=st.sampled_from([1, 8, 16, 20, 128]),
-    index_heads=st.sampled_from([8, 32, 64]),
     kind=KINDS,
-    indexer=st.sampled_from(list(INDEXERS)),
-    neox=st.booleans(),
+    form=st.sampled_from(TURNING),
     few=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-@example(3, 8, 32, "normal", "neighbours, fused by SGLang", False, True, 0)
-@settings(deadline=None, max_examples=20)
-def test_queries_and_gates(rows, heads, index_heads, kind, indexer, neox, few, seed):
+@example(3, 8, "normal", TURNING[1], True, 0)
+@settings(deadline=None, max_examples=30)
+def test_queries_and_gates(rows, heads, kind, form, few, seed):
+    index_heads, indexer, neox = form
     generator = torch.Generator().manual_seed(seed)
     weights = layer(256, indexer, generator, neox=neox)
     query = values(kind, rows, index_heads, GROUP, generator=generator)
@@ -181,18 +187,19 @@ def test_queries_and_gates(rows, heads, index_heads, kind, indexer, neox, few, s
     rows=st.integers(0, 6),
     step=st.sampled_from([1, 2]),
     kind=KINDS,
-    index_heads=st.sampled_from([8, 64]),
-    indexer=st.sampled_from(["halves", "neighbours"]),
+    form=st.sampled_from([form[:2] for form in TURNING if form[2] is False]),
     few=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(deadline=None, max_examples=20)
-def test_an_indexers_part_alone(rows, step, kind, index_heads, indexer, few, seed):
+def test_an_indexers_part_alone(rows, step, kind, form, few, seed):
     """Of every row, or of every other one's query: the bits of the launches that have the latents too."""
+    index_heads, indexer = form
     generator = torch.Generator().manual_seed(seed)
     weights = layer(256, indexer, generator)
     query = values(kind, rows, index_heads, GROUP, generator=generator)
     gates, positions = torch.randn(rows * step, index_heads, generator=generator)[::step], torch.randint(POSITIONS, (rows,))
+    gates = gates.bfloat16() if weights.index_fused else gates
     unturned = torch.zeros(rows, 1, ROPE, dtype=torch.bfloat16)
     twins = rope_quantise_torch(query, gates, unturned, weights, positions)
     with patch.object(queries, "FEW_ROWS", rows - (not few)):
