@@ -15,8 +15,10 @@ from nsa_backend.kernels.layer_front_weights import FrontWeights, Scales
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 POSITIONS, ROPE = 64, 64
-SHAPES = [(16, 128, 128), (8, 192, 256), (3, 128, 128)]
-"""Heads of a rank of DeepSeek-V3.2, of GLM-5, and some: values of a head's query that are not turned, and of its result."""
+QUERIES = [(16, 128, False), (8, 192, False), (3, 128, True)]
+"""Heads of a rank of DeepSeek-V3.2, of GLM-5, and some; values of a head that are not turned; whether RoPE turns halves."""
+VALUES = [(16, 128, Scales.EXACT), (8, 256, Scales.EXACT), (3, 128, Scales.POWERS_OF_TWO)]
+"""The same heads, and values of each."""
 
 
 def front_weights(neox: bool, device: str = "cpu") -> FrontWeights:
@@ -32,10 +34,9 @@ def padded(rows: int, *shape: int, device: str) -> torch.Tensor:
     return x[:rows]
 
 
-@pytest.mark.parametrize(("heads", "inner", "width"), SHAPES)
+@pytest.mark.parametrize(("heads", "inner", "neox"), QUERIES)
 @pytest.mark.parametrize("rows", [1, 4, 9, 32])
-@pytest.mark.parametrize("neox", [False, True])
-def test_queries(rows, heads, inner, width, neox, device):
+def test_queries(rows, heads, inner, neox, device):
     torch.manual_seed(rows + heads)
     weight = torch.randn(heads, LATENT, inner, device=device).bfloat16().transpose(1, 2)
     query = padded(rows, heads, inner + ROPE, device=device)
@@ -49,10 +50,9 @@ def test_queries(rows, heads, inner, width, neox, device):
     assert torch.equal(turned, rope_query_torch(q_rope, weights, positions))
 
 
-@pytest.mark.parametrize(("heads", "inner", "width"), SHAPES)
+@pytest.mark.parametrize(("heads", "width", "scales"), VALUES)
 @pytest.mark.parametrize("rows", [1, 4, 9, 32])
-@pytest.mark.parametrize("scales", list(Scales))
-def test_values(rows, heads, inner, width, scales, device):
+def test_values(rows, heads, width, scales, device):
     """The quantisation of sums that are exact, as integers are: to the bit."""
     torch.manual_seed(rows + heads)
     weight = torch.randint(-3, 4, (heads, width, LATENT), device=device).bfloat16().transpose(1, 2)

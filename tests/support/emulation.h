@@ -62,14 +62,15 @@ constexpr size_t STACK = 64 << 10, SHARED = 232448;
 
 constexpr int MOST_THREADS = 1024, NAMED = 5;
 
-struct Meeting {  // of the threads of a warp, of a block or of a cluster
+template <int most> struct Meeting {  // of the threads of a warp, of a block or of a cluster
     int arrived = 0;
-    uint64_t generation = 0, values[2][MOST_THREADS];  // those of a generation stay until the one after the next
+    uint64_t generation = 0, values[2][most];  // those of a generation stay until the one after the next
 };
 struct Block {
     alignas(1024) unsigned char shared[SHARED];
     dim3 index;
-    Meeting warps[MOST_THREADS / 32], named[NAMED], cluster;
+    Meeting<32> warps[MOST_THREADS / 32];
+    Meeting<1> named[NAMED], cluster;
     std::vector<Block*> beside;  // blocks of its cluster, by rank
     int left;                    // threads that have not ended
 };
@@ -113,7 +114,7 @@ inline unsigned char* at(Block& block, uint32_t address, uint32_t bytes) {
 inline unsigned char* at(uint32_t address, uint32_t bytes) { return at(*now->block, address, bytes); }
 
 // Which generation of them it is one of, once all of `members` are here.
-inline uint64_t come(Meeting& meeting, int members, int place, uint64_t value) {
+template <int most> inline uint64_t come(Meeting<most>& meeting, int members, int place, uint64_t value) {
     const uint64_t mine = meeting.generation;
     meeting.values[mine % 2][place] = value;
     if (++meeting.arrived == members) {
@@ -123,11 +124,11 @@ inline uint64_t come(Meeting& meeting, int members, int place, uint64_t value) {
     return mine;
 }
 // Everybody's values, then.
-inline uint64_t* wait_for_all(Meeting& meeting, uint64_t mine) {
+template <int most> inline uint64_t* wait_for_all(Meeting<most>& meeting, uint64_t mine) {
     while (meeting.generation == mine) pass();
     return meeting.values[mine % 2];
 }
-inline uint64_t* meet(Meeting& meeting, int members, int place, uint64_t value) {
+template <int most> inline uint64_t* meet(Meeting<most>& meeting, int members, int place, uint64_t value) {
     return wait_for_all(meeting, come(meeting, members, place, value));
 }
 
@@ -262,7 +263,7 @@ inline void others_go_on() {
     for (int left = emulation::chance() % 16; left; --left) emulation::pass();
 }
 template <int number, int threads> void meet() {
-    emulation::meet(emulation::now->block->named[number], threads, emulation::now->thread.x, 0);
+    emulation::meet(emulation::now->block->named[number], threads, 0, 0);
     others_go_on();
 }
 template <int registers> void take_registers() {}
