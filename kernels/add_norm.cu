@@ -1,5 +1,5 @@
 // What stands between two halves of a layer, for Hopper: the residual's sum, its RMS norm, and the norm quantised. add_norm.py
-// launches it. A block has a row, and a thread eight of its values.
+// launches it. A block has a row, and a thread EACH times eight of its values.
 
 #include "eights.cuh"
 
@@ -18,12 +18,6 @@ struct AddNorm {
     float eps;
     int before_ours;      // whether the next kernel waits for this one
 };
-
-__device__ __forceinline__ float sum_of_warp(float x) {
-#pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) x += shuffle_xor(x, apart);
-    return x;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS) add_norm(const __grid_constant__ AddNorm a) {
     SHARED_MEMORY(memory);
@@ -52,10 +46,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_norm(const __grid_cons
         }
         if (piece(i) < PIECES) residual_row[piece(i)] = x.packed();
     }
-    squares = sum_of_warp(squares);
+    squares = sum_of_lanes<true>(squares);
     if (lane == 0) store_shared(sums + warp * 4, __float_as_uint(squares));
     meet<1, THREADS>();
-    const float rstd = rsqrt_fast(sum_of_warp(lane < WARPS ? load_shared_float(sums + lane * 4) : 0) / WIDTH + a.eps);
+    const float rstd = rsqrt_fast(sum_of_lanes<true>(lane < WARPS ? load_shared_float(sums + lane * 4) : 0) / WIDTH + a.eps);
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         Eight x(weight[i]);

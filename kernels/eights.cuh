@@ -3,6 +3,7 @@
 #pragma once
 
 #include "activations.cuh"
+#include "warps.cuh"
 
 constexpr int EIGHTS = 8;
 constexpr int LANES_OF_GROUP = GROUP / EIGHTS;
@@ -32,12 +33,6 @@ struct Eight {
         for (int i = 0; i < EIGHTS; ++i) x[i] *= factor;
     }
 };
-
-template <int lanes> __device__ __forceinline__ float largest_of(float x) {
-#pragma unroll
-    for (int apart = 1; apart < lanes; apart *= 2) x = fmaxf(x, shuffle_xor(x, apart));
-    return x;
-}
 
 __device__ __forceinline__ float largest_of_group(const Eight& eight) {
     float largest = 0;

@@ -67,12 +67,12 @@ def tiles_of(rows: int) -> int:
 
 def query_problem(weight: torch.Tensor) -> str | None:
     """Why a query cannot be multiplied by SGLang's w_kc, [heads, values of a head, LATENT], here, or None."""
-    return _problem(weight, weight.shape[1], 32, LATENT)
+    return _problem(weight, not weight.shape[1] % 32 and weight.shape[2] == LATENT)
 
 
 def value_problem(weight: torch.Tensor) -> str | None:
     """Why attended latents cannot be multiplied by SGLang's w_vc, [heads, LATENT, values of a head], here, or None."""
-    return _problem(weight, LATENT, LATENT, GROUP * max(blocks(weight.shape[2], GROUP), 1))
+    return _problem(weight, weight.shape[1] == LATENT and weight.shape[2] > 0 and not weight.shape[2] % GROUP)
 
 
 def served_queries(weight: torch.Tensor) -> int:
@@ -85,10 +85,9 @@ def served_values(weight: torch.Tensor) -> int:
     return 0 if value_problem(weight) is not None else FEW_VALUES
 
 
-def _problem(weight: torch.Tensor, inner: int, multiple: int, columns: int) -> str | None:
+def _problem(weight: torch.Tensor, fits: bool) -> str | None:
     heads = len(weight)
-    fits = weight.dtype == torch.bfloat16 and weight.shape[1] == inner and not inner % multiple and weight.shape[2] == columns
-    if not fits or heads > MOST_HEADS:
+    if weight.dtype != torch.bfloat16 or not fits or heads > MOST_HEADS:
         return f"{heads} heads with weights of {weight.dtype} {list(weight.shape[1:])}: others were not timed"
     if weight.stride(1) != 1 or weight.stride(0) % 8 or weight.stride(2) % 8 or weight.data_ptr() % 16:
         return f"weights have strides {weight.stride()}: columns are dense in the weights that are served"

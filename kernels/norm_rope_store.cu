@@ -33,13 +33,6 @@ struct Store {
     int first, before_ours;  // `first`: of the parts of a row that this launch has
 };
 
-// Of all lanes: neighbours first, or those that are far apart.
-template <bool far> __device__ __forceinline__ float sum_of_lanes(float x) {
-#pragma unroll
-    for (int i = 0; i < 5; ++i) x += shuffle_xor(x, far ? 16 >> i : 1 << i);
-    return x;
-}
-
 // A row of `width` values, of which a lane has eight of every OF_WARP, and weights of as many.
 template <int width> struct Row {
     static constexpr int TIMES = width / OF_WARP;

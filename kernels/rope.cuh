@@ -16,7 +16,7 @@ struct Turned {
     const long long* positions;  // [rows]
     uint4* out;                  // bfloat16 [rows, heads, ROPE], contiguous
     long long row_bytes, head_bytes;
-    int heads, unused;
+    int heads;
 };
 
 __device__ __forceinline__ void unpack(uint32_t pair, float& low, float& high) {

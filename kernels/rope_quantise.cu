@@ -6,6 +6,7 @@
 // of kernels rounds them, and every product that its compiled code fuses with a sum is written as fmaf.
 
 #include "rope.cuh"
+#include "warps.cuh"
 
 constexpr int EIGHTS = GROUP / 8 / LANES;       // of eight values that a lane has of an index head
 constexpr int TOGETHER = 32 / LANES;            // index heads of a warp
@@ -44,11 +45,7 @@ template <int lanes> __device__ __forceinline__ void sum_and_difference_of_lanes
     for (int i = 0; i < EIGHTS * 8; ++i) x[i] = fmaf(sign, x[i], shuffle_xor(x[i], lanes));
 }
 
-__device__ __forceinline__ float largest_of_head(float x) {
-#pragma unroll
-    for (int lanes = 1; lanes < LANES; lanes *= 2) x = fmaxf(x, shuffle_xor(x, lanes));
-    return fmaxf(x, 1e-4f);
-}
+__device__ __forceinline__ float largest_of_head(float x) { return fmaxf(largest_of<LANES>(x), 1e-4f); }
 
 // The rotated values of an index head in e4m3, eight after eight as uint2; returns their scale.
 #if FUSED

@@ -33,7 +33,7 @@ class Turned(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("from_", "cos_sin", "positions", "out")),
         *((name, ctypes.c_longlong) for name in ("row_bytes", "head_bytes")),
-        *((name, ctypes.c_int) for name in ("heads", "unused")),
+        ("heads", ctypes.c_int),
     ]
 
 

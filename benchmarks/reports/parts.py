@@ -35,7 +35,8 @@ PARTS = {
     "logits": r"mqa_logits",
     "top-k": r"topk_(small|main|persistent|ragged|cluster|paged|slots|transform)|TopKPaged|top_k_per_row|persistent_topk",
     "MoE": r"fused_moe|act_and_mul|silu_mul|moe_|_moe|deepseek_v3_topk|grouped_topk|count_and_sort|tiny_n_gemm|router_gemm"
-    r"|^gate_up_(kernel|rows)|^down_(kernel|rows_kernel|blocks)|^choice_sums_kernel|^activate_kernel|^order_kernel|^whole_experts|^(gate_up|down|router)\b|^_router_",
+    r"|^gate_up_(kernel|rows)|^down_(kernel|rows_kernel|blocks)|^choice_sums_kernel|^activate_kernel|^order_kernel"
+    r"|^whole_experts|^(gate_up|down|router)\b|^_router_",
     "quantisation": r"group_quant|act_quant|per_token_quant|fp8_quant|^quantise_kernel",
     "indexer": r"hadamard|indexer|triton_poi_fused_mul|generalLayerNorm|layer_norm_kernel|_get_k_and_s",
     "RoPE, norms, writes": r"rope|rotary|RMSNorm|rms_norm|add_norm|eh_norm|kv_buffer|concat_mla|concat_and_c|join_query",

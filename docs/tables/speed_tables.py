@@ -435,6 +435,12 @@ def newest_front() -> str:
 
 
 @PARTS.part
+def norms_alone() -> str:
+    """Of sums and norms that quantise nothing, with half as many values a thread as serves, over the launch before."""
+    return spread(over_before("heads_of_few_rows", "add_norm None", new="cuda", old="old", most=128))
+
+
+@PARTS.part
 def early_routers() -> str:
     """Of norm and router, with weights that come early over weights that came late."""
     return spread(over_before("heads_of_few_rows", "router", new="norm, new", old="norm, old", most=MOST_ROWS))

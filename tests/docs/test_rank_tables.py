@@ -444,6 +444,7 @@ def test_newer_launches_are_told_over_those_before_up_to_the_rows_that_they_serv
         [
             measured("values", 16, "ahead, cuda", 9.0, "ahead, old"),
             measured("values", 32, "ahead, cuda", 11.0, "ahead, old"),
+            measured("add_norm None", 1, "cuda", 11.0, "old"),
             measured("router", 32, "norm, new", 7.0, "norm, old"),
             measured("router", 128, "norm, new", 12.0, "norm, old"),
         ],
@@ -451,6 +452,7 @@ def test_newer_launches_are_told_over_those_before_up_to_the_rows_that_they_serv
     )
     assert speed_tables.newest_front() == "0.80 to 0.90"
     assert speed_tables.early_routers() == "0.70"
+    assert speed_tables.norms_alone() == "1.10"
 
 
 def test_experts_are_beside_what_only_reads_their_weights(filed):

@@ -32,7 +32,7 @@ def inputs(rows: int, width: int, kind: str, device: str) -> tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize("width", [7168, 640])
+@pytest.mark.parametrize("width", [1024, 7168, 6144, 640])
 @pytest.mark.parametrize("scales", [None, *Scales])
 @pytest.mark.parametrize("kind", KINDS)
 def test_norms(rows, width, scales, kind, device):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulated import making_values, readying_queries, values_emulator
+from emulated import around, making_values, readying_queries
 
 from nsa_backend.kernels import head_products
 from nsa_backend.kernels.cuda_source import compiled
@@ -69,7 +69,7 @@ def test_values(rows, heads, width, scales, device):
 
 @pytest.mark.parametrize("rows", [1, 9, 32])
 def test_a_block_has_the_shared_memory_that_it_reads(rows):
-    emulated = values_emulator(128, rows, Scales.EXACT)
+    emulated = around(head_products.VALUES, head_products.value_constants(128, rows, Scales.EXACT))
     assert emulated.shared_bytes() == head_products.value_shared_bytes(rows)
 
 

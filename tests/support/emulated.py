@@ -126,60 +126,55 @@ def whole_experts_emulated(form: whole_experts.Form, seed: int = 0) -> dict[str,
     return {"launch": launcher(partial(emulator_of_whole_experts, form), seed), "boxes": boxes}
 
 
-def readying_queries(inner: int, rows: int, seed: int = 0, *, neox: bool) -> Launch:
-    """What launches MLA's queries of so many rows, whose heads have so many values that are not turned."""
-    macros, source = head_products.query_constants(inner, rows, neox=neox) | APART, head_products.QUERIES
-    return launcher(partial(emulator, source, "Queries", source.stem, **macros), seed)
-
-
-def making_values(width: int, rows: int, scales: Scales, seed: int = 0) -> Launch:
-    """What launches values of so many rows, of heads that have so many."""
-    return launcher(partial(values_emulator, width, rows, scales), seed)
-
-
-def values_emulator(width: int, rows: int, scales: Scales) -> ctypes.CDLL:
-    """Of these values."""
-    macros, source = head_products.value_constants(width, rows, scales), head_products.VALUES
-    return emulator(source, "Values", source.stem, **macros, CLUSTER=8, BLOCKS_AT_ONCE=8)
-
-
-def norming(width: int, scales: Scales | None, seed: int = 0) -> Launch:
-    """What launches sums and norms of rows of so many values."""
-    macros = add_norm.constants(width, scales) | APART
-    return launcher(partial(emulator, add_norm.SOURCE, "AddNorm", add_norm.SOURCE.stem, **macros), seed)
-
-
-def storing(
-    weights: FrontWeights, q_scales: Scales | None, ranks: int = 1, rank: int = 0, seed: int = 0, *, kv_fp8: bool
-) -> Launch:
-    """What launches norms and writes behind a layer's first products."""
-    macros = norm_rope_store.constants(weights, q_scales, kv_fp8=kv_fp8, ranks=ranks, rank=rank) | APART
-    source = norm_rope_store.SOURCE
-    return launcher(partial(emulator, source, "Store", source.stem, **macros), seed)
-
-
-TAKEN = {
+AROUND = {
     add_norm.SOURCE: "AddNorm", norm_rope_store.SOURCE: "Store", rope_quantise.SOURCE: "Queries",
     head_products.QUERIES: "Queries", head_products.VALUES: "Values",
 }  # fmt: skip
 """Sources of launches around a layer's products to the struct that they take."""
 
 
+def around(source: Path, macros: dict[str, int]) -> ctypes.CDLL:
+    """Of one of AROUND."""
+    together = {"CLUSTER": 8, "BLOCKS_AT_ONCE": 8} if source == head_products.VALUES else APART
+    return emulator(source, AROUND[source], source.stem, **macros, **together)
+
+
 def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the launches around a layer's products emulated wherever they are called from."""
+    """Have all of AROUND emulated wherever they are called from."""
 
     def kernel_on(device: int | None, source: Path, threads: int, shared_bytes: int = 0, **macros: int) -> SimpleNamespace:
-        together = {"CLUSTER": 8, "BLOCKS_AT_ONCE": 8} if source == head_products.VALUES else APART
-        return SimpleNamespace(launch=launcher(partial(emulator, source, TAKEN[source], source.stem, **macros, **together), 0))
+        return SimpleNamespace(launch=launcher(partial(around, source, macros), 0))
 
     monkeypatch.setattr(cuda_source, "kernel_on", kernel_on)
 
 
+def readying_queries(inner: int, rows: int, *, neox: bool) -> Launch:
+    """What launches MLA's queries of so many rows, whose heads have so many values that are not turned."""
+    return launcher(partial(around, head_products.QUERIES, head_products.query_constants(inner, rows, neox=neox)), 0)
+
+
+def making_values(width: int, rows: int, scales: Scales) -> Launch:
+    """What launches values of so many rows, of heads that have so many."""
+    return launcher(partial(around, head_products.VALUES, head_products.value_constants(width, rows, scales)), 0)
+
+
+def norming(width: int, scales: Scales | None) -> Launch:
+    """What launches sums and norms of rows of so many values."""
+    return launcher(partial(around, add_norm.SOURCE, add_norm.constants(width, scales)), 0)
+
+
+def storing(
+    weights: FrontWeights, q_scales: Scales | None, ranks: int = 1, rank: int = 0, seed: int = 0, *, kv_fp8: bool
+) -> Launch:
+    """What launches norms and writes behind a layer's first products."""
+    macros = norm_rope_store.constants(weights, q_scales, kv_fp8=kv_fp8, ranks=ranks, rank=rank)
+    return launcher(partial(around, norm_rope_store.SOURCE, macros), seed)
+
+
 def turning(index_heads: int, weights: FrontWeights, rows: int, seed: int = 0) -> Launch:
     """What launches so many rows of queries of so many index heads."""
-    source = rope_quantise.SOURCE
-    macros = rope_quantise.constants(index_heads, weights, rope_quantise.lanes_of(rows)) | APART
-    return launcher(partial(emulator, source, "Queries", source.stem, **macros), seed)
+    macros = rope_quantise.constants(index_heads, weights, rope_quantise.lanes_of(rows))
+    return launcher(partial(around, rope_quantise.SOURCE, macros), seed)
 
 
 def multiplying_early(inner: int, tile: early_products.Tile, gates_dtype: torch.dtype, seed: int = 0) -> Launch:

@@ -211,12 +211,12 @@ class LayerFront:
         q_nope, q_rope = heads.parts(self.query((q, scales)) if early else heads.projected(q, scales))
         if 0 < len(q_nope) <= self.most_ready:
             q_nope_out, q_rope = head_queries(q_nope, q_rope, attention.w_kc, weights, positions)
-            return q_rope, q_nope_out, dsa_indexer.maybe_capture_indexer_topk(attention.layer_id, selection)
-        side.fork()
-        q_rope = rope_query(q_rope, weights, positions)
-        with side.running():
-            q_nope_out = heads.absorbed(q_nope)
-        side.join()
+        else:
+            side.fork()
+            q_rope = rope_query(q_rope, weights, positions)
+            with side.running():
+                q_nope_out = heads.absorbed(q_nope)
+            side.join()
         q_nope_out, q_rope = heads.gathered(q_nope_out, q_rope)
         return q_rope, q_nope_out, dsa_indexer.maybe_capture_indexer_topk(attention.layer_id, selection)
 

@@ -109,7 +109,7 @@ def take(model: Any) -> int:
             if problem(norm) is None:
                 norm.forward = LayerNorm(norm, scales, next_is_ours, of_many)
                 if norm.weight.is_cuda:
-                    for one in {None, scales, *Scales}:
+                    for one in {scales, Scales.EXACT}:  # of few rows, and of many
                         kernels.compile_ahead(norm.weight.device, len(norm.weight), one)
                 taken += 1
                 if scales is not None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from sglang.srt.layers.linear import LinearBase
 
 FEW_ROWS, MORE_ROWS, FEW_ROWS_ALONE = 32, 128, 8
-"""Up to which a launch of ours pays (benchmarks/tuning/projections.py): in place of two, of three or of two that `MOST_TIMED`
-have, and of DeepGEMM's."""
+"""Up to which a launch of ours pays (benchmarks/tuning/projections.py; of GLM-5's first products by its rank's profile): in
+place of both queries' with more columns than `MOST_TIMED`, of others together, and of DeepGEMM's one."""
 MOST_ROWS_EARLY = 32
 """Of more, products that are there early seem to take time from the launch ahead (rank_v32_tp8, 32 x 4096)."""
 MOST_TIMED = 11264
