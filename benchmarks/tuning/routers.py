@@ -21,6 +21,7 @@ import torch
 from nsa_backend.adapters.dsa.layer_front.builtin import quantised
 from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved, right_ones
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
+from nsa_backend.kernels import add_norm as norms_of_ours
 from nsa_backend.kernels.add_norm import add_norm
 from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.kernels.router import EXPERTS, MOST_ROWS, SERVED, Choice, Division, counter, route
@@ -28,6 +29,8 @@ from nsa_backend.testing.process import start_sglang
 
 MODELS = {"DeepSeek-V3.2": (7168, Choice(8, groups=8, kept=4)), "GLM-5": (6144, Choice(8, shared=True))}
 DIVISIONS = SERVED, Division(16, 4), Division(4, 8)
+EACH = 1, 2, 4
+"""Of eight values that a thread of a norm has."""
 COLD_BYTES, SAMPLES, REPEATS, EPS = 300 << 20, 5, 64, 1e-6
 TOO_FAR = 1e-2
 
@@ -79,21 +82,27 @@ def runners(layers: Layers) -> dict[str, dict[str, Call]]:
     """By what is computed, who computes it, with the i-th weights."""
     from sglang.srt.layers.layernorm import fused_add_rmsnorm
 
-    def normed(ours: bool, **options: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    served = norms_of_ours.EACH
+
+    def normed(ours: bool, each: int = served, **options: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         x, found = layers.x.clone(), None  # a copy, in its place the norm
         residual = layers.residual.clone()
         if ours:
+            norms_of_ours.EACH = each
             found = add_norm(x, residual, layers.norm, EPS, **options)
+            norms_of_ours.EACH = served
         else:
             fused_add_rmsnorm(x, residual, layers.norm, EPS)
         return x, found
 
-    norms = {
-        "norm, quantise": {
-            "SGLang's": lambda i: quantised(normed(False)[0], Scales.EXACT),
-            "add_norm": lambda i: normed(True, scales=Scales.EXACT)[1],
+    norms: dict[str, dict[str, Call]] = {
+        "norm": {"SGLang's": lambda i: normed(False)} | {
+            f"add_norm {each}": lambda i, each=each: normed(True, each) for each in EACH
         },
-    }
+        "norm, quantise": {"SGLang's": lambda i: quantised(normed(False)[0], Scales.EXACT)} | {
+            f"add_norm {each}": lambda i, each=each: normed(True, each, scales=Scales.EXACT)[1] for each in EACH
+        },
+    }  # fmt: skip
     if layers.rows > MOST_ROWS:
         return norms
     return norms | {
@@ -123,6 +132,8 @@ def cell(model: str, what: str, rows: int, calls: dict[str, Call]) -> dict:
 
     def one(call: Call) -> torch.Tensor:
         found = call(0)
+        if found[1] is None:
+            return found[0].float()
         return dense(*found) if found[1].dtype == torch.int32 else found[0].float() * found[1].repeat_interleave(128, 1)
 
     wanted = one(calls["SGLang's"])
