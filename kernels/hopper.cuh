@@ -326,6 +326,13 @@ __device__ __forceinline__ float divide_full(float a, float b) {
     return x;
 }
 
+// Between -most and most, as Triton clamps to such bounds: what is no number becomes `most`, with its sign.
+__device__ __forceinline__ float clamped(float x, float most) {
+    float clamp;
+    asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(clamp) : "f"(x), "f"(most));
+    return clamp;
+}
+
 __device__ __forceinline__ float rsqrt_fast(float x) {
     float y;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -133,8 +133,8 @@ def norm_rope_store_torch(
     else:
         grouped = x.view(rows, latent // GROUP, GROUP)
         scale = grouped.abs().amax(-1) / FP8_MAX
-        # A group of zeros has scale 0; zero times infinity is NaN, which the GPU's clamp turns into the lower bound.
-        scaled = (grouped * (1.0 / scale)[..., None]).nan_to_num(nan=-FP8_MAX, posinf=FP8_MAX, neginf=-FP8_MAX)
+        # A group of zeros has scale 0; zero times infinity is NaN, which Triton's clamp turns into the upper bound.
+        scaled = (grouped * (1.0 / scale)[..., None]).nan_to_num(nan=FP8_MAX, posinf=FP8_MAX, neginf=-FP8_MAX)
         latents.view(torch.uint8)[at, 0, :latent] = fp8(scaled).view(torch.uint8).view(rows, latent)[real]
         latent_scales[at, 0] = scale[real]
     turned = rope(rope_raw.float()[:, None], weights.cos_sin[positions], weights.neox)

@@ -63,8 +63,6 @@ template <int width> struct Row {
     }
 };
 
-__device__ __forceinline__ float clamped(float x) { return fminf(fmaxf(x, -LARGEST), LARGEST); }  // what is no number is -LARGEST
-
 __device__ __forceinline__ void norm_query(const Store& of, long long row, int lane, const Row<Q_RANK>& weight) {
     const Row<Q_RANK> raw(of.qkv + row * of.qkv_row, lane);
     const float rstd = raw.reciprocal_rms(of.q_eps);
@@ -128,7 +126,7 @@ __device__ __forceinline__ void write_kv(const Store& of, long long row, int lan
         Eight x(normed);
         const float scale = divide_full(largest_of_group(x), LARGEST), inverse = divide_full(1, scale);
 #pragma unroll
-        for (int j = 0; j < EIGHTS; ++j) x.x[j] = clamped(x.x[j] * inverse);
+        for (int j = 0; j < EIGHTS; ++j) x.x[j] = clamped(x.x[j] * inverse, LARGEST);
         if (!real) continue;
         reinterpret_cast<uint2*>(kv)[i * 32 + lane] = x.in_fp8();
         const int group = i * (OF_WARP / GROUP) + lane / LANES_OF_GROUP;
@@ -244,7 +242,7 @@ __device__ __forceinline__ void write_index_key(const Store& of, long long row, 
     const float scale = largest_of<32>(largest) / LARGEST, inverse = 1 / scale;
     unsigned char* const page = of.index + slot / PAGE * INDEX_PAGE_BYTES;
     const int place = static_cast<int>(slot % PAGE);
-    const auto pair = [&](int i) { return pack_fp8(clamped(key.x[i] * inverse), clamped(key.x[i + 1] * inverse)); };
+    const auto pair = [&](int i) { return pack_fp8(clamped(key.x[i] * inverse, LARGEST), clamped(key.x[i + 1] * inverse, LARGEST)); };
     reinterpret_cast<uint32_t*>(page + place * GROUP)[lane] = pair(0) | pair(2) << 16;
     if (lane == 0) reinterpret_cast<float*>(page + PAGE * GROUP)[place] = scale;
 }
