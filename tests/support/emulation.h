@@ -502,7 +502,7 @@ inline void multiply_few_bf16(float (&d)[4], uint32_t a, uint32_t b, uint32_t c,
 }
 inline float divide_fast(float a, float b) { return a / b; }
 inline float divide_full(float a, float b) { return a / b; }
-inline float clamped(float x, float most) { return isnan(x) ? most : copysignf(fminf(fabsf(x), most), x); }  // a GPU's NaN is positive
+inline float clamped(float x, float most) { return x != x ? most : copysignf(fminf(fabsf(x), most), x); }  // a GPU's NaN is positive
 inline float rsqrt_fast(float x) { return 1 / sqrtf(x); }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float log2_fast(float x) { return log2f(x); }
