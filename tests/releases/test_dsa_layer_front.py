@@ -9,8 +9,10 @@ from __future__ import annotations
 import inspect
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import triton.runtime.interpreter
 from installed_source import signature
 from layer_on_cpu import HIDDEN, ROWS, TOPK, BlockFp8, a_layer, assert_same_bits, in_front, poisoned_pool
 from sglang.srt.layers.attention import graph_variants
@@ -156,7 +158,7 @@ class Short:
 def test_queries_of_few_rows_that_choose_nothing_are_made_ready_in_one_launch(layer, monkeypatch, most):
     """Of more rows, as everywhere, products are SGLang's beside a launch that turns."""
     layer.w_kc = layer.w_kc.transpose(1, 2).contiguous().transpose(1, 2)  # as SGLang has it once weights are loaded
-    monkeypatch.setitem(head_products.FEW_QUERIES, 128, most)
+    monkeypatch.setattr(head_products, "MOST_ROWS", most)
     layer.indexer, layer.skip_topk = None, True
     launched = []
     for name in ("head_queries", "rope_query"):
@@ -681,6 +683,17 @@ def test_options_that_leave_no_room_are_refused_before_weights_are_loaded(option
     assert named in problem or problem == layer_front_problem()
 
 
+@pytest.fixture
+def clamps_of_a_gpu(monkeypatch):
+    """Triton's interpreter clamps what is no number to the lower bound, as numpy does, and its PTX to the upper one."""
+    builder = triton.runtime.interpreter.InterpreterBuilder
+
+    def clamp(self, x, low, high, propagate):
+        return self.ternary_op(x, low, high, lambda x, low, high: np.where(np.isnan(x), high, np.clip(x, low, high)))
+
+    monkeypatch.setattr(builder, "create_clampf", clamp)
+
+
 @pytest.mark.parametrize(
     ("broken", "dtype", "scales"),
     [
@@ -691,6 +704,7 @@ def test_options_that_leave_no_room_are_refused_before_weights_are_loaded(option
         ("set_mla_kv_buffer_triton", torch.float8_e4m3fn, Scales.POWERS_OF_TWO),
     ],
 )
+@pytest.mark.usefixtures("clamps_of_a_gpu")
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 def test_the_look_at_start_sees_other_bits(layer, monkeypatch, dtype, scales, broken):
     """Against SGLang's own Triton kernels where they are Triton, interpreted; with one that writes otherwise too."""
