@@ -22,6 +22,7 @@ from nsa_backend.kernels.rope_quantise import Turned, turned
 QUERIES = Path(__file__).with_name("head_queries.cu")
 VALUES = Path(__file__).with_name("head_values.cu")
 MOST_ROWS = 32
+"""With all of them an H200 was faster than with what is replaced (`heads_beside_sglang` of attention_0_5_23_h200.json)."""
 TILE = 8
 """Rows that tensor cores multiply at once."""
 THREADS = 128
@@ -33,8 +34,8 @@ MLA_TOGETHER = 4
 """Heads that a warp turns."""
 MOST_HEADS = 16
 """Of a rank; more were not timed."""
-FEW_QUERIES, FEW_VALUES = {128: 16, 192: 8}, 16
-"""Rows up to which an H200 was faster than with what they replace, queries by values of a head that are not turned."""
+TIMED_QUERIES = 128, 192
+"""Values of a head that are not turned, with which an H200 was faster than with what queries replace."""
 MISREAD = "the kernel would misread it"
 
 
@@ -77,12 +78,12 @@ def value_problem(weight: torch.Tensor) -> str | None:
 
 def served_queries(weight: torch.Tensor) -> int:
     """Rows up to which a layer with such a weight has `head_queries`."""
-    return 0 if query_problem(weight) is not None else FEW_QUERIES.get(weight.shape[1], 0)
+    return MOST_ROWS if query_problem(weight) is None and weight.shape[1] in TIMED_QUERIES else 0
 
 
 def served_values(weight: torch.Tensor) -> int:
     """Rows up to which a layer with such a weight has `head_values`."""
-    return 0 if value_problem(weight) is not None else FEW_VALUES
+    return MOST_ROWS if value_problem(weight) is None else 0
 
 
 def _problem(weight: torch.Tensor, fits: bool) -> str | None:

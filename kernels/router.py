@@ -46,8 +46,8 @@ class Choice:
 class Division:
     """How a launch is divided."""
 
-    parts: int = 8  # of the hidden dimension, of which a block has one
-    warps: int = 4  # that divide a block's part
+    parts: int = 4  # of the hidden dimension, of which a block has one
+    warps: int = 8  # that divide a block's part
 
     def chunks(self, hidden: int) -> int:
         """Of a warp's part of a row; 0 where this cannot divide rows of so many values."""

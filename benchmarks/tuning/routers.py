@@ -28,7 +28,7 @@ from nsa_backend.kernels.router import EXPERTS, MOST_ROWS, SERVED, Choice, Divis
 from nsa_backend.testing.process import start_sglang
 
 MODELS = {"DeepSeek-V3.2": (7168, Choice(8, groups=8, kept=4)), "GLM-5": (6144, Choice(8, shared=True))}
-DIVISIONS = SERVED, Division(16, 4), Division(4, 8)
+DIVISIONS = SERVED, Division(8, 4), Division(16, 4)
 EACH = 1, 2, 4
 """Of eight values that a thread of a norm has."""
 COLD_BYTES, SAMPLES, REPEATS, EPS = 300 << 20, 5, 64, 1e-6

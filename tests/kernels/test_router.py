@@ -62,7 +62,7 @@ def check(given: dict, choice: Choice, division: Division, launches: int = 2, **
 
 @pytest.mark.parametrize(
     ("rows", "which", "division"),
-    [(1, "groups", SERVED), (9, "groups", SERVED), (32, "no groups, shared", SERVED), (8, "few", Division(4, 8))],
+    [(1, "groups", SERVED), (9, "groups", SERVED), (32, "no groups, shared", SERVED), (8, "few", Division(8, 4))],
 )
 def test_choices(rows, which, division):
     torch.manual_seed(rows)

@@ -44,9 +44,9 @@ class LayerValues:
         """Stand in for `attention.forward_absorb_core`."""
         self.attention = attention
         self.own: Callable = attention.forward_absorb_core
-        self.most_rows = few_rows(attention.v_head_dim)
         self.scales, self.arrived = scales_of(attention.o_proj), value_counters(attention.w_vc)
         self.most_of_heads, self.most_early = served_values(attention.w_vc), take_output(attention.o_proj)
+        self.most_rows = max(self.most_of_heads, few_rows(attention.v_head_dim))
         if self.most_of_heads and attention.w_vc.is_cuda:
             compile_values_ahead(attention.w_vc, self.scales)
 
