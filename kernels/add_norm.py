@@ -15,8 +15,8 @@ from nsa_backend.kernels import cuda_source
 from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.checks import check_tensor
 from nsa_backend.kernels.cuda_source import Launch
-from nsa_backend.kernels.layer_front import empty_input
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+from nsa_backend.kernels.projection_inputs import empty_input
 
 SOURCE = Path(__file__).with_name("add_norm.cu")
 EACH = 2
@@ -89,7 +89,7 @@ def add_norm(
         launch: in place of a GPU.
 
     Returns:
-        The norm as `layer_front.quantise` gives it, and None without `scales`.
+        The norm as `projection_inputs.quantise` gives it, and None without `scales`.
 
     Raises:
         ValueError: a tensor has another shape, dtype or layout, or `problem` says why the launch cannot have it.

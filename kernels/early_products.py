@@ -7,12 +7,12 @@ weights stay in registers, and all blocks run at once.
 from __future__ import annotations
 
 import ctypes
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from nsa_backend.kernels import cuda_source
 from nsa_backend.kernels.block_fp8 import Product, check
 from nsa_backend.kernels.cuda_source import CudaKernel, Launch
 from nsa_backend.kernels.layer_front_weights import GROUP
@@ -88,12 +88,9 @@ def constants(inner: int, tile: Tile, gates_dtype: torch.dtype = torch.float32) 
     }  # fmt: skip
 
 
-@functools.cache
-def compiled_on(device: int, inner: int, tile: Tile, gates_dtype: torch.dtype) -> CudaKernel:
-    """The kernel for rows of so many values, compiled at its first call on a device."""
-    with torch.cuda.device(device):
-        macros = constants(inner, tile, gates_dtype)
-        return CudaKernel(SOURCE, SOURCE.stem, macros, tile.warps * 32, tile.shared_bytes(inner))
+def _kernel(device: int, inner: int, tile: Tile, gates_dtype: torch.dtype) -> CudaKernel:
+    block = tile.warps * 32, tile.shared_bytes(inner)
+    return cuda_source.kernel_on(device, SOURCE, *block, **constants(inner, tile, gates_dtype))
 
 
 def compile_ahead(device: torch.device, inner: int, gates_dtype: torch.dtype = torch.float32) -> None:
@@ -102,7 +99,7 @@ def compile_ahead(device: torch.device, inner: int, gates_dtype: torch.dtype = t
     Raises:
         RuntimeError: NVRTC or the driver refuses.
     """
-    compiled_on(torch.cuda.current_device() if device.index is None else device.index, inner, tile_for(inner), gates_dtype)
+    _kernel(cuda_source.index_of(device), inner, tile_for(inner), gates_dtype)
 
 
 def problem(inner: int, *columns: int, gates: int = 0) -> str | None:
@@ -169,6 +166,6 @@ def early_products(
         weights[0], weights[1] if second is not None else Weight(), of_hidden.data_ptr(), outs[-1].data_ptr(), x.data_ptr(),
         x_scales.data_ptr(), hidden.data_ptr(), *x_scales.stride(), of_gates, rows, before_ours,
     )  # fmt: skip
-    launch = launch or compiled_on(x.device.index, inner, tile, gates_dtype).launch
+    launch = launch or _kernel(x.device.index, inner, tile, gates_dtype).launch
     launch((sum(weight.blocks for weight in weights) + of_gates // GATES, 1), arguments)
     return tuple(outs)

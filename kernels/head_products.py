@@ -15,8 +15,8 @@ from nsa_backend.kernels import cuda_source
 from nsa_backend.kernels.blocks import blocks, power_of_two
 from nsa_backend.kernels.checks import require
 from nsa_backend.kernels.cuda_source import Launch
-from nsa_backend.kernels.layer_front import empty_input
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
+from nsa_backend.kernels.projection_inputs import empty_input
 from nsa_backend.kernels.rope_quantise import Turned, turned
 
 QUERIES = Path(__file__).with_name("head_queries.cu")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from nsa_backend.kernels.layer_front import empty_input
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.kernels.projection_inputs import empty_input
 
 FP8_MAX = 448.0
 LANES = 32

@@ -1,6 +1,11 @@
 """Behind a layer's first products one launch, to the bits of SGLang's own sequence of small kernels: norm_rope_store.cu.
 
 It norms and quantises the query's latent, and writes KV and index keys. A prefill in pieces has the index keys alone.
+
+    x -> qkv_a | wk | weights_proj -> `norm_rope_store` -> q_b | wq_b -> `rope_quantise` -> logits, top-k, attention
+    x -> qkv_a                     -> `norm_rope_store` -> q_b        -> `rope_query`    -> attention
+
+The second line is of layers that attend to what an earlier one has selected.
 """
 
 from __future__ import annotations
@@ -13,15 +18,18 @@ import torch
 from nsa_backend.kernels import cuda_source
 from nsa_backend.kernels.checks import check_tensor, require
 from nsa_backend.kernels.cuda_source import Launch
-from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, empty_input
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
 from nsa_backend.kernels.local_slots import check_rank
+from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.kernels.projection_inputs import empty_input
 
 SOURCE = Path(__file__).with_name("norm_rope_store.cu")
 THREADS = 32
 """Of a block."""
 INDEX_KEY = 2
 """Number of the part of a row that writes its index key; before it are the query's latent and KV."""
+INDEX_PAGE_BYTES = PAGE_SIZE * (GROUP + 4)
+"""Of a page of index keys: FP8 values, then float32 scales."""
 MISREAD = "the kernel would misread it"
 
 

@@ -7,14 +7,14 @@ ahead runs, and whoever adds up a token's logits chooses for it.
 from __future__ import annotations
 
 import ctypes
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from nsa_backend.kernels.blocks import power_of_two
+from nsa_backend.kernels import cuda_source
+from nsa_backend.kernels.blocks import blocks, power_of_two
 from nsa_backend.kernels.checks import require
 from nsa_backend.kernels.cuda_source import CudaKernel, Launch
 
@@ -95,15 +95,12 @@ def constants(hidden: int, choice: Choice, rows: int, division: Division = SERVE
 
 def tiles_of(rows: int) -> int:
     """Tiles of eight rows that a launch of so many is compiled for."""
-    return power_of_two(-(-rows // 8))
+    return power_of_two(blocks(rows, 8))
 
 
-@functools.cache
-def compiled_on(device: int, hidden: int, choice: Choice, tiles: int, division: Division) -> CudaKernel:
-    """The kernel, compiled at its first call on a device."""
-    with torch.cuda.device(device):
-        macros = constants(hidden, choice, 8 * tiles, division)
-        return CudaKernel(SOURCE, SOURCE.stem, macros, division.warps * 32, division.shared_bytes(tiles))
+def _kernel(device: int, hidden: int, choice: Choice, rows: int, division: Division) -> CudaKernel:
+    block = division.warps * 32, division.shared_bytes(tiles_of(rows))
+    return cuda_source.kernel_on(device, SOURCE, *block, **constants(hidden, choice, rows, division))
 
 
 def compile_ahead(device: torch.device, hidden: int, choice: Choice) -> None:
@@ -112,9 +109,8 @@ def compile_ahead(device: torch.device, hidden: int, choice: Choice) -> None:
     Raises:
         RuntimeError: NVRTC or the driver refuses.
     """
-    index = torch.cuda.current_device() if device.index is None else device.index
     for rows in range(8, MOST_ROWS + 1, 8):
-        compiled_on(index, hidden, choice, tiles_of(rows), SERVED)
+        _kernel(cuda_source.index_of(device), hidden, choice, rows, SERVED)
 
 
 def problem(experts: int, hidden: int, choice: Choice) -> str | None:
@@ -187,6 +183,6 @@ def route(
     chosen = torch.empty(rows, each, dtype=torch.int32, device=hidden.device)
     tensors = hidden, weight, bias, sums, logits, shares, chosen, arrived
     arguments = Arguments(*(tensor.data_ptr() for tensor in tensors), factor, of_shared, rows)
-    launch = launch or compiled_on(hidden.device.index, width, choice, tiles_of(rows), division).launch
+    launch = launch or _kernel(hidden.device.index, width, choice, rows, division).launch
     launch((division.blocks, 1), arguments)
     return Routed(logits, shares, chosen)

@@ -7,7 +7,6 @@ row_products.cu has them take 64 rows.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import ClassVar
 
 import torch
 
+from nsa_backend.kernels import cuda_source
 from nsa_backend.kernels.block_fp8 import Product, check
 from nsa_backend.kernels.blocks import blocks
 from nsa_backend.kernels.cuda_source import ALIGNMENT, Boxes, CudaKernel, Launch, TensorMap, tensor_map
@@ -166,12 +166,9 @@ def constants(inner: int, tile: Tile | RowTile, gates_dtype: torch.dtype = torch
     return {"INNER": inner, "GATES_BF16": int(gates_dtype == torch.bfloat16), **tile.macros}
 
 
-@functools.cache
-def compiled_on(device: int, inner: int, tile: Tile | RowTile, gates_dtype: torch.dtype) -> CudaKernel:
-    """The kernel for rows of so many values, compiled at its first call on a device."""
-    with torch.cuda.device(device):
-        macros = constants(inner, tile, gates_dtype)
-        return CudaKernel(tile.source, tile.source.stem, macros, tile.threads, tile.shared_bytes(inner))
+def _kernel(device: int, inner: int, tile: Tile | RowTile, gates_dtype: torch.dtype) -> CudaKernel:
+    block = tile.threads, tile.shared_bytes(inner)
+    return cuda_source.kernel_on(device, tile.source, *block, **constants(inner, tile, gates_dtype))
 
 
 def compile_ahead(
@@ -187,9 +184,8 @@ def compile_ahead(
     Raises:
         RuntimeError: NVRTC or the driver refuses.
     """
-    index = torch.cuda.current_device() if device.index is None else device.index
     for tile in {tile_for(inner, count, widths, gates) for count in rows}:
-        compiled_on(index, inner, tile, gates_dtype)
+        _kernel(cuda_source.index_of(device), inner, tile, gates_dtype)
 
 
 def problem(inner: int, *columns: int, gates: int = 0) -> str | None:
@@ -262,6 +258,6 @@ def tile_products(
         maps[0], maps[-1], others[1], boxes(x, tile.rows), others[2], weights[0],
         weights[1] if second is not None else Weight(), others[0], x_scales.data_ptr(), *x_scales.stride(), rows, before_ours,
     )  # fmt: skip
-    launch = launch or compiled_on(x.device.index, inner, tile, gates_dtype).launch
+    launch = launch or _kernel(x.device.index, inner, tile, gates_dtype).launch
     launch((blocks_of(tile, widths, of_gates), 1), arguments)
     return tuple(outs)

@@ -13,10 +13,10 @@ import triton.language as tl
 from nsa_backend.kernels.blocks import blocks, power_of_two
 from nsa_backend.kernels.checks import require
 from nsa_backend.kernels.dependent_launch import early, wait_for_kernel_ahead
-from nsa_backend.kernels.layer_front import empty_input
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_steps import quantised, rounded
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+from nsa_backend.kernels.projection_inputs import empty_input
 
 MOST_ROWS = 128
 LEAST_TILE, MOST_TILE = 16, 64

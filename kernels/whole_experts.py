@@ -8,14 +8,13 @@ tokens of a prefill.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from nsa_backend.kernels import expert_order
+from nsa_backend.kernels import cuda_source, expert_order
 from nsa_backend.kernels.checks import check_tensor
 from nsa_backend.kernels.cuda_source import ALIGNMENT, Boxes, CudaKernel, Launch, TensorMap, tensor_map
 from nsa_backend.kernels.few_experts import ExpertWeights, check_weights
@@ -82,11 +81,8 @@ class Arguments(ctypes.Structure):
     ]
 
 
-@functools.cache
-def compiled_on(device: int, form: Form) -> CudaKernel:
-    """The kernel, compiled at its first call on a device."""
-    with torch.cuda.device(device):
-        return CudaKernel(SOURCE, SOURCE.stem, form.constants, THREADS, form.shared_bytes)
+def _kernel(device: int, form: Form) -> CudaKernel:
+    return cuda_source.kernel_on(device, SOURCE, THREADS, form.shared_bytes, **form.constants)
 
 
 def compile_ahead(device: torch.device, hidden: int, width: int, rows: Iterable[int]) -> None:
@@ -96,7 +92,7 @@ def compile_ahead(device: torch.device, hidden: int, width: int, rows: Iterable[
         RuntimeError: NVRTC or the driver refuses.
     """
     for count in rows:
-        compiled_on(torch.cuda.current_device() if device.index is None else device.index, Form(hidden, width, count))
+        _kernel(cuda_source.index_of(device), Form(hidden, width, count))
 
 
 def problem(hidden: int, width: int) -> str | None:
@@ -178,6 +174,6 @@ def whole_experts(
         )  # fmt: skip
         of_weights = boxes(weights.first.view(-1, hidden), BOX_ROWS), boxes(weights.second.view(-1, width), BOX_ROWS)
         arguments = Arguments(*of_weights, *(tensor.data_ptr() for tensor in tensors), shares.numel(), each)
-        launch = launch or compiled_on(out.device.index, Form(hidden, width, rows)).launch
+        launch = launch or _kernel(out.device.index, Form(hidden, width, rows)).launch
         launch((num_sms, 1), arguments)
     return out

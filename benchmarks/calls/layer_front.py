@@ -15,9 +15,8 @@ from nsa_backend.benchmarks.calls.timing import captured_graph, interleaved
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
-from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
-from nsa_backend.kernels.norm_rope_store import norm_rope_store
+from nsa_backend.kernels.norm_rope_store import INDEX_PAGE_BYTES, norm_rope_store
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.rope_quantise import rope_quantise
 from nsa_backend.kernels.value_products import value_counters, value_products

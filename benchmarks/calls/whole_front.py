@@ -22,7 +22,7 @@ from nsa_backend.benchmarks.calls.timing import captured_graph, kernel_us
 from nsa_backend.benchmarks.calls.whole_layer import POSITIONS, SHAPES, TOPK, whole_layer
 from nsa_backend.benchmarks.reports.cells import Cell
 from nsa_backend.benchmarks.reports.report import print_table
-from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
+from nsa_backend.kernels.norm_rope_store import INDEX_PAGE_BYTES
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.sparse_decode import sparse_decode
 from nsa_backend.kernels.value_products import MOST_ROWS

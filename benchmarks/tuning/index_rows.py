@@ -17,9 +17,8 @@ import triton
 
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.kernels.cuda_source import CudaKernel
-from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights
-from nsa_backend.kernels.norm_rope_store import store_index_keys
+from nsa_backend.kernels.norm_rope_store import INDEX_PAGE_BYTES, store_index_keys
 from nsa_backend.kernels.plan import PAGE_SIZE
 from nsa_backend.kernels.rope_quantise import SOURCE, THREADS, constants, index_queries
 from nsa_backend.testing.process import start_sglang

@@ -24,8 +24,8 @@ from nsa_backend.benchmarks.calls.timing import right_ones
 from nsa_backend.benchmarks.commands.attention import timed
 from nsa_backend.benchmarks.reports.report import environment, print_table, write_report
 from nsa_backend.kernels import early_products, tile_products
-from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+from nsa_backend.kernels.projection_inputs import quantise
 from nsa_backend.testing.process import start_sglang
 
 SHAPES = {

@@ -7,7 +7,7 @@ import torch
 
 from nsa_backend.benchmarks.calls import whole_front
 from nsa_backend.benchmarks.calls.timing import captured_graph
-from nsa_backend.kernels import layer_front
+from nsa_backend.kernels import projection_inputs
 from nsa_backend.kernels.cuda_source import CudaKernel
 from nsa_backend.releases import layer_front_problem
 
@@ -27,7 +27,7 @@ def test_replays_give_what_one_launch_after_another_gives(make_runner, monkeypat
         calls = sides["ours"]
         replay, found = captured(calls)
         with monkeypatch.context() as apart:
-            apart.setattr(layer_front, "early", lambda on_gpu: {})  # of the launch that quantises
+            apart.setattr(projection_inputs, "early", lambda on_gpu: {})  # of the launch that quantises
             apart.setattr(CudaKernel, "launch", behind_another(CudaKernel.launch))
             replay_apart, wanted = captured(calls)
         replay_apart()

@@ -61,7 +61,7 @@ def test_an_input_that_was_quantised_once_gives_the_products_of_one_that_a_proje
     """DeepGEMM's products are the same bits whoever quantises, which two projections of one input rely on."""
     from sglang.srt.layers.quantization import fp8_utils
 
-    from nsa_backend.kernels.layer_front import quantise
+    from nsa_backend.kernels.projection_inputs import quantise
 
     x = torch.randn(rows, 1536, device="cuda").bfloat16()
     weight = torch.randn(2112, 1536, device="cuda").to(torch.float8_e4m3fn)

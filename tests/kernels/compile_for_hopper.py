@@ -27,21 +27,17 @@ from nsa_backend.kernels.expert_activation import MOST_OF_PROGRAM, activate_kern
 from nsa_backend.kernels.expert_order import CHUNK, GROUPS, order_kernel
 from nsa_backend.kernels.few_experts import ONE as ONE_TOKEN
 from nsa_backend.kernels.few_experts import SOME, down_kernel, gate_up_kernel
-from nsa_backend.kernels.layer_front import quantise_kernel
+from nsa_backend.kernels.projection_inputs import quantise_kernel
 from nsa_backend.kernels.sparse_decode_kernel import attend_kernel, join_kernel
 from nsa_backend.kernels.sparse_decode_plan import Join, Split, Tile
 from nsa_backend.kernels.value_products import DIVIDED, value_products_kernel
 
 OF_TYPE = {
-    "*bf16": "q_nope_ptr q_rope_ptr k_rope_ptr out_ptr qkv_ptr key_ptr q_weight_ptr latent_weight_ptr query_ptr q_rope_out_ptr "
-    "attended_ptr weight_ptr",
-    "*fp8e4nv": "q_ptr index_ptr quantised_ptr x_ptr",
-    "*fp32": "partial_ptr lse_ptr joined_ptr scales_ptr second_scales_ptr sums_ptr key_weight_ptr key_bias_ptr cos_sin_ptr "
-    "index_cos_sin_ptr q_scales_ptr latent_scales_ptr index_scales_ptr gates_ptr weights_ptr",
-    "*i32": "slots_ptr lens_ptr union_ptr counts_ptr marks_ptr arrived_ptr",
-    "*i64": "positions_ptr",
-    "*u8": "rows_ptr",
-    "fp32": "scale cap q_eps latent_eps key_eps",
+    "*bf16": "q_nope_ptr q_rope_ptr k_rope_ptr out_ptr attended_ptr weight_ptr",
+    "*fp8e4nv": "x_ptr",
+    "*fp32": "partial_ptr lse_ptr joined_ptr scales_ptr second_scales_ptr sums_ptr",
+    "*i32": "slots_ptr lens_ptr arrived_ptr",
+    "fp32": "scale cap",
 }
 TYPES = {name: of_type for of_type, names in OF_TYPE.items() for name in names.split()}
 ALIGNED = {"q_nope_row_stride", "q_nope_head_stride", "q_rope_row_stride", "q_rope_head_stride"}

@@ -24,13 +24,13 @@ from nsa_backend.kernels import plan as plans
 from nsa_backend.kernels.batch_inputs import BatchInputs
 from nsa_backend.kernels.buffers import MetadataBuffers
 from nsa_backend.kernels.join_query import join_query
-from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.kernels.local_slots import local_slots
 from nsa_backend.kernels.metadata import write_metadata
 from nsa_backend.kernels.partial_lse import partial_lse
 from nsa_backend.kernels.plan import MetadataPlan
 from nsa_backend.kernels.prefill import write_prefill
+from nsa_backend.kernels.projection_inputs import quantise
 from nsa_backend.kernels.round_tensors import RoundInputs, SamplingParameters, fill_round_inputs, store_round_results
 from nsa_backend.kernels.sparse_decode import Parts, sparse_decode
 from nsa_backend.kernels.sparse_decode_plan import Split, Tile

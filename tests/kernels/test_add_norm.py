@@ -8,9 +8,9 @@ from emulated import norming
 
 from nsa_backend.kernels.add_norm import SOURCE, add_norm, constants
 from nsa_backend.kernels.cuda_source import compiled
-from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_torch import add_norm_torch
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+from nsa_backend.kernels.projection_inputs import quantise
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -8,8 +8,8 @@ import torch
 from nsa_backend.kernels import expert_order
 from nsa_backend.kernels.expert_order import most_rows, order
 from nsa_backend.kernels.expert_order_torch import order_torch
-from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
+from nsa_backend.kernels.projection_inputs import quantise
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
 
 HIDDEN = 1024

@@ -10,8 +10,8 @@ import torch
 
 from nsa_backend.kernels.few_experts import MOST_TOKENS, ExpertWeights, Tile, few_experts, problem
 from nsa_backend.kernels.few_experts_torch import few_experts_torch, in_torch
-from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+from nsa_backend.kernels.projection_inputs import quantise
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -9,9 +9,9 @@ from emulated import around, making_values, readying_queries
 from nsa_backend.kernels import head_products
 from nsa_backend.kernels.cuda_source import compiled
 from nsa_backend.kernels.head_products import LATENT, head_queries, head_values
-from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_torch import rope_query_torch
 from nsa_backend.kernels.layer_front_weights import FrontWeights, Scales
+from nsa_backend.kernels.projection_inputs import quantise
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

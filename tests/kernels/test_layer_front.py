@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from nsa_backend.kernels import norm_rope_store as norms
 from nsa_backend.kernels import rope_quantise as queries
 from nsa_backend.kernels.cuda_source import compiled
-from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, quantise
 from nsa_backend.kernels.layer_front_torch import norm_rope_store_torch, rope_quantise_torch
 from nsa_backend.kernels.layer_front_torch import quantise as quantise_torch
 from nsa_backend.kernels.layer_front_weights import GROUP, FrontWeights, Scales
+from nsa_backend.kernels.norm_rope_store import INDEX_PAGE_BYTES
 from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.kernels.projection_inputs import quantise
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
 
 POISON = 0x5A

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nsa_backend.kernels import value_products as value_kernel
-from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_torch import value_products_torch
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
+from nsa_backend.kernels.projection_inputs import quantise
 from nsa_backend.kernels.value_products import MOST_ROWS, value_counters, value_products
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -18,9 +18,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from nsa_backend.adapters import divided_indexer
 from nsa_backend.adapters.dsa.layer_front import index_prefills
 from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT
-from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
 from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.kernels.projection_inputs import quantise
 
 TOKENS, PADDED = 6, 8
 

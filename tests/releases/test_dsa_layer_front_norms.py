@@ -20,9 +20,9 @@ from nsa_backend.adapters.dsa.layer_front.front import LayerFront
 from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT, quantised_input
 from nsa_backend.adapters.routers import LayerRouter
 from nsa_backend.benchmarks.checkpoints import faithful
-from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_torch import add_norm_torch
 from nsa_backend.kernels.layer_front_weights import Scales
+from nsa_backend.kernels.projection_inputs import quantise
 from nsa_backend.testing.interpreter import round_as_a_gpu_does
 
 WIDTH = 256

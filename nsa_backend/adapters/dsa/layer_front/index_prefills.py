@@ -25,8 +25,8 @@ from nsa_backend.adapters.dsa.layer_front.rule import weights_of
 from nsa_backend.adapters.sglang_types import ForwardBatch, HookType
 from nsa_backend.adapters.shared import hook
 from nsa_backend.kernels import norm_rope_store, rope_quantise
-from nsa_backend.kernels.layer_front import ALIGNED
 from nsa_backend.kernels.layer_front_weights import FrontWeights
+from nsa_backend.kernels.projection_inputs import ALIGNED
 
 logger = logging.getLogger(__name__)
 

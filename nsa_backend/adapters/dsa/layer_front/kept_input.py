@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_backend.kernels.layer_front import quantise
 from nsa_backend.kernels.layer_front_weights import Scales
+from nsa_backend.kernels.projection_inputs import quantise
 
 
 @dataclass

@@ -21,8 +21,8 @@ from nsa_backend.adapters.routers import LayerRouter
 from nsa_backend.kernels import add_norm as kernels
 from nsa_backend.kernels import router
 from nsa_backend.kernels.add_norm import add_norm
-from nsa_backend.kernels.layer_front import ALIGNED
 from nsa_backend.kernels.layer_front_weights import Scales
+from nsa_backend.kernels.projection_inputs import ALIGNED
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ import torch
 
 from nsa_backend.adapters.dsa.layer_front import builtin
 from nsa_backend.adapters.dsa.layer_front.rule import weights_of
-from nsa_backend.kernels.layer_front import INDEX_PAGE_BYTES, quantise
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
-from nsa_backend.kernels.norm_rope_store import norm_rope_store, store_index_keys
+from nsa_backend.kernels.norm_rope_store import INDEX_PAGE_BYTES, norm_rope_store, store_index_keys
 from nsa_backend.kernels.plan import PAGE_SIZE
+from nsa_backend.kernels.projection_inputs import quantise
 from nsa_backend.kernels.rope_quantise import FEW_ROWS, index_queries, rope_quantise, rope_query
 
 ROWS = 48, FEW_ROWS + 8

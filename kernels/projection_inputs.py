@@ -1,10 +1,4 @@
-"""The front of a sparse MLA layer in two launches, each the bytes of SGLang's own sequence of small kernels, and their inputs.
-
-    x -> qkv_a | wk | weights_proj -> `norm_rope_store` -> q_b | wq_b -> `rope_quantise` -> logits, top-k, attention
-    x -> qkv_a                     -> `norm_rope_store` -> q_b        -> `rope_query`    -> attention
-
-The second line is of layers that attend to what an earlier one has selected.
-"""
+"""What block-FP8 projections of a layer read: values in FP8 and their scales, as SGLang quantises them, in one launch."""
 
 from __future__ import annotations
 
@@ -18,12 +12,9 @@ from nsa_backend.kernels.dependent_launch import early, let_next_begin, wait_for
 from nsa_backend.kernels.layer_front_steps import GROUP as GROUP_OF_KERNEL
 from nsa_backend.kernels.layer_front_steps import quantised
 from nsa_backend.kernels.layer_front_weights import GROUP, Scales
-from nsa_backend.kernels.plan import PAGE_SIZE
 
 GROUPS = 8
 """Groups a program takes of a row that it quantises."""
-INDEX_PAGE_BYTES = PAGE_SIZE * (GROUP + 4)
-"""Of a page of index keys: FP8 values, then float32 scales."""
 ALIGNED = 4
 """Rows of a projection's input: of a multiple of so many, scales leave no room between groups."""
 
