@@ -40,7 +40,8 @@ PARTS = {
     "quantisation": r"group_quant|act_quant|per_token_quant|fp8_quant|^quantise_kernel",
     "indexer": r"hadamard|indexer|triton_poi_fused_mul|generalLayerNorm|layer_norm_kernel|_get_k_and_s",
     "RoPE, norms, writes": r"rope|rotary|RMSNorm|rms_norm|add_norm|eh_norm|kv_buffer|concat_mla|concat_and_c|join_query",
-    "projections": r"fp8_gemm|fp8_blockscale_gemm|nvjet|splitKreduce|gemm|cublas|(early|tile|row|value)_products",
+    "projections": r"fp8_gemm|fp8_blockscale_gemm|nvjet|splitKreduce|gemm|cublas|(early|tile|row|value)_products"
+    r"|^head_(values|queries)",
 }
 """Part to what the names of its kernels contain; the first one counts, and what is in none is `rest`. SwiGLU of dense layers is
 the kernel of the experts' too. `exchange` is what goes between ranks but sums: of decode context parallel the gathered heads,

@@ -44,6 +44,7 @@ MORE = {
     **dict.fromkeys(("gate_up_kernel", "down_kernel", "activate_kernel", "order_kernel", "gate_up_rows", "down_blocks"), "MoE"),
     **dict.fromkeys(("gate_up", "down", "whole_experts", "router", "_router_triton_kernel"), "MoE"),
     **dict.fromkeys(("early_products", "tile_products", "row_products", "value_products_kernel"), "projections"),
+    **dict.fromkeys(("head_values", "head_queries"), "projections"),
     "quantise_kernel": "quantisation",
     **dict.fromkeys(("rope_quantise", "norm_rope_store", "add_norm"), "RoPE, norms, writes"),
     "transform_index_page_table_decode_kernel": "rest",
