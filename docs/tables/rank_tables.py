@@ -62,8 +62,8 @@ VLLM = "vllm"
 FILES = {FIRST_RANK: FIRST_FILE, GLM_RANK: GLM_FILE, GLM_52_RANK: GLM_52_FILE}
 """Of the ranks that vLLM ran."""
 LONG_PROMPTS = {
-    FIRST_RANK: ("copies_left_out", "second_product", "weights_come_early", "tokens_to_32768"),
-    GLM_RANK: ("five_drafts", "both_products", "weights_come_early"),
+    FIRST_RANK: ("copies_left_out", "second_product", "weights_come_early", "tokens_to_32768", "newest_front"),
+    GLM_RANK: ("five_drafts", "both_products", "weights_come_early", "newest_front"),
 }
 """Ranks to the reports of the newest first tokens after long prompts, a later one in place of an earlier one."""
 STEADY = 0.15
@@ -329,8 +329,14 @@ def glm_one_draft() -> str:
 
 
 @PARTS.part
+def dp_one_draft() -> str:
+    """The same under DP attention."""
+    return of_drafts(DP_RANK, 1)
+
+
+@PARTS.part
 def five_drafts() -> str:
-    """The same of five."""
+    """The same of five on the first rank."""
     return of_drafts(FIRST_RANK, 5)
 
 

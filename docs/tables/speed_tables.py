@@ -19,9 +19,9 @@ from nsa_backend.attention.auto import CANDIDATES, least_together
 from nsa_backend.benchmarks.calls.whole_layer import SHAPES
 from nsa_backend.benchmarks.reports.rank_rows import ONE_RANK
 from nsa_backend.benchmarks.tuning.experts import AMONG, EARLY, WHOLE, over_sglangs, wins
+from nsa_backend.kernels.add_norm import EACH
 from nsa_backend.kernels.few_experts import Tile, tile_for
-from nsa_backend.kernels.head_products import FEW_QUERIES, FEW_VALUES
-from nsa_backend.kernels.router import MOST_ROWS, SERVED
+from nsa_backend.kernels.router import SERVED
 from nsa_backend.kernels.value_products import few_rows
 
 PARTS = Parts()
@@ -331,21 +331,44 @@ def few_experts() -> str:
     return table(["tokens:", *map(str, counts)], found)
 
 
-def of_routers(what: str, way: str) -> str:
-    rows = result("experts_0_5_23", "routers_to_128_rows")["rows"]
-    return spread(row["us"][way] / row["us"]["SGLang's"] for row in rows if row["what"] == what and row["rows"] <= MOST_ROWS)
+ROUTERS = "experts_0_5_23", "norms_and_routers_by_division"
+HEADS = "attention_0_5_23", "heads_beside_sglang"
+"""Files and reports of what stands between two halves of a layer, and of products with a weight of each head's own."""
+
+
+def over_sglangs_launches(report: tuple[str, str], what: str, way: str) -> str:
+    """Of both models and all numbers of rows."""
+    return spread(row["us"][way] / row["us"][SGLANGS] for row in result(*report)["rows"] if row["what"] == what)
 
 
 @PARTS.part
 def routers() -> str:
-    """Of both models and all numbers of rows: the launch of a router over SGLang's product and choice."""
-    return of_routers("router", str(SERVED).replace(")", ", tiles=1)"))
+    """The launch of a router over SGLang's product and choice."""
+    return over_sglangs_launches(ROUTERS, "router", str(SERVED))
 
 
 @PARTS.part
 def routers_behind_norms() -> str:
-    """The same with the norm before it, and a copy of its rows."""
-    return of_routers("norm, router", "add_norm, router")
+    """The same with the norm before it, and a copy of its rows; the router is divided as it was before that run."""
+    return over_sglangs_launches(ROUTERS, "norm, router", "add_norm, router")
+
+
+@PARTS.part
+def norms_alone() -> str:
+    """Sums and norms that quantise nothing, with copies of their rows, over SGLang's."""
+    return over_sglangs_launches(ROUTERS, "norm", f"add_norm {EACH}")
+
+
+@PARTS.part
+def values_of_heads() -> str:
+    """Values with o_proj's quantisation over SGLang's product and quantisation."""
+    return over_sglangs_launches(HEADS, "values", "head_values")
+
+
+@PARTS.part
+def queries_of_heads() -> str:
+    """MLA's query over SGLang's product beside what it turns."""
+    return over_sglangs_launches(HEADS, "queries", "head_queries")
 
 
 @PARTS.part
@@ -410,40 +433,16 @@ def whole_layers() -> str:
     return ", ".join(f"{ratio} on {name}" for name, ratio in ratios.items())
 
 
-def over_before(report: str, kernel: str, *, new: str, old: str, most: int) -> list[float]:
-    """Of a kernel with what is beside it, over the launch before, in all cells that have both."""
-    rows = result("attention_0_5_23", report)["rows"]
-    found = [row["us"] for row in rows if row["kernel"] == kernel and row["rows"] <= most]
-    return [us[new] / us[old] for us in found if new in us]
-
-
 @PARTS.part
 def newest_front() -> str:
-    """Of both launches in front of a layer, of values and of MLA's query, as they are served with those beside them."""
-    fewest = min(FEW_QUERIES.values())
+    """Both launches in front of a layer, each with the one before it, as they are served over what served before."""
+    rows = result("attention_0_5_23", "front_in_cuda")["rows"]
+    served = {"norm_rope_store": "product, cuda", "rope_quantise": "product, cuda 16 128"}
     return spread(
-        over
-        for report, kernel, new, old, most in (
-            ("front_in_cuda", "norm_rope_store", "product, cuda", "product, old", 128),
-            ("front_in_cuda", "rope_quantise", "product, cuda 16 128", "product, old", 128),
-            ("heads_of_few_rows", "values", "ahead, cuda early, o_proj", "ahead, old, o_proj", FEW_VALUES),
-            ("heads_of_few_rows", "values", "ahead, cuda", "ahead, old", FEW_VALUES),
-            ("heads_of_few_rows", "queries", "product, cuda, ahead", "product, both, ahead", fewest),
-        )
-        for over in over_before(report, kernel, new=new, old=old, most=most)
+        row["us"][way] / row["us"]["product, old"]
+        for row in rows
+        if row["rows"] <= FRONT_ROWS[-1] and (way := served.get(row["kernel"])) in row["us"]
     )
-
-
-@PARTS.part
-def norms_alone() -> str:
-    """Of sums and norms that quantise nothing, with half as many values a thread as serves, over the launch before."""
-    return spread(over_before("heads_of_few_rows", "add_norm None", new="cuda", old="old", most=128))
-
-
-@PARTS.part
-def early_routers() -> str:
-    """Of norm and router, with weights that come early over weights that came late."""
-    return spread(over_before("heads_of_few_rows", "router", new="norm, new", old="norm, old", most=MOST_ROWS))
 
 
 def metadata_shapes() -> list[dict]:

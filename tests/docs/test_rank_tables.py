@@ -14,6 +14,7 @@ import speed_tables
 
 from nsa_backend.benchmarks.reports import file_report
 from nsa_backend.benchmarks.reports.parts import PARTS, REST
+from nsa_backend.kernels.router import Division
 
 FIRST_TURN = {"builtin": 10.0, "ours": 9.8, "front": 9.0, "front_verify": 8.0, "auto": 8.5, "sparse_prefill": 7.0}
 
@@ -313,6 +314,7 @@ def test_prompts_that_are_longer_than_tables_have_are_told_in_a_sentence(filed):
     filed("second_product", "new", [row for row in of_newer if row["length"] == 4096])
     filed("weights_come_early", "new", [])
     filed("tokens_to_32768", "new", [row for row in of_newer if row["length"] != 4096])
+    filed("newest_front", "new", [])
     filed("alone", "new", served(cell(3, 8, 32768), "default", 1.0))
     assert rank_tables.long_requests() == "32768 / 131072 tokens 0.693 / 0.792 of 1; 8192 tokens 0.524 of 8"
     assert rank_tables.longer_first_tokens() == "0.50 / 0.69 / 0.60 of 1, 0.52 of 8"
@@ -433,26 +435,31 @@ def test_experts_are_told_by_rank(filed):
     assert speed_tables.experts_divided() == "0.70"
 
 
-def test_newer_launches_are_told_over_those_before_up_to_the_rows_that_they_serve(filed):
-    def measured(kernel: str, rows: int, new: str, us: float, old: str = "product, old") -> dict:
-        return {"kernel": kernel, "model": "v32", "rows": rows, "us": {new: us, old: 10.0}}
-
-    filed("front_in_cuda", "new", [measured("rope_quantise", 128, "product, cuda 16 128", 8.0)], topic="attention")
-    filed(
-        "heads_of_few_rows",
-        "new",
-        [
-            measured("values", 16, "ahead, cuda", 9.0, "ahead, old"),
-            measured("values", 32, "ahead, cuda", 11.0, "ahead, old"),
-            measured("add_norm None", 1, "cuda", 11.0, "old"),
-            measured("router", 32, "norm, new", 7.0, "norm, old"),
-            measured("router", 128, "norm, new", 12.0, "norm, old"),
-        ],
-        topic="attention",
-    )
+def test_newer_launches_are_told_with_those_before_them_up_to_the_rows_that_they_serve(filed):
+    """A launch without the one before it is told nowhere."""
+    both = {"product, cuda 16 128": 8.0, "product, old": 10.0}
+    us = {4: {"cuda 16 128": 1.0, "old": 2.0}, 128: both, 256: both | {"product, cuda 16 128": 11.0}}
+    rows = [{"kernel": "rope_quantise", "model": "v32", "rows": n, "us": each} for n, each in us.items()]
+    store = {"kernel": "norm_rope_store", "model": "v32", "rows": 1, "us": {"product, cuda": 9.0, "product, old": 10.0}}
+    filed("front_in_cuda", "new", [*rows, store], topic="attention")
     assert speed_tables.newest_front() == "0.80 to 0.90"
-    assert speed_tables.early_routers() == "0.70"
-    assert speed_tables.norms_alone() == "1.10"
+
+
+def test_launches_between_halves_of_a_layer_and_of_heads_are_told_beside_sglangs(filed):
+    def measured(what: str, **ways: float) -> dict:
+        return {"model": "GLM-5", "what": what, "rows": 8, "us": {"SGLang's": 10.0} | ways}
+
+    rows = [
+        measured("router", **{str(Division(2, 2)): 1.0, str(speed_tables.SERVED): 4.0}),
+        measured("norm, router", **{"router": 7.0, "add_norm, router": 6.0}),
+        *(measured("norm", **{"add_norm 1": 1.0, f"add_norm {speed_tables.EACH}": us}) for us in (8.0, 9.0)),
+    ]
+    filed("norms_and_routers_by_division", "new", rows, topic="experts")
+    rows = [measured("values", value_products=1.0, head_values=5.0), measured("queries", head_queries=7.0)]
+    filed("heads_beside_sglang", "new", rows, topic="attention")
+    assert (speed_tables.routers(), speed_tables.routers_behind_norms()) == ("0.40", "0.60")
+    assert speed_tables.norms_alone() == "0.80 to 0.90"
+    assert (speed_tables.values_of_heads(), speed_tables.queries_of_heads()) == ("0.50", "0.70")
 
 
 def test_experts_are_beside_what_only_reads_their_weights(filed):
