@@ -33,6 +33,7 @@ SHAPES = {
     "qkv_a of GLM-5": (6144, 2624), "q_b, wq_b of GLM-5": (2048, 2048, 4096), "q_b of GLM-5": (2048, 2048),
     "o_proj of GLM-5": (2048, 6144),
     "q_b, wq_b under DP attention": (1536, 24576, 8192), "q_b under DP attention": (1536, 24576),
+    "o_proj under DP attention": (16384, 7168),
 }  # fmt: skip
 """Columns in, then out of each, of a rank of DeepSeek-V3.2 under tensor parallel 8 unless said."""
 INDEX_HEADS = 64
