@@ -33,7 +33,7 @@ VARIABLES = (
         unset="a failed load is one log line, and SGLang's backend serves",
         one="no start unless this package serves target and drafts, but EAGLE3's dense ones",
         zero="as unset",
-        when="1 in production",
+        when="in production",
     ),
     Variable(
         "NSA_BACKEND_ROUND_GRAPH",
@@ -57,7 +57,7 @@ VARIABLES = (
         unset="no check",
         one="checks request slots, lengths and pages of every batch; slow",
         zero="as unset",
-        when="1 after an illegal memory access",
+        when="after an illegal memory access",
     ),
     Variable(
         "NSA_BACKEND_AUTO_DECODE",
@@ -70,7 +70,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_LAYER_FRONT",
         default="unset",
-        unset="norms, RoPE, quantisation and KV writes before attention are this package's kernels, on 0.5.23 and Hopper",
+        unset="norms, RoPE, quantisation and KV writes before attention are this package's kernels",
         one="always",
         zero="SGLang's",
         when="0 to compare",
@@ -78,7 +78,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_PAIRED_LOGITS",
         default="unset",
-        unset="from two requests on, an even number of verified tokens is scored in pairs, on 0.5.23 and Hopper",
+        unset="from two requests on, an even number of verified tokens is scored in pairs",
         one="from one request",
         zero="singly",
         when="0 to compare; 1 for one long request, or on 0.5.17",
@@ -86,8 +86,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_SHORT_GRAPHS",
         default="unset",
-        unset="up to 64 requests, all within 2048 tokens, skip index scores and top-k in decode or rounds of one graph, on "
-        "0.5.23 and Hopper",
+        unset="up to 64 requests, all within 2048 tokens, skip index scores and top-k in decode or rounds of one graph",
         one="any number; with --dcp-size, and DP attention with --ep-size, too",
         zero="never",
         when="0 for a shorter start",
@@ -95,7 +94,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_SHORT_PREFILLS",
         default="unset",
-        unset="prefills of up to 1024 new tokens are one graph, on 0.5.23 and Hopper, unless the log says why not",
+        unset="prefills of up to 1024 new tokens are one graph, unless the log says why not",
         one="always",
         zero="never",
         when="0 for a shorter start",
@@ -103,7 +102,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_DIVIDED_INDEXER",
         default="unset",
-        unset="ranks of tensor parallel divide index scores of DeepSeek-V3.2's long prefills, on 0.5.23 and Hopper",
+        unset="ranks of tensor parallel divide index scores of DeepSeek-V3.2's long prefills",
         one="GLM's and DP attention's too",
         zero="never",
         when="0 to compare",
@@ -111,7 +110,7 @@ VARIABLES = (
     Variable(
         "NSA_BACKEND_FEW_EXPERTS",
         default="unset",
-        unset="routers and MoE are this package's kernels where an H200 was faster, on 0.5.23 and Hopper",
+        unset="routers and MoE are this package's kernels where an H200 was faster",
         one="MoE of other sizes too",
         zero="SGLang's",
         when="1 with GLM and --ep-size; 0 to compare",

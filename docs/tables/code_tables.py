@@ -214,10 +214,19 @@ def by_sglang() -> str:
 
 @PARTS.part
 def environment() -> str:
-    """The variables that the package reads."""
+    """The variables by which a server is run: nothing asks for what they do unless they are set."""
     from nsa_backend.environment import VARIABLES
 
-    rows = [[f"`{one.name}`", one.unset, one.one, one.zero, one.when] for one in VARIABLES]
+    rows = [[f"`{one.name}=1`", one.one, one.unset, one.when] for one in VARIABLES if one.default == "0"]
+    return table(["variable", "what it does", "unset", "when to set it"], rows)
+
+
+@PARTS.part
+def switches() -> str:
+    """The variables that change how rounds and kernels are run, whose defaults are measured."""
+    from nsa_backend.environment import VARIABLES
+
+    rows = [[f"`{one.name}`", one.unset, one.one, one.zero, one.when] for one in VARIABLES if one.default != "0"]
     return table(["variable", "unset", "1", "0", "when to set it"], rows)
 
 
