@@ -95,7 +95,7 @@ VARIABLES = (
         "NSA_BACKEND_SHORT_PREFILLS",
         default="unset",
         unset="prefills of up to 1024 new tokens are one graph, unless the log says why not",
-        one="always",
+        one="always; never run: shared experts beside others",
         zero="never",
         when="0 for a shorter start",
     ),

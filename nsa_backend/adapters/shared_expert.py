@@ -3,7 +3,7 @@
 A layer that is captured has the others first, with the shared one on another stream. The launches of few tokens then have its
 weights among theirs, and those of more leave their sums to whoever adds both, once the streams have met. In prefills it comes
 first, and sums of many tokens add what it gave. SGLang has a launch of its own for that, which reads and writes all hidden
-states once more.
+states once more. SGLang captures prefills in pieces, each on one stream; one that is captured whole may have both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from nsa_backend.adapters.dsa.layer_front.prefills import SWITCH, recorded
 from nsa_backend.adapters.dsa.layer_front.projections import product, scales_of
+from nsa_backend.environment import switched_on
 from nsa_backend.kernels import few_experts as kernels
 from nsa_backend.kernels.choice_sums import choice_sums
 from nsa_backend.kernels.few_experts import ExpertWeights
@@ -72,11 +74,24 @@ def captured_layer(
 def prefill_layer(
     original: Callable[..., Any], layer: Any, hidden_states: torch.Tensor, *arguments: Any, **options: Any
 ) -> Any:
-    """Around a layer whose shared expert may come first."""
+    """Around a layer whose shared expert may come first.
+
+    A prefill that is captured whole has it on another stream, as captured decode has, where a user asks for such prefills.
+    """
+    if on_two_streams(layer, hidden_states, options):
+        del options["skip_shared_experts"]
+        return layer.forward_normal_dual_stream(hidden_states, *arguments, **options)
     apart = asks_for_both(options) or layer._shared_expert_tp1
     if apart or len(hidden_states) < MANY or torch.compiler.is_compiling():
         return original(layer, hidden_states, *arguments, **options)
     return _while_running(SharedExpert(), original, layer, hidden_states, *arguments, **options)
+
+
+def on_two_streams(layer: Any, hidden_states: torch.Tensor, options: dict[str, Any]) -> bool:
+    """Whether a layer of a prefill has its shared expert on another stream: what SGLang asks of a captured one, and our own."""
+    if recorded() is None or not switched_on(SWITCH) or options.get("skip_shared_experts", True):
+        return False
+    return layer.alt_stream is not None and layer.num_fused_shared_experts == 0 and len(hidden_states) > 0
 
 
 def asks_for_both(options: dict[str, Any]) -> bool:

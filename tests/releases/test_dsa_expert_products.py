@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 from functools import partial
@@ -15,6 +16,7 @@ from emulated import emulating, whole_experts_emulated
 from rows_by_expert import in_blocks
 
 from nsa_backend.adapters import expert_products, experts, shared_expert
+from nsa_backend.adapters.dsa.layer_front import prefills
 from nsa_backend.adapters.dsa.layer_front.kept_input import KEPT
 from nsa_backend.kernels import down_blocks, expert_tiles, gate_up_rows, whole_experts
 from nsa_backend.kernels.expert_order import Order
@@ -264,6 +266,42 @@ def test_another_tensor_is_never_left_out(summed):
 
     with pytest.raises(RuntimeError, match="SGLang adds another tensor to them"):
         shared_expert.prefill_layer(forward, SimpleNamespace(_shared_expert_tp1=False), given["hidden_states"])
+
+
+OF_WHOLE_PREFILL = {"alt_stream": object(), "num_fused_shared_experts": 0, "_shared_expert_tp1": False}
+
+
+@pytest.mark.parametrize(
+    ("said", "whole", "options", "of_layer", "two"),
+    [
+        ("1", True, {}, {}, True),
+        (None, True, {}, {}, False),
+        ("1", False, {}, {}, False),
+        ("1", True, {"skip_shared_experts": True}, {}, False),
+        ("1", True, {}, {"alt_stream": None}, False),
+        ("1", True, {}, {"num_fused_shared_experts": 1}, False),
+    ],
+)
+def test_a_whole_prefill_has_its_shared_expert_on_another_stream_where_asked(monkeypatch, said, whole, options, of_layer, two):
+    """With what SGLang's captured layer takes; where the shared expert is another's or among the others nothing changes."""
+    if said is not None:
+        monkeypatch.setenv(prefills.SWITCH, said)
+    x, given = torch.randn(2, HIDDEN).bfloat16(), {"skip_shared_experts": False, "use_vision_topk": False} | options
+    layer, called = SimpleNamespace(**OF_WHOLE_PREFILL | of_layer), []
+    layer.forward_normal_dual_stream = lambda *arguments, **options: called.append((arguments, options))
+    with prefills.recording(prefills.WholePrefills()) if whole else contextlib.nullcontext():
+        shared_expert.prefill_layer(lambda *_, **options: called.append(options), layer, x, None, "ids", **given)
+    assert called == [((x, None, "ids"), {"use_vision_topk": False})] if two else [given]
+
+
+def test_sglangs_captured_layer_takes_what_that_of_a_prefill_does():
+    """But whether the shared expert is left out, which its caller says by name."""
+    from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
+
+    layers = DeepseekV2MoE.forward_normal, DeepseekV2MoE.forward_normal_dual_stream
+    one, other = (list(inspect.signature(inspect.unwrap(layer)).parameters) for layer in layers)
+    assert [name for name in one if name != "skip_shared_experts"] == other
+    assert "skip_shared_experts=skip_shared_experts," in inspect.getsource(DeepseekV2MoE.forward)
 
 
 @pytest.mark.parametrize("change", [{"shape": (MANY - 1, HIDDEN)}, {"dtype": torch.float32}])
