@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from nsa_backend.adapters.dsa.layer_front.prefills import SWITCH, recorded
 from nsa_backend.adapters.dsa.layer_front.projections import product, scales_of
 from nsa_backend.environment import switched_on
 from nsa_backend.kernels import few_experts as kernels
@@ -89,6 +88,8 @@ def prefill_layer(
 
 def on_two_streams(layer: Any, hidden_states: torch.Tensor, options: dict[str, Any]) -> bool:
     """Whether a layer of a prefill has its shared expert on another stream: what SGLang asks of a captured one, and our own."""
+    from nsa_backend.adapters.dsa.layer_front.prefills import SWITCH, recorded  # which imports what 0.5.12 has not
+
     if recorded() is None or not switched_on(SWITCH) or options.get("skip_shared_experts", True):
         return False
     return layer.alt_stream is not None and layer.num_fused_shared_experts == 0 and len(hidden_states) > 0
